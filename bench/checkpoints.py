@@ -1,0 +1,340 @@
+"""Checkpoints of real models' shapes with made-up weights, for measuring without downloads.
+
+Speed does not depend on the values of weights, but comparing the texts of two runtimes does: in a network of
+purely random weights the best two tokens are often closer than bfloat16 rounding, and the texts of two right
+implementations part after a few tokens. These weights give every step a wide margin, and a text that never
+settles:
+
+- the tokens form one random cycle; ``after`` gives the successor of each;
+- the row of a token in the (tied) embedding holds a constant, its own code, its successor's code, and noise;
+- the last block's heads attend, by rotary phases alone, to exactly ``LAG`` positions back, move the successor's code
+  found there into the place of the own code, and amplify it.
+
+So the next token is the successor of the token ``LAG`` positions back, which is right only where keys, values and
+positions are. All other weights are small and random: they take the time they take and hardly move the result.
+
+Letters: V vocabulary, E width, H query heads, K key and value heads, D head size, C size of a code, P rotary pairs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from quire.contracts.layers import RopeSpec
+from quire.errors import InvalidArgument, NotFound
+from quire.ops.rope import inverse_frequencies
+
+DEFAULT_DIRECTORY = Path("~/.cache/quire/bench")
+
+LAG = 17
+"""How far back the deciding head looks: more than the usual page of 16 tokens. Prompts should be longer."""
+
+FORMAT = 1
+"""Part of the directory's name; raised when the weights of a shape change."""
+
+_SCORE_GAP = 20.0
+"""Nats by which the position ``LAG`` back exceeds every other one."""
+
+_EMBEDDING_STD = 0.05
+_AMPLIFIED = 4.0
+"""Logit of the successor over the logit of the last token itself."""
+_NOISE = 0.1
+"""RMS of what all the other blocks add together, relative to the embedding."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """Sizes of a Llama with tied embeddings."""
+
+    vocab_size: int
+    hidden_size: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    intermediate_size: int
+    max_positions: int
+    rope: RopeSpec
+
+    def __post_init__(self) -> None:
+        if self.heads % self.kv_heads:
+            raise InvalidArgument(f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})")
+        if self.rope.rotary_dim != self.head_size:
+            raise InvalidArgument(f"rotary_dim ({self.rope.rotary_dim}) must be the head size ({self.head_size})")
+        if self.hidden_size < 2 * self.code_size + 1 or self.code_size < 16:
+            raise InvalidArgument(f"hidden_size ({self.hidden_size}) is too small to hold two codes of 16 numbers")
+
+    @property
+    def code_size(self) -> int:
+        """Numbers of a token's code: what the value heads carry, and at most half of the embedding."""
+        return min(self.kv_heads * self.head_size, (self.hidden_size - 1) // 2)
+
+    @property
+    def parameters(self) -> int:
+        """Number of weights, the tied ones once."""
+        e, q, kv = self.hidden_size, self.heads * self.head_size, self.kv_heads * self.head_size
+        block = 2 * e * q + 2 * e * kv + 3 * e * self.intermediate_size + 2 * e
+        return self.vocab_size * e + self.layers * block + e
+
+    def config(self) -> dict[str, Any]:
+        """``config.json`` of ``transformers``."""
+        rope: dict[str, Any] = {"rope_type": self.rope.scaling, "rope_theta": self.rope.theta}
+        if self.rope.scaling == "llama3":
+            rope |= {
+                "factor": self.rope.factor,
+                "low_freq_factor": self.rope.low_freq_factor,
+                "high_freq_factor": self.rope.high_freq_factor,
+                "original_max_position_embeddings": self.rope.original_max_position,
+            }
+        return {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "bos_token_id": 0,
+            "eos_token_id": 0,
+            "dtype": "bfloat16",
+            "head_dim": self.head_size,
+            "hidden_act": "silu",
+            "hidden_size": self.hidden_size,
+            "initializer_range": 0.02,
+            "intermediate_size": self.intermediate_size,
+            "max_position_embeddings": self.max_positions,
+            "mlp_bias": False,
+            "num_attention_heads": self.heads,
+            "num_hidden_layers": self.layers,
+            "num_key_value_heads": self.kv_heads,
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": rope,
+            "tie_word_embeddings": True,
+            "use_cache": True,
+            "vocab_size": self.vocab_size,
+        }
+
+
+SHAPES: dict[str, Shape] = {
+    "smollm2-135m": Shape(
+        vocab_size=49152,
+        hidden_size=576,
+        layers=30,
+        heads=9,
+        kv_heads=3,
+        head_size=64,
+        intermediate_size=1536,
+        max_positions=8192,
+        rope=RopeSpec(theta=100_000.0, rotary_dim=64),
+    ),
+    "llama-3.2-1b": Shape(
+        vocab_size=128256,
+        hidden_size=2048,
+        layers=16,
+        heads=32,
+        kv_heads=8,
+        head_size=64,
+        intermediate_size=8192,
+        max_positions=131_072,
+        rope=RopeSpec(
+            theta=500_000.0,
+            rotary_dim=64,
+            scaling="llama3",
+            factor=32.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position=8192,
+        ),
+    ),
+    "quick-30m": Shape(
+        vocab_size=16384,
+        hidden_size=512,
+        layers=8,
+        heads=8,
+        kv_heads=2,
+        head_size=64,
+        intermediate_size=1408,
+        max_positions=8192,
+        rope=RopeSpec(theta=10_000.0, rotary_dim=64),
+    ),
+    "quick-1m": Shape(
+        vocab_size=1024,
+        hidden_size=256,
+        layers=2,
+        heads=4,
+        kv_heads=2,
+        head_size=64,
+        intermediate_size=512,
+        max_positions=4096,
+        rope=RopeSpec(theta=10_000.0, rotary_dim=64),
+    ),
+}
+"""The two real shapes, and two for quick runs."""
+
+
+def checkpoint(name: str, *, directory: Path = DEFAULT_DIRECTORY, seed: int = 0) -> Path:
+    """The directory of the checkpoint of shape ``name``, made there if it is not yet.
+
+    Holds ``config.json`` and ``model.safetensors`` (bfloat16) and no tokenizer: prompts are token ids.
+
+    Raises:
+        NotFound: no such shape.
+    """
+    if name not in SHAPES:
+        raise NotFound(f"there is no shape '{name}'; there are {', '.join(SHAPES)}")
+    path = directory.expanduser() / f"{name}-seed{seed}-v{FORMAT}"
+    if not path.exists():
+        write_checkpoint(SHAPES[name], path, seed=seed)
+    return path
+
+
+def write_checkpoint(shape: Shape, path: Path, *, seed: int) -> None:
+    """Writes the checkpoint in one piece; a process that does the same at the same time does no harm."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as scratch:
+        part = Path(scratch, "new")
+        part.mkdir()
+        (part / "config.json").write_text(json.dumps(shape.config(), indent=2) + "\n", encoding="utf-8")
+        save_file(make_weights(shape, seed=seed), part / "model.safetensors", metadata={"format": "pt"})
+        try:
+            part.rename(path)
+        except OSError:
+            if not path.is_dir():  # otherwise the other process was first, with the same bytes
+                raise
+
+
+def make_weights(shape: Shape, *, seed: int) -> dict[str, Tensor]:
+    """All tensors by their names in the checkpoint, bfloat16. See the module's docstring for what they compute."""
+    rng = torch.Generator().manual_seed(seed)
+    weights = {"model.embed_tokens.weight": _embedding(shape, rng)}
+    embedding_rms = math.sqrt(weights["model.embed_tokens.weight"][0].float().square().mean())
+    for layer in range(shape.layers):
+        weights |= {f"model.layers.{layer}.{name}": w for name, w in _random_block(shape, rng, embedding_rms).items()}
+    weights |= {
+        f"model.layers.{shape.layers - 1}.self_attn.{name}": w
+        for name, w in _looking_back(shape, embedding_rms).items()
+    }
+    weights["model.norm.weight"] = torch.ones(shape.hidden_size)
+    return {name: weight.to(torch.bfloat16).contiguous() for name, weight in weights.items()}
+
+
+def after(shape: Shape, *, seed: int) -> Tensor:
+    """Successor of each token, int64 ``[V]``: one cycle through the whole vocabulary."""
+    cycle = torch.randperm(shape.vocab_size, generator=torch.Generator().manual_seed(seed + 1))
+    successor = torch.empty_like(cycle)
+    successor[cycle] = cycle.roll(-1)
+    return successor
+
+
+def _embedding(shape: Shape, rng: torch.Generator) -> Tensor:
+    """Rows of a constant, the own code, the successor's code, noise; ``[V, E]``."""
+    size = shape.code_size
+    # Signs, so that all rows have the same length: no token is likelier than another, or louder in attention.
+    table_VE = torch.randint(0, 2, (shape.vocab_size, shape.hidden_size), generator=rng).float() * 2 - 1
+    table_VE[:, 0] = _constant(shape)
+    code_VC = table_VE[:, 1 : 1 + size]
+    table_VE[:, 1 + size : 1 + 2 * size] = code_VC[after(shape, seed=rng.initial_seed())]
+    return table_VE * _EMBEDDING_STD
+
+
+def _constant(shape: Shape) -> float:
+    """Of each embedding, in units of the other entries: a quarter of the norm, so that norms hardly change it."""
+    return math.sqrt(shape.hidden_size) / 4
+
+
+def _random_block(shape: Shape, rng: torch.Generator, embedding_rms: float) -> dict[str, Tensor]:
+    e, q, kv, f = (
+        shape.hidden_size,
+        shape.heads * shape.head_size,
+        shape.kv_heads * shape.head_size,
+        shape.intermediate_size,
+    )
+
+    def normal(rows: int, columns: int, scale: float) -> Tensor:
+        return torch.randn(rows, columns, generator=rng) * (scale / math.sqrt(columns))
+
+    added = _NOISE * embedding_rms / math.sqrt(2 * shape.layers)
+    block = {
+        "input_layernorm.weight": torch.ones(e),
+        "self_attn.q_proj.weight": normal(q, e, 1.0),
+        "self_attn.k_proj.weight": normal(kv, e, 1.0),
+        "self_attn.v_proj.weight": normal(kv, e, 1.0),
+        "self_attn.o_proj.weight": normal(e, q, added),
+        "post_attention_layernorm.weight": torch.ones(e),
+        "mlp.gate_proj.weight": normal(f, e, 1.0),
+        "mlp.up_proj.weight": normal(f, e, 1.0),
+        # silu(gate) * up of unit normals has an RMS of 0.6.
+        "mlp.down_proj.weight": normal(e, f, added / 0.6),
+    }
+    for name in ("self_attn.o_proj.weight", "mlp.down_proj.weight"):
+        block[name][0] = 0.0  # the constant stays one
+    return block
+
+
+def _looking_back(shape: Shape, embedding_rms: float) -> dict[str, Tensor]:
+    """The last block's attention: the successor's code ``LAG`` positions back goes to the place of the own code."""
+    size, head, group = shape.code_size, shape.head_size, shape.heads // shape.kv_heads
+    freq_P = inverse_frequencies(shape.rope)
+    # Rotated, the query has the phase i * freq and the key (j + LAG) * freq: their product peaks at j = i - LAG.
+    pairs, gap = _deciding_pairs(freq_P, shape.max_positions)
+    used_P = (torch.arange(len(freq_P)) < pairs).double()
+    query_D = torch.cat((used_P, 0 * used_P))
+    key_D = torch.cat((used_P * (LAG * freq_P).cos(), used_P * (LAG * freq_P).sin()))
+    # What the first column of the normalised input is, for every token.
+    constant = _constant(shape) * _EMBEDDING_STD / embedding_rms
+    gain = math.sqrt(_SCORE_GAP * math.sqrt(head) / gap) / constant
+
+    q_proj = torch.zeros(shape.heads * head, shape.hidden_size)
+    k_proj = torch.zeros(shape.kv_heads * head, shape.hidden_size)
+    v_proj = torch.zeros(shape.kv_heads * head, shape.hidden_size)
+    o_proj = torch.zeros(shape.hidden_size, shape.heads * head)
+    q_proj[:, 0] = (query_D * gain).repeat(shape.heads)
+    k_proj[:, 0] = (key_D * gain).repeat(shape.kv_heads)
+    amplify = _AMPLIFIED * shape.hidden_size / size * embedding_rms / group
+    for i in range(size):
+        v_proj[i, 1 + size + i] = 1.0
+        kv_head, column = divmod(i, head)
+        for member in range(group):
+            o_proj[1 + i, (kv_head * group + member) * head + column] = amplify
+    return {
+        "q_proj.weight": q_proj,
+        "k_proj.weight": k_proj,
+        "v_proj.weight": v_proj,
+        "o_proj.weight": o_proj,
+    }
+
+
+def _deciding_pairs(freq_P: Tensor, positions: int) -> tuple[int, float]:
+    """How many of the fastest pairs to use, and how far the sum of their cosines falls at least from distance 0 to others.
+
+    Few pairs come round again at some other distance, and slow ones tell no neighbours apart but enlarge the scores, so
+    that rounding and noise weigh more: best is the largest fall for each pair.
+    """
+    fall_P = torch.full_like(freq_P, math.inf)
+    for distance in torch.split(torch.arange(1, positions, dtype=freq_P.dtype), 1 << 14):
+        falls = (1 - (distance.unsqueeze(-1) * freq_P).cos()).cumsum(-1)
+        fall_P = torch.minimum(fall_P, falls.min(0).values)
+    best = int((fall_P / torch.arange(1, len(freq_P) + 1)).argmax())
+    return best + 1, float(fall_P[best])
+
+
+def main() -> None:
+    """Makes checkpoints and prints where they are."""
+    parser = argparse.ArgumentParser(description="Makes checkpoints with made-up weights for the benchmarks.")
+    parser.add_argument("names", nargs="*", default=list(SHAPES), metavar="SHAPE", help=", ".join(SHAPES))
+    parser.add_argument("--dir", type=Path, default=DEFAULT_DIRECTORY)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    for name in options.names:
+        print(checkpoint(name, directory=options.dir, seed=options.seed))
+
+
+if __name__ == "__main__":
+    main()

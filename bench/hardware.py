@@ -1,0 +1,237 @@
+"""What this machine can do: memory bandwidth and matrix multiplication, measured, so that results can be stated
+as a share of what is possible.
+
+Run it for a table and one JSON line: ``python bench/hardware.py [--device cuda] [--threads N]``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TypedDict
+
+import torch
+from torch import Tensor
+
+from quire.errors import FailedPrecondition, InvalidArgument
+
+GEMM_SIZES = (1024, 2048, 4096, 8192)
+"""Sides of the square matrices; the larger ones are skipped where they would take too long."""
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+_COLUMNS = 4096
+
+
+class Hardware(TypedDict):
+    """Measured limits. GB/s are 10^9 bytes per second, TFLOP/s 10^12 operations (a multiplication and an addition)."""
+
+    device: str
+    threads: int
+    """Threads of torch on the CPU."""
+    torch: str
+    buffer_bytes: int
+    """Bytes of the buffers of the bandwidth measurements."""
+    cache_bytes: int
+    """The largest cache of the device; 0 where it is not known."""
+    exceeds_cache: bool
+    """Whether the buffers are at least twice the cache: otherwise the bandwidths are partly the cache's."""
+    copy_gbps: float
+    """Copy, bytes read plus bytes written."""
+    read_gbps: float
+    """The best of the following: what reading weights can reach."""
+    read_methods_gbps: dict[str, float]
+    gemm_tflops: dict[str, dict[str, float]]
+    """By dtype and side."""
+    peak_tflops: dict[str, float]
+    """The best side of each dtype."""
+
+
+def measure(*, device: str = "cpu", threads: int = 0, buffer_bytes: int = 0, seconds: float = 20.0) -> Hardware:
+    """Measures bandwidths and multiplication peaks of ``device`` in about ``seconds`` (making buffers comes on top).
+
+    Args:
+        device: ``cpu`` or a CUDA device.
+        threads: CPU threads, 0 for torch's own number; restored afterwards.
+        buffer_bytes: size of the buffers of the bandwidth measurements; 0 takes four times the largest cache, at
+            least 1 GiB and at most an eighth of the memory that is free.
+        seconds: time for all measurements together; each is repeated at least twice.
+
+    Raises:
+        InvalidArgument: a number out of range.
+        FailedPrecondition: torch cannot use ``device`` here.
+    """
+    if threads < 0 or seconds <= 0 or buffer_bytes < 0:
+        raise InvalidArgument(
+            f"threads and buffer_bytes must be 0 or greater and seconds above 0, got {threads}, {buffer_bytes}, {seconds}"
+        )
+    try:
+        where = torch.device(device)
+        torch.empty(1, device=where)
+    except (RuntimeError, AssertionError) as error:
+        raise FailedPrecondition(f"torch cannot use the device '{device}' here; use 'cpu' or a CUDA device") from error
+    with _threads(threads), torch.inference_mode():
+        cache = _cache_bytes(where)
+        size = buffer_bytes or default_buffer_bytes(cache, _free_bytes(where))
+        copy = _copy_gbps(where, size, seconds * 0.15)
+        reads = _read_gbps(where, size, seconds * 0.35)
+        gemm = {name: _gemm_tflops(where, dtype, seconds * 0.25) for name, dtype in _DTYPES.items()}
+        return Hardware(
+            device=_device_name(where),
+            threads=torch.get_num_threads(),
+            torch=torch.__version__,
+            buffer_bytes=size,
+            cache_bytes=cache,
+            exceeds_cache=size >= 2 * cache,
+            copy_gbps=copy,
+            read_gbps=max(reads.values()),
+            read_methods_gbps=reads,
+            gemm_tflops=gemm,
+            peak_tflops={name: max(by_size.values()) for name, by_size in gemm.items()},
+        )
+
+
+def default_buffer_bytes(cache: int, free: int) -> int:
+    """Four times the cache and at least 1 GiB, if an eighth of the free memory allows it (0: not known)."""
+    wanted = max(1 << 30, 4 * cache)
+    return min(wanted, max(free // 8, 1 << 24)) if free else wanted
+
+
+def parse_size(text: str) -> int:
+    """Bytes of a size as Linux writes it: ``480M``, ``2048K``, ``64``; 0 for anything else."""
+    units = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+    number, unit = (text[:-1], text[-1]) if text[-1:] in units else (text, "")
+    return int(number) * units.get(unit, 1) if number.isdigit() else 0
+
+
+def best_seconds(function: Callable[[], object], *, budget: float, synchronize: Callable[[], None]) -> float:
+    """Shortest of at least two runs after one for warming up, and of as many as fit into ``budget`` seconds."""
+    function()
+    synchronize()
+    best, spent, runs = math.inf, 0.0, 0
+    while runs < 2 or spent < budget:
+        started = time.perf_counter()
+        function()
+        synchronize()
+        taken = time.perf_counter() - started
+        best, spent, runs = min(best, taken), spent + taken, runs + 1
+    return best
+
+
+def _copy_gbps(device: torch.device, size: int, budget: float) -> float:
+    source = torch.ones(size // 4, device=device)
+    target = torch.zeros_like(source)
+    taken = best_seconds(lambda: target.copy_(source), budget=budget, synchronize=_synchronize(device))
+    return 2 * source.nbytes / taken / 1e9
+
+
+def _read_gbps(device: torch.device, size: int, budget: float) -> dict[str, float]:
+    """Reading alone, in the ways that decoding reads weights: products with one vector, and a plain sum."""
+    rates: dict[str, float] = {}
+    for name, dtype in _DTYPES.items():
+        matrix = torch.full((max(1, size // (_COLUMNS * dtype.itemsize)), _COLUMNS), 0.5, dtype=dtype, device=device)
+        vector = torch.full((_COLUMNS,), 0.5, dtype=dtype, device=device)
+        methods: dict[str, Callable[[], Tensor]] = {f"gemv {name}": partial(torch.mv, matrix, vector)}
+        if dtype == torch.float32:
+            methods[f"sum {name}"] = matrix.sum
+        for method, function in methods.items():
+            taken = best_seconds(function, budget=budget / 3, synchronize=_synchronize(device))
+            rates[method] = matrix.nbytes / taken / 1e9
+        del matrix, methods, function  # before the next buffer is made
+    return rates
+
+
+def _gemm_tflops(device: torch.device, dtype: torch.dtype, budget: float) -> dict[str, float]:
+    rates: dict[str, float] = {}
+    left = budget
+    for side in GEMM_SIZES:
+        a = torch.full((side, side), 0.5, dtype=dtype, device=device).normal_()
+        b = a.clone()
+        out = torch.empty_like(a)
+        started = time.perf_counter()
+        taken = best_seconds(partial(torch.mm, a, b, out=out), budget=left / 4, synchronize=_synchronize(device))
+        left -= time.perf_counter() - started
+        rates[str(side)] = 2 * side**3 / taken / 1e12
+        # Twice the side is eight times the work, three times: warming up and two runs.
+        if 3 * 8 * taken > left:
+            break
+    return rates
+
+
+@contextmanager
+def _threads(number: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(number or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _synchronize(device: torch.device) -> Callable[[], None]:
+    if device.type == "cuda":
+        return lambda: torch.cuda.synchronize(device)
+    return lambda: None
+
+
+def _cache_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).L2_cache_size)
+    sizes = Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
+    return max((parse_size(path.read_text().strip()) for path in sizes), default=0)
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return 0
+    available = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
+    return int(available[0]) << 10 if available else 0
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else platform.processor() or platform.machine()}, {os.cpu_count()} CPUs"
+
+
+def main() -> None:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser(description="Measures memory bandwidth and matrix multiplication.")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0 is torch's own number")
+    parser.add_argument("--seconds", type=float, default=20.0, help="time for the measurements")
+    options = parser.parse_args()
+    result = measure(device=options.device, threads=options.threads, seconds=options.seconds)
+    print(f"{result['device']}; {result['threads']} threads; torch {result['torch']}")
+    if not result["exceeds_cache"]:
+        print(
+            f"note: buffers of {result['buffer_bytes'] / 2**20:.0f} MiB against {result['cache_bytes'] / 2**20:.0f} MiB "
+            "of cache: the bandwidths are partly the cache's"
+        )
+    print(f"{'copy (read + write)':24} {result['copy_gbps']:10.1f} GB/s")
+    for method, rate in result["read_methods_gbps"].items():
+        print(f"{'read: ' + method:24} {rate:10.1f} GB/s")
+    for name, by_size in result["gemm_tflops"].items():
+        for side, rate in by_size.items():
+            print(f"{f'gemm {name} {side}':24} {rate:10.2f} TFLOP/s")
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

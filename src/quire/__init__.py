@@ -1,0 +1,77 @@
+"""Quire: an LLM inference runtime in which a model's memory is a value.
+
+Names are imported when they are first used, so that ``import quire`` takes milliseconds.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+from quire.errors import (
+    AlreadyExists,
+    BlendLoadError,
+    Cancelled,
+    CheckpointError,
+    DataLoss,
+    FailedPrecondition,
+    InvalidArgument,
+    NotFound,
+    QuireError,
+    ResourceExhausted,
+    Unsupported,
+)
+from quire.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from quire.engine.session import Session
+    from quire.executor.executor import Executor
+    from quire.executor.llm_executor import LlmExecutor
+    from quire.llm import LLM
+    from quire.outputs import CompletionOutput, RequestOutput
+
+try:
+    __version__ = version("quire")
+except PackageNotFoundError:  # run from a source tree that is not installed
+    __version__ = "0+unknown"
+
+_LAZY = {
+    "LLM": "quire.llm",
+    "Session": "quire.engine.session",
+    "Executor": "quire.executor.executor",
+    "LlmExecutor": "quire.executor.llm_executor",
+    "RequestOutput": "quire.outputs",
+    "CompletionOutput": "quire.outputs",
+}
+
+__all__ = [
+    "LLM",
+    "AlreadyExists",
+    "BlendLoadError",
+    "Cancelled",
+    "CheckpointError",
+    "CompletionOutput",
+    "DataLoss",
+    "Executor",
+    "FailedPrecondition",
+    "InvalidArgument",
+    "LlmExecutor",
+    "NotFound",
+    "QuireError",
+    "RequestOutput",
+    "ResourceExhausted",
+    "SamplingParams",
+    "Session",
+    "Unsupported",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'quire' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])

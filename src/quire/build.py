@@ -1,0 +1,224 @@
+"""Putting an engine together: the only place that knows every concrete class."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quire.config import EngineConfig, parse_bytes
+from quire.contracts.attention import AttentionBackend
+from quire.contracts.layers import FullAttention, LayerSpec, WindowedAttention
+from quire.engine.engine import Engine
+from quire.engine.scheduler import Limits
+from quire.engine.tokenizer import Tokenizer
+from quire.errors import CheckpointError, InvalidArgument, ResourceExhausted, Unsupported
+from quire.kernels.sdpa import SdpaAttention
+from quire.kv.paged import PagedKVState
+from quire.kv.sequences import pages_for
+from quire.kv.storage import bytes_per_token
+from quire.models.catalogue import resolve_model
+from quire.models.families import LoadedModel
+from quire.models.fingerprint import ModelFingerprint, model_fingerprint
+from quire.models.loading import load_model, resolve_dtype
+from quire.ops.attention import ReferenceAttention
+from quire.registry import Registry
+from quire.runner.local import LocalRunner
+from quire.sampling_params import SamplingParams
+
+logger = logging.getLogger("quire")
+
+ATTENTION_BACKENDS: Registry[type[AttentionBackend]] = Registry("attention backend")
+ATTENTION_BACKENDS.register("torch", SdpaAttention)
+ATTENTION_BACKENDS.register("reference", ReferenceAttention)
+
+CPU_POOL_SHARE = 0.25
+"""Part of the free memory that the pool takes on a CPU unless ``kv_cache_memory`` says otherwise."""
+
+
+class Identity:
+    """Which model this is; the weights digest is computed when it is first asked for."""
+
+    def __init__(self, path: Path, model: LoadedModel) -> None:
+        self._path = path
+        self._model = model
+        self._found: ModelFingerprint | None = None
+
+    def fields(self) -> dict[str, str]:
+        """``architecture``, ``config`` and ``weights``."""
+        if self._found is None:
+            self._found = model_fingerprint(self._path, self._model)
+        return {
+            "architecture": self._found.architecture,
+            "config": self._found.config,
+            "weights": self._found.weights,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What an ``LLM`` is made of."""
+
+    config: EngineConfig
+    path: Path
+    engine: Engine
+    runner: LocalRunner
+    tokenizer: Tokenizer | None
+    identity: Identity
+    default_params: SamplingParams
+    notes: tuple[str, ...]
+    """Decisions that a user may want to know of: the dtype taken, the size of the pool."""
+
+
+def build(config: EngineConfig, *, progress: bool = False) -> Parts:
+    """Load a model and put an engine around it. Each thing that does not fit is one clear error, before memory is spent."""
+    path = resolve_model(config.model, revision=config.revision)
+    device = resolve_device(config.device)
+    tokenizer = Tokenizer.from_directory(Path(config.tokenizer) if config.tokenizer else path)
+    model = load_model(path, device=device, dtype=config.dtype, progress=progress)
+    if tokenizer is not None:
+        tokenizer.check_fits(model.vocab_size)
+    max_len = max_model_len(config.max_model_len, model.max_position)
+    kv_dtype = model.dtype if config.kv_dtype == "auto" else resolve_dtype(config.kv_dtype, model.dtype, device)
+    capacity = pool_tokens(config, model.layer_specs, kv_dtype, device, max_len)
+    backend_name = "torch" if config.attention_backend == "auto" else config.attention_backend
+    state = PagedKVState(
+        model.layer_specs,
+        capacity=capacity,
+        page_size=config.page_size,
+        dtype=kv_dtype,
+        device=device,
+        backend=ATTENTION_BACKENDS.require(backend_name)(),
+    )
+    runner = LocalRunner(model, state, device)
+    generation = read_json(path / "generation_config.json")
+    engine = Engine(
+        runner,
+        limits=Limits(max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens),
+        max_model_len=max_len,
+        tokenizer=tokenizer,
+        eos_ids=eos_ids(generation, read_json(path / "config.json"), tokenizer, model.vocab_size),
+        enable_prefix_caching=config.enable_prefix_caching,
+        seed=config.seed,
+    )
+    notes = (
+        f"{model.architecture}, {model.num_parameters / 1e6:.1f}M parameters in {name_of(model.dtype)} on {device}",
+        f"KV pool: {pages_for(capacity, config.page_size)} pages of {config.page_size} tokens in {name_of(kv_dtype)}, "
+        f"{state.storage.num_bytes / 2**20:.0f} MiB",
+    )
+    for note in notes:
+        logger.info(note)
+    return Parts(
+        config,
+        path,
+        engine,
+        runner,
+        tokenizer,
+        Identity(path, model),
+        SamplingParams.from_generation_config(generation),
+        notes,
+    )
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object, or an empty one if there is no such file; ``CheckpointError`` names a damaged file."""
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} is not readable JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path} holds no JSON object")
+    return found
+
+
+def resolve_device(name: str) -> torch.device:
+    """``auto`` is CUDA where there is one. ``Unsupported`` for a device that is not there."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise InvalidArgument(f"device {name!r} is unknown; 'auto', 'cpu', 'cuda' or 'cuda:N' are accepted") from error
+    if device.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (device.index or 0) >= count:
+            raise Unsupported(f"device {name!r} is not there; PyTorch sees {count} CUDA devices, 'cpu' works")
+    elif device.type != "cpu":
+        raise Unsupported(f"device {name!r} is not supported; 'auto', 'cpu' and 'cuda' are")
+    return device
+
+
+def max_model_len(wanted: int | None, model_limit: int) -> int:
+    """The context length; ``InvalidArgument`` beyond the model's."""
+    if wanted is None:
+        return model_limit
+    if wanted > model_limit:
+        raise InvalidArgument(
+            f"max_model_len {wanted} is beyond the model's {model_limit} positions; give at most that"
+        )
+    return wanted
+
+
+def pool_tokens(
+    config: EngineConfig, specs: Sequence[LayerSpec], dtype: torch.dtype, device: torch.device, max_len: int
+) -> int:
+    """Tokens for which the pool has room. ``ResourceExhausted`` if not even one page fits."""
+    attention = [spec for spec in specs if isinstance(spec, (FullAttention, WindowedAttention))]
+    per_token = bytes_per_token(attention, dtype)
+    if config.kv_cache_memory is not None:
+        budget = parse_bytes(config.kv_cache_memory)
+        tokens = budget // per_token
+        if tokens < config.page_size:
+            raise ResourceExhausted(
+                f"kv_cache_memory {config.kv_cache_memory} holds no page of {config.page_size} tokens; "
+                f"at least {per_token * config.page_size} bytes are needed"
+            )
+    else:
+        budget = free_memory(device, config.gpu_memory_utilization)
+        # More than every sequence at its full length is never used.
+        tokens = min(budget // per_token, config.max_num_seqs * max_len)
+        if tokens < config.page_size:
+            raise ResourceExhausted(
+                f"{budget / 2**20:.0f} MiB of free memory for the KV pool on {device} hold no page of {config.page_size} tokens "
+                f"({per_token * config.page_size} bytes); free some, or give kv_cache_memory"
+            )
+    return int(tokens // config.page_size * config.page_size)
+
+
+def free_memory(device: torch.device, gpu_share: float) -> int:
+    """Bytes that the pool may take: of a GPU what ``gpu_memory_utilization`` leaves, of host memory a quarter."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return max(0, int(free - (1 - gpu_share) * total))
+    try:
+        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(int(line.split()[1]) * 1024 * CPU_POOL_SHARE)
+    except OSError:
+        pass
+    return int(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * CPU_POOL_SHARE / 2)
+
+
+def eos_ids(
+    generation: dict[str, Any], model_config: dict[str, Any], tokenizer: Tokenizer | None, vocab_size: int
+) -> tuple[int, ...]:
+    """Tokens that end a text: ``generation_config.json``, else ``config.json``; and the tokenizer's."""
+    found = generation.get("eos_token_id")
+    if found is None:
+        found = model_config.get("eos_token_id")
+    ids = [] if found is None else list(found) if isinstance(found, list) else [found]
+    if tokenizer is not None:
+        ids += list(tokenizer.eos_ids)
+    return tuple(dict.fromkeys(token for token in ids if isinstance(token, int) and 0 <= token < vocab_size))

@@ -1,0 +1,370 @@
+"""The command line: ``quire generate``, ``chat``, ``inspect``, ``models``, ``capabilities``, ``doctor``, ``bench``.
+
+Options are the keyword arguments of ``LLM`` and ``SamplingParams`` in kebab-case, derived from these classes. A mistake is one
+sentence on stderr and exit code 2, never a traceback. What only a command needs is imported inside it, so that ``--help`` is quick.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect as python_inspect
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+from quire.config import EngineConfig, field_help
+from quire.errors import InvalidArgument, NotFound, QuireError
+from quire.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from quire.llm import LLM
+
+DEFAULT_MODEL = "tiny-python"
+DEFAULT_NEW_TOKENS = 128
+
+app = typer.Typer(
+    help="Run language models whose memory is a value: fork it, rewind it, save it, look into it.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+bench_app = typer.Typer(
+    help="Measure tok/s, time to first token and achieved over possible bandwidth: a table, then one JSON line.",
+    no_args_is_help=True,
+)
+app.add_typer(bench_app, name="bench")
+
+SAMPLING_OPTIONS: dict[str, tuple[Any, str]] = {
+    "max_tokens": (int, f"Tokens to generate at most ({DEFAULT_NEW_TOKENS} if not given)."),
+    "min_tokens": (int, "Tokens before which no end token or stop string ends the text."),
+    "temperature": (float, "0 takes the most likely token; higher is more random."),
+    "top_p": (float, "Sample from the smallest set of tokens that holds this much probability."),
+    "top_k": (int, "Sample from this many most likely tokens; -1 is off."),
+    "min_p": (float, "Drop tokens below this share of the most likely one's probability."),
+    "seed": (int, "Makes the sampled tokens reproducible."),
+    "stop": (list[str], "End the text before this string; may be repeated."),
+    "stop_token_ids": (list[int], "End the text at this token; may be repeated."),
+    "ignore_eos": (bool, "Go on after the model's end token."),
+    "presence_penalty": (float, "Against tokens that the text holds already."),
+    "frequency_penalty": (float, "Against tokens, by how often the text holds them."),
+    "repetition_penalty": (float, "Against tokens of prompt and text; 1 is off."),
+}
+"""Those of ``SamplingParams`` that make sense for one text on a terminal."""
+
+
+# -- options out of dataclasses ------------------------------------------------------------------------------------
+
+
+def _parameter(name: str, kind: Any, text: str) -> python_inspect.Parameter:
+    flag = "--" + name.replace("_", "-")
+    # Without a value on the command line the field is not set, so that a config file and the defaults count.
+    option = typer.Option(flag, help=text, show_default=False)
+    return python_inspect.Parameter(
+        name, python_inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option]
+    )
+
+
+def _engine_parameters() -> Iterator[python_inspect.Parameter]:
+    kinds: dict[str, Any] = {"int": int, "int | None": int, "float": float, "bool": bool}
+    helps = field_help(EngineConfig)
+    for field in dataclasses.fields(EngineConfig):
+        if field.name == "model":
+            continue
+        kind = kinds.get(str(field.type), str)
+        default = "" if field.default in (None, dataclasses.MISSING) else f" Default: {field.default}."
+        yield _parameter(field.name, kind, helps[field.name] + default)
+
+
+def _with_options(*groups: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Add the options of the engine, of sampling, or both, and ``--config``; the command gets them as ``options``."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        own = [
+            parameter
+            for parameter in python_inspect.signature(command, eval_str=True).parameters.values()
+            if parameter.kind is not python_inspect.Parameter.VAR_KEYWORD
+        ]
+        added = [_parameter("config", Path, "A YAML file with these options; the command line wins.")]
+        if "sampling" in groups:
+            added += [_parameter(name, kind, text) for name, (kind, text) in SAMPLING_OPTIONS.items()]
+        if "engine" in groups:
+            added += list(_engine_parameters())
+
+        def run(**given: Any) -> None:
+            command(**given)
+
+        run.__name__, run.__doc__ = command.__name__, command.__doc__
+        run.__signature__ = python_inspect.Signature([*own, *added])  # type: ignore[attr-defined]
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in (*own, *added)}
+        return run
+
+    return decorate
+
+
+def _chosen(options: dict[str, Any]) -> dict[str, Any]:
+    """Options of the config file, overridden by those of the command line."""
+    merged: dict[str, Any] = {}
+    path = options.pop("config", None)
+    if path is not None:
+        merged.update(_read_config(path))
+    merged.update({name: value for name, value in options.items() if value is not None and value != []})
+    return merged
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    import yaml
+
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise NotFound(f"config file {str(path)!r} does not exist") from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise InvalidArgument(f"config file {str(path)!r} cannot be read: {str(error).splitlines()[0]}") from error
+    if not isinstance(found, dict):
+        raise InvalidArgument(f"config file {str(path)!r} must hold a mapping of options")
+    known = {field.name for field in dataclasses.fields(EngineConfig)} | set(SAMPLING_OPTIONS)
+    options = {str(name).replace("-", "_"): value for name, value in found.items()}
+    if unknown := sorted(set(options) - known):
+        raise InvalidArgument(f"config file {str(path)!r} has unknown options {unknown}; known are {sorted(known)}")
+    return options
+
+
+def _sampling(options: dict[str, Any], llm: LLM) -> SamplingParams:
+    given = {name: options[name] for name in SAMPLING_OPTIONS if name in options}
+    defaults = llm.default_params
+    return defaults.replace(**{"max_tokens": DEFAULT_NEW_TOKENS, **given})
+
+
+def _load(model: str | None, options: dict[str, Any]) -> LLM:
+    from quire.llm import LLM
+
+    engine = {name: value for name, value in options.items() if name not in SAMPLING_OPTIONS}
+    chosen = engine.pop("model", DEFAULT_MODEL) if model is None else model
+    engine.pop("model", None)
+    return LLM(chosen, **engine)
+
+
+ModelOption = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        "-m",
+        help=f"A bundled model, a directory or a Hugging Face id. Default: {DEFAULT_MODEL}.",
+        show_default=False,
+    ),
+]
+
+
+# -- commands ------------------------------------------------------------------------------------------------------
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from quire.doctor import versions
+
+        print(", ".join(f"{name} {found}" for name, found in versions().items()))
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print versions of what matters.")
+    ] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log what is decided while loading.")] = False,
+) -> None:
+    del version
+    logging.basicConfig(
+        level=logging.INFO if verbose else logging.WARNING, format="%(name)s: %(message)s", stream=sys.stderr
+    )
+
+
+@app.command()
+@_with_options("sampling", "engine")
+def generate(
+    prompt: Annotated[str, typer.Argument(help="The text to continue; - reads it from stdin.")],
+    model: ModelOption = None,
+    **options: Any,
+) -> None:
+    """Stream the continuation of a prompt to stdout; timing goes to stderr."""
+    chosen = _chosen(options)
+    text = sys.stdin.read() if prompt == "-" else prompt
+    started = time.perf_counter()
+    llm = _load(model, chosen)
+    params = _sampling(chosen, llm)
+    loaded = time.perf_counter()
+    first: float | None = None
+    count = 0
+    with llm.session(text) as session:
+        prompt_tokens = len(session)
+        for delta in session.stream(params):
+            first = first or time.perf_counter()
+            count += len(delta.token_ids)
+            print(delta.text, end="", flush=True)
+    print(flush=True)
+    ended = time.perf_counter()
+    if first is not None:
+        rate = f"{(count - 1) / (ended - first):.1f} tok/s" if count > 1 and ended > first else "-"
+        print(
+            f"loaded in {loaded - started:.2f} s; {prompt_tokens} prompt tokens, first token after {first - loaded:.3f} s; "
+            f"{count} tokens, {rate}",
+            file=sys.stderr,
+        )
+
+
+@app.command()
+@_with_options("sampling", "engine")
+def chat(model: ModelOption = None, **options: Any) -> None:
+    """Talk to a model in the terminal; /fork, /switch, /rewind, /save, /load and /stats handle its memory."""
+    from quire.terminal_chat import TerminalChat
+
+    chosen = _chosen(options)
+    llm = _load(model, chosen)
+    TerminalChat(llm, _sampling(chosen, llm)).run()
+
+
+@app.command()
+def inspect(
+    file: Annotated[Path, typer.Argument(help="A .quire state file.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Show what a state file holds: model, tokens, positions, layers, bytes, checks."""
+    from quire.inspection import describe, print_description
+
+    found = describe(file)
+    if as_json:
+        print(json.dumps(found))
+    else:
+        print_description(found)
+
+
+@app.command()
+def models() -> None:
+    """List bundled models, registered architectures and the kinds of state they have."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from quire.models.catalogue import bundled_models, registered_architectures
+
+    console = Console()
+    bundled = Table("bundled model", "directory", title="Bundled models", title_justify="left")
+    for name, path in bundled_models().items():
+        bundled.add_row(name, str(path))
+    console.print(bundled)
+    known = Table(
+        "architecture",
+        "kinds of state",
+        title="Architectures (from a directory or a Hugging Face id)",
+        title_justify="left",
+    )
+    for name, kinds in registered_architectures().items():
+        known.add_row(name, ", ".join(kinds))
+    console.print(known)
+
+
+@app.command()
+@_with_options("engine")
+def capabilities(
+    model: ModelOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    **options: Any,
+) -> None:
+    """Print the rule table: what this model on this device does, what it refuses, and why."""
+    from quire.inspection import print_capabilities
+
+    with _load(model, _chosen(options)) as llm:
+        print_capabilities(llm.capabilities(), as_json=as_json)
+
+
+@app.command()
+def doctor() -> None:
+    """Say what is used here and why, and what to do about what does not work."""
+    from quire.doctor import examine, print_findings
+
+    print_findings(examine())
+
+
+@bench_app.command("latency")
+@_with_options("engine")
+def bench_latency(
+    model: ModelOption = None,
+    batch: Annotated[str, typer.Option(help="Batch sizes to decode with, by commas.")] = "1,4,16",
+    prompt: Annotated[str, typer.Option(help="Prompt lengths to prefill, by commas.")] = "512,2048",
+    decode: Annotated[int, typer.Option(help="Tokens to decode for each sequence.")] = 32,
+    context: Annotated[int, typer.Option(help="Prompt length before decoding.")] = 128,
+    rounds: Annotated[int, typer.Option(help="Interleaved rounds; the median counts.")] = 3,
+    peer: Annotated[str, typer.Option(help="Compare with: none, transformers.")] = "none",
+    **options: Any,
+) -> None:
+    """Prefill and decode speed, with what the hardware could do and a peer in the same run."""
+    from quire.bench.latency import run_latency
+
+    chosen = _chosen(options)
+    run_latency(
+        chosen.pop("model", DEFAULT_MODEL) if model is None else model,
+        engine_options=chosen,
+        batches=_integers("batch", batch),
+        prompts=_integers("prompt", prompt),
+        decode=decode,
+        context=context,
+        rounds=rounds,
+        peer=peer,
+    )
+
+
+def _integers(name: str, text: str) -> list[int]:
+    try:
+        found = [int(part) for part in text.split(",")]
+    except ValueError:
+        found = [0]
+    if min(found) < 1:
+        raise InvalidArgument(f"--{name} {text!r}; whole numbers of at least 1, separated by commas, are accepted")
+    return found
+
+
+# -- the entry point -----------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _one_sentence() -> Iterator[None]:
+    """Turn what can go wrong into one line on stderr and an exit code."""
+    try:
+        yield
+    except QuireError as error:
+        _fail(" ".join(str(error).split()), 2)
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        _fail("interrupted", 130)
+    except MemoryError:
+        _fail(
+            "this machine does not have enough memory for that; try a smaller model, kv_cache_memory or max_model_len",
+            2,
+        )
+    except BrokenPipeError:
+        # Whoever read our output is gone; nothing may be written at exit either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
+
+
+def _fail(message: str, code: int) -> NoReturn:
+    print(f"quire: {message}", file=sys.stderr)
+    sys.exit(code)
+
+
+def main() -> None:
+    """The command ``quire``."""
+    with _one_sentence():
+        app(prog_name="quire")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,419 @@
+"""Configuration: frozen values, checked when they are made, each field with its help text.
+
+The CLI derives its options from these dataclasses and a YAML file maps onto them. What this release does not have is
+refused here by name, before a model is touched. What depends on the machine or on the model (whether a device is
+present, whether a length fits) is checked by whoever builds; nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from decimal import Decimal
+from typing import Any, TypeVar
+
+from quire.errors import InvalidArgument, Unsupported
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+ATTENTION_BACKENDS = ("auto", "torch", "reference")
+ATTENTION_TYPES = ("MultiHead", "MultiQuery", "GroupedQuery", "Flash", "Paged", "SlidingWindow")
+
+CUSTOM_FLAGS: tuple[str, ...] = ()
+"""Names that ``OptimizationConfig.custom_flags`` may have; none in this release."""
+EXECUTOR_OPTIONS: tuple[str, ...] = ()
+"""Names that ``ExecutorConfig.executor_options`` may have; none in this release."""
+
+_UNITS = {"B": 1} | {
+    name: base**power
+    for base, names in ((1000, ("KB", "MB", "GB", "TB")), (1024, ("KiB", "MiB", "GiB", "TiB")))
+    for power, name in enumerate(names, start=1)
+}
+_UNITS_FOLDED = {name.lower(): factor for name, factor in _UNITS.items()}
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*")
+_DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]+)?")
+
+T = TypeVar("T")
+
+
+def parse_bytes(value: int | str, *, name: str = "size") -> int:
+    """A number of bytes: an integer >= 0, or a string like ``"4GiB"``, ``"1.5 GB"``, ``"4096"`` (rounded down).
+
+    KiB to TiB are powers of 1024, KB to TB powers of 1000, in any case; "4G" could be either and is refused.
+    ``name`` is how the error calls the value. Raises ``InvalidArgument``.
+    """
+    accepted = f"{name} must be a number of bytes >= 0, or a string such as '4GiB' (units: {', '.join(_UNITS)})"
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    match = _SIZE.fullmatch(value) if isinstance(value, str) else None
+    factor = _UNITS_FOLDED.get(match[2].lower() or "b") if match else None
+    if match is None or factor is None:
+        raise InvalidArgument(f"{accepted}, got {value!r}")
+    return int(Decimal(match[1]) * factor)
+
+
+def field_help(cls: type[Any]) -> dict[str, str]:
+    """Field name to help text of a configuration dataclass, in order of definition."""
+    return {f.name: f.metadata["help"] for f in dataclasses.fields(cls)}
+
+
+# ---------------------------------------------------------------------- the engine
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """The arguments of ``LLM(...)``. ``InvalidArgument`` for a bad value, ``Unsupported`` for what is not there yet."""
+
+    model: str = field(metadata={"help": "A bundled model, a local directory, or a Hugging Face id."})
+    device: str = field(default="auto", metadata={"help": "auto, cpu, cuda, or cuda:N."})
+    dtype: str = field(
+        default="auto",
+        metadata={"help": "Weights and activations: float32, bfloat16, float16; auto: the checkpoint's."},
+    )
+    kv_dtype: str = field(
+        default="auto", metadata={"help": "K and V: float32, bfloat16, float16; auto: the same as dtype."}
+    )
+    max_model_len: int | None = field(
+        default=None, metadata={"help": "Longest sequence in tokens; by default what the model allows."}
+    )
+    max_num_seqs: int = field(default=256, metadata={"help": "Most sequences that run in one step."})
+    max_num_batched_tokens: int = field(
+        default=2048, metadata={"help": "Most tokens that one step runs; longer prompts run in chunks."}
+    )
+    kv_cache_memory: int | str | None = field(
+        default=None,
+        metadata={"help": "Memory for the KV state, in bytes or like 4GiB; by default measured from what is free."},
+    )
+    gpu_memory_utilization: float = field(
+        default=0.9, metadata={"help": "Fraction of the GPU's memory to use, in (0, 1]; kv_cache_memory overrides it."}
+    )
+    page_size: int = field(default=16, metadata={"help": "Tokens in a page of the KV state."})
+    enable_prefix_caching: bool = field(
+        default=True, metadata={"help": "Keep finished sequences, to start later prompts from their beginnings."}
+    )
+    attention_backend: str = field(default="auto", metadata={"help": f"One of: {', '.join(ATTENTION_BACKENDS)}."})
+    tensor_parallel_size: int = field(
+        default=1, metadata={"help": "Devices over which each layer is split; this release has 1 only."}
+    )
+    pipeline_parallel_size: int = field(
+        default=1, metadata={"help": "Devices over which the layers are divided; this release has 1 only."}
+    )
+    speculative: object | None = field(default=None, metadata={"help": "Speculative decoding; this release has none."})
+    adapters: object | None = field(
+        default=None, metadata={"help": "LoRA adapters to load at start; this release has none."}
+    )
+    quantization: object | None = field(
+        default=None, metadata={"help": "Quantization of the weights; this release has none."}
+    )
+    tokenizer: str | None = field(
+        default=None, metadata={"help": "Directory or Hugging Face id of the tokenizer; by default the model's."}
+    )
+    revision: str | None = field(
+        default=None, metadata={"help": "Branch, tag or commit of the Hugging Face id; by default its main branch."}
+    )
+    trust_remote_code: bool = field(
+        default=False, metadata={"help": "Code from checkpoints is never run; only false is accepted."}
+    )
+    seed: int = field(default=0, metadata={"help": "Seed of requests that bring none, in [0, 2^63)."})
+
+    def __post_init__(self) -> None:
+        _set_path(self, "model")
+        if self.tokenizer is not None:
+            _set_path(self, "tokenizer")
+        _check_device("device", self.device)
+        _set_dtypes(self)
+        for name in ("max_num_seqs", "max_num_batched_tokens", "page_size"):
+            _check_int(name, getattr(self, name), 1)
+        if self.max_model_len is not None:
+            _check_int("max_model_len", self.max_model_len, 1, also="or None")
+        if self.kv_cache_memory is not None:
+            _set_bytes(self, "kv_cache_memory")
+        _check_real("gpu_memory_utilization", self.gpu_memory_utilization, above=0, up_to=1)
+        pass
+        if self.revision is not None:
+            _check_name("revision", self.revision)
+        _check_int("seed", self.seed, 0, 2**63 - 1)
+        self._refuse_what_is_not_there()
+
+    def _refuse_what_is_not_there(self) -> None:
+        _check_name("attention_backend", self.attention_backend)
+        if self.attention_backend not in ATTENTION_BACKENDS:
+            raise _unsupported("attention_backend", self.attention_backend, _one_of(ATTENTION_BACKENDS))
+        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+            size = getattr(self, name)
+            _check_int(name, size, 1)
+            if size > 1:
+                raise _unsupported(name, size, "1")
+        for name in ("speculative", "adapters", "quantization"):
+            if (value := getattr(self, name)) is not None:
+                raise _unsupported(name, value, "None")
+        _check_bool("trust_remote_code", self.trust_remote_code)
+        if self.trust_remote_code:
+            raise _unsupported("trust_remote_code", True, "False: code from a checkpoint is never run")
+
+    @property
+    def kv_cache_bytes(self) -> int | None:
+        """``kv_cache_memory`` as a number of bytes; None: to be measured."""
+        return None if self.kv_cache_memory is None else parse_bytes(self.kv_cache_memory, name="kv_cache_memory")
+
+    @classmethod
+    def from_mapping(cls, mapping: Mapping[str, Any]) -> EngineConfig:
+        """From a mapping such as a YAML file's, with kebab-case or snake_case keys.
+
+        Raises ``InvalidArgument`` for a key that is unknown or given in both forms, and for a missing ``model``.
+        """
+        return _from_mapping(cls, mapping)
+
+
+# ---------------------------------------------------------------------- executors
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionConfig:
+    """How an executor attends."""
+
+    attention_type: str = field(default="MultiHead", metadata={"help": f"One of: {', '.join(ATTENTION_TYPES)}."})
+    enable_flash_attention: bool = field(
+        default=True, metadata={"help": "Fused attention kernels, if the device supports them."}
+    )
+    enable_paged_attention: bool = field(default=True, metadata={"help": "Keep K and V in pages of block_size tokens."})
+    block_size: int = field(default=16, metadata={"help": "Tokens in a page, any number >= 1; meant when paging."})
+    sliding_window_size: int | None = field(
+        default=None, metadata={"help": "Window in tokens; given if and only if attention_type is SlidingWindow."}
+    )
+
+    def __post_init__(self) -> None:
+        _check_choice("attention_type", self.attention_type, ATTENTION_TYPES)
+        _check_bool("enable_flash_attention", self.enable_flash_attention)
+        _check_bool("enable_paged_attention", self.enable_paged_attention)
+        _check_int("block_size", self.block_size, 1 if self.enable_paged_attention else None)
+        windowed = self.attention_type == "SlidingWindow"
+        if windowed:
+            _check_int("sliding_window_size", self.sliding_window_size, 1, also="(attention_type is SlidingWindow)")
+        elif self.sliding_window_size is not None:
+            raise InvalidArgument(
+                f"sliding_window_size must be None unless attention_type is 'SlidingWindow', got "
+                f"{self.sliding_window_size!r} with {self.attention_type!r}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryConfig:
+    """Where an executor's memory comes from."""
+
+    enable_memory_pooling: bool = field(
+        default=True, metadata={"help": "Take pages and scratch from one pool that is allocated beforehand."}
+    )
+    memory_pool_size: int | str | None = field(
+        default=None,
+        metadata={"help": "Size of the pool, in bytes or like 4GiB; by default max_memory_usage of what is free."},
+    )
+    enable_kv_cache_sharing: bool = field(
+        default=True, metadata={"help": "Let sequences with the same beginning share its pages."}
+    )
+    max_memory_usage: float = field(
+        default=90.0, metadata={"help": "Percentage, in (0, 100], of the memory that is free after the weights."}
+    )
+
+    def __post_init__(self) -> None:
+        _check_bool("enable_memory_pooling", self.enable_memory_pooling)
+        if self.memory_pool_size is not None:
+            _set_bytes(self, "memory_pool_size")
+        _check_bool("enable_kv_cache_sharing", self.enable_kv_cache_sharing)
+        _check_real("max_memory_usage", self.max_memory_usage, above=0, up_to=100, unit=" percent")
+
+    @property
+    def pool_bytes(self) -> int | None:
+        """``memory_pool_size`` as a number of bytes; None: to be measured."""
+        return None if self.memory_pool_size is None else parse_bytes(self.memory_pool_size, name="memory_pool_size")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizationConfig:
+    """How far an executor goes for speed. What the device does not support falls back and is listed in its status."""
+
+    enable_cuda_graphs: bool = field(default=True, metadata={"help": "Capture decode steps, if supported."})
+    enable_kernel_fusion: bool = field(default=True, metadata={"help": "Fuse kernels, if supported."})
+    enable_mixed_precision: bool = field(
+        default=False, metadata={"help": "Lower precision where it is safe, if supported."}
+    )
+    optimization_level: int = field(
+        default=2,
+        metadata={"help": "0 eager reference; 1 safe fusions; 2 captured decode; 3 autotuning, within a tolerance."},
+    )
+    custom_flags: Mapping[str, object] = field(
+        default_factory=dict, hash=False, metadata={"help": "Further flags by name; this release knows none."}
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("enable_cuda_graphs", "enable_kernel_fusion", "enable_mixed_precision"):
+            _check_bool(name, getattr(self, name))
+        _check_int("optimization_level", self.optimization_level, 0, 3)
+        _set_options(self, "custom_flags", CUSTOM_FLAGS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExecutorConfig:
+    """What an executor is made from.
+
+    ``model_info`` is a model as ``EngineConfig.model`` names it, or the metadata of one: any object with an integer
+    ``max_sequence_length``, against which the one asked for is checked here (for a name, when it is loaded).
+    """
+
+    model_info: object = field(metadata={"help": "The model: a name or directory, or the metadata of one."})
+    device: str = field(default="auto", metadata={"help": "auto, cpu, cuda, or cuda:N."})
+    dtype: str = field(
+        default="auto",
+        metadata={"help": "Weights and activations: float32, bfloat16, float16; auto: the checkpoint's."},
+    )
+    max_batch_size: int = field(default=32, metadata={"help": "Most sequences in one call."})
+    max_sequence_length: int = field(default=2048, metadata={"help": "Longest sequence in tokens."})
+    attention_config: AttentionConfig = field(default_factory=AttentionConfig, metadata={"help": "How to attend."})
+    memory_config: MemoryConfig = field(default_factory=MemoryConfig, metadata={"help": "Where memory comes from."})
+    optimization_config: OptimizationConfig = field(
+        default_factory=OptimizationConfig, metadata={"help": "How far to go for speed."}
+    )
+    executor_options: Mapping[str, object] = field(
+        default_factory=dict, hash=False, metadata={"help": "Further options by name; this release knows none."}
+    )
+
+    def __post_init__(self) -> None:
+        longest = self._check_model()
+        _check_device("device", self.device)
+        _set_dtypes(self)
+        _check_int("max_batch_size", self.max_batch_size, 1)
+        _check_int("max_sequence_length", self.max_sequence_length, 1, longest)
+        for name, cls in (
+            ("attention_config", AttentionConfig),
+            ("memory_config", MemoryConfig),
+            ("optimization_config", OptimizationConfig),
+        ):
+            if not isinstance(value := getattr(self, name), cls):
+                raise InvalidArgument(f"{name} must be of class {cls.__name__}, got {value!r}")
+        _set_options(self, "executor_options", EXECUTOR_OPTIONS)
+
+    def _check_model(self) -> int | None:
+        """The model's longest sequence where ``model_info`` says it."""
+        if isinstance(self.model_info, str | os.PathLike):
+            _set_path(self, "model_info")
+            return None
+        longest = getattr(self.model_info, "max_sequence_length", None)
+        if not isinstance(longest, int) or isinstance(longest, bool):
+            raise InvalidArgument(
+                "model_info must be a model's name or directory, or metadata with an integer max_sequence_length, "
+                f"got {self.model_info!r}"
+            )
+        return longest
+
+
+# ---------------------------------------------------------------------- checks
+# Each error names the field, the value, and what is accepted.
+
+
+def _one_of(choices: Sequence[str]) -> str:
+    return "one of " + ", ".join(map(repr, choices))
+
+
+def _unsupported(name: str, value: object, accepted: str) -> Unsupported:
+    return Unsupported(f"{name}={value!r} is not supported by this release; accepted: {accepted}")
+
+
+def _check_int(name: str, value: object, low: int | None, high: int | None = None, *, also: str = "") -> None:
+    above, below = -math.inf if low is None else low, math.inf if high is None else high
+    if isinstance(value, int) and not isinstance(value, bool) and above <= value <= below:
+        return
+    span = "" if low is None else f" >= {low}" if high is None else f" in [{low}, {high}]"
+    raise InvalidArgument(f"{name} must be an integer{span}{also and ' ' + also}, got {value!r}")
+
+
+def _check_real(name: str, value: object, *, above: float, up_to: float, unit: str = "") -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not (is_number and math.isfinite(value) and above < value <= up_to):  # type: ignore[arg-type, operator]
+        raise InvalidArgument(f"{name} must be a number in ({above}, {up_to}]{unit}, got {value!r}")
+
+
+def _check_bool(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise InvalidArgument(f"{name} must be True or False, got {value!r}")
+
+
+def _check_name(name: str, value: object) -> None:
+    if not isinstance(value, str) or not value.strip():
+        raise InvalidArgument(f"{name} must be a non-empty string, got {value!r}")
+
+
+def _check_choice(name: str, value: object, choices: Sequence[str]) -> None:
+    if not isinstance(value, str) or value not in choices:
+        raise InvalidArgument(f"{name} must be {_one_of(choices)}, got {value!r}")
+
+
+def _check_device(name: str, value: object) -> None:
+    if not isinstance(value, str) or not _DEVICE.fullmatch(value):
+        raise InvalidArgument(f"{name} must be 'auto', 'cpu', 'cuda' or 'cuda:N', got {value!r}")
+
+
+# These also put a value into its one form. A frozen dataclass lets its own __post_init__ do so in this way only.
+
+
+def _set_path(config: object, name: str) -> None:
+    """A path object becomes a string."""
+    value = getattr(config, name)
+    if isinstance(value, os.PathLike):
+        value = os.fspath(value)
+        object.__setattr__(config, name, value)
+    _check_name(name, value)
+
+
+def _set_bytes(config: object, name: str) -> None:
+    size = parse_bytes(getattr(config, name), name=name)
+    if size < 1:
+        raise InvalidArgument(f"{name} must be at least 1 byte, got {getattr(config, name)!r}")
+    object.__setattr__(config, name, size)
+
+
+def _set_dtypes(config: object) -> None:
+    """``dtype`` and, where there is one, ``kv_dtype``; torch's own dtype objects are taken by their names."""
+    for name in ("dtype", "kv_dtype"):
+        if not hasattr(config, name):
+            continue
+        value = getattr(config, name)
+        if type(value).__module__ == "torch":
+            value = str(value).removeprefix("torch.")
+            object.__setattr__(config, name, value)
+        if name == "kv_dtype" and isinstance(value, str) and value not in DTYPES:
+            raise _unsupported(name, value, _one_of(DTYPES))
+        _check_choice(name, value, DTYPES)
+
+
+def _set_options(config: object, name: str, known: Sequence[str]) -> None:
+    value = getattr(config, name)
+    if not isinstance(value, Mapping):
+        raise InvalidArgument(f"{name} must be a mapping, got {value!r}")
+    if unknown := [key for key in value if key not in known]:
+        raise InvalidArgument(f"{name} has no {unknown[0]!r}; accepted: {', '.join(known) or 'none in this release'}")
+    object.__setattr__(config, name, dict(value))  # a copy: the caller may change his
+
+
+def _from_mapping(cls: type[T], mapping: Mapping[str, Any]) -> T:
+    if not isinstance(mapping, Mapping):
+        raise InvalidArgument(f"a configuration must be a mapping of names to values, got {mapping!r}")
+    known = list(field_help(cls))
+    values: dict[str, Any] = {}
+    for key, value in mapping.items():
+        name = key.replace("-", "_") if isinstance(key, str) else key
+        if name not in known:
+            raise InvalidArgument(f"unknown configuration key {key!r}; known: {', '.join(known)}")
+        if name in values:
+            raise InvalidArgument(f"configuration key {name!r} is given twice, in kebab-case and in snake_case")
+        values[name] = value
+    required = [f.name for f in dataclasses.fields(cls) if _is_required(f)]  # type: ignore[arg-type]
+    if missing := [name for name in required if name not in values]:
+        raise InvalidArgument(f"configuration key {missing[0]!r} is missing; required: {', '.join(required)}")
+    return cls(**values)
+
+
+def _is_required(f: dataclasses.Field[Any]) -> bool:
+    return f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING

@@ -1,0 +1,285 @@
+"""What the verbs of ``ModelExecutor`` are given and return: ferrum's inputs and outputs.
+
+Letters: B batch rows, S tokens of a row with padding, V vocabulary, E model width, Hq query heads, K keys.
+
+Token ids are int32 or int64 (a float32 holds ids exactly only below 2**24); ids outside [0, V) are refused by the
+executor. Logits are float32. Inputs are never mutated; returned tensors belong to the caller. A value that is built
+is consistent in itself; whether there are tokens at all is for the verb to say.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Self, TypeAlias, get_args
+
+import torch
+from torch import Tensor
+
+from quire.contracts.executor_inputs import check_token_ids
+from quire.contracts.kv_cache import CacheHandle, KVCacheInterface
+from quire.errors import InvalidArgument, NotFound
+from quire.types import LogitsWanted
+
+CacheLike: TypeAlias = CacheHandle | KVCacheInterface
+"""A handle, or a KV cache itself, which stands for its present content."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PrefillInput:
+    """A batch of prompts, or of further pieces of prompts if ``kv_cache`` is given. ``with_...`` give changed copies."""
+
+    input_ids: Tensor
+    """int32 or int64 ``[B, S]``; ``[B]`` is one token per row."""
+    attention_mask: Tensor | None = None
+    """bool or integer, shaped as ``input_ids``: 1 is a real token, 0 padding, left or right of one run of real tokens.
+    Padding never enters the cache; logits at padding have no meaning. None: all are real."""
+    position_ids: Tensor | None = None
+    """int32 or int64, shaped as ``input_ids``. None: the running count of real tokens after the prior length. Others
+    are honoured, or ``Unsupported`` where the kind of state cannot use them; never ignored."""
+    kv_cache: CacheLike | None = None
+    """Continue these sequences; None: a fresh cache."""
+    logits: LogitsWanted = "all"
+    """``all``: ``[B, S, V]``; ``last``: ``[B, 1, V]``, of the last real token; ``none``: no head at all."""
+    output_hidden_states: bool = False
+    output_attentions: bool = False
+    adapter: int | None = None
+    """Id of a loaded adapter; None: the base model."""
+
+    def __post_init__(self) -> None:
+        check_token_ids("input_ids", self.input_ids)
+        if self.input_ids.dim() > 2:
+            raise InvalidArgument(f"input_ids must be [batch, tokens]; got shape {list(self.input_ids.shape)}")
+        if self.logits not in get_args(LogitsWanted):
+            raise InvalidArgument(f"logits must be one of {', '.join(get_args(LogitsWanted))}; got {self.logits!r}")
+        _check_adapter(self.adapter)
+        _check_like("attention_mask", self.attention_mask, self.input_ids)
+        _check_like("position_ids", self.position_ids, self.input_ids)
+        if self.attention_mask is not None:
+            _check_mask(self.attention_mask)
+        if self.position_ids is not None:
+            _check_positions(self.position_ids, self.attention_mask)
+
+    @property
+    def batch_size(self) -> int:
+        """B. ``InvalidArgument`` for a tensor of rank 0."""
+        return _batch_size(self.input_ids)
+
+    @property
+    def sequence_length(self) -> int:
+        """S, padding included; 1 for a tensor of rank below 2."""
+        return self.input_ids.shape[1] if self.input_ids.dim() == 2 else 1
+
+    def real_spans(self) -> tuple[tuple[int, int], ...]:
+        """First and one past the last column of each row's real tokens.
+
+        ``InvalidArgument`` "Input token tensor is empty" if there is no token, or for a tensor of rank 0.
+        """
+        rows, columns = self.batch_size, self.sequence_length
+        if rows == 0 or columns == 0:
+            raise InvalidArgument("Input token tensor is empty")
+        if self.attention_mask is None:
+            return ((0, columns),) * rows
+        real_BS = self.attention_mask.reshape(rows, columns).cpu() != 0
+        first = real_BS.int().argmax(1)
+        return tuple((a, a + n) for a, n in zip(first.tolist(), real_BS.sum(1).tolist(), strict=True))
+
+    def token_rows(self) -> tuple[Tensor, ...]:
+        """The real tokens of each row, int64, 1-D, fresh. Refuses as ``real_spans``."""
+        spans = self.real_spans()
+        ids_BS = self.input_ids.reshape(len(spans), -1)
+        return tuple(row[a:b].to(torch.int64, copy=True) for row, (a, b) in zip(ids_BS, spans, strict=True))
+
+    def with_input_ids(self, input_ids: Tensor) -> Self:
+        return replace(self, input_ids=input_ids)
+
+    def with_attention_mask(self, attention_mask: Tensor | None) -> Self:
+        return replace(self, attention_mask=attention_mask)
+
+    def with_position_ids(self, position_ids: Tensor | None) -> Self:
+        return replace(self, position_ids=position_ids)
+
+    def with_kv_cache(self, kv_cache: CacheLike | None) -> Self:
+        return replace(self, kv_cache=kv_cache)
+
+    def with_logits(self, logits: LogitsWanted) -> Self:
+        return replace(self, logits=logits)
+
+    def with_hidden_states(self, wanted: bool = True) -> Self:
+        return replace(self, output_hidden_states=wanted)
+
+    def with_attentions(self, wanted: bool = True) -> Self:
+        return replace(self, output_attentions=wanted)
+
+    def with_adapter(self, adapter: int | None) -> Self:
+        return replace(self, adapter=adapter)
+
+
+def _batch_size(ids: Tensor) -> int:
+    if ids.dim() == 0:
+        raise InvalidArgument("input_ids must be [batch, tokens]; got a tensor of rank 0")
+    return ids.shape[0]
+
+
+def _check_adapter(adapter: int | None) -> None:
+    if adapter is not None and (isinstance(adapter, bool) or not isinstance(adapter, int) or adapter < 0):
+        raise InvalidArgument(f"adapter must be an id >= 0 from load_lora, or None; got {adapter!r}")
+
+
+def _check_like(name: str, tensor: Tensor | None, ids: Tensor) -> None:
+    if tensor is not None and tensor.shape != ids.shape:
+        raise InvalidArgument(f"{name} has shape {list(tensor.shape)}; input_ids have {list(ids.shape)}")
+
+
+def _check_mask(mask: Tensor) -> None:
+    """Zeros and ones, and in each row of a non-empty batch exactly one run of ones."""
+    if mask.is_floating_point() or mask.is_complex():
+        raise InvalidArgument(f"attention_mask must be bool or integer; got {mask.dtype}")
+    if mask.dim() == 0 or mask.numel() == 0:
+        return
+    mask_BS = mask.reshape(mask.shape[0], -1).cpu()
+    if ((mask_BS != 0) & (mask_BS != 1)).any():
+        raise InvalidArgument("attention_mask must hold 1 for real tokens and 0 for padding only")
+    starts_BS = torch.nn.functional.pad(mask_BS.int(), (1, 0)).diff(dim=1) == 1
+    for row, runs in enumerate(starts_BS.sum(1).tolist()):
+        if runs != 1:
+            raise InvalidArgument(
+                f"attention_mask: row {row} has {runs} runs of real tokens; one is needed, with padding left or right of it"
+            )
+
+
+def _check_positions(positions: Tensor, mask: Tensor | None) -> None:
+    """Integers, and at real tokens >= 0; what padding carries does not matter."""
+    check_token_ids("position_ids", positions)
+    real = positions if mask is None else positions[mask.to(positions.device) != 0]
+    if (real < 0).any():
+        raise InvalidArgument(f"position_ids must be >= 0; got {int(real.min())}")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PrefillOutput:
+    """Logits of a prefill, and the handle of the cache that now holds the prompt."""
+
+    logits: Tensor | None
+    """float32 ``[B, S, V]`` of all positions, ``[B, 1, V]`` if only the last were asked for, None if none were."""
+    kv_cache: CacheHandle
+    last_indices: tuple[int, ...] | None = None
+    """Index into dimension 1 of ``logits`` of each row's last real token; None: the last column for all."""
+    hidden_states: tuple[Tensor, ...] | None = None
+    """One ``[B, S, E]`` per layer; None unless asked for."""
+    attention_weights: tuple[Tensor, ...] | None = None
+    """One ``[B, Hq, S, K]`` per layer; None unless asked for."""
+
+    def __post_init__(self) -> None:
+        if self.last_indices is None or self.logits is None or self.logits.dim() != 3:
+            return
+        rows, columns = self.logits.shape[:2]
+        if len(self.last_indices) != rows or not all(0 <= i < columns for i in self.last_indices):
+            raise InvalidArgument(
+                f"last_indices must be {rows} indices below {columns}, one per row; got {self.last_indices}"
+            )
+
+    def last_token_logits(self) -> Tensor:
+        """float32 ``[B, V]``, fresh: the distribution after the last *real* token of each row.
+
+        ``InvalidArgument``: "Expected 3D logits tensor [batch, seq, vocab]", "Empty sequence". ``NotFound``: the input
+        asked for no logits.
+        """
+        if self.logits is None:
+            raise NotFound("the prefill was asked for no logits (logits='none'); ask for 'last' or 'all'")
+        if self.logits.dim() != 3:
+            raise InvalidArgument("Expected 3D logits tensor [batch, seq, vocab]")
+        rows, columns = self.logits.shape[:2]
+        if columns == 0:
+            raise InvalidArgument("Empty sequence")
+        last = [columns - 1] * rows if self.last_indices is None else list(self.last_indices)
+        device = self.logits.device
+        return self.logits[torch.arange(rows, device=device), torch.tensor(last, dtype=torch.int64, device=device)]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class DecodeInput:
+    """One token for each row of a cache."""
+
+    input_ids: Tensor
+    """int32 or int64 ``[B, 1]``; ``[B]`` will do."""
+    kv_cache: CacheLike
+    """The cache that it continues. A handle shorter than its cache means: rewind to its length."""
+    position_ids: Tensor | None = None
+    """As in ``PrefillInput``, ``[B, 1]``."""
+    output_hidden_states: bool = False
+    output_attentions: bool = False
+    adapter: int | None = None
+
+    def __post_init__(self) -> None:
+        check_token_ids("input_ids", self.input_ids)
+        if self.input_ids.dim() > 2:
+            raise InvalidArgument(f"input_ids must be [batch, 1]; got shape {list(self.input_ids.shape)}")
+        if self.kv_cache is None:
+            raise InvalidArgument("a decode needs the kv_cache that it continues; got None")
+        _check_adapter(self.adapter)
+        _check_like("position_ids", self.position_ids, self.input_ids)
+        if self.position_ids is not None:
+            _check_positions(self.position_ids, None)
+
+    @property
+    def batch_size(self) -> int:
+        """B. ``InvalidArgument`` for a tensor of rank 0."""
+        return _batch_size(self.input_ids)
+
+    def tokens(self, verb: str = "decode") -> Tensor:
+        """int64 ``[B]``, fresh. ``InvalidArgument``: "<verb> input token empty", or not one token per row."""
+        rows = self.batch_size
+        if self.input_ids.numel() == 0:
+            raise InvalidArgument(f"{verb} input token empty")
+        if self.input_ids.numel() != rows:
+            raise InvalidArgument(f"{verb} takes one token per row, [{rows}, 1]; got {list(self.input_ids.shape)}")
+        return self.input_ids.reshape(rows).to(torch.int64, copy=True)
+
+    def with_position_ids(self, position_ids: Tensor | None) -> Self:
+        return replace(self, position_ids=position_ids)
+
+    def with_kv_cache(self, kv_cache: CacheLike) -> Self:
+        return replace(self, kv_cache=kv_cache)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class DecodeOutput:
+    """Logits of the token after the one given, and the new, longer handle."""
+
+    logits: Tensor
+    """float32 ``[B, V]``."""
+    kv_cache: CacheHandle
+    hidden_state: Tensor | None = None
+    """``[B, E]``, of the last layer; None unless asked for."""
+    attention_weights: tuple[Tensor, ...] | None = None
+    """One ``[B, Hq, 1, K]`` per layer; None unless asked for."""
+
+    def __post_init__(self) -> None:
+        if self.logits.dim() != 2:
+            raise InvalidArgument(f"decode logits must be [batch, vocab]; got shape {list(self.logits.shape)}")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SpeculativeOutput:
+    """The accepted prefix of a draft, and what comes after it."""
+
+    accepted_tokens: tuple[int, ...]
+    """A prefix of the draft. No bonus token is sampled: the caller does that."""
+    next_logits: Tensor
+    """float32 ``[1, V]``: raw target logits of the token after the last accepted one."""
+    kv_cache: CacheHandle
+    """Its length is start + 1 + acceptance_count; the rejected drafts are gone."""
+    next_probs: Tensor | None = None
+    """float32 ``[1, V]``, in exact mode only: the distribution from which the caller must draw the next token."""
+
+    def __post_init__(self) -> None:
+        if self.next_logits.dim() != 2 or self.next_logits.shape[0] != 1:
+            raise InvalidArgument(f"next_logits must be [1, vocab]; got shape {list(self.next_logits.shape)}")
+        if self.next_probs is not None and self.next_probs.shape != self.next_logits.shape:
+            raise InvalidArgument(
+                f"next_probs has shape {list(self.next_probs.shape)}; next_logits {list(self.next_logits.shape)}"
+            )
+
+    @property
+    def acceptance_count(self) -> int:
+        return len(self.accepted_tokens)

@@ -1,0 +1,283 @@
+"""What the verbs of ``LlmExecutorInterface`` are given: LiteRT-LM's ``ExecutorInputs`` and ``ModelAssets``.
+
+Letters: B batch rows, S tokens of the longest row, M rows of media embeddings, L layers, E model width.
+
+Token ids are int32 or int64. Negative ids are placeholders, legal only together with the data that they stand
+for: each ``VISION_PLACEHOLDER`` is one row of the vision embeddings, each ``AUDIO_PLACEHOLDER`` one of the audio's,
+matched in order through the batch. Ids >= 0 are checked by the executor, which knows the vocabulary. A value that is
+built is consistent; what only one verb demands (no tokens, two tokens) is that verb's to refuse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from mmap import mmap
+from os import PathLike
+from typing import BinaryIO, Literal, TypeAlias, TypeVar
+
+import torch
+from torch import Tensor
+
+from quire.errors import InvalidArgument, NotFound
+
+T = TypeVar("T")
+
+VISION_PLACEHOLDER = -1
+AUDIO_PLACEHOLDER = -2
+END_OF_IMAGE = -3
+END_OF_AUDIO = -4
+
+
+def check_token_ids(name: str, ids: Tensor) -> None:
+    """``InvalidArgument`` unless ``ids`` is an int32 or int64 tensor; a float cannot hold every id."""
+    if not isinstance(ids, Tensor):
+        raise InvalidArgument(f"{name} must be an int32 or int64 tensor; got {type(ids).__name__}")
+    if ids.dtype not in (torch.int32, torch.int64):
+        raise InvalidArgument(f"{name} must be int32 or int64; got {ids.dtype}")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TextData:
+    """Token ids of a batch, padded on the right where ``row_lengths`` says so."""
+
+    token_ids: Tensor
+    """int32 or int64 ``[B, S]``."""
+    row_lengths: tuple[int, ...] | None = None
+    """Real tokens of each row, 1..S; None: all rows have S."""
+
+    def __post_init__(self) -> None:
+        check_token_ids("token_ids", self.token_ids)
+        if self.token_ids.dim() != 2:
+            raise InvalidArgument(f"token_ids must be [batch, tokens]; got shape {list(self.token_ids.shape)}")
+        if self.row_lengths is None:
+            return
+        rows, longest = self.token_ids.shape
+        if len(self.row_lengths) != rows or not all(1 <= length <= longest for length in self.row_lengths):
+            raise InvalidArgument(
+                f"row_lengths must be {rows} lengths in 1..{longest}, one per row; got {self.row_lengths}"
+            )
+
+    @property
+    def batch_size(self) -> int:
+        return self.token_ids.shape[0]
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Real tokens of each row."""
+        return self.row_lengths or (self.token_ids.shape[1],) * self.batch_size
+
+    def token_rows(self) -> tuple[Tensor, ...]:
+        """The real tokens of each row, int64, 1-D, fresh."""
+        return tuple(
+            row[:length].to(torch.int64, copy=True) for row, length in zip(self.token_ids, self.lengths, strict=True)
+        )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class VisionData:
+    """Embeddings of image tokens, one row per ``VISION_PLACEHOLDER``."""
+
+    embeddings: Tensor | None = None
+    """Floating ``[M, E]``."""
+    per_layer_embeddings: Tensor | None = None
+    """Floating ``[L, M, per_layer_dim]``."""
+
+    def __post_init__(self) -> None:
+        _check_embeddings("vision", self.embeddings, self.per_layer_embeddings)
+
+    @property
+    def num_rows(self) -> int:
+        """M, the number of placeholders that this data fills."""
+        return _media_rows(self.embeddings, self.per_layer_embeddings)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class AudioData:
+    """Embeddings of audio tokens, one row per ``AUDIO_PLACEHOLDER``."""
+
+    embeddings: Tensor | None = None
+    """Floating ``[M, E]``."""
+    per_layer_embeddings: Tensor | None = None
+    """Floating ``[L, M, per_layer_dim]``."""
+    valid_tokens: int = -1
+    """How many leading rows are used; -1: all."""
+
+    def __post_init__(self) -> None:
+        _check_embeddings("audio", self.embeddings, self.per_layer_embeddings)
+        rows = _media_rows(self.embeddings, self.per_layer_embeddings)
+        if not -1 <= self.valid_tokens <= rows:
+            raise InvalidArgument(f"valid_tokens must be -1 (all) or 0..{rows}; got {self.valid_tokens}")
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that are used, the number of placeholders that this data fills."""
+        if self.valid_tokens >= 0:
+            return self.valid_tokens
+        return _media_rows(self.embeddings, self.per_layer_embeddings)
+
+
+def _media_rows(embeddings: Tensor | None, per_layer: Tensor | None) -> int:
+    if embeddings is not None:
+        return embeddings.shape[0]
+    return 0 if per_layer is None else per_layer.shape[1]
+
+
+def _check_embeddings(kind: str, embeddings: Tensor | None, per_layer: Tensor | None) -> None:
+    for name, tensor, rank in (("embeddings", embeddings, 2), ("per_layer_embeddings", per_layer, 3)):
+        if tensor is not None and (tensor.dim() != rank or not tensor.is_floating_point()):
+            raise InvalidArgument(
+                f"{kind} {name} must be a floating tensor of rank {rank}; "
+                f"got {tensor.dtype} of shape {list(tensor.shape)}"
+            )
+    if embeddings is not None and per_layer is not None and embeddings.shape[0] != per_layer.shape[1]:
+        raise InvalidArgument(
+            f"{kind} embeddings have {embeddings.shape[0]} rows, per-layer ones {per_layer.shape[1]}; "
+            "they must have the same"
+        )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ExecutorInputs:
+    """Text, vision and audio of one call, each optional, and where in the cache it begins.
+
+    The fields are None where a member is absent; the ``get_...`` accessors raise ``NotFound`` there.
+    """
+
+    text: TextData | None = None
+    vision: VisionData | None = None
+    audio: AudioData | None = None
+    next_position: int | tuple[int, ...] | None = None
+    """Position of the first token, one for all rows or one per row; None: the cache's length. A lower one is a rewind."""
+
+    def __post_init__(self) -> None:
+        self._check_next_position()
+        if self.text is not None:
+            self._check_placeholders(self.text)
+
+    def _check_next_position(self) -> None:
+        given = self.next_position
+        if given is None:
+            return
+        positions = given if isinstance(given, tuple) else (given,)
+        if any(isinstance(p, bool) or not isinstance(p, int) or p < 0 for p in positions):
+            raise InvalidArgument(f"next_position must be an integer >= 0, or a tuple of one per row; got {given!r}")
+        if isinstance(given, tuple) and self.text is not None and len(given) != self.text.batch_size:
+            raise InvalidArgument(
+                f"next_position has {len(given)} entries for {self.text.batch_size} rows of token ids"
+            )
+
+    def _check_placeholders(self, text: TextData) -> None:
+        rows = text.token_rows()
+        ids = torch.cat(rows) if rows else torch.empty(0, dtype=torch.int64)
+        negative = ids[ids < 0].tolist()
+        for kind, data, placeholder, end in (
+            ("vision", self.vision, VISION_PLACEHOLDER, END_OF_IMAGE),
+            ("audio", self.audio, AUDIO_PLACEHOLDER, END_OF_AUDIO),
+        ):
+            count = negative.count(placeholder)
+            num_rows = 0 if data is None else data.num_rows
+            if count != num_rows:
+                raise InvalidArgument(f"{count} {kind} placeholders ({placeholder}) for {num_rows} rows of {kind} data")
+            if data is None and end in negative:
+                raise InvalidArgument(f"token id {end} ends {kind} data, and there is none")
+        unknown = set(negative) - {VISION_PLACEHOLDER, AUDIO_PLACEHOLDER, END_OF_IMAGE, END_OF_AUDIO}
+        if unknown:
+            raise InvalidArgument(f"token ids {sorted(unknown)} are negative and no placeholders; -1..-4 are")
+
+    def start_positions(self, lengths: Sequence[int]) -> tuple[int, ...]:
+        """Where each row begins in a cache with these row lengths.
+
+        ``InvalidArgument`` unless there is one position, or one per row, and 0 <= position <= length for each row.
+        """
+        given = self.next_position
+        if given is None:
+            return tuple(lengths)
+        positions = given if isinstance(given, tuple) else (given,) * len(lengths)
+        if len(positions) != len(lengths):
+            raise InvalidArgument(f"next_position has {len(positions)} entries for a cache of {len(lengths)} rows")
+        for row, (position, length) in enumerate(zip(positions, lengths, strict=True)):
+            if position > length:
+                raise InvalidArgument(
+                    f"next_position {position} of row {row} must be in 0..{length}, the cache's length"
+                )
+        return positions
+
+    def get_text_data(self) -> TextData:
+        """The text; ``NotFound`` if absent."""
+        return _present("text data", self.text)
+
+    def get_text_token_ids(self) -> Tensor:
+        """Token ids ``[B, S]``; ``NotFound`` if there is no text."""
+        return self.get_text_data().token_ids
+
+    def get_vision_data(self) -> VisionData:
+        """The vision data; ``NotFound`` if absent."""
+        return _present("vision data", self.vision)
+
+    def get_vision_embeddings(self) -> Tensor:
+        """``[M, E]``; ``NotFound`` if absent."""
+        return _present("vision embeddings", self.get_vision_data().embeddings)
+
+    def get_vision_per_layer_embeddings(self) -> Tensor:
+        """``[L, M, per_layer_dim]``; ``NotFound`` if absent."""
+        return _present("vision per-layer embeddings", self.get_vision_data().per_layer_embeddings)
+
+    def get_audio_data(self) -> AudioData:
+        """The audio data; ``NotFound`` if absent."""
+        return _present("audio data", self.audio)
+
+    def get_audio_embeddings(self) -> Tensor:
+        """The used rows, ``[M, E]``; ``NotFound`` if absent."""
+        audio = self.get_audio_data()
+        return _present("audio embeddings", audio.embeddings)[: audio.num_rows]
+
+    def get_audio_per_layer_embeddings(self) -> Tensor:
+        """The used rows, ``[L, M, per_layer_dim]``; ``NotFound`` if absent."""
+        audio = self.get_audio_data()
+        return _present("audio per-layer embeddings", audio.per_layer_embeddings)[:, : audio.num_rows]
+
+
+def _present(name: str, value: T | None) -> T:
+    if value is None:
+        raise NotFound(f"the inputs have no {name}")
+    return value
+
+
+AssetSource: TypeAlias = Literal["path", "file", "data", "stream"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ModelAssets:
+    """Where the bytes of a model or an adapter come from: exactly one of four."""
+
+    path: str | PathLike[str] | None = None
+    """A file or a directory."""
+    file: BinaryIO | None = None
+    """An open file; it can seek."""
+    data: bytes | memoryview | mmap | None = None
+    """Bytes in memory, or memory-mapped."""
+    stream: BinaryIO | None = None
+    """Read once, from its present place to its end."""
+
+    def __post_init__(self) -> None:
+        given = [name for name in ("path", "file", "data", "stream") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise InvalidArgument(
+                f"model assets need exactly one of path, file, data, stream; got {', '.join(given) or 'none'}"
+            )
+        if self.path is not None and not str(self.path):
+            raise InvalidArgument("model assets: path must not be empty")
+        if self.file is not None and not (self.file.readable() and self.file.seekable()):
+            raise InvalidArgument("model assets: file must be open for reading and seekable; give a stream otherwise")
+        if self.stream is not None and not self.stream.readable():
+            raise InvalidArgument("model assets: stream must be readable")
+
+    @property
+    def source(self) -> AssetSource:
+        """Which of the four is given."""
+        if self.path is not None:
+            return "path"
+        if self.file is not None:
+            return "file"
+        return "data" if self.data is not None else "stream"

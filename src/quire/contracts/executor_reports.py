@@ -1,0 +1,261 @@
+"""What an executor says about itself: model, capabilities, status, metrics. Values without torch.
+
+Everything here is taken from the loaded model, the device and what is implemented, or measured; nothing is a
+constant. Memory is in bytes, latency in milliseconds, throughput in tokens per second.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+
+from quire.errors import InvalidArgument
+
+
+def _require_at_least(value: object, lowest: int, *names: str) -> None:
+    for name in names:
+        number = getattr(value, name)
+        if not number >= lowest:
+            raise InvalidArgument(f"{type(value).__name__}.{name} must be >= {lowest}; got {number}")
+
+
+class ExecutorType(StrEnum):
+    """How an executor runs its sequences."""
+
+    SEQUENTIAL = "Sequential"
+    """One sequence at a time."""
+    BATCH = "Batch"
+    """A fixed batch runs to completion."""
+    CONTINUOUS_BATCH = "ContinuousBatch"
+    """Sequences join and leave between steps."""
+    SPECULATIVE = "Speculative"
+    """A draft proposes, the target verifies."""
+    PIPELINE_PARALLEL = "PipelineParallel"
+    """Layers are split over devices."""
+    TENSOR_PARALLEL = "TensorParallel"
+    """Each layer is split over devices."""
+
+
+class AttentionMechanism(StrEnum):
+    MULTI_HEAD = "MultiHead"
+    MULTI_QUERY = "MultiQuery"
+    GROUPED_QUERY = "GroupedQuery"
+    FLASH = "Flash"
+    PAGED = "Paged"
+    SLIDING_WINDOW = "SlidingWindow"
+
+
+class ExecutorState(StrEnum):
+    INITIALIZING = "Initializing"
+    READY = "Ready"
+    BUSY = "Busy"
+    """A call is inside; others are taken and wait."""
+    ERROR = "Error"
+    """After a device error that cannot be recovered."""
+    SHUTDOWN = "Shutdown"
+    """Terminal."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExecutorInfo:
+    """The loaded model; constant for the executor's life."""
+
+    architecture: str
+    """As in ``config.json``, for example ``LlamaForCausalLM``."""
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    """Query heads; 0 for a model without attention, as the two below."""
+    num_kv_heads: int
+    head_dim: int
+    """From the configuration; not hidden size over heads."""
+    max_sequence_length: int
+    """Tokens of a row at most."""
+    dtype: str
+    """Of the weights, as ``float32``."""
+    device: str
+    """As ``cuda:0``."""
+    num_parameters: int
+    fingerprint: str
+    """Digest of architecture, configuration and weights; caches and state files carry it."""
+
+    def __post_init__(self) -> None:
+        _require_at_least(self, 1, "vocab_size", "hidden_size", "num_layers", "max_sequence_length")
+        _require_at_least(self, 0, "num_heads", "num_kv_heads", "head_dim", "num_parameters")
+        for name in ("architecture", "dtype", "device", "fingerprint"):
+            if not getattr(self, name):
+                raise InvalidArgument(f"ExecutorInfo.{name} must not be empty")
+        if bool(self.num_heads) != bool(self.num_kv_heads) or (
+            self.num_kv_heads and self.num_heads % self.num_kv_heads
+        ):
+            raise InvalidArgument(
+                f"num_heads must be a multiple of num_kv_heads, or both 0; got {self.num_heads} and {self.num_kv_heads}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryRequirements:
+    """What a batch needs, in bytes. A linear estimate within a stated bound of the measured peak."""
+
+    parameter_memory: int
+    """Sum of actual storage of the weights."""
+    activation_memory_per_token: int
+    """Measured at warmup."""
+    kv_cache_memory_per_token: int
+    """Per token **per layer**: K and V of all KV heads in the K/V dtype, scales included where it is quantised."""
+    overhead_memory: int
+    """Measured at warmup."""
+
+    def __post_init__(self) -> None:
+        _require_at_least(
+            self,
+            0,
+            "parameter_memory",
+            "activation_memory_per_token",
+            "kv_cache_memory_per_token",
+            "overhead_memory",
+        )
+
+    def calculate_total_memory(self, batch_size: int, sequence_length: int, num_layers: int) -> int:
+        """Bytes for ``batch_size`` rows of ``sequence_length`` tokens in a model of ``num_layers`` layers.
+
+        parameters + activation * B * S + K/V * B * S * L + overhead. ``InvalidArgument`` for a negative argument.
+        """
+        if min(batch_size, sequence_length, num_layers) < 0:
+            raise InvalidArgument(
+                "batch_size, sequence_length and num_layers must be >= 0; "
+                f"got {batch_size}, {sequence_length}, {num_layers}"
+            )
+        tokens = batch_size * sequence_length
+        per_token = self.activation_memory_per_token + self.kv_cache_memory_per_token * num_layers
+        return self.parameter_memory + per_token * tokens + self.overhead_memory
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExecutorCapabilities:
+    """What this model on this device can do with what is implemented."""
+
+    max_batch_size: int
+    max_sequence_length: int
+    attention_mechanisms: tuple[AttentionMechanism, ...]
+    supports_dynamic_batching: bool
+    supports_continuous_batching: bool
+    supports_speculative_decoding: bool
+    supports_tensor_parallelism: bool
+    supports_pipeline_parallelism: bool
+    supported_dtypes: tuple[str, ...]
+    supported_devices: tuple[str, ...]
+    memory_requirements: MemoryRequirements
+    refusals: tuple[tuple[str, str], ...] = ()
+    """(ours) The rule table: each verb or combination that raises ``Unsupported`` here, with the reason."""
+
+    def __post_init__(self) -> None:
+        _require_at_least(self, 1, "max_batch_size", "max_sequence_length")
+        names = [name for name, _ in self.refusals]
+        if len(set(names)) != len(names):
+            raise InvalidArgument(f"each refusal must be named once; got {names}")
+
+    def why_not(self, name: str) -> str | None:
+        """The reason for which a verb or combination is refused; None if the table does not name it."""
+        return dict(self.refusals).get(name)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryUsage:
+    """Bytes of device memory of an executor: 0 <= used <= allocated, used <= peak."""
+
+    allocated_bytes: int = 0
+    used_bytes: int = 0
+    peak_bytes: int = 0
+    """The largest ``used_bytes`` so far."""
+
+    def __post_init__(self) -> None:
+        _require_at_least(self, 0, "used_bytes")
+        _require_at_least(self, self.used_bytes, "allocated_bytes", "peak_bytes")
+
+    @property
+    def utilization_percent(self) -> float:
+        """100 * used / allocated; 0.0 if nothing is allocated."""
+        return 100.0 * self.used_bytes / self.allocated_bytes if self.allocated_bytes else 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExecutorStatus:
+    """A snapshot. One operation is one sequence's prefill or one sequence's decode step.
+
+    A batch of 8 counts 8; a verify or speculative call counts one decode; failed and cancelled calls count nothing.
+    """
+
+    state: ExecutorState
+    current_batch_size: int = 0
+    prefill_operations: int = 0
+    decode_operations: int = 0
+    avg_prefill_time_ms: float = 0.0
+    """Lifetime mean; 0.0 without samples."""
+    avg_decode_time_ms: float = 0.0
+    memory_usage: MemoryUsage = field(default_factory=MemoryUsage)
+    last_operation: float | None = None
+    """``time.monotonic()`` of the last completed operation; None before the first."""
+    fallbacks: tuple[str, ...] = ()
+    """(ours) Features asked for "if supported" that this device lacks, and what runs instead."""
+
+    def __post_init__(self) -> None:
+        _require_at_least(
+            self,
+            0,
+            "current_batch_size",
+            "prefill_operations",
+            "decode_operations",
+            "avg_prefill_time_ms",
+            "avg_decode_time_ms",
+        )
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a call would be taken: Ready or Busy."""
+        return self.state in (ExecutorState.READY, ExecutorState.BUSY)
+
+    def to_dict(self) -> dict[str, object]:
+        """JSON types. ``last_operation`` is left out: monotonic time means nothing to another process."""
+        values: dict[str, object] = asdict(self)
+        del values["last_operation"]
+        values |= {"state": self.state.value, "is_ready": self.is_ready, "fallbacks": list(self.fallbacks)}
+        values["memory_usage"] = asdict(self.memory_usage) | {
+            "utilization_percent": self.memory_usage.utilization_percent
+        }
+        return values
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExecutorMetrics:
+    """Measured since the start; operations as in ``ExecutorStatus``. Everything is 0 without samples."""
+
+    prefill_operations: int = 0
+    decode_operations: int = 0
+    avg_prefill_latency: float = 0.0
+    """Lifetime mean in ms, around device-synchronised execution."""
+    avg_decode_latency: float = 0.0
+    p95_prefill_latency: float = 0.0
+    """95th percentile in ms, linearly interpolated over the last 1000 samples."""
+    p95_decode_latency: float = 0.0
+    throughput_tps: float = 0.0
+    """Tokens generated per busy second: a decode step 1, a speculative call 1 + accepted, a bare verify 1."""
+    memory_efficiency: float = 0.0
+    """Used over allocated, in [0, 1]."""
+    batch_utilization: float = 0.0
+    """Mean decode batch over ``max_batch_size``, in [0, 1]."""
+
+    def __post_init__(self) -> None:
+        names = tuple(self.__dataclass_fields__)
+        _require_at_least(self, 0, *names)
+        for name in ("memory_efficiency", "batch_utilization"):
+            if getattr(self, name) > 1.0:
+                raise InvalidArgument(f"ExecutorMetrics.{name} must be in [0, 1]; got {getattr(self, name)}")
+
+    @property
+    def total_operations(self) -> int:
+        return self.prefill_operations + self.decode_operations
+
+    def to_dict(self) -> dict[str, object]:
+        return {"total_operations": self.total_operations, **asdict(self)}

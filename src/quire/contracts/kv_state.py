@@ -1,0 +1,384 @@
+"""The KV state: what the tokens so far have left behind, for every sequence and every layer.
+
+``KVState`` holds the verbs of every kind of state. ``AttentionKVCache`` adds attention over K and V or latent
+rows (verbs in ``attention_state``), ``RNNState`` recurrent state (in ``recurrent_state``). A hybrid state is
+both. Names are those of TVM's ``KVState``, ``AttentionKVCache`` and ``RNNState`` in snake_case; *(ours)* marks
+verbs that TVM does not have.
+
+Letters: L layers; B entries of the batch; n_i new tokens of entry i; T the sum of n_i; N >= T rows of a padded
+tensor; Hq, Hkv query and KV heads; Dk, Dv head sizes of K and V; P page size; W, s window and sink of a sequence.
+*Position*: index of a token in its sequence, from 0, for ever. *Slot*: ``page_id * P + offset``. *Forward*: the
+bracket ``begin_forward`` ... ``end_forward``. Sequence ids are any int64, negative ones too.
+
+Rules for every verb:
+
+* **Check, then change.** A call is checked completely, then it changes. A refused call leaves no trace: no page,
+  length, tree, table, window, checkpoint, mark or counter differs. Exhaustion is found before a page is taken.
+* **Results** are fresh tensors that belong to the caller. ``out=`` (a tensor, or a tuple of tensors) is written in
+  place and returned; it has the exact shape, dtype and device of the result and shares no memory with an input,
+  else ``InvalidArgument``.
+* **Padding.** A tensor of new tokens may have N >= T rows. Rows from T on are ignored; in a fresh result they are
+  0 (lse -inf), in ``out=`` they stay as they are. N < T is ``InvalidArgument``.
+* **The bracket.** Sequence verbs belong outside a forward, attention, recurrent and position verbs inside. While
+  a forward is open every verb that edits a sequence raises ``FailedPrecondition``, except ``clear``,
+  ``abort_forward`` and ``set_cross_kv``; reading verbs show the state before the forward. A failure inside
+  compute (device out of memory) leaves the forward open: ``abort_forward``.
+* **Cost.** Bookkeeping is on the host, O(1) per sequence or O(pages touched), never proportional to bytes, and
+  no verb costs more because of forks, pops, removals or trees in the past.
+* **Threads.** A state is used by one thread at a time.
+
+Errors common to all verbs; where several apply, the first in this order is raised:
+
+=========================  ==========================================================================================
+``InvalidArgument``        shapes, dtypes, devices, ranges; lists of different length; a duplicate id in one call; a
+                           ``layer_id`` that is not of this state; parents that are no tree; an id that exists already
+``NotFound``               a sequence id that does not exist
+``Unsupported``            a verb or combination that this kind of layer, device or backend does not have
+``FailedPrecondition``     a forward is open, or none is; uncommitted tree nodes; a sequence that is being received or
+                           imported; a position that is no longer reachable
+``ResourceExhausted``      not enough pages; says how many are needed and how many are free
+=========================  ==========================================================================================
+
+A docstring below names only what its verb refuses beyond this table. No torch is imported at run time here: a
+scheduler may use these Protocols.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
+
+from quire.contracts.attention_state import AttentionVerbs
+from quire.contracts.channel import Channel, TransferMessage
+from quire.contracts.recurrent_state import RecurrentVerbs
+from quire.types import SeqId
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = [
+    "AttentionKVCache",
+    "AttentionVerbs",
+    "Channel",
+    "Eviction",
+    "KVState",
+    "RNNState",
+    "RecurrentVerbs",
+    "TokenTreeParents",
+    "TransferMessage",
+]
+
+Eviction: TypeAlias = Literal["token", "forward"]
+"""When a token leaves the window of a sequence: at each query (``token``), or once per forward (TVM's rule)."""
+
+TokenTreeParents: TypeAlias = Sequence[int] | Sequence[Sequence[int] | None]
+"""One flat list of T parents (every entry is a tree), or a list of B items, each a list of parents or None."""
+
+
+class KVState(Protocol):
+    """Sequences and forwards of any kind of layer state."""
+
+    # -- sequences ---------------------------------------------------------------------------------------------
+
+    def clear(self) -> None:
+        """Drop everything: sequences, an open forward, pending trees, receptions, imports, marks.
+
+        Legal at any time, refuses nothing. Afterwards the state is as new: all pages free, ``empty()`` true.
+        O(sequences).
+        """
+
+    def add_sequence(self, seq_id: SeqId) -> None:
+        """Make a sequence of length 0 that holds no page; recurrent layers stand at their initial values.
+
+        ``InvalidArgument`` if the id exists. O(1).
+        """
+
+    def remove_sequence(self, seq_id: SeqId) -> None:
+        """Forget a sequence; a page is free when its last reference goes.
+
+        Legal with uncommitted nodes; ends a reception, an import or a mark. Forks of the sequence are untouched:
+        a shared prefix lives while anybody uses it. O(pages).
+        """
+
+    def fork_sequence(self, parent_id: SeqId, child_id: SeqId, fork_pos: int = -1) -> int:
+        """Make ``child_id`` a copy of the parent as it was after its first ``fork_pos`` tokens.
+
+        -1 is the present end, 0 an empty child. Legal at every reachable position of every sequence, windowed
+        ones included, nested to any depth. Whole pages are shared, the partly filled tail page too, and nothing is
+        copied: whoever first writes into a shared page gets a copy of that page's valid slots then, the last owner
+        writes in place. So a fork takes no page and cannot fail for lack of one. No write of one side is ever seen
+        by the other. The child takes over window, encoder states and, up to the position, kept recurrent states;
+        it has no uncommitted nodes and no marks.
+
+        Returns the number of tokens that the caller must run on the child to arrive at ``fork_pos``: 0 for
+        attention; with recurrent layers the child stands at the nearest kept state (as ``popn``).
+
+        ``InvalidArgument``: the child exists, position outside -1..length. ``FailedPrecondition``: the parent has
+        uncommitted nodes, or the position is not reachable. O(pages) integers, no bytes.
+        """
+
+    def popn(self, seq_id: SeqId, n: int) -> int:
+        """Take back the last ``n`` tokens, 0 <= n <= length; let t = length - n.
+
+        Attention: the length becomes t, empty pages go back, the result is 0; other owners of the pages see
+        nothing. With recurrent layers the sequence, attention parts included, goes to c, the nearest kept state at
+        or before t, and the result is t - c: the tokens c..t-1 that the caller must run again. Kept states after
+        that position are dropped here, not on forks. Any continuation then equals that of a fresh run.
+
+        ``InvalidArgument``: n out of range. ``FailedPrecondition``: uncommitted nodes, or the target lies below
+        what a window has evicted (names the reachable positions). O(pages freed).
+        """
+
+    def rewind_cost(self, seq_id: SeqId, pos: int) -> int:
+        """(ours) What ``popn(seq_id, length - pos)`` would return, without changing anything; refuses as it would."""
+
+    def reachable(self, seq_id: SeqId) -> list[range]:
+        """(ours) The positions to which ``popn`` and at which ``fork_sequence`` are legal, as ascending ranges.
+
+        m is reachable if everything that a query at m or later may see of the tokens before m is still held.
+        Without windows that is 0..length. With a window (W, s; for a layer window s = 0), let p be the lowest
+        position >= s from which on all tokens are held: reachable are 0..s, all m >= p + (W - s) - 1 (one more
+        with ``eviction="forward"``), and everything if p = s. 0 and the length are always among them, and the
+        tokens of the last forward or commit can always be popped. To keep a position for later, fork there.
+        """
+
+    def enable_sliding_window_for_seq(
+        self, seq_id: SeqId, window: int | None, sink: int = 0, *, eviction: Eviction = "token"
+    ) -> None:
+        """Keep the first ``sink`` tokens and the last ``window - sink`` (StreamingLLM, arXiv:2309.17453).
+
+        ``eviction="token"``: a query at q sees exactly the positions i <= q with i < s or i > q - (W - s),
+        whatever the chunks were. ``"forward"``: TVM's rule, slid once per ``begin_forward``; a query sees what was
+        cached before and its own chunk up to itself. On a longer sequence the cut happens at its next forward.
+        The setting may be replaced, or dropped with ``window=None``, while nothing is evicted. After a
+        forward ``cached_length = min(length, W)``. Attention positions are then cache-relative, q - e for e evicted
+        tokens; keys stay where they were written. Recurrent and cross layers are not concerned.
+
+        ``InvalidArgument``: window < 1, sink < 0, sink >= window. ``FailedPrecondition``: evicted already,
+        uncommitted nodes. ``Unsupported``: no layer that a window could concern. O(1).
+        """
+
+    # -- queries: legal at any time, change nothing, O(1) or O(sequences) -----------------------------------------
+
+    def empty(self) -> bool:
+        """Whether there is no sequence and every page is free."""
+
+    def num_available_pages(self) -> int:
+        """How many more pages of P tokens, over all layers, can be taken.
+
+        ``ceil(capacity / P)`` after ``clear()``. It may be 0 while tail pages have room: ask ``missing_pages``.
+        """
+
+    def missing_pages(
+        self,
+        seq_ids: Sequence[SeqId],
+        append_lengths: Sequence[int],
+        token_tree_parents: TokenTreeParents | None = None,
+    ) -> int:
+        """(ours) How many pages this ``begin_forward`` would be short of; 0 exactly if there is room.
+
+        Copies on write are counted, pages that the same call would free are deducted.
+        """
+
+    def sequence_length(self, seq_id: SeqId) -> int:
+        """Committed tokens of the sequence, evicted ones included."""
+
+    def cached_length(self, seq_id: SeqId) -> int:
+        """Committed tokens of the sequence less those that a window has evicted."""
+
+    def pending_nodes(self, seq_id: SeqId) -> int:
+        """(ours) Uncommitted nodes of the sequence's token tree."""
+
+    def total_sequence_length(self) -> int:
+        """Sum over sequences of cached length plus uncommitted nodes; a token that k share counts k times."""
+
+    def check(self) -> None:
+        """(ours) Verify all invariants: references, tables, lengths, trees, windows, kept states, reservations.
+
+        ``QuireError`` names the first one that is broken. O(everything); for tests and debugging.
+        """
+
+    # -- forward --------------------------------------------------------------------------------------------------
+
+    def begin_forward(
+        self,
+        seq_ids: Sequence[SeqId],
+        append_lengths: Sequence[int],
+        token_tree_parents: TokenTreeParents | None = None,
+    ) -> None:
+        """Announce n_i new tokens for sequence i; reserves, while ``end_forward`` publishes.
+
+        Rows of all tensors of this forward are the tokens of entry 0, then entry 1, and so on. Prompts, pieces of
+        prompts, decodes, drafts and trees mix freely, in any order. ``token_tree_parents`` None means all chains;
+        entries with parents add uncommitted nodes: the parent of a node is -1 (a root, whose predecessor is the
+        last committed token) or an index below its own, counted over all uncommitted nodes of the sequence in
+        order of appending. A node's position is base + depth; it sees the committed tokens, its ancestors and
+        itself, less what windows remove there.
+
+        In order: releases what no query from the committed length on can see; copies shared tail pages that will
+        be written; takes pages; plans every layer class once. Released pages count as free for the same call.
+        Lengths read as before until ``end_forward``. Once it slides, a sequence never holds more than
+        ``ceil(s / P) + ceil((W - s + n) / P) + 1`` pages (n new tokens or nodes, pending ones included).
+
+        ``InvalidArgument``: lists differ in length, empty batch, n_i < 1, duplicate id, a parent not in
+        -1..own index - 1; a chunk that crosses the end of an active mark (recurrent layers). ``FailedPrecondition``:
+        a forward is open; ordinary tokens for a sequence with uncommitted nodes, a tree while a mark is active; a
+        sequence that is being received or imported. ``ResourceExhausted``, also when kept recurrent states fill
+        the pool. O(B + T + pages taken), plus one copy of at most P - 1 slots for each page that splits.
+        """
+
+    def end_forward(self, *, skipped: Collection[int] = ()) -> None:
+        """Publish: lengths grow, tree nodes become pending, recurrent states advance.
+
+        Every layer that stores tokens must have been written in this forward. ``skipped`` names layers that were
+        left out on purpose (early exit); their rows read as zeros. A recurrent layer that did not set keeps its
+        state.
+
+        ``FailedPrecondition``: no open forward; missing layers (names them; the forward stays open). O(B).
+        """
+
+    def abort_forward(self) -> None:
+        """(ours) Take the forward back: lengths, trees, recurrent states and pages as before ``begin_forward``.
+
+        Only what had left every window stays gone. ``FailedPrecondition``: no open forward. O(B + pages).
+        """
+
+    def get_query_positions(self, *, relative: bool = False) -> Tensor:
+        """Positions of the new tokens, int32 ``[T]``, on the state's device.
+
+        True positions: length + j, for a tree node base + depth. With ``relative=True`` position minus the evicted
+        tokens of that query, for models with absolute embeddings or a rotation of their own.
+        ``FailedPrecondition``: no open forward. O(T).
+        """
+
+    def commit_accepted_token_tree_nodes(self, seq_ids: Sequence[SeqId], leaf_indices: Sequence[int]) -> None:
+        """Keep, for each sequence, the path from a root to the given node, and forget its other nodes.
+
+        Any node will do, a leaf or not; -1 rejects everything. Keyed by ``seq_ids``: any subset of the pending
+        sequences, in any order, at any time outside a forward. The path moves to the front; K is not rotated
+        again, for positions were depths. Recurrent layers take the node's state. Afterwards length = base + path
+        length, no uncommitted nodes, freed pages back: equal to having appended the path as ordinary tokens.
+
+        ``InvalidArgument``: lists differ in length, duplicate id, leaf outside -1..nodes - 1.
+        ``FailedPrecondition``: no uncommitted nodes (even for -1), or a forward is open. At most path length slots
+        per layer are copied; a path of the first nodes copies nothing.
+        """
+
+    # -- kept recurrent states ------------------------------------------------------------------------------------
+
+    def checkpoint(self, seq_id: SeqId) -> None:
+        """(ours) Keep the present recurrent state, so that a rewind to this length replays nothing.
+
+        Copies nothing; the page stays. Kept states are never dropped silently. Keeping one twice is one.
+        ``Unsupported``: no recurrent layer (every reachable position is exact already). O(1).
+        """
+
+    def checkpoints(self, seq_id: SeqId) -> list[int]:
+        """(ours) Ascending positions of the kept checkpoints, without 0 and without the ring of recent states.
+
+        ``Unsupported``: no recurrent layer.
+        """
+
+    def drop_checkpoint(self, seq_id: SeqId, position: int) -> None:
+        """(ours) Give up the checkpoint at ``position``; forks keep theirs.
+
+        ``InvalidArgument``: none is kept there. ``Unsupported``: no recurrent layer. O(1).
+        """
+
+    # -- moving a state to another process ------------------------------------------------------------------------
+
+    def disagg_prepare_recv(self, seq_id: SeqId, length: int, *, channel: Channel) -> tuple[int, ...]:
+        """On the receiver: reserve slots for the next ``length`` >= 1 tokens; return the compressed position map.
+
+        The map is ``[num_runs, begin_1, len_1, begin_2, len_2, ...]``: run r stands for slots begin_r ...
+        begin_r + len_r - 1 of the receiver, and the runs in order cover the tokens in order. Neighbours that
+        continue each other are one run. begin -1 means "not stored" for len tokens. With several layer classes
+        their maps follow one another, by first layer, each with its own count; a recurrent class is
+        ``[1, page_id, 1]``. The sequence is then *receiving*: only queries, ``disagg_wait``, ``disagg_cancel`` and
+        ``remove_sequence`` are legal on it; other sequences go on.
+
+        ``InvalidArgument``: length < 1, a channel opened for another layout (expected and found).
+        ``FailedPrecondition``: open forward, uncommitted nodes, receiving already. Cost as ``begin_forward``.
+        """
+
+    def disagg_mark_send(
+        self, seq_id: SeqId, begin: int, compressed_remote_position_map: Sequence[int], receiver: Channel
+    ) -> None:
+        """On the sender: send token p >= ``begin`` to entry p - begin of the map, over the channel end ``receiver``.
+
+        Tokens that are cached already go at once, the others layer by layer in the forward that computes them. The
+        mark ends with the last entry of the map; later tokens are not sent, and no token need remain to be run.
+        Recurrent states are sent at the end of the map, position begin + its length. While the mark is active,
+        trees and a ``popn`` below what was sent raise ``FailedPrecondition``.
+
+        ``InvalidArgument``: malformed map, not 0 <= begin <= length, or the end lies at or before the length and
+        a recurrent layer keeps no state there. ``FailedPrecondition``: a mark is active, uncommitted nodes.
+        O(runs) here, the bytes of the rows on the channel.
+        """
+
+    def disagg_wait(self, seq_id: SeqId, timeout: float | None = None) -> None:
+        """(ours) Return when everything has arrived (receiver: the length grows) or was delivered (sender).
+
+        ``timeout`` in seconds; None is the channel's own. ``DataLoss`` says how many layers had arrived: the peer
+        died, was silent too long, or bytes were damaged. ``Cancelled`` after ``disagg_cancel`` on either side. In
+        both cases the receiver's sequence is as before ``disagg_prepare_recv``, with its pages back, and the
+        sender's sequence is untouched, its mark gone. ``FailedPrecondition``: no transfer.
+        """
+
+    def disagg_cancel(self, seq_id: SeqId) -> None:
+        """(ours) End the transfer of this sequence on both sides; nothing of it is published.
+
+        Late messages are dropped by their transfer id. ``FailedPrecondition``: no transfer.
+        """
+
+    # -- export and import ----------------------------------------------------------------------------------------
+
+    def get_checkpoint_metadata(self, seq_id: SeqId) -> dict[str, object]:
+        """What an export of this sequence consists of, in JSON types.
+
+        Format version, layers and kinds, dtypes, geometry, RoPE fingerprint, length, positions held per layer
+        class, window, sink and eviction, kept recurrent positions, and per group names, shapes, bytes, checksums.
+        ``FailedPrecondition``: uncommitted nodes, receiving or importing.
+        """
+
+    def get_layout_hash(self) -> str:
+        """A digest of what exporter and importer must agree on: kinds, geometry, dtype, RoPE, windows.
+
+        Page size, capacity, device and ranks are not part of it.
+        """
+
+    def export_page_group(self, seq_id: SeqId, group: int, out: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """The tensors of one layer (``group`` is its id), in order of position, free of pages.
+
+        ``k [n, Hkv, Dk]`` and ``v [n, Hkv, Dv]``; ``latent [n, row]``; ``state.i`` and ``state.i@position``; n
+        positions held. Shared prefixes are resolved. ``InvalidArgument``: no such layer, names or shapes of
+        ``out``. ``FailedPrecondition``: uncommitted nodes, receiving or importing. Cost: the bytes of the group.
+        """
+
+    def prepare_import(self, seq_id: SeqId, metadata: Mapping[str, object]) -> None:
+        """Make the new sequence ``seq_id``, *importing*, and reserve its pages; no other sequence is touched.
+
+        Until ``finish_import`` it can be used for nothing else; ``remove_sequence`` gives up.
+        ``InvalidArgument``: the id exists; version or layout (expected and found). ``ResourceExhausted``.
+        """
+
+    def import_page_group(self, seq_id: SeqId, group: int, tensors: Mapping[str, Tensor]) -> None:
+        """Write one layer of an import, as ``export_page_group`` gave it; any order, once each.
+
+        ``InvalidArgument``: group, names, shapes or dtypes (expected and found). ``FailedPrecondition``: not
+        prepared, or imported already. ``DataLoss``: checksum. Cost: the bytes of the group.
+        """
+
+    def finish_import(self, seq_id: SeqId) -> None:
+        """Publish an import: stored values equal those of the exported sequence to the bit.
+
+        ``FailedPrecondition``: not prepared, or a group is missing (names it). O(pages).
+        """
+
+
+class AttentionKVCache(KVState, AttentionVerbs, Protocol):
+    """The state of ``full``, ``window``, ``latent`` and ``cross`` layers, in pages."""
+
+
+class RNNState(KVState, RecurrentVerbs, Protocol):
+    """The state of ``recurrent`` layers: immutable published states, shared by forks, some of them kept."""

@@ -1,0 +1,66 @@
+"""What a model is to whoever runs it, and what a forward is to a model.
+
+A model is ``embed``, a list of ``blocks``, ``head``. The runner owns the loop over blocks, so pipeline
+stages, blending and tracing need no hook inside. A model knows no KV state: its blocks see a ``Pass``.
+
+Letters: T new tokens of the whole ragged batch, R rows for which logits are wanted, E model width, V vocabulary,
+Hq, Hkv query and KV heads, D, Dk, Dv head sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from quire.contracts.layers import LayerSpec
+
+
+class Pass(Protocol):
+    """One forward over a ragged batch, as the blocks see it."""
+
+    @property
+    def positions_T(self) -> Tensor:
+        """int32 ``[T]``: the true position of each new token in its sequence."""
+        ...
+
+    def attend(self, layer_id: int, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor) -> Tensor:
+        """Store K and V of the new tokens, attend over all that each may see.
+
+        ``q [T, Hq, Dk]``, ``k [T, Hkv, Dk]``, ``v [T, Hkv, Dv]`` in the model's dtype, *before* RoPE: the state
+        rotates as the layer's spec says. Returns ``[T, Hq, Dv]``, contiguous, fresh.
+        """
+        ...
+
+    def attend_qkv(self, layer_id: int, qkv_TC: Tensor) -> Tensor:
+        """The same for a fused projection ``[T, Hq*Dk + Hkv*Dk + Hkv*Dv]``; cheaper where nothing comes between."""
+        ...
+
+
+class Block(Protocol):
+    """One layer of a model."""
+
+    def __call__(self, x_TE: Tensor, pass_: Pass) -> Tensor: ...
+
+
+class Model(Protocol):
+    """A decoder. Weights only; no state survives a call."""
+
+    architecture: str
+    """Its name in ``config.json``, for example ``LlamaForCausalLM``."""
+    vocab_size: int
+    max_position: int
+    """Context length: positions run from 0 to ``max_position - 1``."""
+    hidden_size: int
+    layer_specs: Sequence[LayerSpec]
+    """One per layer, by global layer id."""
+    blocks: Sequence[Block]
+
+    def embed(self, tokens_T: Tensor) -> Tensor:
+        """int64 ``[T]`` to ``[T, E]``."""
+        ...
+
+    def head(self, x_RE: Tensor) -> Tensor:
+        """``[R, E]`` to float32 logits ``[R, V]``; includes the final norm."""
+        ...

@@ -1,0 +1,128 @@
+"""What this machine has and what Quire makes of it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import sys
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the report."""
+
+    name: str
+    value: str
+    ok: bool = True
+    advice: str = ""
+    """What to do if it is not well."""
+
+
+def versions() -> dict[str, str]:
+    """Versions of what matters for a result."""
+    found = {"quire": _version("quire"), "python": platform.python_version()}
+    for name in ("torch", "numpy", "tokenizers", "safetensors", "transformers"):
+        found[name] = _version(name)
+    return {name: value for name, value in found.items() if value}
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def examine() -> list[Finding]:
+    """Look at everything; never raises for something that is missing."""
+    findings = [Finding("versions", ", ".join(f"{name} {value}" for name, value in versions().items()))]
+    python_ok = sys.version_info >= (3, 11)
+    findings.append(
+        Finding(
+            "Python",
+            f"{platform.python_version()} on {platform.platform()}",
+            python_ok,
+            "Quire needs Python 3.11 or later.",
+        )
+    )
+    try:
+        import torch
+    except ImportError as error:
+        return [*findings, Finding("PyTorch", f"cannot be imported: {error}", False, "pip install 'torch>=2.11'")]
+    findings += _devices(torch.__version__)
+    findings += _memory()
+    findings.append(_compiler())
+    findings.append(_model_cache())
+    return findings
+
+
+def _devices(torch_version: str) -> list[Finding]:
+    import torch
+
+    from quire.models.loading import has_fast_matmul
+
+    findings = [Finding("PyTorch", f"{torch_version}, {torch.get_num_threads()} threads")]
+    fast = has_fast_matmul(torch.bfloat16)
+    findings.append(
+        Finding(
+            "CPU",
+            f"{os.cpu_count()} cores; bfloat16 is {'fast' if fast else 'slow'} here, so dtype 'auto' takes "
+            + ("the checkpoint's type" if fast else "float32 for bfloat16 checkpoints"),
+        )
+    )
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            free, total = torch.cuda.mem_get_info(index)
+            findings.append(
+                Finding(
+                    f"CUDA device {index}",
+                    f"{torch.cuda.get_device_name(index)}, {free / 2**30:.1f} of {total / 2**30:.1f} GiB free",
+                )
+            )
+    else:
+        built = "a CUDA build" if torch.version.cuda else "a CPU build"
+        findings.append(Finding("CUDA", f"no device ({built} of PyTorch): models run on the CPU"))
+    findings.append(Finding("attention", "torch (scaled dot product attention); 'reference' on request"))
+    return findings
+
+
+def _memory() -> list[Finding]:
+    import torch
+
+    from quire.build import free_memory
+
+    pool = free_memory(torch.device("cpu"), 0.9)
+    text = f"{pool / 2**30:.1f} GiB would be the KV pool on the CPU (a quarter of what is free)"
+    return [Finding("memory", text, pool > 64 * 2**20, "Free some memory, or give kv_cache_memory.")]
+
+
+def _compiler() -> Finding:
+    found = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    return (
+        Finding("C++ compiler", f"{found}" if found else "none", True, "")
+        if found
+        else Finding("C++ compiler", "none; nothing in this release needs one")
+    )
+
+
+def _model_cache() -> Finding:
+    home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
+    hub = home / "hub"
+    count = len(list(hub.glob("models--*"))) if hub.is_dir() else 0
+    offline = os.environ.get("HF_HUB_OFFLINE", "") not in ("", "0")
+    return Finding("model cache", f"{hub}, {count} models" + (", offline (HF_HUB_OFFLINE is set)" if offline else ""))
+
+
+def print_findings(findings: list[Finding]) -> None:
+    """A table on stdout."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("", "what", "found", "what to do", box=None)
+    for finding in findings:
+        table.add_row("ok" if finding.ok else "!!", finding.name, finding.value, "" if finding.ok else finding.advice)
+    Console().print(table)

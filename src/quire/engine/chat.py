@@ -1,0 +1,325 @@
+"""Chat messages to the prompt that a model was trained on, with the model's own Jinja template.
+
+The environment is the one that ``transformers`` sets up, so a template renders the same text here and there: an
+immutable sandbox, ``trim_blocks`` and ``lstrip_blocks``, ``break`` and ``continue``, a ``tojson`` that does not
+escape HTML, ``raise_exception``, ``strftime_now`` and the ``generation`` tag. Templates come from strangers: they see plain
+data only, in a copy, and cannot reach Python.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+import jinja2.utils
+
+from quire.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from quire.engine.tokenizer import Tokenizer
+
+Message: TypeAlias = Mapping[str, Any]
+"""``{"role": str, "content": str or [{"type": "text", "text": str}, ...], ...}``, further keys as the template reads."""
+
+_REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+"""Names under which a message's reasoning is passed; templates read the first, some the second."""
+
+_NO_TEMPLATE = (
+    "the tokenizer has no chat template: pass chat_template as a Jinja template, add a chat_template.jinja to the model's "
+    "directory, or complete a plain prompt instead of messages"
+)
+
+
+def render_chat(
+    tokenizer_template: str | None,
+    messages: Sequence[Message],
+    *,
+    add_generation_prompt: bool = True,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    bos_token: str | None = None,
+    eos_token: str | None = None,
+    **extra: Any,
+) -> str:
+    """The prompt for ``messages``. It holds its special tokens: encode it with ``add_special_tokens=False``.
+
+    ``tools`` are JSON schemas of functions; ``extra`` (``enable_thinking=False``, ``documents=[...]``) are further
+    variables of the template. A list of text parts is given as such to a template that walks over parts, otherwise
+    joined with newlines. ``tool_calls`` whose ``arguments`` are JSON text (as OpenAI's API has them) are given as objects.
+
+    ``InvalidArgument``: no template (None, a tokenizer without one), a malformed message (named by its index), and
+    whatever the template raises, with its message.
+    """
+    if tokenizer_template is None:
+        raise InvalidArgument(_NO_TEMPLATE)
+    template, reads_parts = _compile(tokenizer_template)
+    variables = {
+        **{name: text for name, text in (("bos_token", bos_token), ("eos_token", eos_token)) if text is not None},
+        **{name: _plain(value, name) for name, value in extra.items()},
+        "messages": _plain_messages(messages, keep_parts=reads_parts),
+        "tools": None if tools is None else _plain_tools(tools),
+        "documents": _plain(extra.get("documents"), "documents"),
+        "add_generation_prompt": add_generation_prompt,
+    }
+    try:
+        return template.render(variables)
+    except jinja2.TemplateError as error:
+        raise InvalidArgument(
+            f"the chat template refused the messages: {error.message or type(error).__name__}"
+        ) from error
+    except Exception as error:  # an operation of the template on data it did not expect
+        raise InvalidArgument(f"the chat template failed on the messages: {type(error).__name__}: {error}") from error
+
+
+def encode_chat(
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    *,
+    add_generation_prompt: bool = True,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    chat_template: str | None = None,
+    **extra: Any,
+) -> list[int]:
+    """Token ids of the prompt for ``messages``, with the template of ``tokenizer`` or ``chat_template``."""
+    template = select_template(tokenizer.chat_templates, chat_template, with_tools=tools is not None)
+    variables = {**tokenizer.special_tokens, **extra}
+    text = render_chat(template, messages, add_generation_prompt=add_generation_prompt, tools=tools, **variables)
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def select_template(templates: Mapping[str, str], chosen: str | None = None, *, with_tools: bool = False) -> str:
+    """The template to use: ``chosen`` (a name in ``templates``, or a template), or ``tool_use``, or ``default``.
+
+    ``InvalidArgument`` if there is none.
+    """
+    if chosen is not None:
+        return templates.get(chosen, chosen)
+    if with_tools and "tool_use" in templates:
+        return templates["tool_use"]
+    if "default" in templates:
+        return templates["default"]
+    if templates:
+        raise InvalidArgument(
+            f"the tokenizer has several chat templates and no default: pass chat_template as one of {sorted(templates)} "
+            "or as a Jinja template"
+        )
+    raise InvalidArgument(_NO_TEMPLATE)
+
+
+# ---- messages ----
+
+
+def _plain_messages(messages: Sequence[Message], *, keep_parts: bool) -> list[dict[str, Any]]:
+    if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
+        raise InvalidArgument(f"messages must be a list of messages, got {type(messages).__name__}")
+    if not messages:
+        raise InvalidArgument("messages must hold at least one message, got none")
+    return [_plain_message(message, f"messages[{i}]", keep_parts=keep_parts) for i, message in enumerate(messages)]
+
+
+def _plain_message(message: Message, where: str, *, keep_parts: bool) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise InvalidArgument(f"{where} must be an object with 'role' and 'content', got {type(message).__name__}")
+    # Clients send "content": null and the like; templates handle a missing key, and print None for a null.
+    plain: dict[str, Any] = {k: v for k, v in _plain_mapping(message, where).items() if v is not None}
+    role = plain.get("role")
+    if not isinstance(role, str) or not role:
+        raise InvalidArgument(f"{where}.role must be a non-empty string such as 'user', got {message.get('role')!r}")
+    if "content" in plain:
+        plain["content"] = _plain_content(plain["content"], f"{where}.content", keep_parts=keep_parts)
+    elif not (role == "assistant" and plain.get("tool_calls")):
+        raise InvalidArgument(f"{where} has no content; only an assistant's message with tool_calls may have none")
+    if "tool_calls" in plain:
+        plain["tool_calls"] = _parse_tool_calls(plain["tool_calls"], f"{where}.tool_calls")
+    reasoning = next((plain[key] for key in _REASONING_FIELDS if key in plain), None)
+    if reasoning is not None:
+        plain = {"thinking": reasoning, **plain, "reasoning_content": reasoning}
+    return plain
+
+
+def _plain_content(content: Any, where: str, *, keep_parts: bool) -> str | list[dict[str, Any]]:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise InvalidArgument(f"{where} must be a string or a list of text parts, got {type(content).__name__}")
+    for i, part in enumerate(content):
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            found = f"type {part.get('type')!r}" if isinstance(part, dict) else type(part).__name__
+            raise InvalidArgument(f"{where}[{i}] must be {{'type': 'text', 'text': string}}, got {found}")
+    return content if keep_parts else "\n".join(part["text"] for part in content)
+
+
+def _parse_tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
+    """Tool calls with their arguments as objects: templates write them with ``tojson`` or walk over them."""
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise InvalidArgument(f"{where} must be a list of objects, got {calls!r:.80}")
+    for i, call in enumerate(calls):
+        function = call.get("function", call)
+        if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+            continue
+        try:
+            arguments = json.loads(function["arguments"] or "{}")
+        except ValueError as error:
+            raise InvalidArgument(f"{where}[{i}].function.arguments must be JSON, got an error: {error}") from error
+        if not isinstance(arguments, dict):
+            raise InvalidArgument(
+                f"{where}[{i}].function.arguments must be a JSON object, got {function['arguments']!r:.80}"
+            )
+        function["arguments"] = arguments
+    return calls
+
+
+def _plain_tools(tools: Sequence[Mapping[str, Any]]) -> list[Any]:
+    if isinstance(tools, str | Mapping) or not isinstance(tools, Sequence):
+        raise InvalidArgument(f"tools must be a list of JSON schemas, got {type(tools).__name__}")
+    for i, tool in enumerate(tools):
+        if not isinstance(tool, Mapping):
+            raise InvalidArgument(f"tools[{i}] must be a JSON schema of a function, got {type(tool).__name__}")
+    return [_plain(tool, f"tools[{i}]") for i, tool in enumerate(tools)]
+
+
+def _plain_mapping(value: Mapping[str, Any], where: str) -> dict[str, Any]:
+    for key in value:
+        if not isinstance(key, str):
+            raise InvalidArgument(f"{where} must have strings as keys, got {key!r}")
+    return {str(key): _plain(item, f"{where}.{key}") for key, item in value.items()}
+
+
+def _plain(value: Any, where: str) -> Any:
+    """A copy out of plain JSON types, so that a template can neither change the caller's data nor call into it."""
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    if isinstance(value, str):  # subclasses (enums) carry methods
+        return str.__str__(value)
+    if isinstance(value, int | float):
+        return int(value) if isinstance(value, int) else float(value)
+    if isinstance(value, Mapping):
+        return _plain_mapping(value, where)
+    if isinstance(value, list | tuple):
+        return [_plain(item, f"{where}[{i}]") for i, item in enumerate(value)]
+    raise InvalidArgument(
+        f"{where} must be JSON data (object, list, string, number, true, false, null), got {type(value)}"
+    )
+
+
+# ---- templates ----
+
+
+@lru_cache(maxsize=64)
+def _compile(source: str) -> tuple[jinja2.Template, bool]:
+    """The compiled template, and whether it walks over the parts of a message's content."""
+    environment = _environment()
+    try:
+        return environment.from_string(source), _reads_parts(environment.parse(source))
+    except jinja2.TemplateSyntaxError as error:
+        raise InvalidArgument(f"the chat template is not valid Jinja: line {error.lineno}: {error.message}") from error
+
+
+def _reads_parts(tree: jinja2.nodes.Template) -> bool:
+    """Whether some ``for`` runs over ``message.content`` or over a variable that was set from it."""
+
+    def is_content(node: jinja2.nodes.Node) -> bool:
+        while isinstance(node, jinja2.nodes.Filter | jinja2.nodes.Getitem) and not _is_key(node):
+            if node.node is None:
+                return False
+            node = node.node
+        if isinstance(node, jinja2.nodes.Name):
+            return node.name in holders
+        return _is_key(node)
+
+    holders = {"content"}
+    for assignment in tree.find_all(jinja2.nodes.Assign):
+        if isinstance(assignment.target, jinja2.nodes.Name) and is_content(assignment.node):
+            holders.add(assignment.target.name)
+    return any(is_content(loop.iter) for loop in tree.find_all(jinja2.nodes.For))
+
+
+def _is_key(node: jinja2.nodes.Node) -> bool:
+    """``message.content`` or ``message['content']``."""
+    if isinstance(node, jinja2.nodes.Getattr):
+        return node.attr == "content"
+    if isinstance(node, jinja2.nodes.Getitem):
+        return isinstance(node.arg, jinja2.nodes.Const) and node.arg.value == "content"
+    return False
+
+
+def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals.update(
+        raise_exception=_raise_exception, strftime_now=_strftime_now, dict=_TemplateDict(), namespace=_TemplateNamespace
+    )
+    return environment
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(format: str) -> str:
+    return datetime.now().strftime(format)
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """``{% generation %}...{% endgeneration %}`` marks the assistant's text for training; here it is its body."""
+
+    tags = {"generation"}  # noqa: RUF012 - the base class's attribute
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.CallBlock:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        block = jinja2.nodes.CallBlock(self.call_method("_body"), [], [], body)
+        block.set_lineno(line)
+        return block
+
+    def _body(self, caller: Callable[[], str]) -> str:
+        return caller()
+
+
+class _TemplateDict:
+    """``dict`` without its attributes, which lead out of the sandbox."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*args, **kwargs)
+
+
+class _TemplateNamespace(jinja2.utils.Namespace):
+    """``namespace`` that refuses names with a leading underscore, which lead out of the sandbox."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:  # no name, so that namespace(self=...) works
+        self, *rest = args
+        attributes = dict(*rest, **kwargs)
+        for name in attributes:
+            _check_name(name)
+        jinja2.utils.Namespace.__init__(self, attributes)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
+
+
+def _check_name(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise jinja2.exceptions.SecurityError(f"a namespace attribute must not begin with an underscore, got {name!r}")

@@ -1,0 +1,419 @@
+"""The prefix cache: which sequence of the KV state already holds the beginning of a prompt.
+
+A radix tree over token ids, one for each key (adapter and salt). It knows no pages and no tensors: finished
+sequences simply stay in the KV state, a match is a copy-on-write fork of one of them, an eviction removes one. So
+it serves every kind of state. (SGLang's RadixAttention, https://arxiv.org/abs/2312.07104, has such a tree over
+pages; here it is over sequences.)
+
+A sequence is *live* while a request or a session owns it, and *cached* afterwards. Both can be matched, only cached
+ones are evicted. A cached sequence is *redundant*, and is handed back to be removed, once another one holds all of
+its tokens. Hence the invariant that keeps the tree small: a cached sequence ends at a leaf, alone.
+
+Letters: T tokens of one sequence.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.errors import AlreadyExists, FailedPrecondition, InvalidArgument, NotFound, QuireError
+from quire.types import SeqId
+
+TokenIds: TypeAlias = NDArray[np.int32]
+
+_MAX_ID = int(np.iinfo(np.int32).max)
+
+
+def as_token_ids(tokens: Sequence[int] | NDArray[Any]) -> TokenIds:
+    """Token ids ``[T]`` as int32: an int32 array as it is (a view), a list or another integer array converted.
+
+    Raises ``InvalidArgument`` for anything that is not one row of integers in [0, 2^31): a negative id stands for data
+    (an image, an embedding) that token ids do not tell apart, so it must never match.
+    """
+    if isinstance(tokens, np.ndarray):
+        if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+            raise InvalidArgument(f"tokens must be a 1-D integer array, got {tokens.dtype} of shape {tokens.shape}")
+        ids = tokens
+    else:
+        if isinstance(tokens, bytes | bytearray | str):
+            raise InvalidArgument(f"tokens must be integer token ids, got {type(tokens).__name__}; tokenize text first")
+        try:
+            # Unsigned: less than half the time of np.asarray, and floats are refused instead of truncated.
+            ids = np.frombuffer(array("I", tokens), dtype=np.uintc)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise InvalidArgument(f"tokens must be integers in [0, {_MAX_ID}]: {error}") from None
+    if ids.size and not (int(ids.min()) >= 0 and int(ids.max()) <= _MAX_ID):
+        raise InvalidArgument(
+            f"token ids must be in [0, {_MAX_ID}], got ids from {ids.min()} to {ids.max()}; "
+            "placeholders of other data cannot be cached by their ids"
+        )
+    return ids.astype(np.int32, copy=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixCacheStats:
+    """What happened since the cache was made. Tokens: asked for in lookups, and found."""
+
+    lookups: int = 0
+    hits: int = 0
+    queried_tokens: int = 0
+    matched_tokens: int = 0
+    evictions: int = 0
+
+
+class _Node:
+    """The tokens ``edge`` after the parent's; ``end`` is the number of tokens from the root to the end of the edge.
+
+    Each node owns its edge (no views: a short prefix must not keep a long sequence's array alive), so the tree
+    stores each distinct token of its sequences once, in 4 bytes.
+    """
+
+    __slots__ = ("children", "edge", "end", "parent", "sequences")
+
+    def __init__(self, edge: TokenIds, end: int, parent: _Node | None) -> None:
+        self.edge = edge
+        self.end = end
+        self.parent = parent
+        self.children: dict[int, _Node] = {}
+        self.sequences: dict[SeqId, _Entry] = {}
+
+    @property
+    def start(self) -> int:
+        return self.end - self.edge.size
+
+
+class _Entry:
+    """One sequence: it holds exactly the tokens from the root to the end of ``node``."""
+
+    __slots__ = ("key", "live", "node", "seq")
+
+    def __init__(self, seq: SeqId, key: Hashable, node: _Node) -> None:
+        self.seq = seq
+        self.key = key
+        self.node = node
+        self.live = True
+
+
+class RadixCache:
+    """Longest-prefix matching over the sequences of a KV state, with least-recently-used eviction.
+
+    Sequences are known by their ``SeqId``. ``key`` is any hashable that separates what may not be shared: adapter
+    fingerprint and salt. The state of the matched tokens must depend on nothing but these tokens and the key.
+
+    Recency is an order of uses (insert, match, finish), not a clock, so equal runs evict equally. The caller
+    applies decisions in the order in which it got them: the fork of a match goes before the removal of what a later
+    ``evict`` returns. Not thread-safe: it belongs to the engine's thread.
+
+    Cost: a match or an insertion compares T tokens once, vectorised, with Python work for each node on the path only.
+    """
+
+    def __init__(self) -> None:
+        self._roots: dict[Hashable, _Node] = {}
+        self._entries: dict[SeqId, _Entry] = {}
+        self._cached: OrderedDict[SeqId, _Entry] = OrderedDict()  # least recently used first
+        self._lookups = self._hits = self._queried_tokens = self._matched_tokens = self._evictions = 0
+
+    # ------------------------------------------------------------------ what is there
+
+    def __len__(self) -> int:
+        """Number of sequences, live and cached."""
+        return len(self._entries)
+
+    def __contains__(self, seq: object) -> bool:
+        return seq in self._entries
+
+    @property
+    def num_cached(self) -> int:
+        """Number of sequences that ``evict`` could give out."""
+        return len(self._cached)
+
+    @property
+    def stats(self) -> PrefixCacheStats:
+        return PrefixCacheStats(
+            lookups=self._lookups,
+            hits=self._hits,
+            queried_tokens=self._queried_tokens,
+            matched_tokens=self._matched_tokens,
+            evictions=self._evictions,
+        )
+
+    def length(self, seq: SeqId) -> int:
+        """Number of tokens that ``seq`` is known to hold. ``NotFound`` if it is not in the cache."""
+        return self._entry(seq).node.end
+
+    # ------------------------------------------------------------------ verbs
+
+    def match(self, tokens: Sequence[int] | NDArray[Any], key: Hashable) -> tuple[SeqId, int] | None:
+        """The longest prefix of ``tokens [T]`` that a sequence of this key holds, as (sequence, length >= 1), or None.
+
+        Whoever needs logits of the last token asks for ``tokens[:-1]``. If several sequences hold the prefix, any one
+        of them is returned; it becomes the most recently used.
+        """
+        tokens_T = as_token_ids(tokens)
+        root = self._roots.get(key)
+        node, length = (None, 0) if root is None else _walk(root, tokens_T)
+        self._lookups += 1
+        self._queried_tokens += tokens_T.size
+        if node is None or length == 0:
+            return None
+        self._hits += 1
+        self._matched_tokens += length
+        while not node.sequences:  # all below a matched node hold the prefix, and a leaf has a sequence
+            node = next(iter(node.children.values()))
+        seq, entry = next(iter(node.sequences.items()))
+        if not entry.live:
+            self._cached.move_to_end(seq)
+        return seq, length
+
+    def insert(
+        self, seq: SeqId, tokens: Sequence[int] | NDArray[Any], key: Hashable, *, live: bool = False
+    ) -> list[SeqId]:
+        """Note that ``seq`` holds the state of exactly ``tokens [T]``; ``live`` says whether somebody owns it still.
+
+        A known sequence is extended: ``tokens`` must begin with those it had (they may be equal, to change ``live``).
+        Returns the cached sequences that became redundant, and ``seq`` itself if it is not live and others hold all of
+        its tokens already (or it has none): they are forgotten here, and the caller removes them from the KV state.
+        ``tokens`` is copied as far as it is new. Raises ``InvalidArgument`` for malformed tokens, ``AlreadyExists`` for
+        a known sequence of another key or with other tokens.
+        """
+        tokens_T = as_token_ids(tokens)
+        entry, root = self._entries.get(seq), self._roots.get(key)
+        node, matched = (None, 0) if root is None else _walk(root, tokens_T)
+        if entry is not None:
+            _check_extends(entry, key, node, matched, tokens_T.size)
+
+        if node is None:
+            node = self._roots[key] = _Node(np.empty(0, dtype=np.int32), 0, None)
+        node = _node_ending_at(node, matched)
+        if matched < tokens_T.size:
+            leaf = _Node(tokens_T[matched:].copy(), tokens_T.size, node)
+            node.children[int(leaf.edge[0])] = leaf
+            node = leaf
+        if entry is None:
+            entry = self._entries[seq] = _Entry(seq, key, node)
+            node.sequences[seq] = entry
+        else:
+            self._move(entry, node)
+        entry.live = live
+        redundant = [other for other in _sequences_above(node) if not other.live and other is not entry]
+        for other in redundant:
+            self._forget(other)
+        self._cached.pop(seq, None)
+        return [other.seq for other in redundant] + ([] if live else self._retire(entry))
+
+    def finish(self, seq: SeqId) -> list[SeqId]:
+        """Nobody owns ``seq`` any more: it becomes cached, the most recently used.
+
+        Returns ``[seq]`` if another sequence holds all of its tokens, or it has none: then it is forgotten, and the
+        caller removes it from the KV state. Otherwise ``[]``. Raises ``NotFound``, or ``FailedPrecondition`` if it is
+        cached already.
+        """
+        entry = self._live_entry(seq, "finished")
+        return self._retire(entry)
+
+    def truncate(self, seq: SeqId, length: int) -> None:
+        """A live sequence was rewound to its first ``length`` tokens.
+
+        Raises ``NotFound``, ``FailedPrecondition`` if it is cached, ``InvalidArgument`` unless 0 <= length <= its length.
+        """
+        entry = self._live_entry(seq, "truncated")
+        if not 0 <= length <= entry.node.end:
+            raise InvalidArgument(
+                f"sequence {seq} holds {entry.node.end} tokens and cannot be truncated to {length}; "
+                f"give a length in [0, {entry.node.end}]"
+            )
+        self._move(entry, _node_ending_at(entry.node, length))
+
+    def remove(self, seq: SeqId) -> None:
+        """``seq``, live or cached, is no longer in the KV state. ``NotFound`` if it is not in the cache."""
+        self._forget(self._entry(seq))
+
+    def evict(self) -> SeqId | None:
+        """Forget and return the least recently used cached sequence, for the caller to remove; None if there is none."""
+        if not self._cached:
+            return None
+        seq, entry = next(iter(self._cached.items()))
+        self._forget(entry)
+        self._evictions += 1
+        return seq
+
+    def clear(self) -> list[SeqId]:
+        """Forget all. Returns the cached ones, for the caller to remove; live ones stay with their owners. Keeps stats."""
+        cached = list(self._cached)
+        self._roots.clear()
+        self._entries.clear()
+        self._cached.clear()
+        return cached
+
+    # ------------------------------------------------------------------ inside
+
+    def _entry(self, seq: SeqId) -> _Entry:
+        entry = self._entries.get(seq)
+        if entry is None:
+            raise NotFound(f"sequence {seq} is not in the prefix cache; insert it first")
+        return entry
+
+    def _live_entry(self, seq: SeqId, verb: str) -> _Entry:
+        entry = self._entry(seq)
+        if not entry.live:
+            raise FailedPrecondition(
+                f"sequence {seq} is cached; only a live one can be {verb} (insert it with live=True)"
+            )
+        return entry
+
+    def _retire(self, entry: _Entry) -> list[SeqId]:
+        """Make ``entry`` cached, or forget and return it if it is redundant."""
+        node = entry.node
+        if node.children or len(node.sequences) > 1 or node.end == 0:
+            self._forget(entry)
+            return [entry.seq]
+        entry.live = False
+        self._cached[entry.seq] = entry
+        return []
+
+    def _move(self, entry: _Entry, node: _Node) -> None:
+        """Let ``entry`` end at another node of its path."""
+        old = entry.node
+        if old is node:
+            return
+        del old.sequences[entry.seq]
+        node.sequences[entry.seq] = entry
+        entry.node = node
+        self._prune(old, entry.key)
+
+    def _forget(self, entry: _Entry) -> None:
+        del self._entries[entry.seq]
+        self._cached.pop(entry.seq, None)
+        del entry.node.sequences[entry.seq]
+        self._prune(entry.node, entry.key)
+
+    def _prune(self, node: _Node, key: Hashable) -> None:
+        """Restore the shape after a sequence left ``node``: leaves hold sequences, inner nodes do or branch."""
+        if node.parent is not None and not node.sequences and not node.children:
+            parent = node.parent
+            del parent.children[int(node.edge[0])]
+            node = parent
+        if node.sequences:
+            return
+        if node.parent is None:
+            if not node.children:
+                del self._roots[key]
+        elif len(node.children) == 1:
+            (child,) = node.children.values()
+            child.edge = np.concatenate((node.edge, child.edge))
+            child.parent = node.parent
+            node.parent.children[int(child.edge[0])] = child
+
+    def check(self) -> None:
+        """Verify every invariant; ``QuireError`` names the first broken one. For tests and debugging: visits all nodes."""
+        seen: dict[SeqId, _Entry] = {}
+        for key, root in self._roots.items():
+            _expect(root.end == 0 and root.edge.size == 0 and root.parent is None, "a root has no edge and no parent")
+            _expect(bool(root.children or root.sequences), "an empty tree is dropped")
+            for node in _nodes(root):
+                _check_node(node)
+                for seq, entry in node.sequences.items():
+                    _expect(entry.node is node and entry.seq == seq and entry.key == key, "entries point to their node")
+                    _expect(seq not in seen, "a sequence ends once")
+                    seen[seq] = entry
+        _expect(seen == self._entries, "the trees hold exactly the known sequences")
+        cached = {seq: entry for seq, entry in seen.items() if not entry.live}
+        _expect(cached == dict(self._cached), "the eviction order holds exactly the cached sequences")
+
+
+def _common_prefix(a: TokenIds, b: TokenIds) -> int:
+    """Number of equal leading elements of two non-empty arrays."""
+    n = min(a.size, b.size)
+    differs = a[:n] != b[:n]
+    first = int(differs.argmax())
+    return first if differs[first] else n
+
+
+def _walk(root: _Node, tokens_T: TokenIds) -> tuple[_Node, int]:
+    """Descend as far as ``tokens_T`` leads: the last node reached, perhaps in the middle of its edge, and the length."""
+    node, length = root, 0
+    while length < tokens_T.size:
+        child = node.children.get(int(tokens_T[length]))
+        if child is None:
+            break
+        node = child
+        length += _common_prefix(node.edge, tokens_T[length:])
+        if length < node.end:
+            break
+    return node, length
+
+
+def _holder(node: _Node, length: int) -> _Node:
+    """The node on the path from the root to ``node`` whose edge holds the token before position ``length``."""
+    while node.parent is not None and length <= node.start:
+        node = node.parent
+    return node
+
+
+def _node_ending_at(node: _Node, length: int) -> _Node:
+    """The node on the path to ``node`` that ends at ``length``, made by a split where there is none."""
+    lower = _holder(node, length)
+    if lower.end == length:
+        return lower
+    parent = lower.parent
+    assert parent is not None, "a root has no edge to split"
+    cut = length - lower.start
+    upper = _Node(lower.edge[:cut].copy(), length, parent)
+    parent.children[int(upper.edge[0])] = upper
+    lower.edge = lower.edge[cut:].copy()
+    lower.parent = upper
+    upper.children[int(lower.edge[0])] = lower
+    return upper
+
+
+def _sequences_above(node: _Node | None) -> Iterator[_Entry]:
+    """Sequences that end at ``node`` or on the way to it: ``node`` holds all of their tokens."""
+    while node is not None:
+        yield from node.sequences.values()
+        node = node.parent
+
+
+def _check_extends(entry: _Entry, key: Hashable, node: _Node | None, matched: int, length: int) -> None:
+    """``AlreadyExists`` unless the path to ``node`` (``matched`` tokens) passes the end of ``entry``."""
+    if entry.key != key:
+        raise AlreadyExists(f"sequence {entry.seq} is in the prefix cache under key {entry.key!r}, not {key!r}")
+    held = entry.node.end
+    if node is None or matched < held or _holder(node, held) is not entry.node:
+        raise AlreadyExists(
+            f"sequence {entry.seq} is in the prefix cache with {held} other tokens; the {length} given must begin with "
+            "these (truncate or remove it first)"
+        )
+
+
+def _nodes(root: _Node) -> Iterator[_Node]:
+    stack = [root]
+    while stack:
+        node = stack.pop()
+        yield node
+        stack.extend(node.children.values())
+
+
+def _check_node(node: _Node) -> None:
+    for first, child in node.children.items():
+        _expect(child.parent is node, "children point to their parent")
+        _expect(child.edge.size > 0 and int(child.edge[0]) == first, "children are found by their first token")
+        _expect(child.start == node.end, "edges join")
+    _expect(node.edge.dtype == np.int32 and node.edge.base is None, "edges are int32 and owned")
+    if node.parent is not None:
+        _expect(bool(node.sequences) or len(node.children) > 1, "an inner node branches or ends a sequence")
+    if any(not entry.live for entry in node.sequences.values()):
+        _expect(
+            not node.children and len(node.sequences) == 1 and node.end > 0, "a cached sequence ends alone at a leaf"
+        )
+
+
+def _expect(condition: bool, invariant: str) -> None:
+    if not condition:
+        raise QuireError(f"prefix cache invariant broken: {invariant}")

@@ -1,0 +1,96 @@
+"""One request, from waiting to finished, as the scheduler sees it. No torch.
+
+A request is a row of tokens of which the first ``computed`` are in the KV state. Everything follows from that: what
+is left to run is ``len(tokens) - computed``, one token left is a decode, preemption is ``computed = 0``.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.types import LogitsWanted, SeqId
+
+
+class TokenBuffer:
+    """A growing row of int32 token ids."""
+
+    __slots__ = ("_ids", "_size")
+
+    def __init__(self, ids: Iterable[int] | NDArray[Any] = ()) -> None:
+        self._ids = np.array(ids if isinstance(ids, (np.ndarray, list, tuple)) else list(ids), dtype=np.int32)
+        self._size = self._ids.size
+
+    def __len__(self) -> int:
+        return self._size
+
+    @property
+    def ids(self) -> NDArray[np.int32]:
+        """A view, valid until the next append."""
+        return self._ids[: self._size]
+
+    def append(self, token: int) -> None:
+        if self._size == self._ids.size:
+            self._grow(self._size + 1)
+        self._ids[self._size] = token
+        self._size += 1
+
+    def extend(self, tokens: NDArray[Any] | Iterable[int]) -> None:
+        new = np.asarray(tokens if isinstance(tokens, np.ndarray) else list(tokens), dtype=np.int32)
+        if self._size + new.size > self._ids.size:
+            self._grow(self._size + new.size)
+        self._ids[self._size : self._size + new.size] = new
+        self._size += new.size
+
+    def truncate(self, size: int) -> None:
+        self._size = size
+
+    def copy(self) -> TokenBuffer:
+        return TokenBuffer(self.ids)
+
+    def _grow(self, size: int) -> None:
+        grown = np.empty(max(size, 2 * self._ids.size, 16), dtype=np.int32)
+        grown[: self._size] = self.ids
+        self._ids = grown
+
+
+class Status(enum.Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(eq=False, slots=True)
+class ScheduledRequest:
+    """What the scheduler needs to know. The engine's request holds one of these and adds text and sampling."""
+
+    tokens: TokenBuffer
+    key: Hashable = None
+    """What may share a prefix: adapter and salt."""
+    wants: LogitsWanted = "last"
+    """``last``: logits of the last token, once all are computed. ``all``: of every token. ``none``: no logits."""
+    cacheable: bool = True
+    """Whether it may use and feed the prefix cache."""
+    fresh_from: int = 0
+    """Tokens from here on must run, whatever is cached: their logits are wanted."""
+    priority: int = 0
+    """Order of arrival; the latest is preempted first."""
+    seq: SeqId | None = None
+    computed: int = 0
+    num_cached: int = 0
+    """Tokens of the prompt that were found in the prefix cache at the first admission."""
+    num_preemptions: int = 0
+    status: Status = Status.WAITING
+    pinned: bool = False
+    """Its state must not be given up: it was asked to stay, or cannot be computed again (somebody wrote into it)."""
+    admitted: bool = field(default=False)
+    """Whether it was ever admitted."""
+
+    @property
+    def remaining(self) -> int:
+        return len(self.tokens) - self.computed

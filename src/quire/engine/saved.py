@@ -1,0 +1,121 @@
+"""Sessions to state files and back (the format is documented in ``docs/statefile.md``)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from torch import Tensor
+
+from quire.engine.engine import Engine, IdleState
+from quire.engine.request import TokenBuffer
+from quire.errors import DataLoss, InvalidArgument, ResourceExhausted
+from quire.kv import sequencefile
+from quire.kv.statefile import StateFile, TensorSpec, write_state
+from quire.kv.statefile import to_bytes as container_bytes
+
+KIND = "session"
+
+
+class ModelIdentity(Protocol):
+    """Which model a state belongs to. The weights digest is computed when it is first asked for."""
+
+    def fields(self) -> dict[str, str]:
+        """``architecture``, ``config`` and ``weights``."""
+        ...
+
+
+def save(engine: Engine, state: IdleState, identity: ModelIdentity, path: Path) -> None:
+    metadata, plan, tensors = parts(engine, state, identity)
+    size = write_state(path, metadata, plan, tensors)
+    engine.metrics.state_bytes_saved.inc(size)
+
+
+def to_bytes(engine: Engine, state: IdleState, identity: ModelIdentity) -> bytes:
+    metadata, plan, tensors = parts(engine, state, identity)
+    data = container_bytes(metadata, plan, tensors)
+    engine.metrics.state_bytes_saved.inc(len(data))
+    return data
+
+
+def parts(
+    engine: Engine, state: IdleState, identity: ModelIdentity
+) -> tuple[dict[str, Any], list[TensorSpec], Iterator[tuple[str, Tensor]]]:
+    """Metadata, plan and tensors of a session."""
+    metadata: dict[str, Any] = {
+        "kind": KIND,
+        "model": identity.fields(),
+        "adapters": [],
+        "exact": True,
+        "modified": state.modified,
+        "tokens": state.tokens.ids.tolist(),
+        "positions": [0, len(state.tokens)],
+        "sequence": None,
+    }
+    if state.seq is None:
+        return metadata, [], iter(())
+    sequence, plan = sequencefile.describe(engine.runner.state, state.seq)
+    metadata["sequence"] = sequence
+    return metadata, plan, sequencefile.tensors(engine.runner.state, state.seq)
+
+
+def check_model(found: object, expected: Mapping[str, str]) -> None:
+    """``InvalidArgument`` with expected and found if the state is another model's."""
+    if not isinstance(found, Mapping):
+        raise DataLoss("the state file does not say which model it belongs to")
+    for name, mine in expected.items():
+        if found.get(name) != mine:
+            raise InvalidArgument(
+                f"the state belongs to another model: {name} {found.get(name)!r} found, {mine!r} expected"
+            )
+
+
+def load(engine: Engine, file: StateFile, identity: ModelIdentity, *, convert_dtype: bool) -> IdleState:
+    """The tokens of a saved session with their state in the pool. Everything is checked before the pool is touched."""
+    metadata = file.metadata
+    if metadata.get("kind") != KIND:
+        raise InvalidArgument(f"the state file holds a {metadata.get('kind')!r}, and a {KIND!r} is expected")
+    check_model(metadata.get("model"), identity.fields())
+    if metadata.get("adapters"):
+        raise InvalidArgument(
+            f"the state was made with adapters {metadata['adapters']!r}; none are loaded, and [] is expected"
+        )
+    listed = metadata.get("tokens")
+    if not isinstance(listed, list) or not all(
+        isinstance(token, int) and not isinstance(token, bool) for token in listed
+    ):
+        raise DataLoss("the state file has no list of tokens")
+    tokens = np.array(listed, dtype=np.int64)
+    engine.check_tokens(tokens)
+    if tokens.size:
+        engine.check_length(tokens.size, None)
+    sequence = metadata.get("sequence")
+    state = IdleState(TokenBuffer(tokens), None)
+    state.modified = state.pinned = metadata.get("modified") is True
+    if sequence is None:
+        if file.names:
+            raise DataLoss(f"the state file holds tensors {list(file.names)[:3]} and no sequence that they belong to")
+        return state
+    if not isinstance(sequence, Mapping):
+        raise DataLoss("the state file has no metadata of the sequence")
+    kv = engine.runner.state
+    checked = sequencefile.check(kv, file, sequence, "", convert_dtype)
+    if surplus := set(file.names) - sequencefile.tensor_names(kv):
+        raise InvalidArgument(f"the state file holds unknown tensors: {sorted(surplus)[:3]}")
+    length = int(checked["length"])
+    if length > tokens.size:
+        raise DataLoss(f"the state file has the state of {length} tokens and names {tokens.size}")
+    if length:
+        seq = engine.runner.new_seq()
+        while True:
+            try:
+                sequencefile.load(kv, seq, file, checked)
+                break
+            except ResourceExhausted:
+                if not engine.reclaim():
+                    raise
+        state.seq, state.computed = seq, length
+    engine.metrics.state_bytes_loaded.inc(file.nbytes)
+    return state

@@ -1,0 +1,317 @@
+"""What runs next: admission, chunking, preemption. No torch; it knows contracts and values only.
+
+Continuous batching in the form of one rule: every running request has tokens that are not computed yet, and a step
+computes some of them. Decodes have one; prompts have many and are cut to the token budget, so prompts and decodes
+share a step (Sarathi-Serve, arXiv:2403.02310). Requests are served in order of arrival.
+
+Pages: the KV state says exactly how many pages a batch is short of. A shortage is met, in this order, by evicting
+finished sequences from the prefix cache and dropping the state of idle sessions (``reclaim``), and by preempting the
+youngest running request, which is computed again later.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from quire.engine.prefix_cache import RadixCache
+from quire.engine.request import ScheduledRequest, Status
+from quire.errors import QuireError, ResourceExhausted
+from quire.types import Add, Chunk, Edit, Fork, LogitsWanted, Remove, SeqId, Step
+
+DUPLICATE_PREFIX = 32
+"""A prompt that shares this many tokens more with a prompt being computed than with the cache waits for it."""
+
+ALL_LOGITS_CHUNK = 256
+"""Tokens of a step for a request that wants the logits of each: they are float32 rows of the whole vocabulary."""
+
+
+class StateView(Protocol):
+    """What the scheduler asks of the KV state."""
+
+    def missing_pages(self, seq_ids: Sequence[SeqId], append_lengths: Sequence[int]) -> int:
+        """Pages that a forward of these tokens would be short of."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """``max_num_seqs`` requests run at a time, ``max_num_batched_tokens`` tokens in a step."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduled:
+    """A step and whose chunks it holds: ``requests[i]`` runs ``step.chunks[i]``."""
+
+    step: Step
+    requests: tuple[ScheduledRequest, ...]
+    failed: tuple[tuple[ScheduledRequest, QuireError], ...] = ()
+    """Requests that can never run, with the reason; they hold nothing any more."""
+
+
+@dataclass(slots=True)
+class Batch:
+    """A step in the making."""
+
+    budget: int
+    requests: list[ScheduledRequest] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+
+    def add(self, request: ScheduledRequest, count: int) -> None:
+        self.requests.append(request)
+        self.counts.append(count)
+        self.budget -= count
+
+    def drop(self, request: ScheduledRequest) -> None:
+        if request in self.requests:
+            index = self.requests.index(request)
+            del self.requests[index]
+            self.budget += self.counts.pop(index)
+
+    @property
+    def seqs(self) -> list[SeqId]:
+        return [request.seq for request in self.requests if request.seq is not None]
+
+
+class Scheduler:
+    """Decides steps. ``apply`` executes an edit at once (and is how every rank hears of it); ``reclaim`` gives up
+    something that can be had again, a cached sequence or an idle session's state, and says whether it did."""
+
+    def __init__(
+        self,
+        state: StateView,
+        *,
+        limits: Limits,
+        apply: Callable[[Edit], None],
+        reclaim: Callable[[], bool],
+        new_seq: Callable[[], SeqId],
+        cache: RadixCache | None,
+    ) -> None:
+        self._state = state
+        self.limits = limits
+        self._apply = apply
+        self._reclaim = reclaim
+        self._new_seq = new_seq
+        self._cache = cache
+        self._arrivals = 0
+        self.waiting: list[ScheduledRequest] = []
+        """In order of arrival."""
+        self.running: list[ScheduledRequest] = []
+        """In order of arrival."""
+        self.num_preemptions = 0
+
+    # -- what the engine tells it ----------------------------------------------------------------------------
+
+    def submit(self, request: ScheduledRequest) -> None:
+        """Queue a request. One that comes with a sequence keeps it."""
+        request.priority = self._arrivals
+        self._arrivals += 1
+        self.waiting.append(request)
+
+    def join(self, request: ScheduledRequest) -> None:
+        """A request that already has its sequence and all of its state goes on running (a fork of a running one)."""
+        request.priority = self._arrivals
+        self._arrivals += 1
+        request.status = Status.RUNNING
+        request.admitted = True
+        self.running.append(request)
+
+    def finish(self, request: ScheduledRequest) -> None:
+        """It leaves the queues; its sequence is the caller's business."""
+        for queue in (self.waiting, self.running):
+            if request in queue:
+                queue.remove(request)
+        request.status = Status.FINISHED
+
+    @property
+    def idle(self) -> bool:
+        return not self.waiting and not self.running
+
+    # -- deciding --------------------------------------------------------------------------------------------
+
+    def schedule(self) -> Scheduled:
+        """The next step; without chunks if nothing can run."""
+        batch = Batch(self.limits.max_num_batched_tokens)
+        failed: list[tuple[ScheduledRequest, QuireError]] = []
+        # Decodes first: a long prompt fills what they leave of the step and never holds them up.
+        for request in sorted(self.running, key=lambda running: running.remaining > 1):
+            if batch.budget < 1:
+                break
+            batch.add(request, self._count(request, batch))
+        preempted = self._make_room(batch, failed)
+        if not preempted:
+            self._admit(batch, failed)
+        chunks = tuple(self._chunk(request, count) for request, count in zip(batch.requests, batch.counts, strict=True))
+        return Scheduled(Step(chunks=chunks), tuple(batch.requests), tuple(failed))
+
+    def computed(self, scheduled: Scheduled) -> None:
+        """The step has run."""
+        for request, chunk in zip(scheduled.requests, scheduled.step.chunks, strict=True):
+            request.computed += len(chunk.tokens)
+
+    @staticmethod
+    def _chunk(request: ScheduledRequest, count: int) -> Chunk:
+        start = request.computed
+        wants: LogitsWanted = request.wants
+        if wants == "last" and count < request.remaining:
+            wants = "none"
+        if request.seq is None:
+            raise QuireError("a scheduled request has no sequence")
+        return Chunk(request.seq, request.tokens.ids[start : start + count].copy(), logits=wants)  # type: ignore[arg-type]
+
+    def _make_room(self, batch: Batch, failed: list[tuple[ScheduledRequest, QuireError]]) -> bool:
+        """Reclaim, then preempt the youngest, until the running requests fit. Says whether it preempted."""
+        preempted = False
+        while batch.requests and (missing := self._state.missing_pages(batch.seqs, batch.counts)):
+            if self._reclaim():
+                continue
+            loose = [request for request in self.running if not request.pinned]
+            youngest = (loose or self.running)[-1]
+            if len(loose) <= 1:
+                if self._reclaim_waiting(youngest):
+                    continue
+                # Nothing else can be given up, so waiting would be for ever.
+                batch.drop(youngest)
+                self.running.remove(youngest)
+                self._release(youngest)
+                failed.append((youngest, no_room(youngest, missing)))
+                preempted = True
+                continue
+            batch.drop(youngest)
+            self.preempt(youngest)
+            preempted = True
+        return preempted
+
+    def preempt(self, request: ScheduledRequest) -> None:
+        """Give up its state; it waits, in its old place, to be computed again."""
+        self.running.remove(request)
+        self._release(request)
+        request.status = Status.WAITING
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+        bisect.insort(self.waiting, request, key=lambda waiting: waiting.priority)
+
+    def _release(self, request: ScheduledRequest) -> None:
+        if request.pinned:
+            return
+        if request.seq is not None:
+            if self._cache is not None and request.seq in self._cache:
+                self._cache.remove(request.seq)
+            self._apply(Remove(request.seq))
+        request.seq = None
+        request.computed = 0
+
+    # -- admission -------------------------------------------------------------------------------------------
+
+    def _admit(self, batch: Batch, failed: list[tuple[ScheduledRequest, QuireError]]) -> None:
+        index = 0
+        while index < len(self.waiting) and batch.budget > 0 and len(self.running) < self.limits.max_num_seqs:
+            request = self.waiting[index]
+            if request.seq is None and self._duplicates(request):
+                index += 1
+                continue
+            attached = request.seq is None
+            self._attach(request)
+            # Room for all of its tokens, not only for this chunk: else admitted prompts would preempt each other.
+            if missing := self._shortage(batch, request):
+                if not self.running and not batch.requests:
+                    self.waiting.pop(index)
+                    self._release(request)
+                    failed.append((request, no_room(request, missing)))
+                    continue
+                if attached:
+                    self._detach(request)
+                return
+            del self.waiting[index]
+            request.status = Status.RUNNING
+            request.admitted = True
+            bisect.insort(self.running, request, key=lambda running: running.priority)
+            batch.add(request, self._count(request, batch))
+
+    @staticmethod
+    def _count(request: ScheduledRequest, batch: Batch) -> int:
+        most = ALL_LOGITS_CHUNK if request.wants == "all" else batch.budget
+        return min(request.remaining, batch.budget, most)
+
+    def _shortage(self, batch: Batch, request: ScheduledRequest) -> int:
+        if request.seq is None:
+            raise QuireError("a request was admitted without a sequence")
+        seqs = [*batch.seqs, request.seq]
+        counts = [*batch.counts, request.remaining]
+        while missing := self._state.missing_pages(seqs, counts):
+            if self._reclaim() or (not self.running and self._reclaim_waiting(request)):
+                continue
+            return missing
+        return 0
+
+    def _reclaim_waiting(self, keep: ScheduledRequest) -> bool:
+        """Give up the state with which a waiting request came (of a session); it is computed again when it runs."""
+        for request in reversed(self.waiting):
+            if request is not keep and request.seq is not None and not request.pinned:
+                self._release(request)
+                return True
+        return False
+
+    def _attach(self, request: ScheduledRequest) -> None:
+        """Give it a sequence: a fork of what the cache holds of its tokens, or an empty one."""
+        if request.seq is not None:
+            return
+        seq = self._new_seq()
+        # At least one token must run, and those whose logits are wanted.
+        limit = min(len(request.tokens) - 1, request.fresh_from or len(request.tokens))
+        found = None
+        if self._cache is not None and request.cacheable and limit > 0:
+            found = self._cache.match(request.tokens.ids[:limit], request.key)
+        if found is None or not found[1]:
+            self._apply(Add(seq))
+            request.computed = 0
+        else:
+            parent, length = found
+            self._apply(Fork(parent, seq, length))
+            request.computed = length
+        request.seq = seq
+        if not request.admitted:
+            request.num_cached = request.computed
+
+    def _detach(self, request: ScheduledRequest) -> None:
+        """Take back ``_attach``: a waiting request holds no pages."""
+        self._release(request)
+        if not request.admitted:
+            request.num_cached = 0
+
+    def _duplicates(self, request: ScheduledRequest) -> bool:
+        """Whether a running prompt is just computing a prefix that this request could fork once it is done."""
+        if self._cache is None or not request.cacheable:
+            return False
+        ids = request.tokens.ids[:-1]
+        held = -1
+        for other in self.running:
+            if other.remaining <= 1 or not other.cacheable or other.key != request.key:
+                continue
+            theirs = other.tokens.ids
+            size = min(ids.size, theirs.size)
+            differs = np.flatnonzero(ids[:size] != theirs[:size])
+            common = int(differs[0]) if differs.size else size
+            if common < DUPLICATE_PREFIX:
+                continue
+            if held < 0:
+                found = self._cache.match(ids, request.key)
+                held = found[1] if found else 0
+            if common >= held + DUPLICATE_PREFIX:
+                return True
+        return False
+
+
+def no_room(request: ScheduledRequest, missing: int) -> ResourceExhausted:
+    """Why a request that is alone cannot run."""
+    return ResourceExhausted(
+        f"a sequence of {len(request.tokens)} tokens is short of {missing} pages with nothing left to give up; "
+        "close or unpin sessions, release KV caches, or give a larger kv_cache_memory"
+    )

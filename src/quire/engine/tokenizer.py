@@ -1,0 +1,396 @@
+"""Text to token ids and back, over the ``tokenizers`` library and the files of a Hugging Face checkpoint.
+
+The files are read as ``transformers`` 5 reads them, without importing it: ``tokenizer.json`` is the definition, its
+post-processor decides which special tokens ``encode`` adds, and ``tokenizer_config.json`` names the special tokens.
+``decode`` is the concatenation of the tokens' bytes (see ``token_bytes``), so text that was streamed and text that is
+decoded at once are the same string.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from quire.engine.token_bytes import TokenBytes, join_pieces
+from quire.errors import CheckpointError, InvalidArgument, NotFound
+
+_logger = logging.getLogger(__name__)
+
+_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_LISTED_TOKENS = ("additional_special_tokens", "extra_special_tokens")
+_OTHER_FORMATS = (
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tekken.json",
+    "*.tiktoken",
+    "vocab.json",
+    "vocab.txt",
+)
+"""Vocabularies that are not in the format of the ``tokenizers`` library."""
+
+
+class Tokenizer:
+    """Encodes and decodes, and knows a checkpoint's special tokens and chat templates. Immutable, thread-safe.
+
+    - ``bos_id``, ``pad_id``: ids, or None; ``eos_ids``: every id that ends a generation, the tokenizer's own first.
+    - ``special_tokens``: text of the named special tokens, by name (``"bos_token"`` and so on), for chat templates.
+    - ``chat_templates``: Jinja templates by name; ``"default"`` is the one that is used when nothing is said.
+    - ``adds_bos``: whether ``encode`` puts a special token first, so that an empty text has a token.
+    - ``token_bytes``: the table of the bytes of each token.
+
+    ``clean_up_tokenization_spaces`` is not applied: it would change text that has been streamed already, and
+    ``transformers`` does not apply it to BPE either.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        special_tokens: Mapping[str, str] | None = None,
+        bos_id: int | None = None,
+        eos_ids: Sequence[int] = (),
+        pad_id: int | None = None,
+        chat_templates: Mapping[str, str] | None = None,
+    ) -> None:
+        """A tokenizer around ``backend``, which belongs to it from now on.
+
+        An id that is not given is that of the special token with that name, if the vocabulary has it.
+        """
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        self.special_tokens = dict(special_tokens or {})
+        self.chat_templates = dict(chat_templates or {})
+        self.token_bytes = TokenBytes(backend)
+        self._prefix = self._special_prefix()
+        self.bos_id = self._named_id("bos_token", bos_id)
+        if self.bos_id is None and self._prefix:
+            self.bos_id = self._prefix[0]
+        self.pad_id = self._named_id("pad_token", pad_id)
+        named_eos = self._named_id("eos_token", None)
+        self.eos_ids = tuple(dict.fromkeys([*([] if named_eos is None else [named_eos]), *eos_ids]))
+
+    @classmethod
+    def from_directory(cls, path: Path) -> Tokenizer | None:
+        """The tokenizer of a checkpoint's directory; None if there is none, so that the model works with token ids.
+
+        ``NotFound`` if ``path`` is not a directory; ``CheckpointError`` naming the file that is damaged, or if there is
+        a vocabulary in a format other than ``tokenizer.json`` only.
+        """
+        if not path.is_dir():
+            raise NotFound(f"{path} is not a directory; a tokenizer is read from a checkpoint's directory")
+        file = path / "tokenizer.json"
+        if not file.is_file():
+            others = sorted(found.name for pattern in _OTHER_FORMATS for found in path.glob(pattern))
+            if not others:
+                return None
+            raise CheckpointError(
+                f"{path} has its vocabulary in {', '.join(others)} only, but a tokenizer.json is needed; make one with "
+                f"transformers: AutoTokenizer.from_pretrained({str(path)!r}).save_pretrained({str(path)!r})"
+            )
+        config = _TokenizerFiles.read(path)
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises bare Exception
+            raise CheckpointError(f"{file} is not a valid tokenizer.json: {error}") from error
+        _add_missing_tokens(backend, config)
+        _mark_special(backend, config)
+        tokenizer = cls(
+            backend,
+            special_tokens=config.named,
+            bos_id=None if "bos_token" in config.named else config.bos_id,
+            eos_ids=config.eos_ids,
+            pad_id=None if "pad_token" in config.named else config.pad_id,
+            chat_templates=config.chat_templates,
+        )
+        if config.add_bos_token is not None and config.add_bos_token != tokenizer.adds_bos:
+            _logger.warning(
+                "%s says add_bos_token=%s, but the post-processor of tokenizer.json %s a first token; "
+                "tokenizer.json decides, as in transformers 5",
+                path / "tokenizer_config.json",
+                config.add_bos_token,
+                "adds" if tokenizer.adds_bos else "does not add",
+            )
+        return tokenizer
+
+    @property
+    def backend(self) -> tokenizers.Tokenizer:
+        """The tokenizer of the ``tokenizers`` library; not to be changed."""
+        return self._backend
+
+    @property
+    def vocab_size(self) -> int:
+        """The highest id plus one, added tokens included."""
+        return self.token_bytes.size
+
+    @property
+    def adds_bos(self) -> bool:
+        return bool(self._prefix)
+
+    @property
+    def bos_token(self) -> str | None:
+        return self.special_tokens.get("bos_token")
+
+    @property
+    def eos_token(self) -> str | None:
+        return self.special_tokens.get("eos_token")
+
+    @property
+    def chat_template(self) -> str | None:
+        """The default chat template."""
+        return self.chat_templates.get("default")
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of ``text``. Special tokens spelled in the text become their ids.
+
+        With ``add_special_tokens`` the tokenizer's post-processor adds its own (BOS, for most models that have one).
+        ``InvalidArgument`` if ``text`` is no text, or holds half a surrogate pair, which UTF-8 cannot express.
+        """
+        if not isinstance(text, str):
+            raise InvalidArgument(f"text must be a str, got {type(text).__name__}")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidArgument(
+                f"text must be valid Unicode, got a lone surrogate U+{ord(text[error.start]):04X} at index {error.start}"
+            ) from error
+        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of ``ids``; ids that the tokenizer does not have (a padded vocabulary) have none.
+
+        The same as ``tokenizers`` gives, except where bytes are not valid UTF-8: the characters around them stay,
+        and each maximal ill-formed part becomes one U+FFFD. ``InvalidArgument`` for a negative id.
+        """
+        for token_id in ids:
+            if token_id < 0:
+                raise InvalidArgument(f"token ids must be at least 0, got {token_id}")
+        if not self.token_bytes.concatenates:
+            known = [token_id for token_id in ids if token_id < self.vocab_size]
+            return self._backend.decode(known, skip_special_tokens=skip_special_tokens)
+        return join_pieces(self.token_bytes, ids, skip_special_tokens=skip_special_tokens).decode(errors="replace")
+
+    def token_text(self, token_id: int) -> str:
+        """The text of one token inside a text, for log-probabilities: special tokens spelled out, leading space kept.
+
+        Part of a character is U+FFFD; ``token_bytes.piece`` has the bytes.
+        """
+        return self.token_bytes.piece(token_id).decode(errors="replace")
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a token as the vocabulary spells it, or None."""
+        return self._backend.token_to_id(token)
+
+    def check_fits(self, vocab_size: int) -> None:
+        """``CheckpointError`` if text can become ids that a model with ``vocab_size`` embeddings does not have.
+
+        A tokenizer smaller than the model is fine. So are special tokens beyond it that appear only if a text spells
+        them (an image token beside a text-only model, a padding token): they are logged, and the engine refuses the id.
+        """
+        if self.vocab_size <= vocab_size:
+            return
+        beyond = {
+            token: id for token, id in self._backend.get_vocab(with_added_tokens=True).items() if id >= vocab_size
+        }
+        added = self._backend.encode("", add_special_tokens=True).ids
+        produced = {token: id for token, id in beyond.items() if id not in self.token_bytes.special_ids or id in added}
+        if produced:
+            token, token_id = max(produced.items(), key=lambda item: item[1])
+            raise CheckpointError(
+                f"the tokenizer has ids up to {token_id} ({token!r}), but the model has only {vocab_size} embeddings "
+                f"(ids up to {vocab_size - 1}); they do not belong together"
+            )
+        _logger.warning(
+            "special tokens beyond the model's %d embeddings cannot be used: %s", vocab_size, sorted(beyond)
+        )
+
+    def _named_id(self, name: str, given: int | None) -> int | None:
+        if given is not None or name not in self.special_tokens:
+            return given
+        return self._backend.token_to_id(self.special_tokens[name])
+
+    def _special_prefix(self) -> list[int]:
+        """The ids that the post-processor puts before a text."""
+        plain = self._backend.encode("a", add_special_tokens=False)
+        special = self._backend.encode("a", add_special_tokens=True)
+        leading = special.special_tokens_mask.index(0) if 0 in special.special_tokens_mask else len(special.ids)
+        return special.ids[:leading] if special.ids != plain.ids else []
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _TokenizerFiles:
+    """What the files beside tokenizer.json say, validated."""
+
+    path: Path
+    named: Mapping[str, str]
+    listed: Sequence[str]
+    declared: Mapping[int, tokenizers.AddedToken]
+    """``added_tokens_decoder`` of tokenizer_config.json."""
+    add_bos_token: bool | None
+    bos_id: int | None
+    eos_ids: Sequence[int]
+    pad_id: int | None
+    chat_templates: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, path: Path) -> _TokenizerFiles:
+        config_file = path / "tokenizer_config.json"
+        config = _read_json(config_file)
+        tokens_file = path / "special_tokens_map.json"
+        tokens = _read_json(tokens_file)
+        declared = _read_declared(config, config_file)
+        # transformers 5: a configuration that declares its added tokens is complete, the map is of older files.
+        named = _read_named(config, config_file), _read_named(tokens, tokens_file)
+        listed = _read_listed(config, config_file), _read_listed(tokens, tokens_file)
+        model, generation = _read_json(path / "config.json"), _read_json(path / "generation_config.json")
+        model = {**_as_mapping(model.get("text_config")), **model}
+        ids = {
+            key: _read_ids(generation, key, path / "generation_config.json")
+            or _read_ids(model, key, path / "config.json")
+            for key in ("bos_token_id", "eos_token_id", "pad_token_id")
+        }
+        add_bos = config.get("add_bos_token")
+        return cls(
+            path=path,
+            named={**named[1], **named[0]} if declared else {**named[0], **named[1]},
+            listed=[*listed[0], *listed[1]],
+            declared=declared,
+            add_bos_token=add_bos if isinstance(add_bos, bool) else None,
+            bos_id=next(iter(ids["bos_token_id"]), None),
+            eos_ids=ids["eos_token_id"],
+            pad_id=next(iter(ids["pad_token_id"]), None),
+            chat_templates=_read_chat_templates(path, config, config_file),
+        )
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    """The object in a JSON file; empty if there is no such file."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:  # JSON and UTF-8 errors are ValueErrors
+        raise CheckpointError(f"{file} cannot be read as JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{file} must hold a JSON object, found {type(content).__name__}")
+    return content
+
+
+def _as_mapping(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _token_content(value: object, key: str, file: Path) -> str:
+    """A token given as text or as ``{"content": text, ...}``."""
+    content = value.get("content") if isinstance(value, Mapping) else value
+    if not isinstance(content, str):
+        raise CheckpointError(f"{file}: {key} must be a string or an object with 'content', found {value!r}")
+    return content
+
+
+def _read_named(config: Mapping[str, Any], file: Path) -> dict[str, str]:
+    """Special tokens by name; tokens of a model's own (``image_token``) count as far as they are plain strings."""
+    named = {key: _token_content(config[key], key, file) for key in _NAMED_TOKENS if config.get(key) is not None}
+    own = {key: value for key, value in config.items() if key.endswith("_token") and isinstance(value, str)}
+    extra = _as_mapping(config.get("extra_special_tokens"))
+    return named | own | {key: _token_content(value, key, file) for key, value in extra.items() if key not in own}
+
+
+def _read_listed(config: Mapping[str, Any], file: Path) -> list[str]:
+    """Special tokens without a name."""
+    listed = []
+    for key in _LISTED_TOKENS:
+        values = config.get(key) or ()
+        if isinstance(values, Mapping):
+            continue  # named, see above
+        if not isinstance(values, Sequence) or isinstance(values, str):
+            raise CheckpointError(f"{file}: {key} must be a list of tokens, found {values!r}")
+        listed += [_token_content(value, f"{key}[{i}]", file) for i, value in enumerate(values)]
+    return listed
+
+
+def _read_declared(config: Mapping[str, Any], file: Path) -> dict[int, tokenizers.AddedToken]:
+    declared = {}
+    for key, value in _as_mapping(config.get("added_tokens_decoder")).items():
+        content = _token_content(value, f"added_tokens_decoder[{key!r}]", file)
+        flags = _as_mapping(value)
+        if not key.isdecimal():
+            raise CheckpointError(f"{file}: the keys of added_tokens_decoder must be token ids, found {key!r}")
+        names = ("single_word", "lstrip", "rstrip", "normalized", "special")
+        declared[int(key)] = tokenizers.AddedToken(content, **{name: bool(flags.get(name)) for name in names})
+    return declared
+
+
+def _read_ids(config: Mapping[str, Any], key: str, file: Path) -> list[int]:
+    """An id, a list of ids, or null. A negative id means "none", as in the original LLaMA checkpoints."""
+    value = config.get(key)
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if any(not isinstance(id, int) or isinstance(id, bool) for id in ids):
+        raise CheckpointError(f"{file}: {key} must be a token id or a list of them, found {value!r}")
+    return [id for id in ids if id >= 0]
+
+
+def _read_chat_templates(path: Path, config: Mapping[str, Any], config_file: Path) -> dict[str, str]:
+    """Templates by name: files of their own first, then tokenizer_config.json, then a processor's chat_template.json."""
+    files = {file.stem: file for file in sorted(path.glob("additional_chat_templates/*.jinja"))}
+    if (path / "chat_template.jinja").is_file():
+        files["default"] = path / "chat_template.jinja"
+    if files:
+        try:
+            return {name: file.read_text(encoding="utf-8") for name, file in files.items()}
+        except (OSError, UnicodeDecodeError) as error:
+            raise CheckpointError(f"a chat template of {path} cannot be read: {error}") from error
+    file, template = config_file, config.get("chat_template")
+    if template is None:
+        file = path / "chat_template.json"
+        template = _read_json(file).get("chat_template")
+    if template is None:
+        return {}
+    if isinstance(template, str):
+        return {"default": template}
+    entries = template if isinstance(template, list) else [None]
+    named = {entry["name"]: entry["template"] for entry in map(_as_mapping, entries) if _is_named_template(entry)}
+    if len(named) != len(entries):
+        raise CheckpointError(
+            f"{file}: chat_template must be a string or a list of objects with different 'name' and 'template', "
+            f"found {type(template).__name__} {template!r:.80}"
+        )
+    return named
+
+
+def _is_named_template(entry: Mapping[str, Any]) -> bool:
+    return all(isinstance(entry.get(key), str) for key in ("name", "template"))
+
+
+def _add_missing_tokens(backend: tokenizers.Tokenizer, config: _TokenizerFiles) -> None:
+    """Add the tokens that tokenizer_config.json declares and tokenizer.json lacks, at the ids that it declares."""
+    for token_id, token in sorted(config.declared.items()):
+        if backend.token_to_id(token.content) is not None:
+            continue
+        backend.add_tokens([token])
+        if (found := backend.token_to_id(token.content)) != token_id:
+            raise CheckpointError(
+                f"{config.path / 'tokenizer_config.json'} declares token {token.content!r} with id {token_id}, "
+                f"but tokenizer.json lacks it and its next free id is {found}"
+            )
+
+
+def _mark_special(backend: tokenizers.Tokenizer, config: _TokenizerFiles) -> None:
+    """Make the named and listed tokens special that tokenizer.json has as ordinary tokens; its own flags stand.
+
+    transformers would also add those that are missing. That helps nobody: a model has no embedding for them.
+    """
+    added = backend.get_added_tokens_decoder()
+    for content in dict.fromkeys([*config.named.values(), *config.listed]):
+        token_id = backend.token_to_id(content)
+        if token_id is None:
+            _logger.warning("%s names the special token %r, which tokenizer.json lacks", config.path, content)
+        elif token_id not in added:
+            backend.add_special_tokens([tokenizers.AddedToken(content, special=True, normalized=False)])

@@ -1,0 +1,62 @@
+"""Every error that Quire raises on purpose.
+
+One rule for all of them: the message says what was given and what would be accepted, and the call that
+raised has changed nothing. The classes also derive from the builtin that a caller would expect, so
+``except ValueError`` works as it does with other engines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class QuireError(Exception):
+    """Base class; raised itself only when an internal invariant or the device broke."""
+
+    def __str__(self) -> str:
+        # KeyError would otherwise print the repr of the message.
+        return str(self.args[0]) if len(self.args) == 1 else super().__str__()
+
+
+class InvalidArgument(QuireError, ValueError):
+    """A malformed argument: shape, dtype, range, an id that exists already where a new one is needed."""
+
+
+class AlreadyExists(InvalidArgument):
+    """A name that must be new is taken."""
+
+
+class NotFound(QuireError, KeyError):
+    """A sequence, cache, adapter, file or name that does not exist."""
+
+
+class FailedPrecondition(QuireError, RuntimeError):
+    """Right arguments at the wrong time."""
+
+
+class ResourceExhausted(QuireError, MemoryError):
+    """Pages, capacity or the model's maximum length ran out; always raised before anything is written."""
+
+
+class Unsupported(QuireError, NotImplementedError):
+    """A verb or a combination that this model, device or kind of state does not have."""
+
+
+class Cancelled(QuireError):
+    """The running call was cancelled; ``token_ids`` holds what had been sampled until then."""
+
+    def __init__(self, message: str, token_ids: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.token_ids: list[int] = list(token_ids)
+
+
+class DataLoss(QuireError):
+    """Bytes that are truncated, altered or malformed."""
+
+
+class BlendLoadError(DataLoss):
+    """A layer that a blend retriever had promised could not be loaded."""
+
+
+class CheckpointError(QuireError, ValueError):
+    """A model checkpoint that cannot be loaded: missing, misshapen, surplus or damaged tensors or files."""

@@ -1,0 +1,122 @@
+"""State files and rule tables, described for people and as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from quire.errors import DataLoss
+from quire.kv.statefile import read_state
+
+
+def describe(path: Path) -> dict[str, Any]:
+    """What a state file holds, in JSON types; every checksum has been verified. Raises as ``read_state``."""
+    with read_state(path) as file:
+        metadata = file.metadata
+        rows = metadata.get("rows") if metadata.get("kind") == "kv_cache" else [metadata]
+        if not isinstance(rows, list):
+            raise DataLoss(f"state file {str(path)!r} does not say which sequences it holds")
+        model = metadata.get("model")
+        return {
+            "file": str(path),
+            "kind": metadata.get("kind"),
+            "bytes": path.stat().st_size,
+            "state_bytes": file.nbytes,
+            "tensors": len(file.names),
+            "checksums": "verified",
+            "model": dict(model) if isinstance(model, Mapping) else {},
+            "adapters": metadata.get("adapters"),
+            "exact": metadata.get("exact"),
+            "modified": metadata.get("modified"),
+            "sequences": [_sequence(row) for row in rows if isinstance(row, Mapping)],
+        }
+
+
+def _sequence(row: Mapping[str, Any]) -> dict[str, Any]:
+    tokens = row.get("tokens") or []
+    sequence = row.get("sequence") or {}
+    layers = sequence.get("layers") or []
+    kinds = Counter(
+        f"{layer.get('kind')}, {layer.get('num_kv_heads')} KV heads of {layer.get('head_dim')}/{layer.get('value_dim')}, {layer.get('dtype')}"
+        for layer in layers
+    )
+    return {
+        "num_tokens": len(tokens),
+        "first_tokens": list(tokens[:16]),
+        "positions_held": sequence.get("held", []),
+        "num_layers": len(layers),
+        "layers": dict(kinds),
+        "rope": sorted({str(layer.get("rope_fingerprint")) for layer in layers if layer.get("rope_fingerprint")}),
+        "window": sequence.get("window"),
+        "sink": sequence.get("sink"),
+        "kept_recurrent_positions": sequence.get("kept_recurrent_positions", []),
+    }
+
+
+def print_description(found: Mapping[str, Any]) -> None:
+    """Tables on stdout."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    table = Table("", "", box=None, show_header=False, title=str(found["file"]), title_justify="left")
+    model = found["model"]
+    table.add_row("kind", str(found["kind"]))
+    table.add_row(
+        "model",
+        f"{model.get('architecture')}, config {str(model.get('config'))[:16]}, weights {str(model.get('weights'))[:16]}",
+    )
+    table.add_row("adapters", str(found["adapters"] or "none"))
+    table.add_row(
+        "state", "approximate" if found["exact"] is False else "modified by hand" if found["modified"] else "exact"
+    )
+    table.add_row(
+        "bytes", f"{found['bytes']:,} in the file, {found['state_bytes']:,} of state in {found['tensors']} tensors"
+    )
+    table.add_row("checksums", str(found["checksums"]))
+    for number, sequence in enumerate(found["sequences"]):
+        held = ", ".join(f"{start}..{stop - 1}" for start, stop in sequence["positions_held"] if stop > start) or "none"
+        table.add_row(f"sequence {number}", f"{sequence['num_tokens']} tokens, state of positions {held}")
+        table.add_row("", f"first tokens {sequence['first_tokens']}")
+        for kind, count in sequence["layers"].items():
+            table.add_row("", f"{count} layers: {kind}")
+    console.print(table)
+
+
+def print_capabilities(found: Mapping[str, Any], *, as_json: bool) -> None:
+    """The rule table on stdout."""
+    executor = dataclasses.asdict(found["executor"])
+    if as_json:
+        print(json.dumps({"executor": executor, "verbs": found["verbs"], "notes": list(found["notes"])}, default=str))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    for note in found["notes"]:
+        console.print(note)
+    facts = Table("capability", "value", title="Executor", title_justify="left")
+    for name, value in executor.items():
+        if name != "refusals":
+            facts.add_row(name, _plain(value))
+    console.print(facts)
+    verbs = Table("verb", "", "why not", title="KV state", title_justify="left")
+    for name, reason in found["verbs"].items():
+        verbs.add_row(name, "no" if reason else "exact", reason)
+    console.print(verbs)
+    refusals = Table("executor", "why not", title="Refused by the executor", title_justify="left")
+    for name, reason in executor["refusals"]:
+        refusals.add_row(name, reason)
+    console.print(refusals)
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(str, value)) or "none"
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {count:,}" for name, count in value.items())
+    return "yes" if value is True else "no" if value is False else str(value)

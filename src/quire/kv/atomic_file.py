@@ -1,0 +1,143 @@
+"""Files that appear complete, or not at all.
+
+The bytes go to a temporary file in the same directory, are synced, and get their name in one step. A reader
+never sees a part of a file, and a failure, whichever it is, leaves what was there before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import secrets
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+import xxhash
+
+from quire.errors import InvalidArgument, NotFound, QuireError, ResourceExhausted
+
+_EXHAUSTED = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM, errno.EMFILE, errno.ENFILE}
+# What directories that cannot be opened for reading, and file systems that cannot sync one, answer.
+_NO_DIRECTORY_SYNC = {errno.EACCES, errno.EINVAL, errno.ENOTSUP}
+
+
+@contextlib.contextmanager
+def os_errors(label: str) -> Iterator[None]:
+    """Errors of the operating system as ours, after ``label``.
+
+    ``ResourceExhausted``: a full disk or quota, no memory, too many open files. ``NotFound``: no such file.
+    ``QuireError``: the device broke. ``InvalidArgument``: the rest, such as missing permission.
+    """
+    try:
+        yield
+    except QuireError:
+        raise
+    except OSError as error:
+        reason = f"{label}: {error.strerror or error}"
+        if error.errno in _EXHAUSTED:
+            raise ResourceExhausted(reason) from error
+        if error.errno == errno.ENOENT:
+            raise NotFound(reason) from error
+        if error.errno == errno.EIO:
+            raise QuireError(reason) from error
+        raise InvalidArgument(reason) from error
+    except ValueError as error:  # a name with a null character, a file object that is closed
+        raise InvalidArgument(f"{label}: {error}") from error
+
+
+@contextlib.contextmanager
+def replacing(path: Path, label: str) -> Iterator[BinaryIO]:
+    """An unbuffered file to write, which becomes ``path`` when the block ends without an exception.
+
+    After an exception ``path`` is as it was and the temporary file is gone; the exception passes. A killed process
+    leaves its temporary file, which the next call for the same name removes. A symbolic link is replaced, not
+    followed. Errors: those of ``os_errors``; ``NotFound`` also for a missing directory, ``InvalidArgument`` also
+    for a path that is no regular file.
+    """
+    check_regular(path, label, may_be_missing=True)
+    _remove_stale(path)
+    with contextlib.ExitStack() as cleanup:
+        with os_errors(label):
+            sink, temporary = _open_temporary(path, cleanup)
+        yield sink
+        with os_errors(label):
+            os.fsync(sink.fileno())
+            sink.close()
+            os.replace(temporary, path)
+            _sync_directory(path.parent)
+
+
+def check_regular(path: Path, label: str, *, may_be_missing: bool = False) -> None:
+    """Refuse what is no regular file: renaming would replace a device, opening a pipe would wait."""
+    with os_errors(label):
+        if may_be_missing and not path.parent.is_dir():
+            raise NotFound(f"{label} cannot be written: there is no directory {str(path.parent)!r}")
+        if may_be_missing and not path.exists():
+            return
+        mode = path.stat().st_mode
+        if not stat.S_ISREG(mode):
+            kind = "a directory" if stat.S_ISDIR(mode) else "no regular file"
+            raise InvalidArgument(f"{label} is {kind}; give the name of a file")
+
+
+def _temporary_prefix(path: Path) -> str:
+    # A digest of the name, since the name itself may be as long as the file system allows.
+    return f".quire-{xxhash.xxh3_64_hexdigest(os.fsencode(path.name))}"
+
+
+def _open_temporary(path: Path, cleanup: contextlib.ExitStack) -> tuple[BinaryIO, Path]:
+    """A new, locked file beside ``path``, which ``cleanup`` closes and removes if it still has this name.
+
+    The lock tells ``_remove_stale`` of other processes that the writer lives. It is asked of the kernel and not of
+    the process id, which is reused, and means nothing in another container.
+    """
+    while True:
+        temporary = path.with_name(f"{_temporary_prefix(path)}-{os.getpid()}-{secrets.token_hex(8)}.tmp")
+        # Before the file exists, so that no interrupt can come between its creation and this line.
+        cleanup.callback(_unlink, temporary)
+        sink = open(temporary, "xb", buffering=0)  # noqa: SIM115 - closed by cleanup
+        cleanup.callback(_close, sink)
+        with contextlib.suppress(OSError):  # some network file systems have no locks
+            fcntl.flock(sink, fcntl.LOCK_EX)
+        if os.fstat(sink.fileno()).st_nlink:
+            return sink, temporary
+        # Another process took it for stale before it was locked: once more.
+
+
+def _remove_stale(path: Path) -> None:
+    """Remove temporary files for the same name whose writers are dead. Failing to is no reason not to write."""
+    pattern = re.compile(re.escape(_temporary_prefix(path)) + r"-\d+-[0-9a-f]{16}\.tmp")
+    with contextlib.suppress(OSError):
+        for entry in path.parent.iterdir():
+            if pattern.fullmatch(entry.name):
+                with contextlib.suppress(OSError), open(entry, "rb+") as file:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # refused while its writer lives
+                    entry.unlink()
+
+
+def _unlink(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        path.unlink(missing_ok=True)
+
+
+def _close(sink: BinaryIO) -> None:
+    with contextlib.suppress(OSError):
+        sink.close()
+
+
+def _sync_directory(directory: Path) -> None:
+    """Make the new name itself survive a loss of power."""
+    try:
+        fd = os.open(directory, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        if error.errno not in _NO_DIRECTORY_SYNC:
+            raise

@@ -1,0 +1,259 @@
+"""Export and import of one sequence: metadata and tensors by layer, free of pages.
+
+A *group* is one layer. What must agree between writer and reader is in the layout hash: kinds, geometry, dtype,
+RoPE. Page size, capacity and device are not. The state file is made of these groups plus the tokens.
+
+Letters: n rows (tokens); Hkv heads; Dk, Dv head sizes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import xxhash
+from torch import Tensor
+
+from quire.contracts.layers import FullAttention
+from quire.errors import DataLoss, FailedPrecondition, InvalidArgument
+from quire.kv.sequences import check_id
+from quire.types import SeqId
+
+if TYPE_CHECKING:
+    from quire.kv.paged import PagedKVState
+
+FORMAT_VERSION = 1
+
+
+@dataclass(slots=True)
+class Import:
+    """An import under way: what was promised and which groups have come."""
+
+    length: int
+    checksums: dict[tuple[int, str], str]
+    """By layer and name; empty where the writer made none."""
+    done: set[int] = field(default_factory=set)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def layer_metadata(spec: FullAttention, dtype: torch.dtype) -> dict[str, Any]:
+    """What must agree about one layer, in JSON types."""
+    return {
+        "kind": spec.kind,
+        "dtype": dtype_name(dtype),
+        "num_kv_heads": spec.num_kv_heads,
+        "head_dim": spec.head_dim,
+        "value_dim": spec.value_dim,
+        "rope_mode": spec.rope_mode,
+        "rope": asdict(spec.rope) if spec.rope else None,
+        "rope_fingerprint": spec.rope.fingerprint() if spec.rope else "",
+    }
+
+
+def layers_metadata(state: PagedKVState) -> list[dict[str, Any]]:
+    return [layer_metadata(spec, state.dtype) for spec in state.specs]
+
+
+def hash_of(layers: list[dict[str, Any]], first_layer: int) -> str:
+    text = json.dumps({"first_layer": first_layer, "layers": layers}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def layout_hash(state: PagedKVState) -> str:
+    """32 hex digits over what must agree between two states that exchange sequences."""
+    return hash_of(layers_metadata(state), state.first_layer)
+
+
+def group_shapes(spec: FullAttention, rows: int) -> dict[str, tuple[int, int, int]]:
+    """Names and shapes of a layer's tensors for ``rows`` tokens."""
+    return {"k": (rows, spec.num_kv_heads, spec.head_dim), "v": (rows, spec.num_kv_heads, spec.value_dim)}
+
+
+def checksum(tensor: Tensor) -> str:
+    """xxh3-64 of a tensor's bytes in row-major order."""
+    flat = tensor.detach().cpu().contiguous().view(-1)
+    return str(xxhash.xxh3_64_hexdigest(flat.view(torch.uint8).numpy().data if flat.numel() else b""))
+
+
+def metadata(state: PagedKVState, seq_id: SeqId, *, checksums: bool = True) -> dict[str, Any]:
+    """All that a reader needs to know before the first tensor comes. JSON types only."""
+    sequence = state.table.get(seq_id)
+    state.table.require_ready(seq_id, sequence, "get_checkpoint_metadata")
+    length = sequence.length
+    groups: list[dict[str, Any]] = []
+    for index, spec in enumerate(state.specs):
+        tensors = export_group(state, seq_id, index + state.first_layer) if checksums else {}
+        groups.append(
+            {
+                "group": index + state.first_layer,
+                "tensors": {
+                    name: {
+                        "shape": list(shape),
+                        "bytes": shape[0] * shape[1] * shape[2] * state.dtype.itemsize,
+                        "checksum": checksum(tensors[name]) if checksums else "",
+                    }
+                    for name, shape in group_shapes(spec, length).items()
+                },
+            }
+        )
+    return {
+        "format_version": FORMAT_VERSION,
+        "layout_hash": layout_hash(state),
+        "first_layer": state.first_layer,
+        "layers": layers_metadata(state),
+        "length": length,
+        "held": [[0, length]],
+        "window": None,
+        "sink": 0,
+        "eviction": "token",
+        "kept_recurrent_positions": [],
+        "groups": groups,
+    }
+
+
+def export_group(
+    state: PagedKVState, seq_id: SeqId, group: int, out: dict[str, Tensor] | None = None
+) -> dict[str, Tensor]:
+    """Rows of one layer in order of position: ``k [n, Hkv, Dk]``, ``v [n, Hkv, Dv]``, as stored."""
+    spec = state.spec(group)
+    sequence = state.table.get(seq_id)
+    if out is not None:
+        if set(out) != {"k", "v"}:
+            raise InvalidArgument(f"export_page_group: out has tensors {sorted(out)}; ['k', 'v'] are needed")
+        for name, shape in group_shapes(spec, sequence.length).items():
+            given = out[name]
+            if tuple(given.shape) != shape or given.dtype != state.dtype or given.device.type != state.device.type:
+                raise InvalidArgument(
+                    f"export_page_group: out[{name!r}] is {given.dtype} {tuple(given.shape)} on {given.device}; "
+                    f"{state.dtype} {shape} on {state.device} is needed"
+                )
+    state.table.require_ready(seq_id, sequence, "export_page_group")
+    rows = state.storage.read(group - state.first_layer, state.table.slots(0, seq_id, 0, sequence.length))
+    tensors = {"k": rows.k, "v": rows.v}
+    if out is None:
+        return tensors
+    for name, tensor in tensors.items():
+        out[name].copy_(tensor)
+    return out
+
+
+def prepare(state: PagedKVState, seq_id: SeqId, given: Mapping[str, Any]) -> None:
+    """Check the metadata and reserve pages; the sequence is *importing* until ``finish``."""
+    check_id(seq_id)
+    if seq_id in state.table:
+        raise InvalidArgument(f"prepare_import: sequence {seq_id} exists already; a new id is needed")
+    validate(state, given)
+    started = Import(int(given["length"]), promised_checksums(state, given))
+    state.table.reserve_import(seq_id, started.length)
+    state.imports[seq_id] = started
+
+
+def validate(state: PagedKVState, given: Mapping[str, Any]) -> None:
+    """``InvalidArgument`` with expected and found, for the first thing that does not agree."""
+    if given.get("format_version") != FORMAT_VERSION:
+        raise InvalidArgument(
+            f"import: format version {given.get('format_version')!r} found, {FORMAT_VERSION} expected"
+        )
+    layers, mine = given.get("layers"), layers_metadata(state)
+    if not isinstance(layers, list) or len(layers) != len(mine):
+        found = len(layers) if isinstance(layers, list) else "no"
+        raise InvalidArgument(f"import: {found} layers found, {len(mine)} expected")
+    for index, (found_layer, expected_layer) in enumerate(zip(layers, mine, strict=True)):
+        if found_layer != expected_layer:
+            for name, expected in expected_layer.items():
+                value = found_layer.get(name) if isinstance(found_layer, dict) else None
+                if value != expected:
+                    raise InvalidArgument(f"import: layer {index} has {name} {value!r}, expected {expected!r}")
+            raise InvalidArgument(
+                f"import: layer {index} has unknown properties {sorted(set(found_layer) - set(expected_layer))}"
+            )
+    if given.get("first_layer") != state.first_layer or given.get("layout_hash") != layout_hash(state):
+        raise InvalidArgument(f"import: layout {given.get('layout_hash')!r} found, {layout_hash(state)!r} expected")
+    length = given.get("length")
+    if not isinstance(length, int) or isinstance(length, bool) or length < 0:
+        raise InvalidArgument(f"import: length {length!r} found, a number of tokens expected")
+    if given.get("window") is not None or given.get("held") != [[0, length]]:
+        raise InvalidArgument(f"import: positions {given.get('held')!r} are held, all of 0..{length} are expected")
+
+
+def promised_checksums(state: PagedKVState, given: Mapping[str, Any]) -> dict[tuple[int, str], str]:
+    """Checksums by layer and name; ``InvalidArgument`` unless the groups are this state's layers, each once."""
+    groups, length = given.get("groups"), int(given["length"])
+    wanted = list(range(state.first_layer, state.first_layer + len(state.specs)))
+    entries = groups if isinstance(groups, list) else []
+    found = sorted(
+        entry["group"] for entry in entries if isinstance(entry, dict) and isinstance(entry.get("group"), int)
+    )
+    if found != wanted or len(entries) != len(wanted):
+        raise InvalidArgument(f"import: groups {found} found, {wanted} expected")
+    checksums: dict[tuple[int, str], str] = {}
+    for entry in entries:
+        layer, tensors = entry["group"], entry.get("tensors")
+        shapes = group_shapes(state.spec(layer), length)
+        if not isinstance(tensors, dict) or set(tensors) != set(shapes):
+            names = sorted(tensors) if isinstance(tensors, dict) else tensors
+            raise InvalidArgument(f"import: tensors {names} of layer {layer} found, {sorted(shapes)} expected")
+        for name, shape in shapes.items():
+            about = tensors[name]
+            if not isinstance(about, dict) or about.get("shape") != list(shape):
+                raise InvalidArgument(f"import: {name} of layer {layer} is {about!r}, shape {list(shape)} expected")
+            if about.get("checksum"):
+                checksums[layer, name] = str(about["checksum"])
+    return checksums
+
+
+def import_group(state: PagedKVState, seq_id: SeqId, group: int, tensors: Mapping[str, Tensor]) -> None:
+    """Write one layer's rows; each group once, in any order. ``DataLoss`` if a checksum disagrees."""
+    spec = state.spec(group)
+    state.table.get(seq_id)
+    started = state.imports.get(seq_id)
+    # Which number of rows is right is known only for an import; elsewhere the given one will do.
+    rows = started.length if started else next((tensor.shape[0] for tensor in tensors.values() if tensor.dim()), 0)
+    shapes = group_shapes(spec, rows)
+    if set(tensors) != set(shapes):
+        raise InvalidArgument(
+            f"import_page_group: tensors {sorted(tensors)} of layer {group} found, {sorted(shapes)} expected"
+        )
+    for name, shape in shapes.items():
+        given = tensors[name]
+        if tuple(given.shape) != shape or given.dtype != state.dtype:
+            raise InvalidArgument(
+                f"import_page_group: {name} of layer {group} is {given.dtype} {tuple(given.shape)}, expected {state.dtype} {shape}"
+            )
+    state.table.require_closed("import_page_group")
+    if started is None:
+        raise FailedPrecondition(
+            f"import_page_group: sequence {seq_id} is not being imported; call prepare_import first"
+        )
+    if group in started.done:
+        raise FailedPrecondition(f"import_page_group: layer {group} was imported already")
+    for name in shapes:
+        expected = started.checksums.get((group, name), "")
+        if expected and (found := checksum(tensors[name])) != expected:
+            raise DataLoss(f"import_page_group: {name} of layer {group} has checksum {found}, expected {expected}")
+    slots = torch.from_numpy(state.table.slots(0, seq_id, 0, started.length)).to(state.device)
+    state.storage.write(group - state.first_layer, slots, tensors["k"].to(state.device), tensors["v"].to(state.device))
+    started.done.add(group)
+
+
+def finish(state: PagedKVState, seq_id: SeqId) -> None:
+    """Publish the sequence; ``FailedPrecondition`` names the layers that are missing."""
+    state.table.get(seq_id)
+    state.table.require_closed("finish_import")
+    started = state.imports.get(seq_id)
+    if started is None:
+        raise FailedPrecondition(f"finish_import: sequence {seq_id} is not being imported; call prepare_import first")
+    missing = [
+        layer for layer in range(state.first_layer, state.first_layer + len(state.specs)) if layer not in started.done
+    ]
+    if missing:
+        raise FailedPrecondition(f"finish_import: layers {missing} of sequence {seq_id} are missing")
+    state.table.publish_import(seq_id)
+    del state.imports[seq_id]

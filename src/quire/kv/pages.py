@@ -1,0 +1,114 @@
+"""Pages: who holds which, and nothing about what is in them. No torch.
+
+A page is P consecutive slots in every layer of one layer class. Its reference count is the number of page
+table entries (and other holders) that name it; at zero it is free.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.errors import QuireError
+
+PageIds = NDArray[np.int32]
+
+NULL_PAGE = -1
+"""Table entry of a page that no query can see any more: never read, never written, nobody's."""
+
+
+class PagePool:
+    """A fixed number of pages with reference counts. Callers check ``num_free`` before they take."""
+
+    def __init__(self, num_pages: int) -> None:
+        self.num_pages = num_pages
+        self.references = np.zeros(num_pages, dtype=np.int32)
+        self._free = np.arange(num_pages - 1, -1, -1, dtype=np.int32)
+        self.num_free = num_pages
+
+    @property
+    def num_used(self) -> int:
+        return self.num_pages - self.num_free
+
+    def take(self, count: int) -> PageIds:
+        """``count`` free pages with one reference each, ascending where the pool is unfragmented."""
+        if count > self.num_free:
+            raise QuireError(f"{count} pages taken with {self.num_free} free; the caller must check first")
+        low = self.num_free - count
+        pages = self._free[low : self.num_free][::-1].copy()
+        self.num_free = low
+        self.references[pages] = 1
+        return pages
+
+    def share(self, pages: PageIds) -> None:
+        """One more reference to each page. ``pages`` holds no page twice; null pages are skipped."""
+        self.references[pages if pages.size == 0 or pages.min() >= 0 else pages[pages >= 0]] += 1
+
+    def release(self, pages: PageIds) -> None:
+        """One reference less to each page. ``pages`` holds no page twice; null pages are skipped."""
+        if pages.size == 0:
+            return
+        held = pages if pages.min() >= 0 else pages[pages >= 0]
+        left = self.references[held] - 1
+        self.references[held] = left
+        freed = held[left == 0]
+        # Reversed, so that a run that was contiguous is handed out contiguous again.
+        self._free[self.num_free : self.num_free + freed.size] = freed[::-1]
+        self.num_free += freed.size
+
+    def clear(self) -> None:
+        """All pages free, in ascending order again."""
+        self.references[:] = 0
+        self._free[:] = np.arange(self.num_pages - 1, -1, -1, dtype=np.int32)
+        self.num_free = self.num_pages
+
+    def check(self, expected_references: NDArray[np.int32]) -> None:
+        """Compare with a recount; ``QuireError`` names the first page that differs."""
+        wrong = np.flatnonzero(self.references != expected_references)
+        if wrong.size:
+            page = int(wrong[0])
+            raise QuireError(
+                f"page {page} has reference count {self.references[page]}, but {expected_references[page]} entries name it"
+            )
+        free = self._free[: self.num_free]
+        if np.unique(free).size != free.size:
+            raise QuireError("a page is in the free list twice")
+        if self.references[free].any() or int((self.references == 0).sum()) != free.size:
+            raise QuireError("the free list is not the set of pages without references")
+
+
+class PageTable:
+    """The pages of one sequence in one layer class, in order of position: a growable int32 array."""
+
+    __slots__ = ("_pages", "size")
+
+    def __init__(self, pages: PageIds | None = None) -> None:
+        self._pages: PageIds = np.empty(4, dtype=np.int32) if pages is None else pages
+        self.size = 0 if pages is None else pages.size
+
+    @property
+    def pages(self) -> PageIds:
+        """A view of the entries, valid until the table changes."""
+        return self._pages[: self.size]
+
+    def append(self, pages: PageIds) -> None:
+        size = self.size + pages.size
+        if size > self._pages.size:
+            grown = np.empty(max(size, 2 * self._pages.size), dtype=np.int32)
+            grown[: self.size] = self.pages
+            self._pages = grown
+        self._pages[self.size : size] = pages
+        self.size = size
+
+    def replace(self, index: int, page: int) -> None:
+        self._pages[index] = page
+
+    def truncate(self, size: int) -> PageIds:
+        """Forget the entries from ``size`` on and return them."""
+        tail = self._pages[size : self.size].copy()
+        self.size = size
+        return tail
+
+    def fork(self, size: int) -> PageTable:
+        """A table with a copy of the first ``size`` entries."""
+        return PageTable(self._pages[:size].copy())

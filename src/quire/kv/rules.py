@@ -1,0 +1,108 @@
+"""The rule table: which verbs of the KV state contract a kind of state has, and why not where not.
+
+One table serves the refusals, ``capabilities()`` and the documentation, so that they cannot disagree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from quire.errors import Unsupported
+
+PAGED_VERBS: tuple[str, ...] = (
+    "clear",
+    "add_sequence",
+    "remove_sequence",
+    "fork_sequence",
+    "popn",
+    "begin_forward",
+    "end_forward",
+    "abort_forward",
+    "get_query_positions",
+    "attention_with_fused_qkv",
+    "debug_get_kv",
+    "debug_set_kv",
+    "get_checkpoint_metadata",
+    "get_layout_hash",
+    "export_page_group",
+    "prepare_import",
+    "import_page_group",
+    "finish_import",
+)
+"""What paged attention does, exactly."""
+
+_NOT_BUILT = "this release of Quire does not have it"
+_NO_LATENT = "the state has no latent layers, and this release of Quire has no latent attention"
+_NO_RECURRENT = "the state has no recurrent layers, and this release of Quire has no recurrent state"
+
+PAGED_REFUSALS: dict[str, str] = {
+    "enable_sliding_window_for_seq": f"sliding windows: {_NOT_BUILT}; use the whole context (window=None)",
+    "token_tree_parents": f"token trees: {_NOT_BUILT}; append chains",
+    "commit_accepted_token_tree_nodes": f"token trees: {_NOT_BUILT}; append chains and take back with popn",
+    "mask": f"custom attention masks: {_NOT_BUILT}; causal attention is what runs",
+    "append_kv": f"appending without attending: {_NOT_BUILT}; use attention_with_fused_qkv",
+    "self_attention": f"partial attention states: {_NOT_BUILT}; use attention_with_fused_qkv",
+    "cross_attention": f"partial attention states: {_NOT_BUILT}; use attention_with_fused_qkv",
+    "attention_with_shared_kv": f"layers that share K and V: {_NOT_BUILT}",
+    "merge_attn_output_inplace": f"partial attention states: {_NOT_BUILT}; use attention_with_fused_qkv",
+    "merge": f"partial attention states: {_NOT_BUILT}; use attention_with_fused_qkv",
+    "set_cross_kv": f"cross attention: {_NOT_BUILT}",
+    "append_mla_kv": _NO_LATENT,
+    "debug_get_kv_mla": _NO_LATENT,
+    "linear_attention": _NO_RECURRENT,
+    "get": _NO_RECURRENT,
+    "set": _NO_RECURRENT,
+    "debug_get": _NO_RECURRENT,
+    "debug_set": _NO_RECURRENT,
+    "checkpoint": _NO_RECURRENT,
+    "drop_checkpoint": _NO_RECURRENT,
+    "disagg_prepare_recv": f"moving a state to another process while it is computed: {_NOT_BUILT}; export and import it",
+    "disagg_mark_send": f"moving a state to another process while it is computed: {_NOT_BUILT}; export and import it",
+    "disagg_wait": f"moving a state to another process while it is computed: {_NOT_BUILT}",
+    "disagg_cancel": f"moving a state to another process while it is computed: {_NOT_BUILT}",
+}
+"""What it refuses, with the reason."""
+
+
+def refuse(verb: str) -> NoReturn:
+    """Raise ``Unsupported`` with the reason of the table."""
+    raise Unsupported(f"{verb}: {PAGED_REFUSALS[verb]}")
+
+
+def refused(verb: str) -> Callable[..., NoReturn]:
+    """A method that raises ``Unsupported`` with the reason of the table, whatever it is given."""
+
+    def method(*args: Any, **kwargs: Any) -> NoReturn:
+        del args, kwargs
+        refuse(verb)
+
+    method.__name__ = verb
+    method.__doc__ = f"``Unsupported``: {PAGED_REFUSALS[verb]}."
+    return method
+
+
+class RefusedVerbs:
+    """The verbs of the contract that ``PagedKVState`` does not have."""
+
+    commit_accepted_token_tree_nodes = refused("commit_accepted_token_tree_nodes")
+    append_kv = refused("append_kv")
+    self_attention = refused("self_attention")
+    cross_attention = refused("cross_attention")
+    attention_with_shared_kv = refused("attention_with_shared_kv")
+    merge_attn_output_inplace = refused("merge_attn_output_inplace")
+    merge = refused("merge")
+    set_cross_kv = refused("set_cross_kv")
+    append_mla_kv = refused("append_mla_kv")
+    debug_get_kv_mla = refused("debug_get_kv_mla")
+    linear_attention = refused("linear_attention")
+    get = refused("get")
+    set = refused("set")
+    debug_get = refused("debug_get")
+    debug_set = refused("debug_set")
+    checkpoint = refused("checkpoint")
+    drop_checkpoint = refused("drop_checkpoint")
+    disagg_prepare_recv = refused("disagg_prepare_recv")
+    disagg_mark_send = refused("disagg_mark_send")
+    disagg_wait = refused("disagg_wait")
+    disagg_cancel = refused("disagg_cancel")

@@ -1,0 +1,308 @@
+"""The state file (``.quire``): a metadata mapping and named tensors in a checked safetensors container.
+
+This module is the container only; what a sequence puts into it is decided above. The format is documented in
+``docs/statefile.md`` and encoded in ``state_header``. The header holds one checksum per tensor and one of itself,
+so that no damaged byte, no missing byte and no surplus byte anywhere goes unnoticed. Nothing in a file is ever
+executed.
+
+Tensors are written one at a time, as they are produced, and read as views of the mapped file. A file appears
+under its name complete and synced, or not at all.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import io
+import mmap
+import os
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.errors import DataLoss, FailedPrecondition, InvalidArgument, NotFound, Unsupported
+from quire.kv.atomic_file import check_regular, os_errors, replacing
+from quire.kv.state_header import JSON, VERSION, HeaderDraft, TensorSpec, checksum, read_header, some
+
+__all__ = ["JSON", "VERSION", "StateFile", "TensorSpec", "plan_of", "read_state", "to_bytes", "write_state"]
+
+Buffer: TypeAlias = bytes | bytearray | memoryview
+
+
+def plan_of(tensors: Mapping[str, Tensor]) -> list[TensorSpec]:
+    """The plan for tensors that exist already."""
+    return [TensorSpec(name=name, dtype=t.dtype, shape=tuple(t.shape)) for name, t in tensors.items()]
+
+
+# Writing
+
+
+def write_state(
+    target: str | os.PathLike[str] | BinaryIO,
+    metadata: Mapping[str, JSON],
+    plan: Sequence[TensorSpec],
+    tensors: Iterable[tuple[str, Tensor]],
+) -> int:
+    """Write a state and return its size in bytes.
+
+    ``tensors`` yields every tensor of ``plan`` once, in any order; each is hashed, written and let go before the
+    next is asked for. Any device, any strides. ``metadata`` is JSON: string keys, finite numbers, at most 64
+    levels; tuples are stored as lists.
+
+    A path is replaced in one step, after everything was synced to the disk. On any failure, an exception of the
+    iterator included (it passes as it is), what was there before is untouched and nothing else is left. A killed
+    process may leave a temporary file, which the next save to the same name removes.
+
+    A binary file object must be seekable and stand at its end. It is neither synced nor closed; what it holds is
+    no state file before the call has returned.
+
+    Errors: ``InvalidArgument`` (metadata, plan or tensors malformed or not matching; a target that cannot be
+    written), ``NotFound`` (no such directory), ``ResourceExhausted`` (disk full), ``QuireError`` (device broke).
+    """
+    draft = _draft(metadata, plan)
+    if isinstance(target, str | os.PathLike):
+        path = Path(target)
+        label = f"state file {str(path)!r}"
+        with replacing(path, label) as sink:
+            _write(sink, draft, tensors, label)
+    else:
+        _check_sink(target)
+        _write(target, draft, tensors, "the given file object")
+    return draft.file_size
+
+
+def to_bytes(metadata: Mapping[str, JSON], plan: Sequence[TensorSpec], tensors: Iterable[tuple[str, Tensor]]) -> bytes:
+    """What ``write_state`` would write, in memory; ``read_state`` takes it."""
+    draft = _draft(metadata, plan)
+    sink = io.BytesIO()
+    # At full size from the start, the buffer is never copied to grow, and getvalue() shares it.
+    sink.seek(draft.file_size - 1)
+    sink.write(b"\0")
+    sink.seek(0)
+    _write(sink, draft, tensors, "the state")
+    return sink.getvalue()
+
+
+def _draft(metadata: Mapping[str, JSON], plan: Sequence[TensorSpec]) -> HeaderDraft:
+    _require_little_endian()
+    return HeaderDraft(metadata, plan)
+
+
+def _write(sink: BinaryIO, draft: HeaderDraft, tensors: Iterable[tuple[str, Tensor]], label: str) -> None:
+    """Tensors first, each at its final place; last the header, which their checksums complete."""
+    with os_errors(label):
+        base = sink.tell()
+    checksums: dict[str, str] = {}
+    for name, tensor in tensors:
+        _check_tensor(name, tensor, draft, checksums)
+        checksums[name] = _put(sink, base + draft.data_start + draft.spans[name][0], tensor, label)
+        del tensor  # the next one may need its memory
+    missing = draft.specs.keys() - checksums.keys()
+    if missing:
+        raise InvalidArgument(
+            f"{len(missing)} of {len(draft.specs)} planned tensors did not come: {some(sorted(missing))}"
+        )
+    with os_errors(label):
+        sink.seek(base)
+        _write_all(sink, memoryview(draft.encode(checksums)))
+        sink.seek(base + draft.file_size)
+        sink.flush()
+
+
+def _check_tensor(name: str, tensor: Tensor, draft: HeaderDraft, written: Mapping[str, str]) -> None:
+    spec = draft.specs.get(name)
+    if spec is None:
+        raise InvalidArgument(f"tensor {name!r} is not in the plan, which has {some(draft.specs)}")
+    if name in written:
+        raise InvalidArgument(f"tensor {name!r} came twice; each planned tensor is written once")
+    if not isinstance(tensor, Tensor) or tensor.layout != torch.strided or tensor.is_meta:
+        raise InvalidArgument(f"tensor {name!r} must be a dense torch.Tensor with data, got {type(tensor).__name__}")
+    if tensor.dtype != spec.dtype or tuple(tensor.shape) != spec.shape:
+        raise InvalidArgument(
+            f"tensor {name!r} was planned as {spec.dtype} {list(spec.shape)}, "
+            f"it came as {tensor.dtype} {list(tensor.shape)}"
+        )
+
+
+def _put(sink: BinaryIO, offset: int, tensor: Tensor, label: str) -> str:
+    data = _bytes_of(tensor)
+    with os_errors(label):
+        sink.seek(offset)
+        _write_all(sink, data)
+    return checksum(data)
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """The elements in row-major order in host memory; no copy if they lie there like that already."""
+    flat = tensor.detach().resolve_neg().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data
+
+
+def _write_all(sink: BinaryIO, data: memoryview) -> None:
+    # An unbuffered file may take less than it is offered (2 GiB at most on Linux).
+    while len(data):
+        taken = sink.write(data)
+        if not taken:
+            raise OSError(errno.EIO, "the file object took no bytes")
+        data = data[taken:]
+
+
+def _check_sink(target: BinaryIO) -> None:
+    accepted = "a state is written to a path, or to a writable, seekable, binary file object that stands at its end"
+    try:
+        if isinstance(target, io.TextIOBase) or not target.writable():
+            raise InvalidArgument(f"{accepted}; got {type(target).__name__} {getattr(target, 'mode', '')!r}")
+        here = target.tell()
+        end = target.seek(0, os.SEEK_END)
+        target.seek(here)
+    except InvalidArgument:
+        raise
+    except (AttributeError, OSError, ValueError) as error:
+        raise InvalidArgument(f"{accepted}; got {type(target).__name__} ({error})") from None
+    if here != end:
+        raise InvalidArgument(f"{accepted}; it stands at byte {here} of {end}")
+
+
+# Reading
+
+
+def read_state(
+    source: str | os.PathLike[str] | Buffer, *, expected_version: int = VERSION, verify: bool = True
+) -> StateFile:
+    """Open a state: a path (memory-mapped) or the bytes of one (kept, not copied).
+
+    The header is always checked completely, with its checksum; ``verify`` adds the checksums of the tensors, which
+    reads every byte once.
+
+    Errors: ``DataLoss`` (truncated, altered, malformed, trailing bytes, no safetensors file), ``InvalidArgument``
+    (undamaged, but another format or version, or a dtype that is unknown here: expected and found; or no regular
+    file, or no permission), ``NotFound`` (no such file).
+    """
+    _require_little_endian()
+    if isinstance(source, str | os.PathLike):
+        label = f"state file {os.fspath(source)!r}"
+        view = _map_file(Path(source), label)
+    else:
+        label = "the given state"
+        view = _bytes_view(source)
+    state = StateFile(view, label, expected_version)
+    if verify:
+        state.verify()
+    return state
+
+
+class StateFile:
+    """An open state; ``read_state`` makes it.
+
+    Tensors are views of the mapped file or of the given bytes: treat them as read-only. Writing into a view of a
+    file changes the memory of this process only, never the file; writing into a view of ``bytes`` changes an
+    object that Python takes to be constant. If somebody cuts the file short while it is mapped, reading the lost
+    part ends the process (SIGBUS); ``write_state`` never does that, it replaces files.
+    """
+
+    def __init__(self, view: memoryview, label: str, expected_version: int) -> None:
+        self._header = read_header(view, label, expected_version)
+        self._view: memoryview | None = view
+        self._label = label
+
+    @property
+    def metadata(self) -> Mapping[str, JSON]:
+        """As it was given to ``write_state``."""
+        return self._header.metadata
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the tensors, in the order of the writer's plan."""
+        return tuple(self._header.specs)
+
+    @property
+    def specs(self) -> Mapping[str, TensorSpec]:
+        """Name, dtype and shape of each tensor. Reads no data."""
+        return self._header.specs
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors together."""
+        return sum(spec.nbytes for spec in self._header.specs.values())
+
+    def tensor(self, name: str) -> Tensor:
+        """A view, on the CPU; a copy only where a foreign writer did not align a tensor to its element.
+
+        It stays valid after ``close``. Errors: ``NotFound``, ``FailedPrecondition`` (closed).
+        """
+        spec = self._header.specs.get(name)
+        if spec is None:
+            raise NotFound(f"{self._label} has no tensor {name!r}; it holds {some(self._header.specs)}")
+        flat = _as_tensor(self._slice(name))
+        if flat.data_ptr() % spec.dtype.itemsize:
+            flat = flat.clone()
+        return flat.view(spec.dtype).view(spec.shape)
+
+    def verify(self) -> None:
+        """Compare every tensor with its checksum. ``DataLoss`` names the first that differs."""
+        for name, expected in self._header.checksums.items():
+            found = checksum(self._slice(name))
+            if found != expected:
+                raise DataLoss(
+                    f"{self._label}: tensor {name!r} is damaged: checksum {expected!r:.80} expected, {found!r} found"
+                )
+
+    def _slice(self, name: str) -> memoryview:
+        if self._view is None:
+            raise FailedPrecondition(f"{self._label} is closed; open it again to read tensors")
+        begin, end = self._header.spans[name]
+        return self._view[self._header.data_start + begin : self._header.data_start + end]
+
+    def close(self) -> None:
+        """Let go of the file. Its mapping ends with the last tensor that was taken from it. May be repeated."""
+        self._view = None
+
+    def __enter__(self) -> StateFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _map_file(path: Path, label: str) -> memoryview:
+    check_regular(path, label)
+    with os_errors(label), open(path, "rb") as file:
+        if os.fstat(file.fileno()).st_size == 0:
+            raise DataLoss(f"{label} is empty")
+        # A private mapping: a stray write into a view neither reaches the file nor crashes.
+        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
+
+
+def _bytes_view(source: object) -> memoryview:
+    if not isinstance(source, bytes | bytearray | memoryview):
+        raise InvalidArgument(f"a state is read from a path or from bytes, got {type(source).__name__}")
+    view = memoryview(source)
+    if not view.c_contiguous or view.nbytes == 0:
+        view = memoryview(view.tobytes())
+    return view.cast("B")
+
+
+def _as_tensor(data: memoryview) -> Tensor:
+    """uint8 ``[n]`` over the same memory, which it keeps alive."""
+    if not len(data):
+        return torch.empty(0, dtype=torch.uint8)
+    if not data.readonly:
+        return torch.frombuffer(data, dtype=torch.uint8)
+    # torch has no read-only tensors and warns of read-only buffers; here the class says that views are for reading.
+    array = np.frombuffer(data, dtype=np.uint8)
+    window = (ctypes.c_ubyte * len(data)).from_address(array.ctypes.data)
+    window.owner = array  # type: ignore[attr-defined]
+    return torch.frombuffer(window, dtype=torch.uint8)
+
+
+def _require_little_endian() -> None:
+    if sys.byteorder != "little":
+        raise Unsupported(f"state files need a little-endian machine, this one is {sys.byteorder}-endian")

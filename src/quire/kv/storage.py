@@ -1,0 +1,114 @@
+"""Where the rows of attention layers are kept. Three verbs: write, read, copy. No sequences here.
+
+Letters: S slots of the pool; H KV heads; Dk, Dv head sizes of K and V; N rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from quire.contracts.layers import FullAttention, WindowedAttention
+from quire.errors import ResourceExhausted
+from quire.kv.sequences import SlotCopy, SlotRange, slot_index
+
+
+class LayerRows(NamedTuple):
+    """Rows of one layer, by slot."""
+
+    k: Tensor
+    """``[S, H, Dk]``"""
+    v: Tensor
+    """``[S, H, Dv]``"""
+
+
+def bytes_per_token(specs: Sequence[FullAttention | WindowedAttention], dtype: torch.dtype) -> int:
+    """Bytes of K and V of one token over these layers."""
+    return sum(spec.num_kv_heads * (spec.head_dim + spec.value_dim) for spec in specs) * dtype.itemsize
+
+
+def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Zeros in host memory that the operating system maps when they are first touched (``torch.zeros`` touches all
+    of them at once, which for a pool of many gigabytes takes seconds and memory that may never be needed)."""
+    size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    raw = np.zeros(size + 64, dtype=np.uint8)
+    aligned = -raw.ctypes.data % 64
+    return torch.from_numpy(raw[aligned : aligned + size]).view(dtype).view(shape)
+
+
+class PagedStorage:
+    """K and V of all layers of one class. Layers of equal geometry are slices of one tensor ``[L, S, H, D]``,
+    so that a copy of pages is one operation for all of them."""
+
+    def __init__(
+        self,
+        specs: Sequence[FullAttention | WindowedAttention],
+        num_slots: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.num_slots = num_slots
+        self.dtype = dtype
+        self.device = device
+        groups: dict[tuple[int, int, int], list[int]] = {}
+        for layer, spec in enumerate(specs):
+            groups.setdefault((spec.num_kv_heads, spec.head_dim, spec.value_dim), []).append(layer)
+        self._tensors: list[Tensor] = []
+        rows: dict[int, LayerRows] = {}
+        for (heads, dk, dv), layers in groups.items():
+            # Zeros: a kernel may multiply a row that was never written by a weight of 0, and 0 * NaN is NaN.
+            k, v = (self._allocate(len(layers), num_slots, heads, dim) for dim in (dk, dv))
+            self._tensors += [k, v]
+            for index, layer in enumerate(layers):
+                rows[layer] = LayerRows(k[index], v[index])
+        self.layers = [rows[layer] for layer in range(len(specs))]
+
+    def _allocate(self, layers: int, slots: int, heads: int, dim: int) -> Tensor:
+        shape = (layers, slots, heads, dim)
+        try:
+            if self.device.type == "cpu":
+                return lazy_zeros(shape, self.dtype)
+            return torch.zeros(shape, dtype=self.dtype, device=self.device)
+        except (RuntimeError, MemoryError) as error:
+            size = layers * slots * heads * dim * self.dtype.itemsize
+            raise ResourceExhausted(
+                f"the KV pool needs {size / 2**30:.2f} GiB more on {self.device} than there is; give a smaller kv_cache_memory"
+            ) from error
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.numel() * tensor.element_size() for tensor in self._tensors)
+
+    def write(self, layer: int, slots_N: Tensor, k_NHD: Tensor, v_NHD: Tensor) -> None:
+        """Rows to slots; ``slots_N`` int64 on the device."""
+        rows = self.layers[layer]
+        rows.k.index_copy_(0, slots_N, k_NHD)
+        rows.v.index_copy_(0, slots_N, v_NHD)
+
+    def read(self, layer: int, slots: NDArray[np.int64]) -> LayerRows:
+        """Fresh tensors ``[N, H, D]`` of these slots."""
+        index = torch.from_numpy(slots).to(self.device)
+        rows = self.layers[layer]
+        return LayerRows(rows.k.index_select(0, index), rows.v.index_select(0, index))
+
+    def copy(self, copies: Sequence[SlotCopy]) -> None:
+        """Copy slots, in every layer."""
+        if not copies:
+            return
+        source = torch.from_numpy(slot_index(SlotRange(part.source, part.count) for part in copies)).to(self.device)
+        target = torch.from_numpy(slot_index(SlotRange(part.target, part.count) for part in copies)).to(self.device)
+        for tensor in self._tensors:
+            tensor.index_copy_(1, target, tensor.index_select(1, source))
+
+    def blank(self, ranges: Sequence[SlotRange]) -> None:
+        """Zero slots, in every layer."""
+        if not ranges:
+            return
+        index = torch.from_numpy(slot_index(ranges)).to(self.device)
+        for tensor in self._tensors:
+            tensor.index_fill_(1, index, 0.0)

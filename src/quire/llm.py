@@ -1,0 +1,355 @@
+"""``LLM``: a model, its memory and an engine, for Python programs.
+
+from quire import LLM, SamplingParams
+
+llm = LLM("tiny-python")
+outputs = llm.generate(["def fib(n):"], SamplingParams(temperature=0, max_tokens=32))
+with llm.session("class Stack:\\n") as session:
+    session.append("    def push(self, x):\\n")
+    branches = session.fork(n=2)
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Hashable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn, Self
+
+import numpy as np
+from numpy.typing import NDArray
+from tqdm import tqdm
+
+from quire.build import Parts, build
+from quire.config import EngineConfig
+from quire.engine import saved
+from quire.engine.chat import render_chat, select_template
+from quire.engine.engine import SequenceRequest
+from quire.engine.session import Session, Text, as_token_ids
+from quire.engine.tokenizer import Tokenizer
+from quire.errors import FailedPrecondition, InvalidArgument, Unsupported
+from quire.executor.executor import Executor
+from quire.kv.rules import PAGED_REFUSALS, PAGED_VERBS
+from quire.kv.statefile import read_state
+from quire.outputs import RequestOutput
+from quire.sampling_params import SamplingParams
+
+Prompts = str | Sequence[int] | Sequence[str | Sequence[int]]
+Messages = Sequence[Mapping[str, Any]]
+
+
+class LLM:
+    """A loaded model that generates, and whose state can be held in sessions.
+
+    ``model``: the name of a bundled model, a directory, or a Hugging Face id. The keywords are described by
+    ``quire.config.EngineConfig``; ``quire serve --help`` prints the same. Raises ``NotFound`` (no such model),
+    ``CheckpointError`` (damaged or unknown checkpoint), ``InvalidArgument``, ``Unsupported``, ``ResourceExhausted``.
+    """
+
+    def __init__(self, model: str | Path, **options: Any) -> None:
+        config = EngineConfig.from_mapping({"model": str(model), **options})
+        self._parts: Parts = build(config, progress=sys.stderr.isatty())
+        self._engine = self._parts.engine
+        self._executor: Executor | None = None
+        self._closed = False
+
+    # -- generating ------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Prompts,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        adapter: str | None = None,
+        cache_salt: str | None = None,
+        use_tqdm: bool | None = None,
+    ) -> list[RequestOutput]:
+        """Continue prompts: text or token ids, one or many. One ``RequestOutput`` per prompt, in their order.
+
+        Without ``sampling_params`` the model's ``generation_config.json`` gives the defaults. All prompts are checked before
+        the first one runs. Prompts with different ``cache_salt`` never share cached state. A request that fails
+        later ends with ``finish_reason`` "error" and leaves the others alone.
+        """
+        self._require_open("generate")
+        self._no_adapter(adapter)
+        listed = as_prompts(prompts)
+        params = self._params_for(sampling_params, len(listed))
+        ids = [self._encode(prompt) for prompt in listed]
+        texts = [prompt if isinstance(prompt, str) else None for prompt in listed]
+        return self._run(ids, texts, params, cache_salt, use_tqdm)
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        adapter: str | None = None,
+        cache_salt: str | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        use_tqdm: bool | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or many, rendered with the model's chat template."""
+        self._require_open("chat")
+        self._no_adapter(adapter)
+        if not isinstance(messages, (list, tuple)) or not messages:
+            raise InvalidArgument(
+                "messages must be a list of messages, or a list of such lists, with at least one message"
+            )
+        conversations: Sequence[Messages] = [messages] if isinstance(messages[0], Mapping) else messages
+        params = self._params_for(sampling_params, len(conversations))
+        tokenizer = self._parts.tokenizer
+        if tokenizer is None:
+            raise FailedPrecondition("chat needs a tokenizer with a chat template, and this model has no tokenizer")
+        template = select_template(tokenizer.chat_templates, with_tools=tools is not None)
+        texts = [
+            render_chat(
+                template,
+                conversation,
+                add_generation_prompt=add_generation_prompt,
+                tools=tools,
+                **tokenizer.special_tokens,
+            )
+            for conversation in conversations
+        ]
+        ids = [np.array(tokenizer.encode(text, add_special_tokens=False), dtype=np.int64) for text in texts]
+        return self._run(ids, list(texts), params, cache_salt, use_tqdm)
+
+    def _run(
+        self,
+        ids: list[NDArray[np.int64]],
+        texts: Sequence[str | None],
+        params: list[SamplingParams],
+        salt: str | None,
+        use_tqdm: bool | None,
+    ) -> list[RequestOutput]:
+        engine = self._engine
+        for number, (tokens, chosen) in enumerate(zip(ids, params, strict=True)):
+            with naming_prompt(number, len(ids)):
+                engine.check_tokens(tokens)
+                engine.check_params(chosen)
+                engine.check_length(tokens.size, chosen)
+        requests: list[list[SequenceRequest]] = []
+        show = use_tqdm if use_tqdm is not None else (len(ids) > 1 and sys.stderr.isatty())
+        with tqdm(total=len(ids), desc="Generating", unit="prompt", disable=not show) as bar:
+            with engine.lock:
+                for tokens, chosen in zip(ids, params, strict=True):
+                    requests.append(engine.submit(tokens, chosen, key=cache_key(salt)))
+
+            def advance() -> None:
+                bar.update(sum(all(sample.finished for sample in samples) for samples in requests) - bar.n)
+
+            engine.run([sample for samples in requests for sample in samples], advance if show else None)
+        return [engine.output(samples, text) for samples, text in zip(requests, texts, strict=True)]
+
+    # -- sessions --------------------------------------------------------------------------------------------
+
+    def session(
+        self, prompt: Text = "", *, adapter: str | None = None, cache_salt: str | None = None, pin: bool = False
+    ) -> Session:
+        """A live sequence that starts with ``prompt`` (text, token ids or nothing), which is run.
+
+        ``pin``: its state is never dropped when the pool is short.
+        """
+        self._require_open("session")
+        self._no_adapter(adapter)
+        return self._session(self._encode(prompt), cache_key(salt=cache_salt), pin)
+
+    def _session(self, tokens: NDArray[np.int64], key: Hashable, pin: bool) -> Session:
+        session = Session(
+            self._engine,
+            tokens,
+            identity=self._parts.identity,
+            defaults=lambda: self._parts.default_params,
+            key=key,
+            pin=pin,
+        )
+        try:
+            session.compute()
+        except BaseException:
+            session.close()
+            raise
+        return session
+
+    def load_session(self, path: str | Path, *, convert_dtype: bool = False) -> Session:
+        """The session that ``Session.save`` wrote. ``InvalidArgument`` (another model, dtype, version: expected and found),
+        ``DataLoss`` (damaged), ``NotFound``, ``ResourceExhausted``. ``convert_dtype`` accepts another KV dtype."""
+        self._require_open("load_session")
+        with read_state(path) as file:
+            return self._restore(file, convert_dtype)
+
+    def session_from_bytes(self, data: bytes | bytearray | memoryview, *, convert_dtype: bool = False) -> Session:
+        """The same from the bytes of ``Session.to_bytes``."""
+        self._require_open("session_from_bytes")
+        with read_state(data) as file:
+            return self._restore(file, convert_dtype)
+
+    def _restore(self, file: Any, convert_dtype: bool) -> Session:
+        with self._engine.lock:
+            state = saved.load(self._engine, file, self._parts.identity, convert_dtype=convert_dtype)
+            return Session(
+                self._engine,
+                state.tokens.ids.astype(np.int64),
+                identity=self._parts.identity,
+                defaults=lambda: self._parts.default_params,
+                state=state,
+            )
+
+    # -- adapters --------------------------------------------------------------------------------------------
+
+    def load_adapter(self, name: str, path: str | Path) -> NoReturn:
+        """Not in this release: ``Unsupported``."""
+        raise Unsupported(f"load_adapter({name!r}): LoRA adapters are not in this release")
+
+    def unload_adapter(self, name: str) -> NoReturn:
+        """Not in this release: ``Unsupported``."""
+        raise Unsupported(f"unload_adapter({name!r}): LoRA adapters are not in this release")
+
+    @staticmethod
+    def _no_adapter(adapter: str | None) -> None:
+        if adapter is not None:
+            raise Unsupported(f"adapter {adapter!r}: LoRA adapters are not in this release; use None, the base model")
+
+    # -- looking around --------------------------------------------------------------------------------------
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """None for a model without one: it works with token ids."""
+        return self._parts.tokenizer
+
+    @property
+    def executor(self) -> Executor:
+        """The executor contract over the same weights and pages."""
+        self._require_open("executor")
+        if self._executor is None:
+            self._executor = Executor(
+                self._parts.runner,
+                identity=self._parts.identity,
+                max_model_len=self._engine.max_model_len,
+                max_batch_size=self._parts.config.max_num_seqs,
+                prefill_chunk_size=self._parts.config.max_num_batched_tokens,
+            )
+        return self._executor
+
+    @property
+    def config(self) -> EngineConfig:
+        return self._parts.config
+
+    def reset_prefix_cache(self) -> None:
+        """Forget the state of all finished requests."""
+        self._require_open("reset_prefix_cache")
+        self._engine.reset_prefix_cache()
+
+    def capabilities(self) -> dict[str, Any]:
+        """Which verbs and combinations this model has here, and why not where not."""
+        self._require_open("capabilities")
+        return {
+            "executor": self.executor.capabilities(),
+            "verbs": {**dict.fromkeys(PAGED_VERBS, ""), **PAGED_REFUSALS},
+            "notes": self._parts.notes,
+        }
+
+    def status(self) -> dict[str, Any]:
+        """What is going on: requests, pages, sessions."""
+        self._require_open("status")
+        state = self._engine.runner.state
+        return {
+            "num_requests_running": self._engine.num_running,
+            "num_requests_waiting": self._engine.num_waiting,
+            "num_pages": state.num_pages,
+            "num_pages_free": state.num_available_pages(),
+            "num_sequences": len(state.table),
+            "executor": self.executor.status(),
+        }
+
+    def metrics(self) -> dict[str, float]:
+        """Counters since the start, by name."""
+        self._require_open("metrics")
+        return self._engine.snapshot()
+
+    def close(self) -> None:
+        """Give everything back; later calls raise ``FailedPrecondition``. Closing twice is harmless."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._executor is not None:
+            self._executor.shutdown()
+        self._engine.shutdown()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # -- helpers ---------------------------------------------------------------------------------------------
+
+    def _require_open(self, verb: str) -> None:
+        if self._closed:
+            raise FailedPrecondition(f"{verb}: the LLM is closed; make a new one")
+
+    @property
+    def default_params(self) -> SamplingParams:
+        """What counts without ``SamplingParams``: the model's ``generation_config.json``."""
+        return self._parts.default_params
+
+    def _params_for(self, given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+        if given is None:
+            return [self.default_params] * count
+        if isinstance(given, SamplingParams):
+            return [given] * count
+        if not isinstance(given, (list, tuple)) or not all(isinstance(item, SamplingParams) for item in given):
+            raise InvalidArgument(
+                f"sampling_params must be SamplingParams or a list of them, got {type(given).__name__}"
+            )
+        if len(given) != count:
+            raise InvalidArgument(f"{len(given)} sampling_params for {count} prompts; give one, or one for each")
+        return list(given)
+
+    def _encode(self, prompt: Text) -> NDArray[np.int64]:
+        if not isinstance(prompt, str):
+            return as_token_ids(prompt)
+        if self._parts.tokenizer is None:
+            if not prompt:
+                return np.empty(0, dtype=np.int64)
+            raise InvalidArgument("this model has no tokenizer; give token ids instead of text")
+        return np.array(self._parts.tokenizer.encode(prompt), dtype=np.int64)
+
+
+class naming_prompt:  # noqa: N801 - a context manager, used like a function
+    """Says which of many prompts an error is about."""
+
+    def __init__(self, number: int, count: int) -> None:
+        self.number, self.count = number, count
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None and self.count > 1 and len(error.args) == 1:
+            error.args = (f"prompt {self.number}: {error.args[0]}",)
+
+
+def cache_key(salt: str | None) -> Hashable:
+    """What may share cached state: nothing but the salt yet, and the adapter once there are adapters."""
+    if salt is not None and not isinstance(salt, str):
+        raise InvalidArgument(f"cache_salt must be a string, got {type(salt).__name__}")
+    return ("", salt)
+
+
+def as_prompts(prompts: Prompts) -> list[Text]:
+    """One prompt or many, as a list."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if not isinstance(prompts, Sequence) and not isinstance(prompts, np.ndarray):
+        raise InvalidArgument(f"prompts must be text, token ids, or a list of these, got {type(prompts).__name__}")
+    if len(prompts) and all(isinstance(item, (int, np.integer)) for item in prompts):
+        return [prompts]  # type: ignore[list-item]
+    for number, item in enumerate(prompts):
+        if not isinstance(item, (str, Sequence, np.ndarray)):
+            raise InvalidArgument(f"prompt {number} must be text or token ids, got {type(item).__name__}")
+    return list(prompts)  # type: ignore[arg-type]

@@ -1,0 +1,239 @@
+"""Reading a Hugging Face checkpoint: safetensors files, their index, and where each tensor goes.
+
+A family writes down a ``NameTable``: the name of each checkpoint tensor, and the ``Place`` in one of the model's
+parameters that it fills. Several tensors may share a parameter (the rows of q, k and v in one fused projection): it
+is allocated once and filled slice by slice, so a checkpoint needs no more memory than its model. Everything that can
+be wrong with the files is found in their headers, before a byte of a weight is read.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from tqdm import tqdm
+
+from quire.errors import CheckpointError, QuireError, ResourceExhausted
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+DTYPES: Mapping[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""Element types of weights, by their safetensors names. Quantised ones need kernels of their own."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Rows ``row`` to ``row + shape[0]`` of a parameter, for one checkpoint tensor of this shape."""
+
+    parameter: str
+    shape: tuple[int, ...]
+    row: int = 0
+
+
+NameTable: TypeAlias = Mapping[str, Place]
+"""Checkpoint tensor name to place. ``{}`` in a name stands for every layer, in the parameter's too."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorHeader:
+    """What a safetensors file says about one tensor."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def expand(table: NameTable, num_layers: int) -> dict[str, Place]:
+    """The table with one row per layer for each name that holds ``{}``."""
+    places = {}
+    for name, place in table.items():
+        for layer in range(num_layers) if "{}" in name else (0,):
+            parameter = place.parameter.format(layer)
+            places[name.format(layer)] = Place(parameter=parameter, shape=place.shape, row=place.row)
+    return places
+
+
+def parameter_shapes(places: Mapping[str, Place]) -> dict[str, tuple[int, ...]]:
+    """Shape of every parameter. ``QuireError`` if a table leaves a row unfilled or fills it twice."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, place in sorted(places.items(), key=lambda item: (item[1].parameter, item[1].row)):
+        rows, *rest = shapes.get(place.parameter, (0, *place.shape[1:]))
+        if place.row != rows or tuple(rest) != place.shape[1:]:
+            raise QuireError(f"name table: {name} does not continue {place.parameter} at row {rows}")
+        shapes[place.parameter] = (rows + place.shape[0], *rest)
+    return shapes
+
+
+def read_index(path: Path) -> dict[str, str]:
+    """``weight_map`` of a sharded checkpoint: tensor name to file name. ``CheckpointError`` when it is malformed."""
+    file = path / INDEX_FILE
+    try:
+        index = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file} cannot be read as JSON: {error}") from error
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{file} has no weight_map; expected an object of tensor names and file names")
+    for tensor, shard in weight_map.items():
+        # A shard is a file of this directory: an index cannot point elsewhere.
+        if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(".safetensors"):
+            raise CheckpointError(
+                f"{file}: {tensor} is in {shard!r}; expected the name of a .safetensors file beside it"
+            )
+    return weight_map
+
+
+def weight_files(path: Path) -> tuple[Path, ...]:
+    """The safetensors files that make up the checkpoint, by name. As in transformers, a single file goes before an
+    index. ``CheckpointError`` when there are none or one is missing."""
+    if (path / SINGLE_FILE).is_file():
+        return (path / SINGLE_FILE,)
+    if not (path / INDEX_FILE).is_file():
+        raise _no_weights(path)
+    files = tuple(path / name for name in sorted(set(read_index(path).values())))
+    missing = [file.name for file in files if not file.is_file()]
+    if missing:
+        raise CheckpointError(f"{path} lacks {_some(missing)}, named in {INDEX_FILE}; expected {len(files)} files")
+    return files
+
+
+def _no_weights(path: Path) -> CheckpointError:
+    message = f"{path} holds neither {SINGLE_FILE} nor {INDEX_FILE}"
+    others = sorted(file.name for file in path.iterdir() if file.suffix in (".bin", ".pt", ".pth", ".gguf"))
+    if others:
+        message += f", only {_some(others)}: convert it to safetensors, for example with transformers' save_pretrained"
+    return CheckpointError(message)
+
+
+def _some(names: Collection[str], limit: int = 4) -> str:
+    shown = ", ".join(list(names)[:limit])
+    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
+
+
+class Checkpoint:
+    """The open files of one checkpoint; a context manager. What ``check`` has seen is what ``load`` reads.
+
+    ``CheckpointError`` from the constructor: no or missing files, damaged ones, an index that is not what they hold.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.files = weight_files(path)
+        self.tensors: dict[str, TensorHeader] = {}
+        self._handles: dict[Path, Any] = {}
+        with ExitStack() as stack:
+            for file in self.files:
+                try:
+                    handle = stack.enter_context(safe_open(file, framework="pt", device="cpu"))
+                    headers = [(name, handle.get_slice(name)) for name in handle.keys()]  # noqa: SIM118
+                except (SafetensorError, OSError, ValueError) as error:
+                    raise CheckpointError(f"{file} is no valid safetensors file, or is cut short: {error}") from error
+                self._handles[file] = handle
+                self._add(
+                    file,
+                    {n: TensorHeader(file=file, shape=tuple(s.get_shape()), dtype=s.get_dtype()) for n, s in headers},
+                )
+            if self.files[0].name != SINGLE_FILE:
+                self._check_index()
+            self._open = stack.pop_all()
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._handles.clear()
+        self._open.close()
+
+    def _add(self, file: Path, headers: Mapping[str, TensorHeader]) -> None:
+        twice = [name for name in headers if name in self.tensors]
+        if twice:
+            raise CheckpointError(f"tensor {twice[0]} is in {self.tensors[twice[0]].file} and in {file}; expected one")
+        self.tensors.update(headers)
+
+    def _check_index(self) -> None:
+        weight_map = read_index(self.path)
+        for name, shard in weight_map.items():
+            found = self.tensors[name].file.name if name in self.tensors else "no file"
+            if found != shard:
+                raise CheckpointError(f"{self.path / INDEX_FILE} says that {name} is in {shard}; found in {found}")
+        unlisted = [name for name in self.tensors if name not in weight_map]
+        if unlisted:
+            file = self.tensors[unlisted[0]].file
+            raise CheckpointError(f"{file} holds {_some(unlisted)}, which {INDEX_FILE} does not list")
+
+    def check(self, places: Mapping[str, Place], ignorable: Collection[str] = ()) -> None:
+        """``CheckpointError`` unless the files hold exactly the tensors of ``places``, in these shapes and as floats.
+
+        ``ignorable``: names that may be there and are not read.
+        """
+        missing = [name for name in places if name not in self.tensors]
+        if missing:
+            raise CheckpointError(f"{self.path} lacks {len(missing)} of {len(places)} tensors: {_some(missing)}")
+        surplus = [name for name in self.tensors if name not in places and name not in ignorable]
+        if surplus:
+            file = self.tensors[surplus[0]].file
+            raise CheckpointError(f"{file}: the model that config.json describes has no place for {_some(surplus)}")
+        for name, place in places.items():
+            header = self.tensors[name]
+            if header.shape != place.shape:
+                raise CheckpointError(
+                    f"{header.file}: {name} has shape {list(header.shape)}; config.json makes it {list(place.shape)}"
+                )
+            if header.dtype not in DTYPES:
+                raise CheckpointError(f"{header.file}: {name} has dtype {header.dtype}; expected one of {list(DTYPES)}")
+
+    def dtype(self, places: Mapping[str, Place]) -> torch.dtype:
+        """The element type of most weights, whatever config.json says (a few norms may be kept in another one)."""
+        elements = dict.fromkeys(DTYPES, 0)
+        for name in places:
+            elements[self.tensors[name].dtype] += _numel(self.tensors[name].shape)
+        return DTYPES[max(elements, key=lambda name: elements[name])]
+
+    def load(
+        self, places: Mapping[str, Place], *, dtype: torch.dtype, device: torch.device, progress: bool = False
+    ) -> dict[str, Tensor]:
+        """Parameters by name, of ``dtype`` on ``device``, read through a memory map. Call ``check`` first.
+
+        ``progress`` shows a bar over bytes on stderr if that is a terminal. ``ResourceExhausted`` when they do not fit.
+        """
+        parameters = allocate(parameter_shapes(places), dtype, device)
+        total = sum(_nbytes(self.tensors[name]) for name in places)
+        hidden = not (progress and sys.stderr.isatty())
+        with tqdm(total=total, unit="B", unit_scale=True, desc=f"loading {self.path.name}", disable=hidden) as bar:
+            for name, place in sorted(places.items(), key=lambda item: (self.tensors[item[0]].file, item[0])):
+                header = self.tensors[name]
+                try:
+                    source = self._handles[header.file].get_tensor(name)
+                except (SafetensorError, OSError, RuntimeError) as error:
+                    raise CheckpointError(f"{header.file}: {name} cannot be read: {error}") from error
+                parameters[place.parameter].narrow(0, place.row, place.shape[0]).copy_(source)
+                bar.update(_nbytes(header))
+        return parameters
+
+
+def allocate(shapes: Mapping[str, Iterable[int]], dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+    """Uninitialised parameters. ``ResourceExhausted`` with the bytes that are wanted when memory does not suffice."""
+    try:
+        return {name: torch.empty(tuple(shape), dtype=dtype, device=device) for name, shape in shapes.items()}
+    except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
+        wanted = sum(_numel(tuple(shape)) for shape in shapes.values()) * dtype.itemsize
+        raise ResourceExhausted(f"the model needs {wanted} bytes for its weights on {device}: {error}") from error
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def _nbytes(header: TensorHeader) -> int:
+    return _numel(header.shape) * DTYPES[header.dtype].itemsize

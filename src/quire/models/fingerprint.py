@@ -1,0 +1,138 @@
+"""What makes two models the same: architecture, computation, weights.
+
+State files, transfers and blended chunks carry a fingerprint, because K and V mean nothing to another model. The digest
+of the weights reads every byte once, at several GB/s, so it is computed when first asked for and remembered.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import tempfile
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from quire.errors import CheckpointError, InvalidArgument
+from quire.models.checkpoint import weight_files
+from quire.models.config import read_config_file
+from quire.models.families import LoadedModel, family_of
+
+logger = logging.getLogger(__name__)
+
+READ_BYTES = 1 << 24
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelFingerprint:
+    """Equal fingerprints: the same tokens give the same K and V, up to rounding."""
+
+    architecture: str
+    config: str
+    """SHA-256, in hex, of the canonical JSON of what decides the logits. Not the context length, not the dtype."""
+    weights: str
+    """XXH3-128, in hex, of the bytes of the safetensors files."""
+
+    def differences(self, other: ModelFingerprint) -> tuple[str, ...]:
+        """Names of the fields that differ; none if it is the same model."""
+        names = ("architecture", "config", "weights")
+        return tuple(name for name in names if getattr(self, name) != getattr(other, name))
+
+    def explain(self, found: ModelFingerprint) -> str:
+        """One clause on what differs in ``found``, for an error message; empty if nothing does."""
+        return "; ".join(
+            f"{name}: expected {getattr(self, name)[:32]}, found {getattr(found, name)[:32]}"
+            for name in self.differences(found)
+        )
+
+
+def model_fingerprint(path: str | os.PathLike[str], model: LoadedModel) -> ModelFingerprint:
+    """Fingerprint of ``model``, which was loaded from the directory ``path``.
+
+    ``InvalidArgument`` if that directory now describes another model; ``CheckpointError`` if it cannot be read.
+    """
+    path = Path(path)
+    values = read_config_file(path)
+    if family_of(values).read_config(values).canonical() != model.canonical_config:
+        raise InvalidArgument(
+            f"{path} does not describe the {model.architecture} that was given; expected its directory"
+        )
+    return ModelFingerprint(
+        architecture=model.architecture,
+        config=hashlib.sha256(model.canonical_config.encode()).hexdigest(),
+        weights=weights_digest(path),
+    )
+
+
+def weights_digest(path: Path) -> str:
+    """XXH3-128 of the weights in hex: of the file's bytes, or of the files' digests in the order of their names."""
+    digests = [file_digest(file) for file in weight_files(path)]
+    return digests[0] if len(digests) == 1 else xxhash.xxh3_128_hexdigest("".join(digests).encode())
+
+
+def file_digest(file: Path) -> str:
+    """XXH3-128 of one file in hex, out of the cache where path, size and modification time are the same."""
+    try:
+        real = file.resolve(strict=True)
+        before = real.stat()
+        key = {"size": before.st_size, "mtime_ns": before.st_mtime_ns}
+        entry = _read_cache().get(str(real))
+        if (
+            isinstance(entry, dict)
+            and {name: entry.get(name) for name in key} == key
+            and _is_digest(entry.get("xxh3_128"))
+        ):
+            return str(entry["xxh3_128"])
+        digest = xxhash.xxh3_128()
+        with real.open("rb", buffering=0) as stream:
+            while block := stream.read(READ_BYTES):
+                digest.update(block)
+        after = real.stat()
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read for its digest: {error}") from error
+    if (after.st_size, after.st_mtime_ns) == (before.st_size, before.st_mtime_ns):
+        _remember(str(real), {**key, "xxh3_128": digest.hexdigest()})
+    return str(digest.hexdigest())
+
+
+def cache_file() -> Path:
+    """``quire/digests.json`` in ``$XDG_CACHE_HOME``, or in ``~/.cache``."""
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path("~/.cache").expanduser())
+    return Path(base) / "quire" / "digests.json"
+
+
+def _read_cache() -> dict[str, Any]:
+    """What is there; empty if it is missing or damaged, as everything in it can be computed again."""
+    try:
+        cache = json.loads(cache_file().read_text(encoding="utf-8"))
+    except (OSError, ValueError, RuntimeError):
+        return {}
+    return cache if isinstance(cache, dict) else {}
+
+
+def _is_digest(value: object) -> bool:
+    return isinstance(value, str) and len(value) == 32 and all(c in "0123456789abcdef" for c in value)
+
+
+def _remember(key: str, entry: dict[str, Any]) -> None:
+    """Add an entry through a temporary file. Two writers at once may lose one of two entries, and never the file."""
+    temporary = None
+    try:
+        target = cache_file()
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(
+            "w", dir=target.parent, suffix=".tmp", delete=False, encoding="utf-8"
+        ) as stream:
+            temporary = Path(stream.name)
+            json.dump({**_read_cache(), key: entry}, stream, indent=1, sort_keys=True)
+        temporary.replace(target)
+    except (OSError, RuntimeError) as error:
+        logger.debug("the digest of %s is not cached: %s", key, error)
+        if temporary is not None:
+            with suppress(OSError):
+                temporary.unlink()

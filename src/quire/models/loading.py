@@ -1,0 +1,149 @@
+"""A checkpoint directory becomes a model.
+
+Order matters: configuration, headers and memory are checked first, so a directory that cannot be loaded costs
+milliseconds and no memory, whatever its size.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+from quire.errors import CheckpointError, InvalidArgument, ResourceExhausted
+from quire.models.checkpoint import Checkpoint, Place, expand, parameter_shapes
+from quire.models.config import read_config_file
+from quire.models.families import LoadedModel, family_of
+
+logger = logging.getLogger(__name__)
+
+DTYPES: Mapping[str, torch.dtype] = {
+    "float32": torch.float32,
+    "float": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "half": torch.float16,
+}
+"""What ``dtype`` may be, besides "auto"."""
+
+
+def load_model(
+    path: str | os.PathLike[str],
+    *,
+    device: str | torch.device = "cpu",
+    dtype: str = "auto",
+    progress: bool = False,
+) -> LoadedModel:
+    """The model in the checkpoint directory ``path``, with its weights on ``device``.
+
+    ``dtype``: see ``resolve_dtype``. ``progress``: a bar over bytes on stderr, when that is a terminal.
+
+    ``CheckpointError`` when the directory or a file in it is missing, damaged or not what ``config.json`` says;
+    ``Unsupported`` for an architecture or an option that is not computed; ``ResourceExhausted`` when the weights do not
+    fit; ``InvalidArgument`` for an unknown dtype or device. The first three name the file, what was found and what was expected.
+    """
+    path = Path(path)
+    if not os.path.isdir(path):
+        found = "a file" if os.path.exists(path) else "missing"
+        raise CheckpointError(f"{path} is {found}; expected the directory of a Hugging Face checkpoint")
+    device = _device(device)
+    _check_dtype_name(dtype)
+    values = read_config_file(path)
+    family = family_of(values)
+    config = family.read_config(values)
+    with Checkpoint(path) as checkpoint:
+        num_layers = family.num_layers(config)
+        if num_layers > len(checkpoint.tensors):  # Also bounds the table that a damaged config.json could ask for.
+            raise CheckpointError(
+                f"{path}: config.json says {num_layers} layers, but there are {len(checkpoint.tensors)} tensors"
+            )
+        places = expand(family.name_table(config), num_layers)
+        checkpoint.check(places, family.ignorable_names(config))
+        resolved = resolve_dtype(dtype, checkpoint.dtype(places), device)
+        _check_memory(path, places, resolved, device)
+        parameters = checkpoint.load(places, dtype=resolved, device=device, progress=progress)
+    return family.build(config, parameters, values)
+
+
+def resolve_dtype(requested: str, checkpoint_dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """The dtype to run in. ``InvalidArgument`` for a name that is none.
+
+    A name is obeyed. "auto" is the checkpoint's, except on a CPU that would have to emulate it: then float32, and a
+    warning in the log. bfloat16 counts as fast with AVX512-BF16 or AMX (on Arm, with what oneDNN calls supported),
+    float16 with AVX512-FP16; without them their products are conversions to float32 and back.
+    """
+    _check_dtype_name(requested)
+    if requested != "auto":
+        return DTYPES[requested]
+    if device.type == "cpu" and not has_fast_matmul(checkpoint_dtype):
+        logger.warning("dtype auto: this CPU has no fast %s; the weights are held in float32", checkpoint_dtype)
+        return torch.float32
+    return checkpoint_dtype
+
+
+def has_fast_matmul(dtype: torch.dtype) -> bool:
+    """Whether this CPU multiplies matrices of ``dtype`` without converting them to float32 first."""
+    if dtype == torch.bfloat16:
+        if platform.machine().lower() in ("x86_64", "amd64"):
+            # oneDNN says yes from AVX512 on, where it emulates; so the instructions are asked for too.
+            native = _probe(torch.cpu, "_is_avx512_bf16_supported") or _probe(torch.cpu, "_is_amx_tile_supported")
+            return native and _probe(torch.ops.mkldnn, "_is_mkldnn_bf16_supported")
+        return _probe(torch.ops.mkldnn, "_is_mkldnn_bf16_supported")
+    if dtype == torch.float16:
+        return _probe(torch.ops.mkldnn, "_is_mkldnn_fp16_supported")
+    return True
+
+
+def _probe(owner: object, name: str) -> bool:
+    """Ask torch about the CPU. These functions are private; a version without one has no fast path to ask about."""
+    ask: Callable[[], bool] | None = getattr(owner, name, None)
+    return bool(ask()) if ask is not None else False
+
+
+def _check_dtype_name(name: str) -> None:
+    if name != "auto" and name not in DTYPES:
+        raise InvalidArgument(f"dtype is {name!r}; expected one of {['auto', *DTYPES]}")
+
+
+def _device(device: str | torch.device) -> torch.device:
+    try:
+        found = torch.device(device)
+        torch.empty(0, device=found)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise InvalidArgument(f"device is {str(device)!r}, which this machine does not have ({reason})") from error
+    return found
+
+
+def _check_memory(path: Path, places: Mapping[str, Place], dtype: torch.dtype, device: torch.device) -> None:
+    """``ResourceExhausted`` when the weights are larger than the free memory. A CPU would otherwise overcommit and die."""
+    needed = sum(torch.Size(shape).numel() for shape in parameter_shapes(places).values()) * dtype.itemsize
+    free = free_memory(device)
+    if free is not None and needed > free:
+        raise ResourceExhausted(
+            f"{path} needs {needed / 2**30:.2f} GiB for its weights in {dtype}, "
+            f"but {free / 2**30:.2f} GiB are free on {device}; take a smaller model or dtype"
+        )
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes that can be allocated on ``device``, within the control group's limit; None where nothing tells."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    if device.type != "cpu":
+        return None
+    limits = []
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        limits += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    except OSError:
+        return None
+    with suppress(OSError, ValueError):
+        # "max" without a limit. What the group's page cache holds can be reclaimed, so its use is not subtracted.
+        limits.append(int(Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii")))
+    return min(limits, default=None)

@@ -1,0 +1,21 @@
+"""Token embedding.
+
+Letters: T tokens, V vocabulary, E model width.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+class Embedding:
+    """A table ``weight [V, E]``, one row per token id."""
+
+    __slots__ = ("weight",)
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight
+
+    def __call__(self, tokens_T: Tensor) -> Tensor:
+        """int64 ``[T]``, each in 0..V-1, to a fresh ``[T, E]``."""
+        return self.weight.index_select(0, tokens_T)

@@ -1,0 +1,171 @@
+"""Which tokens a row may draw from, with what weight, and the draw: temperature, top-k, top-p, min-p, inverse CDF.
+
+A batch is worked on by tensor operations over all rows that need the same kind of work, yet a row's token does not
+depend on the other rows, to the bit. Two things make it so:
+
+* Probabilities are integers. A token's weight is ``exp((z - max z) / T)`` in float64, times a power of two, rounded to
+  int64. Integer sums are exact, so a cumulative sum is the same in whatever order, blocks or threads it was made, and
+  its last entry is the total. Weights below about 1e-13 of the largest one become 0 and are never drawn.
+* Order is by unique integer keys (logit, then lower token id), so any sort or top-k algorithm gives the same answer.
+
+Letters: V vocabulary; W rows of a batch, G rows of one group in it; K candidates of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quire.sampling_params import SamplingParams
+
+TOP_WIDTH = 1024
+"""Up to that many candidates are found by top-k selection; beyond, the whole row is sorted."""
+
+
+def take_rows(x_RV: Tensor, rows: Sequence[int]) -> Tensor:
+    """A copy of some rows, ``[R, ...]`` to ``[len(rows), ...]``."""
+    return x_RV.index_select(0, torch.tensor(rows, dtype=torch.int64, device=x_RV.device))
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """What some rows of a chunk may draw from."""
+
+    members: list[int]
+    """Rows of the chunk."""
+    weights: Tensor
+    """int64; 0 where a filter took the token out. The sum of a row is below 2**62."""
+    ids: Tensor | None
+    """int64 token ids by descending logit; None: K is V and columns are ids."""
+
+    def draw(self, uniforms: Sequence[float]) -> list[int]:
+        """The token at which the cumulative weight first exceeds u times the total."""
+        sums_GK = self.weights.cumsum(-1)
+        total_G1 = sums_GK[:, -1:]
+        u_G1 = torch.tensor(uniforms, dtype=torch.float64).unsqueeze(1).to(sums_GK.device)
+        # The product may round up to the total itself; below it, the column found always has a weight above 0.
+        target_G1 = torch.minimum((u_G1 * total_G1).to(torch.int64), total_G1 - 1)
+        column_G1 = torch.searchsorted(sums_GK, target_G1, right=True)
+        tokens_G1 = column_G1 if self.ids is None else self.ids.gather(1, column_G1)
+        drawn: list[int] = tokens_G1[:, 0].tolist()
+        return drawn
+
+
+class _Group:
+    """Some rows of a batch with their parameters, float64 ``[G, 1]`` each; a filter that is off changes nothing."""
+
+    def __init__(self, z_WV: Tensor, max_W: Tensor, params: dict[int, SamplingParams], members: list[int]) -> None:
+        self.members = members
+        whole = members == list(range(len(z_WV)))
+        self.z_GV = z_WV if whole else take_rows(z_WV, members)
+        self.max_G1 = (max_W if whole else take_rows(max_W, members)).double().unsqueeze(1)
+        vocab_size = z_WV.shape[1]
+        chosen = [params[i] for i in members]
+        table = [(p.temperature, effective_top_k(p, vocab_size), p.top_p, p.min_p) for p in chosen]
+        columns = torch.tensor(table, dtype=torch.float64).to(z_WV.device).T.unsqueeze(-1)
+        self.temperature_G1, self.top_k_G1, self.top_p_G1, self.min_p_G1 = columns
+        # V weights of at most 2**bits each sum to less than 2**62; more than 52 bits float64 does not resolve.
+        self.one = 2.0 ** min(52, 62 - vocab_size.bit_length())
+
+    def by_id(self) -> Candidates:
+        """All tokens after min-p."""
+        return Candidates(self.members, self._min_p(self._weights(self.z_GV)), None)
+
+    def by_rank(self, width: int, total_G1: Tensor | None = None) -> Candidates:
+        """The ``width`` most probable tokens after top-k, top-p, min-p.
+
+        ``total_G1``: what top-p is a part of; None: the weight that top-k left among the ``width``.
+        """
+        ids_GK = top_ids(self.z_GV, width)
+        weights_GK = self._weights(self.z_GV.gather(1, ids_GK))
+        weights_GK.masked_fill_(torch.arange(width, device=weights_GK.device) >= self.top_k_G1, 0)
+        sums_GK = weights_GK.cumsum(-1)
+        mass_G1 = self._mass(sums_GK[:, -1:] if total_G1 is None else total_G1)
+        weights_GK.masked_fill_(sums_GK - weights_GK >= mass_G1, 0)
+        return Candidates(self.members, self._min_p(weights_GK), ids_GK)
+
+    def total(self) -> Tensor:
+        """Weight of the whole vocabulary, int64 ``[G, 1]``."""
+        return self._weights(self.z_GV).sum(-1, keepdim=True)
+
+    def top_p_within(self, width: int, total_G1: Tensor) -> list[bool]:
+        """Whether the ``width`` most probable tokens hold all of top-p, per row."""
+        top_GK = self._weights(self.z_GV.topk(width, sorted=False).values)
+        within: list[bool] = (top_GK.sum(-1) >= self._mass(total_G1)[:, 0]).tolist()
+        return within
+
+    def _weights(self, z_GK: Tensor) -> Tensor:
+        """int64 weights after temperature; the maximum has weight ``one``."""
+        x_GK = z_GK.double().sub_(self.max_G1).div_(self.temperature_G1)
+        return x_GK.exp_().mul_(self.one).round_().to(torch.int64)
+
+    def _mass(self, total_G1: Tensor) -> Tensor:
+        """int64 ``[G, 1]``: a token is inside top-p if those before it weigh less than this part of the total."""
+        part_G1 = (self.top_p_G1 * total_G1).ceil().to(torch.int64)
+        # Off must not depend on how float64 rounds the total.
+        return torch.where(self.top_p_G1 < 1, torch.minimum(part_G1, total_G1), total_G1)
+
+    def _min_p(self, weights_GK: Tensor) -> Tensor:
+        return weights_GK.masked_fill_(weights_GK < self.min_p_G1 * self.one, 0)
+
+
+def effective_top_k(params: SamplingParams, vocab_size: int) -> int:
+    """How many tokens top-k keeps: all of them where it is off."""
+    return min(params.top_k, vocab_size) if params.top_k > 0 else vocab_size
+
+
+def candidates(z_WV: Tensor, max_W: Tensor, params: dict[int, SamplingParams]) -> list[Candidates]:
+    """What the rows in ``params`` (row to parameters, temperature > 0) may draw from.
+
+    ``z_WV``: edited logits, float32 ``[W, V]``; ``max_W``: the maximum of each row, finite. Rows are grouped by the cheapest
+    work that serves them. That decides how long it takes and never what comes out: rows without top-k and top-p are
+    drawn from in order of ids, all others in order of probability, and the number of candidates looked at beyond those
+    that a row keeps changes nothing.
+    """
+    vocab_size = z_WV.shape[1]
+    plain: list[int] = []  # neither top-k nor top-p: no order needed
+    small: list[int] = []  # top-k selection finds all candidates
+    nucleus: list[int] = []  # top-p alone: nearly always inside the first few, which the exact total can tell
+    wide: list[int] = []  # the whole row must be ordered
+    for i, p in params.items():
+        top_k = effective_top_k(p, vocab_size)
+        if top_k == vocab_size and p.top_p == 1:
+            plain.append(i)
+        elif top_k <= TOP_WIDTH:
+            small.append(i)
+        else:
+            (nucleus if top_k == vocab_size else wide).append(i)
+    found: list[Candidates] = []
+    if plain:
+        found.append(_Group(z_WV, max_W, params, plain).by_id())
+    if small:
+        width = max(effective_top_k(params[i], vocab_size) for i in small)
+        found.append(_Group(z_WV, max_W, params, small).by_rank(width))
+    if nucleus:
+        group = _Group(z_WV, max_W, params, nucleus)
+        total_G1 = group.total()
+        within = group.top_p_within(TOP_WIDTH, total_G1)
+        wide += [i for i, yes in zip(nucleus, within, strict=True) if not yes]
+        if any(within):
+            if not all(within):
+                group = _Group(z_WV, max_W, params, [i for i, yes in zip(nucleus, within, strict=True) if yes])
+                total_G1 = total_G1[torch.tensor(within, device=total_G1.device)]
+            found.append(group.by_rank(TOP_WIDTH, total_G1))
+    if wide:
+        found.append(_Group(z_WV, max_W, params, wide).by_rank(vocab_size))
+    return found
+
+
+def top_ids(z_GV: Tensor, width: int) -> Tensor:
+    """Ids of the ``width`` largest logits, descending, the lower id first among equals; int64 ``[G, width]``.
+
+    The key has the logit's bits, made to order like the number, above and the reversed id below, so no two are equal.
+    """
+    bits_GV = (z_GV + 0.0).view(torch.int32)  # -0.0 + 0.0 is 0.0, so that both zeros are equal
+    ordered_GV = bits_GV ^ ((bits_GV >> 31) & 0x7FFFFFFF)
+    last = z_GV.shape[1] - 1
+    key_GV = (ordered_GV.to(torch.int64) << 32) | torch.arange(last, -1, -1, device=z_GV.device)
+    return last - (key_GV.topk(width).values & 0xFFFFFFFF)

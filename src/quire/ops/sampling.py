@@ -1,0 +1,386 @@
+"""From logits to tokens: edits of logits, one draw per token, log-probabilities.
+
+The reference sampler, and for now the only one. Randomness belongs to requests: one ``torch.Generator`` each, one
+float64 uniform per drawn token, none for a greedy one. With that and the exact arithmetic of ``quire.ops.filters`` a
+request's tokens depend on its logits, parameters, history and seed, and on nothing else in the batch.
+
+Letters: R rows of logits, V vocabulary; W rows of one chunk of work, G rows of one group in it; K candidates of a row;
+N token ids of all rows together.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from quire.errors import FailedPrecondition, InvalidArgument, QuireError
+from quire.ops.filters import candidates, take_rows, top_ids
+from quire.sampling_params import SamplingParams
+
+FAILED = -1
+"""Stands for the token of a row from which none can be drawn."""
+
+CHUNK_ELEMENTS = 1 << 24
+"""Logits worked on at a time (128 MB per float64 temporary); more rows go through in several chunks."""
+
+Ids = npt.NDArray[np.int64]
+Values = npt.NDArray[np.float32]
+
+
+# ---- One request ----------------------------------------------------------------------------------------------------
+
+
+def make_generator(seed: int | None, index: int = 0, entropy: torch.Generator | None = None) -> torch.Generator:
+    """The CPU generator of sample ``index`` of a request.
+
+    With a seed (any 64-bit integer, signed or unsigned; -1 and 2**64 - 1 are the same) it is seeded with the first 8
+    bytes, little-endian, of ``BLAKE2b(seed as 8 bytes || index as 8 bytes)``, both little-endian, so that neighbouring
+    seeds and indices have unrelated streams; this is fixed for all releases. Without one the seed is drawn from
+    ``entropy``. (PyTorch's CPU generator, MT19937, uses 32 bits of its seed: two given streams are equal by chance with
+    probability 2**-32.)
+    """
+    if index < 0:
+        raise InvalidArgument(f"index of a sample must be >= 0, got {index}")
+    if seed is None:
+        if entropy is None:
+            raise InvalidArgument(
+                "a request without a seed needs `entropy`, a torch.Generator to draw one from; got None for both"
+            )
+        seed = int(torch.randint(2**63 - 1, (), generator=entropy))
+    data = (seed % 2**64).to_bytes(8, "little") + index.to_bytes(8, "little")
+    mixed = int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
+    return torch.Generator().manual_seed(mixed)
+
+
+class TokenCounts:
+    """The distinct tokens of a request and how often the output holds each; one token is added in O(1)."""
+
+    def __init__(self, prompt_ids: Ids) -> None:
+        unique = np.unique(prompt_ids)
+        self._slots = {token: slot for slot, token in enumerate(unique.tolist())}
+        self._ids = unique
+        self._counts = np.zeros(len(unique), dtype=np.float32)
+
+    def add(self, token: int) -> None:
+        slot = self._slots.setdefault(token, len(self._slots))
+        if slot == len(self._ids):
+            self._ids = np.concatenate((self._ids, np.zeros(max(16, slot), dtype=np.int64)))
+            self._counts = np.concatenate((self._counts, np.zeros(len(self._ids) - slot, dtype=np.float32)))
+        self._ids[slot] = token
+        self._counts[slot] += 1
+
+    @property
+    def ids_N(self) -> Ids:
+        """Tokens of prompt and output."""
+        return self._ids[: len(self._slots)]
+
+    @property
+    def counts_N(self) -> Values:
+        """Times in the output, 0 for one that only the prompt holds."""
+        return self._counts[: len(self._slots)]
+
+
+class RequestSampler:
+    """What sampling keeps of one sample of one request: its parameters, its generator, its tokens' counts.
+
+    The caller reports every token that joins the output by ``observe``; ``sample`` only moves the generator.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt_ids: Sequence[int] | Ids = (),
+        *,
+        vocab_size: int,
+        index: int = 0,
+        entropy: torch.Generator | None = None,
+    ) -> None:
+        """``index``: which of the request's n samples; ``entropy``: see ``make_generator``.
+
+        ``InvalidArgument`` if the prompt, ``logit_bias`` or ``stop_token_ids`` name a token outside of the vocabulary,
+        or ``logprobs`` is larger than it.
+        """
+        given = np.asarray(prompt_ids)
+        if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
+            raise InvalidArgument(f"prompt must be one list of token ids, got {given.dtype} {list(given.shape)}")
+        prompt = given.astype(np.int64)
+        self.bias_ids_N: Ids = np.fromiter(params.token_bias.keys(), dtype=np.int64)
+        self.bias_N: Values = np.fromiter(params.token_bias.values(), dtype=np.float32)
+        stop_ids = np.array(sorted(params.stop_ids), dtype=np.int64)
+        for name, ids in (("prompt", prompt), ("logit_bias", self.bias_ids_N), ("stop_token_ids", stop_ids)):
+            _check_ids(name, ids, vocab_size)
+        if params.logprobs is not None and params.logprobs > vocab_size:
+            raise InvalidArgument(f"logprobs must be at most the vocabulary size {vocab_size}, got {params.logprobs}")
+        self.params = params
+        self.vocab_size = vocab_size
+        self.counts: TokenCounts | None = None
+        if params.needs_history:
+            # Presence and frequency look at the output only; the prompt matters to repetition alone.
+            self.counts = TokenCounts(prompt if params.repetition_penalty != 1.0 else prompt[:0])
+        self._generator = None if params.is_greedy else make_generator(params.seed, index, entropy)
+
+    @property
+    def edits_logits(self) -> bool:
+        return self.counts is not None or len(self.bias_ids_N) > 0
+
+    def observe(self, token_id: int) -> None:
+        """``token_id`` joined the output. ``InvalidArgument`` outside of the vocabulary."""
+        if not 0 <= token_id < self.vocab_size:
+            raise InvalidArgument(f"token id must be in 0..{self.vocab_size - 1}, got {token_id}")
+        if self.counts is not None:
+            self.counts.add(token_id)
+
+    def uniform(self) -> float:
+        """The next number of the request's stream: a multiple of 2**-53 in [0, 1)."""
+        if self._generator is None:
+            raise FailedPrecondition(
+                "a greedy request has no random stream; ask for uniform numbers only when temperature > 0"
+            )
+        return float(torch.rand((), dtype=torch.float64, generator=self._generator))
+
+
+# ---- Results --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """Log-probability (natural, float32) of one token under the raw distribution."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    """1 is the most probable; among equals the lower id comes first."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """The chosen token and the most probable ones, by rank; the chosen one is among ``top`` if its rank is."""
+
+    chosen: Logprob
+    top: tuple[Logprob, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampledTokens:
+    """One token per row. A row that has none holds ``FAILED`` and its reason stands in ``failures``."""
+
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs | None]
+    """None where the request did not ask for them, and for a failed row."""
+    failures: dict[int, QuireError]
+
+    def raise_failures(self) -> None:
+        """Raise the first failed row's error, for callers to whom one row is the whole request."""
+        for error in self.failures.values():
+            raise error
+
+
+# ---- The operations -------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def sample(
+    logits_RV: Tensor, samplers: Sequence[RequestSampler], banned: Sequence[Sequence[int]] | None = None
+) -> SampledTokens:
+    """Draw the next token of each row.
+
+    ``logits_RV``: raw logits, float32 ``[R, V]``, on any device; not changed. ``samplers``: one per row. ``banned``: per
+    row the ids that may not be drawn (end tokens before ``min_tokens``); None: nothing is banned.
+
+    A row whose logits hold a NaN or +inf or are all -inf, or whose every token is banned, gives ``FAILED`` and an entry
+    in ``failures``, draws nothing, and does not disturb the others. ``InvalidArgument`` for shapes, dtype or ids that do
+    not fit, before any generator has moved.
+    """
+    banned = _check_batch(logits_RV, samplers, banned)
+    # The maximum is NaN if any logit is, and infinite if one is +inf or all are -inf: one reduction finds it all.
+    best = logits_RV.max(-1)
+    token_ids: list[int] = torch.where(best.values.isfinite(), best.indices, FAILED).tolist()
+    failures = {row: _not_finite(row) for row, token in enumerate(token_ids) if token == FAILED}
+    work = [r for r, s in enumerate(samplers) if r not in failures and _needs_work(s, banned[r])]
+    for rows in _chunks(work, logits_RV.shape[1]):
+        z_WV, max_W, tokens = _edited(logits_RV, rows, samplers, banned)
+        drawing = [i for i, row in enumerate(rows) if tokens[i] != FAILED and not samplers[row].params.is_greedy]
+        groups = candidates(z_WV, max_W, {i: samplers[rows[i]].params for i in drawing})
+        uniforms = {i: samplers[rows[i]].uniform() for i in drawing}
+        for group in groups:
+            for i, token in zip(group.members, group.draw([uniforms[i] for i in group.members]), strict=True):
+                tokens[i] = token
+        for row, token in zip(rows, tokens, strict=True):
+            token_ids[row] = token
+            if token == FAILED:
+                failures[row] = QuireError(f"row {row} has no token to draw: every token is banned or has logit -inf")
+    logprobs = logprobs_of(logits_RV, token_ids, [sampler.params.logprobs for sampler in samplers])
+    return SampledTokens(token_ids=token_ids, logprobs=logprobs, failures=dict(sorted(failures.items())))
+
+
+@torch.no_grad()
+def probabilities(
+    logits_RV: Tensor, samplers: Sequence[RequestSampler], banned: Sequence[Sequence[int]] | None = None
+) -> Tensor:
+    """The distribution from which ``sample`` draws each row, float64 ``[R, V]``; no generator moves.
+
+    A greedy row is one-hot at the first maximum; a row from which ``sample`` would draw nothing is all zero.
+    """
+    banned = _check_batch(logits_RV, samplers, banned)
+    p_RV = torch.zeros_like(logits_RV, dtype=torch.float64)
+    for rows in _chunks(range(len(samplers)), logits_RV.shape[1]):
+        z_WV, max_W, tokens = _edited(logits_RV, rows, samplers, banned)
+        good = [i for i, token in enumerate(tokens) if token != FAILED]
+        greedy = [i for i in good if samplers[rows[i]].params.is_greedy]
+        p_RV[[rows[i] for i in greedy], [tokens[i] for i in greedy]] = 1.0
+        for group in candidates(z_WV, max_W, {i: samplers[rows[i]].params for i in sorted({*good} - {*greedy})}):
+            share_GK = group.weights.double() / group.weights.sum(-1, keepdim=True)
+            index_G = torch.tensor([rows[i] for i in group.members], device=p_RV.device)
+            p_GV = share_GK if group.ids is None else torch.zeros_like(p_RV[index_G]).scatter_(1, group.ids, share_GK)
+            p_RV[index_G] = p_GV
+    return p_RV
+
+
+@torch.no_grad()
+def logprobs_of(
+    raw_logits_RV: Tensor, token_ids: Sequence[int], top_n: Sequence[int | None]
+) -> list[TokenLogprobs | None]:
+    """Log-probabilities of one chosen token per row and of the row's ``top_n`` most probable ones.
+
+    float32 log-softmax of the raw logits, float32 ``[R, V]``. None for a row whose ``top_n`` is None or whose token is
+    ``FAILED``. ``InvalidArgument`` for a token outside of the vocabulary or ``top_n`` outside of 0..V.
+    """
+    num_rows, vocab_size = _check_logits(raw_logits_RV)
+    if not num_rows == len(token_ids) == len(top_n):
+        raise InvalidArgument(
+            f"need one token and one top_n for each of {num_rows} rows, got {len(token_ids)}, {len(top_n)}"
+        )
+    wanted = {r: n for r, n in enumerate(top_n) if n is not None and token_ids[r] != FAILED}
+    for row, n in wanted.items():
+        if not 0 <= token_ids[row] < vocab_size or not 0 <= n <= vocab_size:
+            raise InvalidArgument(
+                f"row {row}: token must be in 0..{vocab_size - 1} and top_n in 0..{vocab_size}, got {token_ids[row]}, {n}"
+            )
+    results: list[TokenLogprobs | None] = [None] * num_rows
+    for rows in _chunks(list(wanted), vocab_size):
+        z_WV = take_rows(raw_logits_RV, rows)
+        ids_W1 = torch.tensor([[token_ids[row]] for row in rows], device=z_WV.device)
+        logprobs_WV = z_WV.log_softmax(-1)
+        z_W1 = z_WV.gather(1, ids_W1)
+        lower_V = torch.arange(vocab_size, device=z_WV.device) < ids_W1
+        rank_W = 1 + ((z_WV > z_W1) | ((z_WV == z_W1) & lower_V)).sum(-1)
+        top_ids_WK = top_ids(z_WV, max(wanted[row] for row in rows))
+        columns = (logprobs_WV.gather(1, ids_W1)[:, 0], rank_W, top_ids_WK, logprobs_WV.gather(1, top_ids_WK))
+        for row, chosen, rank, ids, tops in zip(rows, *(column.tolist() for column in columns), strict=True):
+            top = tuple(Logprob(ids[i], tops[i], i + 1) for i in range(wanted[row]))
+            results[row] = TokenLogprobs(Logprob(token_ids[row], chosen, rank), top)
+    return results
+
+
+# ---- Checks ---------------------------------------------------------------------------------------------------------
+
+
+def _check_ids(name: str, ids: Ids, vocab_size: int) -> None:
+    if len(ids) and not (ids.min() >= 0 and ids.max() < vocab_size):
+        bad = int(ids[(ids < 0) | (ids >= vocab_size)][0])
+        raise InvalidArgument(f"{name}: token ids must be in 0..{vocab_size - 1}, got {bad}")
+
+
+def _check_logits(logits_RV: Tensor) -> tuple[int, int]:
+    if logits_RV.dim() != 2 or logits_RV.dtype != torch.float32 or logits_RV.shape[1] < 1:
+        raise InvalidArgument(f"logits must be float32 [R, V], got {logits_RV.dtype} {list(logits_RV.shape)}")
+    return logits_RV.shape[0], logits_RV.shape[1]
+
+
+def _check_batch(
+    logits_RV: Tensor, samplers: Sequence[RequestSampler], banned: Sequence[Sequence[int]] | None
+) -> Sequence[Sequence[int]]:
+    """Refuse what does not fit together; ``banned`` with None replaced."""
+    num_rows, vocab_size = _check_logits(logits_RV)
+    if len(samplers) != num_rows:
+        raise InvalidArgument(f"need one sampler for each of {num_rows} rows of logits, got {len(samplers)}")
+    for row, sampler in enumerate(samplers):
+        if sampler.vocab_size != vocab_size:
+            raise InvalidArgument(
+                f"row {row}: the sampler is for {sampler.vocab_size} tokens, the logits for {vocab_size}"
+            )
+    if banned is None:
+        return [()] * num_rows
+    if len(banned) != num_rows:
+        raise InvalidArgument(f"need one list of banned ids for each of {num_rows} rows, got {len(banned)}")
+    for row, ids in enumerate(banned):
+        _check_ids(f"banned ids of row {row}", np.asarray(ids, dtype=np.int64), vocab_size)
+    return banned
+
+
+def _not_finite(row: int) -> QuireError:
+    return QuireError(f"the logits of row {row} hold NaN or +inf, or are all -inf; no token can be drawn from them")
+
+
+def _needs_work(sampler: RequestSampler, banned: Sequence[int]) -> bool:
+    return sampler.edits_logits or not sampler.params.is_greedy or len(banned) > 0
+
+
+def _chunks(rows: Sequence[int], vocab_size: int) -> Iterator[Sequence[int]]:
+    step = max(1, CHUNK_ELEMENTS // vocab_size)
+    for start in range(0, len(rows), step):
+        yield rows[start : start + step]
+
+
+# ---- Edits of logits ------------------------------------------------------------------------------------------------
+
+
+def _edited(
+    logits_RV: Tensor, rows: Sequence[int], samplers: Sequence[RequestSampler], banned: Sequence[Sequence[int]]
+) -> tuple[Tensor, Tensor, list[int]]:
+    """Biased, penalised, banned logits ``[W, V]`` of some rows, their maxima ``[W]``, and where these are first.
+
+    The place is ``FAILED`` where the maximum is not finite.
+    """
+    z_WV = take_rows(logits_RV, rows)
+    members = [samplers[row] for row in rows]
+    _add_bias(z_WV, members)
+    _penalise(z_WV, members)
+    _ban(z_WV, [banned[row] for row in rows])
+    best = z_WV.max(-1)
+    return z_WV, best.values, torch.where(best.values.isfinite(), best.indices, FAILED).tolist()
+
+
+def _places(ids: Sequence[Sequence[int] | Ids], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Row and column, int64 ``[N]`` each, of ragged ids per row."""
+    rows_N = np.repeat(np.arange(len(ids)), [len(row) for row in ids])
+    ids_N = np.concatenate([np.asarray(row, dtype=np.int64) for row in ids])
+    return torch.from_numpy(rows_N).to(device), torch.from_numpy(ids_N).to(device)
+
+
+def _add_bias(z_WV: Tensor, samplers: Sequence[RequestSampler]) -> None:
+    if any(len(sampler.bias_ids_N) for sampler in samplers):
+        place = _places([sampler.bias_ids_N for sampler in samplers], z_WV.device)
+        bias_N = torch.from_numpy(np.concatenate([sampler.bias_N for sampler in samplers])).to(z_WV.device)
+        z_WV[place] += bias_N
+
+
+def _penalise(z_WV: Tensor, samplers: Sequence[RequestSampler]) -> None:
+    """Repetition, then frequency, then presence, on the tokens that the requests have seen; in place."""
+    seen = {i: sampler.counts for i, sampler in enumerate(samplers) if sampler.counts is not None}
+    if not seen:
+        return
+    sizes = [len(seen[i].ids_N) if i in seen else 0 for i in range(len(samplers))]
+    place = _places([seen[i].ids_N if i in seen else () for i in range(len(samplers))], z_WV.device)
+    penalties_W3 = np.array(
+        [(s.params.repetition_penalty, s.params.frequency_penalty, s.params.presence_penalty) for s in samplers]
+    )
+    columns = np.repeat(penalties_W3, sizes, axis=0).astype(np.float32).T.copy()
+    repetition_N, frequency_N, presence_N = torch.from_numpy(columns).to(z_WV.device)
+    count_N = torch.from_numpy(np.concatenate([counts.counts_N for counts in seen.values()])).to(z_WV.device)
+    z_N = z_WV[place]
+    z_N = torch.where(z_N > 0, z_N / repetition_N, z_N * repetition_N)
+    # A repetition penalty far below 1 may overflow; the largest float still wins and is not a failure. -inf stays.
+    z_N.clamp_(max=torch.finfo(z_N.dtype).max)
+    z_WV[place] = z_N - frequency_N * count_N - presence_N * (count_N > 0)
+
+
+def _ban(z_WV: Tensor, banned: Sequence[Sequence[int]]) -> None:
+    if any(len(ids) for ids in banned):
+        z_WV[_places(banned, z_WV.device)] = -torch.inf

@@ -1,0 +1,81 @@
+"""What a request returns. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Logprob:
+    """Log-probability of one token in the raw distribution (before any sampling parameter)."""
+
+    logprob: float
+    rank: int
+    """1 is the most likely token."""
+    decoded_token: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CompletionOutput:
+    """One continuation of a prompt."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    """All emitted tokens, a stop token or the tokens of a stop string included."""
+    finish_reason: FinishReason | None
+    stop_reason: str | int | None = None
+    """The stop string or stop token id that ended it, or "context" at the end of the context."""
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    """For each token: the chosen one and the most likely ones, by id."""
+    error: str | None = None
+    """Why, if ``finish_reason`` is "error"."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RequestMetrics:
+    """Times in seconds, on a monotonic clock where absolute."""
+
+    arrival_time: float
+    first_token_time: float | None
+    finished_time: float | None
+    num_preemptions: int = 0
+
+    @property
+    def time_to_first_token(self) -> float | None:
+        return None if self.first_token_time is None else self.first_token_time - self.arrival_time
+
+    @property
+    def e2e_latency(self) -> float | None:
+        return None if self.finished_time is None else self.finished_time - self.arrival_time
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RequestOutput:
+    """A prompt and its continuations."""
+
+    request_id: str
+    prompt: str | None
+    """None if token ids were given."""
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool = True
+    num_cached_tokens: int = 0
+    """Tokens of the prompt that did not have to be computed."""
+    metrics: RequestMetrics = field(
+        default_factory=lambda: RequestMetrics(arrival_time=0.0, first_token_time=None, finished_time=None)
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StreamDelta:
+    """What one step of a stream added."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None

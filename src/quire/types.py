@@ -1,0 +1,89 @@
+"""Values that all layers exchange: what is decided, and what runs. No torch here.
+
+A ``Step`` is a complete decision: edits of sequences, then one ragged batch of chunks. The scheduler makes
+it, every rank replays it, a log shows it. All of these are frozen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+SeqId: TypeAlias = int
+"""Name of a sequence in a KV state: any int64, chosen by the caller."""
+
+LogitsWanted: TypeAlias = Literal["last", "all", "none"]
+"""Which rows of a chunk go through the head."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenTree:
+    """Parents of the new tokens of one chunk: -1 is a root, otherwise an index below the own one."""
+
+    parents: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """n >= 1 new tokens of one sequence: a prompt, a piece of one, the next token, a draft, a tree."""
+
+    seq: SeqId
+    tokens: Sequence[int]
+    tree: TokenTree | None = None
+    adapter: int | None = None
+    logits: LogitsWanted = "last"
+
+
+@dataclass(frozen=True, slots=True)
+class Add:
+    """Make an empty sequence."""
+
+    seq: SeqId
+
+
+@dataclass(frozen=True, slots=True)
+class Fork:
+    """Make ``child`` a copy-on-write copy of the first ``pos`` tokens of ``parent`` (-1: all)."""
+
+    parent: SeqId
+    child: SeqId
+    pos: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Pop:
+    """Take back the last ``n`` tokens."""
+
+    seq: SeqId
+    n: int
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """Keep the path from a root to ``leaf`` of each sequence's token tree; -1 rejects the tree."""
+
+    seqs: tuple[SeqId, ...]
+    leaves: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Remove:
+    """Forget a sequence."""
+
+    seq: SeqId
+
+
+Edit: TypeAlias = Add | Fork | Pop | Commit | Remove
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One decision: ``edits`` in order, then one forward over ``chunks`` (none: edits only)."""
+
+    edits: tuple[Edit, ...] = ()
+    chunks: tuple[Chunk, ...] = field(default=())
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(chunk.tokens) for chunk in self.chunks)

@@ -1,0 +1,135 @@
+"""Names of models: bundled, local, on the Hub; and one sentence for each that leads nowhere."""
+
+from __future__ import annotations
+
+import fnmatch
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import huggingface_hub
+import pytest
+from huggingface_hub import errors
+
+from quire.errors import InvalidArgument, NotFound
+from quire.models import catalogue
+from quire.models.catalogue import bundled_models, registered_architectures, resolve_model
+from quire.models.loading import load_model
+
+
+@pytest.fixture(autouse=True)
+def hub(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """No test asks the real Hub; calls are recorded."""
+    calls: list[tuple[Any, ...]] = []
+
+    def snapshot_download(name: str, **kwargs: Any) -> str:
+        calls.append((name, kwargs))
+        return "/snapshot"
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    return calls
+
+
+def test_bundled_models_load() -> None:
+    assert "tiny-python" in bundled_models()
+    for name, path in bundled_models().items():
+        assert resolve_model(name) == path
+        assert load_model(path).architecture in registered_architectures()
+
+
+def test_architectures_and_their_kinds_of_state() -> None:
+    names = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+    assert registered_architectures() == dict.fromkeys(names, ("full",))
+
+
+def test_local_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hub: list[Any]) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "org" / "model").mkdir(parents=True)
+    (tmp_path / "tiny-python").mkdir()
+    assert resolve_model("org/model") == Path("org/model")
+    assert resolve_model("~/org/model") == tmp_path / "org" / "model"
+    assert resolve_model(str(tmp_path)) == tmp_path
+    assert resolve_model("tiny-python") == bundled_models()["tiny-python"]
+    assert resolve_model("./tiny-python") == Path("tiny-python")
+    assert hub == []
+
+
+def test_hub_repositories_are_fetched_at_their_revision(hub: list[Any]) -> None:
+    assert resolve_model("org/model-1.5", revision="v2") == Path("/snapshot")
+    [(name, kwargs)] = hub
+    assert (name, kwargs["revision"]) == ("org/model-1.5", "v2")
+    wanted = {
+        "model.safetensors": True,
+        "model-00001-of-00002.safetensors": True,
+        "model.safetensors.index.json": True,
+        "config.json": True,
+        "generation_config.json": True,
+        "tokenizer.json": True,
+        "tokenizer.model": True,
+        "chat_template.jinja": True,
+        "consolidated.safetensors": False,
+        "original/consolidated.00.pth": False,
+        "pytorch_model.bin": False,
+        "README.md": False,
+    }
+    for file, expected in wanted.items():
+        allowed = any(fnmatch.fnmatch(file, pattern) for pattern in kwargs["allow_patterns"])
+        ignored = any(fnmatch.fnmatch(file, pattern) for pattern in kwargs["ignore_patterns"])
+        assert (allowed and not ignored) == expected, file
+
+
+@pytest.mark.parametrize(
+    "name", ["./nowhere", "/no/such/directory", "a/b/c", "../x", "bad name", "x" * 5000 + "/", "a\0b"]
+)
+def test_paths_that_lead_nowhere(name: str, hub: list[Any]) -> None:
+    with pytest.raises(NotFound, match=r"no such directory; expected a bundled model \(tiny-python\)"):
+        resolve_model(name)
+    assert hub == []
+
+
+def test_files_empty_names_and_revisions_of_directories(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").touch()
+    with pytest.raises(NotFound, match="is a file; expected a bundled model"):
+        resolve_model(str(tmp_path / "model.gguf"))
+    with pytest.raises(InvalidArgument, match="model name is empty"):
+        resolve_model("")
+    for name in (str(tmp_path), "tiny-python"):
+        with pytest.raises(InvalidArgument, match="revision is 'main'"):
+            resolve_model(name, revision="main")
+
+
+def http_error(kind: type[errors.HfHubHTTPError]) -> errors.HfHubHTTPError:
+    request = httpx2.Request("GET", "https://example.invalid")
+    return kind("first line\nsecond line", response=httpx2.Response(404, request=request))
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (http_error(errors.GatedRepoError), "gated: accept its terms .* and set HF_TOKEN"),
+        (
+            http_error(errors.RepositoryNotFoundError),
+            r"no such repository .*; expected a bundled model \(tiny-python\)",
+        ),
+        (http_error(errors.RevisionNotFoundError), "has no revision 'v9'"),
+        (http_error(errors.HfHubHTTPError), r"could not be fetched \(first line\)"),
+        (errors.LocalEntryNotFoundError("long story"), "cannot be reached .*tiny-python"),
+        (errors.OfflineModeIsEnabled("long story"), "cannot be reached .*tiny-python"),
+        (errors.HFValidationError("not a repo id"), r"could not be fetched \(not a repo id\)"),
+        (OSError(28, "No space left on device"), "No space left"),
+    ],
+)
+def test_hub_errors_are_one_sentence(error: Exception, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any, **kwargs: Any) -> str:
+        raise error
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    with pytest.raises(NotFound, match=message) as raised:
+        resolve_model("org/model", revision="v9")
+    assert "\n" not in str(raised.value)
+    assert raised.value.__cause__ is error
+
+
+def test_the_hub_library_is_not_imported_for_local_names() -> None:
+    assert not hasattr(catalogue, "huggingface_hub")

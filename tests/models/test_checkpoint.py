@@ -1,0 +1,283 @@
+"""Damaged, incomplete and foreign checkpoints: each has its error, and none costs memory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from quire.errors import CheckpointError, InvalidArgument, QuireError, ResourceExhausted, Unsupported
+from quire.models import checkpoint, loading
+from quire.models.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, Place, expand, parameter_shapes
+from quire.models.families import FAMILIES
+from quire.models.loading import load_model, resolve_dtype
+
+Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
+
+
+@pytest.fixture
+def no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From here on, allocating or reading a weight fails the test."""
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("memory was spent on a checkpoint that cannot be loaded")
+
+    monkeypatch.setattr(checkpoint, "allocate", refuse)
+
+
+def edit_config(path: Path, **changes: Any) -> None:
+    file = path / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+def edit_tensors(path: Path, edit: Callable[[dict[str, Tensor]], object]) -> None:
+    tensors = load_file(path / SINGLE_FILE)
+    edit(tensors)
+    save_file(tensors, path / SINGLE_FILE)
+
+
+def edit_index(path: Path, edit: Callable[[dict[str, Any]], object]) -> None:
+    index = json.loads((path / INDEX_FILE).read_text())
+    edit(index["weight_map"])
+    (path / INDEX_FILE).write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda t: t.pop(Q_PROJ), f"lacks 1 of 30 tensors: {Q_PROJ}"),
+        (lambda t: [t.pop(name) for name in list(t) if "mlp" in name], r"lacks 9 of 30 tensors: .* and 5 more"),
+        (lambda t: t.pop("lm_head.weight"), "lm_head.weight"),
+        (lambda t: t.update(extra=torch.ones(3)), "no place for extra"),
+        (lambda t: t.update({"model.layers.3.mlp.up_proj.weight": torch.ones(56, 32)}), "no place for model.layers.3"),
+        (lambda t: t.update({Q_PROJ.replace("weight", "bias"): torch.ones(32)}), "no place for .*q_proj.bias"),
+        (lambda t: t.update({Q_PROJ: torch.ones(32, 31)}), rf"{Q_PROJ} has shape \[32, 31\]; .* \[32, 32\]"),
+        (lambda t: t.update({Q_PROJ: torch.ones(1024)}), r"has shape \[1024\]; .* \[32, 32\]"),
+        (
+            lambda t: t.update({Q_PROJ: torch.ones(32, 32, dtype=torch.int8)}),
+            f"{Q_PROJ} has dtype I8; .*F32.*F16.*BF16",
+        ),
+        (lambda t: t.update({Q_PROJ: torch.ones(32, 32).to(torch.float8_e4m3fn)}), "has dtype F8_E4M3"),
+    ],
+)
+@pytest.mark.usefixtures("no_memory")
+def test_wrong_tensors(single_file: Path, edit: Callable[[dict[str, Tensor]], object], message: str) -> None:
+    edit_tensors(single_file, edit)
+    with pytest.raises(CheckpointError, match=message):
+        load_model(single_file)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"vocab_size": 98}, r"embed_tokens.weight has shape \[97, 32\]; config.json makes it \[98, 32\]"),
+        ({"num_hidden_layers": 2}, "no place for model.layers.2"),
+        ({"num_hidden_layers": 4}, "lacks 9 of 39 tensors: model.layers.3"),
+        ({"num_hidden_layers": 10**12}, "says 1000000000000 layers, but there are 30 tensors"),
+        ({"attention_bias": True}, "q_proj.bias"),
+        ({"hidden_size": "wide"}, "hidden_size is 'wide'"),
+    ],
+)
+@pytest.mark.usefixtures("no_memory")
+def test_configuration_that_the_tensors_contradict(single_file: Path, changes: dict[str, Any], message: str) -> None:
+    edit_config(single_file, **changes)
+    with pytest.raises(CheckpointError, match=message):
+        load_model(single_file)
+
+
+def truncate(path: Path, keep: int) -> None:
+    with (path / SINGLE_FILE).open("r+b") as stream:
+        stream.truncate(keep if keep >= 0 else (path / SINGLE_FILE).stat().st_size + keep)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda path: truncate(path, 0),
+        lambda path: truncate(path, 5),
+        lambda path: truncate(path, 200),
+        lambda path: truncate(path, -1),
+        lambda path: (path / SINGLE_FILE).write_bytes((path / SINGLE_FILE).read_bytes() + b"more"),
+        lambda path: (path / SINGLE_FILE).write_bytes(b"\xff" * 4096),
+        lambda path: (path / SINGLE_FILE).write_bytes(b"version https://git-lfs.github.com/spec/v1\n"),
+    ],
+)
+@pytest.mark.usefixtures("no_memory")
+def test_damaged_files(single_file: Path, damage: Callable[[Path], object]) -> None:
+    damage(single_file)
+    with pytest.raises(CheckpointError, match=r"model.safetensors is no valid safetensors file, or is cut short"):
+        load_model(single_file)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda path: (path / "config.json").unlink(), "has no config.json"),
+        (lambda path: (path / "config.json").write_text("{"), "config.json is not valid JSON"),
+        (lambda path: (path / "config.json").write_bytes(b"\xff\xfe\x00"), "config.json cannot be read"),
+        (lambda path: (path / "config.json").write_text("[1]"), "JSON list; expected an object"),
+        (lambda path: (path / SINGLE_FILE).unlink(), f"holds neither {SINGLE_FILE} nor {INDEX_FILE}$"),
+        (lambda path: (path / SINGLE_FILE).rename(path / "pytorch_model.bin"), "pytorch_model.bin: convert it to safe"),
+    ],
+)
+@pytest.mark.usefixtures("no_memory")
+def test_directories_that_are_no_checkpoint(single_file: Path, damage: Callable[[Path], object], message: str) -> None:
+    damage(single_file)
+    with pytest.raises(CheckpointError, match=message):
+        load_model(single_file)
+
+
+def test_paths_that_are_no_directory(single_file: Path) -> None:
+    with pytest.raises(CheckpointError, match="nowhere is missing; expected the directory"):
+        load_model(single_file / "nowhere")
+    with pytest.raises(CheckpointError, match="is a file; expected the directory"):
+        load_model(single_file / SINGLE_FILE)
+
+
+def move_one(weight_map: dict[str, str]) -> None:
+    """Of a shard with several tensors, give one to another shard."""
+    shards = list(weight_map.values())
+    name = next(name for name, shard in weight_map.items() if shards.count(shard) > 1)
+    weight_map[name] = next(shard for shard in shards if shard != weight_map[name])
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (move_one, r"says that .* is in .*; found in model-"),
+        (lambda m: m.update(phantom=m[Q_PROJ]), "says that phantom is in .*; found in no file"),
+        (lambda m: m.pop(Q_PROJ), f"holds {Q_PROJ}, which {INDEX_FILE} does not list"),
+        (lambda m: m.update({Q_PROJ: "gone.safetensors"}), "lacks gone.safetensors"),
+        (lambda m: m.update({Q_PROJ: "../other.safetensors"}), "expected the name of a .safetensors file"),
+        (lambda m: m.update({Q_PROJ: 3}), "is in 3; expected the name"),
+        (lambda m: m.clear(), "no weight_map"),
+    ],
+)
+@pytest.mark.usefixtures("no_memory")
+def test_indexes_that_lie(sharded: Path, edit: Callable[[dict[str, Any]], object], message: str) -> None:
+    edit_index(sharded, edit)
+    with pytest.raises(CheckpointError, match=message):
+        load_model(sharded)
+
+
+@pytest.mark.usefixtures("no_memory")
+def test_shards_that_are_missing_damaged_or_overlap(sharded: Path) -> None:
+    shards = checkpoint.weight_files(sharded)
+    assert len(shards) > 2
+    content = shards[1].read_bytes()
+    shards[1].unlink()
+    with pytest.raises(CheckpointError, match=f"lacks {shards[1].name}"):
+        load_model(sharded)
+    shards[1].write_bytes(content[:-8])
+    with pytest.raises(CheckpointError, match=f"{shards[1].name} is no valid"):
+        load_model(sharded)
+    save_file({**load_file(shards[0]), **load_file(shards[2])}, shards[2])
+    shards[1].write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"tensor .* is in .* and in "):
+        load_model(sharded)
+    (sharded / INDEX_FILE).write_text("{")
+    with pytest.raises(CheckpointError, match=f"{INDEX_FILE} cannot be read as JSON"):
+        load_model(sharded)
+
+
+@pytest.mark.usefixtures("no_memory")
+def test_unknown_architectures_and_arguments(single_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for argument in ({"dtype": "int8"}, {"dtype": "bf16"}, {"device": "abacus"}, {"device": "cuda:99"}):
+        with pytest.raises(InvalidArgument, match=r"is '.*'"):
+            load_model(single_file, **argument)
+    monkeypatch.setattr(loading, "free_memory", lambda device: 1000)
+    with pytest.raises(ResourceExhausted, match="GiB for its weights"):
+        load_model(single_file)
+    edit_config(single_file, architectures=["BertModel"])
+    with pytest.raises(Unsupported, match=r"BertModel.*LlamaForCausalLM"):
+        load_model(single_file)
+
+
+def test_failed_allocation_is_resource_exhausted() -> None:
+    with pytest.raises(ResourceExhausted, match="bytes for its weights on cpu"):
+        checkpoint.allocate({"weight": (1 << 30, 1 << 30)}, torch.float32, torch.device("cpu"))
+
+
+def test_parameters_are_the_checkpoints_rows_in_order(tiny: Any) -> None:
+    """Each slice of each parameter is the tensor that the name table says, whatever file it was in."""
+    model = load_model(tiny.path, dtype="float32")
+    given = dict(tiny.model.named_parameters())
+    for layer, block in enumerate(model.blocks):
+        prefix = f"model.layers.{layer}."
+        for linear, names in (
+            (block.attention.qkv, ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
+            (block.attention.out, ("self_attn.o_proj",)),
+            (block.mlp.gate_up, ("mlp.gate_proj", "mlp.up_proj")),
+            (block.mlp.down, ("mlp.down_proj",)),
+        ):
+            assert torch.equal(linear.weight, torch.cat([given[f"{prefix}{name}.weight"] for name in names]))
+            assert (linear.bias is None) == (f"{prefix}{names[0]}.bias" not in given)
+            if linear.bias is not None:
+                assert torch.equal(linear.bias, torch.cat([given[f"{prefix}{name}.bias"] for name in names]))
+
+
+def test_names_that_are_not_read(make_tiny: Any, single_file: Path) -> None:
+    frequencies = {
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4),
+        "model.rotary_emb.inv_freq": torch.ones(4),
+    }
+    expected = load_model(single_file, dtype="float32")
+    edit_tensors(single_file, lambda tensors: tensors.update(frequencies))
+    assert load_model(single_file, dtype="float32").num_parameters == expected.num_parameters
+    # A head beside tied embeddings is not read, as in transformers.
+    edit_config(single_file, tie_word_embeddings=True)
+    tied = load_model(single_file, dtype="float32")
+    assert tied.num_parameters == expected.num_parameters - 97 * 32
+    assert tied.lm_head.weight is tied.embedding.weight
+
+
+def test_float_tensors_of_several_types_become_one(single_file: Path) -> None:
+    edit_tensors(single_file, lambda t: t.update({n: w.bfloat16() for n, w in t.items() if "norm" not in n}))
+    with Checkpoint(single_file) as opened:
+        values = json.loads((single_file / "config.json").read_text())
+        family = FAMILIES.require("LlamaForCausalLM")
+        config = family.read_config(values)
+        places = expand(family.name_table(config), family.num_layers(config))
+        assert opened.dtype(places) == torch.bfloat16
+    model = load_model(single_file, dtype="bfloat16")
+    assert model.norm.weight.dtype == model.embedding.weight.dtype == torch.bfloat16
+
+
+def test_the_table_must_tile_every_parameter() -> None:
+    good = {"a": Place(parameter="p", shape=(2, 3)), "b": Place(parameter="p", shape=(1, 3), row=2)}
+    assert parameter_shapes(good) == {"p": (3, 3)}
+    for row, shape in ((3, (1, 3)), (1, (1, 3)), (2, (1, 4))):
+        with pytest.raises(QuireError, match="does not continue p"):
+            parameter_shapes({**good, "b": Place(parameter="p", shape=shape, row=row)})
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("fast", [True, False])
+def test_dtype_auto(
+    stored: torch.dtype, fast: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(loading, "_probe", lambda owner, name: fast)
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    emulated = not fast and stored != torch.float32
+    assert resolve_dtype("auto", stored, cpu) == (torch.float32 if emulated else stored)
+    assert (f"no fast {stored}" in caplog.text) == emulated
+    assert resolve_dtype("auto", stored, cuda) == stored
+    assert resolve_dtype("float16", stored, cpu) == resolve_dtype("half", stored, cpu) == torch.float16
+
+
+def test_progress_shows_only_on_a_terminal(
+    single_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load_model(single_file, progress=True)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    load_model(single_file, progress=False)
+    assert capsys.readouterr().err == ""
+    load_model(single_file, progress=True)
+    assert "loading single" in capsys.readouterr().err

@@ -1,0 +1,295 @@
+"""Metrics: names, kinds and arithmetic, against numpy and hand-made tallies."""
+
+from __future__ import annotations
+
+import math
+import threading
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire import errors
+from quire.errors import InvalidArgument
+from quire.metrics import (
+    FINISH_REASONS,
+    FIRST_TOKEN_BUCKETS,
+    INTER_TOKEN_BUCKETS,
+    REFUSAL_ERRORS,
+    REQUEST_BUCKETS,
+    Counter,
+    EngineMetrics,
+    Gauge,
+    Histogram,
+    LabelledCounter,
+    OperationMetrics,
+    OperationSummary,
+    memory_efficiency,
+    percentile,
+)
+
+# The names that are fixed for users, with their types.
+FIXED_NAMES = {
+    "num_requests_running": "gauge",
+    "num_requests_waiting": "gauge",
+    "kv_cache_usage_perc": "gauge",
+    "prompt_tokens_total": "counter",
+    "generation_tokens_total": "counter",
+    "prompt_tokens_cached_total": "counter",
+    "time_to_first_token_seconds": "histogram",
+    "inter_token_latency_seconds": "histogram",
+    "e2e_request_latency_seconds": "histogram",
+    "num_preemptions_total": "counter",
+    "request_success_total": "counter",
+    "forks_total": "counter",
+    "rewinds_total": "counter",
+    "tokens_replayed_total": "counter",
+    "copy_on_write_splits_total": "counter",
+    "checkpoints_kept": "gauge",
+    "checkpoints_used_total": "counter",
+    "pages_shared": "gauge",
+    "state_bytes_saved_total": "counter",
+    "state_bytes_loaded_total": "counter",
+    "blended_tokens_total": "counter",
+    "recomputed_tokens_total": "counter",
+    "drafted_tokens_total": "counter",
+    "accepted_tokens_total": "counter",
+    "refusals_total": "counter",
+}
+
+
+# ---------------------------------------------------------------------- primitives
+
+
+@pytest.mark.parametrize("amount", [-1, math.nan, math.inf])
+def test_counters_only_grow(amount: float) -> None:
+    counter, labelled = Counter("c", "help"), LabelledCounter("l", "help", "reason", ["a"])
+    counter.inc()
+    counter.inc(2.5)
+    with pytest.raises(InvalidArgument, match="amount must be a finite number >= 0"):
+        counter.inc(amount)
+    with pytest.raises(InvalidArgument, match="amount must be a finite number >= 0"):
+        labelled.inc("a", amount)
+    assert counter.value == 3.5
+    assert labelled.value == 0
+
+
+def test_labelled_counter_knows_its_labels() -> None:
+    counter = LabelledCounter("c", "help", "reason", ["a", "b"])
+    counter.inc("a")
+    counter.inc("b", 3)
+    with pytest.raises(InvalidArgument, match="c has no reason 'z'; known: 'a', 'b'"):
+        counter.inc("z")
+    assert counter.value == 4
+    assert [(s.key, s.value) for s in counter._samples()] == [('c{reason="a"}', 1), ('c{reason="b"}', 3)]
+
+
+def test_gauge() -> None:
+    gauge = Gauge("g", "help")
+    gauge.set(5)
+    gauge.inc(-2)
+    for call in (gauge.set, gauge.inc):
+        with pytest.raises(InvalidArgument, match="finite number, got nan"):
+            call(math.nan)
+    assert gauge.value == 3
+
+
+@given(st.lists(st.floats(0, 10) | st.sampled_from([0.5, 1.0, 2.5])))
+def test_histogram_counts_up_to_each_bound_inclusive(values: list[float]) -> None:
+    histogram = Histogram("h", "help", [0.5, 1.0, 2.5])
+    for value in values:
+        histogram.observe(value)
+    samples = {s.key: s.value for s in histogram._samples()}
+    for bound in (0.5, 1.0, 2.5):
+        assert samples[f'h_bucket{{le="{bound}"}}'] == sum(value <= bound for value in values)
+    assert samples['h_bucket{le="+Inf"}'] == samples["h_count"] == histogram.count == len(values)
+    assert samples["h_sum"] == histogram.sum == pytest.approx(math.fsum(values))
+
+
+@pytest.mark.parametrize("buckets", [[], [1, 1], [2, 1], [1, math.inf], [math.nan]])
+def test_histogram_refuses_bad_buckets(buckets: list[float]) -> None:
+    with pytest.raises(InvalidArgument, match="ascending finite"):
+        Histogram("h", "help", buckets)
+
+
+def test_histogram_refuses_what_is_no_number() -> None:
+    histogram = Histogram("h", "help", [1])
+    with pytest.raises(InvalidArgument, match="got nan"):
+        histogram.observe(math.nan)
+    assert histogram.count == 0
+
+
+# ---------------------------------------------------------------------- the engine
+
+
+def test_engine_has_exactly_the_fixed_names() -> None:
+    families = EngineMetrics().collect()
+    assert {f.name.removeprefix("quire:"): f.type for f in families} == FIXED_NAMES
+    assert len(families) == len(FIXED_NAMES)
+    for family in families:
+        assert family.name.startswith("quire:")
+        assert family.help.endswith(".")
+        assert family.samples
+        assert all(sample.name.startswith(family.name) and sample.value == 0 for sample in family.samples)
+
+
+def test_every_attribute_reaches_the_snapshot_under_its_own_name() -> None:
+    metrics = EngineMetrics()
+    expected = dict.fromkeys(metrics.snapshot(), 0.0)
+    public = {name: m for name, m in vars(metrics).items() if not name.startswith("_")}
+    assert len(public) == len(FIXED_NAMES)
+    for number, (attribute, metric) in enumerate(public.items(), start=1):
+        assert metric.name.removeprefix("quire:").startswith(attribute)
+        match metric:
+            case Counter() | Gauge():
+                metric.inc(number)
+                expected[metric.name] = number
+            case LabelledCounter():
+                metric.inc(next(iter(metric._values)), number)
+                expected[metric.name] = number
+                expected[metric._samples()[0].key] = number
+            case Histogram():
+                metric.observe(number)
+                expected[f"{metric.name}_sum"] = number
+                expected[f"{metric.name}_count"] = 1
+    assert metrics.snapshot() == expected
+
+
+def test_finished_requests_are_counted_by_reason() -> None:
+    metrics = EngineMetrics()
+    for reason in ("stop", "stop", "length"):
+        metrics.request_success.inc(reason)
+    snapshot = metrics.snapshot()
+    assert snapshot["quire:request_success_total"] == 3
+    by_reason = [snapshot[f'quire:request_success_total{{finished_reason="{r}"}}'] for r in FINISH_REASONS]
+    assert by_reason == [2, 1, 0, 0]
+
+
+def test_every_refusing_error_can_be_counted() -> None:
+    refusing = {
+        name
+        for name, value in vars(errors).items()
+        if isinstance(value, type) and issubclass(value, errors.QuireError) and name not in ("QuireError", "Cancelled")
+    }
+    assert set(REFUSAL_ERRORS) == refusing
+
+
+def test_buckets_resolve_the_latencies_of_small_and_large_models() -> None:
+    for buckets, smallest, largest in (
+        (FIRST_TOKEN_BUCKETS, 0.001, 2560),
+        (INTER_TOKEN_BUCKETS, 0.001, 80),
+        (REQUEST_BUCKETS, 0.3, 7680),
+    ):
+        assert (buckets[0], buckets[-1]) == (smallest, largest)
+        assert max(b / a for a, b in pairwise(buckets)) <= 5
+
+
+def test_counting_from_many_threads_loses_nothing() -> None:
+    metrics, operations = EngineMetrics(), OperationMetrics(4)
+
+    def work() -> None:
+        for _ in range(500):
+            metrics.forks.inc()
+            metrics.refusals.inc("Unsupported")
+            metrics.time_to_first_token.observe(0.25)
+            operations.record_decode(2, 0.5, 2)
+            operations.summary()
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    snapshot = metrics.snapshot()
+    assert snapshot["quire:forks_total"] == snapshot["quire:refusals_total"] == 2000
+    assert snapshot["quire:time_to_first_token_seconds_sum"] == 500
+    assert operations.summary().decode_operations == 4000
+
+
+# ---------------------------------------------------------------------- operations
+
+
+def test_percentile_examples() -> None:
+    assert percentile(range(1, 11), 0.99) == pytest.approx(9.91, rel=1e-15)
+    assert percentile([], 0.5) == 0.0
+    assert percentile([7.0], 0.95) == 7.0
+    for q in (-0.1, 1.1, math.nan):
+        with pytest.raises(InvalidArgument, match=r"q must be in \[0, 1\]"):
+            percentile([1.0], q)
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1), st.floats(0, 1))
+def test_percentile_is_numpys(values: list[float], q: float) -> None:
+    spread = max(map(abs, values))
+    rounding = 8 * np.finfo(np.float64).eps * len(values) * spread  # of the rank, times the largest step
+    assert abs(percentile(values, q) - float(np.quantile(values, q))) <= rounding
+
+
+OPERATIONS = st.lists(
+    st.tuples(st.booleans(), st.integers(1, 8), st.floats(1e-6, 10), st.integers(0, 20)), min_size=1, max_size=40
+)
+
+
+@given(OPERATIONS)
+def test_operations_against_a_tally(calls: list[tuple[bool, int, float, int]]) -> None:
+    metrics = OperationMetrics(8, clock=lambda: 12.5)
+    assert metrics.summary() == OperationSummary()
+    prefill: list[float] = []
+    decode: list[float] = []
+    for is_prefill, sequences, seconds, tokens in calls:
+        if is_prefill:
+            metrics.record_prefill(sequences, seconds)
+            prefill += [seconds] * sequences
+        else:
+            metrics.record_decode(sequences, seconds, tokens)
+            decode += [seconds] * sequences
+    decode_calls = [call for call in calls if not call[0]]
+    got = metrics.summary()
+    assert (got.prefill_operations, got.decode_operations) == (len(prefill), len(decode))
+    assert got.total_operations == len(prefill) + len(decode)
+    assert got.avg_prefill_latency == pytest.approx(1e3 * np.mean(prefill) if prefill else 0.0)
+    assert got.avg_decode_latency == pytest.approx(1e3 * np.mean(decode) if decode else 0.0)
+    assert got.p95_prefill_latency == pytest.approx(1e3 * np.quantile(prefill, 0.95) if prefill else 0.0)
+    assert got.p95_decode_latency == pytest.approx(1e3 * np.quantile(decode, 0.95) if decode else 0.0)
+    assert got.throughput_tps == pytest.approx(sum(c[3] for c in decode_calls) / sum(c[2] for c in calls))
+    assert got.batch_utilization == pytest.approx(np.mean([c[1] for c in decode_calls]) / 8 if decode_calls else 0.0)
+    assert got.last_operation == 12.5
+
+
+def test_p95_forgets_what_is_older_than_1000_samples_and_the_mean_does_not() -> None:
+    metrics = OperationMetrics(4096)
+    metrics.record_decode(1000, 9.0, 1000)
+    metrics.record_decode(3000, 1.0, 3000)
+    got = metrics.summary()
+    assert got.p95_decode_latency == 1000.0
+    assert got.avg_decode_latency == pytest.approx((9 + 3) / 4 * 1000)
+
+
+def test_operations_refuse_nonsense_and_count_none_of_it() -> None:
+    metrics = OperationMetrics(8)
+    with pytest.raises(InvalidArgument, match="max_batch_size must be >= 1, got 0"):
+        OperationMetrics(0)
+    with pytest.raises(InvalidArgument, match="num_sequences must be >= 1, got 0"):
+        metrics.record_prefill(0, 1.0)
+    for seconds in (-1.0, math.nan, math.inf):
+        with pytest.raises(InvalidArgument, match="seconds must be a finite number >= 0"):
+            metrics.record_decode(1, seconds, 1)
+    with pytest.raises(InvalidArgument, match="tokens must be >= 0, got -1"):
+        metrics.record_decode(1, 1.0, -1)
+    assert metrics.summary() == OperationSummary()
+
+
+def test_a_call_too_short_to_measure_divides_nothing_by_zero() -> None:
+    metrics = OperationMetrics(1)
+    metrics.record_decode(1, 0.0, 1)
+    assert metrics.summary().throughput_tps == 0.0
+
+
+def test_memory_efficiency() -> None:
+    assert memory_efficiency(25, 100) == 0.25
+    assert memory_efficiency(0, 0) == 0.0
+    for used in (-1, 101):
+        with pytest.raises(InvalidArgument, match=f"allocated_bytes = 100.*got {used}"):
+            memory_efficiency(used, 100)
