@@ -112,9 +112,19 @@ def word_level() -> tokenizers.Tokenizer:
     return tokenizer
 
 
-BUILDERS = {
-    builder.__name__: builder for builder in (byte_level, sentencepiece, gemma, metaspace, word_piece, word_level)
-}
+def end_of_word() -> tokenizers.Tokenizer:
+    """As GPT-1: a space belongs to the token before it, unless that is the last one."""
+    tokens = [*SPECIAL, *"abcdef", *(letter + "</w>" for letter in "abcdef")]
+    model = models.BPE({t: i for i, t in enumerate(tokens)}, [], unk_token="<unk>", end_of_word_suffix="</w>")
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.decoder = decoders.BPEDecoder()
+    tokenizer.add_special_tokens(SPECIAL)
+    return tokenizer
+
+
+_ALL = (byte_level, sentencepiece, gemma, metaspace, word_piece, word_level, end_of_word)
+BUILDERS = {builder.__name__: builder for builder in _ALL}
 
 
 @cache

@@ -191,6 +191,8 @@ def test_text_parts() -> None:
     for loop in ("message['content']", "message.content | list", "message.content[1:]"):
         template = "{% for message in messages %}{% for p in LOOP %}{{ p.text }}{% endfor %}{% endfor %}"
         assert render_chat(template.replace("LOOP", loop), [message]) in ("ab", "b")
+    held = "{% set body = messages[0].content %}{% for p in body %}[{{ p.text }}]{% endfor %}"
+    assert render_chat(held, [message]) == "[a][b]"
     macro = "{% macro show(content) %}{% for p in content %}({{ p.text }}){% endfor %}{% endmacro %}{{ show(messages[0].content) }}"
     assert render_chat(macro, [message]) == "(a)(b)"
 

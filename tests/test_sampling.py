@@ -17,7 +17,7 @@ from torch import Tensor
 
 from quire.errors import FailedPrecondition, InvalidArgument, QuireError
 from quire.ops import filters, sampling
-from quire.ops.filters import Candidates
+from quire.ops.filters import Candidates, candidates
 from quire.ops.sampling import FAILED, RequestSampler, logprobs_of, make_generator, probabilities, sample
 from quire.sampling_params import SamplingParams
 
@@ -233,10 +233,28 @@ def test_draw_inverts_the_cumulative_sum_and_takes_no_zero(weights: list[int], u
     assert last == max(i for i, w in enumerate(weights) if w) or weights[-1] <= sum(weights) * 2.0**-52
 
 
-def test_draw_with_sums_that_float64_cannot_hold() -> None:
-    weights = torch.full((1, 1023), 2**52, dtype=torch.int64)  # total just below 2**62
-    weights[0, -1] = 0
-    assert Candidates([0], weights, None).draw([1 - 2.0**-53]) == [1021]
+@given(st.integers(53, 62), st.integers(-1100, 1100))
+def test_draw_with_totals_that_float64_cannot_hold(exponent: int, offset: int) -> None:
+    total = min(2**exponent + offset, 2**62)
+    weights = torch.tensor([[0, total // 2, total - total // 2, 0]])
+    assert Candidates([0], weights, None).draw([1 - 2.0**-53]) == [2]
+    assert Candidates([0], weights, None).draw([0.0]) == [1]
+
+
+def test_weights_are_integers_that_sum_exactly() -> None:
+    z = torch.zeros(1, 1500)
+    for fields in ({}, {"top_k": 1499}, {"top_p": 0.5}):
+        (group,) = candidates(z, z[:, 0], {0: SamplingParams(**fields)})  # type: ignore[arg-type]
+        assert group.weights.dtype == torch.int64
+        kept = [w for w in group.weights[0].tolist() if w]
+        assert set(kept) == {2 ** (62 - 11)}
+        assert len(kept) == {"top_k": 1499, "top_p": 750}.get(next(iter(fields), ""), 1500)
+
+
+def test_top_p_that_is_off_drops_nothing_by_rounding() -> None:
+    # Weights 2**52 three times and 1: the total needs 54 bits and float64 rounds it down to what comes before the 1.
+    z = torch.tensor([[0.0, 0.0, 0.0, -52 * math.log(2), -math.inf]])
+    assert probabilities(z, [sampler(5, top_k=4)])[0, 3] > 0
 
 
 def test_ties_go_to_the_first() -> None:
@@ -399,7 +417,7 @@ def test_a_broken_row_fails_alone(bad: list[float], fields: dict[str, Any]) -> N
     assert out.token_ids == [good.token_ids[0], FAILED, good.token_ids[1]]
     assert out.logprobs == [good.logprobs[0], None, good.logprobs[1]]
     assert list(out.failures) == [1]
-    with pytest.raises(QuireError, match="row 1"):
+    with pytest.raises(QuireError, match="row 1 hold NaN"):
         out.raise_failures()
     good.raise_failures()
     assert not probabilities(z_RV, samplers)[1].any()

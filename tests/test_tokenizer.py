@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import quire
+from quire.engine.detokenizer import IncrementalDetokenizer
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import CheckpointError, InvalidArgument, NotFound
 from small_tokenizers import BUILDERS, LINES, add_bos, byte_level, saved, sentencepiece
@@ -98,9 +99,25 @@ def test_decoders_of_generating_models_have_bytes_for_each_token(kind: str) -> N
     assert tokenizer_of(kind).token_bytes.concatenates
 
 
-@pytest.mark.parametrize("kind", ["word_piece", "word_level"])
+@pytest.mark.parametrize("kind", ["word_piece", "word_level", "end_of_word"])
 def test_other_decoders_are_asked_with_context(kind: str) -> None:
     assert not tokenizer_of(kind).token_bytes.concatenates
+
+
+def test_two_leading_spaces_are_stripped_wherever_they_come_from() -> None:
+    backend = sentencepiece()
+    steps = [tokenizers.decoders.Replace("▁", " "), tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()]
+    backend.decoder = tokenizers.decoders.Sequence([*steps, tokenizers.decoders.Strip(" ", 2, 0)])
+    backend.add_tokens(["▁▁▁"])
+    tokenizer = Tokenizer(backend)
+    space, spaces, letter = (backend.token_to_id(token) for token in ("▁", "▁▁▁", "a"))
+    for beginning in ([], [space], [space] * 2, [space] * 3, [spaces], [space, spaces]):
+        ids = [1, *beginning, letter, space, letter]
+        assert tokenizer.decode(ids) == backend.decode(ids)
+        for cut in range(len(ids)):
+            detokenizer = IncrementalDetokenizer(tokenizer, ids[:cut])
+            text = "".join(detokenizer.push(token_id) for token_id in ids[cut:])
+            assert tokenizer.decode(ids[:cut]) + text == backend.decode(ids)
 
 
 def test_token_text_keeps_spaces_and_special_tokens() -> None:
@@ -211,6 +228,16 @@ def test_special_ids(
 ) -> None:
     tokenizer = load(write(tmp_path, **files))
     assert (tokenizer.bos_id, tokenizer.eos_ids, tokenizer.pad_id) == (bos, eos, pad)
+
+
+@pytest.mark.parametrize("complete", [True, False])
+def test_special_tokens_map_counts_for_old_files_only(tmp_path: Path, complete: bool) -> None:
+    config: dict[str, Any] = {"eos_token": "</s>", "tokenizer_class": "PreTrainedTokenizerFast"}
+    if complete:
+        config["added_tokens_decoder"] = {"2": {"content": "</s>", "special": True}}
+    write(tmp_path, tokenizer_config=config, special_tokens_map={"eos_token": "<|im_end|>"})
+    oracle = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert load(tmp_path).eos_ids == (oracle.eos_token_id,) == ((2,) if complete else (4,))
 
 
 def test_named_tokens_become_special_and_flags_of_added_tokens_stand(tmp_path: Path) -> None:

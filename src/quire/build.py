@@ -68,6 +68,7 @@ class Parts:
     config: EngineConfig
     path: Path
     engine: Engine
+    model: LoadedModel
     runner: LocalRunner
     tokenizer: Tokenizer | None
     identity: Identity
@@ -80,7 +81,7 @@ def build(config: EngineConfig, *, progress: bool = False) -> Parts:
     """Load a model and put an engine around it. Each thing that does not fit is one clear error, before memory is spent."""
     path = resolve_model(config.model, revision=config.revision)
     device = resolve_device(config.device)
-    tokenizer = Tokenizer.from_directory(Path(config.tokenizer) if config.tokenizer else path)
+    tokenizer = load_tokenizer(config, path)
     model = load_model(path, device=device, dtype=config.dtype, progress=progress)
     if tokenizer is not None:
         tokenizer.check_fits(model.vocab_size)
@@ -118,12 +119,24 @@ def build(config: EngineConfig, *, progress: bool = False) -> Parts:
         config,
         path,
         engine,
+        model,
         runner,
         tokenizer,
         Identity(path, model),
         SamplingParams.from_generation_config(generation),
         notes,
     )
+
+
+def load_tokenizer(config: EngineConfig, model_path: Path) -> Tokenizer | None:
+    """The one that was asked for, else the model's; None for a model without one, which works with token ids."""
+    if config.tokenizer is None:
+        return Tokenizer.from_directory(model_path)
+    path = resolve_model(config.tokenizer, revision=config.revision)
+    found = Tokenizer.from_directory(path)
+    if found is None:
+        raise CheckpointError(f"tokenizer {config.tokenizer!r}: {path} holds no tokenizer.json")
+    return found
 
 
 def name_of(dtype: torch.dtype) -> str:

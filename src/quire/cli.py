@@ -97,7 +97,9 @@ def _with_options(*groups: str) -> Callable[[Callable[..., None]], Callable[...,
         if "sampling" in groups:
             added += [_parameter(name, kind, text) for name, (kind, text) in SAMPLING_OPTIONS.items()]
         if "engine" in groups:
-            added += list(_engine_parameters())
+            # "seed" is both: the request's own, given here, makes the engine's pointless.
+            taken = {parameter.name for parameter in (*own, *added)}
+            added += [parameter for parameter in _engine_parameters() if parameter.name not in taken]
 
         def run(**given: Any) -> None:
             command(**given)

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from quire.errors import InvalidArgument, Unsupported
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-ATTENTION_BACKENDS = ("auto", "torch", "reference")
+ATTENTION_BACKENDS = ("auto", "torch")
 ATTENTION_TYPES = ("MultiHead", "MultiQuery", "GroupedQuery", "Flash", "Paged", "SlidingWindow")
 
 CUSTOM_FLAGS: tuple[str, ...] = ()
@@ -132,7 +132,7 @@ class EngineConfig:
         if self.kv_cache_memory is not None:
             _set_bytes(self, "kv_cache_memory")
         _check_real("gpu_memory_utilization", self.gpu_memory_utilization, above=0, up_to=1)
-        pass
+        _check_bool("enable_prefix_caching", self.enable_prefix_caching)
         if self.revision is not None:
             _check_name("revision", self.revision)
         _check_int("seed", self.seed, 0, 2**63 - 1)

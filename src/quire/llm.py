@@ -15,7 +15,7 @@ import sys
 from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,15 +25,18 @@ from quire.build import Parts, build
 from quire.config import EngineConfig
 from quire.engine import saved
 from quire.engine.chat import render_chat, select_template
-from quire.engine.engine import SequenceRequest
+from quire.engine.engine import Engine, SequenceRequest
 from quire.engine.session import Session, Text, as_token_ids
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import FailedPrecondition, InvalidArgument, Unsupported
-from quire.executor.executor import Executor
 from quire.kv.rules import PAGED_REFUSALS, PAGED_VERBS
 from quire.kv.statefile import read_state
+from quire.models.families import LoadedModel
 from quire.outputs import RequestOutput
 from quire.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from quire.executor.executor import Executor
 
 Prompts = str | Sequence[int] | Sequence[str | Sequence[int]]
 Messages = Sequence[Mapping[str, Any]]
@@ -223,6 +226,8 @@ class LLM:
         """The executor contract over the same weights and pages."""
         self._require_open("executor")
         if self._executor is None:
+            from quire.executor.executor import Executor
+
             self._executor = Executor(
                 self._parts.runner,
                 identity=self._parts.identity,
@@ -231,6 +236,22 @@ class LLM:
                 prefill_chunk_size=self._parts.config.max_num_batched_tokens,
             )
         return self._executor
+
+    @property
+    def model(self) -> LoadedModel:
+        """The weights."""
+        return self._parts.model
+
+    @property
+    def engine(self) -> Engine:
+        """The level below: requests and steps."""
+        return self._engine
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of KV state of one token, over all layers."""
+        state = self._engine.runner.state
+        return state.storage.num_bytes // state.storage.num_slots
 
     @property
     def config(self) -> EngineConfig:

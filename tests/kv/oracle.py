@@ -110,8 +110,8 @@ def attention_bound(q_HD: Tensor, keys: Sequence[Row], scale: float, dtype: torc
     and m terms are summed in float32.
     """
     u, u32 = unit(dtype), unit(torch.float32)
-    k_norm = max(float(k.double().norm(dim=-1).max()) for k, _ in keys)
-    v_size = max(float(v.double().abs().max()) for _, v in keys)
+    k_norm = float(torch.stack([k for k, _ in keys]).double().norm(dim=-1).max())
+    v_size = float(torch.stack([v for _, v in keys]).double().abs().max())
     score = scale * float(q_HD.double().norm(dim=-1).max()) * k_norm
     d = score * (6 * u + (q_HD.shape[-1] + 12) * u32)
     return v_size * (math.expm1(2 * d) + (len(keys) + 8) * u32 + 4 * u) + torch.finfo(dtype).tiny

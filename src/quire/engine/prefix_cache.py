@@ -172,6 +172,11 @@ class RadixCache:
             self._cached.move_to_end(seq)
         return seq, length
 
+    def peek(self, tokens: Sequence[int] | NDArray[Any], key: Hashable) -> int:
+        """The length that ``match`` would find. Counts as no lookup and as no use."""
+        root = self._roots.get(key)
+        return 0 if root is None else _walk(root, as_token_ids(tokens))[1]
+
     def insert(
         self, seq: SeqId, tokens: Sequence[int] | NDArray[Any], key: Hashable, *, live: bool = False
     ) -> list[SeqId]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Hashable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -50,13 +50,18 @@ class TokenBuffer:
     def truncate(self, size: int) -> None:
         self._size = size
 
-    def copy(self) -> TokenBuffer:
-        return TokenBuffer(self.ids)
-
     def _grow(self, size: int) -> None:
         grown = np.empty(max(size, 2 * self._ids.size, 16), dtype=np.int32)
         grown[: self._size] = self.ids
         self._ids = grown
+
+
+def common_prefix(a_T: NDArray[Any], b_T: NDArray[Any]) -> int:
+    """Number of equal leading elements."""
+    size = min(a_T.size, b_T.size)
+    differs_T = a_T[:size] != b_T[:size]
+    first = int(differs_T.argmax()) if size else 0
+    return first if size and differs_T[first] else size
 
 
 class Status(enum.Enum):
@@ -76,19 +81,19 @@ class ScheduledRequest:
     """``last``: logits of the last token, once all are computed. ``all``: of every token. ``none``: no logits."""
     cacheable: bool = True
     """Whether it may use and feed the prefix cache."""
-    fresh_from: int = 0
-    """Tokens from here on must run, whatever is cached: their logits are wanted."""
+    fresh_from: int | None = None
+    """Tokens from here on must run, whatever is cached: their logits are wanted. None: the last one must."""
     priority: int = 0
     """Order of arrival; the latest is preempted first."""
     seq: SeqId | None = None
     computed: int = 0
     num_cached: int = 0
-    """Tokens of the prompt that were found in the prefix cache at the first admission."""
+    """Tokens of the prompt whose state was there at the first admission."""
     num_preemptions: int = 0
     status: Status = Status.WAITING
     pinned: bool = False
     """Its state must not be given up: it was asked to stay, or cannot be computed again (somebody wrote into it)."""
-    admitted: bool = field(default=False)
+    admitted: bool = False
     """Whether it was ever admitted."""
 
     @property

@@ -16,15 +16,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import numpy as np
-
 from quire.engine.prefix_cache import RadixCache
-from quire.engine.request import ScheduledRequest, Status
+from quire.engine.request import ScheduledRequest, Status, common_prefix
 from quire.errors import QuireError, ResourceExhausted
 from quire.types import Add, Chunk, Edit, Fork, LogitsWanted, Remove, SeqId, Step
 
 DUPLICATE_PREFIX = 32
 """A prompt that shares this many tokens more with a prompt being computed than with the cache waits for it."""
+
+HEADROOM = 32
+"""Tokens that every running request must have room for before one that had been preempted comes back: else it would be
+preempted again at once, and computed again for every few tokens of the others."""
 
 ALL_LOGITS_CHUNK = 256
 """Tokens of a step for a request that wants the logits of each: they are float32 rows of the whole vocabulary."""
@@ -140,8 +142,9 @@ class Scheduler:
         """The next step; without chunks if nothing can run."""
         batch = Batch(self.limits.max_num_batched_tokens)
         failed: list[tuple[ScheduledRequest, QuireError]] = []
-        # Decodes first: a long prompt fills what they leave of the step and never holds them up.
-        for request in sorted(self.running, key=lambda running: running.remaining > 1):
+        # Decodes first: a long prompt fills what they leave of the step and never holds them up. More may be running than
+        # a step takes (the samples of one prompt); they wait with their pages, which are shared.
+        for request in sorted(self.running, key=lambda running: running.remaining > 1)[: self.limits.max_num_seqs]:
             if batch.budget < 1:
                 break
             batch.add(request, self._count(request, batch))
@@ -167,27 +170,36 @@ class Scheduler:
         return Chunk(request.seq, request.tokens.ids[start : start + count].copy(), logits=wants)  # type: ignore[arg-type]
 
     def _make_room(self, batch: Batch, failed: list[tuple[ScheduledRequest, QuireError]]) -> bool:
-        """Reclaim, then preempt the youngest, until the running requests fit. Says whether it preempted."""
-        preempted = False
+        """Reclaim, then preempt the youngest, until the running requests fit. Says whether any of them left."""
+        left = False
         while batch.requests and (missing := self._state.missing_pages(batch.seqs, batch.counts)):
             if self._reclaim():
                 continue
             loose = [request for request in self.running if not request.pinned]
             youngest = (loose or self.running)[-1]
-            if len(loose) <= 1:
-                if self._reclaim_waiting(youngest):
-                    continue
-                # Nothing else can be given up, so waiting would be for ever.
-                batch.drop(youngest)
-                self.running.remove(youngest)
-                self._release(youngest)
-                failed.append((youngest, no_room(youngest, missing)))
-                preempted = True
+            batch_goes_on = bool(loose) and len(self.running) > 1
+            if not batch_goes_on and self._reclaim_waiting(youngest):
                 continue
             batch.drop(youngest)
-            self.preempt(youngest)
-            preempted = True
-        return preempted
+            left = True
+            if batch_goes_on:
+                self.preempt(youngest)
+            else:
+                # Nothing else can be given up, so waiting would be for ever.
+                self._give_up(self.running, youngest, missing, failed)
+        return left
+
+    def _give_up(
+        self,
+        queue: list[ScheduledRequest],
+        request: ScheduledRequest,
+        missing: int,
+        failed: list[tuple[ScheduledRequest, QuireError]],
+    ) -> None:
+        """It can never run: it leaves its queue and its state."""
+        queue.remove(request)
+        self._release(request)
+        failed.append((request, no_room(request, missing)))
 
     def preempt(self, request: ScheduledRequest) -> None:
         """Give up its state; it waits, in its old place, to be computed again."""
@@ -220,11 +232,9 @@ class Scheduler:
             attached = request.seq is None
             self._attach(request)
             # Room for all of its tokens, not only for this chunk: else admitted prompts would preempt each other.
-            if missing := self._shortage(batch, request):
-                if not self.running and not batch.requests:
-                    self.waiting.pop(index)
-                    self._release(request)
-                    failed.append((request, no_room(request, missing)))
+            if missing := self._shortage(request):
+                if not self.running:
+                    self._give_up(self.waiting, request, missing, failed)
                     continue
                 if attached:
                     self._detach(request)
@@ -240,11 +250,14 @@ class Scheduler:
         most = ALL_LOGITS_CHUNK if request.wants == "all" else batch.budget
         return min(request.remaining, batch.budget, most)
 
-    def _shortage(self, batch: Batch, request: ScheduledRequest) -> int:
+    def _shortage(self, request: ScheduledRequest) -> int:
+        """Pages that it is short of, beside all that the running ones still have to compute."""
         if request.seq is None:
             raise QuireError("a request was admitted without a sequence")
-        seqs = [*batch.seqs, request.seq]
-        counts = [*batch.counts, request.remaining]
+        headroom = HEADROOM if request.num_preemptions else 0
+        others = [running for running in self.running if running.seq is not None]
+        seqs = [*(running.seq for running in others if running.seq is not None), request.seq]
+        counts = [*(running.remaining + headroom for running in others), request.remaining]
         while missing := self._state.missing_pages(seqs, counts):
             if self._reclaim() or (not self.running and self._reclaim_waiting(request)):
                 continue
@@ -265,7 +278,9 @@ class Scheduler:
             return
         seq = self._new_seq()
         # At least one token must run, and those whose logits are wanted.
-        limit = min(len(request.tokens) - 1, request.fresh_from or len(request.tokens))
+        limit = len(request.tokens) - 1
+        if request.fresh_from is not None:
+            limit = min(limit, request.fresh_from)
         found = None
         if self._cache is not None and request.cacheable and limit > 0:
             found = self._cache.match(request.tokens.ids[:limit], request.key)
@@ -281,10 +296,17 @@ class Scheduler:
             request.num_cached = request.computed
 
     def _detach(self, request: ScheduledRequest) -> None:
-        """Take back ``_attach``: a waiting request holds no pages."""
-        self._release(request)
+        """Take back ``_attach``: a waiting request holds no pages that others cannot take."""
+        if self._cache is not None and request.seq is not None and request.computed and not request.pinned:
+            # What it had found may have been evicted in the search for room; it stays findable.
+            found = request.tokens.ids[: request.computed]
+            for redundant in self._cache.insert(request.seq, found, request.key):
+                self._apply(Remove(redundant))
+            request.seq, request.computed = None, 0
+        else:
+            self._release(request)
         if not request.admitted:
-            request.num_cached = 0
+            request.num_cached = request.computed
 
     def _duplicates(self, request: ScheduledRequest) -> bool:
         """Whether a running prompt is just computing a prefix that this request could fork once it is done."""
@@ -295,15 +317,11 @@ class Scheduler:
         for other in self.running:
             if other.remaining <= 1 or not other.cacheable or other.key != request.key:
                 continue
-            theirs = other.tokens.ids
-            size = min(ids.size, theirs.size)
-            differs = np.flatnonzero(ids[:size] != theirs[:size])
-            common = int(differs[0]) if differs.size else size
+            common = common_prefix(ids, other.tokens.ids)
             if common < DUPLICATE_PREFIX:
                 continue
             if held < 0:
-                found = self._cache.match(ids, request.key)
-                held = found[1] if found else 0
+                held = self._cache.peek(ids, request.key)
             if common >= held + DUPLICATE_PREFIX:
                 return True
         return False

@@ -103,6 +103,12 @@ class Session:
             seq = self._open("pages").seq
             return (0, 0) if seq is None else self._engine.runner.state.sequence_pages(seq)
 
+    @property
+    def sequence_id(self) -> int | None:
+        """Its sequence in the KV state, for looking at it with the state's own verbs; None while it is not in the pool.
+        It may change with every call."""
+        return self._open("sequence_id").seq
+
     def __repr__(self) -> str:
         return f"<Session of {len(self)} tokens{', closed' if self._closed else ''}>"
 

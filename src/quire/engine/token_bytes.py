@@ -203,10 +203,7 @@ class PieceStream:
             if len(tail) >= _MAX_PARTIAL_BYTES:
                 break
         tail = tail[-_MAX_PARTIAL_BYTES:]
-        for start, byte in enumerate(tail):
-            if byte >= 0xC0 and _is_partial(tail[start:]):
-                return tail[start:]
-        return b""
+        return next((tail[start:] for start in range(len(tail)) if _is_partial(tail[start:])), b"")
 
     def _is_visible(self, token_id: int) -> bool:
         return token_id not in self._skipped and self._table.token(token_id) is not None

@@ -67,7 +67,7 @@ def replacing(path: Path, label: str) -> Iterator[BinaryIO]:
         yield sink
         with os_errors(label):
             os.fsync(sink.fileno())
-            sink.close()
+            # Before the file is closed: without its lock it would be taken for stale.
             os.replace(temporary, path)
             _sync_directory(path.parent)
 

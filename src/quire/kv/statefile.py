@@ -140,8 +140,9 @@ def _put(sink: BinaryIO, offset: int, tensor: Tensor, label: str) -> str:
 
 def _bytes_of(tensor: Tensor) -> memoryview:
     """The elements in row-major order in host memory; no copy if they lie there like that already."""
-    flat = tensor.detach().resolve_neg().cpu().contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().data
+    dense = tensor.detach().resolve_neg().cpu().contiguous()
+    # Not reshape(-1): a contiguous tensor of one element may have any stride, and a view of bytes needs stride 1.
+    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
 def _write_all(sink: BinaryIO, data: memoryview) -> None:

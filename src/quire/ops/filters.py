@@ -42,12 +42,15 @@ class Candidates:
     """int64 token ids by descending logit; None: K is V and columns are ids."""
 
     def draw(self, uniforms: Sequence[float]) -> list[int]:
-        """The token at which the cumulative weight first exceeds u times the total."""
+        """The token at which the cumulative weight first exceeds u times the total; u in [0, 1 - 2**-53], one per member.
+
+        A token of weight 0 is never drawn, and one is always found: even where float64 rounds the total up by half a
+        unit in the last place, it rounds u times that to at least one unit below.
+        """
         sums_GK = self.weights.cumsum(-1)
         total_G1 = sums_GK[:, -1:]
         u_G1 = torch.tensor(uniforms, dtype=torch.float64).unsqueeze(1).to(sums_GK.device)
-        # The product may round up to the total itself; below it, the column found always has a weight above 0.
-        target_G1 = torch.minimum((u_G1 * total_G1).to(torch.int64), total_G1 - 1)
+        target_G1 = (u_G1 * total_G1).to(torch.int64)
         column_G1 = torch.searchsorted(sums_GK, target_G1, right=True)
         tokens_G1 = column_G1 if self.ids is None else self.ids.gather(1, column_G1)
         drawn: list[int] = tokens_G1[:, 0].tolist()

@@ -1,0 +1,49 @@
+# Two commands matter: `make demo` and `make test`. Both work in a fresh clone; they make .venv first.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# One thread per test process: the models are tiny, and two processes share the cores.
+WORKERS ?= 2
+export TOKENIZERS_PARALLELISM := false
+
+.PHONY: demo test test-all lint format bench clean help
+
+help:  ## Say what there is
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+demo: $(VENV)/.stamp-run  ## Complete, fork, rewind, save and restore with the bundled model
+	@$(BIN)/python examples/demo.py
+
+test: $(VENV)/.stamp-test  ## The tests that continuous integration runs
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m "not slow"
+
+test-all: $(VENV)/.stamp-test  ## All tests, also the long ones
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --timeout 3600
+
+lint: $(VENV)/.stamp-test  ## ruff and mypy --strict
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.stamp-test  ## Let ruff mend what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(VENV)/.stamp-test  ## Benchmarks with transformers as a peer (takes a while, and 3 GB of disk)
+	$(BIN)/python bench/latency.py
+	$(BIN)/python bench/state.py
+
+clean:  ## Remove what make made
+	rm -rf $(VENV) build dist src/quire.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.stamp-run: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e .
+	@touch $@
+
+$(VENV)/.stamp-test: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[test,lint]'
+	@touch $@ $(VENV)/.stamp-run

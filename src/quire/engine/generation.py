@@ -1,0 +1,106 @@
+"""What the engine keeps of a sequence under way, and of a session between its requests. No torch at run time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from quire.engine.request import ScheduledRequest, TokenBuffer
+from quire.errors import QuireError
+from quire.outputs import FinishReason
+from quire.sampling_params import SamplingParams
+from quire.types import SeqId
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from quire.engine.detokenizer import IncrementalDetokenizer
+    from quire.ops.sampling import RequestSampler, TokenLogprobs
+
+OnLogits = Callable[[int, "Tensor"], None]
+"""Called with the position of the first row and float32 logits ``[rows, V]`` of consecutive tokens."""
+
+
+@dataclass(eq=False, slots=True)
+class SequenceRequest:
+    """One sequence under way: a sample of a request, or tokens that only have to be run (``params`` is None)."""
+
+    request_id: str
+    work: ScheduledRequest
+    num_prompt: int
+    params: SamplingParams | None
+    index: int = 0
+    session: SessionState | None = None
+    """Whose sequence this is; it goes back there when the request ends."""
+    shared: int = 0
+    """Tokens that the prompt has in common with those of ``session``."""
+    tail: tuple[int, ...] = ()
+    """Tokens that join the session after the prompt has been run, without being run themselves."""
+    sampler: RequestSampler | None = None
+    detokenizer: IncrementalDetokenizer | None = None
+    on_logits: OnLogits | None = None
+    siblings: list[SequenceRequest] = field(default_factory=list)
+    """Further samples of the same prompt, which fork from this one when the prompt is computed."""
+    limit: int = 0
+    """Length at which the context, or what the empty pool holds, ends."""
+    arrival: float = field(default_factory=time.monotonic)
+    first_token: float | None = None
+    last_token: float = 0.0
+    finished_at: float | None = None
+    output_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    pieces: list[str] = field(default_factory=list)
+    """The text, in the pieces in which it became final."""
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    kept: int | None = None
+    """Output tokens before the stop token or stop string; None: all of them, there was no stop."""
+    error: QuireError | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether its tokens count. What a cancelled generation had sampled does, a cancelled run is undone."""
+        return self.finish_reason in ("stop", "length") or (
+            self.finish_reason == "cancelled" and self.params is not None
+        )
+
+
+class SessionState:
+    """What a session is between its requests: tokens, and the sequence that holds the state of the first of them."""
+
+    def __init__(self, tokens: TokenBuffer, key: Hashable, *, pinned: bool = False) -> None:
+        self.tokens = tokens
+        self.key = key
+        """What may share a prefix with it: adapter and salt."""
+        self.seq: SeqId | None = None
+        self.computed = 0
+        """Tokens whose state ``seq`` holds."""
+        self.pinned = pinned
+        """The state must not be given up."""
+        self.modified = False
+        """Somebody wrote into the state: it must not feed the prefix cache, nor be recomputed."""
+        self.exact = True
+        """False if the state went through another dtype."""
+        self.request: SequenceRequest | None = None
+        """The request that works on the sequence now."""
+        self.logits: Tensor | None = None
+        """Logits of the next token, float32 ``[V]``, if somebody asked for them since the tokens changed."""
+
+    @property
+    def busy(self) -> bool:
+        return self.request is not None
+
+    @property
+    def droppable(self) -> bool:
+        """Whether its pages may be taken: they can be had again by computing."""
+        return self.seq is not None and not (self.busy or self.pinned or self.modified)

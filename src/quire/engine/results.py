@@ -1,0 +1,60 @@
+"""From finished (or running) sequences to what the user gets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from quire.engine.generation import SequenceRequest
+from quire.engine.tokenizer import Tokenizer
+from quire.ops.sampling import TokenLogprobs
+from quire.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+
+
+def request_output(
+    samples: Sequence[SequenceRequest], tokenizer: Tokenizer | None, prompt: str | None = None
+) -> RequestOutput:
+    """One prompt with all of its samples."""
+    first = samples[0]
+    stamps = [sample.first_token for sample in samples if sample.first_token is not None]
+    ends = [sample.finished_at for sample in samples if sample.finished_at is not None]
+    return RequestOutput(
+        request_id=first.request_id,
+        prompt=prompt,
+        prompt_token_ids=first.work.tokens.ids[: first.num_prompt].tolist(),
+        outputs=[completion(sample, tokenizer) for sample in samples],
+        finished=all(sample.finished for sample in samples),
+        num_cached_tokens=first.work.num_cached,
+        metrics=RequestMetrics(
+            arrival_time=first.arrival,
+            first_token_time=min(stamps, default=None),
+            finished_time=max(ends, default=None),
+            num_preemptions=sum(sample.work.num_preemptions for sample in samples),
+        ),
+    )
+
+
+def completion(request: SequenceRequest, tokenizer: Tokenizer | None) -> CompletionOutput:
+    """One sample."""
+    wanted = request.params is not None and request.params.logprobs is not None
+    return CompletionOutput(
+        index=request.index,
+        text=request.text,
+        token_ids=list(request.output_ids),
+        finish_reason=request.finish_reason,
+        stop_reason=request.stop_reason,
+        cumulative_logprob=sum(entry.chosen.logprob for entry in request.logprobs) if wanted else None,
+        logprobs=[by_token(entry, tokenizer) for entry in request.logprobs] if wanted else None,
+        error=str(request.error) if request.error is not None else None,
+    )
+
+
+def by_token(entry: TokenLogprobs, tokenizer: Tokenizer | None) -> dict[int, Logprob]:
+    """The chosen token first, then the most probable ones."""
+    return {
+        found.token_id: Logprob(
+            logprob=found.logprob,
+            rank=found.rank,
+            decoded_token=None if tokenizer is None else tokenizer.token_text(found.token_id),
+        )
+        for found in (entry.chosen, *entry.top)
+    }

@@ -1,0 +1,154 @@
+"""What the verbs are given, checked and turned into rows of ids: nothing here computes or changes anything.
+
+Letters: B batch rows; S tokens of a row with padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quire.contracts.executor import DecodeInput, PrefillInput
+from quire.errors import InvalidArgument, NotFound, QuireError, Unsupported
+from quire.executor.cache import KVCache
+from quire.executor.handle import Handle
+from quire.executor.pool import CachePool
+from quire.executor.rows import Ids
+from quire.executor.transaction import require_vocabulary
+
+NO_HIDDEN_STATES = "hidden states are not kept by this release; leave output_hidden_states False"
+NO_ATTENTIONS = "attention weights are never formed by the attention kernels; leave output_attentions False"
+NO_ADAPTERS = "LoRA adapters: this release of Quire does not run them"
+NO_POSITIONS = (
+    "positions other than the running count: a token's position is its index in the cache; leave position_ids None"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One item of a call: where it begins and what it appends."""
+
+    cache: KVCache | None
+    """None: a fresh one."""
+    starts: tuple[int, ...]
+    tokens: tuple[Ids, ...]
+    spans: tuple[tuple[int, int], ...]
+    """Columns of the real tokens of each row."""
+    columns: int
+    """S"""
+
+    @property
+    def batch_size(self) -> int:
+        return len(self.tokens)
+
+
+def resolve_cache(pool: CachePool, given: object) -> tuple[KVCache, tuple[int, ...]]:
+    """The cache behind a handle or a cache, and the lengths that are meant. Call it under the lock.
+
+    ``InvalidArgument``: foreign or stale. ``NotFound``: released.
+    """
+    if not isinstance(given, Handle | KVCache):
+        raise InvalidArgument(f"kv_cache must be a handle or a KV cache of this executor; got {type(given).__name__}")
+    cache = given.cache if isinstance(given, Handle) else given
+    if cache.pool is not pool:
+        raise InvalidArgument(f"KV cache {cache.cache_id} belongs to another executor; use serialize and load")
+    if isinstance(given, Handle):
+        given.require_valid()
+        return cache, given.lengths
+    return cache, cache.lengths
+
+
+def prefill_request(pool: CachePool, given: PrefillInput) -> Request:
+    """Check a ``PrefillInput`` completely."""
+    if not isinstance(given, PrefillInput):
+        raise InvalidArgument(f"prefill takes a PrefillInput; got {type(given).__name__}")
+    _refuse_outputs(given)
+    spans = given.real_spans()
+    tokens = tuple(to_ids(row) for row in given.token_rows())
+    for ids in tokens:
+        require_vocabulary(ids, pool.vocab_size, "input_ids")
+    cache, starts = (None, (0,) * len(tokens)) if given.kv_cache is None else resolve_cache(pool, given.kv_cache)
+    require_adapter(given.adapter)
+    _require_rows(len(tokens), starts)
+    check_positions(given.position_ids, starts, spans, given.sequence_length)
+    return Request(cache=cache, starts=starts, tokens=tokens, spans=spans, columns=given.sequence_length)
+
+
+def decode_request(pool: CachePool, given: DecodeInput, verb: str = "decode") -> Request:
+    """Check a ``DecodeInput`` completely."""
+    if not isinstance(given, DecodeInput):
+        raise InvalidArgument(f"{verb} takes a DecodeInput; got {type(given).__name__}")
+    _refuse_outputs(given)
+    ids = to_ids(given.tokens(verb))
+    require_vocabulary(ids, pool.vocab_size, "input_ids")
+    cache, starts = resolve_cache(pool, given.kv_cache)
+    require_adapter(given.adapter)
+    _require_rows(len(ids), starts)
+    spans = ((0, 1),) * len(ids)
+    check_positions(given.position_ids, starts, spans, 1)
+    return Request(cache=cache, starts=starts, tokens=tuple(ids[:, None]), spans=spans, columns=1)
+
+
+def to_ids(row: Tensor) -> Ids:
+    """A 1-D tensor of ids as int64 on the host."""
+    ids: Ids = row.detach().cpu().to(torch.int64).numpy()
+    return ids
+
+
+def require_adapter(adapter: int | None) -> None:
+    """``NotFound`` for an id: none was ever given out."""
+    if adapter is not None:
+        raise NotFound(f"adapter {adapter!r} is not loaded; none is, give None, the base model")
+
+
+def require_distinct(requests: Sequence[Request], verb: str) -> None:
+    """``InvalidArgument`` if two items extend one cache."""
+    seen: dict[str, int] = {}
+    for index, request in enumerate(requests):
+        if request.cache is None:
+            continue
+        first = seen.setdefault(request.cache.cache_id, index)
+        if first != index:
+            raise InvalidArgument(
+                f"{verb}: items {first} and {index} continue the same cache {request.cache.cache_id}; "
+                "give each cache once, or clone_handle"
+            )
+
+
+@contextmanager
+def naming_item(verb: str, index: int) -> Iterator[None]:
+    """Say in an error which item of a batch it is about."""
+    try:
+        yield
+    except QuireError as error:
+        if error.args:
+            error.args = (f"{verb} item {index}: {error.args[0]}", *error.args[1:])
+        raise
+
+
+def _refuse_outputs(given: PrefillInput | DecodeInput) -> None:
+    if given.output_hidden_states:
+        raise Unsupported(f"output_hidden_states: {NO_HIDDEN_STATES}")
+    if given.output_attentions:
+        raise Unsupported(f"output_attentions: {NO_ATTENTIONS}")
+
+
+def _require_rows(found: int, starts: Sequence[int]) -> None:
+    if found != len(starts):
+        raise InvalidArgument(f"input_ids have {found} rows, and the KV cache has {len(starts)}")
+
+
+def check_positions(
+    positions: Tensor | None, starts: Sequence[int], spans: Sequence[tuple[int, int]], columns: int
+) -> None:
+    """``Unsupported`` unless they are the defaults; what stands at padding does not matter."""
+    if positions is None:
+        return
+    positions_BS = positions.reshape(len(starts), columns).cpu().to(torch.int64)
+    for row, (start, (a, b)) in enumerate(zip(starts, spans, strict=True)):
+        if not torch.equal(positions_BS[row, a:b], torch.arange(start, start + b - a)):
+            raise Unsupported(f"position_ids of row {row}, which must count from {start}: {NO_POSITIONS}")

@@ -1,0 +1,112 @@
+"""``Handle``: an immutable view of a KV cache at one moment (``CacheHandle``).
+
+Letters: B rows; n tokens; Hkv KV heads; Dk, Dv head sizes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quire.contracts.kv_cache import BlockTable, CacheHandleStats
+from quire.errors import InvalidArgument
+from quire.executor.cache import KVCache, require_kv_layer
+from quire.kv.sequences import pages_for
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Handle:
+    """See ``CacheHandle``. It holds its cache: pages live as long as any handle of them does."""
+
+    cache: KVCache
+    lengths: tuple[int, ...]
+    """Tokens covered, per row."""
+    revision: int
+
+    @property
+    def cache_id(self) -> str:
+        return self.cache.cache_id
+
+    @property
+    def sequence_length(self) -> int | tuple[int, ...]:
+        return self.lengths[0] if len(self.lengths) == 1 else self.lengths
+
+    @property
+    def num_tokens(self) -> int | tuple[int, ...]:
+        return self.sequence_length
+
+    @property
+    def block_table(self) -> BlockTable | tuple[BlockTable, ...]:
+        self.require_valid()
+        size = self.cache.pool.page_size
+        tables = tuple(
+            BlockTable(block_size=size, blocks=tuple(pages[: pages_for(n, size)].tolist()), sequence_length=n)
+            for pages, n in zip(self.cache.pages(), self.lengths, strict=True)
+        )
+        return tables[0] if len(tables) == 1 else tables
+
+    @property
+    def device(self) -> torch.device:
+        return self.cache.pool.device
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.cache.pool.specs)
+
+    @property
+    def num_heads(self) -> int:
+        return self.cache.pool.specs[0].num_kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.cache.pool.specs[0].head_dim
+
+    @property
+    def stats(self) -> CacheHandleStats:
+        return self.cache.stats()
+
+    @property
+    def is_valid(self) -> bool:
+        return not self.cache.released and not self._is_stale()
+
+    def _is_stale(self) -> bool:
+        with self.cache.pool.lock:
+            return any(
+                row.was_cut(self.revision, length) for row, length in zip(self.cache.rows, self.lengths, strict=True)
+            )
+
+    def require_valid(self) -> None:
+        """``NotFound`` if the cache was released, ``InvalidArgument`` if the handle is stale."""
+        self.cache.require_live()
+        if self._is_stale():
+            raise InvalidArgument(
+                f"the handle of {self.cache_id} with length {self.sequence_length} is stale: its tokens were rewound or replaced; "
+                "use the newest handle, or clone_handle before branching"
+            )
+
+    def key_cache(self, layer: int) -> Tensor:
+        return self._read(layer, values=False)
+
+    def value_cache(self, layer: int) -> Tensor:
+        return self._read(layer, values=True)
+
+    def _read(self, layer: int, *, values: bool) -> Tensor:
+        with self.cache.pool.lock:
+            self.require_valid()
+            require_kv_layer(self.cache.pool, layer)
+            return self.cache.read(layer, self.lengths, values=values)
+
+    def clone_handle(self) -> Handle:
+        with self.cache.pool.lock:
+            self.require_valid()
+            copy = self.cache.deep_copy()
+            copy.truncate(self.lengths)
+            return handle_of(copy)
+
+
+def handle_of(cache: KVCache, lengths: tuple[int, ...] | None = None) -> Handle:
+    """A handle of the first ``lengths`` tokens; None: of all that the cache holds now."""
+    with cache.pool.lock:
+        return Handle(cache, cache.lengths if lengths is None else lengths, cache.revision)

@@ -1,0 +1,265 @@
+"""``LlmExecutor``: LiteRT-LM's face of an ``Executor``. It changes KV caches in place and keeps no state of its own but the
+generators of its sampling.
+
+Letters: B rows of a cache; S tokens of the longest row; N steps; V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.contracts.executor import ExecutorInputs, ModelAssets, RequestSampling
+from quire.contracts.kv_cache import KVCacheInterface
+from quire.errors import Cancelled, InvalidArgument, Unsupported
+from quire.executor.arguments import require_adapter, resolve_cache, to_ids
+from quire.executor.cache import KVCache
+from quire.executor.executor import Executor
+from quire.executor.operations import Stopwatch
+from quire.executor.rows import Ids
+from quire.executor.sampling import (
+    ContractDrawer,
+    Drawer,
+    ParamsDrawer,
+    ParamsSampling,
+    check_params,
+    history_for,
+)
+from quire.executor.transaction import Extension, Transaction, extensions, require_vocabulary
+from quire.kv.sequences import check_integer
+from quire.sampling_params import SamplingParams
+
+GREEDY = SamplingParams(temperature=0.0)
+
+Sampling = SamplingParams | RequestSampling
+
+
+class LlmExecutor:
+    """See ``LlmExecutorInterface``. Its caches are those of ``executor``, and usable there.
+
+    ``sampling``: how ``sample_tokens`` draws unless a call says otherwise; greedy by default. Row b of a batch draws
+    from generator (seed, b), which lives as long as this object. ``kv_increment_size``: token slots by which a
+    full dynamic cache grows in ``step``, at least to what is needed. ``prefill_chunk_size``: tokens of a forward; <= 0:
+    all at once; None: the executor's.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        *,
+        sampling: SamplingParams = GREEDY,
+        kv_increment_size: int = 16,
+        prefill_chunk_size: int | None = None,
+    ) -> None:
+        if not isinstance(sampling, SamplingParams):
+            raise InvalidArgument(f"sampling must be SamplingParams; got {type(sampling).__name__}")
+        self.executor = executor
+        self.sampling = check_params(sampling)
+        self.kv_increment_size = check_integer(kv_increment_size, "kv_increment_size", 0)
+        self.prefill_chunk_size = executor.prefill_chunk_size if prefill_chunk_size is None else prefill_chunk_size
+        self._entropy = torch.Generator()
+        self._entropy.seed()
+        self._samplings: list[ParamsSampling] = []
+
+    # -- what both faces have ----------------------------------------------------------------------------------
+
+    def create_kv_cache(self, *, batch_size: int = 1, capacity: int | None = None, dynamic: bool = False) -> KVCache:
+        """See ``ExecutorBase``."""
+        return self.executor.create_kv_cache(batch_size=batch_size, capacity=capacity, dynamic=dynamic)
+
+    def load_lora(self, assets: ModelAssets) -> int:
+        """``Unsupported``."""
+        return self.executor.load_lora(assets)
+
+    def unload_lora(self, lora_id: int) -> None:
+        """``Unsupported``."""
+        self.executor.unload_lora(lora_id)
+
+    def cancel(self) -> None:
+        """See ``ExecutorBase``."""
+        self.executor.cancel()
+
+    # -- running ---------------------------------------------------------------------------------------------
+
+    def prefill(self, inputs: ExecutorInputs, kv_cache: KVCacheInterface, lora_id: int | None = None) -> None:
+        """See ``LlmExecutorInterface``."""
+        with self.executor.operation("prefill") as operation:
+            _refuse_media(inputs)
+            if inputs.text is None or inputs.text.token_ids.numel() == 0:
+                raise InvalidArgument("Prefill token ids must be non-empty.")
+            tokens = [to_ids(row) for row in inputs.text.token_rows()]
+            cache, starts = self._begin(inputs, kv_cache, lora_id, tokens)
+            watch = Stopwatch(self.executor.pool.device)
+            parts = extensions(cache, starts, [ids.size for ids in tokens])
+            with Transaction(self.executor.pool, parts, operation) as work:
+                try:
+                    work.run(tokens, ["none"] * len(tokens), budget=self.prefill_chunk_size)
+                except Cancelled:
+                    work.commit()
+                    raise
+                work.commit()
+            self.executor.record_prefill(len(tokens), watch.seconds())
+
+    def step(self, inputs: ExecutorInputs, kv_cache: KVCacheInterface, lora_id: int | None = None) -> Tensor:
+        """See ``LlmExecutorInterface``."""
+        with self.executor.operation("step") as operation:
+            tokens, cache, parts = self._decode_parts(inputs, kv_cache, lora_id, 1)
+            watch = Stopwatch(self.executor.pool.device)
+            with Transaction(self.executor.pool, parts, operation) as work:
+                rows = work.run(tokens, ["last"] * len(tokens))
+                self._commit(work, cache)
+            logits_B1V = torch.stack(rows)
+            self.executor.record_decode(len(tokens), watch.seconds())
+            return logits_B1V
+
+    def sample_tokens(
+        self,
+        num_steps: int,
+        inputs: ExecutorInputs,
+        kv_cache: KVCacheInterface,
+        lora_id: int | None = None,
+        *,
+        sampling: Sampling | None = None,
+    ) -> list[int]:
+        """See ``LlmExecutorInterface``. ``sampling`` may be ``SamplingParams`` too, with a generator from their seed."""
+        if isinstance(kv_cache, KVCache) and kv_cache.batch_size != 1:
+            raise InvalidArgument(
+                f"sample_tokens takes a cache of one row, and this one has {kv_cache.batch_size}; use sample_tokens_batch"
+            )
+        choices = None if sampling is None else [sampling]
+        return self._sample("sample_tokens", num_steps, inputs, kv_cache, lora_id, choices)[0]
+
+    def sample_tokens_batch(
+        self,
+        num_steps: int,
+        inputs: ExecutorInputs,
+        kv_cache: KVCacheInterface,
+        lora_id: int | None = None,
+        *,
+        sampling: Sequence[Sampling] | None = None,
+    ) -> list[list[int]]:
+        """See ``LlmExecutorInterface``. A cancelled call reports the ids of all rows, row after row."""
+        return self._sample("sample_tokens_batch", num_steps, inputs, kv_cache, lora_id, sampling)
+
+    def _sample(
+        self,
+        verb: str,
+        num_steps: int,
+        inputs: ExecutorInputs,
+        kv_cache: KVCacheInterface,
+        lora_id: int | None,
+        sampling: Sequence[Sampling] | None,
+    ) -> list[list[int]]:
+        with self.executor.operation(verb) as operation:
+            num_steps = check_integer(num_steps, f"{verb}: num_steps", 0)
+            tokens, cache, parts = self._decode_parts(inputs, kv_cache, lora_id, num_steps)
+            if num_steps == 0:
+                return [[] for _ in tokens]
+            with Transaction(self.executor.pool, parts, operation) as work:
+                drawers = self._drawers(cache, parts, tokens, sampling)
+                return self._steps(num_steps, tokens, work, cache, drawers)
+
+    def _steps(
+        self,
+        num_steps: int,
+        tokens: Sequence[Ids],
+        work: Transaction,
+        cache: KVCache,
+        drawers: Sequence[Drawer],
+    ) -> list[list[int]]:
+        """Run and draw, step by step; a cancelled call keeps its whole steps."""
+        drawn: list[list[int]] = [[] for _ in tokens]
+        seconds: list[float] = []
+        for _ in range(num_steps):
+            watch = Stopwatch(self.executor.pool.device)
+            try:
+                rows = work.run(tokens, ["last"] * len(tokens))
+            except Cancelled:
+                self._commit(work, cache)
+                raise Cancelled(
+                    f"{work.operation.verb} was cancelled after {len(seconds)} of {num_steps} steps",
+                    [token for row in drawn for token in row],
+                ) from None
+            for row, drawer, logits_1V in zip(drawn, drawers, rows, strict=True):
+                row.append(drawer.draw(logits_1V))
+            tokens = [np.array(row[-1:], dtype=np.int64) for row in drawn]
+            seconds.append(watch.seconds())
+        self._commit(work, cache)
+        for taken in seconds:
+            self.executor.record_decode(len(tokens), taken)
+        return drawn
+
+    # -- checks ----------------------------------------------------------------------------------------------
+
+    def _begin(
+        self, inputs: ExecutorInputs, kv_cache: KVCacheInterface, lora_id: int | None, tokens: Sequence[Ids]
+    ) -> tuple[KVCache, tuple[int, ...]]:
+        """The cache and where its rows begin; everything about cache, adapter, ids and positions is checked."""
+        cache, lengths = resolve_cache(self.executor.pool, kv_cache)
+        require_adapter(lora_id)
+        if len(tokens) != cache.batch_size:
+            raise InvalidArgument(f"token ids have {len(tokens)} rows, and the KV cache has {cache.batch_size}")
+        for ids in tokens:
+            require_vocabulary(ids, self.executor.pool.vocab_size, "token_ids")
+        return cache, inputs.start_positions(lengths)
+
+    def _decode_parts(
+        self, inputs: ExecutorInputs, kv_cache: KVCacheInterface, lora_id: int | None, count: int
+    ) -> tuple[list[Ids], KVCache, list[Extension]]:
+        if inputs.vision is not None or inputs.audio is not None:
+            raise InvalidArgument("a decode step takes token ids only; give vision and audio data to prefill")
+        if inputs.text is None or inputs.text.token_ids.shape[1] != 1:
+            raise InvalidArgument("Expect 1 token id for decode.")
+        tokens = [to_ids(row) for row in inputs.text.token_rows()]
+        cache, starts = self._begin(inputs, kv_cache, lora_id, tokens)
+        return tokens, cache, extensions(cache, starts, [count] * len(tokens))
+
+    def _commit(self, work: Transaction, cache: KVCache) -> None:
+        """A dynamic cache that had to grow gets ``kv_increment_size`` slots at least, up to the model's maximum."""
+        before = cache.capacity
+        work.commit()
+        if cache.capacity > before:
+            roomy = min(before + self.kv_increment_size, self.executor.pool.max_model_len)
+            cache.capacity = max(cache.capacity, roomy)
+
+    # -- sampling --------------------------------------------------------------------------------------------
+
+    def _drawers(
+        self, cache: KVCache, parts: Sequence[Extension], tokens: Sequence[Ids], sampling: Sequence[Sampling] | None
+    ) -> list[Drawer]:
+        if sampling is not None and len(sampling) != len(parts):
+            raise InvalidArgument(f"sampling has {len(sampling)} entries for {len(parts)} rows; give one per row")
+        drawers: list[Drawer] = []
+        for index, part in enumerate(parts):
+            choice = self.sampling if sampling is None else sampling[index]
+            if not isinstance(choice, SamplingParams):
+                drawers.append(ContractDrawer(choice))
+                continue
+            known = cache.token_ids(index)
+            past = None if known is None else np.concatenate((known[: part.start], tokens[index]))
+            history = history_for(choice, past)
+            if sampling is None:
+                drawers.append(ParamsDrawer(self._own_sampling(index, history)))
+            else:
+                drawers.append(ParamsDrawer(self._make_sampling(choice, index, history)))
+        return drawers
+
+    def _make_sampling(self, params: SamplingParams, row: int, history: Ids | tuple[()] = ()) -> ParamsSampling:
+        size = self.executor.pool.vocab_size
+        return ParamsSampling(params, history, vocab_size=size, index=row, entropy=self._entropy)
+
+    def _own_sampling(self, row: int, history: Ids | tuple[()]) -> ParamsSampling:
+        """What this object draws row ``row`` with: its generator goes on from call to call, its history does not."""
+        while len(self._samplings) <= row:
+            self._samplings.append(self._make_sampling(self.sampling, len(self._samplings)))
+        self._samplings[row].restart(history)
+        return self._samplings[row]
+
+
+def _refuse_media(inputs: ExecutorInputs) -> None:
+    for name, data in (("vision", inputs.vision), ("audio", inputs.audio)):
+        if data is not None:
+            raise Unsupported(f"{name} data: the model has no {name} encoder; give text only")

@@ -1,0 +1,85 @@
+"""Calls that are running on an executor: who they are, how they are cancelled, how long they take."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from quire.errors import Cancelled
+
+
+class Operation:
+    """One running call. Its flag dies with it, so a cancel never reaches the next call."""
+
+    def __init__(self, verb: str) -> None:
+        self.verb = verb
+        self.num_sequences = 0
+        """Sequences of the forward that it runs, 0 before the first."""
+        self._cancelled = False
+
+    def cancel(self) -> None:
+        self._cancelled = True
+
+    def check(self) -> None:
+        """``Cancelled`` if it was cancelled. Asked before each forward and before each sampled token."""
+        if self._cancelled:
+            raise Cancelled(f"{self.verb} was cancelled")
+
+
+class Operations:
+    """The calls that are inside an executor, those that wait for its lock included.
+
+    It has a lock of its own that is held for an instant only, so that ``cancel`` never waits for a running call.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running: set[Operation] = set()
+
+    @contextmanager
+    def running(self, verb: str) -> Iterator[Operation]:
+        operation = Operation(verb)
+        with self._lock:
+            self._running.add(operation)
+        try:
+            yield operation
+        finally:
+            with self._lock:
+                self._running.discard(operation)
+
+    def cancel(self) -> None:
+        """Flag every call that is inside at this moment."""
+        with self._lock:
+            for operation in self._running:
+                operation.cancel()
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._running)
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that are run now."""
+        with self._lock:
+            return sum(operation.num_sequences for operation in self._running)
+
+
+class Stopwatch:
+    """Seconds of device-synchronised execution since it was made."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._synchronize()
+        self._begin = time.perf_counter()
+
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def seconds(self) -> float:
+        self._synchronize()
+        return time.perf_counter() - self._begin

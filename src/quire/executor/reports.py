@@ -1,0 +1,153 @@
+"""What an executor says about its model and its memory. Taken from the loaded model, the device and what is implemented."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from functools import cache
+from typing import cast
+
+import torch
+
+from quire.contracts.executor import (
+    AttentionMechanism,
+    ExecutorCapabilities,
+    ExecutorInfo,
+    MemoryRequirements,
+    MemoryUsage,
+)
+from quire.contracts.layers import FullAttention
+from quire.executor.arguments import NO_ADAPTERS, NO_ATTENTIONS, NO_HIDDEN_STATES, NO_POSITIONS
+from quire.executor.pool import CachePool
+from quire.executor.warmup import Measured
+from quire.models.families import LoadedModel
+from quire.models.loading import DTYPES
+from quire.runner.local import Runner
+
+NO_PARALLELISM = "the runner of this release holds the whole model on one device"
+
+REFUSALS: tuple[tuple[str, str], ...] = (
+    ("load_lora", NO_ADAPTERS),
+    ("unload_lora", NO_ADAPTERS),
+    ("position_ids", NO_POSITIONS),
+    ("output_hidden_states", NO_HIDDEN_STATES),
+    ("output_attentions", NO_ATTENTIONS),
+    ("vision", "the model has no vision encoder; give text only"),
+    ("audio", "the model has no audio encoder; give text only"),
+    ("tensor_parallelism", NO_PARALLELISM),
+    ("pipeline_parallelism", NO_PARALLELISM),
+)
+"""Each verb or combination that raises ``Unsupported``, with the reason."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """What is asked about a model when its runner may be gone."""
+
+    architecture: str
+    hidden_size: int
+    dtype: torch.dtype
+    num_parameters: int
+    parameter_bytes: int
+    storage_bytes: int
+    """Of the K/V pool."""
+
+    @classmethod
+    def of(cls, runner: Runner) -> ModelFacts:
+        model = cast(LoadedModel, runner.model)
+        return cls(
+            architecture=model.architecture,
+            hidden_size=model.hidden_size,
+            dtype=model.dtype,
+            num_parameters=model.num_parameters,
+            parameter_bytes=model.parameter_bytes,
+            storage_bytes=runner.state.storage.num_bytes,
+        )
+
+    def info(self, pool: CachePool) -> ExecutorInfo:
+        spec = pool.specs[0]
+        return ExecutorInfo(
+            architecture=self.architecture,
+            vocab_size=pool.vocab_size,
+            hidden_size=self.hidden_size,
+            num_layers=len(pool.specs),
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            max_sequence_length=pool.max_model_len,
+            dtype=dtype_name(self.dtype),
+            device=str(pool.device),
+            num_parameters=self.num_parameters,
+            fingerprint=fingerprint_of(pool),
+        )
+
+    def capabilities(self, pool: CachePool, max_batch_size: int, measured: Measured | None) -> ExecutorCapabilities:
+        mechanisms = {mechanism_of(spec) for spec in pool.specs} | {AttentionMechanism.PAGED}
+        return ExecutorCapabilities(
+            max_batch_size=max_batch_size,
+            max_sequence_length=pool.max_model_len,
+            attention_mechanisms=tuple(sorted(mechanisms)),
+            supports_dynamic_batching=max_batch_size > 1,
+            supports_continuous_batching=max_batch_size > 1,
+            supports_speculative_decoding=True,
+            supports_tensor_parallelism=False,
+            supports_pipeline_parallelism=False,
+            supported_dtypes=computable_dtypes(pool.device),
+            supported_devices=present_devices(),
+            memory_requirements=MemoryRequirements(
+                parameter_memory=self.parameter_bytes,
+                activation_memory_per_token=measured.bytes_per_token if measured else 0,
+                # Rounded up where layers differ; the same for all in the usual model.
+                kv_cache_memory_per_token=-(-pool.page_bytes // (pool.page_size * len(pool.specs))),
+                overhead_memory=measured.overhead_bytes if measured else 0,
+            ),
+            refusals=REFUSALS,
+        )
+
+    def memory_usage(self, pool: CachePool) -> MemoryUsage:
+        """Weights and K/V pool of the runner, whoever uses the pages; nothing after shutdown but the peak."""
+        peak = self.parameter_bytes + pool.peak_pages * pool.page_bytes
+        if pool.runner_or_none is None:
+            return MemoryUsage(peak_bytes=peak)
+        used = self.parameter_bytes + pool.used_pages * pool.page_bytes
+        return MemoryUsage(
+            allocated_bytes=self.parameter_bytes + self.storage_bytes, used_bytes=used, peak_bytes=max(used, peak)
+        )
+
+
+def fingerprint_of(pool: CachePool) -> str:
+    """32 hex digits over architecture, configuration and weights."""
+    text = json.dumps(dict(pool.identity.fields()), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def mechanism_of(spec: FullAttention) -> AttentionMechanism:
+    """How query heads share K and V."""
+    if spec.num_kv_heads == spec.num_heads:
+        return AttentionMechanism.MULTI_HEAD
+    return AttentionMechanism.MULTI_QUERY if spec.num_kv_heads == 1 else AttentionMechanism.GROUPED_QUERY
+
+
+@cache
+def computable_dtypes(device: torch.device) -> tuple[str, ...]:
+    """The dtypes of weights that the loader takes and with which this device multiplies matrices."""
+    return tuple(sorted(dtype_name(dtype) for dtype in set(DTYPES.values()) if _multiplies(device, dtype)))
+
+
+def _multiplies(device: torch.device, dtype: torch.dtype) -> bool:
+    ones = torch.ones(2, 2, dtype=dtype, device=device)
+    try:
+        return bool((ones @ ones == 2).all())
+    except RuntimeError:
+        return False
+
+
+def present_devices() -> tuple[str, ...]:
+    """Devices of this machine that an executor can run on."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return ("cpu", *(f"cuda:{index}" for index in range(count)))

@@ -1,0 +1,67 @@
+"""One row of a KV cache: its sequence, the token ids that made it, and where it was cut.
+
+A handle of length n is stale if its row was cut below n after the handle was made.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.types import SeqId
+
+Ids: TypeAlias = NDArray[np.int64]
+
+
+class TokenRecord:
+    """The token ids of a row: an array that grows by doubling."""
+
+    def __init__(self, ids: Ids | None = None) -> None:
+        self._buffer: Ids = np.empty(0, dtype=np.int64) if ids is None else ids.copy()
+        self.size = self._buffer.size
+
+    @property
+    def ids(self) -> Ids:
+        """A view, valid until the record changes."""
+        return self._buffer[: self.size]
+
+    def replace_from(self, start: int, ids: Ids) -> None:
+        """Ids from ``start`` on become ``ids``."""
+        size = start + ids.size
+        if size > self._buffer.size:
+            grown = np.empty(max(size, 2 * self._buffer.size, 16), dtype=np.int64)
+            grown[:start] = self._buffer[:start]
+            self._buffer = grown
+        self._buffer[start:size] = ids
+        self.size = size
+
+
+@dataclass(slots=True)
+class Row:
+    """One sequence of a cache."""
+
+    seq: SeqId
+    tokens: TokenRecord | None = field(default_factory=TokenRecord)
+    """None: they are not known, as after loading a file that does not tell."""
+    cuts: list[tuple[int, int]] = field(default_factory=list)
+    """(revision, length), both strictly increasing: a later cut at or below an earlier one replaces it."""
+
+    def cut(self, revision: int, length: int) -> None:
+        """The row was cut to ``length`` in ``revision``, which is higher than any before."""
+        while self.cuts and self.cuts[-1][1] >= length:
+            self.cuts.pop()
+        self.cuts.append((revision, length))
+
+    def was_cut(self, revision: int, length: int) -> bool:
+        """Whether anything below ``length`` is gone or different since ``revision``."""
+        later = bisect_right(self.cuts, revision, key=lambda cut: cut[0])
+        # The first later cut is the lowest of them.
+        return later < len(self.cuts) and self.cuts[later][1] < length
+
+    def like(self, seq: SeqId) -> Row:
+        """A row for a fork of this one's sequence: the same tokens, no history of cuts."""
+        return Row(seq, None if self.tokens is None else TokenRecord(self.tokens.ids))

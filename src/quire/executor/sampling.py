@@ -1,0 +1,172 @@
+"""How ``sample_tokens`` draws: ``SamplingParams`` with their own generator, or any ``RequestSampling``.
+
+Letters: R rows of logits; V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.contracts.executor import RequestSampling
+from quire.errors import FailedPrecondition, InvalidArgument, QuireError, Unsupported
+from quire.executor.rows import Ids
+from quire.ops.sampling import RequestSampler, TokenCounts, probabilities, sample
+from quire.sampling_params import SamplingParams
+
+_DRAW_FIELDS = frozenset(
+    {
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "seed",
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+        "logit_bias",
+    }
+)
+"""The fields of ``SamplingParams`` that say how a token is drawn."""
+
+
+def check_params(params: SamplingParams) -> SamplingParams:
+    """``Unsupported`` names a field that asks for what ``sample_tokens`` does not do: stopping, several samples, text.
+
+    ``max_tokens`` is not looked at: ``num_steps`` says how many.
+    """
+    default = SamplingParams()
+    for name in default.__dataclass_fields__:
+        if name not in _DRAW_FIELDS | {"max_tokens"} and getattr(params, name) != getattr(default, name):
+            raise Unsupported(
+                f"sample_tokens does not have {name}={getattr(params, name)!r}: it draws exactly num_steps ids; "
+                f"leave {name} at {getattr(default, name)!r}"
+            )
+    return params
+
+
+class ParamsSampling:
+    """``RequestSampling`` from ``SamplingParams``: one request's parameters, generator and tokens.
+
+    Its draws are those of the serving engine for equal parameters, logits, history and seed.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt_ids: Sequence[int] | Ids = (),
+        *,
+        vocab_size: int,
+        index: int = 0,
+        entropy: torch.Generator | None = None,
+    ) -> None:
+        """``entropy`` gives the seed where ``params`` have none; None: the operating system does."""
+        if entropy is None:
+            entropy = torch.Generator()
+            entropy.seed()
+        self.params = check_params(params)
+        self.sampler = RequestSampler(params, prompt_ids, vocab_size=vocab_size, index=index, entropy=entropy)
+        self.restart(prompt_ids)
+
+    def restart(self, prompt_ids: Sequence[int] | Ids) -> None:
+        """Another request with the same generator: ``prompt_ids`` have been seen, nothing has been drawn."""
+        self._observed: list[int] = []
+        self._prompt = np.asarray(prompt_ids, dtype=np.int64)
+        if self.params.needs_history:
+            # Presence and frequency look at the output only; the prompt matters to repetition alone.
+            seen = self._prompt if self.params.repetition_penalty != 1.0 else self._prompt[:0]
+            self.sampler.counts = TokenCounts(seen)
+
+    def observe(self, token: int) -> None:
+        """``token`` joined the output."""
+        self.sampler.observe(token)
+        self._observed.append(token)
+
+    def probabilities(self, logits_RV: Tensor, drafted: Sequence[int]) -> Tensor:
+        """See ``RequestSampling``."""
+        count = logits_RV.shape[0]
+        if count > len(drafted) + 1:
+            raise InvalidArgument(f"{count} rows of logits for {len(drafted)} drafts; at most one more is accepted")
+        rows = [self._at(drafted[: len(drafted) - count + 1 + row]) for row in range(count)]
+        return probabilities(logits_RV, rows).float()
+
+    def _at(self, drafted: Sequence[int]) -> RequestSampler:
+        """A sampler as it will be after ``drafted``; the generator is not touched."""
+        if not self.params.needs_history:
+            return self.sampler
+        params = self.params.replace(seed=0)
+        sampler = RequestSampler(params, self._prompt, vocab_size=self.sampler.vocab_size)
+        for token in (*self._observed, *drafted):
+            sampler.observe(token)
+        return sampler
+
+    def uniform(self) -> float:
+        """See ``RequestSampling``. Greedy parameters draw nothing: 0.0, which takes every certain token."""
+        return 0.0 if self.params.is_greedy else self.sampler.uniform()
+
+
+class Drawer(Protocol):
+    """Draws the tokens of one row of a call."""
+
+    def draw(self, logits_1V: Tensor) -> int:
+        """The next id; it joins the row's output."""
+        ...
+
+
+class ParamsDrawer:
+    """Draws as the serving engine does."""
+
+    def __init__(self, sampling: ParamsSampling) -> None:
+        self._sampling = sampling
+
+    def draw(self, logits_1V: Tensor) -> int:
+        drawn = sample(logits_1V, [self._sampling.sampler])
+        drawn.raise_failures()
+        self._sampling.observe(drawn.token_ids[0])
+        return drawn.token_ids[0]
+
+
+class ContractDrawer:
+    """Draws from the distributions of a ``RequestSampling`` by inverting their sums."""
+
+    def __init__(self, sampling: RequestSampling) -> None:
+        if not callable(getattr(sampling, "probabilities", None)) or not callable(getattr(sampling, "uniform", None)):
+            raise InvalidArgument(
+                f"sampling must be SamplingParams or have probabilities() and uniform(); got {type(sampling).__name__}"
+            )
+        self._sampling = sampling
+        self._drawn: list[int] = []
+
+    def draw(self, logits_1V: Tensor) -> int:
+        p_1V = self._sampling.probabilities(logits_1V, tuple(self._drawn))
+        if tuple(p_1V.shape) != tuple(logits_1V.shape):
+            raise QuireError(f"sampling made {list(p_1V.shape)} of logits {list(logits_1V.shape)}")
+        token = draw_from(p_1V[0], self._sampling.uniform())
+        self._drawn.append(token)
+        return token
+
+
+def draw_from(p_V: Tensor, u: float) -> int:
+    """The token at which the running sum of a distribution passes ``u`` in [0, 1); never one of probability 0."""
+    ids = p_V.nonzero()[:, 0]
+    sums = p_V[ids].double().cumsum(0)
+    if not len(ids) or not bool(sums[-1].isfinite()) or bool((p_V < 0).any()):
+        raise QuireError("a token cannot be drawn: the probabilities are no distribution")
+    # The last sum stands for 1, so that rounding leaves no gap above it.
+    index = int(torch.searchsorted(sums, sums[-1] * u, right=True))
+    return int(ids[min(index, len(ids) - 1)])
+
+
+def history_for(params: SamplingParams, known: Ids | None) -> Ids | tuple[()]:
+    """The ids that a repetition penalty counts: those of the row, which must be known."""
+    if params.repetition_penalty == 1.0:
+        return ()
+    if known is None:
+        raise FailedPrecondition(
+            "repetition_penalty needs the token ids of the cache, and they are not known; use 1.0, or prefill the tokens"
+        )
+    return known

@@ -1,0 +1,157 @@
+"""KV caches as bytes: the content of a state file of kind ``kv_cache``.
+
+One sequence per row under the prefix ``row.<b>.``, and what the rows are: model, adapters, dtype, capacity, lengths, token ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch import Tensor
+
+from quire.errors import DataLoss, InvalidArgument, NotFound, ResourceExhausted
+from quire.executor.rows import Ids, Row, TokenRecord
+from quire.kv import exchange, sequencefile
+from quire.kv.sequences import pages_for
+from quire.kv.statefile import StateFile, TensorSpec, read_state, to_bytes
+
+if TYPE_CHECKING:
+    from quire.executor.cache import KVCache
+
+KIND = "kv_cache"
+
+
+def _prefix(row: int) -> str:
+    return f"row.{row}."
+
+
+def dump(cache: KVCache) -> bytes:
+    """See ``KVCacheInterface.serialize``. Call it under the lock."""
+    state = cache.pool.state
+    rows: list[dict[str, Any]] = []
+    plan: list[TensorSpec] = []
+    for index, row in enumerate(cache.rows):
+        metadata, specs = sequencefile.describe(state, row.seq, _prefix(index))
+        rows.append(metadata)
+        plan += specs
+    metadata = {
+        "kind": KIND,
+        "model": dict(cache.pool.identity.fields()),
+        "adapters": sorted(cache.adapters),
+        "dtype": exchange.dtype_name(state.dtype),
+        "batch_size": cache.batch_size,
+        "capacity": cache.capacity,
+        "dynamic": cache.dynamic,
+        "lengths": list(cache.lengths),
+        "next_positions": list(cache.lengths),
+        "tokens": [None if row.tokens is None else row.tokens.ids.tolist() for row in cache.rows],
+        "rows": rows,
+    }
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        for index, row in enumerate(cache.rows):
+            yield from sequencefile.tensors(state, row.seq, _prefix(index))
+
+    return to_bytes(metadata, plan, tensors())
+
+
+def load(cache: KVCache, data: bytes, *, convert_dtype: bool) -> None:
+    """See ``KVCacheInterface.load``. Call it under the lock."""
+    if not isinstance(data, bytes | bytearray | memoryview):
+        raise InvalidArgument(f"a KV cache is loaded from the bytes of serialize(); got {type(data).__name__}")
+    with read_state(data) as file:
+        checked, tokens = _check(cache, file, convert_dtype)
+        lengths = [int(row["length"]) for row in checked]
+        fresh = _import_rows(cache, file, checked, tokens)
+    cache.replace_content(fresh)
+    cache.adapters = frozenset()
+    if cache.dynamic:
+        cache.capacity = max(cache.capacity, *lengths)
+
+
+def _check(cache: KVCache, file: StateFile, convert_dtype: bool) -> tuple[list[dict[str, Any]], list[Ids | None]]:
+    """Everything about a file, before the pool is touched: metadata and token ids of the rows."""
+    found = file.metadata
+    if found.get("kind") != KIND:
+        raise InvalidArgument(f"the state holds a {found.get('kind')!r}, and a {KIND!r} is expected")
+    _check_model(found.get("model"), cache.pool.identity.fields())
+    if found.get("adapters") != []:
+        raise InvalidArgument(
+            f"the state was made with adapters {found.get('adapters')!r}; none are loaded, [] is expected"
+        )
+    if found.get("batch_size") != cache.batch_size:
+        raise InvalidArgument(f"the state has {found.get('batch_size')!r} rows, {cache.batch_size} are expected")
+    rows = _listed(found, "rows", cache.batch_size)
+    state = cache.pool.state
+    checked = [
+        sequencefile.check(state, file, row, _prefix(index), convert_dtype)  # type: ignore[arg-type]
+        for index, row in enumerate(rows)
+    ]
+    expected = {name for index in range(len(rows)) for name in sequencefile.tensor_names(state, _prefix(index))}
+    if surplus := sorted(set(file.names) - expected):
+        raise InvalidArgument(f"the state holds tensors that no row has: {surplus[:3]}; expected only k and v of rows")
+    lengths = [int(row["length"]) for row in checked]
+    for name in ("lengths", "next_positions"):
+        if _listed(found, name, cache.batch_size) != lengths:
+            raise DataLoss(f"{name} of the state are {found.get(name)!r}, and its rows have {lengths}")
+    longest = max(lengths)
+    if not cache.dynamic and longest > cache.capacity:
+        raise InvalidArgument(f"the state has {longest} tokens in a row; this static cache has {cache.capacity} slots")
+    if longest > cache.pool.max_model_len:
+        raise ResourceExhausted(
+            f"the state has {longest} tokens in a row; the model's maximum is {cache.pool.max_model_len}"
+        )
+    listed = _listed(found, "tokens", cache.batch_size)
+    return checked, [
+        _check_tokens(ids, length, cache.pool.vocab_size) for ids, length in zip(listed, lengths, strict=True)
+    ]
+
+
+def _check_model(found: object, expected: Mapping[str, str]) -> None:
+    if not isinstance(found, Mapping):
+        raise DataLoss("the state does not say which model it belongs to")
+    for name, mine in expected.items():
+        if found.get(name) != mine:
+            raise InvalidArgument(
+                f"the state belongs to another model: {name} {found.get(name)!r} found, {mine!r} expected"
+            )
+
+
+def _listed(found: Mapping[str, Any], name: str, count: int) -> list[object]:
+    value = found.get(name)
+    if not isinstance(value, list) or len(value) != count:
+        raise DataLoss(f"{name} of the state are {value!r:.80}; a list of {count} is expected")
+    return value
+
+
+def _check_tokens(ids: object, length: int, vocab_size: int) -> Ids | None:
+    """Token ids of a row; None where the writer did not know them."""
+    if ids is None:
+        return None
+    if not isinstance(ids, list) or len(ids) != length:
+        raise DataLoss(f"the state has {length} tokens in a row and does not list as many ids")
+    for token in ids:
+        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
+            raise DataLoss(f"the state names token {token!r}; ids in 0..{vocab_size - 1} are expected")
+    return np.array(ids, dtype=np.int64)
+
+
+def _import_rows(cache: KVCache, file: StateFile, checked: list[dict[str, Any]], tokens: list[Ids | None]) -> list[Row]:
+    """The rows of a file as new sequences beside the old ones; all of them, or none and the error."""
+    pool = cache.pool
+    pages = sum(pages_for(int(row["length"]), pool.page_size) for row in checked)
+    pool.require_free(pages, "load (beside the content that it replaces)")
+    fresh: list[Row] = []
+    try:
+        for index, (row, ids) in enumerate(zip(checked, tokens, strict=True)):
+            seq = pool.runner.new_seq()
+            sequencefile.load(pool.state, seq, file, row, _prefix(index))
+            fresh.append(Row(seq, None if ids is None else TokenRecord(ids)))
+    except BaseException:
+        with suppress(NotFound):
+            pool.remove([row.seq for row in fresh])
+        raise
+    return fresh

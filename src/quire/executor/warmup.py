@@ -1,0 +1,108 @@
+"""What ``warmup`` measures: memory of activations, and the batch from which decoding more rows at once gains little."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch.autograd.profiler import profile
+
+from quire.executor.operations import Stopwatch
+from quire.executor.pool import CachePool
+from quire.kv.sequences import pages_for
+from quire.models.loading import free_memory
+from quire.types import Chunk, SeqId, Step
+
+LONG_CHUNK, SHORT_CHUNK = 128, 32
+"""Tokens of the two forwards whose peaks give a slope and an intercept."""
+REPEATS = 3
+KNEE = 0.9
+"""The knee is the smallest batch with this part of the best throughput."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What was found."""
+
+    bytes_per_token: int
+    overhead_bytes: int
+    knee: int
+    """Rows of a decode batch."""
+
+
+def measure(pool: CachePool, max_batch_size: int) -> Measured:
+    """Run forwards on sequences that are gone afterwards. What the pool has no room for is not measured."""
+    room = min(pool.state.num_available_pages() * pool.page_size, pool.max_model_len)
+    long, short = min(LONG_CHUNK, room), min(SHORT_CHUNK, room // 2)
+    slope = overhead = 0
+    if short:
+        _peak_of_chunk(pool, short)  # the first forward also makes what stays, such as rotary tables
+        high, low = _peak_of_chunk(pool, long), _peak_of_chunk(pool, short)
+        slope = max(0, -(-(high - low) // (long - short)))
+        overhead = max(0, high - slope * long)
+    return Measured(bytes_per_token=slope, overhead_bytes=overhead, knee=_knee(pool, max_batch_size))
+
+
+def fits(measured: Measured | None, rows: int, device: torch.device) -> bool:
+    """Whether the activations of a decode of so many rows fit into free memory, as far as that is known."""
+    free = free_memory(device)
+    if measured is None or free is None:
+        return True
+    return measured.bytes_per_token * rows + measured.overhead_bytes <= free
+
+
+def _peak_of_chunk(pool: CachePool, tokens: int) -> int:
+    seqs = pool.add(1)
+    try:
+        step = Step(chunks=(Chunk(seqs[0], [0] * tokens, logits="all"),))
+        return peak_bytes(lambda: pool.runner.execute(step), pool.device)
+    finally:
+        pool.remove(seqs)
+
+
+def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
+    """The most bytes that ``run`` had allocated on the device at any moment, beyond what was there before."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        run()
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before
+    with profile(profile_memory=True) as profiled:
+        run()
+    live = peak = 0
+    results = profiled.kineto_results
+    for event in results.events() if results is not None else ():
+        if event.name() == "[memory]":
+            live += event.nbytes()
+            peak = max(peak, live)
+    return peak
+
+
+def _knee(pool: CachePool, max_batch_size: int) -> int:
+    rates: dict[int, float] = {}
+    most = min(max_batch_size, pool.state.num_available_pages() // pages_for(1 + REPEATS, pool.page_size))
+    batch = 1
+    while batch <= most:
+        rates[batch] = _decode_rate(pool, batch)
+        batch = batch * 2 if batch * 2 <= most or batch == most else most
+    best = max(rates.values(), default=0.0)
+    return min((size for size, rate in rates.items() if rate >= KNEE * best), default=1)
+
+
+def _decode_rate(pool: CachePool, batch: int) -> float:
+    """Tokens per second of decoding ``batch`` rows, the best of some repeats after a first one."""
+    seqs: list[SeqId] = pool.add(batch)
+    try:
+        step = Step(chunks=tuple(Chunk(seq, [0]) for seq in seqs))
+        pool.runner.execute(step)
+        times = []
+        for _ in range(min(REPEATS, pool.max_model_len - 1)):
+            watch = Stopwatch(pool.device)
+            pool.runner.execute(step)
+            times.append(watch.seconds())
+        return batch / min(times) if times else 0.0
+    finally:
+        pool.remove(seqs)
