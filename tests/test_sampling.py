@@ -244,7 +244,7 @@ def test_draw_with_totals_that_float64_cannot_hold(exponent: int, offset: int) -
 def test_weights_are_integers_that_sum_exactly() -> None:
     z = torch.zeros(1, 1500)
     for fields in ({}, {"top_k": 1499}, {"top_p": 0.5}):
-        (group,) = candidates(z, z[:, 0], {0: SamplingParams(**fields)})  # type: ignore[arg-type]
+        (group,) = candidates(z, z[:, 0], {0: SamplingParams(**fields)})
         assert group.weights.dtype == torch.int64
         kept = [w for w in group.weights[0].tolist() if w]
         assert set(kept) == {2 ** (62 - 11)}
@@ -396,6 +396,13 @@ def test_one_uniform_for_one_token(fields: dict[str, Any]) -> None:
     probabilities(logits(1, 2001), [used])
     assert 0 <= counted.uniform() < 1
     assert torch.equal(state(used), state(counted))
+
+
+def test_uniform_numbers_have_53_bits() -> None:
+    s = sampler(4)
+    scaled = [s.uniform() * 2**53 for _ in range(20)]
+    assert all(x == int(x) < 2**53 for x in scaled)
+    assert any(int(x) % 2 for x in scaled)
 
 
 def test_greedy_requests_have_no_stream() -> None:

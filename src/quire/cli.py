@@ -102,7 +102,9 @@ def _with_options(*groups: str) -> Callable[[Callable[..., None]], Callable[...,
             added += [parameter for parameter in _engine_parameters() if parameter.name not in taken]
 
         def run(**given: Any) -> None:
-            command(**given)
+            # Inside of typer, which would turn an interrupt and a closed pipe into exit codes of its own.
+            with _one_sentence():
+                command(**given)
 
         run.__name__, run.__doc__ = command.__name__, command.__doc__
         run.__signature__ = python_inspect.Signature([*own, *added])  # type: ignore[attr-defined]

@@ -12,7 +12,8 @@ with llm.session("class Stack:\\n") as session:
 from __future__ import annotations
 
 import sys
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self
@@ -25,10 +26,13 @@ from quire.build import Parts, build
 from quire.config import EngineConfig
 from quire.engine import saved
 from quire.engine.chat import render_chat, select_template
-from quire.engine.engine import Engine, SequenceRequest
+from quire.engine.engine import Engine
+from quire.engine.generation import SequenceRequest, SessionState
+from quire.engine.request import TokenBuffer
+from quire.engine.results import request_output
 from quire.engine.session import Session, Text, as_token_ids
 from quire.engine.tokenizer import Tokenizer
-from quire.errors import FailedPrecondition, InvalidArgument, Unsupported
+from quire.errors import FailedPrecondition, InvalidArgument, QuireError, Unsupported
 from quire.kv.rules import PAGED_REFUSALS, PAGED_VERBS
 from quire.kv.statefile import read_state
 from quire.models.families import LoadedModel
@@ -78,7 +82,10 @@ class LLM:
         self._no_adapter(adapter)
         listed = as_prompts(prompts)
         params = self._params_for(sampling_params, len(listed))
-        ids = [self._encode(prompt) for prompt in listed]
+        ids = []
+        for number, prompt in enumerate(listed):
+            with naming_prompt(number, len(listed)):
+                ids.append(self._encode(prompt))
         texts = [prompt if isinstance(prompt, str) else None for prompt in listed]
         return self._run(ids, texts, params, cache_salt, use_tqdm)
 
@@ -127,24 +134,28 @@ class LLM:
         salt: str | None,
         use_tqdm: bool | None,
     ) -> list[RequestOutput]:
-        engine = self._engine
+        engine, key = self._engine, cache_key(salt)
         for number, (tokens, chosen) in enumerate(zip(ids, params, strict=True)):
             with naming_prompt(number, len(ids)):
                 engine.check_tokens(tokens)
                 engine.check_params(chosen)
                 engine.check_length(tokens.size, chosen)
-        requests: list[list[SequenceRequest]] = []
         show = use_tqdm if use_tqdm is not None else (len(ids) > 1 and sys.stderr.isatty())
-        with tqdm(total=len(ids), desc="Generating", unit="prompt", disable=not show) as bar:
+        requests: list[list[SequenceRequest]] = []
+        try:
             with engine.lock:
                 for tokens, chosen in zip(ids, params, strict=True):
-                    requests.append(engine.submit(tokens, chosen, key=cache_key(salt)))
+                    requests.append(engine.submit(tokens, chosen, key=key))
+            with tqdm(total=len(ids), desc="Generating", unit="prompt", disable=not show) as bar:
 
-            def advance() -> None:
-                bar.update(sum(all(sample.finished for sample in samples) for samples in requests) - bar.n)
+                def advance() -> None:
+                    bar.update(sum(all(sample.finished for sample in samples) for samples in requests) - bar.n)
 
-            engine.run([sample for samples in requests for sample in samples], advance if show else None)
-        return [engine.output(samples, text) for samples, text in zip(requests, texts, strict=True)]
+                engine.run([sample for samples in requests for sample in samples], advance if show else None)
+        finally:
+            for samples in requests:
+                engine.end(samples)
+        return [request_output(samples, self.tokenizer, text) for samples, text in zip(requests, texts, strict=True)]
 
     # -- sessions --------------------------------------------------------------------------------------------
 
@@ -157,23 +168,22 @@ class LLM:
         """
         self._require_open("session")
         self._no_adapter(adapter)
-        return self._session(self._encode(prompt), cache_key(salt=cache_salt), pin)
-
-    def _session(self, tokens: NDArray[np.int64], key: Hashable, pin: bool) -> Session:
-        session = Session(
-            self._engine,
-            tokens,
-            identity=self._parts.identity,
-            defaults=lambda: self._parts.default_params,
-            key=key,
-            pin=pin,
-        )
+        tokens, key = self._encode(prompt), cache_key(cache_salt)
+        if not isinstance(pin, bool):
+            raise InvalidArgument(f"pin must be True or False, got {pin!r}")
+        self._engine.check_tokens(tokens)
+        if tokens.size:
+            self._engine.check_length(tokens.size, None)
+        session = self._session(SessionState(TokenBuffer(tokens), key, pinned=pin))
         try:
             session.compute()
         except BaseException:
             session.close()
             raise
         return session
+
+    def _session(self, state: SessionState) -> Session:
+        return Session(self._engine, state, identity=self._parts.identity, defaults=lambda: self._parts.default_params)
 
     def load_session(self, path: str | Path, *, convert_dtype: bool = False) -> Session:
         """The session that ``Session.save`` wrote. ``InvalidArgument`` (another model, dtype, version: expected and found),
@@ -190,14 +200,7 @@ class LLM:
 
     def _restore(self, file: Any, convert_dtype: bool) -> Session:
         with self._engine.lock:
-            state = saved.load(self._engine, file, self._parts.identity, convert_dtype=convert_dtype)
-            return Session(
-                self._engine,
-                state.tokens.ids.astype(np.int64),
-                identity=self._parts.identity,
-                defaults=lambda: self._parts.default_params,
-                state=state,
-            )
+            return self._session(saved.load(self._engine, file, self._parts.identity, convert_dtype=convert_dtype))
 
     # -- adapters --------------------------------------------------------------------------------------------
 
@@ -234,6 +237,7 @@ class LLM:
                 max_model_len=self._engine.max_model_len,
                 max_batch_size=self._parts.config.max_num_seqs,
                 prefill_chunk_size=self._parts.config.max_num_batched_tokens,
+                lock=self._engine.lock,
             )
         return self._executor
 
@@ -340,19 +344,15 @@ class LLM:
         return np.array(self._parts.tokenizer.encode(prompt), dtype=np.int64)
 
 
-class naming_prompt:  # noqa: N801 - a context manager, used like a function
+@contextmanager
+def naming_prompt(number: int, count: int) -> Iterator[None]:
     """Says which of many prompts an error is about."""
-
-    def __init__(self, number: int, count: int) -> None:
-        self.number, self.count = number, count
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is not None and self.count > 1 and len(error.args) == 1:
-            error.args = (f"prompt {self.number}: {error.args[0]}",)
+    try:
+        yield
+    except QuireError as error:
+        if count > 1:
+            error.args = (f"prompt {number}: {error}",)
+        raise
 
 
 def cache_key(salt: str | None) -> Hashable:
@@ -366,9 +366,10 @@ def as_prompts(prompts: Prompts) -> list[Text]:
     """One prompt or many, as a list."""
     if isinstance(prompts, str):
         return [prompts]
-    if not isinstance(prompts, Sequence) and not isinstance(prompts, np.ndarray):
+    listable = isinstance(prompts, Sequence) and not isinstance(prompts, (bytes, bytearray))
+    if not listable and not (isinstance(prompts, np.ndarray) and prompts.ndim):
         raise InvalidArgument(f"prompts must be text, token ids, or a list of these, got {type(prompts).__name__}")
-    if len(prompts) and all(isinstance(item, (int, np.integer)) for item in prompts):
+    if len(prompts) and isinstance(prompts[0], (int, np.integer)):
         return [prompts]  # type: ignore[list-item]
     for number, item in enumerate(prompts):
         if not isinstance(item, (str, Sequence, np.ndarray)):

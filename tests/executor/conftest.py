@@ -106,9 +106,7 @@ def llama(tinies: dict[str, Tiny]) -> Tiny:
 def make_executor(
     tiny: Tiny, *, tokens: int = 1024, dtype: torch.dtype = torch.float32, name: str = "", **kwargs: Any
 ) -> Executor:
-    state = PagedKVState(
-        tiny.model.layer_specs, capacity=tokens, page_size=PAGE, dtype=dtype, backend=SdpaAttention()
-    )
+    state = PagedKVState(tiny.model.layer_specs, capacity=tokens, page_size=PAGE, dtype=dtype, backend=SdpaAttention())
     runner = LocalRunner(tiny.model, state, torch.device("cpu"))
     return Executor(runner, identity=FakeIdentity(name or tiny.family), **kwargs)
 
@@ -188,7 +186,7 @@ def snapshot(executor: Executor, *caches: KVCache) -> object:
 def refused(kind: type[QuireError], executor: Executor, *caches: KVCache, match: str = "") -> Iterator[None]:
     """The block raises exactly ``kind`` and leaves no trace."""
     before = snapshot(executor, *caches)
-    with pytest.raises(kind, match=match) as caught:
+    with pytest.raises(kind, match=match or None) as caught:
         yield
     assert caught.type is kind
     assert snapshot(executor, *caches) == before

@@ -14,6 +14,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
 import numpy as np
 import torch
@@ -52,6 +53,7 @@ def raise_first(faults: Iterable[type[QuireError]]) -> None:
             raise kind("the oracle refuses")
 
 
+@cache
 def frequencies(spec: RopeSpec) -> list[float]:
     """Angle per position of each pair, one by one."""
     result = []
@@ -74,15 +76,16 @@ def frequencies(spec: RopeSpec) -> list[float]:
 
 def rotated(x_HD: Tensor, position: int, spec: RopeSpec) -> Tensor:
     """One token's heads at one position, in float64, pair by pair."""
-    out = x_HD.double().clone()
+    out = x_HD.double().numpy().copy()
     half = spec.rotary_dim // 2
     for pair, freq in enumerate(frequencies(spec)):
         a, b = (2 * pair, 2 * pair + 1) if spec.interleaved else (pair, pair + half)
         cos, sin = math.cos(position * freq), math.sin(position * freq)
-        first, second = x_HD[:, a].double(), x_HD[:, b].double()
-        out[:, a] = first * cos - second * sin
-        out[:, b] = second * cos + first * sin
-    return out
+        first, second = out[:, a].copy(), out[:, b].copy()
+        with np.errstate(invalid="ignore"):
+            out[:, a] = first * cos - second * sin
+            out[:, b] = second * cos + first * sin
+    return torch.from_numpy(out)
 
 
 def unit(dtype: torch.dtype) -> float:

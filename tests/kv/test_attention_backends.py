@@ -130,7 +130,7 @@ class Case:
         for pool in (self.k_SHD, self.v_SHD):
             rows = torch.randn(len(written), kv_heads, pool.shape[-1], generator=generator).to(dtype)
             pool[torch.from_numpy(written).to(device)] = rows.to(device)
-        self.q_THD = torch.randn(int(starts[-1]), kv_heads * group, dk, generator=generator).to(dtype).to(device)
+        self.q_THD = torch.randn(int(starts[-1]), kv_heads * group, sizes[0], generator=generator).to(dtype).to(device)
         self.k_THD, self.v_THD = self.k_SHD[self.plan.slots_T], self.v_SHD[self.plan.slots_T]
 
     def run(self, backend: AttentionBackend, dtype: torch.dtype | None = None) -> Tensor:

@@ -939,12 +939,13 @@ def test_k_is_stored_rotated_or_raw_as_the_mode_says() -> None:
 
 
 class Twins:
-    """Two states with the same history, but that in one of them sequence 0 stores NaN or infinity. All results but those
-    of sequence 0 are equal to the bit, and finite."""
+    """Two states with the same history, but that one of them stores NaN or infinity in a sequence. All results but those
+    of this sequence (0, or ``excluded``) are equal to the bit, and finite."""
 
     def __init__(self, bad: float, page_size: int, backend: Callable[[], SdpaAttention] = SdpaAttention) -> None:
         spec = attention(rotary_dim=0)
         self.spec, self.bad = spec, bad
+        self.excluded: int | None = 0
         self.states = [PagedKVState([spec], capacity=160, page_size=page_size, backend=backend()) for _ in range(2)]
         self.generator = torch.Generator().manual_seed(1)
 
@@ -970,7 +971,7 @@ class Twins:
             state.check()
         start = 0
         for seq_id, count in zip(ids, counts, strict=True):
-            if seq_id != 0:
+            if seq_id != self.excluded:
                 clean, other = (result[start : start + count] for result in results)
                 assert clean.isfinite().all()
                 assert same_bits(clean, other), f"sequence {seq_id}"
@@ -1037,16 +1038,31 @@ class TestIsolation:
         twins.forward([3, 1, 2, 5], [2, 1, 1, 17])
         twins.forward([5, 3, 2, 1], [1, 1, 1, 1])
 
-    def test_pop_below_the_row(self, bad: float, page_size: int) -> None:
+    @pytest.mark.parametrize("target", [6, 7, 8, 9])
+    @pytest.mark.parametrize("how", ["pop", "abort", "fork and pop"])
+    def test_back_to_before_the_row(self, bad: float, page_size: int, target: int, how: str) -> None:
+        """The sequence that stored it itself takes it back, and is as good as any other."""
         twins = Twins(bad, page_size)
-        twins.add(0, 1, 2)
-        twins.forward([0, 2], [11, 40], bad_row=10)
-        # The child has the id that counts: it pops the row and goes on.
-        twins.each(lambda state: state.fork_sequence(0, 3))
-        twins.each(lambda state: state.remove_sequence(0))
-        twins.each(lambda state: state.popn(3, 2))
-        twins.forward([3, 2], [1, 1])
-        twins.forward([2, 3], [1, 1])
+        twins.add(0, 1)
+        twins.forward([0, 1], [target, 40])
+        qkv = torch.zeros(5, num_columns(twins.spec))
+        for state, values in zip(twins.states, (qkv, qkv + bad), strict=True):
+            state.begin_forward([0], [5])
+            state.attention_with_fused_qkv(0, values)
+            if how == "abort":
+                state.abort_forward()
+                continue
+            state.end_forward()
+            if how == "pop":
+                state.popn(0, 5)
+                continue
+            state.fork_sequence(0, 2)
+            state.remove_sequence(0)
+            state.popn(2, 5)
+        twins.excluded = None
+        seq_id = 2 if how == "fork and pop" else 0
+        twins.forward([1, seq_id], [1, 1])
+        twins.forward([seq_id, 1], [1, 1])
 
     def test_pages_split_by_set(self, bad: float, page_size: int) -> None:
         twins = Twins(bad, page_size)

@@ -38,7 +38,7 @@ from .oracle import Oracle, rotation_bound
 
 IDS = (-(2**63), -9, -1, 0, 1, 2, 3, 4, 7, 40, 2**40, 2**63 - 1)
 BAD_IDS = (2**63, -(2**63) - 1)
-PAGES = {1: 20, 2: 14, 5: 11, 16: 9}
+PAGES = {1: 48, 2: 28, 5: 16, 16: 11}
 """Size of the pool by page size: small, so that it runs out."""
 
 HALVES = RopeSpec(theta=10000.0, rotary_dim=8)
@@ -151,7 +151,9 @@ class KVMachine(RuleBasedStateMachine):
             assert str(raised.value)
             assert snapshot(self.state) == before
             return False, None, None
-        return True, expected, act()
+        got = act()
+        self.state.check()
+        return True, expected, got
 
     def any_id(self, rng: random.Random) -> int:
         """Mostly an id that exists."""
@@ -218,6 +220,41 @@ class KVMachine(RuleBasedStateMachine):
             self.compare(child)
 
     @rule(rng=st.randoms(use_true_random=True))
+    def branch(self, rng: random.Random) -> None:
+        """A fork of something long, and one token or two for parent, child and some others: pages split."""
+        self.settle(rng)
+        usable = [seq_id for seq_id in self.oracle.sequences if not self.oracle._importing(seq_id)]
+        unused = [seq_id for seq_id in IDS if seq_id not in self.oracle.sequences]
+        if self.oracle.forward is not None or not usable or not unused:
+            return
+        parent, child = (
+            max(usable, key=lambda seq_id: (self.oracle.sequences[seq_id].length, seq_id)),
+            rng.choice(unused),
+        )
+        pos = rng.choice([-1, rng.randint(0, self.oracle.sequences[parent].length)])
+        self.call(
+            lambda: self.oracle.fork_sequence(parent, child, pos), lambda: self.state.fork_sequence(parent, child, pos)
+        )
+        self.compare(child)
+        for ids in rng.choice([[[parent, child]], [[child], [parent]], [[parent]], [[child]], [[*usable[:7], child]]]):
+            ids = list(dict.fromkeys(ids))
+            rng.shuffle(ids)
+            self.whole_forward(rng, ids, [rng.choice([1, 1, 2]) for _ in ids])
+
+    def whole_forward(self, rng: random.Random, ids: list[int], counts: list[int], *, publish: bool = True) -> None:
+        if not self.begin(ids, counts):
+            return
+        layers = list(range(len(self.specs)))
+        rng.shuffle(layers)
+        for layer in layers:
+            self.run_layer(rng, layer)
+        if publish:
+            self.end([])
+        else:
+            self.call(self.oracle.abort_forward, self.state.abort_forward)
+            self.compare_all()
+
+    @rule(rng=st.randoms(use_true_random=True))
     def pop(self, rng: random.Random) -> None:
         self.settle(rng)
         seq_id = self.any_id(rng)
@@ -266,20 +303,11 @@ class KVMachine(RuleBasedStateMachine):
         """``begin_forward``, and mostly all of what belongs to it."""
         self.settle(rng)
         ids, counts = self.batch(rng)
-        parents = (
-            [[-1] * count for count in counts] if rng.random() < 0.03 and all(count > 0 for count in counts) else None
-        )
-        if not self.begin(ids, counts, parents) or not whole:
+        if whole:
+            self.whole_forward(rng, ids, counts, publish=publish)
             return
-        layers = list(range(len(self.specs)))
-        rng.shuffle(layers)
-        for layer in layers:
-            self.run_layer(rng, layer)
-        if publish:
-            self.end([])
-        else:
-            self.call(self.oracle.abort_forward, self.state.abort_forward)
-            self.compare_all()
+        tree = rng.random() < 0.1 and all(count > 0 for count in counts)
+        self.begin(ids, counts, [[-1] * count for count in counts] if tree else None)
 
     def begin(self, ids: list[int], counts: list[int], parents: list[list[int]] | None = None) -> bool:
         done, _, _ = self.call(
@@ -307,19 +335,18 @@ class KVMachine(RuleBasedStateMachine):
     def layer(self, rng: random.Random, layer: int) -> None:
         """One layer of the open forward, perhaps once more; or a refused call."""
         self.ensure_open(rng)
-        self.run_layer(rng, layer)
+        self.run_layer(rng, layer, faults=True)
 
-    def run_layer(self, rng: random.Random, layer: int) -> None:
+    def run_layer(self, rng: random.Random, layer: int, *, faults: bool = False) -> None:
         spec, forward = self.specs[layer], self.oracle.forward
         columns = (spec.num_heads + spec.num_kv_heads) * spec.head_dim + spec.num_kv_heads * spec.value_dim
         tokens = sum(forward.counts) if forward else 3
         rows = tokens + rng.choice([0, 0, 0, 1, 5])
         qkv = self.values(rng, rows, columns)
-        if forward is not None and rng.random() < 0.04:
+        if forward is not None and rng.random() < 0.08:
             self.poison(rng, qkv)
         scale = rng.choice([None, None, None, 0.5])
-        fault = rng.random()
-        if fault < 0.1:
+        if faults and rng.random() < 0.3:
             self.refused_attention(rng, layer, qkv, tokens)
             return
         given = qkv
@@ -521,8 +548,10 @@ class KVMachine(RuleBasedStateMachine):
     def import_group(self, rng: random.Random) -> None:
         self.settle(rng)
         importing = [seq_id for seq_id in self.oracle.sequences if self.oracle._importing(seq_id)]
-        if self.exports:
+        if self.exports and (importing or rng.random() < 0.1):
             self.go_on_importing(rng, rng.choice(importing) if importing else self.any_id(rng))
+        else:
+            self.branch(rng)
 
     def go_on_importing(self, rng: random.Random, seq_id: int) -> None:
         """A group that is still missing, or one too many, or another one's, or damaged."""
@@ -554,7 +583,10 @@ class KVMachine(RuleBasedStateMachine):
     def finish_import(self, rng: random.Random) -> None:
         self.settle(rng)
         importing = [seq_id for seq_id in self.oracle.sequences if self.oracle._importing(seq_id)]
-        self.finish(rng.choice(importing) if importing and rng.random() < 0.9 else self.any_id(rng))
+        if importing or rng.random() < 0.1:
+            self.finish(rng.choice(importing) if importing and rng.random() < 0.9 else self.any_id(rng))
+        else:
+            self.branch(rng)
 
     def finish(self, seq_id: int) -> None:
         done, _, _ = self.call(lambda: self.oracle.finish_import(seq_id), lambda: self.state.finish_import(seq_id))
@@ -609,6 +641,7 @@ def run_machine(examples: int, steps: int, *, derandomize: bool) -> None:
             derandomize=derandomize,
             database=None,
             print_blob=True,
+            report_multiple_bugs=False,
             suppress_health_check=list(HealthCheck),
         ),
     )
@@ -616,8 +649,8 @@ def run_machine(examples: int, steps: int, *, derandomize: bool) -> None:
 
 def test_short() -> None:
     KVMachine.operations, KVMachine.refusals = 0, {}
-    run_machine(40, 40, derandomize=True)
-    assert KVMachine.operations > 1000
+    run_machine(90, 50, derandomize=True)
+    assert KVMachine.operations >= 4000
     assert set(KVMachine.refusals) >= REFUSED_IN_EVERY_RUN
 
 

@@ -12,8 +12,8 @@ import itertools
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -21,14 +21,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.engine.detokenizer import IncrementalDetokenizer
+from quire.engine.generation import OnLogits, SequenceRequest, SessionState
 from quire.engine.prefix_cache import RadixCache
-from quire.engine.request import ScheduledRequest, TokenBuffer
+from quire.engine.request import ScheduledRequest, TokenBuffer, common_prefix
 from quire.engine.scheduler import Limits, Scheduled, Scheduler
 from quire.engine.tokenizer import Tokenizer
-from quire.errors import InvalidArgument, QuireError, ResourceExhausted, Unsupported
+from quire.errors import FailedPrecondition, InvalidArgument, QuireError, ResourceExhausted, Unsupported
 from quire.metrics import EngineMetrics
 from quire.ops.sampling import RequestSampler, TokenLogprobs, sample
-from quire.outputs import CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput
+from quire.outputs import FinishReason
 from quire.runner.local import Runner, StepOutput
 from quire.sampling_params import SamplingParams
 from quire.types import Edit, Fork, Pop, Remove, SeqId, Step
@@ -37,59 +38,6 @@ logger = logging.getLogger("quire.engine")
 
 DETOKENIZER_CONTEXT = 64
 """Tokens of the prompt that decide how the output's text begins: a split character, a leading space."""
-
-OnLogits = Callable[[int, Tensor], None]
-"""Called with the position of the first row and float32 logits ``[rows, V]`` of consecutive tokens."""
-
-
-@dataclass(eq=False, slots=True)
-class SequenceRequest:
-    """One sequence under way: a sample of a request, or tokens that only have to be run (``params`` is None)."""
-
-    request_id: str
-    work: ScheduledRequest
-    num_prompt: int
-    params: SamplingParams | None
-    index: int = 0
-    owned: bool = False
-    """A session owns the sequence: it stays when the request ends."""
-    sampler: RequestSampler | None = None
-    detokenizer: IncrementalDetokenizer | None = None
-    on_logits: OnLogits | None = None
-    siblings: list[SequenceRequest] = field(default_factory=list)
-    """Further samples of the same prompt, which fork from this one when the prompt is computed."""
-    limit: int = 0
-    """Length at which the context, or what the empty pool holds, ends."""
-    arrival: float = field(default_factory=time.monotonic)
-    first_token: float | None = None
-    last_token: float = 0.0
-    finished_at: float | None = None
-    output_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    text: str = ""
-    finish_reason: FinishReason | None = None
-    stop_reason: str | int | None = None
-    kept: int | None = None
-    """Output tokens before the stop token or stop string; all of them if there was none."""
-    error: QuireError | None = None
-
-    @property
-    def finished(self) -> bool:
-        return self.finish_reason is not None
-
-
-class IdleState:
-    """The state of a session between its requests. The engine may drop it when the pool is needed."""
-
-    def __init__(self, tokens: TokenBuffer, key: Hashable) -> None:
-        self.tokens = tokens
-        self.key = key
-        self.seq: SeqId | None = None
-        self.computed = 0
-        self.pinned = False
-        self.busy = False
-        self.modified = False
-        """Somebody wrote into the state: it must not feed the prefix cache, nor be recomputed."""
 
 
 class Engine:
@@ -118,8 +66,11 @@ class Engine:
         self._requests: dict[ScheduledRequest, SequenceRequest] = {}
         self._by_id: dict[str, list[SequenceRequest]] = {}
         self._cancelled: set[str] = set()
-        self._idle: dict[int, IdleState] = {}
-        """Sessions' states, least recently used first."""
+        self._sessions: dict[int, SessionState] = {}
+        """By identity, least recently used first."""
+        self.closed = False
+        self._abandoned: deque[SessionState] = deque()
+        """Sessions that the garbage collector found; see ``abandon``."""
         self.scheduler = Scheduler(
             runner.state,
             limits=limits,
@@ -167,8 +118,10 @@ class Engine:
             )
         return min(self.max_model_len, self.pool_tokens + 1)
 
-    def check_params(self, params: SamplingParams) -> None:
-        """Refuse parameters that this model cannot serve."""
+    def check_params(self, params: SamplingParams, in_session: bool = False) -> None:
+        """Refuse parameters that this model, or a session, cannot serve."""
+        if in_session and params.n != 1:
+            raise InvalidArgument(f"n is {params.n}; a session continues once (n=1), fork it for more")
         if params.stop_strings and self.tokenizer is None:
             raise Unsupported("stop strings need a tokenizer, and this model has none; use stop_token_ids")
         vocab = self.runner.model.vocab_size
@@ -188,54 +141,62 @@ class Engine:
         *,
         request_id: str | None = None,
         key: Hashable = None,
-        state: IdleState | None = None,
+        session: SessionState | None = None,
     ) -> list[SequenceRequest]:
-        """Queue a prompt (or go on with ``state``, whose tokens ``tokens`` are); one ``SequenceRequest`` per sample.
+        """Queue a prompt; one ``SequenceRequest`` per sample. With ``session`` the tokens of the session become
+        ``tokens`` and what follows them, unless the request fails, and its state is used as far as it agrees.
 
         Everything is checked here: ``InvalidArgument``, ``ResourceExhausted`` (never fits), ``Unsupported``.
         """
         self.check_tokens(tokens)
-        self.check_params(params)
+        self.check_params(params, session is not None)
         limit = self.check_length(tokens.size, params)
-        if state is not None and params.n != 1:
-            raise InvalidArgument(f"n is {params.n}; a session continues once, fork it for more")
         with self.lock:
             name = self._name(request_id)
             samples = [self._sample(name, index, tokens, params, key, limit) for index in range(params.n)]
             leader = samples[0]
             leader.siblings = samples[1:]
-            if state is not None:
-                self._lend(state, leader)
+            if session is not None:
+                self._lend(session, leader)
             self._enqueue(leader, samples)
             return samples
 
     def submit_run(
         self,
-        state: IdleState,
+        session: SessionState,
+        tokens: NDArray[np.int32],
         *,
+        tail: Sequence[int] = (),
         on_logits: OnLogits | None = None,
-        fresh_from: int = 0,
+        fresh_from: int | None = None,
         all_logits: bool = False,
     ) -> SequenceRequest:
-        """Queue the tokens of ``state`` that are not computed yet, without sampling."""
-        self.check_length(len(state.tokens), None)
+        """Queue tokens to be run without sampling. When they have been, the tokens of ``session`` are these and ``tail``.
+
+        ``on_logits`` gets the logits of the last token, or with ``all_logits`` of every one that runs, which are at least
+        those from ``fresh_from`` on.
+        """
+        self.check_length(len(tokens) + len(tail), None)
         with self.lock:
             work = ScheduledRequest(
-                state.tokens.copy(),
-                key=state.key,
+                TokenBuffer(tokens),
+                key=session.key,
                 wants="none" if on_logits is None else ("all" if all_logits else "last"),
                 fresh_from=fresh_from,
-                cacheable=not state.modified,
             )
-            request = SequenceRequest(self._name(None), work, len(state.tokens), None, on_logits=on_logits)
-            self._lend(state, request)
+            request = SequenceRequest(self._name(None), work, len(tokens), None, tail=tuple(tail), on_logits=on_logits)
+            self._lend(session, request)
             self._enqueue(request, [request])
             return request
 
     def _name(self, request_id: str | None) -> str:
+        if self.closed:
+            raise FailedPrecondition("the LLM is closed; make a new one")
         name = f"request-{next(self._ids)}" if request_id is None else request_id
         if name in self._by_id:
             raise InvalidArgument(f"request id {name!r} is in use; give a new one")
+        # A cancel that came too late for the last request of this name is not meant for the new one.
+        self._cancelled.discard(name)
         return name
 
     def _sample(
@@ -245,7 +206,7 @@ class Engine:
         if self.tokenizer is not None:
             detokenizer = IncrementalDetokenizer(
                 self.tokenizer,
-                tokens.tolist()[-DETOKENIZER_CONTEXT:],
+                tokens[-DETOKENIZER_CONTEXT:].tolist(),
                 skip_special_tokens=params.skip_special_tokens,
                 stop=params.stop_strings,
                 include_stop_str_in_output=params.include_stop_str_in_output,
@@ -264,17 +225,17 @@ class Engine:
             limit=limit,
         )
 
-    def _lend(self, state: IdleState, request: SequenceRequest) -> None:
-        """The request works on the session's sequence, at least one token of which must run."""
-        request.owned = True
-        request.work.cacheable = not state.modified
-        request.work.pinned = state.pinned or state.modified
-        computed = min(state.computed, len(state.tokens) - 1)
-        if state.seq is not None:
-            self.rewind(state, computed)
-        request.work.seq, request.work.computed = state.seq, computed if state.seq is not None else 0
-        request.work.admitted = state.seq is not None
-        state.busy = True
+    def _lend(self, session: SessionState, request: SequenceRequest) -> None:
+        """The request works on the session's sequence, of which it keeps what agrees; at least one token must run."""
+        work = request.work
+        request.session, session.request = session, request
+        request.shared = common_prefix(session.tokens.ids, work.tokens.ids)
+        self.rewind(session, min(session.computed, request.shared, len(work.tokens) - 1))
+        work.seq, work.computed = session.seq, session.computed
+        work.admitted = session.seq is not None
+        work.num_cached = session.computed
+        work.cacheable = not session.modified
+        work.pinned = session.pinned or session.modified
 
     def _enqueue(self, leader: SequenceRequest, samples: list[SequenceRequest]) -> None:
         self._by_id[leader.request_id] = samples
@@ -305,35 +266,60 @@ class Engine:
                 if on_step is not None:
                     on_step()
         except BaseException:
-            with self.lock:
-                for request in waiting:
-                    self._finish(request, "cancelled")
+            self.end(waiting)
             raise
+
+    def end(self, requests: Iterable[SequenceRequest]) -> None:
+        """Cancel now, not at the next step. Those that are finished stay as they are."""
+        with self.lock:
+            for request in requests:
+                self._finish(request, "cancelled")
 
     def step(self) -> list[SequenceRequest]:
         """One forward. Returns the requests that got a token or ended."""
         with self.lock:
+            self._bury()
             changed = self._cancel_pending()
-            scheduled = self.scheduler.schedule()
-            for work, error in scheduled.failed:
-                changed.append(self._fail(self._requests[work], error))
-            if not scheduled.step.chunks:
-                return changed
             try:
-                output = self.runner.execute(scheduled.step)
-            except Exception as error:
-                logger.exception("a step of %d tokens failed; its requests end", scheduled.step.num_tokens)
-                reason = error if isinstance(error, QuireError) else QuireError(f"{type(error).__name__}: {error}")
-                return changed + [self._fail(self._requests[work], reason) for work in scheduled.requests]
+                scheduled = self.scheduler.schedule()
+                for work, error in scheduled.failed:
+                    changed.append(self._fail(self._requests[work], error))
+                if scheduled.step.chunks:
+                    changed += self._execute(scheduled)
+            except BaseException:
+                self._repair()
+                raise
+            return changed
+
+    def _execute(self, scheduled: Scheduled) -> list[SequenceRequest]:
+        """Run a step and take its results in. If that fails, its requests end and the others go on."""
+        try:
+            output = self.runner.execute(scheduled.step)
             self.scheduler.computed(scheduled)
-            return changed + self._sample_step(scheduled, output)
+            return self._sample_step(scheduled, output)
+        except Exception as error:
+            logger.exception("a step of %d tokens failed; its requests end", scheduled.step.num_tokens)
+            reason = error if isinstance(error, QuireError) else QuireError(f"{type(error).__name__}: {error}")
+            requests = [self._requests[work] for work in scheduled.requests if work in self._requests]
+            failed = [self._fail(request, reason) for request in requests]
+            self._repair()
+            return failed
+
+    def _repair(self) -> None:
+        """After an interruption in mid-step: let what each request counts as computed be what its sequence holds."""
+        for work in self.scheduler.running:
+            if work.seq is not None:
+                held = self.runner.state.sequence_length(work.seq)
+                work.computed = min(held, len(work.tokens) - 1)
+                self._pop(work.seq, held, work.computed)
 
     def _cancel_pending(self) -> list[SequenceRequest]:
         changed: list[SequenceRequest] = []
         while self._cancelled:
-            for request in list(self._by_id.get(self._cancelled.pop(), ())):
-                self._finish(request, "cancelled")
-                changed.append(request)
+            for request in self._by_id.get(self._cancelled.pop(), ()):
+                if not request.finished:
+                    self._finish(request, "cancelled")
+                    changed.append(request)
         return changed
 
     def _sample_step(self, scheduled: Scheduled, output: StepOutput) -> list[SequenceRequest]:
@@ -352,15 +338,14 @@ class Engine:
                 self._finish(request, "stop")
                 changed.append(request)
                 continue
+            samples = [request]
             if not request.output_ids:
                 self._share_prompt(request)
-                forks = [self._fork_sample(request, sibling) for sibling in request.siblings]
-                request.siblings = []
-            else:
-                forks = []
-            for ready_request in (request, *forks):
-                ready.append(ready_request)
-                rows.append(output.starts[index + 1] - 1)
+                while request.siblings:
+                    samples.append(self._fork_sample(request, request.siblings[0]))
+                    del request.siblings[0]
+            ready += samples
+            rows += [output.starts[index + 1] - 1] * len(samples)
         if ready:
             logits_RV = output.logits_RV
             if rows != list(range(logits_RV.shape[0])):
@@ -373,7 +358,7 @@ class Engine:
         work = request.work
         self.metrics.prompt_tokens_cached.inc(work.num_cached)
         if self.cache is not None and work.cacheable and work.seq is not None:
-            self._remove(self.cache.insert(work.seq, work.tokens.ids[: work.computed], work.key, live=True))
+            self._remove_all(self.cache.insert(work.seq, work.tokens.ids[: work.computed], work.key, live=True))
 
     def _fork_sample(self, leader: SequenceRequest, sibling: SequenceRequest) -> SequenceRequest:
         if leader.work.seq is None:
@@ -429,11 +414,13 @@ class Engine:
         ends = token in params.stop_ids or (token in self.eos_ids and not params.ignore_eos)
         if ends and count > params.min_tokens:
             request.kept = count - 1
+            if params.include_stop_str_in_output:
+                self._add_text(request, token)
             self._finish(request, "stop", token)
             return
         detokenizer = request.detokenizer
         if detokenizer is not None:
-            request.text += detokenizer.push(token)
+            self._add_text(request, token)
             if detokenizer.stopped_by is not None:
                 request.kept = detokenizer.tokens_before_stop
                 self._finish(request, "stop", detokenizer.stopped_by)
@@ -443,12 +430,22 @@ class Engine:
         elif len(request.work.tokens) >= request.limit:
             self._finish(request, "length", "context")
 
+    @staticmethod
+    def _add_text(request: SequenceRequest, token: int) -> None:
+        if request.detokenizer is not None and (piece := request.detokenizer.push(token)):
+            request.pieces.append(piece)
+
     # -- ending ----------------------------------------------------------------------------------------------
 
     def _fail(self, request: SequenceRequest, error: QuireError) -> SequenceRequest:
+        if request.finished:
+            return request
         request.error = error
         # Values that are not finite must not be found by anybody else.
-        request.work.cacheable = False
+        work = request.work
+        work.cacheable = False
+        if self.cache is not None and work.seq is not None and work.seq in self.cache:
+            self.cache.remove(work.seq)
         for sibling in request.siblings:
             sibling.error = error
             self._finish(sibling, "error")
@@ -458,31 +455,59 @@ class Engine:
     def _finish(self, request: SequenceRequest, reason: FinishReason, stop: str | int | None = None) -> None:
         if request.finished:
             return
-        request.finish_reason, request.stop_reason = reason, stop
         request.finished_at = time.monotonic()
-        if request.detokenizer is not None and request.detokenizer.stopped_by is None:
-            request.text += request.detokenizer.finish()
+        if request.detokenizer is not None and (rest := request.detokenizer.finish()):
+            request.pieces.append(rest)
+        # Other threads read these without the lock, so they are last seen as unfinished, or with everything.
+        request.stop_reason, request.finish_reason = stop, reason
         self.scheduler.finish(request.work)
         self._requests.pop(request.work, None)
         if request.params is not None:
             self.metrics.request_success.inc(reason)
             self.metrics.e2e_request_latency.observe(request.finished_at - request.arrival)
-        self._release(request)
-        samples = self._by_id.get(request.request_id, [])
-        if all(sample_.finished for sample_ in samples):
+        if request.session is not None:
+            self._settle(request.session, request)
+        else:
+            self._release(request)
+        if all(sample_.finished for sample_ in self._by_id.get(request.request_id, ())):
             self._by_id.pop(request.request_id, None)
 
     def _release(self, request: SequenceRequest) -> None:
-        """Keep the finished sequence for others, or give its pages back. A session's sequence goes back to it."""
+        """Keep the finished sequence for others, or give its pages back."""
         work = request.work
-        if work.seq is None or request.owned:
+        if work.seq is None:
             return
-        if self.cache is None or not work.cacheable or request.finish_reason == "error" or not work.computed:
+        if self.cache is None or not work.cacheable or not work.computed:
             self.remove_sequence(work.seq)
         else:
-            self._remove(self.cache.insert(work.seq, work.tokens.ids[: work.computed], work.key, live=True))
-            self._remove(self.cache.finish(work.seq))
+            self._remove_all(self.cache.insert(work.seq, work.tokens.ids[: work.computed], work.key))
         work.seq = None
+
+    def _settle(self, session: SessionState, request: SequenceRequest) -> None:
+        """The sequence goes back to its session; the tokens join it if the request succeeded."""
+        work = request.work
+        session.request = None
+        session.seq, work.seq = work.seq, None
+        session.computed = work.computed if session.seq is not None else 0
+        if request.succeeded:
+            count = len(work.tokens) if request.kept is None else request.num_prompt + request.kept
+            tokens = TokenBuffer(work.tokens.ids[:count])
+            tokens.extend(request.tail)
+            session.tokens, session.logits = tokens, None
+            self.rewind(session, count)
+        elif request.finish_reason == "error" and not (session.pinned or session.modified):
+            # Whatever broke, the state may be broken too.
+            self.drop(session)
+        else:
+            self.rewind(session, request.shared)
+            if session.modified and session.computed < len(session.tokens) - 1:
+                # What was taken back had been written by somebody and cannot be computed again.
+                session.tokens.truncate(session.computed)
+                session.logits = None
+        self.hold(session)
+        if self.cache is not None and session.seq is not None and session.computed and work.cacheable:
+            held = session.tokens.ids[: session.computed]
+            self._remove_all(self.cache.insert(session.seq, held, session.key, live=True))
 
     # -- sequences -------------------------------------------------------------------------------------------
 
@@ -498,113 +523,103 @@ class Engine:
             self.cache.remove(seq)
         self.apply(Remove(seq))
 
-    def _remove(self, seqs: Iterable[SeqId]) -> None:
+    def _remove_all(self, seqs: Iterable[SeqId]) -> None:
+        """Remove sequences that the prefix cache has forgotten."""
         for seq in seqs:
             self.apply(Remove(seq))
 
+    def _pop(self, seq: SeqId, held: int, length: int) -> None:
+        """Shorten a sequence of ``held`` tokens, also for the prefix cache."""
+        if held > length:
+            self.apply(Pop(seq, held - length))
+            if self.cache is not None and seq in self.cache and self.cache.length(seq) > length:
+                self.cache.truncate(seq, length)
+
     def reclaim(self) -> bool:
         """Give up one thing that can be had again: a cached sequence, or else an idle session's state."""
-        seq = self.cache.evict() if self.cache is not None else None
-        if seq is not None:
-            self.apply(Remove(seq))
-            return True
-        for state in self._idle.values():
-            if state.seq is not None and not (state.busy or state.pinned or state.modified):
-                self.drop(state)
+        with self.lock:
+            if self._bury():
                 return True
-        return False
+            seq = self.cache.evict() if self.cache is not None else None
+            if seq is not None:
+                self.apply(Remove(seq))
+                return True
+            for session in self._sessions.values():
+                if session.droppable:
+                    self.drop(session)
+                    return True
+            return False
 
     def reset_prefix_cache(self) -> None:
         """Forget all finished sequences."""
         with self.lock:
             if self.cache is not None:
-                self._remove(self.cache.clear())
+                self._remove_all(self.cache.clear())
 
     # -- sessions' states ------------------------------------------------------------------------------------
 
-    def hold(self, state: IdleState) -> None:
-        """Remember a session's state, as the one used last."""
-        self._idle.pop(id(state), None)
-        self._idle[id(state)] = state
+    def hold(self, session: SessionState) -> None:
+        """Remember a session, as the one used last."""
+        self._sessions.pop(id(session), None)
+        self._sessions[id(session)] = session
 
-    def settle(self, state: IdleState, request: SequenceRequest) -> None:
-        """A session's request has ended: its sequence is idle again."""
-        with self.lock:
-            state.busy = False
-            state.seq = request.work.seq
-            state.computed = request.work.computed if request.work.seq is not None else 0
-            if state.seq is None:
-                state.modified = False
-            self.hold(state)
-            if self.cache is not None and state.seq is not None and state.computed and request.work.cacheable:
-                self._remove(
-                    self.cache.insert(state.seq, request.work.tokens.ids[: state.computed], state.key, live=True)
-                )
+    def fork(self, parent: SessionState, child: SessionState, length: int) -> None:
+        """Let ``child``, which has no state, have that of the first ``length`` tokens of ``parent``, as far as there is."""
+        length = min(length, parent.computed)
+        child.exact = parent.exact or not length
+        child.modified = parent.modified and length > 0
+        if parent.seq is not None and length:
+            seq = self.runner.new_seq()
+            self.apply(Fork(parent.seq, seq, length))
+            child.seq, child.computed = seq, length
+        self.hold(child)
 
-    def rewind(self, state: IdleState, length: int) -> None:
-        """Take back the tokens of a session's sequence from ``length`` on, as far as they are computed."""
-        if state.seq is None or state.computed <= length:
-            return
-        self.apply(Pop(state.seq, state.computed - length))
-        if self.cache is not None and state.seq in self.cache and self.cache.length(state.seq) > length:
-            self.cache.truncate(state.seq, length)
-        state.computed = length
+    def rewind(self, session: SessionState, length: int) -> None:
+        """Take back what is computed of a session's tokens from ``length`` on."""
+        if session.seq is not None and session.computed > length:
+            self._pop(session.seq, session.computed, length)
+            session.computed = length
 
-    def drop(self, state: IdleState) -> None:
+    def write_rows(self, session: SessionState, layer: int, start: int, k_NHD: Tensor, v_NHD: Tensor) -> None:
+        """Overwrite K and V rows of a session's sequence, which then stands for itself: pinned, and no prefix for others."""
+        if session.seq is None:
+            raise QuireError("the session has no state that could be written")
+        self.runner.state.debug_set_kv(session.seq, start, k_NHD, v_NHD, layer=layer)
+        if self.cache is not None and session.seq in self.cache:
+            self.cache.remove(session.seq)
+        session.modified = session.pinned = True
+        session.logits = None
+
+    def drop(self, session: SessionState) -> None:
         """Give a session's pages back; its tokens stay, to be computed again when needed."""
-        if state.seq is not None:
-            self.remove_sequence(state.seq)
-        state.seq, state.computed = None, 0
+        if session.seq is not None:
+            self.remove_sequence(session.seq)
+        session.seq, session.computed, session.exact = None, 0, True
 
-    def forget(self, state: IdleState) -> None:
-        """A session was closed."""
+    def forget(self, session: SessionState) -> None:
+        """A session is closed: end what it does, give its pages back."""
         with self.lock:
-            self._idle.pop(id(state), None)
-            self.drop(state)
+            if session.request is not None:
+                self._finish(session.request, "cancelled")
+            self._sessions.pop(id(session), None)
+            self.drop(session)
 
-    # -- results ---------------------------------------------------------------------------------------------
+    def abandon(self, session: SessionState) -> None:
+        """``forget`` for the garbage collector, which may call in the middle of anything, also under the lock of this very
+        thread: then the next step does it."""
+        self._abandoned.append(session)
+        if not self.lock._is_owned() and self.lock.acquire(blocking=False):  # type: ignore[attr-defined]
+            try:
+                self._bury()
+            finally:
+                self.lock.release()
 
-    def output(self, samples: Sequence[SequenceRequest], prompt: str | None = None) -> RequestOutput:
-        """What the user gets for one prompt."""
-        first = samples[0]
-        stamps = [sample_.first_token for sample_ in samples if sample_.first_token is not None]
-        ends = [sample_.finished_at for sample_ in samples if sample_.finished_at is not None]
-        return RequestOutput(
-            request_id=first.request_id,
-            prompt=prompt,
-            prompt_token_ids=first.work.tokens.ids[: first.num_prompt].tolist(),
-            outputs=[self._completion(sample_) for sample_ in samples],
-            finished=all(sample_.finished for sample_ in samples),
-            num_cached_tokens=first.work.num_cached,
-            metrics=RequestMetrics(
-                arrival_time=first.arrival,
-                first_token_time=min(stamps, default=None),
-                finished_time=max(ends, default=None),
-                num_preemptions=sum(sample_.work.num_preemptions for sample_ in samples),
-            ),
-        )
-
-    def _completion(self, request: SequenceRequest) -> CompletionOutput:
-        wanted = request.params is not None and request.params.logprobs is not None
-        return CompletionOutput(
-            index=request.index,
-            text=request.text,
-            token_ids=list(request.output_ids),
-            finish_reason=request.finish_reason,
-            stop_reason=request.stop_reason,
-            cumulative_logprob=sum(entry.chosen.logprob for entry in request.logprobs) if wanted else None,
-            logprobs=[self._logprobs(entry) for entry in request.logprobs] if wanted else None,
-            error=str(request.error) if request.error is not None else None,
-        )
-
-    def _logprobs(self, entry: TokenLogprobs) -> dict[int, Logprob]:
-        def text(token: int) -> str | None:
-            return self.tokenizer.token_text(token) if self.tokenizer is not None else None
-
-        return {
-            found.token_id: Logprob(logprob=found.logprob, rank=found.rank, decoded_token=text(found.token_id))
-            for found in (entry.chosen, *entry.top)
-        }
+    def _bury(self) -> bool:
+        """Forget abandoned sessions; says whether there were any."""
+        found = bool(self._abandoned)
+        while self._abandoned:
+            self.forget(self._abandoned.popleft())
+        return found
 
     def snapshot(self) -> dict[str, float]:
         """All metrics by name, gauges as of now."""
@@ -622,12 +637,13 @@ class Engine:
             return metrics.snapshot()
 
     def shutdown(self) -> None:
-        """Cancel what runs and give all pages back."""
+        """Cancel what runs and give all pages back. Nothing is accepted any more."""
         with self.lock:
-            for request in list(self._requests.values()):
-                self._finish(request, "cancelled")
-            for state in list(self._idle.values()):
-                self.drop(state)
+            self.closed = True
+            for samples in list(self._by_id.values()):
+                self.end(samples)
+            for session in list(self._sessions.values()):
+                self.forget(session)
             self.reset_prefix_cache()
 
     @property

@@ -9,7 +9,8 @@ from typing import Any, Protocol
 import numpy as np
 from torch import Tensor
 
-from quire.engine.engine import Engine, IdleState
+from quire.engine.engine import Engine
+from quire.engine.generation import SessionState
 from quire.engine.request import TokenBuffer
 from quire.errors import DataLoss, InvalidArgument, ResourceExhausted
 from quire.kv import sequencefile
@@ -27,13 +28,13 @@ class ModelIdentity(Protocol):
         ...
 
 
-def save(engine: Engine, state: IdleState, identity: ModelIdentity, path: Path) -> None:
+def save(engine: Engine, state: SessionState, identity: ModelIdentity, path: Path) -> None:
     metadata, plan, tensors = parts(engine, state, identity)
     size = write_state(path, metadata, plan, tensors)
     engine.metrics.state_bytes_saved.inc(size)
 
 
-def to_bytes(engine: Engine, state: IdleState, identity: ModelIdentity) -> bytes:
+def to_bytes(engine: Engine, state: SessionState, identity: ModelIdentity) -> bytes:
     metadata, plan, tensors = parts(engine, state, identity)
     data = container_bytes(metadata, plan, tensors)
     engine.metrics.state_bytes_saved.inc(len(data))
@@ -41,14 +42,14 @@ def to_bytes(engine: Engine, state: IdleState, identity: ModelIdentity) -> bytes
 
 
 def parts(
-    engine: Engine, state: IdleState, identity: ModelIdentity
+    engine: Engine, state: SessionState, identity: ModelIdentity
 ) -> tuple[dict[str, Any], list[TensorSpec], Iterator[tuple[str, Tensor]]]:
     """Metadata, plan and tensors of a session."""
     metadata: dict[str, Any] = {
         "kind": KIND,
         "model": identity.fields(),
         "adapters": [],
-        "exact": True,
+        "exact": state.exact,
         "modified": state.modified,
         "tokens": state.tokens.ids.tolist(),
         "positions": [0, len(state.tokens)],
@@ -72,7 +73,7 @@ def check_model(found: object, expected: Mapping[str, str]) -> None:
             )
 
 
-def load(engine: Engine, file: StateFile, identity: ModelIdentity, *, convert_dtype: bool) -> IdleState:
+def load(engine: Engine, file: StateFile, identity: ModelIdentity, *, convert_dtype: bool) -> SessionState:
     """The tokens of a saved session with their state in the pool. Everything is checked before the pool is touched."""
     metadata = file.metadata
     if metadata.get("kind") != KIND:
@@ -92,8 +93,10 @@ def load(engine: Engine, file: StateFile, identity: ModelIdentity, *, convert_dt
     if tokens.size:
         engine.check_length(tokens.size, None)
     sequence = metadata.get("sequence")
-    state = IdleState(TokenBuffer(tokens), None)
+    # A key of its own: what came from a file, perhaps through another dtype, is nobody else's prefix.
+    state = SessionState(TokenBuffer(tokens), ("loaded", engine.runner.new_seq()))
     state.modified = state.pinned = metadata.get("modified") is True
+    state.exact = metadata.get("exact") is True
     if sequence is None:
         if file.names:
             raise DataLoss(f"the state file holds tensors {list(file.names)[:3]} and no sequence that they belong to")
@@ -117,5 +120,6 @@ def load(engine: Engine, file: StateFile, identity: ModelIdentity, *, convert_dt
                 if not engine.reclaim():
                     raise
         state.seq, state.computed = seq, length
+        state.exact &= all(spec.dtype == kv.dtype for spec in file.specs.values())
     engine.metrics.state_bytes_loaded.inc(file.nbytes)
     return state

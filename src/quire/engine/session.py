@@ -7,10 +7,11 @@ session's state is dropped and computed again at its next use, unless the sessio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, overload
+from typing import Any, Self, overload
 
 import numpy as np
 import torch
@@ -19,52 +20,46 @@ from torch import Tensor
 
 from quire.engine import saved
 from quire.engine.chat import encode_chat
-from quire.engine.engine import Engine, IdleState, SequenceRequest
+from quire.engine.engine import Engine
+from quire.engine.generation import SequenceRequest, SessionState
 from quire.engine.request import TokenBuffer
+from quire.engine.results import request_output
+from quire.engine.saved import ModelIdentity
 from quire.engine.tokenizer import Tokenizer
-from quire.errors import Cancelled, FailedPrecondition, InvalidArgument, QuireError
+from quire.errors import Cancelled, FailedPrecondition, InvalidArgument
 from quire.outputs import RequestOutput, StreamDelta
 from quire.sampling_params import SamplingParams
-from quire.types import Fork
-
-if TYPE_CHECKING:
-    from quire.engine.saved import ModelIdentity
 
 Text = str | Sequence[int]
 """Text, or token ids."""
 
 
 class Session:
-    """Made by ``LLM.session``. Every method raises ``FailedPrecondition`` once the session is closed.
+    """Made by ``LLM.session``. Every method raises ``FailedPrecondition`` once the session is closed, and while it is
+    generating. A refused or failed call leaves the session as it was.
 
-    A refused or failed call leaves the session as it was.
+    Several threads may use sessions; what runs for one of them holds up nobody else.
     """
 
     def __init__(
         self,
         engine: Engine,
-        tokens: NDArray[np.int64],
+        state: SessionState,
         *,
         identity: ModelIdentity,
         defaults: Callable[[], SamplingParams],
-        key: Hashable = None,
-        pin: bool = False,
-        state: IdleState | None = None,
     ) -> None:
-        """``state``: computed already, for ``tokens``."""
-        engine.check_tokens(tokens)
-        if tokens.size:
-            engine.check_length(tokens.size, None)
         self._engine = engine
         self._identity = identity
         self._defaults = defaults
-        self._state = IdleState(TokenBuffer(tokens), key) if state is None else state
-        self._state.pinned |= pin
-        self._logits: Tensor | None = None
+        self._state = state
         self._chat: list[tuple[int, Mapping[str, Any]]] = []
+        """Turns, each with the number of tokens at its end."""
         self._chat_start: int | None = None
+        """Where the first turn began."""
         self._closed = False
-        engine.hold(self._state)
+        with engine.lock:
+            engine.hold(state)
 
     # -- what it holds ---------------------------------------------------------------------------------------
 
@@ -116,171 +111,164 @@ class Session:
 
     def append(self, text: Text) -> Self:
         """Add text or token ids (no BOS) and run them."""
+        new = self._encode(text)
         with self._engine.lock:
             state = self._idle("append")
-            new = self._encode(text)
             if not new.size:
                 return self
             self._engine.check_tokens(new)
             self._engine.check_length(len(self) + new.size, None)
-            before = len(self)
-            state.tokens.extend(new)
-            try:
-                self.compute()
-            except BaseException:
-                self._engine.rewind(state, before)
-                state.tokens.truncate(before)
-                raise
-            self._logits = None
-            return self
+            request = self._submit_all_but_last(np.append(state.tokens.ids, new.astype(np.int32)))
+            if request is None:
+                state.tokens.extend(new)
+                state.logits = None
+        if request is not None:
+            self._wait(request)
+        return self
 
     def generate(self, params: SamplingParams | None = None) -> RequestOutput:
         """Continue; the new tokens stay in the session, but for a stop token or stop string that ended it."""
-        request = self._start(params)
-        try:
-            self._engine.run([request])
-        finally:
-            self._settle(request)
-        return self._engine.output([request])
+        with self._engine.lock:
+            state = self._idle("generate")
+            request = self._submit(state.tokens.ids, params)
+        return self._result(request)
 
     def stream(self, params: SamplingParams | None = None) -> Iterator[StreamDelta]:
         """As ``generate``, token by token. Leaving the loop early cancels; what was generated stays."""
         with self._engine.lock:
-            self._idle("stream")
-            chosen = self._defaults() if params is None else params
-            self._engine.check_params(chosen)
-            self._engine.check_length(len(self), chosen)
-        return self._deltas(chosen)
+            chosen = self._check_params("stream", len(self), params)
+        return self._deltas(lambda: self._submit(self._idle("stream").tokens.ids, chosen))
 
-    def _deltas(self, params: SamplingParams) -> Iterator[StreamDelta]:
-        request = self._start(params)
-        text, count = 0, 0
-        try:
-            while True:
-                self._engine.step()
-                if request.finished:
-                    break
-                if len(request.output_ids) > count:
-                    yield StreamDelta(text=request.text[text:], token_ids=request.output_ids[count:])
-                    text, count = len(request.text), len(request.output_ids)
-            yield StreamDelta(
-                text=request.text[text:],
-                token_ids=request.output_ids[count:],
-                finish_reason=request.finish_reason,
-                stop_reason=request.stop_reason,
-            )
-        finally:
-            if not request.finished:
-                self._engine.cancel(request.request_id)
-                while not request.finished:
-                    self._engine.step()
-            self._settle(request)
+    def cancel(self) -> bool:
+        """End what another thread is running on this session, at the next step; False if nothing is. Never waits."""
+        request = self._state.request
+        return request is not None and self._engine.cancel(request.request_id)
 
-    def _start(self, params: SamplingParams | None) -> SequenceRequest:
-        with self._engine.lock:
-            state = self._idle("generate")
-            chosen = self._defaults() if params is None else params
-            ids = state.tokens.ids.astype(np.int64)
-            return self._engine.submit(ids, chosen, key=state.key, state=state)[0]
+    def _check_params(self, verb: str, length: int, params: SamplingParams | None) -> SamplingParams:
+        """Everything that ``submit`` would refuse, now."""
+        self._idle(verb)
+        chosen = self._defaults() if params is None else params
+        if not isinstance(chosen, SamplingParams):
+            raise InvalidArgument(f"{verb} takes SamplingParams, got {type(chosen).__name__}")
+        self._engine.check_params(chosen, in_session=True)
+        self._engine.check_length(length, chosen)
+        return chosen
 
-    def _settle(self, request: SequenceRequest) -> None:
-        """Take over the sequence and the tokens that count."""
-        with self._engine.lock:
-            state = self._state
-            kept = request.output_ids if request.kept is None else request.output_ids[: request.kept]
-            state.tokens.extend(kept)
-            if kept:
-                self._logits = None
-            self._engine.settle(state, request)
-            self._engine.rewind(state, len(state.tokens))
-        if request.finish_reason == "error" and request.error is not None:
+    def _submit(self, tokens: NDArray[Any], params: SamplingParams | None) -> SequenceRequest:
+        state, chosen = self._state, self._check_params("generate", len(tokens), params)
+        return self._engine.submit(tokens.astype(np.int64), chosen, key=state.key, session=state)[0]
+
+    def _result(self, request: SequenceRequest) -> RequestOutput:
+        self._engine.run([request])
+        if request.error is not None:
             raise request.error
+        return request_output([request], self._engine.tokenizer)
 
-    def compute(self, *, logits: bool = False) -> None:
-        """Run what is not computed yet: all but the last token, which whoever needs its logits runs."""
-        state = self._state
-        if not logits and state.computed >= len(state.tokens) - 1 and state.seq is not None:
-            return
-        if not len(state.tokens) or (len(state.tokens) == 1 and not logits):
-            return
-        rows: list[Tensor] = []
-
-        def keep(position: int, rows_RV: Tensor) -> None:
-            del position
-            rows.append(rows_RV[-1])
-
-        if not logits:
-            last = int(state.tokens.ids[-1])
-            state.tokens.truncate(len(state.tokens) - 1)
-            try:
-                self._run()
-            finally:
-                state.tokens.append(last)
-        else:
-            self._run(on_logits=keep)
-            self._logits = rows[-1].float().clone()
-
-    def _run(self, on_logits: Callable[[int, Tensor], None] | None = None) -> None:
-        request = self._engine.submit_run(self._state, on_logits=on_logits)
+    def _deltas(self, start: Callable[[], SequenceRequest]) -> Iterator[StreamDelta]:
+        with self._engine.lock:
+            request = start()
+        pieces, tokens = 0, 0
         try:
-            self._engine.run([request])
+            ended = False
+            while not ended:
+                if not request.finished:
+                    self._engine.step()
+                # Another thread may be stepping: what ended first is looked at first, so that the last delta has all.
+                ended = request.finished
+                num_pieces, num_tokens = len(request.pieces), len(request.output_ids)
+                if request.error is not None:
+                    raise request.error
+                if ended or num_tokens > tokens:
+                    yield StreamDelta(
+                        text="".join(request.pieces[pieces:num_pieces]),
+                        token_ids=request.output_ids[tokens:num_tokens],
+                        finish_reason=request.finish_reason if ended else None,
+                        stop_reason=request.stop_reason if ended else None,
+                    )
+                    pieces, tokens = num_pieces, num_tokens
         finally:
-            self._engine.settle(self._state, request)
+            self._engine.end([request])
+
+    def compute(self) -> None:
+        """Run what is not computed yet: all but the last token, which whoever needs its logits runs."""
+        with self._engine.lock:
+            request = self._submit_all_but_last(self._idle("compute").tokens.ids)
+        if request is not None:
+            self._wait(request)
+
+    def _submit_all_but_last(self, tokens: NDArray[np.int32]) -> SequenceRequest | None:
+        """None if these are computed already."""
+        state = self._state
+        if len(tokens) < 2 or (state.seq is not None and state.computed >= len(tokens) - 1):
+            return None
+        return self._engine.submit_run(state, tokens[:-1], tail=tokens[-1:].tolist())
+
+    def _wait(self, request: SequenceRequest) -> None:
+        self._engine.run([request])
         if request.error is not None:
             raise request.error
         if request.finish_reason == "cancelled":
-            raise Cancelled("the session's call was cancelled")
+            raise Cancelled("the session's call was cancelled; the session is as it was before")
 
     def logits(self) -> Tensor:
         """Logits of the next token, float32 ``[V]``. ``InvalidArgument`` for an empty session."""
         with self._engine.lock:
-            self._idle("logits")
+            state = self._idle("logits")
             if not len(self):
                 raise InvalidArgument("the session is empty; append at least one token to ask what comes next")
-            if self._logits is None:
-                self.compute(logits=True)
-            if self._logits is None:
-                raise QuireError("a forward gave no logits")
-            return self._logits.clone()
+            if state.logits is not None:
+                return state.logits.clone()
+            rows: list[Tensor] = []
+            request = self._engine.submit_run(
+                state, state.tokens.ids, on_logits=lambda position, rows_RV: rows.append(rows_RV[-1].float().clone())
+            )
+        self._wait(request)
+        # Others may have changed the session since.
+        if state.tokens.ids.size == request.num_prompt and np.array_equal(state.tokens.ids, request.work.tokens.ids):
+            state.logits = rows[-1]
+        return rows[-1].clone()
 
     def score(self, text: Text) -> list[float]:
         """Log-probability of each of these tokens, after the session and each other. The session is unchanged."""
+        new = self._encode(text)
         with self._engine.lock:
             self._idle("score")
-            new = self._encode(text)
             self._engine.check_tokens(new)
             if not len(self):
                 raise InvalidArgument("the session is empty; append at least one token to score what follows it")
             if not new.size:
                 return []
             self._engine.check_length(len(self) + new.size, None)
-            start = len(self)
-            self.compute()
+        self.compute()
+        with self._branch("score") as branch:
+            # The last token of the session and all scored ones but the last: each gives its successor's logits.
+            first = len(branch.tokens) - 1
+            self._engine.rewind(branch, first)
             scores = [0.0] * int(new.size)
-            with self._branch(start - 1) as branch:
-                # The last token of the session and all scored ones but the last: each gives its successor's logits.
-                branch.tokens.extend(np.append(self._state.tokens.ids[start - 1 :], new[:-1]))
 
-                def read(position: int, rows_RV: Tensor) -> None:
-                    # Rows before the session's last token come if its state had to be computed again.
-                    first = position - (start - 1)
-                    rows_RV = rows_RV[max(0, -first) :]
-                    first = max(0, first)
-                    wanted = torch.from_numpy(new[first : first + rows_RV.shape[0]]).to(rows_RV.device)
-                    picked = torch.log_softmax(rows_RV.float(), -1).gather(1, wanted.unsqueeze(1))
-                    scores[first : first + rows_RV.shape[0]] = picked.squeeze(1).tolist()
+            def read(position: int, rows_RV: Tensor) -> None:
+                # Rows before the session's last token come if its state had to be computed again.
+                rows_RV = rows_RV[max(0, first - position) :]
+                start = max(0, position - first)
+                wanted = torch.from_numpy(new[start : start + rows_RV.shape[0]]).to(rows_RV.device)
+                picked = torch.log_softmax(rows_RV.float(), -1).gather(1, wanted.unsqueeze(1))
+                scores[start : start + rows_RV.shape[0]] = picked.squeeze(1).tolist()
 
-                request = self._engine.submit_run(branch, on_logits=read, fresh_from=start - 1, all_logits=True)
-                try:
-                    self._engine.run([request])
-                finally:
-                    self._engine.settle(branch, request)
-                if request.error is not None:
-                    raise request.error
+            tokens = np.append(branch.tokens.ids, new[:-1].astype(np.int32))
+            self._wait(self._engine.submit_run(branch, tokens, on_logits=read, fresh_from=first, all_logits=True))
             return scores
 
-    def _branch(self, length: int) -> Branch:
-        return Branch(self._engine, self._state, length)
+    @contextmanager
+    def _branch(self, verb: str) -> Iterator[SessionState]:
+        """A fork of the session's state for one call."""
+        with self._engine.lock:
+            state = self._idle(verb)
+            branch = SessionState(TokenBuffer(state.tokens.ids), state.key)
+            self._engine.fork(state, branch, len(self))
+        try:
+            yield branch
+        finally:
+            self._engine.forget(branch)
 
     # -- fork and rewind -------------------------------------------------------------------------------------
 
@@ -292,28 +280,20 @@ class Session:
         """A copy-on-write copy: of all tokens, or of the first ``at``. With ``n`` a list of that many."""
         with self._engine.lock:
             state = self._idle("fork")
-            length = len(self) if at is None else at
-            if not isinstance(length, int) or not 0 <= length <= len(self):
-                raise InvalidArgument(f"fork at {at!r}; 0..{len(self)} (the tokens of the session) can be forked")
-            if n is not None and (not isinstance(n, int) or n < 1):
-                raise InvalidArgument(f"fork n {n!r}; at least 1 is needed")
+            length = self._position("fork at", at) if at is not None else len(self)
+            if n is not None and (not is_integer(n) or n < 1):
+                raise InvalidArgument(f"fork n={n!r}; an integer of at least 1 is needed")
             children = [self._child(state, length) for _ in range(1 if n is None else n)]
             return children[0] if n is None else children
 
-    def _child(self, state: IdleState, length: int) -> Session:
-        child = Session(
-            self._engine,
-            state.tokens.ids[:length].astype(np.int64),
-            identity=self._identity,
-            defaults=self._defaults,
-            key=state.key,
-            pin=state.pinned,
-        )
-        fork_state(self._engine, state, child._state, min(length, state.computed))
-        if length == len(self) and self._logits is not None:
-            child._logits = self._logits.clone()
-        child._chat_start = self._chat_start if self._chat_start is not None and self._chat_start <= length else None
-        child._chat = [turn for turn in self._chat if turn[0] <= length]
+    def _child(self, parent: SessionState, length: int) -> Session:
+        state = SessionState(TokenBuffer(parent.tokens.ids[:length]), parent.key, pinned=parent.pinned)
+        self._engine.fork(parent, state, length)
+        if length == len(self) and parent.logits is not None:
+            state.logits = parent.logits.clone()
+        child = Session(self._engine, state, identity=self._identity, defaults=self._defaults)
+        child._chat, child._chat_start = list(self._chat), self._chat_start
+        child._forget_turns(length)
         return child
 
     def rewind(self, to: int | None = None, n: int | None = None) -> int:
@@ -322,15 +302,16 @@ class Session:
             state = self._idle("rewind")
             if (to is None) == (n is None):
                 raise InvalidArgument(f"rewind takes to= or n=, one of them; got to={to!r}, n={n!r}")
-            length = to if to is not None else len(self) - (n or 0)
-            cost = self._cost(length, f"to={to}" if to is not None else f"n={n}")
+            if to is not None:
+                length = self._position("rewind to", to)
+            else:
+                length = len(self) - self._position("rewind n", n)
+            cost = self._cost(length)
             if length < len(self):
-                self._logits = None
+                state.logits = None
             self._engine.rewind(state, length)
             state.tokens.truncate(length)
-            self._chat = [turn for turn in self._chat if turn[0] <= length]
-            if self._chat_start is not None and self._chat_start > length:
-                self._chat_start = None
+            self._forget_turns(length)
             self._engine.metrics.rewinds.inc()
             self._engine.metrics.tokens_replayed.inc(cost)
             return cost
@@ -339,17 +320,28 @@ class Session:
         """Tokens that a rewind to ``to`` would have to run again: 0 for attention whose state is in the pool."""
         with self._engine.lock:
             self._idle("rewind_cost")
-            return self._cost(to, f"to={to}")
+            return self._cost(self._position("rewind_cost to", to))
 
-    def _cost(self, length: int, given: str) -> int:
-        if not isinstance(length, int) or not 0 <= length <= len(self):
-            raise InvalidArgument(f"rewind {given}; 0..{len(self)} (the tokens of the session) can be gone back to")
+    def _position(self, name: str, value: object) -> int:
+        if not is_integer(value) or not 0 <= int(value) <= len(self):  # type: ignore[call-overload]
+            raise InvalidArgument(
+                f"{name}={value!r}; an integer in 0..{len(self)} (the tokens of the session) is needed"
+            )
+        return int(value)  # type: ignore[call-overload, no-any-return]
+
+    def _cost(self, length: int) -> int:
         state = self._state
         if state.seq is None:
             return length
-        reached = min(length, state.computed)
+        # The last token may never have been run; then it is not run again either.
         behind = max(0, min(length, len(self) - 1) - state.computed)
-        return behind + self._engine.runner.state.rewind_cost(state.seq, reached)
+        return behind + self._engine.runner.state.rewind_cost(state.seq, min(length, state.computed))
+
+    def _forget_turns(self, length: int) -> None:
+        """The session has ``length`` tokens; later turns of the chat are not in it."""
+        self._chat = [turn for turn in self._chat if turn[0] <= length]
+        if self._chat_start is not None and self._chat_start > length:
+            self._chat_start = None
 
     # -- chat ------------------------------------------------------------------------------------------------
 
@@ -359,106 +351,123 @@ class Session:
         ``messages`` are the new ones only. The session's tokens become those that a stateless chat of all turns would
         have; what they share with the present ones is kept, the rest is run.
         """
-        self._add_messages(messages, params)
-        output = self.generate(params)
-        self._chat.append((len(self), {"role": "assistant", "content": output.outputs[0].text}))
-        return output
+        turns, tokens, start = self._render(messages, params)
+        with self._engine.lock:
+            self._idle("chat")
+            request = self._submit(tokens, params)
+        try:
+            return self._result(request)
+        finally:
+            self._note_turns(request, turns, start)
 
     def stream_chat(
         self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None
     ) -> Iterator[StreamDelta]:
         """``chat`` as a stream. What was generated when the loop is left counts as the answer."""
-        self._add_messages(messages, params)
-        return self._chat_deltas(self.stream(params))
+        turns, tokens, start = self._render(messages, params)
+        return self._chat_deltas(turns, tokens, start, params)
 
-    def _chat_deltas(self, deltas: Iterator[StreamDelta]) -> Iterator[StreamDelta]:
-        text = ""
+    def _chat_deltas(
+        self, turns: list[Mapping[str, Any]], tokens: NDArray[np.int64], start: int, params: SamplingParams | None
+    ) -> Iterator[StreamDelta]:
+        started: list[SequenceRequest] = []
+
+        def submit() -> SequenceRequest:
+            self._idle("chat")
+            started.append(self._submit(tokens, params))
+            return started[0]
+
         try:
-            for delta in deltas:
-                text += delta.text
-                yield delta
+            yield from self._deltas(submit)
         finally:
-            self._chat.append((len(self), {"role": "assistant", "content": text}))
+            for request in started:
+                self._engine.end(started)
+                self._note_turns(request, turns, start)
 
-    def _add_messages(self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None) -> None:
+    def _render(
+        self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None
+    ) -> tuple[list[Mapping[str, Any]], NDArray[np.int64], int]:
+        """All turns, all tokens of the session with them, and where the chat begins."""
         with self._engine.lock:
             self._idle("chat")
+            if not isinstance(messages, (list, tuple)) or not messages:
+                raise InvalidArgument("messages must be a list with at least one message; give the new ones only")
             start = len(self) if self._chat_start is None else self._chat_start
-            turns = [message for _, message in self._chat] + list(messages)
-            wanted = np.array(encode_chat(self._tokenizer("chat"), turns), dtype=np.int64)
-            self._engine.check_length(start + wanted.size, params or self._defaults())
-            present = self._state.tokens.ids[start:]
-            size = min(present.size, wanted.size)
-            differs = np.flatnonzero(present[:size] != wanted[:size])
-            common = int(differs[0]) if differs.size else size
-            history, before = list(self._chat), self._state.tokens.copy()
-            try:
-                self.rewind(to=start + common)
-                self.append(wanted[common:].tolist())
-            except BaseException:
-                self._state.tokens, self._chat = before, history
-                raise
-            self._chat_start = start
-            self._chat = [*history, *((len(self), message) for message in messages)]
+            turns = [*(message for _, message in self._chat), *messages]
+            rendered = np.array(encode_chat(self._tokenizer("chat"), turns), dtype=np.int64)
+            tokens = np.concatenate([self._state.tokens.ids[:start].astype(np.int64), rendered])
+            self._engine.check_tokens(tokens)
+            self._check_params("chat", tokens.size, params)
+            return list(messages), tokens, start
+
+    def _note_turns(self, request: SequenceRequest, messages: list[Mapping[str, Any]], start: int) -> None:
+        """Remember the turns of a chat that worked."""
+        if not request.succeeded:
+            self._forget_turns(len(self))
+            return
+        answer = {"role": "assistant", "content": request.text}
+        self._chat_start = start
+        self._chat += [*((request.num_prompt, message) for message in messages), (len(self), answer)]
 
     # -- saving ----------------------------------------------------------------------------------------------
 
     def save(self, path: str | Path) -> None:
         """Write the state file: under a temporary name, synced, renamed. What is not computed yet is computed first."""
-        with self._engine.lock:
-            saved.save(self._engine, self._savable(), self._identity, Path(path))
+        self.compute()
+        with self._branch("save") as branch:
+            saved.save(self._engine, branch, self._identity, Path(path))
 
     def to_bytes(self) -> bytes:
         """The state file as bytes."""
-        with self._engine.lock:
-            return saved.to_bytes(self._engine, self._savable(), self._identity)
-
-    def _savable(self) -> IdleState:
-        state = self._idle("save")
         self.compute()
-        return state
+        with self._branch("to_bytes") as branch:
+            return saved.to_bytes(self._engine, branch, self._identity)
 
     # -- looking inside --------------------------------------------------------------------------------------
 
     def kv(self, layer: int) -> dict[str, Tensor]:
         """The layer's state: ``k [tokens, Hkv, Dk]`` as stored (rotated) and ``v [tokens, Hkv, Dv]``, of all tokens."""
-        with self._engine.lock:
+        engine = self._engine
+        engine.runner.state.spec(layer)
+        with engine.lock:
             state = self._idle("kv")
-            self._engine.runner.state.spec(layer)
             if not len(self):
                 raise InvalidArgument("the session is empty; append at least one token to have a state")
-            if state.computed < len(self):
-                self.compute(logits=True)
-            if state.seq is None:
-                raise QuireError("a computed session has no sequence")
-            k, v = self._engine.runner.state.debug_get_kv(state.seq, layer=layer)
+            request = None
+            if state.seq is None or state.computed < len(self):
+                request = engine.submit_run(state, state.tokens.ids)
+        if request is not None:
+            self._wait(request)
+        with engine.lock:
+            state = self._idle("kv")
+            if state.seq is None or state.computed < len(self):
+                raise FailedPrecondition("kv: the session was changed by another thread meanwhile; call again")
+            k, v = engine.runner.state.debug_get_kv(state.seq, layer=layer)
             return {"k": k, "v": v}
 
     def set_kv(self, layer: int, *, k: Tensor | None = None, v: Tensor | None = None, start: int = 0) -> None:
-        """Overwrite rows of a layer from position ``start`` on; what is not given stays.
+        """Overwrite rows of a layer from position ``start`` on, as ``kv`` gives them; what is not given stays.
 
-        The session is pinned and marked ``modified`` from then on, and never feeds the prefix cache.
+        The session is pinned and marked ``modified`` from then on, never feeds the prefix cache and is never computed
+        again. Only its last token is run once more where the logits after it are wanted (``generate``, ``logits``,
+        ``score``), which computes the rows of that token anew from the rows before it.
         """
+        if k is None and v is None:
+            raise InvalidArgument("set_kv needs k=, v= or both")
+        for name, given in (("k", k), ("v", v)):
+            if given is not None and (not isinstance(given, Tensor) or given.dim() != 3):
+                raise InvalidArgument(f"set_kv: {name} must be a tensor [tokens, heads, dim], as kv() gives it")
+        count = int((k if k is not None else v).shape[0])  # type: ignore[union-attr]
+        if not is_integer(start) or start < 0 or start + count > len(self):
+            raise InvalidArgument(f"set_kv: rows {start}..{start + count}, and the session has {len(self)} tokens")
+        present = self.kv(layer)
         with self._engine.lock:
             state = self._idle("set_kv")
-            if k is None and v is None:
-                raise InvalidArgument("set_kv needs k=, v= or both")
-            present = self.kv(layer)
-            given = k if k is not None else v
-            count = given.shape[0] if given is not None and given.dim() == 3 else 0
-            if start < 0 or start + count > len(self):
-                raise InvalidArgument(f"set_kv: rows {start}..{start + count}, and the session has {len(self)} tokens")
-            if state.seq is None:
-                raise QuireError("a computed session has no sequence")
+            if state.seq is None or state.computed < len(self):
+                raise FailedPrecondition("set_kv: the session was changed by another thread meanwhile; call again")
             rows = slice(start, start + count)
             new_k, new_v = (present["k"][rows] if k is None else k), (present["v"][rows] if v is None else v)
-            cache = self._engine.cache
-            if cache is not None and state.seq in cache:
-                cache.remove(state.seq)
-            self._engine.runner.state.debug_set_kv(state.seq, start, new_k, new_v, layer=layer)
-            state.modified = True
-            state.pinned = True
-            self._logits = None
+            self._engine.write_rows(state, layer, start, new_k, new_v)
 
     # -- closing ---------------------------------------------------------------------------------------------
 
@@ -477,20 +486,20 @@ class Session:
         self.close()
 
     def __del__(self) -> None:
-        # Nobody can use it any more. Interpreter shutdown may have taken parts away already.
-        try:
-            self.close()
-        except Exception:  # pragma: no cover - only at interpreter exit
-            return
+        # Nobody can use it any more.
+        if not getattr(self, "_closed", True):
+            self._closed = True
+            self._engine.abandon(self._state)
 
     # -- helpers ---------------------------------------------------------------------------------------------
 
-    def _open(self, verb: str) -> IdleState:
-        if self._closed:
-            raise FailedPrecondition(f"{verb}: the session is closed; make a new one")
+    def _open(self, verb: str) -> SessionState:
+        if self._closed or self._engine.closed:
+            what = "session" if self._closed else "LLM"
+            raise FailedPrecondition(f"{verb}: the {what} is closed; make a new one")
         return self._state
 
-    def _idle(self, verb: str) -> IdleState:
+    def _idle(self, verb: str) -> SessionState:
         state = self._open(verb)
         if state.busy:
             raise FailedPrecondition(f"{verb}: the session is generating; finish or close its stream first")
@@ -509,43 +518,22 @@ class Session:
         return as_token_ids(text)
 
 
-class Branch:
-    """A fork of a session's state for one call."""
-
-    def __init__(self, engine: Engine, parent: IdleState, length: int) -> None:
-        self._engine = engine
-        self._state = IdleState(TokenBuffer(parent.tokens.ids[:length]), parent.key)
-        self._state.modified = parent.modified
-        fork_state(engine, parent, self._state, min(length, parent.computed))
-
-    def __enter__(self) -> IdleState:
-        return self._state
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._engine.forget(self._state)
-
-
-def fork_state(engine: Engine, parent: IdleState, child: IdleState, length: int) -> None:
-    """Let ``child`` have the first ``length`` computed tokens of ``parent``."""
-    child.modified = parent.modified
-    if parent.seq is None or not length:
-        return
-    seq = engine.runner.new_seq()
-    engine.apply(Fork(parent.seq, seq, length))
-    child.seq, child.computed = seq, length
-    engine.hold(child)
+def is_integer(value: object) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
 def as_token_ids(tokens: Sequence[int]) -> NDArray[np.int64]:
     """A row of token ids; ``InvalidArgument`` for anything that is not integers."""
-    try:
-        ids = np.asarray(tokens)
-    except (ValueError, TypeError):
-        ids = np.empty((0, 0))
-    if ids.ndim == 1 and ids.size == 0:
+    found = None
+    if not isinstance(tokens, (str, bytes, bytearray)):
+        try:
+            found = np.asarray(tokens)
+        except (ValueError, TypeError, OverflowError):
+            found = None
+    if found is not None and found.ndim == 1 and not found.size:
         return np.empty(0, dtype=np.int64)
-    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+    if found is None or found.ndim != 1 or found.dtype.kind not in "iu" or any(isinstance(t, bool) for t in tokens):
         raise InvalidArgument(f"token ids must be a row of integers, got {str(tokens)[:60]!r}")
-    return ids.astype(np.int64)
+    if int(found.max()) > np.iinfo(np.int32).max:
+        raise InvalidArgument(f"token id {int(found.max())} is outside of every vocabulary; int32 ids are accepted")
+    return found.astype(np.int64)

@@ -249,6 +249,7 @@ class KVCache:
                 return
             self.released = True
             self._finalizer.detach()
+            self.pool.caches.pop(self.cache_id, None)
             self.pool.free(self.rows)
 
     # -- bytes -----------------------------------------------------------------------------------------------

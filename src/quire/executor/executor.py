@@ -260,7 +260,7 @@ class Executor:
             parts = self._parts(requests, caches, operation.verb)
             tokens = [ids for request in requests for ids in request.tokens]
             kinds = [kind for request, kind in zip(requests, wanted, strict=True) for _ in request.tokens]
-            with Transaction(self.pool, parts, operation) as work:
+            with Transaction(self.pool, parts, operation, several=True) as work:
                 try:
                     logits = work.run(tokens, kinds, budget=self.prefill_chunk_size)
                 except Cancelled:

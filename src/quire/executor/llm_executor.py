@@ -94,7 +94,7 @@ class LlmExecutor:
             cache, starts = self._begin(inputs, kv_cache, lora_id, tokens)
             watch = Stopwatch(self.executor.pool.device)
             parts = extensions(cache, starts, [ids.size for ids in tokens])
-            with Transaction(self.executor.pool, parts, operation) as work:
+            with Transaction(self.executor.pool, parts, operation, several=True) as work:
                 try:
                     work.run(tokens, ["none"] * len(tokens), budget=self.prefill_chunk_size)
                 except Cancelled:
@@ -158,7 +158,7 @@ class LlmExecutor:
             tokens, cache, parts = self._decode_parts(inputs, kv_cache, lora_id, num_steps)
             if num_steps == 0:
                 return [[] for _ in tokens]
-            with Transaction(self.executor.pool, parts, operation) as work:
+            with Transaction(self.executor.pool, parts, operation, several=True) as work:
                 drawers = self._drawers(cache, parts, tokens, sampling)
                 return self._steps(num_steps, tokens, work, cache, drawers)
 

@@ -99,7 +99,9 @@ class CachePool:
     # -- room ------------------------------------------------------------------------------------------------
 
     def reclaim(self) -> bool:
-        """Ask the owner of the runner to give something up; whether it did."""
+        """Give up what nobody holds, or ask the owner of the runner to give something up; whether there was any."""
+        if self.sweep():
+            return True
         hook = self.runner.reclaim
         return hook is not None and hook()
 

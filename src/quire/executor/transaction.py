@@ -69,21 +69,25 @@ class Transaction:
     Enter it under the pool's lock and stay under it. Entering raises ``ResourceExhausted`` before anything changes.
     """
 
-    def __init__(self, pool: CachePool, parts: Sequence[Extension], operation: Operation) -> None:
+    def __init__(
+        self, pool: CachePool, parts: Sequence[Extension], operation: Operation, *, several: bool = False
+    ) -> None:
+        """``several``: there may be more than one forward."""
         self.pool = pool
         self.parts = list(parts)
         self.operation = operation
+        self.several = several
         self._committed = False
 
     def __enter__(self) -> Self:
         for part in self.parts:
             self._check_limits(part)
-        rewound = [part for part in self.parts if part.rewinds]
-        forks = self.pool.fork([part.row.seq for part in rewound], [part.start for part in rewound])
-        for part, seq in zip(rewound, forks, strict=True):
+        kept = [part for part in self.parts if part.rewinds or (self.several and self._shares_tail(part))]
+        forks = self.pool.fork([part.row.seq for part in kept], [part.start for part in kept])
+        for part, seq in zip(kept, forks, strict=True):
             part.seq, part.old_seq = seq, part.row.seq
         try:
-            self._reserve(rewound)
+            self._reserve(kept)
         except BaseException:
             self.pool.remove(forks)
             raise
@@ -91,30 +95,38 @@ class Transaction:
 
     def _check_limits(self, part: Extension) -> None:
         end, cache, label = part.start + part.count, part.cache, f"{part.label}: " if part.label else ""
-        if not cache.dynamic and end > cache.capacity:
-            raise ResourceExhausted(
-                f"{label}KV cache full: {part.count} tokens from position {part.start} on do not fit its {cache.capacity} slots"
-            )
         if end > self.pool.max_model_len:
             raise ResourceExhausted(
                 f"{label}{part.count} tokens from position {part.start} on are beyond the model's maximum of "
                 f"{self.pool.max_model_len}"
             )
+        if not cache.dynamic and end > cache.capacity:
+            raise ResourceExhausted(
+                f"{label}KV cache full: {part.count} tokens from position {part.start} on do not fit its {cache.capacity} slots"
+            )
 
-    def _reserve(self, rewound: Sequence[Extension]) -> None:
+    def _shares_tail(self, part: Extension) -> bool:
+        """Whether the page that the first new token goes to must be copied. A forward that fails undoes that itself,
+        but not what earlier forwards of the call did; a fork, which costs no more pages here, does."""
+        if part.start % self.pool.page_size == 0:
+            return False
+        table = self.pool.state.table
+        return bool(table.pools[0].references[table.get(part.row.seq).tables[0].pages[-1]] > 1)
+
+    def _reserve(self, kept: Sequence[Extension]) -> None:
         """Make sure of the pages for everything; give up old versions only if that is what makes it fit."""
         seqs, counts = [part.seq for part in self.parts], [part.count for part in self.parts]
         missing = self.pool.missing_pages(seqs, counts)
         if not missing:
             return
-        if missing > sum(self._freed_without_old(part) for part in rewound):
+        if missing > sum(self._freed_without_old(part) for part in kept):
             state = self.pool.state
             raise ResourceExhausted(
-                f"{sum(counts)} tokens need {missing} more pages of {state.page_size} tokens than the "
-                f"{state.num_available_pages()} of {state.num_pages} that are free; release or clear caches"
+                f"no room for {sum(counts)} more tokens: {missing} pages of {state.page_size} tokens are missing, "
+                f"{state.num_available_pages()} of {state.num_pages} are free; release or clear caches"
             )
-        self.pool.remove([part.row.seq for part in rewound])
-        for part in rewound:
+        self.pool.remove([part.row.seq for part in kept])
+        for part in kept:
             # From here on an error leaves the row at ``start``: what lay behind it is gone.
             part.row.seq, part.old_seq = part.seq, None
             self._mark_rewound(part)
@@ -131,6 +143,8 @@ class Transaction:
         return freed + int(own_tail)
 
     def _mark_rewound(self, part: Extension) -> None:
+        if not part.rewinds:
+            return
         part.cache.mark_cut(part.row, part.start)
         if part.row.tokens is not None:
             part.row.tokens.size = part.start

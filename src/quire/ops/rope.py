@@ -77,7 +77,7 @@ def rotate(x_THD: Tensor, cos_T1R: Tensor, sin_T1R: Tensor, *, interleaved: bool
     rotary_dim = cos_T1R.shape[-1]
     turned = x_THD[..., :rotary_dim].float() if rotary_dim < x_THD.shape[-1] else x_THD.float()
     if interleaved:
-        swapped = turned.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+        swapped = turned.view(*turned.shape[:-1], -1, 2).flip(-1).flatten(-2)
     else:
         swapped = turned.roll(rotary_dim // 2, -1)
     out = torch.addcmul(turned * cos_T1R, swapped, sin_T1R).to(x_THD.dtype)

@@ -1,0 +1,215 @@
+"""Tiny random models for the engine, in float32 on the CPU, with transformers as the oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from quire import LLM, SamplingParams
+from quire.engine.engine import Engine
+from quire.types import Step
+
+VOCAB = 97
+CONTEXT = 256
+EOS = 5
+GEOMETRY = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": CONTEXT,
+    "eos_token_id": EOS,
+    "bos_token_id": None,
+    "pad_token_id": None,
+}
+BYTES_PER_TOKEN = 2 * 2 * 2 * 16 * 4
+FAMILIES = {"llama": "Llama", "qwen3": "Qwen3"}
+
+
+@dataclass
+class Checkpoint:
+    """A saved model without a tokenizer, and the same in transformers."""
+
+    path: Path
+    model: Any
+    known: dict[tuple[tuple[int, ...], int], list[int]] = field(default_factory=dict)
+
+    def greedy(self, prompt: Sequence[int], count: int) -> list[int]:
+        """The next ``count`` tokens, EOS ignored."""
+        key = (tuple(prompt), count)
+        if key not in self.known:
+            ids = torch.tensor([list(prompt)])
+            out = self.model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                do_sample=False,
+                max_new_tokens=count,
+                eos_token_id=None,
+                pad_token_id=0,
+            )
+            self.known[key] = out[0, len(prompt) :].tolist()
+        return self.known[key]
+
+    def continues(self, prompt: Sequence[int], found: Sequence[int]) -> bool:
+        """Whether ``found`` are the greedy tokens after ``prompt``; one forward instead of many."""
+        if not found:
+            return True
+        best = self.logits([*prompt, *found[:-1]])[len(prompt) - 1 :].argmax(-1)
+        return list(found) == best.tolist()
+
+    @torch.inference_mode()
+    def logits(self, tokens: Sequence[int]) -> torch.Tensor:
+        """``[T, V]``"""
+        return self.model(torch.tensor([list(tokens)])).logits[0].float()
+
+
+def make_checkpoint(family: str, path: Path, seed: int = 0, **changes: Any) -> Checkpoint:
+    name = FAMILIES[family]
+    config = getattr(transformers, f"{name}Config")(**{**GEOMETRY, **changes})
+    model = getattr(transformers, f"{name}ForCausalLM")(config).float().eval()
+    generator = torch.Generator().manual_seed(seed + len(family))
+    with torch.no_grad():
+        for parameter, weight in model.named_parameters():
+            scale = weight.shape[-1] ** -0.5 if weight.ndim == 2 and "embed" not in parameter else 0.5
+            weight.copy_(torch.randn(weight.shape, generator=generator) * scale + ("norm" in parameter))
+    model.save_pretrained(path)
+    return Checkpoint(path, model)
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checkpoint]:
+    folder = tmp_path_factory.mktemp("engine")
+    return {family: make_checkpoint(family, folder / family) for family in FAMILIES}
+
+
+@pytest.fixture
+def llama(checkpoints: dict[str, Checkpoint]) -> Checkpoint:
+    return checkpoints["llama"]
+
+
+@pytest.fixture(params=sorted(FAMILIES))
+def checkpoint(request: pytest.FixtureRequest, checkpoints: dict[str, Checkpoint]) -> Checkpoint:
+    """Each family in turn."""
+    return checkpoints[request.param]
+
+
+MakeLLM = Callable[..., LLM]
+
+
+@pytest.fixture
+def make_llm() -> Iterator[MakeLLM]:
+    """Builds LLMs, by default with a pool of 4096 tokens, and looks for leaks at the end of the test."""
+    made: list[LLM] = []
+
+    def make(path: str | Path | Checkpoint, *, pool: int = 4096, **options: Any) -> LLM:
+        where = path.path if isinstance(path, Checkpoint) else path
+        given = {"device": "cpu", "dtype": "float32", **options}
+        if isinstance(path, (Checkpoint, Path)):
+            given.setdefault("kv_cache_memory", pool * BYTES_PER_TOKEN)
+        made.append(LLM(where, **given))
+        return made[-1]
+
+    yield make
+    for llm in made:
+        llm.close()
+        assert_empty(llm)
+
+
+@pytest.fixture
+def llm(make_llm: MakeLLM, checkpoint: Checkpoint) -> LLM:
+    """An LLM of each family."""
+    return make_llm(checkpoint)
+
+
+@pytest.fixture
+def small(make_llm: MakeLLM, llama: Checkpoint) -> LLM:
+    """An LLM of one family, for what does not depend on the model."""
+    return make_llm(llama)
+
+
+@pytest.fixture(scope="session")
+def python_llm() -> Iterator[LLM]:
+    """The bundled model, with its tokenizer; shared, so leave nothing behind."""
+    llm = LLM("tiny-python", device="cpu", dtype="float32", kv_cache_memory="64MiB", max_model_len=512)
+    yield llm
+    llm.close()
+    assert_empty(llm)
+
+
+def engine_of(llm: LLM) -> Engine:
+    return llm._engine
+
+
+def check(llm: LLM) -> None:
+    """All invariants of bookkeeping."""
+    engine = engine_of(llm)
+    engine.runner.state.check()
+    if engine.cache is not None:
+        engine.cache.check()
+        held = set(engine.runner.state.table.ids)
+        assert set(engine.cache._entries) <= held
+    owned = {session.seq for session in engine._sessions.values() if session.seq is not None}
+    running = {work.seq for work in (*engine.scheduler.running, *engine.scheduler.waiting) if work.seq is not None}
+    cached = set() if engine.cache is None else {s for s, entry in engine.cache._entries.items() if not entry.live}
+    assert set(engine.runner.state.table.ids) == owned | running | cached, "every sequence has an owner"
+
+
+def assert_empty(llm: LLM) -> None:
+    """No request, no sequence, no page is left."""
+    engine = engine_of(llm)
+    engine.reset_prefix_cache()
+    assert engine.scheduler.idle
+    assert not engine._requests
+    assert not engine._by_id
+    engine.runner.state.check()
+    assert engine.runner.state.empty()
+
+
+@dataclass
+class Recorder:
+    """Steps that a runner has executed."""
+
+    steps: list[Step] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(step.num_tokens for step in self.steps)
+
+    @property
+    def forwards(self) -> list[Step]:
+        return [step for step in self.steps if step.chunks]
+
+
+def record(llm: LLM) -> Recorder:
+    """Note every step from now on."""
+    recorder, runner = Recorder(), engine_of(llm).runner
+    execute = runner.execute
+
+    def recording(step: Step) -> Any:
+        recorder.steps.append(step)
+        return execute(step)
+
+    runner.execute = recording  # type: ignore[method-assign]
+    return recorder
+
+
+def random_tokens(length: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng([seed, length]).integers(0, VOCAB, length).tolist()
+
+
+def greedy(count: int, **changes: Any) -> SamplingParams:
+    return SamplingParams(**{"temperature": 0, "max_tokens": count, "ignore_eos": True, **changes})
+
+
+def token_ids(outputs: Sequence[Any]) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in outputs]

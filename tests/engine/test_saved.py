@@ -1,0 +1,150 @@
+"""Sessions to files and back: into other pools, and what a wrong or damaged file leaves behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from quire import LLM, DataLoss, InvalidArgument, NotFound, ResourceExhausted
+from quire.errors import QuireError
+
+from .conftest import Checkpoint, MakeLLM, check, engine_of, greedy, make_checkpoint, random_tokens, record
+
+PROMPT = random_tokens(40)
+
+
+@pytest.mark.parametrize(("page_size", "max_len"), [(1, 256), (5, 64), (16, 128), (64, 100)])
+def test_into_other_pools(
+    make_llm: MakeLLM, checkpoint: Checkpoint, tmp_path: Path, page_size: int, max_len: int
+) -> None:
+    session = make_llm(checkpoint, page_size=7).session(PROMPT)
+    session.generate(greedy(3))
+    session.save(tmp_path / "state.quire")
+    other = make_llm(checkpoint, page_size=page_size, max_model_len=max_len, enable_prefix_caching=page_size != 5)
+    recorder = record(other)
+    loaded = other.load_session(str(tmp_path / "state.quire"))
+    assert loaded.tokens == session.tokens
+    assert loaded.generate(greedy(6)).outputs[0].token_ids == checkpoint.greedy(session.tokens, 6)
+    assert recorder.num_tokens == 6, "the state came from the file"
+    check(other)
+
+
+def test_bytes_are_those_of_the_file(llm: LLM, checkpoint: Checkpoint, tmp_path: Path) -> None:
+    session = llm.session(PROMPT)
+    session.save(tmp_path / "a.quire")
+    assert (tmp_path / "a.quire").read_bytes() == session.to_bytes()
+    loaded = [llm.session_from_bytes(kind(session.to_bytes())) for kind in (bytes, bytearray, memoryview)]
+    session.close()
+    for other in loaded:
+        for layer in range(2):
+            torch.testing.assert_close(other.kv(layer), loaded[0].kv(layer), rtol=0, atol=0)
+        assert other.generate(greedy(6)).outputs[0].token_ids == checkpoint.greedy(PROMPT, 6)
+    assert llm.session_from_bytes(llm.session([]).to_bytes()).tokens == []
+    assert llm.session_from_bytes(llm.session([3]).to_bytes()).tokens == [3]
+
+
+def test_what_was_dropped_is_computed_before_it_is_saved(make_llm: MakeLLM, llama: Checkpoint) -> None:
+    llm = make_llm(llama, pool=64, page_size=4)
+    session = llm.session(PROMPT)
+    llm.session(random_tokens(50, seed=1))
+    assert session.num_computed == 0
+    data = session.to_bytes()
+    loaded = make_llm(llama).session_from_bytes(data)
+    assert loaded.num_computed == 39
+    assert loaded.generate(greedy(6)).outputs[0].token_ids == llama.greedy(PROMPT, 6)
+
+
+def test_written_state_survives(make_llm: MakeLLM, llama: Checkpoint) -> None:
+    session = make_llm(llama).session(PROMPT)
+    session.set_kv(1, v=torch.zeros(20, 2, 16))
+    loaded = make_llm(llama, page_size=3).session_from_bytes(session.to_bytes())
+    assert loaded.modified
+    assert loaded.pinned
+    assert not loaded.kv(1)["v"][:20].any()
+    assert loaded.generate(greedy(9)).outputs[0].token_ids == session.generate(greedy(9)).outputs[0].token_ids
+
+
+def refused(llm: LLM, data: bytes, error: type[QuireError], match: str) -> None:
+    """Loading raises, and afterwards the pool is as it was."""
+    state = engine_of(llm).runner.state
+    before = (list(state.table.ids), state.num_available_pages(), len(engine_of(llm)._sessions))
+    with pytest.raises(error, match=match):
+        llm.session_from_bytes(data)
+    assert (list(state.table.ids), state.num_available_pages(), len(engine_of(llm)._sessions)) == before
+    check(llm)
+
+
+def test_another_model(make_llm: MakeLLM, checkpoints: dict[str, Checkpoint], tmp_path: Path) -> None:
+    data = make_llm(checkpoints["llama"]).session(PROMPT).to_bytes()
+    refused(make_llm(checkpoints["qwen3"]), data, InvalidArgument, "another model: architecture .*Llama.*Qwen3")
+    weights = make_checkpoint("llama", tmp_path / "weights", seed=9)
+    refused(make_llm(weights), data, InvalidArgument, "another model: weights .* found, .* expected")
+    config = make_checkpoint("llama", tmp_path / "config", rms_norm_eps=1e-3)
+    refused(make_llm(config), data, InvalidArgument, "another model: config .* found, .* expected")
+
+
+def test_dtype(make_llm: MakeLLM, llama: Checkpoint) -> None:
+    exact = make_llm(llama)
+    half = make_llm(llama, kv_dtype="bfloat16", pool=2048)
+    data = half.session(PROMPT).to_bytes()
+    refused(exact, data, InvalidArgument, "bfloat16.*float32.*convert_dtype")
+    loaded = exact.session_from_bytes(data, convert_dtype=True)
+    assert loaded.tokens == PROMPT
+    torch.testing.assert_close(loaded.kv(0)["v"][:39], exact.session(PROMPT).kv(0)["v"][:39], rtol=2**-7, atol=2**-7)
+    # What went through bfloat16 is nobody's prefix.
+    loaded.close()
+    assert exact.generate(PROMPT, greedy(6))[0].outputs[0].token_ids == llama.greedy(PROMPT, 6)
+
+
+def test_damaged_bytes(small: LLM, llama: Checkpoint) -> None:
+    data = small.session(PROMPT).to_bytes()
+    small.reset_prefix_cache()
+    for length in (0, 1, 7, 8, 9, 200, len(data) // 2, len(data) - 1):
+        refused(small, data[:length], DataLoss, "")
+    for position in range(0, len(data), len(data) // 40):
+        flipped = bytearray(data)
+        flipped[position] ^= 0x10
+        with pytest.raises((DataLoss, InvalidArgument)):
+            small.session_from_bytes(flipped)
+        check(small)
+    refused(small, data + b"x", DataLoss, "")
+    assert engine_of(small).runner.state.empty()
+    assert small.session_from_bytes(data).generate(greedy(6)).outputs[0].token_ids == llama.greedy(PROMPT, 6)
+
+
+def test_missing_files_and_wrong_arguments(small: LLM, tmp_path: Path) -> None:
+    with pytest.raises(NotFound, match="absent"):
+        small.load_session(tmp_path / "absent.quire")
+    with pytest.raises(QuireError):
+        small.load_session(tmp_path)
+    for wrong in (None, 3, "text"):
+        with pytest.raises(InvalidArgument):
+            small.session_from_bytes(wrong)  # type: ignore[arg-type]
+    with pytest.raises(QuireError, match="missing-folder"):
+        small.session([1, 2]).save(tmp_path / "missing-folder" / "a.quire")
+    check(small)
+
+
+def test_a_pool_that_is_too_small(make_llm: MakeLLM, llama: Checkpoint) -> None:
+    data = make_llm(llama).session(PROMPT).to_bytes()
+    refused(make_llm(llama, pool=32), data, ResourceExhausted, "40 prompt tokens|40 tokens")
+    refused(make_llm(llama, max_model_len=32), data, InvalidArgument, "context ends at 32")
+    full = make_llm(llama, pool=64)
+    full.session(random_tokens(40, seed=1), pin=True)
+    refused(full, data, ResourceExhausted, "page")
+
+
+def test_loading_takes_the_room_of_what_is_idle(make_llm: MakeLLM, llama: Checkpoint) -> None:
+    data = make_llm(llama).session(PROMPT).to_bytes()
+    llm = make_llm(llama, pool=96, page_size=4)
+    llm.generate(random_tokens(40, seed=1), greedy(3))
+    idle = llm.session(random_tokens(40, seed=2))
+    loaded = llm.session_from_bytes(data)
+    assert loaded.num_computed == 39
+    assert llm.session_from_bytes(data).num_computed == 39
+    assert idle.num_computed == 0
+    check(llm)
+    assert idle.generate(greedy(4)).outputs[0].token_ids == llama.greedy(random_tokens(40, seed=2), 4)
+    assert loaded.generate(greedy(4)).outputs[0].token_ids == llama.greedy(PROMPT, 4)

@@ -1,0 +1,219 @@
+"""The command line: what goes to stdout, one sentence for every mistake, exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from quire import LLM, SamplingParams, cli
+from quire.terminal_chat import TerminalChat
+
+RECALL = "# module base\nport = 8031\nhost = 1276\n# module other\nalias = port\n# checks\nassert alias =="
+GREEDY = ["--temperature", "0", "--max-tokens", "6", "--dtype", "float32"]
+
+
+def run(*arguments: str, monkeypatch: pytest.MonkeyPatch) -> int:
+    """The command in this process; its exit code."""
+    monkeypatch.setattr(sys, "argv", ["quire", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    code = ended.value.code
+    return code if isinstance(code, int) else 0
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM("tiny-python", dtype="float32", kv_cache_memory="64MiB")
+
+
+@pytest.fixture(scope="module")
+def saved(llm: LLM, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("state") / "recall.quire"
+    with llm.session(RECALL) as session:
+        session.save(path)
+    return path
+
+
+def test_generate_streams_the_continuation_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("generate", RECALL, *GREEDY, monkeypatch=monkeypatch) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith(" 8031\n")
+    assert "tok/s" in err
+    assert "tok/s" not in out
+
+
+def test_generate_reads_stdin(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    import io
+
+    monkeypatch.setattr(sys, "stdin", io.StringIO(RECALL))
+    assert run("generate", "-", *GREEDY, monkeypatch=monkeypatch) == 0
+    assert capsys.readouterr().out.startswith(" 8031")
+
+
+def test_config_file_sets_options_and_the_command_line_wins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "quire.yaml"
+    config.write_text("max-tokens: 5\ntemperature: 0\nkv_cache_memory: 16MiB\ndtype: float32\n")
+    assert run("generate", RECALL, "--config", str(config), monkeypatch=monkeypatch) == 0
+    assert "5 tokens" in capsys.readouterr().err
+    assert run("generate", RECALL, "--config", str(config), "--max-tokens", "3", monkeypatch=monkeypatch) == 0
+    assert "3 tokens" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["generate", "x", "--model", "/no/such/place"], "/no/such/place"),
+        (["generate", "x", "--temperature", "nan"], "temperature"),
+        (["generate", "x", "--top-p", "2"], "top_p"),
+        (["generate", ""], "empty"),
+        (["generate", "x", "--max-tokens", "100000"], "context"),
+        (["generate", "x", "--kv-cache-memory", "10"], "kv_cache_memory"),
+        (["generate", "x", "--kv-cache-memory", "many"], "kv_cache_memory"),
+        (["generate", "x", "--tensor-parallel-size", "2"], "tensor_parallel_size"),
+        (["generate", "x", "--device", "cuda:99"], "cuda:99"),
+        (["generate", "x", "--config", "/no/such.yaml"], "/no/such.yaml"),
+        (["inspect", "/no/such.quire"], "/no/such.quire"),
+        (["inspect", __file__], "state file"),
+        (["bench", "latency", "--batch", "0"], "batch"),
+        (["bench", "latency", "--peer", "nobody"], "peer"),
+        (["generate", "x", "--no-such-flag"], "--no-such-flag"),
+        (["no-such-command"], "no-such-command"),
+    ],
+    ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
+)
+def test_mistakes_are_one_sentence_and_exit_code_2(
+    arguments: list[str], says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(*arguments, monkeypatch=monkeypatch) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert says in err
+    assert "Traceback" not in err
+
+
+def test_unknown_option_in_config_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "bad.yaml"
+    config.write_text("temprature: 0\n")
+    assert run("generate", "x", "--config", str(config), monkeypatch=monkeypatch) == 2
+    assert "temprature" in capsys.readouterr().err
+
+
+def test_inspect_shows_and_verifies(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("inspect", str(saved), "--json", monkeypatch=monkeypatch) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["model"]["architecture"] == "LlamaForCausalLM"
+    assert found["sequences"][0]["num_layers"] == 8
+    assert found["checksums"] == "verified"
+    assert run("inspect", str(saved), monkeypatch=monkeypatch) == 0
+    assert "LlamaForCausalLM" in capsys.readouterr().out
+    damaged = tmp_path / "damaged.quire"
+    data = bytearray(saved.read_bytes())
+    data[-5] ^= 1
+    damaged.write_bytes(data)
+    assert run("inspect", str(damaged), monkeypatch=monkeypatch) == 2
+    assert "damaged" in capsys.readouterr().err
+
+
+def test_models_doctor_capabilities_version(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("models", monkeypatch=monkeypatch) == 0
+    out = capsys.readouterr().out
+    assert "tiny-python" in out
+    assert "Qwen3ForCausalLM" in out
+    assert run("doctor", monkeypatch=monkeypatch) == 0
+    assert "PyTorch" in capsys.readouterr().out
+    assert run("--version", monkeypatch=monkeypatch) == 0
+    assert "torch" in capsys.readouterr().out
+    assert run("capabilities", "--json", "--kv-cache-memory", "16MiB", monkeypatch=monkeypatch) == 0
+    table = json.loads(capsys.readouterr().out)
+    assert table["verbs"]["fork_sequence"] == ""
+    assert "release" in table["verbs"]["set_cross_kv"]
+
+
+def test_capabilities_of_the_state_are_true(llm: LLM) -> None:
+    """What the table refuses raises ``Unsupported`` with the reason of the table."""
+    from quire.errors import Unsupported
+    from quire.kv.rules import PAGED_REFUSALS
+
+    state = llm.engine.runner.state
+    verbs = [verb for verb in PAGED_REFUSALS if callable(getattr(state, verb, None))]
+    assert len(verbs) > 15
+    for verb in ("disagg_wait", "debug_get_kv_mla", "checkpoint"):
+        state.add_sequence(-77)
+        with pytest.raises(Unsupported, match=verb):
+            getattr(state, verb)(-77)
+        state.remove_sequence(-77)
+
+
+def test_every_help_text_is_complete(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("generate", "chat", "inspect", "models", "capabilities", "doctor", "bench latency"):
+        assert run(*command.split(), "--help", monkeypatch=monkeypatch) == 0
+    assert run("generate", "--help", monkeypatch=monkeypatch) == 0
+    out = capsys.readouterr().out
+    for option in ("--max-tokens", "--kv-cache-memory", "--page-size", "--config", "--top-p"):
+        assert option in out
+
+
+def test_chat_commands(llm: LLM, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    chat = TerminalChat(llm, SamplingParams(temperature=0, max_tokens=4))
+    file = tmp_path / "chat.quire"
+    assert chat.take("port = 8031")
+    main = chat._session.tokens
+    for line in ("/fork other", "host = 1", "/switch main", "/stats", f"/save {file}", f"/load {file}", "/switch main"):
+        assert chat.take(line)
+    assert chat._session.tokens == main
+    assert chat.take("/rewind 1")
+    assert len(chat._session) == 0
+    assert not chat.take("/exit")
+    assert "shared" in capsys.readouterr().err
+    for bad in ("/rewind 9", "/switch nobody", "/fork main", "/save", "/load /no/such", "/nonsense"):
+        with pytest.raises(Exception, match="/"):
+            chat.take(bad)
+
+
+def test_interrupt_is_quiet(tmp_path: Path) -> None:
+    """Ctrl-C ends a generation with exit code 130 and no traceback."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    command = [sys.executable, "-m", "quire.cli", "generate", "x = 1\n", "--max-tokens", "4000", "--ignore-eos"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as process:
+        assert process.stdout is not None
+        process.stdout.read(1)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    del out
+    assert process.returncode == 130
+    assert b"Traceback" not in err
+    assert b"interrupted" in err
+
+
+def test_closed_pipe_is_quiet() -> None:
+    """``quire generate ... | head -c 1`` ends without a traceback."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "quire.cli", "generate", "x = 1\n", "--max-tokens", "300", "--ignore-eos"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as process:
+        assert process.stdout is not None
+        process.stdout.read(1)
+        process.stdout.close()
+        deadline = time.monotonic() + 60
+        while process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert process.stderr is not None
+        err = process.stderr.read()
+    assert process.returncode == 141
+    assert b"Traceback" not in err

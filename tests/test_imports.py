@@ -1,0 +1,137 @@
+"""Imports inside of ``quire`` point down only, what runs without torch imports none, and ``import quire`` is quick."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import quire
+
+ROOT = Path(quire.__file__).parent
+LAYERS = (
+    {"types", "errors", "registry", "config", "metrics", "sampling_params", "outputs"},
+    {"contracts"},
+    {"ops"},
+    {"kernels", "kv", "nn"},
+    {"models"},
+    {"runner"},
+    {"executor", "blend", "store"},
+    {"engine"},
+    {"build"},
+    {"llm"},
+    {"server"},
+    {"bench", "doctor", "inspection", "terminal_chat"},
+    {"cli"},
+)
+"""From the bottom up: a part may import itself and what lies below it."""
+APART = {"kernels", "kv", "nn"}
+"""Parts of one layer that do not know each other."""
+STRANGERS = {("models", "kv")}
+"""A model sees a pass, never the state behind it."""
+WITHOUT_TORCH = ("kv.pages", "kv.sequences", "engine.scheduler", "engine.prefix_cache")
+LEVELS = {part: level for level, parts in enumerate(LAYERS) for part in parts}
+PATHS = {".".join(("quire", *path.relative_to(ROOT).with_suffix("").parts)): path for path in ROOT.rglob("*.py")}
+MODULES = {name.removesuffix(".__init__"): path for name, path in PATHS.items()}
+
+
+def imports(module: str) -> dict[str, bool]:
+    """Names of modules that a module imports, wherever it does so: whether it happens when the module is loaded."""
+    found: dict[str, bool] = {}
+
+    def visit(node: ast.AST, loaded: bool) -> None:
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                package = module if MODULES[module].name == "__init__.py" else module.rpartition(".")[0]
+                parents = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*parents, base] if base else parents)
+            names = [f"{base}.{alias.name}" if f"{base}.{alias.name}" in MODULES else base for alias in node.names]
+        for name in names:
+            found[name] = found.get(name, False) or loaded
+        lazy = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        typing_only = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        for child in ast.iter_child_nodes(node):
+            skipped = typing_only and isinstance(node, ast.If) and child in node.body
+            visit(child, loaded and not lazy and not skipped)
+
+    visit(ast.parse(MODULES[module].read_text()), True)
+    return found
+
+
+def test_there_are_modules_to_check() -> None:
+    assert len(MODULES) > 40
+    assert {"quire", "quire.kv.paged", "quire.kernels.sdpa", "quire.contracts.layers"} <= set(MODULES)
+    assert "quire.kv.exchange" in imports("quire.kv.paged")
+    assert imports("quire.kv.exchange")["quire.kv.paged"] is False
+
+
+def below(part: str, other: str) -> bool:
+    """Whether ``part`` may import ``other``."""
+    for name in (part, other):
+        assert name in LEVELS, f"give {name!r} a place in LAYERS"
+    same_level = LEVELS[other] == LEVELS[part] and not {part, other} & APART
+    return (part, other) not in STRANGERS and (other == part or LEVELS[other] < LEVELS[part] or same_level)
+
+
+@pytest.mark.parametrize("module", sorted(set(MODULES) - {"quire", "quire.__main__"}))
+def test_imports_point_down(module: str) -> None:
+    part = module.split(".")[1]
+    for name in imports(module):
+        assert name != "quire" or part == "cli", f"{module} imports the package itself"
+        if name.startswith("quire."):
+            assert below(part, name.split(".")[1]), f"{module} imports {name}, which is not below it"
+
+
+def test_the_rule_can_fail() -> None:
+    assert below("kv", "ops")
+    assert below("kv", "kv")
+    assert below("blend", "executor")
+    assert not below("kv", "kernels")
+    assert not below("models", "kv")
+    assert not below("ops", "kv")
+    assert not below("engine", "llm")
+
+
+@pytest.mark.parametrize("name", WITHOUT_TORCH)
+def test_bookkeeping_imports_no_torch(name: str) -> None:
+    waiting, seen = [f"quire.{name}"], set[str]()
+    while waiting:
+        module = waiting.pop()
+        if module in seen or module not in MODULES:
+            continue
+        seen.add(module)
+        parents = module.split(".")
+        waiting += [".".join(parents[:length]) for length in range(1, len(parents))]
+        for imported, loaded in imports(module).items():
+            assert not loaded or imported.split(".")[0] != "torch", f"{name} imports torch by {module}"
+            if loaded:
+                waiting.append(imported)
+    assert f"quire.{name}" in seen
+    assert "quire.errors" in seen
+
+
+def loaded_by(statement: str) -> set[str]:
+    """Top names of the modules that a fresh interpreter has loaded after a statement."""
+    code = f"import json, sys\n{statement}\nprint(json.dumps(sorted({{name.split('.')[0] for name in sys.modules}})))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    return set(json.loads(result.stdout))
+
+
+def test_import_of_the_package_is_quick() -> None:
+    loaded = loaded_by("import quire")
+    assert "quire" in loaded
+    assert not loaded & {"torch", "transformers", "numpy", "tokenizers", "huggingface_hub"}
+
+
+def test_bookkeeping_runs_without_torch() -> None:
+    loaded = loaded_by("import " + ", ".join(f"quire.{name}" for name in WITHOUT_TORCH))
+    assert "quire" in loaded
+    assert not loaded & {"torch", "transformers"}
