@@ -446,3 +446,14 @@ def test_a_match_of_32k_tokens_takes_well_under_a_millisecond() -> None:
     cache.insert(99, tokens, "k")
     assert cache.match(tokens, "k") == (99, tokens.size)
     assert best_seconds(lambda: cache.match(tokens, "k")) < 1e-3
+
+
+def test_peek_says_what_match_would_and_changes_nothing() -> None:
+    cache = RadixCache()
+    cache.insert(1, [1, 2, 3], None)
+    cache.insert(2, [5, 6], None)
+    stats = cache.stats
+    assert [cache.peek(tokens, None) for tokens in ([1, 2, 9], [1, 2, 3, 4], [7], [], [5])] == [2, 3, 0, 0, 1]
+    assert cache.peek([1, 2], "salt") == 0
+    assert cache.stats == stats
+    assert cache.evict() == 1, "a peek is no use"

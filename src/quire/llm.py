@@ -189,12 +189,20 @@ class LLM:
         """The session that ``Session.save`` wrote. ``InvalidArgument`` (another model, dtype, version: expected and found),
         ``DataLoss`` (damaged), ``NotFound``, ``ResourceExhausted``. ``convert_dtype`` accepts another KV dtype."""
         self._require_open("load_session")
+        if not isinstance(path, (str, Path)):
+            raise InvalidArgument(
+                f"load_session takes a path, got {type(path).__name__}; bytes go to session_from_bytes"
+            )
         with read_state(path) as file:
             return self._restore(file, convert_dtype)
 
     def session_from_bytes(self, data: bytes | bytearray | memoryview, *, convert_dtype: bool = False) -> Session:
         """The same from the bytes of ``Session.to_bytes``."""
         self._require_open("session_from_bytes")
+        if not isinstance(data, (bytes, bytearray, memoryview)):
+            raise InvalidArgument(
+                f"session_from_bytes takes bytes, got {type(data).__name__}; a path goes to load_session"
+            )
         with read_state(data) as file:
             return self._restore(file, convert_dtype)
 

@@ -107,7 +107,9 @@ class Conversations:
     def serve_others(self) -> None:
         prompts = [random_tokens(60, seed=self.rng.randint(0, 2))[: self.rng.randint(1, 60)] for _ in range(3)]
         found = self.llm.generate(prompts, greedy(6))
-        assert all(self.checkpoint.continues(p, out.outputs[0].token_ids) for p, out in zip(prompts, found, strict=True))
+        assert all(
+            self.checkpoint.continues(p, out.outputs[0].token_ids) for p, out in zip(prompts, found, strict=True)
+        )
 
     def cancel(self) -> None:
         session, tokens = self.pick()
@@ -131,7 +133,7 @@ class Conversations:
             self.rng.choice(calls)()
 
     def close(self) -> None:
-        session, tokens = self.pick()
+        session, _tokens = self.pick()
         if len(self.sessions) > 3:
             self.sessions = [entry for entry in self.sessions if entry[0] is not session]
             session.close()

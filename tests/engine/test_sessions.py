@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from quire import LLM, FailedPrecondition, InvalidArgument, ResourceExhausted, SamplingParams, Unsupported
-from quire.errors import Cancelled
+from quire.errors import Cancelled, QuireError
 
 from .conftest import CONTEXT, EOS, VOCAB, Checkpoint, MakeLLM, check, engine_of, greedy, random_tokens, record
 
@@ -308,9 +308,10 @@ def test_written_state_is_used_and_shared_with_nobody(llm: LLM, checkpoint: Chec
     changed = child.generate(greedy(20)).outputs[0].token_ids
     assert changed != checkpoint.greedy(prompt, 20)
     assert session.generate(greedy(20)).outputs[0].token_ids == changed
-    session.close()
-    child.close()
     # Neither the twin, whose pages were shared, nor the prefix cache has seen any of it.
+    twin.close()
+    assert llm.generate(prompt, greedy(20))[0].outputs[0].token_ids == checkpoint.greedy(prompt, 20)
+    twin = llm.session(prompt)
     assert twin.generate(greedy(20)).outputs[0].token_ids == checkpoint.greedy(prompt, 20)
     assert llm.generate(prompt, greedy(20))[0].outputs[0].token_ids == checkpoint.greedy(prompt, 20)
     check(llm)
@@ -373,6 +374,28 @@ def test_a_pinned_session_that_grows_too_long_keeps_its_state(make_llm: MakeLLM,
     assert session.tokens == random_tokens(30)
     assert session.generate(greedy(4)).outputs[0].token_ids == llama.greedy(random_tokens(30), 4)
     assert other.num_computed == 19
+
+
+def test_broken_values_of_a_pinned_session_are_nobodys_prefix(
+    small: LLM, llama: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_of(small)
+    session = small.session(random_tokens(40), pin=True)
+    execute = engine.runner.execute
+
+    def poisoned(step):  # type: ignore[no-untyped-def]
+        output = execute(step)
+        output.logits_RV.fill_(torch.nan)
+        return output
+
+    monkeypatch.setattr(engine.runner, "execute", poisoned)
+    with pytest.raises(QuireError, match="NaN"):
+        session.generate(greedy(3))
+    monkeypatch.undo()
+    (output,) = small.generate(random_tokens(40), greedy(3))
+    assert output.num_cached_tokens == 0
+    assert output.outputs[0].token_ids == llama.greedy(random_tokens(40), 3)
+    assert session.tokens == random_tokens(40)
 
 
 def test_close_gives_pages_back_at_once(small: LLM) -> None:
@@ -448,9 +471,10 @@ def test_many_threads(llm: LLM, checkpoint: Checkpoint) -> None:
                 assert checkpoint.continues(tokens, found)
                 session.append(new)
                 tokens = tokens + found + new
-                assert llm.generate(tokens, greedy(2))[0].outputs[0].token_ids == session.fork().generate(
-                    greedy(2)
-                ).outputs[0].token_ids
+                assert (
+                    llm.generate(tokens, greedy(2))[0].outputs[0].token_ids
+                    == session.fork().generate(greedy(2)).outputs[0].token_ids
+                )
             session.close()
         except BaseException as error:
             errors.append(error)
@@ -511,6 +535,8 @@ def test_cancel_from_another_thread(small: LLM, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(Cancelled):
         session.append(random_tokens(50))
     assert len(session) == 13
+    assert session.num_computed <= 13
+    assert session.kv(0)["k"].shape[0] == 13
     assert len(session.append(random_tokens(5))) == 18
     check(small)
 

@@ -268,7 +268,7 @@ def run_causal(group: CausalGroup, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, 
         group.rows.take(x).view(group.b, group.n, x.shape[1], x.shape[2]).transpose(1, 2) for x in (q_THD, k_THD, v_THD)
     )
     out_BHND = sdpa(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
-    return out_BHND.transpose(1, 2).reshape(group.b * group.n, q.shape[1], v.shape[-1])
+    return out_BHND.transpose(1, 2).contiguous().view(group.b * group.n, q.shape[1], v.shape[-1])
 
 
 def run_paged(group: PagedGroup, page_size: int, q_THD: Tensor, k_SHD: Tensor, v_SHD: Tensor, scale: float) -> Tensor:
@@ -280,10 +280,10 @@ def run_paged(group: PagedGroup, page_size: int, q_THD: Tensor, k_SHD: Tensor, v
     if group.n == 1:
         q = q.view(group.b, kv_heads, heads // kv_heads, dim)
         out = sdpa(q, k, v, attn_mask=group.mask, scale=scale)
-        return out.reshape(group.b, heads, -1)
+        return out.contiguous().view(group.b, heads, -1)
     q = q.view(group.b, group.n, heads, dim).transpose(1, 2)
     out = sdpa(q, k, v, attn_mask=group.mask, scale=scale, enable_gqa=heads != kv_heads)
-    return out.transpose(1, 2).reshape(group.b * group.n, heads, -1)
+    return out.transpose(1, 2).contiguous().view(group.b * group.n, heads, -1)
 
 
 def run_long(

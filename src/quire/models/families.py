@@ -36,6 +36,10 @@ class LoadedModel(Model, Protocol):
     canonical_config: str
     """Canonical JSON of what decides the logits; the same for every spelling of the same model."""
 
+    def pack(self) -> bool:
+        """Lay the weights out for this machine's kernels, where that helps; says whether it did."""
+        ...
+
 
 @dataclass(frozen=True, kw_only=True)
 class Family(Generic[C]):

@@ -31,6 +31,7 @@ from quire.nn.embedding import Embedding
 from quire.nn.linear import Linear
 from quire.nn.mlp import SwiGLU
 from quire.nn.norm import RMSNorm
+from quire.nn.packed import can_pack, packed
 
 DEFAULT_RMS_NORM_EPS = 1e-6
 """What transformers takes in all four families when config.json does not say."""
@@ -210,7 +211,8 @@ class Decoder:
         self.config: dict[str, Any] = dict(values)
         self.canonical_config = config.canonical()
         self.embedding = Embedding(parameters["embed.weight"])
-        self.blocks: Sequence[Block] = [_block(layer, spec, config, parameters) for layer in range(config.num_layers)]
+        self._decoder_blocks = [_block(layer, spec, config, parameters) for layer in range(config.num_layers)]
+        self.blocks: Sequence[Block] = self._decoder_blocks
         self.layer_specs: Sequence[LayerSpec] = (spec,) * config.num_layers
         self.norm = RMSNorm(parameters["norm.weight"], config.rms_norm_eps)
         self.lm_head = Linear(parameters["embed.weight" if config.tie_embeddings else "head.weight"])
@@ -219,6 +221,21 @@ class Decoder:
         self.num_parameters = sum(tensor.numel() for tensor in parameters.values())
         """Counted once where embedding and head are one tensor."""
         self.parameter_bytes = sum(tensor.nbytes for tensor in parameters.values())
+
+    def pack(self) -> bool:
+        """Lay the weights out for this machine's kernels, where that helps; says whether it did.
+
+        The head of a tied model gets a copy of its own: the embedding is read by rows.
+        """
+        if not can_pack(self.dtype, self.device):
+            return False
+        for block in self._decoder_blocks:
+            block.attention.qkv, block.attention.out = packed(block.attention.qkv), packed(block.attention.out)
+            block.mlp.gate_up, block.mlp.down = packed(block.mlp.gate_up), packed(block.mlp.down)
+        if self.lm_head.weight is self.embedding.weight:
+            self.parameter_bytes += self.embedding.weight.nbytes
+        self.lm_head = packed(self.lm_head)
+        return True
 
     def embed(self, tokens_T: Tensor) -> Tensor:
         """int64 ``[T]`` to a fresh ``[T, E]``."""

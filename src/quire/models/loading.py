@@ -67,7 +67,12 @@ def load_model(
         resolved = resolve_dtype(dtype, checkpoint.dtype(places), device)
         _check_memory(path, places, resolved, device)
         parameters = checkpoint.load(places, dtype=resolved, device=device, progress=progress)
-    return family.build(config, parameters, values)
+    model = family.build(config, parameters, values)
+    # From here on the model alone holds the plain weights, so that each goes when its packed form is there.
+    del parameters
+    if model.pack():
+        logger.info("%s: weights are packed for this CPU's bfloat16 kernels", path)
+    return model
 
 
 def resolve_dtype(requested: str, checkpoint_dtype: torch.dtype, device: torch.device) -> torch.dtype:

@@ -1,0 +1,143 @@
+"""What cannot be served is one clear error before any compute, and the engine goes on serving everything else."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quire import LLM, InvalidArgument, QuireError, ResourceExhausted, SamplingParams, Unsupported
+from small_tokenizers import saved
+
+from .conftest import CONTEXT, VOCAB, Checkpoint, MakeLLM, check, greedy, random_tokens, record
+
+GOOD = random_tokens(9)
+NESTED: list[Any] = [[1, [2, 3]], [[1], 2]]
+
+BAD_PROMPTS = [
+    ([[]], "empty"),
+    ([GOOD, []], "prompt 1: .*empty"),
+    ([VOCAB], f"token id {VOCAB} .*0..{VOCAB - 1}"),
+    ([GOOD, [1, -1]], "prompt 1: token id -1"),
+    ([2**31], "outside"),
+    ([GOOD, [2**70]], "integers|outside"),
+    ([1, 2.5], "integers"),
+    ([1.0, 2.0], "token ids|must be"),
+    ([1, "a"], "integers"),
+    ([[1, "a"]], "integers"),
+    ([[True, False]], "integers"),
+    ([1, True], "integers"),
+    ([None], "must be"),
+    (None, "must be"),
+    (7, "must be"),
+    (b"bytes", "must be"),
+    ([b"bytes"], "integers"),
+    ({"prompt_token_ids": [1]}, "must be"),
+    (NESTED, "integers"),
+    (np.zeros((2, 2, 2), dtype=int), "integers"),
+    (np.array(3), "must be"),
+    (random_tokens(CONTEXT), "context ends at 256"),
+    (random_tokens(CONTEXT + 50), "context ends at 256"),
+    ("text", "no tokenizer"),
+    ([GOOD, "text"], "prompt 1: .*no tokenizer"),
+]
+
+
+@pytest.mark.parametrize(("prompts", "match"), BAD_PROMPTS)
+def test_prompts(small: LLM, llama: Checkpoint, prompts: Any, match: str) -> None:
+    recorder = record(small)
+    with pytest.raises(InvalidArgument, match=match):
+        small.generate(prompts, greedy(4))
+    assert not recorder.steps, "nothing has run"
+    check(small)
+    assert small.generate(GOOD, greedy(4))[0].outputs[0].token_ids == llama.greedy(GOOD, 4)
+
+
+@pytest.mark.parametrize(
+    ("params", "error", "match"),
+    [
+        (greedy(CONTEXT - 8), InvalidArgument, f"up to {CONTEXT - 9}"),
+        ([greedy(1)] * 3, InvalidArgument, "3 sampling_params for 2 prompts"),
+        ([], InvalidArgument, "0 sampling_params"),
+        ([greedy(1), None], InvalidArgument, "SamplingParams"),
+        ({"max_tokens": 3}, InvalidArgument, "SamplingParams"),
+        (greedy(3, stop_token_ids=[VOCAB]), InvalidArgument, "stop_token_ids"),
+        (greedy(3, logit_bias={VOCAB: 1}), InvalidArgument, "logit_bias"),
+        (greedy(3, logprobs=VOCAB + 1), InvalidArgument, "logprobs"),
+        (greedy(3, stop="x"), Unsupported, "tokenizer"),
+        ([greedy(3), greedy(3, stop="x")], Unsupported, "prompt 1"),
+    ],
+)
+def test_parameters(small: LLM, params: Any, error: type[QuireError], match: str) -> None:
+    recorder = record(small)
+    with pytest.raises(error, match=match):
+        small.generate([GOOD, GOOD], params)
+    assert not recorder.steps
+    check(small)
+
+
+@pytest.mark.parametrize("name", ["temperature", "top_p", "min_p", "presence_penalty", "repetition_penalty"])
+def test_nan(name: str) -> None:
+    with pytest.raises(ValueError, match=name):
+        SamplingParams(**{name: float("nan")})
+
+
+def test_keywords(small: LLM) -> None:
+    for call in (
+        lambda: small.generate(GOOD, greedy(1), cache_salt=3),  # type: ignore[arg-type]
+        lambda: small.session(GOOD, cache_salt=b"x"),  # type: ignore[arg-type]
+        lambda: small.session(GOOD, pin="yes"),  # type: ignore[arg-type]
+        lambda: small.session([VOCAB]),
+        lambda: small.session(random_tokens(CONTEXT + 1)),
+        lambda: small.session("text"),
+        lambda: small.chat([]),
+        lambda: small.chat("hello"),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(InvalidArgument):
+            call()
+    for call in (
+        lambda: small.generate(GOOD, greedy(1), adapter="mine"),
+        lambda: small.session(GOOD, adapter="mine"),
+        lambda: small.load_adapter("mine", "path"),
+    ):
+        with pytest.raises(Unsupported, match="mine"):
+            call()
+    check(small)
+
+
+def test_a_pool_that_is_too_small_for_a_prompt(make_llm: MakeLLM, llama: Checkpoint) -> None:
+    llm = make_llm(llama, pool=32)
+    recorder = record(llm)
+    for call in (
+        lambda: llm.generate([GOOD, random_tokens(33)], greedy(1)),
+        lambda: llm.generate(random_tokens(20), greedy(14)),
+        lambda: llm.session(random_tokens(33)),
+    ):
+        with pytest.raises(ResourceExhausted, match="32 tokens"):
+            call()
+    assert not recorder.steps
+    # The last token needs no page.
+    assert llm.generate(random_tokens(20), greedy(13))[0].outputs[0].token_ids == llama.greedy(random_tokens(20), 13)
+    with pytest.raises(ResourceExhausted, match="kv_cache_memory"):
+        make_llm(llama, pool=15)
+
+
+def test_the_longest_of_everything(make_llm: MakeLLM, llama: Checkpoint) -> None:
+    llm = make_llm(llama, pool=CONTEXT)
+    longest = random_tokens(CONTEXT)
+    assert len(llm.session(longest)) == CONTEXT
+    with pytest.raises(InvalidArgument, match="context"):
+        llm.session(longest).generate(greedy(1))
+    assert llm.session(longest).logits().shape == (VOCAB,)
+    assert len(llm.session(longest[:-1]).generate(greedy(1)).outputs[0].token_ids) == 1
+    assert len(llm.session(longest[:-3]).score(longest[-3:])) == 3
+
+
+def test_a_tokenizer_that_does_not_fit(make_llm: MakeLLM, llama: Checkpoint, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(llama.path, tmp_path / "model"))
+    (folder / "tokenizer.json").write_text(saved("byte_level"))
+    with pytest.raises(QuireError, match="97"):
+        make_llm(folder, kv_cache_memory="1MiB")

@@ -1,0 +1,333 @@
+"""The scheduler on a page state of numbers: no tensors, no model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from quire.engine.prefix_cache import RadixCache
+from quire.engine.request import ScheduledRequest, Status, TokenBuffer, common_prefix
+from quire.engine.scheduler import Limits, Scheduled, Scheduler
+from quire.errors import ResourceExhausted
+from quire.types import Add, Edit, Fork, Pop, Remove
+
+
+class Pages:
+    """Sequences that hold pages of 4 tokens; forks share whole pages."""
+
+    SIZE = 4
+
+    def __init__(self, num_pages: int) -> None:
+        self.num_pages = num_pages
+        self.held: dict[int, list[object]] = {}
+        self.lengths: dict[int, int] = {}
+
+    @property
+    def used(self) -> int:
+        return len({id(page) for pages in self.held.values() for page in pages})
+
+    def grown(self, seq: int, count: int) -> int:
+        """New pages: of an unfilled tail that is shared there is a copy."""
+        pages, length = self.held[seq], self.lengths[seq]
+        shared = bool(length % self.SIZE) and any(
+            pages[-1] in other for name, other in self.held.items() if name != seq
+        )
+        return -(-(length + count) // self.SIZE) - len(pages) + shared
+
+    def missing_pages(self, seq_ids: Sequence[int], append_lengths: Sequence[int]) -> int:
+        need = sum(self.grown(seq, count) for seq, count in zip(seq_ids, append_lengths, strict=True))
+        return max(0, need - (self.num_pages - self.used))
+
+    def apply(self, edit: Edit) -> None:
+        match edit:
+            case Add(seq):
+                self.held[seq], self.lengths[seq] = [], 0
+            case Fork(parent, child, pos):
+                self.held[child] = self.held[parent][: -(-pos // self.SIZE)]
+                self.lengths[child] = pos
+            case Remove(seq):
+                del self.held[seq], self.lengths[seq]
+            case Pop(seq, n):
+                self.lengths[seq] -= n
+                del self.held[seq][-(-self.lengths[seq] // self.SIZE) :]
+
+    def run(self, scheduled: Scheduled) -> None:
+        chunks = scheduled.step.chunks
+        assert not self.missing_pages([chunk.seq for chunk in chunks], [len(chunk.tokens) for chunk in chunks])
+        for chunk in chunks:
+            new = self.grown(chunk.seq, len(chunk.tokens))
+            if self.lengths[chunk.seq] % self.SIZE:
+                self.held[chunk.seq][-1:] = [object()] if self._shares_tail(chunk.seq) else self.held[chunk.seq][-1:]
+            self.lengths[chunk.seq] += len(chunk.tokens)
+            while len(self.held[chunk.seq]) * self.SIZE < self.lengths[chunk.seq]:
+                self.held[chunk.seq].append(object())
+            assert new >= 0
+
+    def _shares_tail(self, seq: int) -> bool:
+        return any(self.held[seq][-1] in pages for name, pages in self.held.items() if name != seq)
+
+
+class World:
+    """A scheduler with its state, a cache, and a loop that appends a token to whatever has run completely."""
+
+    def __init__(self, num_pages: int = 100, *, seqs: int = 8, budget: int = 64, caching: bool = True) -> None:
+        self.pages = Pages(num_pages)
+        self.cache = RadixCache() if caching else None
+        self.next = 0
+        self.scheduler = Scheduler(
+            self.pages,
+            limits=Limits(max_num_seqs=seqs, max_num_batched_tokens=budget),
+            apply=self.pages.apply,
+            reclaim=self.reclaim,
+            new_seq=self.new_seq,
+            cache=self.cache,
+        )
+
+    def new_seq(self) -> int:
+        self.next += 1
+        return self.next
+
+    def reclaim(self) -> bool:
+        seq = None if self.cache is None else self.cache.evict()
+        if seq is not None:
+            self.pages.apply(Remove(seq))
+        return seq is not None
+
+    def submit(self, tokens: Sequence[int] | int, **options: object) -> ScheduledRequest:
+        ids = np.arange(tokens) + 1000 * self.next if isinstance(tokens, int) else np.array(tokens)
+        request = ScheduledRequest(TokenBuffer(ids), **options)  # type: ignore[arg-type]
+        self.next += 1
+        self.scheduler.submit(request)
+        return request
+
+    def step(self) -> Scheduled:
+        scheduled = self.scheduler.schedule()
+        self.pages.run(scheduled)
+        self.scheduler.computed(scheduled)
+        for request in scheduled.requests:
+            assert request.seq is not None
+            assert request.computed == self.pages.lengths[request.seq]
+            if not request.remaining:
+                if self.cache is not None and request.cacheable and request.seq not in self.cache:
+                    for seq in self.cache.insert(request.seq, request.tokens.ids, request.key, live=True):
+                        self.pages.apply(Remove(seq))
+                request.tokens.append(7)
+        return scheduled
+
+    def finish(self, request: ScheduledRequest) -> None:
+        self.scheduler.finish(request)
+        if request.seq is None:
+            return
+        gone = [request.seq]
+        if self.cache is not None:
+            gone = self.cache.insert(request.seq, request.tokens.ids[: request.computed], request.key)
+        for seq in gone:
+            self.pages.apply(Remove(seq))
+
+
+def counts(scheduled: Scheduled) -> list[int]:
+    return [len(chunk.tokens) for chunk in scheduled.step.chunks]
+
+
+def test_token_buffer() -> None:
+    buffer = TokenBuffer([1, 2])
+    for token in range(40):
+        buffer.append(token)
+    buffer.extend([5, 6])
+    buffer.extend(np.array([8]))
+    assert buffer.ids.tolist() == [1, 2, *range(40), 5, 6, 8]
+    buffer.truncate(1)
+    buffer.append(9)
+    assert buffer.ids.tolist() == [1, 9]
+    assert len(TokenBuffer()) == 0
+    source = np.arange(3, dtype=np.int32)
+    TokenBuffer(source).ids[0] = 9
+    assert source[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "length"), [([], [], 0), ([1], [], 0), ([1], [2], 0), ([1, 2], [1], 1), ([1, 2, 3], [1, 2, 4], 2)]
+)
+def test_common_prefix(a: list[int], b: list[int], length: int) -> None:
+    assert common_prefix(np.array(a), np.array(b)) == length
+
+
+def test_decodes_come_first_and_prompts_are_cut() -> None:
+    world = World(budget=10)
+    first, second = world.submit(6), world.submit(25)
+    assert counts(world.step()) == [6, 4]
+    assert counts(world.step()) == [1, 9]
+    scheduled = world.step()
+    assert counts(scheduled) == [1, 9]
+    assert [chunk.logits for chunk in scheduled.step.chunks] == ["last", "none"]
+    scheduled = world.step()
+    assert counts(scheduled) == [1, 3]
+    assert [chunk.logits for chunk in scheduled.step.chunks] == ["last", "last"]
+    assert (first.computed, second.computed) == (9, 25)
+
+
+def test_first_come_first_served() -> None:
+    world = World(seqs=2)
+    requests = [world.submit(5) for _ in range(4)]
+    assert world.step().requests == tuple(requests[:2])
+    world.finish(requests[0])
+    assert world.step().requests == (requests[1], requests[2])
+
+
+def test_admission_leaves_room_for_what_running_prompts_still_need() -> None:
+    world = World(num_pages=12, budget=8, caching=False)
+    first = world.submit(32)  # 8 pages, of which this step takes 2
+    second = world.submit(20)
+    assert world.step().requests == (first,)
+    assert (second.seq, second.status) == (None, Status.WAITING)
+    for _ in range(3):
+        world.step()
+    world.finish(first)
+    assert world.step().requests == (second,)
+    assert world.scheduler.num_preemptions == 0
+
+
+def test_a_blocked_request_is_not_overtaken() -> None:
+    world = World(num_pages=10, caching=False)
+    world.submit(30)
+    long, short = world.submit(20), world.submit(2)
+    world.step()
+    assert (long.seq, short.seq) == (None, None)
+
+
+def test_the_youngest_is_preempted_and_comes_back_first() -> None:
+    world = World(num_pages=4, caching=False)
+    old, young = world.submit(7), world.submit(7)
+    world.step()
+    late = world.submit(2)
+    world.step()
+    world.step()
+    assert (young.status, young.seq, young.computed, young.num_preemptions) == (Status.WAITING, None, 0, 1)
+    assert world.scheduler.running == [old]
+    assert world.scheduler.waiting == [young, late]
+    world.finish(old)
+    assert world.step().requests[0] is young
+    assert young.computed == len(young.tokens) - 1
+
+
+def test_pinned_state_is_never_given_up() -> None:
+    world = World(num_pages=4, caching=False)
+    old, young = world.submit(7), world.submit(7, pinned=True)
+    world.step()
+    world.step()
+    world.step()
+    assert (old.status, young.status) == (Status.WAITING, Status.RUNNING)
+
+
+def test_alone_without_room_is_an_error() -> None:
+    world = World(num_pages=3, caching=False)
+    grows = world.submit(12)
+    world.step()
+    ((failed, error),) = world.scheduler.schedule().failed
+    assert failed is grows
+    assert isinstance(error, ResourceExhausted)
+    assert world.scheduler.idle
+    assert world.pages.used == 0
+    never, fine = world.submit(13), world.submit(3)
+    scheduled = world.step()
+    assert [request for request, _ in scheduled.failed] == [never]
+    assert scheduled.requests == (fine,)
+
+
+def test_equal_prompts_wait_for_the_first() -> None:
+    world = World(budget=40)
+    prompt = list(range(60))
+    first, second = world.submit(prompt), world.submit([*prompt, 90])
+    other_key, other = world.submit(prompt, key="salt"), world.submit([5, 6])
+    assert world.step().requests == (first,)
+    world.step()
+    assert second.seq is None
+    # The same tokens under another key are computed beside it.
+    world.step()
+    world.step()
+    assert second.num_cached == 60
+    world.step()
+    assert (other_key.num_cached, other.num_cached) == (0, 0)
+    assert other.computed
+
+
+def test_equal_prompts_under_other_keys_do_not_wait() -> None:
+    world = World(budget=100)
+    first, second = world.submit(list(range(40))), world.submit(list(range(40)), key="salt")
+    assert world.step().requests == (first, second)
+
+
+def test_waiting_requests_with_state_give_it_up() -> None:
+    world = World(num_pages=6, caching=False)
+    runner = world.submit(16)
+    world.step()
+    waiting = ScheduledRequest(TokenBuffer(range(9)), seq=77, computed=8)
+    world.pages.apply(Add(77))
+    world.pages.held[77], world.pages.lengths[77] = [object(), object()], 8
+    world.scheduler.limits = Limits(max_num_seqs=1, max_num_batched_tokens=64)
+    world.scheduler.submit(waiting)
+    for _ in range(4):
+        world.step()
+    assert (waiting.seq, waiting.computed) == (None, 0)
+    assert runner.status is Status.RUNNING
+
+
+def test_what_a_blocked_request_found_stays_findable() -> None:
+    world = World(num_pages=12, budget=64)
+    prompt = list(range(20))
+    done = world.submit(prompt)
+    world.step()
+    world.finish(done)
+    busy = world.submit(24)
+    world.step()
+    blocked = world.submit([*prompt, *range(100, 112)])
+    for _ in range(3):
+        world.step()
+    assert blocked.seq is None
+    assert world.cache is not None
+    assert world.cache.peek(prompt, None) == 20
+    world.finish(busy)
+    world.step()
+    assert blocked.num_cached == 20
+
+
+def test_cached_sequences_make_room() -> None:
+    world = World(num_pages=8)
+    for _ in range(10):
+        request = world.submit(20)
+        world.step()
+        assert request.computed == 20
+        world.finish(request)
+    assert world.pages.used <= 8
+
+
+def test_fresh_tokens_are_run_whatever_is_cached() -> None:
+    world = World()
+    prompt = list(range(30))
+    done = world.submit(prompt)
+    world.step()
+    world.finish(done)
+    for fresh, cached in ((0, 0), (10, 10), (None, 29)):
+        request = world.submit(prompt, fresh_from=fresh, wants="all")
+        world.step()
+        assert request.num_cached == cached
+        world.finish(request)
+
+
+def test_random_load_finishes() -> None:
+    rng = np.random.default_rng(0)
+    for trial in range(20):
+        world = World(num_pages=int(rng.integers(8, 20)), budget=int(rng.integers(1, 40)), caching=bool(trial % 2))
+        targets = {world.submit(int(n)): int(n + m) for n, m in rng.integers(1, 15, (12, 2))}
+        for _ in range(3000):
+            scheduled = world.step()
+            assert not scheduled.failed
+            for request in scheduled.requests:
+                if len(request.tokens) > targets[request]:
+                    world.finish(request)
+            if world.scheduler.idle:
+                break
+        assert world.scheduler.idle
+        assert all(request.status is Status.FINISHED for request in targets)

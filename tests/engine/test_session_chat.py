@@ -1,0 +1,91 @@
+"""Chats in a session: its tokens are those of a stateless chat of all turns, and only new ones are run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from quire import LLM, InvalidArgument
+from small_tokenizers import saved
+
+from .conftest import MakeLLM, check, greedy, make_checkpoint, record
+
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with a tokenizer and a chat template."""
+    path = tmp_path_factory.mktemp("chat")
+    make_checkpoint("llama", path, vocab_size=600, max_position_embeddings=1024)
+    (path / "tokenizer.json").write_text(saved("byte_level"))
+    (path / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    return path
+
+
+@pytest.fixture
+def chatty(make_llm: MakeLLM, folder: Path) -> LLM:
+    return make_llm(folder)
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def test_turns(chatty: LLM) -> None:
+    session = chatty.session()
+    turns: list[dict[str, str]] = []
+    for text in ("The quick brown fox", "jumps over", "the lazy dog"):
+        before = len(session)
+        recorder = record(chatty)
+        output = session.chat([user(text)], greedy(8))
+        turns.append(user(text))
+        tokens = output.prompt_token_ids
+        assert chatty.tokenizer is not None
+        prompt = (
+            "".join(f"<|im_start|>{t['role']}\n{t['content']}<|im_end|>" for t in turns) + "<|im_start|>assistant\n"
+        )
+        assert chatty.tokenizer.decode(tokens, skip_special_tokens=False) == prompt
+        assert recorder.num_tokens == len(tokens) - output.num_cached_tokens + 7
+        # Random text may be tokenised in another way when it is rendered, from its first token on.
+        assert output.num_cached_tokens >= before - 8 - 1
+        answer = output.outputs[0].text
+        turns.append({"role": "assistant", "content": answer})
+        check(chatty)
+    fresh = chatty.chat(turns[:-1], greedy(8), cache_salt="fresh")[0]
+    assert fresh.outputs[0].token_ids == output.outputs[0].token_ids
+
+
+def test_rewind_takes_turns_back(chatty: LLM) -> None:
+    session = chatty.session()
+    session.chat([user("one")], greedy(4))
+    length = len(session)
+    first = session.chat([user("two")], greedy(4))
+    session.rewind(to=length)
+    again = session.chat([user("two")], greedy(4))
+    assert first.prompt_token_ids == again.prompt_token_ids
+    assert first.outputs[0].token_ids == again.outputs[0].token_ids
+    other = session.fork(at=length)
+    deltas = list(other.stream_chat([user("two")], greedy(4)))
+    assert [token for delta in deltas for token in delta.token_ids] == again.outputs[0].token_ids
+    assert other.tokens == session.tokens
+    check(chatty)
+
+
+def test_refused_messages_leave_no_trace(chatty: LLM) -> None:
+    session = chatty.session()
+    session.chat([user("one")], greedy(4))
+    before = session.tokens
+    for wrong in ([], "text", [{"role": "user"}], [3], [user("long " * 2000)]):
+        with pytest.raises(InvalidArgument):
+            session.chat(wrong, greedy(4))  # type: ignore[arg-type]
+        assert session.tokens == before
+    with pytest.raises(InvalidArgument):
+        session.chat([user("two")], greedy(4, n=2))
+    assert session.tokens == before
+    assert session.chat([user("two")], greedy(4)).num_cached_tokens > 0
