@@ -17,9 +17,7 @@ def describe(path: Path) -> dict[str, Any]:
     """What a state file holds, in JSON types; every checksum has been verified. Raises as ``read_state``."""
     with read_state(path) as file:
         metadata = file.metadata
-        rows = metadata.get("rows") if metadata.get("kind") == "kv_cache" else [metadata]
-        if not isinstance(rows, list):
-            raise DataLoss(f"state file {str(path)!r} does not say which sequences it holds")
+        rows = _rows(metadata, path)
         model = metadata.get("model")
         return {
             "file": str(path),
@@ -32,8 +30,18 @@ def describe(path: Path) -> dict[str, Any]:
             "adapters": metadata.get("adapters"),
             "exact": metadata.get("exact"),
             "modified": metadata.get("modified"),
-            "sequences": [_sequence(row) for row in rows if isinstance(row, Mapping)],
+            "sequences": [_sequence(row) for row in rows],
         }
+
+
+def _rows(metadata: Mapping[str, Any], path: Path) -> list[Mapping[str, Any]]:
+    """The sequences of a file, each with its ``tokens`` and ``sequence``, as a session has them."""
+    if metadata.get("kind") != "kv_cache":
+        return [metadata]
+    sequences, tokens = metadata.get("rows"), metadata.get("tokens")
+    if not isinstance(sequences, list) or not isinstance(tokens, list) or len(sequences) != len(tokens):
+        raise DataLoss(f"state file {str(path)!r} does not say which sequences it holds")
+    return [{"tokens": ids, "sequence": sequence} for ids, sequence in zip(tokens, sequences, strict=True)]
 
 
 def _sequence(row: Mapping[str, Any]) -> dict[str, Any]:

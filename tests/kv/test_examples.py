@@ -989,6 +989,17 @@ class TestIsolation:
         twins.forward([2, 0, 1], [20, 30, 1], bad_row=25)
         twins.forward([4, 3, 2, 1, 0], [1, 1, 1, 1, 1])
 
+    def test_first_page_of_the_pool(self, bad: float, page_size: int) -> None:
+        """Where padding would look if it did not keep to its own sequence."""
+        twins = Twins(bad, page_size)
+        twins.add(0, 1, 2, 3)
+        twins.forward([0, 1, 2, 3], [2, 3, 20, 9], bad_row=1)
+        twins.forward([2, 3, 1], [1, 1, 1])
+        twins.forward([1, 3, 2], [1, 4, 2])
+        # All four in a pool whose pages lie scattered.
+        twins.forward([3, 1], [17, 17])
+        twins.forward([1, 2, 0, 3], [1, 1, 1, 1])
+
     @pytest.mark.parametrize("how", ["remove", "pop", "clear", "abort"])
     def test_recycled_pages(self, bad: float, page_size: int, how: str) -> None:
         twins = Twins(bad, page_size)
