@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from quire import LLM, SamplingParams, cli
+from quire import LLM, InvalidArgument, SamplingParams, cli
 from quire.terminal_chat import TerminalChat
 
 RECALL = "# module base\nport = 8031\nhost = 1276\n# module other\nalias = port\n# checks\nassert alias =="
@@ -111,6 +111,77 @@ def test_unknown_option_in_config_file(
     assert "temprature" in capsys.readouterr().err
 
 
+def test_config_file_names_only_what_the_command_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "quire.yaml"
+    for text, says in (("temperature: 0\n", "temperature"), ("page-size: 4\npage_size: 8\n", "twice")):
+        config.write_text(text)
+        assert run("capabilities", "--config", str(config), monkeypatch=monkeypatch) == 2
+        assert says in capsys.readouterr().err
+
+
+def test_the_model_of_the_command_line_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from quire.bench import latency
+
+    config = tmp_path / "quire.yaml"
+    config.write_text("model: another\npage-size: 4\n")
+    calls: list[tuple[str, dict[str, object]]] = []
+    monkeypatch.setattr(latency, "run_latency", lambda model, **rest: calls.append((model, rest["engine_options"])))
+    assert run("bench", "latency", "--config", str(config), "--model", "mine", monkeypatch=monkeypatch) == 0
+    assert run("bench", "latency", "--config", str(config), monkeypatch=monkeypatch) == 0
+    assert calls == [("mine", {"page_size": 4}), ("another", {"page_size": 4})]
+
+
+def test_text_that_the_pipe_cannot_hold() -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8:strict"}
+    command = [sys.executable, "-m", "quire.cli", "generate", "-"]
+    done = subprocess.run(command, input=b"\xff\xfe", capture_output=True, env=environment)
+    assert done.returncode == 2
+    assert b"encoding" in done.stderr
+    assert b"Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        {"tokens": 7},
+        {"kind": "session", "sequence": 5, "tokens": [1]},
+        {"kind": "session", "sequence": {"layers": [1]}, "tokens": [1]},
+        {"sequence": {"layers": 5}},
+        {"sequence": {"held": 7}},
+        {"sequence": {"held": [[1]]}},
+        {"sequence": {"held": [["a", "b"]]}},
+        {"kind": "kv_cache", "rows": [1], "tokens": [None]},
+        {"kind": "kv_cache", "rows": 1, "tokens": [None]},
+    ],
+)
+def test_inspect_of_metadata_that_makes_no_sense(
+    metadata: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from quire.kv.statefile import write_state
+
+    path = tmp_path / "odd.quire"
+    write_state(path, metadata, [], iter(()))
+    assert run("inspect", str(path), monkeypatch=monkeypatch) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "state file" in err
+
+
+def test_inspect_prints_brackets_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from quire.kv.statefile import write_state
+
+    path = tmp_path / "odd.quire"
+    write_state(path, {"kind": "[/red]", "model": {"architecture": "[bold]x"}}, [], iter(()))
+    assert run("inspect", str(path), monkeypatch=monkeypatch) == 0
+    out = capsys.readouterr().out
+    assert "[/red]" in out
+    assert "[bold]x" in out
+
+
 def test_inspect_shows_and_verifies(
     saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -182,9 +253,29 @@ def test_chat_commands(llm: LLM, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert len(chat._session) == 0
     assert not chat.take("/exit")
     assert "shared" in capsys.readouterr().err
-    for bad in ("/rewind 9", "/switch nobody", "/fork main", "/save", "/load /no/such", "/nonsense"):
+    for bad in (
+        "/rewind 9",
+        "/rewind ²",
+        "/rewind 0",
+        "/rewind " + "9" * 5000,
+        "/switch nobody",
+        "/fork main",
+        "/save",
+        "/load /no/such",
+        "/nonsense",
+    ):
         with pytest.raises(Exception, match="/"):
             chat.take(bad)
+
+
+def test_a_refused_turn_leaves_nothing_behind(llm: LLM) -> None:
+    limit = llm.engine.max_model_len
+    chat = TerminalChat(llm, SamplingParams(temperature=0, max_tokens=limit - 2))
+    with pytest.raises(InvalidArgument, match="max_tokens"):
+        chat.take("def longer_than_two_tokens(x):")
+    assert len(chat._session) == 0
+    with pytest.raises(InvalidArgument, match="0 turns"):
+        chat.take("/rewind 1")
 
 
 def test_interrupt_is_quiet(tmp_path: Path) -> None:

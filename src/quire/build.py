@@ -200,8 +200,9 @@ def pool_tokens(
             )
     else:
         budget = free_memory(device, config.gpu_memory_utilization)
-        # More than every sequence at its full length is never used.
-        tokens = min(budget // per_token, config.max_num_seqs * max_len)
+        # More than every sequence at its full length, in whole pages, is never used.
+        longest = pages_for(max_len, config.page_size) * config.page_size
+        tokens = min(budget // per_token, config.max_num_seqs * longest)
         if tokens < config.page_size:
             raise ResourceExhausted(
                 f"{budget / 2**20:.0f} MiB of free memory for the KV pool on {device} hold no page of {config.page_size} tokens "

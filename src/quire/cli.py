@@ -13,7 +13,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -119,12 +119,13 @@ def _chosen(options: dict[str, Any]) -> dict[str, Any]:
     merged: dict[str, Any] = {}
     path = options.pop("config", None)
     if path is not None:
-        merged.update(_read_config(path))
+        merged.update(_read_config(path, {"model", *options}))
     merged.update({name: value for name, value in options.items() if value is not None and value != []})
     return merged
 
 
-def _read_config(path: Path) -> dict[str, Any]:
+def _read_config(path: Path, known: Set[str]) -> dict[str, Any]:
+    """The options of a YAML file. Those that the command does not have are refused by name."""
     import yaml
 
     try:
@@ -135,10 +136,13 @@ def _read_config(path: Path) -> dict[str, Any]:
         raise InvalidArgument(f"config file {str(path)!r} cannot be read: {str(error).splitlines()[0]}") from error
     if not isinstance(found, dict):
         raise InvalidArgument(f"config file {str(path)!r} must hold a mapping of options")
-    known = {field.name for field in dataclasses.fields(EngineConfig)} | set(SAMPLING_OPTIONS)
     options = {str(name).replace("-", "_"): value for name, value in found.items()}
     if unknown := sorted(set(options) - known):
-        raise InvalidArgument(f"config file {str(path)!r} has unknown options {unknown}; known are {sorted(known)}")
+        raise InvalidArgument(
+            f"config file {str(path)!r} has unknown options {unknown}; known here are {sorted(known)}"
+        )
+    if len(options) < len(found):
+        raise InvalidArgument(f"config file {str(path)!r} gives an option twice, in kebab-case and in snake_case")
     return options
 
 
@@ -259,7 +263,7 @@ def models() -> None:
 
     from quire.models.catalogue import bundled_models, registered_architectures
 
-    console = Console()
+    console = Console(markup=False)
     bundled = Table("bundled model", "directory", title="Bundled models", title_justify="left")
     for name, path in bundled_models().items():
         bundled.add_row(name, str(path))
@@ -313,8 +317,9 @@ def bench_latency(
     from quire.bench.latency import run_latency
 
     chosen = _chosen(options)
+    configured = chosen.pop("model", DEFAULT_MODEL)
     run_latency(
-        chosen.pop("model", DEFAULT_MODEL) if model is None else model,
+        configured if model is None else model,
         engine_options=chosen,
         batches=_integers("batch", batch),
         prompts=_integers("prompt", prompt),
@@ -353,6 +358,8 @@ def _one_sentence() -> Iterator[None]:
             "this machine does not have enough memory for that; try a smaller model, kv_cache_memory or max_model_len",
             2,
         )
+    except UnicodeError as error:
+        _fail(f"text is not in the encoding of the terminal or pipe ({error}); PYTHONIOENCODING=utf-8 may help", 2)
     except BrokenPipeError:
         # Whoever read our output is gone; nothing may be written at exit either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from quire.errors import InvalidArgument, Unsupported
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-ATTENTION_BACKENDS = ("auto", "torch")
+ATTENTION_BACKENDS = ("auto", "torch", "reference")
 ATTENTION_TYPES = ("MultiHead", "MultiQuery", "GroupedQuery", "Flash", "Paged", "SlidingWindow")
 
 CUSTOM_FLAGS: tuple[str, ...] = ()

@@ -63,6 +63,7 @@ def examine() -> list[Finding]:
 def _devices(torch_version: str) -> list[Finding]:
     import torch
 
+    from quire.config import ATTENTION_BACKENDS
     from quire.models.loading import has_fast_matmul
 
     findings = [Finding("PyTorch", f"{torch_version}, {torch.get_num_threads()} threads")]
@@ -86,7 +87,8 @@ def _devices(torch_version: str) -> list[Finding]:
     else:
         built = "a CUDA build" if torch.version.cuda else "a CPU build"
         findings.append(Finding("CUDA", f"no device ({built} of PyTorch): models run on the CPU"))
-    findings.append(Finding("attention", "torch (scaled dot product attention); 'reference' on request"))
+    choices = ", ".join(ATTENTION_BACKENDS)
+    findings.append(Finding("attention", f"torch (scaled dot product attention); attention_backend can be {choices}"))
     return findings
 
 
@@ -125,4 +127,4 @@ def print_findings(findings: list[Finding]) -> None:
     table = Table("", "what", "found", "what to do", box=None)
     for finding in findings:
         table.add_row("ok" if finding.ok else "!!", finding.name, finding.value, "" if finding.ok else finding.advice)
-    Console().print(table)
+    Console(markup=False).print(table)

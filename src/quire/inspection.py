@@ -7,10 +7,12 @@ import json
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from quire.errors import DataLoss
 from quire.kv.statefile import read_state
+
+T = TypeVar("T", dict[str, Any], list[Any])
 
 
 def describe(path: Path) -> dict[str, Any]:
@@ -45,9 +47,12 @@ def _rows(metadata: Mapping[str, Any], path: Path) -> list[Mapping[str, Any]]:
 
 
 def _sequence(row: Mapping[str, Any]) -> dict[str, Any]:
-    tokens = row.get("tokens") or []
-    sequence = row.get("sequence") or {}
-    layers = sequence.get("layers") or []
+    tokens = _typed(row.get("tokens"), list, "tokens")
+    sequence = _typed(row.get("sequence"), dict, "sequence")
+    layers = [_typed(layer, dict, "layer") for layer in _typed(sequence.get("layers"), list, "layers")]
+    held = [_typed(span, list, "held") for span in _typed(sequence.get("held"), list, "held")]
+    if not all(len(span) == 2 and all(type(bound) is int for bound in span) for span in held):
+        raise DataLoss(f"the state file holds {held!r} as the positions held; pairs of integers are expected")
     kinds = Counter(
         f"{layer.get('kind')}, {layer.get('num_kv_heads')} KV heads of {layer.get('head_dim')}/{layer.get('value_dim')}, {layer.get('dtype')}"
         for layer in layers
@@ -55,7 +60,7 @@ def _sequence(row: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "num_tokens": len(tokens),
         "first_tokens": list(tokens[:16]),
-        "positions_held": sequence.get("held", []),
+        "positions_held": held,
         "num_layers": len(layers),
         "layers": dict(kinds),
         "rope": sorted({str(layer.get("rope_fingerprint")) for layer in layers if layer.get("rope_fingerprint")}),
@@ -65,12 +70,22 @@ def _sequence(row: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _typed(value: Any, kind: type[T], name: str) -> T:
+    """A part of the metadata, empty where there is none; ``DataLoss`` if it is of another type."""
+    if value is None:
+        return kind()
+    if not isinstance(value, kind):
+        raise DataLoss(f"the state file holds {str(value)[:60]!r} as its {name}; a {kind.__name__} is expected")
+    return value
+
+
 def print_description(found: Mapping[str, Any]) -> None:
     """Tables on stdout."""
     from rich.console import Console
     from rich.table import Table
 
-    console = Console()
+    # Names come from files; brackets in them are no markup.
+    console = Console(markup=False)
     table = Table("", "", box=None, show_header=False, title=str(found["file"]), title_justify="left")
     model = found["model"]
     table.add_row("kind", str(found["kind"]))
@@ -104,7 +119,8 @@ def print_capabilities(found: Mapping[str, Any], *, as_json: bool) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console()
+    # Names come from files; brackets in them are no markup.
+    console = Console(markup=False)
     for note in found["notes"]:
         console.print(note)
     facts = Table("capability", "value", title="Executor", title_justify="left")

@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from tqdm import tqdm
 
@@ -50,12 +51,37 @@ class LLM:
     """A loaded model that generates, and whose state can be held in sessions.
 
     ``model``: the name of a bundled model, a directory, or a Hugging Face id. The keywords are described by
-    ``quire.config.EngineConfig``; ``quire serve --help`` prints the same. Raises ``NotFound`` (no such model),
+    ``quire.config.EngineConfig``; ``quire generate --help`` prints the same. Raises ``NotFound`` (no such model),
     ``CheckpointError`` (damaged or unknown checkpoint), ``InvalidArgument``, ``Unsupported``, ``ResourceExhausted``.
     """
 
-    def __init__(self, model: str | Path, **options: Any) -> None:
-        config = EngineConfig.from_mapping({"model": str(model), **options})
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        device: str = "auto",
+        dtype: str | torch.dtype = "auto",
+        kv_dtype: str | torch.dtype = "auto",
+        max_model_len: int | None = None,
+        max_num_seqs: int = 256,
+        max_num_batched_tokens: int = 2048,
+        kv_cache_memory: int | str | None = None,
+        gpu_memory_utilization: float = 0.9,
+        page_size: int = 16,
+        enable_prefix_caching: bool = True,
+        attention_backend: str = "auto",
+        tensor_parallel_size: int = 1,
+        pipeline_parallel_size: int = 1,
+        speculative: object | None = None,
+        adapters: object | None = None,
+        quantization: object | None = None,
+        tokenizer: str | Path | None = None,
+        revision: str | None = None,
+        trust_remote_code: bool = False,
+        seed: int = 0,
+    ) -> None:
+        # The arguments are the fields of the configuration, by name; nothing else may be a local variable yet.
+        config = EngineConfig.from_mapping({name: value for name, value in locals().items() if name != "self"})
         self._parts: Parts = build(config, progress=sys.stderr.isatty())
         self._engine = self._parts.engine
         self._executor: Executor | None = None
@@ -137,9 +163,9 @@ class LLM:
         engine, key = self._engine, cache_key(salt)
         for number, (tokens, chosen) in enumerate(zip(ids, params, strict=True)):
             with naming_prompt(number, len(ids)):
-                engine.check_tokens(tokens)
-                engine.check_params(chosen)
-                engine.check_length(tokens.size, chosen)
+                engine.checks.tokens(tokens)
+                engine.checks.params(chosen)
+                engine.checks.length(tokens.size, chosen)
         show = use_tqdm if use_tqdm is not None else (len(ids) > 1 and sys.stderr.isatty())
         requests: list[list[SequenceRequest]] = []
         try:
@@ -169,11 +195,10 @@ class LLM:
         self._require_open("session")
         self._no_adapter(adapter)
         tokens, key = self._encode(prompt), cache_key(cache_salt)
-        if not isinstance(pin, bool):
-            raise InvalidArgument(f"pin must be True or False, got {pin!r}")
-        self._engine.check_tokens(tokens)
+        _check_flag("pin", pin)
+        self._engine.checks.tokens(tokens)
         if tokens.size:
-            self._engine.check_length(tokens.size, None)
+            self._engine.checks.length(tokens.size, None)
         session = self._session(SessionState(TokenBuffer(tokens), key, pinned=pin))
         try:
             session.compute()
@@ -193,6 +218,7 @@ class LLM:
             raise InvalidArgument(
                 f"load_session takes a path, got {type(path).__name__}; bytes go to session_from_bytes"
             )
+        _check_flag("convert_dtype", convert_dtype)
         with read_state(path) as file:
             return self._restore(file, convert_dtype)
 
@@ -203,6 +229,7 @@ class LLM:
             raise InvalidArgument(
                 f"session_from_bytes takes bytes, got {type(data).__name__}; a path goes to load_session"
             )
+        _check_flag("convert_dtype", convert_dtype)
         with read_state(data) as file:
             return self._restore(file, convert_dtype)
 
@@ -370,16 +397,23 @@ def cache_key(salt: str | None) -> Hashable:
     return ("", salt)
 
 
+def _check_flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise InvalidArgument(f"{name} must be True or False, got {value!r}")
+
+
 def as_prompts(prompts: Prompts) -> list[Text]:
     """One prompt or many, as a list."""
     if isinstance(prompts, str):
         return [prompts]
+    if isinstance(prompts, torch.Tensor):
+        prompts = prompts.tolist()
     listable = isinstance(prompts, Sequence) and not isinstance(prompts, (bytes, bytearray))
     if not listable and not (isinstance(prompts, np.ndarray) and prompts.ndim):
         raise InvalidArgument(f"prompts must be text, token ids, or a list of these, got {type(prompts).__name__}")
     if len(prompts) and isinstance(prompts[0], (int, np.integer)):
         return [prompts]  # type: ignore[list-item]
     for number, item in enumerate(prompts):
-        if not isinstance(item, (str, Sequence, np.ndarray)):
+        if not isinstance(item, (str, Sequence, np.ndarray, torch.Tensor)):
             raise InvalidArgument(f"prompt {number} must be text or token ids, got {type(item).__name__}")
     return list(prompts)  # type: ignore[arg-type]

@@ -94,7 +94,11 @@ class TerminalChat:
             deltas = session.stream_chat([{"role": "user", "content": line}], self._params)
         else:
             session.append(line + "\n")
-            deltas = session.stream(self._params)
+            try:
+                deltas = session.stream(self._params)
+            except QuireError:
+                session.rewind(to=before)  # a refused turn leaves nothing behind
+                raise
         self._turns[self._name].append(before)
         for delta in deltas:
             count += len(delta.token_ids)
@@ -119,8 +123,11 @@ class TerminalChat:
 
     def _rewind(self, count: str) -> bool:
         turns = self._turns[self._name]
-        if not count.isdigit() or not 1 <= int(count) <= len(turns):
-            raise InvalidArgument(f"/rewind {count!r}; 1..{len(turns)} turns can be taken back")
+        if count not in map(str, range(1, len(turns) + 1)):
+            raise InvalidArgument(
+                f"/rewind {count[:20]!r}; "
+                + (f"1..{len(turns)} turns can be taken back" if turns else "there are 0 turns to take back")
+            )
         cost = self._session.rewind(to=turns[-int(count)])
         del turns[-int(count) :]
         self._say(f"{len(self._session)} tokens are left, {cost} will be run again")

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from quire import LLM, InvalidArgument, QuireError, ResourceExhausted, SamplingParams, Unsupported
+from quire import LLM, FailedPrecondition, InvalidArgument, QuireError, ResourceExhausted, SamplingParams, Unsupported
+from quire.config import EngineConfig
 from small_tokenizers import saved
 
 from .conftest import CONTEXT, VOCAB, Checkpoint, MakeLLM, check, greedy, random_tokens, record
@@ -83,6 +87,66 @@ def test_parameters(small: LLM, params: Any, error: type[QuireError], match: str
 def test_nan(name: str) -> None:
     with pytest.raises(ValueError, match=name):
         SamplingParams(**{name: float("nan")})
+
+
+def test_arguments_are_spelt_out() -> None:
+    """The signature of ``LLM`` is the configuration: same names, same order, same defaults."""
+    arguments = list(inspect.signature(LLM).parameters.values())
+    fields = dataclasses.fields(EngineConfig)
+    assert [argument.name for argument in arguments] == [field.name for field in fields]
+    assert all(a.default == f.default for a, f in zip(arguments[1:], fields[1:], strict=True))
+    assert all(argument.kind is argument.KEYWORD_ONLY for argument in arguments[1:])
+    with pytest.raises(TypeError, match="max_length"):
+        LLM("tiny-python", max_length=3)  # type: ignore[call-arg]
+    with pytest.raises(InvalidArgument, match="model must be"):
+        LLM(3)  # type: ignore[arg-type]
+
+
+def test_arguments_reach_the_configuration(make_llm: MakeLLM, llama: Checkpoint) -> None:
+    llm = make_llm(llama, page_size=5, max_num_seqs=3, dtype=torch.float32, seed=9, enable_prefix_caching=False)
+    config = llm.config
+    assert (config.page_size, config.max_num_seqs, config.dtype, config.seed) == (5, 3, "float32", 9)
+    assert not config.enable_prefix_caching
+
+
+def test_arrays_and_tensors_are_prompts(small: LLM, llama: Checkpoint) -> None:
+    expected = llama.greedy(GOOD, 4)
+    for prompts in (
+        np.array(GOOD),
+        torch.tensor(GOOD),
+        torch.tensor([GOOD]),
+        [torch.tensor(GOOD, dtype=torch.int32)],
+        [np.int64(token) for token in GOOD],
+    ):
+        outputs = small.generate(prompts, greedy(4))  # type: ignore[arg-type]
+        assert [output.outputs[0].token_ids for output in outputs] == [expected]
+    with small.session(torch.tensor(GOOD[:4])) as session:  # type: ignore[arg-type]
+        assert session.append(np.array(GOOD[4:])).tokens == GOOD  # type: ignore[arg-type]
+    for bad in (torch.tensor([1.0, 2.0]), torch.tensor(3), torch.tensor([True]), [torch.tensor(3)]):
+        with pytest.raises(InvalidArgument):
+            small.generate(bad, greedy(1))  # type: ignore[arg-type]
+
+
+def test_session_arguments_of_another_type(small: LLM, tmp_path: Path) -> None:
+    with small.session(GOOD) as session:
+        data = session.to_bytes()
+        calls: list[tuple[Any, str]] = [
+            (lambda: session.kv("0"), "layer '0'"),  # type: ignore[arg-type]
+            (lambda: session.kv(True), "layer True"),
+            (lambda: session.save(None), "name of a file"),  # type: ignore[arg-type]
+            (lambda: session.save(""), "name of a file"),
+            (lambda: session.save(b"x"), "name of a file"),  # type: ignore[arg-type]
+            (lambda: small.session_from_bytes(data, convert_dtype="yes"), "convert_dtype"),  # type: ignore[arg-type]
+            (lambda: small.load_session(tmp_path, convert_dtype=1), "convert_dtype"),  # type: ignore[arg-type]
+        ]
+        for call, match in calls:
+            with pytest.raises(InvalidArgument, match=match):
+                call()
+        assert session.tokens == GOOD
+    for verb in ("save", "score", "to_bytes"):
+        with pytest.raises(FailedPrecondition, match=f"^{verb}: the session is closed"):
+            getattr(session, verb)(*{"save": [tmp_path / "x"], "score": [[1]], "to_bytes": []}[verb])
+    check(small)
 
 
 def test_keywords(small: LLM) -> None:

@@ -9,6 +9,7 @@ import torch
 
 from quire import LLM, DataLoss, InvalidArgument, NotFound, ResourceExhausted
 from quire.errors import QuireError
+from quire.kv.statefile import plan_of, read_state, to_bytes
 
 from .conftest import Checkpoint, MakeLLM, check, engine_of, greedy, make_checkpoint, random_tokens, record
 
@@ -70,10 +71,10 @@ def test_written_state_survives(make_llm: MakeLLM, llama: Checkpoint) -> None:
 def refused(llm: LLM, data: bytes, error: type[QuireError], match: str) -> None:
     """Loading raises, and afterwards the pool is as it was."""
     state = engine_of(llm).runner.state
-    before = (list(state.table.ids), state.num_available_pages(), len(engine_of(llm)._sessions))
+    before = (list(state.table.ids), state.num_available_pages(), len(engine_of(llm).states.sessions))
     with pytest.raises(error, match=match):
         llm.session_from_bytes(data)
-    assert (list(state.table.ids), state.num_available_pages(), len(engine_of(llm)._sessions)) == before
+    assert (list(state.table.ids), state.num_available_pages(), len(engine_of(llm).states.sessions)) == before
     check(llm)
 
 
@@ -113,6 +114,36 @@ def test_damaged_bytes(small: LLM, llama: Checkpoint) -> None:
     refused(small, data + b"x", DataLoss, ".")
     assert engine_of(small).runner.state.empty()
     assert small.session_from_bytes(data).generate(greedy(6)).outputs[0].token_ids == llama.greedy(PROMPT, 6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "match"),
+    [
+        ({"kind": "kv_cache"}, InvalidArgument, "'session' is expected"),
+        ({"model": None}, DataLoss, "which model"),
+        ({"adapters": None}, InvalidArgument, "adapters None"),
+        ({"adapters": [{"from": 0}]}, InvalidArgument, "none are loaded"),
+        ({"exact": None}, DataLoss, "None as exact"),
+        ({"modified": 1}, DataLoss, "1 as modified"),
+        ({"tokens": 7}, DataLoss, "list of 64-bit tokens"),
+        ({"tokens": [2**70] * 40}, DataLoss, "list of 64-bit tokens"),
+        ({"tokens": [True] * 40}, DataLoss, "list of 64-bit tokens"),
+        ({"tokens": [-1] * 40}, InvalidArgument, "token id -1"),
+        ({"tokens": PROMPT[:9], "positions": [0, 9]}, DataLoss, "state of 39 tokens and names 9"),
+        ({"positions": [0, 41]}, DataLoss, r"\[0, 40\] is expected"),
+        ({"sequence": None}, DataLoss, "no sequence"),
+        ({"sequence": [1]}, DataLoss, "metadata of the sequence"),
+    ],
+)
+def test_metadata_that_makes_no_sense(
+    small: LLM, changes: dict[str, object], error: type[QuireError], match: str
+) -> None:
+    """Undamaged containers, as another program might write them."""
+    with small.session(PROMPT) as session, read_state(session.to_bytes()) as file:
+        tensors = {name: file.tensor(name) for name in file.names}
+        metadata = dict(file.metadata)
+    assert small.session_from_bytes(to_bytes(metadata, plan_of(tensors), tensors.items())).tokens == PROMPT
+    refused(small, to_bytes({**metadata, **changes}, plan_of(tensors), tensors.items()), error, match)
 
 
 def test_missing_files_and_wrong_arguments(small: LLM, tmp_path: Path) -> None:

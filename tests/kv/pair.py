@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from quire.contracts.attention import AttentionBackend
 from quire.contracts.layers import FullAttention, RopeSpec
+from quire.errors import QuireError
 from quire.kernels.sdpa import SdpaAttention
 from quire.kv.paged import PagedKVState
 from quire.kv.sequences import SlotCopy
@@ -194,3 +196,42 @@ class Pair:
         self.remove(*list(self.oracle.sequences))
         assert self.state.empty()
         assert self.free == self.oracle.pages.total
+
+
+def snapshot(state: PagedKVState) -> list[Any]:
+    """Everything that a refused call must leave as it is: books, brackets, imports and bytes."""
+    table = state.table
+    return [
+        {
+            seq_id: (
+                sequence.length,
+                sequence.reserved,
+                sequence.stale_tail,
+                [t.pages.tolist() for t in sequence.tables],
+            )
+            for seq_id, sequence in ((seq_id, table.get(seq_id)) for seq_id in table.ids)
+        },
+        [(pool.references.tolist(), pool._free[: pool.num_free].tolist()) for pool in table.pools],
+        table.num_splits,
+        id(table.forward),
+        sorted(state.open_pass().written) if table.forward is not None else None,
+        {seq_id: (started.length, sorted(started.done)) for seq_id, started in state.imports.items()},
+        [tensor.view(torch.uint8).numpy().tobytes() for tensor in state.storage._tensors],
+    ]
+
+
+def refused(pair: Pair, kind: type[QuireError], act: Callable[[], object], *words: str) -> None:
+    """The call raises this very class, says these words, and leaves no trace."""
+    before = snapshot(pair.state)
+    with pytest.raises(kind) as raised:
+        act()
+    assert type(raised.value) is kind
+    for word in words:
+        assert word in str(raised.value)
+    assert snapshot(pair.state) == before
+
+
+def zeros(pair: Pair, rows: int) -> tuple[Tensor, Tensor]:
+    spec = pair.specs[0]
+    lead = (len(pair.specs), rows, spec.num_kv_heads)
+    return torch.zeros(*lead, spec.head_dim), torch.zeros(*lead, spec.value_dim)

@@ -19,8 +19,7 @@ from quire.kv.exchange import FORMAT_VERSION
 from quire.kv.paged import PagedKVState
 from quire.ops.attention import ReferenceAttention
 
-from .pair import Pair, attention, same_bits
-from .test_examples import refused
+from .pair import Pair, attention, refused, same_bits
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 SPECS = [attention(), attention(kv_heads=1, value_dim=5)]
@@ -298,7 +297,10 @@ def _set(path: str, value: object) -> Callable[[dict[str, Any]], None]:
         (_set("length", None), ("length",)),
         (_set("length", 39), ("held",)),
         (_set("held", [[4, 40]]), ("held", "[[4, 40]]")),
-        (_set("window", 8), ("held",)),
+        (_set("window", 8), ("window", "8", "None")),
+        (_set("sink", 2), ("sink", "2", "0")),
+        (_set("eviction", "forward"), ("eviction", "forward", "token")),
+        (_set("kept_recurrent_positions", [4]), ("kept_recurrent_positions", "[4]")),
         (_set("groups", None), ("groups", "[0, 1]")),
         (_set("groups.1", None), ("groups [0]", "[0, 1]")),
         (_set("groups.1.group", 0), ("groups [0, 0]", "[0, 1]")),

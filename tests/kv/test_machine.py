@@ -35,6 +35,7 @@ from quire.kv.paged import PagedKVState
 from quire.ops.attention import ReferenceAttention
 
 from .oracle import Oracle, rotation_bound
+from .pair import same_bits, snapshot
 
 IDS = (-(2**63), -9, -1, 0, 1, 2, 3, 4, 7, 40, 2**40, 2**63 - 1)
 BAD_IDS = (2**63, -(2**63) - 1)
@@ -54,38 +55,6 @@ GEOMETRIES: dict[str, list[FullAttention]] = {
 }
 BACKENDS: dict[str, Callable[[], AttentionBackend]] = {"torch": SdpaAttention, "reference": ReferenceAttention}
 DTYPES = (torch.float32, torch.float32, torch.bfloat16, torch.float16)
-
-BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Equal to the bit, NaN and the sign of zero included."""
-    kind = BITS[a.element_size()]
-    return (
-        a.shape == b.shape and a.dtype == b.dtype and torch.equal(a.contiguous().view(kind), b.contiguous().view(kind))
-    )
-
-
-def snapshot(state: PagedKVState) -> list[Any]:
-    """Everything that a refused call must leave as it is: books, brackets, imports and bytes."""
-    table = state.table
-    return [
-        {
-            seq_id: (
-                sequence.length,
-                sequence.reserved,
-                sequence.stale_tail,
-                [t.pages.tolist() for t in sequence.tables],
-            )
-            for seq_id, sequence in ((seq_id, table.get(seq_id)) for seq_id in table.ids)
-        },
-        [(pool.references.tolist(), pool._free[: pool.num_free].tolist()) for pool in table.pools],
-        table.num_splits,
-        id(table.forward),
-        sorted(state.open_pass().written) if table.forward is not None else None,
-        {seq_id: (started.length, sorted(started.done)) for seq_id, started in state.imports.items()},
-        [tensor.view(torch.uint8).numpy().tobytes() for tensor in state.storage._tensors],
-    ]
 
 
 class KVMachine(RuleBasedStateMachine):

@@ -20,19 +20,21 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from quire.engine.checks import RequestChecks
 from quire.engine.detokenizer import IncrementalDetokenizer
 from quire.engine.generation import OnLogits, SequenceRequest, SessionState
 from quire.engine.prefix_cache import RadixCache
-from quire.engine.request import ScheduledRequest, TokenBuffer, common_prefix
+from quire.engine.request import ScheduledRequest, TokenBuffer
 from quire.engine.scheduler import Limits, Scheduled, Scheduler
+from quire.engine.session_states import SessionStates
 from quire.engine.tokenizer import Tokenizer
-from quire.errors import FailedPrecondition, InvalidArgument, QuireError, ResourceExhausted, Unsupported
+from quire.errors import FailedPrecondition, InvalidArgument, QuireError
 from quire.metrics import EngineMetrics
 from quire.ops.sampling import RequestSampler, TokenLogprobs, sample
 from quire.outputs import FinishReason
 from quire.runner.local import Runner, StepOutput
 from quire.sampling_params import SamplingParams
-from quire.types import Edit, Fork, Pop, Remove, SeqId, Step
+from quire.types import Fork
 
 logger = logging.getLogger("quire.engine")
 
@@ -58,23 +60,28 @@ class Engine:
         self.tokenizer = tokenizer
         self.eos_ids = frozenset(eos_ids)
         self.max_model_len = max_model_len
+        self.checks = RequestChecks(
+            vocab_size=runner.model.vocab_size,
+            max_model_len=max_model_len,
+            pool_tokens=runner.state.num_pages * runner.state.page_size,
+            has_tokenizer=tokenizer is not None,
+        )
         self.lock = threading.RLock()
         self.cache = RadixCache() if enable_prefix_caching else None
         self.metrics = EngineMetrics()
+        self.states = SessionStates(runner, cache=self.cache, metrics=self.metrics)
         self._entropy = torch.Generator().manual_seed(seed)
         self._ids = itertools.count()
         self._requests: dict[ScheduledRequest, SequenceRequest] = {}
         self._by_id: dict[str, list[SequenceRequest]] = {}
         self._cancelled: set[str] = set()
-        self._sessions: dict[int, SessionState] = {}
-        """By identity, least recently used first."""
         self.closed = False
         self._abandoned: deque[SessionState] = deque()
         """Sessions that the garbage collector found; see ``abandon``."""
         self.scheduler = Scheduler(
             runner.state,
             limits=limits,
-            apply=self.apply,
+            apply=self.states.apply,
             reclaim=self.reclaim,
             new_seq=runner.new_seq,
             cache=self.cache,
@@ -82,57 +89,6 @@ class Engine:
         runner.reclaim = self.reclaim
 
     # -- submitting ------------------------------------------------------------------------------------------
-
-    @property
-    def pool_tokens(self) -> int:
-        """Tokens that the empty pool holds."""
-        return self.runner.state.num_pages * self.runner.state.page_size
-
-    def check_tokens(self, tokens: NDArray[np.int64]) -> None:
-        """``InvalidArgument`` for ids that the model does not have."""
-        vocab = self.runner.model.vocab_size
-        if tokens.size and (int(tokens.min()) < 0 or int(tokens.max()) >= vocab):
-            bad = next(token for token in tokens.tolist() if not 0 <= token < vocab)
-            raise InvalidArgument(f"token id {bad} is outside of the model's vocabulary, 0..{vocab - 1}")
-
-    def check_length(self, length: int, params: SamplingParams | None) -> int:
-        """Refuse what can never run; return the length at which the sequence must end."""
-        if length < 1:
-            raise InvalidArgument("the prompt is empty; give at least one token")
-        new = 0 if params is None else (params.max_tokens or 1)
-        if length + (1 if params else 0) > self.max_model_len:
-            raise InvalidArgument(
-                f"the prompt has {length} tokens, and the context ends at {self.max_model_len}"
-                + ("; at least one token must be left to generate" if params else "")
-            )
-        if length + new > self.max_model_len:
-            raise InvalidArgument(
-                f"max_tokens {new} after a prompt of {length} tokens passes the end of the context at {self.max_model_len}; "
-                f"max_tokens up to {self.max_model_len - length}, or None for as many as fit, is accepted"
-            )
-        # The last sampled token is never computed.
-        if length + max(new - 1, 0) > self.pool_tokens:
-            raise ResourceExhausted(
-                f"{length} prompt tokens and {new} new ones need more than the {self.pool_tokens} tokens that the whole KV pool "
-                "holds; give a larger kv_cache_memory, or fewer tokens"
-            )
-        return min(self.max_model_len, self.pool_tokens + 1)
-
-    def check_params(self, params: SamplingParams, in_session: bool = False) -> None:
-        """Refuse parameters that this model, or a session, cannot serve."""
-        if in_session and params.n != 1:
-            raise InvalidArgument(f"n is {params.n}; a session continues once (n=1), fork it for more")
-        if params.stop_strings and self.tokenizer is None:
-            raise Unsupported("stop strings need a tokenizer, and this model has none; use stop_token_ids")
-        vocab = self.runner.model.vocab_size
-        for name, ids in (("stop_token_ids", params.stop_ids), ("logit_bias", params.token_bias)):
-            for token in ids:
-                if not 0 <= token < vocab:
-                    raise InvalidArgument(
-                        f"{name}: token id {token} is outside of the model's vocabulary, 0..{vocab - 1}"
-                    )
-        if params.logprobs is not None and params.logprobs > vocab:
-            raise InvalidArgument(f"logprobs {params.logprobs}; at most {vocab} (the vocabulary) are there")
 
     def submit(
         self,
@@ -148,16 +104,16 @@ class Engine:
 
         Everything is checked here: ``InvalidArgument``, ``ResourceExhausted`` (never fits), ``Unsupported``.
         """
-        self.check_tokens(tokens)
-        self.check_params(params, session is not None)
-        limit = self.check_length(tokens.size, params)
+        self.checks.tokens(tokens)
+        self.checks.params(params, in_session=session is not None)
+        limit = self.checks.length(tokens.size, params)
         with self.lock:
             name = self._name(request_id)
             samples = [self._sample(name, index, tokens, params, key, limit) for index in range(params.n)]
             leader = samples[0]
             leader.siblings = samples[1:]
             if session is not None:
-                self._lend(session, leader)
+                self.states.lend(session, leader)
             self._enqueue(leader, samples)
             return samples
 
@@ -176,7 +132,7 @@ class Engine:
         ``on_logits`` gets the logits of the last token, or with ``all_logits`` of every one that runs, which are at least
         those from ``fresh_from`` on.
         """
-        self.check_length(len(tokens) + len(tail), None)
+        self.checks.length(len(tokens) + len(tail), None)
         with self.lock:
             work = ScheduledRequest(
                 TokenBuffer(tokens),
@@ -185,7 +141,7 @@ class Engine:
                 fresh_from=fresh_from,
             )
             request = SequenceRequest(self._name(None), work, len(tokens), None, tail=tuple(tail), on_logits=on_logits)
-            self._lend(session, request)
+            self.states.lend(session, request)
             self._enqueue(request, [request])
             return request
 
@@ -224,18 +180,6 @@ class Engine:
             detokenizer=detokenizer,
             limit=limit,
         )
-
-    def _lend(self, session: SessionState, request: SequenceRequest) -> None:
-        """The request works on the session's sequence, of which it keeps what agrees; at least one token must run."""
-        work = request.work
-        request.session, session.request = session, request
-        request.shared = common_prefix(session.tokens.ids, work.tokens.ids)
-        self.rewind(session, min(session.computed, request.shared, len(work.tokens) - 1))
-        work.seq, work.computed = session.seq, session.computed
-        work.admitted = session.seq is not None
-        work.num_cached = session.computed
-        work.cacheable = not session.modified
-        work.pinned = session.pinned or session.modified
 
     def _enqueue(self, leader: SequenceRequest, samples: list[SequenceRequest]) -> None:
         self._by_id[leader.request_id] = samples
@@ -311,7 +255,7 @@ class Engine:
             if work.seq is not None:
                 held = self.runner.state.sequence_length(work.seq)
                 work.computed = min(held, len(work.tokens) - 1)
-                self._pop(work.seq, held, work.computed)
+                self.states.pop(work.seq, held, work.computed)
 
     def _cancel_pending(self) -> list[SequenceRequest]:
         changed: list[SequenceRequest] = []
@@ -358,13 +302,13 @@ class Engine:
         work = request.work
         self.metrics.prompt_tokens_cached.inc(work.num_cached)
         if self.cache is not None and work.cacheable and work.seq is not None:
-            self._remove_all(self.cache.insert(work.seq, work.tokens.ids[: work.computed], work.key, live=True))
+            self.states.remove_all(self.cache.insert(work.seq, work.tokens.ids[: work.computed], work.key, live=True))
 
     def _fork_sample(self, leader: SequenceRequest, sibling: SequenceRequest) -> SequenceRequest:
         if leader.work.seq is None:
             raise QuireError("a prompt was computed without a sequence")
         seq = self.runner.new_seq()
-        self.apply(Fork(leader.work.seq, seq))
+        self.states.apply(Fork(leader.work.seq, seq))
         sibling.work.seq, sibling.work.computed = seq, leader.work.computed
         sibling.work.num_cached = leader.work.num_cached
         self._requests[sibling.work] = sibling
@@ -466,7 +410,7 @@ class Engine:
             self.metrics.request_success.inc(reason)
             self.metrics.e2e_request_latency.observe(request.finished_at - request.arrival)
         if request.session is not None:
-            self._settle(request.session, request)
+            self.states.settle(request.session, request)
         else:
             self._release(request)
         if all(sample_.finished for sample_ in self._by_id.get(request.request_id, ())):
@@ -478,131 +422,29 @@ class Engine:
         if work.seq is None:
             return
         if self.cache is None or not work.cacheable or not work.computed:
-            self.remove_sequence(work.seq)
+            self.states.remove(work.seq)
         else:
-            self._remove_all(self.cache.insert(work.seq, work.tokens.ids[: work.computed], work.key))
+            self.states.remove_all(self.cache.insert(work.seq, work.tokens.ids[: work.computed], work.key))
         work.seq = None
 
-    def _settle(self, session: SessionState, request: SequenceRequest) -> None:
-        """The sequence goes back to its session; the tokens join it if the request succeeded."""
-        work = request.work
-        session.request = None
-        session.seq, work.seq = work.seq, None
-        session.computed = work.computed if session.seq is not None else 0
-        if request.succeeded:
-            count = len(work.tokens) if request.kept is None else request.num_prompt + request.kept
-            tokens = TokenBuffer(work.tokens.ids[:count])
-            tokens.extend(request.tail)
-            session.tokens, session.logits = tokens, None
-            self.rewind(session, count)
-        elif request.finish_reason == "error" and not (session.pinned or session.modified):
-            # Whatever broke, the state may be broken too.
-            self.drop(session)
-        else:
-            self.rewind(session, request.shared)
-            if session.modified and session.computed < len(session.tokens) - 1:
-                # What was taken back had been written by somebody and cannot be computed again.
-                session.tokens.truncate(session.computed)
-                session.logits = None
-        self.hold(session)
-        if self.cache is not None and session.seq is not None and session.computed and work.cacheable:
-            held = session.tokens.ids[: session.computed]
-            self._remove_all(self.cache.insert(session.seq, held, session.key, live=True))
-
-    # -- sequences -------------------------------------------------------------------------------------------
-
-    def apply(self, edit: Edit) -> None:
-        """Execute an edit now."""
-        self.runner.execute(Step(edits=(edit,)))
-        if isinstance(edit, Fork):
-            self.metrics.forks.inc()
-
-    def remove_sequence(self, seq: SeqId) -> None:
-        """Forget a sequence everywhere."""
-        if self.cache is not None and seq in self.cache:
-            self.cache.remove(seq)
-        self.apply(Remove(seq))
-
-    def _remove_all(self, seqs: Iterable[SeqId]) -> None:
-        """Remove sequences that the prefix cache has forgotten."""
-        for seq in seqs:
-            self.apply(Remove(seq))
-
-    def _pop(self, seq: SeqId, held: int, length: int) -> None:
-        """Shorten a sequence of ``held`` tokens, also for the prefix cache."""
-        if held > length:
-            self.apply(Pop(seq, held - length))
-            if self.cache is not None and seq in self.cache and self.cache.length(seq) > length:
-                self.cache.truncate(seq, length)
+    # -- sessions and what is given up -------------------------------------------------------------------------
 
     def reclaim(self) -> bool:
         """Give up one thing that can be had again: a cached sequence, or else an idle session's state."""
         with self.lock:
-            if self._bury():
-                return True
-            seq = self.cache.evict() if self.cache is not None else None
-            if seq is not None:
-                self.apply(Remove(seq))
-                return True
-            for session in self._sessions.values():
-                if session.droppable:
-                    self.drop(session)
-                    return True
-            return False
+            return self._bury() or self.states.reclaim()
 
     def reset_prefix_cache(self) -> None:
         """Forget all finished sequences."""
         with self.lock:
-            if self.cache is not None:
-                self._remove_all(self.cache.clear())
-
-    # -- sessions' states ------------------------------------------------------------------------------------
-
-    def hold(self, session: SessionState) -> None:
-        """Remember a session, as the one used last."""
-        self._sessions.pop(id(session), None)
-        self._sessions[id(session)] = session
-
-    def fork(self, parent: SessionState, child: SessionState, length: int) -> None:
-        """Let ``child``, which has no state, have that of the first ``length`` tokens of ``parent``, as far as there is."""
-        length = min(length, parent.computed)
-        child.exact = parent.exact or not length
-        child.modified = parent.modified and length > 0
-        if parent.seq is not None and length:
-            seq = self.runner.new_seq()
-            self.apply(Fork(parent.seq, seq, length))
-            child.seq, child.computed = seq, length
-        self.hold(child)
-
-    def rewind(self, session: SessionState, length: int) -> None:
-        """Take back what is computed of a session's tokens from ``length`` on."""
-        if session.seq is not None and session.computed > length:
-            self._pop(session.seq, session.computed, length)
-            session.computed = length
-
-    def write_rows(self, session: SessionState, layer: int, start: int, k_NHD: Tensor, v_NHD: Tensor) -> None:
-        """Overwrite K and V rows of a session's sequence, which then stands for itself: pinned, and no prefix for others."""
-        if session.seq is None:
-            raise QuireError("the session has no state that could be written")
-        self.runner.state.debug_set_kv(session.seq, start, k_NHD, v_NHD, layer=layer)
-        if self.cache is not None and session.seq in self.cache:
-            self.cache.remove(session.seq)
-        session.modified = session.pinned = True
-        session.logits = None
-
-    def drop(self, session: SessionState) -> None:
-        """Give a session's pages back; its tokens stay, to be computed again when needed."""
-        if session.seq is not None:
-            self.remove_sequence(session.seq)
-        session.seq, session.computed, session.exact = None, 0, True
+            self.states.clear_cache()
 
     def forget(self, session: SessionState) -> None:
         """A session is closed: end what it does, give its pages back."""
         with self.lock:
             if session.request is not None:
                 self._finish(session.request, "cancelled")
-            self._sessions.pop(id(session), None)
-            self.drop(session)
+            self.states.forget(session)
 
     def abandon(self, session: SessionState) -> None:
         """``forget`` for the garbage collector, which may call in the middle of anything, also under the lock of this very
@@ -642,7 +484,7 @@ class Engine:
             self.closed = True
             for samples in list(self._by_id.values()):
                 self.end(samples)
-            for session in list(self._sessions.values()):
+            for session in list(self.states.sessions.values()):
                 self.forget(session)
             self.reset_prefix_cache()
 

@@ -79,24 +79,27 @@ def load(engine: Engine, file: StateFile, identity: ModelIdentity, *, convert_dt
     if metadata.get("kind") != KIND:
         raise InvalidArgument(f"the state file holds a {metadata.get('kind')!r}, and a {KIND!r} is expected")
     check_model(metadata.get("model"), identity.fields())
-    if metadata.get("adapters"):
-        raise InvalidArgument(
-            f"the state was made with adapters {metadata['adapters']!r}; none are loaded, and [] is expected"
-        )
+    if (adapters := metadata.get("adapters")) != []:
+        raise InvalidArgument(f"the state was made with adapters {adapters!r}; none are loaded, and [] is expected")
+    for name in ("exact", "modified"):
+        if not isinstance(metadata.get(name), bool):
+            raise DataLoss(f"the state file holds {metadata.get(name)!r} as {name}; true or false is expected")
     listed = metadata.get("tokens")
     if not isinstance(listed, list) or not all(
-        isinstance(token, int) and not isinstance(token, bool) for token in listed
+        isinstance(token, int) and not isinstance(token, bool) and abs(token) < 2**63 for token in listed
     ):
-        raise DataLoss("the state file has no list of tokens")
+        raise DataLoss("the state file has no list of 64-bit tokens")
+    if (positions := metadata.get("positions")) != [0, len(listed)]:
+        raise DataLoss(f"the state file holds positions {positions!r}; [0, {len(listed)}] is expected")
     tokens = np.array(listed, dtype=np.int64)
-    engine.check_tokens(tokens)
+    engine.checks.tokens(tokens)
     if tokens.size:
-        engine.check_length(tokens.size, None)
+        engine.checks.length(tokens.size, None)
     sequence = metadata.get("sequence")
     # A key of its own: what came from a file, perhaps through another dtype, is nobody else's prefix.
     state = SessionState(TokenBuffer(tokens), ("loaded", engine.runner.new_seq()))
-    state.modified = state.pinned = metadata.get("modified") is True
-    state.exact = metadata.get("exact") is True
+    state.modified = state.pinned = bool(metadata["modified"])
+    state.exact = bool(metadata["exact"])
     if sequence is None:
         if file.names:
             raise DataLoss(f"the state file holds tensors {list(file.names)[:3]} and no sequence that they belong to")

@@ -59,7 +59,7 @@ class Session:
         """Where the first turn began."""
         self._closed = False
         with engine.lock:
-            engine.hold(state)
+            engine.states.hold(state)
 
     # -- what it holds ---------------------------------------------------------------------------------------
 
@@ -73,7 +73,7 @@ class Session:
 
     @property
     def text(self) -> str:
-        """The text of all tokens, special tokens left out. ``Unsupported`` without a tokenizer."""
+        """The text of all tokens, special tokens left out. ``FailedPrecondition`` without a tokenizer."""
         return self._tokenizer("text").decode(self.tokens, skip_special_tokens=True)
 
     @property
@@ -116,8 +116,8 @@ class Session:
             state = self._idle("append")
             if not new.size:
                 return self
-            self._engine.check_tokens(new)
-            self._engine.check_length(len(self) + new.size, None)
+            self._engine.checks.tokens(new)
+            self._engine.checks.length(len(self) + new.size, None)
             request = self._submit_all_but_last(np.append(state.tokens.ids, new.astype(np.int32)))
             if request is None:
                 state.tokens.extend(new)
@@ -150,8 +150,8 @@ class Session:
         chosen = self._defaults() if params is None else params
         if not isinstance(chosen, SamplingParams):
             raise InvalidArgument(f"{verb} takes SamplingParams, got {type(chosen).__name__}")
-        self._engine.check_params(chosen, in_session=True)
-        self._engine.check_length(length, chosen)
+        self._engine.checks.params(chosen, in_session=True)
+        self._engine.checks.length(length, chosen)
         return chosen
 
     def _submit(self, tokens: NDArray[Any], params: SamplingParams | None) -> SequenceRequest:
@@ -191,8 +191,11 @@ class Session:
 
     def compute(self) -> None:
         """Run what is not computed yet: all but the last token, which whoever needs its logits runs."""
+        self._compute("compute")
+
+    def _compute(self, verb: str) -> None:
         with self._engine.lock:
-            request = self._submit_all_but_last(self._idle("compute").tokens.ids)
+            request = self._submit_all_but_last(self._idle(verb).tokens.ids)
         if request is not None:
             self._wait(request)
 
@@ -233,17 +236,17 @@ class Session:
         new = self._encode(text)
         with self._engine.lock:
             self._idle("score")
-            self._engine.check_tokens(new)
+            self._engine.checks.tokens(new)
             if not len(self):
                 raise InvalidArgument("the session is empty; append at least one token to score what follows it")
             if not new.size:
                 return []
-            self._engine.check_length(len(self) + new.size, None)
-        self.compute()
+            self._engine.checks.length(len(self) + new.size, None)
+        self._compute("score")
         with self._branch("score") as branch:
             # The last token of the session and all scored ones but the last: each gives its successor's logits.
             first = len(branch.tokens) - 1
-            self._engine.rewind(branch, first)
+            self._engine.states.rewind(branch, first)
             scores = [0.0] * int(new.size)
 
             def read(position: int, rows_RV: Tensor) -> None:
@@ -264,7 +267,7 @@ class Session:
         with self._engine.lock:
             state = self._idle(verb)
             branch = SessionState(TokenBuffer(state.tokens.ids), state.key)
-            self._engine.fork(state, branch, len(self))
+            self._engine.states.fork(state, branch, len(self))
         try:
             yield branch
         finally:
@@ -288,7 +291,7 @@ class Session:
 
     def _child(self, parent: SessionState, length: int) -> Session:
         state = SessionState(TokenBuffer(parent.tokens.ids[:length]), parent.key, pinned=parent.pinned)
-        self._engine.fork(parent, state, length)
+        self._engine.states.fork(parent, state, length)
         if length == len(self) and parent.logits is not None:
             state.logits = parent.logits.clone()
         child = Session(self._engine, state, identity=self._identity, defaults=self._defaults)
@@ -309,7 +312,7 @@ class Session:
             cost = self._cost(length)
             if length < len(self):
                 state.logits = None
-            self._engine.rewind(state, length)
+            self._engine.states.rewind(state, length)
             state.tokens.truncate(length)
             self._forget_turns(length)
             self._engine.metrics.rewinds.inc()
@@ -396,7 +399,7 @@ class Session:
             turns = [*(message for _, message in self._chat), *messages]
             rendered = np.array(encode_chat(self._tokenizer("chat"), turns), dtype=np.int64)
             tokens = np.concatenate([self._state.tokens.ids[:start].astype(np.int64), rendered])
-            self._engine.check_tokens(tokens)
+            self._engine.checks.tokens(tokens)
             self._check_params("chat", tokens.size, params)
             return list(messages), tokens, start
 
@@ -413,13 +416,15 @@ class Session:
 
     def save(self, path: str | Path) -> None:
         """Write the state file: under a temporary name, synced, renamed. What is not computed yet is computed first."""
-        self.compute()
+        if not isinstance(path, (str, Path)) or not str(path):
+            raise InvalidArgument(f"save takes the name of a file, got {path!r}; to_bytes gives bytes")
+        self._compute("save")
         with self._branch("save") as branch:
             saved.save(self._engine, branch, self._identity, Path(path))
 
     def to_bytes(self) -> bytes:
         """The state file as bytes."""
-        self.compute()
+        self._compute("to_bytes")
         with self._branch("to_bytes") as branch:
             return saved.to_bytes(self._engine, branch, self._identity)
 
@@ -428,6 +433,8 @@ class Session:
     def kv(self, layer: int) -> dict[str, Tensor]:
         """The layer's state: ``k [tokens, Hkv, Dk]`` as stored (rotated) and ``v [tokens, Hkv, Dv]``, of all tokens."""
         engine = self._engine
+        if not is_integer(layer):
+            raise InvalidArgument(f"layer {layer!r}; an integer is needed, as in kv(0)")
         engine.runner.state.spec(layer)
         with engine.lock:
             state = self._idle("kv")
@@ -467,7 +474,7 @@ class Session:
                 raise FailedPrecondition("set_kv: the session was changed by another thread meanwhile; call again")
             rows = slice(start, start + count)
             new_k, new_v = (present["k"][rows] if k is None else k), (present["v"][rows] if v is None else v)
-            self._engine.write_rows(state, layer, start, new_k, new_v)
+            self._engine.states.write_rows(state, layer, start, new_k, new_v)
 
     # -- closing ---------------------------------------------------------------------------------------------
 
@@ -503,7 +510,7 @@ class Session:
         state = self._open(verb)
         if state.busy:
             raise FailedPrecondition(f"{verb}: the session is generating; finish or close its stream first")
-        self._engine.hold(state)
+        self._engine.states.hold(state)
         return state
 
     def _tokenizer(self, verb: str) -> Tokenizer:
@@ -525,6 +532,8 @@ def is_integer(value: object) -> bool:
 def as_token_ids(tokens: Sequence[int]) -> NDArray[np.int64]:
     """A row of token ids; ``InvalidArgument`` for anything that is not integers."""
     found = None
+    if isinstance(tokens, Tensor):
+        tokens = tokens.tolist()  # from any device
     if not isinstance(tokens, (str, bytes, bytearray)):
         try:
             found = np.asarray(tokens)

@@ -39,11 +39,13 @@ class Handle:
 
     @property
     def block_table(self) -> BlockTable | tuple[BlockTable, ...]:
-        self.require_valid()
+        with self.cache.pool.lock:
+            self.require_valid()
+            held = self.cache.pages()
         size = self.cache.pool.page_size
         tables = tuple(
             BlockTable(block_size=size, blocks=tuple(pages[: pages_for(n, size)].tolist()), sequence_length=n)
-            for pages, n in zip(self.cache.pages(), self.lengths, strict=True)
+            for pages, n in zip(held, self.lengths, strict=True)
         )
         return tables[0] if len(tables) == 1 else tables
 

@@ -158,8 +158,8 @@ class LlmExecutor:
             tokens, cache, parts = self._decode_parts(inputs, kv_cache, lora_id, num_steps)
             if num_steps == 0:
                 return [[] for _ in tokens]
+            drawers = self._drawers(cache, parts, tokens, sampling)
             with Transaction(self.executor.pool, parts, operation, several=True) as work:
-                drawers = self._drawers(cache, parts, tokens, sampling)
                 return self._steps(num_steps, tokens, work, cache, drawers)
 
     def _steps(

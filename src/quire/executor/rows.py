@@ -18,10 +18,11 @@ Ids: TypeAlias = NDArray[np.int64]
 
 
 class TokenRecord:
-    """The token ids of a row: an array that grows by doubling."""
+    """The token ids of a row: an array that grows by doubling. A fork shares it until one of both writes."""
 
     def __init__(self, ids: Ids | None = None) -> None:
         self._buffer: Ids = np.empty(0, dtype=np.int64) if ids is None else ids.copy()
+        self._shared = False
         self.size = self._buffer.size
 
     @property
@@ -31,13 +32,22 @@ class TokenRecord:
 
     def replace_from(self, start: int, ids: Ids) -> None:
         """Ids from ``start`` on become ``ids``."""
-        size = start + ids.size
-        if size > self._buffer.size:
-            grown = np.empty(max(size, 2 * self._buffer.size, 16), dtype=np.int64)
-            grown[:start] = self._buffer[:start]
-            self._buffer = grown
+        size, capacity = start + ids.size, self._buffer.size
+        if size > capacity:
+            capacity = max(size, 2 * capacity, 16)
+        if self._shared or capacity > self._buffer.size:
+            own = np.empty(capacity, dtype=np.int64)
+            own[:start] = self._buffer[:start]
+            self._buffer, self._shared = own, False
         self._buffer[start:size] = ids
         self.size = size
+
+    def fork(self) -> TokenRecord:
+        """A record of the same ids that copies nothing now."""
+        twin = TokenRecord()
+        twin._buffer, twin.size = self._buffer, self.size
+        twin._shared = self._shared = True
+        return twin
 
 
 @dataclass(slots=True)
@@ -64,4 +74,4 @@ class Row:
 
     def like(self, seq: SeqId) -> Row:
         """A row for a fork of this one's sequence: the same tokens, no history of cuts."""
-        return Row(seq, None if self.tokens is None else TokenRecord(self.tokens.ids))
+        return Row(seq, None if self.tokens is None else self.tokens.fork())

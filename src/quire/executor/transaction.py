@@ -89,7 +89,7 @@ class Transaction:
         try:
             self._reserve(kept)
         except BaseException:
-            self.pool.remove(forks)
+            self._drop_unused_forks()
             raise
         return self
 
@@ -107,7 +107,7 @@ class Transaction:
 
     def _shares_tail(self, part: Extension) -> bool:
         """Whether the page that the first new token goes to must be copied. A forward that fails undoes that itself,
-        but not what earlier forwards of the call did; a fork, which costs no more pages here, does."""
+        but not what earlier forwards of the call did; a fork does. It costs no page unless rows share that page."""
         if part.start % self.pool.page_size == 0:
             return False
         table = self.pool.state.table
@@ -115,8 +115,13 @@ class Transaction:
 
     def _reserve(self, kept: Sequence[Extension]) -> None:
         """Make sure of the pages for everything; give up old versions only if that is what makes it fit."""
-        seqs, counts = [part.seq for part in self.parts], [part.count for part in self.parts]
-        missing = self.pool.missing_pages(seqs, counts)
+        counts = [part.count for part in self.parts]
+        missing = self.pool.missing_pages([part.seq for part in self.parts], counts)
+        if missing and not all(part.rewinds for part in kept):
+            # Rows that share their last page need a page more for each fork: run where they are, as one forward would.
+            self._drop_unused_forks([part for part in kept if not part.rewinds])
+            kept = [part for part in kept if part.rewinds]
+            missing = self.pool.missing_pages([part.seq for part in self.parts], counts)
         if not missing:
             return
         if missing > sum(self._freed_without_old(part) for part in kept):
@@ -217,8 +222,9 @@ class Transaction:
         self._drop_unused_forks()
         self._committed = True
 
-    def _drop_unused_forks(self) -> None:
-        for part in self.parts:
+    def _drop_unused_forks(self, parts: Sequence[Extension] | None = None) -> None:
+        """Of these parts; None: of all."""
+        for part in self.parts if parts is None else parts:
             if part.old_seq is not None:
                 self.pool.remove([part.seq])
                 part.seq, part.old_seq = part.old_seq, None

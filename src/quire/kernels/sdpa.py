@@ -3,8 +3,8 @@
 The batch is cut into groups that one call serves each:
 
 * prompts without a past: their own fresh K and V, causal, padded together where lengths are close;
-* decodes and short chunks: pages gathered into a padded tensor, with a mask; a single entry whose pages lie in one
-  run is a view of the pool and gathers nothing;
+* decodes, and apart from them short chunks: pages gathered into a padded tensor, with a mask; a single entry whose
+  pages lie in one run is a view of the pool and gathers nothing;
 * long chunks with a past: self attention (causal) merged with attention over the past (no mask), by log-sum-exp.
 
 A query head group is folded into the query rows of a decode, so that K and V are read once per KV head.
@@ -28,12 +28,14 @@ from quire.contracts.layers import LayerSpec
 from quire.ops.attention import merge
 
 SHORT_CHUNK = 16
-"""Chunks up to this many tokens are padded together with decodes."""
+"""Chunks up to this many tokens are padded together; longer ones run one by one."""
 MAX_WASTE = 1.25
 """A padded group may compute this many times the keys that it needs."""
 VIEW_KEYS = 192
 """On a CPU an entry with this many keys in one run of pages is attended by itself, in place: from about here one
 more call costs less than copying the keys into a padded tensor does."""
+MAX_SCORES = 1 << 26
+"""Scores (float32, so 256 MiB) that exist at a time where no kernel returns the log-sum-exp."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +134,7 @@ class SdpaAttention:
 
     def plan(self, plan: ForwardPlan, dtype: torch.dtype) -> SdpaPlan:
         prompts: list[int] = []
+        decodes: list[int] = []
         short: list[int] = []
         views: list[int] = []
         long: list[LongChunk] = []
@@ -154,10 +157,12 @@ class SdpaAttention:
             elif on_cpu and lengths[entry] >= VIEW_KEYS and is_run(table):
                 views.append(entry)
             else:
-                short.append(entry)
+                # Not together: padded to the rows of a chunk, decodes would cost several times what they do alone.
+                (decodes if count == 1 else short).append(entry)
         causal = [self._causal(group, plan) for group in waste_bounded(prompts, plan.counts, slack=64)]
         paged = [self._paged([entry], plan, lengths, dtype) for entry in views]
-        paged += [self._paged(group, plan, lengths, dtype) for group in waste_bounded(short, lengths, slack=512)]
+        for entries in (decodes, short):
+            paged += [self._paged(group, plan, lengths, dtype) for group in waste_bounded(entries, lengths, slack=512)]
         return SdpaPlan(plan.page_size, causal, paged, long)
 
     @staticmethod
@@ -309,6 +314,8 @@ def partial(q_NHD: Tensor, k_1HMD: Tensor, v_1HMD: Tensor, scale: float, *, caus
     n, heads, dim = q_NHD.shape
     kv_heads, m = k_1HMD.shape[1:3]
     if q_NHD.device.type == "cpu" and k_1HMD.shape[-1] == v_1HMD.shape[-1]:
+        # The kernel itself does not look at the stride of the last dimension: it takes 1 for granted.
+        q_NHD, k_1HMD, v_1HMD = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_NHD, k_1HMD, v_1HMD))
         # The head group is a dimension of stride 0 of K and V, which the kernel reads in place.
         groups = heads // kv_heads
         q = q_NHD.view(n, kv_heads, groups, dim).permute(1, 2, 0, 3)
@@ -316,12 +323,28 @@ def partial(q_NHD: Tensor, k_1HMD: Tensor, v_1HMD: Tensor, scale: float, *, caus
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, is_causal=causal, scale=scale)
         return AttentionState(out.permute(2, 0, 1, 3).reshape(n, heads, dim), lse.reshape(heads, n).T)
     compute = torch.promote_types(q_NHD.dtype, torch.float32)
+    k_HMD, v_HMD = k_1HMD[0].to(compute), v_1HMD[0].to(compute)
+    size = max(1, MAX_SCORES // (heads * m))
+    blocks = [
+        explicit(q_NHD[first : first + size].to(compute), k_HMD, v_HMD, scale, first=first if causal else None)
+        for first in range(0, n, size)
+    ]
+    out_NHD, lse_NH = torch.cat([block.out for block in blocks]), torch.cat([block.lse for block in blocks])
+    return AttentionState(out_NHD.to(q_NHD.dtype), lse_NH)
+
+
+def explicit(q_NHD: Tensor, k_HMD: Tensor, v_HMD: Tensor, scale: float, *, first: int | None) -> AttentionState:
+    """One attention state with all its scores in memory. Query i sees the keys up to ``first + i``; None: all."""
+    n, heads, dim = q_NHD.shape
+    if first is not None:
+        k_HMD, v_HMD = k_HMD[:, : first + n], v_HMD[:, : first + n]
+    kv_heads, m = k_HMD.shape[:2]
     groups = heads // kv_heads
-    q_GND = q_NHD.to(compute).view(n, kv_heads, groups, dim).permute(1, 2, 0, 3).reshape(kv_heads, groups * n, dim)
-    scores = (q_GND @ k_1HMD[0].to(compute).transpose(1, 2)).view(kv_heads, groups, n, m) * scale
-    if causal:
-        scores = scores.masked_fill(torch.ones(n, m, dtype=torch.bool, device=scores.device).triu(1), -torch.inf)
+    q_GND = q_NHD.view(n, kv_heads, groups, dim).permute(1, 2, 0, 3).reshape(kv_heads, groups * n, dim)
+    scores = (q_GND @ k_HMD.transpose(1, 2)).view(kv_heads, groups, n, m) * scale
+    if first is not None:
+        scores.masked_fill_(torch.ones(n, m, dtype=torch.bool, device=scores.device).triu(first + 1), -torch.inf)
     lse = torch.logsumexp(scores, -1)
     weights = torch.exp(scores - lse.unsqueeze(-1)).view(kv_heads, groups * n, m)
-    out = (weights @ v_1HMD[0].to(compute)).view(kv_heads, groups, n, -1).permute(2, 0, 1, 3).reshape(n, heads, -1)
-    return AttentionState(out.to(q_NHD.dtype), lse.reshape(heads, n).T)
+    out_NHD = (weights @ v_HMD).view(kv_heads, groups, n, -1).permute(2, 0, 1, 3).reshape(n, heads, -1)
+    return AttentionState(out_NHD, lse.reshape(heads, n).T)

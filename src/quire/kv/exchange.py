@@ -78,7 +78,9 @@ def group_shapes(spec: FullAttention, rows: int) -> dict[str, tuple[int, int, in
 
 def checksum(tensor: Tensor) -> str:
     """xxh3-64 of a tensor's bytes in row-major order."""
-    flat = tensor.detach().cpu().contiguous().view(-1)
+    dense = tensor.detach().cpu().contiguous()
+    # Not view(-1): a contiguous tensor of one element may have any stride, and a view of bytes needs stride 1.
+    flat = dense.as_strided((dense.numel(),), (1,))
     return str(xxhash.xxh3_64_hexdigest(flat.view(torch.uint8).numpy().data if flat.numel() else b""))
 
 
@@ -179,8 +181,17 @@ def validate(state: PagedKVState, given: Mapping[str, Any]) -> None:
     length = given.get("length")
     if not isinstance(length, int) or isinstance(length, bool) or length < 0:
         raise InvalidArgument(f"import: length {length!r} found, a number of tokens expected")
-    if given.get("window") is not None or given.get("held") != [[0, length]]:
-        raise InvalidArgument(f"import: positions {given.get('held')!r} are held, all of 0..{length} are expected")
+    # Written by a state with windows or recurrent layers: what is not held here could be missed silently.
+    expected_of = {
+        "window": None,
+        "sink": 0,
+        "eviction": "token",
+        "held": [[0, length]],
+        "kept_recurrent_positions": [],
+    }
+    for name, expected in expected_of.items():
+        if given.get(name) != expected:
+            raise InvalidArgument(f"import: {name} {given.get(name)!r} found, {expected!r} expected")
 
 
 def promised_checksums(state: PagedKVState, given: Mapping[str, Any]) -> dict[tuple[int, str], str]:

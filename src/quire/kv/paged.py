@@ -74,19 +74,15 @@ class AttentionPass:
         if not state.is_open(self):
             # Its slots may belong to somebody else by now.
             raise FailedPrecondition("this forward is over; take the pass of the open one")
-        if k_THD.dtype != state.dtype:
-            k_stored, v_stored = k_THD.to(state.dtype), v_THD.to(state.dtype)
+        dtype = q_THD.dtype
+        if dtype != state.dtype or k_THD.dtype != state.dtype:
             # Attention reads what is stored, so that a token's result does not depend on where a chunk began.
-            k_THD, v_THD = k_stored.to(q_THD.dtype), v_stored.to(q_THD.dtype)
-        else:
-            k_stored, v_stored = k_THD, v_THD
-        state.storage.write(layer, self.plan.slots_T, k_stored, v_stored)
+            q_THD, k_THD, v_THD = (x_THD.to(state.dtype) for x_THD in (q_THD, k_THD, v_THD))
+        state.storage.write(layer, self.plan.slots_T, k_THD, v_THD)
         self.written.add(layer_id)
         rows = state.storage.layers[layer]
-        if state.dtype == q_THD.dtype:
-            return state.backend.run(self._prepared, q_THD, k_THD, v_THD, rows.k, rows.v, scale)
-        out = state.backend.run(self._prepared, q_THD.to(state.dtype), k_stored, v_stored, rows.k, rows.v, scale)
-        return out.to(q_THD.dtype)
+        out_THD = state.backend.run(self._prepared, q_THD, k_THD, v_THD, rows.k, rows.v, scale)
+        return out_THD if dtype == state.dtype else out_THD.to(dtype)
 
 
 class PagedKVState(RefusedVerbs):

@@ -19,13 +19,15 @@ ROWS_HINT = 16
 
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether this PyTorch packs weights of this type there."""
+    """Whether this PyTorch packs weights of this type there. Processors without AVX-512 or its like refuse to."""
     return (
         device.type == "cpu"
         and dtype == torch.bfloat16
         and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
         and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
         and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+        and hasattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported")
+        and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     )
 
 

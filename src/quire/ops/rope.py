@@ -1,7 +1,7 @@
 """Rotary position embeddings: frequencies, tables, rotation.
 
 The reference and, for now, the only implementation. Angles are computed in float64 and rounded once to
-float32, so that they are right at any position: a float32 product is off by half a radian at position 10^7.
+float32, so that they are right at any position: a float32 product is off by a tenth of a radian and more at position 10^7.
 
 Letters: T tokens, H heads, D head size, R rotary columns.
 """
@@ -41,7 +41,7 @@ class RotaryTable:
     """
 
     MAX_ROWS = 1 << 18
-    """Positions from here on are computed one by one; the table stays under 128 MB for 64 columns."""
+    """Positions from here on are computed one by one; the table stays within 128 MiB for 64 columns."""
 
     def __init__(self, spec: RopeSpec, device: torch.device) -> None:
         self.spec = spec

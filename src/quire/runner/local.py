@@ -67,11 +67,11 @@ class LocalRunner:
 
     def execute(self, step: Step) -> StepOutput:
         """See ``Runner``. If compute fails the forward is undone: lengths and pages are as after the edits."""
+        check_chunks(step.chunks)
         for edit in step.edits:
             self.apply(edit)
         if not step.chunks:
             return StepOutput(torch.empty(0, self.model.vocab_size, device=self.device), (0,))
-        check_chunks(step.chunks)
         self.state.begin_forward([chunk.seq for chunk in step.chunks], [len(chunk.tokens) for chunk in step.chunks])
         try:
             with torch.inference_mode():

@@ -1,0 +1,66 @@
+"""What a model, its context and its pool can never serve, refused before anything is queued."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.errors import InvalidArgument, ResourceExhausted, Unsupported
+from quire.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RequestChecks:
+    """The limits of one engine."""
+
+    vocab_size: int
+    max_model_len: int
+    pool_tokens: int
+    """Tokens that the empty pool holds."""
+    has_tokenizer: bool
+
+    def tokens(self, tokens: NDArray[np.int64]) -> None:
+        """``InvalidArgument`` for ids that the model does not have."""
+        if tokens.size and (int(tokens.min()) < 0 or int(tokens.max()) >= self.vocab_size):
+            bad = next(token for token in tokens.tolist() if not 0 <= token < self.vocab_size)
+            raise InvalidArgument(f"token id {bad} is outside of the model's vocabulary, 0..{self.vocab_size - 1}")
+
+    def length(self, length: int, params: SamplingParams | None) -> int:
+        """Refuse what can never run; return the length at which the sequence must end."""
+        if length < 1:
+            raise InvalidArgument("the prompt is empty; give at least one token")
+        new = 0 if params is None else (params.max_tokens or 1)
+        if length + (1 if params else 0) > self.max_model_len:
+            raise InvalidArgument(
+                f"the prompt has {length} tokens, and the context ends at {self.max_model_len}"
+                + ("; at least one token must be left to generate" if params else "")
+            )
+        if length + new > self.max_model_len:
+            raise InvalidArgument(
+                f"max_tokens {new} after a prompt of {length} tokens passes the end of the context at {self.max_model_len}; "
+                f"max_tokens up to {self.max_model_len - length}, or None for as many as fit, is accepted"
+            )
+        # The last sampled token is never computed.
+        if length + max(new - 1, 0) > self.pool_tokens:
+            raise ResourceExhausted(
+                f"{length} prompt tokens and {new} new ones need more than the {self.pool_tokens} tokens that the whole KV pool "
+                "holds; give a larger kv_cache_memory, or fewer tokens"
+            )
+        return min(self.max_model_len, self.pool_tokens + 1)
+
+    def params(self, params: SamplingParams, *, in_session: bool = False) -> None:
+        """Refuse parameters that this model, or a session, cannot serve."""
+        if in_session and params.n != 1:
+            raise InvalidArgument(f"n is {params.n}; a session continues once (n=1), fork it for more")
+        if params.stop_strings and not self.has_tokenizer:
+            raise Unsupported("stop strings need a tokenizer, and this model has none; use stop_token_ids")
+        for name, ids in (("stop_token_ids", params.stop_ids), ("logit_bias", params.token_bias)):
+            for token in ids:
+                if not 0 <= token < self.vocab_size:
+                    raise InvalidArgument(
+                        f"{name}: token id {token} is outside of the model's vocabulary, 0..{self.vocab_size - 1}"
+                    )
+        if params.logprobs is not None and params.logprobs > self.vocab_size:
+            raise InvalidArgument(f"logprobs {params.logprobs}; at most {self.vocab_size} (the vocabulary) are there")

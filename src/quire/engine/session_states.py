@@ -1,0 +1,160 @@
+"""Sequences that outlive a request: the states of sessions, and finished sequences in the prefix cache.
+
+A session's sequence is lent to each request that works on it and settled when the request ends. What can be had again
+(a cached sequence, an idle session's state) is given up when the pool is short. The caller holds the engine's lock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import Tensor
+
+from quire.engine.generation import SequenceRequest, SessionState
+from quire.engine.prefix_cache import RadixCache
+from quire.engine.request import TokenBuffer, common_prefix
+from quire.errors import QuireError
+from quire.metrics import EngineMetrics
+from quire.runner.local import Runner
+from quire.types import Edit, Fork, Pop, Remove, SeqId, Step
+
+
+class SessionStates:
+    """The states of all sessions of one engine, beside the prefix cache of the same pool."""
+
+    def __init__(self, runner: Runner, *, cache: RadixCache | None, metrics: EngineMetrics) -> None:
+        self.runner = runner
+        self.cache = cache
+        self.metrics = metrics
+        self.sessions: dict[int, SessionState] = {}
+        """By identity, least recently used first."""
+
+    # -- sequences -------------------------------------------------------------------------------------------
+
+    def apply(self, edit: Edit) -> None:
+        """Execute an edit now."""
+        self.runner.execute(Step(edits=(edit,)))
+        if isinstance(edit, Fork):
+            self.metrics.forks.inc()
+
+    def remove(self, seq: SeqId) -> None:
+        """Forget a sequence everywhere."""
+        if self.cache is not None and seq in self.cache:
+            self.cache.remove(seq)
+        self.apply(Remove(seq))
+
+    def remove_all(self, seqs: Iterable[SeqId]) -> None:
+        """Remove sequences that the prefix cache has forgotten."""
+        for seq in seqs:
+            self.apply(Remove(seq))
+
+    def pop(self, seq: SeqId, held: int, length: int) -> None:
+        """Shorten a sequence of ``held`` tokens, also for the prefix cache."""
+        if held > length:
+            self.apply(Pop(seq, held - length))
+            if self.cache is not None and seq in self.cache and self.cache.length(seq) > length:
+                self.cache.truncate(seq, length)
+
+    # -- sessions' states ------------------------------------------------------------------------------------
+
+    def hold(self, session: SessionState) -> None:
+        """Remember a session, as the one used last."""
+        self.sessions.pop(id(session), None)
+        self.sessions[id(session)] = session
+
+    def fork(self, parent: SessionState, child: SessionState, length: int) -> None:
+        """Let ``child``, which has no state, have that of the first ``length`` tokens of ``parent``, as far as there is."""
+        length = min(length, parent.computed)
+        child.exact = parent.exact or not length
+        child.modified = parent.modified and length > 0
+        if parent.seq is not None and length:
+            seq = self.runner.new_seq()
+            self.apply(Fork(parent.seq, seq, length))
+            child.seq, child.computed = seq, length
+        self.hold(child)
+
+    def rewind(self, session: SessionState, length: int) -> None:
+        """Take back what is computed of a session's tokens from ``length`` on."""
+        if session.seq is not None and session.computed > length:
+            self.pop(session.seq, session.computed, length)
+            session.computed = length
+
+    def write_rows(self, session: SessionState, layer: int, start: int, k_NHD: Tensor, v_NHD: Tensor) -> None:
+        """Overwrite K and V rows of a session's sequence, which then stands for itself: pinned, and no prefix for others."""
+        if session.seq is None:
+            raise QuireError("the session has no state that could be written")
+        self.runner.state.debug_set_kv(session.seq, start, k_NHD, v_NHD, layer=layer)
+        if self.cache is not None and session.seq in self.cache:
+            self.cache.remove(session.seq)
+        session.modified = session.pinned = True
+        session.logits = None
+
+    def drop(self, session: SessionState) -> None:
+        """Give a session's pages back; its tokens stay, to be computed again when needed."""
+        if session.seq is not None:
+            self.remove(session.seq)
+        session.seq, session.computed, session.exact = None, 0, True
+
+    # -- lending to requests --------------------------------------------------------------------------------
+
+    def lend(self, session: SessionState, request: SequenceRequest) -> None:
+        """The request works on the session's sequence, of which it keeps what agrees; at least one token must run."""
+        work = request.work
+        request.session, session.request = session, request
+        request.shared = common_prefix(session.tokens.ids, work.tokens.ids)
+        self.rewind(session, min(session.computed, request.shared, len(work.tokens) - 1))
+        work.seq, work.computed = session.seq, session.computed
+        work.admitted = session.seq is not None
+        work.num_cached = session.computed
+        work.cacheable = not session.modified
+        work.pinned = session.pinned or session.modified
+
+    def settle(self, session: SessionState, request: SequenceRequest) -> None:
+        """The sequence goes back to its session; the tokens join it if the request succeeded."""
+        work = request.work
+        session.request = None
+        session.seq, work.seq = work.seq, None
+        session.computed = work.computed if session.seq is not None else 0
+        if request.succeeded:
+            count = len(work.tokens) if request.kept is None else request.num_prompt + request.kept
+            tokens = TokenBuffer(work.tokens.ids[:count])
+            tokens.extend(request.tail)
+            session.tokens, session.logits = tokens, None
+            self.rewind(session, count)
+        elif request.finish_reason == "error" and not (session.pinned or session.modified):
+            # Whatever broke, the state may be broken too.
+            self.drop(session)
+        else:
+            self.rewind(session, request.shared)
+            if session.modified and session.computed < len(session.tokens) - 1:
+                # What was taken back had been written by somebody and cannot be computed again.
+                session.tokens.truncate(session.computed)
+                session.logits = None
+        self.hold(session)
+        if self.cache is not None and session.seq is not None and session.computed and work.cacheable:
+            held = session.tokens.ids[: session.computed]
+            self.remove_all(self.cache.insert(session.seq, held, session.key, live=True))
+
+    # -- what is given up ------------------------------------------------------------------------------------
+
+    def reclaim(self) -> bool:
+        """Give up one thing that can be had again: a cached sequence, or else an idle session's state."""
+        seq = self.cache.evict() if self.cache is not None else None
+        if seq is not None:
+            self.apply(Remove(seq))
+            return True
+        for session in self.sessions.values():
+            if session.droppable:
+                self.drop(session)
+                return True
+        return False
+
+    def clear_cache(self) -> None:
+        """Forget all finished sequences."""
+        if self.cache is not None:
+            self.remove_all(self.cache.clear())
+
+    def forget(self, session: SessionState) -> None:
+        """A session is closed: give its pages back."""
+        self.sessions.pop(id(session), None)
+        self.drop(session)
