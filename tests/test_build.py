@@ -11,7 +11,7 @@ from quire import LLM, ResourceExhausted, SamplingParams
 def test_pool_holds_one_sequence_of_full_length(max_model_len: int, page_size: int) -> None:
     """Rounding to pages must not take away what one sequence may need."""
     llm = LLM("tiny-python", dtype="float32", max_model_len=max_model_len, max_num_seqs=1, page_size=page_size)
-    assert llm.engine.pool_tokens >= max_model_len
+    assert llm.engine.checks.pool_tokens >= max_model_len
     prompt = list(range(5, 5 + max_model_len - 2))
     output = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=2, ignore_eos=True))[0]
     assert len(output.outputs[0].token_ids) == 2
@@ -19,7 +19,7 @@ def test_pool_holds_one_sequence_of_full_length(max_model_len: int, page_size: i
 
 def test_pool_is_not_larger_than_can_be_used() -> None:
     llm = LLM("tiny-python", dtype="float32", max_model_len=64, max_num_seqs=3)
-    assert llm.engine.pool_tokens == 3 * 64
+    assert llm.engine.checks.pool_tokens == 3 * 64
 
 
 def test_memory_for_less_than_a_page_is_refused() -> None:

@@ -181,22 +181,28 @@ def compare(
     return Cell(seconds=seconds, ratio=(ratio.median, ratio.least, ratio.most), equal=f"{same}/{len(ours)}")
 
 
+def matrix_parameters(llm: LLM) -> int:
+    """Parameters that every token is multiplied with: all but the embedding and the head."""
+    model = llm.model
+    return model.num_parameters - model.vocab_size * model.hidden_size * (1 if model.tied else 2)
+
+
 def decode_bytes(llm: LLM, batch: int, length: int) -> int:
-    """Bytes that a decode step must read: the weights once (of the embedding only the head), K and V of every sequence."""
-    return int(llm.model.parameter_bytes + batch * length * llm.bytes_per_token)
+    """Bytes that a decode step must read: the matrices and the head once, K and V of every sequence."""
+    model = llm.model
+    weights = (matrix_parameters(llm) + model.vocab_size * model.hidden_size) * model.dtype.itemsize
+    return int(weights + batch * length * llm.bytes_per_token)
 
 
 def prefill_flops(llm: LLM, length: int) -> float:
-    """Multiplications and additions of a prompt: the matrices, and attention over half of the square."""
+    """Multiplications and additions of a prompt: the matrices, attention over half of the square, the head of one row."""
     model = llm.model
-    embedding = model.vocab_size * model.hidden_size
-    matrices = model.num_parameters - embedding
     attention = sum(
         2 * spec.num_heads * (spec.head_dim + spec.value_dim) * length * length / 2
         for spec in model.layer_specs
         if spec.kind == "full"
     )
-    return 2.0 * matrices * length + attention + 2.0 * embedding
+    return 2.0 * matrix_parameters(llm) * length + attention + 2.0 * model.vocab_size * model.hidden_size
 
 
 def check(*, decode: int, context: int, rounds: int, peer: str) -> None:

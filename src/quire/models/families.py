@@ -29,8 +29,10 @@ class LoadedModel(Model, Protocol):
     """Of weights and activations."""
     device: torch.device
     num_parameters: int
+    tied: bool
+    """Whether the head is the embedding."""
     parameter_bytes: int
-    """Bytes of weights on ``device``; tied weights count once."""
+    """Bytes of weights on ``device``; tied weights count once, or twice if the head was packed."""
     config: dict[str, Any]
     """``config.json`` as it was read."""
     canonical_config: str

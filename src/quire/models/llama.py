@@ -216,6 +216,7 @@ class Decoder:
         self.layer_specs: Sequence[LayerSpec] = (spec,) * config.num_layers
         self.norm = RMSNorm(parameters["norm.weight"], config.rms_norm_eps)
         self.lm_head = Linear(parameters["embed.weight" if config.tie_embeddings else "head.weight"])
+        self.tied = config.tie_embeddings
         self.dtype = self.embedding.weight.dtype
         self.device = self.embedding.weight.device
         self.num_parameters = sum(tensor.numel() for tensor in parameters.values())
