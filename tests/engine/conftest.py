@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +35,16 @@ GEOMETRY = {
 }
 BYTES_PER_TOKEN = 2 * 2 * 2 * 16 * 4
 FAMILIES = {"llama": "Llama", "qwen3": "Qwen3"}
+
+TOLERANCE = 2 * math.sqrt(32) * torch.finfo(torch.float32).eps
+"""Relative to the largest value: the rounding errors of a layer's sums grow like the root of their length, and those of
+the two layers add up."""
+
+
+def assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """Equal up to float32 rounding."""
+    assert found.shape == expected.shape
+    assert float((found - expected).abs().max()) <= TOLERANCE * float(expected.abs().max())
 
 
 @dataclass

@@ -7,10 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from quire import LLM, QuireError, SamplingParams, Session
 
-from .conftest import Checkpoint, MakeLLM, check, greedy, random_tokens
+from .conftest import Checkpoint, MakeLLM, assert_near, check, greedy, random_tokens
 
 MAX_LENGTH = 70
 
@@ -83,7 +84,7 @@ class Conversations:
         new = self.tokens(9)
         logits = self.checkpoint.logits(tokens + new)[len(tokens) - 1 : -1].log_softmax(-1)
         wanted = [float(row[token]) for row, token in zip(logits, new, strict=True)]
-        assert session.score(new) == pytest.approx(wanted, rel=1e-4, abs=1e-4)
+        assert_near(torch.tensor(session.score(new)), torch.tensor(wanted))
 
     def logits(self) -> None:
         session, tokens = self.pick()

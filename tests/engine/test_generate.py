@@ -12,7 +12,7 @@ import torch
 from quire import LLM, SamplingParams
 from quire.errors import InvalidArgument, QuireError
 
-from .conftest import CONTEXT, EOS, Checkpoint, MakeLLM, check, engine_of, greedy, random_tokens, token_ids
+from .conftest import CONTEXT, EOS, Checkpoint, MakeLLM, assert_near, check, engine_of, greedy, random_tokens, token_ids
 
 PROMPT = random_tokens(20)
 
@@ -105,11 +105,11 @@ def test_logprobs_are_of_the_raw_distribution(llm: LLM, checkpoint: Checkpoint) 
         assert set(found) == {token, *best}
         assert next(iter(found)) == token
         for other, entry in found.items():
-            assert entry.logprob == pytest.approx(float(row[other]), rel=1e-4, abs=1e-4)
+            assert_near(torch.tensor(entry.logprob), row[other])
             assert entry.rank == 1 + int((row > row[other]).sum())
             assert entry.decoded_token is None
     chosen = sum(float(row[token]) for row, token in zip(wanted, output.token_ids, strict=True))
-    assert output.cumulative_logprob == pytest.approx(chosen, rel=1e-4)
+    assert_near(torch.tensor(output.cumulative_logprob), torch.tensor(chosen))
     plain = llm.generate(PROMPT, params.replace(logprobs=None))[0].outputs[0]
     assert (plain.logprobs, plain.cumulative_logprob, plain.token_ids) == (None, None, output.token_ids)
 

@@ -11,7 +11,19 @@ import torch
 from quire import LLM, FailedPrecondition, InvalidArgument, ResourceExhausted, SamplingParams, Unsupported
 from quire.errors import Cancelled, QuireError
 
-from .conftest import CONTEXT, EOS, VOCAB, Checkpoint, MakeLLM, check, engine_of, greedy, random_tokens, record
+from .conftest import (
+    CONTEXT,
+    EOS,
+    VOCAB,
+    Checkpoint,
+    MakeLLM,
+    assert_near,
+    check,
+    engine_of,
+    greedy,
+    random_tokens,
+    record,
+)
 
 
 def test_length_counts_the_last_sampled_token(llm: LLM, checkpoint: Checkpoint) -> None:
@@ -109,7 +121,7 @@ def test_score(llm: LLM, checkpoint: Checkpoint) -> None:
         logits = checkpoint.logits(prompt + new)[length - 1 : -1].double().log_softmax(-1)
         wanted = [float(row[token]) for row, token in zip(logits, new, strict=True)]
         llm.generate(prompt + new, greedy(1))  # so that all of it is cached
-        assert session.score(new) == pytest.approx(wanted, rel=1e-4, abs=1e-4)
+        assert_near(torch.tensor(session.score(new)), torch.tensor(wanted))
         assert session.tokens == prompt
         assert session.generate(greedy(5)).outputs[0].token_ids == checkpoint.greedy(prompt, 5)
     assert session.score([]) == []
@@ -119,7 +131,7 @@ def test_score(llm: LLM, checkpoint: Checkpoint) -> None:
 def test_score_in_chunks(make_llm: MakeLLM, llama: Checkpoint) -> None:
     prompt, new = random_tokens(30), random_tokens(40, seed=1)
     wide, narrow = make_llm(llama), make_llm(llama, max_num_batched_tokens=7, page_size=3)
-    assert wide.session(prompt).score(new) == pytest.approx(narrow.session(prompt).score(new), rel=1e-4, abs=1e-4)
+    assert_near(torch.tensor(wide.session(prompt).score(new)), torch.tensor(narrow.session(prompt).score(new)))
 
 
 def test_logits(llm: LLM, checkpoint: Checkpoint) -> None:
@@ -128,14 +140,14 @@ def test_logits(llm: LLM, checkpoint: Checkpoint) -> None:
     logits = session.logits()
     assert logits.shape == (VOCAB,)
     assert logits.dtype == torch.float32
-    torch.testing.assert_close(logits, checkpoint.logits(prompt)[-1], rtol=1e-4, atol=1e-4)
+    assert_near(logits, checkpoint.logits(prompt)[-1])
     logits.zero_()
-    torch.testing.assert_close(session.fork().logits(), checkpoint.logits(prompt)[-1], rtol=1e-4, atol=1e-4)
+    assert_near(session.fork().logits(), checkpoint.logits(prompt)[-1])
     session.append([4])
-    torch.testing.assert_close(session.logits(), checkpoint.logits([*prompt, 4])[-1], rtol=1e-4, atol=1e-4)
+    assert_near(session.logits(), checkpoint.logits([*prompt, 4])[-1])
     session.rewind(n=1)
     session.append([9])
-    torch.testing.assert_close(session.logits(), checkpoint.logits([*prompt, 9])[-1], rtol=1e-4, atol=1e-4)
+    assert_near(session.logits(), checkpoint.logits([*prompt, 9])[-1])
     with pytest.raises(InvalidArgument, match="empty"):
         llm.session().logits()
 
@@ -287,8 +299,8 @@ def test_kv_is_that_of_transformers(llm: LLM, checkpoint: Checkpoint) -> None:
     for layer in range(2):
         found = session.kv(layer)
         assert set(found) == {"k", "v"}
-        torch.testing.assert_close(found["k"], cache.layers[layer].keys[0].transpose(0, 1), rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(found["v"], cache.layers[layer].values[0].transpose(0, 1), rtol=1e-4, atol=1e-4)
+        assert_near(found["k"], cache.layers[layer].keys[0].transpose(0, 1))
+        assert_near(found["v"], cache.layers[layer].values[0].transpose(0, 1))
 
 
 def test_written_state_is_used_and_shared_with_nobody(llm: LLM, checkpoint: Checkpoint) -> None:
