@@ -214,7 +214,9 @@ class EngineMetrics:
         """The names that vLLM has."""
         self.num_requests_running = self._gauge("num_requests_running", "Requests in the running batch.")
         self.num_requests_waiting = self._gauge("num_requests_waiting", "Requests waiting to be admitted.")
-        self.kv_cache_usage = self._gauge("kv_cache_usage_perc", "Pages of the KV state in use, by the prefix cache too; 1 means all.")
+        self.kv_cache_usage = self._gauge(
+            "kv_cache_usage_perc", "Pages of the KV state in use, by the prefix cache too; 1 means all."
+        )
         self.prompt_tokens = self._counter("prompt_tokens_total", "Prompt tokens, computed or cached.")
         self.prompt_tokens_cached = self._counter(
             "prompt_tokens_cached_total", "Prompt tokens whose state was found in the prefix cache."
