@@ -308,3 +308,36 @@ def test_closed_pipe_is_quiet() -> None:
         err = process.stderr.read()
     assert process.returncode == 141
     assert b"Traceback" not in err
+
+
+def test_what_the_engine_refuses_is_refused(llm: LLM) -> None:
+    """Each line of the engine's table, provoked."""
+    from collections.abc import Callable
+
+    from quire import Unsupported
+
+    calls: dict[str, list[Callable[[], object]]] = {
+        "SamplingParams(structured_outputs=...)": [lambda: SamplingParams(structured_outputs={"regex": "a"})],
+        "SamplingParams(prompt_logprobs=...)": [lambda: SamplingParams(prompt_logprobs=1)],
+        "SamplingParams(logits_processors=...)": [lambda: SamplingParams(logits_processors=[max])],
+        "LLM(speculative=...)": [lambda: LLM("tiny-python", speculative={"model": "x"})],
+        "LLM(adapters=...), load_adapter, adapter=": [
+            lambda: LLM("tiny-python", adapters={"a": "b"}),
+            lambda: llm.load_adapter("a", "b"),
+            lambda: llm.unload_adapter("a"),
+            lambda: llm.generate("x", adapter="a"),
+            lambda: llm.session("x", adapter="a"),
+        ],
+        "LLM(quantization=...)": [lambda: LLM("tiny-python", quantization="fp8")],
+        "LLM(tensor_parallel_size=2), LLM(pipeline_parallel_size=2)": [
+            lambda: LLM("tiny-python", tensor_parallel_size=2),
+            lambda: LLM("tiny-python", pipeline_parallel_size=2),
+        ],
+        "LLM(trust_remote_code=True)": [lambda: LLM("tiny-python", trust_remote_code=True)],
+        "blending": [],  # a contract only: there is nothing to call
+    }
+    assert set(calls) == set(llm.capabilities()["engine"])
+    for refused in calls.values():
+        for call in refused:
+            with pytest.raises(Unsupported):
+                call()

@@ -114,7 +114,17 @@ def print_capabilities(found: Mapping[str, Any], *, as_json: bool) -> None:
     """The rule table on stdout."""
     executor = dataclasses.asdict(found["executor"])
     if as_json:
-        print(json.dumps({"executor": executor, "verbs": found["verbs"], "notes": list(found["notes"])}, default=str))
+        print(
+            json.dumps(
+                {
+                    "executor": executor,
+                    "verbs": found["verbs"],
+                    "engine": found["engine"],
+                    "notes": list(found["notes"]),
+                },
+                default=str,
+            )
+        )
         return
     from rich.console import Console
     from rich.table import Table
@@ -132,8 +142,10 @@ def print_capabilities(found: Mapping[str, Any], *, as_json: bool) -> None:
     for name, reason in found["verbs"].items():
         verbs.add_row(name, "no" if reason else "exact", reason)
     console.print(verbs)
-    refusals = Table("executor", "why not", title="Refused by the executor", title_justify="left")
+    refusals = Table("asked for", "why not", title="Refused by executor and engine", title_justify="left")
     for name, reason in executor["refusals"]:
+        refusals.add_row(name, reason)
+    for name, reason in found["engine"].items():
         refusals.add_row(name, reason)
     console.print(refusals)
 

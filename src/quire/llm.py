@@ -43,6 +43,19 @@ from quire.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from quire.executor.executor import Executor
 
+ENGINE_REFUSALS: dict[str, str] = {
+    "SamplingParams(structured_outputs=...)": "grammars are not in this release",
+    "SamplingParams(prompt_logprobs=...)": "log-probabilities of prompts are not in this release; use Session.score",
+    "SamplingParams(logits_processors=...)": "callables on logits are not in this release",
+    "LLM(speculative=...)": "speculation in the engine is not in this release; the executor has speculative_decode",
+    "LLM(adapters=...), load_adapter, adapter=": "LoRA adapters are not in this release",
+    "LLM(quantization=...)": "quantised weights are not in this release",
+    "LLM(tensor_parallel_size=2), LLM(pipeline_parallel_size=2)": "one device runs the whole model in this release",
+    "LLM(trust_remote_code=True)": "code of checkpoints is never run",
+    "blending": "blending of cached segments is a contract (quire.contracts.blend) without implementation in this release",
+}
+"""What the engine refuses, with the reason, for ``capabilities``."""
+
 Prompts = str | Sequence[int] | Sequence[str | Sequence[int]]
 Messages = Sequence[Mapping[str, Any]]
 
@@ -307,6 +320,7 @@ class LLM:
         return {
             "executor": self.executor.capabilities(),
             "verbs": {**dict.fromkeys(PAGED_VERBS, ""), **PAGED_REFUSALS},
+            "engine": dict(ENGINE_REFUSALS),
             "notes": self._parts.notes,
         }
 
