@@ -359,6 +359,22 @@ class TestExport:
         assert tokenizer.decode(ids[0]) == "import json\n\ndef f(x):\n    return 12"
         assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (0, 1)
 
+    def test_quire_runs_it(self, trained: tuple[Workplace, Run], tmp_path: Path) -> None:
+        """The same greedy tokens as the trained module gives, and the text that belongs to them."""
+        from quire import LLM, SamplingParams
+
+        work, run = trained
+        llm = LLM(export(work, tmp_path / "model"), dtype="float32", kv_cache_memory="8MiB")
+        output = llm.generate("import json\n", SamplingParams(temperature=0, max_tokens=6, ignore_eos=True))[0]
+        own = build_model(TINY)
+        own.load_state_dict({name: w.bfloat16().float() for name, w in run.model.state_dict().items()})
+        ids = output.prompt_token_ids + output.outputs[0].token_ids
+        with torch.inference_mode():
+            best = own(torch.tensor([ids])).logits[0].argmax(-1).tolist()
+        assert output.outputs[0].token_ids == best[len(output.prompt_token_ids) - 1 : -1]
+        assert llm.tokenizer is not None
+        assert output.outputs[0].text == llm.tokenizer.decode(output.outputs[0].token_ids)
+
     def test_figures_are_those_of_the_exported_model(self, trained: tuple[Workplace, Run], tmp_path: Path) -> None:
         from transformers import AutoModelForCausalLM
 
