@@ -39,3 +39,15 @@ def test_attention_backends_agree() -> None:
         for name in ("torch", "reference", "auto")
     ]
     assert texts[0] == texts[1] == texts[2]
+
+
+def test_pool_respects_the_limit_of_the_control_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a container what the host has free says nothing: the pool is a quarter of what loading may use, too."""
+    import torch
+
+    from quire import build
+
+    monkeypatch.setattr(build, "free_memory", lambda device: 1 << 30)
+    assert build.pool_budget(torch.device("cpu"), 0.9) == 1 << 28
+    monkeypatch.setattr(build, "free_memory", lambda device: None)
+    assert build.pool_budget(torch.device("cpu"), 0.9) > 0

@@ -26,7 +26,7 @@ from quire.kv.storage import bytes_per_token
 from quire.models.catalogue import resolve_model
 from quire.models.families import LoadedModel
 from quire.models.fingerprint import ModelFingerprint, model_fingerprint
-from quire.models.loading import load_model, resolve_dtype
+from quire.models.loading import free_memory, load_model, resolve_dtype
 from quire.ops.attention import ReferenceAttention
 from quire.registry import Registry
 from quire.runner.local import LocalRunner
@@ -199,7 +199,7 @@ def pool_tokens(
                 f"at least {per_token * config.page_size} bytes are needed"
             )
     else:
-        budget = free_memory(device, config.gpu_memory_utilization)
+        budget = pool_budget(device, config.gpu_memory_utilization)
         # More than every sequence at its full length, in whole pages, is never used.
         longest = pages_for(max_len, config.page_size) * config.page_size
         tokens = min(budget // per_token, config.max_num_seqs * longest)
@@ -211,18 +211,17 @@ def pool_tokens(
     return int(tokens // config.page_size * config.page_size)
 
 
-def free_memory(device: torch.device, gpu_share: float) -> int:
-    """Bytes that the pool may take: of a GPU what ``gpu_memory_utilization`` leaves, of host memory a quarter."""
+def pool_budget(device: torch.device, gpu_share: float) -> int:
+    """Bytes that the pool may take: of a GPU what ``gpu_memory_utilization`` leaves, of host memory a quarter of what is
+    free, the control group's limit counted."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return max(0, int(free - (1 - gpu_share) * total))
-    try:
-        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(int(line.split()[1]) * 1024 * CPU_POOL_SHARE)
-    except OSError:
-        pass
-    return int(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * CPU_POOL_SHARE / 2)
+    found = free_memory(device)
+    if found is None:
+        # Nothing tells what is free: half of what there is.
+        found = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    return int(found * CPU_POOL_SHARE)
 
 
 def eos_ids(

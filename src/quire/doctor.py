@@ -95,9 +95,9 @@ def _devices(torch_version: str) -> list[Finding]:
 def _memory() -> list[Finding]:
     import torch
 
-    from quire.build import free_memory
+    from quire.build import pool_budget
 
-    pool = free_memory(torch.device("cpu"), 0.9)
+    pool = pool_budget(torch.device("cpu"), 0.9)
     text = f"{pool / 2**30:.1f} GiB would be the KV pool on the CPU (a quarter of what is free)"
     return [Finding("memory", text, pool > 64 * 2**20, "Free some memory, or give kv_cache_memory.")]
 

@@ -62,23 +62,12 @@ def parts(
     return metadata, plan, sequencefile.tensors(engine.runner.state, state.seq)
 
 
-def check_model(found: object, expected: Mapping[str, str]) -> None:
-    """``InvalidArgument`` with expected and found if the state is another model's."""
-    if not isinstance(found, Mapping):
-        raise DataLoss("the state file does not say which model it belongs to")
-    for name, mine in expected.items():
-        if found.get(name) != mine:
-            raise InvalidArgument(
-                f"the state belongs to another model: {name} {found.get(name)!r} found, {mine!r} expected"
-            )
-
-
 def load(engine: Engine, file: StateFile, identity: ModelIdentity, *, convert_dtype: bool) -> SessionState:
     """The tokens of a saved session with their state in the pool. Everything is checked before the pool is touched."""
     metadata = file.metadata
     if metadata.get("kind") != KIND:
         raise InvalidArgument(f"the state file holds a {metadata.get('kind')!r}, and a {KIND!r} is expected")
-    check_model(metadata.get("model"), identity.fields())
+    sequencefile.check_model(metadata.get("model"), identity.fields())
     if (adapters := metadata.get("adapters")) != []:
         raise InvalidArgument(f"the state was made with adapters {adapters!r}; none are loaded, and [] is expected")
     for name in ("exact", "modified"):

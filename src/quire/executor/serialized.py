@@ -77,7 +77,7 @@ def _check(cache: KVCache, file: StateFile, convert_dtype: bool) -> tuple[list[d
     found = file.metadata
     if found.get("kind") != KIND:
         raise InvalidArgument(f"the state holds a {found.get('kind')!r}, and a {KIND!r} is expected")
-    _check_model(found.get("model"), cache.pool.identity.fields())
+    sequencefile.check_model(found.get("model"), cache.pool.identity.fields())
     if found.get("adapters") != []:
         raise InvalidArgument(
             f"the state was made with adapters {found.get('adapters')!r}; none are loaded, [] is expected"
@@ -108,16 +108,6 @@ def _check(cache: KVCache, file: StateFile, convert_dtype: bool) -> tuple[list[d
     return checked, [
         _check_tokens(ids, length, cache.pool.vocab_size) for ids, length in zip(listed, lengths, strict=True)
     ]
-
-
-def _check_model(found: object, expected: Mapping[str, str]) -> None:
-    if not isinstance(found, Mapping):
-        raise DataLoss("the state does not say which model it belongs to")
-    for name, mine in expected.items():
-        if found.get(name) != mine:
-            raise InvalidArgument(
-                f"the state belongs to another model: {name} {found.get(name)!r} found, {mine!r} expected"
-            )
 
 
 def _listed(found: Mapping[str, Any], name: str, count: int) -> list[object]:

@@ -88,6 +88,17 @@ def check(
     return wanted
 
 
+def check_model(found: object, expected: Mapping[str, str]) -> None:
+    """``InvalidArgument`` with expected and found if the state is another model's."""
+    if not isinstance(found, Mapping):
+        raise DataLoss("the state file does not say which model it belongs to")
+    for name, mine in expected.items():
+        if found.get(name) != mine:
+            raise InvalidArgument(
+                f"the state belongs to another model: {name} {found.get(name)!r} found, {mine!r} expected"
+            )
+
+
 def tensor_names(state: PagedKVState, prefix: str = "") -> set[str]:
     """Names that ``check`` asks for; a file that holds others is not what it says."""
     return {

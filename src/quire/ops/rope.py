@@ -93,7 +93,7 @@ def rotate(x_THD: Tensor, cos_T1R: Tensor, sin_T1R: Tensor, *, interleaved: bool
 
 
 def _rotate_halves(x_THD: Tensor, cos_T1R: Tensor, sin_T1R: Tensor) -> Tensor:
-    """The same sums, half by half into the result: about three times faster than whole rows for a long prompt."""
+    """The same sums, half by half into the result: fewer and smaller temporaries, up to three times faster for a long prompt."""
     rotary_dim = cos_T1R.shape[-1]
     half = rotary_dim // 2
     out = torch.empty(x_THD.shape, dtype=x_THD.dtype, device=x_THD.device)
