@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 from torch import Tensor
 
 from quire.contracts.attention import AttentionBackend
-from quire.contracts.layers import FullAttention, RopeSpec
+from quire.contracts.layers import FullAttention, RopeMode, RopeSpec, WindowedAttention
 from quire.errors import QuireError
 from quire.kernels.sdpa import SdpaAttention
+from quire.kv.need import SlotCopy
 from quire.kv.paged import PagedKVState
-from quire.kv.sequences import SlotCopy
 
 from .oracle import Oracle, rotation_bound
+from .oracle_refusals import ORDER
+from .oracle_values import Spec
+from .oracle_windows import ranges
+from .snapshots import snapshot
+
+__all__ = ["Pair", "attention", "num_columns", "refused", "same_bits", "snapshot", "split_columns", "windowed", "zeros"]
 
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -30,7 +36,13 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def attention(
-    heads: int = 4, kv_heads: int = 2, dim: int = 8, value_dim: int = 0, rotary_dim: int = 4
+    heads: int = 4,
+    kv_heads: int = 2,
+    dim: int = 8,
+    value_dim: int = 0,
+    rotary_dim: int = 4,
+    mode: RopeMode = "normal",
+    **more: Any,
 ) -> FullAttention:
     """A layer; ``rotary_dim`` 0 is one without RoPE."""
     rope = RopeSpec(theta=10000.0, rotary_dim=rotary_dim) if rotary_dim else None
@@ -40,11 +52,27 @@ def attention(
         head_dim=dim,
         value_dim=value_dim or dim,
         rope=rope,
-        rope_mode="normal" if rope else "none",
+        rope_mode=mode if rope else "none",
+        **more,
     )
 
 
-def split_columns(spec: FullAttention, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def windowed(window: int, rotary_dim: int = 4, mode: RopeMode = "normal", **more: Any) -> WindowedAttention:
+    """The same with a window of its own."""
+    rope = RopeSpec(theta=100.0, rotary_dim=rotary_dim) if rotary_dim else None
+    return WindowedAttention(
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        value_dim=8,
+        rope=rope,
+        rope_mode=mode if rope else "none",
+        window=window,
+        **more,
+    )
+
+
+def split_columns(spec: Spec, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Q ``[T, Hq, Dk]``, K ``[T, Hkv, Dk]``, V ``[T, Hkv, Dv]`` of a flat fused tensor."""
     q = spec.num_heads * spec.head_dim
     k = spec.num_kv_heads * spec.head_dim
@@ -55,95 +83,125 @@ def split_columns(spec: FullAttention, qkv: Tensor) -> tuple[Tensor, Tensor, Ten
     )
 
 
-def num_columns(spec: FullAttention) -> int:
+def num_columns(spec: Spec) -> int:
     return (spec.num_heads + spec.num_kv_heads) * spec.head_dim + spec.num_kv_heads * spec.value_dim
 
 
 class Pair:
     def __init__(
         self,
-        specs: Sequence[FullAttention] | None = None,
+        specs: Sequence[Spec] | None = None,
         *,
         capacity: int = 400,
         page_size: int = 4,
         dtype: torch.dtype = torch.float32,
         backend: AttentionBackend | None = None,
+        window_capacity: int | None = None,
         seed: int = 0,
     ) -> None:
         self.specs = list(specs or [attention(), attention()])
         self.dtype = dtype
         self.state = PagedKVState(
-            self.specs, capacity=capacity, page_size=page_size, dtype=dtype, backend=backend or SdpaAttention()
+            self.specs,
+            capacity=capacity,
+            window_capacity=window_capacity,
+            page_size=page_size,
+            dtype=dtype,
+            backend=backend or SdpaAttention(),
         )
-        self.oracle = Oracle(self.specs, capacity, page_size, dtype)
+        self.oracle = Oracle(self.specs, capacity, page_size, dtype, window_capacity)
         self.generator = torch.Generator().manual_seed(seed)
         self.copies: list[SlotCopy] = []
-        """Copies of slots that the state has made so far."""
-        copy_slots = self.state.storage.copy
+        """Copies of slots that the state has made so far, in all classes."""
+        for one in self.state.classes:
+            self._record(one.storage)
+
+    def _record(self, storage: Any) -> None:
+        copy_slots = storage.copy
 
         def record(copies: Sequence[SlotCopy]) -> None:
             self.copies += copies
             copy_slots(copies)
 
-        self.state.storage.copy = record  # type: ignore[method-assign]
+        storage.copy = record
 
     @property
     def free(self) -> int:
-        assert self.state.num_available_pages() == self.oracle.pages.free
-        return self.oracle.pages.free
+        assert self.state.num_available_pages() == self.oracle.free
+        return self.oracle.free
 
     def random(self, layer: int, rows: int) -> Tensor:
         return torch.randn(rows, num_columns(self.specs[layer]), generator=self.generator).to(self.dtype)
 
+    def parts(self, layer: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Random Q, K and V."""
+        q, k, v = split_columns(self.specs[layer], self.random(layer, rows))
+        return q, k, v
+
     # -- verbs, on both ----------------------------------------------------------------------------------------
+
+    def both(self, verb: str, *args: Any, **more: Any) -> Any:
+        """Both return the same, or both refuse with the same class (which is raised), the state without a trace."""
+        try:
+            expected = getattr(self.oracle, verb)(*args, **more)
+        except ORDER as refusal:
+            refused(self, type(refusal), lambda: getattr(self.state, verb)(*args, **more))
+            raise
+        try:
+            got = getattr(self.state, verb)(*args, **more)
+        except QuireError as error:
+            raise AssertionError(f"{verb}{args} was refused: {error}") from error
+        assert got == expected
+        return got
+
+    def edit(self, verb: str, *args: Any, **more: Any) -> None:
+        self.both(verb, *args, **more)
+        self.compare()
 
     def add(self, *seq_ids: int) -> None:
         for seq_id in seq_ids:
-            self.state.add_sequence(seq_id)
-            self.oracle.add_sequence(seq_id)
-        self.compare()
+            self.edit("add_sequence", seq_id)
 
     def remove(self, *seq_ids: int) -> None:
         for seq_id in seq_ids:
-            self.state.remove_sequence(seq_id)
-            self.oracle.remove_sequence(seq_id)
-            self.compare()
+            self.edit("remove_sequence", seq_id)
 
     def fork(self, parent: int, child: int, pos: int = -1) -> None:
-        assert self.state.fork_sequence(parent, child, pos) == self.oracle.fork_sequence(parent, child, pos) == 0
-        self.compare()
+        self.edit("fork_sequence", parent, child, pos)
 
     def pop(self, seq_id: int, count: int) -> None:
-        assert self.state.popn(seq_id, count) == self.oracle.popn(seq_id, count) == 0
-        self.compare()
+        self.edit("popn", seq_id, count)
 
-    def begin(self, ids: Sequence[int], counts: Sequence[int]) -> None:
-        assert self.state.missing_pages(ids, counts) == self.oracle.missing_pages(ids, counts) == 0
-        self.state.begin_forward(ids, counts)
-        self.oracle.begin_forward(ids, counts)
+    def window(
+        self, seq_id: int, window: int | None, sink: int = 0, eviction: Literal["token", "forward"] = "token"
+    ) -> None:
+        self.edit("enable_sliding_window_for_seq", seq_id, window, sink, eviction=eviction)
+
+    def commit(self, seq_ids: Sequence[int], leaves: Sequence[int]) -> None:
+        self.edit("commit_accepted_token_tree_nodes", seq_ids, leaves)
+
+    def begin(self, ids: Sequence[int], counts: Sequence[int], parents: Any = None) -> None:
+        assert self.both("missing_pages", ids, counts, parents) == 0
+        self.both("begin_forward", ids, counts, parents)
         self.state.check()
+        for relative in (False, True):
+            assert self.state.get_query_positions(relative=relative).tolist() == self.oracle.positions(relative)
 
-    def layer(self, layer: int, qkv: Tensor, **more: Any) -> Tensor:
+    def layer(self, layer: int, qkv: Tensor, *, mask: Tensor | None = None, **more: Any) -> Tensor:
         """One layer of the open forward, compared with the oracle."""
-        forward = self.oracle.forward
-        assert forward is not None
-        tokens = sum(forward.counts)
-        exact, bound = self.oracle.attend(layer, *split_columns(self.specs[layer], qkv[:tokens]))
-        got: Tensor = self.state.attention_with_fused_qkv(layer, qkv, **more)
-        error = (got[:tokens].double() - exact).abs().amax((1, 2))
-        assert ((error <= bound) | bound.isinf()).all(), (
-            f"layer {layer}: error {error.tolist()}, bound {bound.tolist()}"
-        )
+        tokens = self.oracle.open_forward().tokens
+        exact = self.oracle.attention_with_fused_qkv(layer, *split_columns(self.specs[layer], qkv[:tokens]), mask=mask)
+        got: Tensor = self.state.attention_with_fused_qkv(layer, qkv, mask=mask, **more)
+        exact.check(got)
         return got
 
     def end(self, skipped: Iterable[int] = ()) -> None:
-        forward = self.oracle.forward
-        assert forward is not None
+        forward = self.oracle.open_forward()
         skipped = list(skipped)
         self.state.end_forward(skipped=iter(skipped))
         self.oracle.end_forward(skipped)
-        for seq_id, count in zip(forward.ids, forward.counts, strict=True):
-            self._adopt(seq_id, count)
+        for entry in forward.entries:
+            self.adopt(entry.seq_id, entry.old, entry.end)
         self.compare()
 
     def abort(self) -> None:
@@ -151,9 +209,9 @@ class Pair:
         self.oracle.abort_forward()
         self.compare()
 
-    def forward(self, ids: Sequence[int], counts: Sequence[int]) -> list[Tensor]:
+    def forward(self, ids: Sequence[int], counts: Sequence[int], parents: Any = None) -> list[Tensor]:
         """A whole forward with random values; the results of each layer."""
-        self.begin(ids, counts)
+        self.begin(ids, counts, parents)
         results = [self.layer(layer, self.random(layer, sum(counts))) for layer in range(len(self.specs))]
         self.end()
         return results
@@ -163,61 +221,61 @@ class Pair:
 
     # -- comparison --------------------------------------------------------------------------------------------
 
-    def _adopt(self, seq_id: int, count: int) -> None:
+    def adopt(self, seq_id: int, start: int, stop: int) -> None:
         """New rotated keys: right up to rounding, and to the bit from here on."""
-        length = self.oracle.sequences[seq_id].length
         for layer, spec in enumerate(self.specs):
             if spec.rope is None or spec.rope_mode != "normal":
                 continue
-            k, v = self.state.debug_get_kv(seq_id, length - count, length, layer=layer)
-            exact = self.oracle.stored(seq_id, layer)[0][length - count :]
-            for row in range(count):
-                if exact[row].isfinite().all():
-                    assert (k[row].double() - exact[row].double()).abs().max() <= rotation_bound(exact[row], self.dtype)
-            self.oracle.adopt(seq_id, layer, length - count, k, v)
+            k, v = self.state.debug_get_kv(seq_id, start, stop, layer=layer)
+            exact = [key for key, _ in self.oracle.sequences[seq_id].rows[layer][start:stop]]
+            for row, expected in zip(k, exact, strict=True):
+                if expected.isfinite().all():
+                    # The oracle's own row was rounded once as well.
+                    assert (row.double() - expected.double()).abs().max() <= rotation_bound(expected, self.dtype)
+                else:
+                    assert not row.isfinite().all()
+            self.oracle.adopt(seq_id, layer, start, k, v)
 
-    def compare(self) -> None:
-        """Books and every stored row."""
+    def compare_rows(self, seq_id: int) -> None:
+        """Every row that is held, to the bit."""
+        if self.oracle.is_importing(seq_id):
+            return
+        for layer in range(len(self.specs)):
+            rows = self.oracle.sequences[seq_id].rows[layer]
+            for run in ranges(set(self.oracle.held_addresses(seq_id, layer))):
+                got = self.state.debug_get_kv(seq_id, run.start, run.stop, layer=layer)
+                expected = self.oracle.stack(layer, rows[run.start : run.stop])
+                for name, given, right in zip("KV", got, expected, strict=True):
+                    assert same_bits(given, right), f"{name} of sequence {seq_id}, layer {layer}, rows {run}"
+
+    def compare_books(self) -> None:
+        """Lengths, pages, nodes, windows."""
         state, oracle = self.state, self.oracle
         state.check()
         assert sorted(state.table.ids) == sorted(oracle.sequences)
         assert self.free >= 0
+        assert state.empty() == (not oracle.sequences)
+        assert state.total_sequence_length() == oracle.total_length()
         for seq_id, sequence in oracle.sequences.items():
-            assert state.sequence_length(seq_id) == state.cached_length(seq_id) == sequence.length
-            if sequence.reserved is not None:
-                continue
-            for layer in range(len(self.specs)):
-                got = state.debug_get_kv(seq_id, layer=layer)
-                for name, given, expected in zip("KV", got, oracle.stored(seq_id, layer), strict=True):
-                    assert same_bits(given, expected), f"{name} of sequence {seq_id}, layer {layer}"
+            which = f"sequence {seq_id} of {sequence.length} tokens, {sequence.nodes} nodes, {sequence.window}"
+            assert state.sequence_length(seq_id) == sequence.length, which
+            assert state.cached_length(seq_id) == sequence.cached, which
+            assert state.pending_nodes(seq_id) == sequence.nodes, which
+            assert state.reachable(seq_id) == oracle.reachable(seq_id), which
+            assert state.sequence_pages(seq_id) == oracle.pages_of(seq_id), which
+
+    def compare(self) -> None:
+        """Books and every stored row."""
+        self.compare_books()
+        for seq_id in self.oracle.sequences:
+            self.compare_rows(seq_id)
 
     def finish(self) -> None:
         """Remove what is left; nothing must stay behind."""
         self.remove(*list(self.oracle.sequences))
         assert self.state.empty()
-        assert self.free == self.oracle.pages.total
-
-
-def snapshot(state: PagedKVState) -> list[Any]:
-    """Everything that a refused call must leave as it is: books, brackets, imports and bytes."""
-    table = state.table
-    return [
-        {
-            seq_id: (
-                sequence.length,
-                sequence.reserved,
-                sequence.stale_tail,
-                [t.pages.tolist() for t in sequence.tables],
-            )
-            for seq_id, sequence in ((seq_id, table.get(seq_id)) for seq_id in table.ids)
-        },
-        [(pool.references.tolist(), pool._free[: pool.num_free].tolist()) for pool in table.pools],
-        table.num_splits,
-        id(table.forward),
-        sorted(state.open_pass().written) if table.forward is not None else None,
-        {seq_id: (started.length, sorted(started.done)) for seq_id, started in state.imports.items()},
-        [tensor.view(torch.uint8).numpy().tobytes() for tensor in state.storage._tensors],
-    ]
+        assert all(pool.free == pool.total for pool in self.oracle.pools)
+        assert self.free >= 0
 
 
 def refused(pair: Pair, kind: type[QuireError], act: Callable[[], object], *words: str) -> None:
@@ -228,6 +286,7 @@ def refused(pair: Pair, kind: type[QuireError], act: Callable[[], object], *word
     assert type(raised.value) is kind
     for word in words:
         assert word in str(raised.value)
+    assert str(raised.value)
     assert snapshot(pair.state) == before
 
 

@@ -20,20 +20,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.contracts.attention import AttentionBackend, AttentionState, ForwardPlan
-from quire.contracts.layers import FullAttention, WindowedAttention
-from quire.kernels.sdpa import (
-    MAX_WASTE,
-    SHORT_CHUNK,
-    VIEW_KEYS,
-    CausalGroup,
-    PagedGroup,
-    Rows,
-    SdpaAttention,
-    SdpaPlan,
-    is_run,
-    waste_bounded,
-)
+from quire.contracts.attention import AttentionBackend, AttentionState, ForwardPlan, Scoring
+from quire.kernels.groups import MAX_WASTE, CausalGroup, PagedGroup, Rows, is_run, waste_bounded
+from quire.kernels.sdpa import SHORT_CHUNK, VIEW_KEYS, SdpaAttention, SdpaPlan
 from quire.ops.attention import ReferenceAttention, attend, merge
 
 from .oracle import attend_one, attention_bound, unit
@@ -113,12 +102,12 @@ class Case:
         self.plan = ForwardPlan(
             page_size=page_size,
             counts=counts,
-            pasts=pasts,
+            keys=pasts + counts,
+            origins=np.zeros_like(counts),
             starts=starts,
             tables=tables,
-            positions_T=torch.from_numpy(positions).to(device),
-            slots_T=torch.from_numpy(slots).to(device),
-            max_position=int(positions.max()),
+            positions=positions,
+            rules=(None,) * len(tables),
             device=torch.device(device),
         )
         shape = (num_pages * page_size, kv_heads)
@@ -131,14 +120,14 @@ class Case:
             rows = torch.randn(len(written), kv_heads, pool.shape[-1], generator=generator).to(dtype)
             pool[torch.from_numpy(written).to(device)] = rows.to(device)
         self.q_THD = torch.randn(int(starts[-1]), kv_heads * group, sizes[0], generator=generator).to(dtype).to(device)
-        self.k_THD, self.v_THD = self.k_SHD[self.plan.slots_T], self.v_SHD[self.plan.slots_T]
+        self.k_THD, self.v_THD = self.k_SHD[torch.from_numpy(slots)], self.v_SHD[torch.from_numpy(slots)]
 
     def run(self, backend: AttentionBackend, dtype: torch.dtype | None = None) -> Tensor:
         kind = dtype or self.q_THD.dtype
         q, k, v, k_pool, v_pool = (
             tensor.to(kind) for tensor in (self.q_THD, self.k_THD, self.v_THD, self.k_SHD, self.v_SHD)
         )
-        out = backend.run(backend.plan(self.plan, kind), q, k, v, k_pool, v_pool, self.scale)
+        out = backend.run(backend.plan(self.plan, kind), q, (k, v), k_pool, v_pool, Scoring(self.scale))
         assert out.shape == (self.plan.num_tokens, self.q_THD.shape[1], self.v_SHD.shape[-1])
         assert out.dtype == kind
         assert out.is_contiguous()
@@ -164,7 +153,7 @@ class Case:
         result = []
         for entry, table in enumerate(self.plan.tables):
             start, stop = int(self.plan.starts[entry]), int(self.plan.starts[entry + 1])
-            length = int(self.plan.pasts[entry]) + stop - start
+            length = int(self.plan.keys[entry])
             slots = torch.from_numpy(slots_of(table, length, self.plan.page_size))
             keys = list(zip(self.k_SHD.cpu()[slots], self.v_SHD.cpu()[slots], strict=True))
             # The norms of all keys of the entry: no less than those of the visible ones.
@@ -183,23 +172,24 @@ def slots_of(table: NDArray[np.int32], length: int, page_size: int) -> NDArray[n
 def paths(prepared: SdpaPlan) -> Counter[str]:
     """Which ways through the backend a batch takes."""
     found: Counter[str] = Counter()
-    found["single"] += prepared.single
-    found["parts"] += not prepared.single
-    for causal in prepared.causal:
+    part = prepared.window
+    found["single"] += part.single
+    found["parts"] += not part.single
+    for causal in part.causal:
         found["prompts padded"] += causal.real is not None
         found["prompts together"] += causal.b > 1
         found["prompt"] += causal.b == 1
         found["prompts scattered"] += causal.target.index is not None
-    for paged in prepared.paged:
-        found["view"] += paged.pages is None
+    for paged in part.paged:
+        found["view"] += paged.keys.pages is None
         found["view without mask"] += paged.mask is None
-        found["gathered"] += paged.pages is not None
+        found["gathered"] += paged.keys.pages is not None
         found["decodes"] += paged.n == 1 and paged.b > 1
         found["short chunks padded"] += paged.real is not None
         found["scattered"] += paged.target.index is not None
-    for chunk in prepared.long:
-        found["long chunk over a run"] += chunk.pages is None
-        found["long chunk over pages"] += chunk.pages is not None
+    for chunk in part.long:
+        found["long chunk over a run"] += chunk.keys.pages is None
+        found["long chunk over pages"] += chunk.keys.pages is not None
     return found
 
 
@@ -210,7 +200,10 @@ def row_list(rows: Rows) -> list[int]:
 def check_served_once(prepared: SdpaPlan, tokens: int) -> None:
     """Every row of the batch is some group's target, exactly once, and is computed from itself."""
     rows: list[int] = []
-    groups: list[CausalGroup | PagedGroup] = [*prepared.causal, *prepared.paged]
+    part = prepared.window
+    assert part.complete
+    assert part.blind is None
+    groups: list[CausalGroup | PagedGroup] = [*part.causal, *part.paged]
     for group in groups:
         targets = row_list(group.target)
         sources = row_list(group.rows)
@@ -218,7 +211,7 @@ def check_served_once(prepared: SdpaPlan, tokens: int) -> None:
         real = list(range(len(sources))) if group.real is None else group.real.tolist()
         assert [sources[index] for index in real] == targets
         rows += targets
-    for chunk in prepared.long:
+    for chunk in [*part.long, *part.blocks]:
         rows += range(chunk.start, chunk.stop)
     assert sorted(rows) == list(range(tokens))
 
@@ -340,13 +333,6 @@ class TestSdpa:
         expected = pages == list(range(pages[0], pages[0] + len(pages)))
         assert is_run(np.array(pages, dtype=np.int32)) == expected
 
-    def test_other_layers_are_refused(self) -> None:
-        spec = WindowedAttention(num_heads=1, num_kv_heads=1, head_dim=8, value_dim=8, window=3)
-        full = FullAttention(num_heads=1, num_kv_heads=1, head_dim=8, value_dim=8)
-        for backend in (SdpaAttention(), ReferenceAttention()):
-            assert "window" in backend.refusal(spec, torch.device("cpu"))
-            assert backend.refusal(full, torch.device("cpu")) == ""
-
 
 class TestReference:
     @pytest.mark.parametrize("heads", GROUPS)
@@ -355,7 +341,7 @@ class TestReference:
         case = Case([(5, 3), (0, 4), (12, 1)], heads=heads, sizes=sizes, fragmented=True)
         out = case.run(ReferenceAttention(), torch.float64)
         for entry, table in enumerate(case.plan.tables):
-            start, past = int(case.plan.starts[entry]), int(case.plan.pasts[entry])
+            start, past = int(case.plan.starts[entry]), int(case.plan.keys[entry] - case.plan.counts[entry])
             for row in range(int(case.plan.counts[entry])):
                 slots = slots_of(table, past + row + 1, case.plan.page_size)
                 keys = list(zip(case.k_SHD[slots].double(), case.v_SHD[slots].double(), strict=True))
@@ -373,6 +359,14 @@ class TestReference:
             assert round(float(state.out), 4) == 2.4621
             assert round(float(state.lse), 4) == 1.8133
             assert state.lse.shape == (1, 1)
+
+    def test_soft_cap(self) -> None:
+        """Scores 2 and -60 with a cap of 3: 3 tanh(2/3) and -3."""
+        q, k, v = torch.ones(1, 1, 1), torch.tensor([1.0, -30.0]).view(2, 1, 1), torch.tensor([1.0, 5.0]).view(2, 1, 1)
+        state = attend(q, k, v, torch.ones(1, 2, dtype=torch.bool), 2.0, 3.0)
+        capped = [math.exp(3 * math.tanh(2 / 3)), math.exp(3 * math.tanh(-20))]
+        assert abs(float(state.out) - (capped[0] + 5 * capped[1]) / sum(capped)) <= 16 * unit(torch.float32)
+        assert abs(float(state.lse) - math.log(sum(capped))) <= 16 * unit(torch.float32)
 
     @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
     def test_a_query_without_keys(self, dtype: torch.dtype) -> None:

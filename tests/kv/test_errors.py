@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from quire.contracts.kv_state import AttentionKVCache, RNNState
-from quire.contracts.layers import FullAttention, LatentAttention, RopeSpec, WindowedAttention
+from quire.contracts.layers import CrossAttention, FullAttention, LatentAttention, Recurrent, RopeSpec
 from quire.errors import FailedPrecondition, InvalidArgument, NotFound, QuireError, ResourceExhausted, Unsupported
 from quire.kernels.sdpa import SdpaAttention
 from quire.kv.paged import PagedKVState
 from quire.kv.rules import PAGED_REFUSALS, PAGED_VERBS
 
+from .oracle_exchange import Export
 from .pair import Pair, attention, num_columns, refused, same_bits, split_columns, zeros
 
 
@@ -46,7 +47,10 @@ def test_error_classes_and_their_order() -> None:
     k, v = zeros(pair, 1)
     metadata = state.get_checkpoint_metadata(0)
     old = metadata | {"format_version": 0}
-    tree = [[-1], [-1]]
+    tree: Any = [[-1], [-1]]
+    mask, flat = torch.ones(3 * 3, dtype=torch.bool), torch.ones(4)
+    q, k3, v3 = split_columns(pair.specs[0], qkv)
+    pairs = torch.zeros(3, 4, 8), torch.zeros(3, 4)
     groups = state.export_page_group(0, 0)
 
     def calls() -> list[tuple[type[QuireError] | None, type[QuireError] | None, Callable[[], object]]]:
@@ -73,17 +77,46 @@ def test_error_classes_and_their_order() -> None:
             (InvalidArgument, InvalidArgument, lambda: state.begin_forward([0, 8], [1, 1], [[-1]])),
             (InvalidArgument, InvalidArgument, lambda: state.begin_forward([0, 8], [1, 1], [-1, -1, -1])),
             (NotFound, NotFound, lambda: state.begin_forward([0, 8], [1, 1], tree)),
-            (Unsupported, Unsupported, lambda: state.begin_forward([0, 1], [1, 99], [None, [-1, *range(98)]])),
-            (Unsupported, Unsupported, lambda: state.begin_forward([0, 1], [1, 1], [-1, -1])),
+            (
+                ResourceExhausted,
+                FailedPrecondition,
+                lambda: state.begin_forward([0, 1], [1, 99], [None, [-1, *range(98)]]),
+            ),
+            (NotFound, NotFound, lambda: state.begin_forward([8], [2], [-1, 0])),
             (NotFound, NotFound, lambda: state.missing_pages([8], [1])),
             (InvalidArgument, InvalidArgument, lambda: state.missing_pages([8], [0])),
-            (Unsupported, Unsupported, lambda: state.missing_pages([0, 1], [1, 1], tree)),
+            (InvalidArgument, InvalidArgument, lambda: state.missing_pages([8, 1], [1, 1], [[-1], [1]])),
+            (None, None, lambda: state.missing_pages([0, 1], [1, 1], tree)),
             (InvalidArgument, InvalidArgument, lambda: state.end_forward(skipped=[2])),
             (InvalidArgument, InvalidArgument, lambda: state.attention_with_fused_qkv(2, qkv)),
             (InvalidArgument, InvalidArgument, lambda: state.attention_with_fused_qkv(0, qkv[:, :-1])),
             (InvalidArgument, InvalidArgument, lambda: state.attention_with_fused_qkv(0, qkv.double(), mask=qkv)),
-            (Unsupported, InvalidArgument, lambda: state.attention_with_fused_qkv(0, qkv[:1], mask=qkv)),
-            (Unsupported, Unsupported, lambda: state.attention_with_fused_qkv(0, qkv, mask=qkv)),
+            (InvalidArgument, InvalidArgument, lambda: state.attention_with_fused_qkv(0, qkv, mask=flat)),
+            (FailedPrecondition, InvalidArgument, lambda: state.attention_with_fused_qkv(0, qkv, mask=mask[:-1])),
+            (FailedPrecondition, None, lambda: state.attention_with_fused_qkv(0, qkv, mask=mask)),
+            (InvalidArgument, InvalidArgument, lambda: state.append_kv(2, k3, v3)),
+            (FailedPrecondition, InvalidArgument, lambda: state.append_kv(0, k3[:2], v3[:2])),
+            (FailedPrecondition, None, lambda: state.append_kv(0, k3, v3)),
+            (InvalidArgument, InvalidArgument, lambda: state.self_attention(0, q, k3, v3[:, :1])),
+            (InvalidArgument, InvalidArgument, lambda: state.self_attention(0, q, k3, v3, mask=flat)),
+            (FailedPrecondition, None, lambda: state.self_attention(0, q, k3, v3, mask=mask)),
+            (InvalidArgument, InvalidArgument, lambda: state.cross_attention(0, q, scope="none")),  # type: ignore[arg-type]
+            (InvalidArgument, InvalidArgument, lambda: state.cross_attention(0, q, out=pairs[:1])),  # type: ignore[arg-type]
+            (FailedPrecondition, None, lambda: state.cross_attention(0, q, out=pairs)),
+            (FailedPrecondition, None, lambda: state.cross_attention(0, q, scope="all")),
+            (FailedPrecondition, FailedPrecondition, lambda: state.cross_attention(1, q, scope="all")),
+            (InvalidArgument, InvalidArgument, lambda: state.attention_with_shared_kv(0, q, k3)),
+            (FailedPrecondition, None, lambda: state.attention_with_shared_kv(1, q, k3, v3)),
+            (FailedPrecondition, FailedPrecondition, lambda: state.attention_with_shared_kv(1, q)),
+            (InvalidArgument, InvalidArgument, lambda: state.merge(q, q[:, :, 0], q, q[:, :2, 0])),
+            (None, None, lambda: state.merge(q, q[:, :, 0], q, q[:, :, 0])),
+            (InvalidArgument, InvalidArgument, lambda: state.commit_accepted_token_tree_nodes([8], [0, 1])),
+            (InvalidArgument, InvalidArgument, lambda: state.commit_accepted_token_tree_nodes([8, 8], [0, 0])),
+            (InvalidArgument, InvalidArgument, lambda: state.commit_accepted_token_tree_nodes([8, 0], [0, 0])),
+            (InvalidArgument, InvalidArgument, lambda: state.commit_accepted_token_tree_nodes([8], [-2])),
+            (NotFound, NotFound, lambda: state.commit_accepted_token_tree_nodes([0, 8], [-1, -1])),
+            (FailedPrecondition, FailedPrecondition, lambda: state.commit_accepted_token_tree_nodes([0], [-1])),
+            (FailedPrecondition, None, lambda: state.get_query_positions(relative=True)),
             (FailedPrecondition, None, lambda: state.attention_with_fused_qkv(0, qkv)),
             (NotFound, NotFound, lambda: state.debug_get_kv(8)),
             (InvalidArgument, InvalidArgument, lambda: state.debug_get_kv(8, layer=2)),
@@ -110,10 +143,12 @@ def test_error_classes_and_their_order() -> None:
             (InvalidArgument, InvalidArgument, lambda: state.enable_sliding_window_for_seq(8, 0)),
             (InvalidArgument, InvalidArgument, lambda: state.enable_sliding_window_for_seq(8, 4, 4)),
             (InvalidArgument, InvalidArgument, lambda: state.enable_sliding_window_for_seq(8, 4, -1)),
-            (InvalidArgument, InvalidArgument, lambda: state.enable_sliding_window_for_seq(8, 4, eviction="never")),
+            (InvalidArgument, InvalidArgument, lambda: state.enable_sliding_window_for_seq(8, 4, eviction="never")),  # type: ignore[arg-type]
             (NotFound, NotFound, lambda: state.enable_sliding_window_for_seq(8, 4)),
-            (Unsupported, Unsupported, lambda: state.enable_sliding_window_for_seq(0, 4)),
+            (None, FailedPrecondition, lambda: state.enable_sliding_window_for_seq(0, 4)),
             (None, FailedPrecondition, lambda: state.enable_sliding_window_for_seq(0, None)),
+            (InvalidArgument, InvalidArgument, lambda: state.debug_get_kv(8, 2, 1, relative=True)),
+            (InvalidArgument, InvalidArgument, lambda: state.debug_get_kv(0, 0, 6, relative=True)),
             (NotFound, NotFound, lambda: state.get_checkpoint_metadata(8)),
             (InvalidArgument, InvalidArgument, lambda: state.export_page_group(8, 2)),
             (NotFound, NotFound, lambda: state.export_page_group(8, 1)),
@@ -153,9 +188,13 @@ def test_verbs_that_edit_are_refused_inside_a_forward() -> None:
     pair.append(0, 3)
     metadata, group = state.get_checkpoint_metadata(0), state.export_page_group(0, 0)
     state.prepare_import(5, metadata)
-    pair.oracle.prepare_import(5, 3)
+    pair.oracle.prepare_import(5, Export.read(metadata))
     pair.begin([0], [2])
     for call in (
+        lambda: state.enable_sliding_window_for_seq(0, 5),
+        lambda: state.enable_sliding_window_for_seq(0, None),
+        lambda: state.commit_accepted_token_tree_nodes([0], [-1]),
+        lambda: state.commit_accepted_token_tree_nodes([], []),
         lambda: state.add_sequence(9),
         lambda: state.remove_sequence(1),
         lambda: state.remove_sequence(5),
@@ -200,12 +239,13 @@ def test_pass_takes_q_k_v_or_one_tensor() -> None:
     assert opened.positions_T.tolist() == [0, 1, 2]
     qkv = pair.random(0, 3)
     fused = pair.layer(0, qkv)
-    stored = pair.state.storage.read(0, pair.state.table.slots(0, 0, 0, 3))
+    slots = pair.state.table.slots(0, 0, [range(3)])
+    stored = pair.state.classes[0].storage.read(0, slots)
     assert torch.equal(opened.attend_qkv(0, qkv), fused)
     apart = opened.attend(0, *split_columns(pair.specs[0], qkv))
     assert apart.is_contiguous()
     assert torch.equal(apart, fused)
-    again = pair.state.storage.read(0, pair.state.table.slots(0, 0, 0, 3))
+    again = pair.state.classes[0].storage.read(0, slots)
     assert same_bits(stored.k, again.k)
 
 
@@ -216,14 +256,14 @@ def test_compute_that_fails_leaves_the_forward_open(monkeypatch: pytest.MonkeyPa
     pair.begin([0], [1])
     qkv = pair.random(0, 1)
     with monkeypatch.context() as patch:
-        patch.setattr(SdpaAttention, "run", lambda *args: (_ for _ in ()).throw(RuntimeError("out of memory")))
+        patch.setattr(SdpaAttention, "run", lambda *args, **more: (_ for _ in ()).throw(RuntimeError("out of memory")))
         with pytest.raises(RuntimeError, match="out of memory"):
             pair.state.attention_with_fused_qkv(0, qkv)
     refused(pair, FailedPrecondition, pair.state.end_forward, "[1]")
     pair.abort()
     # A plan that fails takes the whole call back.
     with monkeypatch.context() as patch:
-        patch.setattr(SdpaAttention, "plan", lambda *args: (_ for _ in ()).throw(RuntimeError("out of memory")))
+        patch.setattr(SdpaAttention, "plan", lambda *args, **more: (_ for _ in ()).throw(RuntimeError("out of memory")))
         with pytest.raises(RuntimeError, match="out of memory"):
             pair.state.begin_forward([0], [9])
     pair.compare()
@@ -231,14 +271,9 @@ def test_compute_that_fails_leaves_the_forward_open(monkeypatch: pytest.MonkeyPa
     pair.finish()
 
 
-@pytest.mark.parametrize("verb", sorted(set(PAGED_REFUSALS) - {"mask", "token_tree_parents"}))
+@pytest.mark.parametrize("verb", sorted(PAGED_REFUSALS))
 def test_verbs_that_are_not_there_say_so(verb: str) -> None:
     state = Pair().state
-    if verb == "enable_sliding_window_for_seq":
-        state.add_sequence(0)
-        with pytest.raises(Unsupported, match=verb):
-            state.enable_sliding_window_for_seq(0, 8)
-        return
     with pytest.raises(Unsupported, match=f"^{verb}: "):
         getattr(state, verb)(0, 0, layer=0)
 
@@ -272,12 +307,16 @@ def test_what_a_state_cannot_be_made_of() -> None:
         ([attention(dim=4, rotary_dim=6)], {}, InvalidArgument),
         ([attention(rotary_dim=3)], {}, InvalidArgument),
         (
-            [FullAttention(num_heads=1, num_kv_heads=1, head_dim=8, value_dim=8, rope=rope, rope_mode="inline")],
+            [FullAttention(num_heads=1, num_kv_heads=1, head_dim=4, value_dim=8, rope=rope, rope_mode="inline")],
             {},
-            Unsupported,
+            InvalidArgument,
         ),
-        ([WindowedAttention(num_heads=1, num_kv_heads=1, head_dim=8, value_dim=8, window=4)], {}, Unsupported),
+        ([attention(sinks=(0.0,))], {}, InvalidArgument),
+        ([attention(softcap=0.0)], {}, InvalidArgument),
+        ([fine], {"window_capacity": 0}, InvalidArgument),
         ([fine, LatentAttention(num_heads=1, row_dim=8, value_dim=4)], {}, Unsupported),
+        ([CrossAttention(num_heads=1, num_kv_heads=1, head_dim=8, value_dim=8)], {}, Unsupported),
+        ([Recurrent(states=())], {}, Unsupported),
     ):
         with pytest.raises(kind):
             make(*specs, **more)

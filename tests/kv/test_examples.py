@@ -11,7 +11,7 @@ import torch
 
 from quire.contracts.layers import FullAttention, RopeSpec
 from quire.errors import InvalidArgument, ResourceExhausted
-from quire.kv.sequences import SlotCopy
+from quire.kv.need import SlotCopy
 
 from .pair import Pair, attention, refused, same_bits, split_columns, zeros
 
@@ -130,10 +130,9 @@ def test_plan_after_forks_that_are_gone_is_that_of_a_sequence_never_forked() -> 
     forked.remove(2, 1, 3)
     for pair in (plain, forked):
         pair.begin([0], [3])
-    one, two = plain.state.open_pass().plan, forked.state.open_pass().plan
+    one, two = (pair.state.open_pass().prepared("fused", 0).plan for pair in (plain, forked))
     assert one.num_entries == two.num_entries == 1
     assert one.tables[0].tolist() == two.tables[0].tolist()
-    assert one.slots_T.tolist() == two.slots_T.tolist()
     assert plain.state.sequence_pages(0) == forked.state.sequence_pages(0) == (5, 0)
     assert forked.copies == []
 
@@ -319,7 +318,8 @@ def test_ranges() -> None:
 
 
 def test_k_is_stored_rotated_or_raw_as_the_mode_says() -> None:
-    for mode, rope in (("none", None), ("none", RopeSpec(theta=1e4, rotary_dim=8)), ("normal", None)):
+    eight = RopeSpec(theta=1e4, rotary_dim=8)
+    for mode, rope in (("none", None), ("none", eight), ("inline", eight)):
         spec = FullAttention(num_heads=2, num_kv_heads=1, head_dim=8, value_dim=8, rope=rope, rope_mode=mode)  # type: ignore[arg-type]
         pair = Pair([spec])
         pair.add(0)

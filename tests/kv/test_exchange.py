@@ -19,6 +19,7 @@ from quire.kv.exchange import FORMAT_VERSION
 from quire.kv.paged import PagedKVState
 from quire.ops.attention import ReferenceAttention
 
+from .oracle_exchange import Export
 from .pair import Pair, attention, refused, same_bits
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -37,17 +38,19 @@ def source(dtype: torch.dtype = torch.float32, page_size: int = 16) -> Pair:
 
 def export(pair: Pair, seq_id: int) -> tuple[dict[str, Any], list[dict[str, Tensor]]]:
     metadata = pair.state.get_checkpoint_metadata(seq_id)
+    expected = pair.oracle.export(seq_id).metadata(pair.oracle.classes)
+    assert {name: metadata[name] for name in expected} == expected
     return metadata, [pair.state.export_page_group(seq_id, layer) for layer in range(len(pair.specs))]
 
 
 def load(pair: Pair, seq_id: int, metadata: dict[str, Any], groups: Sequence[dict[str, Tensor]]) -> None:
     """Into a pair, last layer first."""
     pair.state.prepare_import(seq_id, metadata)
-    pair.oracle.prepare_import(seq_id, metadata["length"])
+    pair.oracle.prepare_import(seq_id, Export.read(metadata))
     for layer in reversed(range(len(groups))):
         assert pair.state.sequence_length(seq_id) == 0
         pair.state.import_page_group(seq_id, layer, groups[layer])
-        pair.oracle.import_group(seq_id, layer, groups[layer]["k"], groups[layer]["v"], lambda: True)
+        pair.oracle.import_group(seq_id, layer, groups[layer]["k"], groups[layer]["v"])
     pair.state.finish_import(seq_id)
     pair.oracle.finish_import(seq_id)
     pair.compare()
@@ -126,8 +129,9 @@ def test_metadata_says_what_there_is() -> None:
     metadata = pair.state.get_checkpoint_metadata(1)
     assert metadata["format_version"] == FORMAT_VERSION
     assert metadata["length"] == 43
-    assert metadata["held"] == [[0, 43]]
+    assert metadata["held"] == [{"layers": [0, 1], "ranges": [[0, 43]]}]
     assert (metadata["window"], metadata["sink"], metadata["eviction"]) == (None, 0, "token")
+    assert metadata["kept_recurrent_positions"] == []
     assert [layer["kind"] for layer in metadata["layers"]] == ["full", "full"]
     assert metadata["layers"][1]["value_dim"] == 5
     assert metadata["layers"][0]["rope_fingerprint"] == SPECS[0].rope.fingerprint()  # type: ignore[union-attr]
@@ -194,7 +198,7 @@ def test_others_go_on_while_an_import_is_under_way() -> None:
     pair.add(0)
     pair.append(0, 12)
     pair.state.prepare_import(9, metadata)
-    pair.oracle.prepare_import(9, 40)
+    pair.oracle.prepare_import(9, Export.read(metadata))
     pair.fork(0, 1, 11)
     pair.forward([0, 1], [1, 2])
     pair.state.import_page_group(9, 1, groups[1])
@@ -206,7 +210,7 @@ def test_others_go_on_while_an_import_is_under_way() -> None:
     pair.remove(1)
     pair.state.finish_import(9)
     for layer in (0, 1):
-        pair.oracle.import_group(9, layer, groups[layer]["k"], groups[layer]["v"], lambda: True)
+        pair.oracle.import_group(9, layer, groups[layer]["k"], groups[layer]["v"])
     pair.oracle.finish_import(9)
     pair.compare()
     pair.finish()
@@ -274,7 +278,7 @@ def _set(path: str, value: object) -> Callable[[dict[str, Any]], None]:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (_set("format_version", 2), ("version", "2", "1")),
+        (_set("format_version", 1), ("version", "1", "2")),
         (_set("format_version", None), ("version",)),
         (_set("layers", []), ("0 layers", "2")),
         (_set("layers", None), ("layers", "2")),
@@ -295,11 +299,24 @@ def _set(path: str, value: object) -> Callable[[dict[str, Any]], None]:
         (_set("length", 4.0), ("length", "4.0")),
         (_set("length", True), ("length", "True")),
         (_set("length", None), ("length",)),
-        (_set("length", 39), ("held",)),
-        (_set("held", [[4, 40]]), ("held", "[[4, 40]]")),
-        (_set("window", 8), ("window", "8", "None")),
+        (_set("length", 39), ("held", "0..39")),
+        (_set("length", 41), ("held",)),
+        (_set("held", None), ("held",)),
+        (_set("held", [[0, 40]]), ("held", "[[0, 40]]")),
+        (_set("held", []), ("held", "[0, 1]")),
+        (_set("held.0.layers", [0]), ("held", "[0]", "[0, 1]")),
+        (_set("held.0.ranges", [4, 40]), ("held", "[4, 40]")),
+        (_set("held.0.ranges", [[4, 40]]), ("held", "4..39")),
+        (_set("held.0.ranges", [[0, 4], [8, 40]]), ("held", "0..3", "8..39")),
+        (_set("held.0.ranges", [[0, -1]]), ("held", "[0, -1]")),
+        (_set("held.0.ranges", []), ("held",)),
+        (_set("window", 0), ("window", "0")),
+        (_set("window", "8"), ("window", "'8'")),
+        (_set("window", True), ("window", "True")),
         (_set("sink", 2), ("sink", "2", "0")),
         (_set("eviction", "forward"), ("eviction", "forward", "token")),
+        (_set("eviction", "never"), ("eviction", "never", "token")),
+        (_set("evicted", 3), ("evicted", "3")),
         (_set("kept_recurrent_positions", [4]), ("kept_recurrent_positions", "[4]")),
         (_set("groups", None), ("groups", "[0, 1]")),
         (_set("groups.1", None), ("groups [0]", "[0, 1]")),

@@ -5,6 +5,9 @@ A KV state hands a ``ForwardPlan`` to an ``AttentionBackend``, which turns it in
 knows no kernel, and a kernel knows no sequence.
 
 Letters: B entries of the batch; T new tokens of all entries; S slots of the pool; P page size; Hq, Hkv heads; Dk, Dv head sizes.
+
+An *address* counts the keys of one entry in the order in which its page table holds them: the committed tokens, then the
+nodes of its token tree in order of appending. Where there is no tree an address is a position.
 """
 
 from __future__ import annotations
@@ -30,21 +33,49 @@ class AttentionState(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class KeyRule:
+    """What the n new tokens of one entry may see where the order of positions does not decide it: a token tree, a mask."""
+
+    first: int
+    """Keys at addresses below are visible as ever: up to the query's own position."""
+    allowed: NDArray[np.bool_]
+    """``[n, keys - first]``: which of the keys from address ``first`` on each new token may see. Windows still apply."""
+    positions: NDArray[np.int64]
+    """``[keys - first]``: their positions (siblings in a tree have the same)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ForwardPlan:
-    """One ragged batch over one layer class. Entry i has ``counts[i]`` new tokens behind ``pasts[i]`` stored ones."""
+    """One ragged batch over one layer class. Entry i has ``counts[i]`` new tokens (the queries) and ``keys[i]`` keys.
+
+    A query at position q sees the keys at positions 0..q, or what the entry's rule allows, less what windows hide:
+
+    * ``lows``: keys at positions below ``lows[t]`` are hidden from row t, except
+    * ``sinks``: keys at positions ``sinks[t, 0] <= position < sinks[t, 1]`` are visible too, for the query that is rotated
+      at its relative position (``run``'s ``q_sink_THD``). The two sets are disjoint, and rows with an empty range have no
+      such part: their sink, if any, lies within the window.
+
+    So attention is that over the *window part* with ``q_THD``, merged with that over the *sink part* with ``q_sink_THD``.
+    """
 
     page_size: int
     counts: NDArray[np.int64]
-    pasts: NDArray[np.int64]
+    keys: NDArray[np.int64]
+    """``[B]``: number of keys of each entry; addresses are 0..keys - 1."""
+    origins: NDArray[np.int64]
+    """``[B]``: position of address 0: zero, except where the keys are only the new tokens."""
     starts: NDArray[np.int64]
     """``[B + 1]``: rows of entry i are ``starts[i]..starts[i + 1] - 1``."""
     tables: tuple[NDArray[np.int32], ...]
-    """Page ids of each entry, for old and new tokens; a query at position p sees keys 0..p."""
-    positions_T: Tensor
-    """int64 ``[T]`` on the device: positions of the new tokens."""
-    slots_T: Tensor
-    """int64 ``[T]`` on the device: where the new tokens' rows are stored."""
-    max_position: int
+    """Page ids by address. An entry of -1 is a page that no row of the entry sees: it must not be read."""
+    positions: NDArray[np.int64]
+    """``[T]``: positions of the new tokens."""
+    rules: tuple[KeyRule | None, ...]
+    """One per entry; None: by position."""
+    lows: NDArray[np.int64] | None = None
+    """``[T]``; None: nothing is hidden."""
+    sinks: NDArray[np.int64] | None = None
+    """``[T, 2]``; None: no row has a sink part."""
     device: torch.device
 
     @property
@@ -54,6 +85,20 @@ class ForwardPlan:
     @property
     def num_entries(self) -> int:
         return len(self.tables)
+
+    @property
+    def plain(self) -> bool:
+        """Whether order of positions decides everything."""
+        return self.lows is None and self.sinks is None and not any(self.rules)
+
+
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """How scores become weights."""
+
+    scale: float
+    softcap: float | None = None
+    """``softcap * tanh(scale * q k / softcap)``; None: ``scale * q k``."""
 
 
 class AttentionBackend(Protocol):
@@ -73,15 +118,35 @@ class AttentionBackend(Protocol):
         self,
         prepared: Any,
         q_THD: Tensor,
-        k_THD: Tensor,
-        v_THD: Tensor,
+        new: tuple[Tensor, Tensor] | None,
         k_SHD: Tensor,
         v_SHD: Tensor,
-        scale: float,
+        scoring: Scoring,
+        *,
+        q_sink_THD: Tensor | None = None,
+        sinks_H: Tensor | None = None,
     ) -> Tensor:
-        """Causal attention of the new tokens over all stored ones, themselves included.
+        """Attention of the new tokens over all keys that the plan lets them see: ``[T, Hq, Dv]``, fresh, contiguous, in
+        the dtype of q; 0 for a row that sees no key.
 
-        ``q [T, Hq, Dk]``, ``k [T, Hkv, Dk]``, ``v [T, Hkv, Dv]`` are the new rows, rotated; they are in the pool already:
-        ``k_SHD [S, Hkv, Dk]``, ``v_SHD [S, Hkv, Dv]``. Returns a fresh contiguous ``[T, Hq, Dv]`` in the dtype of q.
+        ``q [T, Hq, Dk]`` is rotated, ``q_sink`` the same at relative positions (given if and only if the plan has
+        sinks). ``k_SHD [S, Hkv, Dk]``, ``v_SHD [S, Hkv, Dv]`` is the pool, in which the new rows are already. ``new``: K and V
+        of the new tokens, ``[T, Hkv, Dk]`` and ``[T, Hkv, Dv]``, equal to what the last ``counts[i]`` addresses of each
+        entry hold (so a prompt need not be gathered); None where these are not the new tokens. ``sinks_H`` float32 ``[Hq]``:
+        learned logits that join the softmax without a value.
         """
+        ...
+
+    def run_state(
+        self,
+        prepared: Any,
+        q_THD: Tensor,
+        new: tuple[Tensor, Tensor] | None,
+        k_SHD: Tensor,
+        v_SHD: Tensor,
+        scoring: Scoring,
+        *,
+        q_sink_THD: Tensor | None = None,
+    ) -> AttentionState:
+        """The same as an attention state, contiguous, without learned logits."""
         ...

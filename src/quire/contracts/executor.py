@@ -175,12 +175,16 @@ class LlmExecutorInterface(ExecutorBase, Protocol):
     def prefill(self, inputs: ExecutorInputs, kv_cache: KVCacheInterface, lora_id: int | None = None) -> None:
         """Run **all** given tokens and write them all. No logits: keep the last prompt token for the first ``step``.
 
-        Legal at any time, also after ``step``. ``prefill(a)`` then ``prefill(b)`` equals ``prefill(a + b)``.
+        Legal at any time, also after ``step``. ``prefill(a)`` then ``prefill(b)`` equals ``prefill(a + b)`` (an image that
+        sees itself as a whole must not be divided between the two).
+
+        Vision and audio embeddings take the places of their placeholders. Any decoder takes embeddings of its width, so a
+        modality is one that the executor was made for, whose encoder is the caller's.
 
         ``InvalidArgument``: "Prefill token ids must be non-empty." (absent, or S = 0); B is not the cache's batch
-        size; a foreign cache or another model's; media rows that do not match the placeholders.
+        size; a foreign cache or another model's; media rows that do not match the placeholders, or the model's width.
         ``ResourceExhausted``: p + n beyond a static cache's capacity or the model's maximum (a dynamic cache grows).
-        ``Unsupported``: a modality that the model does not have.
+        ``Unsupported``: a modality that this executor was not made for; per-layer embeddings for a model without such.
         """
 
     def step(self, inputs: ExecutorInputs, kv_cache: KVCacheInterface, lora_id: int | None = None) -> Tensor:
@@ -228,7 +232,7 @@ class ModelExecutor(ExecutorBase, Protocol):
 
         With a ``kv_cache`` the new length is prior + n; without one a fresh cache is made. Padding never enters the
         cache. Room is reserved first. ``InvalidArgument``: "Input token tensor is empty". ``Unsupported``: positions,
-        hidden states or attention weights that cannot be honoured.
+        hidden states or attention weights that cannot be honoured. What is asked for is computed for all real tokens.
         """
 
     def decode(self, input: DecodeInput) -> DecodeOutput:
@@ -247,12 +251,27 @@ class ModelExecutor(ExecutorBase, Protocol):
     def forward(self, input_ids: Tensor) -> Tensor:
         """A full pass without cache: ids ``[B, S]`` to logits ``[B, S, V]``, equal to those of ``prefill``."""
 
-    def forward_verify(self, inputs: Sequence[DecodeInput]) -> list[DecodeOutput]:
+    def forward_verify(
+        self, inputs: Sequence[DecodeInput], *, parents: Sequence[int] | None = None
+    ) -> list[DecodeOutput]:
         """N + 1 tokens of one sequence in one forward; equal to N + 1 chained ``decode`` calls.
 
         All inputs carry the **same starting handle**. Token i runs at start + i; output i holds the distribution after
         it and a handle of length start + i + 1; the last is the final state. No inputs, no outputs. Room for all is
         reserved first. ``InvalidArgument``: different handles; "forward_verify input token empty".
+
+        (ours) ``parents``: the tokens are a tree. Parent of each, -1 (behind the handle's last token; several roots are
+        legal) or an index below its own. Token i runs at start + its depth and sees its ancestors only, so each path
+        equals that path run alone. The cache stays as it was; output i's handle ends in node i, and is for
+        ``commit_path`` alone (``FailedPrecondition`` elsewhere). A call that changes the cache, another tree included, drops
+        the tree, and such handles are stale. ``InvalidArgument``: parents that are no tree.
+        """
+
+    def commit_path(self, handle: CacheHandle) -> CacheHandle:
+        """(ours) Keep the path of a verified tree that ends in the node of ``handle``; forget its other nodes.
+
+        Equal to having decoded the path: the tokens of the cache behind the tree's start are replaced by it. Returns the
+        handle of the new content. ``InvalidArgument``: a handle that ends in no tree, or a stale one.
         """
 
     def truncate_kv(self, handle: CacheHandle, new_len: int) -> CacheHandle:
@@ -263,7 +282,8 @@ class ModelExecutor(ExecutorBase, Protocol):
         <= new_len stay good, longer ones are stale.
 
         ``InvalidArgument``: new_len negative or beyond the cache's length, foreign handle. ``NotFound``: released.
-        ``FailedPrecondition``: a recurrent state without checkpoint or token record for that.
+        ``FailedPrecondition``: a recurrent state without checkpoint or token record for that, or a window that has let go of
+        what a continuation there would need; so does every rewind.
         """
 
     def speculative_decode(
@@ -274,6 +294,7 @@ class ModelExecutor(ExecutorBase, Protocol):
         *,
         draft_probabilities: Tensor | None = None,
         sampling: RequestSampling | None = None,
+        draft_parents: Sequence[int] | None = None,
     ) -> SpeculativeOutput:
         """Verify drafts d_1..d_k after the input token; keep the accepted prefix. No bonus token is sampled.
 
@@ -287,10 +308,15 @@ class ModelExecutor(ExecutorBase, Protocol):
         zero), after full acceptance pT of the last row. The output has the target's distribution (Leviathan et al.,
         arXiv:2211.17192). The threshold is validated and otherwise unused.
 
+        (ours) ``draft_parents``: the drafts are a tree; parent of each draft, -1 for the input token, or an earlier draft. Of
+        the drafts below one token that the threshold accepts, the most probable is taken. In exact mode they are
+        tried in order, pT less pD after each rejection; each must have been sampled independently of the others (SpecInfer,
+        arXiv:2305.09781).
+
         Afterwards the length is start + 1 + acceptance_count. An empty draft gives the logits of ``decode``.
 
         ``InvalidArgument``: threshold outside [0, 1] or not finite, a draft id outside [0, V), a draft of draft
-        probability 0, rows that are no distributions.
+        probability 0, rows that are no distributions. ``Unsupported``: hidden states or attention weights.
         """
 
     def release_cache(self, cache_id: str) -> None:

@@ -165,9 +165,10 @@ class PrefillOutput:
     last_indices: tuple[int, ...] | None = None
     """Index into dimension 1 of ``logits`` of each row's last real token; None: the last column for all."""
     hidden_states: tuple[Tensor, ...] | None = None
-    """One ``[B, S, E]`` per layer; None unless asked for."""
+    """One ``[B, S, E]`` per layer, what the layer returned, in the model's dtype; 0 at padding. None unless asked for."""
     attention_weights: tuple[Tensor, ...] | None = None
-    """One ``[B, Hq, S, K]`` per layer; None unless asked for."""
+    """One float32 ``[B, Hq, S, K]`` per layer, K the tokens of the longest row, earlier ones included; 0 where a token does
+    not see, and at padding. A learned sink takes its part, so that a row may sum to less than 1. None unless asked for."""
 
     def __post_init__(self) -> None:
         if self.last_indices is None or self.logits is None or self.logits.dim() != 3:
@@ -252,7 +253,8 @@ class DecodeOutput:
     hidden_state: Tensor | None = None
     """``[B, E]``, of the last layer; None unless asked for."""
     attention_weights: tuple[Tensor, ...] | None = None
-    """One ``[B, Hq, 1, K]`` per layer; None unless asked for."""
+    """One float32 ``[B, Hq, 1, K]`` per layer, as in ``PrefillOutput``; of a tree's node, columns are the tokens before the
+    tree, then its nodes. None unless asked for."""
 
     def __post_init__(self) -> None:
         if self.logits.dim() != 2:
@@ -264,7 +266,7 @@ class SpeculativeOutput:
     """The accepted prefix of a draft, and what comes after it."""
 
     accepted_tokens: tuple[int, ...]
-    """A prefix of the draft. No bonus token is sampled: the caller does that."""
+    """A prefix of the draft, or of one path of a draft tree. No bonus token is sampled: the caller does that."""
     next_logits: Tensor
     """float32 ``[1, V]``: raw target logits of the token after the last accepted one."""
     kv_cache: CacheHandle

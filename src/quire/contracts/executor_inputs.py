@@ -4,8 +4,12 @@ Letters: B batch rows, S tokens of the longest row, M rows of media embeddings, 
 
 Token ids are int32 or int64. Negative ids are placeholders, legal only together with the data that they stand
 for: each ``VISION_PLACEHOLDER`` is one row of the vision embeddings, each ``AUDIO_PLACEHOLDER`` one of the audio's,
-matched in order through the batch. Ids >= 0 are checked by the executor, which knows the vocabulary. A value that is
-built is consistent; what only one verb demands (no tokens, two tokens) is that verb's to refuse.
+matched in order through the batch; each ``END_OF_IMAGE`` and ``END_OF_AUDIO`` is one more token, whose embedding is the
+same wherever it stands. Ids >= 0 are checked by the executor, which knows the vocabulary. A value that is built is
+consistent; what only one verb demands (no tokens, two tokens) is that verb's to refuse.
+
+Embeddings are in the place of what the model's own table gives for a token, at the width of the model: an encoder and
+its projection have run before. Whatever the model multiplies its embeddings with is in them already.
 """
 
 from __future__ import annotations
@@ -82,9 +86,16 @@ class VisionData:
     """Floating ``[M, E]``."""
     per_layer_embeddings: Tensor | None = None
     """Floating ``[L, M, per_layer_dim]``."""
+    end_embedding: Tensor | None = None
+    """(ours) Floating ``[E]``: what stands at each ``END_OF_IMAGE``; needed where there is one."""
+    bidirectional: bool = False
+    """(ours) Whether the tokens of an image see all of that image, not only what stands before them. An image is a run of
+    placeholders in one row; any other token ends it."""
 
     def __post_init__(self) -> None:
-        _check_embeddings("vision", self.embeddings, self.per_layer_embeddings)
+        _check_embeddings("vision", self.embeddings, self.per_layer_embeddings, self.end_embedding)
+        if not isinstance(self.bidirectional, bool):
+            raise InvalidArgument(f"vision bidirectional must be True or False; got {self.bidirectional!r}")
 
     @property
     def num_rows(self) -> int:
@@ -102,10 +113,14 @@ class AudioData:
     """Floating ``[L, M, per_layer_dim]``."""
     valid_tokens: int = -1
     """How many leading rows are used; -1: all."""
+    end_embedding: Tensor | None = None
+    """(ours) Floating ``[E]``: what stands at each ``END_OF_AUDIO``; needed where there is one."""
 
     def __post_init__(self) -> None:
-        _check_embeddings("audio", self.embeddings, self.per_layer_embeddings)
+        _check_embeddings("audio", self.embeddings, self.per_layer_embeddings, self.end_embedding)
         rows = _media_rows(self.embeddings, self.per_layer_embeddings)
+        if isinstance(self.valid_tokens, bool) or not isinstance(self.valid_tokens, int):
+            raise InvalidArgument(f"valid_tokens must be an integer; got {self.valid_tokens!r}")
         if not -1 <= self.valid_tokens <= rows:
             raise InvalidArgument(f"valid_tokens must be -1 (all) or 0..{rows}; got {self.valid_tokens}")
 
@@ -123,8 +138,9 @@ def _media_rows(embeddings: Tensor | None, per_layer: Tensor | None) -> int:
     return 0 if per_layer is None else per_layer.shape[1]
 
 
-def _check_embeddings(kind: str, embeddings: Tensor | None, per_layer: Tensor | None) -> None:
-    for name, tensor, rank in (("embeddings", embeddings, 2), ("per_layer_embeddings", per_layer, 3)):
+def _check_embeddings(kind: str, embeddings: Tensor | None, per_layer: Tensor | None, end: Tensor | None) -> None:
+    named = (("embeddings", embeddings, 2), ("per_layer_embeddings", per_layer, 3), ("end_embedding", end, 1))
+    for name, tensor, rank in named:
         if tensor is not None and (tensor.dim() != rank or not tensor.is_floating_point()):
             raise InvalidArgument(
                 f"{kind} {name} must be a floating tensor of rank {rank}; "

@@ -23,9 +23,9 @@ class ExecutorType(StrEnum):
     """How an executor runs its sequences."""
 
     SEQUENTIAL = "Sequential"
-    """One sequence at a time."""
+    """One sequence at a time: its largest batch is 1."""
     BATCH = "Batch"
-    """A fixed batch runs to completion."""
+    """A fixed batch runs to completion: what was prefilled in one call is decoded together, until it is released."""
     CONTINUOUS_BATCH = "ContinuousBatch"
     """Sequences join and leave between steps."""
     SPECULATIVE = "Speculative"
@@ -96,7 +96,12 @@ class ExecutorInfo:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryRequirements:
-    """What a batch needs, in bytes. A linear estimate within a stated bound of the measured peak."""
+    """What a batch needs, in bytes: a linear estimate.
+
+    For prompts that run in one forward and want all logits it is, after ``warmup``, within 10 % of the measured peak and the
+    unused slots of a page of K and V a row. Prompts that run in several forwards or want fewer logits, and decodes of rows
+    that are S tokens long, do not exceed it by more than that. Hidden states and attention weights that are asked for come on top.
+    """
 
     parameter_memory: int
     """Sum of actual storage of the weights."""

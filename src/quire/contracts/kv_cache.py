@@ -232,7 +232,8 @@ class CacheHandle(Protocol):
         """Whether the next call may use it: neither stale nor released. Never raises."""
 
     def key_cache(self, layer: int) -> Tensor:
-        """A gathered copy of K of one layer, ``[B, n, Hkv, Dk]``, as stored; zero beyond the length of a row.
+        """A gathered copy of K of one layer, ``[B, n, Hkv, Dk]``, as stored; zero beyond the length of a row, and where a
+        window has let go of a token.
 
         n is the largest length of the handle's rows. ``InvalidArgument``: no such layer, stale. ``Unsupported``: a
         layer without K and V. ``NotFound``: released. O(rows).

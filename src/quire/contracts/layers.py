@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, field
-from typing import Literal, TypeAlias
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, TypeAlias
 
 RopeMode: TypeAlias = Literal["none", "normal", "inline"]
-RopeScaling: TypeAlias = Literal["default", "linear", "llama3"]
+RopeScaling: TypeAlias = Literal["default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RopeSpec:
-    """Rotary position embedding of one layer (RoFormer, arXiv:2104.09864).
+    """Rotary position embedding of one layer (RoFormer, arXiv:2104.09864): all that decides the angles, as numbers.
 
     ``rotary_dim`` columns of each head turn, the others pass through. ``scaling`` names the rule by which the
-    frequencies ``theta ** (-2j / rotary_dim)`` are changed; ``factor`` and the following belong to it.
+    frequencies ``theta ** (-2j / rotary_dim)`` are changed (``quire.ops.rope.inverse_frequencies``); the fields after
+    it belong to the rules that they name and are neutral elsewhere. Nothing here waits for a length: what depends on
+    the context (``length``, ``factors``) was decided when the spec was made, since stored keys cannot follow a
+    frequency that changes under them.
     """
 
     theta: float
@@ -29,18 +32,50 @@ class RopeSpec:
     """Pairs are (0, 1), (2, 3), ...; otherwise column j pairs with j + rotary_dim / 2."""
     scaling: RopeScaling = "default"
     factor: float = 1.0
+    """By how much frequencies are divided: linear, dynamic, yarn, llama3, proportional."""
     low_freq_factor: float = 1.0
+    """llama3: pairs that turn fewer times than this in ``original_max_position`` tokens are divided by ``factor``."""
     high_freq_factor: float = 4.0
+    """llama3: pairs that turn more often than this stay as they are."""
     original_max_position: int = 0
+    """dynamic, yarn, llama3: the length in tokens that the rule starts from."""
+    beta_fast: float = 32.0
+    """yarn: as ``high_freq_factor``."""
+    beta_slow: float = 1.0
+    """yarn: as ``low_freq_factor``."""
+    truncate: bool = True
+    """yarn: the bounds between which pairs blend are rounded to whole pairs, outwards."""
+    length: int = 0
+    """dynamic: the length in tokens that the base is chosen for; up to ``original_max_position`` it stays ``theta``."""
+    factors: tuple[float, ...] = ()
+    """longrope: what the frequency of each pair is divided by, ``rotary_dim / 2`` numbers, short or long."""
+    turning_dim: int = 0
+    """proportional: the pairs of so many columns turn; the others have the frequency 0."""
+    attention_factor: float = 1.0
+    """Multiplies cos and sin, so what rotated columns add to a score grows by its square."""
+
+    def as_json(self) -> dict[str, Any]:
+        """The fields that are not neutral, in JSON types. Equal specs give equal objects."""
+        found: dict[str, Any] = {}
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if value == one.default:
+                continue
+            if one.type == "float":
+                value = float(value)  # A base of 10000 equals one of 10000.0 and must not be written otherwise.
+            elif isinstance(value, tuple):
+                value = [float(part) for part in value]
+            found[one.name] = value
+        return found
 
     def fingerprint(self) -> str:
-        """16 hex digits of what decides the angles; equal fingerprints mean equal rotations."""
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]
+        """16 hex digits of what decides the angles (of ``as_json``); equal fingerprints mean equal rotations."""
+        return hashlib.sha256(json.dumps(self.as_json(), sort_keys=True).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FullAttention:
-    """Every token's K and V are kept, and every later token may see them. MHA, GQA and MQA."""
+class KeyValueAttention:
+    """What layers that keep K and V of every token have in common. MHA, GQA and MQA."""
 
     num_heads: int
     num_kv_heads: int
@@ -53,7 +88,10 @@ class FullAttention:
     """``normal``: K is stored rotated. ``inline``: K is stored raw and rotated when read. ``none``: as given."""
     sm_scale: float | None = None
     """Scale of the scores; None is Dk ** -0.5."""
-    kind: Literal["full"] = field(default="full", init=False)
+    softcap: float | None = None
+    """Scores become ``softcap * tanh(score / softcap)`` (Gemma 2, arXiv:2408.00118); None: they stay."""
+    sinks: tuple[float, ...] = ()
+    """One learned logit per query head that takes part in the softmax and has no value (gpt-oss); empty: none."""
 
     @property
     def scale(self) -> float:
@@ -61,18 +99,28 @@ class FullAttention:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class WindowedAttention:
+class FullAttention(KeyValueAttention):
+    """Every later token may see every token."""
+
+    kind: Literal["full"] = field(default="full", init=False)
+
+    @property
+    def layer_window(self) -> int | None:
+        """None: no window."""
+        return None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WindowedAttention(KeyValueAttention):
     """As ``FullAttention``, but a query at position q sees only positions > q - window."""
 
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    value_dim: int
     window: int
-    rope: RopeSpec | None = None
-    rope_mode: RopeMode = "none"
-    sm_scale: float | None = None
     kind: Literal["window"] = field(default="window", init=False)
+
+    @property
+    def layer_window(self) -> int | None:
+        """The window, in tokens."""
+        return self.window
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -37,6 +37,14 @@ class Pass(Protocol):
         """The same for a fused projection ``[T, Hq*Dk + Hkv*Dk + Hkv*Dv]``; cheaper where nothing comes between."""
         ...
 
+    def attend_shared(self, source_layer_id: int, q_THD: Tensor) -> Tensor:
+        """Attention of a layer that has no K and V of its own over those of ``source_layer_id``, which must have run in
+        this forward. Stores nothing; window and rotation are the source's.
+
+        ``q [T, Hq, Dk]`` before RoPE, as ``attend`` takes it. Returns ``[T, Hq, Dv]``, contiguous, fresh.
+        """
+        ...
+
 
 class Block(Protocol):
     """One layer of a model."""

@@ -1,7 +1,8 @@
 """Export and import of one sequence: metadata and tensors by layer, free of pages.
 
 A *group* is one layer. What must agree between writer and reader is in the layout hash: kinds, geometry, dtype,
-RoPE. Page size, capacity and device are not. The state file is made of these groups plus the tokens.
+RoPE, windows of layers. Page size, capacity and device are not. What a window has evicted is not exported; the metadata
+says which positions are. The state file is made of these groups plus the tokens.
 
 Letters: n rows (tokens); Hkv heads; Dk, Dv head sizes.
 """
@@ -11,29 +12,35 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import xxhash
 from torch import Tensor
 
-from quire.contracts.layers import FullAttention
+from quire.contracts.layers import FullAttention, WindowedAttention
 from quire.errors import DataLoss, FailedPrecondition, InvalidArgument
+from quire.kv.need import SlotRange
 from quire.kv.sequences import check_id
+from quire.kv.windows import NO_HOLE, Hole, Window, describe_ranges, held, visibility
 from quire.types import SeqId
 
 if TYPE_CHECKING:
     from quire.kv.paged import PagedKVState
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+
+Spec = FullAttention | WindowedAttention
 
 
 @dataclass(slots=True)
 class Import:
     """An import under way: what was promised and which groups have come."""
 
-    length: int
+    rows: dict[int, int]
+    """Rows of each layer."""
     checksums: dict[tuple[int, str], str]
     """By layer and name; empty where the writer made none."""
     done: set[int] = field(default_factory=set)
@@ -43,16 +50,17 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def layer_metadata(spec: FullAttention, dtype: torch.dtype) -> dict[str, Any]:
+def layer_metadata(spec: Spec, dtype: torch.dtype) -> dict[str, Any]:
     """What must agree about one layer, in JSON types."""
     return {
         "kind": spec.kind,
+        "window": spec.layer_window,
         "dtype": dtype_name(dtype),
         "num_kv_heads": spec.num_kv_heads,
         "head_dim": spec.head_dim,
         "value_dim": spec.value_dim,
         "rope_mode": spec.rope_mode,
-        "rope": asdict(spec.rope) if spec.rope else None,
+        "rope": spec.rope.as_json() if spec.rope else None,
         "rope_fingerprint": spec.rope.fingerprint() if spec.rope else "",
     }
 
@@ -71,7 +79,7 @@ def layout_hash(state: PagedKVState) -> str:
     return hash_of(layers_metadata(state), state.first_layer)
 
 
-def group_shapes(spec: FullAttention, rows: int) -> dict[str, tuple[int, int, int]]:
+def group_shapes(spec: Spec, rows: int) -> dict[str, tuple[int, int, int]]:
     """Names and shapes of a layer's tensors for ``rows`` tokens."""
     return {"k": (rows, spec.num_kv_heads, spec.head_dim), "v": (rows, spec.num_kv_heads, spec.value_dim)}
 
@@ -88,7 +96,8 @@ def metadata(state: PagedKVState, seq_id: SeqId, *, checksums: bool = True) -> d
     """All that a reader needs to know before the first tensor comes. JSON types only."""
     sequence = state.table.get(seq_id)
     state.table.require_ready(seq_id, sequence, "get_checkpoint_metadata")
-    length = sequence.length
+    state.table.require_committed(seq_id, sequence, "get_checkpoint_metadata")
+    window = sequence.window
     groups: list[dict[str, Any]] = []
     for index, spec in enumerate(state.specs):
         tensors = export_group(state, seq_id, index + state.first_layer) if checksums else {}
@@ -101,7 +110,7 @@ def metadata(state: PagedKVState, seq_id: SeqId, *, checksums: bool = True) -> d
                         "bytes": shape[0] * shape[1] * shape[2] * state.dtype.itemsize,
                         "checksum": checksum(tensors[name]) if checksums else "",
                     }
-                    for name, shape in group_shapes(spec, length).items()
+                    for name, shape in group_shapes(spec, rows_of(state, seq_id, index)).items()
                 },
             }
         )
@@ -110,26 +119,46 @@ def metadata(state: PagedKVState, seq_id: SeqId, *, checksums: bool = True) -> d
         "layout_hash": layout_hash(state),
         "first_layer": state.first_layer,
         "layers": layers_metadata(state),
-        "length": length,
-        "held": [[0, length]],
-        "window": None,
-        "sink": 0,
-        "eviction": "token",
+        "length": sequence.length,
+        "held": [
+            {
+                "layers": [layer + state.first_layer for layer in one.layers],
+                "ranges": [[part.start, part.stop] for part in state.table.held(seq_id, index)],
+            }
+            for index, one in enumerate(state.classes)
+        ],
+        "window": window.size if window else None,
+        "sink": window.sink if window else 0,
+        "eviction": window.eviction if window else "token",
+        "evicted": sequence.evicted,
         "kept_recurrent_positions": [],
         "groups": groups,
+    }
+
+
+def rows_of(state: PagedKVState, seq_id: SeqId, index: int) -> int:
+    """Rows that layer ``index`` of the state holds of a sequence."""
+    which = next(number for number, one in enumerate(state.classes) if index in one.layers)
+    return sum(map(len, state.table.held(seq_id, which)))
+
+
+def rows_by_layer(given: Mapping[str, Any]) -> dict[int, int]:
+    """Rows of each layer, by the ``held`` of metadata that were validated."""
+    return {
+        layer: sum(stop - start for start, stop in one["ranges"]) for one in given["held"] for layer in one["layers"]
     }
 
 
 def export_group(
     state: PagedKVState, seq_id: SeqId, group: int, out: dict[str, Tensor] | None = None
 ) -> dict[str, Tensor]:
-    """Rows of one layer in order of position: ``k [n, Hkv, Dk]``, ``v [n, Hkv, Dv]``, as stored."""
+    """Rows of one layer that are held, in order of position: ``k [n, Hkv, Dk]``, ``v [n, Hkv, Dv]``, as stored."""
     spec = state.spec(group)
     sequence = state.table.get(seq_id)
     if out is not None:
         if set(out) != {"k", "v"}:
             raise InvalidArgument(f"export_page_group: out has tensors {sorted(out)}; ['k', 'v'] are needed")
-        for name, shape in group_shapes(spec, sequence.length).items():
+        for name, shape in group_shapes(spec, rows_of(state, seq_id, group - state.first_layer)).items():
             given = out[name]
             if tuple(given.shape) != shape or given.dtype != state.dtype or given.device.type != state.device.type:
                 raise InvalidArgument(
@@ -137,7 +166,10 @@ def export_group(
                     f"{state.dtype} {shape} on {state.device} is needed"
                 )
     state.table.require_ready(seq_id, sequence, "export_page_group")
-    rows = state.storage.read(group - state.first_layer, state.table.slots(0, seq_id, 0, sequence.length))
+    state.table.require_committed(seq_id, sequence, "export_page_group")
+    layer = state.layer(group)
+    slots = state.table.slots(layer.class_index, seq_id, state.table.held(seq_id, layer.class_index))
+    rows = state.classes[layer.class_index].storage.read(layer.index, slots)
     tensors = {"k": rows.k, "v": rows.v}
     if out is None:
         return tensors
@@ -152,9 +184,81 @@ def prepare(state: PagedKVState, seq_id: SeqId, given: Mapping[str, Any]) -> Non
     if seq_id in state.table:
         raise InvalidArgument(f"prepare_import: sequence {seq_id} exists already; a new id is needed")
     validate(state, given)
-    started = Import(int(given["length"]), promised_checksums(state, given))
-    state.table.reserve_import(seq_id, started.length)
+    started = Import(rows_by_layer(given), promised_checksums(state, given))
+    length, window = int(given["length"]), window_of(given)
+    holes = [hole_of(ranges_of(one), length, window.sink if window else 0) for one in given["held"]]
+    state.table.reserve_import(seq_id, length, holes, window, slid=bool(given["evicted"]))
+    for index, one in enumerate(state.classes):
+        # Of a page that is held in part the rest is never written, and a kernel reads whole pages.
+        one.storage.blank(_rows_between(state, seq_id, index, length))
     state.imports[seq_id] = started
+
+
+def _rows_between(state: PagedKVState, seq_id: SeqId, index: int, length: int) -> list[SlotRange]:
+    """Slots of the sequence's own pages, in one class, that lie between the rows that will be written."""
+    size, pages = state.page_size, state.table.get(seq_id).tables[index].pages
+    edges = [edge for part in state.table.held(seq_id, index) for edge in (part.start, part.stop)]
+    blanks = []
+    for edge in edges:
+        page = edge // size
+        if edge % size and edge < length and pages[page] >= 0:
+            blanks.append(SlotRange(int(pages[page]) * size, size))
+    return blanks
+
+
+def window_of(given: Mapping[str, Any]) -> Window | None:
+    """The sequence's window; ``InvalidArgument`` for what is none."""
+    size, sink, eviction = given.get("window"), given.get("sink"), given.get("eviction")
+    if size is None:
+        if sink != 0 or eviction != "token":
+            raise InvalidArgument(
+                f"import: sink {sink!r} and eviction {eviction!r} without a window found, 0 and 'token' expected"
+            )
+        return None
+    if (
+        not isinstance(size, int)
+        or not isinstance(sink, int)
+        or not is_count(size)
+        or not is_count(sink)
+        or not sink < size
+        or eviction not in ("token", "forward")
+    ):
+        raise InvalidArgument(
+            f"import: window {size!r}, sink {sink!r}, eviction {eviction!r} found; 0 <= sink < window and 'token' or 'forward' expected"
+        )
+    return Window(size, sink, eviction)
+
+
+def is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def ranges_of(one: object) -> list[range]:
+    """The ``ranges`` of one item of ``held``; ``InvalidArgument`` for what are none."""
+    ranges = one.get("ranges") if isinstance(one, dict) else None
+    if not isinstance(ranges, list) or not all(
+        isinstance(part, (list, tuple)) and len(part) == 2 and all(map(is_count, part)) for part in ranges
+    ):
+        raise InvalidArgument(f"import: held {one!r} found; layers and ranges [[start, stop], ...] expected")
+    return [range(start, stop) for start, stop in ranges]
+
+
+def hole_of(ranges: list[range], length: int, sink: int) -> Hole:
+    """What is not held if these ranges are; ``InvalidArgument`` if no window leaves such ranges."""
+    if ranges == held(length, sink, NO_HOLE):
+        return NO_HOLE
+    first = ranges[0].start if ranges else length
+    if len(ranges) == 2:
+        found = Hole(first, ranges[1].start)
+    elif first <= sink:
+        found = Hole(first, 0)
+    else:
+        found = Hole(sink, first)
+    if held(length, sink, found) != ranges:
+        raise InvalidArgument(
+            f"import: positions {describe_ranges(ranges)} of {length} are held, which no window with sink {sink} leaves"
+        )
+    return found
 
 
 def validate(state: PagedKVState, given: Mapping[str, Any]) -> None:
@@ -181,22 +285,43 @@ def validate(state: PagedKVState, given: Mapping[str, Any]) -> None:
     length = given.get("length")
     if not isinstance(length, int) or isinstance(length, bool) or length < 0:
         raise InvalidArgument(f"import: length {length!r} found, a number of tokens expected")
-    # Written by a state with windows or recurrent layers: what is not held here could be missed silently.
-    expected_of = {
-        "window": None,
-        "sink": 0,
-        "eviction": "token",
-        "held": [[0, length]],
-        "kept_recurrent_positions": [],
-    }
-    for name, expected in expected_of.items():
-        if given.get(name) != expected:
-            raise InvalidArgument(f"import: {name} {given.get(name)!r} found, {expected!r} expected")
+    _validate_windows(state, given, length)
+    if given.get("kept_recurrent_positions") != []:
+        raise InvalidArgument(
+            f"import: kept_recurrent_positions {given.get('kept_recurrent_positions')!r} found, [] expected"
+        )
+
+
+def _validate_windows(state: PagedKVState, given: Mapping[str, Any], length: int) -> None:
+    """Whether all is held that a continuation needs."""
+    window = window_of(given)
+    evicted = given.get("evicted")
+    accepted = [0] if window is None else [0, max(0, length - window.size)]
+    if evicted not in accepted or isinstance(evicted, bool):
+        raise InvalidArgument(f"import: evicted {evicted!r} found, one of {accepted} expected")
+    items, mine = given.get("held"), [[layer + state.first_layer for layer in one.layers] for one in state.classes]
+    if not isinstance(items, list) or [one.get("layers") if isinstance(one, dict) else None for one in items] != mine:
+        raise InvalidArgument(f"import: held {items!r} found; one item for each of the layers {mine} expected")
+    sink = window.sink if window else 0
+    for one, item in zip(state.classes, items, strict=True):
+        ranges = ranges_of(item)
+        hole = hole_of(ranges, length, sink)
+        if hole.sink and one.window is None:
+            raise InvalidArgument(f"import: positions {describe_ranges(ranges)} are held, those from 0 expected too")
+        seen = visibility(np.array([length]), length, window, one.window)
+        needed = [range(int(seen.lows_T[0]), length)]
+        if seen.sinks_T2 is not None:
+            needed.append(range(*seen.sinks_T2[0].tolist()))
+        for part in needed:
+            if part and not any(kept.start <= part.start and part.stop <= kept.stop for kept in ranges):
+                raise InvalidArgument(
+                    f"import: positions {describe_ranges(ranges)} are held, and the next token sees {describe_ranges([part])}"
+                )
 
 
 def promised_checksums(state: PagedKVState, given: Mapping[str, Any]) -> dict[tuple[int, str], str]:
     """Checksums by layer and name; ``InvalidArgument`` unless the groups are this state's layers, each once."""
-    groups, length = given.get("groups"), int(given["length"])
+    groups, rows = given.get("groups"), rows_by_layer(given)
     wanted = list(range(state.first_layer, state.first_layer + len(state.specs)))
     entries = groups if isinstance(groups, list) else []
     found = sorted(
@@ -207,7 +332,7 @@ def promised_checksums(state: PagedKVState, given: Mapping[str, Any]) -> dict[tu
     checksums: dict[tuple[int, str], str] = {}
     for entry in entries:
         layer, tensors = entry["group"], entry.get("tensors")
-        shapes = group_shapes(state.spec(layer), length)
+        shapes = group_shapes(state.spec(layer), rows[layer])
         if not isinstance(tensors, dict) or set(tensors) != set(shapes):
             names = sorted(tensors) if isinstance(tensors, dict) else tensors
             raise InvalidArgument(f"import: tensors {names} of layer {layer} found, {sorted(shapes)} expected")
@@ -226,7 +351,7 @@ def import_group(state: PagedKVState, seq_id: SeqId, group: int, tensors: Mappin
     state.table.get(seq_id)
     started = state.imports.get(seq_id)
     # Which number of rows is right is known only for an import; elsewhere the given one will do.
-    rows = started.length if started else next((tensor.shape[0] for tensor in tensors.values() if tensor.dim()), 0)
+    rows = started.rows[group] if started else next((tensor.shape[0] for tensor in tensors.values() if tensor.dim()), 0)
     shapes = group_shapes(spec, rows)
     if set(tensors) != set(shapes):
         raise InvalidArgument(
@@ -249,8 +374,11 @@ def import_group(state: PagedKVState, seq_id: SeqId, group: int, tensors: Mappin
         expected = started.checksums.get((group, name), "")
         if expected and (found := checksum(tensors[name])) != expected:
             raise DataLoss(f"import_page_group: {name} of layer {group} has checksum {found}, expected {expected}")
-    slots = torch.from_numpy(state.table.slots(0, seq_id, 0, started.length)).to(state.device)
-    state.storage.write(group - state.first_layer, slots, tensors["k"].to(state.device), tensors["v"].to(state.device))
+    layer = state.layer(group)
+    kept = state.table.held(seq_id, layer.class_index)
+    slots = torch.from_numpy(state.table.slots(layer.class_index, seq_id, kept)).to(state.device)
+    storage = state.classes[layer.class_index].storage
+    storage.write(layer.index, slots, tensors["k"].to(state.device), tensors["v"].to(state.device))
     started.done.add(group)
 
 

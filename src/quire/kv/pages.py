@@ -91,6 +91,12 @@ class PageTable:
         """A view of the entries, valid until the table changes."""
         return self._pages[: self.size]
 
+    @property
+    def held(self) -> PageIds:
+        """The entries that are no null pages."""
+        pages = self.pages
+        return pages if pages.size == 0 or pages.min() >= 0 else pages[pages >= 0]
+
     def append(self, pages: PageIds) -> None:
         size = self.size + pages.size
         if size > self._pages.size:
@@ -102,6 +108,12 @@ class PageTable:
 
     def replace(self, index: int, page: int) -> None:
         self._pages[index] = page
+
+    def void(self, part: range) -> PageIds:
+        """Make these entries null pages; returns what they were."""
+        old = self._pages[part.start : part.stop].copy()
+        self._pages[part.start : part.stop] = NULL_PAGE
+        return old
 
     def truncate(self, size: int) -> PageIds:
         """Forget the entries from ``size`` on and return them."""

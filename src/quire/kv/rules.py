@@ -20,7 +20,15 @@ PAGED_VERBS: tuple[str, ...] = (
     "end_forward",
     "abort_forward",
     "get_query_positions",
+    "enable_sliding_window_for_seq",
+    "commit_accepted_token_tree_nodes",
     "attention_with_fused_qkv",
+    "append_kv",
+    "self_attention",
+    "cross_attention",
+    "attention_with_shared_kv",
+    "merge",
+    "merge_attn_output_inplace",
     "debug_get_kv",
     "debug_set_kv",
     "get_checkpoint_metadata",
@@ -37,17 +45,7 @@ _NO_LATENT = "the state has no latent layers, and this release of Quire has no l
 _NO_RECURRENT = "the state has no recurrent layers, and this release of Quire has no recurrent state"
 
 PAGED_REFUSALS: dict[str, str] = {
-    "enable_sliding_window_for_seq": f"sliding windows: {_NOT_BUILT}; use the whole context (window=None)",
-    "token_tree_parents": f"token trees: {_NOT_BUILT}; append chains",
-    "commit_accepted_token_tree_nodes": f"token trees: {_NOT_BUILT}; append chains and take back with popn",
-    "mask": f"custom attention masks: {_NOT_BUILT}; causal attention is what runs",
-    "append_kv": f"appending without attending: {_NOT_BUILT}; use attention_with_fused_qkv",
-    "self_attention": f"partial attention states: {_NOT_BUILT}; use attention_with_fused_qkv",
-    "cross_attention": f"partial attention states: {_NOT_BUILT}; use attention_with_fused_qkv",
-    "attention_with_shared_kv": f"layers that share K and V: {_NOT_BUILT}",
-    "merge_attn_output_inplace": f"partial attention states: {_NOT_BUILT}; use attention_with_fused_qkv",
-    "merge": f"partial attention states: {_NOT_BUILT}; use attention_with_fused_qkv",
-    "set_cross_kv": f"cross attention: {_NOT_BUILT}",
+    "set_cross_kv": "the state has no cross layers, and this release of Quire has no cross attention",
     "append_mla_kv": _NO_LATENT,
     "debug_get_kv_mla": _NO_LATENT,
     "linear_attention": _NO_RECURRENT,
@@ -85,13 +83,6 @@ def refused(verb: str) -> Callable[..., NoReturn]:
 class RefusedVerbs:
     """The verbs of the contract that ``PagedKVState`` does not have."""
 
-    commit_accepted_token_tree_nodes = refused("commit_accepted_token_tree_nodes")
-    append_kv = refused("append_kv")
-    self_attention = refused("self_attention")
-    cross_attention = refused("cross_attention")
-    attention_with_shared_kv = refused("attention_with_shared_kv")
-    merge_attn_output_inplace = refused("merge_attn_output_inplace")
-    merge = refused("merge")
     set_cross_kv = refused("set_cross_kv")
     append_mla_kv = refused("append_mla_kv")
     debug_get_kv_mla = refused("debug_get_kv_mla")

@@ -23,11 +23,11 @@ def describe(state: PagedKVState, seq: SeqId, prefix: str = "") -> tuple[dict[st
     """The metadata of a sequence and the plan of its tensors, ``{prefix}layer.{i}.k`` and the like."""
     metadata = exchange.metadata(state, seq, checksums=False)
     del metadata["groups"]  # the container has names, shapes and checksums
-    length = int(metadata["length"])
+    rows = exchange.rows_by_layer(metadata)
     plan = [
         TensorSpec(name=f"{prefix}layer.{layer + state.first_layer}.{name}", dtype=state.dtype, shape=shape)
         for layer, spec in enumerate(state.specs)
-        for name, shape in exchange.group_shapes(spec, length).items()
+        for name, shape in exchange.group_shapes(spec, rows[layer + state.first_layer]).items()
     ]
     return metadata, plan
 
@@ -64,8 +64,9 @@ def check(
         if metadata.get("layout_hash") != exchange.hash_of(layers, state.first_layer):
             raise DataLoss("the layout hash of the state file does not fit its layers")
     exchange.validate(state, wanted)
+    rows = exchange.rows_by_layer(wanted)
     for layer, spec in enumerate(state.specs):
-        for name, shape in exchange.group_shapes(spec, int(wanted["length"])).items():
+        for name, shape in exchange.group_shapes(spec, rows[layer + state.first_layer]).items():
             full = f"{prefix}layer.{layer + state.first_layer}.{name}"
             stored = file.specs.get(full)
             if stored is None:
@@ -76,12 +77,14 @@ def check(
                 raise InvalidArgument(
                     f"tensor {full!r} is {stored.dtype}, and the metadata says {layers[layer].get('dtype')}"
                 )
-    length = int(wanted["length"])
     # The container has verified its own checksums.
     wanted["groups"] = [
         {
             "group": layer + state.first_layer,
-            "tensors": {name: {"shape": list(shape)} for name, shape in exchange.group_shapes(spec, length).items()},
+            "tensors": {
+                name: {"shape": list(shape)}
+                for name, shape in exchange.group_shapes(spec, rows[layer + state.first_layer]).items()
+            },
         }
         for layer, spec in enumerate(state.specs)
     ]

@@ -1,9 +1,10 @@
-"""Sequences over pages: lengths, page tables, copy on write, the bracket of a forward. No torch.
+"""Sequences over pages: lengths, page tables, windows, token trees, copy on write, the bracket of a forward. No torch.
 
 Everything is checked before anything changes: ``plan_forward`` computes the whole need for pages, ``open_forward``
 cannot fail after it. The copies to make are returned as ``SlotCopy`` values; the caller moves the bytes.
 
-Letters: P page size; n new tokens of an entry. A *slot* is ``page * P + offset``.
+Letters: P page size; n new tokens of an entry. A *slot* is ``page * P + offset``. An *address* is a position, or the committed
+length plus the index of a tree node.
 """
 
 from __future__ import annotations
@@ -12,101 +13,37 @@ import operator
 from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.errors import FailedPrecondition, InvalidArgument, NotFound, QuireError, ResourceExhausted
-from quire.kv.pages import PageIds, PagePool, PageTable
+from quire.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted
+from quire.kv.audit import audit
+from quire.kv.need import (
+    ClassNeed,
+    ForwardNeed,
+    OpenForward,
+    Sequence,
+    SlotCopy,
+    SlotRange,
+    class_need,
+    pages_for,
+    slots_of,
+)
+from quire.kv.pages import NULL_PAGE, PagePool, PageTable
+from quire.kv.trees import NO_TREE, TokenTreeParents, parents_of_entries
+from quire.kv.windows import NO_HOLE, Hole, Window, describe_ranges, held, intersection, reachable, window_pages
 from quire.types import SeqId
 
 
-@dataclass(frozen=True, slots=True)
-class SlotCopy:
-    """Copy ``count`` slots from ``source`` on to ``target`` on, in every layer of one class."""
-
-    source: int
-    target: int
-    count: int
-
-
-@dataclass(frozen=True, slots=True)
-class SlotRange:
-    """``count`` slots from ``start`` on, in every layer of one class."""
-
-    start: int
-    count: int
-
-
-@dataclass(slots=True)
-class Sequence:
-    """One sequence: its committed length and one page table per layer class."""
-
-    length: int
-    tables: list[PageTable]
-    reserved: int | None = None
-    """Tokens that an import will publish, whose pages it holds; None: an ordinary sequence."""
-    stale_tail: bool = False
-    """Rows behind the length, in the last page, may be somebody's old values (after a pop, fork, split or import)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Split:
-    """The shared tail page of entry ``entry``, of which ``valid`` slots go to a page of its own."""
-
-    entry: int
-    index: int
-    page: int
-    valid: int
-
-
-@dataclass(frozen=True, slots=True)
-class ClassNeed:
-    """What one layer class needs for a forward."""
-
-    splits: list[Split]
-    fresh: list[int]
-    """New pages of each entry, without the splits."""
-
-    @property
-    def pages(self) -> int:
-        return len(self.splits) + sum(self.fresh)
-
-
-@dataclass(frozen=True, slots=True)
-class ForwardNeed:
-    """A forward that was checked against the sequences, not yet against the free pages."""
-
-    seq_ids: tuple[SeqId, ...]
-    lengths: tuple[int, ...]
-    counts: tuple[int, ...]
-    classes: list[ClassNeed]
-
-
-@dataclass(slots=True)
-class OpenForward:
-    """A forward whose pages are taken: what ``publish`` and ``abort`` need."""
-
-    need: ForwardNeed
-    copies: list[list[SlotCopy]] = field(default_factory=list)
-    """Per class."""
-    blanks: list[list[SlotRange]] = field(default_factory=list)
-    """Per class: rows of last pages behind the new lengths. They become zero, for a kernel that pads with them
-    multiplies them by a weight of 0, and 0 times an old NaN is NaN."""
-
-
-def pages_for(tokens: int, page_size: int) -> int:
-    """Pages that hold ``tokens`` tokens."""
-    return -(-tokens // page_size)
-
-
 class SequenceTable:
-    """All sequences of a KV state. ``pools`` has one pool per layer class."""
+    """All sequences of a KV state. ``pools`` has one pool per layer class, ``layer_windows`` the window of each class
+    (None: all tokens are kept)."""
 
-    def __init__(self, pools: Seq[PagePool], page_size: int) -> None:
+    def __init__(self, pools: Seq[PagePool], page_size: int, layer_windows: Seq[int | None] = (None,)) -> None:
         self.pools = list(pools)
         self.page_size = page_size
+        self.layer_windows = list(layer_windows)
         self._sequences: dict[SeqId, Sequence] = {}
         self.forward: OpenForward | None = None
         self.num_splits = 0
@@ -144,6 +81,14 @@ class SequenceTable:
             raise FailedPrecondition(f"{verb} while a forward is open; call end_forward or abort_forward first")
 
     @staticmethod
+    def require_committed(seq_id: SeqId, sequence: Sequence, verb: str) -> None:
+        """``FailedPrecondition`` for a sequence with uncommitted nodes."""
+        if sequence.tree is not None:
+            raise FailedPrecondition(
+                f"{verb}: sequence {seq_id} has {sequence.nodes} uncommitted nodes; call commit_accepted_token_tree_nodes first"
+            )
+
+    @staticmethod
     def require_ready(seq_id: SeqId, sequence: Sequence, verb: str) -> None:
         """``FailedPrecondition`` for a sequence that is being imported."""
         if sequence.reserved is not None:
@@ -158,7 +103,7 @@ class SequenceTable:
         if seq_id in self._sequences:
             raise InvalidArgument(f"sequence {seq_id} exists already; a new id is needed")
         self.require_closed("add_sequence")
-        sequence = Sequence(0, [PageTable() for _ in self.pools])
+        sequence = Sequence(0, [PageTable() for _ in self.pools], [NO_HOLE] * len(self.pools))
         self._sequences[int(seq_id)] = sequence
         return sequence
 
@@ -182,12 +127,24 @@ class SequenceTable:
             )
         self.require_closed("fork_sequence")
         self.require_ready(parent_id, parent, "fork_sequence")
+        self.require_committed(parent_id, parent, "fork_sequence")
         length = parent.length if pos == -1 else pos
+        self.require_reachable(parent_id, parent, length, "fork_sequence")
         size = pages_for(length, self.page_size)
         tables = [table.fork(size) for table in parent.tables]
         for pool, table in zip(self.pools, tables, strict=True):
             pool.share(table.pages)
-        self._sequences[int(child_id)] = Sequence(length, tables, stale_tail=True)
+        child = Sequence(
+            length,
+            tables,
+            [hole.clipped(length, sink_of(parent)) for hole in parent.holes],
+            window=parent.window,
+            slid=parent.slid,
+            cut=parent.cut,
+            stale_tail=True,
+        )
+        self._forget_cut(child)
+        self._sequences[int(child_id)] = child
 
     def pop(self, seq_id: SeqId, count: int) -> None:
         count = check_integer(count, "popn: token count", 0)
@@ -198,15 +155,107 @@ class SequenceTable:
             )
         self.require_closed("popn")
         self.require_ready(seq_id, sequence, "popn")
+        self.require_committed(seq_id, sequence, "popn")
+        self.require_reachable(seq_id, sequence, sequence.length - count, "popn")
         sequence.length -= count
         sequence.stale_tail |= count > 0
         self._trim(sequence)
 
     def _trim(self, sequence: Sequence) -> None:
-        size = pages_for(sequence.length, self.page_size)
-        for pool, table in zip(self.pools, sequence.tables, strict=True):
+        """Give back the pages behind the last row."""
+        size = pages_for(sequence.stored, self.page_size)
+        for index, (pool, table) in enumerate(zip(self.pools, sequence.tables, strict=True)):
             if table.size > size:
                 pool.release(table.truncate(size))
+            if sequence.holes[index] is not NO_HOLE:
+                sequence.holes[index] = sequence.holes[index].clipped(sequence.length, sink_of(sequence))
+        self._forget_cut(sequence)
+
+    def _forget_cut(self, sequence: Sequence) -> None:
+        """A sequence that was cut back into its sink has lost nothing."""
+        if sequence.cut:
+            sink = sink_of(sequence)
+            sequence.cut = any(hole.window > sink for hole in sequence.holes)
+
+    # -- windows ---------------------------------------------------------------------------------------------
+
+    def set_window(self, seq_id: SeqId, window: Window | None) -> None:
+        """Set, replace or drop the window of a sequence of which it has evicted nothing."""
+        sequence = self.get(seq_id)
+        verb = "enable_sliding_window_for_seq"
+        self.require_closed(verb)
+        self.require_ready(seq_id, sequence, verb)
+        self.require_committed(seq_id, sequence, verb)
+        if sequence.evicted or sequence.cut:
+            raise FailedPrecondition(
+                f"{verb}: the window of sequence {seq_id} has evicted tokens already; it can be changed before that, or "
+                f"on a fork at a position of at most {sequence.window.sink if sequence.window else 0}"
+            )
+        sink = window.sink if window else 0
+        for index, hole in enumerate(sequence.holes):
+            # A layer's own window may have made a hole. From now on it is counted in two parts.
+            gone = max(hole.window, hole.sink)
+            sequence.holes[index] = Hole(min(gone, sink), gone if gone > sink else 0) if gone else NO_HOLE
+        sequence.window, sequence.slid = window, False
+
+    def reachable(self, sequence: Sequence) -> list[range]:
+        """Positions that a fork or pop may go to, ascending."""
+        found = [range(sequence.length + 1)]
+        for layer_window, hole in zip(self.layer_windows, sequence.holes, strict=True):
+            if hole.window or hole.sink:
+                found = intersection(found, reachable(sequence.length, sequence.window, layer_window, hole))
+        return found
+
+    def require_reachable(self, seq_id: SeqId, sequence: Sequence, position: int, verb: str) -> None:
+        """``FailedPrecondition`` for a position that cannot be gone back to, naming those that can."""
+        if position == sequence.length:
+            return
+        found = self.reachable(sequence)
+        if not any(position in part for part in found):
+            raise FailedPrecondition(
+                f"{verb}: position {position} is evicted; reachable: {describe_ranges(found)} of sequence {seq_id}"
+            )
+
+    # -- token trees -----------------------------------------------------------------------------------------
+
+    def check_commit(self, seq_ids: Seq[SeqId], leaves: Seq[int]) -> list[tuple[Sequence, list[int]]]:
+        """Each sequence with the path that stays; every refusal of a commit, before anything changes."""
+        verb = "commit_accepted_token_tree_nodes"
+        if len(seq_ids) != len(leaves):
+            raise InvalidArgument(f"{verb}: {len(seq_ids)} sequence ids but {len(leaves)} leaves; give one each")
+        if len(set(seq_ids)) != len(seq_ids):
+            twice = next(seq for seq in seq_ids if list(seq_ids).count(seq) > 1)
+            raise InvalidArgument(f"{verb}: sequence {twice} is given twice; give each sequence once")
+        indices = [check_integer(leaf, f"{verb}: leaf", -1) for leaf in leaves]
+        for seq_id, leaf in zip(seq_ids, indices, strict=True):
+            if seq_id in self._sequences and leaf >= (nodes := self._sequences[seq_id].nodes):
+                accepted = f"-1..{nodes - 1} can be kept" if nodes else "it has no uncommitted nodes"
+                raise InvalidArgument(f"{verb}: leaf {leaf} of sequence {seq_id}; {accepted}")
+        sequences = [self.get(seq_id) for seq_id in seq_ids]
+        self.require_closed(verb)
+        kept: list[tuple[Sequence, list[int]]] = []
+        for seq_id, sequence, leaf in zip(seq_ids, sequences, indices, strict=True):
+            if sequence.tree is None:
+                raise FailedPrecondition(f"{verb}: sequence {seq_id} has no uncommitted nodes")
+            kept.append((sequence, [] if leaf < 0 else sequence.tree.path(leaf)))
+        return kept
+
+    def commit(self, kept: Seq[tuple[Sequence, list[int]]]) -> list[list[SlotCopy]]:
+        """Keep the paths of ``check_commit``, forget all other nodes. Returns the copies of each class, which must be made
+        (all reads before all writes) before anything else happens."""
+        copies: list[list[SlotCopy]] = [[] for _ in self.pools]
+        for sequence, path in kept:
+            base = sequence.length
+            for index, table in enumerate(sequence.tables):
+                moves = [(node, place) for place, node in enumerate(path) if node != place]
+                if moves:
+                    slots = slots_of(table.pages, base, sequence.stored, self.page_size)
+                    copies[index] += [SlotCopy(int(slots[node]), int(slots[place]), 1) for node, place in moves]
+            sequence.length += len(path)
+            sequence.tree = None
+            sequence.stale_tail = True
+            self._trim(sequence)
+        return copies
 
     def clear(self) -> None:
         self._sequences.clear()
@@ -230,40 +279,35 @@ class SequenceTable:
             raise InvalidArgument(f"begin_forward: sequence {twice} is in the batch twice; give each sequence once")
         return [check_integer(count, "begin_forward: append length", 1) for count in counts]
 
-    def plan_forward(self, seq_ids: Seq[SeqId], counts: Seq[int]) -> ForwardNeed:
-        """Check everything but the bracket and free pages; change nothing. Cost O(entries).
+    def plan_forward(self, seq_ids: Seq[SeqId], counts: Seq[int], parents: TokenTreeParents = None) -> ForwardNeed:
+        """Check everything but the bracket and free pages; change nothing. Cost O(entries and new nodes).
 
         While a forward is open the need is that before it.
         """
         counts = self.check_batch(seq_ids, counts)
+        pending = [self._sequences[seq_id].nodes if seq_id in self._sequences else 0 for seq_id in seq_ids]
+        entries = parents_of_entries(parents, counts, pending)
         sequences = [self.get(seq_id) for seq_id in seq_ids]
-        for seq_id, sequence in zip(seq_ids, sequences, strict=True):
+        for seq_id, sequence, entry in zip(seq_ids, sequences, entries, strict=True):
             self.require_ready(seq_id, sequence, "begin_forward")
-        lengths = tuple(sequence.length for sequence in sequences)
-        classes = [self._class_need(index, seq_ids, sequences, counts) for index in range(len(self.pools))]
-        return ForwardNeed(tuple(seq_ids), lengths, tuple(counts), classes)
-
-    def _class_need(self, index: int, seq_ids: Seq[SeqId], sequences: Seq[Sequence], counts: Seq[int]) -> ClassNeed:
-        size, references = self.page_size, self.pools[index].references
-        split = self._split_tails(index)
-        released = Counter(split.values())
-        fresh: list[int] = []
-        owners: dict[int, list[Split]] = {}
-        for entry, (seq_id, sequence, count) in enumerate(zip(seq_ids, sequences, counts, strict=True)):
-            last, valid = divmod(sequence.length, size)
-            fresh.append(pages_for(sequence.length + count, size) - pages_for(sequence.length, size))
-            if valid:
-                page = split.get(seq_id, int(sequence.tables[index].pages[last]))
-                if references[page] + released[page] > 1:
-                    owners.setdefault(page, []).append(Split(entry, last, page, valid))
-        splits: list[Split] = []
-        for page, found in owners.items():
-            if len(found) == references[page] + released[page]:
-                # All owners write in this forward, so one may stay: the longest, for then its new rows lie behind
-                # everybody's valid rows and an abort can share the page again.
-                found.remove(max(found, key=lambda split: split.valid))
-            splits.extend(found)
-        return ClassNeed(splits, fresh)
+            if entry is None:
+                self.require_committed(seq_id, sequence, "begin_forward with ordinary tokens")
+        split = [self._split_tails(index) for index in range(len(self.pools))]
+        return ForwardNeed(
+            tuple(seq_ids),
+            tuple(sequence.length for sequence in sequences),
+            tuple(sequence.stored for sequence in sequences),
+            tuple(counts),
+            tuple(
+                None if entry is None else (sequence.tree or NO_TREE).grown(entry)
+                for sequence, entry in zip(sequences, entries, strict=True)
+            ),
+            tuple(sequence.window for sequence in sequences),
+            [
+                class_need(index, pool, self.page_size, window, seq_ids, sequences, counts, split[index])
+                for index, (pool, window) in enumerate(zip(self.pools, self.layer_windows, strict=True))
+            ],
+        )
 
     def _split_tails(self, index: int) -> dict[SeqId, int]:
         """The shared tail pages that the open forward has split, by sequence; empty if none is open."""
@@ -277,23 +321,49 @@ class SequenceTable:
         as free, as they were before it."""
         taken = [part.pages for part in self.forward.need.classes] if self.forward else [0] * len(self.pools)
         return sum(
-            max(0, part.pages - pool.num_free - own)
+            max(0, part.pages - part.freed - pool.num_free - own)
             for part, pool, own in zip(need.classes, self.pools, taken, strict=True)
         )
 
+    def shortage_in_steps(self, seq_ids: Seq[SeqId], counts: Seq[int], most: int) -> int:
+        """An upper bound of the pages that these tokens are short of if they come in forwards of ``most`` tokens at most,
+        over all classes: a window lets go of pages in between."""
+        need = self.plan_forward(seq_ids, counts)
+        sequences = [self._sequences[seq_id] for seq_id in need.seq_ids]
+        short = 0
+        for index, (part, pool) in enumerate(zip(need.classes, self.pools, strict=True)):
+            split = Counter(found.entry for found in part.splits)
+            wanted = 0
+            for entry, sequence in enumerate(sequences):
+                growth = part.fresh[entry] + split[entry]
+                bound = window_pages(sequence.window, self.layer_windows[index], most, self.page_size)
+                if bound is not None and growth > 0:
+                    table = sequence.tables[index].held
+                    mine = int((pool.references[table] == 1).sum())
+                    growth = min(growth, max(1, bound - mine))
+                wanted += growth
+            short += max(0, wanted - pool.num_free)
+        return short
+
     def open_forward(self, need: ForwardNeed) -> OpenForward:
-        """Take the pages. ``FailedPrecondition`` and ``ResourceExhausted`` before anything changes; nothing can fail
-        after that."""
+        """Let go of what left its window, take the pages. ``FailedPrecondition`` and ``ResourceExhausted`` before anything
+        changes; nothing can fail after that."""
         self.require_closed("begin_forward")
-        for part, pool in zip(need.classes, self.pools, strict=True):
-            if part.pages > pool.num_free:
+        for part, pool, window in zip(need.classes, self.pools, self.layer_windows, strict=True):
+            if part.pages > pool.num_free + part.freed:
+                of = (
+                    ""
+                    if len(self.pools) == 1
+                    else f" for layers {'of full attention' if window is None else f'with window {window}'}"
+                )
                 raise ResourceExhausted(
-                    f"begin_forward: {part.pages} pages of {self.page_size} tokens are needed and {pool.num_free} of "
-                    f"{pool.num_pages} are free; remove sequences or give fewer tokens"
+                    f"begin_forward: {part.pages} pages of {self.page_size} tokens{of} are needed and "
+                    f"{pool.num_free + part.freed} of {pool.num_pages} are free; remove sequences or give fewer tokens"
                 )
         sequences = [self._sequences[seq_id] for seq_id in need.seq_ids]
         opened = OpenForward(need)
         for index, (part, pool) in enumerate(zip(need.classes, self.pools, strict=True)):
+            self._leave(index, part, sequences)
             copies: list[SlotCopy] = []
             if part.pages:
                 taken = pool.take(part.pages)
@@ -317,31 +387,56 @@ class SequenceTable:
         self.forward = opened
         return opened
 
+    def _leave(self, index: int, part: ClassNeed, sequences: Seq[Sequence]) -> None:
+        """Pages that left their window become null pages."""
+        pool, size = self.pools[index], self.page_size
+        for one in part.leaving:
+            sequence = sequences[one.entry]
+            table, hole = sequence.tables[index], sequence.holes[index]
+            for leaving in (one.sink, one.window):
+                if not leaving:
+                    continue
+                pool.release(table.void(leaving))
+                stop = leaving.stop * size
+                # A page of the sink may hold rows behind it, too.
+                behind = leaving is one.window or stop > sink_of(sequence)
+                hole = Hole(
+                    hole.sink if leaving is one.window else stop, max(hole.window, stop) if behind else hole.window
+                )
+                sequence.cut |= behind and stop > one.layer_floor
+            sequence.holes[index] = hole
+
     def _blanks(self, index: int, part: ClassNeed, need: ForwardNeed, sequences: Seq[Sequence]) -> list[SlotRange]:
         size = self.page_size
         split = {found.entry for found in part.splits}
         blanks: list[SlotRange] = []
         for entry, sequence in enumerate(sequences):
-            used = (need.lengths[entry] + need.counts[entry]) % size
+            used = (need.stored[entry] + need.counts[entry]) % size
             if used and (part.fresh[entry] or entry in split or sequence.stale_tail):
                 blanks.append(SlotRange(int(sequence.tables[index].pages[-1]) * size + used, size - used))
         return blanks
 
     def publish(self) -> None:
-        """The new tokens count from now on."""
-        opened = self._require_open("end_forward")
-        for seq_id, count in zip(opened.need.seq_ids, opened.need.counts, strict=True):
-            self._sequences[seq_id].length += count
+        """The new tokens count from now on, the new nodes are pending."""
+        need = self._require_open("end_forward").need
+        for seq_id, count, tree in zip(need.seq_ids, need.counts, need.trees, strict=True):
+            sequence = self._sequences[seq_id]
+            sequence.slid |= sequence.window is not None
+            if tree is None:
+                sequence.length += count
+            else:
+                sequence.tree = tree
         self.forward = None
 
     def abort(self) -> None:
-        """Pages and tables are as before ``open_forward``; split pages are shared again."""
+        """Pages and tables are as before ``open_forward``; split pages are shared again. What had left every window stays
+        gone."""
         opened = self._require_open("abort_forward")
         sequences = [self._sequences[seq_id] for seq_id in opened.need.seq_ids]
         for index, (part, pool) in enumerate(zip(opened.need.classes, self.pools, strict=True)):
             for sequence in sequences:
                 table = sequence.tables[index]
-                size = pages_for(sequence.length, self.page_size)
+                size = pages_for(sequence.stored, self.page_size)
                 if table.size > size:
                     pool.release(table.truncate(size))
             for split in part.splits:
@@ -361,101 +456,101 @@ class SequenceTable:
 
     # -- rows that exist already -----------------------------------------------------------------------------
 
-    def own_pages(self, seq_id: SeqId, start: int, stop: int) -> list[list[SlotCopy]]:
-        """Make the pages of rows ``start..stop - 1`` this sequence's own (before they are overwritten).
+    def own_pages(self, seq_id: SeqId, start: int, stop: int, classes: Seq[int]) -> list[list[SlotCopy]]:
+        """Make the pages of rows ``start..stop - 1`` this sequence's own in these classes (before they are overwritten).
 
-        Returns the copies of each class; whole valid pages are copied, since other rows of them stay.
+        Returns the copies of each class; whole valid pages are copied, since other rows of them stay. All rows are held.
         ``ResourceExhausted`` before anything changes.
         """
         sequence = self.get(seq_id)
         size = self.page_size
+        copies: list[list[SlotCopy]] = [[] for _ in self.pools]
         if stop <= start:
-            return [[] for _ in self.pools]
+            return copies
         first, last = start // size, pages_for(stop, size)
         shared: list[NDArray[np.intp]] = []
-        for pool, table in zip(self.pools, sequence.tables, strict=True):
+        for index in classes:
+            pool, table = self.pools[index], sequence.tables[index]
             which = np.flatnonzero(pool.references[table.pages[first:last]] > 1) + first
             if which.size > pool.num_free:
                 raise ResourceExhausted(f"{which.size} shared pages must be split and {pool.num_free} pages are free")
             shared.append(which)
-        copies: list[list[SlotCopy]] = []
-        for pool, table, which in zip(self.pools, sequence.tables, shared, strict=True):
+        for index, which in zip(classes, shared, strict=True):
+            pool, table = self.pools[index], sequence.tables[index]
             old = table.pages[which].copy()
             new = pool.take(which.size)
-            parts: list[SlotCopy] = []
-            for index, source, target in zip(which.tolist(), old.tolist(), new.tolist(), strict=True):
-                valid = min(size, sequence.length - index * size)
-                parts.append(SlotCopy(source * size, target * size, valid))
-                table.replace(index, target)
+            for page, source, target in zip(which.tolist(), old.tolist(), new.tolist(), strict=True):
+                valid = min(size, sequence.length - page * size)
+                copies[index].append(SlotCopy(source * size, target * size, valid))
+                table.replace(page, target)
             pool.release(old)
             self.num_splits += int(which.size)
             # Only valid rows were copied: behind them are the old values of a page that changed hands.
             sequence.stale_tail |= which.size > 0
-            copies.append(parts)
         return copies
 
-    def reserve_import(self, seq_id: SeqId, length: int) -> None:
-        """A new sequence with pages for ``length`` tokens that nobody can use until ``finish_import``."""
+    def held(self, seq_id: SeqId, index: int) -> list[range]:
+        """Positions of committed tokens that class ``index`` holds, ascending."""
+        sequence = self.get(seq_id)
+        length = sequence.length if sequence.reserved is None else sequence.reserved
+        return held(length, sink_of(sequence), sequence.holes[index])
+
+    def reserve_import(self, seq_id: SeqId, length: int, holes: Seq[Hole], window: Window | None, slid: bool) -> None:
+        """A new sequence with pages for what it holds of ``length`` tokens, that nobody can use until ``finish_import``."""
         check_id(seq_id)
         if seq_id in self._sequences:
             raise InvalidArgument(f"prepare_import: sequence {seq_id} exists already; a new id is needed")
         self.require_closed("prepare_import")
-        count = pages_for(length, self.page_size)
-        for pool in self.pools:
-            if count > pool.num_free:
-                raise ResourceExhausted(f"prepare_import: needs {count} pages, {pool.num_free} free")
-        tables = [PageTable(pool.take(count)) for pool in self.pools]
-        self._sequences[int(seq_id)] = Sequence(0, tables, reserved=length, stale_tail=True)
+        size = pages_for(length, self.page_size)
+        sink = window.sink if window else 0
+        wanted: list[NDArray[np.int64]] = []
+        for pool, hole in zip(self.pools, holes, strict=True):
+            rows = [np.arange(part.start, part.stop) // self.page_size for part in held(length, sink, hole)]
+            wanted.append(np.unique(np.concatenate(rows)) if rows else np.empty(0, dtype=np.int64))
+            if wanted[-1].size > pool.num_free:
+                raise ResourceExhausted(f"prepare_import: needs {wanted[-1].size} pages, {pool.num_free} free")
+        tables: list[PageTable] = []
+        for pool, indices in zip(self.pools, wanted, strict=True):
+            pages = np.full(size, NULL_PAGE, dtype=np.int32)
+            pages[indices] = pool.take(indices.size)
+            tables.append(PageTable(pages))
+        self._sequences[int(seq_id)] = Sequence(
+            0,
+            tables,
+            list(holes),
+            window=window,
+            slid=slid,
+            cut=any(hole.window > sink for hole in holes) and window is not None,
+            reserved=length,
+            stale_tail=True,
+        )
 
     def publish_import(self, seq_id: SeqId) -> None:
         """The reserved tokens count from now on."""
         sequence = self.get(seq_id)
         sequence.length, sequence.reserved = sequence.reserved or 0, None
 
-    def slots(self, index: int, seq_id: SeqId, start: int, stop: int) -> NDArray[np.int64]:
-        """Slots of rows ``start..stop - 1`` in class ``index``."""
-        return slots_of(self.get(seq_id).tables[index].pages, start, stop, self.page_size)
+    def slots(self, index: int, seq_id: SeqId, rows: Iterable[range]) -> NDArray[np.int64]:
+        """Slots of these addresses, all held, in class ``index``."""
+        pages = self.get(seq_id).tables[index].pages
+        parts = [slots_of(pages, part.start, part.stop, self.page_size) for part in rows]
+        return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
 
     # -- accounting ------------------------------------------------------------------------------------------
 
     def shared_pages(self, seq_id: SeqId) -> int:
         """Pages of this sequence, over all classes, that others hold too."""
         tables = self.get(seq_id).tables
-        return sum(
-            int((pool.references[table.pages] > 1).sum()) for pool, table in zip(self.pools, tables, strict=True)
-        )
+        return sum(int((pool.references[table.held] > 1).sum()) for pool, table in zip(self.pools, tables, strict=True))
 
     def check(self) -> None:
         """Recount everything; ``QuireError`` names what is broken."""
-        opened = self.forward
-        growing = dict(zip(opened.need.seq_ids, opened.need.counts, strict=True)) if opened else {}
-        for index, pool in enumerate(self.pools):
-            expected = np.zeros(pool.num_pages, dtype=np.int32)
-            for seq_id, sequence in self._sequences.items():
-                table = sequence.tables[index]
-                tokens = sequence.length if sequence.reserved is None else sequence.reserved
-                wanted = pages_for(tokens + growing.get(seq_id, 0), self.page_size)
-                if sequence.reserved is not None and (pool.references[table.pages] != 1).any():
-                    raise QuireError(f"sequence {seq_id} is being imported and shares a page")
-                if table.size != wanted:
-                    raise QuireError(
-                        f"sequence {seq_id} of length {sequence.length} has {table.size} pages instead of {wanted}"
-                    )
-                if np.unique(table.pages).size != table.size:
-                    raise QuireError(f"sequence {seq_id} names a page twice")
-                np.add.at(expected, table.pages, 1)
-            pool.check(expected)
-            if opened:
-                self._check_writes(opened, index)
+        audit(self)
 
-    def _check_writes(self, opened: OpenForward, index: int) -> None:
-        written = [
-            self._sequences[seq_id].tables[index].pages[length // self.page_size :]
-            for seq_id, length in zip(opened.need.seq_ids, opened.need.lengths, strict=True)
-        ]
-        pages = np.concatenate(written)
-        if (self.pools[index].references[pages] != 1).any() or np.unique(pages).size != pages.size:
-            raise QuireError("a page that the open forward writes has more than one holder")
+
+def sink_of(sequence: Sequence) -> int:
+    """Tokens that the sequence's window keeps at its beginning."""
+    return sequence.window.sink if sequence.window else 0
 
 
 def check_integer(value: int, what: str, least: int) -> int:
@@ -473,12 +568,6 @@ def check_id(seq_id: SeqId) -> None:
     """``InvalidArgument`` unless ``seq_id`` is an int64."""
     if isinstance(seq_id, bool) or not isinstance(seq_id, (int, np.integer)) or not -(2**63) <= seq_id < 2**63:
         raise InvalidArgument(f"sequence id {seq_id!r} is not an integer of 64 bits")
-
-
-def slots_of(pages: PageIds, start: int, stop: int, page_size: int) -> NDArray[np.int64]:
-    """Slots of positions ``start..stop - 1`` in a page table. Cost O(rows)."""
-    positions = np.arange(start, stop, dtype=np.int64)
-    return pages[positions // page_size].astype(np.int64) * page_size + positions % page_size
 
 
 def slot_index(ranges: Iterable[SlotRange]) -> NDArray[np.int64]:

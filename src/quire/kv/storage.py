@@ -15,7 +15,8 @@ from torch import Tensor
 
 from quire.contracts.layers import FullAttention, WindowedAttention
 from quire.errors import ResourceExhausted
-from quire.kv.sequences import SlotCopy, SlotRange, slot_index
+from quire.kv.need import SlotCopy, SlotRange
+from quire.kv.sequences import slot_index
 
 
 class LayerRows(NamedTuple):

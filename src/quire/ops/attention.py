@@ -1,36 +1,59 @@
 """Attention over explicit keys, and the merge of attention states: the definitions.
 
-Letters: N queries; M keys; Hq, Hkv query and KV heads (head h reads KV head ``h // (Hq / Hkv)``); Dk, Dv head sizes.
+Letters: N queries; M keys; T new tokens of all entries; S slots; Hq, Hkv query and KV heads (head h reads KV head
+``h // (Hq / Hkv)``); Dk, Dv head sizes.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.contracts.attention import AttentionState, ForwardPlan
+from quire.contracts.attention import AttentionState, ForwardPlan, Scoring
 from quire.contracts.layers import LayerSpec
+from quire.errors import InvalidArgument
 
 
-def attend(q_NHD: Tensor, k_MHD: Tensor, v_MHD: Tensor, visible_NM: Tensor, scale: float) -> AttentionState:
+def attend(
+    q_NHD: Tensor, k_MHD: Tensor, v_MHD: Tensor, visible_NM: Tensor, scale: float, softcap: float | None = None
+) -> AttentionState:
     """Softmax attention of every query over the keys that ``visible_NM`` (bool) names.
 
-    Computed in float32 (float64 for float64 input), output in the dtype of q.
+    Scores are ``scale * q k``, with ``softcap`` c ``c * tanh(scale * q k / c)``. Computed in float32 (float64 for float64
+    input), output in the dtype of q. ``out [N, Hq, Dv]``, ``lse [N, Hq]``; 0 and -inf for a query without keys.
     """
-    compute = torch.float64 if q_NHD.dtype == torch.float64 else torch.float32
-    groups = q_NHD.shape[1] // k_MHD.shape[1]
-    k = k_MHD.to(compute).repeat_interleave(groups, 1)
-    v = v_MHD.to(compute).repeat_interleave(groups, 1)
-    scores_HNM = torch.einsum("nhd,mhd->hnm", q_NHD.to(compute), k) * scale
-    scores_HNM = scores_HNM.masked_fill(~visible_NM, -torch.inf)
-    lse_HN = torch.logsumexp(scores_HNM, -1)
-    # A query without keys: every weight is exp(-inf) = 0 and not NaN.
+    scores_HNM = masked_scores(q_NHD, k_MHD, visible_NM, Scoring(scale, softcap))
+    return weigh(scores_HNM, v_MHD, q_NHD.dtype)
+
+
+def masked_scores(q_NHD: Tensor, k_MHD: Tensor, visible_NM: Tensor, scoring: Scoring) -> Tensor:
+    """``[Hq, N, M]`` in float32 or float64, -inf where a key is not visible."""
+    compute = torch.promote_types(q_NHD.dtype, torch.float32)
+    k = k_MHD.to(compute).repeat_interleave(q_NHD.shape[1] // k_MHD.shape[1], 1)
+    scores_HNM = torch.einsum("nhd,mhd->hnm", q_NHD.to(compute), k) * scoring.scale
+    if scoring.softcap is not None:
+        scores_HNM = scoring.softcap * torch.tanh(scores_HNM / scoring.softcap)
+    return scores_HNM.masked_fill(~visible_NM, -torch.inf)
+
+
+def weights_of(scores_HNM: Tensor, lse_HN: Tensor) -> Tensor:
+    """Weights of the keys. A query without keys: every weight is exp(-inf) = 0 and not NaN."""
     shift = torch.where(lse_HN.isneginf(), torch.zeros_like(lse_HN), lse_HN)
-    weights_HNM = torch.exp(scores_HNM - shift.unsqueeze(-1))
-    out = torch.einsum("hnm,mhd->nhd", weights_HNM, v)
-    return AttentionState(out.to(q_NHD.dtype), lse_HN.T.contiguous())
+    return torch.exp(scores_HNM - shift.unsqueeze(-1))
+
+
+def weigh(scores_HNM: Tensor, v_MHD: Tensor, dtype: torch.dtype, sinks_H: Tensor | None = None) -> AttentionState:
+    """The state that belongs to these scores; ``sinks_H``: one more score of each head, of a key without a value."""
+    lse_HN = torch.logsumexp(scores_HNM, -1)
+    if sinks_H is not None:
+        lse_HN = torch.logaddexp(lse_HN, sinks_H.to(lse_HN.dtype).unsqueeze(-1))
+    v = v_MHD.to(scores_HNM.dtype).repeat_interleave(scores_HNM.shape[0] // v_MHD.shape[1], 1)
+    out = torch.einsum("hnm,mhd->nhd", weights_of(scores_HNM, lse_HN), v)
+    return AttentionState(out.to(dtype), lse_HN.T.contiguous())
 
 
 def merge(a: AttentionState, b: AttentionState) -> AttentionState:
@@ -48,6 +71,75 @@ def merge(a: AttentionState, b: AttentionState) -> AttentionState:
     return AttentionState(out.to(a.out.dtype), safe + torch.log(total))
 
 
+def visible_keys(plan: ForwardPlan, entry: int) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    """``[n, keys]`` twice: which keys, by address, the rows of an entry see in the window part and in the sink part."""
+    rows = slice(int(plan.starts[entry]), int(plan.starts[entry + 1]))
+    positions = int(plan.origins[entry]) + np.arange(int(plan.keys[entry]))
+    rule = plan.rules[entry]
+    if rule is not None:
+        positions[rule.first :] = rule.positions
+    visible = positions <= plan.positions[rows, None]
+    if rule is not None:
+        visible[:, rule.first :] = rule.allowed
+    window = visible if plan.lows is None else visible & (positions >= plan.lows[rows, None])
+    if plan.sinks is None:
+        return window, np.zeros_like(visible)
+    return window, visible & (positions >= plan.sinks[rows, :1]) & (positions < plan.sinks[rows, 1:])
+
+
+def check_sink_query(plan: ForwardPlan, q_sink_THD: Tensor | None) -> None:
+    """``InvalidArgument`` unless the query of the sink part is there if and only if the plan has sink parts."""
+    if (plan.sinks is None) != (q_sink_THD is None):
+        has, given = "no" if plan.sinks is None else "a", "no" if q_sink_THD is None else "a"
+        raise InvalidArgument(f"the plan has {has} sink part and {given} q_sink_THD is given; both or none are needed")
+
+
+def entry_scores(
+    plan: ForwardPlan, entry: int, q_THD: Tensor, k_SHD: Tensor, scoring: Scoring, q_sink_THD: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Scores of one entry ``[Hq, n, M]`` over the M keys that some row of it sees, their addresses and their slots."""
+    rows = slice(int(plan.starts[entry]), int(plan.starts[entry + 1]))
+    window, sink = visible_keys(plan, entry)
+    seen = np.flatnonzero((window | sink).any(0))
+    slots = plan.tables[entry][seen // plan.page_size].astype(np.int64) * plan.page_size + seen % plan.page_size
+    addresses, index = (torch.from_numpy(x).to(q_THD.device) for x in (seen, slots))
+    # Not by brackets: these would read a slot of page -1 from the end of the pool.
+    k_MHD = k_SHD.index_select(0, index)
+    scores_HNM = masked_scores(q_THD[rows], k_MHD, torch.from_numpy(window[:, seen]).to(q_THD.device), scoring)
+    if q_sink_THD is not None:
+        sink_NM = torch.from_numpy(sink[:, seen]).to(q_THD.device)
+        sink_HNM = masked_scores(q_sink_THD[rows], k_MHD, sink_NM, scoring)
+        scores_HNM = torch.where(sink_NM, sink_HNM, scores_HNM)
+    return scores_HNM, addresses, index
+
+
+def attention_weights(
+    plan: ForwardPlan,
+    q_THD: Tensor,
+    k_SHD: Tensor,
+    scoring: Scoring,
+    *,
+    q_sink_THD: Tensor | None = None,
+    sinks_H: Tensor | None = None,
+) -> list[Tensor]:
+    """What every new token makes of every key: one tensor ``[Hq, n, keys]`` float32 for each entry, by address.
+
+    0 for keys that a row does not see. The weights of a row sum to 1; with learned logits ``sinks_H`` to less, and to 0
+    for a row that sees no key. Arguments as in ``AttentionBackend.run``; for inspection, so all weights are in memory.
+    Raises ``InvalidArgument`` if ``q_sink_THD`` is missing or too much.
+    """
+    check_sink_query(plan, q_sink_THD)
+    result = []
+    for entry in range(plan.num_entries):
+        scores_HNM, addresses, _ = entry_scores(plan, entry, q_THD, k_SHD, scoring, q_sink_THD)
+        lse_HN = torch.logsumexp(scores_HNM, -1)
+        if sinks_H is not None:
+            lse_HN = torch.logaddexp(lse_HN, sinks_H.to(lse_HN.dtype).unsqueeze(-1))
+        weights = torch.zeros(*scores_HNM.shape[:2], int(plan.keys[entry]), device=q_THD.device)
+        result.append(weights.index_copy_(2, addresses, weights_of(scores_HNM, lse_HN).to(torch.float32)))
+    return result
+
+
 class ReferenceAttention:
     """The attention backend that defines the others: entry by entry, with explicit masks, in float32 or better."""
 
@@ -56,7 +148,9 @@ class ReferenceAttention:
     def refusal(self, spec: LayerSpec, device: torch.device) -> str:
         del device
         return (
-            "" if spec.kind == "full" else f"the reference attention has no layers of kind {spec.kind!r}, only 'full'"
+            ""
+            if spec.kind in ("full", "window")
+            else f"the reference attention has no layers of kind {spec.kind!r}, only 'full' and 'window'"
         )
 
     def plan(self, plan: ForwardPlan, dtype: torch.dtype) -> ForwardPlan:
@@ -67,21 +161,48 @@ class ReferenceAttention:
         self,
         prepared: Any,
         q_THD: Tensor,
-        k_THD: Tensor,
-        v_THD: Tensor,
+        new: tuple[Tensor, Tensor] | None,
         k_SHD: Tensor,
         v_SHD: Tensor,
-        scale: float,
+        scoring: Scoring,
+        *,
+        q_sink_THD: Tensor | None = None,
+        sinks_H: Tensor | None = None,
     ) -> Tensor:
-        plan: ForwardPlan = prepared
-        del k_THD
-        out = q_THD.new_empty(q_THD.shape[0], q_THD.shape[1], v_THD.shape[-1])
-        for entry, table in enumerate(plan.tables):
-            start, stop, past = int(plan.starts[entry]), int(plan.starts[entry + 1]), int(plan.pasts[entry])
-            length = past + stop - start
-            keys = torch.arange(length, device=q_THD.device)
-            pages = torch.from_numpy(table).to(q_THD.device, torch.int64)
-            slots = pages[keys // plan.page_size] * plan.page_size + keys % plan.page_size
-            visible = keys <= torch.arange(past, length, device=q_THD.device).unsqueeze(1)
-            out[start:stop] = attend(q_THD[start:stop], k_SHD[slots], v_SHD[slots], visible, scale).out
-        return out
+        """See the contract. ``InvalidArgument`` if ``q_sink_THD`` is missing or too much."""
+        del new  # the pool has these rows too
+        return self._state(prepared, q_THD, k_SHD, v_SHD, scoring, q_sink_THD, sinks_H).out
+
+    def run_state(
+        self,
+        prepared: Any,
+        q_THD: Tensor,
+        new: tuple[Tensor, Tensor] | None,
+        k_SHD: Tensor,
+        v_SHD: Tensor,
+        scoring: Scoring,
+        *,
+        q_sink_THD: Tensor | None = None,
+    ) -> AttentionState:
+        """See the contract; ``lse`` is float64 for float64 input. Raises as ``run``."""
+        del new
+        return self._state(prepared, q_THD, k_SHD, v_SHD, scoring, q_sink_THD, None)
+
+    @staticmethod
+    def _state(
+        plan: ForwardPlan,
+        q_THD: Tensor,
+        k_SHD: Tensor,
+        v_SHD: Tensor,
+        scoring: Scoring,
+        q_sink_THD: Tensor | None,
+        sinks_H: Tensor | None,
+    ) -> AttentionState:
+        check_sink_query(plan, q_sink_THD)
+        out = q_THD.new_empty(q_THD.shape[0], q_THD.shape[1], v_SHD.shape[-1])
+        lse = q_THD.new_empty(q_THD.shape[:2], dtype=torch.promote_types(q_THD.dtype, torch.float32))
+        for entry in range(plan.num_entries):
+            rows = slice(int(plan.starts[entry]), int(plan.starts[entry + 1]))
+            scores_HNM, _, slots = entry_scores(plan, entry, q_THD, k_SHD, scoring, q_sink_THD)
+            out[rows], lse[rows] = weigh(scores_HNM, v_SHD.index_select(0, slots), q_THD.dtype, sinks_H)
+        return AttentionState(out, lse)

@@ -1,4 +1,4 @@
-"""Which tokens a row may draw from, with what weight, and the draw: temperature, top-k, top-p, min-p, inverse CDF.
+"""Which tokens a row may draw from, with what weight, and the draw: masks, temperature, top-k, top-p, min-p, inverse CDF.
 
 A batch is worked on by tensor operations over all rows that need the same kind of work, yet a row's token does not
 depend on the other rows, to the bit. Two things make it so:
@@ -8,7 +8,7 @@ depend on the other rows, to the bit. Two things make it so:
   its last entry is the total. Weights below about 1e-13 of the largest one become 0 and are never drawn.
 * Order is by unique integer keys (logit, then lower token id), so any sort or top-k algorithm gives the same answer.
 
-Letters: V vocabulary; W rows of a batch, G rows of one group in it; K candidates of a row.
+Letters: V vocabulary; W rows of a batch, G rows of one group in it; K candidates of a row; B words of a bit mask.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -28,6 +30,35 @@ TOP_WIDTH = 1024
 def take_rows(x_RV: Tensor, rows: Sequence[int]) -> Tensor:
     """A copy of some rows, ``[R, ...]`` to ``[len(rows), ...]``."""
     return x_RV.index_select(0, torch.tensor(rows, dtype=torch.int64, device=x_RV.device))
+
+
+Ids = npt.NDArray[np.int64]
+
+Words = npt.NDArray[np.uint32]
+"""One bit for each token, 32 to a word: token t is bit ``t % 32`` of word ``t // 32``."""
+
+
+def num_words(vocab_size: int) -> int:
+    """Words of a mask of the vocabulary."""
+    return -(-vocab_size // 32)
+
+
+def mask_out(z_WV: Tensor, allowed_WB: Words) -> None:
+    """Set the logits of tokens whose bit is 0 to -inf, in place."""
+    vocab_size = z_WV.shape[1]
+    if z_WV.device.type == "cpu":
+        forbidden = np.unpackbits(~allowed_WB.view(np.uint8), axis=1, count=vocab_size, bitorder="little")
+        z_WV.masked_fill_(torch.from_numpy(forbidden.view(np.bool_)), -torch.inf)
+        return
+    # An eighth of the bytes to move, and the device is quicker at it.
+    words_WB = torch.from_numpy(allowed_WB.view(np.int32)).to(z_WV.device)
+    z_WV.masked_fill_(zero_bits(words_WB, vocab_size), -torch.inf)
+
+
+def zero_bits(words_WB: Tensor, vocab_size: int) -> Tensor:
+    """Where the bits of int32 words are 0, bool ``[W, vocab_size]``."""
+    bits_WB32 = words_WB.unsqueeze(-1) >> torch.arange(32, dtype=torch.int32, device=words_WB.device)
+    return ((bits_WB32 & 1) == 0).flatten(1)[:, :vocab_size]
 
 
 @dataclass(frozen=True, slots=True)

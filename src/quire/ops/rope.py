@@ -1,9 +1,9 @@
 """Rotary position embeddings: frequencies, tables, rotation.
 
-The reference and, for now, the only implementation. Angles are computed in float64 and rounded once to
+The reference, and the only implementation. Angles are computed in float64 and rounded once to
 float32, so that they are right at any position: a float32 product is off by a tenth of a radian and more at position 10^7.
 
-Letters: T tokens, H heads, D head size, R rotary columns.
+Letters: T tokens, H heads, D head size, R rotary columns, P = R / 2 pairs of columns.
 """
 
 from __future__ import annotations
@@ -14,44 +14,117 @@ import torch
 from torch import Tensor
 
 from quire.contracts.layers import RopeSpec
+from quire.errors import InvalidArgument, Unsupported
 
 
 def inverse_frequencies(spec: RopeSpec) -> Tensor:
-    """Angle per position of each pair, float64 ``[R / 2]``.
+    """Angle per position of each pair, float64 ``[P]``.
 
-    ``llama3`` is the rule of Llama 3.1 (long wavelengths divided by ``factor``, short ones kept, linear between).
+    ``default``: ``theta ** (-2j / R)``. The others change it so that a model reaches further than it was trained:
+
+    * ``linear``: all divided by ``factor`` (arXiv:2306.15595).
+    * ``dynamic``: a larger base, so that the fastest pair stays and the slowest is divided by
+      ``factor * length / original_max_position - factor + 1`` (NTK-aware interpolation; bloc97 and emozilla).
+    * ``yarn``: pairs that turn often are kept, those that turn seldom are divided by ``factor``, between them a ramp
+      over the index of the pair (arXiv:2309.00071).
+    * ``longrope``: each divided by its own number, which was searched for (arXiv:2402.13753).
+    * ``llama3``: as ``yarn``, with a ramp over the number of turns (Llama 3.1).
+    * ``proportional``: the first ``turning_dim / 2`` pairs of the whole head turn, divided by ``factor``; the others
+      stand still (Gemma 4).
+
+    ``Unsupported`` for another scaling, ``InvalidArgument`` for numbers with which the rule says nothing.
     """
-    exponent = torch.arange(0, spec.rotary_dim, 2, dtype=torch.float64) / spec.rotary_dim
-    freq = spec.theta**-exponent
-    if spec.scaling == "linear":
-        return freq / spec.factor
-    if spec.scaling == "llama3":
-        wavelength = 2 * math.pi / freq
-        turns = spec.original_max_position / wavelength
-        blend = (turns - spec.low_freq_factor) / (spec.high_freq_factor - spec.low_freq_factor)
-        blend = blend.clamp(0.0, 1.0)
-        return (1 - blend) * freq / spec.factor + blend * freq
-    return freq
+    pairs = spec.rotary_dim // 2
+    exponent_P = torch.arange(0, 2 * pairs, 2, dtype=torch.float64) / spec.rotary_dim
+    theta = _stretched_base(spec) if spec.scaling == "dynamic" else spec.theta
+    freq_P = theta**-exponent_P
+    match spec.scaling:
+        case "default" | "dynamic":
+            return freq_P
+        case "linear":
+            return freq_P / spec.factor
+        case "yarn":
+            return _blend(freq_P, spec.factor, _yarn_ramp(spec, pairs))
+        case "llama3":
+            turns_P = spec.original_max_position * freq_P / (2 * math.pi)
+            kept_P = (turns_P - spec.low_freq_factor) / (spec.high_freq_factor - spec.low_freq_factor)
+            return _blend(freq_P, spec.factor, kept_P.clamp(0.0, 1.0))
+        case "longrope":
+            if len(spec.factors) != pairs:
+                raise InvalidArgument(
+                    f"longrope: {len(spec.factors)} factors for {pairs} pairs; one for each is needed"
+                )
+            return freq_P / torch.tensor(spec.factors, dtype=torch.float64)
+        case "proportional":
+            freq_P[spec.turning_dim // 2 :] = 0.0
+            return freq_P / spec.factor
+    raise Unsupported(f"RoPE scaling {spec.scaling!r} is not computed")
+
+
+def _blend(freq_P: Tensor, factor: float, kept_P: Tensor) -> Tensor:
+    """As it is where ``kept`` is 1, divided by ``factor`` where it is 0."""
+    return (1 - kept_P) * freq_P / factor + kept_P * freq_P
+
+
+def _stretched_base(spec: RopeSpec) -> float:
+    if spec.rotary_dim <= 2 or spec.original_max_position < 1:
+        raise InvalidArgument(
+            f"dynamic: {spec.rotary_dim} rotary columns and an original length of {spec.original_max_position}; "
+            "more than 2 and at least 1 are needed"
+        )
+    length = max(spec.length, spec.original_max_position)
+    stretch = spec.factor * length / spec.original_max_position - (spec.factor - 1)
+    return float(spec.theta * stretch ** (spec.rotary_dim / (spec.rotary_dim - 2)))
+
+
+def _yarn_ramp(spec: RopeSpec, pairs: int) -> Tensor:
+    """How much of each pair's own frequency is kept: 1 up to a first pair, 0 from a last one on."""
+    if spec.theta <= 1 or spec.original_max_position < 1:
+        raise InvalidArgument(
+            f"yarn: theta {spec.theta} and an original length of {spec.original_max_position}; "
+            "more than 1 and at least 1 are needed"
+        )
+
+    def pair_with(turns: float) -> float:
+        """The index, in general not whole, of the pair that turns so often in the original length."""
+        return (
+            spec.rotary_dim * math.log(spec.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(spec.theta))
+        )
+
+    first, last = pair_with(spec.beta_fast), pair_with(spec.beta_slow)
+    if spec.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, spec.rotary_dim - 1)
+    if first == last:
+        last += 0.001  # A step, as in the authors' code; a quotient of 0 by 0 otherwise.
+    return 1 - ((torch.arange(pairs, dtype=torch.float64) - first) / (last - first)).clamp(0.0, 1.0)
 
 
 class RotaryTable:
     """cos and sin rows by position for one ``RopeSpec`` on one device, float32, made when first needed.
 
-    A row is laid out so that ``x * cos + swap(x) * sin`` is the rotation, with the sign inside of ``sin``.
+    A row is laid out so that ``x * cos + swap(x) * sin`` is the rotation, with the sign inside of ``sin`` and the
+    ``attention_factor`` in both.
     """
 
+    PIECE = 4096
+    """Rows that are computed at a time when the table grows."""
     MAX_ROWS = 1 << 18
     """Positions from here on are computed one by one; the table stays within 128 MiB for 64 columns."""
 
     def __init__(self, spec: RopeSpec, device: torch.device) -> None:
         self.spec = spec
         self.device = device
-        self._freq = inverse_frequencies(spec)
-        self._rows = self._compute(torch.arange(0))
+        self._freq_P = inverse_frequencies(spec)
+        # Far positions are computed where they are, if float64 is there: fetching them would wait for the device.
+        self._far_freq_P = self._freq_P if device.type == "mps" else self._freq_P.to(device)
+        self._rows = self._compute(torch.arange(0), self._freq_P)
 
-    def _compute(self, positions: Tensor) -> Tensor:
-        angle = positions.to(torch.float64).unsqueeze(-1) * self._freq
+    def _compute(self, positions: Tensor, freq_P: Tensor) -> Tensor:
+        angle = positions.to(torch.float64).unsqueeze(-1) * freq_P
         cos, sin = angle.cos(), angle.sin()
+        if self.spec.attention_factor != 1.0:
+            cos, sin = cos * self.spec.attention_factor, sin * self.spec.attention_factor
         if self.spec.interleaved:
             cos = cos.repeat_interleave(2, -1)
             sin = torch.stack((-sin, sin), -1).flatten(-2)
@@ -61,15 +134,32 @@ class RotaryTable:
         return torch.stack((cos, sin), -2).float().to(self.device)
 
     def rows(self, positions_T: Tensor, max_position: int) -> tuple[Tensor, Tensor]:
-        """``(cos, sin)``, each float32 ``[T, 1, R]``. ``max_position``: the largest of ``positions_T`` (int64)."""
+        """``(cos, sin)``, each float32 ``[T, 1, R]``. ``max_position``: at least the largest of ``positions_T``
+        (int64, 0 or more, in any order)."""
         if max_position >= self.MAX_ROWS:
-            rows = self._compute(positions_T.cpu())
+            rows = self._compute(positions_T.to(self._far_freq_P.device), self._far_freq_P)
         else:
             if max_position >= self._rows.shape[0]:
-                size = min(self.MAX_ROWS, max(256, 1 << max_position.bit_length()))
-                self._rows = self._compute(torch.arange(size))
+                self._grow(min(self.MAX_ROWS, max(256, 1 << max_position.bit_length())))
             rows = self._rows.index_select(0, positions_T)
         return rows[:, 0].unsqueeze(1), rows[:, 1].unsqueeze(1)
+
+    def _grow(self, size: int) -> None:
+        """Make the table ``size`` rows long, piece by piece: the float64 temporaries of a piece are small."""
+        old = self._rows
+        self._rows = old.new_empty(size, *old.shape[1:])
+        self._rows[: old.shape[0]] = old
+        for start in range(old.shape[0], size, self.PIECE):
+            stop = min(size, start + self.PIECE)
+            self._rows[start:stop] = self._compute(torch.arange(start, stop), self._freq_P)
+
+    def turn_back(self, counts_T: Tensor, max_count: int) -> tuple[Tensor, Tensor]:
+        """``(cos, sin)`` as of ``rows``, for rotating back by ``counts_T`` positions what was rotated already.
+
+        Rotations compose, so a row of position p becomes one of p - count; its ``attention_factor`` stays as it is.
+        """
+        cos_T1R, sin_T1R = self.rows(counts_T, max_count)
+        return cos_T1R / self.spec.attention_factor, sin_T1R / -self.spec.attention_factor
 
 
 MANY_ROWS = 64
@@ -83,7 +173,7 @@ def rotate(x_THD: Tensor, cos_T1R: Tensor, sin_T1R: Tensor, *, interleaved: bool
         return _rotate_halves(x_THD, cos_T1R, sin_T1R)
     turned = x_THD[..., :rotary_dim].float() if rotary_dim < x_THD.shape[-1] else x_THD.float()
     if interleaved:
-        swapped = turned.view(*turned.shape[:-1], -1, 2).flip(-1).flatten(-2)
+        swapped = turned.view(*turned.shape[:-1], rotary_dim // 2, 2).flip(-1).flatten(-2)
     else:
         swapped = turned.roll(rotary_dim // 2, -1)
     out = torch.addcmul(turned * cos_T1R, swapped, sin_T1R).to(x_THD.dtype)

@@ -1,17 +1,16 @@
-"""From logits to tokens: edits of logits, one draw per token, log-probabilities.
+"""From logits to tokens: masks and edits of logits, one draw per token, log-probabilities.
 
-The reference sampler, and for now the only one. Randomness belongs to requests: one ``torch.Generator`` each, one
+The reference sampler, and the only one. Randomness belongs to requests: one ``torch.Generator`` each, one
 float64 uniform per drawn token, none for a greedy one. With that and the exact arithmetic of ``quire.ops.filters`` a
 request's tokens depend on its logits, parameters, history and seed, and on nothing else in the batch.
 
-Letters: R rows of logits, V vocabulary; W rows of one chunk of work, G rows of one group in it; K candidates of a row;
-N token ids of all rows together.
+Letters: R rows of logits, V vocabulary; W rows of one chunk of work; K candidates of a row.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,16 +19,13 @@ import torch
 from torch import Tensor
 
 from quire.errors import FailedPrecondition, InvalidArgument, QuireError
-from quire.ops.filters import candidates, take_rows, top_ids
+from quire.ops.edits import FAILED, Bans, edited
+from quire.ops.filters import Ids, Words, candidates, num_words, take_rows, top_ids
 from quire.sampling_params import SamplingParams
-
-FAILED = -1
-"""Stands for the token of a row from which none can be drawn."""
 
 CHUNK_ELEMENTS = 1 << 24
 """Logits worked on at a time (128 MB per float64 temporary); more rows go through in several chunks."""
 
-Ids = npt.NDArray[np.int64]
 Values = npt.NDArray[np.float32]
 
 
@@ -123,11 +119,13 @@ class RequestSampler:
         if params.needs_history:
             # Presence and frequency look at the output only; the prompt matters to repetition alone.
             self.counts = TokenCounts(prompt if params.repetition_penalty != 1.0 else prompt[:0])
+        self._output: list[int] = []
+        """Tokens drawn so far, if a processor wants to see them."""
         self._generator = None if params.is_greedy else make_generator(params.seed, index, entropy)
 
     @property
     def edits_logits(self) -> bool:
-        return self.counts is not None or len(self.bias_ids_N) > 0
+        return self.counts is not None or len(self.bias_ids_N) > 0 or bool(self.params.logits_processors)
 
     def observe(self, token_id: int) -> None:
         """``token_id`` joined the output. ``InvalidArgument`` outside of the vocabulary."""
@@ -135,6 +133,31 @@ class RequestSampler:
             raise InvalidArgument(f"token id must be in 0..{self.vocab_size - 1}, got {token_id}")
         if self.counts is not None:
             self.counts.add(token_id)
+        if self.params.logits_processors:
+            self._output.append(token_id)
+
+    def process(self, logits_V: Tensor) -> Tensor:
+        """What the user's processors make of edited logits ``[V]``, which they may change.
+
+        ``QuireError`` names the processor that raised, or that returned no float32 ``[V]``, or NaN or +inf.
+        """
+        for number, processor in enumerate(self.params.logits_processors or ()):
+            name = f"logits_processors[{number}] ({getattr(processor, '__name__', type(processor).__name__)})"
+            try:
+                made = processor(list(self._output), logits_V)
+            except Exception as error:
+                raise QuireError(f"{name} raised {type(error).__name__}: {error}") from error
+            if not isinstance(made, Tensor):
+                raise QuireError(f"{name} must return logits, a float32 tensor [{self.vocab_size}], got {made!r:.100}")
+            if made.dtype != torch.float32 or list(made.shape) != [self.vocab_size]:
+                raise QuireError(f"{name} must return float32 [{self.vocab_size}], got {made.dtype} {list(made.shape)}")
+            logits_V = made.detach()
+            # NaN and +inf, neither of which is below +inf.
+            bad = (~(logits_V < torch.inf)).nonzero()
+            if len(bad):
+                token = int(bad[0])
+                raise QuireError(f"{name} returned {float(logits_V[token])} as the logit of token {token}")
+        return logits_V
 
     def uniform(self) -> float:
         """The next number of the request's stream: a multiple of 2**-53 in [0, 1)."""
@@ -186,25 +209,29 @@ class SampledTokens:
 
 @torch.no_grad()
 def sample(
-    logits_RV: Tensor, samplers: Sequence[RequestSampler], banned: Sequence[Sequence[int]] | None = None
+    logits_RV: Tensor,
+    samplers: Sequence[RequestSampler],
+    banned: Sequence[Sequence[int]] | None = None,
+    allowed: Mapping[int, Words] | None = None,
 ) -> SampledTokens:
     """Draw the next token of each row.
 
     ``logits_RV``: raw logits, float32 ``[R, V]``, on any device; not changed. ``samplers``: one per row. ``banned``: per
-    row the ids that may not be drawn (end tokens before ``min_tokens``); None: nothing is banned.
+    row the ids that may not be drawn (end tokens before ``min_tokens``); None: nothing is banned. ``allowed``: by row the mask
+    of a grammar, uint32 ``[num_words(V)]``; other rows have none.
 
-    A row whose logits hold a NaN or +inf or are all -inf, or whose every token is banned, gives ``FAILED`` and an entry
-    in ``failures``, draws nothing, and does not disturb the others. ``InvalidArgument`` for shapes, dtype or ids that do
-    not fit, before any generator has moved.
+    A row whose logits hold a NaN or +inf or are all -inf, or whose every token is banned, or whose logits processor fails,
+    gives ``FAILED`` and an entry in ``failures``, draws nothing, and does not disturb the others. ``InvalidArgument`` for
+    shapes, dtype or ids that do not fit, before any generator has moved.
     """
-    banned = _check_batch(logits_RV, samplers, banned)
+    bans = _check_batch(logits_RV, samplers, banned, allowed)
     # The maximum is NaN if any logit is, and infinite if one is +inf or all are -inf: one reduction finds it all.
     best = logits_RV.max(-1)
     token_ids: list[int] = torch.where(best.values.isfinite(), best.indices, FAILED).tolist()
     failures = {row: _not_finite(row) for row, token in enumerate(token_ids) if token == FAILED}
-    work = [r for r, s in enumerate(samplers) if r not in failures and _needs_work(s, banned[r])]
+    work = [r for r, s in enumerate(samplers) if r not in failures and _needs_work(s, bans, r)]
     for rows in _chunks(work, logits_RV.shape[1]):
-        z_WV, max_W, tokens = _edited(logits_RV, rows, samplers, banned)
+        z_WV, max_W, tokens, reasons = edited(logits_RV, rows, samplers, bans)
         drawing = [i for i, row in enumerate(rows) if tokens[i] != FAILED and not samplers[row].params.is_greedy]
         groups = candidates(z_WV, max_W, {i: samplers[rows[i]].params for i in drawing})
         uniforms = {i: samplers[rows[i]].uniform() for i in drawing}
@@ -214,23 +241,27 @@ def sample(
         for row, token in zip(rows, tokens, strict=True):
             token_ids[row] = token
             if token == FAILED:
-                failures[row] = QuireError(f"row {row} has no token to draw: every token is banned or has logit -inf")
+                nothing = QuireError(f"row {row} has no token to draw: every token is banned or has logit -inf")
+                failures[row] = reasons.get(row, nothing)
     logprobs = logprobs_of(logits_RV, token_ids, [sampler.params.logprobs for sampler in samplers])
     return SampledTokens(token_ids=token_ids, logprobs=logprobs, failures=dict(sorted(failures.items())))
 
 
 @torch.no_grad()
 def probabilities(
-    logits_RV: Tensor, samplers: Sequence[RequestSampler], banned: Sequence[Sequence[int]] | None = None
+    logits_RV: Tensor,
+    samplers: Sequence[RequestSampler],
+    banned: Sequence[Sequence[int]] | None = None,
+    allowed: Mapping[int, Words] | None = None,
 ) -> Tensor:
     """The distribution from which ``sample`` draws each row, float64 ``[R, V]``; no generator moves.
 
     A greedy row is one-hot at the first maximum; a row from which ``sample`` would draw nothing is all zero.
     """
-    banned = _check_batch(logits_RV, samplers, banned)
+    bans = _check_batch(logits_RV, samplers, banned, allowed)
     p_RV = torch.zeros_like(logits_RV, dtype=torch.float64)
     for rows in _chunks(range(len(samplers)), logits_RV.shape[1]):
-        z_WV, max_W, tokens = _edited(logits_RV, rows, samplers, banned)
+        z_WV, max_W, tokens, _ = edited(logits_RV, rows, samplers, bans)
         good = [i for i, token in enumerate(tokens) if token != FAILED]
         greedy = [i for i in good if samplers[rows[i]].params.is_greedy]
         p_RV[[rows[i] for i in greedy], [tokens[i] for i in greedy]] = 1.0
@@ -294,9 +325,12 @@ def _check_logits(logits_RV: Tensor) -> tuple[int, int]:
 
 
 def _check_batch(
-    logits_RV: Tensor, samplers: Sequence[RequestSampler], banned: Sequence[Sequence[int]] | None
-) -> Sequence[Sequence[int]]:
-    """Refuse what does not fit together; ``banned`` with None replaced."""
+    logits_RV: Tensor,
+    samplers: Sequence[RequestSampler],
+    banned: Sequence[Sequence[int]] | None,
+    allowed: Mapping[int, Words] | None,
+) -> Bans:
+    """Refuse what does not fit together."""
     num_rows, vocab_size = _check_logits(logits_RV)
     if len(samplers) != num_rows:
         raise InvalidArgument(f"need one sampler for each of {num_rows} rows of logits, got {len(samplers)}")
@@ -305,82 +339,31 @@ def _check_batch(
             raise InvalidArgument(
                 f"row {row}: the sampler is for {sampler.vocab_size} tokens, the logits for {vocab_size}"
             )
+    allowed = allowed or {}
+    for row, words in allowed.items():
+        if not 0 <= row < num_rows or words.dtype != np.uint32 or words.shape != (num_words(vocab_size),):
+            raise InvalidArgument(
+                f"a mask must be uint32 [{num_words(vocab_size)}] of a row in 0..{num_rows - 1}, "
+                f"got {words.dtype} {list(words.shape)} of row {row}"
+            )
     if banned is None:
-        return [()] * num_rows
+        return Bans([()] * num_rows, allowed)
     if len(banned) != num_rows:
         raise InvalidArgument(f"need one list of banned ids for each of {num_rows} rows, got {len(banned)}")
     for row, ids in enumerate(banned):
         _check_ids(f"banned ids of row {row}", np.asarray(ids, dtype=np.int64), vocab_size)
-    return banned
+    return Bans(banned, allowed)
 
 
 def _not_finite(row: int) -> QuireError:
     return QuireError(f"the logits of row {row} hold NaN or +inf, or are all -inf; no token can be drawn from them")
 
 
-def _needs_work(sampler: RequestSampler, banned: Sequence[int]) -> bool:
-    return sampler.edits_logits or not sampler.params.is_greedy or len(banned) > 0
+def _needs_work(sampler: RequestSampler, bans: Bans, row: int) -> bool:
+    return sampler.edits_logits or not sampler.params.is_greedy or bans.concern(row)
 
 
 def _chunks(rows: Sequence[int], vocab_size: int) -> Iterator[Sequence[int]]:
     step = max(1, CHUNK_ELEMENTS // vocab_size)
     for start in range(0, len(rows), step):
         yield rows[start : start + step]
-
-
-# ---- Edits of logits ------------------------------------------------------------------------------------------------
-
-
-def _edited(
-    logits_RV: Tensor, rows: Sequence[int], samplers: Sequence[RequestSampler], banned: Sequence[Sequence[int]]
-) -> tuple[Tensor, Tensor, list[int]]:
-    """Biased, penalised, banned logits ``[W, V]`` of some rows, their maxima ``[W]``, and where these are first.
-
-    The place is ``FAILED`` where the maximum is not finite.
-    """
-    z_WV = take_rows(logits_RV, rows)
-    members = [samplers[row] for row in rows]
-    _add_bias(z_WV, members)
-    _penalise(z_WV, members)
-    _ban(z_WV, [banned[row] for row in rows])
-    best = z_WV.max(-1)
-    return z_WV, best.values, torch.where(best.values.isfinite(), best.indices, FAILED).tolist()
-
-
-def _places(ids: Sequence[Sequence[int] | Ids], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Row and column, int64 ``[N]`` each, of ragged ids per row."""
-    rows_N = np.repeat(np.arange(len(ids)), [len(row) for row in ids])
-    ids_N = np.concatenate([np.asarray(row, dtype=np.int64) for row in ids])
-    return torch.from_numpy(rows_N).to(device), torch.from_numpy(ids_N).to(device)
-
-
-def _add_bias(z_WV: Tensor, samplers: Sequence[RequestSampler]) -> None:
-    if any(len(sampler.bias_ids_N) for sampler in samplers):
-        place = _places([sampler.bias_ids_N for sampler in samplers], z_WV.device)
-        bias_N = torch.from_numpy(np.concatenate([sampler.bias_N for sampler in samplers])).to(z_WV.device)
-        z_WV[place] += bias_N
-
-
-def _penalise(z_WV: Tensor, samplers: Sequence[RequestSampler]) -> None:
-    """Repetition, then frequency, then presence, on the tokens that the requests have seen; in place."""
-    seen = {i: sampler.counts for i, sampler in enumerate(samplers) if sampler.counts is not None}
-    if not seen:
-        return
-    sizes = [len(seen[i].ids_N) if i in seen else 0 for i in range(len(samplers))]
-    place = _places([seen[i].ids_N if i in seen else () for i in range(len(samplers))], z_WV.device)
-    penalties_W3 = np.array(
-        [(s.params.repetition_penalty, s.params.frequency_penalty, s.params.presence_penalty) for s in samplers]
-    )
-    columns = np.repeat(penalties_W3, sizes, axis=0).astype(np.float32).T.copy()
-    repetition_N, frequency_N, presence_N = torch.from_numpy(columns).to(z_WV.device)
-    count_N = torch.from_numpy(np.concatenate([counts.counts_N for counts in seen.values()])).to(z_WV.device)
-    z_N = z_WV[place]
-    z_N = torch.where(z_N > 0, z_N / repetition_N, z_N * repetition_N)
-    # A repetition penalty far below 1 may overflow; the largest float still wins and is not a failure. -inf stays.
-    z_N.clamp_(max=torch.finfo(z_N.dtype).max)
-    z_WV[place] = z_N - frequency_N * count_N - presence_N * (count_N > 0)
-
-
-def _ban(z_WV: Tensor, banned: Sequence[Sequence[int]]) -> None:
-    if any(len(ids) for ids in banned):
-        z_WV[_places(banned, z_WV.device)] = -torch.inf

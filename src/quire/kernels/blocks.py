@@ -1,0 +1,163 @@
+"""Many rows of one entry that do not see the same keys, cut into blocks: each over its own range of keys.
+
+A window of W keys over a chunk of any length thus costs W + block keys for each row. Keys that all rows of a block
+see need no mask; if they are many they are a segment, attended by itself and merged with what is around.
+
+Letters: n rows of an entry or block; m keys.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from quire.contracts.attention import ForwardPlan
+from quire.kernels.groups import Keys, keys_of, pages_of, range_mask
+from quire.kernels.visibility import Columns, Visibility, trim
+
+UNMASKED_KEYS = 2048
+"""More keys than this that all rows of a block see are a segment without a mask."""
+SMALLEST_BLOCK, LARGEST_BLOCK = 64, 512
+"""Rows of a block, unless all rows of the entry see the same keys."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Neighbouring keys of a block."""
+
+    start: int
+    """The first, counted from the block's first key."""
+    stop: int
+    mask: Tensor | None
+    """``[1, 1, n, stop - start]``: in the dtype of the queries, 0 or -inf; or bool, true: visible. None: all visible."""
+    blind: Tensor | None
+    """int64: rows of the block that see none of these keys; None: there are none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Neighbouring rows of one entry."""
+
+    start: int
+    stop: int
+    keys: Keys
+    segments: list[Segment]
+
+
+class Mask(NamedTuple):
+    """``mask`` and ``blind`` of a segment."""
+
+    mask: Tensor | None
+    blind: Tensor | None
+
+
+class Span(NamedTuple):
+    """A segment by addresses. ``columns``: decided by a rule too."""
+
+    first: int
+    stop: int
+    masked: bool
+    columns: Columns | None
+
+
+class BlockPlanner:
+    """Makes the blocks of one part of one batch. Masks by position that look the same are made once."""
+
+    def __init__(self, plan: ForwardPlan, part: Visibility, dtype: torch.dtype) -> None:
+        self.plan = plan
+        self.part = part
+        self.dtype = dtype
+        self._masks: dict[tuple[bytes, bytes, int], Mask] = {}
+
+    def splits(self, entry: int) -> bool:
+        """Whether an entry with a rule has so many keys in front of it, seen by all its rows, that these need no mask."""
+        if entry not in self.part.columns:
+            return False
+        rows = slice(int(self.plan.starts[entry]), int(self.plan.starts[entry + 1]))
+        return int(self.part.high[rows].min() - self.part.low[rows].max()) > UNMASKED_KEYS
+
+    def blocks(self, entry: int) -> list[Block]:
+        """Of an entry that sees something; rows that see nothing may be in no block."""
+        start, stop = int(self.plan.starts[entry]), int(self.plan.starts[entry + 1])
+        size = self._size(entry, start, stop)
+        found = (self._block(entry, first, min(stop, first + size)) for first in range(start, stop, size))
+        return [block for block in found if block is not None]
+
+    def _size(self, entry: int, start: int, stop: int) -> int:
+        low, high = self.part.low[start:stop], self.part.high[start:stop]
+        columns = self.part.columns.get(entry)
+        if columns is None and (low == low[0]).all() and (high == high[0]).all():
+            return stop - start
+        width = int((high - low).max())
+        if columns is not None:
+            width = max(width, 0) + int(columns.visible.sum(1).max())
+        if int(self.part.stop[entry] - self.part.first[entry]) <= 2 * width:
+            # All rows see much the same: a sink, a small tree.
+            return LARGEST_BLOCK
+        return min(LARGEST_BLOCK, max(SMALLEST_BLOCK, 1 << (max(1, width // 4) - 1).bit_length()))
+
+    def _block(self, entry: int, start: int, stop: int) -> Block | None:
+        spans = self._spans(entry, start, stop)
+        if not spans:
+            return None
+        first, last = spans[0].first, spans[-1].stop
+        keys, offset = keys_of([pages_of(self.plan, entry, first, last)], self.plan, first, last)
+        base = first // self.plan.page_size * self.plan.page_size + offset
+        rows = slice(start, stop)
+        segments = [
+            Segment(span.first - base, span.stop - base, *self._mask(span, self.part.low[rows], self.part.high[rows]))
+            for span in spans
+        ]
+        return Block(start, stop, keys, segments)
+
+    def _spans(self, entry: int, start: int, stop: int) -> list[Span]:
+        """In order of addresses."""
+        low, high = self.part.low[start:stop], self.part.high[start:stop]
+        shown = low < high
+        columns = self.part.columns.get(entry)
+        if columns is not None:
+            first_row = start - int(self.plan.starts[entry])
+            columns = trim(columns.visible[first_row : first_row + stop - start], columns.first)
+        if not shown.any():
+            return [] if columns is None else [Span(columns.first, columns.stop, True, columns)]
+        first, last = int(low[shown].min()), int(high[shown].max())
+        # What all rows see; none of it where one sees nothing.
+        inner, outer = int(low.max()), int(high.min())
+        if inner == first and outer == last and columns is None:
+            return [Span(first, last, False, None)]
+        if outer - inner <= UNMASKED_KEYS:
+            return [Span(first, last if columns is None else columns.stop, True, columns)]
+        spans = [Span(inner, outer, False, None)]
+        if first < inner:
+            spans.insert(0, Span(first, inner, True, None))
+        if outer < last:
+            spans.append(Span(outer, last, True, None))
+        if columns is not None:
+            spans.append(Span(columns.first, columns.stop, True, columns))
+        return spans
+
+    def _mask(self, span: Span, low: NDArray[np.int64], high: NDArray[np.int64]) -> Mask:
+        if not span.masked:
+            return Mask(None, None)
+        m = span.stop - span.first
+        low, high = np.clip(low - span.first, 0, m), np.clip(high - span.first, 0, m)
+        if span.columns is not None:
+            key = np.arange(m)
+            visible = (key >= low[:, None]) & (key < high[:, None])
+            visible[:, span.columns.first - span.first : span.columns.stop - span.first] |= span.columns.visible
+            return Mask(torch.from_numpy(visible).to(self.plan.device)[None, None], self._rows(~visible.any(1)))
+        name = (low.tobytes(), high.tobytes(), m)
+        found = self._masks.get(name)
+        if found is None:
+            mask = range_mask(low, high, m, self.dtype, self.plan.device)[None, None]
+            found = self._masks[name] = Mask(mask, self._rows(low >= high))
+        return found
+
+    def _rows(self, which: Any) -> Tensor | None:
+        rows = np.flatnonzero(which)
+        return torch.from_numpy(rows).to(self.plan.device) if rows.size else None

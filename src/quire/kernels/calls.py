@@ -1,0 +1,101 @@
+"""One call for each piece of a batch: ``run_...`` gives the attention, ``state_of_...`` the attention state.
+
+Letters: T new tokens; b entries of a group; n rows of an entry, padded; R = b * n; Hq, Hkv heads; Dk, Dv head sizes.
+"""
+
+from __future__ import annotations
+
+from functools import reduce
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+from quire.contracts.attention import AttentionState, Scoring
+from quire.kernels.blocks import Block, Segment
+from quire.kernels.groups import CausalGroup, LongChunk, PagedGroup, Pool
+from quire.kernels.partial import has_lse_kernel, partial
+from quire.ops.attention import merge
+
+
+def run_causal(group: CausalGroup, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, scale: float) -> Tensor:
+    """``[R, Hq, Dv]``"""
+    q, k, v = (
+        group.rows.take(x).view(group.b, group.n, x.shape[1], x.shape[2]).transpose(1, 2) for x in (q_THD, k_THD, v_THD)
+    )
+    out_BHND = sdpa(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    return out_BHND.transpose(1, 2).contiguous().view(group.b * group.n, q.shape[1], v.shape[-1])
+
+
+def state_of_causal(
+    group: CausalGroup, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, scoring: Scoring
+) -> AttentionState:
+    q, k, v = (group.rows.take(x).view(group.b, group.n, *x.shape[1:]) for x in (q_THD, k_THD, v_THD))
+    return partial(q, k.transpose(1, 2), v.transpose(1, 2), scoring, causal=True)
+
+
+def run_paged(group: PagedGroup, q_THD: Tensor, pool: Pool, scale: float) -> Tensor:
+    """``[R, Hq, Dv]``"""
+    heads, dim = q_THD.shape[1:]
+    kv_heads = pool.k_SHD.shape[1]
+    k, v = group.keys.gather(pool)
+    q = group.rows.take(q_THD)
+    if group.n == 1:
+        q = q.view(group.b, kv_heads, heads // kv_heads, dim)
+        out = sdpa(q, k, v, attn_mask=group.mask, scale=scale)
+        return out.contiguous().view(group.b, heads, -1)
+    q = q.view(group.b, group.n, heads, dim).transpose(1, 2)
+    out = sdpa(q, k, v, attn_mask=group.mask, scale=scale, enable_gqa=heads != kv_heads)
+    return out.transpose(1, 2).contiguous().view(group.b * group.n, heads, -1)
+
+
+def state_of_paged(group: PagedGroup, q_THD: Tensor, pool: Pool, scoring: Scoring) -> AttentionState:
+    q = group.rows.take(q_THD)
+    k, v = group.keys.gather(pool)
+    return partial(q.view(group.b, group.n, *q.shape[1:]), k, v, scoring, mask=group.mask)
+
+
+def state_of_long(
+    chunk: LongChunk, q_NHD: Tensor, k_NHD: Tensor, v_NHD: Tensor, pool: Pool, scoring: Scoring
+) -> AttentionState:
+    """Self attention and attention over the past, merged; ``out`` in float32 or better."""
+    q = q_NHD.unsqueeze(0)
+    k, v = (x.transpose(0, 1).unsqueeze(0) for x in (k_NHD, v_NHD))
+    past_k, past_v = chunk.keys.gather(pool)
+    own = partial(q, k, v, scoring, causal=True)
+    return merge(exact(own), partial(q, past_k, past_v, scoring))
+
+
+def run_block(block: Block, q_NHD: Tensor, pool: Pool, scale: float) -> Tensor:
+    """``[n, Hq, Dv]``; rows that see nothing are not defined."""
+    if len(block.segments) > 1 or has_lse_kernel(q_NHD.device, pool.k_SHD.shape[-1], pool.v_SHD.shape[-1]):
+        return state_of_block(block, q_NHD, pool, Scoring(scale)).out
+    segment = block.segments[0]
+    k, v = (x[:, :, segment.start : segment.stop] for x in block.keys.gather(pool))
+    q = q_NHD.transpose(0, 1).unsqueeze(0)
+    out = sdpa(q, k, v, attn_mask=segment.mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    return out[0].transpose(0, 1)
+
+
+def state_of_block(block: Block, q_NHD: Tensor, pool: Pool, scoring: Scoring) -> AttentionState:
+    k, v = block.keys.gather(pool)
+    states = [state_of_segment(segment, q_NHD, k, v, scoring) for segment in block.segments]
+    return states[0] if len(states) == 1 else reduce(merge, states[1:], exact(states[0]))
+
+
+def state_of_segment(
+    segment: Segment, q_NHD: Tensor, k_1HMD: Tensor, v_1HMD: Tensor, scoring: Scoring
+) -> AttentionState:
+    some = slice(segment.start, segment.stop)
+    state = partial(q_NHD.unsqueeze(0), k_1HMD[:, :, some], v_1HMD[:, :, some], scoring, mask=segment.mask)
+    return state if segment.blind is None else blinded(state, segment.blind)
+
+
+def blinded(state: AttentionState, rows: Tensor) -> AttentionState:
+    """The state, in place, with these rows as those of queries that see no key."""
+    return AttentionState(state.out.index_fill_(0, rows, 0.0), state.lse.index_fill_(0, rows, -torch.inf))
+
+
+def exact(state: AttentionState) -> AttentionState:
+    """The same with ``out`` in float32 or better, so that a merge does not round it to less."""
+    return AttentionState(state.out.to(torch.promote_types(state.out.dtype, torch.float32)), state.lse)

@@ -1,0 +1,216 @@
+"""The pieces into which a batch is cut, each served by one call of a kernel, and the batch's rows and keys in them.
+
+Letters: T new tokens; S slots; P page size; b entries of a group; n rows of an entry, padded; m keys, padded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from quire.contracts.attention import ForwardPlan
+from quire.kernels.visibility import Visibility
+
+MAX_WASTE = 1.25
+"""A padded group may compute this many times the keys that it needs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows of a group in the batch: a slice where they are neighbours, else an index."""
+
+    first: int
+    stop: int
+    index: Tensor | None
+
+    def take(self, x_THD: Tensor) -> Tensor:
+        return x_THD[self.first : self.stop] if self.index is None else x_THD.index_select(0, self.index)
+
+
+class Pool(NamedTuple):
+    """The rows of all pages of one layer."""
+
+    k_SHD: Tensor
+    v_SHD: Tensor
+    page_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """m keys of each of b entries: pages to gather, or slots that lie in one run."""
+
+    b: int
+    m: int
+    pages: Tensor | None
+    """int64 ``[b * pages]``; None: the slots ``first_slot..first_slot + m - 1``."""
+    first_slot: int
+
+    def gather(self, pool: Pool) -> tuple[Tensor, Tensor]:
+        """Their K and V, ``[b, Hkv, m, D]`` (strided)."""
+        return self._rows(pool.k_SHD, pool.page_size), self._rows(pool.v_SHD, pool.page_size)
+
+    def _rows(self, x_SHD: Tensor, page_size: int) -> Tensor:
+        if self.pages is None:
+            return x_SHD[self.first_slot : self.first_slot + self.m].unsqueeze(0).transpose(1, 2)
+        heads, dim = x_SHD.shape[1:]
+        shape = (-1, page_size * heads * dim) if x_SHD.is_contiguous() else (-1, page_size, heads, dim)
+        rows = x_SHD.view(shape).index_select(0, self.pages)
+        return rows.view(self.b, -1, heads, dim)[:, : self.m].transpose(1, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class CausalGroup:
+    """b prompts without a past, padded to n tokens."""
+
+    b: int
+    n: int
+    rows: Rows
+    """b * n rows; padding names some row of the same entry."""
+    real: Tensor | None
+    """Which of the b * n rows are no padding; None: all."""
+    target: Rows
+
+
+@dataclass(frozen=True, slots=True)
+class PagedGroup:
+    """b entries of up to n tokens over m keys."""
+
+    b: int
+    n: int
+    m: int
+    rows: Rows
+    real: Tensor | None
+    target: Rows
+    keys: Keys
+    mask: Tensor | None
+    """``[b, 1, n, m]`` in the dtype of the queries, 0 or -inf."""
+
+
+@dataclass(frozen=True, slots=True)
+class LongChunk:
+    """One entry of many new tokens behind a past."""
+
+    start: int
+    stop: int
+    keys: Keys
+
+
+def waste_bounded(entries: list[int], cost: NDArray[np.int64], slack: int) -> list[list[int]]:
+    """Cut entries, sorted by cost, into groups whose padding stays below ``MAX_WASTE``."""
+    groups: list[list[int]] = []
+    order = sorted(entries, key=lambda entry: -int(cost[entry]))
+    total = 0
+    for entry in order:
+        total += int(cost[entry])
+        top = int(cost[groups[-1][0]]) if groups else 0
+        if groups and top * (len(groups[-1]) + 1) <= MAX_WASTE * total + slack:
+            groups[-1].append(entry)
+        else:
+            groups.append([entry])
+            total = int(cost[entry])
+    return [sorted(group) for group in groups]
+
+
+def is_run(table: NDArray[np.int32]) -> bool:
+    """Whether the pages are consecutive and ascending, none of them null."""
+    size, first = table.size, int(table[0])
+    return first >= 0 and (size == 1 or (int(table[-1]) - first == size - 1 and bool((np.diff(table) == 1).all())))
+
+
+def pages_of(plan: ForwardPlan, entry: int, first: int, stop: int) -> NDArray[np.int32]:
+    """The pages of the addresses ``first..stop - 1``, of which there is at least one."""
+    return plan.tables[entry][first // plan.page_size : -(-stop // plan.page_size)]
+
+
+def keys_of(tables: Sequence[NDArray[np.int32]], plan: ForwardPlan, first: int, stop: int) -> tuple[Keys, int]:
+    """The keys of these pages, padded to the widest table, and how many keys of the pages are left out in front.
+
+    A single run of pages is taken from the slot of address ``first`` to that of ``stop - 1``, in place.
+    """
+    page_size = plan.page_size
+    if len(tables) == 1 and is_run(tables[0]):
+        offset = first % page_size
+        return Keys(1, stop - first, None, int(tables[0][0]) * page_size + offset), offset
+    width = max(table.size for table in tables)
+    index = np.empty((len(tables), width), dtype=np.int64)
+    for row, table in zip(index, tables, strict=True):
+        row[: table.size] = table
+        # Padding reads rows of the same sequence: one that holds NaN must not reach another through the mask.
+        row[table.size :] = table[0]
+    if index.min() < 0:
+        # So does a page that nobody sees, among others that somebody does.
+        index = np.where(index < 0, index.max(1, keepdims=True), index)
+    m = width * page_size if len(tables) > 1 else stop - first // page_size * page_size
+    return Keys(len(tables), m, torch.from_numpy(index.ravel()).to(plan.device), 0), 0
+
+
+def padded_rows(group: list[int], n: int, plan: ForwardPlan) -> tuple[Rows, Tensor | None, Rows]:
+    """Padded rows, which of them are real, and where the real ones go."""
+    counts, starts = plan.counts[group], plan.starts[group]
+    neighbours = group == list(range(group[0], group[0] + len(group)))
+    first, stop = int(starts[0]), int(starts[-1] + counts[-1])
+    if neighbours and (counts == n).all():
+        rows = Rows(first, stop, None)
+        return rows, None, rows
+    column = np.arange(n)
+    padded = row_numbers(group, n, plan)
+    real = np.flatnonzero((column < counts[:, None]).ravel())
+    rows = Rows(0, 0, torch.from_numpy(padded.ravel()).to(plan.device))
+    if neighbours:
+        target = Rows(first, stop, None)
+    else:
+        target = Rows(0, 0, torch.from_numpy(padded.ravel()[real]).to(plan.device))
+    exact = real.size == padded.size
+    return rows, None if exact else torch.from_numpy(real).to(plan.device), target
+
+
+def row_numbers(group: list[int], n: int, plan: ForwardPlan) -> NDArray[np.int64]:
+    """``[b, n]``: rows in the batch; an entry with fewer repeats its last."""
+    numbers: NDArray[np.int64] = plan.starts[group][:, None] + np.minimum(np.arange(n), plan.counts[group][:, None] - 1)
+    return numbers
+
+
+def causal_group(group: list[int], plan: ForwardPlan) -> CausalGroup:
+    n = int(plan.counts[group].max())
+    return CausalGroup(len(group), n, *padded_rows(group, n, plan))
+
+
+def paged_group(
+    group: list[int], tables: list[NDArray[np.int32]], plan: ForwardPlan, part: Visibility, dtype: torch.dtype
+) -> PagedGroup:
+    """Entries that see something, over their ``tables``: the pages from the first to the last that they see."""
+    n = int(plan.counts[group].max())
+    keys, offset = keys_of(tables, plan, int(part.first[group[0]]), int(part.stop[group[0]]))
+    rows = padded_rows(group, n, plan)
+    ruled = [(place, entry) for place, entry in enumerate(group) if entry in part.columns]
+    if n == 1 and keys.pages is None and not ruled:
+        return PagedGroup(1, 1, keys.m, *rows, keys, None)
+    base = part.first[group] // plan.page_size * plan.page_size + offset
+    numbers = row_numbers(group, n, plan)
+    low, high = part.low[numbers] - base[:, None], part.high[numbers] - base[:, None]
+    mask = range_mask(low, high, keys.m, dtype, plan.device).unsqueeze(1)
+    for place, entry in ruled:
+        columns = part.columns[entry]
+        visible = columns.visible[np.minimum(np.arange(n), columns.visible.shape[0] - 1)]
+        shift = int(base[place])
+        mask[place, 0, :, columns.first - shift : columns.stop - shift].masked_fill_(
+            torch.from_numpy(visible).to(plan.device), 0.0
+        )
+    return PagedGroup(len(group), n, keys.m, *rows, keys, mask)
+
+
+def range_mask(
+    low: NDArray[np.int64], high: NDArray[np.int64], m: int, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """``[..., m]``: 0 for the keys ``low <= key < high``, -inf for others."""
+    key = torch.arange(m, device=device)
+    hidden = key >= torch.from_numpy(high).to(device).unsqueeze(-1)
+    if low.max() > 0:
+        hidden |= key < torch.from_numpy(low).to(device).unsqueeze(-1)
+    return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, -torch.inf)

@@ -1,0 +1,207 @@
+"""What a forward needs: pages to take, shared tails to copy, pages that leave their windows. No torch.
+
+Everything is worked out before anything changes (``SequenceTable.plan_forward``), so a refusal leaves no trace.
+
+Letters: P page size; n new tokens of an entry.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.kv.pages import PageIds, PagePool, PageTable
+from quire.kv.trees import Tree
+from quire.kv.windows import Hole, Window, floors, leaving_sink, leaving_window, sink_pages
+from quire.types import SeqId
+
+
+@dataclass(frozen=True, slots=True)
+class SlotCopy:
+    """Copy ``count`` slots from ``source`` on to ``target`` on, in every layer of one class."""
+
+    source: int
+    target: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class SlotRange:
+    """``count`` slots from ``start`` on, in every layer of one class."""
+
+    start: int
+    count: int
+
+
+@dataclass(slots=True)
+class Sequence:
+    """One sequence: its committed length and one page table per layer class."""
+
+    length: int
+    tables: list[PageTable]
+    holes: list[Hole]
+    """Per class: what is held no longer."""
+    tree: Tree | None = None
+    """Uncommitted nodes; None: there are none."""
+    window: Window | None = None
+    slid: bool = False
+    """Whether a forward has been published since the window was set: from then on ``evicted`` counts."""
+    cut: bool = False
+    """Whether the window has taken pages that the layers' own windows would have left."""
+    reserved: int | None = None
+    """Tokens that an import will publish, whose pages it holds; None: an ordinary sequence."""
+    stale_tail: bool = False
+    """Rows behind the last one, in the last page, may be somebody's old values (after a pop, fork, split or import)."""
+
+    @property
+    def nodes(self) -> int:
+        return 0 if self.tree is None else self.tree.size
+
+    @property
+    def stored(self) -> int:
+        """Addresses in use: committed tokens and uncommitted nodes."""
+        return self.length + self.nodes
+
+    @property
+    def evicted(self) -> int:
+        """Committed tokens between the sink and the window."""
+        return max(0, self.length - self.window.size) if self.window and self.slid else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """The shared tail page of entry ``entry``, of which ``valid`` slots go to a page of its own."""
+
+    entry: int
+    index: int
+    page: int
+    valid: int
+
+
+@dataclass(frozen=True, slots=True)
+class Leaving:
+    """Pages of one entry that left the window: indices into its table."""
+
+    entry: int
+    sink: range
+    window: range
+    layer_floor: int
+    """Positions below are out of the layer's own window."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClassNeed:
+    """What one layer class needs for a forward."""
+
+    splits: list[Split]
+    fresh: list[int]
+    """New pages of each entry, without the splits."""
+    leaving: list[Leaving] = field(default_factory=list)
+    freed: int = 0
+    """Pages that nobody holds any more when those have left."""
+
+    @property
+    def pages(self) -> int:
+        return len(self.splits) + sum(self.fresh)
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardNeed:
+    """A forward that was checked against the sequences, not yet against the free pages."""
+
+    seq_ids: tuple[SeqId, ...]
+    lengths: tuple[int, ...]
+    """Committed tokens."""
+    stored: tuple[int, ...]
+    """Addresses in use before: committed tokens and uncommitted nodes."""
+    counts: tuple[int, ...]
+    trees: tuple[Tree | None, ...]
+    """All nodes of each entry, the new ones included; None for an entry of ordinary tokens."""
+    windows: tuple[Window | None, ...]
+    classes: list[ClassNeed]
+
+
+@dataclass(slots=True)
+class OpenForward:
+    """A forward whose pages are taken: what ``publish`` and ``abort`` need."""
+
+    need: ForwardNeed
+    copies: list[list[SlotCopy]] = field(default_factory=list)
+    """Per class."""
+    blanks: list[list[SlotRange]] = field(default_factory=list)
+    """Per class: rows of last pages behind the new rows. They become zero, for a kernel that pads with them
+    multiplies them by a weight of 0, and 0 times an old NaN is NaN."""
+
+
+def pages_for(tokens: int, page_size: int) -> int:
+    """Pages that hold ``tokens`` tokens."""
+    return -(-tokens // page_size)
+
+
+def class_need(
+    index: int,
+    pool: PagePool,
+    page_size: int,
+    layer_window: int | None,
+    seq_ids: Seq[SeqId],
+    sequences: Seq[Sequence],
+    counts: Seq[int],
+    split_before: Mapping[SeqId, int],
+) -> ClassNeed:
+    """What class ``index`` needs. ``split_before``: shared tail pages that an open forward has split, by sequence; the need
+    is that before it."""
+    references = pool.references
+    returned = Counter(split_before.values())
+    fresh: list[int] = []
+    owners: dict[int, list[Split]] = {}
+    leaving: list[Leaving] = []
+    for entry, (seq_id, sequence, count) in enumerate(zip(seq_ids, sequences, counts, strict=True)):
+        stored = sequence.stored
+        last, valid = divmod(stored, page_size)
+        fresh.append(pages_for(stored + count, page_size) - pages_for(stored, page_size))
+        if valid:
+            page = split_before.get(seq_id, int(sequence.tables[index].pages[last]))
+            if references[page] + returned[page] > 1:
+                owners.setdefault(page, []).append(Split(entry, last, page, valid))
+        if sequence.window is not None or layer_window is not None:
+            floor = floors(sequence.length, sequence.window, layer_window)
+            first_page = sink_pages(sequence.window, page_size)
+            hole = sequence.holes[index]
+            sink = leaving_sink(hole, floor, first_page, page_size)
+            window = leaving_window(hole, floor, first_page, page_size)
+            if sink or window:
+                leaving.append(Leaving(entry, sink, window, floor.layer))
+    splits: list[Split] = []
+    for page, found in owners.items():
+        if len(found) == references[page] + returned[page]:
+            # All owners write in this forward, so one may stay: the longest, for then its new rows lie behind
+            # everybody's valid rows and an abort can share the page again.
+            found.remove(max(found, key=lambda split: split.valid))
+        splits.extend(found)
+    return ClassNeed(splits, fresh, leaving, _freed(index, references, sequences, leaving))
+
+
+def _freed(index: int, references: NDArray[np.int32], sequences: Seq[Sequence], leaving: list[Leaving]) -> int:
+    """Pages that are free when those of ``leaving`` are released."""
+    if not leaving:
+        return 0
+    parts = [
+        sequences[one.entry].tables[index].pages[part.start : part.stop]
+        for one in leaving
+        for part in (one.sink, one.window)
+        if part
+    ]
+    pages, times = np.unique(np.concatenate(parts), return_counts=True)
+    held = pages >= 0
+    return int((references[pages[held]] == times[held]).sum())
+
+
+def slots_of(pages: PageIds, start: int, stop: int, page_size: int) -> NDArray[np.int64]:
+    """Slots of addresses ``start..stop - 1`` in a page table. Cost O(rows)."""
+    addresses = np.arange(start, stop, dtype=np.int64)
+    return pages[addresses // page_size].astype(np.int64) * page_size + addresses % page_size

@@ -1,0 +1,360 @@
+"""One open forward over paged attention layers, as the blocks of a model and the verbs of the contract see it.
+
+It rotates, stores and hands over to the attention backend. Each set of keys (see ``plans``) is planned once per layer class,
+when it is first asked for.
+
+Letters: T new tokens; S slots of a pool; Hq, Hkv heads; Dk, Dv head sizes; P page size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.contracts.attention import AttentionState, ForwardPlan, Scoring
+from quire.contracts.layers import FullAttention, RopeSpec, WindowedAttention
+from quire.errors import FailedPrecondition
+from quire.kv import plans
+from quire.kv.need import ForwardNeed
+from quire.kv.pages import PageIds
+from quire.kv.plans import Batch, Masks
+from quire.ops.attention import attention_weights, merge
+from quire.ops.rope import rotate
+
+if TYPE_CHECKING:
+    from quire.kv.paged import PagedKVState
+
+Keys: TypeAlias = Literal["fused", "past", "own"]
+"""Which keys: all stored ones, those from before this forward, the new tokens only."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One layer of the state, ready to run."""
+
+    spec: FullAttention | WindowedAttention
+    class_index: int
+    index: int
+    """Among the layers of its class."""
+    k_SHD: Tensor
+    v_SHD: Tensor
+    scoring: Scoring
+    sinks_H: Tensor | None
+    """Learned logits, float32."""
+
+    @property
+    def turning(self) -> RopeSpec | None:
+        """The rotation that the state does; None: the caller has rotated, or nobody does."""
+        return self.spec.rope if self.spec.rope_mode != "none" else None
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A plan, and what the backend has made of it."""
+
+    plan: ForwardPlan
+    made: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Raw:
+    """A plan over the pages of this batch only, whose keys are rotated when they are read (RoPE mode ``inline``)."""
+
+    prepared: Prepared
+    slots_M: Tensor
+    """Slots of the pool that the M slots of the compact pool hold."""
+    positions_M: Tensor
+    max_position: int
+
+
+class AttentionPass:
+    """The open forward of a ``PagedKVState`` (``contracts.model.Pass``)."""
+
+    def __init__(self, state: PagedKVState, need: ForwardNeed) -> None:
+        self._state = state
+        self.batch: Batch = plans.batch_of(need, state.device)
+        self._tables: list[list[PageIds]] = [
+            [state.table.get(seq_id).tables[index].pages for seq_id in need.seq_ids]
+            for index in range(len(state.classes))
+        ]
+        self.slots: list[Tensor] = [
+            torch.from_numpy(plans.new_slots(self.batch, tables, state.page_size)).to(state.device)
+            for tables in self._tables
+        ]
+        self._prepared: dict[tuple[Keys, int], Prepared] = {}
+        self._raw: dict[tuple[Keys, int], Raw] = {}
+        self._rotations: dict[tuple[RopeSpec, bool], tuple[Tensor, Tensor]] = {}
+        self._mask: Masks | None = None
+        self._relative_T: Tensor | None = None
+        self.written: set[int] = set()
+        self._capturing = False
+        self.weights: dict[int, list[Tensor]] = {}
+        """By layer, per entry ``[Hq, n, keys]`` float32, of what ran after ``capture_weights`` was called."""
+        for index in range(len(state.classes)):
+            # Now, so that what a backend cannot do is refused before compute.
+            self.prepared("fused", index)
+
+    # -- positions -------------------------------------------------------------------------------------------
+
+    @property
+    def positions_T(self) -> Tensor:
+        """int32: true positions."""
+        return self.batch.positions_T.to(torch.int32)
+
+    @property
+    def relative_T(self) -> Tensor:
+        """int64: positions less the evicted tokens of each query."""
+        if self._relative_T is None:
+            if self.batch.evicted is None:
+                self._relative_T = self.batch.positions_T
+            else:
+                relative = self.batch.positions - self.batch.evicted
+                self._relative_T = torch.from_numpy(relative).to(self._state.device)
+        return self._relative_T
+
+    def _rotation(self, spec: RopeSpec, relative: bool) -> tuple[Tensor, Tensor]:
+        found = self._rotations.get((spec, relative))
+        if found is None:
+            positions_T = self.relative_T if relative else self.batch.positions_T
+            found = self._state.rotary_table(spec).rows(positions_T, self.batch.max_position)
+            self._rotations[spec, relative] = found
+        return found
+
+    def _turn(self, x_THD: Tensor, spec: RopeSpec, *, relative: bool = False) -> Tensor:
+        cos, sin = self._rotation(spec, relative)
+        return rotate(x_THD, cos, sin, interleaved=spec.interleaved)
+
+    def _sink_queries(self, layer: Layer, q_THD: Tensor) -> Tensor:
+        """Queries for the sink part: rotated at their relative positions. ``q`` is as the verb was given it."""
+        rope = layer.spec.rope
+        if layer.turning is not None:
+            return self._turn(q_THD, layer.turning, relative=True).to(self._state.dtype)
+        if rope is None or self.batch.evicted is None:
+            return q_THD.to(self._state.dtype)
+        # The caller has rotated at the true position: turn back by the number of evicted tokens.
+        back_T = torch.from_numpy(self.batch.evicted).to(self._state.device)
+        cos, sin = self._state.rotary_table(rope).turn_back(back_T, int(self.batch.evicted.max()))
+        return rotate(q_THD, cos, sin, interleaved=rope.interleaved).to(self._state.dtype)
+
+    # -- plans -----------------------------------------------------------------------------------------------
+
+    def prepared(self, keys: Keys, class_index: int) -> Prepared:
+        """The plan of one set of keys in one layer class."""
+        found = self._prepared.get((keys, class_index))
+        if found is None:
+            found = self._prepared[keys, class_index] = self._prepare(self._plan(keys, class_index))
+        return found
+
+    def _plan(self, keys: Keys, class_index: int) -> ForwardPlan:
+        state, tables = self._state, self._tables[class_index]
+        window = state.classes[class_index].window
+        if keys == "own":
+            return plans.own(self.batch, window)
+        if keys == "past":
+            return plans.past(self.batch, tables, state.page_size, window)
+        plan = plans.fused(self.batch, tables, state.page_size, window)
+        return plan if self._mask is None else plans.masked(plan, self.batch, self._mask)
+
+    def _prepare(self, plan: ForwardPlan) -> Prepared:
+        return Prepared(plan, self._state.backend.plan(plan, self._state.dtype))
+
+    def masked(self, keys: Keys, class_index: int, masks: Masks) -> Prepared:
+        """The plan of these keys under a mask, which replaces the causal and tree rule."""
+        return self._prepare(plans.masked(self.prepared(keys, class_index).plan, self.batch, masks))
+
+    def use_mask(self, mask: Tensor) -> None:
+        """One mask for all layers of this forward (``attend``, ``attend_qkv``), as ``attention_with_fused_qkv`` takes it:
+        flat bool, entry by entry row-major ``[n, keys]``, columns by address. ``InvalidArgument`` for another."""
+        plans.check_mask(mask, self._state.device)
+        self._mask = plans.cut_mask(mask, self.batch)
+        self._prepared = {key: value for key, value in self._prepared.items() if key[0] != "fused"}
+        self._raw.clear()
+
+    def capture_weights(self) -> None:
+        """Keep the attention weights of every layer from now on (at the cost of computing them once more)."""
+        self._capturing = True
+
+    # -- what blocks call ------------------------------------------------------------------------------------
+
+    def attend(self, layer_id: int, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor) -> Tensor:
+        """See ``contracts.model.Pass``."""
+        layer = self._state.layer(layer_id)
+        rope, q_turned = layer.turning, q_THD
+        if rope is not None:
+            q_turned = self._turn(q_THD, rope)
+            if layer.spec.rope_mode == "normal":
+                k_THD = self._turn(k_THD, rope)
+        return self._attend(layer_id, layer, q_THD, q_turned, k_THD, v_THD, layer.scoring, None)
+
+    def attend_qkv(
+        self, layer_id: int, qkv_TC: Tensor, *, scale: float | None = None, masks: Masks | None = None
+    ) -> Tensor:
+        """See ``contracts.model.Pass``; ``scale`` and ``masks`` for this layer only."""
+        layer = self._state.layer(layer_id)
+        spec, rope = layer.spec, layer.turning
+        heads, kv_heads, dk = spec.num_heads, spec.num_kv_heads, spec.head_dim
+        qk_columns = (heads + kv_heads) * dk
+        qk_THD = qkv_TC[:, :qk_columns].view(-1, heads + kv_heads, dk)
+        v_THD = qkv_TC[:, qk_columns:].view(-1, kv_heads, spec.value_dim)
+        scoring = layer.scoring if scale is None else replace(layer.scoring, scale=scale)
+        turned = qk_THD
+        if rope is not None:
+            if spec.rope_mode == "normal":
+                turned = self._turn(qk_THD, rope)
+            else:
+                turned = torch.cat((self._turn(qk_THD[:, :heads], rope), qk_THD[:, heads:]), 1)
+        return self._attend(
+            layer_id, layer, qk_THD[:, :heads], turned[:, :heads], turned[:, heads:], v_THD, scoring, masks
+        )
+
+    def attend_shared(self, source_layer_id: int, q_THD: Tensor) -> Tensor:
+        """Attention over the K and V of another layer, those of this forward included: ``[T, Hq, Dv]``."""
+        layer = self._state.layer(source_layer_id)
+        return self.cross(source_layer_id, q_THD, "fused", layer.scoring).out.to(q_THD.dtype)
+
+    def _attend(
+        self,
+        layer_id: int,
+        layer: Layer,
+        q_THD: Tensor,
+        q_turned_THD: Tensor,
+        k_THD: Tensor,
+        v_THD: Tensor,
+        scoring: Scoring,
+        masks: Masks | None,
+    ) -> Tensor:
+        state = self._state
+        self._require_open()
+        dtype = q_THD.dtype
+        if dtype != state.dtype or k_THD.dtype != state.dtype:
+            # Attention reads what is stored, so that a token's result does not depend on where a chunk began.
+            q_turned_THD, k_THD, v_THD = (x_THD.to(state.dtype) for x_THD in (q_turned_THD, k_THD, v_THD))
+        self._write(layer_id, layer, k_THD, v_THD)
+        if masks is None:
+            prepared = self.prepared("fused", layer.class_index)
+        else:
+            prepared = self.masked("fused", layer.class_index, masks)
+        q_sink = None if prepared.plan.sinks is None else self._sink_queries(layer, q_THD)
+        k_SHD, v_SHD, new = layer.k_SHD, layer.v_SHD, (k_THD, v_THD)
+        if layer.spec.rope_mode == "inline" and layer.turning is not None:
+            raw = self._compact("fused", layer.class_index) if masks is None else self._compacted(prepared.plan)
+            prepared, k_SHD, v_SHD = raw.prepared, *self._read_raw(layer, raw)
+            new = (self._turn(k_THD, layer.turning).to(state.dtype), v_THD)
+        out_THD = state.backend.run(
+            prepared.made, q_turned_THD, new, k_SHD, v_SHD, scoring, q_sink_THD=q_sink, sinks_H=layer.sinks_H
+        )
+        if self._capturing:
+            self.weights[layer_id] = attention_weights(
+                prepared.plan, q_turned_THD, k_SHD, scoring, q_sink_THD=q_sink, sinks_H=layer.sinks_H
+            )
+        return out_THD if dtype == state.dtype else out_THD.to(dtype)
+
+    def _require_open(self) -> None:
+        if not self._state.is_open(self):
+            # Its slots may belong to somebody else by now.
+            raise FailedPrecondition("this forward is over; take the pass of the open one")
+
+    def _write(self, layer_id: int, layer: Layer, k_THD: Tensor, v_THD: Tensor) -> None:
+        self._state.classes[layer.class_index].storage.write(layer.index, self.slots[layer.class_index], k_THD, v_THD)
+        self.written.add(layer_id)
+
+    # -- the parts of attention ------------------------------------------------------------------------------
+
+    def append(self, layer_id: int, k_THD: Tensor, v_THD: Tensor) -> None:
+        """Store the rows of the new tokens, rotated as the layer's mode says."""
+        layer = self._state.layer(layer_id)
+        self._require_open()
+        if layer.turning is not None and layer.spec.rope_mode == "normal":
+            k_THD = self._turn(k_THD, layer.turning)
+        self._write(layer_id, layer, k_THD.to(self._state.dtype), v_THD.to(self._state.dtype))
+
+    def own(
+        self, layer_id: int, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, scoring: Scoring, masks: Masks | None
+    ) -> AttentionState:
+        """The new tokens over the new tokens of the same sequence; stores nothing."""
+        layer = self._state.layer(layer_id)
+        q_sink = None
+        if masks is None:
+            prepared = self.prepared("own", layer.class_index)
+        else:
+            prepared = self.masked("own", layer.class_index, masks)
+        if prepared.plan.sinks is not None:
+            q_sink = self._sink_queries(layer, q_THD)
+        if layer.turning is not None:
+            q_THD, k_THD = self._turn(q_THD, layer.turning), self._turn(k_THD, layer.turning)
+        q_THD, k_THD, v_THD = (x_THD.to(self._state.dtype).contiguous() for x_THD in (q_THD, k_THD, v_THD))
+        return self._state.backend.run_state(
+            prepared.made, q_THD, (k_THD, v_THD), k_THD, v_THD, scoring, q_sink_THD=q_sink
+        )
+
+    def cross(self, layer_id: int, q_THD: Tensor, keys: Keys, scoring: Scoring) -> AttentionState:
+        """The new tokens over stored tokens (``past``: from before this forward; ``fused``: all)."""
+        layer = self._state.layer(layer_id)
+        prepared = self.prepared(keys, layer.class_index)
+        q_sink = None if prepared.plan.sinks is None else self._sink_queries(layer, q_THD)
+        k_SHD, v_SHD = layer.k_SHD, layer.v_SHD
+        if layer.turning is not None:
+            if layer.spec.rope_mode == "inline":
+                raw = self._compact(keys, layer.class_index)
+                prepared, k_SHD, v_SHD = raw.prepared, *self._read_raw(layer, raw)
+            q_THD = self._turn(q_THD, layer.turning)
+        return self._state.backend.run_state(
+            prepared.made, q_THD.to(self._state.dtype), None, k_SHD, v_SHD, scoring, q_sink_THD=q_sink
+        )
+
+    def shared(
+        self, source_layer_id: int, q_THD: Tensor, new: tuple[Tensor, Tensor] | None, scoring: Scoring
+    ) -> Tensor:
+        """Attention over another layer's keys; ``new`` stands for what that layer would store."""
+        if new is None:
+            return self.cross(source_layer_id, q_THD, "fused", scoring).out
+        own = self.own(source_layer_id, q_THD, *new, scoring, None)
+        return merge(own, self.cross(source_layer_id, q_THD, "past", scoring)).out
+
+    # -- keys that are rotated when they are read ------------------------------------------------------------
+
+    def _compact(self, keys: Keys, class_index: int) -> Raw:
+        found = self._raw.get((keys, class_index))
+        if found is None:
+            found = self._raw[keys, class_index] = self._compacted(self.prepared(keys, class_index).plan)
+        return found
+
+    def _compacted(self, plan: ForwardPlan) -> Raw:
+        """The same plan over a pool of this batch's pages only, in which every slot has one position.
+
+        A page is shared between entries only where they agree on the positions of its rows.
+        """
+        size = plan.page_size
+        pages = np.unique(np.concatenate([*plan.tables, np.empty(0, dtype=np.int32)]))
+        pages = pages[pages >= 0]
+        positions = np.zeros((pages.size, size), dtype=np.int64)
+        tables = []
+        for entry, table in enumerate(plan.tables):
+            place = np.where(table >= 0, np.searchsorted(pages, table), -1).astype(np.int32)
+            addresses = np.arange(table.size * size) + int(plan.origins[entry])
+            rule = plan.rules[entry]
+            if rule is not None:
+                addresses[rule.first : rule.first + rule.positions.size] = rule.positions
+            held = place >= 0
+            positions[place[held]] = addresses.reshape(-1, size)[held]
+            tables.append(place)
+        slots = (pages.astype(np.int64)[:, None] * size + np.arange(size)).ravel()
+        device = self._state.device
+        return Raw(
+            self._prepare(replace(plan, tables=tuple(tables))),
+            torch.from_numpy(slots).to(device),
+            torch.from_numpy(positions.ravel()).to(device),
+            int(positions.max(initial=0)),
+        )
+
+    def _read_raw(self, layer: Layer, raw: Raw) -> tuple[Tensor, Tensor]:
+        """K, rotated, and V of the compact pool."""
+        assert layer.turning is not None
+        k_MHD = layer.k_SHD.index_select(0, raw.slots_M)
+        cos, sin = self._state.rotary_table(layer.turning).rows(raw.positions_M, raw.max_position)
+        turned = rotate(k_MHD, cos, sin, interleaved=layer.turning.interleaved)
+        return turned.to(self._state.dtype), layer.v_SHD.index_select(0, raw.slots_M)

@@ -1,0 +1,228 @@
+"""From the bookkeeping of a forward to what attention backends plan with.
+
+``Batch`` is what all layer classes have in common; ``fused``, ``past`` and ``own`` are the three sets of keys that the verbs of
+the contract attend over: all stored keys, those from before the forward, the new tokens only.
+
+Letters: B entries; T new tokens of all entries; n new tokens of one entry; P page size.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from quire.contracts.attention import ForwardPlan, KeyRule
+from quire.errors import InvalidArgument
+from quire.kv.need import ForwardNeed, pages_for, slots_of
+from quire.kv.pages import PageIds
+from quire.kv.windows import Window, visibility
+
+Masks = tuple[NDArray[np.bool_], ...]
+"""One ``[n, keys]`` per entry."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The new tokens of a forward."""
+
+    counts: NDArray[np.int64]
+    bases: NDArray[np.int64]
+    """``[B]``: committed tokens"""
+    stored: NDArray[np.int64]
+    """``[B]``: addresses in use before: committed tokens and uncommitted nodes"""
+    starts: NDArray[np.int64]
+    """``[B + 1]``: first row of each entry"""
+    positions: NDArray[np.int64]
+    """``[T]``"""
+    evicted: NDArray[np.int64] | None
+    """``[T]``: e of each query; None: nothing is evicted"""
+    depths: tuple[NDArray[np.int64] | None, ...]
+    """Depths of all nodes of each entry, the new ones last; None for ordinary tokens"""
+    ancestries: tuple[NDArray[np.bool_] | None, ...]
+    windows: tuple[Window | None, ...]
+    device: torch.device
+    positions_T: Tensor
+    """int64 on the device"""
+    max_position: int
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.starts[-1])
+
+
+def batch_of(need: ForwardNeed, device: torch.device) -> Batch:
+    """What the bookkeeping says about the new tokens, as arrays."""
+    counts = np.array(need.counts, dtype=np.int64)
+    bases = np.array(need.lengths, dtype=np.int64)
+    stored = np.array(need.stored, dtype=np.int64)
+    starts = np.zeros(len(counts) + 1, dtype=np.int64)
+    np.cumsum(counts, out=starts[1:])
+    positions = np.arange(starts[-1]) + np.repeat(bases - starts[:-1], counts)
+    for entry, tree in enumerate(need.trees):
+        if tree is not None:
+            positions[starts[entry] : starts[entry + 1]] = bases[entry] + tree.depths[-need.counts[entry] :]
+    evicted: NDArray[np.int64] | None = None
+    if any(need.windows):
+        evicted = np.zeros_like(positions)
+        for entry, window in enumerate(need.windows):
+            if window is not None:
+                rows = slice(int(starts[entry]), int(starts[entry + 1]))
+                evicted[rows] = window.evicted(positions[rows], need.lengths[entry])
+        if not evicted.any():
+            evicted = None
+    return Batch(
+        counts,
+        bases,
+        stored,
+        starts,
+        positions,
+        evicted,
+        tuple(None if tree is None else tree.depths for tree in need.trees),
+        tuple(None if tree is None else tree.ancestry for tree in need.trees),
+        need.windows,
+        device,
+        torch.from_numpy(positions).to(device),
+        int(positions.max()),
+    )
+
+
+def new_slots(batch: Batch, tables: Sequence[PageIds], page_size: int) -> NDArray[np.int64]:
+    """``[T]``: where the rows of the new tokens go."""
+    if (batch.counts == 1).all():
+        last = np.fromiter((table[-1] for table in tables), dtype=np.int64, count=len(tables))
+        return last * page_size + batch.stored % page_size
+    parts = [
+        slots_of(table, stored, stored + count, page_size)
+        for table, stored, count in zip(tables, batch.stored.tolist(), batch.counts.tolist(), strict=True)
+    ]
+    return np.concatenate(parts)
+
+
+def fused(batch: Batch, tables: Sequence[PageIds], page_size: int, layer_window: int | None) -> ForwardPlan:
+    """The new tokens over all stored keys, themselves included."""
+    rules: list[KeyRule | None] = []
+    for entry, (depths, ancestry) in enumerate(zip(batch.depths, batch.ancestries, strict=True)):
+        if depths is None or ancestry is None:
+            rules.append(None)
+            continue
+        base, count = int(batch.bases[entry]), int(batch.counts[entry])
+        rules.append(KeyRule(first=base, allowed=ancestry[-count:], positions=base + depths))
+    return _plan(batch, tuple(tables), page_size, layer_window, batch.stored + batch.counts, tuple(rules))
+
+
+def past(batch: Batch, tables: Sequence[PageIds], page_size: int, layer_window: int | None) -> ForwardPlan:
+    """The new tokens over what was stored before this forward."""
+    rules: list[KeyRule | None] = []
+    for entry, (depths, ancestry) in enumerate(zip(batch.depths, batch.ancestries, strict=True)):
+        base, count = int(batch.bases[entry]), int(batch.counts[entry])
+        old = int(batch.stored[entry]) - base
+        if depths is None or ancestry is None or not old:
+            rules.append(None)
+            continue
+        rules.append(KeyRule(first=base, allowed=ancestry[-count:, :old], positions=base + depths[:old]))
+    cut = tuple(
+        table[: pages_for(stored, page_size)] for table, stored in zip(tables, batch.stored.tolist(), strict=True)
+    )
+    return _plan(batch, cut, page_size, layer_window, batch.stored, tuple(rules))
+
+
+def own(batch: Batch, layer_window: int | None) -> ForwardPlan:
+    """The new tokens over the new tokens of the same entry: the pool is the tensor of the new rows, a page is a row."""
+    rules: list[KeyRule | None] = []
+    for entry, (depths, ancestry) in enumerate(zip(batch.depths, batch.ancestries, strict=True)):
+        if depths is None or ancestry is None:
+            rules.append(None)
+            continue
+        base, count = int(batch.bases[entry]), int(batch.counts[entry])
+        rules.append(KeyRule(first=0, allowed=ancestry[-count:, -count:], positions=base + depths[-count:]))
+    starts = batch.starts.tolist()
+    tables = tuple(np.arange(start, stop, dtype=np.int32) for start, stop in itertools.pairwise(starts))
+    plan = _plan(batch, tables, 1, layer_window, batch.counts, tuple(rules))
+    return replace(plan, origins=batch.bases)
+
+
+def masked(plan: ForwardPlan, batch: Batch, masks: Masks) -> ForwardPlan:
+    """The same keys, visible where the mask says so; windows still apply."""
+    rules = []
+    for entry, mask in enumerate(masks):
+        origin, keys = int(plan.origins[entry]), int(plan.keys[entry])
+        positions = np.arange(origin, origin + keys, dtype=np.int64)
+        depths = batch.depths[entry]
+        if depths is not None:
+            base = int(batch.bases[entry])
+            nodes = min(depths.size, keys)
+            positions[keys - nodes :] = base + depths[depths.size - nodes :]
+        rules.append(KeyRule(first=0, allowed=mask, positions=positions))
+    return replace(plan, rules=tuple(rules))
+
+
+def check_mask(mask: Tensor, device: torch.device) -> None:
+    """``InvalidArgument`` unless it is a flat bool tensor on such a device."""
+    if mask.dtype != torch.bool or mask.dim() != 1 or mask.device.type != device.type:
+        raise InvalidArgument(
+            f"mask is {mask.dtype} {tuple(mask.shape)} on {mask.device}; a flat bool tensor on {device} is needed"
+        )
+
+
+def cut_mask(mask: Tensor, batch: Batch, *, own: bool = False) -> Masks:
+    """A flat mask, entry by entry row-major ``[n, keys]`` (all keys, or with ``own`` the new tokens), as one array each."""
+    counts = batch.counts.tolist()
+    keys = counts if own else (batch.stored + batch.counts).tolist()
+    sizes = [count * width for count, width in zip(counts, keys, strict=True)]
+    if mask.numel() != sum(sizes):
+        raise InvalidArgument(
+            f"mask has {mask.numel()} elements; {sum(sizes)} are needed, for {counts} new tokens over {keys} keys"
+        )
+    flat = mask.detach().cpu().numpy()
+    ends = np.cumsum(sizes).tolist()
+    return tuple(
+        flat[end - size : end].reshape(count, width)
+        for end, size, count, width in zip(ends, sizes, counts, keys, strict=True)
+    )
+
+
+def _plan(
+    batch: Batch,
+    tables: tuple[PageIds, ...],
+    page_size: int,
+    layer_window: int | None,
+    keys: NDArray[np.int64],
+    rules: tuple[KeyRule | None, ...],
+) -> ForwardPlan:
+    lows, sinks = _windows(batch, layer_window)
+    return ForwardPlan(
+        page_size=page_size,
+        counts=batch.counts,
+        keys=keys,
+        origins=np.zeros_like(batch.counts),
+        starts=batch.starts,
+        tables=tables,
+        positions=batch.positions,
+        rules=rules,
+        lows=lows,
+        sinks=sinks,
+        device=batch.device,
+    )
+
+
+def _windows(batch: Batch, layer_window: int | None) -> tuple[NDArray[np.int64] | None, NDArray[np.int64] | None]:
+    """Lowest visible position of each row, and the range of its sink part; None where windows hide nothing."""
+    if batch.evicted is None:
+        if layer_window is None or batch.max_position < layer_window:
+            return None, None
+        return np.maximum(batch.positions + 1 - layer_window, 0), None
+    lows = np.zeros_like(batch.positions)
+    sinks = np.zeros((batch.num_tokens, 2), dtype=np.int64)
+    for entry, window in enumerate(batch.windows):
+        rows = slice(int(batch.starts[entry]), int(batch.starts[entry + 1]))
+        seen = visibility(batch.positions[rows], int(batch.bases[entry]), window, layer_window)
+        lows[rows] = seen.lows_T
+        if seen.sinks_T2 is not None:
+            sinks[rows] = seen.sinks_T2
+    return lows, sinks if bool((sinks[:, 0] < sinks[:, 1]).any()) else None

@@ -1,0 +1,121 @@
+"""Token trees: the uncommitted nodes of one sequence. Indices only; no torch.
+
+Nodes are counted in order of appending, over all forwards since the last commit. The parent of node j is -1 (a
+root: its predecessor is the last committed token) or an index below j. A node sees its ancestors and itself.
+
+Letters: n nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.errors import InvalidArgument
+
+TokenTreeParents: TypeAlias = Sequence[int] | Sequence[Sequence[int] | None] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """All uncommitted nodes of a sequence."""
+
+    parents: tuple[int, ...]
+    depths: NDArray[np.int64]
+    """``[n]``: position of a node is the committed length plus its depth."""
+    ancestry: NDArray[np.bool_]
+    """``[n, n]``: whether node i sees node j (its ancestors and itself)."""
+
+    @property
+    def size(self) -> int:
+        return len(self.parents)
+
+    def grown(self, parents: Sequence[int]) -> Tree:
+        """With further nodes behind; their parents are indices over the whole tree, checked before."""
+        old, size = self.size, self.size + len(parents)
+        depths = np.empty(size, dtype=np.int64)
+        depths[:old] = self.depths
+        ancestry = np.zeros((size, size), dtype=np.bool_)
+        ancestry[:old, :old] = self.ancestry
+        for node, parent in enumerate(parents, start=old):
+            depths[node] = 0 if parent < 0 else depths[parent] + 1
+            if parent >= 0:
+                ancestry[node] = ancestry[parent]
+            ancestry[node, node] = True
+        return Tree((*self.parents, *parents), depths, ancestry)
+
+    def path(self, leaf: int) -> list[int]:
+        """Nodes from a root to ``leaf``, in order."""
+        return np.flatnonzero(self.ancestry[leaf]).tolist()
+
+    def check(self) -> str:
+        """What is wrong with it; empty if nothing is."""
+        for node, parent in enumerate(self.parents):
+            if not -1 <= parent < node:
+                return f"node {node} has parent {parent}"
+            if self.depths[node] != (0 if parent < 0 else self.depths[parent] + 1):
+                return f"node {node} has depth {self.depths[node]}"
+            expected = np.zeros(self.size, dtype=np.bool_) if parent < 0 else self.ancestry[parent].copy()
+            expected[node] = True
+            if (self.ancestry[node] != expected).any():
+                return f"node {node} sees the wrong nodes"
+        return ""
+
+
+NO_TREE = Tree((), np.empty(0, dtype=np.int64), np.empty((0, 0), dtype=np.bool_))
+
+
+def parents_of_entries(
+    parents: TokenTreeParents, counts: Sequence[int], pending: Sequence[int]
+) -> list[list[int] | None]:
+    """The parents of each entry's new nodes, None for an entry of ordinary tokens.
+
+    ``pending``: uncommitted nodes that each entry has already, which new nodes count on. ``InvalidArgument`` for what is
+    neither None, nor one flat list of all parents, nor a list with one item per entry; and for a list that is no tree.
+    """
+    if parents is None:
+        return [None] * len(counts)
+    try:
+        items = list(parents)
+    except TypeError:
+        raise InvalidArgument(
+            f"token_tree_parents {parents!r}; a list of parents, or a list of lists, is needed"
+        ) from None
+    entries: list[list[int] | None]
+    if items and all(is_integer(item) for item in items):
+        if len(items) != sum(counts):
+            raise InvalidArgument(f"token_tree_parents: {len(items)} parents for {sum(counts)} new tokens")
+        flat = [int(item) for item in items]  # type: ignore[arg-type]
+        ends = np.cumsum(counts).tolist()
+        entries = [flat[end - count : end] for end, count in zip(ends, counts, strict=True)]
+    else:
+        if len(items) != len(counts):
+            raise InvalidArgument(f"token_tree_parents: {len(items)} items for {len(counts)} entries; give one each")
+        entries = [None if item is None else _integers(item) for item in items]
+    for entry, count, old in zip(entries, counts, pending, strict=True):
+        if entry is None:
+            continue
+        if len(entry) != count:
+            raise InvalidArgument(f"token_tree_parents: {len(entry)} parents for an append length of {count}")
+        for node, parent in enumerate(entry, start=old):
+            if not -1 <= parent < node:
+                raise InvalidArgument(
+                    f"token_tree_parents: node {node} has parent {parent}; -1 <= parent < {node} is needed"
+                )
+    return entries
+
+
+def is_integer(value: object) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
+def _integers(item: object) -> list[int]:
+    if not isinstance(item, (list, tuple, range, np.ndarray)) or not all(is_integer(value) for value in item):
+        raise InvalidArgument(
+            f"token_tree_parents: {item!r} is no list of parents; a list of integers of -1 or more, or None, is accepted"
+        )
+    return [int(value) for value in item]

@@ -1,0 +1,295 @@
+"""The attention verbs of the contract over a pass: arguments checked, padding and ``out=`` served.
+
+Letters: T new tokens; N >= T rows of a padded tensor; n new tokens of one entry; Hq, Hkv heads; Dk, Dv head sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from quire.contracts.attention import AttentionState, Scoring
+from quire.contracts.attention_state import AttentionScope
+from quire.contracts.layers import FullAttention, WindowedAttention
+from quire.errors import FailedPrecondition, InvalidArgument, Unsupported
+from quire.kv.passes import AttentionPass, Layer
+from quire.kv.plans import Masks, check_mask, cut_mask
+from quire.ops.attention import merge
+
+
+class OpenState(Protocol):
+    """What the verbs need to know of the state that they belong to."""
+
+    dtype: torch.dtype
+    device: torch.device
+    current_pass: AttentionPass | None
+
+    @property
+    def open_tokens(self) -> int:
+        """T of the open forward; 0 if there is none."""
+        ...
+
+    def open_pass(self) -> AttentionPass:
+        """The open forward; ``FailedPrecondition`` if there is none."""
+        ...
+
+    def layer(self, layer_id: int) -> Layer:
+        """A layer; ``InvalidArgument`` for an unknown one."""
+        ...
+
+    def spec(self, layer_id: int) -> FullAttention | WindowedAttention:
+        """What the layer is; ``InvalidArgument`` for an unknown one."""
+        ...
+
+
+class AttentionVerbs(OpenState):
+    """What ``PagedKVState`` computes. The contract's docstrings (``contracts.attention_state``) are not repeated here."""
+
+    def attention_with_fused_qkv(
+        self,
+        layer_id: int,
+        qkv: Tensor,
+        *,
+        sm_scale: float | None = None,
+        mask: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        spec = self.spec(layer_id)
+        tokens = self.open_tokens
+        columns = (spec.num_heads + spec.num_kv_heads) * spec.head_dim + spec.num_kv_heads * spec.value_dim
+        flat = qkv
+        if qkv.dim() == 3 and spec.head_dim == spec.value_dim and qkv.shape[2] == spec.head_dim:
+            flat = qkv.flatten(1)
+        if flat.dim() != 2 or flat.shape[1] != columns or flat.shape[0] < tokens:
+            raise InvalidArgument(
+                f"qkv of layer {layer_id} has shape {tuple(qkv.shape)}; at least {tokens} rows of {columns} columns are needed"
+            )
+        check_type(self, "qkv", flat)
+        shape = (flat.shape[0], spec.num_heads, spec.value_dim)
+        if out is not None:
+            check_out(out, shape, self.dtype, qkv)
+        masks = None if mask is None else self._masks(mask, of="all")
+        result = self.open_pass().attend_qkv(
+            layer_id, flat[:tokens], scale=self._scoring(layer_id, sm_scale).scale, masks=masks
+        )
+        return padded(result, flat.shape[0], 0.0, out)
+
+    def append_kv(self, layer_id: int, k: Tensor, v: Tensor) -> None:
+        spec = self.spec(layer_id)
+        check_rows(self, f"k of layer {layer_id}", k, (spec.num_kv_heads, spec.head_dim))
+        check_rows(self, f"v of layer {layer_id}", v, (spec.num_kv_heads, spec.value_dim))
+        tokens = self.open_tokens
+        self.open_pass().append(layer_id, k[:tokens], v[:tokens])
+
+    def self_attention(
+        self,
+        layer_id: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        sm_scale: float | None = None,
+        mask: Tensor | None = None,
+        out: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        spec = self.spec(layer_id)
+        check_rows(self, "q", q, (spec.num_heads, None))
+        check_rows(self, "k", k, (None, int(q.shape[2])))
+        check_rows(self, "v", v, (int(k.shape[1]), None))
+        if spec.num_heads % k.shape[1]:
+            raise InvalidArgument(f"k has {k.shape[1]} heads, which do not divide the {spec.num_heads} query heads")
+        rope = spec.rope
+        if rope is not None and spec.rope_mode != "none" and rope.rotary_dim > q.shape[2]:
+            raise InvalidArgument(
+                f"q and k have heads of {q.shape[2]}; layer {layer_id} rotates {rope.rotary_dim} columns"
+            )
+        if not q.shape[0] == k.shape[0] == v.shape[0]:
+            raise InvalidArgument(
+                f"q, k and v have {q.shape[0]}, {k.shape[0]} and {v.shape[0]} rows; the same is needed"
+            )
+        check_state_out(out, (q.shape[0], spec.num_heads, int(v.shape[2])), self.dtype, (q, k, v))
+        masks = None if mask is None else self._masks(mask, of="own")
+        tokens = self.open_tokens
+        scoring = self._scoring(layer_id, sm_scale)
+        if sm_scale is None and spec.sm_scale is None:
+            scoring = replace(scoring, scale=int(q.shape[2]) ** -0.5)
+        found = self.open_pass().own(layer_id, q[:tokens], k[:tokens], v[:tokens], scoring, masks)
+        return padded_state(found, q.shape[0], out)
+
+    def cross_attention(
+        self,
+        layer_id: int,
+        q: Tensor,
+        *,
+        scope: AttentionScope = "past",
+        sm_scale: float | None = None,
+        out: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        spec = self.spec(layer_id)
+        if scope not in ("past", "all"):
+            raise InvalidArgument(f"scope {scope!r}; 'past' or 'all' are accepted")
+        check_rows(self, "q", q, (spec.num_heads, spec.head_dim))
+        check_state_out(out, (q.shape[0], spec.num_heads, spec.value_dim), self.dtype, (q,))
+        opened = self.open_pass()
+        if scope == "all" and layer_id not in opened.written:
+            raise FailedPrecondition(
+                f"cross_attention with scope 'all': the rows of layer {layer_id} are not appended in this forward; call append_kv"
+            )
+        scoring = self._scoring(layer_id, sm_scale)
+        found = opened.cross(layer_id, q[: self.open_tokens], "past" if scope == "past" else "fused", scoring)
+        return padded_state(found, q.shape[0], out)
+
+    def attention_with_shared_kv(
+        self,
+        source_layer_id: int,
+        q: Tensor,
+        k: Tensor | None = None,
+        v: Tensor | None = None,
+        *,
+        sm_scale: float | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        spec = self.spec(source_layer_id)
+        check_rows(self, "q", q, (spec.num_heads, spec.head_dim))
+        if (k is None) != (v is None):
+            raise InvalidArgument("attention_with_shared_kv: one of k and v is missing; give both or none")
+        new: tuple[Tensor, Tensor] | None = None
+        if k is not None and v is not None:
+            check_rows(self, "k", k, (spec.num_kv_heads, spec.head_dim))
+            check_rows(self, "v", v, (spec.num_kv_heads, spec.value_dim))
+            new = (k[: self.open_tokens], v[: self.open_tokens])
+        if out is not None:
+            for given in (q, k, v):
+                if given is not None:
+                    check_out(out, (q.shape[0], spec.num_heads, spec.value_dim), self.dtype, given)
+        if spec.sinks:
+            raise Unsupported(
+                f"attention_with_shared_kv: layer {source_layer_id} has learned sink logits, which belong to its own heads"
+            )
+        opened = self.open_pass()
+        if new is None and source_layer_id not in opened.written:
+            raise FailedPrecondition(
+                f"attention_with_shared_kv: layer {source_layer_id} has stored nothing in this forward; run it before, or give k and v"
+            )
+        scoring = self._scoring(source_layer_id, sm_scale)
+        result = opened.shared(source_layer_id, q[: self.open_tokens], new, scoring)
+        return padded(result, q.shape[0], 0.0, out)
+
+    def merge(self, o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
+        check_states(o1, lse1, o2, lse2)
+        found = merge(AttentionState(o1, lse1), AttentionState(o2, lse2))
+        return found.out, found.lse
+
+    def merge_attn_output_inplace(self, o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
+        check_states(o1, lse1, o2, lse2)
+        found = merge(AttentionState(o1, lse1), AttentionState(o2, lse2))
+        o1.copy_(found.out)
+        lse1.copy_(found.lse)
+        return o1, lse1
+
+    def _scoring(self, layer_id: int, sm_scale: float | None) -> Scoring:
+        scoring = self.layer(layer_id).scoring
+        return scoring if sm_scale is None else replace(scoring, scale=float(sm_scale))
+
+    def _masks(self, mask: Tensor, *, of: str) -> Masks | None:
+        """A flat mask cut into one ``[n, keys]`` per entry. Without an open forward only its type can be checked."""
+        check_mask(mask, self.device)
+        if self.current_pass is None:
+            return None
+        return cut_mask(mask, self.current_pass.batch, own=of == "own")
+
+
+def check_type(state: OpenState, name: str, tensor: Tensor) -> None:
+    """``InvalidArgument`` unless the tensor has the state's dtype and device."""
+    if tensor.dtype != state.dtype or tensor.device.type != state.device.type:
+        raise InvalidArgument(f"{name} is {tensor.dtype} on {tensor.device}; {state.dtype} on {state.device} is needed")
+
+
+def check_rows(state: OpenState, name: str, tensor: Tensor, inner: tuple[int | None, int | None]) -> None:
+    """``InvalidArgument`` unless the tensor is ``[N, heads, dim]`` with N of at least the open forward's tokens; None: any."""
+    wanted = [size if size is not None else "any" for size in inner]
+    fits = tensor.dim() == 3 and all(
+        given > 0 and wish in (None, given) for given, wish in zip(tensor.shape[1:], inner, strict=True)
+    )
+    if not fits or tensor.shape[0] < state.open_tokens:
+        raise InvalidArgument(
+            f"{name} has shape {tuple(tensor.shape)}; at least {state.open_tokens} rows of [{wanted[0]}, {wanted[1]}] are needed"
+        )
+    check_type(state, name, tensor)
+
+
+def check_states(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> None:
+    """``InvalidArgument`` unless these are two attention states over the same queries."""
+    if o1.dim() != 3 or o1.shape != o2.shape or o1.dtype != o2.dtype or not o1.is_floating_point():
+        raise InvalidArgument(
+            f"merge: outputs {o1.dtype} {tuple(o1.shape)} and {o2.dtype} {tuple(o2.shape)}; two of one shape [N, Hq, Dv] "
+            "and floating type are needed"
+        )
+    for lse in (lse1, lse2):
+        if lse.shape != o1.shape[:2] or lse.dtype not in (torch.float32, torch.float64):
+            raise InvalidArgument(
+                f"merge: lse is {lse.dtype} {tuple(lse.shape)}; torch.float32 {tuple(o1.shape[:2])} is needed"
+            )
+    devices = {tensor.device for tensor in (o1, lse1, o2, lse2)}
+    if len(devices) > 1:
+        raise InvalidArgument(f"merge: tensors on {sorted(map(str, devices))}; one device is needed")
+
+
+def padded(result: Tensor, rows: int, fill: float, out: Tensor | None) -> Tensor:
+    """``result`` in ``out``, of which further rows stay; or with further rows of ``fill``."""
+    tokens = result.shape[0]
+    if out is not None:
+        out[:tokens] = result
+        return out
+    if rows == tokens:
+        return result
+    return torch.cat((result, result.new_full((rows - tokens, *result.shape[1:]), fill)))
+
+
+def padded_state(found: AttentionState, rows: int, out: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
+    """The same for both parts of an attention state."""
+    result, lse = (None, None) if out is None else out
+    return padded(found.out, rows, 0.0, result), padded(found.lse, rows, -torch.inf, lse)
+
+
+def check_state_out(
+    out: tuple[Tensor, Tensor] | None, shape: tuple[int, int, int], dtype: torch.dtype, sources: Sequence[Tensor]
+) -> None:
+    """``InvalidArgument`` unless ``out`` is None or takes an attention state of this shape."""
+    if out is None:
+        return
+    if not isinstance(out, (tuple, list)) or len(out) != 2:
+        raise InvalidArgument("out must be a pair of tensors, for the output and the log-sum-exp")
+    for source in sources:
+        check_out(out[0], shape, dtype, source)
+        check_out(out[1], shape[:2], torch.promote_types(dtype, torch.float32), source)
+    check_apart(out[0], out[1])
+
+
+def check_out(out: Tensor, shape: tuple[int, ...], dtype: torch.dtype, source: Tensor) -> None:
+    """``InvalidArgument`` unless ``out`` can take a result of this shape and type."""
+    if tuple(out.shape) != shape or out.dtype != dtype or out.device != source.device:
+        raise InvalidArgument(
+            f"out is {out.dtype} {tuple(out.shape)} on {out.device}; {dtype} {shape} on {source.device} is needed"
+        )
+    check_apart(out, source)
+
+
+def check_apart(out: Tensor, source: Tensor) -> None:
+    """``InvalidArgument`` if the two share memory."""
+    (low, high), (first, last) = address_range(out), address_range(source)
+    if max(low, first) < min(high, last):
+        raise InvalidArgument("out shares memory with an input; give a tensor of its own")
+
+
+def address_range(tensor: Tensor) -> tuple[int, int]:
+    """First byte of a tensor and one past its last; the range is empty for a tensor without elements."""
+    first = tensor.data_ptr()
+    if tensor.numel() == 0:
+        return first, first
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return first, first + (last + 1) * tensor.element_size()

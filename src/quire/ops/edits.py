@@ -1,0 +1,123 @@
+"""Edits of logits between the model and the draw, in their order: masks of grammars, bias, penalties, bans, users' processors.
+
+Letters: V vocabulary; W rows of one chunk of work, G some of these; N token ids of all rows together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.errors import QuireError
+from quire.ops.filters import Ids, Words, mask_out, take_rows
+
+if TYPE_CHECKING:
+    from quire.ops.sampling import RequestSampler
+
+FAILED = -1
+"""Stands for the token of a row from which none can be drawn."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bans:
+    """What must not be drawn, by row of the batch."""
+
+    ids: Sequence[Sequence[int]]
+    allowed: Mapping[int, Words]
+
+    def concern(self, row: int) -> bool:
+        return row in self.allowed or len(self.ids[row]) > 0
+
+    def mask(self, z_WV: Tensor, rows: Sequence[int]) -> None:
+        """Grammars, in place."""
+        masked = [i for i, row in enumerate(rows) if row in self.allowed]
+        if len(masked) == len(rows):
+            mask_out(z_WV, np.stack([self.allowed[row] for row in rows]))
+        elif masked:
+            z_GV = take_rows(z_WV, masked)
+            mask_out(z_GV, np.stack([self.allowed[rows[i]] for i in masked]))
+            z_WV[masked] = z_GV
+
+    def ban(self, z_WV: Tensor, rows: Sequence[int]) -> None:
+        """Single tokens, in place."""
+        banned = [self.ids[row] for row in rows]
+        if any(len(ids) for ids in banned):
+            z_WV[_places(banned, z_WV.device)] = -torch.inf
+
+
+def edited(
+    logits_RV: Tensor, rows: Sequence[int], samplers: Sequence[RequestSampler], bans: Bans
+) -> tuple[Tensor, Tensor, list[int], dict[int, QuireError]]:
+    """Masked, biased, penalised, banned, processed logits ``[W, V]`` of some rows, their maxima ``[W]``, and where these are
+    first; and by row of the batch why a processor failed.
+
+    The place is ``FAILED`` where the maximum is not finite.
+    """
+    z_WV = take_rows(logits_RV, rows)
+    members = [samplers[row] for row in rows]
+    bans.mask(z_WV, rows)
+    _add_bias(z_WV, members)
+    _penalise(z_WV, members)
+    bans.ban(z_WV, rows)
+    reasons = _process(z_WV, rows, members, bans)
+    best = z_WV.max(-1)
+    return z_WV, best.values, torch.where(best.values.isfinite(), best.indices, FAILED).tolist(), reasons
+
+
+def _process(
+    z_WV: Tensor, rows: Sequence[int], samplers: Sequence[RequestSampler], bans: Bans
+) -> dict[int, QuireError]:
+    """The users' processors, in place. A row whose processor fails becomes -inf everywhere."""
+    processed = [i for i, sampler in enumerate(samplers) if sampler.params.logits_processors]
+    if not processed:
+        return {}
+    reasons: dict[int, QuireError] = {}
+    for i in processed:
+        try:
+            z_WV[i] = samplers[i].process(z_WV[i].clone())
+        except QuireError as error:
+            reasons[rows[i]] = error
+            z_WV[i] = -torch.inf
+    # What a grammar excludes stays excluded, whatever a processor made of it.
+    bans.mask(z_WV, rows)
+    bans.ban(z_WV, rows)
+    return reasons
+
+
+def _places(ids: Sequence[Sequence[int] | Ids], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Row and column, int64 ``[N]`` each, of ragged ids per row."""
+    rows_N = np.repeat(np.arange(len(ids)), [len(row) for row in ids])
+    ids_N = np.concatenate([np.asarray(row, dtype=np.int64) for row in ids])
+    return torch.from_numpy(rows_N).to(device), torch.from_numpy(ids_N).to(device)
+
+
+def _add_bias(z_WV: Tensor, samplers: Sequence[RequestSampler]) -> None:
+    if any(len(sampler.bias_ids_N) for sampler in samplers):
+        place = _places([sampler.bias_ids_N for sampler in samplers], z_WV.device)
+        bias_N = torch.from_numpy(np.concatenate([sampler.bias_N for sampler in samplers])).to(z_WV.device)
+        z_WV[place] += bias_N
+
+
+def _penalise(z_WV: Tensor, samplers: Sequence[RequestSampler]) -> None:
+    """Repetition, then frequency, then presence, on the tokens that the requests have seen; in place."""
+    seen = {i: sampler.counts for i, sampler in enumerate(samplers) if sampler.counts is not None}
+    if not seen:
+        return
+    sizes = [len(seen[i].ids_N) if i in seen else 0 for i in range(len(samplers))]
+    place = _places([seen[i].ids_N if i in seen else () for i in range(len(samplers))], z_WV.device)
+    penalties_W3 = np.array(
+        [(s.params.repetition_penalty, s.params.frequency_penalty, s.params.presence_penalty) for s in samplers]
+    )
+    columns = np.repeat(penalties_W3, sizes, axis=0).astype(np.float32).T.copy()
+    repetition_N, frequency_N, presence_N = torch.from_numpy(columns).to(z_WV.device)
+    count_N = torch.from_numpy(np.concatenate([counts.counts_N for counts in seen.values()])).to(z_WV.device)
+    z_N = z_WV[place]
+    z_N = torch.where(z_N > 0, z_N / repetition_N, z_N * repetition_N)
+    # A repetition penalty far below 1 may overflow; the largest float still wins and is not a failure. -inf stays.
+    z_N.clamp_(max=torch.finfo(z_N.dtype).max)
+    z_WV[place] = z_N - frequency_N * count_N - presence_N * (count_N > 0)
