@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import xxhash
+from tests.models.conftest import CASES
 
 from quire.errors import CheckpointError, InvalidArgument
 from quire.models import fingerprint
@@ -43,6 +44,13 @@ def test_it_tells_models_apart(single_file: Path) -> None:
     values = json.loads(config.read_text())
     config.write_text(json.dumps({**values, "rms_norm_eps": 0.5, "transformers_version": "0"}))
     assert other.differences(model_fingerprint(single_file, load_model(single_file))) == ("config",)
+
+
+def test_a_length_that_decides_frequencies_is_part_of_it(make_tiny: Any) -> None:
+    path = make_tiny(next(case for case in CASES if case.name == "phi3-longrope")).path
+    found = [model_fingerprint(path, load_model(path, max_model_len=length)) for length in (16, 17, 128, None)]
+    assert found[0].differences(found[1]) == ("config",)
+    assert found[1] == found[2] == found[3]
 
 
 def test_directory_of_another_model_is_refused(single_file: Path, sharded: Path) -> None:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
+from quire.models import decoder
+from quire.models.loading import load_model
+from quire.nn import packed as module
 from quire.nn.linear import Linear
 from quire.nn.packed import PackedLinear, can_pack, packed
 
@@ -39,3 +44,22 @@ def test_only_bfloat16_on_a_cpu_is_packed() -> None:
     assert not can_pack(torch.bfloat16, torch.device("cuda"))
     plain = Linear(torch.randn(4, 4))
     assert packed(plain) is plain
+
+
+def test_every_linear_map_of_every_family_is_packed(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Packed(Linear):
+        """Stands in for oneDNN's, so that it runs on any machine."""
+
+        def __init__(self, plain: Linear) -> None:
+            super().__init__(plain.weight, plain.bias)
+
+    monkeypatch.setattr(module, "PackedLinear", Packed)
+    for one in (module, decoder):
+        monkeypatch.setattr(one, "can_pack", lambda dtype, device: True)
+    model = load_model(tiny.path, dtype="float32")
+    linears = [model.lm_head]
+    for block in model.blocks:
+        linears += [block.attention.qkv, block.attention.out, block.mlp.gate_up, block.mlp.down]
+    assert {type(one) for one in linears} == {Packed}
+    bytes_twice = model.embedding.weight.nbytes if model.tied else 0
+    assert model.parameter_bytes == 4 * model.num_parameters + bytes_twice

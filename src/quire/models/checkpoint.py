@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -22,20 +22,36 @@ from torch import Tensor
 from tqdm import tqdm
 
 from quire.errors import CheckpointError, QuireError, ResourceExhausted
+from quire.models import mxfp4
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 DTYPES: Mapping[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""Element types of weights, by their safetensors names. Quantised ones need kernels of their own."""
+"""Element types of weights, by their safetensors names."""
+BYTES = "U8"
+"""The element type of MXFP4 blocks and scales. Other quantised weights need kernels of their own."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """Rows ``row`` to ``row + shape[0]`` of a parameter, for one checkpoint tensor of this shape."""
+    """Rows ``row`` to ``row + shape[0]`` of a parameter, for one checkpoint tensor that fills this shape."""
 
     parameter: str
     shape: tuple[int, ...]
     row: int = 0
+    transposed: bool = False
+    """The checkpoint has the last two dimensions the other way round."""
+    scales: str = ""
+    """The tensor with the scales of this one, which is in MXFP4 (``models.mxfp4``); empty: it is in a float type."""
+
+    def stored(self, name: str) -> dict[str, tuple[int, ...]]:
+        """The tensors that the checkpoint has for this place, which belongs to ``name``, and their shapes."""
+        if self.scales:
+            blocks = (*self.shape[:-1], self.shape[-1] // mxfp4.BLOCK)
+            return {name: (*blocks, mxfp4.BLOCK_BYTES), self.scales: blocks}
+        if self.transposed:
+            return {name: (*self.shape[:-2], self.shape[-1], self.shape[-2])}
+        return {name: self.shape}
 
 
 NameTable: TypeAlias = Mapping[str, Place]
@@ -56,8 +72,9 @@ def expand(table: NameTable, num_layers: int) -> dict[str, Place]:
     places = {}
     for name, place in table.items():
         for layer in range(num_layers) if "{}" in name else (0,):
-            parameter = place.parameter.format(layer)
-            places[name.format(layer)] = Place(parameter=parameter, shape=place.shape, row=place.row)
+            places[name.format(layer)] = replace(
+                place, parameter=place.parameter.format(layer), scales=place.scales.format(layer)
+            )
     return places
 
 
@@ -169,32 +186,38 @@ class Checkpoint:
             file = self.tensors[unlisted[0]].file
             raise CheckpointError(f"{file} holds {_some(unlisted)}, which {INDEX_FILE} does not list")
 
-    def check(self, places: Mapping[str, Place], ignorable: Collection[str] = ()) -> None:
+    def choose(self, spellings: Sequence[Mapping[str, Place]]) -> Mapping[str, Place]:
+        """The spelling that these files have: the one of which the fewest tensors are missing, the first of equals."""
+        return min(spellings, key=lambda places: sum(name not in self.tensors for name in _stored(places)))
+
+    def check(self, places: Mapping[str, Place], ignorable: Container[str] = ()) -> None:
         """``CheckpointError`` unless the files hold exactly the tensors of ``places``, in these shapes and as floats.
 
         ``ignorable``: names that may be there and are not read.
         """
-        missing = [name for name in places if name not in self.tensors]
+        stored = _stored(places)
+        missing = [name for name in stored if name not in self.tensors]
         if missing:
-            raise CheckpointError(f"{self.path} lacks {len(missing)} of {len(places)} tensors: {_some(missing)}")
-        surplus = [name for name in self.tensors if name not in places and name not in ignorable]
+            raise CheckpointError(f"{self.path} lacks {len(missing)} of {len(stored)} tensors: {_some(missing)}")
+        surplus = [name for name in self.tensors if name not in stored and name not in ignorable]
         if surplus:
             file = self.tensors[surplus[0]].file
             raise CheckpointError(f"{file}: the model that config.json describes has no place for {_some(surplus)}")
-        for name, place in places.items():
+        for name, (shape, dtypes) in stored.items():
             header = self.tensors[name]
-            if header.shape != place.shape:
+            if header.shape != shape:
                 raise CheckpointError(
-                    f"{header.file}: {name} has shape {list(header.shape)}; config.json makes it {list(place.shape)}"
+                    f"{header.file}: {name} has shape {list(header.shape)}; config.json makes it {list(shape)}"
                 )
-            if header.dtype not in DTYPES:
-                raise CheckpointError(f"{header.file}: {name} has dtype {header.dtype}; expected one of {list(DTYPES)}")
+            if header.dtype not in dtypes:
+                raise CheckpointError(f"{header.file}: {name} has dtype {header.dtype}; expected one of {list(dtypes)}")
 
     def dtype(self, places: Mapping[str, Place]) -> torch.dtype:
         """The element type of most weights, whatever config.json says (a few norms may be kept in another one)."""
         elements = dict.fromkeys(DTYPES, 0)
-        for name in places:
-            elements[self.tensors[name].dtype] += _numel(self.tensors[name].shape)
+        for name, place in places.items():
+            if not place.scales:
+                elements[self.tensors[name].dtype] += _numel(self.tensors[name].shape)
         return DTYPES[max(elements, key=lambda name: elements[name])]
 
     def load(
@@ -205,18 +228,35 @@ class Checkpoint:
         ``progress`` shows a bar over bytes on stderr if that is a terminal. ``ResourceExhausted`` when they do not fit.
         """
         parameters = allocate(parameter_shapes(places), dtype, device)
-        total = sum(_nbytes(self.tensors[name]) for name in places)
+        total = sum(_nbytes(self.tensors[name]) for name in _stored(places))
         hidden = not (progress and sys.stderr.isatty())
         with tqdm(total=total, unit="B", unit_scale=True, desc=f"loading {self.path.name}", disable=hidden) as bar:
             for name, place in sorted(places.items(), key=lambda item: (self.tensors[item[0]].file, item[0])):
-                header = self.tensors[name]
-                try:
-                    source = self._handles[header.file].get_tensor(name)
-                except (SafetensorError, OSError, RuntimeError) as error:
-                    raise CheckpointError(f"{header.file}: {name} cannot be read: {error}") from error
-                parameters[place.parameter].narrow(0, place.row, place.shape[0]).copy_(source)
-                bar.update(_nbytes(header))
+                target = parameters[place.parameter].narrow(0, place.row, place.shape[0])
+                source = self._read(name)
+                if place.scales:
+                    mxfp4.unpack(f"{self.tensors[name].file}: {name}", source, self._read(place.scales), target)
+                else:
+                    target.copy_(source.transpose(-1, -2) if place.transposed else source)
+                bar.update(sum(_nbytes(self.tensors[one]) for one in place.stored(name)))
         return parameters
+
+    def _read(self, name: str) -> Tensor:
+        header = self.tensors[name]
+        try:
+            tensor: Tensor = self._handles[header.file].get_tensor(name)
+        except (SafetensorError, OSError, RuntimeError) as error:
+            raise CheckpointError(f"{header.file}: {name} cannot be read: {error}") from error
+        return tensor
+
+
+def _stored(places: Mapping[str, Place]) -> dict[str, tuple[tuple[int, ...], Collection[str]]]:
+    """Every tensor that the files have to hold: its shape, and the element types that it may have."""
+    return {
+        stored: (shape, (BYTES,) if place.scales else tuple(DTYPES))
+        for name, place in places.items()
+        for stored, shape in place.stored(name).items()
+    }
 
 
 def allocate(shapes: Mapping[str, Iterable[int]], dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
@@ -236,4 +276,4 @@ def _numel(shape: tuple[int, ...]) -> int:
 
 
 def _nbytes(header: TensorHeader) -> int:
-    return _numel(header.shape) * DTYPES[header.dtype].itemsize
+    return _numel(header.shape) * (1 if header.dtype == BYTES else DTYPES[header.dtype].itemsize)

@@ -13,19 +13,22 @@ import json
 import logging
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
-from quire.contracts.layers import RopeScaling, RopeSpec
 from quire.errors import CheckpointError, Unsupported
 
 logger = logging.getLogger(__name__)
 
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
-    # Activation and norms.
+    # Activation, norms, biases.
     "hidden_act": ("silu", "swish"),
     "hidden_activation": ("silu", "swish"),
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+    "lm_head_bias": (False,),
+    "use_bias": (False,),
+    "use_qkv_bias": (False,),
     "norm_type": ("rms_norm", "rmsnorm"),
     "qk_layernorm": (False,),
     "use_qk_norm": (False,),
@@ -46,8 +49,12 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "clip_qkv": (),
     "attn_temperature_tuning": (False,),
     # Shapes of attention.
+    "use_bidirectional_attention": (False,),
     "attention_chunk_size": (),
     "use_sliding_window": (False,),
+    "sliding_window_pattern": (),
+    "full_attn_mod": (1,),
+    "interpolate_factor": (1,),
     "no_rope_layers": (),
     "no_rope_layer_interval": (),
     "num_kv_shared_layers": (0,),
@@ -140,41 +147,6 @@ HARMLESS: frozenset[str] = frozenset(
 )
 """Known not to change the logits of a decoder. ``pretraining_tp`` only split the same products into slices."""
 
-DEFAULT_ROPE_THETA = 10_000.0
-"""The base of RoFormer, and of Llama 1 and 2, whose configurations did not write it down."""
-
-ROPE_SCALINGS = get_args(RopeScaling)
-"""The rules for frequencies that ``quire.ops.rope`` computes."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DecoderConfig:
-    """Geometry of a pre-norm decoder with rotary attention and a gated MLP. Sizes are counts of elements."""
-
-    architecture: str
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    max_position: int
-    rms_norm_eps: float
-    rope: RopeSpec
-    tie_embeddings: bool
-    qkv_bias: bool = False
-    out_bias: bool = False
-    mlp_bias: bool = False
-    head_norms: bool = False
-    """RMSNorm of each query and key head before the rotation."""
-
-    def canonical(self) -> str:
-        """JSON of what decides the logits, keys sorted. The context length is a limit, so it is not in it."""
-        fields = asdict(self)
-        del fields["max_position"]
-        return json.dumps(fields, sort_keys=True, separators=(",", ":"))
-
 
 class ConfigFields:
     """The fields of one ``config.json``, read by type; remembers what was read.
@@ -209,6 +181,15 @@ class ConfigFields:
             raise self.error(name, "an integer of 1 or more")
         return value
 
+    def whole(self, name: str, default: int | None = None) -> int:
+        """An integer of 0 or more."""
+        value = self.get(name)
+        if value is None and default is not None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise self.error(name, "an integer of 0 or more")
+        return value
+
     def number(self, name: str, default: float | None = None) -> float:
         """A finite number above 0."""
         value = self.get(name)
@@ -217,6 +198,21 @@ class ConfigFields:
         if isinstance(value, bool) or not isinstance(value, int | float) or not (0 < value < math.inf):
             raise self.error(name, "a finite number above 0")
         return float(value)
+
+    def optional_number(self, name: str, default: float | None) -> float | None:
+        """A finite number above 0, or None where the field is null; ``default`` where it is missing."""
+        if not self.present(name):
+            return default
+        return None if self.get(name) is None else self.number(name)
+
+    def expect(self, name: str, *accepted: object) -> None:
+        """``Unsupported`` unless the field is missing, null or one of ``accepted``."""
+        value = self.get(name)
+        # In Python true equals 1, in a configuration it is another kind of value.
+        if value is None or any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in accepted):
+            return
+        expected = " or ".join(json.dumps(one) for one in (*accepted, None))
+        raise Unsupported(f"{self.source}: {name} is {_short(value)}, which is not supported; expected {expected}")
 
     def flag(self, name: str, default: bool | None = None) -> bool:
         value = self.get(name)
@@ -255,115 +251,16 @@ def read_config_file(path: Path) -> dict[str, Any]:
     return values
 
 
-def read_rope(fields: ConfigFields, rotary_dim: int, max_position: int) -> RopeSpec:
-    """RoPE in either spelling: ``rope_parameters`` (transformers 5) or ``rope_theta`` with ``rope_scaling``.
-
-    ``Unsupported`` names a scaling or a parameter that we do not compute; two spellings that disagree are a
-    ``CheckpointError``, as nobody can say which of them the weights were trained with.
-    """
-    new, old = fields.mapping("rope_parameters"), fields.mapping("rope_scaling")
-    outer = {name: fields.get(name) for name in ("rope_theta", "original_max_position_embeddings")}
-    specs = [
-        _rope_spec(
-            ConfigFields(_join(fields, name, given, outer), f"{fields.source}, {name}"), rotary_dim, max_position
-        )
-        for name, given in (("rope_parameters", new), ("rope_scaling", old))
-        if given
-    ]
-    if not specs:
-        return _rope_spec(
-            ConfigFields(_join(fields, "rope_parameters", {}, outer), fields.source), rotary_dim, max_position
-        )
-    if specs[0] != specs[-1]:
-        raise CheckpointError(f"{fields.source}: rope_parameters ({new}) and rope_scaling ({old}) disagree; keep one")
-    return specs[0]
-
-
-def _join(fields: ConfigFields, name: str, given: Mapping[str, Any], outer: Mapping[str, Any]) -> dict[str, Any]:
-    """``given`` with the fields that older configurations keep beside it."""
-    joined = dict(given)
-    for key, value in outer.items():
-        if value is None:
-            continue
-        if joined.get(key) is not None and joined[key] != value:
-            raise CheckpointError(
-                f"{fields.source}: {key} is {value!r}, but {name} says {joined[key]!r}; expected the same"
-            )
-        joined[key] = value
-    return joined
-
-
-def _rope_spec(rope: ConfigFields, rotary_dim: int, max_position: int) -> RopeSpec:
-    kinds = [str(kind) for kind in (rope.get("rope_type"), rope.get("type")) if kind is not None] or ["default"]
-    if kinds[0] != kinds[-1]:
-        raise Unsupported(f"{rope.source}: rope_type is {kinds[0]!r} and type is {kinds[1]!r}; expected the same")
-    if rope.get("partial_rotary_factor") not in (None, 1):
-        raise Unsupported(f"{rope.source}: partial_rotary_factor {rope.get('partial_rotary_factor')!r}; expected 1.0")
-    theta = rope.number("rope_theta", DEFAULT_ROPE_THETA)
-    original = rope.count("original_max_position_embeddings", max_position)
-    if kinds[0] == "default":
-        spec = RopeSpec(theta=theta, rotary_dim=rotary_dim)
-    elif kinds[0] == "linear":
-        spec = RopeSpec(theta=theta, rotary_dim=rotary_dim, scaling="linear", factor=rope.number("factor"))
-    elif kinds[0] == "llama3":
-        spec = RopeSpec(
-            theta=theta,
-            rotary_dim=rotary_dim,
-            scaling="llama3",
-            factor=rope.number("factor"),
-            low_freq_factor=rope.number("low_freq_factor"),
-            high_freq_factor=rope.number("high_freq_factor"),
-            original_max_position=original,
-        )
-        if spec.high_freq_factor <= spec.low_freq_factor:
-            raise rope.error("high_freq_factor", f"more than low_freq_factor ({spec.low_freq_factor})")
-    else:
-        expected = ", ".join(ROPE_SCALINGS)
-        raise Unsupported(f"{rope.source}: RoPE scaling {kinds[0]!r} is not supported; expected one of {expected}")
-    # What no reader has asked for belongs to a rule that we do not know.
-    surplus = [name for name in rope.unread() if rope.values[name] is not None]
-    if surplus:
-        raise Unsupported(f"{rope.source}: {surplus} with RoPE scaling {kinds[0]!r}; expected none of them")
-    return spec
-
-
-def refuse_layer_types(fields: ConfigFields, num_layers: int) -> None:
-    """``Unsupported`` for anything but full attention in ``layer_types``."""
-    kinds = fields.get("layer_types")
-    if kinds is None:
-        return
-    if not isinstance(kinds, list) or len(kinds) != num_layers:
-        raise fields.error("layer_types", f"a list of {num_layers} strings")
-    for layer, kind in enumerate(kinds):
-        if kind != "full_attention":
-            raise Unsupported(f"{fields.source}: layer_types[{layer}] is {kind!r}; expected 'full_attention'")
-
-
-def refuse_window(fields: ConfigFields, max_position: int, *, default: int | None = None) -> None:
-    """``Unsupported`` for a ``sliding_window`` that hides any position below ``max_position``.
-
-    ``default`` is the family's window where the field is missing; null is none.
-    """
-    window = fields.count("sliding_window", 0) if fields.present("sliding_window") else default
-    if window and window < max_position:
-        raise Unsupported(
-            f"{fields.source}: sliding_window is {window}, shorter than max_position_embeddings ({max_position}); "
-            "sliding windows are not supported, expected null or a window at least as long as the context"
-        )
-
-
 def refuse_unsupported(fields: ConfigFields) -> None:
-    """``Unsupported`` for the first field that asks for something this runtime does not compute.
+    """``Unsupported`` for the first field that asks for something that this family does not compute.
 
-    Call it after everything else was read: what nobody has read then is what is passed over.
+    Call it after everything else was read. A field that the family has read is its own affair; one of ``NEUTRAL`` that
+    it has not read must be neutral; any other is passed over.
     """
+    unread = frozenset(fields.unread())
     for name, neutral in NEUTRAL.items():
-        value = fields.get(name)
-        # In Python true equals 1, in a configuration it is another kind of value.
-        if value is None or any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral):
-            continue
-        accepted = " or ".join(json.dumps(one) for one in (*neutral, None))
-        raise Unsupported(f"{fields.source}: {name} is {_short(value)}, which is not supported; expected {accepted}")
+        if name in unread:
+            fields.expect(name, *neutral)
     unknown = [name for name in fields.unread() if name not in HARMLESS]
     if unknown:
         logger.debug("%s: fields passed over: %s", fields.source, ", ".join(unknown))

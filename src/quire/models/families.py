@@ -5,8 +5,10 @@ A family is one file with three functions (read the configuration, name the tens
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+import json
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -14,12 +16,30 @@ from torch import Tensor
 
 from quire.contracts.model import Model
 from quire.errors import CheckpointError, Unsupported
-from quire.models import llama
+from quire.models import gemma, llama
 from quire.models.checkpoint import NameTable
-from quire.models.config import DecoderConfig
+from quire.models.cohere2 import COHERE2_NAMES, read_cohere2_config
+from quire.models.decoder import Decoder, DecoderConfig, MlpBuilder
+from quire.models.glm4 import GLM4_NAMES, read_glm4_config
+from quire.models.gpt_oss import gpt_oss_mlp, gpt_oss_spellings, read_gpt_oss_config
+from quire.models.granite import read_granite_config
+from quire.models.mixtral import mixtral_spellings, read_mixtral_config
+from quire.models.mixture import MixtureConfig, mixture_mlp
+from quire.models.names import LLAMA_NAMES, Names, ignorable_names, name_table
+from quire.models.olmo2 import OLMO2_NAMES, read_olmo2_config
+from quire.models.phi3 import PHI3_NAMES, read_phi3_config
+from quire.models.qwen_moe import qwen_moe_spellings, read_qwen2_moe_config, read_qwen3_moe_config
+from quire.models.smollm3 import read_smollm3_config
+from quire.models.stablelm import STABLELM_NAMES, read_stablelm_config
 from quire.registry import Registry
 
 C = TypeVar("C")
+C_co = TypeVar("C_co", covariant=True)
+M = TypeVar("M", bound=MixtureConfig)
+
+
+VOLATILE = frozenset({"_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache"})
+"""Fields of config.json that decide no logits, whatever the architecture."""
 
 
 class LoadedModel(Model, Protocol):
@@ -33,6 +53,8 @@ class LoadedModel(Model, Protocol):
     """Whether the head is the embedding."""
     parameter_bytes: int
     """Bytes of weights on ``device``; tied weights count once, or twice if the head was packed."""
+    max_model_len: int | None
+    """What a RoPE that depends on length was fixed for, as ``load_model`` was told; None: ``max_position``."""
     config: dict[str, Any]
     """``config.json`` as it was read."""
     canonical_config: str
@@ -43,38 +65,97 @@ class LoadedModel(Model, Protocol):
         ...
 
 
+class ConfigReader(Protocol[C_co]):
+    """From ``config.json`` to a family's configuration."""
+
+    def __call__(self, values: Mapping[str, Any], max_model_len: int | None = None) -> C_co:
+        """``max_model_len``: the longest sequence that will run, for a RoPE that depends on it; None: all positions."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Family(Generic[C]):
     """How checkpoints of one architecture become models. ``C`` is the family's type of configuration."""
 
     state_kinds: tuple[str, ...]
     """Kinds of layer state, as in ``LayerSpec.kind``."""
-    read_config: Callable[[Mapping[str, Any]], C]
+    read_config: ConfigReader[C]
     """From ``config.json``; ``CheckpointError`` for bad values, ``Unsupported`` for what is not computed."""
     num_layers: Callable[[C], int]
-    name_table: Callable[[C], NameTable]
-    ignorable_names: Callable[[C], Collection[str]]
+    spellings: Callable[[C], Sequence[NameTable]]
+    """The names of all tensors, in each way in which checkpoints of the family are written, the commonest first."""
+    ignorable_names: Callable[[C], Container[str]]
     build: Callable[[C, Mapping[str, Tensor], Mapping[str, Any]], LoadedModel]
 
 
 FAMILIES: Registry[Family[Any]] = Registry("architecture")
 
 
-def _llama_like(read_config: Callable[[Mapping[str, Any]], DecoderConfig]) -> Family[DecoderConfig]:
+def dense(
+    read_config: ConfigReader[DecoderConfig], names: Names = LLAMA_NAMES, state_kinds: tuple[str, ...] = ("full",)
+) -> Family[DecoderConfig]:
+    """A family of decoders without experts."""
     return Family(
-        state_kinds=("full",),
+        state_kinds=state_kinds,
         read_config=read_config,
         num_layers=lambda config: config.num_layers,
-        name_table=llama.name_table,
-        ignorable_names=llama.ignorable_names,
-        build=llama.Decoder,
+        spellings=lambda config: (name_table(config, names),),
+        ignorable_names=lambda config: ignorable_names(config, names),
+        build=Decoder,
     )
 
 
-FAMILIES.register("LlamaForCausalLM", _llama_like(llama.read_llama_config))
-FAMILIES.register("MistralForCausalLM", _llama_like(llama.read_mistral_config))
-FAMILIES.register("Qwen2ForCausalLM", _llama_like(llama.read_qwen2_config))
-FAMILIES.register("Qwen3ForCausalLM", _llama_like(llama.read_qwen3_config))
+def mixture(
+    read_config: ConfigReader[M], spellings: Callable[[M], Sequence[NameTable]], mlp: MlpBuilder[M]
+) -> Family[M]:
+    """A family of decoders with experts. ``mlp`` builds the feed-forward part of a layer."""
+    return Family(
+        state_kinds=WINDOWED,
+        read_config=read_config,
+        num_layers=lambda config: config.num_layers,
+        spellings=spellings,
+        ignorable_names=ignorable_names,
+        build=partial(Decoder, mlp=mlp),
+    )
+
+
+WINDOWED = ("full", "window")
+
+FAMILIES.register("LlamaForCausalLM", dense(llama.read_llama_config))
+FAMILIES.register("MistralForCausalLM", dense(llama.read_mistral_config, state_kinds=WINDOWED))
+FAMILIES.register("Qwen2ForCausalLM", dense(llama.read_qwen2_config, state_kinds=WINDOWED))
+FAMILIES.register("Qwen3ForCausalLM", dense(llama.read_qwen3_config, state_kinds=WINDOWED))
+FAMILIES.register("Phi3ForCausalLM", dense(read_phi3_config, PHI3_NAMES, state_kinds=WINDOWED))
+FAMILIES.register("Gemma2ForCausalLM", dense(gemma.read_gemma2_config, gemma.GEMMA_NAMES, state_kinds=WINDOWED))
+FAMILIES.register("Gemma3ForCausalLM", dense(gemma.read_gemma3_config, gemma.GEMMA_NAMES, state_kinds=WINDOWED))
+FAMILIES.register(
+    "Gemma3ForConditionalGeneration",
+    dense(gemma.read_gemma3_with_vision_config, gemma.GEMMA3_NAMES, state_kinds=WINDOWED),
+)
+FAMILIES.register("Olmo2ForCausalLM", dense(read_olmo2_config, OLMO2_NAMES))
+FAMILIES.register("Cohere2ForCausalLM", dense(read_cohere2_config, COHERE2_NAMES, state_kinds=WINDOWED))
+FAMILIES.register("SmolLM3ForCausalLM", dense(read_smollm3_config, state_kinds=WINDOWED))
+FAMILIES.register("StableLmForCausalLM", dense(read_stablelm_config, STABLELM_NAMES))
+FAMILIES.register("GraniteForCausalLM", dense(read_granite_config))
+FAMILIES.register("Glm4ForCausalLM", dense(read_glm4_config, GLM4_NAMES))
+FAMILIES.register("MixtralForCausalLM", mixture(read_mixtral_config, mixtral_spellings, mixture_mlp))
+FAMILIES.register("Qwen2MoeForCausalLM", mixture(read_qwen2_moe_config, qwen_moe_spellings, mixture_mlp))
+FAMILIES.register("Qwen3MoeForCausalLM", mixture(read_qwen3_moe_config, qwen_moe_spellings, mixture_mlp))
+FAMILIES.register("GptOssForCausalLM", mixture(read_gpt_oss_config, gpt_oss_spellings, gpt_oss_mlp))
+
+
+def is_foreign(values: Mapping[str, Any]) -> bool:
+    """Whether config.json names exactly one architecture and it is none of ours."""
+    names = values.get("architectures")
+    return isinstance(names, list) and len(names) == 1 and isinstance(names[0], str) and names[0] not in FAMILIES
+
+
+def canonical_of(values: Mapping[str, Any], max_model_len: int | None) -> str:
+    """Canonical JSON of what decides the logits of the model that ``values`` (config.json) describe."""
+    if is_foreign(values):
+        kept = {name: value for name, value in values.items() if name not in VOLATILE}
+        return json.dumps({"fallback": kept}, sort_keys=True, separators=(",", ":"))
+    return str(family_of(values).read_config(values, max_model_len).canonical())
 
 
 def family_of(values: Mapping[str, Any]) -> Family[Any]:

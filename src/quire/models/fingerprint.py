@@ -21,7 +21,7 @@ import xxhash
 from quire.errors import CheckpointError, InvalidArgument
 from quire.models.checkpoint import weight_files
 from quire.models.config import read_config_file
-from quire.models.families import LoadedModel, family_of
+from quire.models.families import LoadedModel, canonical_of
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ def model_fingerprint(path: str | os.PathLike[str], model: LoadedModel) -> Model
     """
     path = Path(path)
     values = read_config_file(path)
-    if family_of(values).read_config(values).canonical() != model.canonical_config:
+    if canonical_of(values, model.max_model_len) != model.canonical_config:
         raise InvalidArgument(
             f"{path} does not describe the {model.architecture} that was given; expected its directory"
         )

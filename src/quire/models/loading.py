@@ -12,13 +12,14 @@ import platform
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from quire.errors import CheckpointError, InvalidArgument, ResourceExhausted
 from quire.models.checkpoint import Checkpoint, Place, expand, parameter_shapes
 from quire.models.config import read_config_file
-from quire.models.families import LoadedModel, family_of
+from quire.models.families import LoadedModel, family_of, is_foreign
 
 logger = logging.getLogger(__name__)
 
@@ -38,10 +39,15 @@ def load_model(
     device: str | torch.device = "cpu",
     dtype: str = "auto",
     progress: bool = False,
+    max_model_len: int | None = None,
 ) -> LoadedModel:
     """The model in the checkpoint directory ``path``, with its weights on ``device``.
 
     ``dtype``: see ``resolve_dtype``. ``progress``: a bar over bytes on stderr, when that is a terminal.
+    ``max_model_len``: the longest sequence that will run, which decides the frequencies of a RoPE that depends on
+    length; None: the model's context length. It changes nothing for other models.
+
+    An architecture that is not native runs through ``transformers`` if that is installed (see ``models.fallback``).
 
     ``CheckpointError`` when the directory or a file in it is missing, damaged or not what ``config.json`` says;
     ``Unsupported`` for an architecture or an option that is not computed; ``ResourceExhausted`` when the weights do not
@@ -54,15 +60,17 @@ def load_model(
     device = _device(device)
     _check_dtype_name(dtype)
     values = read_config_file(path)
+    if is_foreign(values):
+        return _load_foreign(path, values, device, dtype)
     family = family_of(values)
-    config = family.read_config(values)
+    config = family.read_config(values, max_model_len)
     with Checkpoint(path) as checkpoint:
         num_layers = family.num_layers(config)
         if num_layers > len(checkpoint.tensors):  # Also bounds the table that a damaged config.json could ask for.
             raise CheckpointError(
                 f"{path}: config.json says {num_layers} layers, but there are {len(checkpoint.tensors)} tensors"
             )
-        places = expand(family.name_table(config), num_layers)
+        places = checkpoint.choose([expand(table, num_layers) for table in family.spellings(config)])
         checkpoint.check(places, family.ignorable_names(config))
         resolved = resolve_dtype(dtype, checkpoint.dtype(places), device)
         _check_memory(path, places, resolved, device)
@@ -73,6 +81,22 @@ def load_model(
     if model.pack():
         logger.info("%s: weights are packed for this CPU's bfloat16 kernels", path)
     return model
+
+
+def _load_foreign(path: Path, values: Mapping[str, Any], device: torch.device, dtype: str) -> LoadedModel:
+    """An architecture that is not native, through ``transformers``."""
+    from quire.models.fallback import load_fallback
+
+    named = values.get("dtype", values.get("torch_dtype"))
+    stored = DTYPES.get(str(named).removeprefix("torch."), torch.float32)
+    resolved = resolve_dtype(dtype, stored, device)
+    size = sum(file.stat().st_size for file in path.glob("*.safetensors")) * resolved.itemsize // stored.itemsize
+    free = free_memory(device)
+    if free is not None and size > free:
+        raise ResourceExhausted(
+            f"{path} needs about {size / 2**30:.2f} GiB for its weights in {resolved}, but {free / 2**30:.2f} GiB are free on {device}"
+        )
+    return load_fallback(path, values, dtype=resolved, device=device)
 
 
 def resolve_dtype(requested: str, checkpoint_dtype: torch.dtype, device: torch.device) -> torch.dtype:

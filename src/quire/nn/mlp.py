@@ -5,23 +5,39 @@ Letters: T tokens, E model width, F inner width.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from functools import partial
+
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from quire.nn.linear import Linear
+from quire.nn.packed import packed
+
+ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+}
+"""By their names in ``quire.models.decoder.DecoderConfig``. Each gives a fresh tensor."""
 
 
-class SwiGLU:
-    """``down(silu(gate(x)) * up(x))`` (arXiv:2002.05202), with gate and up as one product."""
+class GatedMLP:
+    """``down(act(gate(x)) * up(x))`` (arXiv:2002.05202), with gate and up as one product."""
 
-    __slots__ = ("down", "gate_up")
+    __slots__ = ("activation", "down", "gate_up")
 
-    def __init__(self, gate_up: Linear, down: Linear) -> None:
-        """``gate_up``: E to 2F, the rows of gate first. ``down``: F to E."""
+    def __init__(self, gate_up: Linear, down: Linear, activation: str = "silu") -> None:
+        """``gate_up``: E to 2F, the rows of gate first. ``down``: F to E. ``activation``: one of ``ACTIVATIONS``."""
         self.gate_up = gate_up
         self.down = down
+        self.activation = ACTIVATIONS[activation]
 
     def __call__(self, x_TE: Tensor) -> Tensor:
         """``[T, E]`` to a fresh ``[T, E]``."""
         gate_TF, up_TF = self.gate_up(x_TE).chunk(2, dim=-1)
-        return self.down(F.silu(gate_TF).mul_(up_TF))
+        return self.down(self.activation(gate_TF).mul_(up_TF))
+
+    def pack(self) -> None:
+        """Replace each linear map by its packed form, where there is one."""
+        self.gate_up, self.down = packed(self.gate_up), packed(self.down)

@@ -1,6 +1,6 @@
-"""Root mean square normalisation (arXiv:1910.07467).
+"""Normalisation layers: root mean square (arXiv:1910.07467) and mean with variance (arXiv:1607.06450).
 
-Letters: any leading dimensions, then E the normalised one.
+Letters: any leading dimensions, then E the normalised one; H heads, D head size.
 """
 
 from __future__ import annotations
@@ -36,3 +36,55 @@ class RMSNorm:
         y = x.float()
         scale = y.square().mean(-1, keepdim=True).add_(self.eps).rsqrt_()
         return y.mul_(scale).mul_(self.weight).to(x.dtype)
+
+
+class WideRMSNorm:
+    """``RMSNorm`` whose weight is in float32 whatever the activations are, and rounded once.
+
+    For weights that are stored as their difference to 1 (Gemma): ``1 + w`` has up to seven significant bits less than
+    ``w``, which bfloat16 does not have to spare. A float32 model takes ``RMSNorm``, which is one call.
+    """
+
+    __slots__ = ("_shape", "eps", "weight")
+
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        """``weight``: float32 ``[E]``."""
+        self.weight = weight
+        self.eps = eps
+        self._shape = tuple(weight.shape)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """``[..., E]`` to a fresh contiguous ``[..., E]``."""
+        return F.rms_norm(x.float(), self._shape, self.weight, self.eps).to(x.dtype)
+
+
+class LayerNorm:
+    """``(x - mean(x)) / sqrt(var(x) + eps) * weight + bias``, computed in float32 and rounded once."""
+
+    __slots__ = ("_shape", "bias", "eps", "weight")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, eps: float) -> None:
+        self.weight = weight
+        self.bias = bias
+        self.eps = eps
+        self._shape = tuple(weight.shape)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """``[..., E]`` to a fresh contiguous ``[..., E]``."""
+        return F.layer_norm(x, self._shape, self.weight, self.bias, self.eps)
+
+
+class LayerNormPerHead:
+    """A ``LayerNorm`` without bias over each head, with a weight of its own for each (StableLM 2)."""
+
+    __slots__ = ("_shape", "eps", "weight")
+
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        """``weight``: ``[H, D]``."""
+        self.weight = weight
+        self.eps = eps
+        self._shape = (int(weight.shape[-1]),)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """``[..., H, D]`` to a fresh contiguous ``[..., H, D]``."""
+        return F.layer_norm(x.float(), self._shape, None, None, self.eps).mul_(self.weight).to(x.dtype)

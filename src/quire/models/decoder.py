@@ -1,0 +1,276 @@
+"""The decoder that every dense and mixture-of-experts family here is a configuration of.
+
+A family reads config.json into a ``DecoderConfig``, says how its checkpoints spell the tensors (``models.names``) and
+builds a ``Decoder``. The objects are chosen when a model is built; a feature that a model does not have costs nothing
+when it runs. What attention is done in a layer (window, rotation, scale, soft cap) is the layer's spec.
+
+Letters: T new tokens, R rows for the head, E model width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, Generic, Literal, TypeAlias, TypeVar
+
+import torch
+from torch import Tensor
+
+from quire.contracts.layers import FullAttention, LayerSpec, RopeSpec, WindowedAttention
+from quire.contracts.model import Block
+from quire.errors import InvalidArgument
+from quire.models.blocks import (
+    DecoderBlock,
+    FeedForward,
+    Norm,
+    ParallelBlock,
+    PostNormBlock,
+    PreNormBlock,
+    SandwichBlock,
+    ScaledBlock,
+)
+from quire.nn.attention import Attention, NormedAttention, WidthNormedAttention
+from quire.nn.embedding import Embedding, ScaledEmbedding
+from quire.nn.linear import Linear
+from quire.nn.mlp import GatedMLP
+from quire.nn.norm import LayerNorm, LayerNormPerHead, RMSNorm, WideRMSNorm
+from quire.nn.packed import can_pack, packed
+
+AttentionSpec: TypeAlias = FullAttention | WindowedAttention
+NormKind: TypeAlias = Literal["rms", "offset_rms", "layer"]
+"""``offset_rms``: the stored weight is the difference to 1 (Gemma)."""
+Placement: TypeAlias = Literal["pre", "post", "sandwich", "parallel"]
+"""Where the norms stand: see the classes of ``models.blocks``."""
+HeadNorms: TypeAlias = Literal["none", "shared", "each", "width"]
+"""Norms of queries and keys before the rotation: one weight for all heads, one for each head, or one over all heads."""
+ActivationName: TypeAlias = Literal["silu", "gelu", "gelu_tanh"]
+Parameters: TypeAlias = Mapping[str, Tensor]
+"""By the names that ``models.names`` lists."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecoderConfig:
+    """What a decoder computes. Sizes are counts of elements.
+
+    A family with experts adds its fields in a subclass and hands ``Decoder`` the function that builds its MLPs.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    """Inner width of the dense MLP."""
+    layers: tuple[AttentionSpec, ...]
+    """Attention of each layer. Learned sinks are weights: ``Decoder`` puts them into its own specs."""
+    max_position: int
+    max_model_len: int | None = None
+    """What a RoPE that depends on length was fixed for; None: ``max_position``."""
+    norm: NormKind = "rms"
+    norm_eps: float
+    norm_bias: bool = False
+    """Of the norms over the model width."""
+    placement: Placement = "pre"
+    head_norms: HeadNorms = "none"
+    activation: ActivationName = "silu"
+    tie_embeddings: bool = False
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    embedding_scale: float = 1.0
+    round_embedding_scale: bool = False
+    """Round the scale to the model's dtype first, as Gemma's training did."""
+    residual_scale: float = 1.0
+    """Of what attention and MLP add to the residual stream."""
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None
+    """Logits become ``cap * tanh(logits / cap)``, after the scale."""
+
+    def __post_init__(self) -> None:
+        if self.residual_scale != 1.0 and self.placement != "pre":
+            raise InvalidArgument(
+                f"residual_scale is {self.residual_scale} with norms in placement {self.placement!r}; expected 1.0"
+            )
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def context(self) -> int:
+        """Tokens that a sequence may have: ``max_position``, or as many as a RoPE was made for that has no end of its
+        own (``dynamic``, which stretches to whatever it is asked for)."""
+        made_for = [
+            spec.rope.length for spec in self.layers if spec.rope is not None and spec.rope.scaling == "dynamic"
+        ]
+        return max(self.max_position, *made_for) if made_for else self.max_position
+
+    def canonical(self) -> str:
+        """JSON of what decides the logits, keys sorted, without what is at its default.
+
+        So a field that a later version adds does not change it. The context length is a limit and not in it; what a
+        RoPE made of it is in the layers.
+        """
+        plain = _plain(self)
+        plain.pop("max_position"), plain.pop("max_model_len", None)
+        return json.dumps(plain, sort_keys=True, separators=(",", ":"))
+
+
+def _plain(value: Any) -> Any:
+    """JSON types for a dataclass of numbers, names, tuples and dataclasses."""
+    if isinstance(value, RopeSpec):
+        return value.as_json()
+    if isinstance(value, tuple):
+        return [_plain(one) for one in value]
+    if not is_dataclass(value):
+        return value
+    found = {one.name: (getattr(value, one.name), one.default) for one in fields(value)}
+    return {name: _plain(given) for name, (given, default) in found.items() if given != default or name == "kind"}
+
+
+C = TypeVar("C", bound=DecoderConfig)
+MlpBuilder: TypeAlias = Callable[[C, int, Parameters], FeedForward]
+"""Configuration, layer, parameters: the feed-forward part of that layer."""
+
+
+def linear(parameters: Parameters, name: str) -> Linear:
+    """The linear map of ``name.weight`` and, where there is one, ``name.bias``."""
+    return Linear(parameters[f"{name}.weight"], parameters.get(f"{name}.bias"))
+
+
+def gated_mlp(config: DecoderConfig, layer: int, parameters: Parameters) -> FeedForward:
+    """The dense MLP of a layer: parameters ``{layer}.gate_up`` and ``{layer}.down``."""
+    return GatedMLP(
+        linear(parameters, f"{layer}.gate_up"), linear(parameters, f"{layer}.down"), activation=config.activation
+    )
+
+
+class Decoder(Generic[C]):
+    """A decoder-only transformer; implements ``quire.models.families.LoadedModel``. Weights only."""
+
+    def __init__(
+        self,
+        config: C,
+        parameters: Parameters,
+        values: Mapping[str, Any],
+        mlp: MlpBuilder[C] = gated_mlp,
+    ) -> None:
+        """``parameters``: those of the family's name table. ``values``: config.json as it was read.
+
+        ``mlp`` builds the feed-forward part of each layer.
+        """
+        specs = tuple(_with_sinks(spec, parameters.get(f"{i}.sinks")) for i, spec in enumerate(config.layers))
+        self.architecture = config.architecture
+        self.vocab_size = config.vocab_size
+        self.hidden_size = config.hidden_size
+        self.max_position = config.context
+        self.max_model_len = config.max_model_len
+        self.config: dict[str, Any] = dict(values)
+        self.canonical_config = config.canonical()
+        self.embedding = _embedding(config, parameters["embed.weight"])
+        self._decoder_blocks = [
+            _block(config, layer, spec, mlp(config, layer, parameters), parameters) for layer, spec in enumerate(specs)
+        ]
+        self.blocks: Sequence[Block] = self._decoder_blocks
+        self.layer_specs: Sequence[LayerSpec] = specs
+        self.norm = _norm(config, parameters, "norm")
+        self.lm_head = Linear(parameters["embed.weight" if config.tie_embeddings else "head.weight"])
+        self._logit_scale = config.logit_scale
+        self._logit_softcap = config.logit_softcap
+        self.tied = config.tie_embeddings
+        self.dtype = self.embedding.weight.dtype
+        self.device = self.embedding.weight.device
+        self.num_parameters = sum(tensor.numel() for tensor in parameters.values())
+        """Counted once where embedding and head are one tensor."""
+        self.parameter_bytes = sum(tensor.nbytes for tensor in parameters.values())
+
+    def pack(self) -> bool:
+        """Lay the weights out for this machine's kernels, where that helps; says whether it did.
+
+        The head of a tied model gets a copy of its own: the embedding is read by rows.
+        """
+        if not can_pack(self.dtype, self.device):
+            return False
+        for block in self._decoder_blocks:
+            block.attention.pack()
+            block.mlp.pack()
+        if self.lm_head.weight is self.embedding.weight:
+            self.parameter_bytes += self.embedding.weight.nbytes
+        self.lm_head = packed(self.lm_head)
+        return True
+
+    def embed(self, tokens_T: Tensor) -> Tensor:
+        """int64 ``[T]`` to a fresh ``[T, E]``."""
+        return self.embedding(tokens_T)
+
+    def head(self, x_RE: Tensor) -> Tensor:
+        """``[R, E]`` to float32 logits ``[R, V]``; the product itself is in the model's dtype, the rest in float32."""
+        logits_RV = self.lm_head(self.norm(x_RE)).float()
+        if self._logit_scale != 1.0:
+            logits_RV.mul_(self._logit_scale)
+        if self._logit_softcap is not None:
+            logits_RV.div_(self._logit_softcap).tanh_().mul_(self._logit_softcap)
+        return logits_RV
+
+
+def _with_sinks(spec: AttentionSpec, sinks_H: Tensor | None) -> AttentionSpec:
+    return spec if sinks_H is None else replace(spec, sinks=tuple(sinks_H.tolist()))
+
+
+def _embedding(config: DecoderConfig, weight_VE: Tensor) -> Embedding:
+    scale = config.embedding_scale
+    if config.round_embedding_scale:
+        scale = float(torch.tensor(scale, dtype=weight_VE.dtype))
+    return Embedding(weight_VE) if scale == 1.0 else ScaledEmbedding(weight_VE, scale)
+
+
+def _norm(config: DecoderConfig, parameters: Parameters, name: str) -> Norm:
+    weight = parameters[f"{name}.weight"]
+    if config.norm == "layer":
+        return LayerNorm(weight, parameters.get(f"{name}.bias"), config.norm_eps)
+    if config.norm == "rms":
+        return RMSNorm(weight, config.norm_eps)
+    one_more = weight.float() + 1.0
+    norm = RMSNorm if weight.dtype == torch.float32 else WideRMSNorm
+    return norm(one_more, config.norm_eps)
+
+
+def _attention(config: DecoderConfig, layer: int, spec: AttentionSpec, parameters: Parameters) -> Attention:
+    qkv, out = linear(parameters, f"{layer}.qkv"), linear(parameters, f"{layer}.out")
+    if config.head_norms == "none":
+        return Attention(layer, spec, qkv, out)
+    if config.head_norms == "each":
+        q_norm, k_norm = (_norm_per_head(config, parameters, f"{layer}.{name}", spec) for name in ("q_norm", "k_norm"))
+        return NormedAttention(layer, spec, qkv, out, q_norm, k_norm)
+    normed = NormedAttention if config.head_norms == "shared" else WidthNormedAttention
+    q_norm, k_norm = (_norm(config, parameters, f"{layer}.{name}") for name in ("q_norm", "k_norm"))
+    return normed(layer, spec, qkv, out, q_norm, k_norm)
+
+
+def _norm_per_head(config: DecoderConfig, parameters: Parameters, name: str, spec: AttentionSpec) -> Norm:
+    return LayerNormPerHead(parameters[f"{name}.weight"].view(-1, spec.head_dim), config.norm_eps)
+
+
+def _block(
+    config: DecoderConfig, layer: int, spec: AttentionSpec, mlp: FeedForward, parameters: Parameters
+) -> DecoderBlock:
+    def norm(name: str) -> Norm:
+        return _norm(config, parameters, f"{layer}.{name}")
+
+    attention = _attention(config, layer, spec, parameters)
+    if config.placement == "post":
+        return PostNormBlock(attention, norm("attention_out_norm"), mlp, norm("mlp_out_norm"))
+    if config.placement == "parallel":
+        return ParallelBlock(norm("attention_norm"), attention, mlp)
+    if config.placement == "sandwich":
+        return SandwichBlock(
+            norm("attention_norm"),
+            attention,
+            norm("attention_out_norm"),
+            norm("mlp_norm"),
+            mlp,
+            norm("mlp_out_norm"),
+        )
+    if config.residual_scale != 1.0:
+        return ScaledBlock(norm("attention_norm"), attention, norm("mlp_norm"), mlp, config.residual_scale)
+    return PreNormBlock(norm("attention_norm"), attention, norm("mlp_norm"), mlp)

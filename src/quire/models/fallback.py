@@ -1,0 +1,197 @@
+"""Any other decoder of ``transformers``, with its own layers and our attention and KV state.
+
+transformers lets an attention function be named. Ours hands q, k and v, rotated by the model, to the pass that comes with the
+call. What each layer wants (heads, scale, window, soft cap, learned sinks) is found by watching one forward; and whether nothing
+else decides the result, by comparing logits with the model's own before it is given out (``models.probe``). So a model either
+runs exactly or is refused, with the reason, when it is loaded. Slower than the native families: Python of the model, one
+block, no packed weights.
+
+Letters: T new tokens, R rows for the head, E model width, V vocabulary, Hq, Hkv heads, D head size.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.contracts.layers import LayerSpec
+from quire.contracts.model import Block, Pass
+from quire.errors import CheckpointError, Unsupported
+from quire.models.families import canonical_of
+from quire.models.probe import ATTENTION, Probe, watch
+
+logger = logging.getLogger(__name__)
+
+
+class FallbackModel:
+    """A ``transformers`` decoder behind ``quire.contracts.model.Model``. One block: the loop over layers is its own."""
+
+    fallback = True
+
+    def __init__(self, causal: Any, specs: Sequence[LayerSpec], values: Mapping[str, Any]) -> None:
+        """``causal``: the model, its attention set to ours. ``values``: config.json as it was read."""
+        self.causal = causal
+        self.core = causal.base_model
+        self.architecture = type(causal).__name__
+        self.config: dict[str, Any] = dict(values)
+        self.canonical_config = canonical_of(self.config, None)
+        self.embedding = causal.get_input_embeddings()
+        weight: Tensor = self.embedding.weight
+        self.vocab_size = int(causal.get_output_embeddings().weight.shape[0])
+        self.hidden_size = int(weight.shape[1])
+        self.max_position = context_length(causal.config)
+        self.max_model_len: int | None = None
+        self.layer_specs: Sequence[LayerSpec] = list(specs)
+        self.blocks: Sequence[Block] = [self._run]
+        self.dtype, self.device = weight.dtype, weight.device
+        tensors = list(causal.parameters())
+        self.num_parameters = sum(tensor.numel() for tensor in tensors)
+        self.parameter_bytes = sum(tensor.nbytes for tensor in (*tensors, *causal.buffers()))
+        self.tied = causal.get_output_embeddings().weight is weight
+        self._given = GivenHidden()
+
+    def pack(self) -> bool:
+        """Nothing is packed."""
+        return False
+
+    def embed(self, tokens_T: Tensor) -> Tensor:
+        """int64 ``[T]`` to ``[T, E]``."""
+        x_TE: Tensor = self.embedding(tokens_T)
+        return x_TE
+
+    def _run(self, x_TE: Tensor, pass_: Pass) -> Tensor:
+        found = self.core(
+            inputs_embeds=x_TE.unsqueeze(0),
+            position_ids=pass_.positions_T.to(torch.int64).unsqueeze(0),
+            use_cache=False,
+            quire_pass=pass_,
+        )
+        out_TE: Tensor = found.last_hidden_state[0]
+        return out_TE
+
+    def head(self, x_RE: Tensor) -> Tensor:
+        """``[R, E]`` to float32 logits ``[R, V]``, with whatever the model does around its head."""
+        self._given.x_1RE = x_RE.unsqueeze(0)
+        with replaced_core(self.causal, self._given):
+            logits: Tensor = self.causal(inputs_embeds=self._given.x_1RE, use_cache=False).logits[0]
+        self._given.x_1RE = None
+        return logits.float()
+
+
+class GivenHidden(torch.nn.Module):
+    """Stands in for the layers of a model: returns what it was given."""
+
+    x_1RE: Tensor | None = None
+
+    @property
+    def decoder(self) -> GivenHidden:
+        """For models that call a part of their base model."""
+        return self
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As the base model's, without computing anything."""
+        from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
+
+        del args, kwargs
+        return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=self.x_1RE)
+
+
+@contextmanager
+def replaced_core(causal: Any, core: torch.nn.Module) -> Iterator[None]:
+    """Let the model's head run behind other layers than its own."""
+    name = causal.base_model_prefix
+    own = getattr(causal, name)
+    setattr(causal, name, core)
+    try:
+        yield
+    finally:
+        setattr(causal, name, own)
+
+
+def context_length(config: Any) -> int:
+    """Positions that the model has; ``Unsupported`` if its configuration does not say."""
+    text = config.get_text_config(decoder=True)
+    for name in ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"):
+        value = getattr(text, name, None)
+        if isinstance(value, int) and value > 0:
+            return value
+    raise Unsupported("config.json names no context length (max_position_embeddings); the fallback needs one")
+
+
+def load_fallback(path: Path, values: Mapping[str, Any], *, dtype: torch.dtype, device: torch.device) -> FallbackModel:
+    """The checkpoint through ``transformers``.
+
+    ``Unsupported`` with the reason if ``transformers`` is not there, does not know the architecture, or computes something
+    that our attention and state do not.
+    """
+    names = values.get("architectures")
+    what = repr(names[0]) if isinstance(names, list) and names else "the model"
+    try:
+        import transformers
+    except ImportError as error:
+        raise Unsupported(
+            f"architecture {what} is not native, and its fallback needs transformers, which is not installed: pip install transformers"
+        ) from error
+    if "auto_map" in values:
+        raise Unsupported(f"architecture {what} brings its own code (auto_map), which the fallback does not run")
+    try:
+        config = transformers.AutoConfig.from_pretrained(path)
+        mapping = transformers.AutoModelForCausalLM._model_mapping
+        found = mapping.get(type(config), None)
+    except (ValueError, KeyError, OSError) as error:
+        raise Unsupported(
+            f"architecture {what}: transformers {transformers.__version__} does not know it: {first_line(error)}"
+        ) from error
+    refuse_other_kinds(config, what, getattr(found, "__name__", ""))
+    try:
+        causal = transformers.AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, attn_implementation="eager", use_safetensors=True
+        )
+    except (ValueError, KeyError, OSError, RuntimeError, ImportError) as error:
+        raise CheckpointError(f"{path}: transformers could not load it: {first_line(error)}") from error
+    causal.to(device)  # type: ignore[arg-type]
+    causal.eval().requires_grad_(False)  # type: ignore[no-untyped-call]
+    if not getattr(causal, "_supports_attention_backend", False):
+        raise Unsupported(
+            f"architecture {what}: its attention cannot be replaced (transformers has no attention interface for it)"
+        )
+    length = context_length(causal.config)
+    probe: Probe = watch(causal, length, what)
+    causal.set_attn_implementation(ATTENTION)
+    model = FallbackModel(causal, probe.specs, values)
+    probe.compare(model)
+    logger.warning("%s runs through transformers' layers (the fallback): exact, but slower than a native family", what)
+    return model
+
+
+def refuse_other_kinds(config: Any, what: str, found: str) -> None:
+    """``Unsupported`` for what is no decoder of attention layers."""
+    if getattr(config, "is_encoder_decoder", False):
+        raise Unsupported(f"architecture {what} is an encoder with a decoder; only decoders run")
+    if repr(found) != what:
+        instead = f"; config.json's model_type leads to {found}" if found else ""
+        raise Unsupported(f"architecture {what} is no causal language model of transformers{instead}")
+    text = config.get_text_config(decoder=True)
+    kinds = getattr(text, "layer_types", None) or []
+    rope = getattr(text, "rope_parameters", None) or {}
+    for part in [rope, *(part for part in rope.values() if isinstance(part, dict))]:
+        if part.get("rope_type") in ("dynamic", "longrope"):
+            raise Unsupported(
+                f"architecture {what} has RoPE scaling {part['rope_type']!r}, whose frequencies transformers changes with the length "
+                "of each call; stored keys cannot follow"
+            )
+    others = sorted({str(kind) for kind in kinds} - {"full_attention", "sliding_attention", "attention"})
+    if others:
+        raise Unsupported(
+            f"architecture {what} has layers of kind {', '.join(others)}; the fallback runs full and sliding attention"
+        )
+
+
+def first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

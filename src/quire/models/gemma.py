@@ -1,0 +1,139 @@
+"""Gemma 2 and Gemma 3 (text): norms before and after each part, weights stored as their difference to 1, embeddings
+scaled by the root of the width, windows that alternate with full attention.
+
+Gemma 2 caps attention scores and logits; Gemma 3 normalises query and key heads instead and has a base of the rotation
+for each kind of layer. Sources: arXiv:2408.00118, arXiv:2503.19786 and transformers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from quire.models.config import ConfigFields, refuse_unsupported
+from quire.models.decoder import DecoderConfig
+from quire.models.geometry import (
+    Geometry,
+    read_activation,
+    read_geometry,
+    read_layer_types,
+    read_window,
+    rope_of,
+    windows_of,
+)
+from quire.models.names import Names
+
+GEMMA_NAMES = Names(
+    norms={
+        "attention_norm": "input_layernorm",
+        "attention_out_norm": "post_attention_layernorm",
+        "mlp_norm": "pre_feedforward_layernorm",
+        "mlp_out_norm": "post_feedforward_layernorm",
+    }
+)
+
+GEMMA3_NAMES = replace(
+    GEMMA_NAMES,
+    trunk="language_model.model.",
+    head="language_model.lm_head",
+    others=("vision_tower.", "multi_modal_projector."),
+)
+"""In a checkpoint that also reads images."""
+
+GEMMA3_TEXT_DEFAULTS: Mapping[str, Any] = {
+    "vocab_size": 262_208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 131_072,
+}
+"""transformers wrote into ``text_config`` only what differs from these."""
+
+
+def read_gemma2_config(values: Mapping[str, Any], max_model_len: int | None = None) -> DecoderConfig:
+    """``Gemma2ForCausalLM``: every other layer has a window, the first one does."""
+    fields = ConfigFields(values)
+    geometry = read_geometry(fields, "Gemma2ForCausalLM", "gemma2", max_model_len, kv_heads_required=True, head_dim=256)
+    windowed = read_layer_types(fields, geometry.num_layers)
+    if windowed is None:
+        windowed = tuple(layer % 2 == 0 for layer in range(geometry.num_layers))
+    config = DecoderConfig(
+        **_common(fields, geometry),
+        layers=geometry.layers(
+            rope_of(fields, geometry),
+            windows_of(fields, windowed, read_window(fields, 4096)),
+            sm_scale=fields.number("query_pre_attn_scalar", 256.0) ** -0.5,
+            softcap=fields.optional_number("attn_logit_softcapping", 50.0),
+        ),
+        logit_softcap=fields.optional_number("final_logit_softcapping", 30.0),
+    )
+    refuse_unsupported(fields)
+    return config
+
+
+def read_gemma3_config(values: Mapping[str, Any], max_model_len: int | None = None) -> DecoderConfig:
+    """``Gemma3ForCausalLM``: every ``sliding_window_pattern``-th layer (6) sees everything, the others have a window."""
+    return _read_gemma3(ConfigFields(values), "Gemma3ForCausalLM", max_model_len)
+
+
+def read_gemma3_with_vision_config(values: Mapping[str, Any], max_model_len: int | None = None) -> DecoderConfig:
+    """``Gemma3ForConditionalGeneration``: the language model in ``text_config``. Its encoder of images is not loaded;
+    what it makes of an image can come as embeddings."""
+    fields = ConfigFields(values)
+    if fields.get("model_type") not in (None, "gemma3"):
+        raise fields.error("model_type", "'gemma3', which goes with Gemma3ForConditionalGeneration")
+    fields.get("vision_config")
+    text = {**GEMMA3_TEXT_DEFAULTS, **fields.mapping("text_config")}
+    text.setdefault("tie_word_embeddings", fields.flag("tie_word_embeddings", True))
+    if text["tie_word_embeddings"] != fields.flag("tie_word_embeddings", True):
+        raise fields.error("tie_word_embeddings", f"that of text_config ({text['tie_word_embeddings']!r})")
+    source = f"{fields.source}, text_config"
+    config = _read_gemma3(ConfigFields(text, source), "Gemma3ForConditionalGeneration", max_model_len)
+    refuse_unsupported(fields)
+    return config
+
+
+def _read_gemma3(fields: ConfigFields, architecture: str, max_model_len: int | None) -> DecoderConfig:
+    geometry = read_geometry(fields, architecture, "gemma3_text", max_model_len, kv_heads_required=True, head_dim=256)
+    pattern = fields.count("sliding_window_pattern", 6)
+    windowed = read_layer_types(fields, geometry.num_layers)
+    if windowed is None:
+        windowed = tuple((layer + 1) % pattern != 0 for layer in range(geometry.num_layers))
+    full = rope_of(fields, geometry, layer_type="full_attention", theta_default=1_000_000.0)
+    sliding = rope_of(fields, geometry, layer_type="sliding_attention")
+    config = DecoderConfig(
+        **_common(fields, geometry),
+        layers=geometry.layers(
+            [sliding if one else full for one in windowed],
+            windows_of(fields, windowed, read_window(fields, 4096)),
+            sm_scale=fields.number("query_pre_attn_scalar", 256.0) ** -0.5,
+        ),
+        head_norms="shared",
+        logit_softcap=fields.optional_number("final_logit_softcapping", None),
+    )
+    refuse_unsupported(fields)
+    return config
+
+
+def _common(fields: ConfigFields, geometry: Geometry) -> dict[str, Any]:
+    activation = read_activation(fields, "hidden_activation", "gelu_pytorch_tanh")
+    # transformers reads the newer of both names only; one that contradicts it is nobody's intention.
+    if fields.get("hidden_act") is not None:
+        fields.expect("hidden_act", fields.get("hidden_activation") or "gelu_pytorch_tanh")
+    bias = fields.flag("attention_bias", False)
+    return {
+        **geometry.common(),
+        "norm": "offset_rms",
+        "norm_eps": fields.number("rms_norm_eps", 1e-6),
+        "placement": "sandwich",
+        "activation": activation,
+        "tie_embeddings": fields.flag("tie_word_embeddings", True),
+        "qkv_bias": bias,
+        "out_bias": bias,
+        "embedding_scale": math.sqrt(geometry.hidden_size),
+        "round_embedding_scale": True,
+    }

@@ -1,0 +1,219 @@
+"""What all decoders' configurations have in common: sizes, heads, windows, activations.
+
+Readers of families call these, add what is their own, and call ``config.refuse_unsupported`` last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from quire.contracts.layers import FullAttention, RopeSpec, WindowedAttention
+from quire.errors import CheckpointError, Unsupported
+from quire.models.config import ConfigFields
+from quire.models.decoder import ActivationName, AttentionSpec
+from quire.models.rope import DEFAULT_ROPE_THETA, read_rope
+
+MAX_LAYERS = 10_000
+"""More than any model has; a damaged config.json must not cost memory."""
+
+ACTIVATION_NAMES: Mapping[str, ActivationName] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+"""What ``hidden_act`` may be, and our name for it."""
+
+WINDOW_KINDS: Mapping[str, bool] = {"full_attention": False, "sliding_attention": True}
+"""What an entry of ``layer_types`` may be, and whether such a layer has a window."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Geometry:
+    """Sizes that decide the shapes of weights. Counts of elements."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position: int
+    max_model_len: int | None
+
+    def common(self) -> dict[str, Any]:
+        """The fields of ``DecoderConfig`` that are here under the same name."""
+        return {
+            "architecture": self.architecture,
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "max_position": self.max_position,
+            "max_model_len": self.max_model_len,
+        }
+
+    def layers(
+        self,
+        ropes: RopeSpec | Sequence[RopeSpec | None],
+        windows: Sequence[int | None] | int | None = None,
+        *,
+        sm_scale: float | None = None,
+        softcap: float | None = None,
+    ) -> tuple[AttentionSpec, ...]:
+        """One spec per layer. ``ropes``, ``windows``: of every layer, or one for each layer; None: without.
+
+        A window that no position can leave is none.
+        """
+        if isinstance(ropes, RopeSpec):
+            ropes = (ropes,) * self.num_layers
+        if windows is None or isinstance(windows, int):
+            windows = (windows,) * self.num_layers
+        return tuple(self._layer(rope, window, sm_scale, softcap) for rope, window in zip(ropes, windows, strict=True))
+
+    def _layer(
+        self, rope: RopeSpec | None, window: int | None, sm_scale: float | None, softcap: float | None
+    ) -> AttentionSpec:
+        shape: dict[str, Any] = {
+            "num_heads": self.num_heads,
+            "num_kv_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "value_dim": self.head_dim,
+            "rope": rope,
+            "rope_mode": "none" if rope is None else "normal",
+            "sm_scale": sm_scale,
+            "softcap": softcap,
+        }
+        if window is None or window >= max(self.max_position, self.max_model_len or 0):
+            return FullAttention(**shape)
+        return WindowedAttention(**shape, window=window)
+
+
+def read_geometry(
+    fields: ConfigFields,
+    architecture: str,
+    model_type: str,
+    max_model_len: int | None,
+    *,
+    kv_heads_required: bool = False,
+    head_dim: int | None = None,
+) -> Geometry:
+    """``kv_heads_required``: ``num_key_value_heads`` has to be there (transformers would take a number of its own).
+
+    ``head_dim``: the family's where the field is missing; None: the width divided by the heads.
+    """
+    if fields.get("model_type") not in (None, model_type):
+        raise fields.error("model_type", f"{model_type!r}, which goes with {architecture}")
+    hidden_size, num_heads = fields.count("hidden_size"), fields.count("num_attention_heads")
+    if kv_heads_required and not fields.present("num_key_value_heads"):
+        raise fields.error("num_key_value_heads", "the number of KV heads, or null for one per query head")
+    num_kv_heads = fields.count("num_key_value_heads", num_heads)
+    if num_heads % num_kv_heads:
+        raise fields.error("num_key_value_heads", f"a divisor of num_attention_heads ({num_heads})")
+    if not fields.present("head_dim") and head_dim is not None:
+        size = head_dim
+    elif fields.get("head_dim") is None and hidden_size % num_heads:
+        raise fields.error("hidden_size", f"a multiple of num_attention_heads ({num_heads}), or head_dim")
+    else:
+        size = fields.count("head_dim", hidden_size // num_heads)
+    if size % 2:
+        raise CheckpointError(f"{fields.source}: head_dim is {size}; expected an even number, as RoPE turns pairs")
+    num_layers = fields.count("num_hidden_layers")
+    if num_layers > MAX_LAYERS:
+        raise fields.error("num_hidden_layers", f"an integer from 1 to {MAX_LAYERS}")
+    return Geometry(
+        architecture=architecture,
+        vocab_size=fields.count("vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=fields.count("intermediate_size"),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=size,
+        max_position=fields.count("max_position_embeddings"),
+        max_model_len=max_model_len,
+    )
+
+
+def read_activation(fields: ConfigFields, name: str = "hidden_act", default: str = "silu") -> ActivationName:
+    """The gate's activation. ``Unsupported`` names the field for one that is not computed."""
+    value = fields.get(name)
+    value = default if value is None else value
+    if not isinstance(value, str) or value not in ACTIVATION_NAMES:
+        raise Unsupported(
+            f"{fields.source}: {name} is {value!r}, which is not supported; expected one of {list(ACTIVATION_NAMES)}"
+        )
+    return ACTIVATION_NAMES[value]
+
+
+def read_layer_types(fields: ConfigFields, num_layers: int) -> tuple[bool, ...] | None:
+    """Which layers have windows, by ``layer_types``; None where the field is missing.
+
+    ``Unsupported`` for a kind of layer other than full and sliding attention.
+    """
+    kinds = fields.get("layer_types")
+    if kinds is None:
+        return None
+    if not isinstance(kinds, list) or len(kinds) != num_layers:
+        raise fields.error("layer_types", f"a list of {num_layers} strings")
+    for layer, kind in enumerate(kinds):
+        if not isinstance(kind, str) or kind not in WINDOW_KINDS:
+            raise Unsupported(
+                f"{fields.source}: layer_types[{layer}] is {kind!r}; expected one of {list(WINDOW_KINDS)}"
+            )
+    return tuple(WINDOW_KINDS[kind] for kind in kinds)
+
+
+def expect_layer_types(fields: ConfigFields, windowed: Sequence[bool]) -> None:
+    """``Unsupported`` if ``layer_types`` is there and says another thing than what the family computes."""
+    found = read_layer_types(fields, len(windowed))
+    for layer, (one, expected) in enumerate(zip(found or windowed, windowed, strict=True)):
+        if one != expected:
+            names = {windowed: name for name, windowed in WINDOW_KINDS.items()}
+            raise Unsupported(
+                f"{fields.source}: layer_types[{layer}] is {names[one]!r}, which this architecture does not have "
+                f"there; expected {names[expected]!r}"
+            )
+
+
+def read_window(fields: ConfigFields, default: int | None) -> int | None:
+    """``sliding_window`` in tokens; null is none, and ``default`` is the family's where the field is missing."""
+    if not fields.present("sliding_window"):
+        return default
+    return None if fields.get("sliding_window") is None else fields.count("sliding_window")
+
+
+def windows_of(fields: ConfigFields, windowed: Sequence[bool], window: int | None) -> tuple[int | None, ...]:
+    """The window of each layer. ``CheckpointError`` for a layer that should have one where there is none."""
+    if window is None and any(windowed):
+        layer = list(windowed).index(True)
+        raise CheckpointError(
+            f"{fields.source}: layer {layer} is a sliding_attention layer, but sliding_window is null or off; "
+            "expected a window"
+        )
+    return tuple(window if one else None for one in windowed)
+
+
+def rope_of(
+    fields: ConfigFields,
+    geometry: Geometry,
+    *,
+    layer_type: str | None = None,
+    theta_default: float = DEFAULT_ROPE_THETA,
+    partial_default: float | None = None,
+    interleaved: bool = False,
+) -> RopeSpec:
+    """``read_rope`` for the sizes and the length that ``geometry`` holds."""
+    return read_rope(
+        fields,
+        geometry.head_dim,
+        geometry.max_position,
+        max_model_len=geometry.max_model_len,
+        layer_type=layer_type,
+        theta_default=theta_default,
+        partial_default=partial_default,
+        interleaved=interleaved,
+    )

@@ -1,0 +1,117 @@
+"""gpt-oss (arXiv:2508.10925): experts behind a router with a bias, attention with learned sinks, and every other
+layer with a window.
+
+The experts' gate and up columns take turns, both are clamped, and every projection has a bias. Checkpoints stack the
+experts, as ``[X, in, out]`` in a float type, or as ``[X, out, in]`` in MXFP4, which is how the models are published.
+We keep ``[X, out, in]`` in the model's dtype in both cases; the values of MXFP4 are exact in bfloat16 and float32.
+
+Letters: X experts, E model width, F inner width of an expert, Hq query heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from quire.errors import Unsupported
+from quire.models import mxfp4
+from quire.models.blocks import FeedForward
+from quire.models.checkpoint import NameTable, Place
+from quire.models.config import ConfigFields, refuse_unsupported
+from quire.models.decoder import Parameters
+from quire.models.geometry import read_geometry, read_layer_types, read_window, rope_of, windows_of
+from quire.models.mixture import MixtureConfig, expert_linear, pass_over_training, read_num_experts, router
+from quire.models.names import trunk_names
+from quire.nn.experts import ClampedGate, Experts, MixtureOfExperts
+from quire.ops.experts import Routing
+
+QUANTISATIONS = ("mxfp4",)
+"""What ``quant_method`` in ``quantization_config`` may be."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GptOssConfig(MixtureConfig):
+    """A mixture with clamped gates."""
+
+    swiglu_alpha: float
+    swiglu_limit: float
+
+
+def read_gpt_oss_config(values: Mapping[str, Any], max_model_len: int | None = None) -> GptOssConfig:
+    """``GptOssForCausalLM``: without ``layer_types`` the first layer has a window (missing: 128), the second none, and
+    so on. RoPE has to be there: transformers would take a YaRN of its own."""
+    fields = ConfigFields(values)
+    geometry = read_geometry(fields, "GptOssForCausalLM", "gpt_oss", max_model_len, kv_heads_required=True, head_dim=64)
+    if fields.get("rope_parameters") is None and fields.get("rope_scaling") is None:
+        raise fields.error("rope_parameters", "an object, or one in rope_scaling")
+    windowed = read_layer_types(fields, geometry.num_layers)
+    if windowed is None:
+        windowed = tuple(layer % 2 == 0 for layer in range(geometry.num_layers))
+    num_experts, top_k = read_num_experts(fields, "num_local_experts", "num_experts")
+    if fields.get("experts_per_token") not in (None, top_k):
+        raise fields.error("experts_per_token", f"the same as num_experts_per_tok ({top_k})")
+    pass_over_training(fields)
+    quantisation = fields.mapping("quantization_config")
+    if quantisation and quantisation.get("quant_method") not in QUANTISATIONS:
+        raise Unsupported(
+            f"{fields.source}: quant_method in quantization_config is {quantisation.get('quant_method')!r}, which is "
+            f"not supported; expected one of {list(QUANTISATIONS)}, or no quantization_config"
+        )
+    bias = fields.flag("attention_bias", True)
+    config = GptOssConfig(
+        **geometry.common(),
+        layers=geometry.layers(
+            rope_of(fields, geometry, theta_default=150_000.0),
+            windows_of(fields, windowed, read_window(fields, 128)),
+        ),
+        norm_eps=fields.number("rms_norm_eps", 1e-5),
+        tie_embeddings=fields.flag("tie_word_embeddings", False),
+        qkv_bias=bias,
+        out_bias=bias,
+        num_experts=num_experts,
+        expert_size=geometry.intermediate_size,
+        routing=Routing(top_k=top_k, softmax="chosen"),
+        swiglu_alpha=fields.number("swiglu_alpha", 1.702),
+        swiglu_limit=fields.number("swiglu_limit", 7.0),
+    )
+    refuse_unsupported(fields)
+    return config
+
+
+def gpt_oss_spellings(config: GptOssConfig) -> tuple[NameTable, ...]:
+    """In MXFP4, where the sizes allow it, or in a float type."""
+    sizes = (config.hidden_size, config.expert_size)
+    quantised = (True,) if all(size % mxfp4.BLOCK == 0 for size in sizes) else ()
+    return tuple(_name_table(config, one) for one in (*quantised, False))
+
+
+def _name_table(config: GptOssConfig, quantised: bool) -> dict[str, Place]:
+    count, width, inner = config.num_experts, config.hidden_size, config.expert_size
+    layer = "model.layers.{}."
+    table = trunk_names(config)
+    table[f"{layer}self_attn.sinks"] = Place(parameter="{}.sinks", shape=(config.layers[0].num_heads,))
+    table[f"{layer}mlp.router.weight"] = Place(parameter="{}.router.weight", shape=(count, width))
+    table[f"{layer}mlp.router.bias"] = Place(parameter="{}.router.bias", shape=(count,))
+    for name, parameter, outs, ins in (
+        ("gate_up_proj", "gate_up", 2 * inner, width),
+        ("down_proj", "down", width, inner),
+    ):
+        prefix, shape = f"{layer}mlp.experts.{name}", (count, outs, ins)
+        weight = f"{{}}.experts.{parameter}.weight"
+        if quantised:
+            table[f"{prefix}_blocks"] = Place(parameter=weight, shape=shape, scales=f"{prefix}_scales")
+        else:
+            table[prefix] = Place(parameter=weight, shape=shape, transposed=True)
+        table[f"{prefix}_bias"] = Place(parameter=f"{{}}.experts.{parameter}.bias", shape=(count, outs))
+    return table
+
+
+def gpt_oss_mlp(config: GptOssConfig, layer: int, parameters: Parameters) -> FeedForward:
+    """The experts of a layer."""
+    experts = Experts(
+        expert_linear(config, parameters, f"{layer}.experts.gate_up", 2 * config.expert_size, config.hidden_size),
+        expert_linear(config, parameters, f"{layer}.experts.down", config.hidden_size, config.expert_size),
+        ClampedGate(config.swiglu_alpha, config.swiglu_limit),
+    )
+    return MixtureOfExperts(router(config, layer, parameters), experts)

@@ -1,0 +1,167 @@
+"""Decoders in which some or all layers have experts: their configuration, the names of their weights, their MLPs.
+
+The parameters of such a layer: ``{}.router``, ``{}.experts.gate_up`` and ``{}.experts.down``, in which the rows of all
+experts follow each other (of ``gate_up`` each expert's gate, then its up); with a shared expert also ``{}.shared.gate_up``,
+``{}.shared.down`` and ``{}.shared_gate``. Each has ``.weight``.
+
+Letters: X experts, E model width, F inner width of an expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from quire.models.blocks import FeedForward
+from quire.models.checkpoint import Place
+from quire.models.config import ConfigFields
+from quire.models.decoder import DecoderConfig, Parameters, gated_mlp, linear
+from quire.models.names import mlp_names, trunk_names
+from quire.nn.experts import ActivatedGate, ExpertLinear, Experts, MixtureOfExperts, Router, SharedExpert
+from quire.nn.mlp import GatedMLP
+from quire.ops.experts import Routing
+
+MAX_EXPERTS = 4096
+"""More than any layer has; a damaged config.json must not cost memory."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MixtureConfig(DecoderConfig):
+    """A decoder with experts. ``mlp_bias`` and ``intermediate_size`` belong to the layers that have none."""
+
+    num_experts: int
+    expert_size: int
+    """F, a count of elements."""
+    routing: Routing
+    dense_layers: tuple[int, ...] = ()
+    """Layers with one plain MLP instead."""
+    shared_size: int = 0
+    """Inner width of the expert that all tokens share; 0: there is none."""
+
+    @property
+    def mixed_layers(self) -> tuple[str, ...]:
+        """For a name table: ``{}`` if all layers have experts, else the numbers of those that do."""
+        if not self.dense_layers:
+            return ("{}",)
+        return tuple(str(layer) for layer in range(self.num_layers) if layer not in self.dense_layers)
+
+
+def read_num_experts(fields: ConfigFields, name: str, other_name: str) -> tuple[int, int]:
+    """Experts of a layer, and how many of them a token takes. ``other_name``: what configurations also call the first."""
+    if fields.get(name) is None and fields.get(other_name) is not None:
+        name, other_name = other_name, name
+    num_experts = fields.count(name)
+    if num_experts > MAX_EXPERTS:
+        raise fields.error(name, f"an integer from 1 to {MAX_EXPERTS}")
+    if fields.get(other_name) not in (None, num_experts):
+        raise fields.error(other_name, f"the same as {name} ({num_experts})")
+    top_k = fields.count("num_experts_per_tok")
+    if top_k > num_experts:
+        raise fields.error("num_experts_per_tok", f"at most {name} ({num_experts})")
+    return num_experts, top_k
+
+
+def pass_over_training(fields: ConfigFields) -> None:
+    """Fields that only decide what a training step computes: losses of the router, noise on its input."""
+    for name in ("output_router_logits", "router_aux_loss_coef", "router_jitter_noise"):
+        fields.get(name)
+
+
+def mixture_mlp(config: MixtureConfig, layer: int, parameters: Parameters) -> FeedForward:
+    """The feed-forward part of a layer: experts, or the plain MLP of a dense layer."""
+    if layer in config.dense_layers:
+        return gated_mlp(config, layer, parameters)
+    experts = Experts(
+        expert_linear(config, parameters, f"{layer}.experts.gate_up", 2 * config.expert_size, config.hidden_size),
+        expert_linear(config, parameters, f"{layer}.experts.down", config.hidden_size, config.expert_size),
+        ActivatedGate(config.activation),
+    )
+    shared = None
+    if config.shared_size:
+        mlp = GatedMLP(
+            linear(parameters, f"{layer}.shared.gate_up"), linear(parameters, f"{layer}.shared.down"), config.activation
+        )
+        shared = SharedExpert(mlp, linear(parameters, f"{layer}.shared_gate"))
+    return MixtureOfExperts(router(config, layer, parameters), experts, shared)
+
+
+def router(config: MixtureConfig, layer: int, parameters: Parameters) -> Router:
+    """The router of a layer: ``{layer}.router.weight [X, E]`` and, where there is one, ``.bias [X]``."""
+    return Router(parameters[f"{layer}.router.weight"], parameters.get(f"{layer}.router.bias"), config.routing)
+
+
+def expert_linear(config: MixtureConfig, parameters: Parameters, name: str, outs: int, ins: int) -> ExpertLinear:
+    """X linear maps out of ``{name}.weight``, whose elements are those of ``[X, outs, ins]``, and ``.bias [X, outs]``."""
+    weight = parameters[f"{name}.weight"].view(config.num_experts, outs, ins)
+    return ExpertLinear(weight, parameters.get(f"{name}.bias"))
+
+
+def mixture_names(
+    config: MixtureConfig, *, block: str = "mlp", projections: tuple[str, str, str] | None = None
+) -> dict[str, Place]:
+    """Every tensor of a checkpoint and the rows that it fills; ``{}`` is the layer.
+
+    ``block``: what a layer's mixture is called. ``projections``: what each expert's gate, up and down are called; None:
+    the checkpoint stacks those of all experts, gate and up in one tensor.
+    """
+    table = {**trunk_names(config), **mlp_names(config, layers=config.dense_layers)}
+    for layer in config.mixed_layers:
+        prefix = f"model.layers.{layer}.{block}"
+        gate = Place(parameter=f"{layer}.router.weight", shape=(config.num_experts, config.hidden_size))
+        table[f"{prefix}.gate.weight"] = gate
+        if projections is None:
+            table |= _stacked_experts(config, layer, f"{prefix}.experts")
+        else:
+            table |= _single_experts(config, layer, f"{prefix}.experts", projections)
+        if config.shared_size:
+            table |= _shared_expert(config, layer, prefix)
+    return table
+
+
+def _single_experts(
+    config: MixtureConfig, layer: str, prefix: str, projections: tuple[str, str, str]
+) -> dict[str, Place]:
+    table = {}
+    width, inner = config.hidden_size, config.expert_size
+    gate, up, down = projections
+    for expert in range(config.num_experts):
+        for name, parameter, row, rows, columns in (
+            (gate, "gate_up", 2 * inner * expert, inner, width),
+            (up, "gate_up", 2 * inner * expert + inner, inner, width),
+            (down, "down", width * expert, width, inner),
+        ):
+            place = Place(parameter=f"{layer}.experts.{parameter}.weight", shape=(rows, columns), row=row)
+            table[f"{prefix}.{expert}.{name}.weight"] = place
+    return table
+
+
+def _stacked_experts(config: MixtureConfig, layer: str, prefix: str) -> dict[str, Place]:
+    count, width, inner = config.num_experts, config.hidden_size, config.expert_size
+    return {
+        f"{prefix}.gate_up_proj": Place(parameter=f"{layer}.experts.gate_up.weight", shape=(count, 2 * inner, width)),
+        f"{prefix}.down_proj": Place(parameter=f"{layer}.experts.down.weight", shape=(count, width, inner)),
+    }
+
+
+def _shared_expert(config: MixtureConfig, layer: str, prefix: str) -> dict[str, Place]:
+    width, inner = config.hidden_size, config.shared_size
+    gate_up = f"{layer}.shared.gate_up.weight"
+    return {
+        f"{prefix}.shared_expert.gate_proj.weight": Place(parameter=gate_up, shape=(inner, width)),
+        f"{prefix}.shared_expert.up_proj.weight": Place(parameter=gate_up, shape=(inner, width), row=inner),
+        f"{prefix}.shared_expert.down_proj.weight": Place(
+            parameter=f"{layer}.shared.down.weight", shape=(width, inner)
+        ),
+        f"{prefix}.shared_expert_gate.weight": Place(parameter=f"{layer}.shared_gate.weight", shape=(1, width)),
+    }
+
+
+def read_layer_numbers(fields: ConfigFields, name: str, num_layers: int) -> Collection[int]:
+    """A list of layers; empty where the field is missing or null."""
+    value = fields.get(name)
+    if value is None:
+        return ()
+    whole = isinstance(value, list) and all(isinstance(one, int) and not isinstance(one, bool) for one in value)
+    if not whole or not all(0 <= one < num_layers for one in value):
+        raise fields.error(name, f"a list of layers, each from 0 to {num_layers - 1}")
+    return frozenset(value)

@@ -1,0 +1,136 @@
+"""How checkpoints spell the tensors of a decoder, and the parameters that they fill.
+
+The parameters of ``models.decoder.Decoder``, where ``{}`` is the layer: ``embed``, ``norm``, ``head`` (unless tied);
+``{}.qkv``, ``{}.out``, ``{}.q_norm``, ``{}.k_norm``, ``{}.sinks`` (no suffix); the norms of its placement out of
+``{}.attention_norm``, ``{}.attention_out_norm``, ``{}.mlp_norm``, ``{}.mlp_out_norm``; and for a dense MLP
+``{}.gate_up``, ``{}.down``. Each has ``.weight`` and, where the configuration says so, ``.bias``. The rows of ``qkv``
+are those of all query heads, all key heads, all value heads; the rows of ``gate_up`` are gate, then up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from quire.models.checkpoint import Place
+from quire.models.decoder import DecoderConfig, Placement
+
+PRE_NORMS: Mapping[str, str] = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+"""Llama's names for the norms of a block, which most families took over."""
+
+
+BLOCK_NORMS: Mapping[Placement, tuple[str, ...]] = {
+    "pre": ("attention_norm", "mlp_norm"),
+    "post": ("attention_out_norm", "mlp_out_norm"),
+    "sandwich": ("attention_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm"),
+    "parallel": ("attention_norm",),
+}
+"""The norms over the model width that a block has."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Names:
+    """The spelling of one family. Names of a layer's parts stand below ``{trunk}layers.{}.``."""
+
+    norms: Mapping[str, str]
+    """Our name to the checkpoint's, for the norms over the model width in a block; more than it has do no harm."""
+    trunk: str = "model."
+    head: str = "lm_head"
+    qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    """Below ``self_attn``. One name: the projections are stored as one, in that order."""
+    out: str = "o_proj"
+    head_norms: tuple[str, str] = ("q_norm", "k_norm")
+    """Of queries and keys, below ``self_attn``; a norm for each head is stored as ``norms.0``, ``norms.1``, ..."""
+    gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
+    """Below ``mlp``. One name: both are stored as one, gate first."""
+    down: str = "down_proj"
+    others: tuple[str, ...] = ()
+    """How the names of tensors begin that are in the checkpoint and belong to other models (encoders of images)."""
+
+
+LLAMA_NAMES = Names(norms=PRE_NORMS)
+
+
+def name_table(config: DecoderConfig, names: Names = LLAMA_NAMES) -> dict[str, Place]:
+    """Every tensor of a dense decoder's checkpoint and the rows that it fills; ``{}`` is the layer."""
+    return {**trunk_names(config, names), **mlp_names(config, names)}
+
+
+def trunk_names(config: DecoderConfig, names: Names = LLAMA_NAMES) -> dict[str, Place]:
+    """All but the MLPs: embedding, head, norms, attention."""
+    width, spec = config.hidden_size, config.layers[0]
+    layer = f"{names.trunk}layers.{{}}."
+    table = {f"{names.trunk}embed_tokens.weight": Place(parameter="embed.weight", shape=(config.vocab_size, width))}
+    if not config.tie_embeddings:
+        table[f"{names.head}.weight"] = Place(parameter="head.weight", shape=(config.vocab_size, width))
+    norms = {f"{names.trunk}norm": "norm"}
+    norms |= {f"{layer}{names.norms[ours]}": f"{{}}.{ours}" for ours in BLOCK_NORMS[config.placement]}
+    for theirs, ours in norms.items():
+        for part in ("weight", "bias") if config.norm_bias else ("weight",):
+            table[f"{theirs}.{part}"] = Place(parameter=f"{ours}.{part}", shape=(width,))
+    q_rows, kv_rows = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    rows = (q_rows, kv_rows, spec.num_kv_heads * spec.value_dim)
+    attention = f"{layer}self_attn."
+    table |= _stacked(attention, names.qkv, "{}.qkv", rows, width, config.qkv_bias)
+    table |= _stacked(attention, (names.out,), "{}.out", (width,), spec.num_heads * spec.value_dim, config.out_bias)
+    for ours, theirs, heads in (
+        ("q_norm", names.head_norms[0], spec.num_heads),
+        ("k_norm", names.head_norms[1], spec.num_kv_heads),
+    ):
+        place = Place(parameter=f"{{}}.{ours}.weight", shape=(spec.head_dim,))
+        if config.head_norms == "shared":
+            table[f"{attention}{theirs}.weight"] = place
+        elif config.head_norms == "width":
+            table[f"{attention}{theirs}.weight"] = Place(parameter=place.parameter, shape=(heads * spec.head_dim,))
+        elif config.head_norms == "each":
+            for head in range(heads):
+                table[f"{attention}{theirs}.norms.{head}.weight"] = Place(
+                    parameter=place.parameter, shape=place.shape, row=head * spec.head_dim
+                )
+    return table
+
+
+def mlp_names(
+    config: DecoderConfig, names: Names = LLAMA_NAMES, layers: Collection[int] | None = None
+) -> dict[str, Place]:
+    """The dense MLPs, of ``layers`` only where some layers have experts instead."""
+    width, inner = config.hidden_size, config.intermediate_size
+    table: dict[str, Place] = {}
+    for layer in ("{}",) if layers is None else sorted(layers):
+        prefix = f"{names.trunk}layers.{layer}.mlp."
+        table |= _stacked(prefix, names.gate_up, f"{layer}.gate_up", (inner, inner), width, config.mlp_bias)
+        table |= _stacked(prefix, (names.down,), f"{layer}.down", (width,), inner, config.mlp_bias)
+    return table
+
+
+def _stacked(
+    prefix: str, names: tuple[str, ...], parameter: str, rows: tuple[int, ...], columns: int, bias: bool
+) -> dict[str, Place]:
+    """A linear map whose rows the checkpoint keeps in as many tensors as there are ``names``, or in one."""
+    table, row = {}, 0
+    for name, count in zip(names, rows if len(names) > 1 else (sum(rows),), strict=True):
+        table[f"{prefix}{name}.weight"] = Place(parameter=f"{parameter}.weight", shape=(count, columns), row=row)
+        if bias:
+            table[f"{prefix}{name}.bias"] = Place(parameter=f"{parameter}.bias", shape=(count,), row=row)
+        row += count
+    return table
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class IgnorableNames:
+    """Names of tensors that a checkpoint may hold and that are not read; ``name in ignorable`` is all that it is for."""
+
+    names: frozenset[str]
+    prefixes: tuple[str, ...] = ()
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.names or (isinstance(name, str) and name.startswith(self.prefixes))
+
+
+def ignorable_names(config: DecoderConfig, names: Names = LLAMA_NAMES) -> IgnorableNames:
+    """Frequencies, which config.json decides; a head that the same file says is the embedding; other models' tensors."""
+    ignored = {f"{names.trunk}rotary_emb.inv_freq"}
+    ignored |= {f"{names.trunk}layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in range(config.num_layers)}
+    if config.tie_embeddings:
+        ignored.add(f"{names.head}.weight")
+    return IgnorableNames(names=frozenset(ignored), prefixes=names.others)

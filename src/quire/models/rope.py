@@ -1,0 +1,318 @@
+"""RoPE in ``config.json``: two spellings, seven scalings, one ``RopeSpec`` in which everything is a number.
+
+transformers 5 writes one object ``rope_parameters``, or one for each type of layer inside of it; before, there were
+``rope_theta``, ``rope_scaling`` and ``rope_local_base_freq`` side by side. Either is read, and both if they agree.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, get_args
+
+from quire.contracts.layers import RopeScaling, RopeSpec
+from quire.errors import CheckpointError, InvalidArgument, Unsupported
+from quire.models.config import ConfigFields
+
+DEFAULT_ROPE_THETA = 10_000.0
+"""The base of RoFormer, and of Llama 1 and 2, whose configurations did not write it down."""
+
+ROPE_SCALINGS: tuple[str, ...] = get_args(RopeScaling)
+"""The rules for frequencies that ``quire.ops.rope`` computes."""
+
+OTHER_NAMES: Mapping[str, str] = {"su": "longrope"}
+"""What scalings were called in older configurations (the first of Phi-3)."""
+
+SCALED_LAYERS = "full_attention"
+"""The type of layer that a ``rope_scaling`` is for where types differ (Gemma 3, OLMo 3)."""
+
+THETA_FIELDS: Mapping[str, str] = {"sliding_attention": "rope_local_base_freq"}
+"""The field of the base beside ``rope_scaling``, by type of layer, where it is not ``rope_theta`` (Gemma 3)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Context:
+    """What a scaling may need beside its own parameters. Lengths in tokens."""
+
+    head_dim: int
+    max_position: int
+    length: int
+    theta_default: float
+    partial_default: float | None
+    interleaved: bool
+
+
+def read_rope(
+    fields: ConfigFields,
+    head_dim: int,
+    max_position: int,
+    *,
+    max_model_len: int | None = None,
+    layer_type: str | None = None,
+    theta_default: float = DEFAULT_ROPE_THETA,
+    theta_field: str | None = None,
+    partial_default: float | None = None,
+    interleaved: bool = False,
+) -> RopeSpec:
+    """The RoPE of a model, or of its layers of one type.
+
+    ``head_dim``: columns of the heads that RoPE is given (MLA: the rotated part). ``max_position``: the model's
+    ``max_position_embeddings``.
+
+    ``max_model_len``: the longest sequence, in tokens, that this model will be run with; None is ``max_position``.
+    It fixes what depends on the length, for every token and once for all (vLLM's rule; transformers changes the
+    frequencies as a sequence grows, under keys that are stored already): ``longrope`` takes its long factors if
+    ``max_model_len`` is above ``original_max_position_embeddings``, else the short ones, and ``dynamic`` the base for
+    ``max_model_len`` tokens, which is ``rope_theta`` itself up to ``max_position``. The other scalings do not look at it.
+
+    ``layer_type``: for models whose types of layers differ; ``rope_parameters`` is then an object by type
+    (``CheckpointError`` for one that is not). In the older spelling the base is in ``theta_field``
+    (``THETA_FIELDS`` says which one, unless given), and ``rope_scaling`` is for full attention only.
+
+    ``theta_default``, ``partial_default``: what the family takes where ``rope_theta`` and ``partial_rotary_factor``
+    are missing. With ``partial_default`` None its heads turn as a whole, and another fraction than 1 is refused
+    (``proportional`` apart, where the fraction is one of pairs and all columns belong to RoPE).
+
+    ``Unsupported`` names a scaling or a parameter that we do not compute. ``CheckpointError``: a parameter is missing
+    or out of range, or two spellings disagree, as nobody can say which of them the weights were trained with.
+    """
+    if max_model_len is not None and max_model_len < 1:
+        raise InvalidArgument(f"max_model_len {max_model_len}; at least 1 is needed")
+    new, new_name = fields.mapping("rope_parameters"), "rope_parameters"
+    old, old_name = fields.mapping("rope_scaling"), "rope_scaling"
+    if layer_type is not None:
+        new, new_name = _of_layer_type(fields, new, layer_type), f"rope_parameters.{layer_type}"
+        old = old if layer_type == SCALED_LAYERS else {}
+        theta_field = theta_field or THETA_FIELDS.get(layer_type)
+    beside = {
+        "rope_theta": theta_field or "rope_theta",
+        "partial_rotary_factor": "partial_rotary_factor",
+        "original_max_position_embeddings": "original_max_position_embeddings",
+    }
+    context = _Context(
+        head_dim=head_dim,
+        max_position=max_position,
+        length=max_position if max_model_len is None else max_model_len,
+        theta_default=theta_default,
+        partial_default=partial_default,
+        interleaved=interleaved,
+    )
+    specs = [
+        _rope_spec(ConfigFields(_join(fields, name, given, beside), f"{fields.source}, {name}"), context)
+        for name, given in ((new_name, new), (old_name, old))
+        if given
+    ]
+    if not specs:
+        return _rope_spec(ConfigFields(_join(fields, new_name, {}, beside), fields.source), context)
+    if specs[0] != specs[-1]:
+        raise CheckpointError(
+            f"{fields.source}: {new_name} ({dict(new)}) and {old_name} ({dict(old)}) disagree; keep one"
+        )
+    return specs[0]
+
+
+def _of_layer_type(fields: ConfigFields, given: Mapping[str, Any], layer_type: str) -> Mapping[str, Any]:
+    """The parameters of one type of layer; empty where they are missing or null."""
+    flat = [name for name, value in given.items() if not (value is None or isinstance(value, dict))]
+    if flat:
+        raise CheckpointError(
+            f"{fields.source}: rope_parameters has {flat}; expected an object for each type of layer, as {layer_type!r}"
+        )
+    kinds = fields.get("layer_types")
+    known = {layer_type, SCALED_LAYERS, *THETA_FIELDS, *(map(str, kinds) if isinstance(kinds, list) else ())}
+    strange = [name for name in given if name not in known]
+    if strange:
+        raise Unsupported(f"{fields.source}: rope_parameters has {strange}; expected types of layers: {sorted(known)}")
+    return given.get(layer_type) or {}
+
+
+def _join(fields: ConfigFields, name: str, given: Mapping[str, Any], beside: Mapping[str, str]) -> dict[str, Any]:
+    """``given`` with the parameters that older configurations keep beside it, under ``beside``'s names."""
+    joined = dict(given)
+    for key, outer in beside.items():
+        value = fields.get(outer)
+        if value is None:
+            continue
+        if joined.get(key) is not None and joined[key] != value:
+            raise CheckpointError(
+                f"{fields.source}: {outer} is {value!r}, but {name} says {joined[key]!r}; expected the same"
+            )
+        joined[key] = value
+    return joined
+
+
+def _rope_spec(rope: ConfigFields, context: _Context) -> RopeSpec:
+    given = [str(kind) for kind in (rope.get("rope_type"), rope.get("type")) if kind is not None]
+    kinds = [OTHER_NAMES.get(kind, kind) for kind in given] or ["default"]
+    if kinds[0] != kinds[-1]:
+        raise Unsupported(f"{rope.source}: rope_type is {given[0]!r} and type is {given[1]!r}; expected the same")
+    kind = kinds[0]
+    if kind not in _READERS:
+        expected = ", ".join(ROPE_SCALINGS)
+        raise Unsupported(f"{rope.source}: RoPE scaling {kind!r} is not supported; expected one of {expected}")
+    theta = rope.number("rope_theta", context.theta_default)
+    plain = RopeSpec(theta=theta, rotary_dim=_rotary_dim(rope, context, kind), interleaved=context.interleaved)
+    spec = _READERS[kind](rope, plain, context)
+    # What no reader has asked for belongs to a rule that we do not know.
+    surplus = [name for name in rope.unread() if rope.values[name] is not None]
+    if surplus:
+        raise Unsupported(f"{rope.source}: {surplus} with RoPE scaling {kind!r}; expected none of them")
+    return spec
+
+
+def _rotary_dim(rope: ConfigFields, context: _Context, kind: str) -> int:
+    """The columns that turn: a fraction of the head, rounded down as in transformers."""
+    fraction = rope.number("partial_rotary_factor", context.partial_default or 1.0)
+    if fraction > 1:
+        raise rope.error("partial_rotary_factor", "at most 1")
+    if kind == "proportional":
+        fraction = 1.0
+    elif context.partial_default is None and fraction != 1:
+        raise Unsupported(f"{rope.source}: partial_rotary_factor {fraction!r}; expected 1.0")
+    columns = int(context.head_dim * fraction)
+    if columns < 2 or columns % 2:
+        raise CheckpointError(
+            f"{rope.source}: partial_rotary_factor {fraction!r} of heads of {context.head_dim} columns makes {columns}; "
+            "expected an even number of 2 or more, as RoPE turns pairs"
+        )
+    return columns
+
+
+def _read_default(rope: ConfigFields, plain: RopeSpec, context: _Context) -> RopeSpec:
+    rope.get(
+        "original_max_position_embeddings"
+    )  # Says how the model was trained (Phi-3 for 4,096), and decides nothing.
+    return plain
+
+
+def _read_linear(rope: ConfigFields, plain: RopeSpec, context: _Context) -> RopeSpec:
+    rope.get("original_max_position_embeddings")
+    return replace(plain, scaling="linear", factor=rope.number("factor"))
+
+
+def _read_dynamic(rope: ConfigFields, plain: RopeSpec, context: _Context) -> RopeSpec:
+    """The original length is the model's context: transformers knows no other for this rule."""
+    if rope.count("original_max_position_embeddings", context.max_position) != context.max_position:
+        raise rope.error(
+            "original_max_position_embeddings", f"max_position_embeddings ({context.max_position}), which dynamic takes"
+        )
+    if plain.rotary_dim == 2:
+        raise CheckpointError(
+            f"{rope.source}: dynamic RoPE of 2 columns; expected 4 or more, as the base does not act on the first pair"
+        )
+    return replace(
+        plain,
+        scaling="dynamic",
+        factor=rope.number("factor"),
+        original_max_position=context.max_position,
+        length=max(context.length, context.max_position),
+    )
+
+
+def _read_yarn(rope: ConfigFields, plain: RopeSpec, context: _Context) -> RopeSpec:
+    if plain.theta <= 1:
+        raise rope.error("rope_theta", "more than 1 for yarn")
+    stretched = rope.get("original_max_position_embeddings") is not None
+    original = rope.count("original_max_position_embeddings", context.max_position)
+    factor = rope.number("factor", context.max_position / original if stretched else None)
+    beta_fast, beta_slow = rope.number("beta_fast", 32.0), rope.number("beta_slow", 1.0)
+    if beta_fast < beta_slow:
+        raise rope.error("beta_fast", f"at least beta_slow ({beta_slow})")
+    return replace(
+        plain,
+        scaling="yarn",
+        factor=factor,
+        original_max_position=original,
+        beta_fast=beta_fast,
+        beta_slow=beta_slow,
+        truncate=rope.flag("truncate", True),
+        attention_factor=rope.number("attention_factor", _yarn_attention_factor(rope, factor)),
+    )
+
+
+def yarn_magnitude(factor: float, weight: float = 1.0) -> float:
+    """YaRN's rule for how much larger queries and keys have to be in a context that is ``factor`` times longer.
+
+    DeepSeek's MLA multiplies its scale of the scores by the square of it, with ``mscale_all_dim`` as the weight.
+    """
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+
+def _yarn_attention_factor(rope: ConfigFields, factor: float) -> float:
+    """``mscale`` weighs what rotated columns need, ``mscale_all_dim`` what the scale of the scores does already.
+
+    0 is as good as missing. One without the other is computed differently by DeepSeek's code (where ``mscale`` is 1 and
+    ``mscale_all_dim`` 0 by default) and by transformers (which takes neither), and is refused unless both give the same.
+    """
+    weights = []
+    for name in ("mscale", "mscale_all_dim"):
+        value = rope.get(name)
+        neutral = value is None or (value == 0 and not isinstance(value, bool))
+        weights.append(0.0 if neutral else rope.number(name))
+    rotated, everywhere = weights
+    if rotated and everywhere:
+        return yarn_magnitude(factor, rotated) / yarn_magnitude(factor, everywhere)
+    if everywhere or rotated not in (0.0, 1.0):
+        given, missing = ("mscale_all_dim", "mscale") if everywhere else ("mscale", "mscale_all_dim")
+        raise rope.error(missing, f"a number above 0 beside {given}")
+    return yarn_magnitude(factor)
+
+
+def _read_longrope(rope: ConfigFields, plain: RopeSpec, context: _Context) -> RopeSpec:
+    original = rope.count("original_max_position_embeddings")
+    if original < 2:
+        raise rope.error("original_max_position_embeddings", "an integer of 2 or more")
+    factor = rope.number("factor", context.max_position / original)
+    grown = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    short, long = (_pair_factors(rope, name, plain.rotary_dim // 2) for name in ("short_factor", "long_factor"))
+    return replace(
+        plain,
+        scaling="longrope",
+        factors=long if context.length > original else short,
+        attention_factor=rope.number("attention_factor", grown),
+    )
+
+
+def _pair_factors(rope: ConfigFields, name: str, pairs: int) -> tuple[float, ...]:
+    values = rope.get(name)
+    numbers = values if isinstance(values, list) else []
+    right = all(
+        isinstance(one, int | float) and not isinstance(one, bool) and 0 < one <= sys.float_info.max for one in numbers
+    )
+    if len(numbers) != pairs or not right:
+        raise rope.error(name, f"a list of {pairs} finite numbers above 0, one for each pair of columns")
+    return tuple(float(one) for one in numbers)
+
+
+def _read_llama3(rope: ConfigFields, plain: RopeSpec, context: _Context) -> RopeSpec:
+    low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
+    if high <= low:
+        raise rope.error("high_freq_factor", f"more than low_freq_factor ({low})")
+    return replace(
+        plain,
+        scaling="llama3",
+        factor=rope.number("factor"),
+        low_freq_factor=low,
+        high_freq_factor=high,
+        original_max_position=rope.count("original_max_position_embeddings", context.max_position),
+    )
+
+
+def _read_proportional(rope: ConfigFields, plain: RopeSpec, context: _Context) -> RopeSpec:
+    rope.get("original_max_position_embeddings")
+    fraction = rope.number("partial_rotary_factor", context.partial_default or 1.0)
+    pairs = int(fraction * context.head_dim // 2)
+    return replace(plain, scaling="proportional", factor=rope.number("factor", 1.0), turning_dim=2 * pairs)
+
+
+_READERS: Mapping[str, Callable[[ConfigFields, RopeSpec, _Context], RopeSpec]] = {
+    "default": _read_default,
+    "linear": _read_linear,
+    "dynamic": _read_dynamic,
+    "yarn": _read_yarn,
+    "longrope": _read_longrope,
+    "llama3": _read_llama3,
+    "proportional": _read_proportional,
+}

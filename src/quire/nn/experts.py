@@ -1,0 +1,236 @@
+"""The feed-forward layer that is a mixture of experts.
+
+All tokens of a ragged batch are sorted by expert, so each expert runs once, on the rows that chose it as one matrix
+product, and reads its weights once. Experts that nobody chose are not read: a decode of one token reads K of X.
+``quire.ops.experts`` defines what comes out.
+
+Letters: T tokens, X experts, K experts of a token, P = T * K pairs of a token and an expert, E model width, F inner
+width of an expert, G = 2F, I input and O output features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TypeAlias
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from quire.nn.linear import Linear
+from quire.nn.mlp import ACTIVATIONS, GatedMLP
+from quire.nn.packed import can_pack, packed
+from quire.ops.experts import Routing, route
+
+MAX_PAIRS = 1 << 15
+"""Pairs that run at a time: this bounds the copies of activations, and is enough work for each expert to make
+reading its weights again for the next block cheap."""
+GROUPED_CAPABILITY = (8, 0)
+"""The oldest CUDA devices with a grouped matrix product."""
+GROUPED_ALIGNMENT = 16
+"""Bytes to which that product wants rows aligned."""
+
+
+class ActivatedGate:
+    """``act(gate) * up`` (arXiv:2002.05202) of rows that hold gate first, then up."""
+
+    __slots__ = ("activation",)
+
+    def __init__(self, activation: str = "silu") -> None:
+        """``activation``: one of ``quire.nn.mlp.ACTIVATIONS``."""
+        self.activation = ACTIVATIONS[activation]
+
+    def __call__(self, h_PG: Tensor) -> Tensor:
+        """``[P, 2F]`` to a fresh ``[P, F]``."""
+        gate_PF, up_PF = h_PG.chunk(2, dim=-1)
+        return self.activation(gate_PF).mul_(up_PF)
+
+
+class ClampedGate:
+    """``gate * sigmoid(alpha * gate) * (up + 1)`` of rows in which gate and up take turns (gpt-oss).
+
+    The gate is at most ``limit``, up lies within plus and minus ``limit``. Computed in float32, rounded once.
+    """
+
+    __slots__ = ("alpha", "limit")
+
+    def __init__(self, alpha: float, limit: float) -> None:
+        self.alpha = alpha
+        self.limit = limit
+
+    def __call__(self, h_PG: Tensor) -> Tensor:
+        """``[P, 2F]`` to a fresh ``[P, F]``."""
+        gate_PF = h_PG[..., 0::2].float().clamp(max=self.limit)
+        up_PF = h_PG[..., 1::2].float().clamp(-self.limit, self.limit)
+        return torch.sigmoid(gate_PF * self.alpha).mul_(gate_PF).mul_(up_PF.add_(1)).to(h_PG.dtype)
+
+
+Gate: TypeAlias = ActivatedGate | ClampedGate
+"""What stands between an expert's two products."""
+
+
+class Router:
+    """Chooses K of X experts for each token: ``weight [X, E]``, ``bias [X]`` or None.
+
+    In float32 the logits are computed in float64 and rounded. Otherwise the order in which a kernel adds up would
+    depend on the number of tokens and on the expert's place in the table, and so would the choice between experts
+    that tie: a chunked prompt could take other experts than a whole one. In bfloat16 and float16 the kernel's float32
+    sum is rounded much more coarsely, which has the same effect but for the rarest cases.
+    """
+
+    __slots__ = ("bias", "routing", "weight")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, routing: Routing) -> None:
+        wide = weight.dtype == torch.float32 and weight.device.type in ("cpu", "cuda")
+        self.weight = weight.double() if wide else weight
+        self.bias = bias.double() if wide and bias is not None else bias
+        self.routing = routing
+
+    def __call__(self, x_TE: Tensor) -> tuple[Tensor, Tensor]:
+        """``[T, E]`` to float32 weights and int64 experts ``[T, K]``, best first."""
+        logits_TX = F.linear(x_TE.to(self.weight.dtype), self.weight, self.bias)
+        return route(logits_TX.to(x_TE.dtype), self.routing)
+
+
+class ExpertLinear:
+    """X linear maps of one shape: ``weight [X, O, I]``, which may be a transposed view, ``bias [X, O]`` or None.
+
+    ``maps[x]`` is one of them, a ``Linear`` that shares the memory of the stack. After ``pack`` each has its own
+    packed weight and the stack is gone.
+    """
+
+    __slots__ = ("bias", "maps", "weight")
+
+    def __init__(self, weight_XOI: Tensor, bias_XO: Tensor | None = None) -> None:
+        self.weight: Tensor | None = weight_XOI
+        self.bias = bias_XO
+        biases: Iterator[Tensor | None] = iter(bias_XO) if bias_XO is not None else iter([None] * len(weight_XOI))
+        self.maps = [Linear(weight_OI, bias_O) for weight_OI, bias_O in zip(weight_XOI, biases, strict=True)]
+
+    def can_group(self) -> bool:
+        """Whether the device has a kernel that runs all maps in one call."""
+        weight = self.weight
+        if weight is None or weight.device.type != "cuda" or weight.dtype != torch.bfloat16:
+            return False
+        aligned = all(size * weight.dtype.itemsize % GROUPED_ALIGNMENT == 0 for size in weight.shape[1:])
+        return aligned and torch.cuda.get_device_capability(weight.device) >= GROUPED_CAPABILITY
+
+    def grouped(self, x_PI: Tensor, ends_X: Tensor, expert_P: Tensor) -> Tensor:
+        """``[P, I]``, sorted by expert, to a fresh ``[P, O]`` in one call. int32 ``ends_X``: where each expert's rows
+        end. Only before ``pack``."""
+        assert self.weight is not None
+        y_PO = F.grouped_mm(x_PI, self.weight.transpose(1, 2), offs=ends_X)
+        return y_PO if self.bias is None else y_PO.add_(self.bias.index_select(0, expert_P))
+
+    def pack(self) -> None:
+        """Lay the maps out for this machine's kernels, one by one, and let go of the stack."""
+        if self.weight is None or not can_pack(self.weight.dtype, self.weight.device):
+            return
+        self.maps = [packed(one) for one in self.maps]
+        self.weight = None
+
+
+class Experts:
+    """X gated feed-forward layers, of which each token goes through K."""
+
+    __slots__ = ("_can_group", "down", "gate", "gate_up")
+
+    def __init__(self, gate_up: ExpertLinear, down: ExpertLinear, gate: Gate) -> None:
+        """``gate_up``: E to 2F, in the order that ``gate`` wants. ``down``: F to E."""
+        self.gate_up = gate_up
+        self.down = down
+        self.gate = gate
+        self._can_group = gate_up.can_group() and down.can_group()
+
+    def __call__(self, x_TE: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
+        """``[T, E]``, float32 ``[T, K]`` and int64 ``[T, K]`` to a fresh ``[T, E]``: ``ops.experts.mix``.
+
+        Each token's terms are added in float32 in the order of its own choices, so who else is in the batch changes
+        only the rounding of the products.
+        """
+        block = max(1, MAX_PAIRS // experts_TK.shape[1])
+        if len(x_TE) <= block:
+            return self._mix(x_TE, weights_TK, experts_TK)
+        out_TE = torch.empty_like(x_TE)
+        for start in range(0, len(x_TE), block):
+            rows = slice(start, start + block)
+            out_TE[rows] = self._mix(x_TE[rows], weights_TK[rows], experts_TK[rows])
+        return out_TE
+
+    def _mix(self, x_TE: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
+        if len(x_TE) == 1 and not self._can_group:
+            # One token needs no sorting.
+            y_KE = torch.cat([self._expert(expert, x_TE) for expert in experts_TK[0].tolist()])
+            return (weights_TK @ y_KE.float()).to(x_TE.dtype)
+        num_choices = experts_TK.shape[1]
+        expert_P, pair_P = experts_TK.flatten().sort(stable=True)
+        ends_X = torch.searchsorted(expert_P, torch.arange(len(self.gate_up.maps), device=x_TE.device), right=True)
+        x_PE = x_TE.index_select(0, pair_P // num_choices)
+        if self._can_group:
+            y_PE = self._in_one_call(x_PE, ends_X.int(), expert_P)
+        else:
+            y_PE = self._expert_by_expert(x_PE, ends_X)
+        place_P = torch.empty_like(pair_P)
+        place_P[pair_P] = torch.arange(len(pair_P), device=x_TE.device)
+        place_TK = place_P.view(-1, num_choices)
+        out_TE = torch.zeros_like(x_TE, dtype=torch.float32)
+        for k in range(num_choices):
+            out_TE.addcmul_(y_PE.index_select(0, place_TK[:, k]).float(), weights_TK[:, k : k + 1])
+        return out_TE.to(x_TE.dtype)
+
+    def _expert(self, expert: int, x_PE: Tensor) -> Tensor:
+        return self.down.maps[expert](self.gate(self.gate_up.maps[expert](x_PE)))
+
+    def _expert_by_expert(self, x_PE: Tensor, ends_X: Tensor) -> Tensor:
+        y_PE, start = torch.empty_like(x_PE), 0
+        for expert, end in enumerate(ends_X.tolist()):
+            if end > start:
+                y_PE[start:end] = self._expert(expert, x_PE[start:end])
+            start = end
+        return y_PE
+
+    def _in_one_call(self, x_PE: Tensor, ends_X: Tensor, expert_P: Tensor) -> Tensor:
+        h_PF = self.gate(self.gate_up.grouped(x_PE, ends_X, expert_P))
+        return self.down.grouped(h_PF, ends_X, expert_P)
+
+    def pack(self) -> None:
+        """Lay the weights out for this machine's kernels, where that helps."""
+        self.gate_up.pack()
+        self.down.pack()
+
+
+class SharedExpert:
+    """``sigmoid(gate(x)) * mlp(x)``: what every token goes through besides its own experts (Qwen2-MoE)."""
+
+    __slots__ = ("gate", "mlp")
+
+    def __init__(self, mlp: GatedMLP, gate: Linear) -> None:
+        """``gate``: E to 1."""
+        self.mlp = mlp
+        self.gate = gate
+
+    def __call__(self, x_TE: Tensor) -> Tensor:
+        """``[T, E]`` to a fresh ``[T, E]``."""
+        return self.mlp(x_TE).mul_(torch.sigmoid(self.gate(x_TE)))
+
+
+class MixtureOfExperts:
+    """A router, its experts and, where there is one, the expert that all tokens share."""
+
+    __slots__ = ("experts", "router", "shared")
+
+    def __init__(self, router: Router, experts: Experts, shared: SharedExpert | None = None) -> None:
+        self.router = router
+        self.experts = experts
+        self.shared = shared
+
+    def __call__(self, x_TE: Tensor) -> Tensor:
+        """``[T, E]`` to a fresh ``[T, E]``."""
+        out_TE = self.experts(x_TE, *self.router(x_TE))
+        return out_TE if self.shared is None else out_TE.add_(self.shared(x_TE))
+
+    def pack(self) -> None:
+        """Lay the weights out for this machine's kernels, where that helps. The router stays as it is: it is small."""
+        self.experts.pack()
+        if self.shared is not None:
+            self.shared.mlp.pack()

@@ -1,0 +1,174 @@
+"""Models that are not native, through transformers' layers: the same logits as transformers, or a refusal at load."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from quire import LLM, SamplingParams
+from quire.errors import CheckpointError, Unsupported
+from quire.models.config import read_config_file
+from quire.models.fallback import load_fallback
+from quire.types import Add, Chunk, Fork, Pop, Step
+
+LAYERS, WIDTH, LENGTH, VOCAB = 4, 48, 26, 101
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": WIDTH,
+    "intermediate_size": 64,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "eos_token_id": 2,
+    "bos_token_id": 1,
+    "pad_token_id": 0,
+}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "olmo": ("Olmo", {"clip_qkv": 1.5}),
+    "olmo3-windows": ("Olmo3", {"sliding_window": 7}),
+    "starcoder2-window": ("Starcoder2", {"sliding_window": 5}),
+    "phi": ("Phi", {"partial_rotary_factor": 0.5}),
+    "gpt-neox": ("GPTNeoX", {"rotary_pct": 0.25}),
+    "gemma": ("Gemma", {"head_dim": 8}),
+    "cohere": ("Cohere", {"use_qk_norm": True}),
+    "gpt2": ("GPT2", {}),
+    "opt": ("OPT", {"ffn_dim": 64, "word_embed_proj_dim": WIDTH}),
+    "apertus": ("Apertus", {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}),
+}
+TOLERANCE = LAYERS * math.sqrt(WIDTH) * torch.finfo(torch.float32).eps
+
+
+def make(name: str, changes: dict[str, Any], path: Path) -> Any:
+    config = getattr(transformers, f"{name}Config")(**{**SIZES, **changes})
+    kind = getattr(transformers, f"{name}ForCausalLM", None) or getattr(transformers, f"{name}LMHeadModel")
+    torch.manual_seed(len(name))
+    peer = kind(config).float().eval()
+    with torch.no_grad():
+        for parameter in peer.parameters():
+            # The initial weights are so small that all logits are nearly equal.
+            parameter.mul_(3.0 if parameter.dim() > 1 else 1.0).add_(0.1 * torch.randn_like(parameter))
+    peer.save_pretrained(path)
+    return peer
+
+
+def near(found_TV: torch.Tensor, expected_TV: torch.Tensor) -> bool:
+    assert torch.equal(found_TV.argmax(-1), expected_TV.argmax(-1))
+    return bool((found_TV - expected_TV).abs().max() / expected_TV.abs().max() < TOLERANCE)
+
+
+@pytest.mark.parametrize("which", sorted(MODELS))
+def test_logits_in_pieces_ragged_forked_and_rewound(which: str, tmp_path: Path) -> None:
+    peer = make(*MODELS[which], tmp_path)
+    tokens = torch.randint(3, VOCAB, (LENGTH,), generator=torch.Generator().manual_seed(5)).tolist()
+    with torch.inference_mode():
+        expected = peer(torch.tensor([tokens])).logits[0]
+    llm = LLM(tmp_path, dtype="float32", page_size=3, kv_cache_memory="4MiB")
+    runner = llm.engine.runner
+    a, b, c = (runner.new_seq() for _ in range(3))
+    runner.execute(Step(edits=(Add(a), Add(b))))
+
+    def run(*chunks: tuple[int, int, int]) -> list[torch.Tensor]:
+        parts = tuple(Chunk(seq, tokens[start:stop], logits="all") for seq, start, stop in chunks)
+        output = runner.execute(Step(chunks=parts))
+        return [output.rows(index) for index in range(len(parts))]
+
+    assert near(run((a, 0, 9))[0], expected[:9])
+    for rows, (start, stop) in zip(run((b, 0, LENGTH), (a, 9, 10)), ((0, LENGTH), (9, 10)), strict=True):
+        assert near(rows, expected[start:stop])
+    assert near(run((a, 10, 20))[0], expected[10:20])
+    runner.execute(Step(edits=(Fork(a, c), Pop(a, 3))))
+    for rows, (start, stop) in zip(run((c, 20, LENGTH), (a, 17, 25)), ((20, LENGTH), (17, 25)), strict=True):
+        assert near(rows, expected[start:stop])
+    runner.state.check()
+    greedy = (
+        llm.generate(tokens[:8], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))[0].outputs[0].token_ids
+    )
+    with torch.inference_mode():
+        best = peer(torch.tensor([tokens[:8] + list(greedy)])).logits[0, 7:-1].argmax(-1).tolist()
+    assert list(greedy) == best
+
+
+def test_windows_are_found(tmp_path: Path) -> None:
+    make(*MODELS["olmo3-windows"], tmp_path)
+    model = load(tmp_path)
+    assert [spec.layer_window for spec in model.layer_specs] == [7, 7, 7, None]  # type: ignore[union-attr]
+
+
+def load(path: Path) -> Any:
+    return load_fallback(path, read_config_file(path), dtype=torch.float32, device=torch.device("cpu"))
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "recurrent": ("Mamba", {"state_size": 4, "expand": 1}, "linear_attention"),
+    "positions in the scores": ("Bloom", {}, "cannot be replaced"),
+    "attention of its own": ("CodeGen", {"rotary_dim": 4}, "cannot be replaced"),
+    "does not hand arguments on": ("Nemotron", {}, "does not hand on"),
+    "frequencies by length": (
+        "Olmo",
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}},
+        "dynamic",
+    ),
+}
+
+
+@pytest.mark.parametrize("which", sorted(REFUSED))
+def test_what_cannot_run_exactly_is_refused_at_load(which: str, tmp_path: Path) -> None:
+    name, changes, reason = REFUSED[which]
+    make(name, changes, tmp_path)
+    with pytest.raises(Unsupported, match=reason) as refusal:
+        LLM(tmp_path, dtype="float32")
+    assert name in str(refusal.value)
+
+
+def test_a_rule_that_is_no_window_is_refused(tmp_path: Path) -> None:
+    """Chunked attention looks causal on a short prompt."""
+    config = transformers.Llama4TextConfig(
+        **{**SIZES, "intermediate_size_mlp": 64, "num_local_experts": 2, "attention_chunk_size": 64, "head_dim": 8}
+    )
+    torch.manual_seed(0)
+    transformers.Llama4ForCausalLM(config).float().save_pretrained(tmp_path)
+    with pytest.raises((Unsupported, CheckpointError), match=r"neither causal nor a sliding window|chunked_attention"):
+        LLM(tmp_path, dtype="float32")
+
+
+def test_a_model_whose_logits_depend_on_something_else_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The comparison at load is not for show: a layer that looks at its neighbours in the batch is caught by it."""
+    make(*MODELS["olmo"], tmp_path)
+    layer = transformers.models.olmo.modeling_olmo.OlmoMLP
+    own = layer.forward
+
+    def leaking(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return own(self, x) + 0.01 * x.mean(1, keepdim=True)
+
+    monkeypatch.setattr(layer, "forward", leaking)
+    with pytest.raises(Unsupported, match="depend on more than tokens"):
+        load(tmp_path)
+
+
+def test_the_named_architecture_is_what_runs(tmp_path: Path) -> None:
+    """Not what the model type would lead to, with weights made up for what is missing."""
+    make(*MODELS["olmo"], tmp_path)
+    config = tmp_path / "config.json"
+    for name in ("OlmoForSequenceClassification", "BertModel"):
+        config.write_text(config.read_text().replace("OlmoForCausalLM", name))
+        with pytest.raises(Unsupported, match=f"{name}.*leads to OlmoForCausalLM"):
+            LLM(tmp_path, dtype="float32")
+        config.write_text(config.read_text().replace(name, "OlmoForCausalLM"))
+
+
+def test_unknown_and_foreign_code_are_refused(tmp_path: Path) -> None:
+    make(*MODELS["gpt2"], tmp_path)
+    values = read_config_file(tmp_path)
+    with pytest.raises(Unsupported, match="own code"):
+        load_fallback(tmp_path, {**values, "auto_map": {}}, dtype=torch.float32, device=torch.device("cpu"))
+    (tmp_path / "config.json").write_text('{"architectures": ["NobodyForCausalLM"], "model_type": "nobody"}')
+    with pytest.raises(Unsupported, match="NobodyForCausalLM"):
+        LLM(tmp_path)
