@@ -123,9 +123,12 @@ SIGNATURES: dict[type, dict[str, str]] = {
         "batch_prefill": "inputs",
         "batch_decode": "inputs",
         "forward": "input_ids",
-        "forward_verify": "inputs",
+        "forward_verify": "inputs, *, parents=None",
+        "commit_path": "handle",
         "truncate_kv": "handle, new_len",
-        "speculative_decode": ("input, draft_tokens, acceptance_threshold, *, draft_probabilities=None, sampling=None"),
+        "speculative_decode": (
+            "input, draft_tokens, acceptance_threshold, *, draft_probabilities=None, sampling=None, draft_parents=None"
+        ),
         "release_cache": "cache_id",
         "capabilities": "",
         "status": "",

@@ -1,4 +1,4 @@
-"""``LocalRunner``: a step that is refused, and K and V in another type than the model's."""
+"""``LocalRunner``: a step that is refused, K and V in another type than the model's, and what a forward has besides tokens."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from quire.contracts.model import Block, Pass
 from quire.errors import InvalidArgument, QuireError, Unsupported
 from quire.kernels.sdpa import SdpaAttention
 from quire.kv.paged import PagedKVState
-from quire.runner.local import LocalRunner
-from quire.types import Add, Chunk, Fork, Pop, Step, TokenTree
+from quire.runner.local import Extras, LocalRunner
+from quire.types import Add, Chunk, Commit, Fork, Pop, Step, TokenTree, Window
 
 HEADS, DIM, VOCAB = 2, 4, 11
 SPEC = FullAttention(num_heads=HEADS, num_kv_heads=HEADS, head_dim=DIM, value_dim=DIM)
@@ -52,9 +52,10 @@ def make_runner(dtype: torch.dtype = torch.float32) -> LocalRunner:
 @pytest.mark.parametrize(
     ("kind", "fields"),
     [
-        (Unsupported, {"tokens": [1], "tree": TokenTree((-1,))}),
+        (InvalidArgument, {"tokens": [1, 2], "tree": TokenTree((-1,))}),
         (Unsupported, {"tokens": [1], "adapter": 0}),
         (InvalidArgument, {"tokens": []}),
+        (InvalidArgument, {"tokens": [1, -1]}),
     ],
 )
 def test_a_refused_chunk_leaves_the_edits_undone(kind: type[QuireError], fields: dict[str, Any]) -> None:
@@ -90,3 +91,93 @@ def test_kv_in_another_type(dtype: torch.dtype, chunks: Sequence[int]) -> None:
     # Two states, rounded to the storage type, are merged and rounded; sums run in float32 at least.
     eps = max(2 * torch.finfo(dtype).eps, len(tokens) * torch.finfo(torch.float32).eps)
     assert float((found.double() - exact_HTD.transpose(0, 1)).abs().max()) <= eps * float(x_THD.double().abs().max())
+
+
+def run(runner: LocalRunner, *chunks: Chunk, **extras: Any) -> Any:
+    return runner.execute(Step(chunks=chunks), Extras(**extras))
+
+
+def added(*seqs: int) -> LocalRunner:
+    runner = make_runner()
+    runner.execute(Step(edits=tuple(Add(seq) for seq in seqs)))
+    return runner
+
+
+def test_embeddings_stand_at_placeholders() -> None:
+    runner = added(0, 1, 2)
+    table = runner.model.table  # type: ignore[attr-defined]
+    plain = run(added(1, 2), Chunk(1, [6], logits="all"), Chunk(2, [1, 5, 2], logits="all"))
+    rows = table[[6, 5]].double()
+    mixed = run(runner, Chunk(1, [-2], logits="all"), Chunk(2, [1, -1, 2], logits="all"), embeddings=rows)
+    assert torch.equal(mixed.logits_RV, plain.logits_RV)
+    assert torch.equal(rows, table[[6, 5]].double()), "inputs stay as they are"
+    for tokens, embeddings in (
+        ([1, -1], None),
+        ([1, -1], torch.ones(2, 8)),
+        ([1, 1], torch.ones(1, 8)),
+        ([1, -1], torch.ones(1, 7)),
+    ):
+        with pytest.raises(InvalidArgument, match=r"placeholders \(negative ids\) need embeddings"):
+            run(runner, Chunk(0, tokens), embeddings=embeddings)
+    assert runner.state.sequence_length(0) == 0
+
+
+def test_hidden_states_and_weights_come_per_chunk() -> None:
+    runner = added(0, 1)
+    run(runner, Chunk(0, [1, 2, 3]))
+    bare = run(runner, Chunk(1, [9]))
+    assert (bare.hidden_states, bare.attention_weights) == ((), ())
+    output = run(runner, Chunk(0, [4, 5]), Chunk(1, [7]), hidden_states=True, attention_weights=True)
+    assert [[x.shape for x in chunk] for chunk in output.hidden_states] == [[(2, 8)], [(1, 8)]]
+    assert torch.equal(torch.cat([chunk[0] for chunk in output.hidden_states]), runner.model.outputs[-1].flatten(1))  # type: ignore[attr-defined]
+    weights_HnK = output.attention_weights[0][0]
+    assert weights_HnK.shape == (HEADS, 2, 5)
+    assert output.attention_weights[1][0].shape == (HEADS, 1, 2)
+    assert float((weights_HnK.sum(-1) - 1).abs().max()) <= 8 * torch.finfo(torch.float32).eps
+    assert torch.count_nonzero(weights_HnK[:, 0, 4:]) == 0, "a token does not see later ones"
+    v_KHD = runner.state.debug_get_kv(0, layer=0)[1]
+    again = torch.einsum("hnk,khd->nhd", weights_HnK, v_KHD).flatten(1)
+    bound = 8 * torch.finfo(torch.float32).eps * float(v_KHD.abs().max())
+    assert float((again - output.hidden_states[0][0]).abs().max()) <= bound
+    output.logits_RV.zero_()
+    output.hidden_states[0][0].zero_()
+    weights_HnK.zero_()  # ordinary tensors, which belong to the caller
+
+
+def test_a_mask_replaces_the_causal_rule() -> None:
+    runner = added(0)
+    run(runner, Chunk(0, [1, 2]))
+    # The second of three new tokens sees the third; the first sees only itself.
+    allowed = torch.tensor([[0, 0, 1, 0, 0], [1, 1, 1, 1, 1], [1, 1, 1, 1, 1]], dtype=torch.bool)
+    output = run(runner, Chunk(0, [3, 4, 5]), mask=allowed.flatten(), attention_weights=True)
+    assert torch.equal(output.attention_weights[0][0] > 0, allowed.expand(HEADS, 3, 5))
+
+
+def test_trees_and_their_commit() -> None:
+    runner = added(0, 1)
+    run(runner, Chunk(0, [1, 2]), Chunk(1, [3]))
+    tree = TokenTree((-1, 0, 0, 2))
+    output = run(runner, Chunk(0, [4, 5, 6, 7], tree, logits="all"), Chunk(1, [8], logits="all"))
+    chain = run(added(0), Chunk(0, [1, 2, 4, 6, 7], logits="all")).logits_RV[2:]
+    bound = 32 * torch.finfo(torch.float32).eps * float(chain.abs().max())
+    assert float((output.rows(0)[[0, 2, 3]] - chain).abs().max()) <= bound
+    assert (runner.state.sequence_length(0), runner.state.pending_nodes(0)) == (2, 4)
+    runner.execute(Step(edits=(Commit((0,), (3,)),)))
+    assert (runner.state.sequence_length(0), runner.state.pending_nodes(0)) == (5, 0)
+    following = run(runner, Chunk(0, [9])).logits_RV
+    fresh = run(added(0), Chunk(0, [1, 2, 4, 6, 7, 9])).logits_RV
+    assert float((following - fresh).abs().max()) <= bound
+    runner.state.check()
+
+
+def test_a_window_is_an_edit() -> None:
+    runner = added(0)
+    runner.execute(Step(edits=(Window(0, 4, 1),)))
+    run(runner, Chunk(0, [1, 2, 3, 4, 5, 6]))
+    output = run(runner, Chunk(0, [7]), attention_weights=True)
+    assert (output.attention_weights[0][0][:, 0] > 0).tolist() == [
+        [True, False, False, False, True, True, True]
+    ] * HEADS
+    runner.execute(Step(edits=(Add(1), Window(1, 4), Window(1, None))))
+    run(runner, Chunk(1, [1, 2, 3, 4, 5, 6]))
+    assert runner.state.cached_length(1) == 6

@@ -19,7 +19,10 @@ LogitsWanted: TypeAlias = Literal["last", "all", "none"]
 
 @dataclass(frozen=True, slots=True)
 class TokenTree:
-    """Parents of the new tokens of one chunk: -1 is a root, otherwise an index below the own one."""
+    """Parents of the new tokens of one chunk, one each: -1 is a root, otherwise an index below the own one.
+
+    Indices count all uncommitted nodes of the sequence, those of earlier chunks first.
+    """
 
     parents: tuple[int, ...]
 
@@ -30,6 +33,7 @@ class Chunk:
 
     seq: SeqId
     tokens: Sequence[int]
+    """Ids; a negative one is a placeholder, for which the runner is given an embedding."""
     tree: TokenTree | None = None
     adapter: int | None = None
     logits: LogitsWanted = "last"
@@ -68,13 +72,22 @@ class Commit:
 
 
 @dataclass(frozen=True, slots=True)
+class Window:
+    """Let a sequence keep its first ``sink`` tokens and the last ``window - sink`` only; None: all."""
+
+    seq: SeqId
+    window: int | None
+    sink: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Remove:
     """Forget a sequence."""
 
     seq: SeqId
 
 
-Edit: TypeAlias = Add | Fork | Pop | Commit | Remove
+Edit: TypeAlias = Add | Fork | Pop | Commit | Window | Remove
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,30 +67,32 @@ def assert_close(found: Tensor, expected: Tensor) -> None:
     assert float((found - expected).abs().max()) <= tolerance(expected)
 
 
+def make_tiny(family: str, path: Path, **fields: Any) -> Tiny:
+    """A random model of ``family``, saved to ``path``; ``fields`` are further ones of its configuration."""
+    config = getattr(transformers, f"{family}Config")(
+        vocab_size=VOCAB,
+        hidden_size=WIDTH,
+        intermediate_size=HIDDEN,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=CONTEXT,
+        **fields,
+    )
+    reference = getattr(transformers, f"{family}ForCausalLM")(config).float().eval()
+    generator = torch.Generator().manual_seed(len(family))
+    with torch.no_grad():
+        for name, weight in reference.named_parameters():
+            scale = weight.shape[-1] ** -0.5 if weight.ndim == 2 and "embed" not in name else 0.5
+            weight.copy_(torch.randn(weight.shape, generator=generator) * scale + ("norm" in name))
+    reference.save_pretrained(path)
+    return Tiny(family, path, load_model(path, dtype="float32"), reference)
+
+
 @pytest.fixture(scope="session")
 def tinies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tiny]:
-    made = {}
-    for family in FAMILIES:
-        config = getattr(transformers, f"{family}Config")(
-            vocab_size=VOCAB,
-            hidden_size=WIDTH,
-            intermediate_size=HIDDEN,
-            num_hidden_layers=LAYERS,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=8,
-            max_position_embeddings=CONTEXT,
-        )
-        reference = getattr(transformers, f"{family}ForCausalLM")(config).float().eval()
-        generator = torch.Generator().manual_seed(len(family))
-        with torch.no_grad():
-            for name, weight in reference.named_parameters():
-                scale = weight.shape[-1] ** -0.5 if weight.ndim == 2 and "embed" not in name else 0.5
-                weight.copy_(torch.randn(weight.shape, generator=generator) * scale + ("norm" in name))
-        path = tmp_path_factory.mktemp("models") / family
-        reference.save_pretrained(path)
-        made[family] = Tiny(family, path, load_model(path, dtype="float32"), reference)
-    return made
+    return {family: make_tiny(family, tmp_path_factory.mktemp("models") / family) for family in FAMILIES}
 
 
 @pytest.fixture(params=FAMILIES)
@@ -104,9 +106,22 @@ def llama(tinies: dict[str, Tiny]) -> Tiny:
 
 
 def make_executor(
-    tiny: Tiny, *, tokens: int = 1024, dtype: torch.dtype = torch.float32, name: str = "", **kwargs: Any
+    tiny: Tiny,
+    *,
+    tokens: int = 1024,
+    window_tokens: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    name: str = "",
+    **kwargs: Any,
 ) -> Executor:
-    state = PagedKVState(tiny.model.layer_specs, capacity=tokens, page_size=PAGE, dtype=dtype, backend=SdpaAttention())
+    state = PagedKVState(
+        tiny.model.layer_specs,
+        capacity=tokens,
+        window_capacity=window_tokens,
+        page_size=PAGE,
+        dtype=dtype,
+        backend=SdpaAttention(),
+    )
     runner = LocalRunner(tiny.model, state, torch.device("cpu"))
     return Executor(runner, identity=FakeIdentity(name or tiny.family), **kwargs)
 

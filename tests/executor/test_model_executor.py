@@ -274,8 +274,6 @@ def test_prefill_refusals(llama: Tiny, ex: Executor) -> None:
         (InvalidArgument, prompt([1], [2], kv_cache=handle), "2 rows"),
         (InvalidArgument, prompt(*[[1]] * 65), "max_batch_size"),
         (NotFound, prompt([1], adapter=0), "adapter 0"),
-        (Unsupported, prompt([1], output_hidden_states=True), "hidden"),
-        (Unsupported, prompt([1], output_attentions=True), "attention"),
         (Unsupported, prompt([1], position_ids=torch.tensor([[1]])), "count from 0"),
         (ResourceExhausted, prompt(some_ids(CONTEXT + 1)), "maximum of 128"),
         (ResourceExhausted, prompt(some_ids(CONTEXT - 4), kv_cache=handle), "maximum"),
@@ -301,7 +299,6 @@ def test_decode_refusals(ex: Executor) -> None:
         (InvalidArgument, token(handle, 1, 2), "2 rows"),
         (NotFound, token(gone, 1), "released"),
         (NotFound, token(handle, 1, adapter=3), "adapter 3"),
-        (Unsupported, token(handle, 1, output_hidden_states=True), "hidden"),
         (Unsupported, token(handle, 1, position_ids=torch.tensor([[4]])), "count from 5"),
     ]
     fine = ex.prefill(prompt([4, 4])).kv_cache

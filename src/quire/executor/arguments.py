@@ -5,7 +5,7 @@ Letters: B batch rows; S tokens of a row with padding.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -15,13 +15,12 @@ from torch import Tensor
 from quire.contracts.executor import DecodeInput, PrefillInput
 from quire.errors import InvalidArgument, NotFound, QuireError, Unsupported
 from quire.executor.cache import KVCache
+from quire.executor.forwards import LOGITS_ONLY, Asked
 from quire.executor.handle import Handle
 from quire.executor.pool import CachePool
 from quire.executor.rows import Ids
 from quire.executor.transaction import require_vocabulary
 
-NO_HIDDEN_STATES = "hidden states are not kept by this release; leave output_hidden_states False"
-NO_ATTENTIONS = "attention weights are never formed by the attention kernels; leave output_attentions False"
 NO_ADAPTERS = "LoRA adapters: this release of Quire does not run them"
 NO_POSITIONS = (
     "positions other than the running count: a token's position is its index in the cache; leave position_ids None"
@@ -40,6 +39,7 @@ class Request:
     """Columns of the real tokens of each row."""
     columns: int
     """S"""
+    asked: Asked = LOGITS_ONLY
 
     @property
     def batch_size(self) -> int:
@@ -49,7 +49,7 @@ class Request:
 def resolve_cache(pool: CachePool, given: object) -> tuple[KVCache, tuple[int, ...]]:
     """The cache behind a handle or a cache, and the lengths that are meant. Call it under the lock.
 
-    ``InvalidArgument``: foreign or stale. ``NotFound``: released.
+    ``InvalidArgument``: foreign or stale. ``NotFound``: released. ``FailedPrecondition``: a node of a tree.
     """
     if not isinstance(given, Handle | KVCache):
         raise InvalidArgument(f"kv_cache must be a handle or a KV cache of this executor; got {type(given).__name__}")
@@ -57,7 +57,7 @@ def resolve_cache(pool: CachePool, given: object) -> tuple[KVCache, tuple[int, .
     if cache.pool is not pool:
         raise InvalidArgument(f"KV cache {cache.cache_id} belongs to another executor; use serialize and load")
     if isinstance(given, Handle):
-        given.require_valid()
+        given.require_committed()
         return cache, given.lengths
     return cache, cache.lengths
 
@@ -66,7 +66,6 @@ def prefill_request(pool: CachePool, given: PrefillInput) -> Request:
     """Check a ``PrefillInput`` completely."""
     if not isinstance(given, PrefillInput):
         raise InvalidArgument(f"prefill takes a PrefillInput; got {type(given).__name__}")
-    _refuse_outputs(given)
     spans = given.real_spans()
     tokens = tuple(to_ids(row) for row in given.token_rows())
     for ids in tokens:
@@ -75,14 +74,15 @@ def prefill_request(pool: CachePool, given: PrefillInput) -> Request:
     require_adapter(given.adapter)
     _require_rows(len(tokens), starts)
     check_positions(given.position_ids, starts, spans, given.sequence_length)
-    return Request(cache=cache, starts=starts, tokens=tokens, spans=spans, columns=given.sequence_length)
+    return Request(
+        cache=cache, starts=starts, tokens=tokens, spans=spans, columns=given.sequence_length, asked=asked_of(given)
+    )
 
 
 def decode_request(pool: CachePool, given: DecodeInput, verb: str = "decode") -> Request:
     """Check a ``DecodeInput`` completely."""
     if not isinstance(given, DecodeInput):
         raise InvalidArgument(f"{verb} takes a DecodeInput; got {type(given).__name__}")
-    _refuse_outputs(given)
     ids = to_ids(given.tokens(verb))
     require_vocabulary(ids, pool.vocab_size, "input_ids")
     cache, starts = resolve_cache(pool, given.kv_cache)
@@ -90,7 +90,9 @@ def decode_request(pool: CachePool, given: DecodeInput, verb: str = "decode") ->
     _require_rows(len(ids), starts)
     spans = ((0, 1),) * len(ids)
     check_positions(given.position_ids, starts, spans, 1)
-    return Request(cache=cache, starts=starts, tokens=tuple(ids[:, None]), spans=spans, columns=1)
+    return Request(
+        cache=cache, starts=starts, tokens=tuple(ids[:, None]), spans=spans, columns=1, asked=asked_of(given)
+    )
 
 
 def to_ids(row: Tensor) -> Ids:
@@ -130,11 +132,28 @@ def naming_item(verb: str, index: int) -> Iterator[None]:
         raise
 
 
-def _refuse_outputs(given: PrefillInput | DecodeInput) -> None:
-    if given.output_hidden_states:
-        raise Unsupported(f"output_hidden_states: {NO_HIDDEN_STATES}")
-    if given.output_attentions:
-        raise Unsupported(f"output_attentions: {NO_ATTENTIONS}")
+def asked_of(given: PrefillInput | DecodeInput) -> Asked:
+    """What it asks for besides logits."""
+    return Asked(hidden_states=given.output_hidden_states, attention_weights=given.output_attentions)
+
+
+def union(asked: Iterable[Asked]) -> Asked:
+    """What a forward must give so that each gets what it asked for."""
+    found = list(asked)
+    return Asked(
+        hidden_states=any(one.hidden_states for one in found),
+        attention_weights=any(one.attention_weights for one in found),
+    )
+
+
+def tree_of(parents: Sequence[int], count: int, what: str) -> tuple[int, ...]:
+    """``parents`` of ``count`` nodes, each below its own index; ``InvalidArgument`` for what is no tree."""
+    if isinstance(parents, str) or not isinstance(parents, Sequence) or len(parents) != count:
+        raise InvalidArgument(f"{what} must be {count} parents, one for each token; got {parents!r}")
+    for node, parent in enumerate(parents):
+        if isinstance(parent, bool) or not isinstance(parent, int) or not -1 <= parent < node:
+            raise InvalidArgument(f"{what}: node {node} has parent {parent!r}; -1 <= parent < {node} is needed")
+    return tuple(parents)
 
 
 def _require_rows(found: int, starts: Sequence[int]) -> None:

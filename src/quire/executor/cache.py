@@ -18,11 +18,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.contracts.kv_cache import CacheHandleStats, KVCacheInterface
-from quire.errors import InvalidArgument, NotFound, ResourceExhausted, Unsupported
+from quire.contracts.layers import KeyValueAttention
+from quire.errors import InvalidArgument, NotFound, QuireError, ResourceExhausted, Unsupported
 from quire.executor import serialized
 from quire.executor.pool import CachePool
-from quire.executor.rows import Ids, Row, TokenRecord
-from quire.types import Pop
+from quire.executor.rows import Ids, Pending, Row, TokenRecord
+from quire.types import Commit, Pop
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -68,6 +69,8 @@ class KVCache:
         self.revision = 0
         self.last_access: float | None = None
         self.released = False
+        self.batch: weakref.WeakSet[KVCache] | None = None
+        """The caches that were prefilled in the same call; None: it alone."""
         pool.caches[self.cache_id] = self
         self._finalizer = weakref.finalize(self, pool.abandon, rows)
         self._finalizer.atexit = False
@@ -110,26 +113,34 @@ class KVCache:
             raise NotFound(f"KV cache {self.cache_id} was released; make a new one")
 
     def token_ids(self, row: int) -> Ids | None:
-        """A copy of the ids that made a row, or None where they are not known."""
+        """A copy of the ids that made a row, or None where they are not known.
+
+        What stands at a placeholder is below -4 and made from its data: equal ids mean equal content.
+        """
         record = self.rows[row].tokens
         return None if record is None else record.ids.copy()
 
     @_locked
     def read(self, layer: int, lengths: Sequence[int], *, values: bool) -> Tensor:
-        """A gathered copy of K or V of one layer, ``[B, n, Hkv, D]``: the first ``lengths[i]`` tokens of row i, then zeros."""
-        spec, state = self.pool.state.spec(layer), self.pool.state
-        dim = spec.value_dim if values else spec.head_dim
-        out = state.storage.layers[layer - state.first_layer].k.new_zeros(
-            len(self.rows), max(lengths), spec.num_kv_heads, dim
-        )
+        """A gathered copy of K or V of one layer, ``[B, n, Hkv, D]``: the first ``lengths[i]`` tokens of row i, then zeros;
+        zeros also where a window has let go of a token."""
+        state = self.pool.state
+        found = state.layer(layer)
+        stored_SHD = found.v_SHD if values else found.k_SHD
+        out = stored_SHD.new_zeros(len(self.rows), max(lengths), *stored_SHD.shape[1:])
         for index, (row, length) in enumerate(zip(self.rows, lengths, strict=True)):
-            out[index, :length] = state.debug_get_kv(row.seq, 0, length, layer=layer)[values]
+            for part in state.table.held(row.seq, found.class_index):
+                end = min(part.stop, length)
+                if part.start < end:
+                    rows = state.debug_get_kv(row.seq, part.start, end, layer=layer)[values]
+                    out[index, part.start : end] = rows
         return out
 
     @_locked
     def pages(self) -> list[NDArray[np.int32]]:
-        """A copy of the page table of each row."""
-        return [self.pool.state.table.get(row.seq).tables[0].pages.copy() for row in self.rows]
+        """A copy of the page table of each row, in the layer class that stands for all; -1 where a window has passed."""
+        table = self.pool.state.table
+        return [table.get(row.seq).tables[self.pool.main_class].pages.copy() for row in self.rows]
 
     @_locked
     def _lengths(self) -> tuple[int, ...]:
@@ -137,14 +148,24 @@ class KVCache:
 
     def stats(self) -> CacheHandleStats:
         """What it uses now."""
+        blocks = memory = used = 0
         with self.pool.lock:
-            blocks, tokens = sum(pages.size for pages in self.pages()), sum(self.lengths)
+            self.require_live()
+            table = self.pool.state.table
+            for row in self.rows:
+                for index, (pages, size) in enumerate(
+                    zip(table.get(row.seq).tables, self.pool.page_bytes, strict=True)
+                ):
+                    blocks += pages.held.size
+                    memory += pages.held.size * size
+                    used += sum(len(part) for part in table.held(row.seq, index))
+            tokens = sum(self.lengths)
         slots = blocks * self.pool.page_size
         return CacheHandleStats(
-            memory_bytes=blocks * self.pool.page_bytes,
+            memory_bytes=memory,
             blocks_allocated=blocks,
             tokens_stored=tokens,
-            utilization=tokens / slots if slots else 0.0,
+            utilization=used / slots if slots else 0.0,
             last_access=self.last_access,
         )
 
@@ -159,14 +180,45 @@ class KVCache:
 
     @_locked
     def truncate(self, lengths: Sequence[int]) -> None:
-        """Keep the first ``lengths[i]`` tokens of row i; each is at most the row's length."""
+        """Keep the first ``lengths[i]`` tokens of row i; each is at most the row's length.
+
+        ``FailedPrecondition``, with all rows as they were, where a window has let go of what a continuation would need.
+        """
         surplus = [present - length for present, length in zip(self.lengths, lengths, strict=True)]
+        self.pool.require_reachable([row.seq for row in self.rows], lengths)
         self.pool.edit(*(Pop(row.seq, count) for row, count in zip(self.rows, surplus, strict=True) if count))
         for row, length, count in zip(self.rows, lengths, surplus, strict=True):
             if count:
                 self.mark_cut(row, length)
+                self.set_pending(row, None)
             if row.tokens is not None:
                 row.tokens.size = length
+
+    def record(self, row: Row, start: int, ids: Ids) -> None:
+        """The row's sequence holds ``ids`` from ``start`` on, and nothing behind them."""
+        if row.tokens is not None:
+            row.tokens.replace_from(start, ids)
+        self.capacity = max(self.capacity, start + ids.size)
+        self.set_pending(row, None)
+        self.touch()
+
+    def set_pending(self, row: Row, pending: Pending | None) -> None:
+        """Let a tree wait beside a row, in the place of one that waited before."""
+        if row.pending is not None:
+            self.pool.remove([row.pending.seq])
+        row.pending = pending
+
+    def keep_path(self, row: Row, node: int) -> None:
+        """The row becomes that of its tree's path to ``node``; the tree is gone."""
+        pending = row.pending
+        if pending is None:
+            raise QuireError("there is no tree to keep a path of")
+        self.pool.edit(Commit((pending.seq,), (node,)))
+        if pending.start < self.pool.state.sequence_length(row.seq):
+            self.mark_cut(row, pending.start)
+        self.pool.remove([row.seq])
+        row.seq, row.pending = pending.seq, None
+        self.record(row, pending.start, pending.ids[pending.path(node)])
 
     def mark_cut(self, row: Row, length: int) -> None:
         """Handles of this row that are longer than ``length`` are stale from now on."""
@@ -185,8 +237,16 @@ class KVCache:
 
     @_locked
     def deep_copy(self) -> KVCache:
-        seqs = self.pool.fork([row.seq for row in self.rows])
+        return self.copy_of(self.lengths)
+
+    @_locked
+    def copy_of(self, lengths: Sequence[int]) -> KVCache:
+        """A new cache of the first ``lengths[i]`` tokens of row i. ``FailedPrecondition`` as ``truncate``."""
+        seqs = self.pool.fork([row.seq for row in self.rows], lengths)
         rows = [row.like(seq) for seq, row in zip(seqs, self.rows, strict=True)]
+        for row, length in zip(rows, lengths, strict=True):
+            if row.tokens is not None:
+                row.tokens.size = length
         return KVCache(self.pool, rows, capacity=self.capacity, dynamic=self.dynamic, adapters=self.adapters)
 
     @_locked
@@ -232,9 +292,9 @@ class KVCache:
 
     def replace_content(self, fresh: Sequence[Row]) -> None:
         """Swap in new sequences; the old ones are freed and all handles with tokens are stale."""
-        self.pool.remove([row.seq for row in self.rows])
+        self.pool.remove([seq for row in self.rows for seq in row.seqs])
         for row, new in zip(self.rows, fresh, strict=True):
-            row.seq, row.tokens = new.seq, new.tokens
+            row.seq, row.tokens, row.pending = new.seq, new.tokens, None
             self.mark_cut(row, 0)
         self.touch()
 
@@ -278,5 +338,5 @@ def require_kv_layer(pool: CachePool, layer: int) -> None:
     last = pool.first_layer + len(pool.specs) - 1
     if isinstance(layer, bool) or not isinstance(layer, int) or not pool.first_layer <= layer <= last:
         raise InvalidArgument(f"layer {layer!r} does not exist; the model has layers {pool.first_layer}..{last}")
-    if pool.specs[layer - pool.first_layer].kind != "full":
+    if not isinstance(pool.specs[layer - pool.first_layer], KeyValueAttention):
         raise Unsupported(f"layer {layer} keeps no K and V")

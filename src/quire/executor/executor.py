@@ -9,12 +9,13 @@ Letters: B batch rows; S tokens of a row with padding; V vocabulary; k draft tok
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
-import torch
 from torch import Tensor
 
+from quire.config import MODALITIES
 from quire.contracts.executor import (
     CacheLike,
     DecodeInput,
@@ -24,6 +25,7 @@ from quire.contracts.executor import (
     ExecutorMetrics,
     ExecutorState,
     ExecutorStatus,
+    ExecutorType,
     ModelAssets,
     PrefillInput,
     PrefillOutput,
@@ -31,22 +33,26 @@ from quire.contracts.executor import (
     SpeculativeOutput,
 )
 from quire.errors import Cancelled, FailedPrecondition, InvalidArgument, QuireError, ResourceExhausted, Unsupported
-from quire.executor import reports, speculation, warmup
+from quire.executor import batches, reports, verification, warmup
 from quire.executor.arguments import (
     NO_ADAPTERS,
     Request,
-    check_positions,
     decode_request,
     naming_item,
     prefill_request,
     require_distinct,
     resolve_cache,
+    union,
 )
 from quire.executor.cache import KVCache
+from quire.executor.forwards import LOGITS_ONLY
 from quire.executor.handle import Handle, handle_of
+from quire.executor.media import check_modalities
 from quire.executor.operations import Operation, Operations, Stopwatch
 from quire.executor.pool import CachePool, Identity
-from quire.executor.transaction import Extension, Transaction, extensions, require_vocabulary
+from quire.executor.results import decode_output, prefill_output
+from quire.executor.sharing import shared_cache
+from quire.executor.transaction import Extension, Transaction, extensions
 from quire.kv.sequences import check_integer
 from quire.metrics import OperationMetrics
 from quire.runner.local import Runner
@@ -59,6 +65,11 @@ class Executor:
     ``identity``: which model the runner has. ``max_model_len``: tokens of a row at most, None: the model's.
     ``max_batch_size``: rows of a call at most. ``prefill_chunk_size``: tokens of a forward at most, for prompts; <= 0: all
     at once. ``lock``: the one of whoever else drives the same runner (a serving engine); None: nobody does.
+
+    ``executor_type``: of a Sequential one every call holds one row, whatever ``max_batch_size`` says; a Batch decodes what was
+    prefilled together, together; a ContinuousBatch takes any. ``modalities``: for which of "vision" and "audio" the caller
+    has an encoder. ``share_prefixes``: a prompt without a cache starts from what live caches hold of its beginning, where
+    not all its logits are wanted. ``window``, ``sink``: see ``CachePool``. ``fallbacks``: what ``status`` lists.
     """
 
     def __init__(
@@ -70,16 +81,27 @@ class Executor:
         max_batch_size: int = 64,
         prefill_chunk_size: int = 2048,
         lock: threading.RLock | None = None,
+        executor_type: ExecutorType = ExecutorType.CONTINUOUS_BATCH,
+        modalities: Collection[str] = MODALITIES,
+        share_prefixes: bool = False,
+        window: int | None = None,
+        sink: int = 0,
+        fallbacks: Sequence[str] = (),
     ) -> None:
         limit = runner.model.max_position
         max_model_len = limit if max_model_len is None else check_integer(max_model_len, "max_model_len", 1)
         if max_model_len > limit:
             raise InvalidArgument(f"max_model_len {max_model_len} is beyond the model's {limit} positions")
-        self.max_batch_size = check_integer(max_batch_size, "max_batch_size", 1)
+        self.executor_type = batches.check_type(executor_type)
+        batch_size = check_integer(max_batch_size, "max_batch_size", 1)
+        self.max_batch_size = 1 if self.executor_type is ExecutorType.SEQUENTIAL else batch_size
         self.prefill_chunk_size = prefill_chunk_size
+        self.modalities = check_modalities(modalities)
+        self.share_prefixes = share_prefixes
         self.lock = threading.RLock() if lock is None else lock
-        self.pool = CachePool(runner, identity, max_model_len, self.lock)
+        self.pool = CachePool(runner, identity, max_model_len, self.lock, window=window, sink=sink)
         self._facts = reports.ModelFacts.of(runner)
+        self._fallbacks = tuple(fallbacks)
         self._operations = Operations()
         self._metrics = OperationMetrics(self.max_batch_size)
         self._measured: warmup.Measured | None = None
@@ -164,43 +186,24 @@ class Executor:
             assert output.logits is not None
             return output.logits
 
-    def forward_verify(self, inputs: Sequence[DecodeInput]) -> list[DecodeOutput]:
+    def forward_verify(
+        self, inputs: Sequence[DecodeInput], *, parents: Sequence[int] | None = None
+    ) -> list[DecodeOutput]:
         """See ``ModelExecutor``."""
         with self.operation("forward_verify") as operation:
-            requests = []
-            for index, item in enumerate(inputs):
-                with naming_item("forward_verify", index):
-                    requests.append(self._verify_request(item, inputs[0], index))
+            requests, tree = verification.checked_requests(self.pool, inputs, parents)
             if not requests:
                 return []
-            cache, start = requests[0].cache, requests[0].starts[0]
-            assert cache is not None
+            self._require_whole_batch([request.cache for request in requests[:1]], "forward_verify")
             watch = Stopwatch(self.pool.device)
-            ids = torch.tensor([int(request.tokens[0][0]) for request in requests]).numpy()
-            with Transaction(self.pool, extensions(cache, [start], [len(ids)]), operation) as work:
-                rows_RV = work.run([ids], ["all"])[0]
-                work.commit()
+            outputs = verification.verify(self.pool, requests, tree, operation)
             self._metrics.record_decode(1, watch.seconds(), 1)
-            return [
-                DecodeOutput(
-                    logits=rows_RV[index : index + 1], kv_cache=Handle(cache, (start + index + 1,), cache.revision)
-                )
-                for index in range(len(ids))
-            ]
+            return outputs
 
-    def _verify_request(self, item: DecodeInput, first: DecodeInput, index: int) -> Request:
-        """Input ``index`` of a chain, whose token stands ``index`` behind the common start."""
-        if not isinstance(item, DecodeInput):
-            raise InvalidArgument(f"forward_verify takes DecodeInputs; got {type(item).__name__}")
-        item.tokens("forward_verify")
-        request = decode_request(self.pool, item.with_position_ids(None), "forward_verify")
-        check_positions(item.position_ids, [start + index for start in request.starts], request.spans, 1)
-        cache, starts = resolve_cache(self.pool, first.kv_cache)
-        if request.cache is not cache or request.starts != starts:
-            raise InvalidArgument("all inputs must carry the same starting handle, and this one has another")
-        if request.batch_size != 1:
-            raise InvalidArgument(f"a chain belongs to one sequence; the cache has {request.batch_size} rows")
-        return request
+    def commit_path(self, handle: CacheLike) -> Handle:
+        """See ``ModelExecutor``. Runs nothing, so it counts as no operation."""
+        with self.operation("commit_path"):
+            return verification.commit_path(self.pool, handle)
 
     def speculative_decode(
         self,
@@ -210,121 +213,111 @@ class Executor:
         *,
         draft_probabilities: Tensor | None = None,
         sampling: RequestSampling | None = None,
+        draft_parents: Sequence[int] | None = None,
     ) -> SpeculativeOutput:
         """See ``ModelExecutor``. Exact mode needs ``sampling``, and only exact mode has it (``InvalidArgument``)."""
         with self.operation("speculative_decode") as operation:
-            speculation.check_threshold(acceptance_threshold)
-            request = decode_request(self.pool, input, "speculative_decode")
-            if request.batch_size != 1 or request.cache is None:
-                raise InvalidArgument(f"speculation is for one sequence; the cache has {request.batch_size} rows")
-            drafts = [check_integer(token, "draft token", 0) for token in draft_tokens]
-            ids = torch.tensor([int(request.tokens[0][0]), *drafts]).numpy()
-            require_vocabulary(ids, self.pool.vocab_size, "draft_tokens")
-            if (draft_probabilities is None) != (sampling is None):
-                raise InvalidArgument(
-                    "exact mode takes draft_probabilities and sampling together; the threshold rule takes neither"
-                )
-            draft_kV = None
-            if draft_probabilities is not None:
-                draft_kV = speculation.check_draft_probabilities(draft_probabilities, drafts, self.pool.vocab_size)
-            cache, start = request.cache, request.starts[0]
+            if isinstance(input, DecodeInput):
+                self._require_whole_batch([resolve_cache(self.pool, input.kv_cache)[0]], "speculative_decode")
             watch = Stopwatch(self.pool.device)
-            with Transaction(self.pool, extensions(cache, [start], [len(ids)]), operation) as work:
-                rows_RV = work.run([ids], ["all"])[0]
-                if draft_kV is None or sampling is None:
-                    verdict = speculation.judge_by_threshold(rows_RV, drafts, acceptance_threshold)
-                else:
-                    verdict = speculation.judge_by_sampling(rows_RV, drafts, draft_kV, sampling)
-                work.commit([1 + verdict.accepted])
-            self._metrics.record_decode(1, watch.seconds(), 1 + verdict.accepted)
-            return SpeculativeOutput(
-                accepted_tokens=tuple(drafts[: verdict.accepted]),
-                next_logits=rows_RV[verdict.accepted : verdict.accepted + 1].clone(),
-                kv_cache=handle_of(cache),
-                next_probs=verdict.next_probs,
+            output = verification.speculate(
+                self.pool,
+                input,
+                draft_tokens,
+                acceptance_threshold,
+                operation,
+                draft_probabilities=draft_probabilities,
+                sampling=sampling,
+                draft_parents=draft_parents,
             )
+            self._metrics.record_decode(1, watch.seconds(), 1 + output.acceptance_count)
+            return output
 
     def _prefill(
         self, requests: Sequence[Request], wanted: Sequence[LogitsWanted], operation: Operation, *, keep_chunks: bool
     ) -> list[PrefillOutput]:
         """Run checked prompts. ``keep_chunks``: a cancelled call keeps the whole chunks that it ran."""
         self._require_batch(sum(request.batch_size for request in requests), operation.verb)
-        fresh = {
-            index: KVCache.create(self.pool, request.batch_size, self.pool.max_model_len, False)
-            for index, request in enumerate(requests)
-            if request.cache is None
-        }
-        caches = [fresh[index] if request.cache is None else request.cache for index, request in enumerate(requests)]
+        fresh: list[KVCache] = []
         watch = Stopwatch(self.pool.device)
         try:
-            parts = self._parts(requests, caches, operation.verb)
-            tokens = [ids for request in requests for ids in request.tokens]
-            kinds = [kind for request, kind in zip(requests, wanted, strict=True) for _ in request.tokens]
+            placed = []
+            for request, kind in zip(requests, wanted, strict=True):
+                placed.append(self._place(request, kind))
+                if request.cache is None:
+                    fresh.append(placed[-1][1])
+            parts = self._parts(placed, operation.verb)
             with Transaction(self.pool, parts, operation, several=True) as work:
                 try:
-                    logits = work.run(tokens, kinds, budget=self.prefill_chunk_size)
+                    found = work.run(
+                        [ids for request, _ in placed for ids in request.tokens],
+                        [kind for kind, (request, _) in zip(wanted, placed, strict=True) for _ in request.tokens],
+                        budget=self.prefill_chunk_size,
+                        asked=union(request.asked for request in requests),
+                    )
                 except Cancelled:
                     if keep_chunks:
                         work.commit()
                     raise
                 work.commit()
         except BaseException:
-            for cache in fresh.values():
+            for cache in fresh:
                 cache.release()
             raise
-        rows = iter(logits)
+        if fresh:
+            batches.join([cache for _, cache in placed])
+        rows = iter(found)
         outputs = [
-            self._prefill_output(request, cache, kind, [next(rows) for _ in request.tokens])
-            for request, cache, kind in zip(requests, caches, wanted, strict=True)
+            prefill_output(request, handle_of(cache), kind, [next(rows) for _ in request.tokens])
+            for (request, cache), kind in zip(placed, wanted, strict=True)
         ]
-        self._metrics.record_prefill(len(tokens), watch.seconds())
+        self._metrics.record_prefill(len(found), watch.seconds())
         return outputs
 
-    def _prefill_output(
-        self, request: Request, cache: KVCache, wanted: LogitsWanted, rows: Sequence[Tensor]
-    ) -> PrefillOutput:
-        handle = handle_of(cache)
-        if wanted == "none":
-            return PrefillOutput(logits=None, kv_cache=handle)
-        if wanted == "last":
-            return PrefillOutput(logits=torch.stack(list(rows)), kv_cache=handle)
-        if len(rows) == 1 and request.spans[0] == (0, request.columns):
-            return PrefillOutput(logits=rows[0][None], kv_cache=handle)
-        logits_BSV = rows[0].new_zeros(len(rows), request.columns, rows[0].shape[1])
-        for row_SV, given, (a, b) in zip(logits_BSV, rows, request.spans, strict=True):
-            row_SV[a:b] = given
-        last = tuple(b - 1 for _, b in request.spans)
-        return PrefillOutput(logits=logits_BSV, kv_cache=handle, last_indices=last)
+    def _place(self, request: Request, wanted: LogitsWanted) -> tuple[Request, KVCache]:
+        """The cache that a prompt goes to, and what of it must run: a fresh cache may share what others hold already."""
+        if request.cache is not None:
+            return request, request.cache
+        limits = [0] * request.batch_size
+        if self.share_prefixes and wanted != "all" and request.asked == LOGITS_ONLY:
+            limits = [ids.size - (wanted == "last") for ids in request.tokens]
+        cache, starts = shared_cache(self.pool, request.tokens, limits)
+        tokens = tuple(ids[start:] for ids, start in zip(request.tokens, starts, strict=True))
+        return replace(request, cache=cache, starts=starts, tokens=tokens), cache
 
     def _decode(self, requests: Sequence[Request], operation: Operation) -> list[DecodeOutput]:
         """One forward with one token of each row of each item."""
         sizes = [request.batch_size for request in requests]
         self._require_batch(sum(sizes), operation.verb)
-        caches = [request.cache for request in requests if request.cache is not None]
+        placed = [(request, request.cache) for request in requests if request.cache is not None]
+        self._require_whole_batch([cache for _, cache in placed], operation.verb)
         watch = Stopwatch(self.pool.device)
-        with Transaction(self.pool, self._parts(requests, caches, operation.verb), operation) as work:
-            rows = work.run([ids for request in requests for ids in request.tokens], ["last"] * sum(sizes))
+        with Transaction(self.pool, self._parts(placed, operation.verb), operation) as work:
+            tokens = [ids for request in requests for ids in request.tokens]
+            rows = iter(work.run(tokens, ["last"] * sum(sizes), asked=union(request.asked for request in requests)))
             work.commit()
-        # Joined per item, so that no two outputs share memory.
-        joined = iter(rows)
         outputs = [
-            DecodeOutput(logits=torch.cat([next(joined) for _ in range(size)]), kv_cache=handle_of(cache))
-            for size, cache in zip(sizes, caches, strict=True)
+            decode_output(request, handle_of(cache), [next(rows) for _ in request.tokens]) for request, cache in placed
         ]
         self._metrics.record_decode(sum(sizes), watch.seconds(), sum(sizes))
         return outputs
 
-    def _parts(self, requests: Sequence[Request], caches: Sequence[KVCache], verb: str) -> list[Extension]:
+    @staticmethod
+    def _parts(placed: Sequence[tuple[Request, KVCache]], verb: str) -> list[Extension]:
         return [
             part
-            for index, (request, cache) in enumerate(zip(requests, caches, strict=True))
+            for index, (request, cache) in enumerate(placed)
             for part in extensions(
                 cache,
                 request.starts,
                 [ids.size for ids in request.tokens],
-                f"{verb} item {index}" if len(requests) > 1 else "",
+                f"{verb} item {index}" if len(placed) > 1 else "",
             )
         ]
+
+    def _require_whole_batch(self, caches: Sequence[KVCache | None], verb: str) -> None:
+        if self.executor_type is ExecutorType.BATCH:
+            batches.require_whole([cache for cache in caches if cache is not None], verb)
 
     # -- adapters --------------------------------------------------------------------------------------------
 
@@ -368,7 +361,7 @@ class Executor:
         """See ``ModelExecutor``. Measures activation memory and decode times once, on sequences of its own."""
         with self.operation("warmup"):
             if self._measured is None:
-                self._measured = warmup.measure(self.pool, self.max_batch_size)
+                self._measured = warmup.measure(self.pool, self.max_batch_size, self.prefill_chunk_size)
 
     def shutdown(self) -> None:
         """See ``ModelExecutor``. Running calls are cancelled; caches are released; the runner is let go."""
@@ -405,7 +398,9 @@ class Executor:
 
     def capabilities(self) -> ExecutorCapabilities:
         """See ``ModelExecutor``."""
-        return self._facts.capabilities(self.pool, self.max_batch_size, self._measured)
+        return self._facts.capabilities(
+            self.pool, self.max_batch_size, self.executor_type, self.modalities, self._measured
+        )
 
     def status(self) -> ExecutorStatus:
         """See ``ModelExecutor``. Never waits for a running call."""
@@ -419,6 +414,7 @@ class Executor:
             avg_decode_time_ms=summary.avg_decode_latency,
             memory_usage=self._facts.memory_usage(self.pool),
             last_operation=summary.last_operation,
+            fallbacks=self._fallbacks,
         )
 
     def _state(self) -> ExecutorState:

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from quire.contracts.kv_cache import BlockTable, CacheHandleStats
-from quire.errors import InvalidArgument
+from quire.errors import FailedPrecondition, InvalidArgument
 from quire.executor.cache import KVCache, require_kv_layer
-from quire.kv.sequences import pages_for
+from quire.executor.rows import Pending
+from quire.kv.need import pages_for
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -24,6 +25,10 @@ class Handle:
     lengths: tuple[int, ...]
     """Tokens covered, per row."""
     revision: int
+    pending: Pending | None = None
+    """The tree that its last tokens are in, which ``commit_path`` has not kept yet; None: they are in the cache."""
+    node: int = -1
+    """Its last token's node in that tree."""
 
     @property
     def cache_id(self) -> str:
@@ -40,7 +45,7 @@ class Handle:
     @property
     def block_table(self) -> BlockTable | tuple[BlockTable, ...]:
         with self.cache.pool.lock:
-            self.require_valid()
+            self.require_committed()
             held = self.cache.pages()
         size = self.cache.pool.page_size
         tables = tuple(
@@ -75,13 +80,27 @@ class Handle:
 
     def _is_stale(self) -> bool:
         with self.cache.pool.lock:
+            if self.pending is not None:
+                return self.cache.rows[0].pending is not self.pending
             return any(
                 row.was_cut(self.revision, length) for row, length in zip(self.cache.rows, self.lengths, strict=True)
+            )
+
+    def require_committed(self) -> None:
+        """As ``require_valid``; ``FailedPrecondition`` for a handle of a tree's node."""
+        self.require_valid()
+        if self.pending is not None:
+            raise FailedPrecondition(
+                f"the handle ends in node {self.node} of a tree that is not committed; call commit_path with it first"
             )
 
     def require_valid(self) -> None:
         """``NotFound`` if the cache was released, ``InvalidArgument`` if the handle is stale."""
         self.cache.require_live()
+        if self.pending is not None and self._is_stale():
+            raise InvalidArgument(
+                f"the handle of {self.cache_id} is stale: its tree was committed or dropped; use the newest handle"
+            )
         if self._is_stale():
             raise InvalidArgument(
                 f"the handle of {self.cache_id} with length {self.sequence_length} is stale: its tokens were rewound or replaced; "
@@ -96,16 +115,14 @@ class Handle:
 
     def _read(self, layer: int, *, values: bool) -> Tensor:
         with self.cache.pool.lock:
-            self.require_valid()
+            self.require_committed()
             require_kv_layer(self.cache.pool, layer)
             return self.cache.read(layer, self.lengths, values=values)
 
     def clone_handle(self) -> Handle:
         with self.cache.pool.lock:
-            self.require_valid()
-            copy = self.cache.deep_copy()
-            copy.truncate(self.lengths)
-            return handle_of(copy)
+            self.require_committed()
+            return handle_of(self.cache.copy_of(self.lengths))
 
 
 def handle_of(cache: KVCache, lengths: tuple[int, ...] | None = None) -> Handle:

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from quire.contracts.executor import ExecutorInputs, ModelAssets, RequestSampling
 from quire.contracts.kv_cache import KVCacheInterface
-from quire.errors import Cancelled, InvalidArgument, Unsupported
+from quire.errors import Cancelled, InvalidArgument
 from quire.executor.arguments import require_adapter, resolve_cache, to_ids
 from quire.executor.cache import KVCache
 from quire.executor.executor import Executor
+from quire.executor.media import media_of_rows
 from quire.executor.operations import Stopwatch
 from quire.executor.rows import Ids
 from quire.executor.sampling import (
@@ -87,16 +88,17 @@ class LlmExecutor:
     def prefill(self, inputs: ExecutorInputs, kv_cache: KVCacheInterface, lora_id: int | None = None) -> None:
         """See ``LlmExecutorInterface``."""
         with self.executor.operation("prefill") as operation:
-            _refuse_media(inputs)
             if inputs.text is None or inputs.text.token_ids.numel() == 0:
                 raise InvalidArgument("Prefill token ids must be non-empty.")
             tokens = [to_ids(row) for row in inputs.text.token_rows()]
             cache, starts = self._begin(inputs, kv_cache, lora_id, tokens)
-            watch = Stopwatch(self.executor.pool.device)
+            pool = self.executor.pool
+            media = media_of_rows(inputs, tokens, self.executor.modalities, pool.hidden_size)
+            watch = Stopwatch(pool.device)
             parts = extensions(cache, starts, [ids.size for ids in tokens])
-            with Transaction(self.executor.pool, parts, operation, several=True) as work:
+            with Transaction(pool, parts, operation, several=True) as work:
                 try:
-                    work.run(tokens, ["none"] * len(tokens), budget=self.prefill_chunk_size)
+                    work.run(tokens, ["none"] * len(tokens), budget=self.prefill_chunk_size, media=media)
                 except Cancelled:
                     work.commit()
                     raise
@@ -111,7 +113,7 @@ class LlmExecutor:
             with Transaction(self.executor.pool, parts, operation) as work:
                 rows = work.run(tokens, ["last"] * len(tokens))
                 self._commit(work, cache)
-            logits_B1V = torch.stack(rows)
+            logits_B1V = torch.stack([row.logits_RV for row in rows])
             self.executor.record_decode(len(tokens), watch.seconds())
             return logits_B1V
 
@@ -183,8 +185,8 @@ class LlmExecutor:
                     f"{work.operation.verb} was cancelled after {len(seconds)} of {num_steps} steps",
                     [token for row in drawn for token in row],
                 ) from None
-            for row, drawer, logits_1V in zip(drawn, drawers, rows, strict=True):
-                row.append(drawer.draw(logits_1V))
+            for row, drawer, output in zip(drawn, drawers, rows, strict=True):
+                row.append(drawer.draw(output.logits_RV))
             tokens = [np.array(row[-1:], dtype=np.int64) for row in drawn]
             seconds.append(watch.seconds())
         self._commit(work, cache)
@@ -203,7 +205,8 @@ class LlmExecutor:
         if len(tokens) != cache.batch_size:
             raise InvalidArgument(f"token ids have {len(tokens)} rows, and the KV cache has {cache.batch_size}")
         for ids in tokens:
-            require_vocabulary(ids, self.executor.pool.vocab_size, "token_ids")
+            # Inputs refuse placeholders without data when they are built.
+            require_vocabulary(ids, self.executor.pool.vocab_size, "token_ids", placeholders=True)
         return cache, inputs.start_positions(lengths)
 
     def _decode_parts(
@@ -240,6 +243,7 @@ class LlmExecutor:
                 continue
             known = cache.token_ids(index)
             past = None if known is None else np.concatenate((known[: part.start], tokens[index]))
+            past = None if past is None else past[past >= 0]  # An image has no ids.
             history = history_for(choice, past)
             if sampling is None:
                 drawers.append(ParamsDrawer(self._own_sampling(index, history)))
@@ -257,9 +261,3 @@ class LlmExecutor:
             self._samplings.append(self._make_sampling(self.sampling, len(self._samplings)))
         self._samplings[row].restart(history)
         return self._samplings[row]
-
-
-def _refuse_media(inputs: ExecutorInputs) -> None:
-    for name, data in (("vision", inputs.vision), ("audio", inputs.audio)):
-        if data is not None:
-            raise Unsupported(f"{name} data: the model has no {name} encoder; give text only")

@@ -13,12 +13,14 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from quire.contracts.layers import FullAttention
-from quire.errors import FailedPrecondition, ResourceExhausted
+from quire.contracts.layers import KeyValueAttention
+from quire.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
 from quire.executor.rows import Row
+from quire.kv.need import pages_for
 from quire.kv.paged import PagedKVState
+from quire.kv.sequences import check_integer
 from quire.runner.local import Runner
-from quire.types import Add, Edit, Fork, Remove, SeqId, Step
+from quire.types import Add, Edit, Fork, Remove, SeqId, Step, Window
 
 if TYPE_CHECKING:
     from quire.executor.cache import KVCache
@@ -36,22 +38,44 @@ class CachePool:
     """What KV caches need of the executor that made them.
 
     ``lock`` serialises everything that touches the runner; whoever else drives the same runner must use the same one.
+    ``window``, ``sink``: what each sequence keeps, its last ``window - sink`` tokens and its first ``sink``; None: all.
     """
 
-    def __init__(self, runner: Runner, identity: Identity, max_model_len: int, lock: threading.RLock) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        identity: Identity,
+        max_model_len: int,
+        lock: threading.RLock,
+        *,
+        window: int | None = None,
+        sink: int = 0,
+    ) -> None:
         state = runner.state
         self.lock = lock
         self.identity = identity
         self.max_model_len = max_model_len
         self.vocab_size = runner.model.vocab_size
-        self.specs: tuple[FullAttention, ...] = tuple(state.specs)
+        self.hidden_size = runner.model.hidden_size
+        self.specs: tuple[KeyValueAttention, ...] = tuple(state.specs)
         self.first_layer = state.first_layer
         self.page_size = state.page_size
-        self.page_bytes = state.storage.num_bytes // state.num_pages
+        self.page_bytes = tuple(
+            one.storage.num_bytes // pool.num_pages for one, pool in zip(state.classes, state.table.pools, strict=True)
+        )
+        """Of a page of each layer class."""
+        self.main_class = next((index for index, one in enumerate(state.classes) if one.window is None), 0)
+        """The layer class whose page table stands for a sequence: one that keeps all tokens, if there is any."""
+        self.window = None if window is None else check_integer(window, "window", 1)
+        self.sink = check_integer(sink, "sink", 0)
+        if self.sink and (self.window is None or self.sink >= self.window):
+            raise InvalidArgument(f"sink {sink} with window {window}; 0 <= sink < window is needed")
+        self.is_windowed = self.window is not None or any(one.window is not None for one in state.classes)
+        """Whether some layer lets go of tokens."""
         self.dtype: torch.dtype = state.dtype
         self.device: torch.device = state.device
         self.caches: WeakValueDictionary[str, KVCache] = WeakValueDictionary()
-        self.peak_pages = 0
+        self.peak_bytes = 0
         self._runner: Runner | None = runner
         self._orphans: deque[list[Row]] = deque()
         self.broken = ""
@@ -84,14 +108,26 @@ class CachePool:
         """New empty sequences."""
         seqs = [self.runner.new_seq() for _ in range(count)]
         self.edit(*(Add(seq) for seq in seqs))
+        if self.window is not None:
+            self.edit(*(Window(seq, self.window, self.sink) for seq in seqs))
         return seqs
 
     def fork(self, parents: Sequence[SeqId], positions: Sequence[int] | None = None) -> list[SeqId]:
-        """Copy-on-write forks of the first ``positions[i]`` tokens; None: of all. Copies no page."""
+        """Copy-on-write forks of the first ``positions[i]`` tokens; None: of all. Copies no page.
+
+        ``FailedPrecondition`` where a window has let go of what a continuation there would need.
+        """
+        if positions is not None:
+            self.require_reachable(parents, positions)
         seqs = [self.runner.new_seq() for _ in parents]
         starts = [-1] * len(seqs) if positions is None else positions
         self.edit(*(Fork(parent, child, pos) for parent, child, pos in zip(parents, seqs, starts, strict=True)))
         return seqs
+
+    def require_reachable(self, seqs: Sequence[SeqId], positions: Sequence[int]) -> None:
+        """``FailedPrecondition`` unless each sequence can go back to its position."""
+        for seq, position in zip(seqs, positions, strict=True):
+            self.state.rewind_cost(seq, position)
 
     def remove(self, seqs: Sequence[SeqId]) -> None:
         self.edit(*(Remove(seq) for seq in seqs))
@@ -105,12 +141,53 @@ class CachePool:
         hook = self.runner.reclaim
         return hook is not None and hook()
 
-    def missing_pages(self, seqs: Sequence[SeqId], counts: Sequence[int]) -> int:
+    def missing_pages(
+        self, seqs: Sequence[SeqId], counts: Sequence[int], trees: Sequence[tuple[int, ...] | None] | None = None
+    ) -> int:
         """Pages that are missing for ``counts[i]`` more tokens of each, when nothing more can be given up."""
-        while missing := self.state.missing_pages(seqs, counts):
+        parents = trees if trees is not None and any(tree is not None for tree in trees) else None
+        while missing := self.state.missing_pages(seqs, counts, parents):
             if not self.reclaim():
                 return missing
         return 0
+
+    def lets_go(self, seq: SeqId) -> bool:
+        """Whether some layer forgets tokens of a sequence: by the model's windows, or by the sequence's own."""
+        return self.is_windowed or self.state.table.get(seq).window is not None
+
+    def missing_full_pages(self, seqs: Sequence[SeqId], counts: Sequence[int]) -> int:
+        """The same for what keeps all tokens, for as many forwards as it takes; copies of shared tails aside."""
+        size, needed = self.page_size, 0
+        for seq, count in zip(seqs, counts, strict=True):
+            sequence = self.state.table.get(seq)
+            if sequence.window is None:
+                needed += pages_for(sequence.length + count, size) - pages_for(sequence.length, size)
+        pools, classes = self.state.table.pools, self.state.classes
+        keeping = [pool for pool, one in zip(pools, classes, strict=True) if one.window is None]
+        while True:
+            missing = max((needed - pool.num_free for pool in keeping), default=0)
+            if missing <= 0 or not self.reclaim():
+                return max(0, missing)
+
+    def shares_tail(self, seq: SeqId) -> bool:
+        """Whether somebody else holds the partly filled last page of a sequence."""
+        table = self.state.table
+        sequence = table.get(seq)
+        if sequence.length % self.page_size == 0:
+            return False
+        held = zip(table.pools, sequence.tables, strict=True)
+        return any(bool(pool.references[pages.pages[-1]] > 1) for pool, pages in held)
+
+    def freed_without(self, seq: SeqId, fork: SeqId, start: int) -> int:
+        """Pages that are free, or need not be copied, once ``seq`` is gone, of which ``fork`` holds ``start`` tokens."""
+        table = self.state.table
+        freed = 0
+        for pool, pages, kept in zip(table.pools, table.get(seq).tables, table.get(fork).tables, strict=True):
+            behind = pages.pages[kept.size :]
+            freed += int((pool.references[behind[behind >= 0]] == 1).sum())
+            # The last common page is written by the fork; with two holders, it is its own once the other is gone.
+            freed += int(start % self.page_size != 0 and pool.references[pages.pages[kept.size - 1]] == 2)
+        return freed
 
     def require_free(self, pages: int, what: str) -> None:
         """``ResourceExhausted`` unless so many pages can be had."""
@@ -126,11 +203,19 @@ class CachePool:
     def used_pages(self) -> int:
         """Pages of the runner that are in use, by whomever; 0 after shutdown. Needs no lock."""
         runner = self._runner
-        return 0 if runner is None else runner.state.num_pages - runner.state.num_available_pages()
+        return 0 if runner is None else runner.state.num_used_pages
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of these pages."""
+        runner = self._runner
+        if runner is None:
+            return 0
+        return sum(pool.num_used * size for pool, size in zip(runner.state.table.pools, self.page_bytes, strict=True))
 
     def note_use(self) -> None:
-        """Remember the most pages that were in use."""
-        self.peak_pages = max(self.peak_pages, self.used_pages)
+        """Remember the most bytes of pages that were in use."""
+        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
 
     # -- the end of caches -----------------------------------------------------------------------------------
 
@@ -161,7 +246,8 @@ class CachePool:
         if not self._orphans or self.state.table.forward is not None:
             return False
         while self._orphans:
-            self.remove([row.seq for row in self._orphans.popleft() if row.seq in self.state.table])
+            rows = self._orphans.popleft()
+            self.remove([seq for row in rows for seq in row.seqs if seq in self.state.table])
         return True
 
     def close(self) -> None:

@@ -4,41 +4,49 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cache
 from typing import cast
 
 import torch
 
+from quire.config import MODALITIES
 from quire.contracts.executor import (
     AttentionMechanism,
     ExecutorCapabilities,
     ExecutorInfo,
+    ExecutorType,
     MemoryRequirements,
     MemoryUsage,
 )
-from quire.contracts.layers import FullAttention
-from quire.executor.arguments import NO_ADAPTERS, NO_ATTENTIONS, NO_HIDDEN_STATES, NO_POSITIONS
+from quire.contracts.layers import KeyValueAttention
+from quire.executor.arguments import NO_ADAPTERS, NO_POSITIONS
+from quire.executor.batches import NO_PARALLELISM
+from quire.executor.media import NO_PER_LAYER
+from quire.executor.media import refusal as media_refusal
 from quire.executor.pool import CachePool
+from quire.executor.verification import LOGITS_OF_SPECULATION
 from quire.executor.warmup import Measured
 from quire.models.families import LoadedModel
 from quire.models.loading import DTYPES
 from quire.runner.local import Runner
 
-NO_PARALLELISM = "the runner of this release holds the whole model on one device"
 
-REFUSALS: tuple[tuple[str, str], ...] = (
-    ("load_lora", NO_ADAPTERS),
-    ("unload_lora", NO_ADAPTERS),
-    ("position_ids", NO_POSITIONS),
-    ("output_hidden_states", NO_HIDDEN_STATES),
-    ("output_attentions", NO_ATTENTIONS),
-    ("vision", "the model has no vision encoder; give text only"),
-    ("audio", "the model has no audio encoder; give text only"),
-    ("tensor_parallelism", NO_PARALLELISM),
-    ("pipeline_parallelism", NO_PARALLELISM),
-)
-"""Each verb or combination that raises ``Unsupported``, with the reason."""
+def refusals(executor_type: ExecutorType, modalities: Collection[str]) -> tuple[tuple[str, str], ...]:
+    """Each verb or combination that raises ``Unsupported``, with the reason."""
+    found = [
+        ("load_lora", NO_ADAPTERS),
+        ("unload_lora", NO_ADAPTERS),
+        ("position_ids", NO_POSITIONS),
+        ("per_layer_embeddings", NO_PER_LAYER),
+        ("speculative_decode with hidden states or attention weights", LOGITS_OF_SPECULATION),
+    ]
+    found += [(kind, media_refusal(kind)) for kind in MODALITIES if kind not in modalities]
+    if executor_type is ExecutorType.BATCH:
+        found.append(("continuous_batching", "of type 'Batch': sequences that were prefilled together run together"))
+    found += [("tensor_parallelism", NO_PARALLELISM), ("pipeline_parallelism", NO_PARALLELISM)]
+    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +60,8 @@ class ModelFacts:
     parameter_bytes: int
     storage_bytes: int
     """Of the K/V pool."""
+    backend: str
+    """Name of the attention backend."""
 
     @classmethod
     def of(cls, runner: Runner) -> ModelFacts:
@@ -62,7 +72,8 @@ class ModelFacts:
             dtype=model.dtype,
             num_parameters=model.num_parameters,
             parameter_bytes=model.parameter_bytes,
-            storage_bytes=runner.state.storage.num_bytes,
+            storage_bytes=runner.state.num_bytes,
+            backend=runner.state.backend.name,
         )
 
     def info(self, pool: CachePool) -> ExecutorInfo:
@@ -82,14 +93,27 @@ class ModelFacts:
             fingerprint=fingerprint_of(pool),
         )
 
-    def capabilities(self, pool: CachePool, max_batch_size: int, measured: Measured | None) -> ExecutorCapabilities:
+    def capabilities(
+        self,
+        pool: CachePool,
+        max_batch_size: int,
+        executor_type: ExecutorType,
+        modalities: Collection[str],
+        measured: Measured | None,
+    ) -> ExecutorCapabilities:
         mechanisms = {mechanism_of(spec) for spec in pool.specs} | {AttentionMechanism.PAGED}
+        if self.backend != "reference":
+            # PyTorch's fused attention never forms the weights.
+            mechanisms.add(AttentionMechanism.FLASH)
+        if pool.is_windowed:
+            mechanisms.add(AttentionMechanism.SLIDING_WINDOW)
+        continuous = executor_type is ExecutorType.CONTINUOUS_BATCH
         return ExecutorCapabilities(
             max_batch_size=max_batch_size,
             max_sequence_length=pool.max_model_len,
             attention_mechanisms=tuple(sorted(mechanisms)),
             supports_dynamic_batching=max_batch_size > 1,
-            supports_continuous_batching=max_batch_size > 1,
+            supports_continuous_batching=continuous and max_batch_size > 1,
             supports_speculative_decoding=True,
             supports_tensor_parallelism=False,
             supports_pipeline_parallelism=False,
@@ -99,18 +123,18 @@ class ModelFacts:
                 parameter_memory=self.parameter_bytes,
                 activation_memory_per_token=measured.bytes_per_token if measured else 0,
                 # Rounded up where layers differ; the same for all in the usual model.
-                kv_cache_memory_per_token=-(-pool.page_bytes // (pool.page_size * len(pool.specs))),
+                kv_cache_memory_per_token=-(-sum(pool.page_bytes) // (pool.page_size * len(pool.specs))),
                 overhead_memory=measured.overhead_bytes if measured else 0,
             ),
-            refusals=REFUSALS,
+            refusals=refusals(executor_type, modalities),
         )
 
     def memory_usage(self, pool: CachePool) -> MemoryUsage:
         """Weights and K/V pool of the runner, whoever uses the pages; nothing after shutdown but the peak."""
-        peak = self.parameter_bytes + pool.peak_pages * pool.page_bytes
+        peak = self.parameter_bytes + pool.peak_bytes
         if pool.runner_or_none is None:
             return MemoryUsage(peak_bytes=peak)
-        used = self.parameter_bytes + pool.used_pages * pool.page_bytes
+        used = self.parameter_bytes + pool.used_bytes
         return MemoryUsage(
             allocated_bytes=self.parameter_bytes + self.storage_bytes, used_bytes=used, peak_bytes=max(used, peak)
         )
@@ -126,7 +150,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def mechanism_of(spec: FullAttention) -> AttentionMechanism:
+def mechanism_of(spec: KeyValueAttention) -> AttentionMechanism:
     """How query heads share K and V."""
     if spec.num_kv_heads == spec.num_heads:
         return AttentionMechanism.MULTI_HEAD

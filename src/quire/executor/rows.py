@@ -1,4 +1,4 @@
-"""One row of a KV cache: its sequence, the token ids that made it, and where it was cut.
+"""One row of a KV cache: its sequence, the token ids that made it, where it was cut, and a tree that waits for its commit.
 
 A handle of length n is stale if its row was cut below n after the handle was made.
 """
@@ -6,6 +6,7 @@ A handle of length n is stale if its row was cut below n after the handle was ma
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -15,6 +16,9 @@ from numpy.typing import NDArray
 from quire.types import SeqId
 
 Ids: TypeAlias = NDArray[np.int64]
+
+LAST_PLACEHOLDER = -4
+"""Recorded ids below this one are made from the data at placeholders."""
 
 
 class TokenRecord:
@@ -50,15 +54,47 @@ class TokenRecord:
         return twin
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Pending:
+    """A verified token tree of which no path is kept yet. It lives on a fork of its row, so the row is as it was."""
+
+    seq: SeqId
+    start: int
+    """Tokens before the tree."""
+    ids: Ids
+    """Of the nodes."""
+    parents: tuple[int, ...]
+
+    def path(self, node: int) -> list[int]:
+        """Nodes from a root to ``node``."""
+        return path_to(self.parents, node)
+
+
+def path_to(parents: Sequence[int], node: int) -> list[int]:
+    """Nodes of a tree from a root to ``node``; -1: none."""
+    found = []
+    while node >= 0:
+        found.append(node)
+        node = parents[node]
+    return found[::-1]
+
+
 @dataclass(slots=True)
 class Row:
     """One sequence of a cache."""
 
     seq: SeqId
     tokens: TokenRecord | None = field(default_factory=TokenRecord)
-    """None: they are not known, as after loading a file that does not tell."""
+    """The ids, those of placeholders made from their data. None: they are not known, as after loading a file that does not
+    tell."""
     cuts: list[tuple[int, int]] = field(default_factory=list)
     """(revision, length), both strictly increasing: a later cut at or below an earlier one replaces it."""
+    pending: Pending | None = None
+
+    @property
+    def seqs(self) -> list[SeqId]:
+        """All sequences that it holds."""
+        return [self.seq] if self.pending is None else [self.seq, self.pending.seq]
 
     def cut(self, revision: int, length: int) -> None:
         """The row was cut to ``length`` in ``revision``, which is higher than any before."""

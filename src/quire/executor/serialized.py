@@ -13,9 +13,9 @@ import numpy as np
 from torch import Tensor
 
 from quire.errors import DataLoss, InvalidArgument, NotFound, ResourceExhausted
-from quire.executor.rows import Ids, Row, TokenRecord
+from quire.executor.rows import LAST_PLACEHOLDER, Ids, Row, TokenRecord
 from quire.kv import exchange, sequencefile
-from quire.kv.sequences import pages_for
+from quire.kv.need import pages_for
 from quire.kv.statefile import StateFile, TensorSpec, read_state, to_bytes
 
 if TYPE_CHECKING:
@@ -124,9 +124,14 @@ def _check_tokens(ids: object, length: int, vocab_size: int) -> Ids | None:
     if not isinstance(ids, list) or len(ids) != length:
         raise DataLoss(f"the state has {length} tokens in a row and does not list as many ids")
     for token in ids:
-        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
+        if isinstance(token, bool) or not isinstance(token, int) or not _is_recorded(token, vocab_size):
             raise DataLoss(f"the state names token {token!r}; ids in 0..{vocab_size - 1} are expected")
     return np.array(ids, dtype=np.int64)
+
+
+def _is_recorded(token: int, vocab_size: int) -> bool:
+    """Whether a record may hold it: an id, or what stands for the data at a placeholder."""
+    return 0 <= token < vocab_size or -(2**63) <= token < LAST_PLACEHOLDER
 
 
 def _import_rows(cache: KVCache, file: StateFile, checked: list[dict[str, Any]], tokens: list[Ids | None]) -> list[Row]:

@@ -1,6 +1,7 @@
-"""Which drafts are accepted: the threshold rule and exact rejection sampling.
+"""Which drafts are accepted: the threshold rule and exact rejection sampling, of a chain or of a tree.
 
-Letters: k draft tokens; R = k + 1 rows of target logits, row i after the input token and i drafts; V vocabulary.
+Letters: k draft tokens; R = k + 1 rows of target logits, row 0 after the input token and row i + 1 after draft i with what
+stands before it; V vocabulary.
 """
 
 from __future__ import annotations
@@ -18,10 +19,19 @@ from quire.errors import InvalidArgument, QuireError
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """How many drafts are accepted, and in exact mode the distribution of the next token, float32 ``[1, V]``."""
+    """Which drafts are accepted, in order, and in exact mode the distribution of the next token, float32 ``[1, V]``."""
 
-    accepted: int
+    path: tuple[int, ...]
     next_probs: Tensor | None = None
+
+    @property
+    def accepted(self) -> int:
+        return len(self.path)
+
+    @property
+    def row(self) -> int:
+        """Of the logits of the next token."""
+        return self.path[-1] + 1 if self.path else 0
 
 
 def check_threshold(threshold: float) -> None:
@@ -53,32 +63,69 @@ def check_draft_probabilities(probabilities: Tensor, drafts: Sequence[int], voca
     return p_kV
 
 
-def judge_by_threshold(logits_RV: Tensor, drafts: Sequence[int], threshold: float) -> Verdict:
-    """Accept d_i while ``p_i(d_i) >= threshold * max_v p_i(v)``, p_i the softmax of row i."""
+def judge_by_threshold(
+    logits_RV: Tensor, drafts: Sequence[int], threshold: float, parents: Sequence[int] | None = None
+) -> Verdict:
+    """Accept a draft d while ``p(d) >= threshold * max_v p(v)``, p the softmax of the row before it.
+
+    ``parents``: of each draft, -1 for the input token; None: a chain. Of several drafts that pass, the most probable one is
+    taken, the first of equals.
+    """
     if not drafts:
-        return Verdict(0)
-    rows_kV = logits_RV[: len(drafts)].double()
+        return Verdict(())
+    before = list(range(len(drafts))) if parents is None else [parent + 1 for parent in parents]
+    rows_kV = logits_RV[before].double()
     drafted_k = rows_kV.gather(1, torch.tensor(drafts, device=rows_kV.device)[:, None])[:, 0]
     # The softmax's denominator cancels.
-    good_k = (drafted_k - rows_kV.amax(1)).exp() >= threshold
-    return Verdict(int(good_k.long().cumprod(0).sum()))
+    ratios = (drafted_k - rows_kV.amax(1)).exp().tolist()
+    path: list[int] = []
+    while passing := [child for child in _children(before, path) if ratios[child] >= threshold]:
+        path.append(max(passing, key=lambda child: ratios[child]))
+    return Verdict(tuple(path))
 
 
-def judge_by_sampling(logits_RV: Tensor, drafts: Sequence[int], draft_kV: Tensor, sampling: RequestSampling) -> Verdict:
+def _children(before: Sequence[int], path: Sequence[int]) -> list[int]:
+    """The drafts that hang below the end of a path. ``before``: the row of logits that judges each draft."""
+    row = path[-1] + 1 if path else 0
+    return [draft for draft, place in enumerate(before) if place == row]
+
+
+def judge_by_sampling(
+    logits_RV: Tensor,
+    drafts: Sequence[int],
+    draft_kV: Tensor,
+    sampling: RequestSampling,
+    parents: Sequence[int] | None = None,
+) -> Verdict:
     """Rejection sampling (Leviathan et al., arXiv:2211.17192), after which the output has the target's distribution.
 
-    d_i, drawn from pD, is accepted iff u * pD(d_i) < pT(d_i). After a rejection the next token must be drawn from the
-    normalised positive part of pT - pD, after full acceptance from pT of the last row.
+    d, drawn from pD, is accepted iff u * pD(d) < pT(d). After a rejection pT becomes the normalised positive part of pT - pD
+    (pT if that is zero), for the next draft below the same token, drawn independently (SpecInfer, arXiv:2305.09781), and at
+    last for the next token. After full acceptance that is drawn from pT of the last row.
     """
-    target_RV = sampling.probabilities(logits_RV, drafts)
-    if tuple(target_RV.shape) != tuple(logits_RV.shape):
-        raise QuireError(f"sampling made {list(target_RV.shape)} of logits {list(logits_RV.shape)}")
-    p_RV = target_RV.to("cpu", torch.float64)
-    for index, draft in enumerate(drafts):
-        if sampling.uniform() * float(draft_kV[index, draft]) < float(p_RV[index, draft]):
-            continue
-        rest_V = (p_RV[index] - draft_kV[index]).clamp_min(0.0)
-        total = float(rest_V.sum())
-        next_V = rest_V / total if total > 0 else p_RV[index]
-        return Verdict(index, next_V[None].to(logits_RV.device, torch.float32))
-    return Verdict(len(drafts), p_RV[-1:].to(logits_RV.device, torch.float32))
+    before = list(range(len(drafts))) if parents is None else [parent + 1 for parent in parents]
+    chain_RV = _targets(logits_RV, drafts, sampling) if parents is None else None
+    path: list[int] = []
+    while True:
+        if chain_RV is not None:
+            target_V = chain_RV[len(path)]
+        else:
+            row = path[-1] + 1 if path else 0
+            target_V = _targets(logits_RV[row : row + 1], [drafts[draft] for draft in path], sampling)[0]
+        for draft in _children(before, path):
+            if sampling.uniform() * float(draft_kV[draft, drafts[draft]]) < float(target_V[drafts[draft]]):
+                path.append(draft)
+                break
+            rest_V = (target_V - draft_kV[draft]).clamp_min(0.0)
+            total = float(rest_V.sum())
+            target_V = rest_V / total if total > 0 else target_V
+        else:
+            return Verdict(tuple(path), target_V[None].to(logits_RV.device, torch.float32))
+
+
+def _targets(logits_RV: Tensor, drafted: Sequence[int], sampling: RequestSampling) -> Tensor:
+    """pT of each row, float64 ``[R, V]`` on the CPU; the last row stands behind all of ``drafted``."""
+    found_RV = sampling.probabilities(logits_RV, drafted)
+    if tuple(found_RV.shape) != tuple(logits_RV.shape):
+        raise QuireError(f"sampling made {list(found_RV.shape)} of logits {list(logits_RV.shape)}")
+    return found_RV.to("cpu", torch.float64)

@@ -15,15 +15,16 @@ from typing import Self
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from quire.errors import InvalidArgument, QuireError, ResourceExhausted
 from quire.executor.cache import KVCache
+from quire.executor.forwards import LOGITS_ONLY, Asked, Gathered, Piece, RowOutput, extras_of, pack
+from quire.executor.media import RowMedia, recorded_ids
 from quire.executor.operations import Operation
 from quire.executor.pool import CachePool
-from quire.executor.rows import Ids, Row
-from quire.runner.local import StepOutput
-from quire.types import Chunk, LogitsWanted, Pop, SeqId, Step
+from quire.executor.rows import Ids, Pending, Row, path_to
+from quire.runner.local import Extras, StepOutput
+from quire.types import Chunk, Commit, Edit, LogitsWanted, Pop, SeqId, Step, TokenTree
 
 
 @dataclass(slots=True, eq=False)
@@ -37,11 +38,14 @@ class Extension:
     old_length: int
     label: str
     """How an error names it."""
+    parents: tuple[int, ...] | None = None
+    """Of its tokens, which run as one tree in one forward; None: a chain."""
     seq: SeqId = field(init=False)
     """Where it runs: the row's sequence, or a fork of it."""
     old_seq: SeqId | None = field(init=False)
     """The sequence that is kept to come back to; None if there is none beside ``seq``."""
     written: list[Ids] = field(default_factory=list)
+    """What ran, as it will be recorded."""
 
     def __post_init__(self) -> None:
         self.seq, self.old_seq = self.row.seq, None
@@ -53,6 +57,13 @@ class Extension:
     @property
     def rewinds(self) -> bool:
         return self.start < self.old_length
+
+    @property
+    def depth(self) -> int:
+        """Positions that it needs: of a tree those of its longest path."""
+        if self.parents is None:
+            return self.count
+        return max(len(path_to(self.parents, node)) for node in range(len(self.parents)))
 
 
 def extensions(cache: KVCache, starts: Sequence[int], counts: Sequence[int], label: str = "") -> list[Extension]:
@@ -66,23 +77,33 @@ def extensions(cache: KVCache, starts: Sequence[int], counts: Sequence[int], lab
 class Transaction:
     """``with Transaction(...) as work: work.run(...); work.commit()``. Leaving without ``commit`` undoes everything.
 
-    Enter it under the pool's lock and stay under it. Entering raises ``ResourceExhausted`` before anything changes.
+    Enter it under the pool's lock and stay under it. Entering raises ``ResourceExhausted`` before anything changes, and
+    ``FailedPrecondition`` where a window has forgotten what a rewind would need.
     """
 
     def __init__(
-        self, pool: CachePool, parts: Sequence[Extension], operation: Operation, *, several: bool = False
+        self,
+        pool: CachePool,
+        parts: Sequence[Extension],
+        operation: Operation,
+        *,
+        several: bool = False,
+        aside: bool = False,
     ) -> None:
-        """``several``: there may be more than one forward."""
+        """``several``: there may be more than one forward. ``aside``: run on forks only, and leave by ``set_aside``."""
         self.pool = pool
         self.parts = list(parts)
         self.operation = operation
         self.several = several
+        self.aside = aside
         self._committed = False
+        self._lets_go = False
 
     def __enter__(self) -> Self:
         for part in self.parts:
             self._check_limits(part)
-        kept = [part for part in self.parts if part.rewinds or (self.several and self._shares_tail(part))]
+        self._lets_go = self.several and any(self.pool.lets_go(part.row.seq) for part in self.parts)
+        kept = [part for part in self.parts if self.aside or part.rewinds or self._needs_a_way_back(part)]
         forks = self.pool.fork([part.row.seq for part in kept], [part.start for part in kept])
         for part, seq in zip(kept, forks, strict=True):
             part.seq, part.old_seq = seq, part.row.seq
@@ -94,58 +115,69 @@ class Transaction:
         return self
 
     def _check_limits(self, part: Extension) -> None:
-        end, cache, label = part.start + part.count, part.cache, f"{part.label}: " if part.label else ""
+        end, cache, label = part.start + part.depth, part.cache, f"{part.label}: " if part.label else ""
         if end > self.pool.max_model_len:
             raise ResourceExhausted(
-                f"{label}{part.count} tokens from position {part.start} on are beyond the model's maximum of "
+                f"{label}{part.depth} tokens from position {part.start} on are beyond the model's maximum of "
                 f"{self.pool.max_model_len}"
             )
         if not cache.dynamic and end > cache.capacity:
             raise ResourceExhausted(
-                f"{label}KV cache full: {part.count} tokens from position {part.start} on do not fit its {cache.capacity} slots"
+                f"{label}KV cache full: {part.depth} tokens from position {part.start} on do not fit its {cache.capacity} slots"
             )
 
-    def _shares_tail(self, part: Extension) -> bool:
-        """Whether the page that the first new token goes to must be copied. A forward that fails undoes that itself,
-        but not what earlier forwards of the call did; a fork does. It costs no page unless rows share that page."""
-        if part.start % self.pool.page_size == 0:
+    def _needs_a_way_back(self, part: Extension) -> bool:
+        """Whether the forwards of the call, but the last, could not be undone by taking tokens back.
+
+        That is so where the page that the first new token goes to must be copied: a forward that fails undoes that itself,
+        but not what earlier ones did. And where a window lets go of tokens. A fork keeps both, and costs no page unless
+        rows share that page.
+        """
+        if not self.several or part.start == 0 or part.count == 0:
             return False
-        table = self.pool.state.table
-        return bool(table.pools[0].references[table.get(part.row.seq).tables[0].pages[-1]] > 1)
+        return self._lets_go or self.pool.shares_tail(part.row.seq)
 
     def _reserve(self, kept: Sequence[Extension]) -> None:
         """Make sure of the pages for everything; give up old versions only if that is what makes it fit."""
-        counts = [part.count for part in self.parts]
-        missing = self.pool.missing_pages([part.seq for part in self.parts], counts)
-        if missing and not all(part.rewinds for part in kept):
+        missing = self._missing()
+        required = [part for part in kept if self.aside or part.rewinds or self._lets_go]
+        if missing and len(required) < len(kept):
             # Rows that share their last page need a page more for each fork: run where they are, as one forward would.
-            self._drop_unused_forks([part for part in kept if not part.rewinds])
-            kept = [part for part in kept if part.rewinds]
-            missing = self.pool.missing_pages([part.seq for part in self.parts], counts)
+            self._drop_unused_forks([part for part in kept if part not in required])
+            missing = self._missing()
         if not missing:
             return
-        if missing > sum(self._freed_without_old(part) for part in kept):
+        given_up = [] if self.aside else [part for part in required if part.rewinds]
+        if missing > sum(self._freed_without_old(part) for part in given_up):
             state = self.pool.state
             raise ResourceExhausted(
-                f"no room for {sum(counts)} more tokens: {missing} pages of {state.page_size} tokens are missing, "
-                f"{state.num_available_pages()} of {state.num_pages} are free; release or clear caches"
+                f"no room for {sum(part.count for part in self.parts)} more tokens: {missing} pages of {state.page_size} "
+                f"tokens are missing, {state.num_available_pages()} of {state.num_pages} are free; release or clear caches"
             )
-        self.pool.remove([part.row.seq for part in kept])
-        for part in kept:
+        self.pool.remove([part.row.seq for part in given_up])
+        for part in given_up:
             # From here on an error leaves the row at ``start``: what lay behind it is gone.
             part.row.seq, part.old_seq = part.seq, None
             self._mark_rewound(part)
 
+    def _missing(self) -> int:
+        """Pages that the whole call is short of.
+
+        Where windows let go of pages between forwards, that is not known beforehand: then what a first token of each row
+        needs, and what layers without a window need for all; ``run`` looks again before each forward.
+        """
+        growing = [part for part in self.parts if part.count]
+        if not growing:
+            return 0
+        seqs, counts = [part.seq for part in growing], [part.count for part in growing]
+        trees = [part.parents for part in growing]
+        if self._lets_go:
+            return max(self.pool.missing_pages(seqs, [1] * len(seqs)), self.pool.missing_full_pages(seqs, counts))
+        return self.pool.missing_pages(seqs, counts, trees)
+
     def _freed_without_old(self, part: Extension) -> int:
         """Pages that are free, or need not be copied, once the version before the rewind is gone."""
-        table = self.pool.state.table
-        pages = table.get(part.row.seq).tables[0].pages
-        kept = table.get(part.seq).tables[0].size
-        references = table.pools[0].references
-        freed = int((references[pages[kept:]] == 1).sum())
-        # The last common page is written by the fork; with two holders, it is its own once the other is gone.
-        own_tail = part.start % self.pool.page_size != 0 and references[pages[kept - 1]] == 2
-        return freed + int(own_tail)
+        return self.pool.freed_without(part.row.seq, part.seq, part.start)
 
     def _mark_rewound(self, part: Extension) -> None:
         if not part.rewinds:
@@ -156,38 +188,56 @@ class Transaction:
 
     # -- running ---------------------------------------------------------------------------------------------
 
-    def run(self, tokens: Sequence[Ids], wanted: Sequence[LogitsWanted], *, budget: int = 0) -> list[Tensor]:
-        """Run ``tokens[i]`` for part i; returns the logits ``wanted[i]`` of each, float32 ``[R, V]``.
+    def run(
+        self,
+        tokens: Sequence[Ids],
+        wanted: Sequence[LogitsWanted],
+        *,
+        budget: int = 0,
+        media: Sequence[RowMedia | None] | None = None,
+        asked: Asked = LOGITS_ONLY,
+    ) -> list[RowOutput]:
+        """Run ``tokens[i]``, with ``media[i]`` at its placeholders, for part i; ``wanted[i]`` says which logits of it are
+        returned.
 
         At most ``budget`` tokens go into one forward (0: all); a row that does not fit is continued in the next one.
         """
-        pieces = pack([ids.size for ids in tokens], budget)
-        # One tensor for each row from the start, so that pieces are never joined by a copy of all of them.
-        gathered: list[Tensor | None] = [None] * len(tokens)
-        for piece in pieces:
+        media = [None] * len(tokens) if media is None else media
+        blocks = [() if found is None else found.blocks for found in media]
+        records = [recorded_ids(ids, found) for ids, found in zip(tokens, media, strict=True)]
+        results = [Gathered(ids.size, kind == "all") for ids, kind in zip(tokens, wanted, strict=True)]
+        for pieces in pack([ids.size for ids in tokens], budget, blocks):
             self.operation.check()
-            self.operation.num_sequences = len(piece)
-            output = self._execute(Step(chunks=tuple(self._chunk(tokens, wanted, *place) for place in piece)))
-            for number, (index, begin, end) in enumerate(piece):
-                rows_RV = output.rows(number)
-                if wanted[index] == "all":
-                    gathered[index] = _gather(gathered[index], rows_RV, begin, end, tokens[index].size)
-                elif len(rows_RV):
-                    gathered[index] = rows_RV
-                self.parts[index].written.append(tokens[index][begin:end])
+            self.operation.num_sequences = len(pieces)
+            self._check_room(pieces)
+            lengths = [self.parts[piece.row].start + self.parts[piece.row].num_written for piece in pieces]
+            step = Step(chunks=tuple(self._chunk(tokens, wanted, piece) for piece in pieces))
+            output = self._execute(step, extras_of(pieces, media, lengths, asked))
+            for number, piece in enumerate(pieces):
+                results[piece.row].add(output, number, piece)
+            for row, begin, end in pieces:
+                self.parts[row].written.append(records[row][begin:end])
             self.pool.note_use()
-        empty = torch.empty(0, self.pool.vocab_size, device=self.pool.device)
-        return [empty if rows is None else rows for rows in gathered]
+        return [result.finished(self.pool.vocab_size, self.pool.device) for result in results]
 
-    def _chunk(self, tokens: Sequence[Ids], wanted: Sequence[LogitsWanted], index: int, begin: int, end: int) -> Chunk:
-        kind = wanted[index]
-        if kind == "last" and end < tokens[index].size:
+    def _check_room(self, pieces: Sequence[Piece]) -> None:
+        """``ResourceExhausted`` if a forward of a windowed state finds no pages; for others ``__enter__`` has seen to it."""
+        if not self._lets_go:
+            return
+        seqs = [self.parts[piece.row].seq for piece in pieces]
+        if missing := self.pool.missing_pages(seqs, [piece.end - piece.begin for piece in pieces]):
+            raise ResourceExhausted(f"no room for the call: {missing} pages are missing; release or clear caches")
+
+    def _chunk(self, tokens: Sequence[Ids], wanted: Sequence[LogitsWanted], piece: Piece) -> Chunk:
+        kind, part = wanted[piece.row], self.parts[piece.row]
+        if kind == "last" and piece.end < tokens[piece.row].size:
             kind = "none"
-        return Chunk(self.parts[index].seq, tokens[index][begin:end], logits=kind)  # type: ignore[arg-type]
+        tree = None if part.parents is None else TokenTree(part.parents)
+        return Chunk(part.seq, tokens[piece.row][piece.begin : piece.end], tree, logits=kind)  # type: ignore[arg-type]
 
-    def _execute(self, step: Step) -> StepOutput:
+    def _execute(self, step: Step, extras: Extras) -> StepOutput:
         try:
-            return self.pool.runner.execute(step)
+            return self.pool.runner.execute(step, extras)
         except QuireError:
             raise
         except torch.AcceleratorError as error:
@@ -200,14 +250,10 @@ class Transaction:
     # -- the end ---------------------------------------------------------------------------------------------
 
     def commit(self, keep: Sequence[int] | None = None) -> None:
-        """Let the first ``keep[i]`` tokens that ran count (None: all); a part without tokens stays as it was."""
+        """Let the first ``keep[i]`` tokens that ran count (None: all); of a tree the path to node ``keep[i]``, -1: nothing. A
+        part without tokens stays as it was."""
         kept = [part.num_written for part in self.parts] if keep is None else list(keep)
-        pops = [
-            Pop(part.seq, part.num_written - count)
-            for part, count in zip(self.parts, kept, strict=True)
-            if part.num_written > count
-        ]
-        self.pool.edit(*pops)
+        self.pool.edit(*(edit for part, count in zip(self.parts, kept, strict=True) for edit in _kept(part, count)))
         for part, count in zip(self.parts, kept, strict=True):
             if part.num_written == 0:
                 continue
@@ -215,12 +261,24 @@ class Transaction:
                 self.pool.remove([part.old_seq])
                 part.row.seq, part.old_seq = part.seq, None
                 self._mark_rewound(part)
-            if part.row.tokens is not None:
-                part.row.tokens.replace_from(part.start, np.concatenate(part.written)[:count])
-            part.cache.capacity = max(part.cache.capacity, part.start + count)
-            part.cache.touch()
+            ids = np.concatenate(part.written)
+            ids = ids[:count] if part.parents is None else ids[path_to(part.parents, count)]
+            part.cache.record(part.row, part.start, ids)
         self._drop_unused_forks()
         self._committed = True
+
+    def set_aside(self) -> list[Pending]:
+        """Keep what ran, one tree per row, beside the rows, which stay as they were."""
+        found = []
+        for part in self.parts:
+            if part.parents is None or part.old_seq is None:
+                raise QuireError("only a tree that ran on a fork can be set aside")
+            pending = Pending(part.seq, part.start, np.concatenate(part.written), part.parents)
+            part.seq, part.old_seq = part.old_seq, None
+            part.cache.set_pending(part.row, pending)
+            found.append(pending)
+        self._committed = True
+        return found
 
     def _drop_unused_forks(self, parts: Sequence[Extension] | None = None) -> None:
         """Of these parts; None: of all."""
@@ -234,43 +292,21 @@ class Transaction:
     ) -> None:
         if self._committed:
             return
-        pops = [Pop(part.seq, part.num_written) for part in self.parts if part.old_seq is None and part.num_written]
+        undone = [part for part in self.parts if part.old_seq is None and part.num_written]
         self._drop_unused_forks()
-        self.pool.edit(*pops)
+        self.pool.edit(*(edit for part in undone for edit in _kept(part, -1 if part.parents is not None else 0)))
 
 
-def _gather(found: Tensor | None, rows_RV: Tensor, begin: int, end: int, size: int) -> Tensor:
-    """Put the logits of tokens ``begin..end - 1`` of a row of ``size`` tokens where those before them are."""
-    if end - begin == size:
-        return rows_RV
-    all_RV = rows_RV.new_empty(size, rows_RV.shape[1]) if found is None else found
-    all_RV[begin:end] = rows_RV
-    return all_RV
+def _kept(part: Extension, count: int) -> list[Edit]:
+    """The edits after which ``count`` tokens of what ran count, or the path to node ``count`` of a tree."""
+    if part.parents is not None:
+        return [Commit((part.seq,), (count,))] if part.num_written else []
+    surplus = part.num_written - count
+    return [Pop(part.seq, surplus)] if surplus > 0 else []
 
 
-def pack(counts: Sequence[int], budget: int) -> list[list[tuple[int, int, int]]]:
-    """Forwards of at most ``budget`` tokens (<= 0: one of all) that cover ``counts[i]`` tokens of row i in order.
-
-    Each is a list of (row, begin, end).
-    """
-    if budget <= 0:
-        budget = max(1, sum(counts))
-    forwards: list[list[tuple[int, int, int]]] = []
-    room = 0
-    for index, count in enumerate(counts):
-        begin = 0
-        while begin < count:
-            if room == 0:
-                forwards.append([])
-                room = budget
-            taken = min(room, count - begin)
-            forwards[-1].append((index, begin, begin + taken))
-            begin, room = begin + taken, room - taken
-    return forwards
-
-
-def require_vocabulary(ids: Ids, vocab_size: int, what: str) -> None:
-    """``InvalidArgument`` if an id lies outside of 0..V-1."""
-    bad = ids[(ids < 0) | (ids >= vocab_size)]
+def require_vocabulary(ids: Ids, vocab_size: int, what: str, *, placeholders: bool = False) -> None:
+    """``InvalidArgument`` if an id lies outside of 0..V-1. ``placeholders``: negative ones were checked already."""
+    bad = ids[(ids >= vocab_size) | ((ids < 0) & (not placeholders))]
     if bad.size:
         raise InvalidArgument(f"{what}: token id {int(bad[0])} is outside of 0..{vocab_size - 1}")

@@ -10,7 +10,7 @@ from torch.autograd.profiler import profile
 
 from quire.executor.operations import Stopwatch
 from quire.executor.pool import CachePool
-from quire.kv.sequences import pages_for
+from quire.kv.need import pages_for
 from quire.models.loading import free_memory
 from quire.types import Chunk, SeqId, Step
 
@@ -31,9 +31,13 @@ class Measured:
     """Rows of a decode batch."""
 
 
-def measure(pool: CachePool, max_batch_size: int) -> Measured:
-    """Run forwards on sequences that are gone afterwards. What the pool has no room for is not measured."""
+def measure(pool: CachePool, max_batch_size: int, chunk_size: int = 0) -> Measured:
+    """Run forwards on sequences that are gone afterwards. What the pool has no room for is not measured.
+
+    ``chunk_size``: tokens of a forward at most; <= 0: any number.
+    """
     room = min(pool.state.num_available_pages() * pool.page_size, pool.max_model_len)
+    room = min(room, chunk_size) if chunk_size > 0 else room
     long, short = min(LONG_CHUNK, room), min(SHORT_CHUNK, room // 2)
     slope = overhead = 0
     if short:

@@ -1,6 +1,7 @@
 """One model, one KV state, one process: the runner that the others wrap.
 
-Letters: T new tokens of the batch; R rows through the head; E model width; V vocabulary.
+Letters: T new tokens of the batch, n of one chunk; K keys of one chunk, the new ones included; R rows through the head;
+M placeholders; E model width; V vocabulary; Hq query heads.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -17,16 +18,40 @@ from torch import Tensor
 from quire.contracts.model import Model
 from quire.errors import InvalidArgument, Unsupported
 from quire.kv.paged import PagedKVState
-from quire.types import Add, Chunk, Commit, Edit, Fork, Pop, Remove, SeqId, Step
+from quire.kv.passes import AttentionPass
+from quire.types import Add, Chunk, Commit, Edit, Fork, Pop, Remove, SeqId, Step, Window
+
+Ids: TypeAlias = np.ndarray[tuple[int], np.dtype[np.int64]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Extras:
+    """What a forward may be given besides tokens, and asked for besides logits."""
+
+    embeddings: Tensor | None = None
+    """Floating ``[M, E]``: the m-th negative token id of the step, a placeholder, stands for row m. It takes the place of what
+    ``Model.embed`` would return for a token, so whatever that multiplies embeddings with is in it already."""
+    mask: Tensor | None = None
+    """bool, flat: chunk by chunk ``[n, K]`` row by row, true = attend. It replaces the causal rule and the tree's; windows
+    still apply. None: those rules."""
+    hidden_states: bool = False
+    attention_weights: bool = False
+
+
+NO_EXTRAS = Extras()
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """Logits of a step. The rows of chunk i are ``starts[i]..starts[i + 1] - 1``."""
+    """Logits of a step. The rows of chunk i are ``starts[i]..starts[i + 1] - 1``. All tensors are fresh."""
 
     logits_RV: Tensor
-    """float32 ``[R, V]``, fresh"""
+    """float32 ``[R, V]``"""
     starts: tuple[int, ...]
+    hidden_states: tuple[tuple[Tensor, ...], ...] = ()
+    """Per chunk, per layer ``[n, E]``, what the layer returned, in the model's dtype; empty unless asked for."""
+    attention_weights: tuple[tuple[Tensor, ...], ...] = ()
+    """Per chunk, per layer float32 ``[Hq, n, K]``; empty unless asked for."""
 
     def rows(self, chunk: int) -> Tensor:
         """``[rows, V]`` of one chunk: 1 row for "last", n for "all", 0 for "none"."""
@@ -42,7 +67,7 @@ class Runner(Protocol):
     """Gives up something that can be had again (a cached sequence, an idle session's state) and says whether it did.
     Whoever owns such things sets it; whoever is short of pages calls it until it has room or nothing is left."""
 
-    def execute(self, step: Step) -> StepOutput:
+    def execute(self, step: Step, extras: Extras = NO_EXTRAS) -> StepOutput:
         """Apply the edits in order, then run the chunks as one forward."""
         ...
 
@@ -65,35 +90,81 @@ class LocalRunner:
         """See ``Runner``."""
         return next(self._seqs)
 
-    def execute(self, step: Step) -> StepOutput:
+    def execute(self, step: Step, extras: Extras = NO_EXTRAS) -> StepOutput:
         """See ``Runner``. If compute fails the forward is undone: lengths and pages are as after the edits."""
         check_chunks(step.chunks)
+        tokens = concatenated(step.chunks)
+        placeholders = self._placeholders(tokens, extras)
         for edit in step.edits:
             self.apply(edit)
         if not step.chunks:
             return StepOutput(torch.empty(0, self.model.vocab_size, device=self.device), (0,))
-        self.state.begin_forward([chunk.seq for chunk in step.chunks], [len(chunk.tokens) for chunk in step.chunks])
+        self.state.begin_forward(
+            [chunk.seq for chunk in step.chunks],
+            [len(chunk.tokens) for chunk in step.chunks],
+            tree_parents(step.chunks),
+        )
         try:
+            hidden: list[Tensor] = []
             with torch.inference_mode():
-                tokens_T = torch.from_numpy(np.concatenate([as_ids(chunk.tokens) for chunk in step.chunks]))
-                pass_ = self.state.open_pass()
-                x_TE = self.model.embed(tokens_T.to(self.device))
+                pass_ = self._open_pass(extras)
+                x_TE = self._embed(tokens, placeholders, extras)
                 for block in self.model.blocks:
                     x_TE = block(x_TE, pass_)
+                    if extras.hidden_states:
+                        hidden.append(x_TE)
                 index, starts = logits_rows(step.chunks)
                 x_RE = x_TE if index is None else x_TE.index_select(0, torch.from_numpy(index).to(self.device))
-            # Outside of inference mode, so that the logits are an ordinary tensor that a caller may write to.
+            # Outside of inference mode, so that results are ordinary tensors that a caller may write to.
             with torch.no_grad():
                 if starts[-1]:
                     logits_RV = self.model.head(x_RE)
                 else:
                     logits_RV = torch.empty(0, self.model.vocab_size, device=self.device)
+                states = _split(hidden, step.chunks) if extras.hidden_states else ()
+                weights = self._weights(pass_, len(step.chunks)) if extras.attention_weights else ()
             self.state.end_forward()
         except BaseException:
             if self.state.table.forward is not None:
                 self.state.abort_forward()
             raise
-        return StepOutput(logits_RV, starts)
+        return StepOutput(logits_RV, starts, states, weights)
+
+    def _placeholders(self, tokens: Ids, extras: Extras) -> Ids | None:
+        """Rows of the batch whose ids are negative; None if there are none. ``InvalidArgument`` unless each has an embedding."""
+        rows = None
+        if len(tokens) and tokens.min() < 0:
+            rows = np.flatnonzero(tokens < 0)
+        count, given = 0 if rows is None else len(rows), extras.embeddings
+        shape = (count, self.model.hidden_size)
+        if (given is None and count) or (given is not None and tuple(given.shape) != shape):
+            found = "none" if given is None else str(list(given.shape))
+            raise InvalidArgument(f"{count} placeholders (negative ids) need embeddings {list(shape)}; got {found}")
+        return rows
+
+    def _open_pass(self, extras: Extras) -> AttentionPass:
+        pass_ = self.state.open_pass()
+        if extras.mask is not None:
+            pass_.use_mask(extras.mask)
+        if extras.attention_weights:
+            pass_.capture_weights()
+        return pass_
+
+    def _embed(self, tokens: Ids, placeholders: Ids | None, extras: Extras) -> Tensor:
+        """``[T, E]``, with the given rows at placeholders."""
+        if placeholders is None or extras.embeddings is None:
+            return self.model.embed(torch.from_numpy(tokens).to(self.device))
+        x_TE = self.model.embed(torch.from_numpy(tokens.clip(min=0)).to(self.device))
+        rows = torch.from_numpy(placeholders).to(self.device)
+        return x_TE.index_copy(0, rows, extras.embeddings.to(x_TE.device, x_TE.dtype))
+
+    def _weights(self, pass_: AttentionPass, num_chunks: int) -> tuple[tuple[Tensor, ...], ...]:
+        layers = sorted(pass_.weights)
+        if len(layers) != len(self.model.blocks):
+            raise Unsupported(
+                f"attention weights: {len(layers)} of {len(self.model.blocks)} layers have some; leave output_attentions False"
+            )
+        return tuple(tuple(pass_.weights[layer][chunk].clone() for layer in layers) for chunk in range(num_chunks))
 
     def apply(self, edit: Edit) -> None:
         """One edit of the sequences."""
@@ -106,30 +177,58 @@ class LocalRunner:
                 self.state.popn(seq, n)
             case Remove(seq):
                 self.state.remove_sequence(seq)
-            case Commit():
-                raise Unsupported("Commit: token trees are not in this release; append chains and take back with Pop")
+            case Commit(seqs, leaves):
+                self.state.commit_accepted_token_tree_nodes(seqs, leaves)
+            case Window(seq, window, sink):
+                self.state.enable_sliding_window_for_seq(seq, window, sink)
 
 
 def check_chunks(chunks: Sequence[Chunk]) -> None:
-    """Refuse what this release cannot run, before anything is touched."""
+    """Refuse what cannot run, before anything is touched."""
     for chunk in chunks:
-        if chunk.tree is not None:
-            raise Unsupported("a chunk with a token tree: trees are not in this release; append chains")
         if chunk.adapter is not None:
             raise Unsupported(f"a chunk with adapter {chunk.adapter}: adapters are not in this release")
         if not len(chunk.tokens):
             raise InvalidArgument(f"the chunk of sequence {chunk.seq} has no tokens; give at least one")
+        if chunk.tree is not None and len(chunk.tree.parents) != len(chunk.tokens):
+            raise InvalidArgument(
+                f"the chunk of sequence {chunk.seq} has {len(chunk.tokens)} tokens and a tree of {len(chunk.tree.parents)} nodes; "
+                "give a parent for each token"
+            )
 
 
-def as_ids(tokens: Sequence[int]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+def as_ids(tokens: Sequence[int]) -> Ids:
     """Token ids as an int64 array."""
     return np.asarray(tokens, dtype=np.int64)
 
 
-def logits_rows(chunks: Sequence[Chunk]) -> tuple[np.ndarray[tuple[int], np.dtype[np.int64]] | None, tuple[int, ...]]:
+def concatenated(chunks: Sequence[Chunk]) -> Ids:
+    """The ids of all chunks, in order."""
+    return np.concatenate([as_ids(chunk.tokens) for chunk in chunks]) if chunks else np.empty(0, dtype=np.int64)
+
+
+def tree_parents(chunks: Sequence[Chunk]) -> list[tuple[int, ...] | None] | None:
+    """What ``begin_forward`` is told about trees; None where all chunks are chains."""
+    if all(chunk.tree is None for chunk in chunks):
+        return None
+    return [None if chunk.tree is None else chunk.tree.parents for chunk in chunks]
+
+
+def _split(layers: Sequence[Tensor], chunks: Sequence[Chunk]) -> tuple[tuple[Tensor, ...], ...]:
+    """Copies of each chunk's rows of each layer's ``[T, E]``."""
+    found: list[tuple[Tensor, ...]] = []
+    begin = 0
+    for chunk in chunks:
+        end = begin + len(chunk.tokens)
+        found.append(tuple(x_TE[begin:end].clone() for x_TE in layers))
+        begin = end
+    return tuple(found)
+
+
+def logits_rows(chunks: Sequence[Chunk]) -> tuple[Ids | None, tuple[int, ...]]:
     """Rows of the batch that go through the head (None: all of them), and where each chunk's begin."""
     starts = [0]
-    rows: list[np.ndarray[tuple[int], np.dtype[np.int64]]] = []
+    rows: list[Ids] = []
     end = 0
     for chunk in chunks:
         count = len(chunk.tokens)

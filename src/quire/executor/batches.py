@@ -1,0 +1,63 @@
+"""What the types of executors mean: which can be made, and which caches must run together.
+
+Which caches were prefilled together is kept with the caches, so an executor still remembers nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from weakref import WeakSet
+
+from quire.contracts.executor import ExecutorType
+from quire.errors import InvalidArgument, Unsupported
+from quire.executor.cache import KVCache
+
+SUPPORTED_TYPES = (ExecutorType.SEQUENTIAL, ExecutorType.BATCH, ExecutorType.CONTINUOUS_BATCH)
+BATCHING_TYPES = (ExecutorType.BATCH, ExecutorType.CONTINUOUS_BATCH)
+
+NO_PARALLELISM = "the runner of this release holds the whole model on one device"
+UNSUPPORTED_TYPES = {
+    ExecutorType.SPECULATIVE: "this release makes no executor with a draft model of its own; "
+    "speculative_decode of any other type verifies drafts that the caller has",
+    ExecutorType.PIPELINE_PARALLEL: NO_PARALLELISM,
+    ExecutorType.TENSOR_PARALLEL: NO_PARALLELISM,
+}
+"""The others, with the reason."""
+
+
+def check_type(name: object) -> ExecutorType:
+    """``InvalidArgument`` for what is no type, ``Unsupported`` with the reason for one that cannot be made."""
+    try:
+        found = ExecutorType(str(name))
+    except ValueError:
+        known = ", ".join(repr(kind.value) for kind in ExecutorType)
+        raise InvalidArgument(f"executor_type must be one of {known}; got {name!r}") from None
+    if found in UNSUPPORTED_TYPES:
+        made = ", ".join(repr(kind.value) for kind in SUPPORTED_TYPES)
+        raise Unsupported(f"executor_type {found.value!r}: {UNSUPPORTED_TYPES[found]}; {made} can be made")
+    return found
+
+
+def join(caches: Sequence[KVCache]) -> None:
+    """These caches are one batch from now on; they leave the batches that they were in."""
+    for cache in caches:
+        if cache.batch is not None:
+            cache.batch.discard(cache)
+    together = WeakSet(caches)
+    for cache in caches:
+        cache.batch = together
+
+
+def require_whole(caches: Sequence[KVCache], verb: str) -> None:
+    """``Unsupported`` unless these are one batch, and all of it that is not released."""
+    first = caches[0].batch if caches else None
+    if len(caches) == 1 and first is None:
+        return
+    strangers = [cache for cache in caches if cache.batch is None or cache.batch is not first]
+    left = [] if first is None else [cache for cache in first if not cache.released and cache not in caches]
+    if strangers or left:
+        what = f"{len(left)} sequences of the batch are left out" if not strangers else "they are not of one batch"
+        raise Unsupported(
+            f"{verb}: an executor of type 'Batch' runs the sequences that were prefilled together, and all of them, until they "
+            f"are released; {what}. 'ContinuousBatch' lets sequences join and leave"
+        )

@@ -1,0 +1,177 @@
+"""From a configuration to an executor: what is checked without loading anything, and what its flags come to.
+
+The parts of an executor are put together by whoever makes a ``Factory``; here is decided what they are to be.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quire.config import ExecutorConfig
+from quire.contracts.executor import AttentionMechanism, ExecutorType
+from quire.contracts.layers import KeyValueAttention
+from quire.errors import InvalidArgument, NotFound, Unsupported
+from quire.executor.batches import BATCHING_TYPES, SUPPORTED_TYPES, check_type
+from quire.executor.executor import Executor
+from quire.executor.reports import computable_dtypes, dtype_name, mechanism_of
+from quire.models.catalogue import HUB_NAME, bundled_models
+from quire.models.config import read_config_file
+from quire.models.families import family_of, is_foreign
+from quire.models.loading import DTYPES
+
+NOT_CAPTURED = "decode is neither compiled nor captured by this release"
+NOT_TUNED = "nothing is tuned, and sums keep their precision, in this release"
+NOT_MIXED = "all products run in the dtype of the weights in this release"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choices:
+    """What a configuration comes to on this machine."""
+
+    model: str
+    """Name or directory."""
+    device: torch.device
+    executor_type: ExecutorType
+    attention_backend: str
+    page_size: int
+    fallbacks: tuple[str, ...]
+    """What was asked for "if supported" and is not, and what runs instead."""
+
+    def arguments(self, config: ExecutorConfig) -> dict[str, Any]:
+        """Keyword arguments of ``Executor`` besides the runner and its identity."""
+        options = dict(config.executor_options)
+        found: dict[str, Any] = {
+            "executor_type": self.executor_type,
+            "max_model_len": config.max_sequence_length,
+            "max_batch_size": config.max_batch_size,
+            "share_prefixes": config.memory_config.enable_kv_cache_sharing,
+            "window": config.attention_config.sliding_window_size,
+            "sink": options.pop("sliding_window_sink", 0),
+            "fallbacks": self.fallbacks,
+        }
+        return found | options
+
+
+class Factory:
+    """See ``ExecutorFactory``.
+
+    ``resolve_device``: the device of a name, ``Unsupported`` for an absent one. ``make``: loads and builds.
+    """
+
+    def __init__(
+        self,
+        resolve_device: Callable[[str], torch.device],
+        make: Callable[[ExecutorConfig, Choices], Executor],
+    ) -> None:
+        self._resolve_device = resolve_device
+        self._make = make
+
+    def create_executor(self, config: ExecutorConfig) -> Executor:
+        """See ``ExecutorFactory``."""
+        return self._make(config, self.choices(config))
+
+    def create_batch_executor(self, config: ExecutorConfig) -> Executor:
+        """See ``ExecutorFactory``."""
+        choices = self.choices(config)
+        if choices.executor_type not in BATCHING_TYPES:
+            kinds = ", ".join(repr(kind.value) for kind in BATCHING_TYPES)
+            raise InvalidArgument(f"executor_type {config.executor_type!r} does not batch; {kinds} do")
+        return self._make(config, choices)
+
+    def validate_config(self, config: ExecutorConfig) -> None:
+        """See ``ExecutorFactory``. A model that would have to be fetched is checked when it is there."""
+        self.choices(config)
+
+    def supported_types(self) -> list[ExecutorType]:
+        """See ``ExecutorFactory``."""
+        return list(SUPPORTED_TYPES)
+
+    def choices(self, config: ExecutorConfig) -> Choices:
+        """Check everything that can be checked without loading, and decide."""
+        if not isinstance(config, ExecutorConfig):
+            raise InvalidArgument(f"an executor is made from an ExecutorConfig; got {type(config).__name__}")
+        executor_type = check_type(config.executor_type)
+        device = self._resolve_device(config.device)
+        known = computable_dtypes(device)
+        if config.dtype != "auto" and dtype_name(DTYPES[config.dtype]) not in known:
+            raise Unsupported(f"dtype {config.dtype!r}: {device} computes {', '.join(known)}")
+        if not config.memory_config.enable_memory_pooling:
+            raise Unsupported(
+                "enable_memory_pooling False: K and V always come from one pool that is allocated beforehand"
+            )
+        model = _model_of(config)
+        _check_local_model(config, model)
+        attention = config.attention_config
+        backend, fallbacks = _optimized(config)
+        return Choices(
+            model=model,
+            device=device,
+            executor_type=executor_type,
+            attention_backend=backend,
+            # One page of a whole sequence is a sequence in one piece.
+            page_size=attention.block_size if attention.enable_paged_attention else config.max_sequence_length,
+            fallbacks=fallbacks,
+        )
+
+
+def _model_of(config: ExecutorConfig) -> str:
+    """The model's name or directory. ``InvalidArgument`` for metadata that name none."""
+    given = config.model_info
+    path = given if isinstance(given, str) else getattr(given, "path", None)
+    if not isinstance(path, str | os.PathLike) or not os.fspath(path):
+        raise InvalidArgument(f"model_info {given!r} names no model; give a name or directory, or metadata with a path")
+    return os.fspath(path)
+
+
+def _check_local_model(config: ExecutorConfig, model: str) -> None:
+    """What ``config.json`` says of a model that is here, against what is asked of it."""
+    path = bundled_models().get(model) or Path(os.path.expanduser(model))
+    if not os.path.isdir(path):
+        if not HUB_NAME.fullmatch(model):
+            raise NotFound(f"model_info {model!r}: there is no such directory, and it is no name of a model")
+        return
+    values = read_config_file(path)
+    if is_foreign(values):
+        return
+    found = family_of(values).read_config(values, None)
+    check_length(config, getattr(found, "max_position", config.max_sequence_length))
+
+
+def check_length(config: ExecutorConfig, limit: int) -> None:
+    """``InvalidArgument`` if sequences may become longer than the model's."""
+    if config.max_sequence_length > limit:
+        raise InvalidArgument(
+            f"max_sequence_length must be an integer in [1, {limit}], the model's, got {config.max_sequence_length}"
+        )
+
+
+def check_heads(config: ExecutorConfig, specs: Sequence[KeyValueAttention]) -> None:
+    """``InvalidArgument`` if a sharing of heads is demanded that the model does not have."""
+    wanted = config.attention_config.attention_type
+    if wanted not in (AttentionMechanism.MULTI_QUERY, AttentionMechanism.GROUPED_QUERY):
+        return
+    present = sorted({mechanism_of(spec).value for spec in specs})
+    if present != [wanted]:
+        raise InvalidArgument(f"attention_type must be {' or '.join(map(repr, present))}, the model's, got {wanted!r}")
+
+
+def _optimized(config: ExecutorConfig) -> tuple[str, tuple[str, ...]]:
+    """The attention backend, and what falls back."""
+    wanted = config.optimization_config
+    level = wanted.optimization_level
+    fused = level >= 1 and wanted.enable_kernel_fusion and config.attention_config.enable_flash_attention
+    fallbacks = []
+    if level >= 2:
+        name = "enable_cuda_graphs" if wanted.enable_cuda_graphs else "compiled decode"
+        fallbacks.append(f"optimization_level {level}, {name}: {NOT_CAPTURED}; it runs eagerly, as at level 1")
+    if level >= 3:
+        fallbacks.append(f"optimization_level 3: {NOT_TUNED}")
+    if wanted.enable_mixed_precision:
+        fallbacks.append(f"enable_mixed_precision: {NOT_MIXED}")
+    return ("torch" if fused else "reference"), tuple(fallbacks)

@@ -1,0 +1,180 @@
+"""How the rows of a call become forwards of bounded size, and what comes out of these becomes one result for each row.
+
+Letters: n tokens of a row; K keys of a row, earlier ones included; R rows of logits; E model width; Hq query heads; V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quire.executor.media import RowMedia, image_mask
+from quire.runner.local import NO_EXTRAS, Extras, StepOutput
+
+
+class Piece(NamedTuple):
+    """Tokens ``begin..end - 1`` of one row, which run in one forward."""
+
+    row: int
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What is wanted of every row besides logits."""
+
+    hidden_states: bool = False
+    attention_weights: bool = False
+
+
+LOGITS_ONLY = Asked()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RowOutput:
+    """What came out for one row."""
+
+    logits_RV: Tensor
+    """float32"""
+    hidden_states: tuple[Tensor, ...] = ()
+    """Per layer ``[n, E]``; empty unless asked for."""
+    attention_weights: tuple[Tensor, ...] = ()
+    """Per layer float32 ``[Hq, n, K]``; empty unless asked for."""
+
+
+def pack(
+    counts: Sequence[int], budget: int, blocks: Sequence[Sequence[tuple[int, int]]] | None = None
+) -> list[list[Piece]]:
+    """Forwards of at most ``budget`` tokens (<= 0: one of all) that cover ``counts[i]`` tokens of row i in order.
+
+    ``blocks``: per row, columns that must not be divided; a forward grows beyond the budget if it must.
+    """
+    if budget <= 0:
+        budget = max(1, sum(counts))
+    forwards: list[list[Piece]] = []
+    room = 0
+    for row, count in enumerate(counts):
+        begin = 0
+        while begin < count:
+            if room <= 0:
+                forwards.append([])
+                room = budget
+            end = min(begin + room, count)
+            for first, last in blocks[row] if blocks else ():
+                if first < end < last:
+                    # Stop before it, unless it is all that this forward would hold.
+                    end = first if first > begin or forwards[-1] else last
+            if end == begin:
+                room = 0
+                continue
+            forwards[-1].append(Piece(row, begin, end))
+            begin, room = end, room - (end - begin)
+    return forwards
+
+
+def extras_of(
+    pieces: Sequence[Piece], media: Sequence[RowMedia | None], lengths: Sequence[int], asked: Asked
+) -> Extras:
+    """What the runner gets for one forward besides its chunks. ``lengths``: tokens of each piece's row before it."""
+    filled = [(piece, found) for piece in pieces if (found := media[piece.row]) is not None]
+    embeddings = [found.slice(piece.begin, piece.end) for piece, found in filled]
+    if not embeddings and asked == LOGITS_ONLY:
+        return NO_EXTRAS
+    mask = None
+    images = [_within(piece, media) for piece in pieces]
+    if any(images):
+        mask = image_mask(lengths, [end - begin for _, begin, end in pieces], images)
+    return Extras(
+        embeddings=_joined(embeddings),
+        mask=mask,
+        hidden_states=asked.hidden_states,
+        attention_weights=asked.attention_weights,
+    )
+
+
+def _joined(embeddings: Sequence[Tensor]) -> Tensor | None:
+    """None where no placeholder is in these pieces."""
+    if not sum(len(part) for part in embeddings):
+        return None
+    dtype = embeddings[0].dtype
+    for part in embeddings:
+        dtype = torch.promote_types(dtype, part.dtype)
+    return torch.cat([part.to(dtype) for part in embeddings])
+
+
+def _within(piece: Piece, media: Sequence[RowMedia | None]) -> list[tuple[int, int]]:
+    """The images of a piece, by column of the piece. None is divided, see ``pack``."""
+    found = media[piece.row]
+    if found is None:
+        return []
+    return [(a - piece.begin, b - piece.begin) for a, b in found.blocks if piece.begin <= a and b <= piece.end]
+
+
+@dataclass(slots=True, eq=False)
+class Gathered:
+    """The result of one row, in the making."""
+
+    count: int
+    """n"""
+    wants_all: bool
+    """Whether logits of all its tokens are wanted."""
+    logits: Tensor | None = None
+    hidden: list[tuple[Tensor, ...]] = field(default_factory=list)
+    weights: list[tuple[Tensor, ...]] = field(default_factory=list)
+
+    def add(self, output: StepOutput, number: int, piece: Piece) -> None:
+        """What chunk ``number`` of a step gave for ``piece``."""
+        rows_RV = output.rows(number)
+        if self.wants_all and len(rows_RV) < self.count:
+            # One tensor for the row from the start, so that pieces are never joined by a copy of all of them.
+            if self.logits is None:
+                self.logits = rows_RV.new_empty(self.count, rows_RV.shape[1])
+            self.logits[piece.begin : piece.end] = rows_RV
+        elif len(rows_RV):
+            self.logits = rows_RV
+        if output.hidden_states:
+            self.hidden.append(output.hidden_states[number])
+        if output.attention_weights:
+            self.weights.append(output.attention_weights[number])
+
+    def finished(self, vocab_size: int, device: torch.device) -> RowOutput:
+        logits_RV = torch.empty(0, vocab_size, device=device) if self.logits is None else self.logits
+        return RowOutput(
+            logits_RV=logits_RV,
+            hidden_states=tuple(_joined_rows(parts) for parts in zip(*self.hidden, strict=True)),
+            attention_weights=tuple(_stacked(parts) for parts in zip(*self.weights, strict=True)),
+        )
+
+
+def _joined_rows(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+
+
+def _stacked(parts: Sequence[Tensor]) -> Tensor:
+    """``[Hq, n_i, K_i]`` of successive pieces as one ``[Hq, n, K]``, with 0 for keys that came later."""
+    if len(parts) == 1:
+        return parts[0]
+    keys = max(part.shape[2] for part in parts)
+    return torch.cat([torch.nn.functional.pad(part, (0, keys - part.shape[2])) for part in parts], dim=1)
+
+
+def batched(rows: Sequence[Tensor], spans: Sequence[tuple[int, int]], columns: int) -> Tensor:
+    """Rows ``[n_i, ...]`` of a batch as ``[B, columns, ...]``, each at its columns; 0 elsewhere."""
+    out = rows[0].new_zeros(len(rows), columns, *rows[0].shape[1:])
+    for target, row, (begin, end) in zip(out, rows, spans, strict=True):
+        target[begin:end] = row
+    return out
+
+
+def batched_weights(rows: Sequence[Tensor], spans: Sequence[tuple[int, int]], columns: int) -> Tensor:
+    """Rows ``[Hq, n_i, K_i]`` of a batch as ``[B, Hq, columns, K]`` with the largest K; 0 elsewhere."""
+    keys = max(row.shape[2] for row in rows)
+    out = rows[0].new_zeros(len(rows), rows[0].shape[0], columns, keys)
+    for target, row, (begin, end) in zip(out, rows, spans, strict=True):
+        target[:, begin:end, : row.shape[2]] = row
+    return out

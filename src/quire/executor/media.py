@@ -1,0 +1,191 @@
+"""Image and audio embeddings of a call: which row of a batch gets which, and how placeholders are remembered.
+
+The encoder is the caller's. Any decoder takes embeddings of its own width, so a *modality* is what an executor is told to
+take; one that is told to take none of a kind refuses it.
+
+Letters: B batch rows; n tokens of a row; m placeholders of a row; M rows of embeddings; E model width.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.config import MODALITIES
+from quire.contracts.executor import (
+    AUDIO_PLACEHOLDER,
+    END_OF_AUDIO,
+    END_OF_IMAGE,
+    VISION_PLACEHOLDER,
+    AudioData,
+    ExecutorInputs,
+    VisionData,
+)
+from quire.errors import InvalidArgument, Unsupported
+from quire.executor.rows import LAST_PLACEHOLDER, Ids
+
+NO_PER_LAYER = "the model adds nothing to its layers' inputs; give embeddings only"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RowMedia:
+    """What stands at the negative ids of one row."""
+
+    embeddings_mE: Tensor
+    """In the order of the ids."""
+    places: Ids
+    """Columns of the negative ids, ascending."""
+    blocks: tuple[tuple[int, int], ...] = ()
+    """First and one past the last column of each image whose tokens all see each other."""
+
+    def slice(self, begin: int, end: int) -> Tensor:
+        """The embeddings of columns ``begin..end - 1``."""
+        first, last = np.searchsorted(self.places, (begin, end))
+        return self.embeddings_mE[first:last]
+
+
+def check_modalities(modalities: Collection[str]) -> frozenset[str]:
+    """``InvalidArgument`` for one that there is not."""
+    if isinstance(modalities, str) or (unknown := set(modalities) - set(MODALITIES)):
+        shown = repr(modalities) if isinstance(modalities, str) else sorted(unknown)
+        raise InvalidArgument(f"modalities: {shown}; a collection of {', '.join(map(repr, MODALITIES))} is accepted")
+    return frozenset(modalities)
+
+
+def refusal(kind: str) -> str:
+    """Why an executor that is not told to take ``kind`` does not."""
+    return f"this executor was made without the modality {kind!r}; give text only"
+
+
+def media_of_rows(
+    inputs: ExecutorInputs, tokens: Sequence[Ids], modalities: Collection[str], hidden_size: int
+) -> list[RowMedia | None]:
+    """The embeddings of each row of ids, None for one without placeholders; all checked.
+
+    ``Unsupported``: a modality that is not taken, per-layer embeddings. ``InvalidArgument``: another width, or an end marker
+    without its embedding. That counts agree was checked when ``inputs`` were built.
+    """
+    parts: list[Tensor] = []
+    sources: dict[int, tuple[int, bool]] = {}
+    size = 0
+    for kind, data, placeholder, end in (
+        ("vision", inputs.vision, VISION_PLACEHOLDER, END_OF_IMAGE),
+        ("audio", inputs.audio, AUDIO_PLACEHOLDER, END_OF_AUDIO),
+    ):
+        if data is None:
+            continue
+        if kind not in modalities:
+            raise Unsupported(f"{kind} data: {refusal(kind)}")
+        rows_ME, end_E = _checked(kind, data, hidden_size)
+        sources[placeholder] = (size, True)
+        parts.append(rows_ME)
+        size += len(rows_ME)
+        if end_E is not None:
+            sources[end] = (size, False)
+            parts.append(end_E[None])
+            size += 1
+    if not parts:
+        return [None] * len(tokens)
+    return _divide(torch.cat([part.to(_common(parts)) for part in parts]), sources, tokens, _sees_images(inputs))
+
+
+def _sees_images(inputs: ExecutorInputs) -> bool:
+    return inputs.vision is not None and inputs.vision.bidirectional
+
+
+def _common(parts: Sequence[Tensor]) -> torch.dtype:
+    dtype = parts[0].dtype
+    for part in parts[1:]:
+        dtype = torch.promote_types(dtype, part.dtype)
+    return dtype
+
+
+def _checked(kind: str, data: VisionData | AudioData, hidden_size: int) -> tuple[Tensor, Tensor | None]:
+    """The used rows on the CPU or wherever they are, and the embedding of the end marker."""
+    if data.per_layer_embeddings is not None:
+        raise Unsupported(f"{kind} per_layer_embeddings: {NO_PER_LAYER}")
+    rows = data.embeddings
+    if rows is None:
+        rows = torch.empty(0, hidden_size)
+    for name, found in (("embeddings", rows), ("end_embedding", data.end_embedding)):
+        if found is not None and found.shape[-1] != hidden_size:
+            raise InvalidArgument(f"{kind} {name} have width {found.shape[-1]}; the model's is {hidden_size}")
+    return rows[: data.num_rows].detach(), None if data.end_embedding is None else data.end_embedding.detach()
+
+
+def _divide(
+    all_ME: Tensor, sources: dict[int, tuple[int, bool]], tokens: Sequence[Ids], sees_images: bool
+) -> list[RowMedia | None]:
+    """``sources``: where the embeddings of a negative id begin, and whether each further one of that id takes the next."""
+    taken = dict.fromkeys(sources, 0)
+    found: list[RowMedia | None] = []
+    for ids in tokens:
+        places = np.flatnonzero(ids < 0)
+        index = np.empty(len(places), dtype=np.int64)
+        for token in np.unique(ids[places]).tolist():
+            if token not in sources:
+                raise InvalidArgument(f"token id {token} ends a medium, and its end_embedding was not given")
+            begin, counts = sources[token]
+            here = ids[places] == token
+            index[here] = begin + (taken[token] + np.arange(here.sum()) if counts else 0)
+            taken[token] += int(here.sum())
+        if not len(places):
+            found.append(None)
+            continue
+        rows = torch.from_numpy(index).to(all_ME.device)
+        blocks = image_blocks(ids) if sees_images else ()
+        found.append(RowMedia(embeddings_mE=all_ME.index_select(0, rows), places=places, blocks=blocks))
+    return found
+
+
+def image_blocks(ids: Ids) -> tuple[tuple[int, int], ...]:
+    """Runs of image placeholders: first column and one past the last."""
+    edges = np.flatnonzero(np.diff(ids == VISION_PLACEHOLDER, prepend=False, append=False))
+    return tuple(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
+
+
+def recorded_ids(ids: Ids, media: RowMedia | None) -> Ids:
+    """The ids as a cache keeps them: at a placeholder a number below -4 that is made from its data.
+
+    So equal records mean equal state, and a placeholder matches only the same data under the same rule. A token of an image
+    that it sees as a whole gets a number made from the whole image.
+    """
+    if media is None:
+        return ids
+    rows = media.embeddings_mE.to("cpu", torch.float32).contiguous().numpy()
+    digests = [hashlib.sha256(row.tobytes()).digest() for row in rows]
+    found = ids.copy()
+    spans = dict(media.blocks)
+    whole = b""
+    start = stop = 0
+    for number, (place, digest) in enumerate(zip(media.places.tolist(), digests, strict=True)):
+        if place in spans:
+            start, stop = place, spans[place]
+            whole = b"".join(digests[number : number + stop - start])
+        rest = whole + (place - start).to_bytes(8, "little") if place < stop else b""
+        found[place] = _recorded(hashlib.sha256(bytes([-ids[place]]) + digest + rest).digest())
+    return found
+
+
+def _recorded(digest: bytes) -> int:
+    """One of 2**62 ids below all placeholders."""
+    return LAST_PLACEHOLDER - 1 - (int.from_bytes(digest[:8], "little") >> 2)
+
+
+def image_mask(lengths: Sequence[int], counts: Sequence[int], blocks: Sequence[Sequence[tuple[int, int]]]) -> Tensor:
+    """The mask of a forward in which tokens of an image see all of it: bool, flat, entry by entry ``[n, length + n]``.
+
+    ``lengths``: tokens before; ``blocks``: per entry, columns among the new tokens.
+    """
+    parts = []
+    for length, count, spans in zip(lengths, counts, blocks, strict=True):
+        allowed_nK = torch.ones(count, length + count, dtype=torch.bool).tril_(length)
+        for begin, end in spans:
+            allowed_nK[begin:end, length + begin : length + end] = True
+        parts.append(allowed_nK.reshape(-1))
+    return torch.cat(parts)

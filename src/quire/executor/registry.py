@@ -1,0 +1,41 @@
+"""Executors by name."""
+
+from __future__ import annotations
+
+from quire.contracts.executor import ExecutorMetrics, ModelExecutor
+from quire.errors import InvalidArgument
+from quire.registry import Registry
+
+
+class NamedExecutors:
+    """See ``ExecutorRegistry``."""
+
+    def __init__(self) -> None:
+        self._items: Registry[ModelExecutor] = Registry("executor")
+
+    def register(self, name: str, executor: ModelExecutor) -> ModelExecutor:
+        """See ``ExecutorRegistry``."""
+        if not isinstance(name, str):
+            raise InvalidArgument(f"executor name must be a string; got {name!r}")
+        return self._items.register(name, executor)
+
+    def get(self, name: str) -> ModelExecutor | None:
+        """See ``ExecutorRegistry``."""
+        return self._items.get(name)
+
+    def require(self, name: str) -> ModelExecutor:
+        """(ours) The executor; ``NotFound`` lists what is there."""
+        return self._items.require(name)
+
+    def remove(self, name: str) -> ModelExecutor | None:
+        """See ``ExecutorRegistry``."""
+        return self._items.remove(name)
+
+    def list_names(self) -> list[str]:
+        """See ``ExecutorRegistry``."""
+        return self._items.list_names()
+
+    def get_metrics(self, name: str) -> ExecutorMetrics | None:
+        """See ``ExecutorRegistry``."""
+        found = self._items.get(name)
+        return None if found is None else found.metrics()

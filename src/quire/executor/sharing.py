@@ -1,0 +1,62 @@
+"""Equal beginnings of prompts share pages: a fresh cache starts as a fork of what live caches hold already.
+
+Only live caches are looked at, so nothing is kept for its own sake. A match may be partial. What stands at a placeholder is
+recorded by its data, and never equals the id of a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from quire.executor.cache import KVCache
+from quire.executor.pool import CachePool
+from quire.executor.rows import Ids, Row
+
+
+def shared_cache(pool: CachePool, tokens: Sequence[Ids], limits: Sequence[int]) -> tuple[KVCache, tuple[int, ...]]:
+    """A static cache for prompts of ``tokens``, and how many of the first tokens of each row it holds, at most
+    ``limits[i]``. Call it under the lock."""
+    rows: list[Row] = []
+    lengths: list[int] = []
+    for ids, limit in zip(tokens, limits, strict=True):
+        parent, length = _longest(pool, ids[:limit]) if limit else (None, 0)
+        if parent is None:
+            rows.append(Row(pool.add(1)[0]))
+        else:
+            row = parent.like(pool.fork([parent.seq], [length])[0])
+            assert row.tokens is not None
+            row.tokens.size = length
+            rows.append(row)
+        lengths.append(length)
+    return KVCache(pool, rows, capacity=pool.max_model_len, dynamic=False), tuple(lengths)
+
+
+def _longest(pool: CachePool, ids: Ids) -> tuple[Row | None, int]:
+    """The row of a live cache that shares the most first tokens and can be forked there."""
+    best: tuple[Row | None, int] = (None, 0)
+    for cache in list(pool.caches.values()):
+        if cache.adapters:
+            continue
+        for row in cache.rows:
+            if row.tokens is None:
+                continue
+            common = _common(row.tokens.ids, ids)
+            if common > best[1]:
+                length = _reachable(pool, row, common)
+                if length > best[1]:
+                    best = (row, length)
+    return best
+
+
+def _common(a: Ids, b: Ids) -> int:
+    """Equal first ids."""
+    size = min(a.size, b.size)
+    differs = np.flatnonzero(a[:size] != b[:size])
+    return int(differs[0]) if differs.size else size
+
+
+def _reachable(pool: CachePool, row: Row, length: int) -> int:
+    """The last position up to ``length`` at which the row can be forked."""
+    return max(min(part.stop - 1, length) for part in pool.state.reachable(row.seq) if part.start <= length)

@@ -1,0 +1,171 @@
+"""Several tokens of one sequence in one forward, to be judged: chains and token trees (``forward_verify``, ``speculative_decode``).
+
+A verified tree waits beside its row until ``commit_path`` keeps one path of it; a speculative call keeps a path at once.
+
+Letters: N + 1 tokens or nodes; k draft tokens; R rows of logits; V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from torch import Tensor
+
+from quire.contracts.executor import CacheLike, DecodeInput, DecodeOutput, RequestSampling, SpeculativeOutput
+from quire.errors import InvalidArgument, Unsupported
+from quire.executor import speculation
+from quire.executor.arguments import (
+    Request,
+    check_positions,
+    decode_request,
+    naming_item,
+    resolve_cache,
+    tree_of,
+    union,
+)
+from quire.executor.cache import KVCache
+from quire.executor.forwards import LOGITS_ONLY, Asked, RowOutput
+from quire.executor.handle import Handle, handle_of
+from quire.executor.operations import Operation
+from quire.executor.pool import CachePool
+from quire.executor.rows import path_to
+from quire.executor.transaction import Extension, Transaction, extensions, require_vocabulary
+from quire.kv.sequences import check_integer
+
+LOGITS_OF_SPECULATION = "it gives logits only; take hidden states and attention weights from forward_verify"
+
+
+def checked_requests(
+    pool: CachePool, inputs: Sequence[DecodeInput], parents: Sequence[int] | None
+) -> tuple[list[Request], tuple[int, ...] | None]:
+    """The inputs of ``forward_verify`` and their tree, checked completely; None: a chain."""
+    tree = None if parents is None else tree_of(parents, len(inputs), "forward_verify: parents")
+    requests = []
+    for index, item in enumerate(inputs):
+        with naming_item("forward_verify", index):
+            depth = index if tree is None else len(path_to(tree, index)) - 1
+            requests.append(_request(pool, item, inputs[0], depth))
+    return requests, tree
+
+
+def _request(pool: CachePool, item: DecodeInput, first: DecodeInput, depth: int) -> Request:
+    """One input, whose token stands ``depth`` behind the common start."""
+    if not isinstance(item, DecodeInput):
+        raise InvalidArgument(f"forward_verify takes DecodeInputs; got {type(item).__name__}")
+    item.tokens("forward_verify")
+    request = decode_request(pool, item.with_position_ids(None), "forward_verify")
+    check_positions(item.position_ids, [start + depth for start in request.starts], request.spans, 1)
+    cache, starts = resolve_cache(pool, first.kv_cache)
+    if request.cache is not cache or request.starts != starts:
+        raise InvalidArgument("all inputs must carry the same starting handle, and this one has another")
+    if request.batch_size != 1:
+        raise InvalidArgument(f"a verify belongs to one sequence; the cache has {request.batch_size} rows")
+    return request
+
+
+def verify(
+    pool: CachePool, requests: Sequence[Request], tree: tuple[int, ...] | None, operation: Operation
+) -> list[DecodeOutput]:
+    """Run checked requests. A chain is in the cache afterwards; a tree waits beside it, and the cache is as before."""
+    cache, start = _one_row(requests[0])
+    ids = np.array([int(request.tokens[0][0]) for request in requests], dtype=np.int64)
+    part = _extension(cache, start, len(ids), tree)
+    with Transaction(pool, [part], operation, aside=tree is not None) as work:
+        found = work.run([ids], ["all"], asked=union(request.asked for request in requests))[0]
+        pending = None
+        if tree is None:
+            work.commit()
+        else:
+            pending = work.set_aside()[0]
+    outputs = []
+    for index, request in enumerate(requests):
+        depth = index if tree is None else len(path_to(tree, index)) - 1
+        handle = Handle(cache, (start + depth + 1,), cache.revision, pending, index if pending else -1)
+        keys = start + (len(ids) if tree is not None else index + 1)
+        outputs.append(_output(found, index, keys, handle, request.asked))
+    return outputs
+
+
+def _one_row(request: Request) -> tuple[KVCache, int]:
+    assert request.cache is not None
+    return request.cache, request.starts[0]
+
+
+def _extension(cache: KVCache, start: int, count: int, parents: tuple[int, ...] | None) -> Extension:
+    part = extensions(cache, [start], [count])[0]
+    part.parents = parents
+    return part
+
+
+def _output(found: RowOutput, index: int, keys: int, handle: Handle, asked: Asked) -> DecodeOutput:
+    weights = None
+    if asked.attention_weights:
+        weights = tuple(layer[None, :, index : index + 1, :keys].clone() for layer in found.attention_weights)
+    return DecodeOutput(
+        logits=found.logits_RV[index : index + 1],
+        kv_cache=handle,
+        hidden_state=found.hidden_states[-1][index : index + 1].clone() if asked.hidden_states else None,
+        attention_weights=weights,
+    )
+
+
+def commit_path(pool: CachePool, handle: CacheLike) -> Handle:
+    """Keep the path to a node of a verified tree."""
+    if not isinstance(handle, Handle) or handle.pending is None:
+        raise InvalidArgument(
+            "commit_path takes a handle of forward_verify with parents, which ends in a node of its tree; got "
+            f"{'another handle' if isinstance(handle, Handle) else type(handle).__name__}"
+        )
+    if handle.cache.pool is not pool:
+        raise InvalidArgument(f"KV cache {handle.cache_id} belongs to another executor")
+    handle.require_valid()
+    handle.cache.keep_path(handle.cache.rows[0], handle.node)
+    return handle_of(handle.cache)
+
+
+def speculate(
+    pool: CachePool,
+    input: DecodeInput,
+    draft_tokens: Sequence[int],
+    acceptance_threshold: float,
+    operation: Operation,
+    *,
+    draft_probabilities: Tensor | None,
+    sampling: RequestSampling | None,
+    draft_parents: Sequence[int] | None,
+) -> SpeculativeOutput:
+    """See ``ModelExecutor.speculative_decode``."""
+    speculation.check_threshold(acceptance_threshold)
+    request = decode_request(pool, input, "speculative_decode")
+    if request.asked != LOGITS_ONLY:
+        raise Unsupported(f"speculative_decode: {LOGITS_OF_SPECULATION}")
+    if request.batch_size != 1:
+        raise InvalidArgument(f"speculation is for one sequence; the cache has {request.batch_size} rows")
+    cache, start = _one_row(request)
+    drafts = [check_integer(token, "draft token", 0) for token in draft_tokens]
+    ids = np.array([int(request.tokens[0][0]), *drafts], dtype=np.int64)
+    require_vocabulary(ids, pool.vocab_size, "draft_tokens")
+    parents = None if draft_parents is None else tree_of(draft_parents, len(drafts), "draft_parents")
+    if (draft_probabilities is None) != (sampling is None):
+        raise InvalidArgument(
+            "exact mode takes draft_probabilities and sampling together; the threshold rule takes neither"
+        )
+    draft_kV = None
+    if draft_probabilities is not None:
+        draft_kV = speculation.check_draft_probabilities(draft_probabilities, drafts, pool.vocab_size)
+    # The input token is node 0, draft i is node i + 1.
+    tree = None if parents is None else (-1, *(parent + 1 for parent in parents))
+    with Transaction(pool, [_extension(cache, start, len(ids), tree)], operation) as work:
+        rows_RV = work.run([ids], ["all"])[0].logits_RV
+        if draft_kV is None or sampling is None:
+            verdict = speculation.judge_by_threshold(rows_RV, drafts, acceptance_threshold, parents)
+        else:
+            verdict = speculation.judge_by_sampling(rows_RV, drafts, draft_kV, sampling, parents)
+        work.commit([verdict.row if tree is not None else 1 + verdict.accepted])
+    return SpeculativeOutput(
+        accepted_tokens=tuple(drafts[index] for index in verdict.path),
+        next_logits=rows_RV[verdict.row : verdict.row + 1].clone(),
+        kv_cache=handle_of(cache),
+        next_probs=verdict.next_probs,
+    )
