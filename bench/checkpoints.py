@@ -22,7 +22,9 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import tempfile
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -212,6 +214,89 @@ def write_checkpoint(shape: Shape, path: Path, *, seed: int) -> None:
         except OSError:
             if not path.is_dir():  # otherwise the other process was first, with the same bytes
                 raise
+
+
+def variant(
+    name: str, label: str, config: Mapping[str, Any], *, directory: Path = DEFAULT_DIRECTORY, seed: int = 0
+) -> Path:
+    """A directory with the weights of shape ``name`` under another ``config.json``, which ``label`` stands for."""
+    weights = checkpoint(name, directory=directory, seed=seed) / "model.safetensors"
+    path = weights.parent.with_name(f"{weights.parent.name}-{label}")
+    text = json.dumps(dict(config), indent=2) + "\n"
+    path.mkdir(exist_ok=True)
+    if not (path / "model.safetensors").is_symlink():
+        (path / "model.safetensors").symlink_to(Path("..") / weights.parent.name / weights.name)
+    if not (path / "config.json").is_file() or (path / "config.json").read_text(encoding="utf-8") != text:
+        (path / "config.json").write_text(text, encoding="utf-8")
+    return path
+
+
+def windowed_config(shape: Shape, window: int, max_positions: int) -> dict[str, Any]:
+    """Mistral, whose weights have Llama's names: every layer has the window."""
+    config = {key: value for key, value in shape.config().items() if key not in ("attention_bias", "mlp_bias")}
+    return config | {
+        "architectures": ["MistralForCausalLM"],
+        "model_type": "mistral",
+        "sliding_window": window,
+        "max_position_embeddings": max_positions,
+    }
+
+
+def alternating_config(shape: Shape, window: int, max_positions: int) -> dict[str, Any]:
+    """SmolLM3, whose weights have Llama's names: full and windowed layers by turns, the last one windowed, all rotate."""
+    kinds = ("sliding_attention", "full_attention")
+    return shape.config() | {
+        "architectures": ["SmolLM3ForCausalLM"],
+        "model_type": "smollm3",
+        "use_sliding_window": True,
+        "sliding_window": window,
+        "layer_types": [kinds[(shape.layers - 1 - layer) % 2] for layer in range(shape.layers)],
+        "no_rope_layers": [1] * shape.layers,
+        "max_position_embeddings": max_positions,
+        "pad_token_id": 0,
+    }
+
+
+def predicted_text(shape: Shape, prompt: list[int], steps: int, *, seed: int = 0) -> list[int]:
+    """What a right runtime makes of ``prompt`` (longer than ``LAG``), without a network: see the module's docstring."""
+    successor, text = after(shape, seed=seed).tolist(), list(prompt)
+    for _ in range(steps):
+        text.append(successor[text[-1 - LAG]])
+    return text[len(prompt) :]
+
+
+def text_tokenizer(vocab_size: int, *, directory: Path = DEFAULT_DIRECTORY) -> Path:
+    """The directory of a byte-level BPE tokenizer with at most ``vocab_size`` tokens, trained here if it is not there yet.
+
+    The text is Python's own library, so that tokens are as long, and share beginnings, as those of real vocabularies.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    path = directory.expanduser() / f"tokenizer-{vocab_size}-v{FORMAT}"
+    if (path / "tokenizer.json").is_file():
+        return path
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, initial_alphabet=alphabet, show_progress=False)
+    made.train_from_iterator(_library_text(256 * vocab_size), trainer)
+    path.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path) as scratch:
+        made.save(str(Path(scratch, "new")))
+        Path(scratch, "new").rename(path / "tokenizer.json")
+    return path
+
+
+def _library_text(size: int) -> Iterator[str]:
+    """About ``size`` bytes of source code."""
+    for path in sorted(Path(os.__file__).parent.rglob("*.py")):
+        if size <= 0:
+            return
+        if "site-packages" not in path.parts:
+            text = path.read_text(encoding="utf-8", errors="replace")
+            size -= len(text)
+            yield text
 
 
 def make_weights(shape: Shape, *, seed: int) -> dict[str, Tensor]:

@@ -250,7 +250,7 @@ def test_every_field_has_a_help_text(cls: type[Any]) -> None:
 # ---------------------------------------------------------------------- executors
 
 EXECUTOR_FIELDS = {
-    ExecutorConfig: "model_info device dtype max_batch_size max_sequence_length attention_config memory_config "
+    ExecutorConfig: "model_info device dtype executor_type max_batch_size max_sequence_length attention_config memory_config "
     "optimization_config executor_options",
     AttentionConfig: "attention_type enable_flash_attention enable_paged_attention block_size sliding_window_size",
     MemoryConfig: "enable_memory_pooling memory_pool_size enable_kv_cache_sharing max_memory_usage",
@@ -268,6 +268,7 @@ EXECUTOR_REFUSED: dict[type[Any], dict[str, tuple[list[Any], str]]] = {
         "model_info": (["", None, 5], "must be a"),
         "device": REFUSED["device"],
         "dtype": REFUSED["dtype"],
+        "executor_type": (["batch", "", None, 1], "one of 'Sequential', 'Batch'"),
         "max_batch_size": ([*NOT_POSITIVE, None], "an integer >= 1"),
         "max_sequence_length": ([*NOT_POSITIVE, None], "an integer >= 1"),
         "attention_config": ([None, {}, MemoryConfig()], "AttentionConfig"),
@@ -316,8 +317,32 @@ def test_every_executor_field_has_a_refusal() -> None:
 def test_unknown_flags_and_options_are_errors(cls: type[Any], name: str) -> None:
     others = {"model_info": "m"} if cls is ExecutorConfig else {}
     assert getattr(cls(**others, **{name: {}}), name) == {}
-    with pytest.raises(InvalidArgument, match=f"{name} has no 'turbo'; accepted: none"):
+    accepted = "none" if cls is OptimizationConfig else "prefill_chunk_size, modalities"
+    with pytest.raises(InvalidArgument, match=f"{name} has no 'turbo'; accepted: {accepted}"):
         cls(**others, **{name: {"turbo": True}})
+
+
+def test_values_of_options_are_checked() -> None:
+    windowed = AttentionConfig(attention_type="SlidingWindow", sliding_window_size=4)
+    options = {"prefill_chunk_size": 0, "modalities": ["audio"], "sliding_window_sink": 3}
+    config = ExecutorConfig(model_info="m", attention_config=windowed, executor_options=options)
+    assert config.executor_options == options
+    for name, values, message in (
+        ("prefill_chunk_size", (None, True, 1.5, "2"), "an integer"),
+        ("modalities", (None, "vision", ["smell"], 3), "a list of one of 'vision', 'audio'"),
+        ("sliding_window_sink", (-1, 4, True, None), r"an integer in \[0, 3\]"),
+    ):
+        for value in values:
+            with pytest.raises(InvalidArgument, match=rf"executor_options\['{name}'\] must be {message}"):
+                ExecutorConfig(model_info="m", attention_config=windowed, executor_options={name: value})
+    with pytest.raises(InvalidArgument, match="belongs to attention_type 'SlidingWindow', got 1 with 'MultiHead'"):
+        ExecutorConfig(model_info="m", executor_options={"sliding_window_sink": 1})
+
+
+def test_types_demand_their_flags() -> None:
+    for kind, name in (("Flash", "enable_flash_attention"), ("Paged", "enable_paged_attention")):
+        with pytest.raises(InvalidArgument, match=f"{name} must be True where attention_type is '{kind}', got False"):
+            AttentionConfig(attention_type=kind, **{name: False})
 
 
 def test_a_window_belongs_to_sliding_window_attention() -> None:

@@ -24,6 +24,7 @@ LAYERS = (
     {"engine"},
     {"build"},
     {"llm"},
+    {"async_llm"},
     {"server"},
     {"bench", "doctor", "inspection", "terminal_chat"},
     {"cli"},

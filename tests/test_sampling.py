@@ -17,7 +17,7 @@ from torch import Tensor
 
 from quire.errors import FailedPrecondition, InvalidArgument, QuireError
 from quire.ops import filters, sampling
-from quire.ops.filters import Candidates, candidates
+from quire.ops.filters import Candidates, Words, candidates, mask_out, num_words, zero_bits
 from quire.ops.sampling import FAILED, RequestSampler, logprobs_of, make_generator, probabilities, sample
 from quire.sampling_params import SamplingParams
 
@@ -329,7 +329,7 @@ def test_a_row_has_the_same_distribution_bits_in_any_batch(params: list[Sampling
 
 def test_greedy_batch_takes_the_short_way(monkeypatch: pytest.MonkeyPatch) -> None:
     z_RV = logits(5, 100)
-    monkeypatch.setattr(sampling, "_edited", None)
+    monkeypatch.setattr(sampling, "edited", None)
     out = sample(z_RV, [sampler(100, temperature=0)] * 5)
     assert out.token_ids == z_RV.argmax(-1).tolist()
     assert (out.logprobs, out.failures) == ([None] * 5, {})
@@ -450,6 +450,136 @@ def test_large_logits_do_not_overflow() -> None:
     ]
     for fields in cases:
         assert probabilities(z_RV, [sampler(3, [0, 2], [0, 2], **fields)])[0].tolist() == [0.5, 0, 0.5]
+
+
+# ---- Masks and processors -------------------------------------------------------------------------------------------
+
+
+def words(vocab_size: int, allowed: list[int] | set[int]) -> Words:
+    made = np.zeros(num_words(vocab_size), dtype=np.uint32)
+    for token in allowed:
+        made[token // 32] |= np.uint32(1 << token % 32)
+    return made
+
+
+@pytest.mark.parametrize("vocab_size", [1, 31, 32, 33, 96, 1000])
+def test_masks_are_bits(vocab_size: int) -> None:
+    rng = np.random.default_rng(vocab_size)
+    rows = [set(np.flatnonzero(rng.random(vocab_size) < share).tolist()) for share in (0.0, 0.02, 0.5, 1.0)]
+    words_WB = np.stack([words(vocab_size, row) for row in rows])
+    # Bits behind the vocabulary mean nothing.
+    words_WB[:, -1] |= np.uint32(0xFFFFFFFF << (vocab_size - 1) % 32 + 1 & 0xFFFFFFFF)
+    z_WV = logits(4, vocab_size)
+    before = z_WV.clone()
+    mask_out(z_WV, words_WB)
+    zeros_WV = zero_bits(torch.from_numpy(words_WB.view(np.int32)), vocab_size)
+    for row, allowed in enumerate(rows):
+        for token in range(vocab_size):
+            assert z_WV[row, token] == (before[row, token] if token in allowed else -math.inf)
+            assert bool(zeros_WV[row, token]) == (token not in allowed)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_masks_on_a_gpu() -> None:
+    rng = np.random.default_rng(0)
+    words_WB = rng.integers(0, 2**32, (5, num_words(1000)), dtype=np.uint32)
+    z_WV = logits(5, 1000)
+    on_gpu = z_WV.cuda()
+    mask_out(z_WV, words_WB)
+    mask_out(on_gpu, words_WB)
+    assert torch.equal(on_gpu.cpu(), z_WV)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(filter_params, min_size=1, max_size=5), st.integers(0, 2**31), st.data())
+def test_a_masked_row_is_one_of_a_smaller_vocabulary(params: list[SamplingParams], seed: int, data: Any) -> None:
+    """A mask leaves the distribution that the allowed tokens alone would have, whatever edits there are, and concerns no
+    other row. Rows without work, with a mask, and with a ban beside it are mixed."""
+    z_RV = logits(len(params), 40, seed=seed).round(decimals=1)
+    edits = {"logit_bias": {3: 2.0, 9: -1.0}, "repetition_penalty": 1.4, "presence_penalty": 0.3}
+    params = [p.replace(**edits) if i % 2 else p for i, p in enumerate(params)]
+    samplers = [RequestSampler(p, [3, 5], vocab_size=40) for p in params]
+    masks = {
+        row: data.draw(st.sets(st.integers(0, 39), min_size=1))
+        for row in range(len(params))
+        if data.draw(st.booleans())
+    }
+    banned = [[0] if data.draw(st.booleans()) else [] for _ in params]
+    allowed = {row: words(40, kept) for row, kept in masks.items()}
+    found = probabilities(z_RV, samplers, banned, allowed)
+    everything = list(range(40))
+    for row in range(len(params)):
+        kept = sorted(masks.get(row, set(everything)) - set(banned[row]))
+        if not kept:
+            assert not found[row].any()
+            continue
+        # The same row with what is excluded banned one by one.
+        one = probabilities(z_RV[row : row + 1], [samplers[row]], [sorted(set(everything) - set(kept))])
+        assert torch.equal(found[row], one[0])
+        assert not found[row][sorted(set(everything) - set(kept))].any()
+    fresh = [RequestSampler(p, [3, 5], vocab_size=40) for p in params]
+    drawn = sample(z_RV, fresh, banned, allowed)
+    for row, token in enumerate(drawn.token_ids):
+        assert (token == FAILED) == (row in drawn.failures) == (not found[row].any())
+        assert token == FAILED or found[row, token] > 0
+
+
+def test_a_mask_without_tokens_fails_alone() -> None:
+    z_RV = logits(3, 70)
+    fields: list[dict[str, Any]] = [{"temperature": 0}, {"top_k": 2}, {}]
+    for f in fields:
+        samplers = [sampler(70, **f) for _ in range(3)]
+        out = sample(z_RV, samplers, None, {1: words(70, []), 2: words(70, [69])})
+        assert out.token_ids[1:] == [FAILED, 69]
+        assert "no token to draw" in str(out.failures[1])
+        assert list(out.failures) == [1]
+
+
+@pytest.mark.parametrize(
+    "allowed",
+    [
+        {2: words(70, [1])},
+        {-1: words(70, [1])},
+        {0: words(96, [1])[:2]},
+        {0: words(70, [1]).astype(np.int64)},
+        {0: words(70, [1])[None]},
+    ],
+)
+def test_a_mask_must_fit(allowed: dict[int, Any]) -> None:
+    with pytest.raises(InvalidArgument, match=r"uint32 \[3\] of a row in 0\.\.1"):
+        sample(logits(2, 70), [sampler(70)] * 2, None, allowed)
+
+
+def test_a_mask_holds_after_processors() -> None:
+    def up(_: list[int], z_V: Tensor) -> Tensor:
+        return z_V.index_fill(0, torch.tensor([5, 6, 7]), 50.0)
+
+    p = {"logits_processors": [up], "temperature": 0}
+    out = sample(
+        logits(3, 40), [sampler(40, **p)] * 3, [[5], [], [5, 6, 7]], {0: words(40, [5, 6, 9]), 1: words(40, [9])}
+    )
+    assert out.token_ids[:2] == [6, 9]
+    assert out.token_ids[2] not in (5, 6, 7)
+
+
+def test_a_processor_that_fails_draws_nothing() -> None:
+    def fail(_: list[int], z_V: Tensor) -> Tensor:
+        raise RuntimeError("broken")
+
+    z_RV = logits(3, 40)
+    good, bad, other = sampler(40), sampler(40, logits_processors=[fail]), sampler(40)
+    state = bad._generator.get_state() if bad._generator is not None else torch.empty(0)
+    out = sample(z_RV, [good, bad, other])
+    assert out.token_ids == [
+        sample(z_RV[:1], [sampler(40)]).token_ids[0],
+        FAILED,
+        sample(z_RV[2:], [sampler(40)]).token_ids[0],
+    ]
+    assert "(fail) raised RuntimeError: broken" in str(out.failures[1])
+    assert bad._generator is not None
+    assert torch.equal(bad._generator.get_state(), state)
+    assert not probabilities(z_RV, [good, bad, other])[1].any()
 
 
 # ---- Log-probabilities ----------------------------------------------------------------------------------------------

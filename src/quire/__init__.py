@@ -22,14 +22,15 @@ from quire.errors import (
     ResourceExhausted,
     Unsupported,
 )
-from quire.sampling_params import SamplingParams
+from quire.sampling_params import BeamSearchParams, SamplingParams, StructuredOutputs
 
 if TYPE_CHECKING:
+    from quire.async_llm import AsyncLLM
     from quire.engine.session import Session
     from quire.executor.executor import Executor
     from quire.executor.llm_executor import LlmExecutor
     from quire.llm import LLM
-    from quire.outputs import CompletionOutput, RequestOutput
+    from quire.outputs import BeamSearchOutput, CompletionOutput, RequestOutput
 
 try:
     __version__ = version("quire")
@@ -37,17 +38,22 @@ except PackageNotFoundError:  # run from a source tree that is not installed
     __version__ = "0+unknown"
 
 _LAZY = {
+    "AsyncLLM": "quire.async_llm",
     "LLM": "quire.llm",
     "Session": "quire.engine.session",
     "Executor": "quire.executor.executor",
     "LlmExecutor": "quire.executor.llm_executor",
     "RequestOutput": "quire.outputs",
+    "BeamSearchOutput": "quire.outputs",
     "CompletionOutput": "quire.outputs",
 }
 
 __all__ = [
     "LLM",
     "AlreadyExists",
+    "AsyncLLM",
+    "BeamSearchOutput",
+    "BeamSearchParams",
     "BlendLoadError",
     "Cancelled",
     "CheckpointError",
@@ -63,6 +69,7 @@ __all__ = [
     "ResourceExhausted",
     "SamplingParams",
     "Session",
+    "StructuredOutputs",
     "Unsupported",
 ]
 

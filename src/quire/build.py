@@ -12,16 +12,19 @@ from typing import Any
 
 import torch
 
-from quire.config import EngineConfig, parse_bytes
+from quire.config import EngineConfig, ExecutorConfig, parse_bytes
 from quire.contracts.attention import AttentionBackend
 from quire.contracts.layers import FullAttention, LayerSpec, WindowedAttention
 from quire.engine.engine import Engine
 from quire.engine.scheduler import Limits
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import CheckpointError, InvalidArgument, ResourceExhausted, Unsupported
+from quire.executor.executor import Executor
+from quire.executor.factory import Choices, Factory, check_heads, check_length
+from quire.executor.registry import NamedExecutors
 from quire.kernels.sdpa import SdpaAttention
+from quire.kv.need import pages_for
 from quire.kv.paged import PagedKVState
-from quire.kv.sequences import pages_for
 from quire.kv.storage import bytes_per_token
 from quire.models.catalogue import resolve_model
 from quire.models.families import LoadedModel
@@ -82,16 +85,17 @@ def build(config: EngineConfig, *, progress: bool = False) -> Parts:
     path = resolve_model(config.model, revision=config.revision)
     device = resolve_device(config.device)
     tokenizer = load_tokenizer(config, path)
-    model = load_model(path, device=device, dtype=config.dtype, progress=progress)
+    model = load_model(path, device=device, dtype=config.dtype, progress=progress, max_model_len=config.max_model_len)
     if tokenizer is not None:
         tokenizer.check_fits(model.vocab_size)
     max_len = max_model_len(config.max_model_len, model.max_position)
     kv_dtype = model.dtype if config.kv_dtype == "auto" else resolve_dtype(config.kv_dtype, model.dtype, device)
-    capacity = pool_tokens(config, model.layer_specs, kv_dtype, device, max_len)
+    sizes = pool_sizes(config, model.layer_specs, kv_dtype, device, max_len)
     backend_name = "torch" if config.attention_backend == "auto" else config.attention_backend
     state = PagedKVState(
         model.layer_specs,
-        capacity=capacity,
+        capacity=sizes.tokens,
+        window_capacity=sizes.window_tokens,
         page_size=config.page_size,
         dtype=kv_dtype,
         device=device,
@@ -101,17 +105,18 @@ def build(config: EngineConfig, *, progress: bool = False) -> Parts:
     generation = read_json(path / "generation_config.json")
     engine = Engine(
         runner,
-        limits=Limits(max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens),
+        limits=Limits(max_num_seqs=config.max_num_seqs, max_num_batched_tokens=sizes.step_tokens),
         max_model_len=max_len,
         tokenizer=tokenizer,
         eos_ids=eos_ids(generation, read_json(path / "config.json"), tokenizer, model.vocab_size),
         enable_prefix_caching=config.enable_prefix_caching,
         seed=config.seed,
     )
+    windows = f" and {sizes.window_tokens} tokens of windowed layers" if sizes.window_tokens is not None else ""
     notes = (
         f"{model.architecture}, {model.num_parameters / 1e6:.1f}M parameters in {name_of(model.dtype)} on {device}",
-        f"KV pool: {pages_for(capacity, config.page_size)} pages of {config.page_size} tokens in {name_of(kv_dtype)}, "
-        f"{state.storage.num_bytes / 2**20:.0f} MiB",
+        f"KV pool: {pages_for(sizes.tokens, config.page_size)} pages of {config.page_size} tokens{windows} in {name_of(kv_dtype)}, "
+        f"{state.num_bytes / 2**20:.0f} MiB",
     )
     for note in notes:
         logger.info(note)
@@ -184,31 +189,63 @@ def max_model_len(wanted: int | None, model_limit: int) -> int:
     return wanted
 
 
-def pool_tokens(
+@dataclass(frozen=True, slots=True)
+class PoolSizes:
+    """Tokens for which the pools have room."""
+
+    tokens: int
+    """Of layers that keep all tokens; of all layers where every layer has a window."""
+    window_tokens: int | None
+    """Of layers with a window; None: there are none."""
+    step_tokens: int
+    """Most tokens of one sequence in a step, so that a window and its new tokens fit."""
+
+
+def pool_sizes(
     config: EngineConfig, specs: Sequence[LayerSpec], dtype: torch.dtype, device: torch.device, max_len: int
-) -> int:
-    """Tokens for which the pool has room. ``ResourceExhausted`` if not even one page fits."""
+) -> PoolSizes:
+    """How the budget is shared out. Layers with a window get what ``max_num_seqs`` windows and a step need, if that is less
+    than what layers that keep everything get. ``ResourceExhausted`` if not even one page and one token fit."""
     attention = [spec for spec in specs if isinstance(spec, (FullAttention, WindowedAttention))]
-    per_token = bytes_per_token(attention, dtype)
+    size = config.page_size
+    windows = [spec.layer_window for spec in attention if spec.layer_window is not None]
+    full_bytes = bytes_per_token([spec for spec in attention if spec.layer_window is None], dtype)
+    window_bytes = bytes_per_token([spec for spec in attention if spec.layer_window is not None], dtype)
+    per_token = full_bytes + window_bytes
     if config.kv_cache_memory is not None:
         budget = parse_bytes(config.kv_cache_memory)
-        tokens = budget // per_token
-        if tokens < config.page_size:
-            raise ResourceExhausted(
-                f"kv_cache_memory {config.kv_cache_memory} holds no page of {config.page_size} tokens; "
-                f"at least {per_token * config.page_size} bytes are needed"
-            )
+        given = f"kv_cache_memory {config.kv_cache_memory} holds"
     else:
         budget = pool_budget(device, config.gpu_memory_utilization)
+        given = f"{budget / 2**20:.0f} MiB of free memory for the KV pool on {device} hold"
         # More than every sequence at its full length, in whole pages, is never used.
-        longest = pages_for(max_len, config.page_size) * config.page_size
-        tokens = min(budget // per_token, config.max_num_seqs * longest)
-        if tokens < config.page_size:
+        budget = min(budget, config.max_num_seqs * pages_for(max_len, size) * size * per_token)
+    tokens = budget // per_token
+    window_tokens: int | None = None
+    if windows:
+        # A window touches one page more than it fills, and so do the new tokens.
+        one = (pages_for(min(max(windows), max_len), size) + 2) * size
+        wanted = config.max_num_seqs * one + pages_for(config.max_num_batched_tokens, size) * size
+        if full_bytes and tokens > wanted:
+            tokens, window_tokens = (budget - wanted * window_bytes) // full_bytes, wanted
+        else:
+            window_tokens = tokens if full_bytes else min(tokens, wanted)
+    if tokens < size:
+        raise ResourceExhausted(
+            f"{given} no page of {size} tokens ({per_token * size} bytes); free some memory, or give a larger kv_cache_memory"
+        )
+    tokens = tokens // size * size
+    step = config.max_num_batched_tokens
+    if window_tokens is not None:
+        window_tokens = window_tokens // size * size
+        if window_tokens < max_len:
+            step = min(step, (window_tokens // size - 1) * size - max(windows))
+        if step < 1:
             raise ResourceExhausted(
-                f"{budget / 2**20:.0f} MiB of free memory for the KV pool on {device} hold no page of {config.page_size} tokens "
-                f"({per_token * config.page_size} bytes); free some, or give kv_cache_memory"
+                f"{given} {window_tokens} tokens of layers with a window of {max(windows)}, and one window, one token and a "
+                f"page are needed ({(max(windows) + 1 + 2 * size) * per_token} bytes); give a larger kv_cache_memory"
             )
-    return int(tokens // config.page_size * config.page_size)
+    return PoolSizes(int(tokens), window_tokens, int(step))
 
 
 def pool_budget(device: torch.device, gpu_share: float) -> int:
@@ -235,3 +272,57 @@ def eos_ids(
     if tokenizer is not None:
         ids += list(tokenizer.eos_ids)
     return tuple(dict.fromkeys(token for token in ids if isinstance(token, int) and 0 <= token < vocab_size))
+
+
+# ---------------------------------------------------------------------- executors
+
+
+def make_executor(config: ExecutorConfig, choices: Choices) -> Executor:
+    """Load a model and put an executor with a pool of its own around it."""
+    path = resolve_model(choices.model)
+    device, size = choices.device, choices.page_size
+    model = load_model(path, device=device, dtype=config.dtype, max_model_len=config.max_sequence_length)
+    attention = [spec for spec in model.layer_specs if isinstance(spec, (FullAttention, WindowedAttention))]
+    check_length(config, model.max_position)
+    check_heads(config, attention)
+    arguments = choices.arguments(config)
+    budget = config.memory_config.pool_bytes
+    if budget is None:
+        free = free_memory(device) or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+        # More than every sequence at its full length, in whole pages, is never used.
+        most = config.max_batch_size * pages_for(config.max_sequence_length, size) * size
+        budget = min(
+            int(free * config.memory_config.max_memory_usage / 100), most * bytes_per_token(attention, model.dtype)
+        )
+    chunk = arguments.setdefault("prefill_chunk_size", 2048)
+    chunk = min(chunk, config.max_sequence_length) if chunk > 0 else config.max_sequence_length
+    sizes = pool_sizes(
+        EngineConfig(
+            model=choices.model,
+            kv_cache_memory=max(1, budget),
+            max_num_seqs=config.max_batch_size,
+            max_num_batched_tokens=chunk,
+            page_size=size,
+        ),
+        model.layer_specs,
+        model.dtype,
+        device,
+        config.max_sequence_length,
+    )
+    state = PagedKVState(
+        model.layer_specs,
+        capacity=sizes.tokens,
+        window_capacity=sizes.window_tokens,
+        page_size=size,
+        dtype=model.dtype,
+        device=device,
+        backend=ATTENTION_BACKENDS.require(choices.attention_backend)(),
+    )
+    if sizes.window_tokens is not None:
+        arguments["prefill_chunk_size"] = sizes.step_tokens
+    return Executor(LocalRunner(model, state, device), identity=Identity(path, model), **arguments)
+
+
+EXECUTOR_FACTORY = Factory(resolve_device, make_executor)
+EXECUTORS = NamedExecutors()
+"""Executors that somebody has named."""

@@ -24,8 +24,11 @@ ATTENTION_TYPES = ("MultiHead", "MultiQuery", "GroupedQuery", "Flash", "Paged", 
 
 CUSTOM_FLAGS: tuple[str, ...] = ()
 """Names that ``OptimizationConfig.custom_flags`` may have; none in this release."""
-EXECUTOR_OPTIONS: tuple[str, ...] = ()
-"""Names that ``ExecutorConfig.executor_options`` may have; none in this release."""
+EXECUTOR_OPTIONS = ("prefill_chunk_size", "modalities", "sliding_window_sink")
+"""Names that ``ExecutorConfig.executor_options`` may have: tokens of a prompt in one forward (an integer; <= 0: all), for which
+of "vision" and "audio" there is an encoder (a list), and how many first tokens a sequence with a window keeps."""
+EXECUTOR_TYPES = ("Sequential", "Batch", "ContinuousBatch", "Speculative", "PipelineParallel", "TensorParallel")
+MODALITIES = ("vision", "audio")
 
 _UNITS = {"B": 1} | {
     name: base**power
@@ -173,13 +176,20 @@ class EngineConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionConfig:
-    """How an executor attends."""
+    """How an executor attends.
+
+    ``attention_type``: MultiHead takes whatever sharing of heads the model has; MultiQuery and GroupedQuery demand it; Flash
+    and Paged demand what their flags enable; SlidingWindow lets each sequence keep its last tokens only.
+    """
 
     attention_type: str = field(default="MultiHead", metadata={"help": f"One of: {', '.join(ATTENTION_TYPES)}."})
     enable_flash_attention: bool = field(
         default=True, metadata={"help": "Fused attention kernels, if the device supports them."}
     )
-    enable_paged_attention: bool = field(default=True, metadata={"help": "Keep K and V in pages of block_size tokens."})
+    enable_paged_attention: bool = field(
+        default=True,
+        metadata={"help": "Keep K and V in pages of block_size tokens; otherwise each sequence in one piece."},
+    )
     block_size: int = field(default=16, metadata={"help": "Tokens in a page, any number >= 1; meant when paging."})
     sliding_window_size: int | None = field(
         default=None, metadata={"help": "Window in tokens; given if and only if attention_type is SlidingWindow."}
@@ -190,6 +200,9 @@ class AttentionConfig:
         _check_bool("enable_flash_attention", self.enable_flash_attention)
         _check_bool("enable_paged_attention", self.enable_paged_attention)
         _check_int("block_size", self.block_size, 1 if self.enable_paged_attention else None)
+        for kind, name in (("Flash", "enable_flash_attention"), ("Paged", "enable_paged_attention")):
+            if self.attention_type == kind and not getattr(self, name):
+                raise InvalidArgument(f"{name} must be True where attention_type is {kind!r}, got False")
         windowed = self.attention_type == "SlidingWindow"
         if windowed:
             _check_int("sliding_window_size", self.sliding_window_size, 1, also="(attention_type is SlidingWindow)")
@@ -269,6 +282,12 @@ class ExecutorConfig:
         default="auto",
         metadata={"help": "Weights and activations: float32, bfloat16, float16; auto: the checkpoint's."},
     )
+    executor_type: str = field(
+        default="ContinuousBatch",
+        metadata={
+            "help": f"How sequences run: {', '.join(EXECUTOR_TYPES)}; of a Sequential one the largest batch is 1."
+        },
+    )
     max_batch_size: int = field(default=32, metadata={"help": "Most sequences in one call."})
     max_sequence_length: int = field(default=2048, metadata={"help": "Longest sequence in tokens."})
     attention_config: AttentionConfig = field(default_factory=AttentionConfig, metadata={"help": "How to attend."})
@@ -277,13 +296,14 @@ class ExecutorConfig:
         default_factory=OptimizationConfig, metadata={"help": "How far to go for speed."}
     )
     executor_options: Mapping[str, object] = field(
-        default_factory=dict, hash=False, metadata={"help": "Further options by name; this release knows none."}
+        default_factory=dict, hash=False, metadata={"help": f"Further options by name: {', '.join(EXECUTOR_OPTIONS)}."}
     )
 
     def __post_init__(self) -> None:
         longest = self._check_model()
         _check_device("device", self.device)
         _set_dtypes(self)
+        _check_choice("executor_type", self.executor_type, EXECUTOR_TYPES)
         _check_int("max_batch_size", self.max_batch_size, 1)
         _check_int("max_sequence_length", self.max_sequence_length, 1, longest)
         for name, cls in (
@@ -294,6 +314,26 @@ class ExecutorConfig:
             if not isinstance(value := getattr(self, name), cls):
                 raise InvalidArgument(f"{name} must be of class {cls.__name__}, got {value!r}")
         _set_options(self, "executor_options", EXECUTOR_OPTIONS)
+        self._check_options()
+
+    def _check_options(self) -> None:
+        options = self.executor_options
+        if "prefill_chunk_size" in options:
+            _check_int("executor_options['prefill_chunk_size']", options["prefill_chunk_size"], None)
+        if "modalities" in options:
+            given = options["modalities"]
+            if not isinstance(given, list | tuple | set | frozenset) or any(one not in MODALITIES for one in given):
+                raise InvalidArgument(
+                    f"executor_options['modalities'] must be a list of {_one_of(MODALITIES)}, got {given!r}"
+                )
+        if "sliding_window_sink" in options:
+            window = self.attention_config.sliding_window_size
+            if window is None:
+                raise InvalidArgument(
+                    "executor_options['sliding_window_sink'] belongs to attention_type 'SlidingWindow', got "
+                    f"{options['sliding_window_sink']!r} with {self.attention_config.attention_type!r}"
+                )
+            _check_int("executor_options['sliding_window_sink']", options["sliding_window_sink"], 0, window - 1)
 
     def _check_model(self) -> int | None:
         """The model's longest sequence where ``model_info`` says it."""

@@ -50,11 +50,9 @@ def _sequence(row: Mapping[str, Any]) -> dict[str, Any]:
     tokens = _typed(row.get("tokens"), list, "tokens")
     sequence = _typed(row.get("sequence"), dict, "sequence")
     layers = [_typed(layer, dict, "layer") for layer in _typed(sequence.get("layers"), list, "layers")]
-    held = [_typed(span, list, "held") for span in _typed(sequence.get("held"), list, "held")]
-    if not all(len(span) == 2 and all(type(bound) is int for bound in span) for span in held):
-        raise DataLoss(f"the state file holds {held!r} as the positions held; pairs of integers are expected")
+    held = [_held(one) for one in _typed(sequence.get("held"), list, "held")]
     kinds = Counter(
-        f"{layer.get('kind')}, {layer.get('num_kv_heads')} KV heads of {layer.get('head_dim')}/{layer.get('value_dim')}, {layer.get('dtype')}"
+        f"{layer.get('kind')}{_window(layer)}, {layer.get('num_kv_heads')} KV heads of {layer.get('head_dim')}/{layer.get('value_dim')}, {layer.get('dtype')}"
         for layer in layers
     )
     return {
@@ -68,6 +66,22 @@ def _sequence(row: Mapping[str, Any]) -> dict[str, Any]:
         "sink": sequence.get("sink"),
         "kept_recurrent_positions": sequence.get("kept_recurrent_positions", []),
     }
+
+
+def _held(one: Any) -> dict[str, Any]:
+    """Positions of which the layers of one class have rows."""
+    one = _typed(one, dict, "held")
+    layers = _typed(one.get("layers"), list, "the layers of held")
+    ranges = [
+        _typed(span, list, "the ranges of held") for span in _typed(one.get("ranges"), list, "the ranges of held")
+    ]
+    if not all(len(span) == 2 and all(type(bound) is int for bound in span) for span in ranges):
+        raise DataLoss(f"the state file holds {ranges!r} as the positions held; pairs of integers are expected")
+    return {"layers": layers, "ranges": ranges}
+
+
+def _window(layer: Mapping[str, Any]) -> str:
+    return "" if layer.get("window") is None else f" of {layer['window']}"
 
 
 def _typed(value: Any, kind: type[T], name: str) -> T:
@@ -102,8 +116,12 @@ def print_description(found: Mapping[str, Any]) -> None:
     )
     table.add_row("checksums", str(found["checksums"]))
     for number, sequence in enumerate(found["sequences"]):
-        held = ", ".join(f"{start}..{stop - 1}" for start, stop in sequence["positions_held"] if stop > start) or "none"
-        table.add_row(f"sequence {number}", f"{sequence['num_tokens']} tokens, state of positions {held}")
+        window = "" if sequence["window"] is None else f", window {sequence['window']} with sink {sequence['sink']}"
+        table.add_row(f"sequence {number}", f"{sequence['num_tokens']} tokens{window}")
+        for one in sequence["positions_held"]:
+            held = ", ".join(f"{start}..{stop - 1}" for start, stop in one["ranges"] if stop > start) or "none"
+            layers = "all layers" if len(one["layers"]) == sequence["num_layers"] else f"{len(one['layers'])} layers"
+            table.add_row("", f"positions held by {layers}: {held}")
         table.add_row("", f"first tokens {sequence['first_tokens']}")
         for kind, count in sequence["layers"].items():
             table.add_row("", f"{count} layers: {kind}")

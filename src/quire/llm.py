@@ -14,6 +14,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self
@@ -26,27 +27,27 @@ from tqdm import tqdm
 from quire.build import Parts, build
 from quire.config import EngineConfig
 from quire.engine import saved
+from quire.engine.beam import BeamSearch, search
 from quire.engine.chat import render_chat, select_template
 from quire.engine.engine import Engine
 from quire.engine.generation import SequenceRequest, SessionState
-from quire.engine.request import TokenBuffer
+from quire.engine.request import SlidingWindow, TokenBuffer
 from quire.engine.results import request_output
 from quire.engine.session import Session, Text, as_token_ids
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import FailedPrecondition, InvalidArgument, QuireError, Unsupported
 from quire.kv.rules import PAGED_REFUSALS, PAGED_VERBS
 from quire.kv.statefile import read_state
+from quire.kv.storage import bytes_per_token
 from quire.models.families import LoadedModel
-from quire.outputs import RequestOutput
-from quire.sampling_params import SamplingParams
+from quire.models.loading import free_memory
+from quire.outputs import BeamSearchOutput, RequestOutput
+from quire.sampling_params import BeamSearchParams, SamplingParams
 
 if TYPE_CHECKING:
     from quire.executor.executor import Executor
 
 ENGINE_REFUSALS: dict[str, str] = {
-    "SamplingParams(structured_outputs=...)": "grammars are not in this release",
-    "SamplingParams(prompt_logprobs=...)": "log-probabilities of prompts are not in this release; use Session.score",
-    "SamplingParams(logits_processors=...)": "callables on logits are not in this release",
     "LLM(speculative=...)": "speculation in the engine is not in this release; the executor has speculative_decode",
     "LLM(adapters=...), load_adapter, adapter=": "LoRA adapters are not in this release",
     "LLM(quantization=...)": "quantised weights are not in this release",
@@ -58,6 +59,19 @@ ENGINE_REFUSALS: dict[str, str] = {
 
 Prompts = str | Sequence[int] | Sequence[str | Sequence[int]]
 Messages = Sequence[Mapping[str, Any]]
+
+HOST_SHARE = 0.125
+"""Part of the free host memory to which the state of preempted requests and idle sessions may be moved."""
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedPrompts:
+    """Prompts that have passed all checks: as token ids, with their texts where they were text."""
+
+    ids: list[NDArray[np.int64]]
+    texts: list[str | None]
+    params: list[SamplingParams]
+    key: Hashable
 
 
 class LLM:
@@ -97,6 +111,7 @@ class LLM:
         config = EngineConfig.from_mapping({name: value for name, value in locals().items() if name != "self"})
         self._parts: Parts = build(config, progress=sys.stderr.isatty())
         self._engine = self._parts.engine
+        self._engine.host.capacity = int((free_memory(torch.device("cpu")) or 0) * HOST_SHARE)
         self._executor: Executor | None = None
         self._closed = False
 
@@ -117,6 +132,17 @@ class LLM:
         the first one runs. Prompts with different ``cache_salt`` never share cached state. A request that fails
         later ends with ``finish_reason`` "error" and leaves the others alone.
         """
+        return self._run(self.prepare(prompts, sampling_params, adapter=adapter, cache_salt=cache_salt), use_tqdm)
+
+    def prepare(
+        self,
+        prompts: Prompts,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        adapter: str | None = None,
+        cache_salt: str | None = None,
+    ) -> PreparedPrompts:
+        """The arguments of ``generate``, checked and encoded, for ``submit``."""
         self._require_open("generate")
         self._no_adapter(adapter)
         listed = as_prompts(prompts)
@@ -126,7 +152,7 @@ class LLM:
             with naming_prompt(number, len(listed)):
                 ids.append(self._encode(prompt))
         texts = [prompt if isinstance(prompt, str) else None for prompt in listed]
-        return self._run(ids, texts, params, cache_salt, use_tqdm)
+        return self._checked(PreparedPrompts(ids, texts, params, cache_key(cache_salt)))
 
     def chat(
         self,
@@ -140,6 +166,27 @@ class LLM:
         use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or many, rendered with the model's chat template."""
+        prepared = self.prepare_chat(
+            messages,
+            sampling_params,
+            adapter=adapter,
+            cache_salt=cache_salt,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+        )
+        return self._run(prepared, use_tqdm)
+
+    def prepare_chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        adapter: str | None = None,
+        cache_salt: str | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> PreparedPrompts:
+        """The arguments of ``chat``, checked, rendered and encoded, for ``submit``."""
         self._require_open("chat")
         self._no_adapter(adapter)
         if not isinstance(messages, (list, tuple)) or not messages:
@@ -163,29 +210,47 @@ class LLM:
             for conversation in conversations
         ]
         ids = [np.array(tokenizer.encode(text, add_special_tokens=False), dtype=np.int64) for text in texts]
-        return self._run(ids, list(texts), params, cache_salt, use_tqdm)
+        return self._checked(PreparedPrompts(ids, list(texts), params, cache_key(cache_salt)))
 
-    def _run(
-        self,
-        ids: list[NDArray[np.int64]],
-        texts: Sequence[str | None],
-        params: list[SamplingParams],
-        salt: str | None,
-        use_tqdm: bool | None,
-    ) -> list[RequestOutput]:
-        engine, key = self._engine, cache_key(salt)
-        for number, (tokens, chosen) in enumerate(zip(ids, params, strict=True)):
-            with naming_prompt(number, len(ids)):
-                engine.checks.tokens(tokens)
-                engine.checks.params(chosen)
-                engine.checks.length(tokens.size, chosen)
-        show = use_tqdm if use_tqdm is not None else (len(ids) > 1 and sys.stderr.isatty())
+    def _checked(self, prepared: PreparedPrompts) -> PreparedPrompts:
+        """Refuses, before anything is queued, whatever ``submit`` would refuse."""
+        checks, count = self._engine.checks, len(prepared.ids)
+        for number, (tokens, chosen) in enumerate(zip(prepared.ids, prepared.params, strict=True)):
+            with naming_prompt(number, count):
+                checks.tokens(tokens)
+                checks.params(chosen)
+                checks.length(tokens.size, chosen)
+        return prepared
+
+    def submit(self, prepared: PreparedPrompts, request_id: str | None = None) -> list[list[SequenceRequest]]:
+        """Queue prompts, all or none: for each its samples. Whoever steps the engine runs them. With ``request_id`` that is
+        the name of a single prompt, and several are numbered, as in "name-0"."""
+        requests: list[list[SequenceRequest]] = []
+        with self._engine.lock:
+            try:
+                for number, (tokens, chosen) in enumerate(zip(prepared.ids, prepared.params, strict=True)):
+                    name = request_id if request_id is None or len(prepared.ids) == 1 else f"{request_id}-{number}"
+                    requests.append(self._engine.submit(tokens, chosen, request_id=name, key=prepared.key))
+            except BaseException:
+                for samples in requests:
+                    self._engine.end(samples)
+                raise
+        return requests
+
+    def outputs(self, prepared: PreparedPrompts, requests: Sequence[Sequence[SequenceRequest]]) -> list[RequestOutput]:
+        """What became of the requests of ``submit``, so far."""
+        return [
+            request_output(samples, self.tokenizer, text)
+            for samples, text in zip(requests, prepared.texts, strict=True)
+        ]
+
+    def _run(self, prepared: PreparedPrompts, use_tqdm: bool | None) -> list[RequestOutput]:
+        engine, count = self._engine, len(prepared.ids)
+        show = use_tqdm if use_tqdm is not None else (count > 1 and sys.stderr.isatty())
         requests: list[list[SequenceRequest]] = []
         try:
-            with engine.lock:
-                for tokens, chosen in zip(ids, params, strict=True):
-                    requests.append(engine.submit(tokens, chosen, key=key))
-            with tqdm(total=len(ids), desc="Generating", unit="prompt", disable=not show) as bar:
+            requests = self.submit(prepared)
+            with tqdm(total=count, desc="Generating", unit="prompt", disable=not show) as bar:
 
                 def advance() -> None:
                     bar.update(sum(all(sample.finished for sample in samples) for samples in requests) - bar.n)
@@ -194,31 +259,103 @@ class LLM:
         finally:
             for samples in requests:
                 engine.end(samples)
-        return [request_output(samples, self.tokenizer, text) for samples, text in zip(requests, texts, strict=True)]
+        return self.outputs(prepared, requests)
+
+    def beam_search(
+        self,
+        prompts: Prompts,
+        params: BeamSearchParams,
+        *,
+        adapter: str | None = None,
+        cache_salt: str | None = None,
+        use_tqdm: bool | None = None,
+    ) -> list[BeamSearchOutput]:
+        """The most probable continuations of prompts: text or token ids, one or many. One ``BeamSearchOutput`` per prompt.
+
+        All prompts are checked before the first one runs. One that fails later has an ``error`` and leaves the others alone.
+        """
+        searches, texts = self.prepare_beams(prompts, params, adapter=adapter, cache_salt=cache_salt)
+        show = use_tqdm if use_tqdm is not None else (len(searches) > 1 and sys.stderr.isatty())
+        with tqdm(total=len(searches), desc="Searching", unit="prompt", disable=not show) as bar:
+
+            def advance() -> None:
+                bar.update(sum(one.done for one in searches) - bar.n)
+
+            search(self._engine, searches, advance if show else None)
+        return [one.output(text) for one, text in zip(searches, texts, strict=True)]
+
+    def prepare_beams(
+        self,
+        prompts: Prompts,
+        params: BeamSearchParams,
+        *,
+        adapter: str | None = None,
+        cache_salt: str | None = None,
+    ) -> tuple[list[BeamSearch], list[str | None]]:
+        """The searches of ``beam_search``, checked and not started, and the prompts that were text."""
+        self._require_open("beam_search")
+        self._no_adapter(adapter)
+        if not isinstance(params, BeamSearchParams):
+            raise InvalidArgument(f"beam_search takes BeamSearchParams, got {type(params).__name__}")
+        listed, key, stopping = as_prompts(prompts), cache_key(cache_salt), params.sampling()
+        searches: list[BeamSearch] = []
+        for number, prompt in enumerate(listed):
+            with naming_prompt(number, len(listed)):
+                tokens = self._encode(prompt)
+                self._engine.checks.tokens(tokens)
+                self._engine.checks.params(stopping)
+                self._engine.checks.length(tokens.size, stopping)
+                searches.append(BeamSearch(self._engine, tokens, params, key=key))
+        return searches, [prompt if isinstance(prompt, str) else None for prompt in listed]
 
     # -- sessions --------------------------------------------------------------------------------------------
 
     def session(
-        self, prompt: Text = "", *, adapter: str | None = None, cache_salt: str | None = None, pin: bool = False
+        self,
+        prompt: Text = "",
+        *,
+        adapter: str | None = None,
+        cache_salt: str | None = None,
+        pin: bool = False,
+        window: int | None = None,
+        sink: int = 0,
     ) -> Session:
         """A live sequence that starts with ``prompt`` (text, token ids or nothing), which is run.
 
-        ``pin``: its state is never dropped when the pool is short.
+        ``pin``: its state is never dropped when the pool is short. ``window``: only the first ``sink`` tokens and the last
+        ``window - sink`` are seen and kept (StreamingLLM), so that memory and time per token stay as they are however long it
+        gets, also beyond the model's context; such a session shares no prefix with others.
         """
         self._require_open("session")
         self._no_adapter(adapter)
         tokens, key = self._encode(prompt), cache_key(cache_salt)
         _check_flag("pin", pin)
         self._engine.checks.tokens(tokens)
+        state = SessionState(TokenBuffer(tokens), key, pinned=pin, window=self._window(window, sink))
         if tokens.size:
-            self._engine.checks.length(tokens.size, None)
-        session = self._session(SessionState(TokenBuffer(tokens), key, pinned=pin))
+            self._engine.checks_of(state).length(tokens.size, None)
+        session = self._session(state)
         try:
             session.compute()
         except BaseException:
             session.close()
             raise
         return session
+
+    def _window(self, window: int | None, sink: int) -> SlidingWindow | None:
+        for name, value in (("window", window), ("sink", sink)):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+                raise InvalidArgument(f"{name} is {value!r}; an integer is needed")
+        if window is None:
+            if sink != 0:
+                raise InvalidArgument(f"sink is {sink} without a window; give a window, or sink=0")
+            return None
+        longest = self._engine.max_model_len
+        if not 0 <= sink < window or window > longest:
+            raise InvalidArgument(
+                f"window {window} with sink {sink}; 0 <= sink < window <= {longest} (the context) is needed"
+            )
+        return SlidingWindow(window, sink)
 
     def _session(self, state: SessionState) -> Session:
         return Session(self._engine, state, identity=self._parts.identity, defaults=lambda: self._parts.default_params)
@@ -303,7 +440,7 @@ class LLM:
     def bytes_per_token(self) -> int:
         """Bytes of KV state of one token, over all layers."""
         state = self._engine.runner.state
-        return state.storage.num_bytes // state.storage.num_slots
+        return bytes_per_token(state.specs, state.dtype)
 
     @property
     def config(self) -> EngineConfig:

@@ -64,11 +64,52 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool = True
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    """For each token of the prompt: itself and the most likely ones in its place, by id; None for the first token. None if
+    they were not asked for, or the prompt was not run to its end."""
     num_cached_tokens: int = 0
     """Tokens of the prompt that did not have to be computed."""
     metrics: RequestMetrics = field(
         default_factory=lambda: RequestMetrics(arrival_time=0.0, first_token_time=None, finished_time=None)
     )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BeamSearchSequence:
+    """One continuation that a beam search found."""
+
+    tokens: list[int]
+    """The prompt and the continuation, as in vLLM."""
+    token_ids: list[int]
+    """The continuation, with the token that ended it."""
+    text: str
+    """Of the prompt and the continuation, as in vLLM."""
+    output_text: str
+    """Of the continuation, without a stop token or stop string that ended it."""
+    logprobs: list[dict[int, Logprob]]
+    """For each token of the continuation: itself."""
+    cum_logprob: float
+    """Sum of these log-probabilities."""
+    score: float
+    """``cum_logprob / len(token_ids) ** length_penalty``."""
+    finish_reason: FinishReason | None
+    stop_reason: str | int | None = None
+    """The stop string or token id that ended it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BeamSearchOutput:
+    """A prompt and the continuations that a beam search found, by score, the best first."""
+
+    prompt: str | None
+    """None if token ids were given."""
+    prompt_token_ids: list[int]
+    sequences: list[BeamSearchSequence]
+    """At most ``beam_width``. Those that an error or a cancel cut short have that as ``finish_reason``."""
+    num_cached_tokens: int = 0
+    """Tokens of the prompt that did not have to be computed."""
+    error: str | None = None
+    """What ended the search before its time, if something went wrong."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,19 +1,23 @@
-"""What a user asks of sampling and stopping, as one frozen value. No torch here.
+"""What a user asks of sampling, stopping, grammars and beam search, as frozen values. No torch here.
 
-Fields and defaults are those of vLLM's ``SamplingParams``, so that what is written for it works. Every value is checked
-when the object is made; a field that this release cannot honour is refused by name and never ignored.
+Fields and defaults of ``SamplingParams`` are those of vLLM's, so that what is written for it works. Every value is checked
+when the object is made.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
-from typing import Any, Self, cast
+from typing import Any, Literal, Self, TypeAlias, cast
 
-from quire.errors import InvalidArgument, Unsupported
+from quire.errors import InvalidArgument
+
+LogitsProcessor: TypeAlias = Callable[[list[int], Any], Any]
+"""``(token_ids, logits) -> logits``: the tokens generated so far, float32 ``torch.Tensor`` [V] in and out."""
 
 MAX_STOP_STRINGS = 256
 """All stop strings are searched for after every token, so their number is bounded."""
@@ -30,18 +34,63 @@ _GENERATION_CONFIG_FIELDS = {
 
 
 @dataclass(frozen=True, kw_only=True)
+class StructuredOutputs:
+    """A form that the text of a generation must have: exactly one of these fields.
+
+    The text is in the language of the grammar unless something cut it short: ``max_tokens`` or the context (then
+    ``finish_reason`` is "length"), a stop string, a cancel. A text to which nothing more can be added ends by itself, with "stop".
+    EOS and stop tokens can be drawn exactly where the text may end. Whether the grammar can be had is checked when the
+    request is submitted.
+
+    Raises ``InvalidArgument`` that names the field and the value.
+    """
+
+    json: Mapping[str, Any] | str | None = None
+    """A JSON schema; kept as its JSON text. Between the tokens there may be up to 8 spaces or tabs, or one or two line ends and up
+    to 40; an object ``x-guidance`` in the schema takes llguidance's options, such as ``{"whitespace_flexible": false}``."""
+    json_object: bool = False
+    """Any JSON object."""
+    regex: str | None = None
+    """A regular expression for the whole text, in the syntax of Rust's ``regex`` without look-around."""
+    grammar: str | None = None
+    """A context-free grammar in llguidance's Lark syntax (it has a rule ``start``) or in llama.cpp's GBNF (``root``)."""
+    choice: Sequence[str] | None = None
+    """The text is one of these; kept as a tuple without duplicates."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.json_object, bool):
+            raise InvalidArgument(f"structured_outputs.json_object must be True or False, got {self.json_object!r}")
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        given = [name for name, value in values.items() if value is not None and value is not False]
+        if len(given) != 1:
+            raise InvalidArgument(
+                f"structured_outputs must have exactly one of json, json_object, regex, grammar, choice; got {given or 'none'}"
+            )
+        object.__setattr__(self, "json", None if self.json is None else _schema("structured_outputs.json", self.json))
+        for name in ("regex", "grammar"):
+            if getattr(self, name) is not None:
+                _text(f"structured_outputs.{name}", getattr(self, name))
+        if self.choice is not None:
+            if not _is_collection(self.choice) or not self.choice:
+                raise InvalidArgument(
+                    f"structured_outputs.choice must be a list of at least one string, got {self.choice!r}"
+                )
+            items = [_text("each string in structured_outputs.choice", item) for item in self.choice]
+            object.__setattr__(self, "choice", tuple(dict.fromkeys(items)))
+
+
+@dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How the tokens of one request are drawn, and when it ends.
 
-    The order of operations: ``logit_bias``, penalties, ban of end tokens before ``min_tokens``, ``temperature``,
-    ``top_k``, ``top_p`` (inside top-k), ``min_p``, softmax, one draw. ``logprobs`` are of the raw distribution, before
-    all of these.
+    The order of operations: the mask of ``structured_outputs``, ``logit_bias``, penalties, ban of end tokens before
+    ``min_tokens``, ``logits_processors``, ``temperature``, ``top_k``, ``top_p`` (inside top-k), ``min_p``, softmax, one draw.
+    Mask and ban hold after the processors too. ``logprobs`` are of the raw distribution, before all of these.
 
     Sequences become tuples and ``logit_bias`` a private dict with int keys, so later changes of what the caller passed
     do not reach a running request; treat the dict as read-only. Two objects with equal fields are equal and hash equal.
 
-    Raises ``InvalidArgument`` (a ``ValueError``) that names the field, the value and the range, ``Unsupported`` for
-    ``prompt_logprobs``, ``structured_outputs`` and ``logits_processors``, which this release does not have.
+    Raises ``InvalidArgument`` (a ``ValueError``) that names the field, the value and the range.
     """
 
     n: int = 1
@@ -59,7 +108,7 @@ class SamplingParams:
     max_tokens: int | None = 16
     """Emitted tokens at most; None goes on up to the context length."""
     min_tokens: int = 0
-    """EOS and stop tokens cannot be drawn before that many tokens."""
+    """EOS and stop tokens cannot be drawn before that many tokens. A text that its grammar completes ends before."""
     stop: str | Collection[str] | None = None
     """Strings that end the text; at most ``MAX_STOP_STRINGS``."""
     stop_token_ids: Collection[int] | None = None
@@ -77,16 +126,18 @@ class SamplingParams:
     logprobs: int | None = None
     """None: none. 0: of the chosen token. N: of it and of the N most probable ones."""
     prompt_logprobs: int | None = None
+    """The same of each token of the prompt but the first, which nothing predicts. The whole prompt is run, also what is
+    cached of it."""
     skip_special_tokens: bool = True
-    structured_outputs: Any = None
-    logits_processors: Any = None
+    structured_outputs: StructuredOutputs | Mapping[str, Any] | None = None
+    """What form the text must have; a mapping becomes ``StructuredOutputs``."""
+    logits_processors: Sequence[LogitsProcessor] | None = field(default=None, hash=False)
+    """Called one after the other for every token of this request, with the tokens that it has generated so far (without
+    the prompt, as in vLLM) and its logits, a copy: float32 ``[V]`` on the model's device. Each returns logits of that kind,
+    -inf for what must not be drawn; what a later one sees is what the one before returned. One that raises, or returns
+    anything else, or NaN or +inf, ends its request with "error"."""
 
     def __post_init__(self) -> None:
-        for name in ("prompt_logprobs", "structured_outputs", "logits_processors"):
-            if getattr(self, name) is not None:
-                raise Unsupported(
-                    f"{name} is not supported in this release, got {getattr(self, name)!r}; leave it None"
-                )
         checked: dict[str, Any] = {
             "n": _integer("n", self.n, 1),
             "temperature": _number("temperature", self.temperature, 0.0),
@@ -103,6 +154,11 @@ class SamplingParams:
             "repetition_penalty": _number("repetition_penalty", self.repetition_penalty, 0.0, open_low=True),
             "logit_bias": _bias("logit_bias", self.logit_bias),
             "logprobs": None if self.logprobs is None else _integer("logprobs", self.logprobs, 0),
+            "prompt_logprobs": None
+            if self.prompt_logprobs is None
+            else _integer("prompt_logprobs", self.prompt_logprobs, 0),
+            "structured_outputs": _structured("structured_outputs", self.structured_outputs),
+            "logits_processors": _processors("logits_processors", self.logits_processors),
         }
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
@@ -130,6 +186,11 @@ class SamplingParams:
     def token_bias(self) -> Mapping[int, float]:
         """``logit_bias`` with int keys; empty for None."""
         return cast(Mapping[int, float], self.logit_bias or {})
+
+    @property
+    def grammar(self) -> StructuredOutputs | None:
+        """``structured_outputs`` as a ``StructuredOutputs``."""
+        return cast(StructuredOutputs | None, self.structured_outputs)
 
     @property
     def is_greedy(self) -> bool:
@@ -170,6 +231,64 @@ class SamplingParams:
             return cls(**given)
         except InvalidArgument as error:
             raise InvalidArgument(f"generation_config.json: {error}") from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class BeamSearchParams:
+    """A search for the most probable continuations, of which ``beam_width`` are followed at a time.
+
+    A hypothesis of L tokens has the score (sum of its tokens' raw log-probabilities) / L ** ``length_penalty``. In each step the
+    continuations of all beams by one token are ranked by their sums. Among the ``beam_width`` best, those that end are finished
+    hypotheses, of which the ``beam_width`` with the best scores are kept; the best that do not end are the next beams. This,
+    and ``early_stopping``, is the search of transformers' ``generate(num_beams=...)``; ties go to the better beam, then to
+    the lower token id.
+
+    Raises ``InvalidArgument`` that names the field, the value and the range.
+    """
+
+    beam_width: int
+    max_tokens: int = 16
+    """Tokens of a hypothesis at most; one of that length is finished."""
+    length_penalty: float = 1.0
+    """0: sums are compared, which favours short hypotheses; above 0: longer ones gain, below 0: they lose. [-10, 10]."""
+    early_stopping: bool | Literal["never"] = False
+    """True: end once ``beam_width`` hypotheses are finished. False: or rather once the best beam, if it ended now, would not be
+    better than the worst of them. "never": once it cannot be, at ``max_tokens`` if ``length_penalty`` is above 0."""
+    ignore_eos: bool = False
+    stop: str | Collection[str] | None = None
+    """Strings that end a hypothesis; they count for its score and are cut off its text."""
+    stop_token_ids: Collection[int] | None = None
+    """Tokens that end a hypothesis, beside the model's EOS."""
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        checked: dict[str, Any] = {
+            "beam_width": _integer("beam_width", self.beam_width, 1),
+            "max_tokens": _integer("max_tokens", self.max_tokens, 1),
+            "length_penalty": _number("length_penalty", self.length_penalty, -10.0, 10.0),
+            "stop": _strings("stop", self.stop),
+            "stop_token_ids": _token_ids("stop_token_ids", self.stop_token_ids),
+        }
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidArgument(f"{name} must be True or False, got {getattr(self, name)!r}")
+        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
+            raise InvalidArgument(f'early_stopping must be True, False or "never", got {self.early_stopping!r}')
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
+
+    def sampling(self) -> SamplingParams:
+        """What these say of stopping, as greedy sampling parameters."""
+        return SamplingParams(
+            temperature=0,
+            max_tokens=self.max_tokens,
+            stop=self.stop,
+            stop_token_ids=self.stop_token_ids,
+            ignore_eos=self.ignore_eos,
+            include_stop_str_in_output=self.include_stop_str_in_output,
+            skip_special_tokens=self.skip_special_tokens,
+        )
 
 
 def _integer(name: str, value: object, low: int, high: int | None = None) -> int:
@@ -240,3 +359,54 @@ def _bias(name: str, value: object) -> dict[int, float] | None:
             raise InvalidArgument(f"{name} names token {token} twice; each token may be named once")
         biases[token] = _number(f"{name}[{token}]", bias, -100.0, 100.0)
     return biases
+
+
+def _text(name: str, value: object) -> str:
+    if not isinstance(value, str) or not value:
+        raise InvalidArgument(f"{name} must be a non-empty string, got {value!r}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidArgument(
+            f"{name} must be valid Unicode, got a lone surrogate U+{ord(value[error.start]):04X} at index {error.start}"
+        ) from None
+    return value
+
+
+def _schema(name: str, value: object) -> str:
+    """The JSON text of a schema."""
+    if isinstance(value, Mapping):
+        try:
+            return _text(name, json.dumps(dict(value), ensure_ascii=False, allow_nan=False))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise InvalidArgument(f"{name} must be a JSON schema; what was given is no JSON: {error}") from None
+    if not isinstance(value, str):
+        raise InvalidArgument(f"{name} must be a JSON schema as a dict or as JSON text, got {value!r}")
+    try:
+        json.loads(_text(name, value))
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgument(
+            f"{name} must be a JSON schema; the text is no JSON: {error}, got {value[:100]!r}"
+        ) from None
+    return value
+
+
+def _structured(name: str, value: object) -> StructuredOutputs | None:
+    if value is None or isinstance(value, StructuredOutputs):
+        return value
+    known = [f.name for f in dataclasses.fields(StructuredOutputs)]
+    if not isinstance(value, Mapping):
+        raise InvalidArgument(
+            f"{name} must be StructuredOutputs or a dict with one of {', '.join(known)}, got {value!r}"
+        )
+    if unknown := [key for key in value if key not in known]:
+        raise InvalidArgument(f"{name} has no field {unknown[0]!r}; its fields are {', '.join(known)}")
+    return StructuredOutputs(**value)
+
+
+def _processors(name: str, value: object) -> tuple[LogitsProcessor, ...] | None:
+    if value is None:
+        return None
+    if not isinstance(value, (list, tuple)) or not all(callable(item) for item in value):
+        raise InvalidArgument(f"{name} must be a list of callables (token_ids, logits) -> logits, got {value!r}")
+    return tuple(value)

@@ -34,7 +34,22 @@ GEOMETRY = {
     "pad_token_id": None,
 }
 BYTES_PER_TOKEN = 2 * 2 * 2 * 16 * 4
-FAMILIES = {"llama": "Llama", "qwen3": "Qwen3"}
+WINDOW = 24
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "gemma3": (
+        "Gemma3",
+        {
+            "sliding_window": WINDOW,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "query_pre_attn_scalar": 16,
+            "tie_word_embeddings": False,
+            "architectures": ["Gemma3ForCausalLM"],
+        },
+    ),
+    "mistral": ("Mistral", {"sliding_window": WINDOW}),
+}
+"""Without windows, with one in some layers, with one in all."""
 
 TOLERANCE = 2 * math.sqrt(32) * torch.finfo(torch.float32).eps
 """Relative to the largest value: the rounding errors of a layer's sums grow like the root of their length, and those of
@@ -85,14 +100,17 @@ class Checkpoint:
 
 
 def make_checkpoint(family: str, path: Path, seed: int = 0, **changes: Any) -> Checkpoint:
-    name = FAMILIES[family]
-    config = getattr(transformers, f"{name}Config")(**{**GEOMETRY, **changes})
+    name, given = FAMILIES[family]
+    kind = "Gemma3Text" if name == "Gemma3" else name
+    config = getattr(transformers, f"{kind}Config")(**{**GEOMETRY, **given, **changes})
     model = getattr(transformers, f"{name}ForCausalLM")(config).float().eval()
     generator = torch.Generator().manual_seed(seed + len(family))
     with torch.no_grad():
         for parameter, weight in model.named_parameters():
             scale = weight.shape[-1] ** -0.5 if weight.ndim == 2 and "embed" not in parameter else 0.5
-            weight.copy_(torch.randn(weight.shape, generator=generator) * scale + ("norm" in parameter))
+            # Gemma's norms multiply by 1 + w.
+            one = "norm" in parameter and name != "Gemma3"
+            weight.copy_(torch.randn(weight.shape, generator=generator) * scale + one)
     model.save_pretrained(path)
     return Checkpoint(path, model)
 

@@ -11,7 +11,7 @@ import torch
 
 from quire import LLM, QuireError, SamplingParams, Session
 
-from .conftest import Checkpoint, MakeLLM, assert_near, check, greedy, random_tokens
+from .conftest import BYTES_PER_TOKEN, Checkpoint, MakeLLM, assert_near, check, greedy, random_tokens
 
 MAX_LENGTH = 70
 
@@ -162,13 +162,21 @@ class Conversations:
             session.close()
 
 
-def run(make_llm: MakeLLM, checkpoint: Checkpoint, seed: int, steps: int, folder: Path) -> None:
+def run(
+    make_llm: MakeLLM,
+    checkpoint: Checkpoint,
+    seed: int,
+    steps: int,
+    folder: Path,
+    *,
+    bytes_per_token: int = BYTES_PER_TOKEN,
+) -> None:
     rng = random.Random(seed)
     page_size = rng.choice([1, 3, 4, 8, 16])
     pool = rng.choice([96, 160, 256])
     llm = make_llm(
         checkpoint,
-        pool=pool,
+        kv_cache_memory=pool * bytes_per_token,
         page_size=page_size,
         max_num_batched_tokens=rng.choice([5, 16, 512]),
         enable_prefix_caching=rng.random() < 0.75,

@@ -80,7 +80,7 @@ def refused(llm: LLM, data: bytes, error: type[QuireError], match: str) -> None:
 
 def test_another_model(make_llm: MakeLLM, checkpoints: dict[str, Checkpoint], tmp_path: Path) -> None:
     data = make_llm(checkpoints["llama"]).session(PROMPT).to_bytes()
-    refused(make_llm(checkpoints["qwen3"]), data, InvalidArgument, "another model: architecture .*Llama.*Qwen3")
+    refused(make_llm(checkpoints["mistral"]), data, InvalidArgument, "another model: architecture .*Llama.*Mistral")
     weights = make_checkpoint("llama", tmp_path / "weights", seed=9)
     refused(make_llm(weights), data, InvalidArgument, "another model: weights .* found, .* expected")
     config = make_checkpoint("llama", tmp_path / "config", rms_norm_eps=1e-3)

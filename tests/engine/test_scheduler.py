@@ -36,6 +36,10 @@ class Pages:
         )
         return -(-(length + count) // self.SIZE) - len(pages) + shared
 
+    def shortage_in_steps(self, seq_ids: Sequence[int], append_lengths: Sequence[int], most: int) -> int:
+        del most  # nothing slides here
+        return self.missing_pages(seq_ids, append_lengths)
+
     def missing_pages(self, seq_ids: Sequence[int], append_lengths: Sequence[int]) -> int:
         need = sum(self.grown(seq, count) for seq, count in zip(seq_ids, append_lengths, strict=True))
         return max(0, need - (self.num_pages - self.used))

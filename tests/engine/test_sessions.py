@@ -15,6 +15,7 @@ from .conftest import (
     CONTEXT,
     EOS,
     VOCAB,
+    WINDOW,
     Checkpoint,
     MakeLLM,
     assert_near,
@@ -298,9 +299,28 @@ def test_kv_is_that_of_transformers(llm: LLM, checkpoint: Checkpoint) -> None:
         cache = checkpoint.model(torch.tensor([prompt]), use_cache=True).past_key_values
     for layer in range(2):
         found = session.kv(layer)
-        assert set(found) == {"k", "v"}
+        windowed = engine_of(llm).runner.state.spec(layer).layer_window is not None
+        assert set(found) == ({"k", "v", "positions"} if windowed else {"k", "v"})
         assert_near(found["k"], cache.layers[layer].keys[0].transpose(0, 1))
         assert_near(found["v"], cache.layers[layer].values[0].transpose(0, 1))
+
+
+def test_kv_of_a_windowed_layer_is_what_it_holds(make_llm: MakeLLM, checkpoints: dict[str, Checkpoint]) -> None:
+    llm, checkpoint = make_llm(checkpoints["gemma3"], page_size=4), checkpoints["gemma3"]
+    prompt = random_tokens(90)
+    session = llm.session(prompt[:60]).append(prompt[60:])
+    with torch.inference_mode():
+        cache = checkpoint.model(torch.tensor([prompt]), use_cache=True).past_key_values
+    found = session.kv(0)
+    positions = found["positions"].tolist()
+    assert positions == list(range(positions[0], 90))
+    assert 90 - 30 - WINDOW - 4 < positions[0] < 90 - WINDOW
+    for name, kept in (("k", cache.layers[0].keys), ("v", cache.layers[0].values)):
+        assert_near(found[name][-WINDOW + 1 :], kept[0].transpose(0, 1)[-WINDOW + 1 :])
+    with pytest.raises(FailedPrecondition, match="window holds positions"):
+        session.set_kv(0, k=found["k"][:5], start=positions[0] - 1)
+    session.set_kv(0, k=found["k"][:5] * 2, start=positions[0])
+    torch.testing.assert_close(session.kv(0)["k"][:5], found["k"][:5] * 2, rtol=0, atol=0)
 
 
 def test_written_state_is_used_and_shared_with_nobody(llm: LLM, checkpoint: Checkpoint) -> None:
@@ -309,9 +329,11 @@ def test_written_state_is_used_and_shared_with_nobody(llm: LLM, checkpoint: Chec
     other = llm.session(random_tokens(40, seed=1))
     for layer in range(2):
         rows = other.kv(layer)
-        session.set_kv(layer, k=rows["k"][3:30], v=rows["v"][3:30], start=3)
-        for name, kept in session.kv(layer).items():
-            torch.testing.assert_close(kept[3:30], rows[name][3:30], rtol=0, atol=0)
+        first = int(rows.pop("positions", torch.zeros(1))[0])
+        session.set_kv(layer, k=rows["k"][3:20], v=rows["v"][3:20], start=first + 3)
+        kept = session.kv(layer)
+        for name, written in rows.items():
+            torch.testing.assert_close(kept[name][3:20], written[3:20], rtol=0, atol=0)
     assert session.modified
     assert session.pinned
     child = session.fork()

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quire.errors import InvalidArgument, ResourceExhausted, Unsupported
 from quire.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from quire.engine.structured import Grammars
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,6 +24,8 @@ class RequestChecks:
     pool_tokens: int
     """Tokens that the empty pool holds."""
     has_tokenizer: bool
+    grammars: Grammars | None = None
+    """None without a tokenizer."""
 
     def tokens(self, tokens: NDArray[np.int64]) -> None:
         """``InvalidArgument`` for ids that the model does not have."""
@@ -62,5 +68,10 @@ class RequestChecks:
                     raise InvalidArgument(
                         f"{name}: token id {token} is outside of the model's vocabulary, 0..{self.vocab_size - 1}"
                     )
-        if params.logprobs is not None and params.logprobs > self.vocab_size:
-            raise InvalidArgument(f"logprobs {params.logprobs}; at most {self.vocab_size} (the vocabulary) are there")
+        for name, count in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
+            if count is not None and count > self.vocab_size:
+                raise InvalidArgument(f"{name} {count}; at most {self.vocab_size} (the vocabulary) are there")
+        if params.grammar is not None:
+            if self.grammars is None:
+                raise Unsupported("structured_outputs need a tokenizer, and this model has none")
+            self.grammars.check(params.grammar)

@@ -14,6 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -23,13 +24,17 @@ from torch import Tensor
 from quire.engine.checks import RequestChecks
 from quire.engine.detokenizer import IncrementalDetokenizer
 from quire.engine.generation import OnLogits, SequenceRequest, SessionState
+from quire.engine.host_store import HostStore
 from quire.engine.prefix_cache import RadixCache
 from quire.engine.request import ScheduledRequest, TokenBuffer
+from quire.engine.results import PromptLogprobs
 from quire.engine.scheduler import Limits, Scheduled, Scheduler
 from quire.engine.session_states import SessionStates
+from quire.engine.structured import Grammars
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import FailedPrecondition, InvalidArgument, QuireError
 from quire.metrics import EngineMetrics
+from quire.ops.filters import Words
 from quire.ops.sampling import RequestSampler, TokenLogprobs, sample
 from quire.outputs import FinishReason
 from quire.runner.local import Runner, StepOutput
@@ -37,6 +42,9 @@ from quire.sampling_params import SamplingParams
 from quire.types import Fork
 
 logger = logging.getLogger("quire.engine")
+
+ENDLESS = 2**31 - 1
+"""Tokens of a sequence that nothing else limits."""
 
 DETOKENIZER_CONTEXT = 64
 """Tokens of the prompt that decide how the output's text begins: a split character, a leading space."""
@@ -60,22 +68,32 @@ class Engine:
         self.tokenizer = tokenizer
         self.eos_ids = frozenset(eos_ids)
         self.max_model_len = max_model_len
+        self.grammars = None if tokenizer is None else Grammars(tokenizer, runner.model.vocab_size)
         self.checks = RequestChecks(
             vocab_size=runner.model.vocab_size,
             max_model_len=max_model_len,
-            pool_tokens=runner.state.num_pages * runner.state.page_size,
+            pool_tokens=max_model_len if runner.state.capacity is None else runner.state.capacity,
             has_tokenizer=tokenizer is not None,
+            grammars=self.grammars,
         )
+        self._endless = replace(self.checks, max_model_len=ENDLESS, pool_tokens=ENDLESS)
         self.lock = threading.RLock()
-        self.cache = RadixCache() if enable_prefix_caching else None
+        self.cache: RadixCache | None = None
+        if enable_prefix_caching:
+            self.cache = RadixCache(runner.state.nearest_reachable if runner.state.forgets else None)
         self.metrics = EngineMetrics()
-        self.states = SessionStates(runner, cache=self.cache, metrics=self.metrics)
+        self.host = HostStore(runner)
+        """State of preempted requests and idle sessions; it keeps none before somebody sets its capacity."""
+        self.states = SessionStates(runner, cache=self.cache, host=self.host, metrics=self.metrics)
         self._entropy = torch.Generator().manual_seed(seed)
         self._ids = itertools.count()
         self._requests: dict[ScheduledRequest, SequenceRequest] = {}
         self._by_id: dict[str, list[SequenceRequest]] = {}
         self._cancelled: set[str] = set()
+        self._drawing = False
         self.closed = False
+        self.wait: Callable[[Sequence[SequenceRequest]], None] | None = None
+        """Waits until these requests are finished. Whoever steps the engine in the background sets it, and ``run`` waits."""
         self._abandoned: deque[SessionState] = deque()
         """Sessions that the garbage collector found; see ``abandon``."""
         self.scheduler = Scheduler(
@@ -85,8 +103,16 @@ class Engine:
             reclaim=self.reclaim,
             new_seq=runner.new_seq,
             cache=self.cache,
+            saved=self.host,
         )
         runner.reclaim = self.reclaim
+
+    def checks_of(self, session: SessionState | None) -> RequestChecks:
+        """The limits that hold for a session's tokens: with a window neither the context nor the pool ends them, as long as
+        the model's positions are rotations (of which only differences count) or nothing."""
+        if session is None or session.window is None or not self.runner.state.endless:
+            return self.checks
+        return self._endless
 
     # -- submitting ------------------------------------------------------------------------------------------
 
@@ -106,13 +132,24 @@ class Engine:
         """
         self.checks.tokens(tokens)
         self.checks.params(params, in_session=session is not None)
-        limit = self.checks.length(tokens.size, params)
+        if params.prompt_logprobs is not None and session is not None and session.modified:
+            raise FailedPrecondition(
+                "prompt_logprobs run all tokens of a session again, and a state that set_kv wrote into cannot be computed "
+                "again; ask for them before set_kv"
+            )
+        limit = self.checks_of(session).length(tokens.size, params)
         with self.lock:
             name = self._name(request_id)
             samples = [self._sample(name, index, tokens, params, key, limit) for index in range(params.n)]
             leader = samples[0]
             leader.siblings = samples[1:]
+            if params.prompt_logprobs is not None:
+                leader.prompt_logprobs = PromptLogprobs(tokens, params.prompt_logprobs)
+                leader.on_logits = leader.prompt_logprobs.take
+                leader.work.wants, leader.work.fresh_from = "all", 0
             if session is not None:
+                if params.prompt_logprobs is not None:
+                    self.states.drop(session)
                 self.states.lend(session, leader)
             self._enqueue(leader, samples)
             return samples
@@ -126,13 +163,15 @@ class Engine:
         on_logits: OnLogits | None = None,
         fresh_from: int | None = None,
         all_logits: bool = False,
+        priority: int | None = None,
     ) -> SequenceRequest:
         """Queue tokens to be run without sampling. When they have been, the tokens of ``session`` are these and ``tail``.
 
         ``on_logits`` gets the logits of the last token, or with ``all_logits`` of every one that runs, which are at least
-        those from ``fresh_from`` on.
+        those from ``fresh_from`` on. A ``QuireError`` from it ends the request. ``priority``: the place in the queue of an
+        earlier request that this one goes on with.
         """
-        self.checks.length(len(tokens) + len(tail), None)
+        self.checks_of(session).length(len(tokens) + len(tail), None)
         with self.lock:
             work = ScheduledRequest(
                 TokenBuffer(tokens),
@@ -142,7 +181,7 @@ class Engine:
             )
             request = SequenceRequest(self._name(None), work, len(tokens), None, tail=tuple(tail), on_logits=on_logits)
             self.states.lend(session, request)
-            self._enqueue(request, [request])
+            self._enqueue(request, [request], priority)
             return request
 
     def _name(self, request_id: str | None) -> str:
@@ -158,11 +197,15 @@ class Engine:
     def _sample(
         self, name: str, index: int, tokens: NDArray[np.int64], params: SamplingParams, key: Hashable, limit: int
     ) -> SequenceRequest:
-        detokenizer = None
+        detokenizer = matcher = None
+        context = tokens[-DETOKENIZER_CONTEXT:].tolist()
+        if params.grammar is not None and self.grammars is not None:
+            matcher = self.grammars.matcher(params.grammar)
+            context = self.grammars.context(context)
         if self.tokenizer is not None:
             detokenizer = IncrementalDetokenizer(
                 self.tokenizer,
-                tokens[-DETOKENIZER_CONTEXT:].tolist(),
+                context,
                 skip_special_tokens=params.skip_special_tokens,
                 stop=params.stop_strings,
                 include_stop_str_in_output=params.include_stop_str_in_output,
@@ -178,13 +221,14 @@ class Engine:
                 params, tokens, vocab_size=self.runner.model.vocab_size, index=index, entropy=self._entropy
             ),
             detokenizer=detokenizer,
+            matcher=matcher,
             limit=limit,
         )
 
-    def _enqueue(self, leader: SequenceRequest, samples: list[SequenceRequest]) -> None:
+    def _enqueue(self, leader: SequenceRequest, samples: list[SequenceRequest], priority: int | None = None) -> None:
         self._by_id[leader.request_id] = samples
         self._requests[leader.work] = leader
-        self.scheduler.submit(leader.work)
+        self.scheduler.submit(leader.work, priority)
         if leader.params is not None:
             self.metrics.prompt_tokens.inc(leader.num_prompt)
 
@@ -205,13 +249,26 @@ class Engine:
         """Step until these requests are finished. Whatever interrupts it (Ctrl-C) cancels them first."""
         waiting = list(requests)
         try:
+            if self.wait is not None:
+                self.wait(waiting)
             while waiting := [request for request in waiting if not request.finished]:
+                if self.closed:
+                    # Whoever closes waits for the lock, which this loop would take again and again.
+                    self.end(waiting)
+                    return
                 self.step()
                 if on_step is not None:
                     on_step()
         except BaseException:
             self.end(waiting)
             raise
+
+    def fail_all(self, error: QuireError) -> None:
+        """End everything under way with an error: a step raised, and nobody knows whose fault it was."""
+        with self.lock:
+            for samples in list(self._by_id.values()):
+                for request in samples:
+                    self._fail(request, error)
 
     def end(self, requests: Iterable[SequenceRequest]) -> None:
         """Cancel now, not at the next step. Those that are finished stay as they are."""
@@ -222,6 +279,10 @@ class Engine:
     def step(self) -> list[SequenceRequest]:
         """One forward. Returns the requests that got a token or ended."""
         with self.lock:
+            if self._drawing:
+                raise FailedPrecondition(
+                    "a step is under way; a logits processor cannot run anything on its own engine"
+                )
             self._bury()
             changed = self._cancel_pending()
             try:
@@ -229,7 +290,13 @@ class Engine:
                 for work, error in scheduled.failed:
                     changed.append(self._fail(self._requests[work], error))
                 if scheduled.step.chunks:
-                    changed += self._execute(scheduled)
+                    started = time.perf_counter()
+                    ready = self._execute(scheduled)
+                    seconds = time.perf_counter() - started
+                    self.host.costs.ran(
+                        scheduled.step.num_tokens, len(scheduled.step.chunks), seconds, waited=bool(ready)
+                    )
+                    changed += ready
             except BaseException:
                 self._repair()
                 raise
@@ -254,8 +321,7 @@ class Engine:
         for work in self.scheduler.running:
             if work.seq is not None:
                 held = self.runner.state.sequence_length(work.seq)
-                work.computed = min(held, len(work.tokens) - 1)
-                self.states.pop(work.seq, held, work.computed)
+                work.computed = self.states.pop(work.seq, held, min(held, len(work.tokens) - 1))
 
     def _cancel_pending(self) -> list[SequenceRequest]:
         changed: list[SequenceRequest] = []
@@ -275,7 +341,14 @@ class Engine:
             request = self._requests[work]
             if request.on_logits is not None and output.starts[index] < output.starts[index + 1]:
                 rows_RV = output.rows(index)
-                request.on_logits(work.computed - rows_RV.shape[0], rows_RV)
+                try:
+                    request.on_logits(work.computed - rows_RV.shape[0], rows_RV)
+                except QuireError as error:
+                    changed.append(self._fail(request, error))
+                    continue
+                if request.params is not None:
+                    # Log-probabilities of the prompt. Preempted, it needs no logits of these tokens again.
+                    work.fresh_from = work.computed
             if work.remaining:
                 continue
             if request.params is None:
@@ -283,6 +356,8 @@ class Engine:
                 changed.append(request)
                 continue
             samples = [request]
+            if request.on_logits is not None:
+                request.on_logits, work.wants, work.fresh_from = None, "last", None
             if not request.output_ids:
                 self._share_prompt(request)
                 while request.siblings:
@@ -302,7 +377,9 @@ class Engine:
         work = request.work
         self.metrics.prompt_tokens_cached.inc(work.num_cached)
         if self.cache is not None and work.cacheable and work.seq is not None:
-            self.states.remove_all(self.cache.insert(work.seq, work.tokens.ids[: work.computed], work.key, live=True))
+            held = work.tokens.ids[: work.computed]
+            self.states.remove_all(self.cache.insert(work.seq, held, work.key, live=True))
+            self.states.keep(work.seq, held, work.key)
 
     def _fork_sample(self, leader: SequenceRequest, sibling: SequenceRequest) -> SequenceRequest:
         if leader.work.seq is None:
@@ -320,14 +397,24 @@ class Engine:
         banned: list[tuple[int, ...]] | None = None
         if any(request.params is not None and len(request.output_ids) < request.params.min_tokens for request in ready):
             banned = [self._banned(request) for request in ready]
-        drawn = sample(logits_RV, samplers, banned)
+        self._drawing = True
+        try:
+            drawn = sample(logits_RV, samplers, banned, self._allowed(ready))
+        finally:
+            self._drawing = False
         self.metrics.generation_tokens.inc(len(ready))
         now = time.monotonic()
         for row, (request, token) in enumerate(zip(ready, drawn.token_ids, strict=True)):
             if request.finished:
                 continue
             if row in drawn.failures:
-                self._fail(request, drawn.failures[row])
+                matcher = request.matcher
+                if matcher is not None and matcher.over:
+                    # The text is whole, and there is no token that ends it, or none that may be drawn yet.
+                    self._finish(request, "stop")
+                else:
+                    problem = None if matcher is None else matcher.problem()
+                    self._fail(request, problem or drawn.failures[row])
                 continue
             self._take(request, token, drawn.logprobs[row], now)
 
@@ -335,7 +422,24 @@ class Engine:
         params = request.params
         if params is None or len(request.output_ids) >= params.min_tokens:
             return ()
+        return self._ends(params)
+
+    def _ends(self, params: SamplingParams) -> tuple[int, ...]:
+        """Tokens that end a text."""
         return tuple((set() if params.ignore_eos else self.eos_ids) | params.stop_ids)
+
+    def _allowed(self, ready: list[SequenceRequest]) -> dict[int, Words] | None:
+        """What grammars leave, by row."""
+        constrained = [
+            (row, request.matcher, self._ends(request.params))
+            for row, request in enumerate(ready)
+            if request.matcher is not None and request.params is not None
+        ]
+        if not constrained or self.grammars is None:
+            return None
+        return self.grammars.allowed(
+            {row: matcher for row, matcher, _ in constrained}, {row: ends for row, _, ends in constrained}
+        )
 
     def _take(self, request: SequenceRequest, token: int, logprobs: TokenLogprobs | None, now: float) -> None:
         """One more token: keep it, turn it into text, see whether it ends the request."""
@@ -368,6 +472,15 @@ class Engine:
             if detokenizer.stopped_by is not None:
                 request.kept = detokenizer.tokens_before_stop
                 self._finish(request, "stop", detokenizer.stopped_by)
+                return
+        if request.matcher is not None:
+            try:
+                request.matcher.accept(token)
+            except QuireError as error:
+                self._fail(request, error)
+                return
+            if request.matcher.complete:
+                self._finish(request, "stop")
                 return
         if count == params.max_tokens:
             self._finish(request, "length")
@@ -413,6 +526,7 @@ class Engine:
             self.states.settle(request.session, request)
         else:
             self._release(request)
+        self.host.discard(request.work)
         if all(sample_.finished for sample_ in self._by_id.get(request.request_id, ())):
             self._by_id.pop(request.request_id, None)
 
@@ -469,19 +583,19 @@ class Engine:
             metrics, state = self.metrics, self.runner.state
             metrics.num_requests_running.set(self.num_running)
             metrics.num_requests_waiting.set(self.num_waiting)
-            metrics.kv_cache_usage.set(1 - state.num_available_pages() / state.num_pages)
+            metrics.kv_cache_usage.set(state.num_used_pages / state.num_pages)
             metrics.pages_shared.set(state.num_shared_pages())
             for counter, value in (
                 (metrics.num_preemptions, self.scheduler.num_preemptions),
                 (metrics.copy_on_write_splits, state.num_splits),
             ):
                 counter.inc(value - counter.value)
-            return metrics.snapshot()
+            return metrics.snapshot() | self.host.snapshot()
 
     def shutdown(self) -> None:
         """Cancel what runs and give all pages back. Nothing is accepted any more."""
+        self.closed = True
         with self.lock:
-            self.closed = True
             for samples in list(self._by_id.values()):
                 self.end(samples)
             for session in list(self.states.sessions.values()):

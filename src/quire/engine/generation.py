@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from quire.engine.request import ScheduledRequest, TokenBuffer
+from quire.engine.request import ScheduledRequest, SlidingWindow, TokenBuffer
 from quire.errors import QuireError
 from quire.outputs import FinishReason
 from quire.sampling_params import SamplingParams
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from quire.engine.detokenizer import IncrementalDetokenizer
+    from quire.engine.results import PromptLogprobs
+    from quire.engine.structured import GrammarMatcher
     from quire.ops.sampling import RequestSampler, TokenLogprobs
 
 OnLogits = Callable[[int, "Tensor"], None]
@@ -40,6 +42,9 @@ class SequenceRequest:
     """Tokens that join the session after the prompt has been run, without being run themselves."""
     sampler: RequestSampler | None = None
     detokenizer: IncrementalDetokenizer | None = None
+    matcher: GrammarMatcher | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+    """What collects them, on the first sample of a prompt."""
     on_logits: OnLogits | None = None
     siblings: list[SequenceRequest] = field(default_factory=list)
     """Further samples of the same prompt, which fork from this one when the prompt is computed."""
@@ -78,7 +83,9 @@ class SequenceRequest:
 class SessionState:
     """What a session is between its requests: tokens, and the sequence that holds the state of the first of them."""
 
-    def __init__(self, tokens: TokenBuffer, key: Hashable, *, pinned: bool = False) -> None:
+    def __init__(
+        self, tokens: TokenBuffer, key: Hashable, *, pinned: bool = False, window: SlidingWindow | None = None
+    ) -> None:
         self.tokens = tokens
         self.key = key
         """What may share a prefix with it: adapter and salt."""
@@ -87,6 +94,8 @@ class SessionState:
         """Tokens whose state ``seq`` holds."""
         self.pinned = pinned
         """The state must not be given up."""
+        self.window = window
+        """What its sequence keeps of its tokens; None: all."""
         self.modified = False
         """Somebody wrote into the state: it must not feed the prefix cache, nor be recomputed."""
         self.exact = True

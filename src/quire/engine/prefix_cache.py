@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -27,6 +27,9 @@ from quire.errors import AlreadyExists, FailedPrecondition, InvalidArgument, Not
 from quire.types import SeqId
 
 TokenIds: TypeAlias = NDArray[np.int32]
+
+Reach: TypeAlias = Callable[[SeqId, int], int]
+"""At which position, the given one or the nearest below it, a sequence can be forked."""
 
 _MAX_ID = int(np.iinfo(np.int32).max)
 
@@ -111,10 +114,16 @@ class RadixCache:
     applies decisions in the order in which it got them: the fork of a match goes before the removal of what a later
     ``evict`` returns. Not thread-safe: it belongs to the engine's thread.
 
-    Cost: a match or an insertion compares T tokens once, vectorised, with Python work for each node on the path only.
+    ``reach`` is for states that forget: it says at which position, the one asked for or the nearest below, a sequence can be
+    forked. Then a sequence within the path of another is not redundant, for the other may have let go of what it holds:
+    whoever wants a position to stay keeps a fork there. Without it every position of every sequence can be forked.
+
+    Cost: a match or an insertion compares T tokens once, vectorised, with Python work for each node on the path only (and
+    with ``reach`` for each sequence that holds the matched prefix).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, reach: Reach | None = None) -> None:
+        self._reach = reach
         self._roots: dict[Hashable, _Node] = {}
         self._entries: dict[SeqId, _Entry] = {}
         self._cached: OrderedDict[SeqId, _Entry] = OrderedDict()  # least recently used first
@@ -163,19 +172,41 @@ class RadixCache:
         self._queried_tokens += tokens_T.size
         if node is None or length == 0:
             return None
+        seq, length = self._best(node, length)
+        if length == 0:
+            return None
         self._hits += 1
         self._matched_tokens += length
-        while not node.sequences:  # all below a matched node hold the prefix, and a leaf has a sequence
-            node = next(iter(node.children.values()))
-        seq, entry = next(iter(node.sequences.items()))
-        if not entry.live:
+        if not self._entries[seq].live:
             self._cached.move_to_end(seq)
         return seq, length
+
+    def _best(self, node: _Node, length: int) -> tuple[SeqId, int]:
+        """Of the sequences that hold a prefix of the ``length`` tokens up to ``node``, one that can be forked latest."""
+        if self._reach is None:
+            while not node.sequences:  # all below a matched node hold the prefix, and a leaf has a sequence
+                node = next(iter(node.children.values()))
+            return next(iter(node.sequences)), length
+        best, found = -1, 0
+        for below in _nodes(node):
+            for seq in below.sequences:
+                if found < length and (position := self._reach(seq, min(length, below.end))) > found:
+                    best, found = seq, position
+        above = node.parent
+        while above is not None and above.end > found:
+            for seq in above.sequences:
+                if (position := self._reach(seq, above.end)) > found:
+                    best, found = seq, position
+            above = above.parent
+        return best, found
 
     def peek(self, tokens: Sequence[int] | NDArray[Any], key: Hashable) -> int:
         """The length that ``match`` would find. Counts as no lookup and as no use."""
         root = self._roots.get(key)
-        return 0 if root is None else _walk(root, as_token_ids(tokens))[1]
+        if root is None:
+            return 0
+        node, length = _walk(root, as_token_ids(tokens))
+        return self._best(node, length)[1] if length else 0
 
     def insert(
         self, seq: SeqId, tokens: Sequence[int] | NDArray[Any], key: Hashable, *, live: bool = False
@@ -207,7 +238,7 @@ class RadixCache:
         else:
             self._move(entry, node)
         entry.live = live
-        redundant = [other for other in _sequences_above(node) if not other.live and other is not entry]
+        redundant = [other for other in self._covered(node, live) if not other.live and other is not entry]
         for other in redundant:
             self._forget(other)
         self._cached.pop(seq, None)
@@ -265,6 +296,12 @@ class RadixCache:
             raise NotFound(f"sequence {seq} is not in the prefix cache; insert it first")
         return entry
 
+    def _covered(self, node: _Node, live: bool) -> list[_Entry]:
+        """Sequences that one which ends at ``node`` makes redundant, if they are cached."""
+        if self._reach is None:
+            return list(_sequences_above(node))
+        return [] if live else list(node.sequences.values())
+
     def _live_entry(self, seq: SeqId, verb: str) -> _Entry:
         entry = self._entry(seq)
         if not entry.live:
@@ -276,7 +313,13 @@ class RadixCache:
     def _retire(self, entry: _Entry) -> list[SeqId]:
         """Make ``entry`` cached, or forget and return it if it is redundant."""
         node = entry.node
-        if node.children or len(node.sequences) > 1 or node.end == 0:
+        others = [other for other in node.sequences.values() if other is not entry]
+        if self._reach is None:
+            redundant = bool(node.children or others)
+        else:
+            # A live one goes on, and may let go of what this one keeps.
+            redundant = any(not other.live for other in others)
+        if redundant or node.end == 0:
             self._forget(entry)
             return [entry.seq]
         entry.live = False
@@ -323,7 +366,7 @@ class RadixCache:
             _expect(root.end == 0 and root.edge.size == 0 and root.parent is None, "a root has no edge and no parent")
             _expect(bool(root.children or root.sequences), "an empty tree is dropped")
             for node in _nodes(root):
-                _check_node(node)
+                _check_node(node, forgetful=self._reach is not None)
                 for seq, entry in node.sequences.items():
                     _expect(entry.node is node and entry.seq == seq and entry.key == key, "entries point to their node")
                     _expect(seq not in seen, "a sequence ends once")
@@ -405,7 +448,7 @@ def _nodes(root: _Node) -> Iterator[_Node]:
         stack.extend(node.children.values())
 
 
-def _check_node(node: _Node) -> None:
+def _check_node(node: _Node, *, forgetful: bool) -> None:
     for first, child in node.children.items():
         _expect(child.parent is node, "children point to their parent")
         _expect(child.edge.size > 0 and int(child.edge[0]) == first, "children are found by their first token")
@@ -414,9 +457,9 @@ def _check_node(node: _Node) -> None:
     if node.parent is not None:
         _expect(bool(node.sequences) or len(node.children) > 1, "an inner node branches or ends a sequence")
     if any(not entry.live for entry in node.sequences.values()):
-        _expect(
-            not node.children and len(node.sequences) == 1 and node.end > 0, "a cached sequence ends alone at a leaf"
-        )
+        cached = sum(not entry.live for entry in node.sequences.values())
+        alone = cached == 1 if forgetful else not node.children and len(node.sequences) == 1
+        _expect(alone and node.end > 0, "a cached sequence ends alone at a leaf")
 
 
 def _expect(condition: bool, invariant: str) -> None:

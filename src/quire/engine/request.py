@@ -64,6 +64,14 @@ def common_prefix(a_T: NDArray[Any], b_T: NDArray[Any]) -> int:
     return first if size and differs_T[first] else size
 
 
+@dataclass(frozen=True, slots=True)
+class SlidingWindow:
+    """What a sequence keeps of its tokens: the first ``sink`` and the last ``size - sink``."""
+
+    size: int
+    sink: int = 0
+
+
 class Status(enum.Enum):
     WAITING = "waiting"
     RUNNING = "running"
@@ -83,6 +91,8 @@ class ScheduledRequest:
     """Whether it may use and feed the prefix cache."""
     fresh_from: int | None = None
     """Tokens from here on must run, whatever is cached: their logits are wanted. None: the last one must."""
+    window: SlidingWindow | None = None
+    """Of its sequence; None: all tokens are kept."""
     priority: int = 0
     """Order of arrival; the latest is preempted first."""
     seq: SeqId | None = None

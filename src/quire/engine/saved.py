@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quire.engine.engine import Engine
 from quire.engine.generation import SessionState
-from quire.engine.request import TokenBuffer
+from quire.engine.request import SlidingWindow, TokenBuffer
 from quire.errors import DataLoss, InvalidArgument, ResourceExhausted
 from quire.kv import sequencefile
 from quire.kv.statefile import StateFile, TensorSpec, write_state
@@ -51,6 +51,7 @@ def parts(
         "adapters": [],
         "exact": state.exact,
         "modified": state.modified,
+        "window": None if state.window is None else [state.window.size, state.window.sink],
         "tokens": state.tokens.ids.tolist(),
         "positions": [0, len(state.tokens)],
         "sequence": None,
@@ -60,6 +61,17 @@ def parts(
     sequence, plan = sequencefile.describe(engine.runner.state, state.seq)
     metadata["sequence"] = sequence
     return metadata, plan, sequencefile.tensors(engine.runner.state, state.seq)
+
+
+def window_of(metadata: Mapping[str, Any]) -> SlidingWindow | None:
+    """The session's window; ``DataLoss`` for what is none."""
+    found = metadata.get("window")
+    if found is None:
+        return None
+    counts = isinstance(found, list) and all(isinstance(one, int) and not isinstance(one, bool) for one in found)
+    if not counts or len(found) != 2 or not 0 <= found[1] < found[0]:
+        raise DataLoss(f"the state file holds window {found!r}; null or [window, sink] is expected")
+    return SlidingWindow(*found)
 
 
 def load(engine: Engine, file: StateFile, identity: ModelIdentity, *, convert_dtype: bool) -> SessionState:
@@ -82,11 +94,11 @@ def load(engine: Engine, file: StateFile, identity: ModelIdentity, *, convert_dt
         raise DataLoss(f"the state file holds positions {positions!r}; [0, {len(listed)}] is expected")
     tokens = np.array(listed, dtype=np.int64)
     engine.checks.tokens(tokens)
-    if tokens.size:
-        engine.checks.length(tokens.size, None)
     sequence = metadata.get("sequence")
     # A key of its own: what came from a file, perhaps through another dtype, is nobody else's prefix.
-    state = SessionState(TokenBuffer(tokens), ("loaded", engine.runner.new_seq()))
+    state = SessionState(TokenBuffer(tokens), ("loaded", engine.runner.new_seq()), window=window_of(metadata))
+    if tokens.size:
+        engine.checks_of(state).length(tokens.size, None)
     state.modified = state.pinned = bool(metadata["modified"])
     state.exact = bool(metadata["exact"])
     if sequence is None:
@@ -100,6 +112,9 @@ def load(engine: Engine, file: StateFile, identity: ModelIdentity, *, convert_dt
     if surplus := set(file.names) - sequencefile.tensor_names(kv):
         raise InvalidArgument(f"the state file holds unknown tensors: {sorted(surplus)[:3]}")
     length = int(checked["length"])
+    expected = (state.window.size, state.window.sink, "token") if state.window else (None, 0, "token")
+    if (found := (checked["window"], checked["sink"], checked["eviction"])) != expected:
+        raise DataLoss(f"the state file's sequence has window, sink and eviction {found}, and its session {expected}")
     if length > tokens.size:
         raise DataLoss(f"the state file has the state of {length} tokens and names {tokens.size}")
     if length:

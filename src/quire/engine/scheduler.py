@@ -6,7 +6,7 @@ share a step (Sarathi-Serve, arXiv:2403.02310). Requests are served in order of 
 
 Pages: the KV state says exactly how many pages a batch is short of. A shortage is met, in this order, by evicting
 finished sequences from the prefix cache and dropping the state of idle sessions (``reclaim``), and by preempting the
-youngest running request, which is computed again later.
+youngest running request, whose state is moved to host memory if that is cheaper than computing it again later.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Protocol
 from quire.engine.prefix_cache import RadixCache
 from quire.engine.request import ScheduledRequest, Status, common_prefix
 from quire.errors import QuireError, ResourceExhausted
-from quire.types import Add, Chunk, Edit, Fork, LogitsWanted, Remove, SeqId, Step
+from quire.types import Add, Chunk, Edit, Fork, LogitsWanted, Remove, SeqId, Step, Window
 
 DUPLICATE_PREFIX = 32
 """A prompt that shares this many tokens more with a prompt being computed than with the cache waits for it."""
@@ -29,7 +29,7 @@ HEADROOM = 32
 preempted again at once, and computed again for every few tokens of the others."""
 
 ALL_LOGITS_CHUNK = 256
-"""Tokens of a step for a request that wants the logits of each: they are float32 rows of the whole vocabulary."""
+"""Tokens of a step for requests that want the logits of each: they are float32 rows of the whole vocabulary."""
 
 
 class StateView(Protocol):
@@ -37,6 +37,30 @@ class StateView(Protocol):
 
     def missing_pages(self, seq_ids: Sequence[SeqId], append_lengths: Sequence[int]) -> int:
         """Pages that a forward of these tokens would be short of."""
+        ...
+
+    def shortage_in_steps(self, seq_ids: Sequence[SeqId], append_lengths: Sequence[int], most: int) -> int:
+        """At most so many pages these tokens would be short of in forwards of at most ``most`` tokens."""
+        ...
+
+
+class SavedStates(Protocol):
+    """Where the state of a request that was preempted may wait for it. Its tokens are enough without."""
+
+    def save(self, request: ScheduledRequest, *, waiting: bool) -> bool:
+        """Keep a copy of the state that it is about to lose, if that is worth it."""
+        ...
+
+    def holds(self, request: ScheduledRequest) -> int:
+        """Tokens whose state is kept."""
+        ...
+
+    def beats(self, request: ScheduledRequest, cached: int, limit: int) -> bool:
+        """Whether bringing back up to ``limit`` tokens is cheaper than computing what lies behind the first ``cached``."""
+        ...
+
+    def restore(self, request: ScheduledRequest, limit: int) -> None:
+        """Put it, at most the first ``limit`` tokens, in the place of an empty sequence, and keep it no longer."""
         ...
 
 
@@ -63,19 +87,28 @@ class Batch:
     """A step in the making."""
 
     budget: int
+    kept: int = 0
+    """Tokens of it that no prompt takes: decodes wait for them."""
+    rows: int = ALL_LOGITS_CHUNK
+    """Tokens that may still have the logits of each."""
     requests: list[ScheduledRequest] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
 
     def add(self, request: ScheduledRequest, count: int) -> None:
         self.requests.append(request)
         self.counts.append(count)
-        self.budget -= count
+        self._spend(request, count)
 
     def drop(self, request: ScheduledRequest) -> None:
         if request in self.requests:
             index = self.requests.index(request)
             del self.requests[index]
-            self.budget += self.counts.pop(index)
+            self._spend(request, -self.counts.pop(index))
+
+    def _spend(self, request: ScheduledRequest, count: int) -> None:
+        self.budget -= count
+        if request.wants == "all":
+            self.rows -= count
 
     @property
     def seqs(self) -> list[SeqId]:
@@ -95,6 +128,7 @@ class Scheduler:
         reclaim: Callable[[], bool],
         new_seq: Callable[[], SeqId],
         cache: RadixCache | None,
+        saved: SavedStates | None = None,
     ) -> None:
         self._state = state
         self.limits = limits
@@ -102,6 +136,7 @@ class Scheduler:
         self._reclaim = reclaim
         self._new_seq = new_seq
         self._cache = cache
+        self._saved = saved
         self._arrivals = 0
         self.waiting: list[ScheduledRequest] = []
         """In order of arrival."""
@@ -111,11 +146,14 @@ class Scheduler:
 
     # -- what the engine tells it ----------------------------------------------------------------------------
 
-    def submit(self, request: ScheduledRequest) -> None:
-        """Queue a request. One that comes with a sequence keeps it."""
-        request.priority = self._arrivals
-        self._arrivals += 1
-        self.waiting.append(request)
+    def submit(self, request: ScheduledRequest, priority: int | None = None) -> None:
+        """Queue a request. One that comes with a sequence keeps it. ``priority``: that of an earlier request with which this
+        one goes on; it takes its place."""
+        if priority is None:
+            priority = self._arrivals
+            self._arrivals += 1
+        request.priority = priority
+        bisect.insort(self.waiting, request, key=lambda waiting: waiting.priority)
 
     def join(self, request: ScheduledRequest) -> None:
         """A request that already has its sequence and all of its state goes on running (a fork of a running one)."""
@@ -140,14 +178,20 @@ class Scheduler:
 
     def schedule(self) -> Scheduled:
         """The next step; without chunks if nothing can run."""
-        batch = Batch(self.limits.max_num_batched_tokens)
+        # Some decodes come back to the queue after each token (beams). They are not to wait for prompts either.
+        coming = sum(request.seq is not None and request.remaining == 1 for request in self.waiting)
+        free = max(0, self.limits.max_num_seqs - len(self.running))
+        budget = self.limits.max_num_batched_tokens
+        # One token is left to a prompt: those who wait may wait for its pages.
+        batch = Batch(budget, kept=min(coming, free, budget - 1))
         failed: list[tuple[ScheduledRequest, QuireError]] = []
         # Decodes first: a long prompt fills what they leave of the step and never holds them up. More may be running than
         # a step takes (the samples of one prompt); they wait with their pages, which are shared.
         for request in sorted(self.running, key=lambda running: running.remaining > 1)[: self.limits.max_num_seqs]:
             if batch.budget < 1:
                 break
-            batch.add(request, self._count(request, batch))
+            if count := self._count(request, batch):
+                batch.add(request, count)
         preempted = self._make_room(batch, failed)
         if not preempted:
             self._admit(batch, failed)
@@ -202,13 +246,19 @@ class Scheduler:
         failed.append((request, no_room(request, missing)))
 
     def preempt(self, request: ScheduledRequest) -> None:
-        """Give up its state; it waits, in its old place, to be computed again."""
+        """Give up its state; it waits, in its old place, to be computed again or brought back."""
         self.running.remove(request)
-        self._release(request)
+        self._set_aside(request)
         request.status = Status.WAITING
         request.num_preemptions += 1
         self.num_preemptions += 1
         bisect.insort(self.waiting, request, key=lambda waiting: waiting.priority)
+
+    def _set_aside(self, request: ScheduledRequest) -> None:
+        """Release its state, a copy of which may be kept."""
+        if self._saved is not None:
+            self._saved.save(request, waiting=True)
+        self._release(request)
 
     def _release(self, request: ScheduledRequest) -> None:
         if request.pinned:
@@ -226,7 +276,8 @@ class Scheduler:
         index = 0
         while index < len(self.waiting) and batch.budget > 0 and len(self.running) < self.limits.max_num_seqs:
             request = self.waiting[index]
-            if request.seq is None and self._duplicates(request):
+            duplicates = request.seq is None and not self._is_saved(request) and self._duplicates(request)
+            if duplicates or not self._count(request, batch):
                 index += 1
                 continue
             attached = request.seq is None
@@ -239,16 +290,25 @@ class Scheduler:
                 if attached:
                     self._detach(request)
                 return
+            if self._saved is not None:
+                self._saved.restore(request, self._limit(request))
+                if not request.admitted:
+                    request.num_cached = request.computed
             del self.waiting[index]
             request.status = Status.RUNNING
             request.admitted = True
             bisect.insort(self.running, request, key=lambda running: running.priority)
+            if request.remaining == 1:
+                batch.kept = max(0, batch.kept - 1)
             batch.add(request, self._count(request, batch))
 
     @staticmethod
     def _count(request: ScheduledRequest, batch: Batch) -> int:
-        most = ALL_LOGITS_CHUNK if request.wants == "all" else batch.budget
-        return min(request.remaining, batch.budget, most)
+        """Tokens of it that the step may still take."""
+        room = batch.budget if request.remaining == 1 else batch.budget - batch.kept
+        if request.wants == "all":
+            room = min(room, batch.rows)
+        return max(0, min(request.remaining, room))
 
     def _shortage(self, request: ScheduledRequest) -> int:
         """Pages that it is short of, beside all that the running ones still have to compute."""
@@ -258,17 +318,18 @@ class Scheduler:
         others = [running for running in self.running if running.seq is not None]
         seqs = [*(running.seq for running in others if running.seq is not None), request.seq]
         counts = [*(running.remaining + headroom for running in others), request.remaining]
-        while missing := self._state.missing_pages(seqs, counts):
+        while missing := self._state.shortage_in_steps(seqs, counts, self.limits.max_num_batched_tokens):
             if self._reclaim() or (not self.running and self._reclaim_waiting(request)):
                 continue
             return missing
         return 0
 
     def _reclaim_waiting(self, keep: ScheduledRequest) -> bool:
-        """Give up the state with which a waiting request came (of a session); it is computed again when it runs."""
+        """Give up the state with which a waiting request came (of a session); it is computed again when it runs, or brought
+        back."""
         for request in reversed(self.waiting):
             if request is not keep and request.seq is not None and not request.pinned:
-                self._release(request)
+                self._set_aside(request)
                 return True
         return False
 
@@ -277,15 +338,16 @@ class Scheduler:
         if request.seq is not None:
             return
         seq = self._new_seq()
-        # At least one token must run, and those whose logits are wanted.
-        limit = len(request.tokens) - 1
-        if request.fresh_from is not None:
-            limit = min(limit, request.fresh_from)
+        limit = self._limit(request)
         found = None
         if self._cache is not None and request.cacheable and limit > 0:
             found = self._cache.match(request.tokens.ids[:limit], request.key)
+        if self._saved is not None and self._saved.beats(request, 0 if found is None else found[1], limit):
+            found = None  # what is kept comes back once there is room for all of it
         if found is None or not found[1]:
             self._apply(Add(seq))
+            if request.window is not None:
+                self._apply(Window(seq, request.window.size, request.window.sink))
             request.computed = 0
         else:
             parent, length = found
@@ -294,6 +356,15 @@ class Scheduler:
         request.seq = seq
         if not request.admitted:
             request.num_cached = request.computed
+
+    @staticmethod
+    def _limit(request: ScheduledRequest) -> int:
+        """Tokens whose state it may find: at least one must run, and those whose logits are wanted."""
+        limit = len(request.tokens) - 1
+        return limit if request.fresh_from is None else min(limit, request.fresh_from)
+
+    def _is_saved(self, request: ScheduledRequest) -> bool:
+        return self._saved is not None and self._saved.holds(request) > 0
 
     def _detach(self, request: ScheduledRequest) -> None:
         """Take back ``_attach``: a waiting request holds no pages that others cannot take."""
@@ -312,7 +383,7 @@ class Scheduler:
         """Whether a running prompt is just computing a prefix that this request could fork once it is done."""
         if self._cache is None or not request.cacheable:
             return False
-        ids = request.tokens.ids[:-1]
+        ids = request.tokens.ids[: self._limit(request)]
         held = -1
         for other in self.running:
             if other.remaining <= 1 or not other.cacheable or other.key != request.key:

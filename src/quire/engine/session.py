@@ -82,6 +82,12 @@ class Session:
         return self._state.pinned
 
     @property
+    def window(self) -> tuple[int, int] | None:
+        """(window, sink) of what it keeps of its tokens; None: all of them."""
+        window = self._state.window
+        return None if window is None else (window.size, window.sink)
+
+    @property
     def modified(self) -> bool:
         """Whether ``set_kv`` wrote into its state, which is then no longer what its tokens give."""
         return self._state.modified
@@ -117,7 +123,7 @@ class Session:
             if not new.size:
                 return self
             self._engine.checks.tokens(new)
-            self._engine.checks.length(len(self) + new.size, None)
+            self._engine.checks_of(state).length(len(self) + new.size, None)
             request = self._submit_all_but_last(np.append(state.tokens.ids, new.astype(np.int32)))
             if request is None:
                 state.tokens.extend(new)
@@ -151,7 +157,7 @@ class Session:
         if not isinstance(chosen, SamplingParams):
             raise InvalidArgument(f"{verb} takes SamplingParams, got {type(chosen).__name__}")
         self._engine.checks.params(chosen, in_session=True)
-        self._engine.checks.length(length, chosen)
+        self._engine.checks_of(self._state).length(length, chosen)
         return chosen
 
     def _submit(self, tokens: NDArray[Any], params: SamplingParams | None) -> SequenceRequest:
@@ -235,13 +241,13 @@ class Session:
         """Log-probability of each of these tokens, after the session and each other. The session is unchanged."""
         new = self._encode(text)
         with self._engine.lock:
-            self._idle("score")
+            state = self._idle("score")
             self._engine.checks.tokens(new)
             if not len(self):
                 raise InvalidArgument("the session is empty; append at least one token to score what follows it")
             if not new.size:
                 return []
-            self._engine.checks.length(len(self) + new.size, None)
+            self._engine.checks_of(state).length(len(self) + new.size, None)
         self._compute("score")
         with self._branch("score") as branch:
             # The last token of the session and all scored ones but the last: each gives its successor's logits.
@@ -266,7 +272,7 @@ class Session:
         """A fork of the session's state for one call."""
         with self._engine.lock:
             state = self._idle(verb)
-            branch = SessionState(TokenBuffer(state.tokens.ids), state.key)
+            branch = SessionState(TokenBuffer(state.tokens.ids), state.key, window=state.window)
             self._engine.states.fork(state, branch, len(self))
         try:
             yield branch
@@ -290,7 +296,9 @@ class Session:
             return children[0] if n is None else children
 
     def _child(self, parent: SessionState, length: int) -> Session:
-        state = SessionState(TokenBuffer(parent.tokens.ids[:length]), parent.key, pinned=parent.pinned)
+        state = SessionState(
+            TokenBuffer(parent.tokens.ids[:length]), parent.key, pinned=parent.pinned, window=parent.window
+        )
         self._engine.states.fork(parent, state, length)
         if length == len(self) and parent.logits is not None:
             state.logits = parent.logits.clone()
@@ -320,7 +328,8 @@ class Session:
             return cost
 
     def rewind_cost(self, to: int) -> int:
-        """Tokens that a rewind to ``to`` would have to run again: 0 for attention whose state is in the pool."""
+        """Tokens that a rewind to ``to`` would have to run again: 0 for attention whose state is in the pool, more where the
+        model's windows have let go of what lies before ``to``."""
         with self._engine.lock:
             self._idle("rewind_cost")
             return self._cost(self._position("rewind_cost to", to))
@@ -333,12 +342,15 @@ class Session:
         return int(value)  # type: ignore[call-overload, no-any-return]
 
     def _cost(self, length: int) -> int:
-        state = self._state
+        state, states = self._state, self._engine.states
         if state.seq is None:
             return length
+        kept = states.reach(state, length)
+        if kept < min(length, state.computed):
+            # A window has let go of it; the prefix cache may have kept a fork near by.
+            kept = max(kept, states.found(state, length))
         # The last token may never have been run; then it is not run again either.
-        behind = max(0, min(length, len(self) - 1) - state.computed)
-        return behind + self._engine.runner.state.rewind_cost(state.seq, min(length, state.computed))
+        return max(0, min(length, len(self) - 1) - kept)
 
     def _forget_turns(self, length: int) -> None:
         """The session has ``length`` tokens; later turns of the chat are not in it."""
@@ -431,7 +443,8 @@ class Session:
     # -- looking inside --------------------------------------------------------------------------------------
 
     def kv(self, layer: int) -> dict[str, Tensor]:
-        """The layer's state: ``k [tokens, Hkv, Dk]`` as stored (rotated) and ``v [tokens, Hkv, Dv]``, of all tokens."""
+        """The layer's state: ``k [tokens, Hkv, Dk]`` as stored (rotated) and ``v [tokens, Hkv, Dv]``, of all tokens; of a
+        layer with a window of those that it still holds, whose ``positions`` (int64) are then given too."""
         engine = self._engine
         if not is_integer(layer):
             raise InvalidArgument(f"layer {layer!r}; an integer is needed, as in kv(0)")
@@ -449,8 +462,19 @@ class Session:
             state = self._idle("kv")
             if state.seq is None or state.computed < len(self):
                 raise FailedPrecondition("kv: the session was changed by another thread meanwhile; call again")
-            k, v = engine.runner.state.debug_get_kv(state.seq, layer=layer)
-            return {"k": k, "v": v}
+            kv = engine.runner.state
+            if kv.spec(layer).layer_window is None:
+                k, v = kv.debug_get_kv(state.seq, layer=layer)
+                return {"k": k, "v": v}
+            rows = [
+                (part, kv.debug_get_kv(state.seq, part.start, part.stop, layer=layer))
+                for part in kv.held(state.seq, layer)
+            ]
+            return {
+                "k": torch.cat([k for _, (k, _) in rows]),
+                "v": torch.cat([v for _, (_, v) in rows]),
+                "positions": torch.cat([torch.arange(part.start, part.stop) for part, _ in rows]),
+            }
 
     def set_kv(self, layer: int, *, k: Tensor | None = None, v: Tensor | None = None, start: int = 0) -> None:
         """Overwrite rows of a layer from position ``start`` on, as ``kv`` gives them; what is not given stays.
@@ -472,7 +496,12 @@ class Session:
             state = self._idle("set_kv")
             if state.seq is None or state.computed < len(self):
                 raise FailedPrecondition("set_kv: the session was changed by another thread meanwhile; call again")
-            rows = slice(start, start + count)
+            first = int(present["positions"][0]) if "positions" in present else 0
+            if start < first:
+                raise FailedPrecondition(
+                    f"set_kv: rows {start}..{start + count} of layer {layer}, whose window holds positions {first}..{len(self) - 1}"
+                )
+            rows = slice(start - first, start - first + count)
             new_k, new_v = (present["k"][rows] if k is None else k), (present["v"][rows] if v is None else v)
             self._engine.states.write_rows(state, layer, start, new_k, new_v)
 

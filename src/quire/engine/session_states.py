@@ -1,19 +1,23 @@
 """Sequences that outlive a request: the states of sessions, and finished sequences in the prefix cache.
 
 A session's sequence is lent to each request that works on it and settled when the request ends. What can be had again
-(a cached sequence, an idle session's state) is given up when the pool is short. The caller holds the engine's lock.
+(a cached sequence, an idle session's state) is given up when the pool is short; of a session's state a copy may go to host
+memory. The caller holds the engine's lock.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.engine.generation import SequenceRequest, SessionState
+from quire.engine.host_store import HostStore
 from quire.engine.prefix_cache import RadixCache
 from quire.engine.request import TokenBuffer, common_prefix
-from quire.errors import QuireError
+from quire.errors import FailedPrecondition, QuireError
 from quire.metrics import EngineMetrics
 from quire.runner.local import Runner
 from quire.types import Edit, Fork, Pop, Remove, SeqId, Step
@@ -22,9 +26,10 @@ from quire.types import Edit, Fork, Pop, Remove, SeqId, Step
 class SessionStates:
     """The states of all sessions of one engine, beside the prefix cache of the same pool."""
 
-    def __init__(self, runner: Runner, *, cache: RadixCache | None, metrics: EngineMetrics) -> None:
+    def __init__(self, runner: Runner, *, cache: RadixCache | None, host: HostStore, metrics: EngineMetrics) -> None:
         self.runner = runner
         self.cache = cache
+        self.host = host
         self.metrics = metrics
         self.sessions: dict[int, SessionState] = {}
         """By identity, least recently used first."""
@@ -48,12 +53,24 @@ class SessionStates:
         for seq in seqs:
             self.apply(Remove(seq))
 
-    def pop(self, seq: SeqId, held: int, length: int) -> None:
-        """Shorten a sequence of ``held`` tokens, also for the prefix cache."""
-        if held > length:
-            self.apply(Pop(seq, held - length))
-            if self.cache is not None and seq in self.cache and self.cache.length(seq) > length:
-                self.cache.truncate(seq, length)
+    def pop(self, seq: SeqId, held: int, length: int) -> int:
+        """Shorten a sequence of ``held`` tokens, also for the prefix cache: to ``length``, or to the nearest position below
+        that a window has left. Returns how many tokens it holds then."""
+        if held <= length:
+            return held
+        kept = self.runner.state.nearest_reachable(seq, length)
+        self.apply(Pop(seq, held - kept))
+        if self.cache is not None and seq in self.cache and self.cache.length(seq) > kept:
+            self.cache.truncate(seq, kept)
+        return kept
+
+    def keep(self, seq: SeqId, tokens: NDArray[np.int32], key: Hashable) -> None:
+        """Let the prefix cache hold the present end of a sequence that goes on, if windows would let go of it."""
+        if self.cache is None or not self.runner.state.forgets:
+            return
+        fork = self.runner.new_seq()
+        self.apply(Fork(seq, fork))
+        self.remove_all(self.cache.insert(fork, tokens, key))
 
     # -- sessions' states ------------------------------------------------------------------------------------
 
@@ -64,20 +81,48 @@ class SessionStates:
 
     def fork(self, parent: SessionState, child: SessionState, length: int) -> None:
         """Let ``child``, which has no state, have that of the first ``length`` tokens of ``parent``, as far as there is."""
-        length = min(length, parent.computed)
+        if parent.seq is None:
+            self.host.share(parent, child, length)
+        length = self.reach(parent, length)
         child.exact = parent.exact or not length
         child.modified = parent.modified and length > 0
+        child.window = parent.window
         if parent.seq is not None and length:
             seq = self.runner.new_seq()
             self.apply(Fork(parent.seq, seq, length))
             child.seq, child.computed = seq, length
         self.hold(child)
 
+    def reach(self, session: SessionState, length: int) -> int:
+        """Computed tokens that a session keeps if it goes back to its first ``length``: fewer than that where a window has let
+        go of what it would need. ``FailedPrecondition`` if they cannot be computed again."""
+        if session.seq is None:
+            return 0
+        wanted = min(length, session.computed)
+        kept = self.runner.state.nearest_reachable(session.seq, wanted)
+        if session.modified and kept < wanted:
+            raise FailedPrecondition(
+                f"position {wanted} of the session is outside of its windows, and a state that was written into cannot be "
+                f"computed again; positions that can be gone back to: {self.runner.state.reachable(session.seq)}"
+            )
+        return kept
+
     def rewind(self, session: SessionState, length: int) -> None:
-        """Take back what is computed of a session's tokens from ``length`` on."""
-        if session.seq is not None and session.computed > length:
-            self.pop(session.seq, session.computed, length)
-            session.computed = length
+        """Take back what is computed of a session's tokens from ``length`` on, or from the nearest position before."""
+        self.host.truncate(session, length)
+        if session.seq is None or session.computed <= length:
+            return
+        if self.reach(session, length) < length and self.found(session, length) > 0:
+            # It is computed again, from what the prefix cache has.
+            self.drop(session)
+        else:
+            session.computed = self.pop(session.seq, session.computed, length)
+
+    def found(self, session: SessionState, length: int) -> int:
+        """Tokens of the session's first ``length`` that a sequence in the prefix cache could be forked at."""
+        if self.cache is None or session.modified or session.window is not None:
+            return 0
+        return self.cache.peek(session.tokens.ids[:length], session.key)
 
     def write_rows(self, session: SessionState, layer: int, start: int, k_NHD: Tensor, v_NHD: Tensor) -> None:
         """Overwrite K and V rows of a session's sequence, which then stands for itself: pinned, and no prefix for others."""
@@ -91,6 +136,10 @@ class SessionStates:
 
     def drop(self, session: SessionState) -> None:
         """Give a session's pages back; its tokens stay, to be computed again when needed."""
+        self.host.discard(session)
+        self._let_go(session)
+
+    def _let_go(self, session: SessionState) -> None:
         if session.seq is not None:
             self.remove(session.seq)
         session.seq, session.computed, session.exact = None, 0, True
@@ -102,17 +151,23 @@ class SessionStates:
         work = request.work
         request.session, session.request = session, request
         request.shared = common_prefix(session.tokens.ids, work.tokens.ids)
-        self.rewind(session, min(session.computed, request.shared, len(work.tokens) - 1))
+        self.rewind(session, min(request.shared, len(work.tokens) - 1))
+        if session.seq is None:
+            self.host.move(session, work, waiting=True)
         work.seq, work.computed = session.seq, session.computed
         work.admitted = session.seq is not None
         work.num_cached = session.computed
-        work.cacheable = not session.modified
+        # A state that forgets is no prefix for others.
+        work.cacheable = not session.modified and session.window is None
+        work.window = session.window
         work.pinned = session.pinned or session.modified
 
     def settle(self, session: SessionState, request: SequenceRequest) -> None:
         """The sequence goes back to its session; the tokens join it if the request succeeded."""
         work = request.work
         session.request = None
+        if work.seq is None:
+            self.host.move(work, session, waiting=False)
         session.seq, work.seq = work.seq, None
         session.computed = work.computed if session.seq is not None else 0
         if request.succeeded:
@@ -134,6 +189,7 @@ class SessionStates:
         if self.cache is not None and session.seq is not None and session.computed and work.cacheable:
             held = session.tokens.ids[: session.computed]
             self.remove_all(self.cache.insert(session.seq, held, session.key, live=True))
+            self.keep(session.seq, held, session.key)
 
     # -- what is given up ------------------------------------------------------------------------------------
 
@@ -145,7 +201,10 @@ class SessionStates:
             return True
         for session in self.sessions.values():
             if session.droppable:
-                self.drop(session)
+                # What went through another dtype becomes exact if it is computed again.
+                if session.exact:
+                    self.host.save(session, waiting=False)
+                self._let_go(session)
                 return True
         return False
 

@@ -1,0 +1,111 @@
+"""Between event loops and threads: what a coroutine can do with a stepping thread and its workers."""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from quire.async_llm.stepper import Call, Job, Stepper
+from quire.errors import FailedPrecondition
+from quire.llm import LLM
+
+SPARE_WORKERS = 32
+"""Worker threads beyond those that wait for the requests that can run at a time."""
+
+T = TypeVar("T")
+
+
+class Listener:
+    """Wakes a coroutine when a job has something new. However often it is called, its loop hears of it once until the
+    coroutine has looked, so that a loop that is busy collects nothing."""
+
+    def __init__(self, stepper: Stepper, job: Job) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._event = asyncio.Event()
+        self._called = False
+        self._stepper = stepper
+        self._job = job
+        job.listeners.append(self)
+
+    def __call__(self) -> None:
+        if not self._called:
+            self._called = True
+            try:
+                self._loop.call_soon_threadsafe(self._event.set)
+            except RuntimeError:
+                # The loop is closed: nobody will look any more.
+                if not self._job.over:
+                    self._stepper.cancel(self._job)
+
+    async def wait(self) -> None:
+        """Until it is called."""
+        await self._event.wait()
+        self._event.clear()
+        # From here on it can be called again; what was there before is there to be seen.
+        self._called = False
+
+    async def until_over(self) -> None:
+        while not self._job.over:
+            await self.wait()
+
+
+class Background:
+    """An ``LLM`` whose engine is stepped by a thread of its own, with worker threads for what blocks."""
+
+    def __init__(self, llm: LLM) -> None:
+        self.llm = llm
+        self.stepper = Stepper(llm)
+        self.closed = False
+        self._workers = ThreadPoolExecutor(llm.config.max_num_seqs + SPARE_WORKERS, thread_name_prefix="quire-calls")
+        self._stop = weakref.finalize(self, self.stepper.stop)
+
+    def require_open(self, verb: str) -> None:
+        if self.closed:
+            raise FailedPrecondition(f"{verb}: the LLM is closed; make a new one")
+
+    async def call(self, verb: str, function: Callable[[], T]) -> T:
+        """Run what blocks on a worker thread. If the task is cancelled, what the call waits for is ended, and the call too."""
+        self.require_open(verb)
+        call = Call()
+        future = self._workers.submit(self.stepper.perform, call, function)
+        work = asyncio.wrap_future(future)
+        try:
+            return await asyncio.shield(work)
+        except asyncio.CancelledError:
+            self.stepper.give_up(call)
+            if not future.cancel():
+                await asyncio.wait([work])
+                if not work.cancelled():
+                    work.exception()  # which nobody asks for any more
+            raise
+
+    async def finish(self, job: Job) -> None:
+        """Start a job and wait until it is over. If the task is cancelled, the job is."""
+        listener = Listener(self.stepper, job)
+        self.stepper.submit(job)
+        try:
+            await listener.until_over()
+        except BaseException:
+            self.stepper.cancel(job)
+            raise
+        if job.error is not None:
+            raise job.error
+
+    async def abort(self, job: Job) -> None:
+        """Cancel a job and wait until it is over."""
+        self.stepper.cancel(job)
+        await Listener(self.stepper, job).until_over()
+
+    async def close(self) -> None:
+        """Close the LLM and stop all threads."""
+        self.closed = True
+        self._stop()
+        try:
+            joined = asyncio.wrap_future(self._workers.submit(self.stepper.join))
+        except RuntimeError:
+            return  # closed before
+        await asyncio.shield(joined)
+        self._workers.shutdown(wait=False)

@@ -1,0 +1,245 @@
+"""``AsyncLLM`` itself: the verbs of ``LLM``, carried out in the background."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from quire.async_llm.background import Background
+from quire.async_llm.session import AsyncSession
+from quire.async_llm.stepper import BeamJob, Job
+from quire.async_llm.stream import AsyncStream, Prepared
+from quire.config import EngineConfig
+from quire.engine.engine import Engine
+from quire.engine.generation import SequenceRequest
+from quire.engine.session import Text
+from quire.engine.tokenizer import Tokenizer
+from quire.errors import InvalidArgument
+from quire.executor.executor import Executor
+from quire.llm import LLM, Messages, PreparedPrompts, Prompts
+from quire.models.families import LoadedModel
+from quire.outputs import BeamSearchOutput, RequestOutput
+from quire.sampling_params import BeamSearchParams, SamplingParams
+
+
+class AsyncLLM:
+    """An ``LLM`` whose verbs are awaited. The arguments are those of ``LLM``, and the model is loaded when it returns: inside of a
+    running loop, ``await asyncio.to_thread(AsyncLLM, model)`` is the way to make one.
+
+    It may be used from several event loops and threads. A task that is cancelled while it awaits a verb cancels the verb, within
+    a step. Errors are those of ``LLM``, and reach only who awaits the request that has them.
+    """
+
+    def __init__(self, model: str | Path, **options: Any) -> None:
+        self._llm = LLM(model, **options)
+        self._background = Background(self._llm)
+
+    __init__.__signature__ = inspect.signature(LLM.__init__)  # type: ignore[attr-defined]
+
+    # -- generating ------------------------------------------------------------------------------------------
+
+    async def generate(
+        self,
+        prompts: Prompts,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        request_id: str | None = None,
+        adapter: str | None = None,
+        cache_salt: str | None = None,
+    ) -> list[RequestOutput]:
+        """As ``LLM.generate``. ``request_id`` names the prompt for ``abort``; of several, number i is called "name-i"."""
+        _check_name(request_id)
+        prepared = await self._background.call(
+            "generate", lambda: self._llm.prepare(prompts, sampling_params, adapter=adapter, cache_salt=cache_salt)
+        )
+        return await self._run(prepared, request_id)
+
+    async def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        request_id: str | None = None,
+        **options: Any,
+    ) -> list[RequestOutput]:
+        """As ``LLM.chat``, with its keywords, and ``request_id`` as in ``generate``."""
+        _check_name(request_id)
+        prepared = await self._background.call(
+            "chat", lambda: self._llm.prepare_chat(messages, sampling_params, **options)
+        )
+        return await self._run(prepared, request_id)
+
+    async def _run(self, prepared: PreparedPrompts, request_id: str | None) -> list[RequestOutput]:
+        groups: list[list[SequenceRequest]] = []
+
+        def submit() -> list[SequenceRequest]:
+            groups.extend(self._llm.submit(prepared, request_id))
+            return [sample for samples in groups for sample in samples]
+
+        await self._background.finish(Job(self.engine, submit, name=request_id))
+        return self._llm.outputs(prepared, groups)
+
+    def stream(
+        self,
+        prompt: Text,
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        adapter: str | None = None,
+        cache_salt: str | None = None,
+    ) -> AsyncStream:
+        """Continue one prompt: ``async for delta in llm.stream("text")``. Its ``output`` is what ``generate`` would return."""
+        _check_name(request_id)
+        return self._stream(
+            "stream",
+            lambda: self._llm.prepare([prompt], sampling_params, adapter=adapter, cache_salt=cache_salt),
+            request_id,
+        )
+
+    def stream_chat(
+        self,
+        messages: Messages,
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        **options: Any,
+    ) -> AsyncStream:
+        """Answer one conversation, as a stream."""
+        _check_name(request_id)
+        return self._stream(
+            "stream_chat", lambda: self._llm.prepare_chat(messages, sampling_params, **options), request_id
+        )
+
+    def _stream(self, verb: str, prepare: Callable[[], PreparedPrompts], request_id: str | None) -> AsyncStream:
+        async def prepared() -> Prepared:
+            found = await self._background.call(verb, prepare)
+            if len(found.ids) != 1:
+                raise InvalidArgument(f"{verb} takes one prompt, got {len(found.ids)}; make a stream for each")
+            job = Job(self.engine, lambda: self._llm.submit(found, request_id)[0], name=request_id, streams=True)
+            return Prepared(job=job, output=lambda: self._llm.outputs(found, [job.requests])[0])
+
+        return AsyncStream(self._background, prepared)
+
+    async def beam_search(self, prompts: Prompts, params: BeamSearchParams, **options: Any) -> list[BeamSearchOutput]:
+        """As ``LLM.beam_search``, with its keywords."""
+        searches, texts = await self._background.call(
+            "beam_search", lambda: self._llm.prepare_beams(prompts, params, **options)
+        )
+        await self._background.finish(BeamJob(self.engine, searches))
+        return [search.output(text) for search, text in zip(searches, texts, strict=True)]
+
+    async def abort(self, request_id: str) -> bool:
+        """End a request: whoever awaits it gets what there is, with ``finish_reason`` "cancelled". Returns when its pages are
+        free; False if there is no such request (any more)."""
+        self._background.require_open("abort")
+        job = self._background.stepper.find(request_id)
+        if job is None:
+            return False
+        await self._background.abort(job)
+        return True
+
+    # -- sessions --------------------------------------------------------------------------------------------
+
+    async def session(self, prompt: Text = "", **options: Any) -> AsyncSession:
+        """As ``LLM.session``, with its keywords: ``async with await llm.session("text") as session``."""
+        found = await self._background.call("session", lambda: self._llm.session(prompt, **options))
+        return AsyncSession(self._background, found)
+
+    async def load_session(self, path: str | Path, *, convert_dtype: bool = False) -> AsyncSession:
+        """As ``LLM.load_session``."""
+        found = await self._background.call(
+            "load_session", lambda: self._llm.load_session(path, convert_dtype=convert_dtype)
+        )
+        return AsyncSession(self._background, found)
+
+    async def session_from_bytes(
+        self, data: bytes | bytearray | memoryview, *, convert_dtype: bool = False
+    ) -> AsyncSession:
+        """As ``LLM.session_from_bytes``."""
+        found = await self._background.call(
+            "session_from_bytes", lambda: self._llm.session_from_bytes(data, convert_dtype=convert_dtype)
+        )
+        return AsyncSession(self._background, found)
+
+    # -- what LLM has besides --------------------------------------------------------------------------------
+
+    async def load_adapter(self, name: str, path: str | Path) -> None:
+        """As ``LLM.load_adapter``."""
+        await self._background.call("load_adapter", lambda: self._llm.load_adapter(name, path))
+
+    async def unload_adapter(self, name: str) -> None:
+        """As ``LLM.unload_adapter``."""
+        await self._background.call("unload_adapter", lambda: self._llm.unload_adapter(name))
+
+    async def reset_prefix_cache(self) -> None:
+        """As ``LLM.reset_prefix_cache``."""
+        await self._background.call("reset_prefix_cache", self._llm.reset_prefix_cache)
+
+    async def capabilities(self) -> dict[str, Any]:
+        """As ``LLM.capabilities``."""
+        return await self._background.call("capabilities", self._llm.capabilities)
+
+    async def status(self) -> dict[str, Any]:
+        """As ``LLM.status``."""
+        return await self._background.call("status", self._llm.status)
+
+    async def metrics(self) -> dict[str, float]:
+        """As ``LLM.metrics``."""
+        return await self._background.call("metrics", self._llm.metrics)
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """None for a model without one: it works with token ids."""
+        return self._llm.tokenizer
+
+    @property
+    def executor(self) -> Executor:
+        """The executor contract over the same weights and pages. Its calls block, also while the engine steps."""
+        return self._llm.executor
+
+    @property
+    def model(self) -> LoadedModel:
+        """The weights."""
+        return self._llm.model
+
+    @property
+    def engine(self) -> Engine:
+        """The level below: requests and steps."""
+        return self._llm.engine
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of KV state of one token, over all layers."""
+        return self._llm.bytes_per_token
+
+    @property
+    def config(self) -> EngineConfig:
+        return self._llm.config
+
+    @property
+    def default_params(self) -> SamplingParams:
+        """What counts without ``SamplingParams``."""
+        return self._llm.default_params
+
+    # -- closing ---------------------------------------------------------------------------------------------
+
+    async def close(self) -> None:
+        """End what runs, as cancelled, and give everything back; later calls raise ``FailedPrecondition``. Closing twice is
+        harmless."""
+        await self._background.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+
+def _check_name(request_id: str | None) -> None:
+    if request_id is not None and (not isinstance(request_id, str) or not request_id):
+        raise InvalidArgument(f"request_id must be a non-empty string, got {request_id!r}")

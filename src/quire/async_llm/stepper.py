@@ -1,0 +1,297 @@
+"""The thread that steps an engine in the background, and the jobs that it carries out. No event loops here."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from quire.engine.beam import BeamSearch
+from quire.engine.engine import Engine
+from quire.engine.generation import SequenceRequest
+from quire.errors import Cancelled, FailedPrecondition, QuireError
+from quire.llm import LLM
+
+logger = logging.getLogger("quire.async")
+
+HAND_OVER = 1e-4
+"""Seconds between two steps while a worker may want the engine's lock, which the stepping thread would else take again."""
+
+T = TypeVar("T")
+
+
+class Job:
+    """Requests that somebody waits for. ``start``, ``advance`` and ``abort`` run on the stepping thread, between steps."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        submit: Callable[[], list[SequenceRequest]],
+        *,
+        name: str | None = None,
+        streams: bool = False,
+    ) -> None:
+        self.name = name
+        self.cancelled = False
+        self.over = False
+        self.error: BaseException | None = None
+        """Why it could not be started, or why nobody knows how it ended."""
+        self.requests: list[SequenceRequest] = []
+        self.seen: list[tuple[bool, int, int]] = []
+        """Of each request after the last step: whether it is finished, number of tokens, number of pieces of text."""
+        self.listeners: list[Callable[[], None]] = []
+        """Called from the stepping thread when it is over, and with ``streams`` whenever there is something new."""
+        self.on_end: Callable[[], None] | None = None
+        self._engine = engine
+        self._submit = submit
+        self._streams = streams
+
+    def start(self) -> None:
+        self.requests = self._submit()
+
+    def advance(self) -> bool:
+        """Look at what a step has brought; whether everything is finished."""
+        finished = all(request.finished for request in self.requests)
+        if self._streams:
+            seen = [(request.finished, len(request.output_ids), len(request.pieces)) for request in self.requests]
+            if seen != self.seen:
+                self.seen = seen
+                self.notify()
+        return finished
+
+    def abort(self) -> None:
+        self._engine.end(self.requests)
+
+    def notify(self) -> None:
+        for listener in tuple(self.listeners):
+            listener()
+
+    def is_named(self, name: str) -> bool:
+        return self.name == name or any(request.request_id == name for request in self.requests)
+
+
+class BeamJob(Job):
+    """Beam searches, whose rounds end with steps."""
+
+    def __init__(self, engine: Engine, searches: Sequence[BeamSearch]) -> None:
+        super().__init__(engine, list)
+        self._searches = searches
+
+    def start(self) -> None:
+        for search in self._searches:
+            search.start()
+
+    def advance(self) -> bool:
+        for search in self._searches:
+            search.advance()
+        if not all(search.done for search in self._searches):
+            return False
+        self.abort()
+        return True
+
+    def abort(self) -> None:
+        for search in self._searches:
+            search.release()
+
+
+class Call:
+    """A call on a worker thread, which may be cancelled from outside."""
+
+    def __init__(self) -> None:
+        self.cancelled = False
+        self.job: Job | None = None
+        """What it waits for."""
+
+
+class Stepper:
+    """Steps the engine of an LLM whenever there is work, and sleeps otherwise. Its methods may be called from any thread."""
+
+    def __init__(self, llm: LLM) -> None:
+        self._llm = llm
+        self._engine = llm.engine
+        # Reentrant, since the garbage collector may cancel a stream in the middle of anything.
+        self._changed = threading.Condition(threading.RLock())
+        self._inbox: deque[Job] = deque()
+        self._cancels: deque[Job] = deque()
+        self._jobs: dict[Job, None] = {}
+        self._callers = 0
+        """Calls on worker threads that do not wait for requests: they may want the engine's lock."""
+        self._stopping = False
+        self._broken: str | None = None
+        self._local = threading.local()
+        self._engine.wait = self.wait
+        self._thread = threading.Thread(target=self._loop, name="quire-steps", daemon=True)
+        self._thread.start()
+
+    # -- jobs ------------------------------------------------------------------------------------------------
+
+    def submit(self, job: Job) -> None:
+        """Have it started before the next step. ``FailedPrecondition`` once the thread is to stop."""
+        with self._changed:
+            if self._stopping:
+                raise self._refusal()
+            self._inbox.append(job)
+            self._changed.notify()
+
+    def cancel(self, job: Job) -> None:
+        """End it before the next step. Never waits."""
+        job.cancelled = True
+        with self._changed:
+            self._cancels.append(job)
+            self._changed.notify()
+
+    def find(self, name: str) -> Job | None:
+        """The job with a request of this name."""
+        with self._changed:
+            return next((job for job in (*self._inbox, *self._jobs) if job.is_named(name)), None)
+
+    def stop(self) -> None:
+        """Let it end what runs, close the LLM, and stop."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify()
+
+    def join(self) -> None:
+        """Until it has stopped."""
+        self._thread.join()
+
+    def _refusal(self) -> QuireError:
+        if self._broken is not None:
+            return QuireError(self._broken)
+        return FailedPrecondition("the LLM is closed; make a new one")
+
+    # -- calls on worker threads -----------------------------------------------------------------------------
+
+    def perform(self, call: Call, function: Callable[[], T]) -> T:
+        """Run ``function`` on this thread; ``give_up`` ends what it waits for."""
+        if call.cancelled:
+            raise Cancelled("the call was cancelled before it began")
+        self._local.call = call
+        self._count(1)
+        try:
+            return function()
+        finally:
+            self._count(-1)
+            self._local.call = None
+
+    def give_up(self, call: Call) -> None:
+        """Cancel what a call waits for, now or next. Never waits."""
+        call.cancelled = True
+        if call.job is not None:
+            self.cancel(call.job)
+
+    def wait(self, requests: Sequence[SequenceRequest]) -> None:
+        """What ``Engine.run`` does instead of stepping: return when these are finished."""
+        if threading.current_thread() is self._thread:
+            return
+        call: Call | None = getattr(self._local, "call", None)
+        over = threading.Event()
+        job = Job(self._engine, lambda: list(requests))
+        job.listeners.append(over.set)
+        self.submit(job)
+        if call is not None:
+            # In this order, as ``give_up`` has the other one: one of the two sees what the other did.
+            call.job = job
+            if call.cancelled:
+                self.cancel(job)
+            self._count(-1)
+        try:
+            over.wait()
+        except BaseException:
+            self.cancel(job)
+            raise
+        finally:
+            if call is not None:
+                self._count(1)
+        if job.error is not None:
+            raise job.error
+
+    def _count(self, change: int) -> None:
+        with self._changed:
+            self._callers += change
+
+    # -- the thread ------------------------------------------------------------------------------------------
+
+    def _loop(self) -> None:
+        try:
+            while self._sleep():
+                self._take_in()
+                self._step()
+                self._report()
+                if self._callers:
+                    time.sleep(HAND_OVER)
+        except BaseException as error:
+            logger.exception("the thread that steps the engine broke")
+            self._broken = f"the engine broke ({type(error).__name__}: {error}); make a new LLM"
+        finally:
+            self._end()
+
+    def _sleep(self) -> bool:
+        """Until there is something to do; False if that is to stop."""
+        with self._changed:
+            while not (self._stopping or self._inbox or self._cancels or self._engine.has_work):
+                self._changed.wait()
+            return not self._stopping
+
+    def _take_in(self) -> None:
+        """Start what has come, end what was cancelled."""
+        while self._inbox:
+            with self._changed:
+                job = self._inbox.popleft()
+                self._jobs[job] = None
+            try:
+                job.start()
+            except BaseException as error:
+                self._finish(job, error)
+        while self._cancels:
+            job = self._cancels.popleft()
+            if job in self._jobs:
+                job.abort()
+
+    def _step(self) -> None:
+        if not self._engine.has_work:
+            return
+        try:
+            self._engine.step()
+        except BaseException as error:
+            logger.exception("a step raised; everything under way ends")
+            self._engine.fail_all(QuireError(f"a step failed: {type(error).__name__}: {error}"))
+
+    def _report(self) -> None:
+        """Tell who waits what the step has brought."""
+        for job in tuple(self._jobs):
+            try:
+                if job.advance():
+                    self._finish(job)
+            except BaseException as error:
+                self._finish(job, error)
+
+    def _finish(self, job: Job, error: BaseException | None = None) -> None:
+        with self._changed:
+            self._jobs.pop(job, None)
+        if error is None and job.on_end is not None:
+            try:
+                job.on_end()
+            except BaseException as failure:
+                error = failure
+        job.error, job.over = error, True
+        job.notify()
+
+    def _end(self) -> None:
+        """Close the LLM; nobody waits for ever."""
+        with self._changed:
+            self._stopping = True
+        try:
+            self._llm.close()
+            self._report()
+        except BaseException:
+            logger.exception("the LLM could not be closed")
+        self._engine.wait = None
+        with self._changed:
+            left = [*self._jobs, *self._inbox]
+            self._inbox.clear()
+        for job in left:
+            self._finish(job, self._refusal())

@@ -1,0 +1,146 @@
+"""Streams: what a request has brought since one last looked."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from quire.async_llm.background import Background, Listener
+from quire.async_llm.stepper import Job
+from quire.engine.results import by_token
+from quire.errors import FailedPrecondition
+from quire.outputs import Logprob, RequestOutput, StreamDelta
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampleDelta(StreamDelta):
+    """What one step, or several, added to one sample of a request."""
+
+    index: int = 0
+    """Which sample, with ``SamplingParams(n=...)``."""
+    logprobs: list[dict[int, Logprob]] | None = None
+    """Of the tokens of this delta, if they were asked for."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prepared:
+    """A job that is ready to start, and what it has brought so far."""
+
+    job: Job
+    output: Callable[[], RequestOutput]
+
+
+class AsyncStream(AsyncIterator[SampleDelta]):
+    """``async for delta in stream``. It starts when its first delta is asked for, and refuses then what ``generate`` refuses.
+
+    Leaving the loop early, ``aclose``, and cancelling the task that awaits a delta cancel the request; its pages are free within a
+    step. A consumer that is slower than the engine finds several tokens in a delta.
+    """
+
+    def __init__(self, background: Background, prepare: Callable[[], Awaitable[Prepared]]) -> None:
+        self._background = background
+        self._prepare = prepare
+        self._prepared: Prepared | None = None
+        self._listener: Listener | None = None
+        self._taken: list[tuple[bool, int, int]] = []
+        """What of ``Job.seen`` has become deltas."""
+        self._ready: deque[SampleDelta] = deque()
+        self._done = False
+        self._busy = False
+
+    @property
+    def output(self) -> RequestOutput:
+        """All that there is by now. ``FailedPrecondition`` before the first delta."""
+        if self._prepared is None or not self._prepared.job.requests:
+            raise FailedPrecondition("the stream has no output yet; ask for its first delta")
+        return self._prepared.output()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> SampleDelta:
+        if self._busy:
+            raise FailedPrecondition("another task awaits the next delta of this stream; a stream has one reader")
+        self._busy = True
+        try:
+            while not self._ready:
+                if self._done:
+                    raise StopAsyncIteration
+                if self._listener is None:
+                    await self._start()
+                else:
+                    await self._listener.wait()
+                self._collect()
+        except BaseException:
+            self._abandon()
+            raise
+        finally:
+            self._busy = False
+        return self._ready.popleft()
+
+    async def _start(self) -> None:
+        prepared = await self._prepare()
+        self._listener = Listener(self._background.stepper, prepared.job)
+        self._background.stepper.submit(prepared.job)
+        self._prepared = prepared
+
+    def _collect(self) -> None:
+        """Turn what is new into deltas."""
+        if self._prepared is None:
+            return
+        job = self._prepared.job
+        # In this order: what is over has been seen in full.
+        self._done, seen = job.over, job.seen
+        if self._done and job.error is not None:
+            raise job.error
+        for index, (ended, tokens, pieces) in enumerate(seen):
+            if index == len(self._taken):
+                self._taken.append((False, 0, 0))
+            was_over, first_token, first_piece = self._taken[index]
+            if was_over or not (ended or tokens > first_token):
+                continue
+            self._taken[index] = seen[index]
+            request = job.requests[index]
+            if ended and request.error is not None:
+                raise request.error
+            wanted = request.params is not None and request.params.logprobs is not None
+            tokenizer = self._background.llm.tokenizer
+            entries = request.logprobs[first_token:tokens] if wanted else []
+            self._ready.append(
+                SampleDelta(
+                    text="".join(request.pieces[first_piece:pieces]),
+                    token_ids=request.output_ids[first_token:tokens],
+                    finish_reason=request.finish_reason if ended else None,
+                    stop_reason=request.stop_reason if ended else None,
+                    index=request.index,
+                    logprobs=[by_token(entry, tokenizer) for entry in entries] if wanted else None,
+                )
+            )
+
+    def _abandon(self) -> None:
+        self._done = True
+        self._ready.clear()
+        if self._prepared is not None and not self._prepared.job.over:
+            self._background.stepper.cancel(self._prepared.job)
+
+    async def aclose(self) -> None:
+        """Cancel what is not finished, and return when its pages are free."""
+        self._abandon()
+        if self._prepared is not None:
+            await self._background.abort(self._prepared.job)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    def __del__(self) -> None:
+        # Nobody can ask for more.
+        if getattr(self, "_prepared", None) is not None:
+            self._abandon()

@@ -1,0 +1,318 @@
+"""Beam search: the most probable continuations of a prompt, some of them followed at a time.
+
+A beam is a live sequence like a session's. In each round every beam runs its last token, all of them in the engine's next step
+beside whatever else is there; then the continuations are ranked, and the beams of the next round fork the sequences of those they
+go on from, which costs no copy. Between rounds a beam's state is an idle session's: if the pool is short it is given up
+and computed again.
+
+Letters: R rows, one for each beam; V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from quire.engine.detokenizer import IncrementalDetokenizer
+from quire.engine.engine import DETOKENIZER_CONTEXT, Engine
+from quire.engine.generation import SequenceRequest, SessionState
+from quire.engine.request import TokenBuffer
+from quire.engine.results import by_token
+from quire.errors import QuireError
+from quire.ops.sampling import TokenLogprobs, logprobs_of
+from quire.outputs import BeamSearchOutput, BeamSearchSequence, FinishReason
+from quire.sampling_params import BeamSearchParams
+
+
+@dataclass(frozen=True, slots=True)
+class Hypothesis:
+    """A continuation, and what it is worth."""
+
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    total: float = 0.0
+    """Sum of the log-probabilities: float32 each, added in float64."""
+    reason: FinishReason | None = None
+    stop: str | int | None = None
+
+    def grown(self, entry: TokenLogprobs, reason: FinishReason | None, stop: str | int | None) -> Hypothesis:
+        """This one and one token more."""
+        chosen = entry.chosen
+        return Hypothesis(
+            (*self.tokens, chosen.token_id), (*self.logprobs, entry), self.total + chosen.logprob, reason, stop
+        )
+
+
+@dataclass(eq=False, slots=True)
+class Beam:
+    """A hypothesis that goes on, and the sequence that holds its state."""
+
+    hypothesis: Hypothesis
+    state: SessionState
+    request: SequenceRequest | None = None
+    rows: list[Tensor] = field(default_factory=list)
+    """Logits of the next token, float32 ``[V]``, once they are there."""
+
+
+class BeamSearch:
+    """The search for one prompt. ``start``, then ``advance`` between steps of the engine until it is ``done``, then ``release``."""
+
+    def __init__(
+        self, engine: Engine, prompt: NDArray[np.int64], params: BeamSearchParams, *, key: Hashable = None
+    ) -> None:
+        self._engine = engine
+        self._prompt = prompt.astype(np.int32)
+        self._params = params
+        self._key = key
+        self._ends = (frozenset() if params.ignore_eos else engine.eos_ids) | frozenset(params.stop_token_ids or ())
+        self._stops = params.sampling().stop_strings
+        self._beams: list[Beam] = []
+        self._states: list[SessionState] = []
+        """All that are to be given back."""
+        self._finished: list[Hypothesis] = []
+        """By score, the best first."""
+        self._priority: int | None = None
+        self._num_cached = 0
+        self._error: QuireError | None = None
+        self.done = False
+
+    # -- running ---------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Queue the prompt."""
+        with self._engine.lock:
+            self._engine.metrics.prompt_tokens.inc(self._prompt.size)
+            self._run([Beam(Hypothesis(), self._state(self._prompt))])
+
+    def _state(self, tokens: NDArray[np.int32]) -> SessionState:
+        self._states.append(SessionState(TokenBuffer(tokens), self._key))
+        return self._states[-1]
+
+    def advance(self) -> None:
+        """Go on if all beams have run; what fails ends the search and stands in its result."""
+        with self._engine.lock:
+            if self.done or not all(beam.request is None or beam.request.finished for beam in self._beams):
+                return
+            try:
+                self._advance()
+            except QuireError as error:
+                self._end("error", error)
+            except BaseException:
+                self._end("cancelled")
+                raise
+
+    def _advance(self) -> None:
+        requests = [beam.request for beam in self._beams if beam.request is not None]
+        for request in requests:
+            if request.error is not None:
+                raise request.error
+        if any(request.finish_reason == "cancelled" for request in requests):
+            self._end("cancelled")
+            return
+        if self._priority is None:
+            work = requests[0].work
+            self._priority, self._num_cached = work.priority, work.num_cached
+            if (seq := self._beams[0].state.seq) is not None:
+                self._engine.states.keep(seq, self._prompt, self._key)
+        following = self._choose()
+        if self._is_over([hypothesis for _, hypothesis in following]):
+            self.done = True
+        else:
+            self._run(self._forked(following))
+
+    def _choose(self) -> list[tuple[Beam, Hypothesis]]:
+        """Rank the continuations of all beams: finish some hypotheses, and return those that go on, best first, with the
+        beams that they come from."""
+        width = self._params.beam_width
+        logits_RV = torch.stack([beam.rows[-1] for beam in self._beams])
+        # As many that at least ``width`` of them end by no token.
+        count = min(logits_RV.shape[1], max(2, 1 + len(self._ends)) * width)
+        found = logprobs_of(logits_RV, [0] * len(self._beams), [count] * len(self._beams))
+        ranked: list[tuple[float, int, int, TokenLogprobs]] = []
+        for row, (beam, entries) in enumerate(zip(self._beams, found, strict=True)):
+            top = () if entries is None else entries.top
+            if any(math.isnan(entry.logprob) for entry in top):
+                raise QuireError(f"the logits after {len(beam.hypothesis.tokens)} tokens hold NaN or +inf")
+            ranked += [
+                (-(beam.hypothesis.total + entry.logprob), row, entry.rank, TokenLogprobs(entry))
+                for entry in top
+                if entry.logprob > -math.inf
+            ]
+        ranked.sort(key=lambda item: item[:3])
+        following: list[tuple[Beam, Hypothesis]] = []
+        for place, (_, row, _, entry) in enumerate(ranked[:count]):
+            if place >= width and len(following) == width:
+                break
+            beam = self._beams[row]
+            reason, stop = self._ending(beam.hypothesis, entry.chosen.token_id)
+            grown = beam.hypothesis.grown(entry, reason, stop)
+            if reason is None:
+                following += [(beam, grown)] if len(following) < width else []
+            elif place < width:
+                self._finished.append(grown)
+        self._finished.sort(key=self._score, reverse=True)
+        del self._finished[width:]
+        self._engine.metrics.generation_tokens.inc(len(self._beams))
+        return following
+
+    def _ending(self, hypothesis: Hypothesis, token: int) -> tuple[FinishReason | None, str | int | None]:
+        """Whether and why a hypothesis ends with this token."""
+        if token in self._ends:
+            return "stop", token
+        if self._stops:
+            stopped = self._read((*hypothesis.tokens, token))[1]
+            if stopped is not None:
+                return "stop", stopped
+        return ("length", None) if len(hypothesis.tokens) + 1 == self._params.max_tokens else (None, None)
+
+    def _score(self, hypothesis: Hypothesis) -> float:
+        return self._worth(hypothesis.total, len(hypothesis.tokens))
+
+    def _worth(self, total: float, length: int) -> float:
+        return float(total / length**self._params.length_penalty)
+
+    def _is_over(self, following: Sequence[Hypothesis]) -> bool:
+        params = self._params
+        if not following:
+            return True
+        if len(self._finished) < params.beam_width:
+            return False
+        if params.early_stopping is True:
+            return True
+        best = following[0]
+        at_the_end = params.early_stopping == "never" and params.length_penalty > 0
+        hoped = self._worth(best.total, params.max_tokens if at_the_end else len(best.tokens))
+        return hoped <= self._score(self._finished[-1])
+
+    def _forked(self, following: Sequence[tuple[Beam, Hypothesis]]) -> list[Beam]:
+        """Beams for these hypotheses. The best that comes from a beam takes its sequence over, the others fork it."""
+        engine, taken, beams = self._engine, set[Beam](), list[Beam]()
+        for parent, hypothesis in following:
+            state = parent.state
+            if parent in taken:
+                state = self._state(parent.state.tokens.ids)
+                engine.states.fork(parent.state, state, len(state.tokens))
+            taken.add(parent)
+            beams.append(Beam(hypothesis, state))
+        for beam in self._beams:
+            if beam not in taken:
+                engine.forget(beam.state)
+                self._states.remove(beam.state)
+        return beams
+
+    def _run(self, beams: list[Beam]) -> None:
+        self._beams = beams
+        for beam in beams:
+            tokens = np.append(self._prompt, np.array(beam.hypothesis.tokens, dtype=np.int32))
+            rows = beam.rows
+            beam.request = self._engine.submit_run(
+                beam.state,
+                tokens,
+                on_logits=lambda _, rows_RV, rows=rows: rows.append(rows_RV[-1].float().clone()),  # type: ignore[misc]
+                priority=self._priority,
+            )
+
+    # -- ending ----------------------------------------------------------------------------------------------
+
+    def _end(self, reason: FinishReason, error: QuireError | None = None) -> None:
+        """Ended before its time: what the beams have counts as it is."""
+        self._error = error
+        for beam in self._beams:
+            found = beam.hypothesis
+            if found.tokens:
+                self._finished.append(Hypothesis(found.tokens, found.logprobs, found.total, reason))
+        self._finished.sort(key=self._score, reverse=True)
+        del self._finished[self._params.beam_width :]
+        self.done = True
+
+    def release(self) -> None:
+        """Give all sequences back, but one for the prefix cache. What is under way is cancelled."""
+        with self._engine.lock:
+            if not self.done:
+                self._end("cancelled")
+            engine, cache = self._engine, self._engine.cache
+            idle = (state for state in self._states if state.seq is not None and not state.busy)
+            kept = next(idle, None) if self._error is None else None
+            if kept is not None and kept.seq is not None and cache is not None:
+                held = kept.tokens.ids[: kept.computed]
+                engine.states.remove_all(cache.insert(kept.seq, held, self._key))
+                kept.seq, kept.computed = None, 0
+            for state in self._states:
+                engine.forget(state)
+            self._beams, self._states = [], []
+
+    def output(self, prompt: str | None = None) -> BeamSearchOutput:
+        """What was found."""
+        params, tokenizer = self._params, self._engine.tokenizer
+        ids = self._prompt.tolist()
+        before = "" if tokenizer is None else tokenizer.decode(ids, skip_special_tokens=params.skip_special_tokens)
+        sequences = []
+        for found in self._finished:
+            tokens = list(found.tokens)
+            shown = tokens
+            if isinstance(found.stop, int) and not params.include_stop_str_in_output:
+                shown = tokens[:-1]
+            text = self._read(shown)[0]
+            sequences.append(
+                BeamSearchSequence(
+                    tokens=ids + tokens,
+                    token_ids=tokens,
+                    text=before + text,
+                    output_text=text,
+                    logprobs=[by_token(entry, tokenizer) for entry in found.logprobs],
+                    cum_logprob=found.total,
+                    score=self._score(found),
+                    finish_reason=found.reason,
+                    stop_reason=found.stop,
+                )
+            )
+        return BeamSearchOutput(
+            prompt=prompt,
+            prompt_token_ids=ids,
+            sequences=sequences,
+            num_cached_tokens=self._num_cached,
+            error=None if self._error is None else str(self._error),
+        )
+
+    def _read(self, tokens: Sequence[int]) -> tuple[str, str | None]:
+        """The text of a continuation, and the stop string that ended it."""
+        if self._engine.tokenizer is None:
+            return "", None
+        detokenizer = IncrementalDetokenizer(
+            self._engine.tokenizer,
+            self._prompt[-DETOKENIZER_CONTEXT:].tolist(),
+            skip_special_tokens=self._params.skip_special_tokens,
+            stop=self._stops,
+            include_stop_str_in_output=self._params.include_stop_str_in_output,
+        )
+        for token in tokens:
+            detokenizer.push(token)
+            if detokenizer.stopped_by is not None:
+                break
+        detokenizer.finish()
+        return detokenizer.text, detokenizer.stopped_by
+
+
+def search(engine: Engine, searches: Sequence[BeamSearch], on_step: Callable[[], None] | None = None) -> None:
+    """Run these searches to their ends, all beams of all of them together. Whatever interrupts it cancels them."""
+    try:
+        with engine.lock:
+            for one in searches:
+                one.start()
+        while True:
+            for one in searches:
+                one.advance()
+            if on_step is not None:
+                on_step()
+            if all(one.done for one in searches):
+                return
+            engine.step()
+    finally:
+        for one in searches:
+            one.release()

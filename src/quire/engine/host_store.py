@@ -1,0 +1,325 @@
+"""State in host memory: where the sequences of preempted requests and idle sessions wait, if that is cheaper than
+computing them again.
+
+What is kept is an export of a sequence, to the bit, and comes back by an import as soon as its owner is admitted again.
+Which is cheaper is not guessed: the seconds of prompt tokens and of copied bytes are measured as the engine runs. Where a
+copy is not worth it, does not fit or does not come back, the tokens are computed again. (vLLM's swapping,
+arXiv:2309.06180, section 4.5, moves pages; here it is sequences, so that windows and other kinds of state come along.)
+
+The caller holds the engine's lock.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from quire.kv import exchange
+from quire.metrics import Counter, Gauge
+from quire.runner.local import Runner
+from quire.types import Pop, Remove, SeqId, Step
+
+logger = logging.getLogger("quire.engine")
+
+PROBE_BYTES = 4 * 2**20
+"""Copied once where nothing has been copied yet, to know how fast that is."""
+MOST_SHARED = 0.5
+"""Of a sequence's pages, the part that may belong to others too: they come back as pages of its own."""
+
+
+class Holder(Protocol):
+    """A request or a session: ``computed`` tokens of it are in the sequence ``seq``."""
+
+    seq: SeqId | None
+    computed: int
+    pinned: bool
+
+
+@dataclass(eq=False, slots=True)
+class HostCopy:
+    """The exported state of ``length`` tokens. It never changes, so that forks share it."""
+
+    metadata: Mapping[str, Any]
+    groups: dict[int, dict[str, Tensor]]
+    """By layer; in host memory."""
+    length: int
+    nbytes: int
+    owners: int = 0
+
+
+@dataclass(slots=True)
+class Entry:
+    """One owner's share of a copy: its first ``length`` tokens."""
+
+    copy: HostCopy
+    length: int
+    waiting: bool
+    """A request waits for it. Otherwise it is an idle session's, and gives way to newer ones."""
+
+
+@dataclass(slots=True)
+class Rate:
+    """Amount per second over the last measurements."""
+
+    most: int
+    measured: deque[tuple[float, float]] = field(default_factory=deque)
+    """(amount, seconds), oldest first"""
+
+    def add(self, amount: float, seconds: float) -> None:
+        self.measured.append((amount, max(seconds, 1e-9)))
+        if len(self.measured) > self.most:
+            self.forget_oldest()
+
+    def forget_oldest(self) -> None:
+        if self.measured:
+            self.measured.popleft()
+
+    def seconds(self, amount: float) -> float | None:
+        """How long ``amount`` takes; None if nothing was measured."""
+        if not self.measured:
+            return None
+        return amount * sum(seconds for _, seconds in self.measured) / sum(done for done, _ in self.measured)
+
+
+class MoveCosts:
+    """What computing and copying cost on this machine, as measured."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.prompts = Rate(most=64)
+        """Tokens per second of steps with prompts."""
+        self.out = Rate(most=8)
+        """Bytes per second from the pool to host memory."""
+        self.back = Rate(most=8)
+        self._tokens, self._seconds = 0, 0.0
+
+    def ran(self, num_tokens: int, num_chunks: int, seconds: float, *, waited: bool) -> None:
+        """A step has run. ``waited``: its results were waited for; a device may still be busy with one that was not, and
+        then its time is part of the next one's."""
+        self._tokens += num_tokens
+        self._seconds += seconds
+        if waited:
+            # One token of each request is what a decode runs, whose time says little about prompts.
+            if self._tokens > num_chunks:
+                self.prompts.add(self._tokens, self._seconds)
+            self._tokens, self._seconds = 0, 0.0
+
+    def moving_is_cheaper(self, tokens: float, nbytes: int, *, there: bool = True) -> bool:
+        """Whether copying ``nbytes`` out (``there``) and back takes less time than computing ``tokens``.
+
+        A refusal to copy out forgets the oldest measurement of copying, so that a slow spell does not decide for ever.
+        """
+        if not self.out.measured:
+            self._probe()
+        back = self.back if self.back.measured else self.out
+        moving = (back.seconds(nbytes) or 0.0) + ((self.out.seconds(nbytes) or 0.0) if there else 0.0)
+        computing = self.prompts.seconds(tokens)
+        if computing is None or moving < computing:
+            return True
+        if there:
+            self.out.forget_oldest()
+            self.back.forget_oldest()
+        return False
+
+    def _probe(self) -> None:
+        source = torch.zeros(PROBE_BYTES, dtype=torch.uint8, device=self.device)
+        source.clone()
+        started = time.perf_counter()
+        to_host([(0, {"probe": source.clone()})], self.device)
+        self.out.add(PROBE_BYTES, time.perf_counter() - started)
+
+
+class HostStore:
+    """Copies of sequences in up to ``capacity`` bytes of host memory (0: none are made), by who owns them.
+
+    ``worth_moving(tokens, nbytes, there=True)`` decides; by default what ``MoveCosts`` has measured.
+    """
+
+    def __init__(self, runner: Runner, *, capacity: int = 0) -> None:
+        self.runner = runner
+        self.capacity = capacity
+        self.used = 0
+        """Bytes, each copy counted once."""
+        self.costs = MoveCosts(runner.state.device)
+        self.worth_moving: Callable[..., bool] = self.costs.moving_is_cheaper
+        self._entries: dict[Holder, Entry] = {}
+        """Oldest first."""
+        self._swaps_out = Counter("quire:swaps_out_total", "Sequences moved to host memory because pages ran out.")
+        self._swaps_in = Counter("quire:swaps_in_total", "Sequences that came back from host memory.")
+        self._bytes_out = Counter("quire:swap_out_bytes_total", "Bytes of state moved to host memory.")
+        self._bytes_in = Counter("quire:swap_in_bytes_total", "Bytes of state that came back from host memory.")
+        self._bytes_held = Gauge("quire:host_memory_bytes", "Bytes of state in host memory now.")
+
+    def snapshot(self) -> dict[str, float]:
+        """What it has counted, by name."""
+        self._bytes_held.set(self.used)
+        counted = (self._swaps_out, self._swaps_in, self._bytes_out, self._bytes_in, self._bytes_held)
+        return {metric.name: metric.value for metric in counted}
+
+    # -- owners ----------------------------------------------------------------------------------------------
+
+    def holds(self, owner: Holder) -> int:
+        """Tokens whose state is kept for ``owner``."""
+        entry = self._entries.get(owner)
+        return 0 if entry is None else entry.length
+
+    def discard(self, owner: Holder) -> None:
+        """``owner`` needs its copy no more."""
+        entry = self._entries.pop(owner, None)
+        if entry is not None:
+            entry.copy.owners -= 1
+            if not entry.copy.owners:
+                self.used -= entry.copy.nbytes
+
+    def truncate(self, owner: Holder, length: int) -> None:
+        """Only the first ``length`` tokens are still the owner's."""
+        entry = self._entries.get(owner)
+        if entry is not None and entry.length > length:
+            entry.length = length
+            if not length:
+                self.discard(owner)
+
+    def move(self, source: Holder, target: Holder, *, waiting: bool) -> None:
+        """What was kept for one is another's from now on."""
+        entry = self._entries.pop(source, None)
+        if entry is not None:
+            self.discard(target)
+            entry.waiting = waiting
+            self._entries[target] = entry
+
+    def share(self, source: Holder, target: Holder, length: int) -> None:
+        """``target``, a fork, has the first ``length`` tokens too."""
+        entry = self._entries.get(source)
+        if entry is not None and length:
+            self._enter(target, entry.copy, min(length, entry.length), waiting=False)
+
+    def _enter(self, owner: Holder, copy: HostCopy, length: int, *, waiting: bool) -> None:
+        self.discard(owner)
+        if not copy.owners:
+            self.used += copy.nbytes
+        copy.owners += 1
+        self._entries[owner] = Entry(copy, length, waiting)
+
+    # -- out -------------------------------------------------------------------------------------------------
+
+    def save(self, owner: Holder, *, waiting: bool) -> bool:
+        """Keep a copy of the state that ``owner`` is about to lose, if that is worth it and there is room.
+
+        ``waiting``: it is a request, whose copy stays until it runs again. The copies of idle sessions make room, oldest
+        first.
+        """
+        seq, state = owner.seq, self.runner.state
+        if not self.capacity or seq is None or owner.pinned or state.sequence_length(seq) != owner.computed:
+            return False
+        held, shared = state.sequence_pages(seq)
+        if not owner.computed or shared > MOST_SHARED * held:
+            return False
+        try:
+            started = time.perf_counter()
+            metadata = exchange.metadata(state, seq, checksums=False)
+            nbytes = export_bytes(metadata)
+            # What others hold too is likely to be found in the prefix cache, and need not be computed.
+            tokens = owner.computed * (1 - shared / held)
+            if nbytes > self.capacity or not self.worth_moving(tokens, nbytes) or not self._make_room(nbytes, waiting):
+                return False
+            layers = [int(group["group"]) for group in metadata["groups"]]
+            # One layer after the other, so that what is gathered on the device never is a second copy of everything.
+            groups = to_host(((layer, state.export_page_group(seq, layer)) for layer in layers), state.device)
+            self.costs.out.add(nbytes, time.perf_counter() - started)
+        except Exception:
+            logger.exception("the state of %d tokens could not be kept; it will be computed again", owner.computed)
+            return False
+        self._enter(owner, HostCopy(metadata, groups, owner.computed, nbytes), owner.computed, waiting=waiting)
+        self._swaps_out.inc()
+        self._bytes_out.inc(nbytes)
+        return True
+
+    def _make_room(self, nbytes: int, waiting: bool) -> bool:
+        """Forget the copies of idle sessions, oldest first, until there is room. They are computed again."""
+        if self.used + nbytes <= self.capacity:
+            return True
+        needed = {id(entry.copy): entry.copy.nbytes for entry in self._entries.values() if entry.waiting}
+        if sum(needed.values()) + nbytes > self.capacity:
+            return False
+        for owner in [owner for owner, entry in self._entries.items() if not entry.waiting]:
+            if self.used + nbytes > self.capacity:
+                self.discard(owner)
+        return True
+
+    # -- back ------------------------------------------------------------------------------------------------
+
+    def beats(self, owner: Holder, cached: int, limit: int) -> bool:
+        """Whether bringing back up to ``limit`` tokens is cheaper than computing what lies behind the first ``cached``."""
+        entry = self._entries.get(owner)
+        length = 0 if entry is None else min(entry.length, limit)
+        if entry is None or length <= cached:
+            return False
+        return self.worth_moving(length - cached, entry.copy.nbytes, there=False)
+
+    def restore(self, owner: Holder, limit: int) -> None:
+        """Put what was kept in the place of the empty sequence of ``owner``: at most its first ``limit`` tokens.
+
+        The copy is given up. If it cannot be brought back, or the sequence is not empty, the sequence stays as it is.
+        """
+        entry = self._entries.get(owner)
+        if entry is None:
+            return
+        copy, length = entry.copy, min(entry.length, limit)
+        self.discard(owner)
+        empty = owner.seq
+        if empty is None or owner.computed or length < 1:
+            return
+        seq = self.runner.new_seq()
+        started = time.perf_counter()
+        try:
+            held = self._bring_back(seq, copy, length)
+        except Exception:
+            logger.exception("the state of %d tokens did not come back; they are computed again", length)
+            return
+        self.costs.back.add(copy.nbytes, time.perf_counter() - started)
+        self._swaps_in.inc()
+        self._bytes_in.inc(copy.nbytes)
+        owner.seq, owner.computed = seq, held
+        self.runner.execute(Step(edits=(Remove(empty),)))
+
+    def _bring_back(self, seq: SeqId, copy: HostCopy, length: int) -> int:
+        """Import a copy and take back what lies behind ``length``; how many tokens are left. Nothing stays if it fails."""
+        state = self.runner.state
+        state.prepare_import(seq, dict(copy.metadata))
+        try:
+            for group, tensors in copy.groups.items():
+                state.import_page_group(seq, group, tensors)
+            state.finish_import(seq)
+            kept = state.nearest_reachable(seq, length)
+            if kept < copy.length:
+                self.runner.execute(Step(edits=(Pop(seq, copy.length - kept),)))
+        except BaseException:
+            state.remove_sequence(seq)
+            raise
+        return kept
+
+
+def export_bytes(metadata: Mapping[str, Any]) -> int:
+    """Bytes of all tensors of an export."""
+    return sum(int(tensor["bytes"]) for group in metadata["groups"] for tensor in group["tensors"].values())
+
+
+def to_host(groups: Iterable[tuple[int, Mapping[str, Tensor]]], device: torch.device) -> dict[int, dict[str, Tensor]]:
+    """Layers with their tensors in host memory: from a GPU by way of pinned memory, on a CPU the tensors themselves."""
+    if device.type == "cpu":
+        return {layer: dict(tensors) for layer, tensors in groups}
+    found: dict[int, dict[str, Tensor]] = {}
+    for layer, tensors in groups:
+        found[layer] = {}
+        for name, tensor in tensors.items():
+            kept = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            found[layer][name] = kept.copy_(tensor, non_blocking=True)
+    torch.cuda.synchronize(device)
+    return found

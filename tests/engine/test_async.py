@@ -1,0 +1,777 @@
+"""``AsyncLLM``: one batch for all tasks, streams, sessions, cancelling, errors, closing."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from quire import AsyncLLM, FailedPrecondition, InvalidArgument, QuireError, ResourceExhausted, SamplingParams
+from quire.sampling_params import BeamSearchParams
+
+from .conftest import (
+    BYTES_PER_TOKEN,
+    Checkpoint,
+    assert_empty,
+    check,
+    greedy,
+    random_tokens,
+    record,
+    token_ids,
+)
+
+PROMPT = random_tokens(20)
+LONG = greedy(230)
+"""Goes on until somebody ends it."""
+
+MakeAsync = Callable[..., AsyncLLM]
+Use = Callable[[AsyncLLM], Awaitable[Any]]
+
+
+@pytest.fixture
+def make(llama: Checkpoint) -> Iterator[MakeAsync]:
+    """Makes AsyncLLMs, and looks at the end for what they left: pages, threads."""
+    made: list[AsyncLLM] = []
+
+    def make(*, pool: int = 4096, **options: Any) -> AsyncLLM:
+        given = {"device": "cpu", "dtype": "float32", "kv_cache_memory": pool * BYTES_PER_TOKEN, **options}
+        made.append(AsyncLLM(llama.path, **given))
+        return made[-1]
+
+    yield make
+    for llm in made:
+        asyncio.run(llm.close())
+        assert not llm._background.stepper._thread.is_alive()
+        assert_empty(llm._llm)
+        assert llm.engine.host.used == 0
+
+
+@pytest.fixture
+def llm(make: MakeAsync) -> AsyncLLM:
+    return make()
+
+
+def pages_free(llm: AsyncLLM) -> bool:
+    """Whether nothing but the prefix cache holds pages."""
+    with llm.engine.lock:
+        llm.engine.reset_prefix_cache()
+        return llm.engine.runner.state.empty()
+
+
+async def eventually(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.001)
+
+
+# -- generating ----------------------------------------------------------------------------------------------
+
+
+def test_generate_is_that_of_llm(llm: AsyncLLM, llama: Checkpoint) -> None:
+    async def use() -> None:
+        outputs = await llm.generate([PROMPT, [3, 4, 5]], [greedy(7), greedy(3)])
+        assert token_ids(outputs) == [llama.greedy(PROMPT, 7), llama.greedy([3, 4, 5], 3)]
+        assert [output.prompt_token_ids for output in outputs] == [PROMPT, [3, 4, 5]]
+        (one,) = await llm.generate(PROMPT, greedy(2), request_id="mine")
+        assert one.request_id == "mine"
+        assert one.num_cached_tokens == 19
+        named = await llm.generate([PROMPT, [1]], greedy(1), request_id="many")
+        assert [output.request_id for output in named] == ["many-0", "many-1"]
+        assert await llm.generate([], greedy(1)) == []
+
+    asyncio.run(use())
+
+
+def test_tasks_share_steps(llm: AsyncLLM, llama: Checkpoint) -> None:
+    prompts = [random_tokens(n, seed=1) for n in range(5, 29)]
+
+    async def use() -> list[Any]:
+        return await asyncio.gather(*(llm.generate(prompt, greedy(20)) for prompt in prompts))
+
+    recorder = record(llm._llm)
+    outputs = asyncio.run(use())
+    for prompt, (output,) in zip(prompts, outputs, strict=True):
+        assert output.outputs[0].token_ids == llama.greedy(prompt, 20)
+    # Alone each would take 20 steps.
+    assert max(len(step.chunks) for step in recorder.forwards) == len(prompts)
+    assert len(recorder.forwards) < 3 * 20
+    check(llm._llm)
+
+
+def test_sessions_share_steps(llm: AsyncLLM, llama: Checkpoint) -> None:
+    async def converse(seed: int) -> None:
+        text = random_tokens(10, seed=seed)
+        async with await llm.session(text) as session:
+            for turn in range(3):
+                found = (await session.generate(greedy(8))).outputs[0].token_ids
+                assert llama.continues(text, found)
+                new = random_tokens(3, seed=turn)
+                await session.append(new)
+                text = text + found + new
+            assert session.tokens == text
+
+    async def use() -> None:
+        await asyncio.gather(*(converse(seed) for seed in range(12)))
+
+    recorder = record(llm._llm)
+    asyncio.run(use())
+    assert max(len(step.chunks) for step in recorder.forwards) >= 6
+    assert len(recorder.forwards) < 12 * 3 * 8
+    assert pages_free(llm)
+
+
+def test_beam_search_and_generate_together(llm: AsyncLLM) -> None:
+    params = BeamSearchParams(beam_width=3, max_tokens=6, ignore_eos=True)
+
+    async def use() -> None:
+        alone = llm._llm.prepare_beams(PROMPT, params)[0]
+        from quire.engine.beam import search
+
+        llm.engine.wait = None
+        search(llm.engine, alone)
+        llm.engine.wait = llm._background.stepper.wait
+        found, _ = await asyncio.gather(llm.beam_search(PROMPT, params), llm.generate([5, 6], greedy(9)))
+        assert [s.token_ids for s in found[0].sequences] == [s.token_ids for s in alone[0].output().sequences]
+        task = asyncio.create_task(llm.beam_search(PROMPT, BeamSearchParams(beam_width=3, max_tokens=200)))
+        await eventually(lambda: llm.engine.num_running == 3)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await eventually(lambda: not llm.engine.has_work)
+
+    asyncio.run(use())
+    assert pages_free(llm)
+
+
+def test_refusals_are_those_of_llm(llm: AsyncLLM) -> None:
+    async def first(stream: Any) -> None:
+        await anext(stream)
+
+    async def use() -> None:
+        for call in (
+            llm.generate([97], greedy(1)),
+            llm.generate(PROMPT, [greedy(1)] * 2),
+            llm.generate(PROMPT, greedy(1), request_id=""),
+            first(llm.stream([97], greedy(1))),
+            first(llm.stream([], greedy(1))),
+            llm.session([97]),
+            llm.beam_search(PROMPT, greedy(1)),  # type: ignore[arg-type]
+        ):
+            with pytest.raises(InvalidArgument):
+                await call
+        with pytest.raises(QuireError):
+            await llm.load_adapter("a", "b")
+        with pytest.raises(TypeError, match="max_length"):
+            await llm.session(PROMPT, max_length=3)
+        running = asyncio.create_task(llm.generate(PROMPT, LONG, request_id="twice"))
+        await eventually(lambda: llm.engine.has_work)
+        with pytest.raises(InvalidArgument, match="in use"):
+            await llm.generate([1, 2], greedy(1), request_id="twice")
+        assert await llm.abort("twice")
+        assert (await running)[0].outputs[0].finish_reason == "cancelled"
+
+    asyncio.run(use())
+    assert pages_free(llm)
+    with pytest.raises(TypeError, match="max_length"):
+        AsyncLLM("tiny-python", max_length=3)
+
+
+def test_what_is_there_besides(llm: AsyncLLM) -> None:
+    async def use() -> None:
+        await llm.generate(PROMPT, greedy(2))
+        assert (await llm.metrics())["quire:generation_tokens_total"] == 2
+        assert (await llm.status())["num_requests_running"] == 0
+        assert "verbs" in await llm.capabilities()
+        await llm.reset_prefix_cache()
+        assert llm.engine.runner.state.empty()
+        assert llm.tokenizer is None
+        assert llm.config.page_size == 16
+        assert llm.executor is llm.executor
+        assert llm.default_params == llm._llm.default_params
+        assert (llm.bytes_per_token, llm.model.vocab_size) == (BYTES_PER_TOKEN, 97)
+
+    asyncio.run(use())
+
+
+# -- streams -------------------------------------------------------------------------------------------------
+
+
+def test_stream(llm: AsyncLLM, llama: Checkpoint) -> None:
+    async def use() -> None:
+        stream = llm.stream(PROMPT, greedy(9, logprobs=1))
+        with pytest.raises(FailedPrecondition, match="first delta"):
+            _ = stream.output
+        deltas = [delta async for delta in stream]
+        assert [token for delta in deltas for token in delta.token_ids] == llama.greedy(PROMPT, 9)
+        assert [delta.finish_reason for delta in deltas][-1] == "length"
+        assert all(delta.finish_reason is None for delta in deltas[:-1])
+        for delta in deltas:
+            assert delta.logprobs is not None
+            assert [next(iter(entry)) for entry in delta.logprobs] == delta.token_ids
+        assert stream.output.finished
+        assert stream.output.prompt_token_ids == PROMPT
+        assert stream.output.outputs[0].token_ids == llama.greedy(PROMPT, 9)
+        with pytest.raises(StopAsyncIteration):
+            await anext(stream)
+        await stream.aclose()
+
+    asyncio.run(use())
+
+
+def test_stream_of_several_samples(llm: AsyncLLM) -> None:
+    params = SamplingParams(n=3, seed=5, temperature=1.2, max_tokens=6, ignore_eos=True)
+
+    async def use() -> None:
+        found: dict[int, list[int]] = {}
+        ends: list[int] = []
+        async for delta in llm.stream(PROMPT, params):
+            found.setdefault(delta.index, []).extend(delta.token_ids)
+            if delta.finish_reason:
+                ends.append(delta.index)
+        (whole,) = await llm.generate(PROMPT, params)
+        assert found == {sample.index: sample.token_ids for sample in whole.outputs}
+        assert sorted(ends) == [0, 1, 2]
+
+    asyncio.run(use())
+
+
+def test_deltas_come_while_it_runs(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each token is there before the next step ends."""
+    gate = threading.Semaphore(1)
+    execute = llm.engine.runner.execute
+
+    def gated(step: Any) -> Any:
+        if step.chunks:
+            assert gate.acquire(timeout=30)
+        return execute(step)
+
+    monkeypatch.setattr(llm.engine.runner, "execute", gated)
+
+    async def use() -> None:
+        count = 0
+        async for delta in llm.stream(PROMPT, greedy(5)):
+            count += len(delta.token_ids)
+            gate.release()
+        assert count == 5
+
+    asyncio.run(use())
+
+
+def test_a_slow_consumer_holds_up_nobody(llm: AsyncLLM, llama: Checkpoint) -> None:
+    async def use() -> None:
+        stream = llm.stream(PROMPT, greedy(60))
+        first = await anext(stream)
+        # It finishes although nobody reads.
+        (other,) = await llm.generate([3, 4], greedy(60))
+        await eventually(lambda: not llm.engine.has_work)
+        rest = [delta async for delta in stream]
+        assert len(rest) < 10
+        assert sum((delta.token_ids for delta in [first, *rest]), []) == llama.greedy(PROMPT, 60)
+        assert other.outputs[0].token_ids == llama.greedy([3, 4], 60)
+
+    asyncio.run(use())
+
+
+@pytest.mark.parametrize("how", ["break", "aclose", "with", "cancel", "drop"])
+def test_leaving_a_stream_frees_its_pages(llm: AsyncLLM, how: str) -> None:
+    async def read(stream: Any, most: int) -> None:
+        count = 0
+        async for _ in stream:
+            count += 1
+            if count == most:
+                break
+
+    async def use() -> None:
+        if how == "break":
+            await read(llm.stream(PROMPT, LONG), 3)
+        elif how == "aclose":
+            stream = llm.stream(PROMPT, LONG)
+            await anext(stream)
+            await stream.aclose()
+            assert not llm.engine.has_work
+            assert stream.output.outputs[0].finish_reason == "cancelled"
+            await stream.aclose()
+        elif how == "with":
+            async with llm.stream(PROMPT, LONG) as stream:
+                await read(stream, 2)
+            assert not llm.engine.has_work
+        elif how == "cancel":
+            task = asyncio.create_task(read(llm.stream(PROMPT, LONG), 1000))
+            await eventually(lambda: llm.engine.num_running == 1)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        else:
+            stream = llm.stream(PROMPT, LONG)
+            await anext(stream)
+            del stream
+            gc.collect()
+        await eventually(lambda: not llm.engine.has_work)
+        assert (await llm.generate([1, 2], greedy(2)))[0].outputs[0].finish_reason == "length"
+
+    asyncio.run(use())
+    assert pages_free(llm)
+
+
+def test_a_stream_that_is_never_started_does_nothing(llm: AsyncLLM) -> None:
+    async def use() -> None:
+        stream = llm.stream(PROMPT, LONG)
+        await stream.aclose()
+        with pytest.raises(StopAsyncIteration):
+            await anext(stream)
+
+    asyncio.run(use())
+    assert not llm.engine.has_work
+
+
+def test_a_stream_has_one_reader(llm: AsyncLLM) -> None:
+    async def use() -> None:
+        stream = llm.stream(PROMPT, LONG)
+        await anext(stream)
+        found = await asyncio.gather(*(anext(stream) for _ in range(2)), return_exceptions=True)
+        assert sum(isinstance(one, FailedPrecondition) for one in found) in (0, 1)
+        await stream.aclose()
+
+    asyncio.run(use())
+
+
+# -- cancelling ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wait", [0.0, 0.001, 0.01, 0.05])
+def test_cancelled_tasks_end_their_requests(llm: AsyncLLM, llama: Checkpoint, wait: float) -> None:
+    async def use() -> None:
+        other = asyncio.create_task(llm.generate([3, 4, 5], greedy(30)))
+        tasks = [asyncio.create_task(llm.generate([PROMPT, PROMPT[:5]], LONG)) for _ in range(3)]
+        session = await llm.session(PROMPT)
+        tasks.append(asyncio.create_task(session.generate(LONG)))
+        await asyncio.sleep(wait)
+        for task in tasks:
+            task.cancel()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(isinstance(result, asyncio.CancelledError) for result in results)
+        assert (await other)[0].outputs[0].token_ids == llama.greedy([3, 4, 5], 30)
+        await eventually(lambda: not llm.engine.has_work)
+        # The session is idle and has what was generated.
+        text = session.tokens
+        assert text[:20] == PROMPT
+        assert llama.continues(PROMPT, text[20:])
+        assert (await session.generate(greedy(3))).outputs[0].token_ids == llama.greedy(text, 3)
+        await session.close()
+
+    asyncio.run(use())
+    assert pages_free(llm)
+    check(llm._llm)
+
+
+def test_timeout(llm: AsyncLLM) -> None:
+    async def use() -> None:
+        session = await llm.session(PROMPT)
+        for call in (lambda: llm.generate(PROMPT, LONG), lambda: session.generate(LONG)):
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(call(), 0.02)
+        await eventually(lambda: not llm.engine.has_work)
+        await session.close()
+
+    asyncio.run(use())
+    assert pages_free(llm)
+
+
+def test_cancelled_calls_of_a_session_are_undone(make: MakeAsync) -> None:
+    llm = make(max_num_batched_tokens=4)
+
+    async def use() -> None:
+        session = await llm.session(PROMPT)
+        for call in (
+            lambda: session.append(random_tokens(150)),
+            lambda: session.score(random_tokens(150)),
+            lambda: llm.session(random_tokens(150)),
+        ):
+            task = asyncio.create_task(call())  # type: ignore[arg-type]
+            await eventually(lambda: llm.engine.has_work)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert session.tokens == PROMPT
+            assert not llm.engine.has_work
+        assert len(await session.append([1])) == 21
+        await session.close()
+
+    asyncio.run(use())
+    assert pages_free(llm)
+
+
+def test_abort(llm: AsyncLLM, llama: Checkpoint) -> None:
+    async def use() -> None:
+        task = asyncio.create_task(llm.generate([PROMPT, [7, 8]], LONG, request_id="job"))
+        stream = llm.stream(PROMPT, LONG, request_id="stream")
+        await anext(stream)
+        await eventually(lambda: llm.engine.num_running == 3)
+        assert await llm.abort("job")
+        assert llm.engine.num_running == 1
+        for output, prompt in zip(await task, [PROMPT, [7, 8]], strict=True):
+            assert output.outputs[0].finish_reason == "cancelled"
+            assert llama.continues(prompt, output.outputs[0].token_ids)
+        assert await llm.abort(stream.output.request_id)
+        rest = [delta async for delta in stream]
+        assert rest[-1].finish_reason == "cancelled"
+        for gone in ("job", "stream", "nobody"):
+            assert not await llm.abort(gone)
+
+    asyncio.run(use())
+    assert pages_free(llm)
+
+
+# -- sessions ------------------------------------------------------------------------------------------------
+
+
+def test_every_verb_of_a_session(llm: AsyncLLM, llama: Checkpoint, tmp_path: Any) -> None:
+    async def use() -> None:
+        async with await llm.session(PROMPT[:10]) as session:
+            assert await session.append(PROMPT[10:]) is session
+            assert len(session) == 20
+            found = (await session.generate(greedy(4))).outputs[0].token_ids
+            assert found == llama.greedy(PROMPT, 4)
+            deltas = [delta async for delta in session.stream(greedy(5))]
+            assert sum((delta.token_ids for delta in deltas), []) == llama.greedy(PROMPT + found, 5)
+            assert await session.rewind_cost(to=20) == await session.rewind(to=20) == 0
+            assert (session.tokens, session.pinned, session.modified) == (PROMPT, False, False)
+            child = await session.fork(at=7)
+            twins = await session.fork(n=2)
+            assert [len(one) for one in (child, *twins)] == [7, 20, 20]
+            scores = await session.score([1, 2])
+            assert len(scores) == 2
+            assert int((await session.logits()).argmax()) == found[0]
+            rows = (await session.kv(0))["k"]
+            await twins[0].set_kv(0, k=rows)
+            assert twins[0].modified
+            assert (await session.pages())[0] == 2
+            await session.save(tmp_path / "s.quire")
+            loaded = await llm.load_session(tmp_path / "s.quire")
+            again = await llm.session_from_bytes(await session.to_bytes())
+            assert loaded.tokens == again.tokens == PROMPT
+            assert torch.equal(await loaded.logits(), await again.logits())
+            await loaded.compute()
+            assert not await loaded.cancel()
+            assert "20 tokens" in repr(loaded)
+            for one in (child, *twins, loaded, again):
+                await one.close()
+                await one.close()
+        with pytest.raises(FailedPrecondition, match="closed"):
+            await session.append([1])
+
+    asyncio.run(use())
+    assert pages_free(llm)
+
+
+def test_a_busy_session_refuses(llm: AsyncLLM) -> None:
+    async def use() -> None:
+        session = await llm.session(PROMPT)
+        stream = session.stream(LONG)
+        await anext(stream)
+        with pytest.raises(FailedPrecondition, match="generating"):
+            await session.append([1])
+        with pytest.raises(FailedPrecondition, match="generating"):
+            await anext(session.stream(greedy(1)))
+        await stream.aclose()
+        await session.append([1])
+        task = asyncio.create_task(session.generate(LONG))
+        await eventually(lambda: llm.engine.num_running == 1)
+        assert await session.cancel()
+        assert (await task).outputs[0].finish_reason == "cancelled"
+        await session.close()
+
+    asyncio.run(use())
+    assert pages_free(llm)
+
+
+def test_chat_remembers_its_turns() -> None:
+    pytest.importorskip("jinja2")
+
+    async def use() -> None:
+        async with AsyncLLM("tiny-python", dtype="float32", kv_cache_memory="32MiB") as llm:
+            assert llm.tokenizer is not None
+            if not llm.tokenizer.chat_templates:
+                pytest.skip("the bundled model has no chat template")
+            session = await llm.session()
+            stream = session.stream_chat([{"role": "user", "content": "x"}], greedy(3))
+            text = "".join([delta.text async for delta in stream])
+            await session.chat([{"role": "user", "content": "y"}], greedy(3))
+            assert text in session.text
+
+    asyncio.run(use())
+
+
+# -- what goes wrong -----------------------------------------------------------------------------------------
+
+
+def test_errors_reach_only_their_awaiter(llm: AsyncLLM, llama: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    execute = llm.engine.runner.execute
+
+    def poisoned(step: Any) -> Any:
+        output = execute(step)
+        for index, chunk in enumerate(step.chunks):
+            if len(chunk.tokens) == 33:
+                output.rows(index)[:, 7] = torch.nan
+        return output
+
+    monkeypatch.setattr(llm.engine.runner, "execute", poisoned)
+    broken = random_tokens(33)
+
+    async def use() -> None:
+        async def read() -> None:
+            async for _ in llm.stream(broken, greedy(5)):
+                pass
+
+        good, bad, stream = await asyncio.gather(
+            llm.generate(PROMPT, greedy(9)), llm.generate(broken, greedy(5)), read(), return_exceptions=True
+        )
+        assert good[0].outputs[0].token_ids == llama.greedy(PROMPT, 9)
+        assert bad[0].outputs[0].finish_reason == "error"
+        assert isinstance(stream, QuireError)
+
+    asyncio.run(use())
+
+
+def test_a_step_that_raises_fails_everybody_and_goes_on(
+    llm: AsyncLLM, llama: Checkpoint, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    schedule = llm.engine.scheduler.schedule
+    countdown = [6]
+
+    def breaking() -> Any:
+        countdown[0] -= 1
+        if not countdown[0]:
+            raise RuntimeError("a bug")
+        return schedule()
+
+    async def use() -> None:
+        session = await llm.session(PROMPT)
+        monkeypatch.setattr(llm.engine.scheduler, "schedule", breaking)
+        stream = llm.stream(PROMPT, LONG)
+
+        async def read() -> None:
+            async for _ in stream:
+                pass
+
+        found = await asyncio.gather(
+            llm.generate([PROMPT, [1, 2]], LONG), session.generate(LONG), read(), return_exceptions=True
+        )
+        assert [output.outputs[0].finish_reason for output in found[0]] == ["error", "error"]
+        assert "a bug" in found[0][0].outputs[0].error
+        assert all(isinstance(error, QuireError) and "a bug" in str(error) for error in found[1:])
+        assert session.tokens == PROMPT
+        assert (await session.generate(greedy(3))).outputs[0].token_ids == llama.greedy(PROMPT, 3)
+        await session.close()
+
+    asyncio.run(use())
+    assert pages_free(llm)
+
+
+def test_an_engine_that_is_broken_for_good_hangs_nobody(
+    llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: Any) -> None:
+        raise RuntimeError("beyond repair")
+
+    async def use() -> None:
+        session = await llm.session(PROMPT)
+        tasks = [asyncio.create_task(llm.generate(PROMPT, LONG)), asyncio.create_task(session.generate(LONG))]
+        await eventually(lambda: llm.engine.num_running == 2)
+        with monkeypatch.context() as patch:
+            patch.setattr(llm.engine, "step", broken)
+            patch.setattr(llm.engine, "fail_all", broken)
+            results = await asyncio.gather(*tasks, return_exceptions=True)
+        for found in results:
+            output = found[0] if isinstance(found, list) else found
+            assert isinstance(output, QuireError) or output.outputs[0].finish_reason == "cancelled"
+        for call in (llm.generate(PROMPT, greedy(1)), session.generate(greedy(1)), anext(llm.stream(PROMPT))):
+            with pytest.raises(QuireError):
+                await call
+
+    asyncio.run(use())
+
+
+def test_requests_that_can_never_fit(make: MakeAsync) -> None:
+    llm = make(pool=64)
+
+    async def use() -> None:
+        with pytest.raises(ResourceExhausted):
+            await llm.generate(random_tokens(60), greedy(30))
+        pinned = await llm.session(random_tokens(40), pin=True)
+        (output,) = await llm.generate(random_tokens(40, seed=1), greedy(2))
+        assert output.outputs[0].finish_reason == "error"
+        await pinned.close()
+
+    asyncio.run(use())
+
+
+# -- threads, loops, closing ---------------------------------------------------------------------------------
+
+
+def test_several_event_loops(llm: AsyncLLM, llama: Checkpoint) -> None:
+    errors: list[BaseException] = []
+
+    async def use(seed: int) -> None:
+        prompt = random_tokens(8, seed=seed)
+        for _ in range(3):
+            outputs = await asyncio.gather(*(llm.generate(prompt, greedy(6)) for _ in range(4)))
+            assert all(output.outputs[0].token_ids == llama.greedy(prompt, 6) for (output,) in outputs)
+            async for _ in llm.stream(prompt, greedy(4)):
+                pass
+
+    def run(seed: int) -> None:
+        try:
+            asyncio.run(use(seed))
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not errors
+    check(llm._llm)
+
+
+def test_a_loop_that_is_closed_early(llm: AsyncLLM) -> None:
+    """Its requests end, since nobody can look at them any more."""
+    loop = asyncio.new_event_loop()
+    stream = llm.stream(PROMPT, LONG)
+    loop.run_until_complete(anext(stream))
+    loop.close()
+    asyncio.run(eventually(lambda: not llm.engine.has_work))
+    del stream
+    assert pages_free(llm)
+
+
+def test_no_steps_and_no_time_while_idle(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    asyncio.run(llm.generate(PROMPT, greedy(3)))
+    turns: list[int] = []
+    step = llm._background.stepper._step
+    monkeypatch.setattr(llm._background.stepper, "_step", lambda: (turns.append(1), step()))
+    time.sleep(0.1)
+    # At most the round that was under way.
+    assert len(turns) <= 1
+    asyncio.run(llm.generate(PROMPT, greedy(3)))
+    assert 3 <= len(turns) <= 6
+
+
+def test_the_event_loop_is_not_blocked(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps take longer than the loop ever waits."""
+    execute = llm.engine.runner.execute
+
+    def slow(step: Any) -> Any:
+        if step.chunks:
+            time.sleep(0.1)
+        return execute(step)
+
+    monkeypatch.setattr(llm.engine.runner, "execute", slow)
+    longest = [0.0]
+
+    async def watch() -> None:
+        while True:
+            before = time.monotonic()
+            await asyncio.sleep(0.001)
+            longest[0] = max(longest[0], time.monotonic() - before)
+
+    async def use() -> None:
+        watcher = asyncio.create_task(watch())
+        running = asyncio.create_task(llm.generate(PROMPT, greedy(8)))
+        async with await llm.session([1, 2, 3]) as session:
+            await session.fork()
+            await llm.status()
+            async for _ in session.stream(greedy(2)):
+                pass
+        await running
+        watcher.cancel()
+
+    asyncio.run(use())
+    assert longest[0] < 0.09
+
+
+def test_close_ends_everything(make: MakeAsync) -> None:
+    llm = make()
+
+    async def use() -> None:
+        session = await llm.session(PROMPT)
+        idle = await llm.session([1, 2, 3])
+        stream = llm.stream(PROMPT, LONG)
+        await anext(stream)
+
+        async def read() -> str | None:
+            last = None
+            async for delta in stream:
+                last = delta.finish_reason
+            return last
+
+        tasks = [
+            asyncio.create_task(llm.generate([PROMPT, [4, 5]], LONG)),
+            asyncio.create_task(session.generate(LONG)),
+            asyncio.create_task(read()),
+        ]
+        await eventually(lambda: llm.engine.num_running == 4)
+        await asyncio.gather(llm.close(), llm.close())
+        outputs, answer, last = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [output.outputs[0].finish_reason for output in outputs] == ["cancelled"] * 2
+        assert isinstance(answer, QuireError) or answer.outputs[0].finish_reason == "cancelled"
+        assert last == "cancelled"
+        calls: list[Callable[[], Awaitable[Any]]] = [
+            lambda: llm.generate(PROMPT, greedy(1)),
+            lambda: llm.chat([{"role": "user", "content": "x"}]),
+            lambda: anext(llm.stream(PROMPT, greedy(1))),
+            lambda: llm.session(PROMPT),
+            lambda: llm.status(),
+            lambda: llm.abort("x"),
+            lambda: idle.append([1]),
+            lambda: idle.generate(),
+            lambda: anext(idle.stream()),
+        ]
+        for call in calls:
+            with pytest.raises(FailedPrecondition, match="closed"):
+                await call()
+        await idle.close()
+        await llm.close()
+
+    asyncio.run(use())
+
+
+def test_it_is_a_context_manager(llama: Checkpoint) -> None:
+    async def use() -> AsyncLLM:
+        async with AsyncLLM(llama.path, device="cpu", dtype="float32", kv_cache_memory="1MiB") as llm:
+            await llm.generate(PROMPT, greedy(2))
+        return llm
+
+    llm = asyncio.run(use())
+    assert llm.engine.closed
+    assert not llm._background.stepper._thread.is_alive()
+
+
+def test_one_that_is_forgotten_stops(llama: Checkpoint) -> None:
+    llm = AsyncLLM(llama.path, device="cpu", dtype="float32", kv_cache_memory="1MiB")
+    thread = llm._background.stepper._thread
+    asyncio.run(llm.generate(PROMPT, greedy(2)))
+    del llm
+    gc.collect()
+    thread.join(30)
+    assert not thread.is_alive()
+
+
+def test_the_signature_is_that_of_llm() -> None:
+    import inspect
+
+    from quire import LLM
+
+    assert list(inspect.signature(AsyncLLM).parameters) == list(inspect.signature(LLM).parameters)
+    public = {name for name in vars(LLM) if not name.startswith("_")}
+    # How ``AsyncLLM`` itself uses an ``LLM``.
+    inside = {"prepare", "prepare_chat", "prepare_beams", "submit", "outputs"}
+    assert public - inside <= set(dir(AsyncLLM))

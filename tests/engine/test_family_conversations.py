@@ -1,0 +1,64 @@
+"""The conversation suite: every family through long random use of many sessions at once, in a pool that is too small.
+
+Fork, rewind, append, generate, sample, stream, cancel, score, save, load, close, and others served in between: each session
+must continue as a fresh run of its tokens by transformers would. A new kind of state joins by an entry in the table of
+families of ``tests.test_parity``, or here.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tests.test_parity import FAMILIES, SIZES
+
+from .conftest import CONTEXT, VOCAB, Checkpoint, MakeLLM
+from .test_conversations import run
+
+NOT_NATIVE: dict[str, tuple[str, dict[str, Any]]] = {
+    "fallback-olmo": ("Olmo", {}),
+    "fallback-olmo3": ("Olmo3", {"sliding_window": 9}),
+    "fallback-gpt2": ("GPT2", {}),
+}
+"""Through transformers' layers."""
+
+EVERY = {**FAMILIES, **NOT_NATIVE}
+# transformers changes these frequencies with the length of each call; here it has one set.
+LONGROPE = EVERY["phi3-longrope"][1]["rope_parameters"]
+EVERY["phi3-longrope"] = (
+    "Phi3",
+    {**EVERY["phi3-longrope"][1], "rope_parameters": {**LONGROPE, "short_factor": LONGROPE["long_factor"]}},
+)
+
+
+@pytest.fixture(scope="module", params=sorted(EVERY))
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    name, changes = EVERY[request.param]
+    torch.manual_seed(sorted(EVERY).index(request.param) + 1000)
+    kind = getattr(transformers, f"{name}ForCausalLM", None) or getattr(transformers, f"{name}LMHeadModel")
+    sizes = {**SIZES, "vocab_size": VOCAB, "max_position_embeddings": CONTEXT}
+    peer = kind(kind.config_class(**{**sizes, **changes})).float().eval()
+    with torch.no_grad():
+        for parameter in peer.parameters():
+            parameter.mul_(3.0 if parameter.dim() > 1 else 1.0).add_(0.1 * torch.randn_like(parameter))
+    path = tmp_path_factory.mktemp(request.param)
+    peer.save_pretrained(path)
+    return Checkpoint(path, peer)
+
+
+def bytes_per_token(checkpoint: Checkpoint, make_llm: MakeLLM) -> int:
+    return make_llm(checkpoint, kv_cache_memory="4MiB").bytes_per_token
+
+
+@pytest.mark.parametrize("seed", range(1))
+def test_conversations(make_llm: MakeLLM, family: Checkpoint, seed: int, tmp_path: Path) -> None:
+    run(make_llm, family, seed, 40, tmp_path, bytes_per_token=bytes_per_token(family, make_llm))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(200, 204))
+def test_long_conversations(make_llm: MakeLLM, family: Checkpoint, seed: int, tmp_path: Path) -> None:
+    run(make_llm, family, seed, 400, tmp_path, bytes_per_token=bytes_per_token(family, make_llm))
