@@ -89,7 +89,9 @@ class ExchangeVerbs:
 
     def prepare_import(self, seq_id: int, export: Export) -> None:
         faults = self._faults(new=[seq_id])
-        needed = [{i // self.page_size for i in held} for held in export.held]
+        # The page of the next token is needed whatever is held of it.
+        tail = {export.length // self.page_size} if export.length % self.page_size else set()
+        needed = [{i // self.page_size for i in held} | tail for held in export.held]
         if any(len(pages) > pool.free for pages, pool in zip(needed, self.pools, strict=True)):
             faults.add(ResourceExhausted)
         raise_first(faults)

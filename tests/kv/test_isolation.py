@@ -10,15 +10,16 @@ import torch
 from quire.kernels.sdpa import SdpaAttention
 from quire.kv.paged import PagedKVState
 
-from .pair import attention, num_columns, same_bits
+from .oracle_values import Spec
+from .pair import attention, num_columns, same_bits, windowed
 
 
 class Twins:
     """Two states with the same history, but that one of them stores NaN or infinity in a sequence. All results but those
     of this sequence (0, or ``excluded``) are equal to the bit, and finite."""
 
-    def __init__(self, bad: float, page_size: int) -> None:
-        spec = attention(rotary_dim=0)
+    def __init__(self, bad: float, page_size: int, spec: Spec | None = None) -> None:
+        spec = spec or attention(rotary_dim=0)
         self.spec, self.bad = spec, bad
         self.excluded: int | None = 0
         self.states = [
@@ -35,14 +36,20 @@ class Twins:
             for seq_id in seq_ids:
                 state.add_sequence(seq_id)
 
-    def forward(self, ids: list[int], counts: list[int], bad_row: int | None = None) -> None:
+    def forward(
+        self,
+        ids: list[int],
+        counts: list[int],
+        bad_row: int | None = None,
+        parents: list[list[int] | None] | None = None,
+    ) -> None:
         qkv = torch.randn(sum(counts), num_columns(self.spec), generator=self.generator)
         poisoned = qkv.clone()
         if bad_row is not None:
             poisoned[bad_row] = self.bad
         results = []
         for state, values in zip(self.states, (qkv, poisoned), strict=True):
-            state.begin_forward(ids, counts)
+            state.begin_forward(ids, counts, parents)
             results.append(state.attention_with_fused_qkv(0, values))
             state.end_forward()
             state.check()
@@ -188,3 +195,36 @@ class TestIsolation:
         twins.each(lambda state: state.add_sequence(2))
         twins.forward([1, 2, 7], [1, 12, 1])
         twins.forward([2, 7, 1], [1, 1, 1])
+
+    @pytest.mark.parametrize("node", [0, 1, 3])
+    def test_nodes_that_were_rejected(self, bad: float, page_size: int, node: int) -> None:
+        """The path that stays was computed in a forward of its own, and lies where the bad node has been."""
+        twins = Twins(bad, page_size)
+        twins.add(0, 1)
+        twins.forward([0, 1], [6, 20])
+        twins.forward([1, 0], [4, 4], bad_row=4 + node, parents=[[-1, 0, 0, 1], [-1, -1, -1, -1]])
+        twins.forward([0, 1], [3, 2], parents=[[-1, 4, 5], [2, 3]])
+        twins.each(lambda state: state.commit_accepted_token_tree_nodes([1, 0], [4, 6]))
+        # (While it was a neighbour in the tree anything may have come out; from here on it is gone.)
+        twins.excluded = None
+        twins.forward([1, 0], [1, 1])
+        twins.forward([0, 1], [18, 1])
+
+    @pytest.mark.parametrize("layer_window", [None, 6])
+    def test_windows(self, bad: float, page_size: int, layer_window: int | None) -> None:
+        """What a sequence gives up goes to others, and null pages are read by nobody."""
+        twins = Twins(bad, page_size, windowed(layer_window, rotary_dim=0) if layer_window else None)
+        twins.add(0, 1, 2)
+        for seq_id in (0, 1, 2):
+            twins.each(
+                lambda state, seq_id=seq_id: state.enable_sliding_window_for_seq(seq_id, 6, 2)  # type: ignore[misc]
+            )
+        twins.forward([1, 0, 2], [30, 40, 3], bad_row=50)
+        twins.forward([2, 0, 1], [1, 1, 30], bad_row=1)
+        twins.forward([1, 2], [1, 40])
+        twins.forward([2, 0, 1], [3, 20, 1])
+        # By now it has forgotten them itself, page and all.
+        twins.forward([0, 1, 2], [17, 1, 1])
+        twins.excluded = None
+        twins.forward([0, 1, 2], [1, 1, 1])
+        twins.forward([2, 1, 0], [2, 1, 4])

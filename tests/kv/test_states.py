@@ -1,4 +1,4 @@
-"""Attention in parts: merge, self and past, all at once, the K and V of another layer, masks."""
+"""Attention in parts: self and past, all at once, the K and V of another layer."""
 
 from __future__ import annotations
 
@@ -17,106 +17,10 @@ from .machine import GEOMETRIES
 from .oracle_forward import States
 from .oracle_values import Spec
 from .pair import Pair, attention, num_columns, refused, same_bits, split_columns, windowed
-from .seer import Seer
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 TREE = [-1, 0, 0, 1, 1]
 Scope = Literal["past", "all"]
-
-
-def random_states(count: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> list[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(seed)
-    states = []
-    for _ in range(count):
-        lse = torch.randn(6, 3, generator=generator) * 5
-        states.append((torch.randn(6, 3, 4, generator=generator).to(dtype), lse))
-    # Rows without a past, and rows with nothing at all.
-    for out, lse in states[1:]:
-        out[2], lse[2] = 0.0, -math.inf
-    for out, lse in states:
-        out[4], lse[4] = 0.0, -math.inf
-    return states
-
-
-# -- merge -------------------------------------------------------------------------------------------------------
-
-
-def test_the_example() -> None:
-    state = Pair().state
-    one = torch.full((1, 1, 1), 1.0), torch.full((1, 1), 0.5)
-    two = torch.full((1, 1, 1), 3.0), torch.full((1, 1), 1.5)
-    out, lse = state.merge(*one, *two)
-    assert out.item() == pytest.approx(2.4621, abs=5e-5)
-    assert lse.item() == pytest.approx(1.8133, abs=5e-5)
-
-
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
-def test_merge_of_random_parts(dtype: torch.dtype) -> None:
-    state = Pair().state
-    (o1, l1), (o2, l2), (o3, l3) = random_states(3, dtype)
-    nothing = torch.zeros_like(o1), torch.full_like(l1, -math.inf)
-    kept = [x.clone() for x in (o1, l1, o2, l2)]
-    out, lse = state.merge(o1, l1, o2, l2)
-    assert all(same_bits(a, b) for a, b in zip((o1, l1, o2, l2), kept, strict=True))
-    assert out.dtype == dtype
-    assert lse.dtype == torch.float32
-    # Against the definition in float64.
-    weights = [x.double().exp().unsqueeze(-1) for x in (l1, l2)]
-    total = sum(weights, torch.zeros(()))
-    exact = torch.where(total > 0, (weights[0] * o1.double() + weights[1] * o2.double()) / total, torch.zeros(()))
-    unit, unit32 = torch.finfo(dtype).eps / 2, torch.finfo(torch.float32).eps / 2
-    # A weight is e to a difference of float32 numbers; the result is rounded to float32 or better, then to its type.
-    bound = o1.double().abs().amax() * (unit + 8 * unit32 * (1 + l1[l1.isfinite()].abs().amax()))
-    assert ((out.double() - exact).abs() <= bound).all()
-    assert (out[4] == 0).all()
-    assert lse[4].isneginf().all()
-    assert not out.isnan().any()
-    # Commutative and with an identity, to the bit; associative up to rounding.
-    assert all(same_bits(a, b) for a, b in zip(state.merge(o2, l2, o1, l1), (out, lse), strict=True))
-    assert all(same_bits(a, b) for a, b in zip(state.merge(o1, l1, *nothing), (o1, l1), strict=True))
-    assert all(same_bits(a, b) for a, b in zip(state.merge(*nothing, o1, l1), (o1, l1), strict=True))
-    left = state.merge(out, lse, o3, l3)
-    right = state.merge(o1, l1, *state.merge(o2, l2, o3, l3))
-    assert (left[0].double() - right[0].double()).abs().max() <= 4 * bound
-    finite = left[1].isfinite()
-    assert (finite == right[1].isfinite()).all()
-    assert ((left[1] - right[1]).abs()[finite] <= 8 * unit32 * (1 + left[1].abs()[finite])).all()
-    # In place it is the same, in the first two.
-    got = state.merge_attn_output_inplace(o1, l1, o2, l2)
-    assert got[0] is o1
-    assert got[1] is l1
-    assert same_bits(o1, out)
-    assert same_bits(l1, lse)
-    assert same_bits(o2, kept[2])
-
-
-def test_merge_of_extremes() -> None:
-    state = Pair().state
-    ones = torch.ones(1, 1, 2)
-    for low, high in ((-300.0, 300.0), (-3e38, 3e38), (88.9, 89.1)):
-        out, lse = state.merge(ones, torch.tensor([[low]]), 3 * ones, torch.tensor([[high]]))
-        expected = 3.0 - 2.0 / (1 + math.exp(min(700.0, high - low)))
-        assert torch.allclose(out, torch.full_like(out, expected))
-        assert lse.item() == pytest.approx(high + math.log1p(math.exp(max(-700.0, low - high))))
-
-
-def test_merges_that_are_refused() -> None:
-    pair = Pair()
-    (o1, l1), (o2, l2) = random_states(2)
-    wrong = [
-        (o1[:5], l1, o2, l2),
-        (o1, l1[:, :2], o2, l2),
-        (o1, l1, o2[..., :2], l2),
-        (o1, l1, o2.half(), l2),
-        (o1, l1.half(), o2, l2),
-        (o1.long(), l1, o2.long(), l2),
-        (o1[0], l1[0], o2[0], l2[0]),
-    ]
-    for args in wrong:
-        kept = [x.clone() for x in args]
-        for verb in (pair.state.merge, pair.state.merge_attn_output_inplace):
-            refused(pair, InvalidArgument, partial(verb, *args), "merge")
-        assert all(same_bits(a, b) for a, b in zip(args, kept, strict=True) if a.is_floating_point())
 
 
 # -- self, past, all ---------------------------------------------------------------------------------------------
@@ -350,101 +254,6 @@ def test_shared_kv_of_a_layer_with_learned_sinks() -> None:
     refused(pair, Unsupported, lambda: pair.state.attention_with_shared_kv(0, q, k, v), "layer 0", "sink")
     pair.abort()
     refused(pair, Unsupported, lambda: pair.state.attention_with_shared_kv(0, q), "sink")
-
-
-# -- masks -------------------------------------------------------------------------------------------------------
-
-
-def test_a_mask_takes_the_place_of_the_order() -> None:
-    """An image of four tokens sees itself in both directions; the other entry is a chain as ever."""
-    seer = Seer()
-    seer.add(3, 2)
-    image = torch.ones(4, 7, dtype=torch.bool)
-    causal = torch.ones(2, 4, dtype=torch.bool).tril(2)
-    views = seer.append([0, 1], [4, 2], mask=torch.cat((image.flatten(), causal.flatten())))
-    assert views == [[*range(7)]] * 4 + [[0, 1, 2], [0, 1, 2, 3]]
-    # Next time order rules again.
-    assert seer.append([0], [2]) == [[*range(8)], [*range(9)]]
-
-
-@pytest.mark.parametrize("page_size", [1, 4, 16])
-def test_windows_still_apply_under_a_mask(page_size: int) -> None:
-    seer = Seer(page_size=page_size)
-    seer.add(9, 9)
-    seer.state.enable_sliding_window_for_seq(0, 6, 2)
-    seer.state.enable_sliding_window_for_seq(1, 6, 2, eviction="forward")
-    mask = torch.ones(2 * 3 * 12, dtype=torch.bool)
-    views = seer.append([0, 1], [3, 3], mask=mask)
-    later = [9, 10, 11]
-    assert views == [
-        [0, 1, *range(6, 12)],
-        [0, 1, *range(7, 12)],
-        [0, 1, *range(8, 12)],
-        *[[0, 1, 5, 6, 7, 8, *later]] * 3,
-    ]
-    local = Seer(4, page_size=page_size)
-    local.add(9)
-    assert local.append([0], [3], mask=mask[:36]) == [[*range(6, 12)], [*range(7, 12)], [*range(8, 12)]]
-
-
-def test_a_mask_over_a_tree() -> None:
-    """Columns are positions, then nodes in order of appending; a node may be made to see its sibling."""
-    seer = Seer()
-    seer.add(2)
-    seer.append([0], [3], [[-1, 0, 0]])
-    mask = torch.zeros(2, 7, dtype=torch.bool)
-    mask[0, [1, 4, 5]] = True
-    assert seer.append([0], [2], [[1, 2]], mask=mask.flatten()) == [[1, 4, 5], []]
-    assert seer.append([0], [1], [[4]]) == [[0, 1, 2, 4, 6, 7]]
-
-
-@pytest.mark.parametrize("geometry", sorted(GEOMETRIES))
-def test_random_masks(geometry: str) -> None:
-    pair = Pair(GEOMETRIES[geometry], page_size=2, capacity=300)
-    pair.add(0, 1, 2)
-    pair.window(1, 6, 2)
-    pair.window(2, 5, 1, "forward")
-    pair.forward([0, 1, 2], [7, 9, 10])
-    generator = torch.Generator().manual_seed(3)
-    for ids, counts, parents in (
-        ([2, 0, 1], [3, 1, 5], None),
-        ([0, 1], [5, 5], [TREE, TREE]),
-        ([1, 2], [2, 20], [[0, 4], None]),
-    ):
-        pair.begin(ids, counts, parents)
-        for density in (0.2, 0.8):
-            mask = torch.rand(pair.oracle.mask_size(), generator=generator) < density
-            mine = torch.rand(pair.oracle.mask_size("new"), generator=generator) < density
-            for layer in range(len(pair.specs)):
-                own(pair, layer, *pair.parts(layer, sum(counts)), mask=mine)
-                pair.layer(layer, pair.random(layer, sum(counts)), mask=mask)
-        pair.end()
-
-
-def test_masks_that_are_refused() -> None:
-    pair = Pair()
-    pair.add(0, 1)
-    pair.forward([0, 1], [3, 2])
-    pair.begin([0, 1], [2, 1])
-    qkv, (q, k, v) = pair.random(0, 3), pair.parts(0, 3)
-    fused, mine = pair.state.attention_with_fused_qkv, pair.state.self_attention
-    good, small = torch.ones(2 * 5 + 3, dtype=torch.bool), torch.ones(5, dtype=torch.bool)
-    for mask, words in (
-        (good[:-1], ("12", "13")),
-        (torch.cat((good, good[:1])), ("14", "13")),
-        (good.float(), ("float32", "bool")),
-        (good.view(1, -1), ("(1, 13)",)),
-        (small, ("5", "13")),
-        (good.to("meta"), ("meta", "cpu")),
-    ):
-        refused(pair, InvalidArgument, partial(fused, 0, qkv, mask=mask), "mask", *words)
-    for mask, words in ((small[:-1], ("4", "5")), (good, ("13", "5")), (small.long(), ("int64", "bool"))):
-        refused(pair, InvalidArgument, partial(mine, 0, q, k, v, mask=mask), "mask", *words)
-    pair.layer(0, qkv, mask=good)
-    own(pair, 0, q, k, v, mask=small)
-    pair.abort()
-    refused(pair, FailedPrecondition, lambda: fused(0, qkv, mask=good))
-    refused(pair, InvalidArgument, lambda: fused(0, qkv, mask=good.float()), "mask")
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------

@@ -195,15 +195,14 @@ def prepare(state: PagedKVState, seq_id: SeqId, given: Mapping[str, Any]) -> Non
 
 
 def _rows_between(state: PagedKVState, seq_id: SeqId, index: int, length: int) -> list[SlotRange]:
-    """Slots of the sequence's own pages, in one class, that lie between the rows that will be written."""
+    """The sequence's own pages, in one class, of which some row below the length will not be written."""
     size, pages = state.page_size, state.table.get(seq_id).tables[index].pages
-    edges = [edge for part in state.table.held(seq_id, index) for edge in (part.start, part.stop)]
-    blanks = []
-    for edge in edges:
-        page = edge // size
-        if edge % size and edge < length and pages[page] >= 0:
-            blanks.append(SlotRange(int(pages[page]) * size, size))
-    return blanks
+    lacking = np.zeros(pages.size * size, dtype=np.bool_)
+    lacking[:length] = True
+    for part in state.table.held(seq_id, index):
+        lacking[part.start : part.stop] = False
+    partly = np.flatnonzero(lacking.reshape(-1, size).any(1) & (pages >= 0))
+    return [SlotRange(int(pages[page]) * size, size) for page in partly]
 
 
 def window_of(given: Mapping[str, Any]) -> Window | None:
@@ -247,9 +246,12 @@ def hole_of(ranges: list[range], length: int, sink: int) -> Hole:
     """What is not held if these ranges are; ``InvalidArgument`` if no window leaves such ranges."""
     if ranges == held(length, sink, NO_HOLE):
         return NO_HOLE
-    first = ranges[0].start if ranges else length
+    first = ranges[0].start if ranges else min(sink, length)
     if len(ranges) == 2:
         found = Hole(first, ranges[1].start)
+    elif not ranges or ranges[0].stop < length:
+        # The hole reaches up to the end: the next token sees nothing behind the sink.
+        found = Hole(first, length)
     elif first <= sink:
         found = Hole(first, 0)
     else:

@@ -155,30 +155,34 @@ def class_need(
 ) -> ClassNeed:
     """What class ``index`` needs. ``split_before``: shared tail pages that an open forward has split, by sequence; the need
     is that before it."""
+    leaving: list[Leaving] = []
+    for entry, sequence in enumerate(sequences):
+        if sequence.window is None and layer_window is None:
+            continue
+        floor = floors(sequence.length, sequence.window, layer_window)
+        first_page = sink_pages(sequence.window, page_size)
+        hole = sequence.holes[index]
+        sink = leaving_sink(hole, floor, first_page, page_size)
+        window = leaving_window(hole, floor, first_page, page_size)
+        if sink or window:
+            leaving.append(Leaving(entry, sink, window, floor.layer))
     references = pool.references
-    returned = Counter(split_before.values())
+    # Holders of a page by the time when it is written: less those that let go of it in this call.
+    holders = Counter(split_before.values())
+    holders.subtract(left_pages(index, sequences, leaving))
     fresh: list[int] = []
     owners: dict[int, list[Split]] = {}
-    leaving: list[Leaving] = []
     for entry, (seq_id, sequence, count) in enumerate(zip(seq_ids, sequences, counts, strict=True)):
         stored = sequence.stored
         last, valid = divmod(stored, page_size)
         fresh.append(pages_for(stored + count, page_size) - pages_for(stored, page_size))
         if valid:
             page = split_before.get(seq_id, int(sequence.tables[index].pages[last]))
-            if references[page] + returned[page] > 1:
+            if references[page] + holders[page] > 1:
                 owners.setdefault(page, []).append(Split(entry, last, page, valid))
-        if sequence.window is not None or layer_window is not None:
-            floor = floors(sequence.length, sequence.window, layer_window)
-            first_page = sink_pages(sequence.window, page_size)
-            hole = sequence.holes[index]
-            sink = leaving_sink(hole, floor, first_page, page_size)
-            window = leaving_window(hole, floor, first_page, page_size)
-            if sink or window:
-                leaving.append(Leaving(entry, sink, window, floor.layer))
     splits: list[Split] = []
     for page, found in owners.items():
-        if len(found) == references[page] + returned[page]:
+        if len(found) == references[page] + holders[page]:
             # All owners write in this forward, so one may stay: the longest, for then its new rows lie behind
             # everybody's valid rows and an abort can share the page again.
             found.remove(max(found, key=lambda split: split.valid))
@@ -186,19 +190,21 @@ def class_need(
     return ClassNeed(splits, fresh, leaving, _freed(index, references, sequences, leaving))
 
 
-def _freed(index: int, references: NDArray[np.int32], sequences: Seq[Sequence], leaving: list[Leaving]) -> int:
-    """Pages that are free when those of ``leaving`` are released."""
-    if not leaving:
-        return 0
+def left_pages(index: int, sequences: Seq[Sequence], leaving: Seq[Leaving]) -> list[int]:
+    """The pages of ``leaving``, once for each entry that lets go of them."""
     parts = [
         sequences[one.entry].tables[index].pages[part.start : part.stop]
         for one in leaving
         for part in (one.sink, one.window)
         if part
     ]
-    pages, times = np.unique(np.concatenate(parts), return_counts=True)
-    held = pages >= 0
-    return int((references[pages[held]] == times[held]).sum())
+    return [page for part in parts for page in part.tolist() if page >= 0]
+
+
+def _freed(index: int, references: NDArray[np.int32], sequences: Seq[Sequence], leaving: list[Leaving]) -> int:
+    """Pages that are free when those of ``leaving`` are released."""
+    times = Counter(left_pages(index, sequences, leaving))
+    return sum(int(references[page]) == count for page, count in times.items())
 
 
 def slots_of(pages: PageIds, start: int, stop: int, page_size: int) -> NDArray[np.int64]:

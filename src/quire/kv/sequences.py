@@ -505,7 +505,11 @@ class SequenceTable:
         sink = window.sink if window else 0
         wanted: list[NDArray[np.int64]] = []
         for pool, hole in zip(self.pools, holes, strict=True):
-            rows = [np.arange(part.start, part.stop) // self.page_size for part in held(length, sink, hole)]
+            kept = held(length, sink, hole)
+            if length % self.page_size:
+                # The next token goes into the last page, whatever is held of it.
+                kept = [*kept, range(length - 1, length)]
+            rows = [np.arange(part.start, part.stop) // self.page_size for part in kept]
             wanted.append(np.unique(np.concatenate(rows)) if rows else np.empty(0, dtype=np.int64))
             if wanted[-1].size > pool.num_free:
                 raise ResourceExhausted(f"prepare_import: needs {wanted[-1].size} pages, {pool.num_free} free")
