@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 WORKERS ?= 2
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test test-all lint format bench clean help
+.PHONY: demo test test-all mutants lint format bench clean help
 
 help:  ## Say what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -20,6 +20,9 @@ test: $(VENV)/.stamp-test  ## The tests that continuous integration runs
 
 test-all: $(VENV)/.stamp-test  ## All tests, also the long ones
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --timeout 3600
+
+mutants: $(VENV)/.stamp-test  ## Plant faults in copies of the code; the tests must find each of them
+	$(BIN)/python -m tests.mutants
 
 lint: $(VENV)/.stamp-test  ## ruff and mypy --strict
 	$(BIN)/ruff check .

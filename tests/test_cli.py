@@ -102,6 +102,61 @@ def test_mistakes_are_one_sentence_and_exit_code_2(
     assert "Traceback" not in err
 
 
+def test_a_switch_can_be_turned_off_and_the_command_line_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the engine and of sampling, whatever their defaults are."""
+    chosen: list[dict[str, object]] = []
+
+    def refuse(model: str | None, options: dict[str, object]) -> LLM:
+        chosen.append({name: options.get(name) for name in ("enable_prefix_caching", "ignore_eos")})
+        raise InvalidArgument("far enough")
+
+    monkeypatch.setattr(cli, "_load", refuse)
+    config = tmp_path / "quire.yaml"
+    config.write_text("enable-prefix-caching: true\nignore-eos: true\n")
+    for arguments in (
+        [],
+        ["--enable-prefix-caching", "--ignore-eos"],
+        ["--no-enable-prefix-caching", "--no-ignore-eos"],
+        ["--config", str(config), "--no-enable-prefix-caching", "--no-ignore-eos"],
+        ["--config", str(config)],
+    ):
+        assert run("generate", "x", *arguments, monkeypatch=monkeypatch) == 2
+    assert [tuple(options.values()) for options in chosen] == [
+        (None, None),
+        (True, True),
+        (False, False),
+        (False, False),
+        (True, True),
+    ]
+
+
+def test_a_switch_that_is_off_reaches_the_engine() -> None:
+    options = {"enable_prefix_caching": False, "kv_cache_memory": "16MiB", "dtype": "float32"}
+    with cli._load(None, options) as loaded:
+        assert not loaded.config.enable_prefix_caching
+
+
+def test_an_empty_config_file_means_no_options(tmp_path: Path) -> None:
+    config = tmp_path / "quire.yaml"
+    for text in ("", "# nothing yet\n", "---\n"):
+        config.write_text(text)
+        assert cli._read_config(config, {"seed"}) == {}
+    config.write_text("[]\n")
+    with pytest.raises(InvalidArgument, match="mapping"):
+        cli._read_config(config, {"seed"})
+
+
+def test_a_mistake_in_a_config_file_is_located(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "bad.yaml"
+    config.write_text("seed: 1\ndtype: [float32\ntop-p: 1\n")
+    assert run("generate", "x", "--config", str(config), monkeypatch=monkeypatch) == 2
+    err = capsys.readouterr().err
+    assert "line 3, column 6" in err
+    assert err.count("\n") == 1
+
+
 def test_unknown_option_in_config_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -190,8 +245,12 @@ def test_inspect_shows_and_verifies(
     assert found["model"]["architecture"] == "LlamaForCausalLM"
     assert found["sequences"][0]["num_layers"] == 8
     assert found["checksums"] == "verified"
+    held = found["sequences"][0]["num_tokens"] - 1  # the last token has not been run yet
+    assert found["sequences"][0]["positions_held"] == [{"layers": list(range(8)), "ranges_start_stop": [[0, held]]}]
     assert run("inspect", str(saved), monkeypatch=monkeypatch) == 0
-    assert "LlamaForCausalLM" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "LlamaForCausalLM" in out
+    assert f"0..{held - 1}" in out
     damaged = tmp_path / "damaged.quire"
     data = bytearray(saved.read_bytes())
     data[-5] ^= 1
@@ -207,6 +266,7 @@ def test_models_doctor_capabilities_version(
     out = capsys.readouterr().out
     assert "tiny-python" in out
     assert "Qwen3ForCausalLM" in out
+    assert "any other decoder of transformers" in out.lower()
     assert run("doctor", monkeypatch=monkeypatch) == 0
     assert "PyTorch" in capsys.readouterr().out
     assert run("--version", monkeypatch=monkeypatch) == 0
@@ -215,6 +275,12 @@ def test_models_doctor_capabilities_version(
     table = json.loads(capsys.readouterr().out)
     assert table["verbs"]["fork_sequence"] == ""
     assert "release" in table["verbs"]["set_cross_kv"]
+    assert set(table["engine_verbs"].values()) == {""}
+    assert "beam search" in table["engine_verbs"]
+    assert "LLM(quantization=...)" in table["engine"]
+    assert run("capabilities", "--kv-cache-memory", "16MiB", monkeypatch=monkeypatch) == 0
+    out = capsys.readouterr().out
+    assert all(name in out for name in table["engine_verbs"])
 
 
 def test_capabilities_of_the_state_are_true(llm: LLM) -> None:
@@ -233,7 +299,16 @@ def test_capabilities_of_the_state_are_true(llm: LLM) -> None:
 
 
 def test_every_help_text_is_complete(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    for command in ("generate", "chat", "inspect", "models", "capabilities", "doctor", "bench latency"):
+    for command in (
+        "generate",
+        "chat",
+        "inspect",
+        "models",
+        "capabilities",
+        "doctor",
+        "bench latency",
+        "bench throughput",
+    ):
         assert run(*command.split(), "--help", monkeypatch=monkeypatch) == 0
     assert run("generate", "--help", monkeypatch=monkeypatch) == 0
     out = capsys.readouterr().out
@@ -278,6 +353,18 @@ def test_a_refused_turn_leaves_nothing_behind(llm: LLM) -> None:
         chat.take("/rewind 1")
 
 
+def test_chat_help_says_that_loaded_text_has_no_turns(
+    llm: LLM, saved: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chat = TerminalChat(llm, SamplingParams(temperature=0, max_tokens=4))
+    assert chat.take(f"/load {saved}")
+    with pytest.raises(InvalidArgument, match="0 turns"):
+        chat.take("/rewind 1")
+    capsys.readouterr()
+    assert chat.take("/help")
+    assert "loaded has no turns" in capsys.readouterr().err
+
+
 def test_interrupt_is_quiet(tmp_path: Path) -> None:
     """Ctrl-C ends a generation with exit code 130 and no traceback."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
@@ -308,6 +395,18 @@ def test_closed_pipe_is_quiet() -> None:
         err = process.stderr.read()
     assert process.returncode == 141
     assert b"Traceback" not in err
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full on this system")
+@pytest.mark.parametrize("arguments", [["models"], ["--version"], ["generate", "x = 1\n", "--max-tokens", "2"]])
+def test_output_that_cannot_be_written(arguments: list[str]) -> None:
+    """Whether it fails while printing or in the last flush: one sentence."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "quire.cli", *arguments]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, env=environment)
+    assert done.returncode == 2
+    assert done.stderr == b"quire: output cannot be written: No space left on device\n"
 
 
 def test_what_the_engine_refuses_is_refused(llm: LLM) -> None:

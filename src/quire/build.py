@@ -222,9 +222,10 @@ def pool_sizes(
         budget = min(budget, config.max_num_seqs * pages_for(max_len, size) * size * per_token)
     tokens = budget // per_token
     window_tokens: int | None = None
+    window = min(max(windows, default=0), max_len)
     if windows:
         # A window touches one page more than it fills, and so do the new tokens.
-        one = (pages_for(min(max(windows), max_len), size) + 2) * size
+        one = (pages_for(window, size) + 2) * size
         wanted = config.max_num_seqs * one + pages_for(config.max_num_batched_tokens, size) * size
         if full_bytes and tokens > wanted:
             tokens, window_tokens = (budget - wanted * window_bytes) // full_bytes, wanted
@@ -238,12 +239,12 @@ def pool_sizes(
     step = config.max_num_batched_tokens
     if window_tokens is not None:
         window_tokens = window_tokens // size * size
-        if window_tokens < max_len:
-            step = min(step, (window_tokens // size - 1) * size - max(windows))
+        if window_tokens < max_len and window < max_len:
+            step = min(step, (window_tokens // size - 1) * size - window)
         if step < 1:
             raise ResourceExhausted(
-                f"{given} {window_tokens} tokens of layers with a window of {max(windows)}, and one window, one token and a "
-                f"page are needed ({(max(windows) + 1 + 2 * size) * per_token} bytes); give a larger kv_cache_memory"
+                f"{given} {window_tokens} tokens of layers with a window of {window}, and one window, one token and a "
+                f"page are needed ({(window + 1 + 2 * size) * per_token} bytes); give a larger kv_cache_memory"
             )
     return PoolSizes(int(tokens), window_tokens, int(step))
 

@@ -66,6 +66,8 @@ SAMPLING_OPTIONS: dict[str, tuple[Any, str]] = {
 
 def _parameter(name: str, kind: Any, text: str) -> python_inspect.Parameter:
     flag = "--" + name.replace("_", "-")
+    if kind is bool:  # Either way, so that it can be turned off where the default or a config file has it on.
+        flag += "/--no-" + name.replace("_", "-")
     # Without a value on the command line the field is not set, so that a config file and the defaults count.
     option = typer.Option(flag, help=text, show_default=False)
     return python_inspect.Parameter(
@@ -132,8 +134,14 @@ def _read_config(path: Path, known: Set[str]) -> dict[str, Any]:
         found = yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise NotFound(f"config file {str(path)!r} does not exist") from None
+    except yaml.MarkedYAMLError as error:
+        mark, problem = error.problem_mark, error.problem or "it is no YAML"
+        where = "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: "
+        raise InvalidArgument(f"config file {str(path)!r} cannot be read: {where}{problem}") from error
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise InvalidArgument(f"config file {str(path)!r} cannot be read: {str(error).splitlines()[0]}") from error
+    if found is None:  # empty, or nothing but comments
+        return {}
     if not isinstance(found, dict):
         raise InvalidArgument(f"config file {str(path)!r} must hold a mapping of options")
     options = {str(name).replace("-", "_"): value for name, value in found.items()}
@@ -245,7 +253,10 @@ def inspect(
     file: Annotated[Path, typer.Argument(help="A .quire state file.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Show what a state file holds: model, tokens, positions, layers, bytes, checks."""
+    """Show what a state file holds: model, tokens, positions, layers, bytes, checks.
+
+    The pairs of ranges_start_stop in the JSON are half open: [0, 24] means the positions 0 to 23.
+    """
     from quire.inspection import describe, print_description
 
     found = describe(file)
@@ -277,6 +288,7 @@ def models() -> None:
     for name, kinds in registered_architectures().items():
         known.add_row(name, ", ".join(kinds))
     console.print(known)
+    print("Any other decoder of transformers runs through its own layers if it passes the check when it is loaded.")
 
 
 @app.command()
@@ -330,6 +342,68 @@ def bench_latency(
     )
 
 
+@bench_app.command("throughput")
+@_with_options("engine")
+def bench_throughput(
+    model: ModelOption = None,
+    requests: Annotated[int, typer.Option(help="Requests, all handed over at once.")] = 256,
+    scale: Annotated[
+        float | None,
+        typer.Option(
+            help="Fraction of the lengths, which are 100 to 1,024 tokens. Default: measured, so that it takes minutes.",
+            show_default=False,
+        ),
+    ] = None,
+    peer: Annotated[str, typer.Option(help="Compare with: none, transformers.")] = "none",
+    peer_batches: Annotated[str, typer.Option(help="Batch sizes of the peer to try, by commas.")] = "8,16,32,64",
+    rounds: Annotated[int, typer.Option(help="Interleaved rounds; the median counts.")] = 3,
+    seed: Annotated[int, typer.Option(help="Of the random lengths and tokens.")] = 0,
+    **options: Any,
+) -> None:
+    """Tokens a second of many requests at once, against a peer's continuous and static batches in the same run.
+
+    It takes minutes; fewer --requests, a small --scale and --rounds 1 make it short, as in --requests 32 --scale 0.1 --rounds 1.
+    """
+    from quire.bench.throughput import run_throughput
+
+    chosen = _chosen(options)
+    configured = chosen.pop("model", DEFAULT_MODEL)
+    run_throughput(
+        configured if model is None else model,
+        engine_options=chosen,
+        requests=requests,
+        scale=scale,
+        rounds=rounds,
+        seed=seed,
+        peer=peer,
+        peer_batches=_integers("peer-batches", peer_batches),
+    )
+
+
+@bench_app.command("state")
+@_with_options("engine")
+def bench_state(
+    model: ModelOption = None,
+    tokens: Annotated[int, typer.Option(help="Tokens of the sequence that is forked, rewound and saved.")] = 2048,
+    rounds: Annotated[int, typer.Option(help="Repetitions of what is slow; quick verbs have 20 times as many.")] = 5,
+    **options: Any,
+) -> None:
+    """What fork, copy, rewind, save, restore and a second chat turn cost; for a bundled model the start-up too."""
+    from quire.bench.state import run_state, start_rows
+    from quire.models.catalogue import bundled_models
+
+    chosen = _chosen(options)
+    configured = chosen.pop("model", DEFAULT_MODEL)
+    name = configured if model is None else model
+    run_state(
+        name,
+        engine_options=chosen,
+        tokens=tokens,
+        rounds=rounds,
+        start=(lambda count: start_rows(count, name)) if name in bundled_models() else None,
+    )
+
+
 def _integers(name: str, text: str) -> list[int]:
     try:
         found = [int(part) for part in text.split(",")]
@@ -361,9 +435,21 @@ def _one_sentence() -> Iterator[None]:
     except UnicodeError as error:
         _fail(f"text is not in the encoding of the terminal or pipe ({error}); PYTHONIOENCODING=utf-8 may help", 2)
     except BrokenPipeError:
-        # Whoever read our output is gone; nothing may be written at exit either.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()  # whoever read it is gone
         sys.exit(141)
+    except OSError as error:
+        reason = error.strerror or str(error) or type(error).__name__
+        if error.filename is not None:
+            _fail(f"{error.filename}: {reason}", 2)
+        if error.errno is None or isinstance(error, ConnectionError):
+            _fail(reason, 2)
+        _drop_output()
+        _fail(f"output cannot be written: {reason}", 2)
+
+
+def _drop_output() -> None:
+    """Let what is still buffered for stdout go nowhere, so that the interpreter has nothing to complain about at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _fail(message: str, code: int) -> NoReturn:
@@ -374,7 +460,11 @@ def _fail(message: str, code: int) -> NoReturn:
 def main() -> None:
     """The command ``quire``."""
     with _one_sentence():
-        app(prog_name="quire")
+        try:
+            app(prog_name="quire")
+        finally:
+            if sys.stdout is not None:  # None where the shell has closed it
+                sys.stdout.flush()  # here, where a failure can still be told in a sentence
 
 
 if __name__ == "__main__":

@@ -69,7 +69,7 @@ def _sequence(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _held(one: Any) -> dict[str, Any]:
-    """Positions of which the layers of one class have rows."""
+    """Positions of which the layers of one class have rows, as half-open ranges."""
     one = _typed(one, dict, "held")
     layers = _typed(one.get("layers"), list, "the layers of held")
     ranges = [
@@ -77,7 +77,7 @@ def _held(one: Any) -> dict[str, Any]:
     ]
     if not all(len(span) == 2 and all(type(bound) is int for bound in span) for span in ranges):
         raise DataLoss(f"the state file holds {ranges!r} as the positions held; pairs of integers are expected")
-    return {"layers": layers, "ranges": ranges}
+    return {"layers": layers, "ranges_start_stop": ranges}
 
 
 def _window(layer: Mapping[str, Any]) -> str:
@@ -119,7 +119,9 @@ def print_description(found: Mapping[str, Any]) -> None:
         window = "" if sequence["window"] is None else f", window {sequence['window']} with sink {sequence['sink']}"
         table.add_row(f"sequence {number}", f"{sequence['num_tokens']} tokens{window}")
         for one in sequence["positions_held"]:
-            held = ", ".join(f"{start}..{stop - 1}" for start, stop in one["ranges"] if stop > start) or "none"
+            held = (
+                ", ".join(f"{start}..{stop - 1}" for start, stop in one["ranges_start_stop"] if stop > start) or "none"
+            )
             layers = "all layers" if len(one["layers"]) == sequence["num_layers"] else f"{len(one['layers'])} layers"
             table.add_row("", f"positions held by {layers}: {held}")
         table.add_row("", f"first tokens {sequence['first_tokens']}")
@@ -137,6 +139,7 @@ def print_capabilities(found: Mapping[str, Any], *, as_json: bool) -> None:
                 {
                     "executor": executor,
                     "verbs": found["verbs"],
+                    "engine_verbs": found["engine_verbs"],
                     "engine": found["engine"],
                     "notes": list(found["notes"]),
                 },
@@ -160,6 +163,10 @@ def print_capabilities(found: Mapping[str, Any], *, as_json: bool) -> None:
     for name, reason in found["verbs"].items():
         verbs.add_row(name, "no" if reason else "exact", reason)
     console.print(verbs)
+    engine = Table("feature", "", "why not", title="Engine", title_justify="left")
+    for name, reason in found["engine_verbs"].items():
+        engine.add_row(name, "no" if reason else "yes", reason)
+    console.print(engine)
     refusals = Table("asked for", "why not", title="Refused by executor and engine", title_justify="left")
     for name, reason in executor["refusals"]:
         refusals.add_row(name, reason)

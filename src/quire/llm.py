@@ -26,6 +26,7 @@ from tqdm import tqdm
 
 from quire.build import Parts, build
 from quire.config import EngineConfig
+from quire.contracts.layers import sink_refusal
 from quire.engine import saved
 from quire.engine.beam import BeamSearch, search
 from quire.engine.chat import render_chat, select_template
@@ -56,6 +57,20 @@ ENGINE_REFUSALS: dict[str, str] = {
     "blending": "blending of cached segments is a contract (quire.contracts.blend) without implementation in this release",
 }
 """What the engine refuses, with the reason, for ``capabilities``."""
+
+ENGINE_VERBS: dict[str, str] = dict.fromkeys(
+    (
+        "structured outputs",
+        "prompt logprobs",
+        "logits processors",
+        "beam search",
+        "AsyncLLM",
+        "windowed sessions",
+        "host memory",
+    ),
+    "",
+)
+"""What the engine does beyond plain generation, each with an empty reason against it, for ``capabilities``."""
 
 Prompts = str | Sequence[int] | Sequence[str | Sequence[int]]
 Messages = Sequence[Mapping[str, Any]]
@@ -355,6 +370,8 @@ class LLM:
             raise InvalidArgument(
                 f"window {window} with sink {sink}; 0 <= sink < window <= {longest} (the context) is needed"
             )
+        if sink and (reason := sink_refusal(self._engine.runner.model.layer_specs)):
+            raise Unsupported(f"window {window} with sink {sink}: {reason}")
         return SlidingWindow(window, sink)
 
     def _session(self, state: SessionState) -> Session:
@@ -458,6 +475,8 @@ class LLM:
             "executor": self.executor.capabilities(),
             "verbs": {**dict.fromkeys(PAGED_VERBS, ""), **PAGED_REFUSALS},
             "engine": dict(ENGINE_REFUSALS),
+            "engine_verbs": ENGINE_VERBS
+            | ({} if self.tokenizer is not None else {"structured outputs": "this model has no tokenizer"}),
             "notes": self._parts.notes,
         }
 

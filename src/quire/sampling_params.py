@@ -247,6 +247,7 @@ class BeamSearchParams:
     """
 
     beam_width: int
+    """At most the ``max_num_seqs`` of the engine."""
     max_tokens: int = 16
     """Tokens of a hypothesis at most; one of that length is finished."""
     length_penalty: float = 1.0

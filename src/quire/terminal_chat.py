@@ -15,7 +15,7 @@ from quire.sampling_params import SamplingParams
 HELP = """\
 /fork NAME     copy the conversation under a name and go on in the copy
 /switch NAME   go on in another copy
-/rewind N      take back the last N turns (yours and the answer)
+/rewind N      take back the last N turns (yours and the answer) of this chat; text that was loaded has no turns
 /save FILE     write the conversation's state to a file
 /load FILE     go on from a state file, under the file's name
 /stats         tokens, pages, what is shared

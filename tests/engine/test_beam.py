@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from quire import LLM, BeamSearchParams, FailedPrecondition, InvalidArgument, ResourceExhausted, Unsupported
-from quire.engine.beam import BeamSearch, search
+from quire.engine.beam import BeamSearch, best_continuations, search
+from quire.ops.sampling import logprobs_of, top_logprobs
 from quire.outputs import BeamSearchOutput
 
 from .conftest import (
@@ -132,6 +133,31 @@ def test_width_of_the_vocabulary_is_exhaustive(small: LLM, llama: Checkpoint) ->
     assert len(output.sequences) == VOCAB
 
 
+@pytest.mark.parametrize("width", [64, VOCAB + 7])
+def test_many_beams(small: LLM, llama: Checkpoint, width: int) -> None:
+    """More candidates than a row has tokens; and more beams than the first round has."""
+    (output,) = small.beam_search(PROMPT, BeamSearchParams(beam_width=width, max_tokens=3, early_stopping="never"))
+    assert_same(found(output), naive_search(logprobs_after(llama, PROMPT), width, 3, {EOS}, 1.0))
+    assert len(output.sequences) == width
+    check(small)
+
+
+@pytest.mark.parametrize("distinct", [2, 5, 1000])
+def test_continuations_equal_a_sort_of_all(distinct: int) -> None:
+    """Sums descending, then the lower row, then the better rank, which is the lower token among equal logits."""
+    rng = np.random.default_rng(distinct)
+    for rows, count in ((1, 4), (3, 4), (7, 20), (7, 97), (64, 128), (5, 500)):
+        logits_RV = torch.from_numpy(rng.integers(0, distinct, (rows, VOCAB)).astype(np.float32)) / 100
+        logits_RV[rng.random((rows, VOCAB)) < 0.1] = -torch.inf
+        logits_RV[-1] = logits_RV[0]
+        totals = (-rng.integers(0, 3, rows) / 8).tolist()
+        per_row = min(count, VOCAB)
+        tops = [entry.top for entry in logprobs_of(logits_RV, [0] * rows, [per_row] * rows) if entry is not None]
+        every = [(row, entry) for row, top in enumerate(tops) for entry in top if entry.logprob > -math.inf]
+        every.sort(key=lambda item: (-(totals[item[0]] + item[1].logprob), item[0], item[1].rank))
+        assert best_continuations(totals, *top_logprobs(logits_RV, per_row), count) == every[:count]
+
+
 @pytest.mark.parametrize("early_stopping", [True, False, "never"])
 @pytest.mark.parametrize("penalty", [0.0, 1.0, -1.0])
 def test_equals_transformers(small: LLM, llama: Checkpoint, early_stopping: Any, penalty: float) -> None:
@@ -226,20 +252,20 @@ def test_among_other_requests(make_llm: MakeLLM, llama: Checkpoint) -> None:
     check(llm)
 
 
-@pytest.mark.parametrize(("pool", "options"), [(64, {}), (48, {"page_size": 4}), (4096, {"max_num_seqs": 2})])
+@pytest.mark.parametrize(("pool", "options"), [(64, {}), (48, {"page_size": 4}), (4096, {"max_num_seqs": 5})])
 def test_when_not_all_beams_fit(make_llm: MakeLLM, llama: Checkpoint, pool: int, options: dict[str, Any]) -> None:
-    """Beams whose state is given up are computed again; more beams than may run take several steps."""
-    prompt = random_tokens(25)
-    expected = make_llm(llama).beam_search(prompt, beams(5, 14))[0]
+    """Beams whose state is given up are computed again; more beams of several prompts than may run take several steps."""
+    prompts = [random_tokens(25), random_tokens(22)]
+    expected = make_llm(llama).beam_search(prompts, beams(5, 14))
     llm = make_llm(llama, pool=pool, **options)
-    (output,) = llm.beam_search(prompt, beams(5, 14))
-    assert output.error is None
-    assert_same(found(output), found(expected))
+    for output, wanted in zip(llm.beam_search(prompts, beams(5, 14)), expected, strict=True):
+        assert output.error is None
+        assert_same(found(output), found(wanted))
     check(llm)
 
 
 def test_what_does_not_fit_is_refused(make_llm: MakeLLM, llama: Checkpoint) -> None:
-    llm = make_llm(llama, pool=32)
+    llm = make_llm(llama, pool=32, max_num_seqs=4)
     recorder = record(llm)
     calls: list[tuple[Any, Any, type[Exception], str]] = [
         (random_tokens(20), beams(2, 14), ResourceExhausted, "32 tokens"),
@@ -248,6 +274,8 @@ def test_what_does_not_fit_is_refused(make_llm: MakeLLM, llama: Checkpoint) -> N
         ([], beams(2, 2), InvalidArgument, "empty"),
         (PROMPT, beams(2, 2, stop_token_ids=[VOCAB]), InvalidArgument, "stop_token_ids"),
         (PROMPT, beams(2, 2, stop="x"), Unsupported, "tokenizer"),
+        (PROMPT, beams(100_000, 2), InvalidArgument, "^beam_width must be at most 4, .*max_num_seqs, got 100000$"),
+        (PROMPT, beams(5, 2), InvalidArgument, "beam_width"),
         (PROMPT, greedy(2), InvalidArgument, "BeamSearchParams"),
         ("text", beams(2, 2), InvalidArgument, "no tokenizer"),
     ]

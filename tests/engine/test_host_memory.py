@@ -14,6 +14,7 @@ import torch
 
 from quire import LLM, SamplingParams
 from quire.engine.host_store import HostStore, MoveCosts, Rate
+from quire.engine.results import request_output
 from quire.errors import QuireError
 from quire.llm import cache_key
 
@@ -192,6 +193,85 @@ def test_what_is_found_in_the_prefix_cache_is_not_copied_back(make_llm: MakeLLM,
     assert request.output_ids == llama.greedy(prompt, 10)
 
 
+def test_a_short_prefix_in_the_cache_does_not_win(make_llm: MakeLLM, llama: Checkpoint) -> None:
+    llm = make_llm(llama, page_size=4)
+    force(llm)
+    engine = engine_of(llm)
+    prompt = random_tokens(40)
+    (request,) = engine.submit(np.array(prompt), greedy(10), key=cache_key(None))
+    engine.step()
+    engine.scheduler.preempt(request.work)
+    with parked(llm, request):
+        llm.generate(prompt[:10], greedy(1))
+    recorder = record(llm)
+    engine.run([request])
+    assert recorder.num_tokens == 9
+    assert request.output_ids == llama.greedy(prompt, 10)
+
+
+def test_what_is_kept_waits_for_no_equal_prompt(make_llm: MakeLLM, llama: Checkpoint) -> None:
+    llm = make_llm(llama, page_size=4, max_num_batched_tokens=16)
+    force(llm)
+    engine = engine_of(llm)
+    prompt = random_tokens(100)
+    (first,) = engine.submit(np.array(prompt), greedy(5))
+    for _ in range(7):
+        engine.step()
+    engine.scheduler.preempt(first.work)
+    with parked(llm, first):
+        (second,) = engine.submit(np.array(prompt), greedy(5))
+        engine.step()
+    engine.step()
+    assert swaps(llm) == (1, 1)
+    assert 0 < second.work.computed < 99
+    engine.run([first, second])
+    assert first.output_ids == second.output_ids == llama.greedy(prompt, 5)
+
+
+@pytest.mark.parametrize("steps", [2, 5])
+def test_log_probabilities_of_a_prompt_that_was_moved(make_llm: MakeLLM, llama: Checkpoint, steps: int) -> None:
+    """Rows whose logits are wanted must run, whatever is kept."""
+    llm = make_llm(llama, page_size=4, max_num_batched_tokens=16)
+    force(llm)
+    engine = engine_of(llm)
+    params = greedy(4, prompt_logprobs=0)
+    (request,) = engine.submit(np.array(random_tokens(60)), params)
+    for _ in range(steps):
+        engine.step()
+    engine.scheduler.preempt(request.work)
+    engine.run([request])
+    (expected,) = make_llm(llama).generate(random_tokens(60), params)
+    (found,) = [request_output([request], None)]
+    assert found.outputs[0].token_ids == expected.outputs[0].token_ids
+    assert found.prompt_logprobs is not None
+    assert expected.prompt_logprobs is not None
+    for mine, other in zip(found.prompt_logprobs[1:], expected.prompt_logprobs[1:], strict=True):
+        assert mine is not None
+        assert other is not None
+        assert mine.keys() == other.keys()
+        for token, entry in mine.items():
+            assert_near(torch.tensor(entry.logprob), torch.tensor(other[token].logprob))
+
+
+def test_a_waiting_request_of_a_session_is_moved(make_llm: MakeLLM, llama: Checkpoint) -> None:
+    llm = make_llm(llama, pool=64, page_size=4, max_num_seqs=1, enable_prefix_caching=False)
+    store = force(llm)
+    engine = engine_of(llm)
+    session = llm.session(random_tokens(30))
+    (running,) = engine.submit(np.array(random_tokens(9, seed=1)), greedy(40))
+    engine.step()
+    stream = session.stream(greedy(5))
+    next(stream)
+    work = session._state.request.work  # type: ignore[union-attr]
+    assert work in engine.scheduler.waiting or running.finished
+    tokens = [token for delta in stream for token in delta.token_ids]
+    assert swaps(llm) == (1, 1)
+    assert store.used == 0
+    assert session.tokens == random_tokens(30) + llama.greedy(random_tokens(30), 5)
+    assert tokens == session.tokens[-len(tokens) :]
+    assert running.output_ids == llama.greedy(random_tokens(9, seed=1), 40)
+
+
 def test_what_is_shared_is_not_moved(make_llm: MakeLLM, llama: Checkpoint) -> None:
     """The samples of one prompt hold its pages together; copies would come back as pages of their own."""
     llm = make_llm(llama, page_size=4)
@@ -228,6 +308,9 @@ def test_an_idle_session_comes_back_by_itself(make_llm: MakeLLM, llama: Checkpoi
     assert recorder.num_tokens == 1
     assert session.generate(greedy(6)).outputs[0].token_ids == llama.greedy(prompt, 6)
     assert swaps(llm) == (2, 1)
+    assert other.generate(greedy(1)).num_cached_tokens == 19
+    squeeze(llm)
+    session.close()
     other.close()
     assert store.used == 0
     check_store(llm)
@@ -271,6 +354,7 @@ def test_rewind_and_fork_of_a_session_that_was_moved(make_llm: MakeLLM, llama: C
     assert session.generate(greedy(5)).outputs[0].token_ids == llama.greedy([*prompt[:to], 3, 4, 5], 5)
     assert recorder.num_tokens == 5
     assert children[1].generate(greedy(5)).outputs[0].token_ids == llama.greedy(prompt, 5)
+    assert recorder.num_tokens == 5 + 5
     check_store(llm)
     if to:
         assert children[0].generate(greedy(5)).outputs[0].token_ids == llama.greedy(prompt[:to], 5)
@@ -291,6 +375,12 @@ def test_the_copies_of_sessions_make_room_oldest_first(make_llm: MakeLLM, llama:
     engine_of(llm).step()
     engine_of(llm).scheduler.preempt(request.work)
     assert [store.holds(session._state) for session in sessions] == [0, 0, 40]
+    # So does that of a session for whose request it waits, as long as it does.
+    with engine_of(llm).lock:
+        waits = engine_of(llm).submit_run(sessions[2]._state, np.array([*sessions[2].tokens, 5], dtype=np.int32))
+    assert not store._make_room(1 * BYTES_PER_TOKEN, waiting=True)
+    engine_of(llm).end([waits])
+    assert store.holds(sessions[2]._state) == 40
     with parked(llm, request):
         assert store.holds(request.work) == 60
         other = llm.session(random_tokens(62, seed=8))

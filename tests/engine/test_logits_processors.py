@@ -150,7 +150,10 @@ class Nothing:
         (lambda _, logits: logits.tolist(), r"must return logits.*got \["),
         (lambda _, logits: logits.index_fill(0, torch.tensor([9]), torch.nan), "returned nan as the logit of token 9"),
         (lambda _, logits: logits.index_fill(0, torch.tensor([8]), torch.inf), "returned inf as the logit of token 8"),
-        (lambda _, logits: logits - torch.inf, "no token to draw"),
+        (
+            lambda _, logits: logits - torch.inf,
+            r"^logits_processors\[1\] \(<lambda>\) returned -inf as the logit of every token",
+        ),
         (lambda _: None, "raised TypeError"),
     ],
 )
@@ -167,6 +170,24 @@ def test_one_that_fails_ends_its_request(small: LLM, llama: Checkpoint, processo
     assert len(outputs[1].outputs[0].token_ids) == at
     assert re.search(match, outputs[1].outputs[0].error or "")
     assert [outputs[i].outputs[0].token_ids for i in (0, 2)] == [llama.greedy(prompts[i], 5) for i in (0, 2)]
+    check(small)
+
+
+def test_what_is_left_is_for_the_last(small: LLM) -> None:
+    """One may take every token away if a later one gives some back; the first that does is named if none does."""
+
+    def nothing(_: list[int], logits: Tensor) -> Tensor:
+        return logits.fill_(-torch.inf)
+
+    outputs = small.generate(
+        [PROMPT] * 2,
+        [greedy(2, logits_processors=given) for given in ([nothing, only(31)], [only(31), nothing, nothing])],
+    )
+    assert outputs[0].outputs[0].token_ids == [31, 31]
+    assert re.match(r"logits_processors\[1\] \(nothing\) returned -inf", outputs[1].outputs[0].error or "")
+    # Tokens that are banned anyway are none.
+    params = greedy(2, ignore_eos=False, min_tokens=1, logits_processors=[only(EOS)])
+    assert "no token to draw" in (small.generate(PROMPT, params)[0].outputs[0].error or "")
     check(small)
 
 

@@ -387,7 +387,7 @@ class ForwardSteps(Machine):
             wrong.append((own, (layer, q, k, v), {"mask": torch.cat([self.mask(rng, "new")] * 2)}))
         verb, args, more = rng.choice(wrong)
         kind: type[QuireError] = InvalidArgument
-        if rng.random() < 0.1:
+        if rng.random() < 0.25:
             verb, args, more = rng.choice(
                 [
                     ("append_mla_kv", (layer, k), {}),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from enum import Enum
 from typing import Any
 
@@ -14,41 +13,47 @@ CACHES = {"backend", "_rotary", "_rotations", "_prepared", "_raw", "_layers", "_
 """Attributes that may be filled at any time, because they say nothing that is not known otherwise."""
 
 
+PLAIN = (int, float, str, bytes, bool, type(None), range, Enum, torch.dtype, torch.device)
+
+
 def snapshot(thing: object) -> list[Any]:
     """A value that is equal for two snapshots if and only if nothing has changed: books, brackets, imports and bytes."""
-    return list(_walk(thing, {}))
+    found: list[Any] = []
+    _walk(thing, {}, found)
+    return found
 
 
-def _walk(thing: Any, known: dict[int, int]) -> Iterator[Any]:
-    if isinstance(thing, (int, float, str, bytes, bool, type(None), range, Enum, torch.dtype, torch.device)):
-        yield repr(thing)
+def _walk(thing: Any, known: dict[int, int], found: list[Any]) -> None:
+    if isinstance(thing, PLAIN):
+        found.append(repr(thing))
         return
     if callable(thing) and not hasattr(thing, "__dict__"):
         return
     if id(thing) in known:
-        yield "again", known[id(thing)]
+        found.append(("again", known[id(thing)]))
         return
     known[id(thing)] = len(known)
     if isinstance(thing, Tensor):
-        yield str(thing.dtype), tuple(thing.shape), thing.detach().contiguous().view(torch.uint8).numpy().tobytes()
+        found.append((str(thing.dtype), tuple(thing.shape)))
+        found.append(thing.detach().contiguous().view(torch.uint8).numpy().tobytes())
     elif isinstance(thing, np.ndarray):
-        yield str(thing.dtype), thing.shape, thing.tobytes()
+        found.append((str(thing.dtype), thing.shape, thing.tobytes()))
     elif isinstance(thing, (set, frozenset)):
-        yield sorted(map(repr, thing))
+        found.append(sorted(map(repr, thing)))
     elif isinstance(thing, dict):
         for key, value in thing.items():
-            yield repr(key)
-            yield from _walk(value, known)
+            found.append(repr(key))
+            _walk(value, known, found)
     elif isinstance(thing, (list, tuple)):
-        yield len(thing)
+        found.append(len(thing))
         for value in thing:
-            yield from _walk(value, known)
+            _walk(value, known, found)
     else:
-        yield type(thing).__name__
+        found.append(type(thing).__name__)
         for name in _attributes(thing):
             if name not in CACHES:
-                yield name
-                yield from _walk(getattr(thing, name), known)
+                found.append(name)
+                _walk(getattr(thing, name), known, found)
 
 
 def _attributes(thing: object) -> list[str]:

@@ -10,7 +10,7 @@ import torch
 from quire.errors import FailedPrecondition, InvalidArgument
 
 from .machine import GEOMETRIES
-from .pair import Pair, refused
+from .pair import Pair, refused, split_columns
 from .seer import Seer
 from .test_states import TREE, own
 
@@ -105,3 +105,24 @@ def test_masks_that_are_refused() -> None:
     pair.abort()
     refused(pair, FailedPrecondition, lambda: fused(0, qkv, mask=good))
     refused(pair, InvalidArgument, lambda: fused(0, qkv, mask=good.float()), "mask")
+
+
+def test_one_mask_for_all_layers_of_a_forward() -> None:
+    """What a model's pass is given once holds for each layer, as ``mask=`` does."""
+    specs = GEOMETRIES["alternating"]
+    pair = Pair(specs, page_size=2)
+    pair.add(0, 1)
+    pair.window(1, 6, 2)
+    pair.forward([0, 1], [5, 9])
+    pair.begin([0, 1], [3, 4])
+    mask = torch.rand(pair.oracle.mask_size(), generator=torch.Generator().manual_seed(4)) < 0.6
+    opened = pair.state.open_pass()
+    for wrong in (mask[:-1], mask.float(), mask.view(1, -1)):
+        refused(pair, InvalidArgument, partial(opened.use_mask, wrong), "mask")
+    opened.use_mask(mask)
+    for layer, spec in enumerate(specs):
+        qkv = pair.random(layer, 7)
+        exact = pair.oracle.attention_with_fused_qkv(layer, *split_columns(spec, qkv), mask=mask)
+        exact.check(opened.attend_qkv(layer, qkv))
+        exact.check(opened.attend(layer, *split_columns(spec, qkv)))
+    pair.end()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,11 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.errors import QuireError, ResourceExhausted
+from quire.kv.need import SlotRange, pages_for, slots_of
 from quire.kv.pages import NULL_PAGE, PagePool, PageTable
-from quire.kv.sequences import SequenceTable, SlotRange, pages_for, slot_index, slots_of
+from quire.kv.sequences import SequenceTable, slot_index
 from quire.kv.storage import PagedStorage, lazy_zeros
+from quire.kv.trees import Tree
+from quire.kv.windows import NO_HOLE, Window
 
-from .pair import Pair, attention
+from .pair import Pair, attention, windowed
 
 
 @settings(max_examples=150, deadline=None)
@@ -176,6 +180,98 @@ def _forget(table: SequenceTable) -> None:
 @pytest.mark.parametrize("breakage", [_shorten, _steal, _twice, _leak, _give_back_too_early, _forget])
 def test_check_finds_broken_books(breakage: Callable[[SequenceTable], None]) -> None:
     pair = forked()
+    breakage(pair.state.table)
+    with pytest.raises(QuireError):
+        pair.state.check()
+
+
+def slid_with_a_tree() -> Pair:
+    """Sequence 0 has slid and sequence 1 has nodes; two classes."""
+    pair = Pair([attention(), windowed(5)], capacity=60, page_size=2)
+    pair.add(0, 1)
+    pair.window(0, 6, 2)
+    pair.forward([0, 1], [11, 3])
+    pair.forward([0, 1], [2, 4], [None, [-1, 0, 0, 1]])
+    return pair
+
+
+def _lose_a_page_of_the_window(table: SequenceTable) -> None:
+    pages = table.get(0).tables[0]
+    last = pages.size - 2
+    table.pools[0].release(pages.pages[last : last + 1].copy())
+    pages.replace(last, NULL_PAGE)
+
+
+def _lose_the_sink(table: SequenceTable) -> None:
+    pages = table.get(0).tables[0]
+    table.pools[0].release(pages.pages[:1].copy())
+    pages.replace(0, NULL_PAGE)
+
+
+def _keep_what_is_lost(table: SequenceTable) -> None:
+    pages = table.get(0).tables[0]
+    assert pages.pages[2] == NULL_PAGE
+    pages.replace(2, int(table.pools[0].take(1)[0]))
+
+
+def _forget_what_is_lost(table: SequenceTable) -> None:
+    table.get(0).holes[0] = NO_HOLE
+
+
+def _lose_more(table: SequenceTable) -> None:
+    hole = table.get(0).holes[1]
+    table.get(0).holes[1] = type(hole)(hole.sink, hole.window + 2)
+
+
+def _no_window(table: SequenceTable) -> None:
+    table.get(0).window = None
+
+
+def _sink_as_large_as_the_window(table: SequenceTable) -> None:
+    table.get(0).window = Window(6, 6)
+
+
+def _tree(table: SequenceTable) -> Tree:
+    tree = table.get(1).tree
+    assert tree is not None
+    return tree
+
+
+def _wrong_depth(table: SequenceTable) -> None:
+    _tree(table).depths[3] += 1
+
+
+def _wrong_ancestor(table: SequenceTable) -> None:
+    _tree(table).ancestry[3, 2] = True
+
+
+def _no_parent(table: SequenceTable) -> None:
+    table.get(1).tree = replace(_tree(table), parents=(-1, 0, 4, 1))
+
+
+def _no_tree(table: SequenceTable) -> None:
+    table.get(1).tree = None
+
+
+@pytest.mark.parametrize(
+    "breakage",
+    [
+        _lose_a_page_of_the_window,
+        _lose_the_sink,
+        _keep_what_is_lost,
+        _forget_what_is_lost,
+        _lose_more,
+        _no_window,
+        _sink_as_large_as_the_window,
+        _wrong_depth,
+        _wrong_ancestor,
+        _no_parent,
+        _no_tree,
+    ],
+)
+def test_check_finds_broken_windows_and_trees(breakage: Callable[[SequenceTable], None]) -> None:
+    pair = slid_with_a_tree()
+    pair.state.check()
     breakage(pair.state.table)
     with pytest.raises(QuireError):
         pair.state.check()

@@ -31,6 +31,23 @@ def test_a_pool_of_exactly_the_bound_slides_for_ever(page_size: int, n: int, evi
     pair.finish()
 
 
+@pytest.mark.parametrize("eviction", EVICTIONS)
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_the_bound_counts_pending_and_new_nodes(page_size: int, eviction: Eviction) -> None:
+    """Sliding by trees of two forwards, of which little is kept."""
+    window, sink, n = 9, 2, 7
+    bound = page_count(sink, page_size) + page_count(window - sink + n, page_size) + 1
+    pair = Pair([attention()], page_size=page_size, capacity=bound * page_size)
+    pair.add(0)
+    pair.window(0, window, sink, eviction)
+    pair.append(0, n)
+    for step in range(12):
+        pair.forward([0], [4], [[-1, 0, 0, 1]])
+        pair.forward([0], [3], [[3, 3, 2]])
+        pair.commit([0], [(5, 4, 6, -1)[step % 4]])
+    pair.finish()
+
+
 def test_released_pages_count_for_the_same_call() -> None:
     pair = Pair([attention()], page_size=4, capacity=32)
     pair.add(0, 1)

@@ -11,9 +11,12 @@ import torch
 import transformers
 
 from quire import LLM, SamplingParams
-from quire.errors import CheckpointError, Unsupported
+from quire.contracts.layers import FullAttention, sink_refusal
+from quire.errors import CheckpointError, InvalidArgument, Unsupported
+from quire.kv.exchange import layer_metadata
 from quire.models.config import read_config_file
 from quire.models.fallback import load_fallback
+from quire.models.probe import Rows
 from quire.types import Add, Chunk, Fork, Pop, Step
 
 LAYERS, WIDTH, LENGTH, VOCAB = 4, 48, 26, 101
@@ -29,6 +32,19 @@ SIZES: dict[str, Any] = {
     "bos_token_id": 1,
     "pad_token_id": 0,
 }
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 6,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 7,
+    "n_routed_experts": 6,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+}
+"""Of DeepSeek: heads of K are 10 wide, those of V 7."""
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo": ("Olmo", {"clip_qkv": 1.5}),
     "olmo3-windows": ("Olmo3", {"sliding_window": 7}),
@@ -39,6 +55,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere": ("Cohere", {"use_qk_norm": True}),
     "gpt2": ("GPT2", {}),
     "opt": ("OPT", {"ffn_dim": 64, "word_embed_proj_dim": WIDTH}),
+    "olmoe": ("Olmoe", {"num_experts": 6, "num_experts_per_tok": 2}),
+    "olmoe-router-logits": ("Olmoe", {"num_experts": 6, "num_experts_per_tok": 2, "output_router_logits": True}),
+    "deepseek-v2": ("DeepseekV2", {**LATENT, "first_k_dense_replace": 1}),
+    "deepseek-v2-groups": (
+        "DeepseekV2",
+        {**LATENT, "q_lora_rank": None, "topk_method": "group_limited_greedy", "n_group": 2, "topk_group": 1},
+    ),
+    "deepseek-v3": ("DeepseekV3", {**LATENT, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}),
     "apertus": ("Apertus", {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}),
 }
 TOLERANCE = LAYERS * math.sqrt(WIDTH) * torch.finfo(torch.float32).eps
@@ -98,6 +122,94 @@ def test_windows_are_found(tmp_path: Path) -> None:
     make(*MODELS["olmo3-windows"], tmp_path)
     model = load(tmp_path)
     assert [spec.layer_window for spec in model.layer_specs] == [7, 7, 7, None]  # type: ignore[union-attr]
+
+
+def test_sizes_of_k_and_v_may_differ(tmp_path: Path) -> None:
+    make(*MODELS["deepseek-v3"], tmp_path)
+    model = load(tmp_path)
+    assert model.architecture == "DeepseekV3ForCausalLM"
+    assert {(spec.num_kv_heads, spec.head_dim, spec.value_dim) for spec in model.layer_specs} == {(6, 10, 7)}
+
+
+@pytest.mark.parametrize("which", ["olmo", "gpt2"])
+def test_a_sink_is_refused_before_anything_runs(which: str, tmp_path: Path) -> None:
+    """Positions are in q and k already, by a rule that is not known: the query cannot be moved next to the sink."""
+    peer = make(*MODELS[which], tmp_path)
+    llm = LLM(tmp_path, dtype="float32", page_size=3, kv_cache_memory="4MiB")
+    state = llm.engine.runner.state
+    with pytest.raises(Unsupported, match=r"window 8 with sink 2.*rule of their own.*sink=0"):
+        llm.session([5, 6, 7], window=8, sink=2)
+    assert state.empty()
+    state.add_sequence(1000)
+    with pytest.raises(Unsupported, match=r"window 8 with sink 2.*rule of their own"):
+        state.enable_sliding_window_for_seq(1000, 8, 2)
+    with pytest.raises(InvalidArgument, match="0 <= sink < window"):
+        state.enable_sliding_window_for_seq(1000, 8, 8)
+    assert state.table.get(1000).window is None
+    state.remove_sequence(1000)
+
+    # Without a sink, true positions are all that is needed.
+    window, prompt = 8, list(range(3, 23))
+    session = llm.session(prompt, window=window)
+    found = session.generate(SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)).outputs[0].token_ids
+    tokens = torch.tensor([prompt + list(found)])
+    places = torch.arange(tokens.shape[1])
+    distance = places[:, None] - places
+    mask = torch.where((distance >= 0) & (distance < window), 0.0, float("-inf"))
+    with torch.inference_mode():
+        logits = peer(tokens, attention_mask=mask[None, None]).logits[0]
+    assert list(found) == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
+
+
+def test_layers_and_files_are_the_same_with_and_without_the_refusal_of_sinks() -> None:
+    sizes = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 4, "value_dim": 4}
+    plain, given = FullAttention(**sizes), FullAttention(**sizes, caller_rotates=True)
+    assert layer_metadata(plain, torch.float32) == layer_metadata(given, torch.float32)
+    assert sink_refusal([plain]) == ""
+    assert "the first is 1" in sink_refusal([plain, given])
+
+
+def test_the_comparison_runs_where_the_model_is() -> None:
+    device = torch.device("meta")
+    spec = FullAttention(num_heads=2, num_kv_heads=1, head_dim=4, value_dim=3)
+    rows = Rows([spec], device)
+    for start, stop in ((0, 3), (3, 4)):
+        pass_ = rows.open(start, stop, stop - start)
+        count = 2 * (stop - start)
+        assert pass_.positions_T.device == device
+        q, k, v = (torch.empty(count, heads, dim, device=device) for heads, dim in ((2, 4), (1, 4), (1, 3)))
+        assert pass_.attend(0, q, k, v).shape == (count, 2, 3)
+        assert rows.k[0].device == device
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_loading_draws_no_bars_and_keeps_the_users_settings(
+    enabled: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make(*MODELS["olmo"], tmp_path)
+    settings = transformers.utils.logging
+    before = settings.is_progress_bar_enabled()
+    (settings.enable_progress_bar if enabled else settings.disable_progress_bar)()
+    capsys.readouterr()
+    try:
+        load(tmp_path)
+        assert "Loading weights" not in capsys.readouterr().err
+        assert settings.is_progress_bar_enabled() == enabled
+    finally:
+        (settings.enable_progress_bar if before else settings.disable_progress_bar)()
+
+
+def test_no_weights_are_read_for_an_attention_that_cannot_be_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make("Bloom", {}, tmp_path)
+
+    def read(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("weights are read")
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", read)
+    with pytest.raises(Unsupported, match="cannot be replaced"):
+        load(tmp_path)
 
 
 def load(path: Path) -> Any:

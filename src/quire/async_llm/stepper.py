@@ -50,7 +50,9 @@ class Job:
         self._streams = streams
 
     def start(self) -> None:
-        self.requests = self._submit()
+        # What it was made with is let go: nobody's stream, session or LLM stays alive because of a job that once ran.
+        submit, self._submit = self._submit, list
+        self.requests = submit()
 
     def advance(self) -> bool:
         """Look at what a step has brought; whether everything is finished."""
@@ -272,13 +274,15 @@ class Stepper:
     def _finish(self, job: Job, error: BaseException | None = None) -> None:
         with self._changed:
             self._jobs.pop(job, None)
-        if error is None and job.on_end is not None:
+        on_end, job.on_end = job.on_end, None
+        if error is None and on_end is not None:
             try:
-                job.on_end()
+                on_end()
             except BaseException as failure:
                 error = failure
         job.error, job.over = error, True
         job.notify()
+        job.listeners.clear()
 
     def _end(self) -> None:
         """Close the LLM; nobody waits for ever."""

@@ -1,4 +1,4 @@
-"""The peer of the latency benchmarks: Hugging Face ``transformers``.
+"""The peer of the speed benchmarks: Hugging Face ``transformers``.
 
 Letters: B sequences, S prompt tokens, N new tokens, V vocabulary.
 """
@@ -6,9 +6,10 @@ Letters: B sequences, S prompt tokens, N new tokens, V vocabulary.
 from __future__ import annotations
 
 import itertools
+import logging
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,15 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList
 
 from quire.bench.reports import random_prompts
-from quire.errors import InvalidArgument
+from quire.errors import InvalidArgument, Unsupported
+
+CONTINUOUS_PAGE = 256
+"""Tokens of a page of the continuous batching, which is its own default."""
+CPU_BATCH_TOKENS = 512
+"""Most tokens of a step of the continuous batching on a CPU. Its attention there is one dense product with a mask, each new
+token against the state of all requests, so that its own default of 8,192 would compute mostly what the mask throws away."""
+
+Prompts = Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +59,16 @@ class Generation:
         if not self.decode_seconds:
             raise InvalidArgument("one new token needs no decode step; ask for two steps or more")
         return statistics.median(self.decode_seconds)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Served:
+    """Greedy texts of many requests, in their order."""
+
+    tokens: tuple[tuple[int, ...], ...]
+    """New tokens of each, as many as were wanted."""
+    seconds: float
+    """From handing them over to the last token of the last one."""
 
 
 class TransformersPeer:
@@ -110,6 +129,109 @@ class TransformersPeer:
     def decode(self, batch: int, prompt_len: int, steps: int, *, seed: int = 0) -> Generation:
         """:meth:`generate` for ``random_prompts(batch, prompt_len, vocab_size, seed=seed)``."""
         return self.generate(random_prompts(batch, prompt_len, self.vocab_size, seed=seed), steps)
+
+    @torch.inference_mode()
+    def serve_static(self, prompts: Prompts, lengths: Sequence[int], batch: int) -> Served:
+        """Makes ``lengths[i]`` new tokens for prompt i with ``generate``, ``batch`` prompts at a time.
+
+        Each batch is padded on the left and runs to the longest of its texts, so requests that want about the same number
+        of tokens go together.
+        """
+        self._check_requests(prompts, lengths, batch)
+        order = sorted(range(len(prompts)), key=lambda index: (lengths[index], len(prompts[index])))
+        tokens: list[tuple[int, ...]] = [()] * len(prompts)
+        self._synchronize()
+        started = time.perf_counter()
+        for start in range(0, len(order), batch):
+            members = order[start : start + batch]
+            longest = max(len(prompts[index]) for index in members)
+            prompts_BS = torch.zeros(len(members), longest, dtype=torch.int64)
+            mask_BS = torch.zeros_like(prompts_BS)
+            for row, index in enumerate(members):
+                prompts_BS[row, longest - len(prompts[index]) :] = torch.tensor(prompts[index])
+                mask_BS[row, longest - len(prompts[index]) :] = 1
+            steps = lengths[members[-1]]
+            made = self.model.generate(
+                input_ids=prompts_BS.to(self.device),
+                attention_mask=mask_BS.to(self.device),
+                max_new_tokens=steps,
+                min_new_tokens=steps,
+                use_cache=True,
+            )
+            for index, row in zip(members, made[:, longest:].tolist(), strict=True):
+                tokens[index] = tuple(row[: lengths[index]])
+        return Served(tokens=tuple(tokens), seconds=time.perf_counter() - started)
+
+    def serve_continuous(self, prompts: Prompts, lengths: Sequence[int], concurrency: int) -> Served:
+        """The same with the library's continuous batching, of which at most ``concurrency`` requests run at once.
+
+        Its cache holds as much as these can fill, and is there before the clock starts.
+
+        Raises:
+            Unsupported: this version of the library has none, or it fails here; with the reason.
+        """
+        self._check_requests(prompts, lengths, concurrency)
+        logger = logging.getLogger("ContinuousBatchingLogger")
+        level = logger.level
+        # It has a handler of its own and tells each time what it would like to have; what fails is raised here.
+        logger.setLevel(logging.CRITICAL)
+        try:
+            return self._serve_continuous(prompts, lengths, concurrency)
+        except Exception as error:  # whatever a foreign library's thread may raise
+            raise Unsupported(
+                f"transformers' continuous batching does not run here: {type(error).__name__}: {error}"
+            ) from error
+        finally:
+            logger.setLevel(level)
+
+    def _serve_continuous(self, prompts: Prompts, lengths: Sequence[int], concurrency: int) -> Served:
+        import transformers
+
+        library: Any = transformers  # untyped
+        pages = sorted(
+            (-(-(len(prompt) + new) // CONTINUOUS_PAGE) for prompt, new in zip(prompts, lengths, strict=True)),
+            reverse=True,
+        )
+        config = library.ContinuousBatchingConfig(
+            max_requests_per_batch=concurrency,
+            page_size=CONTINUOUS_PAGE,
+            # It takes in no request while less than 15 % are free.
+            num_blocks=1 + -(-sum(pages[:concurrency]) * 20 // 17),
+            max_batch_tokens=CPU_BATCH_TOKENS if self.device.type == "cpu" else None,
+            # Where there is no GPU there are no flash kernels either, whatever is installed.
+            auto_switch_to_flash=self.device.type == "cuda",
+        )
+        greedy = library.GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
+        found: dict[str, list[int]] = {}
+        with self.model.continuous_batching_context_manager(
+            generation_config=greedy, continuous_batching_config=config
+        ) as manager:
+            try:
+                started = time.perf_counter()
+                for index, (prompt, new) in enumerate(zip(prompts, lengths, strict=True)):
+                    manager.add_request(list(prompt), request_id=str(index), max_new_tokens=new)
+                while len(found) < len(prompts):
+                    result = manager.get_result(timeout=1.0)
+                    if result is None and not manager.is_running():
+                        raise RuntimeError(f"its thread has ended: {manager.background_thread_status.fatal_error}")
+                    if result is not None and result.error is not None:
+                        raise RuntimeError(result.error)
+                    if result is not None and result.is_finished():
+                        found[result.request_id] = result.generated_tokens
+                seconds = time.perf_counter() - started
+            except BaseException:
+                manager.stop(hard_stop=True)  # otherwise leaving would wait for all requests
+                raise
+        return Served(tokens=tuple(tuple(found[str(index)]) for index in range(len(prompts))), seconds=seconds)
+
+    def _check_requests(self, prompts: Prompts, lengths: Sequence[int], batch: int) -> None:
+        if not prompts or len(prompts) != len(lengths) or batch < 1 or min(lengths) < 1:
+            raise InvalidArgument(
+                f"at least one prompt, a number of new tokens above 0 for each, and a batch of at least 1 are needed; got "
+                f"{len(prompts)} prompts, {len(lengths)} numbers from {min(lengths, default=0)} on, and {batch}"
+            )
+        for prompt in prompts:
+            self._checked(torch.tensor([list(prompt)], dtype=torch.int64))
 
     def _checked(self, prompts_BS: Tensor) -> Tensor:
         if prompts_BS.ndim != 2 or not prompts_BS.numel() or prompts_BS.dtype != torch.int64:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, TypeAlias
 
@@ -92,6 +93,9 @@ class KeyValueAttention:
     """Scores become ``softcap * tanh(score / softcap)`` (Gemma 2, arXiv:2408.00118); None: they stay."""
     sinks: tuple[float, ...] = ()
     """One learned logit per query head that takes part in the softmax and has no value (gpt-oss); empty: none."""
+    caller_rotates: bool = False
+    """q and k come with their positions in them, by a rule that nobody here knows: no query can be turned to another place,
+    as the sink of a window needs. What is stored and exchanged is as without."""
 
     @property
     def scale(self) -> float:
@@ -166,3 +170,18 @@ class Recurrent:
 
 
 LayerSpec: TypeAlias = FullAttention | WindowedAttention | LatentAttention | CrossAttention | Recurrent
+
+
+def sink_refusal(specs: Iterable[LayerSpec]) -> str:
+    """Why no sequence of these layers can have a window with a sink; empty: it can."""
+    unknown = [
+        layer
+        for layer, spec in enumerate(specs)
+        if isinstance(spec, KeyValueAttention) and spec.caller_rotates and spec.rope is None
+    ]
+    if not unknown:
+        return ""
+    return (
+        f"{len(unknown)} layers (the first is {unknown[0]}) put positions into q and k by a rule of their own, so that the query "
+        "cannot be moved next to the sink; give sink=0, which runs exactly up to the model's context"
+    )

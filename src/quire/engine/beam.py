@@ -5,12 +5,11 @@ beside whatever else is there; then the continuations are ranked, and the beams 
 go on from, which costs no copy. Between rounds a beam's state is an idle session's: if the pool is short it is given up
 and computed again.
 
-Letters: R rows, one for each beam; V vocabulary.
+Letters: R rows, one for each beam; V vocabulary; K most probable tokens of a row.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
@@ -24,8 +23,8 @@ from quire.engine.engine import DETOKENIZER_CONTEXT, Engine
 from quire.engine.generation import SequenceRequest, SessionState
 from quire.engine.request import TokenBuffer
 from quire.engine.results import by_token
-from quire.errors import QuireError
-from quire.ops.sampling import TokenLogprobs, logprobs_of
+from quire.errors import InvalidArgument, QuireError
+from quire.ops.sampling import Logprob, TokenLogprobs, top_logprobs
 from quire.outputs import BeamSearchOutput, BeamSearchSequence, FinishReason
 from quire.sampling_params import BeamSearchParams
 
@@ -66,6 +65,11 @@ class BeamSearch:
     def __init__(
         self, engine: Engine, prompt: NDArray[np.int64], params: BeamSearchParams, *, key: Hashable = None
     ) -> None:
+        """``InvalidArgument`` if there are more beams than sequences that the engine runs in a step."""
+        if params.beam_width > (most := engine.scheduler.limits.max_num_seqs):
+            raise InvalidArgument(
+                f"beam_width must be at most {most}, the engine's max_num_seqs, got {params.beam_width}"
+            )
         self._engine = engine
         self._prompt = prompt.astype(np.int32)
         self._params = params
@@ -132,26 +136,18 @@ class BeamSearch:
         width = self._params.beam_width
         logits_RV = torch.stack([beam.rows[-1] for beam in self._beams])
         # As many that at least ``width`` of them end by no token.
-        count = min(logits_RV.shape[1], max(2, 1 + len(self._ends)) * width)
-        found = logprobs_of(logits_RV, [0] * len(self._beams), [count] * len(self._beams))
-        ranked: list[tuple[float, int, int, TokenLogprobs]] = []
-        for row, (beam, entries) in enumerate(zip(self._beams, found, strict=True)):
-            top = () if entries is None else entries.top
-            if any(math.isnan(entry.logprob) for entry in top):
-                raise QuireError(f"the logits after {len(beam.hypothesis.tokens)} tokens hold NaN or +inf")
-            ranked += [
-                (-(beam.hypothesis.total + entry.logprob), row, entry.rank, TokenLogprobs(entry))
-                for entry in top
-                if entry.logprob > -math.inf
-            ]
-        ranked.sort(key=lambda item: item[:3])
+        count = max(2, 1 + len(self._ends)) * width
+        ids_RK, logprobs_RK = top_logprobs(logits_RV, min(count, logits_RV.shape[1]))
+        if logprobs_RK.isnan().any():
+            raise QuireError(f"the logits after {len(self._beams[0].hypothesis.tokens)} tokens hold NaN or +inf")
+        totals = [beam.hypothesis.total for beam in self._beams]
         following: list[tuple[Beam, Hypothesis]] = []
-        for place, (_, row, _, entry) in enumerate(ranked[:count]):
+        for place, (row, entry) in enumerate(best_continuations(totals, ids_RK, logprobs_RK, count)):
             if place >= width and len(following) == width:
                 break
             beam = self._beams[row]
-            reason, stop = self._ending(beam.hypothesis, entry.chosen.token_id)
-            grown = beam.hypothesis.grown(entry, reason, stop)
+            reason, stop = self._ending(beam.hypothesis, entry.token_id)
+            grown = beam.hypothesis.grown(TokenLogprobs(entry), reason, stop)
             if reason is None:
                 following += [(beam, grown)] if len(following) < width else []
             elif place < width:
@@ -297,6 +293,28 @@ class BeamSearch:
                 break
         detokenizer.finish()
         return detokenizer.text, detokenizer.stopped_by
+
+
+def best_continuations(
+    totals: Sequence[float], ids_RK: Tensor, logprobs_RK: Tensor, count: int
+) -> list[tuple[int, Logprob]]:
+    """The ``count`` continuations with the largest sums, or all there are: row, and token with its rank in the row.
+
+    ``totals``: R sums of the hypotheses so far. ``ids_RK`` int64, ``logprobs_RK`` float32: tokens of each row by rank, without
+    NaN. Sums are float64; among equals the lower row comes first, then the better rank. One of -inf is none.
+    """
+    logprobs = logprobs_RK.cpu()
+    num_ranks = logprobs.shape[1]
+    sums_M = (torch.tensor(totals, dtype=torch.float64)[:, None] + logprobs.double()).flatten()
+    worst = sums_M.topk(min(count, len(sums_M))).values[-1]
+    # All that are not worse than the last winner, since topk leaves open which of equals it takes.
+    places_N = ((sums_M >= worst) & (sums_M > -torch.inf)).nonzero()[:, 0]
+    places_N = places_N[sums_M[places_N].argsort(descending=True, stable=True)][:count]
+    columns = (ids_RK.cpu().flatten()[places_N], logprobs.flatten()[places_N])
+    return [
+        (place // num_ranks, Logprob(token, logprob, place % num_ranks + 1))
+        for place, token, logprob in zip(places_N.tolist(), *(column.tolist() for column in columns), strict=True)
+    ]
 
 
 def search(engine: Engine, searches: Sequence[BeamSearch], on_step: Callable[[], None] | None = None) -> None:

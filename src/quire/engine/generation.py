@@ -46,6 +46,8 @@ class SequenceRequest:
     prompt_logprobs: PromptLogprobs | None = None
     """What collects them, on the first sample of a prompt."""
     on_logits: OnLogits | None = None
+    way_back: SeqId | None = None
+    """A fork of the session's sequence as it was lent, where nothing else can bring that state back."""
     siblings: list[SequenceRequest] = field(default_factory=list)
     """Further samples of the same prompt, which fork from this one when the prompt is computed."""
     limit: int = 0

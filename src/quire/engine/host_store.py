@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from quire.errors import ResourceExhausted
 from quire.kv import exchange
 from quire.metrics import Counter, Gauge
 from quire.runner.local import Runner
@@ -39,7 +40,6 @@ class Holder(Protocol):
 
     seq: SeqId | None
     computed: int
-    pinned: bool
 
 
 @dataclass(eq=False, slots=True)
@@ -216,7 +216,7 @@ class HostStore:
         first.
         """
         seq, state = owner.seq, self.runner.state
-        if not self.capacity or seq is None or owner.pinned or state.sequence_length(seq) != owner.computed:
+        if not self.capacity or seq is None or state.sequence_length(seq) != owner.computed:
             return False
         held, shared = state.sequence_pages(seq)
         if not owner.computed or shared > MOST_SHARED * held:
@@ -280,6 +280,10 @@ class HostStore:
         started = time.perf_counter()
         try:
             held = self._bring_back(seq, copy, length)
+        except ResourceExhausted:
+            # The copy is longer than what is left of it, so it needs more pages than were found for that.
+            logger.debug("no room for the state of %d tokens; %d are computed again", copy.length, length)
+            return
         except Exception:
             logger.exception("the state of %d tokens did not come back; they are computed again", length)
             return

@@ -39,6 +39,10 @@ class StateView(Protocol):
         """Pages that a forward of these tokens would be short of."""
         ...
 
+    def largest_step(self, window: int, sink: int) -> int:
+        """Tokens that fit into the empty pools beside such a window of a sequence."""
+        ...
+
     def shortage_in_steps(self, seq_ids: Sequence[SeqId], append_lengths: Sequence[int], most: int) -> int:
         """At most so many pages these tokens would be short of in forwards of at most ``most`` tokens."""
         ...
@@ -195,6 +199,8 @@ class Scheduler:
         preempted = self._make_room(batch, failed)
         if not preempted:
             self._admit(batch, failed)
+            # A request that found no room may have left a fork of a running one, whose next token then needs a page of its own.
+            self._make_room(batch, failed)
         chunks = tuple(self._chunk(request, count) for request, count in zip(batch.requests, batch.counts, strict=True))
         return Scheduled(Step(chunks=chunks), tuple(batch.requests), tuple(failed))
 
@@ -302,13 +308,18 @@ class Scheduler:
                 batch.kept = max(0, batch.kept - 1)
             batch.add(request, self._count(request, batch))
 
-    @staticmethod
-    def _count(request: ScheduledRequest, batch: Batch) -> int:
+    def _most(self, request: ScheduledRequest) -> int:
+        """Tokens of it that a step may take beside its window, if it slides; any number if it does not."""
+        if request.window is None:
+            return self.limits.max_num_batched_tokens
+        return max(1, self._state.largest_step(request.window.size, request.window.sink))
+
+    def _count(self, request: ScheduledRequest, batch: Batch) -> int:
         """Tokens of it that the step may still take."""
         room = batch.budget if request.remaining == 1 else batch.budget - batch.kept
         if request.wants == "all":
             room = min(room, batch.rows)
-        return max(0, min(request.remaining, room))
+        return max(0, min(request.remaining, room, self._most(request)))
 
     def _shortage(self, request: ScheduledRequest) -> int:
         """Pages that it is short of, beside all that the running ones still have to compute."""
@@ -318,7 +329,8 @@ class Scheduler:
         others = [running for running in self.running if running.seq is not None]
         seqs = [*(running.seq for running in others if running.seq is not None), request.seq]
         counts = [*(running.remaining + headroom for running in others), request.remaining]
-        while missing := self._state.shortage_in_steps(seqs, counts, self.limits.max_num_batched_tokens):
+        most = min(self.limits.max_num_batched_tokens, self._most(request))
+        while missing := self._state.shortage_in_steps(seqs, counts, most):
             if self._reclaim() or (not self.running and self._reclaim_waiting(request)):
                 continue
             return missing

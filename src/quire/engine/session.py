@@ -27,6 +27,7 @@ from quire.engine.results import request_output
 from quire.engine.saved import ModelIdentity
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import Cancelled, FailedPrecondition, InvalidArgument
+from quire.kv.windows import describe_ranges
 from quire.outputs import RequestOutput, StreamDelta
 from quire.sampling_params import SamplingParams
 
@@ -444,7 +445,7 @@ class Session:
 
     def kv(self, layer: int) -> dict[str, Tensor]:
         """The layer's state: ``k [tokens, Hkv, Dk]`` as stored (rotated) and ``v [tokens, Hkv, Dv]``, of all tokens; of a
-        layer with a window of those that it still holds, whose ``positions`` (int64) are then given too."""
+        layer or session with a window of those that are still held, whose ``positions`` (int64) are then given too."""
         engine = self._engine
         if not is_integer(layer):
             raise InvalidArgument(f"layer {layer!r}; an integer is needed, as in kv(0)")
@@ -463,18 +464,14 @@ class Session:
             if state.seq is None or state.computed < len(self):
                 raise FailedPrecondition("kv: the session was changed by another thread meanwhile; call again")
             kv = engine.runner.state
-            if kv.spec(layer).layer_window is None:
+            if kv.spec(layer).layer_window is None and state.window is None:
                 k, v = kv.debug_get_kv(state.seq, layer=layer)
                 return {"k": k, "v": v}
-            rows = [
-                (part, kv.debug_get_kv(state.seq, part.start, part.stop, layer=layer))
-                for part in kv.held(state.seq, layer)
-            ]
-            return {
-                "k": torch.cat([k for _, (k, _) in rows]),
-                "v": torch.cat([v for _, (_, v) in rows]),
-                "positions": torch.cat([torch.arange(part.start, part.stop) for part, _ in rows]),
-            }
+            held = kv.held(state.seq, layer)
+            rows = [kv.debug_get_kv(state.seq, part.start, part.stop, layer=layer) for part in held]
+            k, v = (torch.cat(parts) for parts in zip(*rows, strict=True))
+            positions = torch.cat([torch.arange(part.start, part.stop, device=k.device) for part in held])
+            return {"k": k, "v": v, "positions": positions}
 
     def set_kv(self, layer: int, *, k: Tensor | None = None, v: Tensor | None = None, start: int = 0) -> None:
         """Overwrite rows of a layer from position ``start`` on, as ``kv`` gives them; what is not given stays.
@@ -491,18 +488,25 @@ class Session:
         count = int((k if k is not None else v).shape[0])  # type: ignore[union-attr]
         if not is_integer(start) or start < 0 or start + count > len(self):
             raise InvalidArgument(f"set_kv: rows {start}..{start + count}, and the session has {len(self)} tokens")
-        present = self.kv(layer)
+        self.kv(layer)  # so that all tokens are computed
         with self._engine.lock:
-            state = self._idle("set_kv")
+            state, kv = self._idle("set_kv"), self._engine.runner.state
             if state.seq is None or state.computed < len(self):
                 raise FailedPrecondition("set_kv: the session was changed by another thread meanwhile; call again")
-            first = int(present["positions"][0]) if "positions" in present else 0
-            if start < first:
+            held = kv.held(state.seq, layer)
+            if count and not any(part.start <= start and start + count <= part.stop for part in held):
                 raise FailedPrecondition(
-                    f"set_kv: rows {start}..{start + count} of layer {layer}, whose window holds positions {first}..{len(self) - 1}"
+                    f"set_kv: rows {start}..{start + count - 1} of layer {layer}, whose window holds positions {describe_ranges(held)}"
                 )
-            rows = slice(start - first, start - first + count)
-            new_k, new_v = (present["k"][rows] if k is None else k), (present["v"][rows] if v is None else v)
+            kept_k, kept_v = kv.debug_get_kv(state.seq, start, start + count, layer=layer)
+            new_k, new_v = (kept_k if k is None else k), (kept_v if v is None else v)
+            for name, new, kept in (("k", new_k, kept_k), ("v", new_v, kept_v)):
+                if new.shape != kept.shape or new.dtype != kept.dtype:
+                    raise InvalidArgument(
+                        f"set_kv: {name} is {new.dtype} {list(new.shape)}; {kept.dtype} {list(kept.shape)} is needed"
+                    )
+                if not bool(new.isfinite().all()):
+                    raise InvalidArgument(f"set_kv: {name} holds NaN or infinity; finite numbers are needed")
             self._engine.states.write_rows(state, layer, start, new_k, new_v)
 
     # -- closing ---------------------------------------------------------------------------------------------

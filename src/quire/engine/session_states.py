@@ -22,6 +22,9 @@ from quire.metrics import EngineMetrics
 from quire.runner.local import Runner
 from quire.types import Edit, Fork, Pop, Remove, SeqId, Step
 
+KEEP_TOKENS = 32
+"""Tokens that a run without sampling must have added for a fork of its end to be kept (a prompt; not each small append)."""
+
 
 class SessionStates:
     """The states of all sessions of one engine, beside the prefix cache of the same pool."""
@@ -149,9 +152,13 @@ class SessionStates:
     def lend(self, session: SessionState, request: SequenceRequest) -> None:
         """The request works on the session's sequence, of which it keeps what agrees; at least one token must run."""
         work = request.work
+        shared = common_prefix(session.tokens.ids, work.tokens.ids)
+        self.rewind(session, min(shared, len(work.tokens) - 1))
+        request.shared = shared
         request.session, session.request = session, request
-        request.shared = common_prefix(session.tokens.ids, work.tokens.ids)
-        self.rewind(session, min(request.shared, len(work.tokens) - 1))
+        if session.modified and session.seq is not None and (self.runner.state.forgets or session.window is not None):
+            request.way_back = self.runner.new_seq()
+            self.apply(Fork(session.seq, request.way_back))
         if session.seq is None:
             self.host.move(session, work, waiting=True)
         work.seq, work.computed = session.seq, session.computed
@@ -175,21 +182,38 @@ class SessionStates:
             tokens = TokenBuffer(work.tokens.ids[:count])
             tokens.extend(request.tail)
             session.tokens, session.logits = tokens, None
-            self.rewind(session, count)
+            self._return_to(session, request, count)
         elif request.finish_reason == "error" and not (session.pinned or session.modified):
             # Whatever broke, the state may be broken too.
             self.drop(session)
         else:
-            self.rewind(session, request.shared)
-            if session.modified and session.computed < len(session.tokens) - 1:
+            self._return_to(session, request, request.shared)
+            if session.modified and session.computed < len(session.tokens) - 1 and request.way_back is None:
                 # What was taken back had been written by somebody and cannot be computed again.
                 session.tokens.truncate(session.computed)
                 session.logits = None
+        if request.way_back is not None:
+            self.remove(request.way_back)
+            request.way_back = None
         self.hold(session)
         if self.cache is not None and session.seq is not None and session.computed and work.cacheable:
             held = session.tokens.ids[: session.computed]
             self.remove_all(self.cache.insert(session.seq, held, session.key, live=True))
-            self.keep(session.seq, held, session.key)
+            if request.params is not None or len(work.tokens) - work.num_cached >= KEEP_TOKENS:
+                self.keep(session.seq, held, session.key)
+
+    def _return_to(self, session: SessionState, request: SequenceRequest, length: int) -> None:
+        """Take back what is computed behind ``length``. Where a window has let go of what that needs, and the state cannot be
+        computed from its tokens, from the fork that was kept when the sequence was lent; never refuses."""
+        way_back = request.way_back
+        if way_back is None or session.seq is None or session.computed <= length:
+            self.rewind(session, length)
+        elif self.runner.state.nearest_reachable(session.seq, length) == length:
+            session.computed = self.pop(session.seq, session.computed, length)
+        else:
+            self.remove(session.seq)
+            session.seq, request.way_back = way_back, None
+            session.computed = self.runner.state.sequence_length(way_back)
 
     # -- what is given up ------------------------------------------------------------------------------------
 

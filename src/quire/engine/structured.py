@@ -42,7 +42,9 @@ MAX_COMPILED = 64
 JSON_SPACE = r"[ \t]{1,8}|(\r?\n){1,2}[ \t]{0,40}"
 """White space between the tokens of JSON. Without a bound a model that is fond of it would write nothing else."""
 
+_NO_TOKEN = "no token of the vocabulary continues the text"
 _WHOLE = '%llguidance {"no_forcing": true}\nstart: @text\n'
+_PARSING, _REASON = "regex parse error:", "error: "
 _SPACE_OPTIONS = {"whitespace_pattern", "whitespace_flexible"}
 _TEMPERATURE = re.compile(r"^\s*\??\w+\s*\[[^\]]*\btemperature\s*=", re.MULTILINE)
 
@@ -68,12 +70,15 @@ class GrammarMatcher:
 
     def problem(self) -> QuireError | None:
         """Why the grammar does not go on; None if it does."""
+        reason = self.reason()
+        return None if reason is None else QuireError(f"structured_outputs: {reason}")
+
+    def reason(self) -> str | None:
+        """The words of ``problem``."""
         if not self._matcher.is_error():
             return None
         reason = self._matcher.get_error().split("\n<non-verbose/>")[0]
-        if reason == "NoExtensionBias":
-            reason = "no token of the vocabulary continues the text"
-        return QuireError(f"structured_outputs: {reason}")
+        return _NO_TOKEN if reason == "NoExtensionBias" else reason
 
 
 class Grammars:
@@ -118,15 +123,20 @@ class Grammars:
         main = {"name": "main", "lark_grammar": _WHOLE}
         text = json.dumps({"grammars": [main, {"name": "text", **body}]}, ensure_ascii=False)
         matcher = LLMatcher(self._llguidance(), text, log_level=0, limits=LLParserLimits(verbose_errors=False))
+        given = f"structured_outputs.{name} {getattr(wanted, name)!r:.100}"
         if matcher.is_error():
-            raise InvalidArgument(f"structured_outputs.{name} cannot be compiled: {matcher.get_error().strip()}")
+            # The grammar in which we put a pattern is nothing that the user knows.
+            what = given if name == "regex" else f"structured_outputs.{name}"
+            reason = _sentence(matcher.get_error(), located=name != "regex")
+            raise InvalidArgument(f"{what} cannot be compiled: {reason}")
         for warning in matcher.get_grammar_warnings():
             logger.warning("structured_outputs.%s: %s", name, warning)
         first = GrammarMatcher(matcher.deep_copy())
         if not self.allowed({0: first}, {0: ()})[0].any() and not first.over:
+            why = first.reason()
             raise InvalidArgument(
-                f"structured_outputs.{name} {getattr(wanted, name)!r:.100} allows no text in the tokens of this model"
-                + (f": {problem}" if (problem := first.problem()) else "")
+                f"{given} allows no text in the tokens of this model"
+                + ("" if why is None or why == _NO_TOKEN else f": {why}")
             )
         return matcher
 
@@ -224,6 +234,18 @@ def _body(wanted: StructuredOutputs) -> tuple[str, dict[str, object]]:
         return "grammar", {"lark_grammar": any_to_lark(text)}
     except Exception as error:  # the converter raises bare Exception
         raise InvalidArgument(f"structured_outputs.grammar cannot be compiled: {error}") from error
+
+
+def _sentence(error: str, *, located: bool) -> str:
+    """What llguidance says of a grammar, without the lines that show it; ``located``: with the place that it names."""
+    head, *lines = error.strip().split("\n")
+    reason = next((line.removeprefix(_REASON) for line in lines if line.startswith(_REASON)), None)
+    if not located:
+        return reason or head.rpartition("(in regex): ")[2]
+    if reason is None:
+        return head
+    # A pattern within a schema comes without a place.
+    return f"{head.removesuffix(_PARSING) or f'pattern {lines[0].strip()!r}: '}{reason}"
 
 
 def _bounded(schema: object) -> object:

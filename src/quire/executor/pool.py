@@ -13,8 +13,8 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from quire.contracts.layers import KeyValueAttention
-from quire.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
+from quire.contracts.layers import KeyValueAttention, sink_refusal
+from quire.errors import FailedPrecondition, InvalidArgument, ResourceExhausted, Unsupported
 from quire.executor.rows import Row
 from quire.kv.need import pages_for
 from quire.kv.paged import PagedKVState
@@ -70,6 +70,8 @@ class CachePool:
         self.sink = check_integer(sink, "sink", 0)
         if self.sink and (self.window is None or self.sink >= self.window):
             raise InvalidArgument(f"sink {sink} with window {window}; 0 <= sink < window is needed")
+        if self.sink and (reason := sink_refusal(runner.model.layer_specs)):
+            raise Unsupported(f"sink {self.sink}: {reason}")
         self.is_windowed = self.window is not None or any(one.window is not None for one in state.classes)
         """Whether some layer lets go of tokens."""
         self.dtype: torch.dtype = state.dtype

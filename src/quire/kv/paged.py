@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from quire.contracts.attention import AttentionBackend, Scoring
-from quire.contracts.layers import FullAttention, LayerSpec, RopeSpec, WindowedAttention
+from quire.contracts.layers import FullAttention, LayerSpec, RopeSpec, WindowedAttention, sink_refusal
 from quire.errors import FailedPrecondition, InvalidArgument, Unsupported
 from quire.kv import exchange, rows
 from quire.kv.need import pages_for
@@ -228,7 +228,7 @@ class PagedKVState(AttentionVerbs, RefusedVerbs):
     ) -> None:
         """The sequence keeps its first ``sink`` tokens and the last ``window - sink`` from its next forward on; None: all.
 
-        ``FailedPrecondition`` once something is evicted.
+        ``FailedPrecondition`` once something is evicted; ``Unsupported``: a sink, where layers rotate by a rule of their own.
         """
         if eviction not in ("token", "forward"):
             raise InvalidArgument(f"eviction {eviction!r}; 'token' or 'forward' are accepted")
@@ -238,6 +238,8 @@ class PagedKVState(AttentionVerbs, RefusedVerbs):
             kept = check_integer(sink, "enable_sliding_window_for_seq: sink", 0)
             if kept >= size:
                 raise InvalidArgument(f"window {size} with sink {kept}; 0 <= sink < window is needed")
+            if kept and (reason := sink_refusal(self.specs)):
+                raise Unsupported(f"window {size} with sink {kept}: {reason}")
             wanted = Window(size, kept, eviction)
         elif sink != 0:
             raise InvalidArgument(f"sink {sink} without a window; give a window, or sink=0")
@@ -288,6 +290,11 @@ class PagedKVState(AttentionVerbs, RefusedVerbs):
             pool.num_pages for pool, one in zip(self.table.pools, self.classes, strict=True) if one.window is None
         ]
         return min(keeping) * self.page_size if keeping else None
+
+    def largest_step(self, window: int, sink: int) -> int:
+        """Tokens of one forward that fit into the empty pools beside a sliding window of a sequence; may be below 1."""
+        pages = min(pool.num_pages for pool in self.table.pools) - pages_for(sink, self.page_size) - 1
+        return pages * self.page_size - (window - sink)
 
     def shortage_in_steps(self, seq_ids: Sequence[SeqId], append_lengths: Sequence[int], most: int) -> int:
         """Pages that these tokens would be short of if they came in forwards of at most ``most`` tokens, so that windows

@@ -32,7 +32,7 @@ from quire.kv.need import (
 )
 from quire.kv.pages import NULL_PAGE, PagePool, PageTable
 from quire.kv.trees import NO_TREE, TokenTreeParents, parents_of_entries
-from quire.kv.windows import NO_HOLE, Hole, Window, describe_ranges, held, intersection, reachable, window_pages
+from quire.kv.windows import NO_HOLE, Hole, Window, describe_ranges, floors, held, intersection, reachable, window_pages
 from quire.types import SeqId
 
 
@@ -524,7 +524,11 @@ class SequenceTable:
             list(holes),
             window=window,
             slid=slid,
-            cut=any(hole.window > sink for hole in holes) and window is not None,
+            cut=window is not None
+            and any(
+                hole.window > max(sink, floors(length, None, layer).layer)
+                for hole, layer in zip(holes, self.layer_windows, strict=True)
+            ),
             reserved=length,
             stale_tail=True,
         )

@@ -96,10 +96,22 @@ class GivenHidden(torch.nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the base model's, without computing anything."""
-        from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
-
         del args, kwargs
-        return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=self.x_1RE)
+        return HiddenOnly((self.x_1RE,))
+
+
+class HiddenOnly(tuple[Any, ...]):
+    """What a base model returns, with nothing but the hidden states: a tuple of them alone, whose other fields
+    (``router_logits``, ``past_key_values``, ...) read as None, whichever the model has."""
+
+    @property
+    def last_hidden_state(self) -> Any:
+        return self[0]
+
+    def __getattr__(self, name: str) -> None:
+        """None, for what is not there."""
+        if name.startswith("__"):
+            raise AttributeError(name)
 
 
 @contextmanager
@@ -112,6 +124,28 @@ def replaced_core(causal: Any, core: torch.nn.Module) -> Iterator[None]:
         yield
     finally:
         setattr(causal, name, own)
+
+
+@contextmanager
+def without_progress_bars() -> Iterator[None]:
+    """transformers draws a bar while it loads, also where nobody looks at a terminal. The user's settings come back."""
+    import huggingface_hub.utils
+    import transformers.utils.logging
+
+    # Neither module exports these with types.
+    hub: Any = huggingface_hub.utils
+    settings: Any = transformers.utils.logging
+    was_on, hub_was_off = settings.is_progress_bar_enabled(), hub.are_progress_bars_disabled()
+    if was_on:
+        settings.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_on:
+            # Which switches both on.
+            settings.enable_progress_bar()
+            if hub_was_off:
+                hub.disable_progress_bars()
 
 
 def context_length(config: Any) -> int:
@@ -149,18 +183,20 @@ def load_fallback(path: Path, values: Mapping[str, Any], *, dtype: torch.dtype, 
             f"architecture {what}: transformers {transformers.__version__} does not know it: {first_line(error)}"
         ) from error
     refuse_other_kinds(config, what, getattr(found, "__name__", ""))
-    try:
-        causal = transformers.AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, attn_implementation="eager", use_safetensors=True
+    # Before the weights are read, which may take minutes.
+    if not getattr(found, "_supports_attention_backend", False):
+        raise Unsupported(
+            f"architecture {what}: its attention cannot be replaced (transformers has no attention interface for it)"
         )
+    try:
+        with without_progress_bars():
+            causal = transformers.AutoModelForCausalLM.from_pretrained(
+                path, dtype=dtype, attn_implementation="eager", use_safetensors=True
+            )
     except (ValueError, KeyError, OSError, RuntimeError, ImportError) as error:
         raise CheckpointError(f"{path}: transformers could not load it: {first_line(error)}") from error
     causal.to(device)  # type: ignore[arg-type]
     causal.eval().requires_grad_(False)  # type: ignore[no-untyped-call]
-    if not getattr(causal, "_supports_attention_backend", False):
-        raise Unsupported(
-            f"architecture {what}: its attention cannot be replaced (transformers has no attention interface for it)"
-        )
     length = context_length(causal.config)
     probe: Probe = watch(causal, length, what)
     causal.set_attn_implementation(ATTENTION)

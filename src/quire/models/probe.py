@@ -73,8 +73,9 @@ class Probe:
 
     def compare(self, model: Model) -> None:
         """``Unsupported`` unless the model gives these logits, in pieces and beside another sequence."""
-        stored = Rows(self.specs)
-        ids = torch.tensor(self.tokens, device=self.logits_TV.device)
+        device = self.logits_TV.device
+        stored = Rows(self.specs, device)
+        ids = torch.tensor(self.tokens, device=device)
         cut = TOKENS // 3
         found = []
         with torch.no_grad():
@@ -197,6 +198,7 @@ class Notes:
             "sm_scale": None if scaling is None else float(scaling),
             "softcap": None if not kwargs.get("softcap") else float(kwargs["softcap"]),
             "sinks": () if sinks is None else tuple(sinks.detach().float().flatten().tolist()),
+            "caller_rotates": True,
         }
         window = self.window_of(layer, module, rule)
         spec: Spec = FullAttention(**given) if window is None else WindowedAttention(**given, window=window)
@@ -245,10 +247,11 @@ class Notes:
 class Rows:
     """K and V of two sequences, for ``Probe.compare``: one goes on, the other begins anew with each pass."""
 
-    def __init__(self, specs: Sequence[Spec]) -> None:
+    def __init__(self, specs: Sequence[Spec], device: torch.device) -> None:
         self.specs = list(specs)
-        self.k = [torch.empty(0)] * len(specs)
-        self.v = [torch.empty(0)] * len(specs)
+        self.device = device
+        self.k = [torch.empty(0, device=device)] * len(specs)
+        self.v = [torch.empty(0, device=device)] * len(specs)
 
     def open(self, start: int, stop: int, other: int) -> NaivePass:
         """A forward of positions ``start..stop - 1`` of the first and of ``other`` tokens of a new sequence."""
@@ -260,26 +263,26 @@ class NaivePass:
 
     def __init__(self, rows: Rows, start: int, stop: int, other: int) -> None:
         self.rows = rows
-        self.first_T = torch.arange(start, stop)
-        self.other_T = torch.arange(other)
+        self.start = start
+        self.first_T = torch.arange(start, stop, device=rows.device)
+        self.other_T = torch.arange(other, device=rows.device)
 
     @property
     def positions_T(self) -> Tensor:
-        return torch.cat((self.first_T, self.other_T)).to(torch.int32).to(self.rows.k[0].device)
+        return torch.cat((self.first_T, self.other_T)).to(torch.int32)
 
     def attend(self, layer_id: int, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor) -> Tensor:
         """See ``contracts.model.Pass``."""
-        rows, spec, device = self.rows, self.rows.specs[layer_id], q_THD.device
-        count, start = len(self.first_T), int(self.first_T[0])
+        rows, spec = self.rows, self.rows.specs[layer_id]
+        count, start = len(self.first_T), self.start
         if start:
             k, v = torch.cat((rows.k[layer_id], k_THD[:count])), torch.cat((rows.v[layer_id], v_THD[:count]))
         else:
             k, v = k_THD[:count], v_THD[:count]
         rows.k[layer_id], rows.v[layer_id] = k, v
-        keys = torch.arange(start + count, device=device)
-        first, other = self.first_T.to(device), self.other_T.to(device)
-        a = naive(spec, q_THD[:count], k, v, first, keys)
-        b = naive(spec, q_THD[count:], k_THD[count:], v_THD[count:], other, other)
+        keys = torch.arange(start + count, device=rows.device)
+        a = naive(spec, q_THD[:count], k, v, self.first_T, keys)
+        b = naive(spec, q_THD[count:], k_THD[count:], v_THD[count:], self.other_T, self.other_T)
         return torch.cat((a, b))
 
     def attend_qkv(self, layer_id: int, qkv_TC: Tensor) -> Tensor:

@@ -139,8 +139,11 @@ class RequestSampler:
     def process(self, logits_V: Tensor) -> Tensor:
         """What the user's processors make of edited logits ``[V]``, which they may change.
 
-        ``QuireError`` names the processor that raised, or that returned no float32 ``[V]``, or NaN or +inf.
+        ``QuireError`` names the processor that raised, or that returned no float32 ``[V]``, or NaN or +inf, or after which
+        every logit is -inf, unless a later one gives a token back.
         """
+        closed = bool(logits_V.isneginf().all())
+        closed_by = ""
         for number, processor in enumerate(self.params.logits_processors or ()):
             name = f"logits_processors[{number}] ({getattr(processor, '__name__', type(processor).__name__)})"
             try:
@@ -157,6 +160,11 @@ class RequestSampler:
             if len(bad):
                 token = int(bad[0])
                 raise QuireError(f"{name} returned {float(logits_V[token])} as the logit of token {token}")
+            was_closed, closed = closed, bool(logits_V.isneginf().all())
+            if not was_closed:
+                closed_by = name
+        if closed and closed_by:
+            raise QuireError(f"{closed_by} returned -inf as the logit of every token, so that there is none to draw")
         return logits_V
 
     def uniform(self) -> float:
@@ -241,7 +249,7 @@ def sample(
         for row, token in zip(rows, tokens, strict=True):
             token_ids[row] = token
             if token == FAILED:
-                nothing = QuireError(f"row {row} has no token to draw: every token is banned or has logit -inf")
+                nothing = QuireError("there is no token to draw: every token is banned or has logit -inf")
                 failures[row] = reasons.get(row, nothing)
     logprobs = logprobs_of(logits_RV, token_ids, [sampler.params.logprobs for sampler in samplers])
     return SampledTokens(token_ids=token_ids, logprobs=logprobs, failures=dict(sorted(failures.items())))
@@ -307,6 +315,25 @@ def logprobs_of(
             top = tuple(Logprob(ids[i], tops[i], i + 1) for i in range(wanted[row]))
             results[row] = TokenLogprobs(Logprob(token_ids[row], chosen, rank), top)
     return results
+
+
+@torch.no_grad()
+def top_logprobs(raw_logits_RV: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The ``count`` most probable tokens of each row by rank, int64 ``[R, K]``, and their log-probabilities, float32 ``[R, K]``.
+
+    float32 log-softmax of the raw logits, float32 ``[R, V]``, as in ``logprobs_of``; NaN in a row whose logits hold NaN or +inf or
+    are all -inf. ``InvalidArgument`` for a count outside of 0..V.
+    """
+    num_rows, vocab_size = _check_logits(raw_logits_RV)
+    if not 0 <= count <= vocab_size:
+        raise InvalidArgument(f"count must be in 0..{vocab_size}, got {count}")
+    ids_RK = raw_logits_RV.new_empty((num_rows, count), dtype=torch.int64)
+    logprobs_RK = raw_logits_RV.new_empty((num_rows, count))
+    for rows in _chunks(range(num_rows), vocab_size):
+        chunk = slice(rows[0], rows[-1] + 1)
+        ids_RK[chunk] = top_ids(raw_logits_RV[chunk], count)
+        logprobs_RK[chunk] = raw_logits_RV[chunk].log_softmax(-1).gather(1, ids_RK[chunk])
+    return ids_RK, logprobs_RK
 
 
 # ---- Checks ---------------------------------------------------------------------------------------------------------

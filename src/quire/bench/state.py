@@ -1,0 +1,355 @@
+"""What the state costs: fork, deep copy, rewind, save and restore of a long sequence; a second chat turn; start-up.
+
+What a model cannot do here (go back behind its windows, say) has a row that says why.
+"""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from quire.bench.latency import synchronize
+from quire.bench.reports import print_json, print_table, random_prompts
+from quire.contracts.executor import ExecutorInputs, TextData
+from quire.engine.session import Session
+from quire.errors import FailedPrecondition, InvalidArgument, QuireError, ResourceExhausted, Unsupported
+from quire.executor.llm_executor import LlmExecutor
+from quire.llm import LLM
+from quire.sampling_params import SamplingParams
+
+T = TypeVar("T")
+
+LEAST_TOKENS = 32
+BACK = 16
+"""Tokens that a rewind goes back by."""
+HISTORY = 2000
+"""Tokens before the second turn of the chat; fewer where the context ends before."""
+TURN, ANSWER = 20, 16
+"""Tokens of the second turn's prompt, and of each answer."""
+QUICK = 20
+"""How many times as often as slow ones quick verbs are measured."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One measurement, in seconds; None where there is none."""
+
+    what: str
+    median_seconds: float | None = None
+    best_seconds: float | None = None
+    note: str = ""
+
+    def shown(self) -> dict[str, str]:
+        """For the table."""
+        return {
+            "what": self.what,
+            "median": duration(self.median_seconds),
+            "best": duration(self.best_seconds),
+            "note": self.note,
+        }
+
+
+def duration(seconds: float | None) -> str:
+    """To three digits, in a unit that suits it; blank for None."""
+    if seconds is None:
+        return ""
+    factor, unit = next((pair for pair in ((1.0, "s"), (1e3, "ms")) if seconds * pair[0] >= 1), (1e6, "µs"))
+    scaled = seconds * factor
+    return f"{scaled:.0f} {unit}" if scaled >= 100 else f"{scaled:.3g} {unit}"
+
+
+def nothing() -> None:
+    """For calls that need nothing prepared."""
+
+
+class Timer:
+    """Times calls, each after what it needs has been made."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def seconds(self, call: Callable[[], object]) -> float:
+        """Of one call, with all that it started on the device."""
+        synchronize(self.device)
+        started = time.perf_counter()
+        call()
+        synchronize(self.device)
+        return time.perf_counter() - started
+
+    def row(
+        self,
+        what: str,
+        count: int,
+        call: Callable[[T], object],
+        *,
+        prepare: Callable[[], T],
+        note: Callable[[], str] = lambda: "",
+    ) -> Row:
+        """``count`` calls, each with what ``prepare`` makes, which is not timed."""
+        times = []
+        for _ in range(count):
+            given = prepare()
+            times.append(self.seconds(lambda given=given: call(given)))  # type: ignore[misc]
+        return Row(what=what, median_seconds=statistics.median(times), best_seconds=min(times), note=note())
+
+
+def possible(what: str, measure: Callable[[], Row]) -> Row:
+    """The row, or one that says why there is none."""
+    try:
+        return measure()
+    except (FailedPrecondition, ResourceExhausted, Unsupported) as error:
+        return Row(what=what, note=f"not measured: {error}")
+
+
+# -- one long sequence ---------------------------------------------------------------------------------------------
+
+
+def state_rows(llm: LLM, tokens: int, rounds: int) -> list[Row]:
+    """Fork, deep copy, rewind, save and restore of one sequence of ``tokens`` tokens."""
+    ids = random_prompts(1, tokens, llm.model.vocab_size)[0].tolist()
+    timer, quick = Timer(llm.model.device), QUICK * rounds
+    # First, so that the pool need not hold the tokens twice.
+    name = "KVCache.deep_copy"
+    copy = possible(name, lambda: deep_copy_row(llm, timer, name, ids, quick))
+    opened: list[Session] = []
+    prefill = timer.seconds(lambda: opened.append(llm.session(ids, pin=True)))
+    session = opened[0]
+    rows = [Row(what=f"prefill of {tokens} tokens", median_seconds=prefill)]
+    rows += fork_rows(llm, timer, session, quick)
+    rows += [copy, rewind_row(llm, timer, session, quick)]
+    with tempfile.TemporaryDirectory() as folder:
+        rows += file_rows(llm, timer, session, Path(folder) / "long.quire", rounds, prefill)
+    return rows
+
+
+def deep_copy_row(llm: LLM, timer: Timer, name: str, ids: Sequence[int], count: int) -> Row:
+    """LiteRT-LM's verb, on a cache with all tokens but the last."""
+    state, copies = llm.engine.runner.state, list[Any]()
+    cache = llm.executor.create_kv_cache(capacity=len(ids))
+    try:
+        given = ExecutorInputs(text=TextData(token_ids=torch.tensor([list(ids[:-1])])))
+        LlmExecutor(llm.executor).prefill(given, cache)
+        used = state.num_used_pages
+        return timer.row(
+            name,
+            count,
+            lambda _: copies.append(cache.deep_copy()),
+            prepare=nothing,
+            note=lambda: f"{state.num_used_pages - used} pages taken",
+        )
+    finally:
+        for each in (*copies, cache):
+            llm.executor.release_cache(each.cache_id)
+
+
+def fork_rows(llm: LLM, timer: Timer, session: Session, count: int) -> list[Row]:
+    """Forks of the session, and of its sequence by the KV state's own verbs; taking tokens back from such a fork."""
+    runner = llm.engine.runner
+    state, children = runner.state, list[Session]()
+    used, splits = state.num_used_pages, state.num_splits
+    rows = [
+        timer.row(
+            "Session.fork",
+            count,
+            lambda _: children.append(session.fork()),
+            prepare=nothing,
+            note=lambda: f"{state.num_used_pages - used} pages taken, {state.num_splits - splits} copied",
+        )
+    ]
+    for child in children:
+        child.close()
+
+    parent, sequences = held_sequence(session), list[int]()
+
+    def fork(seq: int) -> None:
+        state.fork_sequence(parent, seq)
+        sequences.append(seq)
+
+    rows.append(
+        timer.row("fork_sequence", count, fork, prepare=runner.new_seq, note=lambda: "the verb of the KV state")
+    )
+    # Windows leave at least what the last forward ran within reach, which is one token or more.
+    back = min(BACK, state.sequence_length(parent) - first_position(llm, session))
+    forks = iter(sequences)
+    rows.append(timer.row(f"popn of {back}", count, lambda seq: state.popn(seq, back), prepare=lambda: next(forks)))
+    for seq in sequences:
+        state.remove_sequence(seq)
+    return rows
+
+
+def rewind_row(llm: LLM, timer: Timer, session: Session, count: int) -> Row:
+    """Going back in a fork of the session, as far as its windows allow without running anything again."""
+    lowest = first_position(llm, session)
+    back = min(BACK, len(session) - lowest)
+    children: list[Session] = []
+
+    def child() -> Session:
+        while children:
+            children.pop().close()
+        children.append(session.fork())
+        return children[0]
+
+    row = timer.row(
+        f"Session.rewind by {back}",
+        count,
+        lambda given: given.rewind(n=back),
+        prepare=child,
+        note=lambda: f"its windows leave positions from {lowest} on within reach" if lowest else "",
+    )
+    children.pop().close()
+    return row
+
+
+def file_rows(llm: LLM, timer: Timer, session: Session, path: Path, rounds: int, prefill: float) -> list[Row]:
+    """Saves and restores; the session is closed in between."""
+    saved = timer.row(
+        "save",
+        rounds,
+        lambda _: session.save(path),
+        prepare=nothing,
+        note=lambda: f"{path.stat().st_size / 2**20:.1f} MiB, synced",
+    )
+    session.close()
+    restored: list[Session] = []
+
+    def close_last() -> None:
+        while restored:
+            restored.pop().close()
+
+    row = timer.row("restore", rounds, lambda _: restored.append(llm.load_session(path)), prepare=close_last)
+    close_last()
+    ratio = prefill / (row.median_seconds or prefill)
+    note = f"{ratio:.1f} times as fast as prefill"
+    return [saved, Row(what=row.what, median_seconds=row.median_seconds, best_seconds=row.best_seconds, note=note)]
+
+
+def held_sequence(session: Session) -> int:
+    """Its sequence in the KV state, which a pinned session that has run keeps."""
+    seq = session.sequence_id
+    if seq is None:
+        raise QuireError("the session has no state in the pool")
+    return seq
+
+
+def first_position(llm: LLM, session: Session) -> int:
+    """The first of the positions, up to the last one, that can all be gone back to; 0 without windows."""
+    return llm.engine.runner.state.reachable(held_sequence(session))[-1].start
+
+
+# -- a chat, and start-up ------------------------------------------------------------------------------------------
+
+
+def chat_row(llm: LLM, history: int) -> Row:
+    """A second turn on a long history."""
+    vocab = llm.model.vocab_size
+    ids = random_prompts(1, history, vocab, seed=7)[0].tolist()
+    one = SamplingParams(temperature=0, max_tokens=ANSWER, ignore_eos=True)
+    started = time.perf_counter()
+    first = llm.generate(ids, one)[0]
+    cold = time.perf_counter() - started
+    turn = [*ids, *first.outputs[0].token_ids, *random_prompts(1, TURN, vocab, seed=8)[0].tolist()]
+    started = time.perf_counter()
+    second = llm.generate(turn, one)[0]
+    warm = time.perf_counter() - started
+    cached, prompt = second.num_cached_tokens, len(second.prompt_token_ids)
+    note = f"{cached} of {prompt} prompt tokens cached, {prompt - cached} run; first turn {duration(cold)}"
+    return Row(what=f"second turn on {history} tokens", median_seconds=warm, note=note)
+
+
+def second_turn_row(llm: LLM) -> Row:
+    """The same, with as long a history as fits into the context with both turns."""
+    longest = llm.engine.max_model_len
+    history = min(HISTORY, longest - 2 * ANSWER - TURN)
+    if history < 1:
+        return Row(what="second turn", note=f"not measured: the context ends at {longest}")
+    return possible(f"second turn on {history} tokens", lambda: chat_row(llm, history))
+
+
+def start_rows(rounds: int, model: str | None = None) -> list[Row]:
+    """Import time apart from torch's, and the first token of ``quire generate``; None is its default model."""
+    code = "import time, torch; t = time.perf_counter(); import quire; from quire import LLM; print(time.perf_counter() - t)"
+    command = [sys.executable, "-m", "quire.cli", "generate", "def main():", "--max-tokens", "4"]
+    command += [] if model is None else ["--model", model]
+    imports = [
+        float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+        for _ in range(rounds)
+    ]
+    firsts = []
+    for _ in range(rounds):
+        started = time.perf_counter()
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+            assert process.stdout is not None
+            process.stdout.read(1)
+            firsts.append(time.perf_counter() - started)
+            process.communicate()
+        if process.returncode:
+            raise QuireError(f"{' '.join(command)} ended with exit code {process.returncode}")
+    note = f"from the start of the process, {model or 'bundled model'}"
+    return [
+        Row(
+            what="import quire and LLM, after torch",
+            median_seconds=statistics.median(imports),
+            best_seconds=min(imports),
+        ),
+        Row(
+            what="quire generate, first token",
+            median_seconds=statistics.median(firsts),
+            best_seconds=min(firsts),
+            note=note,
+        ),
+    ]
+
+
+# -- all of it -----------------------------------------------------------------------------------------------------
+
+
+def run_state(
+    model: str,
+    *,
+    engine_options: Mapping[str, Any],
+    tokens: int = 2048,
+    rounds: int = 5,
+    start: Callable[[int], list[Row]] | None = None,
+    facts: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Measure, print a table and one JSON line, return what the line holds.
+
+    Args:
+        model: as for ``LLM``.
+        engine_options: keywords of ``LLM``.
+        tokens: of the long sequence.
+        rounds: repetitions of what is slow; quick verbs have ``QUICK`` times as many.
+        start: measures the start-up, in so many rounds; None leaves it out.
+        facts: what else the line says.
+
+    Raises:
+        InvalidArgument: too few tokens or rounds, or more tokens than the model's context.
+    """
+    for name, value, least in (("tokens", tokens, LEAST_TOKENS), ("rounds", rounds, 1)):
+        if value < least:
+            raise InvalidArgument(f"{name} {value}; at least {least} is needed")
+    with LLM(model, **engine_options) as llm:
+        longest = llm.engine.max_model_len
+        if tokens > longest:
+            raise InvalidArgument(f"tokens {tokens}; the context ends at {longest}, so at most that many are possible")
+        rows = [] if start is None else start(rounds)
+        rows += state_rows(llm, tokens, rounds)
+        rows.append(second_turn_row(llm))
+        dtype, device = str(llm.model.dtype).removeprefix("torch."), str(llm.model.device)
+        print(
+            f"{model}: {llm.model.architecture}, {llm.model.num_parameters / 1e6:.0f}M parameters, {dtype} on {device}"
+        )
+    print_table([row.shown() for row in rows])
+    result = {"benchmark": "state", "model": model, "dtype": dtype, "device": device, "tokens": tokens}
+    result |= {"rounds": rounds, **(facts or {}), "rows": [asdict(row) for row in rows]}
+    print_json(result)
+    return result

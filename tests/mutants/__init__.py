@@ -1,0 +1,1 @@
+"""Planted faults that the test suites must find (``make mutants``)."""

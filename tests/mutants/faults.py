@@ -1,0 +1,5 @@
+"""All mutants."""
+
+from tests.mutants import faults_kv, faults_models, faults_serving
+
+MUTANTS = (*faults_kv.MUTANTS, *faults_models.MUTANTS, *faults_serving.MUTANTS)

@@ -1,0 +1,199 @@
+"""Faults of what is computed: attention kernels, rotation, experts, families, the fallback."""
+
+from __future__ import annotations
+
+from tests.mutants.harness import Mutant
+
+KERNELS = (
+    Mutant(
+        name="kernel-window-one-too-long",
+        file="kernels/visibility.py",
+        old="else np.maximum(plan.lows - origins, 0)",
+        new="else np.maximum(plan.lows - origins - 1, 0)",
+        tests=("test_attention_kernel.py::test_each_feature[usual-layer window-dtype0]",),
+    ),
+    Mutant(
+        name="tree-mask-missing",
+        file="kernels/groups.py",
+        old="torch.from_numpy(visible).to(plan.device), 0.0",
+        new="torch.from_numpy(np.ones_like(visible)).to(plan.device), 0.0",
+        tests=("test_attention_kernel.py::test_each_feature[usual-trees-dtype0]",),
+    ),
+    Mutant(
+        name="rule-ignores-the-layer-window",
+        file="kernels/visibility.py",
+        old="visible = allowed if plan.lows is None else allowed & (positions >= plan.lows[start:stop, None])",
+        new="visible = allowed",
+        tests=("test_attention_kernel.py::test_each_feature[usual-deep trees, windows-dtype0]",),
+    ),
+    Mutant(
+        name="soft-cap-ignored",
+        file="kernels/partial.py",
+        old="scores.div_(scoring.softcap).tanh_().mul_(scoring.softcap)",
+        new="pass",
+        tests=("test_attention_kernel.py::test_each_feature[usual-soft cap-dtype0]",),
+    ),
+    Mutant(
+        name="learned-sinks-dropped",
+        file="kernels/sdpa.py",
+        old="        if sinks_H is not None:\n            nothing",
+        new="        if sinks_H is not None and plan.sink is not None:\n            nothing",
+        tests=("test_attention_kernel.py::test_each_feature[usual-learned logits-dtype0]",),
+    ),
+    Mutant(
+        name="padding-reads-another-sequence",
+        file="kernels/groups.py",
+        old="row[table.size :] = table[0]",
+        new="row[table.size :] = tables[0][0]",
+        tests=("test_attention_kernel.py::test_sequences_do_not_reach_each_other",),
+    ),
+    Mutant(
+        name="merge-weights-swapped",
+        file="ops/attention.py",
+        old="(wa.unsqueeze(-1) * a.out.to(compute) + wb.unsqueeze(-1) * b.out.to(compute))",
+        new="(wb.unsqueeze(-1) * a.out.to(compute) + wa.unsqueeze(-1) * b.out.to(compute))",
+        tests=("kv/test_attention_backends.py::TestMerge",),
+    ),
+)
+
+ROPE = (
+    Mutant(
+        name="attention-factor-on-cos-only",
+        file="ops/rope.py",
+        old="cos, sin = cos * self.spec.attention_factor, sin * self.spec.attention_factor",
+        new="cos = cos * self.spec.attention_factor",
+        tests=("kv/test_rope.py::test_far_positions_against_exact_arithmetic",),
+    ),
+    Mutant(
+        name="attention-factor-twice-when-turned-back",
+        file="ops/rope.py",
+        old="return cos_T1R / self.spec.attention_factor, sin_T1R / -self.spec.attention_factor",
+        new="return cos_T1R, -sin_T1R",
+        tests=("kv/test_rope.py::test_rotations_compose_and_turn_back",),
+    ),
+    Mutant(
+        name="yarn-ramp-reversed",
+        file="ops/rope.py",
+        old="return 1 - ((torch.arange(pairs",
+        new="return ((torch.arange(pairs",
+        tests=("kv/test_rope.py::test_yarn_against_transformers",),
+    ),
+    Mutant(
+        name="pairs-of-columns-swapped",
+        file="ops/rope.py",
+        old="        if self.spec.interleaved:\n",
+        new="        if not self.spec.interleaved:\n",
+        tests=("kv/test_rope.py::test_interleaved_against_transformers",),
+    ),
+    Mutant(
+        name="angles-in-float32",
+        file="ops/rope.py",
+        old="angle = positions.to(torch.float64).unsqueeze(-1) * freq_P",
+        new="angle = positions.to(torch.float32).unsqueeze(-1) * freq_P.float()",
+        tests=("kv/test_rope.py::test_far_positions_against_exact_arithmetic",),
+    ),
+    Mutant(
+        name="longrope-by-the-context-of-the-model",
+        file="models/rope.py",
+        old="factors=long if context.length > original else short",
+        new="factors=long if context.max_position > original else short",
+        tests=("models/test_rope_config.py::test_longrope_is_fixed_by_the_longest_sequence",),
+    ),
+)
+
+EXPERTS = (
+    Mutant(
+        name="renormalisation-dropped",
+        file="ops/experts.py",
+        old="return weights_TK / weights_TK.sum(-1, keepdim=True) if routing.renormalise else weights_TK, experts_TK",
+        new="return weights_TK, experts_TK",
+        tests=("models/test_experts.py::test_route_by_definition",),
+    ),
+    Mutant(
+        name="ties-broken-the-other-way",
+        file="ops/experts.py",
+        old="weights_TK, experts_TK = torch.topk(logits_TX.float().softmax(-1), routing.top_k, dim=-1)\n",
+        new=(
+            "weights_TK, experts_TK = torch.topk(logits_TX.float().softmax(-1).flip(-1), routing.top_k, dim=-1)\n"
+            "    experts_TK = logits_TX.shape[-1] - 1 - experts_TK\n"
+        ),
+        tests=("models/test_experts.py::test_route_chooses_among_equal_values_as_transformers_does",),
+    ),
+    Mutant(
+        name="experts-of-another-token",
+        file="nn/experts.py",
+        old="place_P[pair_P] = torch.arange(len(pair_P), device=x_TE.device)",
+        new="place_P = pair_P",
+        tests=("models/test_experts.py::test_experts_against_the_reference",),
+    ),
+    Mutant(
+        name="clamped-gate-without-its-one",
+        file="nn/experts.py",
+        old=".mul_(up_PF.add_(1))",
+        new=".mul_(up_PF)",
+        tests=("models/test_experts.py::test_clamped_gate",),
+    ),
+)
+
+PARITY = "models/test_parity.py::test_float32_logits_are_as_close_to_float64_as_those_of_transformers"
+
+FAMILIES = (
+    Mutant(
+        name="gemma-norm-without-its-one",
+        file="models/decoder.py",
+        old="one_more = weight.float() + 1.0",
+        new="one_more = weight.float()",
+        tests=(f"{PARITY}[gemma2]",),
+    ),
+    Mutant(
+        name="gemma-query-scale-of-the-head",
+        file="models/gemma.py",
+        old='sm_scale=fields.number("query_pre_attn_scalar", 256.0) ** -0.5,\n            softcap',
+        new='sm_scale=fields.number("query_pre_attn_scalar", 256.0) and None,\n            softcap',
+        tests=(f"{PARITY}[gemma2]",),
+    ),
+    Mutant(
+        name="gemma-windows-shifted-by-one",
+        file="models/gemma.py",
+        old="tuple(layer % 2 == 0 for layer",
+        new="tuple(layer % 2 == 1 for layer",
+        tests=("models/test_config.py::test_each_layer_has_the_rotation_and_the_window_of_its_kind",),
+    ),
+    Mutant(
+        name="gemma-one-theta-for-all",
+        file="models/gemma.py",
+        old="[sliding if one else full for one in windowed]",
+        new="full",
+        tests=(f"{PARITY}[gemma3-ropes]",),
+    ),
+    Mutant(
+        name="gpt-oss-sinks-dropped",
+        file="models/decoder.py",
+        old="return spec if sinks_H is None else replace(spec, sinks=tuple(sinks_H.tolist()))",
+        new="return spec",
+        tests=("models/test_moe_families.py::test_float32_logits[gpt-oss]",),
+    ),
+    Mutant(
+        name="layers-without-rotation-rotated",
+        file="models/smollm3.py",
+        old="[rope if one else None for one in rotates]",
+        new="rope",
+        tests=(f"{PARITY}[smollm3]",),
+    ),
+    Mutant(
+        name="parallel-blocks-one-after-the-other",
+        file="models/blocks.py",
+        old="return self.attention(n_TE, pass_).add_(x_TE).add_(self.mlp(n_TE))",
+        new="h_TE = self.attention(n_TE, pass_).add_(x_TE)\n        return h_TE.add_(self.mlp(self.norm(h_TE)))",
+        tests=(f"{PARITY}[cohere2]",),
+    ),
+    Mutant(
+        name="fallback-takes-a-window-for-full",
+        file="models/probe.py",
+        old="return None if window > last else window",
+        new="return None",
+        tests=("models/test_fallback.py::test_windows_are_found",),
+    ),
+)
+
+MUTANTS = (*KERNELS, *ROPE, *EXPERTS, *FAMILIES)

@@ -1,0 +1,156 @@
+"""Faults of the runner, the executor and the engine."""
+
+from __future__ import annotations
+
+from tests.mutants.harness import Mutant
+
+EXECUTOR = (
+    Mutant(
+        name="placeholders-not-replaced",
+        file="runner/local.py",
+        old="return x_TE.index_copy(0, rows, extras.embeddings.to(x_TE.device, x_TE.dtype))",
+        new="return x_TE",
+        tests=("test_local_runner.py::test_embeddings_stand_at_placeholders",),
+    ),
+    Mutant(
+        name="embeddings-of-another-piece",
+        file="executor/media.py",
+        old="return self.embeddings_mE[first:last]",
+        new="return self.embeddings_mE[: last - first]",
+        tests=("executor/test_media.py::test_rows_stand_at_their_placeholders",),
+    ),
+    Mutant(
+        name="padding-enters-the-cache",
+        file="contracts/executor_calls.py",
+        old="return tuple((a, a + n) for a, n in",
+        new="return tuple((a, columns) for a, n in",
+        tests=("executor/test_model_executor.py::test_masks_left_and_right",),
+    ),
+    Mutant(
+        name="nodes-verified-as-a-chain",
+        file="executor/transaction.py",
+        old="tree = None if part.parents is None else TokenTree(part.parents)",
+        new="tree = None if part.parents is None else TokenTree(tuple(range(-1, len(part.parents) - 1)))",
+        tests=("executor/test_trees.py::test_each_path_equals_that_path_alone",),
+    ),
+    Mutant(
+        name="way-back-not-kept-under-windows",
+        file="executor/transaction.py",
+        old="return self._lets_go or self.pool.shares_tail(part.row.seq)",
+        new="return self.pool.shares_tail(part.row.seq)",
+        tests=("executor/test_windows.py::test_a_failure_in_a_late_forward_is_undone",),
+    ),
+)
+
+SESSIONS = (
+    Mutant(
+        name="matches-beyond-the-reach-of-a-window",
+        file="engine/prefix_cache.py",
+        old="(position := self._reach(seq, min(length, below.end))) > found",
+        new="(position := min(length, below.end)) > found",
+        tests=("test_gaps.py::test_under_windows_a_match_is_where_some_sequence_can_be_forked",),
+    ),
+    Mutant(
+        name="covered-sequences-forgotten-under-windows",
+        file="engine/prefix_cache.py",
+        old="return [] if live else list(node.sequences.values())",
+        new="return list(_sequences_above(node))",
+        tests=("test_gaps.py::test_under_windows_a_longer_sequence_does_not_replace_a_shorter_one",),
+    ),
+    Mutant(
+        name="lost-position-counts-as-computed",
+        file="engine/session_states.py",
+        old="            self.cache.truncate(seq, kept)\n        return kept",
+        new="            self.cache.truncate(seq, kept)\n        return length",
+        tests=("engine/test_windowed_sessions.py::test_rewind_within_and_behind_the_window",),
+    ),
+    Mutant(
+        name="fork-counts-what-a-window-lost",
+        file="engine/session_states.py",
+        old="child.seq, child.computed = seq, length",
+        new="child.seq, child.computed = seq, min(parent.computed, length + 1)",
+        tests=("engine/test_sessions.py::test_fork",),
+    ),
+    Mutant(
+        name="window-forgotten-when-computed-again",
+        file="engine/scheduler.py",
+        old="            if request.window is not None:\n                self._apply(Window",
+        new="            if request.window is not None and not request.num_preemptions:\n                self._apply(Window",
+        tests=("test_gaps.py::test_a_session_with_a_window_that_is_preempted_keeps_its_window",),
+    ),
+    Mutant(
+        name="windowed-session-is-a-prefix-for-others",
+        file="engine/session_states.py",
+        old="work.cacheable = not session.modified and session.window is None",
+        new="work.cacheable = not session.modified",
+        tests=("engine/test_windowed_sessions.py::test_shares_no_prefix_with_sessions_without_a_window",),
+    ),
+)
+
+ENGINE = (
+    Mutant(
+        name="the-oldest-is-preempted",
+        file="engine/scheduler.py",
+        old="youngest = (loose or self.running)[-1]",
+        new="youngest = (loose or self.running)[0]",
+        tests=("engine/test_scheduler.py::test_the_youngest_is_preempted_and_comes_back_first",),
+    ),
+    Mutant(
+        name="prompts-hold-up-decodes",
+        file="engine/scheduler.py",
+        old="sorted(self.running, key=lambda running: running.remaining > 1)",
+        new="sorted(self.running, key=lambda running: running.remaining <= 1)",
+        tests=("engine/test_scheduler.py::test_decodes_come_first_and_prompts_are_cut",),
+    ),
+    Mutant(
+        name="prompt-logprobs-from-the-cache",
+        file="engine/scheduler.py",
+        old="return limit if request.fresh_from is None else min(limit, request.fresh_from)",
+        new="return limit",
+        tests=("engine/test_scheduler.py::test_fresh_tokens_are_run_whatever_is_cached",),
+    ),
+    Mutant(
+        name="grammar-not-applied-to-the-first-token",
+        file="engine/engine.py",
+        old="if request.matcher is not None and request.params is not None\n",
+        new="if request.matcher is not None and request.params is not None and request.output_ids\n",
+        tests=("engine/test_structured.py::test_samples_are_in_the_language",),
+    ),
+    Mutant(
+        name="grammar-not-advanced",
+        file="engine/engine.py",
+        old="                request.matcher.accept(token)\n",
+        new="                pass\n",
+        tests=("engine/test_structured.py::test_samples_are_in_the_language",),
+    ),
+    Mutant(
+        name="masks-of-grammars-shifted-by-a-row",
+        file="engine/structured.py",
+        old="words_B = masks_MB[row]",
+        new="words_B = masks_MB[row - 1].copy()",
+        tests=("engine/test_structured.py::test_masks_of_many_are_those_of_each",),
+    ),
+    Mutant(
+        name="beams-ranked-by-their-last-token",
+        file="engine/beam.py",
+        old="(-(beam.hypothesis.total + entry.logprob), row,",
+        new="(-entry.logprob, row,",
+        tests=("engine/test_beam.py::test_equals_brute_force",),
+    ),
+    Mutant(
+        name="length-penalty-ignored",
+        file="engine/beam.py",
+        old="return float(total / length**self._params.length_penalty)",
+        new="return float(total / length)",
+        tests=("engine/test_beam.py::test_equals_brute_force",),
+    ),
+    Mutant(
+        name="swapped-state-of-the-whole-copy",
+        file="engine/host_store.py",
+        old="if kept < copy.length:",
+        new="if kept > copy.length:",
+        tests=("engine/test_host_memory.py::test_rewind_and_fork_of_a_session_that_was_moved",),
+    ),
+)
+
+MUTANTS = (*EXECUTOR, *SESSIONS, *ENGINE)

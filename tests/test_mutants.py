@@ -1,0 +1,163 @@
+"""The mutants fit the code that they break, and the harness says what it should about those that live."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+from tests.mutants.faults import MUTANTS
+from tests.mutants.harness import ROOT, BrokenRun, Harness, Mutant, main
+
+CODE = '''def double(x: int) -> int:
+    """Twice."""  # by addition
+    return x + x
+
+
+def count(n: int) -> int:
+    while n < 10:
+        n += 1
+    return n
+'''
+TESTS = """from quire import count, double
+
+
+def test_double() -> None:
+    assert double(3) == 6
+
+
+def test_count() -> None:
+    assert count(2) == 10
+"""
+
+
+def test_there_are_enough_of_different_names() -> None:
+    names = [mutant.name for mutant in MUTANTS]
+    assert len(names) >= 15
+    assert len(set(names)) == len(names)
+    assert len({(mutant.file, mutant.old, mutant.new) for mutant in MUTANTS}) == len(MUTANTS)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_each_changes_the_code_in_one_place(mutant: Mutant) -> None:
+    text = (ROOT / "src/quire" / mutant.file).read_text()
+    assert text.count(mutant.old) == 1
+    changed = ast.dump(ast.parse(mutant.applied(text)))
+    assert changed != ast.dump(ast.parse(text)), "only a comment or the layout differs"
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_each_has_tests_that_are_there(mutant: Mutant) -> None:
+    assert mutant.tests
+    for test in mutant.tests:
+        path, *names = test.partition("[")[0].split("::")
+        text = (ROOT / "tests" / path).read_text()
+        for name in names:
+            assert any(f"{word} {name}" in text for word in ("def", "class")) or f"\n{name} = " in text, test
+
+
+# The harness, on a project of one module and two tests.
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    (tmp_path / "src/quire").mkdir(parents=True)
+    (tmp_path / "src/quire/__init__.py").write_text(CODE)
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests/test_double.py").write_text(TESTS)
+    (tmp_path / "pyproject.toml").write_text('[tool.pytest.ini_options]\nmarkers = ["slow: long"]\n')
+    return tmp_path
+
+
+def fault(name: str, old: str, new: str, *tests: str) -> Mutant:
+    return Mutant(name=name, file="__init__.py", old=old, new=new, tests=tests or ("test_double.py",))
+
+
+SUM = fault("sum", "return x + x", "return x * x")
+COMMENT = fault("comment", "# by addition", "# by a product")
+ELSEWHERE = fault("elsewhere", "n += 1", "n += 2", "test_double.py::test_double")
+
+
+def test_what_survives_is_reported(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([SUM, COMMENT, ELSEWHERE], ["--jobs", "2"], project) == 1
+    shown = capsys.readouterr().out
+    assert "1 of 3 killed" in shown
+    rows = {line.split()[0]: line for line in shown.partition("\nmutant ")[2].splitlines() if line}
+    assert "test_double.py::test_double" in rows["sum"]
+    assert "SURVIVED" in rows["comment"]
+    assert "SURVIVED" in rows["elsewhere"]
+
+
+def test_all_killed(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([SUM, COMMENT], ["--only", "sum"], project) == 0
+    assert "1 of 1 killed" in capsys.readouterr().out
+    assert (project / "src/quire/__init__.py").read_text() == CODE
+
+
+def test_hangs_and_crashes_are_deaths_and_what_does_not_run_is_none(project: Path) -> None:
+    hang = fault("hang", "n += 1", "n += 0", "test_double.py::test_count")
+    crash = fault("crash", "return x + x", "import os; os.abort()")
+    unknown = fault("unknown", "return x + x", "return 0", "test_double.py::test_nothing")
+    broken = fault("broken", "return x + x", "return x +")
+    told: list[str] = []
+    with Harness(project, jobs=2) as harness:
+        found = harness.run([crash, unknown, broken], lambda one: told.append(one.mutant.name))
+    assert sorted(told) == ["broken", "crash", "unknown"]
+    assert [(one.mutant.name, one.verdict) for one in found] == [
+        ("crash", "killed"),
+        ("unknown", "NOT RUN"),
+        ("broken", "NOT RUN"),
+    ]
+    assert "signal 6" in found[0].by
+    with Harness(project, limit=3.0) as harness:
+        (late,) = harness.run([hang])
+    assert late.verdict == "killed"
+    assert "hang" in late.by
+
+
+def test_one_after_the_other_on_one_copy(project: Path) -> None:
+    """Texts of one size that follow within a second are told apart, and the copy is mended in between."""
+    wrong, harmless = fault("wrong", "x + x", "x - x"), fault("harmless", "x + x", "x * 2")
+    with Harness(project) as harness:
+        verdicts = [outcome.verdict for outcome in harness.run([harmless, wrong, harmless])]
+        assert verdicts == ["SURVIVED", "killed", "SURVIVED"]
+        folder = harness.folder
+        assert folder.exists()
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("mutants", "arguments", "words"),
+    [
+        ([SUM], ["--only", "product"], "no mutant is called product"),
+        ([fault("gone", "return 3 * x", "return x")], [], "gone: its old text occurs 0 times"),
+        ([fault("twice", "return", "yield")], [], "twice: its old text occurs 2 times"),
+    ],
+)
+def test_what_cannot_be_run_is_said(
+    project: Path, capsys: pytest.CaptureFixture[str], mutants: list[Mutant], arguments: list[str], words: str
+) -> None:
+    assert main(mutants, arguments, project) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_tests_that_fail_by_themselves_say_nothing(project: Path) -> None:
+    tests = project / "tests/test_double.py"
+    tests.write_text(tests.read_text().replace("== 6", "== 7"))
+    with Harness(project) as harness, pytest.raises(BrokenRun, match="do not pass without any fault"):
+        harness.check_without_faults([SUM])
+
+
+def test_the_copy_is_what_is_tested(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is installed, or stands elsewhere on the path."""
+    other = project / "other"
+    (other / "quire").mkdir(parents=True)
+    (other / "quire/__init__.py").write_text(CODE.replace("x + x", "0"))
+    tests = project / "tests/test_double.py"
+    tests.write_text(f"import sys\nsys.path.insert(0, {str(other)!r})\n{TESTS}")
+    with Harness(project) as harness:
+        harness.check_without_faults([SUM])
+    (project / "conftest.py").write_text(f"import sys\nsys.path.insert(0, {str(other)!r})\n")
+    (project / "pytest.ini").write_text("[pytest]\nmarkers =\n    slow: long\npythonpath = other\n")
+    with Harness(project) as harness, pytest.raises(BrokenRun, match="not from the copy"):
+        harness.check_without_faults([SUM])
