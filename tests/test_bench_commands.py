@@ -167,7 +167,8 @@ class TestPeer:
         self, peer: TransformersPeer, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         logger = logging.getLogger("ContinuousBatchingLogger")
-        level, forward = logger.level, peer.model.forward
+        before, forward = logger.level, peer.model.forward
+        logger.setLevel(logging.INFO)
 
         def broken(*_: Any, **__: Any) -> Any:
             raise RuntimeError("no kernel for this")
@@ -175,7 +176,8 @@ class TestPeer:
         monkeypatch.setattr(peer.model, "forward", broken)
         with pytest.raises(Unsupported, match=r"continuous batching does not run here.*no kernel for this"):
             peer.serve_continuous([[5, 6, 7]], [3], 1)
-        assert logger.level == level
+        assert logger.level == logging.INFO
+        logger.setLevel(before)
         monkeypatch.setattr(peer.model, "forward", forward)
         assert len(peer.serve_continuous([[5, 6, 7]], [3], 1).tokens[0]) == 3
 

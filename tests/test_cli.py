@@ -308,6 +308,7 @@ def test_every_help_text_is_complete(monkeypatch: pytest.MonkeyPatch, capsys: py
         "doctor",
         "bench latency",
         "bench throughput",
+        "bench state",
     ):
         assert run(*command.split(), "--help", monkeypatch=monkeypatch) == 0
     assert run("generate", "--help", monkeypatch=monkeypatch) == 0

@@ -821,6 +821,33 @@ def test_close_ends_everything(make: MakeAsync) -> None:
     asyncio.run(use())
 
 
+def test_what_comes_while_it_closes_is_refused(make: MakeAsync) -> None:
+    llm = make()
+    stepper, execute, closing = llm._background.stepper, llm.engine.runner.execute, threading.Event()
+
+    def waiting(step: Any) -> Any:
+        assert not step.chunks or closing.wait(30)
+        return execute(step)
+
+    llm.engine.runner.execute = waiting  # type: ignore[method-assign]
+
+    async def use() -> None:
+        first = asyncio.create_task(llm.generate(PROMPT, LONG))
+        await eventually(lambda: llm.engine.has_work)
+        late = [asyncio.create_task(llm.generate([1, 2], LONG)), asyncio.create_task(anext(llm.stream([3], LONG)))]
+        await eventually(lambda: len(stepper._inbox) == 2)
+        end = asyncio.create_task(llm.close())
+        await eventually(lambda: stepper._stopping)
+        closing.set()
+        await end
+        assert (await first)[0].outputs[0].finish_reason == "cancelled"
+        for task in late:
+            with pytest.raises(FailedPrecondition, match="closed"):
+                await task
+
+    asyncio.run(use())
+
+
 def test_it_is_a_context_manager(llama: Checkpoint) -> None:
     async def use() -> AsyncLLM:
         async with AsyncLLM(llama.path, device="cpu", dtype="float32", kv_cache_memory="1MiB") as llm:

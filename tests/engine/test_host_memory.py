@@ -210,20 +210,21 @@ def test_a_short_prefix_in_the_cache_does_not_win(make_llm: MakeLLM, llama: Chec
 
 
 def test_what_is_kept_waits_for_no_equal_prompt(make_llm: MakeLLM, llama: Checkpoint) -> None:
-    llm = make_llm(llama, page_size=4, max_num_batched_tokens=16)
+    llm = make_llm(llama, page_size=4, max_num_batched_tokens=64)
     force(llm)
     engine = engine_of(llm)
     prompt = random_tokens(100)
     (first,) = engine.submit(np.array(prompt), greedy(5))
-    for _ in range(7):
-        engine.step()
+    engine.step()
+    engine.step()
     engine.scheduler.preempt(first.work)
     with parked(llm, first):
         (second,) = engine.submit(np.array(prompt), greedy(5))
         engine.step()
+    assert second.work.computed == 64
     engine.step()
     assert swaps(llm) == (1, 1)
-    assert 0 < second.work.computed < 99
+    assert len(first.output_ids) == 2
     engine.run([first, second])
     assert first.output_ids == second.output_ids == llama.greedy(prompt, 5)
 
@@ -427,6 +428,24 @@ def test_a_session_with_a_window_comes_back(make_llm: MakeLLM, llama: Checkpoint
         assert 0 < store.used <= (24 + 4) * BYTES_PER_TOKEN, "what the window has evicted is not copied"
         check_store(llm)
     assert torch.equal(moved.logits(), stays.logits())
+
+
+def test_only_the_tokens_that_are_asked_for_come_back(make_llm: MakeLLM, llama: Checkpoint) -> None:
+    llm = make_llm(llama, page_size=4)
+    store = force(llm)
+    state = engine_of(llm).runner.state
+    session = llm.session(random_tokens(50))
+    squeeze(llm)
+    owner = session._state
+    assert store.beats(owner, 9, 10)
+    assert not store.beats(owner, 10, 10)
+    owner.seq = engine_of(llm).runner.new_seq()
+    state.add_sequence(owner.seq)
+    store.restore(owner, 10)
+    assert owner.seq is not None
+    assert state.sequence_length(owner.seq) == owner.computed == 10
+    check_store(llm)
+    assert session.generate(greedy(5)).outputs[0].token_ids == llama.greedy(random_tokens(50), 5)
 
 
 # -- what goes wrong -----------------------------------------------------------------------------------------
