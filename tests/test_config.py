@@ -51,6 +51,7 @@ LLM_ARGUMENTS = {
     "revision": None,
     "trust_remote_code": False,
     "seed": 0,
+    "host_memory": None,
 }
 
 
@@ -123,6 +124,8 @@ ACCEPTED = [
     ("tokenizer", "somewhere"),
     ("revision", "main"),
     ("seed", 2**63 - 1),
+    ("host_memory", 0),
+    ("host_memory", 1),
 ]
 
 
@@ -153,6 +156,7 @@ REFUSED: dict[str, tuple[list[Any], str]] = {
     "revision": ([*NOT_STRINGS, Path("main")], "a non-empty string"),
     "trust_remote_code": (NOT_BOOLS, "True or False"),
     "seed": ([-1, 2**63, 1.0, True, None], f"an integer in [0, {2**63 - 1}]"),
+    "host_memory": ([-1, 1.5, "4G", True], "byte"),
 }
 UNSUPPORTED: dict[str, tuple[list[Any], str]] = {
     "kv_dtype": (["fp8", "int8", "float64", ""], "one of 'auto', 'float32', 'bfloat16', 'float16'"),
@@ -225,7 +229,10 @@ def test_from_mapping_takes_both_cases_and_yaml() -> None:
 @pytest.mark.parametrize(
     ("mapping", "message"),
     [
-        ({"model": "m", "max-seqs": 1}, r"unknown configuration key 'max-seqs'; known: model, device, .*, seed$"),
+        (
+            {"model": "m", "max-seqs": 1},
+            r"unknown configuration key 'max-seqs'; known: model, device, .*, host_memory$",
+        ),
         ({"model": "m", 5: 1}, "unknown configuration key 5; known: model"),
         ({"model": "m", "page-size": 1, "page_size": 1}, "'page_size' is given twice"),
         ({"page_size": 1}, "'model' is missing; required: model"),

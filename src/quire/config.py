@@ -121,6 +121,13 @@ class EngineConfig:
         default=False, metadata={"help": "Code from checkpoints is never run; only false is accepted."}
     )
     seed: int = field(default=0, metadata={"help": "Seed of requests that bring none, in [0, 2^63)."})
+    host_memory: int | str | None = field(
+        default=None,
+        metadata={
+            "help": "Host memory for the state of preempted requests and idle sessions, in bytes or like 4GiB; 0 is off; "
+            "by default an eighth of what is free."
+        },
+    )
 
     def __post_init__(self) -> None:
         _set_path(self, "model")
@@ -139,6 +146,8 @@ class EngineConfig:
         if self.revision is not None:
             _check_name("revision", self.revision)
         _check_int("seed", self.seed, 0, 2**63 - 1)
+        if self.host_memory is not None:
+            object.__setattr__(self, "host_memory", parse_bytes(self.host_memory, name="host_memory"))
         self._refuse_what_is_not_there()
 
     def _refuse_what_is_not_there(self) -> None:

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from quire.build import Parts, build
-from quire.config import EngineConfig
+from quire.config import EngineConfig, parse_bytes
 from quire.contracts.layers import sink_refusal
 from quire.engine import saved
 from quire.engine.beam import BeamSearch, search
@@ -76,7 +76,7 @@ Prompts = str | Sequence[int] | Sequence[str | Sequence[int]]
 Messages = Sequence[Mapping[str, Any]]
 
 HOST_SHARE = 0.125
-"""Part of the free host memory to which the state of preempted requests and idle sessions may be moved."""
+"""Part of the free host memory to which state may be moved unless ``host_memory`` says otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,12 +121,16 @@ class LLM:
         revision: str | None = None,
         trust_remote_code: bool = False,
         seed: int = 0,
+        host_memory: int | str | None = None,
     ) -> None:
         # The arguments are the fields of the configuration, by name; nothing else may be a local variable yet.
         config = EngineConfig.from_mapping({name: value for name, value in locals().items() if name != "self"})
         self._parts: Parts = build(config, progress=sys.stderr.isatty())
         self._engine = self._parts.engine
-        self._engine.host.capacity = int((free_memory(torch.device("cpu")) or 0) * HOST_SHARE)
+        if config.host_memory is None:
+            self._engine.host.capacity = int((free_memory(torch.device("cpu")) or 0) * HOST_SHARE)
+        else:
+            self._engine.host.capacity = parse_bytes(config.host_memory)
         self._executor: Executor | None = None
         self._closed = False
 

@@ -150,8 +150,9 @@ def test_the_decision_decides(make_llm: MakeLLM, llama: Checkpoint) -> None:
 
 
 def test_without_a_budget_nothing_is_kept(make_llm: MakeLLM, llama: Checkpoint) -> None:
-    llm = make_llm(llama, **TIGHT)
-    force(llm, capacity=0)
+    assert store_of(make_llm(llama, host_memory="2MiB")).capacity == 2 << 20
+    llm = make_llm(llama, host_memory=0, **TIGHT)
+    force(llm, capacity=store_of(llm).capacity)
     assert token_ids(llm.generate(PROMPTS, greedy(COUNT))) == [llama.greedy(prompt, COUNT) for prompt in PROMPTS]
     assert swaps(llm) == (0, 0)
 
@@ -346,6 +347,7 @@ def test_rewind_and_fork_of_a_session_that_was_moved(make_llm: MakeLLM, llama: C
     session = llm.session(prompt)
     squeeze(llm)
     held = store.used
+    assert session.rewind_cost(to=to) == 0, "what is kept need not be run again"
     children = [session.fork(at=to), session.fork()]
     assert store.used == held, "copies are shared"
     check_store(llm)

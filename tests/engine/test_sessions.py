@@ -370,7 +370,7 @@ def test_written_state_is_never_computed_again(make_llm: MakeLLM, llama: Checkpo
 
 
 def test_idle_sessions_are_dropped_and_come_back(make_llm: MakeLLM, checkpoint: Checkpoint) -> None:
-    llm = make_llm(checkpoint, pool=128, page_size=4)
+    llm = make_llm(checkpoint, pool=128, page_size=4, host_memory=0)
     prompts = [random_tokens(30, seed=i) for i in range(6)]
     sessions = [llm.session(prompt) for prompt in prompts]
     dropped = [session for session in sessions if not session.num_computed]

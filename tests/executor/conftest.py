@@ -150,9 +150,11 @@ def llm(ex: Executor) -> LlmExecutor:
 
 
 def check_pages(executor: Executor) -> None:
-    if executor.pool.runner_or_none is not None:
-        executor.pool.sweep()
-        executor.pool.state.check()
+    # Under the lock a cache that the garbage collector finds meanwhile is let go of later.
+    with executor.pool.lock:
+        if executor.pool.runner_or_none is not None:
+            executor.pool.sweep()
+            executor.pool.state.check()
 
 
 def some_ids(count: int, seed: int = 0) -> list[int]:

@@ -345,7 +345,8 @@ class Session:
     def _cost(self, length: int) -> int:
         state, states = self._state, self._engine.states
         if state.seq is None:
-            return length
+            held = self._engine.host.holds(state)
+            return max(0, min(length, len(self) - 1) - held) if held else length
         kept = states.reach(state, length)
         if kept < min(length, state.computed):
             # A window has let go of it; the prefix cache may have kept a fork near by.
