@@ -33,9 +33,12 @@ format: $(VENV)/.stamp-test  ## Let ruff mend what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(VENV)/.stamp-test  ## Benchmarks with transformers as a peer (takes a while, and 3 GB of disk)
+bench: $(VENV)/.stamp-test  ## Benchmarks with transformers as a peer (takes hours, and 3 GB of disk)
 	$(BIN)/python bench/latency.py
 	$(BIN)/python bench/state.py
+	$(BIN)/python bench/throughput.py
+	$(BIN)/python bench/overheads.py
+	$(BIN)/python bench/windows.py
 
 clean:  ## Remove what make made
 	rm -rf $(VENV) build dist src/quire.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
