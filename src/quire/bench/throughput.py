@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -282,6 +283,7 @@ def run_rounds(
     def timed(name: str) -> Callable[[], float]:
         def call() -> float:
             last[name] = ours.serve(work) if name == QUIRE else ways[name](work, trials[name].batch)
+            print(f"{name}: {last[name].seconds:.1f} s", file=sys.stderr, flush=True)
             return last[name].seconds
 
         return call
