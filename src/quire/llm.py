@@ -343,7 +343,8 @@ class LLM:
 
         ``pin``: its state is never dropped when the pool is short. ``window``: only the first ``sink`` tokens and the last
         ``window - sink`` are seen and kept (StreamingLLM), so that memory and time per token stay as they are however long it
-        gets, also beyond the model's context; such a session shares no prefix with others.
+        gets, also beyond the model's context; such a session shares no prefix with others. ``Unsupported``: a sink on a
+        model that runs through transformers' layers.
         """
         self._require_open("session")
         self._no_adapter(adapter)
