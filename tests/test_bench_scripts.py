@@ -153,16 +153,18 @@ class TestOverheads:
         assert "attention plan" in table
         assert result["benchmark"] == "overheads"
         assert (result["batch"], result["context"], result["decode"], result["rounds"]) == (3, 20, 5, 2)
-        free, *structured = result["structured"]
-        assert free["steps"] == "free"
-        assert free["mask_share"] < 0.05
-        assert [row["steps"] for row in structured] == ["JSON schema", "regex"]
-        for row in structured:
+        rows = {row["steps"]: row for row in result["structured"]}
+        known = ["known: free", "known: JSON schema", "known: regex"]
+        assert list(rows) == ["free", "JSON schema", "regex", *known]
+        for name, row in rows.items():
             assert row["seconds_per_step"]["median"] > 0
-            assert row["to_free"]["median"] > 0
-            assert row["mask_share"] > 0
-            assert row["applied_share"] > 0
-            assert row["texts"]["ended"] == row["texts"]["valid"] > 0
+            if name.endswith("free"):
+                assert row["to_free"] == {"median": 1.0, "least": 1.0, "most": 1.0}
+            elif name not in known:
+                assert row["texts"]["ended"] == row["texts"]["valid"] > 0
+                for part in ("grammar masks", "grammar masks applied"):
+                    assert result["parts"][name][part]["share"] > 0
+        assert "grammar masks" not in result["parts"]["free"]
         for name, parts in result["parts"].items():
             for part in ("scheduler", "KV bookkeeping", "attention plan", "sampling", "detokenizer", "model"):
                 assert 0 < parts[part]["share"] < 1, (name, part)
@@ -171,7 +173,10 @@ class TestOverheads:
             own = sum(parts[part]["share"] for part in parts if part != "scheduler and plan")
             assert 0.98 < own <= 1, name
         cost, share = result["structured_cost"], result["scheduler_and_plan_share"]
-        assert cost == pytest.approx(max(row["to_free"]["median"] for row in structured) - 1)
+        assert cost == pytest.approx(max(rows[name]["to_free"]["median"] for name in known) - 1)
+        assert result["structured_cost_random_weights"] == pytest.approx(
+            max(rows[name]["to_free"]["median"] for name in ("free", "JSON schema", "regex")) - 1
+        )
         assert result["met"] == {"structured": cost < 0.05, "scheduler_and_plan": share < 0.05}
 
     def test_clocks_count_own_time_and_leave_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:

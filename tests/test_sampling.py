@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from quire.errors import FailedPrecondition, InvalidArgument, QuireError
 from quire.ops import filters, sampling
-from quire.ops.filters import Candidates, Words, candidates, mask_out, num_words, zero_bits
+from quire.ops.filters import Candidates, GivenMasks, Words, candidates, mask_out, num_words, zero_bits
 from quire.ops.sampling import FAILED, RequestSampler, logprobs_of, make_generator, probabilities, sample
 from quire.sampling_params import SamplingParams
 
@@ -479,6 +479,62 @@ def test_masks_are_bits(vocab_size: int) -> None:
             assert bool(zeros_WV[row, token]) == (token not in allowed)
 
 
+@pytest.mark.parametrize("vocab_size", [1, 31, 33, 100])
+def test_greedy_rows_under_a_mask_take_the_short_way(vocab_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The token is the first maximum of what the mask leaves, as the long way has it: with ties, infinities and empty masks."""
+    rng = np.random.default_rng(vocab_size)
+    z_RV = logits(9, vocab_size).round(decimals=0)
+    z_RV[rng.random(z_RV.shape) < 0.2] = -math.inf
+    z_RV[7, 0] = math.nan
+    z_RV[8] = -math.inf
+    masks = {r: words(vocab_size, set(np.flatnonzero(rng.random(vocab_size) < 0.4).tolist())) for r in range(1, 9)}
+    masks[6] = words(vocab_size, set())
+    masks[5][-1] |= np.uint32(0xFFFFFFFF << (vocab_size - 1) % 32 + 1 & 0xFFFFFFFF)
+    samplers = [sampler(vocab_size, temperature=0)] * 9
+    # A bias of nothing sends a row the long way.
+    longer = sample(z_RV, [sampler(vocab_size, temperature=0, logit_bias={0: 0.0})] * 9, allowed=masks)
+    monkeypatch.setattr(sampling, "edited", None)
+    short = sample(z_RV, samplers, allowed=masks)
+    assert short.token_ids == longer.token_ids
+    assert {r: str(e) for r, e in short.failures.items()} == {r: str(e) for r, e in longer.failures.items()}
+    assert short.token_ids[6] == FAILED
+    for row, token in enumerate(short.token_ids):
+        if token != FAILED:
+            allowed = [t for t in range(vocab_size) if row not in masks or masks[row][t // 32] >> np.uint32(t % 32) & 1]
+            assert token == max(allowed, key=lambda t: (float(z_RV[row, t]), -t))
+
+
+def test_masks_are_made_where_they_matter() -> None:
+    """Only rows that draw by chance, whose logits are edited, which have bans, or whose best token is not allowed ask."""
+    asked: list[int] = []
+
+    class Recorded:
+        """``Allowed`` that notes what is asked for."""
+
+        def __init__(self, masks: dict[int, Words]) -> None:
+            self.rows = masks.keys()
+            self.accepts = GivenMasks(masks).accepts
+            self._masks = masks
+
+        def masks(self, rows: Sequence[int]) -> Mapping[int, Words]:
+            asked.extend(rows)
+            return {row: self._masks[row] for row in rows}
+
+    z_RV = logits(7, 40)
+    best = z_RV.argmax(-1).tolist()
+    masks = {row: words(40, {token, (token + 1) % 40}) for row, token in enumerate(best)} | {1: words(40, {0, 1})}
+    del masks[6]
+    fields = [{}, {}, {"temperature": 1.0, "seed": 1}, {"logit_bias": {5: 1.0}}, {"repetition_penalty": 1.1}, {}, {}]
+    samplers = [sampler(40, **{"temperature": 0, **given}) for given in fields]
+    banned = [[], [], [], [], [], [best[5]], []]
+    found = sample(z_RV, samplers, banned, Recorded(masks))
+    assert asked == [1, 2, 3, 4, 5]
+    assert found.token_ids[0] == best[0]
+    assert found.token_ids[6] == best[6]
+    assert found.token_ids[1] in (0, 1)
+    assert found.token_ids[5] == (best[5] + 1) % 40
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_masks_on_a_gpu() -> None:
@@ -547,7 +603,9 @@ def test_a_mask_without_tokens_fails_alone() -> None:
     ],
 )
 def test_a_mask_must_fit(allowed: dict[int, Any]) -> None:
-    with pytest.raises(InvalidArgument, match=r"uint32 \[3\] of a row in 0\.\.1"):
+    with pytest.raises(
+        InvalidArgument, match=r"a mask must be (uint32 \[3\], got|of a row in 0\.\.1, got row (-1|2)$)"
+    ):
         sample(logits(2, 70), [sampler(70)] * 2, None, allowed)
 
 

@@ -16,7 +16,7 @@ import pytest
 import tokenizers
 
 from quire import LLM, InvalidArgument, QuireError, SamplingParams, StructuredOutputs, Unsupported
-from quire.engine.structured import GrammarMatcher, Grammars
+from quire.engine.structured import GrammarMatcher, Grammars, RowGrammars
 from quire.engine.token_bytes import TokenBytes
 from small_tokenizers import saved
 
@@ -579,7 +579,8 @@ def test_grammars_are_compiled_once(
     assert len(compiled) == 5
 
 
-def test_masks_of_many_are_those_of_each(spelled: Callable[[str], Spelled]) -> None:
+@pytest.mark.parametrize("threads", [False, True])
+def test_masks_of_many_are_those_of_each(spelled: Callable[[str], Spelled], threads: bool) -> None:
     """Words, padding bits included, however many matchers go at a time."""
     model = spelled("byte_level")
     from quire.engine.tokenizer import Tokenizer
@@ -587,7 +588,7 @@ def test_masks_of_many_are_those_of_each(spelled: Callable[[str], Spelled]) -> N
     tokenizer = Tokenizer.from_directory(model.checkpoint.path)
     assert tokenizer is not None
     for size in (model.vocab_size, 427, 416, 415):  # ids that the tokenizer has may lie beyond those of the model
-        grammars = Grammars(tokenizer, size)
+        grammars = Grammars(tokenizer, size, threads=threads)
         wanted = [StructuredOutputs(**language.wanted) for language in LANGUAGES.values()]
         many = grammars.allowed(
             {i: grammars.matcher(w) for i, w in enumerate(wanted)}, dict.fromkeys(range(len(wanted)), (3,))
@@ -602,6 +603,28 @@ def test_masks_of_many_are_those_of_each(spelled: Callable[[str], Spelled]) -> N
             assert np.flatnonzero(bits).tolist() == [
                 token for token, piece in enumerate(model.pieces[:size]) if piece and token != 3 and begins(piece)
             ]
+
+
+@pytest.mark.parametrize("spelling", ["byte_level", "gemma"])
+def test_what_is_accepted_is_what_masks_allow(spelled: Callable[[str], Spelled], spelling: str) -> None:
+    """Token by token, at every point of random texts; only where a text may end the mask knows more."""
+    model = spelled(spelling)
+    from quire.engine.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.from_directory(model.checkpoint.path)
+    assert tokenizer is not None
+    grammars = Grammars(tokenizer, model.vocab_size, threads=False)
+    rng = np.random.default_rng(0)
+    for language in LANGUAGES.values():
+        matcher = grammars.matcher(StructuredOutputs(**language.wanted))
+        for _ in range(30):
+            rows = RowGrammars(grammars, {0: matcher}, {0: (3,)})
+            asked = [token for token in range(model.vocab_size) if rows.accepts(0, token)]
+            bits = np.unpackbits(rows.masks([0])[0].view(np.uint8), bitorder="little")
+            assert asked == [token for token in np.flatnonzero(bits).tolist() if token != 3]
+            if not asked:
+                break
+            matcher.accept(int(rng.choice(asked)))
 
 
 def test_structured_outputs_is_a_value() -> None:

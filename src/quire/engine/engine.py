@@ -30,11 +30,10 @@ from quire.engine.request import ScheduledRequest, TokenBuffer
 from quire.engine.results import PromptLogprobs
 from quire.engine.scheduler import Limits, Scheduled, Scheduler
 from quire.engine.session_states import SessionStates
-from quire.engine.structured import Grammars
+from quire.engine.structured import Grammars, RowGrammars
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import FailedPrecondition, InvalidArgument, QuireError
 from quire.metrics import EngineMetrics
-from quire.ops.filters import Words
 from quire.ops.sampling import RequestSampler, TokenLogprobs, sample
 from quire.outputs import FinishReason
 from quire.runner.local import Runner, StepOutput
@@ -68,7 +67,10 @@ class Engine:
         self.tokenizer = tokenizer
         self.eos_ids = frozenset(eos_ids)
         self.max_model_len = max_model_len
-        self.grammars = None if tokenizer is None else Grammars(tokenizer, runner.model.vocab_size)
+        self.grammars = None
+        if tokenizer is not None:
+            on_gpu = runner.state.device.type != "cpu"
+            self.grammars = Grammars(tokenizer, runner.model.vocab_size, threads=on_gpu)
         self.checks = RequestChecks(
             vocab_size=runner.model.vocab_size,
             max_model_len=max_model_len,
@@ -424,22 +426,19 @@ class Engine:
             return ()
         return self._ends(params)
 
-    def _ends(self, params: SamplingParams) -> tuple[int, ...]:
+    def _ends(self, params: SamplingParams | None) -> tuple[int, ...]:
         """Tokens that end a text."""
+        if params is None:
+            return ()
         return tuple((set() if params.ignore_eos else self.eos_ids) | params.stop_ids)
 
-    def _allowed(self, ready: list[SequenceRequest]) -> dict[int, Words] | None:
+    def _allowed(self, ready: list[SequenceRequest]) -> RowGrammars | None:
         """What grammars leave, by row."""
-        constrained = [
-            (row, request.matcher, self._ends(request.params))
-            for row, request in enumerate(ready)
-            if request.matcher is not None and request.params is not None
-        ]
-        if not constrained or self.grammars is None:
+        matchers = {row: request.matcher for row, request in enumerate(ready) if request.matcher is not None}
+        if not matchers or self.grammars is None:
             return None
-        return self.grammars.allowed(
-            {row: matcher for row, matcher, _ in constrained}, {row: ends for row, _, ends in constrained}
-        )
+        ends = {row: self._ends(ready[row].params) for row in matchers}
+        return RowGrammars(self.grammars, matchers, ends)
 
     def _take(self, request: SequenceRequest, token: int, logprobs: TokenLogprobs | None, now: float) -> None:
         """One more token: keep it, turn it into text, see whether it ends the request."""

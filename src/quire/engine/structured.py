@@ -21,7 +21,7 @@ import logging
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -63,6 +63,10 @@ class GrammarMatcher:
         if not self._matcher.consume_token(token):
             raise self.problem() or QuireError(f"structured_outputs: token {token} does not continue the text")
 
+    def accepts(self, token: int) -> bool:
+        """Whether ``token`` continues the text; a hundredth of a mask's time."""
+        return self._matcher.validate_tokens([token]) == 1
+
     @property
     def complete(self) -> bool:
         """Whether the text is whole and nothing can be added to it."""
@@ -81,11 +85,38 @@ class GrammarMatcher:
         return _NO_TOKEN if reason == "NoExtensionBias" else reason
 
 
+class RowGrammars:
+    """``quire.ops.filters.Allowed`` of the matchers of some rows."""
+
+    def __init__(
+        self, grammars: Grammars, matchers: Mapping[int, GrammarMatcher], ends: Mapping[int, Sequence[int]]
+    ) -> None:
+        """``ends``: by row the tokens that end the text."""
+        self._grammars = grammars
+        self._matchers = matchers
+        self._ends = ends
+
+    @property
+    def rows(self) -> Collection[int]:
+        return self._matchers.keys()
+
+    def accepts(self, row: int, token: int) -> bool:
+        # Only the mask knows whether a text may end.
+        matcher = self._matchers[row]
+        matcher.over = False
+        return token not in self._ends[row] and matcher.accepts(token)
+
+    def masks(self, rows: Sequence[int]) -> Mapping[int, Words]:
+        return self._grammars.allowed({row: self._matchers[row] for row in rows}, self._ends)
+
+
 class Grammars:
     """What an engine knows of grammars: its vocabulary as llguidance sees it, and what has been compiled. Thread-safe."""
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
-        """``vocab_size``: of the model; ids that the tokenizer has not are never allowed."""
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, *, threads: bool) -> None:
+        """``vocab_size``: of the model; ids that the tokenizer has not are never allowed. ``threads``: whether the cores have
+        nothing else to do, as beside a GPU; threads of a model that wait for their next turn keep others waiting."""
+        self._threads = threads
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._lock = threading.Lock()
@@ -93,6 +124,7 @@ class Grammars:
         self._executor: LLExecutor | None = None
         self._compiled: OrderedDict[StructuredOutputs, LLMatcher] = OrderedDict()
         self._inside: tuple[int, ...] | None = None
+        self._end_masks: dict[tuple[int, ...], tuple[Words, Words]] = {}
 
     # -- compiling -------------------------------------------------------------------------------------------
 
@@ -163,24 +195,40 @@ class Grammars:
         last = self._vocab_size
         masks_MB = np.zeros((len(matchers), num_words(last + 1)), dtype=np.uint32)
         inner = [matcher._matcher for matcher in matchers.values()]
-        if len(inner) == 1:
-            fill_next_token_bitmask(inner[0], masks_MB.view(np.int32))
-        elif inner:
+        if len(inner) > 1 and self._threads:
             if self._executor is None:
                 self._executor = LLExecutor()
             rows = [(matcher, row) for row, matcher in enumerate(inner)]
             fill_next_token_bitmask_par(self._executor, rows, masks_MB.view(np.int32))
+        else:
+            for row, llmatcher in enumerate(inner):
+                fill_next_token_bitmask(llmatcher, masks_MB.view(np.int32), row)
         found: dict[int, Words] = {}
-        for row, (key, matcher) in enumerate(matchers.items()):
-            words_B = masks_MB[row]
+        for words_B, (key, matcher) in zip(masks_MB, matchers.items(), strict=True):
             # The bit is also set where the parser cannot go on at all.
-            may_end = _has(words_B, last) and matcher._matcher.is_accepting()
-            _set(words_B, (last, *ends[key]), False)
+            may_end = (
+                bool(words_B[last // 32] >> np.uint32(last % 32) & np.uint32(1)) and matcher._matcher.is_accepting()
+            )
+            keep_B, ends_B = self._end_bits(tuple(ends[key]))
+            words_B &= keep_B
             matcher.over = may_end and not words_B.any()
             if may_end:
-                _set(words_B, ends[key], True)
+                words_B |= ends_B
             found[key] = words_B[: num_words(last)]
         return found
+
+    def _end_bits(self, ends: tuple[int, ...]) -> tuple[Words, Words]:
+        """What is left without the tokens that end a text and the bit that says that it may end; and these tokens alone."""
+        if ends not in self._end_masks:
+            ends_B = np.zeros(num_words(self._vocab_size + 1), dtype=np.uint32)
+            for token in ends:
+                ends_B[token // 32] |= np.uint32(1 << token % 32)
+            keep_B = ~ends_B
+            keep_B[self._vocab_size // 32] &= ~np.uint32(1 << self._vocab_size % 32)
+            self._end_masks = {ends: (keep_B, ends_B)} | (
+                self._end_masks if len(self._end_masks) < MAX_COMPILED else {}
+            )
+        return self._end_masks[ends]
 
     def context(self, prompt: Sequence[int]) -> list[int]:
         """A context for the detokenizer after which no text begins: decoders drop a space there that a grammar counts."""
@@ -256,13 +304,3 @@ def _bounded(schema: object) -> object:
     if not isinstance(options, dict) or not isinstance(schema, dict) or options.keys() & _SPACE_OPTIONS:
         return schema
     return {**schema, "x-guidance": {"whitespace_pattern": JSON_SPACE, **options}}
-
-
-def _has(words_B: Words, token: int) -> bool:
-    return bool(words_B[token // 32] >> np.uint32(token % 32) & np.uint32(1))
-
-
-def _set(words_B: Words, tokens: Sequence[int], value: bool) -> None:
-    for token in tokens:
-        bit = np.uint32(1 << token % 32)
-        words_B[token // 32] = words_B[token // 32] | bit if value else words_B[token // 32] & ~bit

@@ -30,9 +30,6 @@ class Bans:
     ids: Sequence[Sequence[int]]
     allowed: Mapping[int, Words]
 
-    def concern(self, row: int) -> bool:
-        return row in self.allowed or len(self.ids[row]) > 0
-
     def mask(self, z_WV: Tensor, rows: Sequence[int]) -> None:
         """Grammars, in place."""
         masked = [i for i, row in enumerate(rows) if row in self.allowed]
@@ -65,8 +62,23 @@ def edited(
     _penalise(z_WV, members)
     bans.ban(z_WV, rows)
     reasons = _process(z_WV, rows, members, bans)
-    best = z_WV.max(-1)
-    return z_WV, best.values, torch.where(best.values.isfinite(), best.indices, FAILED).tolist(), reasons
+    return z_WV, z_WV.amax(-1), first_maxima(z_WV), reasons
+
+
+def first_maxima(z_WV: Tensor) -> list[int]:
+    """The first maximum of each row; ``FAILED`` where it is not finite.
+
+    A maximum is NaN if any logit is, and infinite if one is +inf or all are -inf: one reduction finds it all.
+    """
+    if z_WV.device.type == "cpu":
+        # NumPy's search takes two thirds of the time of PyTorch's.
+        z = z_WV.numpy()
+        tokens_W = z.argmax(-1)
+        found: list[int] = np.where(np.isfinite(z[np.arange(len(z)), tokens_W]), tokens_W, FAILED).tolist()
+    else:
+        best = z_WV.max(-1)
+        found = torch.where(best.values.isfinite(), best.indices, FAILED).tolist()
+    return found
 
 
 def _process(

@@ -13,8 +13,9 @@ Letters: V vocabulary; W rows of a batch, G rows of one group in it; K candidate
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -43,6 +44,38 @@ def num_words(vocab_size: int) -> int:
     return -(-vocab_size // 32)
 
 
+class Allowed(Protocol):
+    """What grammars allow in the rows of a batch. A mask costs a walk through the vocabulary, so none is made before it is
+    needed: a model that knows the form draws what is allowed by itself."""
+
+    @property
+    def rows(self) -> Collection[int]:
+        """Rows that have a grammar."""
+
+    def accepts(self, row: int, token: int) -> bool:
+        """Whether a token is allowed. False may also mean that only the mask knows."""
+
+    def masks(self, rows: Sequence[int]) -> Mapping[int, Words]:
+        """The masks of some of ``rows``, uint32 ``[num_words(V)]`` each."""
+
+
+@dataclass(frozen=True)
+class GivenMasks:
+    """``Allowed`` of masks that are there already."""
+
+    given: Mapping[int, Words]
+
+    @property
+    def rows(self) -> Collection[int]:
+        return self.given.keys()
+
+    def accepts(self, row: int, token: int) -> bool:
+        return bool(self.given[row][token // 32] >> np.uint32(token % 32) & np.uint32(1))
+
+    def masks(self, rows: Sequence[int]) -> Mapping[int, Words]:
+        return {row: self.given[row] for row in rows}
+
+
 _BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
 ALLOWED_BYTES = np.where(_BITS, np.float32(0), np.float32(-np.inf)).astype(np.float32)
 """``[256, 8]``: what a byte of a mask adds to the logits of its eight tokens."""
@@ -59,6 +92,24 @@ def mask_out(z_WV: Tensor, allowed_WB: Words) -> None:
     # An eighth of the bytes to move, and the device is quicker at it.
     words_WB = torch.from_numpy(allowed_WB.view(np.int32)).to(z_WV.device)
     z_WV.masked_fill_(zero_bits(words_WB, vocab_size), -torch.inf)
+
+
+def first_allowed(z_RV: Tensor, allowed: Mapping[int, Words]) -> dict[int, tuple[int, float]]:
+    """The first maximum of the logits of some rows on the CPU after ``mask_out``, and its value; by row, as ``allowed``.
+
+    What ``mask_out`` and ``max`` give, without copies of the batch: a row stays in the cache of one core while it is looked up,
+    added to and searched, which takes less than half of the time.
+    """
+    vocab_size = z_RV.shape[1]
+    bias_B8 = np.empty((num_words(vocab_size) * 4, 8), dtype=np.float32)
+    z_V = bias_B8.reshape(-1)[:vocab_size]
+    found = {}
+    for row, allowed_B in allowed.items():
+        ALLOWED_BYTES.take(allowed_B.view(np.uint8), axis=0, out=bias_B8, mode="clip")  # "raise" would copy
+        z_V += z_RV[row].numpy()
+        token = int(z_V.argmax())
+        found[row] = token, float(z_V[token])
+    return found
 
 
 def zero_bits(words_WB: Tensor, vocab_size: int) -> Tensor:

@@ -10,6 +10,7 @@ Letters: R rows of logits, V vocabulary; W rows of one chunk of work; K candidat
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -19,8 +20,8 @@ import torch
 from torch import Tensor
 
 from quire.errors import FailedPrecondition, InvalidArgument, QuireError
-from quire.ops.edits import FAILED, Bans, edited
-from quire.ops.filters import Ids, Words, candidates, num_words, take_rows, top_ids
+from quire.ops.edits import FAILED, Bans, edited, first_maxima
+from quire.ops.filters import Allowed, GivenMasks, Ids, Words, candidates, first_allowed, num_words, take_rows, top_ids
 from quire.sampling_params import SamplingParams
 
 CHUNK_ELEMENTS = 1 << 24
@@ -220,24 +221,31 @@ def sample(
     logits_RV: Tensor,
     samplers: Sequence[RequestSampler],
     banned: Sequence[Sequence[int]] | None = None,
-    allowed: Mapping[int, Words] | None = None,
+    allowed: Allowed | Mapping[int, Words] | None = None,
 ) -> SampledTokens:
     """Draw the next token of each row.
 
     ``logits_RV``: raw logits, float32 ``[R, V]``, on any device; not changed. ``samplers``: one per row. ``banned``: per
     row the ids that may not be drawn (end tokens before ``min_tokens``); None: nothing is banned. ``allowed``: by row the mask
-    of a grammar, uint32 ``[num_words(V)]``; other rows have none.
+    of a grammar, uint32 ``[num_words(V)]``, or what can make it; other rows have none. No mask is asked for where the choice is
+    greedy and falls on a token that is allowed.
 
     A row whose logits hold a NaN or +inf or are all -inf, or whose every token is banned, or whose logits processor fails,
     gives ``FAILED`` and an entry in ``failures``, draws nothing, and does not disturb the others. ``InvalidArgument`` for
     shapes, dtype or ids that do not fit, before any generator has moved.
     """
-    bans = _check_batch(logits_RV, samplers, banned, allowed)
-    # The maximum is NaN if any logit is, and infinite if one is +inf or all are -inf: one reduction finds it all.
-    best = logits_RV.max(-1)
-    token_ids: list[int] = torch.where(best.values.isfinite(), best.indices, FAILED).tolist()
+    grammars = GivenMasks(allowed or {}) if allowed is None or isinstance(allowed, Mapping) else allowed
+    ids = _check_batch(logits_RV, samplers, banned, grammars)
+    token_ids = first_maxima(logits_RV)
     failures = {row: _not_finite(row) for row, token in enumerate(token_ids) if token == FAILED}
-    work = [r for r, s in enumerate(samplers) if r not in failures and _needs_work(s, bans, r)]
+    work = [
+        row
+        for row, sampler in enumerate(samplers)
+        if row not in failures
+        and not _is_settled(sampler, ids[row], row not in grammars.rows or grammars.accepts(row, token_ids[row]))
+    ]
+    bans = Bans(ids, _masks(grammars, [row for row in work if row in grammars.rows], logits_RV.shape[1]))
+    work = _take_allowed(logits_RV, work, samplers, bans, token_ids, failures)
     for rows in _chunks(work, logits_RV.shape[1]):
         z_WV, max_W, tokens, reasons = edited(logits_RV, rows, samplers, bans)
         drawing = [i for i, row in enumerate(rows) if tokens[i] != FAILED and not samplers[row].params.is_greedy]
@@ -249,8 +257,7 @@ def sample(
         for row, token in zip(rows, tokens, strict=True):
             token_ids[row] = token
             if token == FAILED:
-                nothing = QuireError("there is no token to draw: every token is banned or has logit -inf")
-                failures[row] = reasons.get(row, nothing)
+                failures[row] = reasons.get(row) or _nothing_left()
     logprobs = logprobs_of(logits_RV, token_ids, [sampler.params.logprobs for sampler in samplers])
     return SampledTokens(token_ids=token_ids, logprobs=logprobs, failures=dict(sorted(failures.items())))
 
@@ -266,7 +273,9 @@ def probabilities(
 
     A greedy row is one-hot at the first maximum; a row from which ``sample`` would draw nothing is all zero.
     """
-    bans = _check_batch(logits_RV, samplers, banned, allowed)
+    grammars = GivenMasks(allowed or {})
+    ids = _check_batch(logits_RV, samplers, banned, grammars)
+    bans = Bans(ids, _masks(grammars, list(grammars.rows), logits_RV.shape[1]))
     p_RV = torch.zeros_like(logits_RV, dtype=torch.float64)
     for rows in _chunks(range(len(samplers)), logits_RV.shape[1]):
         z_WV, max_W, tokens, _ = edited(logits_RV, rows, samplers, bans)
@@ -355,9 +364,9 @@ def _check_batch(
     logits_RV: Tensor,
     samplers: Sequence[RequestSampler],
     banned: Sequence[Sequence[int]] | None,
-    allowed: Mapping[int, Words] | None,
-) -> Bans:
-    """Refuse what does not fit together."""
+    grammars: Allowed,
+) -> Sequence[Sequence[int]]:
+    """Refuse what does not fit together; the banned ids of each row."""
     num_rows, vocab_size = _check_logits(logits_RV)
     if len(samplers) != num_rows:
         raise InvalidArgument(f"need one sampler for each of {num_rows} rows of logits, got {len(samplers)}")
@@ -366,28 +375,60 @@ def _check_batch(
             raise InvalidArgument(
                 f"row {row}: the sampler is for {sampler.vocab_size} tokens, the logits for {vocab_size}"
             )
-    allowed = allowed or {}
-    for row, words in allowed.items():
-        if not 0 <= row < num_rows or words.dtype != np.uint32 or words.shape != (num_words(vocab_size),):
-            raise InvalidArgument(
-                f"a mask must be uint32 [{num_words(vocab_size)}] of a row in 0..{num_rows - 1}, "
-                f"got {words.dtype} {list(words.shape)} of row {row}"
-            )
+    outside = [row for row in grammars.rows if not 0 <= row < num_rows]
+    if outside:
+        raise InvalidArgument(f"a mask must be of a row in 0..{num_rows - 1}, got row {outside[0]}")
+    if isinstance(grammars, GivenMasks):
+        _masks(grammars, list(grammars.rows), vocab_size)
     if banned is None:
-        return Bans([()] * num_rows, allowed)
+        return [()] * num_rows
     if len(banned) != num_rows:
         raise InvalidArgument(f"need one list of banned ids for each of {num_rows} rows, got {len(banned)}")
     for row, ids in enumerate(banned):
         _check_ids(f"banned ids of row {row}", np.asarray(ids, dtype=np.int64), vocab_size)
-    return Bans(banned, allowed)
+    return banned
+
+
+def _masks(grammars: Allowed, rows: Sequence[int], vocab_size: int) -> Mapping[int, Words]:
+    masks = grammars.masks(rows) if rows else {}
+    for row, words_B in masks.items():
+        if words_B.dtype != np.uint32 or words_B.shape != (num_words(vocab_size),):
+            raise InvalidArgument(
+                f"a mask must be uint32 [{num_words(vocab_size)}], got {words_B.dtype} {list(words_B.shape)} of row {row}"
+            )
+    return masks
 
 
 def _not_finite(row: int) -> QuireError:
     return QuireError(f"the logits of row {row} hold NaN or +inf, or are all -inf; no token can be drawn from them")
 
 
-def _needs_work(sampler: RequestSampler, bans: Bans, row: int) -> bool:
-    return sampler.edits_logits or not sampler.params.is_greedy or bans.concern(row)
+def _is_settled(sampler: RequestSampler, banned: Sequence[int], allowed: bool) -> bool:
+    """Whether the first maximum is the token: the choice is greedy and nothing changes the logits or excludes it."""
+    return allowed and sampler.params.is_greedy and not sampler.edits_logits and not len(banned)
+
+
+def _nothing_left() -> QuireError:
+    return QuireError("there is no token to draw: every token is banned or has logit -inf")
+
+
+def _take_allowed(
+    logits_RV: Tensor,
+    work: Sequence[int],
+    samplers: Sequence[RequestSampler],
+    bans: Bans,
+    token_ids: list[int],
+    failures: dict[int, QuireError],
+) -> list[int]:
+    """Settle greedy rows on the CPU to which nothing but a mask happens, and return the rows of ``work`` that are left."""
+    if logits_RV.device.type != "cpu":
+        return list(work)
+    masked = {row: words for row, words in bans.allowed.items() if _is_settled(samplers[row], bans.ids[row], True)}
+    for row, (token, logit) in first_allowed(logits_RV, masked).items():
+        token_ids[row] = token if math.isfinite(logit) else FAILED
+        if token_ids[row] == FAILED:
+            failures[row] = _nothing_left()
+    return [row for row in work if row not in masked]
 
 
 def _chunks(rows: Sequence[int], vocab_size: int) -> Iterator[Sequence[int]]:
