@@ -52,6 +52,25 @@ LONGROPE = {
 # transformers' experts that run in float64 too.
 EAGER = {"experts_implementation": "eager"}
 EXPERTS = {**EAGER, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
+LATENT = {
+    **EAGER,
+    "num_key_value_heads": 6,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 7,
+}
+"""Heads of K are 10 wide, those of V 7, a stored row 28."""
+MANY_EXPERTS = {
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 16,
+    "n_group": 4,
+    "topk_group": 2,
+}
+DEEPSEEK_YARN = {**YARN, "mscale": 0.7, "mscale_all_dim": 1.0}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"tie_word_embeddings": True}),
     "llama3": ("Llama", {"rope_parameters": LLAMA3, "head_dim": 16, "attention_bias": True}),
@@ -123,6 +142,20 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {**YARN, "truncate": False},
         },
     ),
+    "deepseek-v2-lite": (
+        "DeepseekV2",
+        {**LATENT, **MANY_EXPERTS, "q_lora_rank": None, "first_k_dense_replace": 1, "rope_parameters": DEEPSEEK_YARN},
+    ),
+    "deepseek-v2": (
+        "DeepseekV2",
+        {**LATENT, **MANY_EXPERTS, "topk_method": "group_limited_greedy", "routed_scaling_factor": 2.0},
+    ),
+    "deepseek-v3": (
+        "DeepseekV3",
+        {**LATENT, **MANY_EXPERTS, "first_k_dense_replace": 1, "rope_parameters": DEEPSEEK_YARN},
+    ),
+    "glm4-moe-lite": ("Glm4MoeLite", {**LATENT, **MANY_EXPERTS, "n_group": 1, "topk_group": 1}),
+    "youtu": ("Youtu", {**LATENT, "attention_bias": True}),
 }
 """A name, the family's in transformers, and what differs from ``SIZES``."""
 
@@ -146,6 +179,9 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         for parameter in peer.parameters():
             # The initial weights are so small that all logits are nearly equal.
             parameter.mul_(3.0 if parameter.dim() > 1 else 1.0).add_(0.1 * torch.randn_like(parameter))
+        for name, buffer in peer.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.3 * torch.randn_like(buffer))
     path = tmp_path_factory.mktemp(request.param)
     peer.save_pretrained(path)
     tokens_T = torch.randint(3, VOCAB, (LENGTH,))

@@ -14,7 +14,7 @@ import torch
 
 from quire.config import EngineConfig, ExecutorConfig, parse_bytes
 from quire.contracts.attention import AttentionBackend
-from quire.contracts.layers import FullAttention, LayerSpec, WindowedAttention
+from quire.contracts.layers import FullAttention, LatentAttention, LayerSpec, Recurrent, WindowedAttention
 from quire.engine.engine import Engine
 from quire.engine.scheduler import Limits
 from quire.engine.tokenizer import Tokenizer
@@ -22,9 +22,12 @@ from quire.errors import CheckpointError, InvalidArgument, ResourceExhausted, Un
 from quire.executor.executor import Executor
 from quire.executor.factory import Choices, Factory, check_heads, check_length
 from quire.executor.registry import NamedExecutors
+from quire.kernels.recurrence import ChunkedRecurrence
 from quire.kernels.sdpa import SdpaAttention
+from quire.kv.hybrid import HybridState
 from quire.kv.need import pages_for
 from quire.kv.paged import PagedKVState
+from quire.kv.recurrent import bytes_per_state
 from quire.kv.storage import bytes_per_token
 from quire.models.catalogue import resolve_model
 from quire.models.families import LoadedModel
@@ -92,14 +95,8 @@ def build(config: EngineConfig, *, progress: bool = False) -> Parts:
     kv_dtype = model.dtype if config.kv_dtype == "auto" else resolve_dtype(config.kv_dtype, model.dtype, device)
     sizes = pool_sizes(config, model.layer_specs, kv_dtype, device, max_len)
     backend_name = "torch" if config.attention_backend == "auto" else config.attention_backend
-    state = PagedKVState(
-        model.layer_specs,
-        capacity=sizes.tokens,
-        window_capacity=sizes.window_tokens,
-        page_size=config.page_size,
-        dtype=kv_dtype,
-        device=device,
-        backend=ATTENTION_BACKENDS.require(backend_name)(),
+    state = make_state(
+        model.layer_specs, sizes, config.page_size, kv_dtype, device, ATTENTION_BACKENDS.require(backend_name)()
     )
     runner = LocalRunner(model, state, device)
     generation = read_json(path / "generation_config.json")
@@ -189,6 +186,53 @@ def max_model_len(wanted: int | None, model_limit: int) -> int:
     return wanted
 
 
+ENGINE_RING = 1
+"""Recent states that a sequence keeps beside its present one: a state of a large hybrid has tens of megabytes."""
+
+STATES_PER_SEQUENCE = 8
+"""State slots for each of ``max_num_seqs``, if there is room: the present state, the next one, the ring, and those that cached
+sequences keep at prompt and turn ends."""
+
+LEAST_STATES = 4
+"""One sequence, what its next step writes, and a copy of both."""
+
+STATE_SHARE = 0.5
+"""The most of the budget that recurrent states may take from the pages of attention layers."""
+
+
+def make_state(
+    specs: Sequence[LayerSpec],
+    sizes: PoolSizes,
+    page_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    backend: AttentionBackend,
+) -> PagedKVState:
+    """The KV state for these layers."""
+    if not sizes.states:
+        return PagedKVState(
+            specs,
+            capacity=sizes.tokens,
+            window_capacity=sizes.window_tokens,
+            page_size=page_size,
+            dtype=dtype,
+            device=device,
+            backend=backend,
+        )
+    return HybridState(
+        specs,
+        num_states=sizes.states,
+        recurrence=ChunkedRecurrence(),
+        ring=ENGINE_RING,
+        capacity=sizes.tokens,
+        window_capacity=sizes.window_tokens,
+        page_size=page_size,
+        dtype=dtype,
+        device=device,
+        backend=backend,
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class PoolSizes:
     """Tokens for which the pools have room."""
@@ -199,6 +243,8 @@ class PoolSizes:
     """Of layers with a window; None: there are none."""
     step_tokens: int
     """Most tokens of one sequence in a step, so that a window and its new tokens fit."""
+    states: int = 0
+    """Slots for recurrent states; 0: there are no recurrent layers."""
 
 
 def pool_sizes(
@@ -206,12 +252,13 @@ def pool_sizes(
 ) -> PoolSizes:
     """How the budget is shared out. Layers with a window get what ``max_num_seqs`` windows and a step need, if that is less
     than what layers that keep everything get. ``ResourceExhausted`` if not even one page and one token fit."""
-    attention = [spec for spec in specs if isinstance(spec, (FullAttention, WindowedAttention))]
+    attention = [spec for spec in specs if isinstance(spec, (FullAttention, LatentAttention, WindowedAttention))]
     size = config.page_size
     windows = [spec.layer_window for spec in attention if spec.layer_window is not None]
     full_bytes = bytes_per_token([spec for spec in attention if spec.layer_window is None], dtype)
     window_bytes = bytes_per_token([spec for spec in attention if spec.layer_window is not None], dtype)
     per_token = full_bytes + window_bytes
+    state_bytes = bytes_per_state([spec for spec in specs if isinstance(spec, Recurrent)])
     if config.kv_cache_memory is not None:
         budget = parse_bytes(config.kv_cache_memory)
         given = f"kv_cache_memory {config.kv_cache_memory} holds"
@@ -219,7 +266,20 @@ def pool_sizes(
         budget = pool_budget(device, config.gpu_memory_utilization)
         given = f"{budget / 2**20:.0f} MiB of free memory for the KV pool on {device} hold"
         # More than every sequence at its full length, in whole pages, is never used.
-        budget = min(budget, config.max_num_seqs * pages_for(max_len, size) * size * per_token)
+        most = config.max_num_seqs * pages_for(max_len, size) * size * per_token
+        budget = min(budget, most + config.max_num_seqs * STATES_PER_SEQUENCE * state_bytes)
+    states = 0
+    if state_bytes:
+        share = STATE_SHARE if per_token else 1.0
+        states = min(config.max_num_seqs * STATES_PER_SEQUENCE, int(budget * share) // state_bytes)
+        if states < LEAST_STATES:
+            raise ResourceExhausted(
+                f"{given} {states} recurrent states of {state_bytes} bytes, and {LEAST_STATES} are needed at least; free some "
+                "memory, or give a larger kv_cache_memory"
+            )
+        budget -= states * state_bytes
+    if not per_token:
+        return PoolSizes(max_len, None, config.max_num_batched_tokens, states)
     tokens = budget // per_token
     window_tokens: int | None = None
     window = min(max(windows, default=0), max_len)
@@ -246,7 +306,7 @@ def pool_sizes(
                 f"{given} {window_tokens} tokens of layers with a window of {window}, and one window, one token and a "
                 f"page are needed ({(window + 1 + 2 * size) * per_token} bytes); give a larger kv_cache_memory"
             )
-    return PoolSizes(int(tokens), window_tokens, int(step))
+    return PoolSizes(int(tokens), window_tokens, int(step), states)
 
 
 def pool_budget(device: torch.device, gpu_share: float) -> int:
@@ -283,7 +343,9 @@ def make_executor(config: ExecutorConfig, choices: Choices) -> Executor:
     path = resolve_model(choices.model)
     device, size = choices.device, choices.page_size
     model = load_model(path, device=device, dtype=config.dtype, max_model_len=config.max_sequence_length)
-    attention = [spec for spec in model.layer_specs if isinstance(spec, (FullAttention, WindowedAttention))]
+    attention = [
+        spec for spec in model.layer_specs if isinstance(spec, (FullAttention, LatentAttention, WindowedAttention))
+    ]
     check_length(config, model.max_position)
     check_heads(config, attention)
     arguments = choices.arguments(config)
@@ -310,14 +372,8 @@ def make_executor(config: ExecutorConfig, choices: Choices) -> Executor:
         device,
         config.max_sequence_length,
     )
-    state = PagedKVState(
-        model.layer_specs,
-        capacity=sizes.tokens,
-        window_capacity=sizes.window_tokens,
-        page_size=size,
-        dtype=model.dtype,
-        device=device,
-        backend=ATTENTION_BACKENDS.require(choices.attention_backend)(),
+    state = make_state(
+        model.layer_specs, sizes, size, model.dtype, device, ATTENTION_BACKENDS.require(choices.attention_backend)()
     )
     if sizes.window_tokens is not None:
         arguments["prefill_chunk_size"] = sizes.step_tokens

@@ -314,7 +314,7 @@ def test_what_a_state_cannot_be_made_of() -> None:
         ([attention(sinks=(0.0,))], {}, InvalidArgument),
         ([attention(softcap=0.0)], {}, InvalidArgument),
         ([fine], {"window_capacity": 0}, InvalidArgument),
-        ([fine, LatentAttention(num_heads=1, row_dim=8, value_dim=4)], {}, Unsupported),
+        ([fine, LatentAttention(num_heads=1, row_dim=8, value_dim=9)], {}, InvalidArgument),
         ([CrossAttention(num_heads=1, num_kv_heads=1, head_dim=8, value_dim=8)], {}, Unsupported),
         ([Recurrent(states=())], {}, Unsupported),
     ):

@@ -39,12 +39,17 @@ LATENT: dict[str, Any] = {
     "qk_nope_head_dim": 6,
     "qk_rope_head_dim": 4,
     "v_head_dim": 7,
+}
+"""Heads of K are 10 wide, those of V 7."""
+GROUPS: dict[str, Any] = {
     "n_routed_experts": 6,
     "n_shared_experts": 1,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 16,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
 }
-"""Of DeepSeek: heads of K are 10 wide, those of V 7."""
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo": ("Olmo", {"clip_qkv": 1.5}),
     "olmo3-windows": ("Olmo3", {"sliding_window": 7}),
@@ -57,12 +62,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "opt": ("OPT", {"ffn_dim": 64, "word_embed_proj_dim": WIDTH}),
     "olmoe": ("Olmoe", {"num_experts": 6, "num_experts_per_tok": 2}),
     "olmoe-router-logits": ("Olmoe", {"num_experts": 6, "num_experts_per_tok": 2, "output_router_logits": True}),
-    "deepseek-v2": ("DeepseekV2", {**LATENT, "first_k_dense_replace": 1}),
-    "deepseek-v2-groups": (
-        "DeepseekV2",
-        {**LATENT, "q_lora_rank": None, "topk_method": "group_limited_greedy", "n_group": 2, "topk_group": 1},
-    ),
-    "deepseek-v3": ("DeepseekV3", {**LATENT, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}),
+    "minicpm3": ("MiniCPM3", {**LATENT, "dim_model_base": 12}),
+    "glm4-moe": ("Glm4Moe", {**GROUPS, "head_dim": 8}),
     "apertus": ("Apertus", {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}),
 }
 TOLERANCE = LAYERS * math.sqrt(WIDTH) * torch.finfo(torch.float32).eps
@@ -125,9 +126,9 @@ def test_windows_are_found(tmp_path: Path) -> None:
 
 
 def test_sizes_of_k_and_v_may_differ(tmp_path: Path) -> None:
-    make(*MODELS["deepseek-v3"], tmp_path)
+    make(*MODELS["minicpm3"], tmp_path)
     model = load(tmp_path)
-    assert model.architecture == "DeepseekV3ForCausalLM"
+    assert model.architecture == "MiniCPM3ForCausalLM"
     assert {(spec.num_kv_heads, spec.head_dim, spec.value_dim) for spec in model.layer_specs} == {(6, 10, 7)}
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from quire.bench.hardware import Hardware, measure
 from quire.bench.reports import interleave, print_json, print_table, random_prompts
+from quire.contracts.layers import FullAttention, LatentAttention
 from quire.errors import InvalidArgument, Unsupported
 from quire.llm import LLM
 from quire.models.catalogue import resolve_model
@@ -200,7 +201,7 @@ def prefill_flops(llm: LLM, length: int) -> float:
     attention = sum(
         2 * spec.num_heads * (spec.head_dim + spec.value_dim) * length * length / 2
         for spec in model.layer_specs
-        if spec.kind == "full"
+        if isinstance(spec, FullAttention | LatentAttention)
     )
     return 2.0 * matrix_parameters(llm) * length + attention + 2.0 * model.vocab_size * model.hidden_size
 

@@ -24,7 +24,7 @@ from quire.bench import latency
 from quire.bench.hardware import Hardware, measure
 from quire.bench.latency import matrix_parameters, synchronize
 from quire.bench.reports import Comparison, interleave, print_json, print_table, random_prompts
-from quire.contracts.layers import FullAttention, WindowedAttention
+from quire.contracts.layers import FullAttention, LatentAttention, WindowedAttention
 from quire.errors import InvalidArgument, QuireError, Unsupported
 from quire.llm import LLM
 from quire.models.catalogue import resolve_model
@@ -383,7 +383,7 @@ def workload_flops(llm: LLM, work: Workload) -> float:
     runs = [len(prompt) + new - 1 for prompt, new in zip(work.prompts, work.lengths, strict=True)]
     attention = 0.0
     for spec in model.layer_specs:
-        if isinstance(spec, FullAttention | WindowedAttention):
+        if isinstance(spec, FullAttention | LatentAttention | WindowedAttention):
             pairs = sum(visible_pairs(length, spec.layer_window) for length in runs)
             attention += 2.0 * spec.num_heads * (spec.head_dim + spec.value_dim) * pairs
     head = 2.0 * model.vocab_size * model.hidden_size * work.new_tokens

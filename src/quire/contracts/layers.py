@@ -136,8 +136,35 @@ class LatentAttention:
     value_dim: int
     """The first ``value_dim`` columns of the row are the value."""
     rope: RopeSpec | None = None
+    """With these frequencies the last ``rope.rotary_dim`` columns of rows and queries turn, in absorbed and expanded form
+    alike; None: nothing turns. Rows are stored as they are given: whoever appends them has rotated."""
     sm_scale: float | None = None
+    """Scale of the scores in every form; None is row_dim ** -0.5."""
     kind: Literal["latent"] = field(default="latent", init=False)
+
+    @property
+    def layer_window(self) -> int | None:
+        """None: no window."""
+        return None
+
+    @property
+    def rope_mode(self) -> RopeMode:
+        """``none``: rows are stored as given."""
+        return "none"
+
+    @property
+    def num_kv_heads(self) -> int:
+        """1: all query heads read the same row."""
+        return 1
+
+    @property
+    def head_dim(self) -> int:
+        """Columns of the row, which is the key."""
+        return self.row_dim
+
+    @property
+    def scale(self) -> float:
+        return self.row_dim**-0.5 if self.sm_scale is None else self.sm_scale
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,6 +10,7 @@ Hq, Hkv query and KV heads, D, Dk, Dv head sizes.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
@@ -44,6 +45,48 @@ class Pass(Protocol):
         ``q [T, Hq, Dk]`` before RoPE, as ``attend`` takes it. Returns ``[T, Hq, Dv]``, contiguous, fresh.
         """
         ...
+
+    def attend_latent(self, layer_id: int, q_THD: Tensor, rows_TR: Tensor, expansion: LatentExpansion) -> Tensor:
+        """Store the latent rows of the new tokens, attend over all that each may see (MLA, arXiv:2405.04434).
+
+        ``q [T, Hq, Dn + Dr]`` and ``rows [T, R + Dr]`` (``[c_kv | k_pe]``), both *before* RoPE, which turns their last Dr columns
+        as the layer's spec says. Returns ``[T, Hq, Dv]``, contiguous, fresh. Tokens of one forward attend to each other in expanded
+        form, to what was stored before, and in decodes, in absorbed form.
+        """
+        ...
+
+    def linear_attention(
+        self,
+        layer_id: int,
+        state_id: int,
+        q_THK: Tensor,
+        k_THK: Tensor,
+        v_THV: Tensor,
+        *,
+        scale: float = 1.0,
+        log_decay: Tensor | None = None,
+        beta_TH: Tensor | None = None,
+    ) -> Tensor:
+        """Read a state ``[H, K, V]`` of a recurrent layer, run the recurrence over the new tokens, leave the new state:
+        ``[T, Hq, V]``. See ``contracts.recurrence.RecurrenceBackend``."""
+        ...
+
+    def convolve(
+        self, layer_id: int, state_id: int, x_TC: Tensor, weight_CW: Tensor, bias_C: Tensor | None = None
+    ) -> Tensor:
+        """The causal depthwise convolution with a state ``[W - 1, C]`` of a recurrent layer: ``[T, C]``. See
+        ``contracts.recurrence.RecurrenceBackend``."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LatentExpansion:
+    """What turns a latent ``c_kv`` into keys and values of each head."""
+
+    key_HDR: Tensor
+    """``[Hq, Dn, R]``: ``k_nope = key c_kv``."""
+    value_HRV: Tensor
+    """``[Hq, R, Dv]``: ``v = c_kv value``."""
 
 
 class Block(Protocol):

@@ -109,7 +109,7 @@ def load(engine: Engine, file: StateFile, identity: ModelIdentity, *, convert_dt
         raise DataLoss("the state file has no metadata of the sequence")
     kv = engine.runner.state
     checked = sequencefile.check(kv, file, sequence, "", convert_dtype)
-    if surplus := set(file.names) - sequencefile.tensor_names(kv):
+    if surplus := set(file.names) - sequencefile.tensor_names(checked):
         raise InvalidArgument(f"the state file holds unknown tensors: {sorted(surplus)[:3]}")
     length = int(checked["length"])
     expected = (state.window.size, state.window.sink, "token") if state.window else (None, 0, "token")
@@ -127,6 +127,6 @@ def load(engine: Engine, file: StateFile, identity: ModelIdentity, *, convert_dt
                 if not engine.reclaim():
                     raise
         state.seq, state.computed = seq, length
-        state.exact &= all(spec.dtype == kv.dtype for spec in file.specs.values())
+        state.exact &= sequencefile.is_exact(kv, sequence)
     engine.metrics.state_bytes_loaded.inc(file.nbytes)
     return state

@@ -15,7 +15,7 @@ import torch
 
 from quire.config import ExecutorConfig
 from quire.contracts.executor import AttentionMechanism, ExecutorType
-from quire.contracts.layers import KeyValueAttention
+from quire.contracts.layers import KeyValueAttention, LatentAttention
 from quire.errors import InvalidArgument, NotFound, Unsupported
 from quire.executor.batches import BATCHING_TYPES, SUPPORTED_TYPES, check_type
 from quire.executor.executor import Executor
@@ -151,7 +151,7 @@ def check_length(config: ExecutorConfig, limit: int) -> None:
         )
 
 
-def check_heads(config: ExecutorConfig, specs: Sequence[KeyValueAttention]) -> None:
+def check_heads(config: ExecutorConfig, specs: Sequence[KeyValueAttention | LatentAttention]) -> None:
     """``InvalidArgument`` if a sharing of heads is demanded that the model does not have."""
     wanted = config.attention_config.attention_type
     if wanted not in (AttentionMechanism.MULTI_QUERY, AttentionMechanism.GROUPED_QUERY):

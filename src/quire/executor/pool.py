@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from quire.contracts.layers import KeyValueAttention, sink_refusal
+from quire.contracts.layers import KeyValueAttention, LatentAttention, sink_refusal
 from quire.errors import FailedPrecondition, InvalidArgument, ResourceExhausted, Unsupported
 from quire.executor.rows import Row
 from quire.kv.need import pages_for
@@ -52,12 +52,17 @@ class CachePool:
         sink: int = 0,
     ) -> None:
         state = runner.state
+        if state.recurrent is not None:
+            raise Unsupported(
+                f"executor: {len(state.recurrent.layer_ids)} layers of the model are recurrent, and KV caches of an executor cannot "
+                "hold their states in this release; use LLM and its sessions"
+            )
         self.lock = lock
         self.identity = identity
         self.max_model_len = max_model_len
         self.vocab_size = runner.model.vocab_size
         self.hidden_size = runner.model.hidden_size
-        self.specs: tuple[KeyValueAttention, ...] = tuple(state.specs)
+        self.specs: tuple[KeyValueAttention | LatentAttention, ...] = tuple(state.specs)
         self.first_layer = state.first_layer
         self.page_size = state.page_size
         self.page_bytes = tuple(

@@ -20,7 +20,7 @@ from quire.contracts.executor import (
     MemoryRequirements,
     MemoryUsage,
 )
-from quire.contracts.layers import KeyValueAttention
+from quire.contracts.layers import KeyValueAttention, LatentAttention
 from quire.executor.arguments import NO_ADAPTERS, NO_POSITIONS
 from quire.executor.batches import NO_PARALLELISM
 from quire.executor.media import NO_PER_LAYER
@@ -150,8 +150,8 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def mechanism_of(spec: KeyValueAttention) -> AttentionMechanism:
-    """How query heads share K and V."""
+def mechanism_of(spec: KeyValueAttention | LatentAttention) -> AttentionMechanism:
+    """How query heads share K and V. Those of latent attention share one row."""
     if spec.num_kv_heads == spec.num_heads:
         return AttentionMechanism.MULTI_HEAD
     return AttentionMechanism.MULTI_QUERY if spec.num_kv_heads == 1 else AttentionMechanism.GROUPED_QUERY

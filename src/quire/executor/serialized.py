@@ -90,7 +90,7 @@ def _check(cache: KVCache, file: StateFile, convert_dtype: bool) -> tuple[list[d
         sequencefile.check(state, file, row, _prefix(index), convert_dtype)  # type: ignore[arg-type]
         for index, row in enumerate(rows)
     ]
-    expected = {name for index in range(len(rows)) for name in sequencefile.tensor_names(state, _prefix(index))}
+    expected = {name for index, row in enumerate(checked) for name in sequencefile.tensor_names(row, _prefix(index))}
     if surplus := sorted(set(file.names) - expected):
         raise InvalidArgument(f"the state holds tensors that no row has: {surplus[:3]}; expected only k and v of rows")
     lengths = [int(row["length"]) for row in checked]

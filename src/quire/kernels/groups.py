@@ -40,6 +40,12 @@ class Pool(NamedTuple):
     v_SHD: Tensor
     page_size: int
 
+    @property
+    def v_in_k(self) -> bool:
+        """Whether V is a view of the first columns of K (latent attention): then its rows need not be read again."""
+        k, v = self.k_SHD, self.v_SHD
+        return k.data_ptr() == v.data_ptr() and k.stride() == v.stride() and k.shape[:2] == v.shape[:2]
+
 
 @dataclass(frozen=True, slots=True)
 class Keys:
@@ -52,8 +58,11 @@ class Keys:
     first_slot: int
 
     def gather(self, pool: Pool) -> tuple[Tensor, Tensor]:
-        """Their K and V, ``[b, Hkv, m, D]`` (strided)."""
-        return self._rows(pool.k_SHD, pool.page_size), self._rows(pool.v_SHD, pool.page_size)
+        """Their K and V, ``[b, Hkv, m, D]`` (strided). V that is the first columns of K is so here, too."""
+        k = self._rows(pool.k_SHD, pool.page_size)
+        if pool.v_in_k:
+            return k, k[..., : pool.v_SHD.shape[-1]]
+        return k, self._rows(pool.v_SHD, pool.page_size)
 
     def _rows(self, x_SHD: Tensor, page_size: int) -> Tensor:
         if self.pages is None:

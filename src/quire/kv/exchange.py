@@ -11,28 +11,30 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 import xxhash
 from torch import Tensor
 
-from quire.contracts.layers import FullAttention, WindowedAttention
-from quire.errors import DataLoss, FailedPrecondition, InvalidArgument
+from quire.contracts.layers import LatentAttention
+from quire.errors import DataLoss, FailedPrecondition, InvalidArgument, ResourceExhausted
 from quire.kv.need import SlotRange
+from quire.kv.recurrent import dtype_of
 from quire.kv.sequences import check_id
+from quire.kv.storage import LayerRows, PagedSpec
 from quire.kv.windows import NO_HOLE, Hole, Window, describe_ranges, held, visibility
 from quire.types import SeqId
 
 if TYPE_CHECKING:
     from quire.kv.paged import PagedKVState
+    from quire.kv.recurrent import RecurrentPart
 
 FORMAT_VERSION = 2
-
-Spec = FullAttention | WindowedAttention
 
 
 @dataclass(slots=True)
@@ -50,15 +52,18 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def layer_metadata(spec: Spec, dtype: torch.dtype) -> dict[str, Any]:
+def layer_metadata(spec: PagedSpec, dtype: torch.dtype) -> dict[str, Any]:
     """What must agree about one layer, in JSON types."""
+    sizes: dict[str, Any]
+    if isinstance(spec, LatentAttention):
+        sizes = {"row_dim": spec.row_dim, "value_dim": spec.value_dim}
+    else:
+        sizes = {"num_kv_heads": spec.num_kv_heads, "head_dim": spec.head_dim, "value_dim": spec.value_dim}
     return {
         "kind": spec.kind,
         "window": spec.layer_window,
         "dtype": dtype_name(dtype),
-        "num_kv_heads": spec.num_kv_heads,
-        "head_dim": spec.head_dim,
-        "value_dim": spec.value_dim,
+        **sizes,
         "rope_mode": spec.rope_mode,
         "rope": spec.rope.as_json() if spec.rope else None,
         "rope_fingerprint": spec.rope.fingerprint() if spec.rope else "",
@@ -69,19 +74,71 @@ def layers_metadata(state: PagedKVState) -> list[dict[str, Any]]:
     return [layer_metadata(spec, state.dtype) for spec in state.specs]
 
 
-def hash_of(layers: list[dict[str, Any]], first_layer: int) -> str:
-    text = json.dumps({"first_layer": first_layer, "layers": layers}, sort_keys=True)
+def ids_metadata(state: PagedKVState) -> dict[str, Any]:
+    """Which layers a state has, in JSON types: ``layer_ids`` only where those with attention are no range, ``recurrent`` only
+    where there are others."""
+    ids = list(state.layer_ids)
+    found: dict[str, Any] = {"first_layer": state.first_layer}
+    if ids != list(range(state.first_layer, state.first_layer + len(ids))):
+        found["layer_ids"] = ids
+    if state.recurrent is not None:
+        found["recurrent"] = [
+            {
+                "layer": layer,
+                "states": [
+                    {"shape": list(one.shape), "dtype": one.dtype, "initial": float(one.initial)} for one in spec.states
+                ],
+            }
+            for layer, spec in zip(state.recurrent.layer_ids, state.recurrent.specs, strict=True)
+        ]
+    return found
+
+
+def hash_of(layers: list[dict[str, Any]], ids: Mapping[str, Any]) -> str:
+    """The layout hash of such layers; ``ids`` as of ``ids_metadata``."""
+    text = json.dumps({**ids, "layers": layers}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def layout_hash(state: PagedKVState) -> str:
     """32 hex digits over what must agree between two states that exchange sequences."""
-    return hash_of(layers_metadata(state), state.first_layer)
+    return hash_of(layers_metadata(state), ids_metadata(state))
 
 
-def group_shapes(spec: Spec, rows: int) -> dict[str, tuple[int, int, int]]:
+def group_shapes(spec: PagedSpec, rows: int) -> dict[str, tuple[int, ...]]:
     """Names and shapes of a layer's tensors for ``rows`` tokens."""
+    if isinstance(spec, LatentAttention):
+        return {"latent": (rows, spec.row_dim)}
     return {"k": (rows, spec.num_kv_heads, spec.head_dim), "v": (rows, spec.num_kv_heads, spec.value_dim)}
+
+
+class TensorPlan(NamedTuple):
+    """One tensor of a group."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def groups_of(state: PagedKVState, rows: Mapping[int, int], kept: Iterable[int]) -> dict[int, dict[str, TensorPlan]]:
+    """The tensors of every group of a sequence, by layer: ``rows`` tokens of each attention layer, the present state and the
+    ``kept`` ones of each recurrent layer."""
+    found: dict[int, dict[str, TensorPlan]] = {}
+    for layer, spec in zip(state.layer_ids, state.specs, strict=True):
+        shapes = group_shapes(spec, rows[layer])
+        found[layer] = {name: TensorPlan(shape, state.dtype) for name, shape in shapes.items()}
+    if state.recurrent is not None:
+        kept = list(kept)
+        for layer in state.recurrent.layer_ids:
+            tensors = state.recurrent.group_tensors(layer, kept)
+            found[layer] = {name: TensorPlan(one.shape, dtype_of(one)) for name, one in tensors.items()}
+    return dict(sorted(found.items()))
+
+
+def group_tensors(spec: PagedSpec, rows: LayerRows) -> dict[str, Tensor]:
+    """What was read of a layer, by the names of ``group_shapes``."""
+    if isinstance(spec, LatentAttention):
+        return {"latent": rows.k.squeeze(1)}
+    return {"k": rows.k, "v": rows.v}
 
 
 def checksum(tensor: Tensor) -> str:
@@ -99,30 +156,32 @@ def metadata(state: PagedKVState, seq_id: SeqId, *, checksums: bool = True) -> d
     state.table.require_committed(seq_id, sequence, "get_checkpoint_metadata")
     window = sequence.window
     groups: list[dict[str, Any]] = []
-    for index, spec in enumerate(state.specs):
-        tensors = export_group(state, seq_id, index + state.first_layer) if checksums else {}
+    rows = {layer: rows_of(state, seq_id, index) for index, layer in enumerate(state.layer_ids)}
+    kept = state.checkpoints(seq_id)
+    for group, plan in groups_of(state, rows, kept).items():
+        tensors = export_group(state, seq_id, group) if checksums else {}
         groups.append(
             {
-                "group": index + state.first_layer,
+                "group": group,
                 "tensors": {
                     name: {
-                        "shape": list(shape),
-                        "bytes": shape[0] * shape[1] * shape[2] * state.dtype.itemsize,
+                        "shape": list(one.shape),
+                        "bytes": math.prod(one.shape) * one.dtype.itemsize,
                         "checksum": checksum(tensors[name]) if checksums else "",
                     }
-                    for name, shape in group_shapes(spec, rows_of(state, seq_id, index)).items()
+                    for name, one in plan.items()
                 },
             }
         )
     return {
         "format_version": FORMAT_VERSION,
         "layout_hash": layout_hash(state),
-        "first_layer": state.first_layer,
+        **ids_metadata(state),
         "layers": layers_metadata(state),
         "length": sequence.length,
         "held": [
             {
-                "layers": [layer + state.first_layer for layer in one.layers],
+                "layers": [state.layer_ids[layer] for layer in one.layers],
                 "ranges": [[part.start, part.stop] for part in state.table.held(seq_id, index)],
             }
             for index, one in enumerate(state.classes)
@@ -131,7 +190,7 @@ def metadata(state: PagedKVState, seq_id: SeqId, *, checksums: bool = True) -> d
         "sink": window.sink if window else 0,
         "eviction": window.eviction if window else "token",
         "evicted": sequence.evicted,
-        "kept_recurrent_positions": [],
+        "kept_recurrent_positions": kept,
         "groups": groups,
     }
 
@@ -152,25 +211,33 @@ def rows_by_layer(given: Mapping[str, Any]) -> dict[int, int]:
 def export_group(
     state: PagedKVState, seq_id: SeqId, group: int, out: dict[str, Tensor] | None = None
 ) -> dict[str, Tensor]:
-    """Rows of one layer that are held, in order of position: ``k [n, Hkv, Dk]``, ``v [n, Hkv, Dv]``, as stored."""
-    spec = state.spec(group)
+    """Rows of one layer that are held, in order of position: ``k [n, Hkv, Dk]`` and ``v [n, Hkv, Dv]``, or ``latent [n, row]``, as
+    stored."""
+    part = state.recurrent
+    recurrent = part is not None and group in part.layer_ids
+    if not recurrent:
+        state.spec(group)
     sequence = state.table.get(seq_id)
     if out is not None:
-        if set(out) != {"k", "v"}:
-            raise InvalidArgument(f"export_page_group: out has tensors {sorted(out)}; ['k', 'v'] are needed")
-        for name, shape in group_shapes(spec, rows_of(state, seq_id, group - state.first_layer)).items():
+        rows = {layer: rows_of(state, seq_id, index) for index, layer in enumerate(state.layer_ids)}
+        plan = groups_of(state, rows, state.checkpoints(seq_id))[group]
+        if set(out) != set(plan):
+            raise InvalidArgument(f"export_page_group: out has tensors {sorted(out)}; {sorted(plan)} are needed")
+        for name, one in plan.items():
             given = out[name]
-            if tuple(given.shape) != shape or given.dtype != state.dtype or given.device.type != state.device.type:
+            if tuple(given.shape) != one.shape or given.dtype != one.dtype or given.device.type != state.device.type:
                 raise InvalidArgument(
                     f"export_page_group: out[{name!r}] is {given.dtype} {tuple(given.shape)} on {given.device}; "
-                    f"{state.dtype} {shape} on {state.device} is needed"
+                    f"{one.dtype} {one.shape} on {state.device} is needed"
                 )
     state.table.require_ready(seq_id, sequence, "export_page_group")
     state.table.require_committed(seq_id, sequence, "export_page_group")
-    layer = state.layer(group)
-    slots = state.table.slots(layer.class_index, seq_id, state.table.held(seq_id, layer.class_index))
-    rows = state.classes[layer.class_index].storage.read(layer.index, slots)
-    tensors = {"k": rows.k, "v": rows.v}
+    if part is not None and recurrent:
+        tensors = part.export(seq_id, group)
+    else:
+        layer = state.layer(group)
+        slots = state.table.slots(layer.class_index, seq_id, state.table.held(seq_id, layer.class_index))
+        tensors = group_tensors(layer.spec, state.classes[layer.class_index].storage.read(layer.index, slots))
     if out is None:
         return tensors
     for name, tensor in tensors.items():
@@ -187,7 +254,12 @@ def prepare(state: PagedKVState, seq_id: SeqId, given: Mapping[str, Any]) -> Non
     started = Import(rows_by_layer(given), promised_checksums(state, given))
     length, window = int(given["length"]), window_of(given)
     holes = [hole_of(ranges_of(one), length, window.sink if window else 0) for one in given["held"]]
+    kept = list(given["kept_recurrent_positions"])
+    if state.recurrent is not None and (needed := 1 + len(kept)) > (free := state.recurrent.table.num_available):
+        raise ResourceExhausted(f"prepare_import: needs {needed} states, {free} free")
     state.table.reserve_import(seq_id, length, holes, window, slid=bool(given["evicted"]))
+    if state.recurrent is not None:
+        state.recurrent.prepare_import(seq_id, length, kept)
     for index, one in enumerate(state.classes):
         # Of a page that is held in part the rest is never written, and a kernel reads whole pages.
         one.storage.blank(_rows_between(state, seq_id, index, length))
@@ -282,16 +354,21 @@ def validate(state: PagedKVState, given: Mapping[str, Any]) -> None:
             raise InvalidArgument(
                 f"import: layer {index} has unknown properties {sorted(set(found_layer) - set(expected_layer))}"
             )
-    if given.get("first_layer") != state.first_layer or given.get("layout_hash") != layout_hash(state):
+    ids = ids_metadata(state)
+    agree = all(given.get(name) == ids.get(name) for name in ("first_layer", "layer_ids", "recurrent"))
+    if not agree or given.get("layout_hash") != layout_hash(state):
         raise InvalidArgument(f"import: layout {given.get('layout_hash')!r} found, {layout_hash(state)!r} expected")
     length = given.get("length")
     if not isinstance(length, int) or isinstance(length, bool) or length < 0:
         raise InvalidArgument(f"import: length {length!r} found, a number of tokens expected")
     _validate_windows(state, given, length)
-    if given.get("kept_recurrent_positions") != []:
-        raise InvalidArgument(
-            f"import: kept_recurrent_positions {given.get('kept_recurrent_positions')!r} found, [] expected"
-        )
+    kept = given.get("kept_recurrent_positions")
+    expected = "[]" if state.recurrent is None else f"ascending positions in 1..{length}"
+    ascends = isinstance(kept, list) and all(
+        is_count(high) and low < high for low, high in zip([0, *kept], [*kept, length + 1], strict=True)
+    )
+    if not ascends or (kept and state.recurrent is None):
+        raise InvalidArgument(f"import: kept_recurrent_positions {kept!r} found, {expected} expected")
 
 
 def _validate_windows(state: PagedKVState, given: Mapping[str, Any], length: int) -> None:
@@ -301,7 +378,7 @@ def _validate_windows(state: PagedKVState, given: Mapping[str, Any], length: int
     accepted = [0] if window is None else [0, max(0, length - window.size)]
     if evicted not in accepted or isinstance(evicted, bool):
         raise InvalidArgument(f"import: evicted {evicted!r} found, one of {accepted} expected")
-    items, mine = given.get("held"), [[layer + state.first_layer for layer in one.layers] for one in state.classes]
+    items, mine = given.get("held"), [[state.layer_ids[layer] for layer in one.layers] for one in state.classes]
     if not isinstance(items, list) or [one.get("layers") if isinstance(one, dict) else None for one in items] != mine:
         raise InvalidArgument(f"import: held {items!r} found; one item for each of the layers {mine} expected")
     sink = window.sink if window else 0
@@ -324,7 +401,8 @@ def _validate_windows(state: PagedKVState, given: Mapping[str, Any], length: int
 def promised_checksums(state: PagedKVState, given: Mapping[str, Any]) -> dict[tuple[int, str], str]:
     """Checksums by layer and name; ``InvalidArgument`` unless the groups are this state's layers, each once."""
     groups, rows = given.get("groups"), rows_by_layer(given)
-    wanted = list(range(state.first_layer, state.first_layer + len(state.specs)))
+    plans = groups_of(state, rows, given["kept_recurrent_positions"])
+    wanted = list(plans)
     entries = groups if isinstance(groups, list) else []
     found = sorted(
         entry["group"] for entry in entries if isinstance(entry, dict) and isinstance(entry.get("group"), int)
@@ -334,7 +412,7 @@ def promised_checksums(state: PagedKVState, given: Mapping[str, Any]) -> dict[tu
     checksums: dict[tuple[int, str], str] = {}
     for entry in entries:
         layer, tensors = entry["group"], entry.get("tensors")
-        shapes = group_shapes(state.spec(layer), rows[layer])
+        shapes = {name: one.shape for name, one in plans[layer].items()}
         if not isinstance(tensors, dict) or set(tensors) != set(shapes):
             names = sorted(tensors) if isinstance(tensors, dict) else tensors
             raise InvalidArgument(f"import: tensors {names} of layer {layer} found, {sorted(shapes)} expected")
@@ -349,6 +427,10 @@ def promised_checksums(state: PagedKVState, given: Mapping[str, Any]) -> dict[tu
 
 def import_group(state: PagedKVState, seq_id: SeqId, group: int, tensors: Mapping[str, Tensor]) -> None:
     """Write one layer's rows; each group once, in any order. ``DataLoss`` if a checksum disagrees."""
+    part = state.recurrent
+    if part is not None and group in part.layer_ids:
+        _import_states(state, part, seq_id, group, tensors)
+        return
     spec = state.spec(group)
     state.table.get(seq_id)
     started = state.imports.get(seq_id)
@@ -365,22 +447,54 @@ def import_group(state: PagedKVState, seq_id: SeqId, group: int, tensors: Mappin
             raise InvalidArgument(
                 f"import_page_group: {name} of layer {group} is {given.dtype} {tuple(given.shape)}, expected {state.dtype} {shape}"
             )
+    started = _check_import(state, seq_id, group, tensors)
+    layer = state.layer(group)
+    kept = state.table.held(seq_id, layer.class_index)
+    slots = torch.from_numpy(state.table.slots(layer.class_index, seq_id, kept)).to(state.device)
+    storage = state.classes[layer.class_index].storage
+    if isinstance(spec, LatentAttention):
+        storage.write(layer.index, slots, tensors["latent"].to(state.device).unsqueeze(1))
+    else:
+        storage.write(layer.index, slots, tensors["k"].to(state.device), tensors["v"].to(state.device))
+    started.done.add(group)
+
+
+def _check_import(state: PagedKVState, seq_id: SeqId, group: int, tensors: Mapping[str, Tensor]) -> Import:
+    """The import under way, if it waits for this group and the tensors are those that were promised."""
     state.table.require_closed("import_page_group")
+    started = state.imports.get(seq_id)
     if started is None:
         raise FailedPrecondition(
             f"import_page_group: sequence {seq_id} is not being imported; call prepare_import first"
         )
     if group in started.done:
         raise FailedPrecondition(f"import_page_group: layer {group} was imported already")
-    for name in shapes:
+    for name, tensor in tensors.items():
         expected = started.checksums.get((group, name), "")
-        if expected and (found := checksum(tensors[name])) != expected:
+        if expected and (found := checksum(tensor)) != expected:
             raise DataLoss(f"import_page_group: {name} of layer {group} has checksum {found}, expected {expected}")
-    layer = state.layer(group)
-    kept = state.table.held(seq_id, layer.class_index)
-    slots = torch.from_numpy(state.table.slots(layer.class_index, seq_id, kept)).to(state.device)
-    storage = state.classes[layer.class_index].storage
-    storage.write(layer.index, slots, tensors["k"].to(state.device), tensors["v"].to(state.device))
+    return started
+
+
+def _import_states(
+    state: PagedKVState, part: RecurrentPart, seq_id: SeqId, group: int, tensors: Mapping[str, Tensor]
+) -> None:
+    """Write one recurrent layer's states."""
+    state.table.get(seq_id)
+    plan = part.group_tensors(group, part.table.kept(seq_id))
+    if set(tensors) != set(plan):
+        raise InvalidArgument(
+            f"import_page_group: tensors {sorted(tensors)} of layer {group} found, {sorted(plan)} expected"
+        )
+    for name, one in plan.items():
+        given = tensors[name]
+        if tuple(given.shape) != one.shape or given.dtype != dtype_of(one):
+            raise InvalidArgument(
+                f"import_page_group: {name} of layer {group} is {given.dtype} {tuple(given.shape)}, expected {dtype_of(one)} "
+                f"{one.shape}"
+            )
+    started = _check_import(state, seq_id, group, tensors)
+    part.import_group(seq_id, group, {name: tensor.to(state.device) for name, tensor in tensors.items()})
     started.done.add(group)
 
 
@@ -391,10 +505,11 @@ def finish(state: PagedKVState, seq_id: SeqId) -> None:
     started = state.imports.get(seq_id)
     if started is None:
         raise FailedPrecondition(f"finish_import: sequence {seq_id} is not being imported; call prepare_import first")
-    missing = [
-        layer for layer in range(state.first_layer, state.first_layer + len(state.specs)) if layer not in started.done
-    ]
+    layers = [*state.layer_ids, *(state.recurrent.layer_ids if state.recurrent is not None else ())]
+    missing = [layer for layer in sorted(layers) if layer not in started.done]
     if missing:
         raise FailedPrecondition(f"finish_import: layers {missing} of sequence {seq_id} are missing")
     state.table.publish_import(seq_id)
+    if state.recurrent is not None:
+        state.recurrent.finish_import(seq_id)
     del state.imports[seq_id]

@@ -1,4 +1,4 @@
-"""``PagedKVState``: K and V of every token, in pages, for layers of full and of windowed attention.
+"""``PagedKVState``: what attention keeps of every token, in pages: K and V of full and windowed layers, rows of latent ones.
 
 It ties the bookkeeping (``sequences``), the rows (``storage``) and an attention backend together, and is what the KV
 state contract promises: every call is checked completely, then it changes. What a forward computes is in ``passes``
@@ -9,23 +9,25 @@ Letters: L layers; B entries of the batch; T new tokens; Hq, Hkv heads; Dk, Dv h
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from bisect import bisect_left
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from quire.contracts.attention import AttentionBackend, Scoring
-from quire.contracts.layers import FullAttention, LayerSpec, RopeSpec, WindowedAttention, sink_refusal
+from quire.contracts.layers import LatentAttention, LayerSpec, RopeSpec, sink_refusal
 from quire.errors import FailedPrecondition, InvalidArgument, Unsupported
 from quire.kv import exchange, rows
-from quire.kv.need import pages_for
+from quire.kv.layer_classes import LayerClass, describe_ids, ids_of, supported
+from quire.kv.need import ForwardNeed, pages_for
 from quire.kv.pages import PagePool
 from quire.kv.passes import AttentionPass, Layer
+from quire.kv.recurrent import RecurrentPart
 from quire.kv.rules import RefusedVerbs
 from quire.kv.sequences import SequenceTable, check_integer
-from quire.kv.storage import PagedStorage
+from quire.kv.storage import PagedSpec, PagedStorage
 from quire.kv.trees import TokenTreeParents
 from quire.kv.verbs import AttentionVerbs
 from quire.kv.windows import Eviction, Window
@@ -33,25 +35,19 @@ from quire.ops.rope import RotaryTable
 from quire.types import SeqId
 
 
-@dataclass(frozen=True, slots=True)
-class LayerClass:
-    """Layers that keep the same positions: they share one page table per sequence."""
-
-    window: int | None
-    """None: all tokens are kept."""
-    layers: tuple[int, ...]
-    """Indices into the specs, ascending."""
-    storage: PagedStorage
-
-
 class PagedKVState(AttentionVerbs, RefusedVerbs):
-    """The KV state of a model whose layers are of full or windowed attention.
+    """The KV state of a model whose layers are of full, windowed or latent attention.
 
-    Layers of one kind and window form a *layer class* with a pool of its own. ``capacity``: tokens that the pool of each class
-    holds, rounded up to whole pages; ``window_capacity``: the same for classes with a window, which need less (None: as
-    many). ``first_layer``: the global id of ``specs[0]`` (a pipeline stage owns a range). Raises ``Unsupported`` for a layer
+    Layers that keep the same positions form a *layer class* with a pool of its own: those of one window, and all without,
+    latent ones among them. ``capacity``: tokens that the pool of each class holds, rounded up to whole pages; ``window_capacity``:
+    the same for classes with a window, which need less (None: as many). ``first_layer``: the global id of ``specs[0]`` (a pipeline
+    stage owns a range); ``layer_ids``: those of all ``specs``, ascending, where they are not a range. ``allow_empty``: there may be
+    no layers, for a state that keeps sequences of a model without attention. Raises ``Unsupported`` for a layer
     that it does not have, and ``ResourceExhausted`` if the pools do not fit in memory. One thread at a time.
     """
+
+    recurrent: RecurrentPart | None = None
+    """The states of recurrent layers, which a ``HybridState`` has."""
 
     def __init__(
         self,
@@ -64,6 +60,8 @@ class PagedKVState(AttentionVerbs, RefusedVerbs):
         device: torch.device | str = "cpu",
         backend: AttentionBackend,
         first_layer: int = 0,
+        layer_ids: Sequence[int] | None = None,
+        allow_empty: bool = False,
     ) -> None:
         if page_size < 1:
             raise InvalidArgument(f"page_size {page_size}; at least 1 is needed")
@@ -73,8 +71,13 @@ class PagedKVState(AttentionVerbs, RefusedVerbs):
         if dtype not in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
             raise InvalidArgument(f"KV dtype {dtype}; float32, float16, bfloat16 or float64 are stored")
         self.device = torch.device(device)
-        self.specs = [self._supported(index + first_layer, spec, backend) for index, spec in enumerate(specs)]
-        if not self.specs:
+        self.layer_ids = ids_of(len(specs), first_layer, layer_ids)
+        """Global ids of ``specs``, ascending."""
+        self.specs = [
+            supported(layer_id, spec, backend, self.device)
+            for layer_id, spec in zip(self.layer_ids, specs, strict=True)
+        ]
+        if not self.specs and not allow_empty:
             raise InvalidArgument("a KV state needs at least one layer")
         self.page_size = page_size
         self.dtype = dtype
@@ -92,47 +95,19 @@ class PagedKVState(AttentionVerbs, RefusedVerbs):
             storage = PagedStorage([self.specs[index] for index in layers], slots, dtype, self.device)
             self.classes.append(LayerClass(window, tuple(layers), storage))
         self.table = SequenceTable(pools, page_size, [one.window for one in self.classes])
-        self._layers = [self._layer(index) for index in range(len(self.specs))]
+        self._layers = {layer_id: self._layer(index) for index, layer_id in enumerate(self.layer_ids)}
         self._rotary: dict[RopeSpec, RotaryTable] = {}
         self.current_pass: AttentionPass | None = None
         """The open forward."""
         self.imports: dict[SeqId, exchange.Import] = {}
-
-    def _supported(
-        self, layer_id: int, spec: LayerSpec, backend: AttentionBackend
-    ) -> FullAttention | WindowedAttention:
-        if not isinstance(spec, (FullAttention, WindowedAttention)):
-            raise Unsupported(
-                f"layer {layer_id} is of kind {spec.kind!r}; PagedKVState has layers of kind 'full' and 'window' only"
-            )
-        if spec.num_kv_heads < 1 or spec.num_heads % spec.num_kv_heads:
-            raise InvalidArgument(
-                f"layer {layer_id}: {spec.num_heads} query heads cannot share {spec.num_kv_heads} KV heads; give a divisor"
-            )
-        if isinstance(spec, WindowedAttention) and spec.window < 1:
-            raise InvalidArgument(f"layer {layer_id}: window {spec.window}; at least 1 is needed")
-        if spec.softcap is not None and not spec.softcap > 0:
-            raise InvalidArgument(f"layer {layer_id}: softcap {spec.softcap}; a number above 0, or None, is needed")
-        if spec.sinks and len(spec.sinks) != spec.num_heads:
-            raise InvalidArgument(
-                f"layer {layer_id}: {len(spec.sinks)} learned sinks for {spec.num_heads} query heads; one each is needed"
-            )
-        if spec.rope_mode != "none" and spec.rope is None:
-            raise InvalidArgument(f"layer {layer_id}: RoPE mode {spec.rope_mode!r} needs frequencies (rope=)")
-        if spec.rope and (spec.rope.rotary_dim > spec.head_dim or spec.rope.rotary_dim % 2):
-            raise InvalidArgument(
-                f"layer {layer_id}: {spec.rope.rotary_dim} rotary columns in heads of {spec.head_dim}; an even number that fits is needed"
-            )
-        reason = backend.refusal(spec, self.device)
-        if reason:
-            raise Unsupported(f"layer {layer_id}: {reason}")
-        return spec
 
     def _layer(self, index: int) -> Layer:
         spec = self.specs[index]
         which = next(number for number, one in enumerate(self.classes) if index in one.layers)
         place = self.classes[which].layers.index(index)
         stored = self.classes[which].storage.layers[place]
+        if isinstance(spec, LatentAttention):
+            return Layer(spec, which, place, stored.k, stored.v, Scoring(spec.scale), None)
         sinks_H = torch.tensor(spec.sinks, dtype=torch.float32, device=self.device) if spec.sinks else None
         return Layer(spec, which, place, stored.k, stored.v, Scoring(spec.scale, spec.softcap), sinks_H)
 
@@ -140,14 +115,17 @@ class PagedKVState(AttentionVerbs, RefusedVerbs):
 
     def layer(self, layer_id: int) -> Layer:
         """A layer of this state; ``InvalidArgument`` for others."""
-        index = layer_id - self.first_layer
-        if not 0 <= index < len(self._layers):
-            raise InvalidArgument(
-                f"layer {layer_id}; this state has layers {self.first_layer}..{self.first_layer + len(self.specs) - 1}"
-            )
-        return self._layers[index]
+        found = self._layers.get(layer_id)
+        if found is None:
+            raise InvalidArgument(f"layer {layer_id}; {describe_ids(self.layer_ids)}")
+        return found
 
-    def spec(self, layer_id: int) -> FullAttention | WindowedAttention:
+    def index_of(self, layer_id: int) -> int:
+        """Where a layer stands in ``specs``; ``InvalidArgument`` outside of this state's layers."""
+        self.layer(layer_id)
+        return bisect_left(self.layer_ids, layer_id)
+
+    def spec(self, layer_id: int) -> PagedSpec:
         """What the layer is; ``InvalidArgument`` outside of this state's layers."""
         return self.layer(layer_id).spec
 
@@ -210,7 +188,7 @@ class PagedKVState(AttentionVerbs, RefusedVerbs):
         return self.table.reachable(self.table.get(seq_id))
 
     def held(self, seq_id: SeqId, layer_id: int) -> list[range]:
-        """Positions of which a layer holds K and V, ascending; empty ranges are left out."""
+        """Positions of which a layer holds rows, ascending; empty ranges are left out."""
         return self.table.held(seq_id, self.layer(layer_id).class_index)
 
     def nearest_reachable(self, seq_id: SeqId, position: int) -> int:
@@ -228,7 +206,8 @@ class PagedKVState(AttentionVerbs, RefusedVerbs):
     ) -> None:
         """The sequence keeps its first ``sink`` tokens and the last ``window - sink`` from its next forward on; None: all.
 
-        ``FailedPrecondition`` once something is evicted; ``Unsupported``: a sink, where layers rotate by a rule of their own.
+        ``FailedPrecondition`` once something is evicted; ``Unsupported``: a sink, where layers rotate by a rule of their own;
+        any window, where there is no layer that it could concern.
         """
         if eviction not in ("token", "forward"):
             raise InvalidArgument(f"eviction {eviction!r}; 'token' or 'forward' are accepted")
@@ -243,6 +222,11 @@ class PagedKVState(AttentionVerbs, RefusedVerbs):
             wanted = Window(size, kept, eviction)
         elif sink != 0:
             raise InvalidArgument(f"sink {sink} without a window; give a window, or sink=0")
+        if not self.specs:
+            self.table.get(seq_id)
+            raise Unsupported(
+                "enable_sliding_window_for_seq: the state has no attention layer that a window could concern"
+            )
         self.table.set_window(seq_id, wanted)
 
     def commit_accepted_token_tree_nodes(self, seq_ids: Sequence[SeqId], leaf_indices: Sequence[int]) -> None:
@@ -293,7 +277,7 @@ class PagedKVState(AttentionVerbs, RefusedVerbs):
 
     def largest_step(self, window: int, sink: int) -> int:
         """Tokens of one forward that fit into the empty pools beside a sliding window of a sequence; may be below 1."""
-        pages = min(pool.num_pages for pool in self.table.pools) - pages_for(sink, self.page_size) - 1
+        pages = min((pool.num_pages for pool in self.table.pools), default=0) - pages_for(sink, self.page_size) - 1
         return pages * self.page_size - (window - sink)
 
     def shortage_in_steps(self, seq_ids: Sequence[SeqId], append_lengths: Sequence[int], most: int) -> int:
@@ -302,8 +286,8 @@ class PagedKVState(AttentionVerbs, RefusedVerbs):
         return self.table.shortage_in_steps(seq_ids, append_lengths, most)
 
     def num_available_pages(self) -> int:
-        """Free pages of the class, among those that keep all tokens, that has the fewest."""
-        return min(pool.num_free for pool in self._counting_pools())
+        """Free pages of the class, among those that keep all tokens, that has the fewest; 0 without layers."""
+        return min((pool.num_free for pool in self._counting_pools()), default=0)
 
     def missing_pages(
         self, seq_ids: Sequence[SeqId], append_lengths: Sequence[int], token_tree_parents: TokenTreeParents = None
@@ -356,10 +340,14 @@ class PagedKVState(AttentionVerbs, RefusedVerbs):
             for one, copies, blanks in zip(self.classes, opened.copies, opened.blanks, strict=True):
                 one.storage.copy(copies)
                 one.storage.blank(blanks)
-            self.current_pass = AttentionPass(self, need)
+            self.current_pass = self.make_pass(need)
         except BaseException:
             self.table.abort()
             raise
+
+    def make_pass(self, need: ForwardNeed) -> AttentionPass:
+        """What blocks see of the forward that is being opened."""
+        return AttentionPass(self, need)
 
     def open_pass(self) -> AttentionPass:
         """The open forward; ``FailedPrecondition`` if there is none."""
@@ -379,21 +367,25 @@ class PagedKVState(AttentionVerbs, RefusedVerbs):
     def end_forward(self, *, skipped: Iterable[int] = ()) -> None:
         """Publish. Every layer must have been written, or be named in ``skipped``: its rows read as zeros."""
         skipped = set(skipped)
-        for layer_id in skipped:
-            self.spec(layer_id)
-        opened = self.open_pass()
-        layers = range(self.first_layer, self.first_layer + len(self.specs))
-        missing = [layer for layer in layers if layer not in opened.written and layer not in skipped]
-        if missing:
-            raise FailedPrecondition(
-                f"end_forward: layers {missing} were not written; run them, or name them in skipped=, or call abort_forward"
-            )
+        opened = self.require_written(skipped)
         for layer_id in skipped - opened.written:
             layer = self.layer(layer_id)
             for stored in (layer.k_SHD, layer.v_SHD):
                 stored.index_fill_(0, opened.slots[layer.class_index], 0.0)
         self.table.publish()
         self.current_pass = None
+
+    def require_written(self, skipped: Collection[int]) -> AttentionPass:
+        """The open forward, in which every layer has been written or is named in ``skipped``; refuses as ``end_forward``."""
+        for layer_id in skipped:
+            self.spec(layer_id)
+        opened = self.open_pass()
+        missing = [layer for layer in self.layer_ids if layer not in opened.written and layer not in skipped]
+        if missing:
+            raise FailedPrecondition(
+                f"end_forward: layers {missing} were not written; run them, or name them in skipped=, or call abort_forward"
+            )
+        return opened
 
     def abort_forward(self) -> None:
         """Lengths, trees and pages as before ``begin_forward``; what had left every window stays gone."""
@@ -417,13 +409,28 @@ class PagedKVState(AttentionVerbs, RefusedVerbs):
         relative: bool = False,
         out: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Rows ``start..end - 1`` as stored: K ``[L, n, Hkv, Dk]``, V ``[L, n, Hkv, Dv]``; without L for one ``layer``."""
+        """Rows ``start..end - 1`` as stored: K ``[L, n, Hkv, Dk]``, V ``[L, n, Hkv, Dv]``; without L for one ``layer``.
+        ``Unsupported`` for a latent layer, and where all are."""
         return rows.read(self, seq_id, start, end, layer, relative, out)
+
+    def debug_get_kv_mla(
+        self,
+        seq_id: SeqId,
+        start: int = 0,
+        end: int | None = None,
+        *,
+        layer: int | None = None,
+        relative: bool = False,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """The same of latent layers: ``[L, n, row]``; without L for one ``layer``. ``Unsupported`` for other layers."""
+        return rows.read_latent(self, seq_id, start, end, layer, relative, out)
 
     def debug_set_kv(
         self, seq_id: SeqId, start: int, k: Tensor, v: Tensor | None = None, *, layer: int | None = None
     ) -> None:
-        """Overwrite rows from ``start`` on; shared pages are split first, so no other sequence changes."""
+        """Overwrite rows from ``start`` on; shared pages are split first, so no other sequence changes. Of latent layers ``k`` is
+        ``[.., n, row]`` and ``v`` None."""
         rows.overwrite(self, seq_id, start, k, v, layer)
 
     # -- export and import -----------------------------------------------------------------------------------

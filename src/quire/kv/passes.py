@@ -16,12 +16,15 @@ import torch
 from torch import Tensor
 
 from quire.contracts.attention import AttentionState, ForwardPlan, Scoring
-from quire.contracts.layers import FullAttention, RopeSpec, WindowedAttention
-from quire.errors import FailedPrecondition
-from quire.kv import plans
+from quire.contracts.layers import LatentAttention, RopeSpec
+from quire.contracts.model import LatentExpansion
+from quire.errors import FailedPrecondition, Unsupported
+from quire.kv import latent, plans
 from quire.kv.need import ForwardNeed
 from quire.kv.pages import PageIds
 from quire.kv.plans import Batch, Masks
+from quire.kv.rules import PAGED_REFUSALS, refuse_layer
+from quire.kv.storage import KeyValueSpec, PagedSpec
 from quire.ops.attention import attention_weights, merge
 from quire.ops.rope import rotate
 
@@ -30,18 +33,22 @@ if TYPE_CHECKING:
 
 Keys: TypeAlias = Literal["fused", "past", "own"]
 """Which keys: all stored ones, those from before this forward, the new tokens only."""
+MaskedKeys: TypeAlias = Literal["masked past", "masked own"]
+"""The latter two under the mask of the forward."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
     """One layer of the state, ready to run."""
 
-    spec: FullAttention | WindowedAttention
+    spec: PagedSpec
     class_index: int
     index: int
     """Among the layers of its class."""
     k_SHD: Tensor
+    """Of a latent layer ``[S, 1, row]``."""
     v_SHD: Tensor
+    """Of a latent layer a view of the first columns of ``k_SHD``."""
     scoring: Scoring
     sinks_H: Tensor | None
     """Learned logits, float32."""
@@ -50,6 +57,14 @@ class Layer:
     def turning(self) -> RopeSpec | None:
         """The rotation that the state does; None: the caller has rotated, or nobody does."""
         return self.spec.rope if self.spec.rope_mode != "none" else None
+
+
+def key_value_spec(verb: str, layer_id: int, layer: Layer) -> KeyValueSpec:
+    """The spec of a layer with K and V, for a verb that is about them; ``Unsupported`` for other layers."""
+    spec = layer.spec
+    if isinstance(spec, LatentAttention):
+        refuse_layer(verb, layer_id, spec.kind)
+    return spec
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,13 +100,14 @@ class AttentionPass:
             torch.from_numpy(plans.new_slots(self.batch, tables, state.page_size)).to(state.device)
             for tables in self._tables
         ]
-        self._prepared: dict[tuple[Keys, int], Prepared] = {}
+        self._prepared: dict[tuple[Keys | MaskedKeys, int], Prepared] = {}
         self._raw: dict[tuple[Keys, int], Raw] = {}
         self._rotations: dict[tuple[RopeSpec, bool], tuple[Tensor, Tensor]] = {}
         self._mask: Masks | None = None
         self._relative_T: Tensor | None = None
         self.written: set[int] = set()
-        self._capturing = False
+        self.capturing = False
+        """Whether attention weights are kept."""
         self.weights: dict[int, list[Tensor]] = {}
         """By layer, per entry ``[Hq, n, keys]`` float32, of what ran after ``capture_weights`` was called."""
         for index in range(len(state.classes)):
@@ -128,6 +144,13 @@ class AttentionPass:
         cos, sin = self._rotation(spec, relative)
         return rotate(x_THD, cos, sin, interleaved=spec.interleaved)
 
+    def turn_last(self, x_THD: Tensor, spec: RopeSpec | None, *, relative: bool = False) -> Tensor:
+        """The last rotary columns of every head rotated, as latent layers have them."""
+        if spec is None:
+            return x_THD
+        cos, sin = self._rotation(spec, relative)
+        return latent.rotate_last(x_THD, cos, sin, interleaved=spec.interleaved)
+
     def _sink_queries(self, layer: Layer, q_THD: Tensor) -> Tensor:
         """Queries for the sink part: rotated at their relative positions. ``q`` is as the verb was given it."""
         rope = layer.spec.rope
@@ -138,7 +161,8 @@ class AttentionPass:
         # The caller has rotated at the true position: turn back by the number of evicted tokens.
         back_T = torch.from_numpy(self.batch.evicted).to(self._state.device)
         cos, sin = self._state.rotary_table(rope).turn_back(back_T, int(self.batch.evicted.max()))
-        return rotate(q_THD, cos, sin, interleaved=rope.interleaved).to(self._state.dtype)
+        turn = latent.rotate_last if isinstance(layer.spec, LatentAttention) else rotate
+        return turn(q_THD, cos, sin, interleaved=rope.interleaved).to(self._state.dtype)
 
     # -- plans -----------------------------------------------------------------------------------------------
 
@@ -157,32 +181,44 @@ class AttentionPass:
         if keys == "past":
             return plans.past(self.batch, tables, state.page_size, window)
         plan = plans.fused(self.batch, tables, state.page_size, window)
-        return plan if self._mask is None else plans.masked(plan, self.batch, self._mask)
+        return plan if self._mask is None else plans.masked(plan, self._mask)
 
     def _prepare(self, plan: ForwardPlan) -> Prepared:
         return Prepared(plan, self._state.backend.plan(plan, self._state.dtype))
 
     def masked(self, keys: Keys, class_index: int, masks: Masks) -> Prepared:
         """The plan of these keys under a mask, which replaces the causal and tree rule."""
-        return self._prepare(plans.masked(self.prepared(keys, class_index).plan, self.batch, masks))
+        return self._prepare(plans.masked(self.prepared(keys, class_index).plan, masks))
+
+    def parts(self, class_index: int) -> tuple[Prepared, Prepared]:
+        """The plans over what was stored before and over the new tokens, under the mask of the forward if there is one."""
+        if self._mask is None:
+            return self.prepared("past", class_index), self.prepared("own", class_index)
+        past, own = self._prepared.get(("masked past", class_index)), self._prepared.get(("masked own", class_index))
+        if past is None or own is None:
+            before, new = plans.parts_of(self._mask, self.batch)
+            past = self._prepared["masked past", class_index] = self.masked("past", class_index, before)
+            own = self._prepared["masked own", class_index] = self.masked("own", class_index, new)
+        return past, own
 
     def use_mask(self, mask: Tensor) -> None:
-        """One mask for all layers of this forward (``attend``, ``attend_qkv``), as ``attention_with_fused_qkv`` takes it:
+        """One mask for all layers of this forward (``attend``, ``attend_qkv``, ``attend_latent``), as ``attention_with_fused_qkv`` takes it:
         flat bool, entry by entry row-major ``[n, keys]``, columns by address. ``InvalidArgument`` for another."""
         plans.check_mask(mask, self._state.device)
         self._mask = plans.cut_mask(mask, self.batch)
-        self._prepared = {key: value for key, value in self._prepared.items() if key[0] != "fused"}
+        self._prepared = {key: value for key, value in self._prepared.items() if key[0] in ("past", "own")}
         self._raw.clear()
 
     def capture_weights(self) -> None:
         """Keep the attention weights of every layer from now on (at the cost of computing them once more)."""
-        self._capturing = True
+        self.capturing = True
 
     # -- what blocks call ------------------------------------------------------------------------------------
 
     def attend(self, layer_id: int, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor) -> Tensor:
         """See ``contracts.model.Pass``."""
         layer = self._state.layer(layer_id)
+        key_value_spec("attention_with_fused_qkv", layer_id, layer)
         rope, q_turned = layer.turning, q_THD
         if rope is not None:
             q_turned = self._turn(q_THD, rope)
@@ -195,7 +231,7 @@ class AttentionPass:
     ) -> Tensor:
         """See ``contracts.model.Pass``; ``scale`` and ``masks`` for this layer only."""
         layer = self._state.layer(layer_id)
-        spec, rope = layer.spec, layer.turning
+        spec, rope = key_value_spec("attention_with_fused_qkv", layer_id, layer), layer.turning
         heads, kv_heads, dk = spec.num_heads, spec.num_kv_heads, spec.head_dim
         qk_columns = (heads + kv_heads) * dk
         qk_THD = qkv_TC[:, :qk_columns].view(-1, heads + kv_heads, dk)
@@ -214,7 +250,36 @@ class AttentionPass:
     def attend_shared(self, source_layer_id: int, q_THD: Tensor) -> Tensor:
         """Attention over the K and V of another layer, those of this forward included: ``[T, Hq, Dv]``."""
         layer = self._state.layer(source_layer_id)
+        key_value_spec("attention_with_shared_kv", source_layer_id, layer)
         return self.cross(source_layer_id, q_THD, "fused", layer.scoring).out.to(q_THD.dtype)
+
+    def attend_latent(self, layer_id: int, q_THD: Tensor, rows_TR: Tensor, expansion: LatentExpansion) -> Tensor:
+        """See ``contracts.model.Pass``."""
+        self._require_open()
+        return latent.attend(self, self._state, layer_id, q_THD, rows_TR, expansion)
+
+    def linear_attention(
+        self,
+        layer_id: int,
+        state_id: int,
+        q_THK: Tensor,
+        k_THK: Tensor,
+        v_THV: Tensor,
+        *,
+        scale: float = 1.0,
+        log_decay: Tensor | None = None,
+        beta_TH: Tensor | None = None,
+    ) -> Tensor:
+        """``Unsupported``: there are no recurrent layers."""
+        del state_id, q_THK, k_THK, v_THV, scale, log_decay, beta_TH
+        raise Unsupported(f"linear_attention of layer {layer_id}: {PAGED_REFUSALS['linear_attention']}")
+
+    def convolve(
+        self, layer_id: int, state_id: int, x_TC: Tensor, weight_CW: Tensor, bias_C: Tensor | None = None
+    ) -> Tensor:
+        """``Unsupported``: there are no recurrent layers."""
+        del state_id, x_TC, weight_CW, bias_C
+        raise Unsupported(f"convolve of layer {layer_id}: {PAGED_REFUSALS['get']}")
 
     def _attend(
         self,
@@ -233,7 +298,7 @@ class AttentionPass:
         if dtype != state.dtype or k_THD.dtype != state.dtype:
             # Attention reads what is stored, so that a token's result does not depend on where a chunk began.
             q_turned_THD, k_THD, v_THD = (x_THD.to(state.dtype) for x_THD in (q_turned_THD, k_THD, v_THD))
-        self._write(layer_id, layer, k_THD, v_THD)
+        self.write(layer_id, layer, k_THD, v_THD)
         if masks is None:
             prepared = self.prepared("fused", layer.class_index)
         else:
@@ -247,7 +312,7 @@ class AttentionPass:
         out_THD = state.backend.run(
             prepared.made, q_turned_THD, new, k_SHD, v_SHD, scoring, q_sink_THD=q_sink, sinks_H=layer.sinks_H
         )
-        if self._capturing:
+        if self.capturing:
             self.weights[layer_id] = attention_weights(
                 prepared.plan, q_turned_THD, k_SHD, scoring, q_sink_THD=q_sink, sinks_H=layer.sinks_H
             )
@@ -258,7 +323,8 @@ class AttentionPass:
             # Its slots may belong to somebody else by now.
             raise FailedPrecondition("this forward is over; take the pass of the open one")
 
-    def _write(self, layer_id: int, layer: Layer, k_THD: Tensor, v_THD: Tensor) -> None:
+    def write(self, layer_id: int, layer: Layer, k_THD: Tensor, v_THD: Tensor | None = None) -> None:
+        """Store the rows of the new tokens as they are; a latent layer has no ``v``."""
         self._state.classes[layer.class_index].storage.write(layer.index, self.slots[layer.class_index], k_THD, v_THD)
         self.written.add(layer_id)
 
@@ -270,7 +336,12 @@ class AttentionPass:
         self._require_open()
         if layer.turning is not None and layer.spec.rope_mode == "normal":
             k_THD = self._turn(k_THD, layer.turning)
-        self._write(layer_id, layer, k_THD.to(self._state.dtype), v_THD.to(self._state.dtype))
+        self.write(layer_id, layer, k_THD.to(self._state.dtype), v_THD.to(self._state.dtype))
+
+    def append_rows(self, layer_id: int, rows_TR: Tensor) -> None:
+        """Store the latent rows of the new tokens as they are given."""
+        self._require_open()
+        self.write(layer_id, self._state.layer(layer_id), rows_TR.to(self._state.dtype).unsqueeze(1))
 
     def own(
         self, layer_id: int, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, scoring: Scoring, masks: Masks | None

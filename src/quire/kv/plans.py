@@ -147,19 +147,29 @@ def own(batch: Batch, layer_window: int | None) -> ForwardPlan:
     return replace(plan, origins=batch.bases)
 
 
-def masked(plan: ForwardPlan, batch: Batch, masks: Masks) -> ForwardPlan:
+def masked(plan: ForwardPlan, masks: Masks) -> ForwardPlan:
     """The same keys, visible where the mask says so; windows still apply."""
-    rules = []
+    rules: list[KeyRule | None] = []
     for entry, mask in enumerate(masks):
         origin, keys = int(plan.origins[entry]), int(plan.keys[entry])
+        if not keys:
+            rules.append(None)
+            continue
         positions = np.arange(origin, origin + keys, dtype=np.int64)
-        depths = batch.depths[entry]
-        if depths is not None:
-            base = int(batch.bases[entry])
-            nodes = min(depths.size, keys)
-            positions[keys - nodes :] = base + depths[depths.size - nodes :]
+        tree = plan.rules[entry]
+        if tree is not None:
+            positions[tree.first :] = tree.positions
         rules.append(KeyRule(first=0, allowed=mask, positions=positions))
     return replace(plan, rules=tuple(rules))
+
+
+def parts_of(masks: Masks, batch: Batch) -> tuple[Masks, Masks]:
+    """Masks over all keys as those over what was stored before, and those over the new tokens."""
+    stored = batch.stored.tolist()
+    return (
+        tuple(mask[:, :before] for mask, before in zip(masks, stored, strict=True)),
+        tuple(mask[:, before:] for mask, before in zip(masks, stored, strict=True)),
+    )
 
 
 def check_mask(mask: Tensor, device: torch.device) -> None:

@@ -1,17 +1,19 @@
 """Reading and overwriting stored rows (the debug verbs of the contract).
 
-Letters: L layers; n rows; Hkv heads; Dk, Dv head sizes.
+Letters: L layers; n rows; Hkv heads; Dk, Dv head sizes; row columns of a latent row.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import Tensor
 
-from quire.errors import FailedPrecondition, InvalidArgument
+from quire.errors import FailedPrecondition, InvalidArgument, Unsupported
+from quire.kv.rules import layer_refusal, refuse_layer
 from quire.kv.sequences import check_integer
+from quire.kv.storage import LayerRows, geometry
 from quire.kv.verbs import check_apart, check_out
 from quire.kv.windows import describe_ranges
 from quire.types import SeqId
@@ -31,32 +33,7 @@ def read(
     out: tuple[Tensor, Tensor] | None,
 ) -> tuple[Tensor, Tensor]:
     """See ``PagedKVState.debug_get_kv``."""
-    layers = layers_of(state, layer_id)
-    start = check_integer(start, "debug_get_kv: start", 0)
-    end = None if end is None else check_integer(end, "debug_get_kv: end", start)
-    if out is not None and len(out) != 2:
-        raise InvalidArgument(f"debug_get_kv: out has {len(out)} tensors; a pair for K and V is needed")
-    sequence = state.table.get(seq_id)
-    gone = sequence.evicted if relative else 0
-    total = sequence.stored - gone
-    end = total if end is None else end
-    if not 0 <= start <= end <= total:
-        raise InvalidArgument(
-            f"debug_get_kv: rows {start}..{end} of sequence {seq_id}; 0 <= start <= end <= {total} is needed"
-        )
-    state.table.require_ready(seq_id, sequence, "debug_get_kv")
-    parts = [range(start, end)]
-    if gone and sequence.window is not None:
-        # Cached tokens: the sink, then the window.
-        sink = sequence.window.sink
-        parts = [range(start, min(end, sink)), range(max(start, sink) + gone, end + gone)]
-    parts = [part for part in parts if part]
-    for layer in layers:
-        require_held(state, seq_id, layer.class_index, parts, "debug_get_kv")
-    found = []
-    for layer in layers:
-        slots = state.table.slots(layer.class_index, seq_id, parts)
-        found.append(state.classes[layer.class_index].storage.read(layer.index, slots))
+    found = gathered(state, seq_id, start, end, layer_id, relative, out, "debug_get_kv")
     k = found[0].k if layer_id is not None else torch.stack([row.k for row in found])
     v = found[0].v if layer_id is not None else torch.stack([row.v for row in found])
     if out is None:
@@ -69,23 +46,73 @@ def read(
     return out
 
 
+def read_latent(
+    state: PagedKVState,
+    seq_id: SeqId,
+    start: int,
+    end: int | None,
+    layer_id: int | None,
+    relative: bool,
+    out: Tensor | None,
+) -> Tensor:
+    """See ``PagedKVState.debug_get_kv_mla``."""
+    found = gathered(state, seq_id, start, end, layer_id, relative, None, "debug_get_kv_mla")
+    rows = [row.k.squeeze(1) for row in found]
+    latent = rows[0] if layer_id is not None else torch.stack(rows)
+    if out is None:
+        return latent
+    check_out(out, tuple(latent.shape), state.dtype, latent)
+    return out.copy_(latent)
+
+
+def gathered(
+    state: PagedKVState,
+    seq_id: SeqId,
+    start: int,
+    end: int | None,
+    layer_id: int | None,
+    relative: bool,
+    out: tuple[Tensor, Tensor] | None,
+    verb: str,
+) -> list[LayerRows]:
+    """Fresh copies of these rows, layer by layer."""
+    start = check_integer(start, f"{verb}: start", 0)
+    end = None if end is None else check_integer(end, f"{verb}: end", start)
+    if out is not None and len(out) != 2:
+        raise InvalidArgument(f"{verb}: out has {len(out)} tensors; a pair for K and V is needed")
+    layers = layers_of(state, layer_id, verb)
+    sequence = state.table.get(seq_id)
+    gone = sequence.evicted if relative else 0
+    total = sequence.stored - gone
+    end = total if end is None else end
+    if not 0 <= start <= end <= total:
+        raise InvalidArgument(
+            f"{verb}: rows {start}..{end} of sequence {seq_id}; 0 <= start <= end <= {total} is needed"
+        )
+    if not layers:
+        refuse_layers(state, layer_id, verb)
+    state.table.require_ready(seq_id, sequence, verb)
+    parts = [range(start, end)]
+    if gone and sequence.window is not None:
+        # Cached tokens: the sink, then the window.
+        sink = sequence.window.sink
+        parts = [range(start, min(end, sink)), range(max(start, sink) + gone, end + gone)]
+    parts = [part for part in parts if part]
+    for layer in layers:
+        require_held(state, seq_id, layer.class_index, parts, verb)
+    found = []
+    for layer in layers:
+        slots = state.table.slots(layer.class_index, seq_id, parts)
+        found.append(state.classes[layer.class_index].storage.read(layer.index, slots))
+    return found
+
+
 def overwrite(
     state: PagedKVState, seq_id: SeqId, start: int, k: Tensor, v: Tensor | None, layer_id: int | None
 ) -> None:
     """See ``PagedKVState.debug_set_kv``."""
-    layers = layers_of(state, layer_id)
+    layers, count = rows_to_set(state, k, v, layer_id)
     start = check_integer(start, "debug_set_kv: start", 0)
-    if v is None:
-        raise InvalidArgument("debug_set_kv: v is missing; attention layers have K and V")
-    spec = layers[0].spec
-    count = k.shape[-3] if k.dim() >= 3 else -1
-    lead = () if layer_id is not None else (len(layers),)
-    for name, given, dim in (("k", k, spec.head_dim), ("v", v, spec.value_dim)):
-        wanted = (*lead, count, spec.num_kv_heads, dim)
-        if tuple(given.shape) != wanted or given.dtype != state.dtype:
-            raise InvalidArgument(
-                f"debug_set_kv: {name} is {given.dtype} {tuple(given.shape)}; {state.dtype} {wanted} with the same number of rows is needed"
-            )
     sequence = state.table.get(seq_id)
     if start + count > sequence.length:
         raise InvalidArgument(
@@ -101,9 +128,44 @@ def overwrite(
         one.storage.copy(copies)
     for row, layer in enumerate(layers):
         slots = torch.from_numpy(state.table.slots(layer.class_index, seq_id, [part])).to(state.device)
-        new_k, new_v = (k, v) if layer_id is not None else (k[row], v[row])
+        new_k = (k if layer_id is not None else k[row]).to(state.device)
         storage = state.classes[layer.class_index].storage
-        storage.write(layer.index, slots, new_k.to(state.device), new_v.to(state.device))
+        if v is None:
+            storage.write(layer.index, slots, new_k.unsqueeze(1))
+        else:
+            storage.write(layer.index, slots, new_k, (v if layer_id is not None else v[row]).to(state.device))
+
+
+def rows_to_set(state: PagedKVState, k: Tensor, v: Tensor | None, layer_id: int | None) -> tuple[list[Layer], int]:
+    """The layers that these rows are for, and how many rows of each: latent ones where ``v`` is None. ``InvalidArgument``."""
+    if layer_id is not None:
+        latent = state.layer(layer_id).spec.kind == "latent"
+    else:
+        latent = v is None and any(spec.kind == "latent" for spec in state.specs)
+    if latent and v is not None:
+        raise InvalidArgument(f"debug_set_kv: layer {layer_id} is latent and has no V; give its rows as k, without v")
+    if not latent and v is None:
+        raise InvalidArgument("debug_set_kv: v is missing; attention layers have K and V")
+    layers = layers_of(state, layer_id, "debug_get_kv_mla" if latent else "debug_get_kv")
+    if not layers:
+        raise InvalidArgument("debug_set_kv: no layer has K and V; give the rows of latent layers as k, without v")
+    shape = geometry(layers[0].spec)
+    lead = () if layer_id is not None else (len(layers),)
+    count = k.shape[len(lead)] if k.dim() > len(lead) else -1
+    inner = (
+        {"k": (shape.key_dim,)}
+        if latent
+        else {"k": (shape.kv_heads, shape.key_dim), "v": (shape.kv_heads, shape.value_dim)}
+    )
+    for name, given in (("k", k), ("v", v)):
+        if given is None:
+            continue
+        wanted = (*lead, count, *inner[name])
+        if tuple(given.shape) != wanted or given.dtype != state.dtype:
+            raise InvalidArgument(
+                f"debug_set_kv: {name} is {given.dtype} {tuple(given.shape)}; {state.dtype} {wanted} with the same number of rows is needed"
+            )
+    return layers, count
 
 
 def require_held(state: PagedKVState, seq_id: SeqId, class_index: int, parts: list[range], verb: str) -> None:
@@ -119,12 +181,18 @@ def require_held(state: PagedKVState, seq_id: SeqId, class_index: int, parts: li
             )
 
 
-def layers_of(state: PagedKVState, layer_id: int | None) -> list[Layer]:
-    """One layer, or all of them, which then must be of one geometry."""
-    if layer_id is not None:
-        return [state.layer(layer_id)]
-    layers = [state.layer(index + state.first_layer) for index in range(len(state.specs))]
-    geometries = {(layer.spec.num_kv_heads, layer.spec.head_dim, layer.spec.value_dim) for layer in layers}
-    if len(geometries) > 1:
+def layers_of(state: PagedKVState, layer_id: int | None, verb: str) -> list[Layer]:
+    """One layer, or all, of the kinds that have the verb; these must then be of one geometry. Empty: none has it."""
+    ids = state.layer_ids if layer_id is None else [layer_id]
+    layers = [layer for layer in map(state.layer, ids) if not layer_refusal(verb, layer.spec.kind)]
+    if len({geometry(layer.spec) for layer in layers}) > 1:
         raise InvalidArgument("the layers differ in geometry; name one with layer=")
     return layers
+
+
+def refuse_layers(state: PagedKVState, layer_id: int | None, verb: str) -> NoReturn:
+    """``Unsupported``: this layer does not have the verb, or no layer has."""
+    ids = state.layer_ids if layer_id is None else [layer_id]
+    if not ids:
+        raise Unsupported(f"{verb}: the state has no attention layers")
+    refuse_layer(verb, ids[0], state.layer(ids[0]).spec.kind)

@@ -5,7 +5,7 @@ One table serves the refusals, ``capabilities()`` and the documentation, so that
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 from quire.errors import Unsupported
@@ -24,12 +24,14 @@ PAGED_VERBS: tuple[str, ...] = (
     "commit_accepted_token_tree_nodes",
     "attention_with_fused_qkv",
     "append_kv",
+    "append_mla_kv",
     "self_attention",
     "cross_attention",
     "attention_with_shared_kv",
     "merge",
     "merge_attn_output_inplace",
     "debug_get_kv",
+    "debug_get_kv_mla",
     "debug_set_kv",
     "get_checkpoint_metadata",
     "get_layout_hash",
@@ -41,13 +43,10 @@ PAGED_VERBS: tuple[str, ...] = (
 """What paged attention does, exactly."""
 
 _NOT_BUILT = "this release of Quire does not have it"
-_NO_LATENT = "the state has no latent layers, and this release of Quire has no latent attention"
 _NO_RECURRENT = "the state has no recurrent layers, and this release of Quire has no recurrent state"
 
 PAGED_REFUSALS: dict[str, str] = {
     "set_cross_kv": "the state has no cross layers, and this release of Quire has no cross attention",
-    "append_mla_kv": _NO_LATENT,
-    "debug_get_kv_mla": _NO_LATENT,
     "linear_attention": _NO_RECURRENT,
     "get": _NO_RECURRENT,
     "set": _NO_RECURRENT,
@@ -62,13 +61,57 @@ PAGED_REFUSALS: dict[str, str] = {
 }
 """What it refuses, with the reason."""
 
+_KEYS_AND_VALUES = ("full", "window")
+_LATENT_FUSED = (
+    "its query is absorbed or expanded by the model; call append_mla_kv, then self_attention or cross_attention"
+)
+
+LAYER_VERBS: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
+    "attention_with_fused_qkv": (_KEYS_AND_VALUES, {"latent": _LATENT_FUSED}),
+    "append_kv": (_KEYS_AND_VALUES, {"latent": "it keeps one row per token and no K and V; call append_mla_kv"}),
+    "append_mla_kv": (("latent",), dict.fromkeys(_KEYS_AND_VALUES, "it keeps K and V; call append_kv")),
+    "self_attention": ((*_KEYS_AND_VALUES, "latent"), {}),
+    "cross_attention": ((*_KEYS_AND_VALUES, "latent"), {}),
+    "attention_with_shared_kv": (
+        _KEYS_AND_VALUES,
+        {"latent": "only the model that made its rows can read them; call cross_attention with an absorbed query"},
+    ),
+    "debug_get_kv": (_KEYS_AND_VALUES, {"latent": "it keeps one row per token and no K and V; call debug_get_kv_mla"}),
+    "debug_get_kv_mla": (("latent",), dict.fromkeys(_KEYS_AND_VALUES, "it keeps K and V; call debug_get_kv")),
+    "debug_set_kv": ((*_KEYS_AND_VALUES, "latent"), {}),
+}
+"""Verbs that are about one layer: the kinds of layer that have them, and why other kinds have not."""
+
+
+def layer_refusal(verb: str, kind: str) -> str:
+    """Why a layer of this kind does not have the verb; empty: it does."""
+    kinds, reasons = LAYER_VERBS[verb]
+    return "" if kind in kinds else reasons[kind]
+
+
+def refuse_layer(verb: str, layer_id: int, kind: str) -> NoReturn:
+    """Raise ``Unsupported`` with the reason of the table, for a layer of a kind that does not have the verb."""
+    raise Unsupported(f"{verb}: layer {layer_id} is of kind {kind!r}: {layer_refusal(verb, kind)}")
+
+
+def verbs_of(kinds: Iterable[str]) -> dict[str, str]:
+    """Every verb over a state with layers of these kinds: empty if some layer has it, else why not."""
+    present = sorted(set(kinds))
+    found = dict.fromkeys(PAGED_VERBS, "")
+    for verb in LAYER_VERBS:
+        if present and all(layer_refusal(verb, kind) for kind in present):
+            found[verb] = (
+                f"the state has layers of kind {' and '.join(map(repr, present))} only: {layer_refusal(verb, present[0])}"
+            )
+    return {**found, **PAGED_REFUSALS}
+
 
 def refuse(verb: str) -> NoReturn:
     """Raise ``Unsupported`` with the reason of the table."""
     raise Unsupported(f"{verb}: {PAGED_REFUSALS[verb]}")
 
 
-def refused(verb: str) -> Callable[..., NoReturn]:
+def refused(verb: str) -> Callable[..., Any]:
     """A method that raises ``Unsupported`` with the reason of the table, whatever it is given."""
 
     def method(*args: Any, **kwargs: Any) -> NoReturn:
@@ -84,8 +127,6 @@ class RefusedVerbs:
     """The verbs of the contract that ``PagedKVState`` does not have."""
 
     set_cross_kv = refused("set_cross_kv")
-    append_mla_kv = refused("append_mla_kv")
-    debug_get_kv_mla = refused("debug_get_kv_mla")
     linear_attention = refused("linear_attention")
     get = refused("get")
     set = refused("set")

@@ -25,16 +25,23 @@ def describe(state: PagedKVState, seq: SeqId, prefix: str = "") -> tuple[dict[st
     del metadata["groups"]  # the container has names, shapes and checksums
     rows = exchange.rows_by_layer(metadata)
     plan = [
-        TensorSpec(name=f"{prefix}layer.{layer + state.first_layer}.{name}", dtype=state.dtype, shape=shape)
-        for layer, spec in enumerate(state.specs)
-        for name, shape in exchange.group_shapes(spec, rows[layer + state.first_layer]).items()
+        TensorSpec(name=f"{prefix}layer.{layer}.{name}", dtype=one.dtype, shape=one.shape)
+        for layer, group in exchange.groups_of(state, rows, metadata["kept_recurrent_positions"]).items()
+        for name, one in group.items()
     ]
     return metadata, plan
 
 
+def is_exact(state: PagedKVState, metadata: Mapping[str, Any]) -> bool:
+    """Whether the rows of attention layers were stored in this state's dtype. Recurrent states are taken in their own only."""
+    mine = exchange.dtype_name(state.dtype)
+    return all(layer["dtype"] == mine for layer in metadata["layers"])
+
+
 def tensors(state: PagedKVState, seq: SeqId, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
     """The tensors of the plan, gathered layer by layer."""
-    for layer in range(state.first_layer, state.first_layer + len(state.specs)):
+    recurrent = state.recurrent.layer_ids if state.recurrent is not None else ()
+    for layer in sorted((*state.layer_ids, *recurrent)):
         for name, tensor in exchange.export_group(state, seq, layer).items():
             yield f"{prefix}layer.{layer}.{name}", tensor
 
@@ -54,39 +61,37 @@ def check(
     mine = exchange.dtype_name(state.dtype)
     found = sorted({str(layer.get("dtype")) for layer in layers})
     wanted: dict[str, Any] = dict(metadata)
-    if found != [mine]:
+    if found not in ([], [mine]):
         if not convert_dtype:
             raise InvalidArgument(
                 f"the state is stored in {', '.join(found)} and this one holds {mine}; pass convert_dtype=True to convert it"
             )
         wanted["layers"] = [{**layer, "dtype": mine} for layer in layers]
-        wanted["layout_hash"] = exchange.hash_of(wanted["layers"], state.first_layer)
-        if metadata.get("layout_hash") != exchange.hash_of(layers, state.first_layer):
+        wanted["layout_hash"] = exchange.hash_of(wanted["layers"], exchange.ids_metadata(state))
+        if metadata.get("layout_hash") != exchange.hash_of(layers, exchange.ids_metadata(state)):
             raise DataLoss("the layout hash of the state file does not fit its layers")
     exchange.validate(state, wanted)
     rows = exchange.rows_by_layer(wanted)
-    for layer, spec in enumerate(state.specs):
-        for name, shape in exchange.group_shapes(spec, rows[layer + state.first_layer]).items():
-            full = f"{prefix}layer.{layer + state.first_layer}.{name}"
+    groups = exchange.groups_of(state, rows, wanted["kept_recurrent_positions"])
+    said = {layer: one.get("dtype") for layer, one in zip(state.layer_ids, layers, strict=True)}
+    for layer, group in groups.items():
+        for name, one in group.items():
+            full = f"{prefix}layer.{layer}.{name}"
             stored = file.specs.get(full)
             if stored is None:
                 raise InvalidArgument(f"the state file lacks tensor {full!r}")
-            if stored.shape != shape:
-                raise InvalidArgument(f"tensor {full!r} has shape {stored.shape}, expected {shape}")
-            if exchange.dtype_name(stored.dtype) != layers[layer].get("dtype"):
-                raise InvalidArgument(
-                    f"tensor {full!r} is {stored.dtype}, and the metadata says {layers[layer].get('dtype')}"
-                )
+            if stored.shape != one.shape:
+                raise InvalidArgument(f"tensor {full!r} has shape {stored.shape}, expected {one.shape}")
+            expected = said.get(layer, exchange.dtype_name(one.dtype))
+            if exchange.dtype_name(stored.dtype) != expected:
+                raise InvalidArgument(f"tensor {full!r} is {stored.dtype}, and the metadata says {expected}")
     # The container has verified its own checksums.
     wanted["groups"] = [
         {
-            "group": layer + state.first_layer,
-            "tensors": {
-                name: {"shape": list(shape)}
-                for name, shape in exchange.group_shapes(spec, rows[layer + state.first_layer]).items()
-            },
+            "group": layer,
+            "tensors": {name: {"shape": list(one.shape)} for name, one in group.items()},
         }
-        for layer, spec in enumerate(state.specs)
+        for layer, group in groups.items()
     ]
     return wanted
 
@@ -102,13 +107,9 @@ def check_model(found: object, expected: Mapping[str, str]) -> None:
             )
 
 
-def tensor_names(state: PagedKVState, prefix: str = "") -> set[str]:
-    """Names that ``check`` asks for; a file that holds others is not what it says."""
-    return {
-        f"{prefix}layer.{layer + state.first_layer}.{name}"
-        for layer, spec in enumerate(state.specs)
-        for name in exchange.group_shapes(spec, 0)
-    }
+def tensor_names(checked: Mapping[str, Any], prefix: str = "") -> set[str]:
+    """Names that ``check`` asked for, of which these are the metadata; a file that holds others is not what it says."""
+    return {f"{prefix}layer.{group['group']}.{name}" for group in checked["groups"] for name in group["tensors"]}
 
 
 def load(state: PagedKVState, seq: SeqId, file: StateFile, checked: Mapping[str, Any], prefix: str = "") -> None:
@@ -116,13 +117,12 @@ def load(state: PagedKVState, seq: SeqId, file: StateFile, checked: Mapping[str,
     state.prepare_import(seq, dict(checked))
     try:
         with torch.inference_mode():
-            for layer, spec in enumerate(state.specs):
-                group = layer + state.first_layer
-                rows = {
-                    name: file.tensor(f"{prefix}layer.{group}.{name}").to(state.dtype)
-                    for name in exchange.group_shapes(spec, 0)
+            rows = exchange.rows_by_layer(checked)
+            for layer, group in exchange.groups_of(state, rows, checked["kept_recurrent_positions"]).items():
+                found = {
+                    name: file.tensor(f"{prefix}layer.{layer}.{name}").to(one.dtype) for name, one in group.items()
                 }
-                state.import_page_group(seq, group, rows)
+                state.import_page_group(seq, layer, found)
         state.finish_import(seq)
     except BaseException:
         state.remove_sequence(seq)

@@ -1,22 +1,52 @@
 """Where the rows of attention layers are kept. Three verbs: write, read, copy. No sequences here.
 
+A latent layer has one row per token, ``[S, 1, row]``, that is the key of all heads; its value is the first Dv columns, so V is a
+view of K.
+
 Letters: S slots of the pool; H KV heads; Dk, Dv head sizes of K and V; N rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.contracts.layers import FullAttention, WindowedAttention
+from quire.contracts.layers import FullAttention, LatentAttention, WindowedAttention
 from quire.errors import ResourceExhausted
 from quire.kv.need import SlotCopy, SlotRange
 from quire.kv.sequences import slot_index
+
+KeyValueSpec: TypeAlias = FullAttention | WindowedAttention
+"""Layers that keep K and V of every token."""
+PagedSpec: TypeAlias = KeyValueSpec | LatentAttention
+"""Layers that keep rows of tokens in pages."""
+
+
+class Geometry(NamedTuple):
+    """What the rows of a layer look like; layers of equal geometry are stored together."""
+
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    latent: bool
+    """V is the first ``value_dim`` columns of K."""
+
+    @property
+    def elements(self) -> int:
+        """Numbers that are kept of a token."""
+        return self.kv_heads * (self.key_dim + (0 if self.latent else self.value_dim))
+
+
+def geometry(spec: PagedSpec) -> Geometry:
+    """The shape of a layer's rows."""
+    if isinstance(spec, LatentAttention):
+        return Geometry(1, spec.row_dim, spec.value_dim, True)
+    return Geometry(spec.num_kv_heads, spec.head_dim, spec.value_dim, False)
 
 
 class LayerRows(NamedTuple):
@@ -25,12 +55,12 @@ class LayerRows(NamedTuple):
     k: Tensor
     """``[S, H, Dk]``"""
     v: Tensor
-    """``[S, H, Dv]``"""
+    """``[S, H, Dv]``; of a latent layer a view of ``k``"""
 
 
-def bytes_per_token(specs: Sequence[FullAttention | WindowedAttention], dtype: torch.dtype) -> int:
-    """Bytes of K and V of one token over these layers."""
-    return sum(spec.num_kv_heads * (spec.head_dim + spec.value_dim) for spec in specs) * dtype.itemsize
+def bytes_per_token(specs: Sequence[PagedSpec], dtype: torch.dtype) -> int:
+    """Bytes of what is kept of one token over these layers."""
+    return sum(geometry(spec).elements for spec in specs) * dtype.itemsize
 
 
 def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -43,12 +73,12 @@ def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 class PagedStorage:
-    """K and V of all layers of one class. Layers of equal geometry are slices of one tensor ``[L, S, H, D]``,
+    """The rows of all layers of one class. Layers of equal geometry are slices of one tensor ``[L, S, H, D]``,
     so that a copy of pages is one operation for all of them."""
 
     def __init__(
         self,
-        specs: Sequence[FullAttention | WindowedAttention],
+        specs: Sequence[PagedSpec],
         num_slots: int,
         dtype: torch.dtype,
         device: torch.device,
@@ -56,17 +86,23 @@ class PagedStorage:
         self.num_slots = num_slots
         self.dtype = dtype
         self.device = device
-        groups: dict[tuple[int, int, int], list[int]] = {}
+        groups: dict[Geometry, list[int]] = {}
         for layer, spec in enumerate(specs):
-            groups.setdefault((spec.num_kv_heads, spec.head_dim, spec.value_dim), []).append(layer)
+            groups.setdefault(geometry(spec), []).append(layer)
         self._tensors: list[Tensor] = []
         rows: dict[int, LayerRows] = {}
-        for (heads, dk, dv), layers in groups.items():
+        for shape, layers in groups.items():
             # Zeros: a kernel may multiply a row that was never written by a weight of 0, and 0 * NaN is NaN.
-            k, v = (self._allocate(len(layers), num_slots, heads, dim) for dim in (dk, dv))
-            self._tensors += [k, v]
+            k = self._allocate(len(layers), num_slots, shape.kv_heads, shape.key_dim)
+            self._tensors.append(k)
+            if shape.latent:
+                v = k[..., : shape.value_dim]
+            else:
+                v = self._allocate(len(layers), num_slots, shape.kv_heads, shape.value_dim)
+                self._tensors.append(v)
             for index, layer in enumerate(layers):
                 rows[layer] = LayerRows(k[index], v[index])
+        self._latent = [geometry(spec).latent for spec in specs]
         self.layers = [rows[layer] for layer in range(len(specs))]
 
     def _allocate(self, layers: int, slots: int, heads: int, dim: int) -> Tensor:
@@ -85,17 +121,21 @@ class PagedStorage:
     def num_bytes(self) -> int:
         return sum(tensor.numel() * tensor.element_size() for tensor in self._tensors)
 
-    def write(self, layer: int, slots_N: Tensor, k_NHD: Tensor, v_NHD: Tensor) -> None:
-        """Rows to slots; ``slots_N`` int64 on the device."""
+    def write(self, layer: int, slots_N: Tensor, k_NHD: Tensor, v_NHD: Tensor | None = None) -> None:
+        """Rows to slots; ``slots_N`` int64 on the device. ``v`` is None exactly for a latent layer, whose value is in ``k``."""
         rows = self.layers[layer]
         rows.k.index_copy_(0, slots_N, k_NHD)
-        rows.v.index_copy_(0, slots_N, v_NHD)
+        if v_NHD is not None:
+            rows.v.index_copy_(0, slots_N, v_NHD)
 
     def read(self, layer: int, slots: NDArray[np.int64]) -> LayerRows:
         """Fresh tensors ``[N, H, D]`` of these slots."""
         index = torch.from_numpy(slots).to(self.device)
         rows = self.layers[layer]
-        return LayerRows(rows.k.index_select(0, index), rows.v.index_select(0, index))
+        k_NHD = rows.k.index_select(0, index)
+        if self._latent[layer]:
+            return LayerRows(k_NHD, k_NHD[..., : rows.v.shape[-1]])
+        return LayerRows(k_NHD, rows.v.index_select(0, index))
 
     def copy(self, copies: Sequence[SlotCopy]) -> None:
         """Copy slots, in every layer."""

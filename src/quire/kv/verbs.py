@@ -14,10 +14,12 @@ from torch import Tensor
 
 from quire.contracts.attention import AttentionState, Scoring
 from quire.contracts.attention_state import AttentionScope
-from quire.contracts.layers import FullAttention, WindowedAttention
+from quire.contracts.layers import LatentAttention
 from quire.errors import FailedPrecondition, InvalidArgument, Unsupported
-from quire.kv.passes import AttentionPass, Layer
+from quire.kv.passes import AttentionPass, Layer, key_value_spec
 from quire.kv.plans import Masks, check_mask, cut_mask
+from quire.kv.rules import refuse_layer
+from quire.kv.storage import PagedSpec
 from quire.ops.attention import merge
 
 
@@ -41,7 +43,7 @@ class OpenState(Protocol):
         """A layer; ``InvalidArgument`` for an unknown one."""
         ...
 
-    def spec(self, layer_id: int) -> FullAttention | WindowedAttention:
+    def spec(self, layer_id: int) -> PagedSpec:
         """What the layer is; ``InvalidArgument`` for an unknown one."""
         ...
 
@@ -58,7 +60,7 @@ class AttentionVerbs(OpenState):
         mask: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        spec = self.spec(layer_id)
+        spec = key_value_spec("attention_with_fused_qkv", layer_id, self.layer(layer_id))
         tokens = self.open_tokens
         columns = (spec.num_heads + spec.num_kv_heads) * spec.head_dim + spec.num_kv_heads * spec.value_dim
         flat = qkv
@@ -79,11 +81,23 @@ class AttentionVerbs(OpenState):
         return padded(result, flat.shape[0], 0.0, out)
 
     def append_kv(self, layer_id: int, k: Tensor, v: Tensor) -> None:
-        spec = self.spec(layer_id)
+        spec = key_value_spec("append_kv", layer_id, self.layer(layer_id))
         check_rows(self, f"k of layer {layer_id}", k, (spec.num_kv_heads, spec.head_dim))
         check_rows(self, f"v of layer {layer_id}", v, (spec.num_kv_heads, spec.value_dim))
         tokens = self.open_tokens
         self.open_pass().append(layer_id, k[:tokens], v[:tokens])
+
+    def append_mla_kv(self, layer_id: int, kv: Tensor) -> None:
+        spec = self.spec(layer_id)
+        if not isinstance(spec, LatentAttention):
+            refuse_layer("append_mla_kv", layer_id, spec.kind)
+        tokens = self.open_tokens
+        if kv.dim() != 2 or kv.shape[1] != spec.row_dim or kv.shape[0] < tokens:
+            raise InvalidArgument(
+                f"kv of layer {layer_id} has shape {tuple(kv.shape)}; at least {tokens} rows of {spec.row_dim} columns are needed"
+            )
+        check_type(self, "kv", kv)
+        self.open_pass().append_rows(layer_id, kv[:tokens])
 
     def self_attention(
         self,
@@ -102,8 +116,8 @@ class AttentionVerbs(OpenState):
         check_rows(self, "v", v, (int(k.shape[1]), None))
         if spec.num_heads % k.shape[1]:
             raise InvalidArgument(f"k has {k.shape[1]} heads, which do not divide the {spec.num_heads} query heads")
-        rope = spec.rope
-        if rope is not None and spec.rope_mode != "none" and rope.rotary_dim > q.shape[2]:
+        rope, latent = spec.rope, isinstance(spec, LatentAttention)
+        if rope is not None and (latent or spec.rope_mode != "none") and rope.rotary_dim > q.shape[2]:
             raise InvalidArgument(
                 f"q and k have heads of {q.shape[2]}; layer {layer_id} rotates {rope.rotary_dim} columns"
             )
@@ -115,7 +129,8 @@ class AttentionVerbs(OpenState):
         masks = None if mask is None else self._masks(mask, of="own")
         tokens = self.open_tokens
         scoring = self._scoring(layer_id, sm_scale)
-        if sm_scale is None and spec.sm_scale is None:
+        if sm_scale is None and spec.sm_scale is None and not latent:
+            # The expanded form of a latent layer has the scale of the absorbed one.
             scoring = replace(scoring, scale=int(q.shape[2]) ** -0.5)
         found = self.open_pass().own(layer_id, q[:tokens], k[:tokens], v[:tokens], scoring, masks)
         return padded_state(found, q.shape[0], out)
@@ -132,12 +147,13 @@ class AttentionVerbs(OpenState):
         spec = self.spec(layer_id)
         if scope not in ("past", "all"):
             raise InvalidArgument(f"scope {scope!r}; 'past' or 'all' are accepted")
-        check_rows(self, "q", q, (spec.num_heads, spec.head_dim))
+        dim = spec.row_dim if isinstance(spec, LatentAttention) else spec.head_dim
+        check_rows(self, "q", q, (spec.num_heads, dim))
         check_state_out(out, (q.shape[0], spec.num_heads, spec.value_dim), self.dtype, (q,))
         opened = self.open_pass()
         if scope == "all" and layer_id not in opened.written:
             raise FailedPrecondition(
-                f"cross_attention with scope 'all': the rows of layer {layer_id} are not appended in this forward; call append_kv"
+                f"cross_attention with scope 'all': the rows of layer {layer_id} are not appended in this forward; call {'append_mla_kv' if spec.kind == 'latent' else 'append_kv'}"
             )
         scoring = self._scoring(layer_id, sm_scale)
         found = opened.cross(layer_id, q[: self.open_tokens], "past" if scope == "past" else "fused", scoring)
@@ -153,7 +169,7 @@ class AttentionVerbs(OpenState):
         sm_scale: float | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        spec = self.spec(source_layer_id)
+        spec = key_value_spec("attention_with_shared_kv", source_layer_id, self.layer(source_layer_id))
         check_rows(self, "q", q, (spec.num_heads, spec.head_dim))
         if (k is None) != (v is None):
             raise InvalidArgument("attention_with_shared_kv: one of k and v is missing; give both or none")

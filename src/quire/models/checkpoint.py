@@ -14,6 +14,7 @@ from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import torch
@@ -43,6 +44,8 @@ class Place:
     """The checkpoint has the last two dimensions the other way round."""
     scales: str = ""
     """The tensor with the scales of this one, which is in MXFP4 (``models.mxfp4``); empty: it is in a float type."""
+    dtype: torch.dtype | None = None
+    """Of the parameter, where it must not be rounded to the model's; None: the model's."""
 
     def stored(self, name: str) -> dict[str, tuple[int, ...]]:
         """The tensors that the checkpoint has for this place, which belongs to ``name``, and their shapes."""
@@ -223,11 +226,13 @@ class Checkpoint:
     def load(
         self, places: Mapping[str, Place], *, dtype: torch.dtype, device: torch.device, progress: bool = False
     ) -> dict[str, Tensor]:
-        """Parameters by name, of ``dtype`` on ``device``, read through a memory map. Call ``check`` first.
+        """Parameters by name, of ``dtype`` (unless their places say another) on ``device``, read through a memory map.
+        Call ``check`` first.
 
         ``progress`` shows a bar over bytes on stderr if that is a terminal. ``ResourceExhausted`` when they do not fit.
         """
-        parameters = allocate(parameter_shapes(places), dtype, device)
+        kept = {place.parameter: place.dtype for place in places.values() if place.dtype is not None}
+        parameters = allocate(parameter_shapes(places), dtype, device, kept)
         total = sum(_nbytes(self.tensors[name]) for name in _stored(places))
         hidden = not (progress and sys.stderr.isatty())
         with tqdm(total=total, unit="B", unit_scale=True, desc=f"loading {self.path.name}", disable=hidden) as bar:
@@ -259,10 +264,19 @@ def _stored(places: Mapping[str, Place]) -> dict[str, tuple[tuple[int, ...], Col
     }
 
 
-def allocate(shapes: Mapping[str, Iterable[int]], dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
-    """Uninitialised parameters. ``ResourceExhausted`` with the bytes that are wanted when memory does not suffice."""
+def allocate(
+    shapes: Mapping[str, Iterable[int]],
+    dtype: torch.dtype,
+    device: torch.device,
+    kept: Mapping[str, torch.dtype] = MappingProxyType({}),
+) -> dict[str, Tensor]:
+    """Uninitialised parameters, of ``dtype`` but for those that ``kept`` names. ``ResourceExhausted`` with the bytes that
+    are wanted when memory does not suffice."""
     try:
-        return {name: torch.empty(tuple(shape), dtype=dtype, device=device) for name, shape in shapes.items()}
+        return {
+            name: torch.empty(tuple(shape), dtype=kept.get(name, dtype), device=device)
+            for name, shape in shapes.items()
+        }
     except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
         wanted = sum(_numel(tuple(shape)) for shape in shapes.values()) * dtype.itemsize
         raise ResourceExhausted(f"the model needs {wanted} bytes for its weights on {device}: {error}") from error

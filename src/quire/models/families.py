@@ -16,13 +16,14 @@ from torch import Tensor
 
 from quire.contracts.model import Model
 from quire.errors import CheckpointError, Unsupported
-from quire.models import gemma, llama
+from quire.models import bamba, deepseek, falcon_h1, gemma, granite_moe_hybrid, lfm2, llama, mamba2, qwen3_next
 from quire.models.checkpoint import NameTable
 from quire.models.cohere2 import COHERE2_NAMES, read_cohere2_config
-from quire.models.decoder import Decoder, DecoderConfig, MlpBuilder
+from quire.models.decoder import Decoder, DecoderConfig, MlpBuilder, gated_mlp
 from quire.models.glm4 import GLM4_NAMES, read_glm4_config
 from quire.models.gpt_oss import gpt_oss_mlp, gpt_oss_spellings, read_gpt_oss_config
 from quire.models.granite import read_granite_config
+from quire.models.hybrid import HybridConfig
 from quire.models.mixtral import mixtral_spellings, read_mixtral_config
 from quire.models.mixture import MixtureConfig, mixture_mlp
 from quire.models.names import LLAMA_NAMES, Names, ignorable_names, name_table
@@ -119,7 +120,38 @@ def mixture(
     )
 
 
+def latent_mixture(read_config: ConfigReader[deepseek.LatentMixtureConfig]) -> Family[deepseek.LatentMixtureConfig]:
+    """A family of decoders with latent attention and experts."""
+    return Family(
+        state_kinds=LATENT,
+        read_config=read_config,
+        num_layers=lambda config: config.num_layers,
+        spellings=deepseek.latent_mixture_spellings,
+        ignorable_names=deepseek.latent_mixture_ignorable_names,
+        build=partial(deepseek.LatentDecoder[deepseek.LatentMixtureConfig], mlp=mixture_mlp),
+    )
+
+
+def recurrent(
+    read_config: ConfigReader[HybridConfig],
+    spellings: Callable[[Any], Sequence[NameTable]],
+    build: Callable[[Any, Mapping[str, Tensor], Mapping[str, Any]], LoadedModel],
+    ignorable: Callable[[Any], Container[str]] = lambda config: ignorable_names(config.trunk),
+    state_kinds: tuple[str, ...] = ("full", "recurrent"),
+) -> Family[Any]:
+    """A family with recurrent layers, alone or beside attention."""
+    return Family(
+        state_kinds=state_kinds,
+        read_config=read_config,
+        num_layers=lambda config: config.num_blocks,
+        spellings=spellings,
+        ignorable_names=ignorable,
+        build=build,
+    )
+
+
 WINDOWED = ("full", "window")
+LATENT = ("latent",)
 
 FAMILIES.register("LlamaForCausalLM", dense(llama.read_llama_config))
 FAMILIES.register("MistralForCausalLM", dense(llama.read_mistral_config, state_kinds=WINDOWED))
@@ -142,6 +174,56 @@ FAMILIES.register("MixtralForCausalLM", mixture(read_mixtral_config, mixtral_spe
 FAMILIES.register("Qwen2MoeForCausalLM", mixture(read_qwen2_moe_config, qwen_moe_spellings, mixture_mlp))
 FAMILIES.register("Qwen3MoeForCausalLM", mixture(read_qwen3_moe_config, qwen_moe_spellings, mixture_mlp))
 FAMILIES.register("GptOssForCausalLM", mixture(read_gpt_oss_config, gpt_oss_spellings, gpt_oss_mlp))
+FAMILIES.register("DeepseekV2ForCausalLM", latent_mixture(deepseek.read_deepseek_v2_config))
+FAMILIES.register("DeepseekV3ForCausalLM", latent_mixture(deepseek.read_deepseek_v3_config))
+FAMILIES.register("Glm4MoeLiteForCausalLM", latent_mixture(deepseek.read_glm4_moe_lite_config))
+FAMILIES.register(
+    "YoutuForCausalLM",
+    Family(
+        state_kinds=LATENT,
+        read_config=deepseek.read_youtu_config,
+        num_layers=lambda config: config.num_layers,
+        spellings=deepseek.latent_spellings,
+        ignorable_names=ignorable_names,
+        build=partial(deepseek.LatentDecoder[deepseek.LatentConfig], mlp=gated_mlp),
+    ),
+)
+
+FAMILIES.register(
+    "Mamba2ForCausalLM",
+    recurrent(
+        mamba2.read_mamba2_config,
+        mamba2.mamba2_spellings,
+        mamba2.Mamba2Model,
+        mamba2.mamba2_ignorable_names,
+        state_kinds=("recurrent",),
+    ),
+)
+FAMILIES.register("BambaForCausalLM", recurrent(bamba.read_bamba_config, bamba.bamba_spellings, bamba.Bamba))
+FAMILIES.register(
+    "FalconH1ForCausalLM",
+    recurrent(falcon_h1.read_falcon_h1_config, falcon_h1.falcon_h1_spellings, falcon_h1.FalconH1),
+)
+FAMILIES.register(
+    "GraniteMoeHybridForCausalLM",
+    recurrent(
+        granite_moe_hybrid.read_granite_moe_hybrid_config,
+        granite_moe_hybrid.granite_moe_hybrid_spellings,
+        granite_moe_hybrid.GraniteMoeHybrid,
+    ),
+)
+FAMILIES.register("Lfm2ForCausalLM", recurrent(lfm2.read_lfm2_config, lfm2.lfm2_spellings, lfm2.Lfm2))
+for _name, _read in (
+    ("Qwen3NextForCausalLM", qwen3_next.read_qwen3_next_config),
+    ("Qwen3_5ForCausalLM", qwen3_next.read_qwen3_5_config),
+    ("Qwen3_5MoeForCausalLM", qwen3_next.read_qwen3_5_moe_config),
+    ("Qwen3_5ForConditionalGeneration", qwen3_next.read_qwen3_5_with_vision_config),
+    ("Qwen3_5MoeForConditionalGeneration", qwen3_next.read_qwen3_5_moe_with_vision_config),
+):
+    FAMILIES.register(
+        _name,
+        recurrent(_read, qwen3_next.delta_spellings, qwen3_next.DeltaModel, qwen3_next.delta_ignorable_names),
+    )
 
 
 def is_foreign(values: Mapping[str, Any]) -> bool:

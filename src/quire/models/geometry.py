@@ -100,10 +100,12 @@ def read_geometry(
     *,
     kv_heads_required: bool = False,
     head_dim: int | None = None,
+    exact_head_dim: int | None = None,
 ) -> Geometry:
     """``kv_heads_required``: ``num_key_value_heads`` has to be there (transformers would take a number of its own).
 
-    ``head_dim``: the family's where the field is missing; None: the width divided by the heads.
+    ``head_dim``: the family's where the field is missing; None: the width divided by the heads. ``exact_head_dim``: what
+    other fields make it, with which this one has to agree.
     """
     if fields.get("model_type") not in (None, model_type):
         raise fields.error("model_type", f"{model_type!r}, which goes with {architecture}")
@@ -113,7 +115,11 @@ def read_geometry(
     num_kv_heads = fields.count("num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
         raise fields.error("num_key_value_heads", f"a divisor of num_attention_heads ({num_heads})")
-    if not fields.present("head_dim") and head_dim is not None:
+    if exact_head_dim is not None:
+        size = exact_head_dim
+        if fields.get("head_dim") not in (None, size):
+            raise fields.error("head_dim", f"{size}, as other fields make it")
+    elif not fields.present("head_dim") and head_dim is not None:
         size = head_dim
     elif fields.get("head_dim") is None and hidden_size % num_heads:
         raise fields.error("hidden_size", f"a multiple of num_attention_heads ({num_heads}), or head_dim")

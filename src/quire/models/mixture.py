@@ -2,15 +2,18 @@
 
 The parameters of such a layer: ``{}.router``, ``{}.experts.gate_up`` and ``{}.experts.down``, in which the rows of all
 experts follow each other (of ``gate_up`` each expert's gate, then its up); with a shared expert also ``{}.shared.gate_up``,
-``{}.shared.down`` and ``{}.shared_gate``. Each has ``.weight``.
+``{}.shared.down`` and, if it has a gate, ``{}.shared_gate``. Each has ``.weight``. A routing with a correction has
+``{}.router.correction``.
 
 Letters: X experts, E model width, F inner width of an expert.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+
+import torch
 
 from quire.models.blocks import FeedForward
 from quire.models.checkpoint import Place
@@ -37,6 +40,10 @@ class MixtureConfig(DecoderConfig):
     """Layers with one plain MLP instead."""
     shared_size: int = 0
     """Inner width of the expert that all tokens share; 0: there is none."""
+    shared_gate: bool = True
+    """Whether each token weighs the shared expert by a sigmoid of its own."""
+    correction: bool = False
+    """Whether the router has a correction of its scores for the choice (``quire.ops.experts.route``)."""
 
     @property
     def mixed_layers(self) -> tuple[str, ...]:
@@ -81,13 +88,19 @@ def mixture_mlp(config: MixtureConfig, layer: int, parameters: Parameters) -> Fe
         mlp = GatedMLP(
             linear(parameters, f"{layer}.shared.gate_up"), linear(parameters, f"{layer}.shared.down"), config.activation
         )
-        shared = SharedExpert(mlp, linear(parameters, f"{layer}.shared_gate"))
+        shared = SharedExpert(mlp, linear(parameters, f"{layer}.shared_gate") if config.shared_gate else None)
     return MixtureOfExperts(router(config, layer, parameters), experts, shared)
 
 
 def router(config: MixtureConfig, layer: int, parameters: Parameters) -> Router:
-    """The router of a layer: ``{layer}.router.weight [X, E]`` and, where there is one, ``.bias [X]``."""
-    return Router(parameters[f"{layer}.router.weight"], parameters.get(f"{layer}.router.bias"), config.routing)
+    """The router of a layer: ``{layer}.router.weight [X, E]`` and, where there are, ``.bias [X]`` and ``.correction [X]``."""
+    name = f"{layer}.router"
+    return Router(
+        parameters[f"{name}.weight"],
+        parameters.get(f"{name}.bias"),
+        config.routing,
+        parameters.get(f"{name}.correction"),
+    )
 
 
 def expert_linear(config: MixtureConfig, parameters: Parameters, name: str, outs: int, ins: int) -> ExpertLinear:
@@ -97,24 +110,34 @@ def expert_linear(config: MixtureConfig, parameters: Parameters, name: str, outs
 
 
 def mixture_names(
-    config: MixtureConfig, *, block: str = "mlp", projections: tuple[str, str, str] | None = None
+    config: MixtureConfig,
+    *,
+    block: str = "mlp",
+    projections: tuple[str, str, str] | None = None,
+    shared: str = "shared_expert",
+    trunk: Mapping[str, Place] | None = None,
 ) -> dict[str, Place]:
     """Every tensor of a checkpoint and the rows that it fills; ``{}`` is the layer.
 
     ``block``: what a layer's mixture is called. ``projections``: what each expert's gate, up and down are called; None:
-    the checkpoint stacks those of all experts, gate and up in one tensor.
+    the checkpoint stacks those of all experts, gate and up in one tensor. ``shared``: what the shared expert is called.
+    ``trunk``: all but the MLPs; None: Llama's.
     """
-    table = {**trunk_names(config), **mlp_names(config, layers=config.dense_layers)}
+    table = {**(trunk_names(config) if trunk is None else trunk), **mlp_names(config, layers=config.dense_layers)}
     for layer in config.mixed_layers:
         prefix = f"model.layers.{layer}.{block}"
         gate = Place(parameter=f"{layer}.router.weight", shape=(config.num_experts, config.hidden_size))
         table[f"{prefix}.gate.weight"] = gate
+        if config.correction:
+            # In half precision its rounding would turn choices over.
+            place = Place(parameter=f"{layer}.router.correction", shape=(config.num_experts,), dtype=torch.float32)
+            table[f"{prefix}.gate.e_score_correction_bias"] = place
         if projections is None:
             table |= _stacked_experts(config, layer, f"{prefix}.experts")
         else:
             table |= _single_experts(config, layer, f"{prefix}.experts", projections)
         if config.shared_size:
-            table |= _shared_expert(config, layer, prefix)
+            table |= _shared_expert(config, layer, f"{prefix}.{shared}")
     return table
 
 
@@ -146,14 +169,14 @@ def _stacked_experts(config: MixtureConfig, layer: str, prefix: str) -> dict[str
 def _shared_expert(config: MixtureConfig, layer: str, prefix: str) -> dict[str, Place]:
     width, inner = config.hidden_size, config.shared_size
     gate_up = f"{layer}.shared.gate_up.weight"
-    return {
-        f"{prefix}.shared_expert.gate_proj.weight": Place(parameter=gate_up, shape=(inner, width)),
-        f"{prefix}.shared_expert.up_proj.weight": Place(parameter=gate_up, shape=(inner, width), row=inner),
-        f"{prefix}.shared_expert.down_proj.weight": Place(
-            parameter=f"{layer}.shared.down.weight", shape=(width, inner)
-        ),
-        f"{prefix}.shared_expert_gate.weight": Place(parameter=f"{layer}.shared_gate.weight", shape=(1, width)),
+    table = {
+        f"{prefix}.gate_proj.weight": Place(parameter=gate_up, shape=(inner, width)),
+        f"{prefix}.up_proj.weight": Place(parameter=gate_up, shape=(inner, width), row=inner),
+        f"{prefix}.down_proj.weight": Place(parameter=f"{layer}.shared.down.weight", shape=(width, inner)),
     }
+    if config.shared_gate:
+        table[f"{prefix}_gate.weight"] = Place(parameter=f"{layer}.shared_gate.weight", shape=(1, width))
+    return table
 
 
 def read_layer_numbers(fields: ConfigFields, name: str, num_layers: int) -> Collection[int]:

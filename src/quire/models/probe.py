@@ -19,7 +19,7 @@ from torch import Tensor
 
 from quire.contracts.attention import Scoring
 from quire.contracts.layers import FullAttention, WindowedAttention
-from quire.contracts.model import Model
+from quire.contracts.model import LatentExpansion, Model
 from quire.errors import CheckpointError, Unsupported
 from quire.ops.attention import masked_scores, weigh
 
@@ -300,6 +300,31 @@ class NaivePass:
     def attend_shared(self, source_layer_id: int, q_THD: Tensor) -> Tensor:
         """Not asked for by the models that are probed."""
         raise Unsupported(f"layer {source_layer_id} is shared; the fallback has no shared layers")
+
+    def attend_latent(self, layer_id: int, q_THD: Tensor, rows_TR: Tensor, expansion: LatentExpansion) -> Tensor:
+        """Not asked for by the models that are probed."""
+        raise Unsupported(f"layer {layer_id} has latent rows; the fallback keeps K and V")
+
+    def linear_attention(
+        self,
+        layer_id: int,
+        state_id: int,
+        q_THK: Tensor,
+        k_THK: Tensor,
+        v_THV: Tensor,
+        *,
+        scale: float = 1.0,
+        log_decay: Tensor | None = None,
+        beta_TH: Tensor | None = None,
+    ) -> Tensor:
+        """Not asked for by the models that are probed."""
+        raise Unsupported(f"layer {layer_id} is recurrent; the fallback keeps K and V")
+
+    def convolve(
+        self, layer_id: int, state_id: int, x_TC: Tensor, weight_CW: Tensor, bias_C: Tensor | None = None
+    ) -> Tensor:
+        """Not asked for by the models that are probed."""
+        raise Unsupported(f"layer {layer_id} is recurrent; the fallback keeps K and V")
 
 
 def watch(causal: Any, length: int, what: str) -> Probe:

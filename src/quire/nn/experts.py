@@ -70,26 +70,35 @@ Gate: TypeAlias = ActivatedGate | ClampedGate
 
 
 class Router:
-    """Chooses K of X experts for each token: ``weight [X, E]``, ``bias [X]`` or None.
+    """Chooses K of X experts for each token: ``weight [X, E]``, ``bias [X]`` or None, and for the choice alone a
+    ``correction [X]`` or None (``quire.ops.experts.route``).
 
     In float32 the logits are computed in float64 and rounded. Otherwise the order in which a kernel adds up would
     depend on the number of tokens and on the expert's place in the table, and so would the choice between experts
     that tie: a chunked prompt could take other experts than a whole one. In bfloat16 and float16 the kernel's float32
-    sum is rounded much more coarsely, which has the same effect but for the rarest cases.
+    sum is rounded much more coarsely, which has the same effect but for the rarest cases. A routing ``in_float32`` is
+    treated as float32 is, whatever type the model has.
     """
 
-    __slots__ = ("bias", "routing", "weight")
+    __slots__ = ("_in_float32", "bias", "correction", "routing", "weight")
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, routing: Routing) -> None:
-        wide = weight.dtype == torch.float32 and weight.device.type in ("cpu", "cuda")
-        self.weight = weight.double() if wide else weight
-        self.bias = bias.double() if wide and bias is not None else bias
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None, routing: Routing, correction_X: Tensor | None = None
+    ) -> None:
+        self._in_float32 = routing.in_float32 or weight.dtype == torch.float32
+        dtype = weight.dtype
+        if self._in_float32:
+            dtype = torch.float64 if weight.device.type in ("cpu", "cuda") else torch.float32
+        self.weight = weight.to(dtype)
+        self.bias = None if bias is None else bias.to(dtype)
+        self.correction = None if correction_X is None else correction_X.float()
         self.routing = routing
 
     def __call__(self, x_TE: Tensor) -> tuple[Tensor, Tensor]:
         """``[T, E]`` to float32 weights and int64 experts ``[T, K]``, best first."""
         logits_TX = F.linear(x_TE.to(self.weight.dtype), self.weight, self.bias)
-        return route(logits_TX.to(x_TE.dtype), self.routing)
+        logits_TX = logits_TX.to(torch.float32 if self._in_float32 else x_TE.dtype)
+        return route(logits_TX, self.routing, self.correction)
 
 
 class ExpertLinear:
@@ -200,18 +209,20 @@ class Experts:
 
 
 class SharedExpert:
-    """``sigmoid(gate(x)) * mlp(x)``: what every token goes through besides its own experts (Qwen2-MoE)."""
+    """What every token goes through besides its own experts: ``sigmoid(gate(x)) * mlp(x)`` (Qwen2-MoE), or ``mlp(x)``
+    where there is no gate (DeepSeek)."""
 
     __slots__ = ("gate", "mlp")
 
-    def __init__(self, mlp: GatedMLP, gate: Linear) -> None:
+    def __init__(self, mlp: GatedMLP, gate: Linear | None = None) -> None:
         """``gate``: E to 1."""
         self.mlp = mlp
         self.gate = gate
 
     def __call__(self, x_TE: Tensor) -> Tensor:
         """``[T, E]`` to a fresh ``[T, E]``."""
-        return self.mlp(x_TE).mul_(torch.sigmoid(self.gate(x_TE)))
+        y_TE = self.mlp(x_TE)
+        return y_TE if self.gate is None else y_TE.mul_(torch.sigmoid(self.gate(x_TE)))
 
 
 class MixtureOfExperts:

@@ -1,6 +1,6 @@
 """Normalisation layers: root mean square (arXiv:1910.07467) and mean with variance (arXiv:1607.06450).
 
-Letters: any leading dimensions, then E the normalised one; H heads, D head size.
+Letters: any leading dimensions, then E the normalised one; H heads, D head size; C channels.
 """
 
 from __future__ import annotations
@@ -88,3 +88,28 @@ class LayerNormPerHead:
     def __call__(self, x: Tensor) -> Tensor:
         """``[..., H, D]`` to a fresh contiguous ``[..., H, D]``."""
         return F.layer_norm(x.float(), self._shape, None, None, self.eps).mul_(self.weight).to(x.dtype)
+
+
+class GatedRMSNorm:
+    """A root mean square norm of what a mixer made, and ``silu`` of a gate, computed in float32 and rounded once.
+
+    ``gate_first``: ``norm(x * silu(gate))`` (Mamba-2, arXiv:2405.21060); otherwise ``norm(x) * silu(gate)`` (Qwen3-Next).
+    With ``groups`` the mean is over each of so many equal parts of the channels; the weight is of all of them.
+    """
+
+    __slots__ = ("_shape", "eps", "gate_first", "weight")
+
+    def __init__(self, weight: Tensor, eps: float, *, groups: int = 1, gate_first: bool) -> None:
+        """``weight``: ``[C]`` of any float type; ``groups`` divides C."""
+        self.weight = weight.float()
+        self.eps = eps
+        self.gate_first = gate_first
+        self._shape = (groups, len(weight) // groups)
+
+    def __call__(self, x: Tensor, gate: Tensor) -> Tensor:
+        """``[..., C]`` of any float type and ``[..., C]`` to a fresh ``[..., C]`` in the gate's dtype."""
+        open_ = F.silu(gate.float())
+        x = x.float() * open_ if self.gate_first else x.float()
+        parts = x.view(*x.shape[:-1], *self._shape)
+        y = F.rms_norm(parts, self._shape[1:], None, self.eps).flatten(-2).mul_(self.weight)
+        return (y if self.gate_first else y.mul_(open_)).to(gate.dtype)

@@ -1,0 +1,113 @@
+"""A ragged batch of chains and trees, cut into pieces that a chunk-parallel recurrence runs.
+
+A piece is a run of rows each of which follows the one before. It ends where the state is needed: at a wanted row, at a row with
+several children, and at the latest after the length of a chunk. A piece's *depth* is the number of pieces before it in its
+sequence or tree, so pieces of one depth do not depend on each other; those of about one length make a group and run together.
+A chain is thus a few long pieces, a bushy tree its levels.
+
+Letters: T rows; N pieces of a group; L the length of its longest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from quire.contracts.recurrence import RecurrencePlan
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Group:
+    """Pieces that run together, shorter ones padded at their end."""
+
+    pieces: NDArray[np.int64]
+    """``[N]``: ids, which count all pieces of the batch by their first rows."""
+    before: NDArray[np.int64]
+    """``[N]``: the piece before each one, which is of the depth before; -1: a given state comes before it."""
+    first: NDArray[np.int64]
+    """``[N]``: first rows"""
+    lengths: NDArray[np.int64]
+    """``[N]``, at least 1"""
+    longest: int
+    """L"""
+
+    @property
+    def last(self) -> NDArray[np.int64]:
+        """``[N]``: last rows, after which the state is known."""
+        return self.first + self.lengths - 1
+
+
+def cut(plan: RecurrencePlan, longest: int) -> list[list[Group]]:
+    """The groups of each depth; no piece has more than ``longest`` rows."""
+    total, parents = plan.num_rows, plan.parents
+    if not total:
+        return []
+    rows = np.arange(total)
+    ends = np.bincount(parents[parents >= 0], minlength=total) > 1
+    ends[plan.wanted] = True
+    follows = np.zeros(total, dtype=np.bool_)
+    follows[1:] = (parents[1:] == rows[:-1]) & ~ends[:-1]
+    run_first = np.maximum.accumulate(np.where(follows, 0, rows))
+    begins = (rows - run_first) % longest == 0
+    first = np.flatnonzero(begins)
+    lengths = np.diff(first, append=total)
+    piece_of = np.cumsum(begins) - 1
+    before = np.where(parents[first] >= 0, piece_of[parents[first]], -1)
+    depths: list[int] = []
+    for piece in before.tolist():
+        depths.append(depths[piece] + 1 if piece >= 0 else 0)
+    # Lengths up to 1, 2, 4, 8, ...: padding at most doubles a piece.
+    sizes = np.ceil(np.log2(lengths)).astype(np.int64)
+    keys = np.array(depths) * (longest.bit_length() + 1) + sizes
+    order = np.argsort(keys, kind="stable")
+    found: list[list[Group]] = [[] for _ in range(max(depths) + 1)]
+    for pieces in np.split(order, np.flatnonzero(np.diff(keys[order])) + 1):
+        group = Group(pieces, before[pieces], first[pieces], lengths[pieces], int(lengths[pieces].max()))
+        found[depths[int(pieces[0])]].append(group)
+    return found
+
+
+class GroupRows:
+    """Reads and writes the rows of a group as ``[N, L, ...]``; in place where they lie one after the other."""
+
+    def __init__(self, group: Group, device: torch.device) -> None:
+        number, longest = len(group.first), group.longest
+        self._shape = (number, longest)
+        self._run: slice | None = None
+        self._padding: Tensor | None = None
+        self._kept: Tensor | None = None
+        padded = bool((group.lengths != longest).any())
+        start = int(group.first[0])
+        if not padded and bool((group.first == start + longest * np.arange(number)).all()):
+            self._run = slice(start, start + number * longest)
+            return
+        offsets = np.arange(longest)
+        # Padding repeats a row of its own piece: nothing of another sequence comes in, not even a NaN.
+        rows = group.first[:, None] + np.minimum(offsets, group.lengths[:, None] - 1)
+        self._rows = torch.from_numpy(rows.reshape(-1)).to(device)
+        self._targets = self._rows
+        if padded:
+            kept = offsets < group.lengths[:, None]
+            self._padding = torch.from_numpy(~kept).to(device)
+            self._kept = torch.from_numpy(np.flatnonzero(kept)).to(device)
+            self._targets = torch.from_numpy(rows[kept]).to(device)
+
+    def take(self, x: Tensor, /, *, dtype: torch.dtype, blank: bool) -> Tensor:
+        """Rows ``[N, L, ...]`` of x ``[T, ...]`` in ``dtype``; ``blank``: 0 in the padding, otherwise anything."""
+        taken = x[self._run] if self._run is not None else x.index_select(0, self._rows)
+        taken = taken.to(dtype).reshape(*self._shape, *x.shape[1:])
+        if not blank or self._padding is None:
+            return taken
+        return taken.masked_fill(self._padding.reshape(*self._shape, *[1] * (x.dim() - 1)), 0)
+
+    def put(self, out: Tensor, rows: Tensor) -> None:
+        """Write ``[N, L, ...]`` into out ``[T, ...]``, without the padding."""
+        flat = rows.flatten(0, 1)
+        if self._run is not None:
+            out[self._run] = flat
+            return
+        out.index_copy_(0, self._targets, (flat if self._kept is None else flat[self._kept]).to(out.dtype))

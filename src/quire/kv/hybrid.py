@@ -1,0 +1,420 @@
+"""``HybridState``: attention in pages and recurrent states, behind one contract; ``RecurrentState``: the latter alone.
+
+Sequences, lengths, trees and the bracket are those of the attention part, which may have no layers at all; a recurrent part keeps
+states at some of the positions. **All parts or none**: a call is checked on each part before either changes.
+
+Letters: B entries of the batch; T new tokens, N >= T rows of a padded tensor; Hq query heads, H heads of a state; K, V sizes of keys
+and values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from quire.contracts.attention import AttentionBackend
+from quire.contracts.layers import LayerSpec, Recurrent
+from quire.contracts.recurrence import RecurrenceBackend
+from quire.errors import FailedPrecondition, InvalidArgument, ResourceExhausted, Unsupported
+from quire.kv import recurrent_verbs
+from quire.kv.need import ForwardNeed
+from quire.kv.paged import PagedKVState
+from quire.kv.passes import AttentionPass
+from quire.kv.recurrent import RecurrentPart, RecurrentPass
+from quire.kv.sequences import check_integer
+from quire.kv.states import StateNeed
+from quire.kv.trees import TokenTreeParents
+from quire.kv.windows import Eviction
+from quire.ops.attention import ReferenceAttention
+from quire.types import SeqId
+
+
+class HybridPass(AttentionPass):
+    """The open forward of a ``HybridState`` (``contracts.model.Pass``)."""
+
+    def __init__(self, state: PagedKVState, need: ForwardNeed, states: RecurrentPass) -> None:
+        super().__init__(state, need)
+        self.states = states
+
+    def linear_attention(
+        self,
+        layer_id: int,
+        state_id: int,
+        q_THK: Tensor,
+        k_THK: Tensor,
+        v_THV: Tensor,
+        *,
+        scale: float = 1.0,
+        log_decay: Tensor | None = None,
+        beta_TH: Tensor | None = None,
+    ) -> Tensor:
+        """See ``contracts.model.Pass``."""
+        self._require_open()
+        return self.states.linear_attention(
+            layer_id, state_id, q_THK, k_THK, v_THV, scale=scale, log_decay=log_decay, beta_TH=beta_TH
+        )
+
+    def convolve(
+        self, layer_id: int, state_id: int, x_TC: Tensor, weight_CW: Tensor, bias_C: Tensor | None = None
+    ) -> Tensor:
+        """See ``contracts.model.Pass``."""
+        self._require_open()
+        return self.states.convolve(layer_id, state_id, x_TC, weight_CW, bias_C)
+
+
+class HybridState(PagedKVState):
+    """The KV state of a model that has recurrent layers, alone or beside attention.
+
+    ``specs`` are of all kinds; layer ids are ``first_layer`` and following. ``num_states``: slots for states, kept ones included; a
+    sequence needs one, and one more in a forward. ``ring``: how many of the last states before the present one are kept while
+    there is room. ``checkpoint_interval``: tokens between checkpoints that are kept by themselves, a multiple of
+    ``page_size``; 0: none. The rest is as in ``PagedKVState``.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[LayerSpec],
+        *,
+        num_states: int,
+        recurrence: RecurrenceBackend,
+        backend: AttentionBackend,
+        ring: int = 4,
+        checkpoint_interval: int = 0,
+        capacity: int = 1,
+        window_capacity: int | None = None,
+        page_size: int = 16,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        first_layer: int = 0,
+    ) -> None:
+        recurrent = {first_layer + index: spec for index, spec in enumerate(specs) if isinstance(spec, Recurrent)}
+        if not recurrent:
+            raise InvalidArgument("a hybrid state needs a recurrent layer; PagedKVState is for models without")
+        for name, value, least in (("num_states", num_states, 1), ("ring", ring, 0)):
+            check_integer(value, name, least)
+        interval = check_integer(checkpoint_interval, "checkpoint_interval", 0)
+        if interval % page_size:
+            raise InvalidArgument(
+                f"checkpoint_interval {interval}; a multiple of the page size {page_size}, or 0 for none, is needed"
+            )
+        ids = [first_layer + index for index in range(len(specs)) if first_layer + index not in recurrent]
+        super().__init__(
+            [specs[layer - first_layer] for layer in ids],
+            capacity=capacity,
+            window_capacity=window_capacity,
+            page_size=page_size,
+            dtype=dtype,
+            device=device,
+            backend=backend,
+            first_layer=first_layer,
+            layer_ids=ids,
+            allow_empty=True,
+        )
+        self.recurrent: RecurrentPart = RecurrentPart(
+            list(recurrent.values()),
+            list(recurrent),
+            num_slots=num_states,
+            ring=ring,
+            interval=interval,
+            device=self.device,
+            backend=recurrence,
+        )
+        self.all_specs = list(specs)
+
+    @property
+    def states(self) -> RecurrentPass:
+        """The recurrent half of the open forward; ``FailedPrecondition`` if none is open."""
+        opened = self.open_pass()
+        assert isinstance(opened, HybridPass)
+        return opened.states
+
+    @property
+    def num_bytes(self) -> int:
+        return super().num_bytes + self.recurrent.storage.num_bytes
+
+    # -- sequences -------------------------------------------------------------------------------------------
+
+    def clear(self) -> None:
+        super().clear()
+        self.recurrent.clear()
+
+    def add_sequence(self, seq_id: SeqId) -> None:
+        super().add_sequence(seq_id)
+        self.recurrent.table.add(seq_id)
+
+    def remove_sequence(self, seq_id: SeqId) -> None:
+        super().remove_sequence(seq_id)
+        self.recurrent.table.remove(seq_id)
+
+    def fork_sequence(self, parent_id: SeqId, child_id: SeqId, fork_pos: int = -1) -> int:
+        """The child stands at the nearest kept state at or before ``fork_pos`` (-1: the end). Returns the tokens that must be
+        run on it to arrive there. Shares pages and states, copies nothing."""
+        fork_pos = check_integer(fork_pos, "fork_sequence: position", -1)
+        target = kept = fork_pos
+        if parent_id in self.table and fork_pos <= (length := self.table.get(parent_id).length):
+            target = length if fork_pos == -1 else fork_pos
+            kept = self.recurrent.table.nearest(parent_id, target)
+        # Checks all that can be wrong, an unknown parent and a position beyond its end included.
+        super().fork_sequence(parent_id, child_id, kept)
+        self.recurrent.table.fork(parent_id, child_id, kept)
+        return target - kept
+
+    def popn(self, seq_id: SeqId, n: int) -> int:
+        """Go back to the nearest kept state at or before the present end less ``n`` tokens. Returns the tokens between, which
+        must be run again."""
+        n = check_integer(n, "popn: token count", 0)
+        kept = target = 0
+        if seq_id in self.table and n <= (length := self.table.get(seq_id).length):
+            target = length - n
+            kept = self.recurrent.table.nearest(seq_id, target)
+            n = length - kept
+        super().popn(seq_id, n)
+        self.recurrent.table.pop(seq_id, kept)
+        return target - kept
+
+    def rewind_cost(self, seq_id: SeqId, pos: int) -> int:
+        """Tokens that must be run again after a pop or fork to ``pos``. Refuses as those do."""
+        pos = check_integer(pos, "rewind_cost: position", 0)
+        if seq_id not in self.table or pos > self.table.get(seq_id).length:
+            return super().rewind_cost(seq_id, pos)  # refuses
+        kept = self.recurrent.table.nearest(seq_id, pos)
+        return pos - kept + super().rewind_cost(seq_id, kept)
+
+    def reachable(self, seq_id: SeqId) -> list[range]:
+        """Positions that ``popn`` and ``fork_sequence`` can go to, with or without tokens to run again; ascending."""
+        length = self.table.get(seq_id).length
+        attention = super().reachable(seq_id)
+        kept = self.kept_positions(seq_id)
+        found: list[range] = []
+        for position, following in zip(kept, [*kept[1:], length + 1], strict=True):
+            if any(position in part for part in attention):
+                if found and found[-1].stop == position:
+                    found[-1] = range(found[-1].start, following)
+                else:
+                    found.append(range(position, following))
+        return found
+
+    def nearest_reachable(self, seq_id: SeqId, position: int) -> int:
+        """The latest position, not behind ``position``, that can be gone back to with nothing to run again."""
+        attention = super().reachable(seq_id)
+        return max(
+            (
+                kept
+                for kept in self.kept_positions(seq_id)
+                if kept <= position and any(kept in part for part in attention)
+            ),
+            default=0,
+        )
+
+    def kept_positions(self, seq_id: SeqId) -> list[int]:
+        """Positions of all states that are there, ascending: the beginning, checkpoints, ring, the end."""
+        table = self.recurrent.table
+        self.table.get(seq_id)
+        return sorted({0, *table.kept(seq_id), *table.ring_positions(seq_id), table.position(seq_id)})
+
+    def enable_sliding_window_for_seq(
+        self, seq_id: SeqId, window: int | None, sink: int = 0, *, eviction: Eviction = "token"
+    ) -> None:
+        """As ``PagedKVState``; recurrent layers are not concerned. ``Unsupported`` without any attention layer."""
+        if not self.specs:
+            raise Unsupported(
+                "enable_sliding_window_for_seq: the state has recurrent layers only, which no window concerns"
+            )
+        super().enable_sliding_window_for_seq(seq_id, window, sink, eviction=eviction)
+
+    def commit_accepted_token_tree_nodes(self, seq_ids: Sequence[SeqId], leaf_indices: Sequence[int]) -> None:
+        """Keep, for each sequence, the path from a root to the given node (-1: nothing), forget all other nodes."""
+        paths = [path for _, path in self.table.check_commit(seq_ids, leaf_indices)]
+        super().commit_accepted_token_tree_nodes(seq_ids, leaf_indices)
+        for seq_id, path in zip(seq_ids, paths, strict=True):
+            self.recurrent.table.commit(seq_id, path)
+
+    # -- kept states -----------------------------------------------------------------------------------------
+
+    def require_settled(self, seq_id: SeqId, verb: str) -> None:
+        sequence = self.table.get(seq_id)
+        self.table.require_closed(verb)
+        self.table.require_ready(seq_id, sequence, verb)
+        self.table.require_committed(seq_id, sequence, verb)
+
+    def checkpoint(self, seq_id: SeqId) -> None:
+        """Keep the present recurrent state, so that a rewind to this length replays nothing. Copies nothing."""
+        self.require_settled(seq_id, "checkpoint")
+        self.recurrent.table.keep(seq_id)
+
+    def checkpoints(self, seq_id: SeqId) -> list[int]:
+        """Ascending positions of the checkpoints, without 0 and without the ring of recent states."""
+        self.table.get(seq_id)
+        return self.recurrent.table.kept(seq_id)
+
+    def drop_checkpoint(self, seq_id: SeqId, position: int) -> None:
+        """Give up the checkpoint at ``position``; forks keep theirs. ``InvalidArgument``: none is kept there."""
+        position = check_integer(position, "drop_checkpoint: position", 0)
+        if seq_id in self.table and position not in self.recurrent.table.kept(seq_id):
+            raise InvalidArgument(
+                f"drop_checkpoint: no checkpoint of sequence {seq_id} at {position}; there are {self.recurrent.table.kept(seq_id)}"
+            )
+        self.require_settled(seq_id, "drop_checkpoint")
+        self.recurrent.table.drop(seq_id, position)
+
+    # -- queries ---------------------------------------------------------------------------------------------
+
+    def empty(self) -> bool:
+        return super().empty() and self.recurrent.table.pool.num_used == 0
+
+    @property
+    def forgets(self) -> bool:
+        """True: only at kept positions is nothing to run again."""
+        return True
+
+    @property
+    def endless(self) -> bool:
+        """Whether positions may run on for ever behind a window."""
+        return bool(self.specs) and super().endless
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of all classes, states among them."""
+        return super().num_pages + self.recurrent.table.pool.num_pages
+
+    @property
+    def num_used_pages(self) -> int:
+        """Pages and states that somebody holds."""
+        return super().num_used_pages + self.recurrent.table.pool.num_used
+
+    def num_available_pages(self) -> int:
+        """As ``PagedKVState``; without any attention layer the free states."""
+        return super().num_available_pages() if self.specs else self.recurrent.table.num_available
+
+    def missing_pages(
+        self, seq_ids: Sequence[SeqId], append_lengths: Sequence[int], token_tree_parents: TokenTreeParents = None
+    ) -> int:
+        """Pages and states that this ``begin_forward`` would be short of."""
+        need = self.table.plan_forward(seq_ids, append_lengths, token_tree_parents)
+        return self.table.shortage(need) + self.recurrent.table.shortage(self._state_need(need))
+
+    def shortage_in_steps(self, seq_ids: Sequence[SeqId], append_lengths: Sequence[int], most: int) -> int:
+        """An upper bound of what these tokens are short of if they come in forwards of ``most`` tokens at most."""
+        states = self._state_need(self.table.plan_forward(seq_ids, append_lengths))
+        return super().shortage_in_steps(seq_ids, append_lengths, most) + self.recurrent.table.shortage(states)
+
+    def check(self) -> None:
+        """Recount everything; ``QuireError`` names what is broken."""
+        super().check()
+        self.recurrent.table.check()
+        for seq_id in self.table.ids:
+            sequence, stands = self.table.get(seq_id), self.recurrent.table.position(seq_id)
+            length = sequence.length if sequence.reserved is None else sequence.reserved
+            if stands != length:
+                raise FailedPrecondition(
+                    f"invariant: the recurrent state of sequence {seq_id} stands at {stands}, its length is {length}"
+                )
+
+    # -- forward ---------------------------------------------------------------------------------------------
+
+    def _state_need(self, need: ForwardNeed) -> StateNeed:
+        trees = [
+            None if tree is None else tree.parents[-count:] for tree, count in zip(need.trees, need.counts, strict=True)
+        ]
+        return self.recurrent.table.plan(need.seq_ids, need.counts, trees)
+
+    def begin_forward(
+        self, seq_ids: Sequence[SeqId], append_lengths: Sequence[int], token_tree_parents: TokenTreeParents = None
+    ) -> None:
+        """Announce new tokens; takes pages and states, and plans the forward."""
+        need = self.table.plan_forward(seq_ids, append_lengths, token_tree_parents)
+        self.table.require_closed("begin_forward")
+        states = self._state_need(need)
+        if short := self.recurrent.table.shortage(states):
+            pool = self.recurrent.table.pool
+            raise ResourceExhausted(
+                f"begin_forward: {short} states more than there are free of {pool.num_pages} are needed; remove sequences, drop "
+                "checkpoints or give fewer sequences"
+            )
+        self._states = states
+        super().begin_forward(seq_ids, append_lengths, token_tree_parents)
+
+    def make_pass(self, need: ForwardNeed) -> AttentionPass:
+        """See ``PagedKVState.make_pass``."""
+        states = self.recurrent.begin(self._states)
+        try:
+            return HybridPass(self, need, states)
+        except BaseException:
+            self.recurrent.abort()
+            raise
+
+    def end_forward(self, *, skipped: Iterable[int] = ()) -> None:
+        """Publish. A recurrent layer that did not set its state keeps it."""
+        paged = [layer for layer in skipped if layer not in self.recurrent.layer_ids]
+        self.require_written(paged)
+        self.recurrent.complete()
+        super().end_forward(skipped=paged)
+        self.recurrent.publish()
+
+    def abort_forward(self) -> None:
+        """Lengths, trees, states and pages as before ``begin_forward``."""
+        super().abort_forward()
+        self.recurrent.abort()
+
+    # -- recurrent verbs (``contracts.recurrent_state``) -----------------------------------------------------
+
+    def get(self, layer_id: int, state_id: int, *, per_token: bool = False, out: Tensor | None = None) -> Tensor:
+        return recurrent_verbs.get(self, layer_id, state_id, per_token, out)
+
+    def set(self, layer_id: int, state_id: int, data: Tensor, *, per_token: bool = False) -> None:
+        recurrent_verbs.put(self, layer_id, state_id, data, per_token)
+
+    def linear_attention(
+        self,
+        layer_id: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        sm_scale: float = 1.0,
+        log_decay: Tensor | None = None,
+        beta: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        return recurrent_verbs.linear_attention(self, layer_id, q, k, v, sm_scale, log_decay, beta, out)
+
+    def debug_get(self, layer_id: int, state_id: int, seq_id: SeqId, *, position: int | None = None) -> Tensor:
+        return recurrent_verbs.read(self, layer_id, state_id, seq_id, position)
+
+    def debug_set(self, layer_id: int, state_id: int, seq_id: SeqId, data: Tensor) -> None:
+        recurrent_verbs.overwrite(self, layer_id, state_id, seq_id, data)
+
+
+class RecurrentState(HybridState):
+    """The KV state of a model that has recurrent layers only."""
+
+    def __init__(
+        self,
+        specs: Sequence[Recurrent],
+        *,
+        num_states: int,
+        recurrence: RecurrenceBackend,
+        ring: int = 4,
+        checkpoint_interval: int = 0,
+        page_size: int = 16,
+        device: torch.device | str = "cpu",
+        first_layer: int = 0,
+    ) -> None:
+        for layer, spec in enumerate(specs, start=first_layer):
+            if not isinstance(spec, Recurrent):
+                raise Unsupported(
+                    f"layer {layer} is of kind {spec.kind!r}; RecurrentState has recurrent layers only, HybridState all kinds"
+                )
+        super().__init__(
+            specs,
+            num_states=num_states,
+            recurrence=recurrence,
+            backend=ReferenceAttention(),
+            ring=ring,
+            checkpoint_interval=checkpoint_interval,
+            page_size=page_size,
+            device=device,
+            first_layer=first_layer,
+        )

@@ -1,0 +1,164 @@
+"""Attention of latent layers (MLA, DeepSeek-V2, arXiv:2405.04434) over an open forward.
+
+A latent layer keeps one row ``[c_kv | k_pe]`` per token. A query meets it in one of two forms, equal up to rounding:
+
+* *expanded*: rows become K and V of every head, ``k = [key c_kv | k_pe]`` and ``v = c_kv value``. Cheap where many queries share a
+  new row, so the new tokens of a forward attend to each other so;
+* *absorbed*: the query becomes ``[q_nope key | q_pe]`` and attends to the rows themselves, as to one KV head whose value is the
+  row's first columns; ``value`` is applied to the result. Nothing of what is stored needs to be expanded: decodes, and the past.
+
+The last ``rope.rotary_dim`` columns of queries and rows turn, in both forms.
+
+Letters: T new tokens; S slots; Hq heads; R columns of ``c_kv``; Dn, Dr columns of a head without and with positions; Dv value size.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from quire.contracts.attention import AttentionState
+from quire.contracts.layers import LatentAttention
+from quire.errors import InvalidArgument, Unsupported
+from quire.ops.attention import attention_weights, merge
+from quire.ops.rope import rotate
+
+if TYPE_CHECKING:
+    from quire.contracts.model import LatentExpansion
+    from quire.kv.paged import PagedKVState
+    from quire.kv.passes import AttentionPass, Layer, Prepared
+
+
+def rotate_last(x_THD: Tensor, cos_T1R: Tensor, sin_T1R: Tensor, *, interleaved: bool = False) -> Tensor:
+    """As ``ops.rope.rotate``, of the last columns of every head instead of the first."""
+    rest = x_THD.shape[-1] - cos_T1R.shape[-1]
+    turned = rotate(x_THD[..., rest:], cos_T1R, sin_T1R, interleaved=interleaved)
+    return torch.cat((x_THD[..., :rest], turned), -1) if rest else turned
+
+
+def attend(
+    pass_: AttentionPass,
+    state: PagedKVState,
+    layer_id: int,
+    q_THD: Tensor,
+    rows_TR: Tensor,
+    expansion: LatentExpansion,
+) -> Tensor:
+    """See ``contracts.model.Pass.attend_latent``. ``Unsupported`` for a layer that is not latent, ``InvalidArgument`` for shapes
+    that are not the layer's; nothing is stored then."""
+    layer = state.layer(layer_id)
+    spec = layer.spec
+    if not isinstance(spec, LatentAttention):
+        raise Unsupported(f"attend_latent: layer {layer_id} is of kind {spec.kind!r}; call attend")
+    _check_shapes(pass_, layer_id, spec, q_THD, rows_TR, expansion)
+    rows_T1R = pass_.turn_last(rows_TR.unsqueeze(1), spec.rope).to(state.dtype)
+    pass_.write(layer_id, layer, rows_T1R)
+    turned_THD = pass_.turn_last(q_THD, spec.rope)
+    batch = pass_.batch
+    if pass_.capturing:
+        _capture(pass_, state, layer_id, layer, q_THD, turned_THD, expansion)
+    if (batch.counts == 1).all():
+        everything = pass_.prepared("fused", layer.class_index)
+        q, q_sink = _absorbed_queries(pass_, state, spec, everything, q_THD, turned_THD, expansion)
+        out_THR = state.backend.run(
+            everything.made, q, (rows_T1R, rows_T1R[..., : spec.value_dim]), layer.k_SHD, layer.v_SHD, layer.scoring,
+            q_sink_THD=q_sink,
+        )  # fmt: skip
+        return _expand_values(out_THR.to(q_THD.dtype), expansion)
+    past, own = pass_.parts(layer.class_index)
+    q = turned_THD.to(state.dtype)
+    q_sink = None
+    if own.plan.sinks is not None:
+        q_sink = pass_.turn_last(q_THD, spec.rope, relative=True).to(state.dtype)
+    # From the rows as they are stored, so that a token's result does not depend on where a chunk began.
+    k_THD, v_THD = _expand(rows_T1R.squeeze(1).to(q_THD.dtype), expansion, state.dtype)
+    if not batch.stored.any():
+        found = state.backend.run(own.made, q, (k_THD, v_THD), k_THD, v_THD, layer.scoring, q_sink_THD=q_sink)
+        return found.to(q_THD.dtype)
+    mine = state.backend.run_state(own.made, q, (k_THD, v_THD), k_THD, v_THD, layer.scoring, q_sink_THD=q_sink)
+    q, q_sink = _absorbed_queries(pass_, state, spec, past, q_THD, turned_THD, expansion)
+    before = state.backend.run_state(past.made, q, None, layer.k_SHD, layer.v_SHD, layer.scoring, q_sink_THD=q_sink)
+    expanded = AttentionState(_expand_values(before.out.to(q_THD.dtype), expansion), before.lse)
+    return merge(AttentionState(mine.out.to(q_THD.dtype), mine.lse), expanded).out
+
+
+def _check_shapes(
+    pass_: AttentionPass,
+    layer_id: int,
+    spec: LatentAttention,
+    q_THD: Tensor,
+    rows_TR: Tensor,
+    expansion: LatentExpansion,
+) -> None:
+    tokens, rotary = pass_.batch.num_tokens, spec.row_dim - spec.value_dim
+    if rows_TR.shape != (tokens, spec.row_dim):
+        raise InvalidArgument(
+            f"attend_latent: rows of layer {layer_id} have shape {tuple(rows_TR.shape)}; {(tokens, spec.row_dim)} is needed"
+        )
+    if q_THD.dim() != 3 or q_THD.shape[:2] != (tokens, spec.num_heads) or q_THD.shape[2] <= rotary:
+        raise InvalidArgument(
+            f"attend_latent: q of layer {layer_id} has shape {tuple(q_THD.shape)}; [{tokens}, {spec.num_heads}, more than {rotary}] is needed"
+        )
+    key, value = expansion.key_HDR, expansion.value_HRV
+    wanted = (spec.num_heads, q_THD.shape[2] - rotary, spec.value_dim)
+    if key.shape != wanted or value.dim() != 3 or value.shape[:2] != (spec.num_heads, spec.value_dim):
+        raise InvalidArgument(
+            f"attend_latent: the expansion of layer {layer_id} has shapes {tuple(key.shape)} and {tuple(value.shape)}; "
+            f"{wanted} and [{spec.num_heads}, {spec.value_dim}, any] are needed"
+        )
+
+
+def _expand(rows_TR: Tensor, expansion: LatentExpansion, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """K ``[T, Hq, Dn + Dr]`` and V ``[T, Hq, Dv]`` of turned rows."""
+    heads, nope, rank = expansion.key_HDR.shape
+    c_TR, k_pe_TR = rows_TR[:, :rank], rows_TR[:, rank:]
+    k_nope_THD = (c_TR @ expansion.key_HDR.reshape(-1, rank).T).view(-1, heads, nope)
+    k_THD = torch.cat((k_nope_THD, k_pe_TR.unsqueeze(1).expand(-1, heads, -1)), -1)
+    v_THD = torch.matmul(c_TR, expansion.value_HRV).transpose(0, 1)
+    return k_THD.to(dtype), v_THD.to(dtype).contiguous()
+
+
+def _expand_values(out_THR: Tensor, expansion: LatentExpansion) -> Tensor:
+    """``[T, Hq, Dv]``, contiguous, of attention over rows."""
+    return torch.bmm(out_THR.transpose(0, 1), expansion.value_HRV).transpose(0, 1).contiguous()
+
+
+def _absorb(q_THD: Tensor, expansion: LatentExpansion, dtype: torch.dtype) -> Tensor:
+    """``[T, Hq, R + Dr]`` of turned queries."""
+    nope = expansion.key_HDR.shape[1]
+    q_THR = torch.bmm(q_THD[..., :nope].transpose(0, 1), expansion.key_HDR).transpose(0, 1)
+    return torch.cat((q_THR, q_THD[..., nope:]), -1).to(dtype)
+
+
+def _absorbed_queries(
+    pass_: AttentionPass,
+    state: PagedKVState,
+    spec: LatentAttention,
+    keys: Prepared,
+    q_THD: Tensor,
+    turned_THD: Tensor,
+    expansion: LatentExpansion,
+) -> tuple[Tensor, Tensor | None]:
+    """The queries of these keys, and those of their sink part if they have one."""
+    q = _absorb(turned_THD, expansion, state.dtype)
+    if keys.plan.sinks is None:
+        return q, None
+    return q, _absorb(pass_.turn_last(q_THD, spec.rope, relative=True), expansion, state.dtype)
+
+
+def _capture(
+    pass_: AttentionPass,
+    state: PagedKVState,
+    layer_id: int,
+    layer: Layer,
+    q_THD: Tensor,
+    turned_THD: Tensor,
+    expansion: LatentExpansion,
+) -> None:
+    """Keep the attention weights, from absorbed scores over all rows."""
+    assert isinstance(layer.spec, LatentAttention)
+    keys = pass_.prepared("fused", layer.class_index)
+    q, q_sink = _absorbed_queries(pass_, state, layer.spec, keys, q_THD, turned_THD, expansion)
+    pass_.weights[layer_id] = attention_weights(keys.plan, q, layer.k_SHD, layer.scoring, q_sink_THD=q_sink)

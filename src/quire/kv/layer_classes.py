@@ -1,0 +1,102 @@
+"""The layers of a paged KV state: which are accepted, under which ids, and which share a page table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from quire.contracts.attention import AttentionBackend
+from quire.contracts.layers import FullAttention, LatentAttention, LayerSpec, WindowedAttention
+from quire.errors import InvalidArgument, Unsupported
+from quire.kv.storage import KeyValueSpec, PagedSpec, PagedStorage
+
+
+@dataclass(frozen=True, slots=True)
+class LayerClass:
+    """Layers that keep the same positions: they share one page table per sequence."""
+
+    window: int | None
+    """None: all tokens are kept."""
+    layers: tuple[int, ...]
+    """Indices into the specs, ascending."""
+    storage: PagedStorage
+
+
+def ids_of(count: int, first_layer: int, layer_ids: Sequence[int] | None) -> tuple[int, ...]:
+    """Global ids of ``count`` layers: those given, or ``first_layer`` and following. ``InvalidArgument`` unless the given ones are
+    as many, ascend and begin at ``first_layer`` or later."""
+    if layer_ids is None:
+        return tuple(range(first_layer, first_layer + count))
+    ids = tuple(layer_ids)
+    if len(ids) != count or any(one >= other for one, other in zip((first_layer - 1, *ids), ids, strict=False)):
+        raise InvalidArgument(
+            f"layer_ids {list(ids)} for {count} layers; as many ids are needed, ascending, from {first_layer} on"
+        )
+    return ids
+
+
+def describe_ids(ids: Sequence[int]) -> str:
+    """The ids of a state's layers in words."""
+    if not ids:
+        return "this state has no attention layers"
+    if len(ids) == ids[-1] - ids[0] + 1:
+        return f"this state has layers {ids[0]}..{ids[-1]}"
+    return f"this state has attention in layers {', '.join(map(str, ids))}"
+
+
+def supported(layer_id: int, spec: LayerSpec, backend: AttentionBackend, device: torch.device) -> PagedSpec:
+    """The spec if a paged state can have such a layer; ``InvalidArgument`` or ``Unsupported`` with the reason."""
+    if isinstance(spec, LatentAttention):
+        _check_latent(layer_id, spec)
+        # Its rows are the key of all heads: to a backend it is attention with one KV head.
+        asked: LayerSpec = FullAttention(
+            num_heads=spec.num_heads, num_kv_heads=1, head_dim=spec.row_dim, value_dim=spec.value_dim
+        )
+    elif isinstance(spec, (FullAttention, WindowedAttention)):
+        _check_key_value(layer_id, spec)
+        asked = spec
+    else:
+        raise Unsupported(
+            f"layer {layer_id} is of kind {spec.kind!r}; PagedKVState has layers of kind 'full', 'window' and 'latent' only"
+        )
+    reason = backend.refusal(asked, device)
+    if reason:
+        raise Unsupported(f"layer {layer_id}: {reason}")
+    return spec
+
+
+def _check_key_value(layer_id: int, spec: KeyValueSpec) -> None:
+    if spec.num_kv_heads < 1 or spec.num_heads % spec.num_kv_heads:
+        raise InvalidArgument(
+            f"layer {layer_id}: {spec.num_heads} query heads cannot share {spec.num_kv_heads} KV heads; give a divisor"
+        )
+    if isinstance(spec, WindowedAttention) and spec.window < 1:
+        raise InvalidArgument(f"layer {layer_id}: window {spec.window}; at least 1 is needed")
+    if spec.softcap is not None and not spec.softcap > 0:
+        raise InvalidArgument(f"layer {layer_id}: softcap {spec.softcap}; a number above 0, or None, is needed")
+    if spec.sinks and len(spec.sinks) != spec.num_heads:
+        raise InvalidArgument(
+            f"layer {layer_id}: {len(spec.sinks)} learned sinks for {spec.num_heads} query heads; one each is needed"
+        )
+    if spec.rope_mode != "none" and spec.rope is None:
+        raise InvalidArgument(f"layer {layer_id}: RoPE mode {spec.rope_mode!r} needs frequencies (rope=)")
+    if spec.rope and (spec.rope.rotary_dim > spec.head_dim or spec.rope.rotary_dim % 2):
+        raise InvalidArgument(
+            f"layer {layer_id}: {spec.rope.rotary_dim} rotary columns in heads of {spec.head_dim}; an even number that fits is needed"
+        )
+
+
+def _check_latent(layer_id: int, spec: LatentAttention) -> None:
+    if spec.num_heads < 1 or not 1 <= spec.value_dim <= spec.row_dim:
+        raise InvalidArgument(
+            f"layer {layer_id}: {spec.num_heads} heads over rows of {spec.row_dim} columns with a value of {spec.value_dim}; "
+            "at least one head and 1 <= value_dim <= row_dim are needed"
+        )
+    rest = spec.row_dim - spec.value_dim
+    if spec.rope and (spec.rope.rotary_dim > rest or spec.rope.rotary_dim % 2):
+        raise InvalidArgument(
+            f"layer {layer_id}: {spec.rope.rotary_dim} rotary columns behind a value of {spec.value_dim} in rows of {spec.row_dim}; "
+            f"an even number of {rest} at most is needed"
+        )

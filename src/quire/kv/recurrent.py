@@ -1,0 +1,527 @@
+"""The recurrent part of a KV state: where the states of recurrent layers are kept, and one open forward over them.
+
+Bookkeeping is in ``states``; here the tensors are. A *slot* holds the state tensors of all recurrent layers after one token. A
+forward reads the slots of the states from before it and writes slots of its own, so nothing that is published ever changes, and
+an abort only gives slots back.
+
+Letters: L layers and state tensors of one geometry; S slots; B entries of the batch; T new tokens; G given states; M rows whose
+states are wanted; n rows that are read or written; H heads, K, V key and value size of a state; Hq query heads; C channels; W taps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.contracts.layers import Recurrent, StateTensor
+from quire.contracts.recurrence import Recurred, RecurrenceBackend, RecurrencePlan
+from quire.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
+from quire.kv.states import NULL, OpenStates, Slots, StateNeed, StateTable
+from quire.kv.storage import lazy_zeros
+from quire.types import SeqId
+
+DTYPES = {
+    name: getattr(torch, name)
+    for name in ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8")
+}
+"""Dtypes of state tensors, by their names in ``StateTensor``."""
+
+
+def bytes_per_state(specs: Sequence[Recurrent]) -> int:
+    """Bytes of one state slot of these layers."""
+    return sum(math.prod(one.shape) * dtype_of(one).itemsize for spec in specs for one in spec.states)
+
+
+def dtype_of(tensor: StateTensor) -> torch.dtype:
+    """``InvalidArgument`` for a name that is no dtype of states."""
+    if tensor.dtype not in DTYPES:
+        raise InvalidArgument(f"state dtype {tensor.dtype!r}; one of {', '.join(DTYPES)} is needed")
+    dtype: torch.dtype = DTYPES[tensor.dtype]
+    return dtype
+
+
+class SlotIndex(NamedTuple):
+    """Slots to read, as tensors on the device."""
+
+    slots_N: Tensor
+    """int64; 0 stands for the initial values."""
+    initial_N: Tensor | None
+    """bool: which are at the initial values; None: no slot is."""
+
+
+class StateStorage:
+    """The state tensors of all layers. Tensors of equal shape, dtype and initial value are slices of one ``[L, S, *shape]``, so
+    that a copy of slots is one operation for all of them. ``ResourceExhausted`` if they do not fit in memory."""
+
+    def __init__(self, specs: Sequence[Recurrent], num_slots: int, device: torch.device) -> None:
+        self.num_slots = num_slots
+        self.device = device
+        groups: dict[tuple[tuple[int, ...], torch.dtype, float], list[tuple[int, int]]] = {}
+        for layer, spec in enumerate(specs):
+            for state, tensor in enumerate(spec.states):
+                groups.setdefault((tensor.shape, dtype_of(tensor), tensor.initial), []).append((layer, state))
+        self._groups: list[tuple[Tensor, float]] = []
+        self._rows: dict[tuple[int, int], tuple[Tensor, float]] = {}
+        for (shape, dtype, initial), members in groups.items():
+            tensor_LS = self._allocate((len(members), num_slots, *shape), dtype)
+            self._groups.append((tensor_LS, initial))
+            for index, member in enumerate(members):
+                self._rows[member] = (tensor_LS[index], initial)
+
+    def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        try:
+            if self.device.type == "cpu":
+                return lazy_zeros(shape, dtype)
+            return torch.zeros(shape, dtype=dtype, device=self.device)
+        except (RuntimeError, MemoryError) as error:
+            size = math.prod(shape) * dtype.itemsize
+            raise ResourceExhausted(
+                f"the state slots need {size / 2**30:.2f} GiB more on {self.device} than there is; give fewer slots"
+            ) from error
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.numel() * tensor.element_size() for tensor, _ in self._groups)
+
+    def index(self, slots: Slots) -> SlotIndex:
+        """These slots, ``NULL`` among them for the initial values, ready to be read any number of times."""
+        initial = slots == NULL
+        return SlotIndex(
+            torch.from_numpy(np.maximum(slots, 0)).to(self.device),
+            torch.from_numpy(initial).to(self.device) if initial.any() else None,
+        )
+
+    def read(self, layer: int, state: int, slots: Slots | SlotIndex) -> Tensor:
+        """``[n, *shape]``, fresh; ``NULL`` reads as the initial value."""
+        rows_S, initial = self._rows[layer, state]
+        index = slots if isinstance(slots, SlotIndex) else self.index(slots)
+        rows_N = rows_S.index_select(0, index.slots_N)
+        if index.initial_N is not None:
+            rows_N.masked_fill_(index.initial_N.view(-1, *[1] * (rows_N.dim() - 1)), initial)
+        return rows_N
+
+    def write(self, layer: int, state: int, slots_N: Tensor, rows_N: Tensor) -> None:
+        """Rows to slots; ``slots_N`` int64 on the device, without ``NULL``, none twice."""
+        self._rows[layer, state][0].index_copy_(0, slots_N, rows_N)
+
+    def copy(self, sources: Slots, targets: Slots) -> None:
+        """Copy whole slots, over all layers; the source ``NULL`` writes the initial values."""
+        if sources.size == 0:
+            return
+        index = self.index(sources)
+        target_N = torch.from_numpy(targets).to(self.device)
+        for tensor_LS, initial in self._groups:
+            rows_LN = tensor_LS.index_select(1, index.slots_N)
+            if index.initial_N is not None:
+                rows_LN.masked_fill_(index.initial_N.view(-1, *[1] * (rows_LN.dim() - 2)), initial)
+            tensor_LS.index_copy_(1, target_N, rows_LN)
+
+
+class RecurrentPart:
+    """Recurrent layers of a KV state: their books (``table``), their slots (``storage``), and the open forward.
+
+    ``specs`` are the layers with the global ids ``layer_ids``. ``num_slots``: states that can be held in all, present ones,
+    checkpoints and rings alike. ``ring``, ``interval``: see ``StateTable``. Sequence ids, lengths, tree parents and the bracket
+    are checked by the caller; arguments that concern layers and tensors are checked here.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[Recurrent],
+        layer_ids: Sequence[int],
+        *,
+        num_slots: int,
+        ring: int = 4,
+        interval: int = 0,
+        device: torch.device | str = "cpu",
+        backend: RecurrenceBackend,
+    ) -> None:
+        if len(specs) != len(layer_ids) or len(set(layer_ids)) != len(layer_ids):
+            raise InvalidArgument(f"{len(specs)} recurrent layers with ids {list(layer_ids)}; give each its own id")
+        for name, given, least in (
+            ("num_slots", num_slots, 1),
+            ("ring", ring, 0),
+            ("checkpoint_interval", interval, 0),
+        ):
+            if given < least:
+                raise InvalidArgument(f"{name} {given}; at least {least} is needed")
+        for layer_id, spec in zip(layer_ids, specs, strict=True):
+            if not spec.states or any(min(one.shape, default=1) < 1 for one in spec.states):
+                raise InvalidArgument(
+                    f"layer {layer_id} has states {spec.states}; at least one, of sizes of at least 1, is needed"
+                )
+        self.specs = list(specs)
+        self.layer_ids = list(layer_ids)
+        self.device = torch.device(device)
+        self.backend = backend
+        self.storage = StateStorage(self.specs, num_slots, self.device)
+        self.table = StateTable(num_slots, ring=ring, interval=interval)
+        self.current_pass: RecurrentPass | None = None
+        """The open forward."""
+        self._indices = {layer_id: index for index, layer_id in enumerate(layer_ids)}
+
+    @property
+    def num_bytes(self) -> int:
+        return self.storage.num_bytes
+
+    def layer(self, layer_id: int) -> int:
+        """The index of a layer; ``InvalidArgument`` for an id that is not of this part."""
+        if layer_id not in self._indices:
+            raise InvalidArgument(f"layer {layer_id!r}; the recurrent layers are {self.layer_ids}")
+        return self._indices[layer_id]
+
+    def tensor(self, layer_id: int, state_id: int) -> tuple[int, StateTensor]:
+        """The index of the layer and the state tensor; ``InvalidArgument`` for ids that there are not."""
+        layer = self.layer(layer_id)
+        states = self.specs[layer].states
+        if isinstance(state_id, bool) or state_id not in range(len(states)):
+            raise InvalidArgument(f"layer {layer_id} has states 0..{len(states) - 1}; {state_id!r} is none")
+        return layer, states[state_id]
+
+    # -- the bracket -----------------------------------------------------------------------------------------
+
+    def plan(self, seq_ids: Sequence[SeqId], counts: Sequence[int], trees: Sequence[Sequence[int] | None]) -> StateNeed:
+        """See ``StateTable.plan``."""
+        return self.table.plan(seq_ids, counts, trees)
+
+    def shortage(self, need: StateNeed) -> int:
+        """See ``StateTable.shortage``."""
+        return self.table.shortage(need)
+
+    def begin(self, need: StateNeed) -> RecurrentPass:
+        """Take the slots and open the forward. ``ResourceExhausted`` before anything changes."""
+        opened = self.table.open(need)
+        try:
+            self.current_pass = RecurrentPass(self, opened)
+        except BaseException:
+            self.table.abort()
+            raise
+        return self.current_pass
+
+    def complete(self) -> None:
+        """Write what no layer has written: state tensors that were not set keep their state. The forward stays open, and more may be
+        set in it; then this is to be called again."""
+        self._open_pass().complete()
+
+    def publish(self) -> None:
+        """The new states count from now on; comes after ``complete``. Moves no tensor."""
+        self.table.publish(inside=self._open_pass().inside_known)
+        self.current_pass = None
+
+    def end(self) -> None:
+        """``complete`` and ``publish``."""
+        self.complete()
+        self.publish()
+
+    def abort(self) -> None:
+        """All states are as before ``begin``, less what rings have given up for it."""
+        self._open_pass()
+        self.table.abort()
+        self.current_pass = None
+
+    def _open_pass(self) -> RecurrentPass:
+        if self.current_pass is None or not self.current_pass.is_open:
+            raise FailedPrecondition("no forward is open; call begin_forward first")
+        return self.current_pass
+
+    # -- sequences (see StateTable) --------------------------------------------------------------------------
+
+    def add(self, seq_id: SeqId) -> None:
+        self.table.add(seq_id)
+
+    def remove(self, seq_id: SeqId) -> None:
+        self.table.remove(seq_id)
+
+    def clear(self) -> None:
+        self.table.clear()
+        self.current_pass = None
+
+    def fork(self, parent_id: SeqId, child_id: SeqId, position: int) -> None:
+        self.table.fork(parent_id, child_id, position)
+
+    def pop(self, seq_id: SeqId, position: int) -> None:
+        self.table.pop(seq_id, position)
+
+    def nearest(self, seq_id: SeqId, position: int) -> int:
+        return self.table.nearest(seq_id, position)
+
+    def position(self, seq_id: SeqId) -> int:
+        return self.table.position(seq_id)
+
+    def keep(self, seq_id: SeqId) -> None:
+        self.table.keep(seq_id)
+
+    def kept(self, seq_id: SeqId) -> list[int]:
+        return self.table.kept(seq_id)
+
+    def drop(self, seq_id: SeqId, position: int) -> None:
+        self.table.drop(seq_id, position)
+
+    def commit(self, seq_id: SeqId, path: Sequence[int]) -> None:
+        self.table.commit(seq_id, path)
+
+    def check(self) -> None:
+        self.table.check()
+
+    # -- looking in from outside -----------------------------------------------------------------------------
+
+    def debug_get(self, layer_id: int, state_id: int, seq_id: SeqId, position: int | None = None) -> Tensor:
+        """A copy ``[*shape]`` of the present state, or of the one kept at ``position`` (``FailedPrecondition`` if none is)."""
+        layer, _ = self.tensor(layer_id, state_id)
+        slot = self.table.slot_at(seq_id, position)
+        if slot is None:
+            raise FailedPrecondition(
+                f"debug_get: sequence {seq_id} has no state at position {position!r}; there is one at {list(self.table.slots(seq_id))}"
+            )
+        return self.storage.read(layer, state_id, np.array([slot], dtype=np.int64))[0]
+
+    def debug_set(self, layer_id: int, state_id: int, seq_id: SeqId, data: Tensor) -> None:
+        """Overwrite one tensor of the present state; forks and kept states do not change. ``ResourceExhausted``."""
+        layer, tensor = self.tensor(layer_id, state_id)
+        self.check_data("debug_set", tensor, data, ())
+        moved = self.table.own(seq_id)
+        if moved is not None:
+            source, target = (np.array([slot], dtype=np.int64) for slot in moved)
+            self.storage.copy(source, target)
+        self._write(layer, state_id, self.table.slots(seq_id)[self.table.position(seq_id)], data)
+
+    def _write(self, layer: int, state_id: int, slot: int, data: Tensor) -> None:
+        slots_N = torch.tensor([slot], dtype=torch.int64, device=self.device)
+        self.storage.write(layer, state_id, slots_N, data[None])
+
+    def check_data(self, verb: str, tensor: StateTensor, data: Tensor, lead: tuple[int, ...]) -> None:
+        """``InvalidArgument`` unless ``data`` is ``[*lead, *shape]`` of the dtype and device of the state tensor."""
+        wanted, dtype = (*lead, *tensor.shape), dtype_of(tensor)
+        if tuple(data.shape) != wanted or data.dtype != dtype or data.device.type != self.device.type:
+            raise InvalidArgument(
+                f"{verb}: data is {data.dtype} {tuple(data.shape)} on {data.device}; {dtype} {wanted} on {self.device} is needed"
+            )
+
+    # -- exchange --------------------------------------------------------------------------------------------
+
+    def group_tensors(self, layer_id: int, kept: Iterable[int]) -> dict[str, StateTensor]:
+        """What the group of this layer consists of for a sequence with these checkpoints: ``state.i`` and ``state.i@position``."""
+        states = self.specs[self.layer(layer_id)].states
+        suffixes = ["", *(f"@{position}" for position in kept)]
+        return {f"state.{index}{suffix}": one for index, one in enumerate(states) for suffix in suffixes}
+
+    def export(self, seq_id: SeqId, layer_id: int) -> dict[str, Tensor]:
+        """The tensors of one layer, present state and checkpoints, by the names of ``group_tensors``; fresh."""
+        layer, kept = self.layer(layer_id), self.table.kept(seq_id)
+        slots = np.array(self._held_slots(seq_id), dtype=np.int64)
+        rows = [self.storage.read(layer, index, slots) for index in range(len(self.specs[layer].states))]
+        names = self.group_tensors(layer_id, kept)
+        return {name: row.clone() for name, row in zip(names, (row for rows_N in rows for row in rows_N), strict=True)}
+
+    def _held_slots(self, seq_id: SeqId) -> list[int]:
+        """The slots of the present state and of the checkpoints, in order of ``group_tensors``."""
+        found = (self.table.slot_at(seq_id, position) for position in (None, *self.table.kept(seq_id)))
+        return [NULL if slot is None else slot for slot in found]
+
+    def prepare_import(self, seq_id: SeqId, length: int, kept: Sequence[int]) -> None:
+        """See ``StateTable.import_states``."""
+        self.table.import_states(seq_id, length, kept)
+
+    def import_group(self, seq_id: SeqId, layer_id: int, tensors: Mapping[str, Tensor]) -> None:
+        """Write the tensors of one layer of a sequence that is being imported. ``InvalidArgument`` unless they are exactly those
+        of ``group_tensors``."""
+        layer, kept = self.layer(layer_id), self.table.kept(seq_id)
+        if not self.table.importing(seq_id):
+            raise FailedPrecondition(
+                f"import_page_group: sequence {seq_id} is not being imported; call prepare_import first"
+            )
+        wanted = self.group_tensors(layer_id, kept)
+        if set(tensors) != set(wanted):
+            raise InvalidArgument(f"import_page_group: tensors {sorted(tensors)}; {sorted(wanted)} are needed")
+        for name, tensor in wanted.items():
+            self.check_data(f"import_page_group: {name}", tensor, tensors[name], ())
+        names = iter(wanted)
+        for index in range(len(self.specs[layer].states)):
+            for slot in self._held_slots(seq_id):
+                self._write(layer, index, slot, tensors[next(names)])
+
+    def finish_import(self, seq_id: SeqId) -> None:
+        """See ``StateTable.finish_import``."""
+        self.table.finish_import(seq_id)
+
+
+class RecurrentPass:
+    """The open forward of a ``RecurrentPart``. All rows are exact: T of them, in the order of ``plan``."""
+
+    def __init__(self, part: RecurrentPart, opened: OpenStates) -> None:
+        need = opened.need
+        self._part = part
+        self._opened = opened
+        self.plan = RecurrencePlan(
+            starts=need.starts, parents=need.parents, given=need.given, wanted=need.wanted, chains=need.chains
+        )
+        self._sources = part.storage.index(need.sources)
+        self._present = part.storage.index(need.present)
+        self._targets_M = self._tensor(opened.targets)
+        self._set: dict[tuple[int, int], Literal["wanted", "end", "token"]] = {}
+        """By layer and state: of which rows the new states are known. Those that are wanted, the ends, all tokens."""
+        ring = part.table.ring
+        self._recent = [
+            row
+            for end, count, tree in zip(need.starts[1:].tolist(), need.counts, need.trees, strict=True)
+            if not tree
+            for row in range(max(end - count, end - 1 - ring), end - 1)
+        ]
+        """Rows whose states the ring could take besides: the last of each chain before its end."""
+        self._recent_rows: dict[tuple[int, int], Tensor] = {}
+        """Their states, by layer and state."""
+
+    def _tensor(self, values: Slots | list[int]) -> Tensor:
+        return torch.from_numpy(np.asarray(values, dtype=np.int64)).to(self._part.device)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether its forward is still the open one."""
+        return self._part.table.forward is self._opened
+
+    def _require_open(self) -> None:
+        if not self.is_open:
+            # Its slots may belong to somebody else by now.
+            raise FailedPrecondition("this forward is over; take the pass of the open one")
+
+    # -- recurrences -----------------------------------------------------------------------------------------
+
+    def linear_attention(
+        self,
+        layer_id: int,
+        state_id: int,
+        q_THK: Tensor,
+        k_THK: Tensor,
+        v_THV: Tensor,
+        *,
+        scale: float = 1.0,
+        log_decay: Tensor | None = None,
+        beta_TH: Tensor | None = None,
+    ) -> Tensor:
+        """The recurrence of ``RecurrenceBackend.linear_attention`` from the state before this forward, and the new state: ``[T, Hq, V]``.
+
+        ``InvalidArgument`` unless the state tensor is float32 (or float64) ``[H, K, V]`` of the heads and sizes of k and v.
+        """
+        layer, tensor = self.tensor(layer_id, state_id)
+        wanted = (*k_THK.shape[1:], v_THV.shape[-1])
+        if tensor.shape != wanted or tensor.dtype not in ("float32", "float64"):
+            raise InvalidArgument(
+                f"linear_attention: state {state_id} of layer {layer_id} is {tensor.dtype} {tensor.shape}; k {tuple(k_THK.shape)} "
+                f"and v {tuple(v_THV.shape)} need float32 {wanted}"
+            )
+        self._check_rows("linear_attention", q_THK, k_THK, v_THV)
+        states_GHKV = self._part.storage.read(layer, state_id, self._sources)
+        recurred = self._part.backend.linear_attention(
+            self.plan, q_THK, k_THK, v_THV, states_GHKV, scale=scale, log_decay=log_decay, beta_TH=beta_TH
+        )
+        return self._take(layer, state_id, recurred)
+
+    def convolve(
+        self, layer_id: int, state_id: int, x_TC: Tensor, weight_CW: Tensor, bias_C: Tensor | None = None
+    ) -> Tensor:
+        """The convolution of ``RecurrenceBackend.convolve`` behind the inputs before this forward, and the new state: ``[T, C]``.
+
+        ``InvalidArgument`` unless the state tensor is ``[W - 1, C]``.
+        """
+        layer, tensor = self.tensor(layer_id, state_id)
+        wanted = (weight_CW.shape[1] - 1, x_TC.shape[-1])
+        if tensor.shape != wanted:
+            raise InvalidArgument(
+                f"convolve: state {state_id} of layer {layer_id} is {tensor.shape}; x {tuple(x_TC.shape)} and weight "
+                f"{tuple(weight_CW.shape)} need {wanted}"
+            )
+        self._check_rows("convolve", x_TC)
+        states_GWC = self._part.storage.read(layer, state_id, self._sources)
+        return self._take(layer, state_id, self._part.backend.convolve(self.plan, x_TC, weight_CW, bias_C, states_GWC))
+
+    def tensor(self, layer_id: int, state_id: int) -> tuple[int, StateTensor]:
+        """``RecurrentPart.tensor``, of the open forward only."""
+        found = self._part.tensor(layer_id, state_id)
+        self._require_open()
+        return found
+
+    def _check_rows(self, verb: str, *tensors: Tensor) -> None:
+        if any(one.shape[0] != self.plan.num_rows for one in tensors):
+            found = ", ".join(str(one.shape[0]) for one in tensors)
+            raise InvalidArgument(f"{verb}: {found} rows; {self.plan.num_rows} tokens are new")
+
+    def _take(self, layer: int, state_id: int, recurred: Recurred) -> Tensor:
+        self._part.storage.write(layer, state_id, self._targets_M, recurred.states)
+        self._set[layer, state_id] = "wanted"
+        return recurred.out
+
+    # -- states by themselves --------------------------------------------------------------------------------
+
+    def get(self, layer_id: int, state_id: int, per_token: bool = False) -> Tensor:
+        """The state before this forward, ``[B, *shape]``, fresh. ``per_token``: ``[T, *shape]``, for each row that of its predecessor
+        where that lies before this forward; other rows are 0."""
+        layer, tensor = self.tensor(layer_id, state_id)
+        storage = self._part.storage
+        if not per_token:
+            return storage.read(layer, state_id, self._present)
+        found_G = storage.read(layer, state_id, self._sources)
+        first = np.flatnonzero(self.plan.given >= 0)
+        rows_T = torch.zeros((self.plan.num_rows, *tensor.shape), dtype=found_G.dtype, device=found_G.device)
+        rows_T[self._tensor(first)] = found_G[self._tensor(self.plan.given[first])]
+        return rows_T
+
+    def set(self, layer_id: int, state_id: int, data: Tensor, per_token: bool = False) -> None:
+        """The new state: ``[B, *shape]`` after the last token of each entry, or with ``per_token`` ``[T, *shape]`` after every token.
+        ``InvalidArgument``: shape or dtype, or a token tree in the batch without ``per_token``."""
+        layer, tensor = self._part.tensor(layer_id, state_id)
+        need = self._opened.need
+        self._part.check_data("set", tensor, data, (self.plan.num_rows if per_token else len(need.counts),))
+        if not per_token and not need.chains:
+            raise InvalidArgument(
+                "set: the batch has a token tree; give the state after every token with per_token=True"
+            )
+        self._require_open()
+        storage = self._part.storage
+        if per_token:
+            storage.write(layer, state_id, self._targets_M, data[self._tensor(need.wanted)])
+            self._set[layer, state_id] = "token"
+            self._recent_rows[layer, state_id] = data[self._tensor(self._recent)]
+        else:
+            storage.write(layer, state_id, self._targets_M[self._tensor(need.offsets[1:] - 1)], data)
+            self._set[layer, state_id] = "end"
+
+    # -- the end ---------------------------------------------------------------------------------------------
+
+    @property
+    def inside_known(self) -> bool:
+        """Whether the states of all wanted rows are known, not only those after the last tokens."""
+        return "end" not in self._set.values()
+
+    def complete(self) -> None:
+        """Fill the slots that no layer has written: what was not set keeps its state. If every token's state was set, the last of
+        each chain go into slots for the ring."""
+        storage, table = self._part.storage, self._part.table
+        table.release_recent()
+        members = [(layer, state) for layer, spec in enumerate(self._part.specs) for state in range(len(spec.states))]
+        unset = [member for member in members if member not in self._set]
+        origins = self._opened.need.origins() if unset else np.empty(0, dtype=np.int64)
+        if len(unset) == len(members):
+            storage.copy(origins, self._opened.targets)
+            return
+        if unset:
+            index = storage.index(origins)
+            for layer, state in unset:
+                storage.write(layer, state, self._targets_M, storage.read(layer, state, index))
+        if not self._recent or any(known != "token" for known in self._set.values()):
+            return
+        recent = table.reserve_recent()
+        targets = self._tensor([slot for _, _, slot in recent])
+        places = {row: place for place, row in enumerate(self._recent)}
+        chosen = self._tensor([places[row] for _, row, _ in recent])
+        first = self._opened.need.present[[entry for entry, _, _ in recent]]
+        for layer, state in members:
+            if (layer, state) in self._recent_rows:
+                rows = self._recent_rows[layer, state][chosen]
+            else:
+                rows = storage.read(layer, state, first)
+            storage.write(layer, state, targets, rows)

@@ -1,0 +1,158 @@
+"""The recurrent verbs of the contract: arguments checked, padding and ``out=`` served (``contracts.recurrent_state``).
+
+Letters: B entries of the batch; T new tokens, N >= T rows of a padded tensor; Hq query heads, H heads of a state; K, V sizes of keys
+and values.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from quire.contracts.layers import Recurrent, StateTensor
+from quire.errors import FailedPrecondition, InvalidArgument, Unsupported
+from quire.kv.recurrent import dtype_of
+from quire.kv.sequences import check_integer
+from quire.kv.verbs import check_out, padded
+from quire.types import SeqId
+
+if TYPE_CHECKING:
+    from quire.kv.hybrid import HybridState
+
+
+def recurrent_spec(state: HybridState, layer_id: int, verb: str) -> Recurrent:
+    """The layer, which must be recurrent."""
+    if layer_id in state.recurrent.layer_ids:
+        return state.recurrent.specs[state.recurrent.layer_ids.index(layer_id)]
+    spec = state.spec(layer_id)  # InvalidArgument for an unknown one
+    raise Unsupported(
+        f"{verb}: layer {layer_id} is of kind {spec.kind!r}; recurrent layers are {state.recurrent.layer_ids}"
+    )
+
+
+def state_tensor(state: HybridState, layer_id: int, state_id: int, verb: str) -> StateTensor:
+    """What one state of a layer is."""
+    spec = recurrent_spec(state, layer_id, verb)
+    state_id = check_integer(state_id, f"{verb}: state", 0)
+    if state_id >= len(spec.states):
+        raise InvalidArgument(f"{verb}: layer {layer_id} has states 0..{len(spec.states) - 1}, got {state_id}")
+    return spec.states[state_id]
+
+
+def get(state: HybridState, layer_id: int, state_id: int, per_token: bool, out: Tensor | None) -> Tensor:
+    """See ``RecurrentVerbs.get``."""
+    one = state_tensor(state, layer_id, state_id, "get")
+    opened = state.states
+    rows = state.open_tokens if per_token else len(opened.plan.starts) - 1
+    if out is not None:
+        shape = (rows, *one.shape)
+        if tuple(out.shape) != shape or out.dtype != dtype_of(one) or out.device.type != state.device.type:
+            raise InvalidArgument(
+                f"get: out is {out.dtype} {tuple(out.shape)} on {out.device}; {dtype_of(one)} {shape} on {state.device} is needed"
+            )
+    found = opened.get(layer_id, state_id, per_token=per_token)
+    return found if out is None else out.copy_(found)
+
+
+def put(state: HybridState, layer_id: int, state_id: int, data: Tensor, per_token: bool) -> None:
+    """See ``RecurrentVerbs.set``."""
+    one = state_tensor(state, layer_id, state_id, "set")
+    opened = state.states
+    rows = state.open_tokens if per_token else len(opened.plan.starts) - 1
+    if tuple(data.shape) != (rows, *one.shape) or data.dtype != dtype_of(one) or data.device.type != state.device.type:
+        raise InvalidArgument(
+            f"set: data is {data.dtype} {tuple(data.shape)} on {data.device}; {dtype_of(one)} {(rows, *one.shape)} on "
+            f"{state.device} is needed"
+        )
+    opened.set(layer_id, state_id, data, per_token=per_token)
+
+
+def linear_attention(
+    state: HybridState,
+    layer_id: int,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sm_scale: float,
+    log_decay: Tensor | None,
+    beta: Tensor | None,
+    out: Tensor | None,
+) -> Tensor:
+    """See ``RecurrentVerbs.linear_attention``."""
+    verb = "linear_attention"
+    one = state_tensor(state, layer_id, 0, verb)
+    if len(one.shape) != 3 or one.dtype != "float32":
+        raise Unsupported(
+            f"{verb}: state 0 of layer {layer_id} is {one.dtype} {one.shape}; float32 [heads, Dk, Dv] is needed"
+        )
+    heads, key_dim, value_dim = one.shape
+    tokens = state.open_tokens
+    if q.dim() != 3 or q.shape[2] != key_dim or q.shape[1] < 1 or q.shape[1] % heads or q.shape[0] < tokens:
+        raise InvalidArgument(
+            f"{verb}: q has shape {tuple(q.shape)}; at least {tokens} rows of [a multiple of {heads}, {key_dim}] are needed"
+        )
+    rows = q.shape[0]
+    wanted: list[tuple[str, Tensor | None, list[tuple[int, ...]]]] = [
+        ("k", k, [(rows, heads, key_dim)]),
+        ("v", v, [(rows, heads, value_dim)]),
+        ("log_decay", log_decay, [(rows, heads), (rows, heads, key_dim)]),
+        ("beta", beta, [(rows, heads)]),
+    ]
+    given = {"q": q}
+    for name, tensor, shapes in wanted:
+        if tensor is None:
+            continue
+        if tuple(tensor.shape) not in shapes:
+            raise InvalidArgument(
+                f"{verb}: {name} has shape {tuple(tensor.shape)}; {' or '.join(map(str, shapes))} is needed"
+            )
+        given[name] = tensor
+    for name, tensor in given.items():
+        if not tensor.is_floating_point() or tensor.device.type != state.device.type:
+            raise InvalidArgument(
+                f"{verb}: {name} is {tensor.dtype} on {tensor.device}; floats on {state.device} are needed"
+            )
+    if not q.dtype == k.dtype == v.dtype:
+        raise InvalidArgument(f"{verb}: q, k and v are {q.dtype}, {k.dtype} and {v.dtype}; the same is needed")
+    if log_decay is not None and bool((log_decay[:tokens] > 0).any()):
+        raise InvalidArgument(f"{verb}: log_decay holds a number above 0; a decay is at most 1")
+    if out is not None:
+        for tensor in given.values():
+            check_out(out, (rows, q.shape[1], value_dim), q.dtype, tensor)
+    found = state.open_pass().linear_attention(
+        layer_id,
+        0,
+        q[:tokens],
+        k[:tokens],
+        v[:tokens],
+        scale=sm_scale,
+        log_decay=None if log_decay is None else log_decay[:tokens],
+        beta_TH=None if beta is None else beta[:tokens],
+    )
+    return padded(found, rows, 0.0, out)
+
+
+def read(state: HybridState, layer_id: int, state_id: int, seq_id: SeqId, position: int | None) -> Tensor:
+    """See ``RecurrentVerbs.debug_get``."""
+    state_tensor(state, layer_id, state_id, "debug_get")
+    if position is not None:
+        position = check_integer(position, "debug_get: position", 0)
+    sequence = state.table.get(seq_id)
+    state.table.require_ready(seq_id, sequence, "debug_get")
+    table = state.recurrent.table
+    if position is not None and table.slot_at(seq_id, position) is None:
+        known = state.kept_positions(seq_id)
+        raise FailedPrecondition(f"debug_get: no state of sequence {seq_id} is kept at {position}; there are {known}")
+    return state.recurrent.debug_get(layer_id, state_id, seq_id, position)
+
+
+def overwrite(state: HybridState, layer_id: int, state_id: int, seq_id: SeqId, data: Tensor) -> None:
+    """See ``RecurrentVerbs.debug_set``."""
+    one = state_tensor(state, layer_id, state_id, "debug_set")
+    if tuple(data.shape) != one.shape or data.dtype != dtype_of(one):
+        raise InvalidArgument(
+            f"debug_set: data is {data.dtype} {tuple(data.shape)}; {dtype_of(one)} {one.shape} is needed"
+        )
+    state.require_settled(seq_id, "debug_set")
+    state.recurrent.debug_set(layer_id, state_id, seq_id, data.to(state.device))

@@ -1,0 +1,571 @@
+"""Which state slot holds which recurrent state of which sequence, and nothing about what is in them. No torch.
+
+A *state slot* holds the state of all recurrent layers of a model at one position of a sequence. It is written by one forward,
+immutable once that is published, shared by forks, and free when its last reference goes. A sequence has its *present* state,
+which stands at its length, and *kept* ones that it can go back to: position 0 always (the initial values, in no slot),
+*checkpoints*, and a *ring* of the most recently published states before the present one. Both name the same slot where they
+keep the same state. Slots that only rings name are given up, the oldest first, when slots are needed; nothing else is.
+
+Sequence ids, lengths, tree parents and the bracket of a forward are checked by whoever drives this table
+(``sequences.SequenceTable`` does). Checked here, before anything changes, is what concerns states.
+
+Letters: B entries of a batch; T new tokens; G given states; M rows whose states are wanted; n new tokens of an entry.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.errors import FailedPrecondition, InvalidArgument, QuireError, ResourceExhausted
+from quire.kv.pages import PageIds, PagePool
+from quire.types import SeqId
+
+Slots = NDArray[np.int64]
+
+NULL = -1
+"""The slot of the initial values: never written, nobody's."""
+
+
+@dataclass(slots=True)
+class States:
+    """The states of one sequence. Each slot that is named here is one reference."""
+
+    length: int = 0
+    present: int = NULL
+    kept: dict[int, int] = field(default_factory=dict)
+    """Checkpoints: slot by position, ascending, without 0."""
+    ring: dict[int, int] = field(default_factory=dict)
+    """Slot by position, ascending, all before ``length``."""
+    nodes: list[int] = field(default_factory=list)
+    """The slot of each uncommitted node."""
+    importing: bool = False
+    """Whether an import is still writing the slots, which are the sequence's alone until it ends."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StateNeed:
+    """A forward over the states as they are: what comes before each row, whose states are wanted. See ``RecurrencePlan``."""
+
+    seq_ids: tuple[SeqId, ...]
+    lengths: tuple[int, ...]
+    counts: tuple[int, ...]
+    trees: tuple[bool, ...]
+    """Whether the entry adds nodes; otherwise it is a chain."""
+    starts: Slots
+    """``[B + 1]``"""
+    parents: Slots
+    """``[T]``: the row of this forward that comes before each row; -1: a given state does."""
+    given: Slots
+    """``[T]``: which of the given states comes before; -1 where ``parents`` is not."""
+    sources: Slots
+    """``[G]``: the slots of the given states."""
+    wanted: Slots
+    """``[M]``: rows whose states are wanted, ascending: each multiple of the interval and the end of a chain, each node."""
+    offsets: Slots
+    """``[B + 1]``: the wanted rows of entry i are ``wanted[offsets[i]:offsets[i + 1]]``."""
+    present: Slots
+    """``[B]``: the slot of each entry's present state."""
+
+    @property
+    def chains(self) -> bool:
+        """Whether every entry is a chain."""
+        return not any(self.trees)
+
+    @property
+    def slots(self) -> int:
+        """M: how many slots the forward takes."""
+        return self.wanted.size
+
+    def origins(self) -> Slots:
+        """``[M]``: the slot of the last state from before this forward on the way to each wanted row."""
+        first = np.where(self.given >= 0, self.sources[np.maximum(self.given, 0)], NULL)
+        if self.chains:
+            rows = np.repeat(self.starts[:-1], np.diff(self.starts))
+        else:
+            rows = np.arange(self.parents.size)
+            for row in np.flatnonzero(self.parents >= 0).tolist():
+                rows[row] = rows[self.parents[row]]
+        return first[rows[self.wanted]]
+
+
+@dataclass(slots=True, eq=False)
+class OpenStates:
+    """A forward with its slots."""
+
+    need: StateNeed
+    targets: Slots
+    """``[M]``: where the state after each wanted row goes."""
+    recent: list[tuple[int, int, int]] = field(default_factory=list)
+    """Entry, row and slot of further states for the ring, by entry and row (``StateTable.reserve_recent``)."""
+
+
+class StateTable:
+    """The states of all sequences. ``ring``: how many recent states a sequence keeps; ``interval``: a checkpoint is kept at each
+    multiple of it (0: none is)."""
+
+    def __init__(self, num_slots: int, *, ring: int, interval: int) -> None:
+        self.pool = PagePool(num_slots)
+        self.ring = ring
+        self.interval = interval
+        self.forward: OpenStates | None = None
+        self._sequences: dict[SeqId, States] = {}
+        self._ringed: dict[int, set[SeqId]] = {}
+        """The sequences whose ring names a slot, by slot; those that entered a ring first come first."""
+
+    # -- look-up ---------------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def __contains__(self, seq_id: object) -> bool:
+        return seq_id in self._sequences
+
+    @property
+    def num_available(self) -> int:
+        """Slots that a forward can take: the free ones and those that only rings name."""
+        return self.pool.num_free + len(self._yielding(self.pool.num_used))
+
+    def position(self, seq_id: SeqId) -> int:
+        """Where the present state stands: the length of the sequence."""
+        return self._sequences[seq_id].length
+
+    def kept(self, seq_id: SeqId) -> list[int]:
+        """Positions of the checkpoints, ascending, without 0 and without the ring."""
+        return list(self._sequences[seq_id].kept)
+
+    def ring_positions(self, seq_id: SeqId) -> list[int]:
+        """Positions of the ring's states, ascending; a checkpoint may stand at one, too."""
+        return list(self._sequences[seq_id].ring)
+
+    def nodes(self, seq_id: SeqId) -> int:
+        """Uncommitted nodes."""
+        return len(self._sequences[seq_id].nodes)
+
+    def nearest(self, seq_id: SeqId, position: int) -> int:
+        """The nearest position at or before ``position`` that the sequence can go back to."""
+        states = self._sequences[seq_id]
+        if position >= states.length:
+            return states.length
+        before = (held for one in (states.kept, states.ring) for held in reversed(one) if held <= position)
+        return max(before, default=0)
+
+    def slots(self, seq_id: SeqId) -> dict[int, int]:
+        """The slot of every state that the sequence can go back to, the present one included, by ascending position."""
+        states = self._sequences[seq_id]
+        found = {0: NULL, **states.kept, **states.ring, states.length: states.present}
+        return dict(sorted(found.items()))
+
+    def slot_at(self, seq_id: SeqId, position: int | None = None) -> int | None:
+        """The slot of the state that is kept at ``position``, or of the present one; ``NULL``: the initial values; None: there is
+        no state. A present state that was overwritten does not hide the checkpoint at its position."""
+        states = self._sequences[seq_id]
+        if position is None:
+            return states.present
+        for held in (states.kept, states.ring, {states.length: states.present}, {0: NULL}):
+            if position in held:
+                return held[position]
+        return None
+
+    # -- edits -----------------------------------------------------------------------------------------------
+
+    def add(self, seq_id: SeqId) -> None:
+        self._sequences[int(seq_id)] = States()
+
+    def remove(self, seq_id: SeqId) -> None:
+        states = self._sequences.pop(seq_id)
+        ringed = self._leave_ring(seq_id, states, list(states.ring))
+        self._release([states.present, *states.kept.values(), *states.nodes, *ringed])
+
+    def clear(self) -> None:
+        self._sequences.clear()
+        self._ringed.clear()
+        self.forward = None
+        self.pool.clear()
+
+    def fork(self, parent_id: SeqId, child_id: SeqId, position: int) -> None:
+        """The child shares the parent's state at ``position`` and all that is kept before it; nothing is copied.
+
+        ``FailedPrecondition`` if there is no state at ``position``.
+        """
+        parent = self._sequences[parent_id]
+        child = States(position, self._stood_at(parent_id, position))
+        child.kept = {held: slot for held, slot in parent.kept.items() if held <= position}
+        child.ring = {held: slot for held, slot in parent.ring.items() if held < position}
+        self._share([child.present, *child.kept.values(), *child.ring.values()])
+        self._sequences[int(child_id)] = child
+        for slot in child.ring.values():
+            self._ringed[slot].add(int(child_id))
+
+    def pop(self, seq_id: SeqId, position: int) -> None:
+        """Go back to ``position`` and forget the states after it. ``FailedPrecondition`` if there is no state."""
+        states = self._sequences[seq_id]
+        slot = self._stood_at(seq_id, position)
+        if position == states.length:
+            return
+        self._share([slot])
+        gone = [states.present]
+        gone += [states.kept.pop(held) for held in list(states.kept) if held > position]
+        gone += self._leave_ring(seq_id, states, [held for held in states.ring if held >= position])
+        states.length, states.present = position, slot
+        self._release(gone)
+
+    def _stood_at(self, seq_id: SeqId, position: int) -> int:
+        """The slot of the state that the sequence had when its length was ``position``."""
+        states = self._sequences[seq_id]
+        for held in ({states.length: states.present}, states.ring, states.kept, {0: NULL}):
+            if position in held:
+                return held[position]
+        raise FailedPrecondition(
+            f"sequence {seq_id} has no recurrent state at position {position}; there is one at {sorted(self.slots(seq_id))}"
+        )
+
+    def commit(self, seq_id: SeqId, path: Seq[int]) -> None:
+        """Take the states of the nodes on ``path`` (from a root on; empty: none) as if they had been a chain; forget the others."""
+        states = self._sequences[seq_id]
+        on_path = [states.nodes[node] for node in path]
+        stay = set(path)
+        gone = [slot for node, slot in enumerate(states.nodes) if node not in stay]
+        states.nodes = []
+        if on_path:
+            begin = states.length + 1
+            passed = dict(enumerate(on_path, start=begin))
+            self._keep_multiples(states, passed)
+            gone += self._advance(seq_id, states, passed)
+        self._release(gone)
+
+    # -- checkpoints -----------------------------------------------------------------------------------------
+
+    def keep(self, seq_id: SeqId) -> None:
+        """Keep the present state as a checkpoint. Position 0 is kept without."""
+        states = self._sequences[seq_id]
+        if states.length:
+            self._keep(states, states.length, states.present)
+
+    def drop(self, seq_id: SeqId, position: int) -> None:
+        """Give up the checkpoint at ``position``; ``InvalidArgument`` if there is none."""
+        states = self._sequences[seq_id]
+        if position not in states.kept:
+            raise InvalidArgument(
+                f"drop_checkpoint: sequence {seq_id} has no checkpoint at {position!r}; it has {list(states.kept) or 'none'}"
+            )
+        self._release([states.kept.pop(position)])
+
+    def _keep(self, states: States, position: int, slot: int) -> None:
+        self._share([slot])
+        old = states.kept.get(position, NULL)
+        states.kept[position] = slot
+        self._release([old])
+
+    def _keep_multiples(self, states: States, passed: dict[int, int]) -> None:
+        """Keep those of these states (slot by position) that stand at a multiple of the interval."""
+        if self.interval:
+            for position, slot in passed.items():
+                if position % self.interval == 0:
+                    self._keep(states, position, slot)
+
+    # -- the ring --------------------------------------------------------------------------------------------
+
+    def _advance(self, seq_id: SeqId, states: States, passed: dict[int, int]) -> list[int]:
+        """The last of ``passed`` (slot by ascending position) becomes the present state, the one so far and the others go
+        into the ring. Takes over the references; returns slots to release."""
+        *earlier, (length, present) = passed.items()
+        gone: list[int] = []
+        if states.length:
+            earlier.insert(0, (states.length, states.present))
+        else:
+            gone.append(states.present)
+        for position, slot in earlier:
+            states.ring[position] = slot
+            self._ringed.setdefault(slot, set()).add(seq_id)
+        gone += self._leave_ring(seq_id, states, list(states.ring)[: max(0, len(states.ring) - self.ring)])
+        states.length, states.present = length, present
+        return gone
+
+    def _leave_ring(self, seq_id: SeqId, states: States, positions: Iterable[int]) -> list[int]:
+        """Take these positions out of the ring; returns their slots, still to be released."""
+        gone: list[int] = []
+        for position in positions:
+            slot = states.ring.pop(position)
+            holders = self._ringed[slot]
+            holders.discard(seq_id)
+            if not holders:
+                del self._ringed[slot]
+            gone.append(slot)
+        return gone
+
+    def _yielding(self, most: int) -> list[int]:
+        """Slots that only rings name, oldest first, ``most`` at most."""
+        found: list[int] = []
+        references = self.pool.references
+        for slot, holders in self._ringed.items():
+            if len(found) >= most:
+                break
+            if references[slot] == len(holders):
+                found.append(slot)
+        return found
+
+    def _take(self, count: int, verb: str) -> PageIds:
+        """``count`` slots, given up by rings as far as needed. ``ResourceExhausted`` before anything changes."""
+        short = max(0, count - self.pool.num_free)
+        yielding = self._yielding(short)
+        if len(yielding) < short:
+            raise ResourceExhausted(
+                f"{verb}: {count} state slots are needed and {self.pool.num_free + len(yielding)} of {self.pool.num_pages} are "
+                "free; drop checkpoints, remove sequences or give fewer tokens"
+            )
+        for slot in yielding:
+            for seq_id in list(self._ringed[slot]):
+                states = self._sequences[seq_id]
+                self._release(self._leave_ring(seq_id, states, [p for p, held in states.ring.items() if held == slot]))
+        return self.pool.take(count)
+
+    # -- the bracket -----------------------------------------------------------------------------------------
+
+    def plan(self, seq_ids: Seq[SeqId], counts: Seq[int], trees: Seq[Seq[int] | None]) -> StateNeed:
+        """What a forward needs. ``trees``: per entry None (a chain), or the parents of its new nodes, as indices over all
+        uncommitted nodes (-1: a root). Changes nothing. Cost O(B + T)."""
+        starts = np.zeros(len(counts) + 1, dtype=np.int64)
+        np.cumsum(counts, out=starts[1:])
+        parents = np.full(int(starts[-1]), -1, dtype=np.int64)
+        given = parents.copy()
+        sources: list[int] = []
+        wanted: list[int] = []
+        offsets = [0]
+        sequences = [self._sequences[seq_id] for seq_id in seq_ids]
+        for states, count, tree, start in zip(sequences, counts, trees, starts.tolist(), strict=False):
+            if tree is None:
+                parents[start + 1 : start + count] = np.arange(start, start + count - 1)
+                given[start] = len(sources)
+                sources.append(states.present)
+                wanted += [start + position - states.length - 1 for position in self._inside(states.length, count)]
+                wanted.append(start + count - 1)
+            else:
+                old, found = len(states.nodes), dict[int, int]()
+                for row, parent in enumerate(tree, start=start):
+                    if parent >= old:
+                        parents[row] = start + parent - old
+                        continue
+                    if parent not in found:
+                        found[parent] = len(sources)
+                        sources.append(states.present if parent < 0 else states.nodes[parent])
+                    given[row] = found[parent]
+                wanted += range(start, start + count)
+            offsets.append(len(wanted))
+        return StateNeed(
+            tuple(seq_ids),
+            tuple(states.length for states in sequences),
+            tuple(counts),
+            tuple(tree is not None for tree in trees),
+            starts,
+            parents,
+            given,
+            np.array(sources, dtype=np.int64),
+            np.array(wanted, dtype=np.int64),
+            np.array(offsets, dtype=np.int64),
+            np.array([states.present for states in sequences], dtype=np.int64),
+        )
+
+    def _inside(self, length: int, count: int) -> range:
+        """Multiples of the interval that a chain passes before its end."""
+        if not self.interval:
+            return range(0)
+        return range((length // self.interval + 1) * self.interval, length + count, self.interval)
+
+    def shortage(self, need: StateNeed) -> int:
+        """How many slots ``need`` is short of; 0 if there is room. Slots that only rings name count as free, and those of the
+        open forward as before it."""
+        free = self.pool.num_free
+        if self.forward is not None:
+            free += self.forward.targets.size + self._num_recent(self.forward)
+        short = max(0, need.slots - free)
+        return short - len(self._yielding(short))
+
+    @staticmethod
+    def _num_recent(opened: OpenStates) -> int:
+        """Slots that were taken for the ring only."""
+        return len({slot for _, _, slot in opened.recent} - set(opened.targets.tolist()))
+
+    def open(self, need: StateNeed) -> OpenStates:
+        """Take the slots, the oldest states of the rings giving up theirs as far as needed. ``ResourceExhausted`` before
+        anything changes."""
+        opened = OpenStates(need, self._take(need.slots, "begin_forward").astype(np.int64))
+        self.forward = opened
+        return opened
+
+    def reserve_recent(self) -> list[tuple[int, int, int]]:
+        """Slots for the last states of each chain before its end, which ``publish`` puts into the ring, as far as slots are free:
+        entry, row and slot of each, by entry and row. A wanted row has its slot already."""
+        opened = self._require_open()
+        need, found = opened.need, list[tuple[int, int, int]]()
+        taken = dict(zip(need.wanted.tolist(), opened.targets.tolist(), strict=True))
+        entries = [entry for entry, tree in enumerate(need.trees) if not tree]
+        for back in range(1, self.ring + 1):
+            for entry in entries:
+                row = int(need.starts[entry + 1]) - 1 - back
+                if row < need.starts[entry]:
+                    continue
+                if row in taken:
+                    self._share([taken[row]])
+                    found.append((entry, row, taken[row]))
+                elif self.pool.num_free:
+                    found.append((entry, row, int(self.pool.take(1)[0])))
+        opened.recent = sorted(found)
+        return opened.recent
+
+    def release_recent(self) -> None:
+        """Take ``reserve_recent`` back."""
+        opened = self._require_open()
+        self._release(slot for _, _, slot in opened.recent)
+        opened.recent = []
+
+    def publish(self, *, inside: bool = True) -> None:
+        """The new states count from now on. ``inside=False``: the states within chains were not computed, so that multiples
+        of the interval that a chain passed are not kept."""
+        opened = self._require_open()
+        need, gone = opened.need, list[int]()
+        recent: dict[int, dict[int, int]] = {}
+        for entry, row, slot in opened.recent:
+            position = need.lengths[entry] + row - int(need.starts[entry]) + 1
+            recent.setdefault(entry, {})[position] = slot
+        for entry, seq_id in enumerate(need.seq_ids):
+            states = self._sequences[seq_id]
+            slots = opened.targets[need.offsets[entry] : need.offsets[entry + 1]].tolist()
+            if need.trees[entry]:
+                states.nodes += slots
+                continue
+            end = states.length + need.counts[entry]
+            multiples = dict(zip(self._inside(states.length, need.counts[entry]), slots[:-1], strict=True))
+            if inside:
+                self._keep_multiples(states, multiples)
+            gone += multiples.values()
+            self._keep_multiples(states, {end: slots[-1]})
+            gone += self._advance(seq_id, states, {**recent.get(entry, {}), end: slots[-1]})
+        self._release(gone)
+        self.forward = None
+
+    def abort(self) -> None:
+        """All states are as before ``open``, less what rings have given up for it."""
+        opened = self._require_open()
+        self._release([*opened.targets.tolist(), *(slot for _, _, slot in opened.recent)])
+        self.forward = None
+
+    def _require_open(self) -> OpenStates:
+        if self.forward is None:
+            raise FailedPrecondition("no forward is open; call begin_forward first")
+        return self.forward
+
+    # -- states that are written from outside ----------------------------------------------------------------
+
+    def own(self, seq_id: SeqId) -> tuple[int, int] | None:
+        """Make the slot of the present state this sequence's own (before it is overwritten): from which slot (or ``NULL``) to
+        which it must be copied; None: it is its own already. ``ResourceExhausted`` before anything changes."""
+        states = self._sequences[seq_id]
+        old = states.present
+        if old != NULL and self.pool.references[old] == 1:
+            return None
+        new = int(self._take(1, "debug_set")[0])
+        states.present = new
+        self._release([old])
+        return old, new
+
+    def import_states(self, seq_id: SeqId, length: int, kept: Seq[int]) -> None:
+        """A new sequence at ``length``, *importing* until ``finish_import``: with a slot of its own for the present state (also
+        at length 0) and for each checkpoint, also for one at ``length``, whose state may be another.
+
+        ``InvalidArgument`` unless ``kept`` ascends from above 0 to ``length`` at most; ``ResourceExhausted``.
+        """
+        positions = list(kept)
+        if any(low >= high for low, high in zip([0, *positions], positions, strict=False)) or (
+            positions and positions[-1] > length
+        ):
+            raise InvalidArgument(
+                f"kept positions {positions} of {length} tokens; ascending ones in 1..{length} are needed"
+            )
+        present, *slots = self._take(1 + len(positions), "prepare_import").tolist()
+        kept_slots = dict(zip(positions, slots, strict=True))
+        self._sequences[int(seq_id)] = States(length, present, kept_slots, importing=True)
+
+    def importing(self, seq_id: SeqId) -> bool:
+        """Whether the sequence is being imported."""
+        return self._sequences[seq_id].importing
+
+    def finish_import(self, seq_id: SeqId) -> None:
+        """The slots have been written. ``FailedPrecondition`` for a sequence that is not being imported."""
+        states = self._sequences[seq_id]
+        if not states.importing:
+            raise FailedPrecondition(
+                f"finish_import: sequence {seq_id} is not being imported; call prepare_import first"
+            )
+        states.importing = False
+
+    # -- references ------------------------------------------------------------------------------------------
+
+    def _share(self, slots: Iterable[int]) -> None:
+        for part in rounds(slots):
+            self.pool.share(part)
+
+    def _release(self, slots: Iterable[int]) -> None:
+        for part in rounds(slots):
+            self.pool.release(part)
+
+    def check(self) -> None:
+        """Recount everything; ``QuireError`` names what is broken."""
+        named: Counter[int] = Counter()
+        ringed: dict[int, set[SeqId]] = {}
+        for seq_id, states in self._sequences.items():
+            named.update([*states.kept.values(), *states.ring.values(), *states.nodes, states.present])
+            for slot in states.ring.values():
+                ringed.setdefault(slot, set()).add(seq_id)
+            check_states(seq_id, states, self.ring)
+        opened = self.forward
+        written: list[int] = []
+        if opened is not None:
+            written = opened.targets.tolist()
+            named.update(written)
+            named.update(slot for _, _, slot in opened.recent)
+            lengths = tuple(self._sequences[seq_id].length for seq_id in opened.need.seq_ids)
+            if lengths != opened.need.lengths:
+                raise QuireError(f"the open forward began at lengths {opened.need.lengths}; they are {lengths}")
+        del named[NULL]
+        expected = np.zeros(self.pool.num_pages, dtype=np.int32)
+        for slot, count in named.items():
+            expected[slot] = count
+        self.pool.check(expected)
+        if ringed != self._ringed:
+            raise QuireError("the slots that rings name are not those that are noted")
+        imported = [one for one in self._sequences.values() if one.importing]
+        alone = [slot for one in imported for slot in (one.present, *one.kept.values())]
+        recent = {slot for _, _, slot in opened.recent} if opened else set()
+        for slot in [*alone, *(slot for slot in written if slot not in recent)]:
+            if self.pool.references[slot] != 1:
+                raise QuireError(f"state slot {slot} is being written and has {self.pool.references[slot]} holders")
+
+
+def check_states(seq_id: SeqId, states: States, ring: int) -> None:
+    """``QuireError`` unless the positions of this sequence's states are possible."""
+    if len(states.ring) > ring:
+        raise QuireError(f"the ring of sequence {seq_id} holds {len(states.ring)} states; its size is {ring}")
+    for what, positions, last in (
+        ("checkpoints", list(states.kept), states.length),
+        ("ring", list(states.ring), max(0, states.length - 1)),
+    ):
+        if any(low >= high for low, high in zip([0, *positions], [*positions, last + 1], strict=True)):
+            raise QuireError(f"the {what} of sequence {seq_id} of length {states.length} stand at {positions}")
+    if states.length and states.present == NULL:
+        raise QuireError(f"sequence {seq_id} of length {states.length} is at the initial values")
+    if NULL in (*states.kept.values(), *states.ring.values(), *states.nodes):
+        raise QuireError(f"sequence {seq_id} keeps a state in no slot")
+
+
+def rounds(slots: Iterable[int]) -> Iterable[PageIds]:
+    """The slots that are not ``NULL``, in parts that name none twice."""
+    rest = Counter(slot for slot in slots if slot != NULL)
+    while rest:
+        yield np.fromiter(rest, dtype=np.int32, count=len(rest))
+        rest = Counter({slot: count - 1 for slot, count in rest.items() if count > 1})

@@ -1,0 +1,123 @@
+"""Bamba (IBM, Princeton, CMU, UIUC): Llama blocks in most of which a Mamba-2 mixer stands for attention.
+
+Source: transformers and the model's card. Half of each query and key head turns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from quire.models.checkpoint import NameTable
+from quire.models.config import ConfigFields, refuse_unsupported
+from quire.models.decoder import DecoderConfig, Parameters, gated_mlp
+from quire.models.geometry import read_activation, read_geometry, rope_of
+from quire.models.hybrid import (
+    HybridDecoder,
+    LayerIds,
+    MixedBlock,
+    attention_of,
+    norm_of,
+    only_attending,
+    read_taps,
+    respelled,
+)
+from quire.models.mamba2 import MambaConfig, check_heads, mamba_names, mamba_of, read_step_limit
+from quire.models.mixture import read_layer_numbers
+from quire.models.names import Names, name_table
+from quire.nn.mamba import Mamba2Shape
+from quire.nn.mixers import Mixer
+
+NORMS: Mapping[str, str] = {"attention_norm": "input_layernorm", "mlp_norm": "pre_ff_layernorm"}
+SPELLINGS: Mapping[str, str] = {".mlp.": ".feed_forward.", "model.norm.": "model.final_layernorm."}
+"""What Llama calls them, and what Bamba and Falcon-H1 do."""
+
+
+class Bamba(HybridDecoder[MambaConfig]):
+    """``BambaForCausalLM``."""
+
+    def __init__(self, config: MambaConfig, parameters: Parameters, values: Mapping[str, Any]) -> None:
+        super().__init__(config, parameters, values, _block)
+
+
+def read_bamba_config(values: Mapping[str, Any], max_model_len: int | None = None) -> MambaConfig:
+    """``BambaForCausalLM``: ``attn_layer_indices`` names the blocks that attend; missing or null: none does."""
+    fields = ConfigFields(values)
+    geometry = read_geometry(fields, "BambaForCausalLM", "bamba", max_model_len, kv_heads_required=True)
+    # Older configurations count the columns that turn; transformers turns half of them whatever they say.
+    fields.expect("attn_rotary_emb", geometry.head_dim // 2)
+    attending = tuple(sorted(read_layer_numbers(fields, "attn_layer_indices", geometry.num_layers)))
+    bias = fields.flag("attention_bias", False)
+    activation = read_activation(fields)
+    pass_over_generation(fields)
+    proj_bias = fields.flag("mamba_proj_bias", False)
+    shape = read_mamba_shape(fields, int(fields.number("mamba_expand", 2) * geometry.hidden_size))
+    config = MambaConfig(
+        trunk=DecoderConfig(
+            **geometry.common(),
+            layers=geometry.layers(rope_of(fields, geometry, partial_default=0.5)),
+            norm_eps=fields.number("rms_norm_eps", 1e-5),
+            activation=activation,
+            tie_embeddings=fields.flag("tie_word_embeddings", False),
+            qkv_bias=bias,
+            out_bias=bias,
+            mlp_bias=fields.flag("mlp_bias", False),
+        ),
+        num_blocks=geometry.num_layers,
+        attending=attending,
+        recurrent=tuple(block for block in range(geometry.num_layers) if block not in attending),
+        mixer=shape,
+        activation=activation,
+        project_bias=proj_bias,
+        out_bias=proj_bias,
+        conv_bias=fields.flag("mamba_conv_bias", True),
+        norm_groups=shape.num_groups,
+    )
+    refuse_unsupported(fields)
+    return config
+
+
+def bamba_spellings(config: MambaConfig) -> Sequence[NameTable]:
+    """One way."""
+    table = only_attending(config, respelled(name_table(config.trunk, Names(norms=NORMS)), SPELLINGS))
+    for block in config.recurrent:
+        table |= mamba_names(config, f"model.layers.{block}.mamba", str(block))
+    return (table,)
+
+
+def _block(config: MambaConfig, block: int, ids: LayerIds, parameters: Parameters) -> MixedBlock:
+    mixer: Mixer
+    if ids.attention is not None:
+        mixer = attention_of(config, block, ids.attention, parameters)
+    else:
+        assert ids.recurrent is not None
+        mixer = mamba_of(config, block, ids.recurrent, parameters)
+    norm, mlp_norm = (norm_of(config, parameters, f"{block}.{name}") for name in ("attention_norm", "mlp_norm"))
+    return MixedBlock(norm, mixer, mlp_norm, gated_mlp(config.trunk, block, parameters))
+
+
+def read_mamba_shape(fields: ConfigFields, width: int) -> Mamba2Shape:
+    """The sizes of a mixer of this width, in the fields that Bamba and Falcon-H1 share."""
+    num_heads = fields.count("mamba_n_heads", 128)
+    least, greatest = read_step_limit(fields)
+    if fields.get("mamba_d_head") in (None, "auto"):
+        head_dim = max(1, width // num_heads)
+    else:
+        head_dim = fields.count("mamba_d_head")
+    shape = Mamba2Shape(
+        num_heads=num_heads,
+        head_dim=head_dim,
+        num_groups=fields.count("mamba_n_groups", 1),
+        state_size=fields.count("mamba_d_state", 256),
+        taps=read_taps(fields, "mamba_d_conv", 4),
+        least_step=least,
+        greatest_step=greatest,
+    )
+    check_heads(fields, shape, width, "mamba_n_heads", "mamba_n_groups")
+    return shape
+
+
+def pass_over_generation(fields: ConfigFields) -> None:
+    """Fields that only decide how many logits ``generate`` asks for, how a prompt is cut, and a training loss."""
+    for name in ("num_logits_to_keep", "mamba_chunk_size", "z_loss_coefficient"):
+        fields.get(name)

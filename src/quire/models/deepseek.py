@@ -1,0 +1,381 @@
+"""DeepSeek-V2 (arXiv:2405.04434), DeepSeek-V3 (arXiv:2412.19437), GLM-4-MoE-Lite and Youtu: multi-head latent attention, and
+but for Youtu many small experts beside one or a few that all tokens share.
+
+V2 routes by a softmax, and where ``topk_method`` says so only to the groups with the best experts. V3 and GLM-4-MoE-Lite
+route by sigmoids plus a correction that balances the experts' load and counts for the choice alone. The checkpoints may hold
+further layers behind the last one, which draft tokens; they are not read.
+
+Beyond ``models.names``, a layer has the parameters ``{}.qkv.weight``, whose rows are the queries' (or their latent's), then
+those of the rows to store; ``{}.query_norm.weight`` and ``{}.query_up.weight`` with a latent for queries;
+``{}.latent_norm.weight``, ``{}.kv_up.weight``; and with ``attention_bias`` ``{}.query_down.bias``, ``{}.kv_down.bias``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias, TypeVar
+
+import torch
+from torch import Tensor
+
+from quire.contracts.layers import FullAttention, LatentAttention
+from quire.models.checkpoint import NameTable, Place
+from quire.models.config import ConfigFields, refuse_unsupported
+from quire.models.decoder import Decoder, DecoderConfig, MlpBuilder, Parameters
+from quire.models.geometry import MAX_LAYERS, Geometry, read_activation, read_geometry, rope_of
+from quire.models.mixture import MixtureConfig, mixture_names, pass_over_training, read_num_experts
+from quire.models.names import IgnorableNames, ignorable_names, mlp_names, trunk_names
+from quire.models.rope import yarn_magnitude
+from quire.nn.latent import MultiHeadLatentAttention, QueryUp
+from quire.nn.linear import Linear
+from quire.nn.norm import RMSNorm
+from quire.ops.experts import Routing
+
+LATENT_NORM_EPS = 1e-6
+"""Of the norms of latents, whatever ``rms_norm_eps`` says: so the authors' code and transformers have it."""
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+"""What an expert's gate, up and down are called."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LatentSizes:
+    """Sizes of latent attention, counts of elements. Those of heads in expanded form are in the layers' specs."""
+
+    query_rank: int
+    """Width of the queries' latent; 0: there is none."""
+    rank: int
+    """Width of ``c_kv``."""
+    nope_dim: int
+    """Columns of query and key heads that have no position."""
+    rope_dim: int
+    """Columns of query and key heads that have; one ``k_pe`` of them is shared by all heads."""
+
+    @property
+    def row_dim(self) -> int:
+        """Columns of a stored row."""
+        return self.rank + self.rope_dim
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LatentConfig(DecoderConfig):
+    """A decoder with latent attention. ``layers`` describe its heads in expanded form; what is stored says ``latent_specs``.
+
+    ``qkv_bias``: of the maps from the model width into the latents.
+    """
+
+    latent: LatentSizes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LatentMixtureConfig(MixtureConfig):
+    """The same with experts."""
+
+    latent: LatentSizes
+    draft_layers: int = 0
+    """Layers that the checkpoint may have behind the last one. They decide no logits."""
+
+    def canonical(self) -> str:
+        """See ``DecoderConfig``; without the layers that draft."""
+        return MixtureConfig.canonical(replace(self, draft_layers=0))
+
+
+AnyLatentConfig: TypeAlias = LatentConfig | LatentMixtureConfig
+L = TypeVar("L", bound=AnyLatentConfig)
+
+
+def latent_specs(config: AnyLatentConfig) -> tuple[LatentAttention, ...]:
+    """What each layer stores: one row per token, of which the first columns are the value."""
+    sizes = config.latent
+    return tuple(
+        LatentAttention(
+            num_heads=spec.num_heads,
+            row_dim=sizes.row_dim,
+            value_dim=sizes.rank,
+            rope=spec.rope,
+            sm_scale=spec.scale,
+        )
+        for spec in config.layers
+    )
+
+
+class LatentDecoder(Decoder[L]):
+    """A ``Decoder`` with latent attention in all layers."""
+
+    def __init__(self, config: L, parameters: Parameters, values: Mapping[str, Any], mlp: MlpBuilder[L]) -> None:
+        """See ``Decoder``."""
+        super().__init__(config, parameters, values, mlp)
+        for layer, (block, spec) in enumerate(zip(self._decoder_blocks, config.layers, strict=True)):
+            assert isinstance(spec, FullAttention)
+            block.attention = _attention(config, layer, spec, parameters)
+        self.layer_specs = latent_specs(config)
+
+
+def _attention(
+    config: AnyLatentConfig, layer: int, spec: FullAttention, parameters: Parameters
+) -> MultiHeadLatentAttention:
+    query_up = None
+    if config.latent.query_rank:
+        norm = RMSNorm(parameters[f"{layer}.query_norm.weight"], LATENT_NORM_EPS)
+        query_up = QueryUp(norm, Linear(parameters[f"{layer}.query_up.weight"]))
+    return MultiHeadLatentAttention(
+        layer,
+        spec,
+        Linear(parameters[f"{layer}.qkv.weight"], _bias(config, layer, parameters)),
+        Linear(parameters[f"{layer}.out.weight"], parameters.get(f"{layer}.out.bias")),
+        latent_norm=RMSNorm(parameters[f"{layer}.latent_norm.weight"], LATENT_NORM_EPS),
+        kv_up_CR=parameters[f"{layer}.kv_up.weight"],
+        nope_dim=config.latent.nope_dim,
+        query_up=query_up,
+    )
+
+
+def _bias(config: AnyLatentConfig, layer: int, parameters: Parameters) -> Tensor | None:
+    """Of the queries and the rows to store; queries that have no latent have no bias."""
+    if not config.qkv_bias:
+        return None
+    rows = parameters[f"{layer}.kv_down.bias"]
+    query = parameters.get(f"{layer}.query_down.bias")
+    if query is None:
+        query = rows.new_zeros(len(parameters[f"{layer}.qkv.weight"]) - len(rows))
+    return torch.cat((query, rows))
+
+
+# Names.
+
+
+def latent_spellings(config: LatentConfig) -> Sequence[NameTable]:
+    """Of a dense decoder."""
+    return ({**_trunk(config), **mlp_names(config)},)
+
+
+def latent_mixture_spellings(config: LatentMixtureConfig) -> Sequence[NameTable]:
+    """Each expert by itself, or stacked."""
+    trunk = _trunk(config)
+    return tuple(
+        mixture_names(config, projections=projections, shared="shared_experts", trunk=trunk)
+        for projections in (PROJECTIONS, None)
+    )
+
+
+def _trunk(config: AnyLatentConfig) -> dict[str, Place]:
+    """All but the MLPs: Llama's names, except for what makes queries, keys and values."""
+    sizes, spec, width = config.latent, config.layers[0], config.hidden_size
+    query_rows = spec.num_heads * spec.head_dim
+    first_rows = sizes.query_rank or query_rows
+    parts: dict[str, Place] = {}
+    if sizes.query_rank:
+        parts["q_a_proj.weight"] = Place(parameter="{}.qkv.weight", shape=(sizes.query_rank, width))
+        parts["q_a_layernorm.weight"] = Place(parameter="{}.query_norm.weight", shape=(sizes.query_rank,))
+        parts["q_b_proj.weight"] = Place(parameter="{}.query_up.weight", shape=(query_rows, sizes.query_rank))
+        if config.qkv_bias:
+            parts["q_a_proj.bias"] = Place(parameter="{}.query_down.bias", shape=(sizes.query_rank,))
+    else:
+        parts["q_proj.weight"] = Place(parameter="{}.qkv.weight", shape=(query_rows, width))
+    down = Place(parameter="{}.qkv.weight", shape=(sizes.row_dim, width), row=first_rows)
+    parts["kv_a_proj_with_mqa.weight"] = down
+    if config.qkv_bias:
+        parts["kv_a_proj_with_mqa.bias"] = Place(parameter="{}.kv_down.bias", shape=(sizes.row_dim,))
+    parts["kv_a_layernorm.weight"] = Place(parameter="{}.latent_norm.weight", shape=(sizes.rank,))
+    up_rows = spec.num_heads * (sizes.nope_dim + spec.value_dim)
+    parts["kv_b_proj.weight"] = Place(parameter="{}.kv_up.weight", shape=(up_rows, sizes.rank))
+    usual = trunk_names(config)
+    table = {name: place for name, place in usual.items() if not place.parameter.startswith("{}.qkv.")}
+    return table | {f"model.layers.{{}}.self_attn.{name}": place for name, place in parts.items()}
+
+
+def latent_mixture_ignorable_names(config: LatentMixtureConfig) -> IgnorableNames:
+    """As everywhere; layers that draft; and shared experts of width 0, which transformers writes."""
+    usual = ignorable_names(config)
+    last = config.num_layers
+    drafts = tuple(f"model.layers.{layer}." for layer in range(last, last + config.draft_layers))
+    empty: set[str] = set()
+    if not config.shared_size:
+        empty |= {
+            f"model.layers.{layer}.mlp.shared_experts.{part}.weight" for layer in range(last) for part in PROJECTIONS
+        }
+    return IgnorableNames(names=usual.names | empty, prefixes=usual.prefixes + drafts)
+
+
+# Configurations.
+
+
+def read_deepseek_v2_config(values: Mapping[str, Any], max_model_len: int | None = None) -> LatentMixtureConfig:
+    """``DeepseekV2ForCausalLM``. The weights of the chosen experts are those of the softmax, whatever their sum."""
+    fields = ConfigFields(values)
+    geometry, sizes = _read_sizes(fields, "DeepseekV2ForCausalLM", "deepseek_v2", max_model_len)
+    fields.expect("rope_interleave", True)
+    fields.expect("scoring_func", "softmax")
+    fields.expect("norm_topk_prob", False)  # The authors' code and transformers compute other things with it.
+    fields.expect("topk_method", "greedy", "group_limited_greedy")
+    num_experts, top_k = read_num_experts(fields, "n_routed_experts", "num_experts")
+    groups = {}
+    if fields.get("topk_method") == "group_limited_greedy":
+        groups = _read_groups(fields, num_experts, top_k, least=1)
+    routing = Routing(top_k=top_k, scale=fields.number("routed_scaling_factor", 1.0), in_float32=True, **groups)
+    config = _mixture(fields, geometry, sizes, num_experts, routing, _dense(fields, geometry, 0))
+    refuse_unsupported(fields)
+    return config
+
+
+def read_deepseek_v3_config(values: Mapping[str, Any], max_model_len: int | None = None) -> LatentMixtureConfig:
+    """``DeepseekV3ForCausalLM``: sigmoids, groups by their two best experts, a correction."""
+    fields = ConfigFields(values)
+    geometry, sizes = _read_sizes(fields, "DeepseekV3ForCausalLM", "deepseek_v3", max_model_len)
+    dense = _dense(fields, geometry, 3)
+    config = _corrected_mixture(fields, geometry, sizes, dense, scale=2.5)
+    refuse_unsupported(fields)
+    return config
+
+
+def read_glm4_moe_lite_config(values: Mapping[str, Any], max_model_len: int | None = None) -> LatentMixtureConfig:
+    """``Glm4MoeLiteForCausalLM``: as DeepSeek-V3; ``mlp_layer_types`` says which layers are dense (missing: the first)."""
+    fields = ConfigFields(values)
+    geometry, sizes = _read_sizes(fields, "Glm4MoeLiteForCausalLM", "glm4_moe_lite", max_model_len)
+    kinds = fields.get("mlp_layer_types")
+    if kinds is None:
+        kinds = ["dense"] + ["sparse"] * (geometry.num_layers - 1)
+    right = isinstance(kinds, list) and all(kind in ("dense", "sparse") for kind in kinds)
+    if not right or len(kinds) != geometry.num_layers:
+        raise fields.error("mlp_layer_types", f"a list of {geometry.num_layers} strings, each 'dense' or 'sparse'")
+    dense = tuple(layer for layer, kind in enumerate(kinds) if kind == "dense")
+    if fields.present("first_k_dense_replace") and _dense(fields, geometry, len(dense)) != dense:
+        raise fields.error("first_k_dense_replace", f"the number of the dense layers, which are {list(dense)}")
+    config = _corrected_mixture(fields, geometry, sizes, dense, scale=1.8, eps=1e-5)
+    refuse_unsupported(fields)
+    return config
+
+
+def read_youtu_config(values: Mapping[str, Any], max_model_len: int | None = None) -> LatentConfig:
+    """``YoutuForCausalLM``: latent attention and plain MLPs; embedding and head are one where nothing is said."""
+    fields = ConfigFields(values)
+    geometry, sizes = _read_sizes(fields, "YoutuForCausalLM", "youtu", max_model_len)
+    config = LatentConfig(**_common(fields, geometry, sizes, tied=True, eps=1e-6))
+    refuse_unsupported(fields)
+    return config
+
+
+def _read_sizes(
+    fields: ConfigFields, architecture: str, model_type: str, max_model_len: int | None
+) -> tuple[Geometry, LatentSizes]:
+    """The geometry's ``head_dim`` is that of the columns that RoPE turns."""
+    if not fields.present("q_lora_rank"):
+        raise fields.error("q_lora_rank", "the width of the queries' latent, or null for none")
+    sizes = LatentSizes(
+        query_rank=0 if fields.get("q_lora_rank") is None else fields.count("q_lora_rank"),
+        rank=fields.count("kv_lora_rank"),
+        nope_dim=fields.count("qk_nope_head_dim"),
+        rope_dim=fields.count("qk_rope_head_dim"),
+    )
+    if fields.get("qk_head_dim") not in (None, sizes.nope_dim + sizes.rope_dim):
+        raise fields.error("qk_head_dim", f"qk_nope_head_dim + qk_rope_head_dim ({sizes.nope_dim + sizes.rope_dim})")
+    geometry = read_geometry(fields, architecture, model_type, max_model_len, exact_head_dim=sizes.rope_dim)
+    if geometry.num_kv_heads != geometry.num_heads:
+        raise fields.error("num_key_value_heads", f"num_attention_heads ({geometry.num_heads}), or null")
+    return geometry, sizes
+
+
+def _common(fields: ConfigFields, geometry: Geometry, sizes: LatentSizes, *, tied: bool, eps: float) -> dict[str, Any]:
+    """The fields of any decoder with latent attention. ``tied``, ``eps``: where the configuration does not say."""
+    rope = rope_of(fields, geometry, interleaved=fields.flag("rope_interleave", True))
+    head_dim = sizes.nope_dim + sizes.rope_dim
+    spec = FullAttention(
+        num_heads=geometry.num_heads,
+        num_kv_heads=geometry.num_heads,
+        head_dim=head_dim,
+        value_dim=fields.count("v_head_dim"),
+        rope=rope,
+        sm_scale=head_dim**-0.5 * _magnitude(fields, rope.factor) ** 2,
+    )
+    bias = fields.flag("attention_bias", False)
+    return {
+        **geometry.common(),
+        "layers": (spec,) * geometry.num_layers,
+        "latent": sizes,
+        "norm_eps": fields.number("rms_norm_eps", eps),
+        "activation": read_activation(fields),
+        "tie_embeddings": fields.flag("tie_word_embeddings", tied),
+        "qkv_bias": bias,
+        "out_bias": bias,
+    }
+
+
+def _magnitude(fields: ConfigFields, factor: float) -> float:
+    """What YaRN makes of queries and of keys in all columns (``mscale_all_dim``); ``read_rope`` has checked the fields."""
+    for name in ("rope_parameters", "rope_scaling"):
+        weight = fields.mapping(name).get("mscale_all_dim")
+        if weight:
+            return yarn_magnitude(factor, weight)
+    return 1.0
+
+
+def _dense(fields: ConfigFields, geometry: Geometry, default: int) -> tuple[int, ...]:
+    """``first_k_dense_replace`` layers, from the first on."""
+    fields.expect("moe_layer_freq", 1)
+    return tuple(range(min(fields.whole("first_k_dense_replace", default), geometry.num_layers)))
+
+
+def _read_groups(fields: ConfigFields, num_experts: int, top_k: int, *, least: int) -> dict[str, Any]:
+    """``least``: experts that a group must have."""
+    groups, top_groups = fields.count("n_group"), fields.count("topk_group")
+    if num_experts % groups or num_experts // groups < least:
+        raise fields.error("n_group", f"a divisor of n_routed_experts ({num_experts}), groups of {least} or more")
+    if top_groups > groups:
+        raise fields.error("topk_group", f"at most n_group ({groups})")
+    if top_k > top_groups * (num_experts // groups):
+        raise fields.error("topk_group", f"groups with num_experts_per_tok ({top_k}) experts or more in all")
+    return {"groups": groups, "top_groups": top_groups}
+
+
+def _corrected_mixture(
+    fields: ConfigFields,
+    geometry: Geometry,
+    sizes: LatentSizes,
+    dense: tuple[int, ...],
+    *,
+    scale: float,
+    eps: float = 1e-6,
+) -> LatentMixtureConfig:
+    """Of DeepSeek-V3's kind."""
+    fields.expect("scoring_func", "sigmoid")
+    fields.expect("topk_method", "noaux_tc")
+    num_experts, top_k = read_num_experts(fields, "n_routed_experts", "num_local_experts")
+    routing = Routing(
+        top_k=top_k,
+        scores="sigmoid",
+        renormalise=fields.flag("norm_topk_prob", True),
+        group_score="best_two",
+        scale=fields.number("routed_scaling_factor", scale),
+        in_float32=True,
+        **_read_groups(fields, num_experts, top_k, least=2),
+    )
+    return _mixture(fields, geometry, sizes, num_experts, routing, dense, correction=True, eps=eps)
+
+
+def _mixture(
+    fields: ConfigFields,
+    geometry: Geometry,
+    sizes: LatentSizes,
+    num_experts: int,
+    routing: Routing,
+    dense: tuple[int, ...],
+    *,
+    correction: bool = False,
+    eps: float = 1e-6,
+) -> LatentMixtureConfig:
+    pass_over_training(fields)
+    drafts = fields.whole("num_nextn_predict_layers", 0)
+    if drafts > MAX_LAYERS:
+        raise fields.error("num_nextn_predict_layers", f"an integer from 0 to {MAX_LAYERS}")
+    expert_size = fields.count("moe_intermediate_size")
+    return LatentMixtureConfig(
+        **_common(fields, geometry, sizes, tied=False, eps=eps),
+        num_experts=num_experts,
+        expert_size=expert_size,
+        routing=routing,
+        dense_layers=dense,
+        shared_size=expert_size * fields.whole("n_shared_experts", 0),
+        shared_gate=False,
+        correction=correction,
+        draft_layers=drafts,
+    )

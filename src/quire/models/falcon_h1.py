@@ -1,0 +1,194 @@
+"""Falcon-H1 (arXiv:2507.22448): attention and a Mamba-2 mixer beside each other in every block, and a multiplier wherever
+something is projected.
+
+Block i has the layers 2i (attention) and 2i + 1 (the recurrent one).
+
+Letters: T tokens, E model width, F inner width of the MLP, Z columns of a mixer's projection.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.contracts.model import Pass
+from quire.models.bamba import NORMS, SPELLINGS, pass_over_generation, read_mamba_shape
+from quire.models.blocks import FeedForward, Norm
+from quire.models.checkpoint import NameTable
+from quire.models.config import ConfigFields, refuse_unsupported
+from quire.models.decoder import DecoderConfig, Parameters, linear
+from quire.models.geometry import read_activation, read_geometry, rope_of
+from quire.models.hybrid import HybridDecoder, LayerIds, attention_of, norm_of, read_numbers, respelled
+from quire.models.mamba2 import MambaConfig, mamba_names, mamba_of
+from quire.models.names import Names, name_table
+from quire.nn.attention import Attention
+from quire.nn.mamba import Mamba2Mixer
+from quire.nn.mlp import GatedMLP
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FalconH1Config(MambaConfig):
+    """Multipliers. That of the keys is in the scale of the scores, those of embedding and logits are the trunk's."""
+
+    attention_in: float
+    attention_out: float
+    mixer_in: float
+    mixer_out: float
+    projections: tuple[float, ...]
+    """Of the mixer's gate, x, B, C and time steps, as they are projected."""
+    mlp_gate: float
+    mlp_down: float
+
+    def own_fields(self) -> dict[str, Any]:
+        names = ("attention_in", "attention_out", "mixer_in", "mixer_out", "projections", "mlp_gate", "mlp_down")
+        # Spelled out, since a class with slots is another one than the one that super() was compiled for.
+        return {**MambaConfig.own_fields(self), **{name: getattr(self, name) for name in names}}
+
+
+class MultipliedMLP(GatedMLP):
+    """``down(act(gate(x) * g) * up(x)) * d``."""
+
+    __slots__ = ("down_multiplier", "gate_multiplier")
+
+    gate_multiplier: float
+    down_multiplier: float
+
+    def __call__(self, x_TE: Tensor) -> Tensor:
+        """``[T, E]`` to a fresh ``[T, E]``."""
+        gate_TF, up_TF = self.gate_up(x_TE).chunk(2, dim=-1)
+        y_TE = self.down(self.activation(gate_TF.mul_(self.gate_multiplier)).mul_(up_TF))
+        return y_TE.mul_(self.down_multiplier)
+
+
+class SideBySideBlock:
+    """``h = x + m * mixer(i * n) + a * attention(j * n)`` with ``n = norm(x)``, then ``h + mlp(norm(h))``."""
+
+    __slots__ = ("attention", "config", "mixer", "mlp", "mlp_norm", "norm")
+
+    def __init__(
+        self,
+        config: FalconH1Config,
+        norm: Norm,
+        attention: Attention,
+        mixer: Mamba2Mixer,
+        mlp_norm: Norm,
+        mlp: FeedForward,
+    ) -> None:
+        self.config = config
+        self.norm = norm
+        self.attention = attention
+        self.mixer = mixer
+        self.mlp_norm = mlp_norm
+        self.mlp = mlp
+
+    def __call__(self, x_TE: Tensor, pass_: Pass) -> Tensor:
+        """``[T, E]`` to a fresh ``[T, E]``; ``x`` stays as it is."""
+        config, n_TE = self.config, self.norm(x_TE)
+        h_TE = torch.add(x_TE, self.mixer(n_TE * config.mixer_in, pass_), alpha=config.mixer_out)
+        h_TE.add_(self.attention(n_TE * config.attention_in, pass_), alpha=config.attention_out)
+        return self.mlp(self.mlp_norm(h_TE)).add_(h_TE)
+
+    def pack(self) -> None:
+        """Replace each linear map by its packed form, where there is one."""
+        self.attention.pack()
+        self.mixer.pack()
+        self.mlp.pack()
+
+
+class FalconH1(HybridDecoder[FalconH1Config]):
+    """``FalconH1ForCausalLM``."""
+
+    def __init__(self, config: FalconH1Config, parameters: Parameters, values: Mapping[str, Any]) -> None:
+        super().__init__(config, parameters, values, _block)
+
+
+def read_falcon_h1_config(values: Mapping[str, Any], max_model_len: int | None = None) -> FalconH1Config:
+    """``FalconH1ForCausalLM``: every multiplier is 1 where it is missing."""
+    fields = ConfigFields(values)
+    geometry = read_geometry(fields, "FalconH1ForCausalLM", "falcon_h1", max_model_len, kv_heads_required=True)
+    # In every block, whatever these say.
+    fields.expect("attn_layer_indices", list(range(geometry.num_layers)))
+    fields.expect("mamba_use_mlp", True)
+    pass_over_generation(fields)
+    width = fields.count("mamba_d_ssm", int(fields.number("mamba_expand", 2) * geometry.hidden_size))
+    if not fields.present("mamba_d_ssm"):
+        raise fields.error("mamba_d_ssm", "the mixer's width, or null for mamba_expand * hidden_size")
+    shape = read_mamba_shape(fields, width)
+    bias = fields.flag("attention_bias", False)
+    gated_norm = fields.flag("mamba_rms_norm", False)
+    gate_first = not fields.flag("mamba_norm_before_gate", True)
+    key = fields.number("key_multiplier", 1.0)
+    mlp_gate, mlp_down = read_numbers(fields, "mlp_multipliers", (1.0, 1.0))
+    activation = read_activation(fields)
+    blocks = tuple(range(geometry.num_layers))
+    config = FalconH1Config(
+        trunk=DecoderConfig(
+            **geometry.common(),
+            layers=geometry.layers(rope_of(fields, geometry), sm_scale=key * geometry.head_dim**-0.5),
+            norm_eps=fields.number("rms_norm_eps", 1e-5),
+            activation=activation,
+            tie_embeddings=fields.flag("tie_word_embeddings", False),
+            qkv_bias=bias,
+            out_bias=bias,
+            mlp_bias=fields.flag("mlp_bias", False),
+            embedding_scale=fields.number("embedding_multiplier", 1.0),
+            logit_scale=fields.number("lm_head_multiplier", 1.0),
+        ),
+        num_blocks=geometry.num_layers,
+        attending=blocks,
+        recurrent=blocks,
+        mixer=shape,
+        activation=activation,
+        project_bias=fields.flag("mamba_proj_bias", False),
+        out_bias=fields.flag("projectors_bias", False),
+        conv_bias=fields.flag("mamba_conv_bias", True),
+        gated_norm=gated_norm,
+        gate_first=gate_first if gated_norm else True,
+        norm_groups=shape.num_groups if gated_norm else 1,
+        attention_in=fields.number("attention_in_multiplier", 1.0),
+        attention_out=fields.number("attention_out_multiplier", 1.0),
+        mixer_in=fields.number("ssm_in_multiplier", 1.0),
+        mixer_out=fields.number("ssm_out_multiplier", 1.0),
+        projections=read_numbers(fields, "ssm_multipliers", (1.0,) * 5),
+        mlp_gate=mlp_gate,
+        mlp_down=mlp_down,
+    )
+    refuse_unsupported(fields)
+    return config
+
+
+def falcon_h1_spellings(config: FalconH1Config) -> Sequence[NameTable]:
+    """One way."""
+    table = respelled(name_table(config.trunk, Names(norms=NORMS)), SPELLINGS)
+    return ({**table, **mamba_names(config, "model.layers.{}.mamba", "{}")},)
+
+
+def _block(config: FalconH1Config, block: int, ids: LayerIds, parameters: Parameters) -> SideBySideBlock:
+    assert ids.attention is not None
+    assert ids.recurrent is not None
+    mlp = MultipliedMLP(
+        linear(parameters, f"{block}.gate_up"), linear(parameters, f"{block}.down"), config.trunk.activation
+    )
+    mlp.gate_multiplier, mlp.down_multiplier = config.mlp_gate, config.mlp_down
+    return SideBySideBlock(
+        config,
+        norm_of(config, parameters, f"{block}.attention_norm"),
+        attention_of(config, block, ids.attention, parameters),
+        mamba_of(config, block, ids.recurrent, parameters, _scales(config, parameters["embed.weight"])),
+        norm_of(config, parameters, f"{block}.mlp_norm"),
+        mlp,
+    )
+
+
+def _scales(config: FalconH1Config, like: Tensor) -> Tensor | None:
+    """The multipliers of the mixer's projection, one for each column; None if all are 1."""
+    shape = config.mixer
+    if set(config.projections) == {1.0}:
+        return None
+    grouped = shape.num_groups * shape.state_size
+    counts = torch.tensor([shape.width, shape.width, grouped, grouped, shape.num_heads])
+    return torch.tensor(config.projections).repeat_interleave(counts).to(like)

@@ -1,0 +1,150 @@
+"""LFM2 (Liquid AI): gated short convolutions, with attention in a few blocks.
+
+Source: transformers and the model's card.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from quire.models.checkpoint import NameTable, Place
+from quire.models.config import ConfigFields, refuse_unsupported
+from quire.models.decoder import DecoderConfig, Parameters, gated_mlp, linear
+from quire.models.geometry import Geometry, read_geometry, rope_of
+from quire.models.hybrid import (
+    HybridConfig,
+    HybridDecoder,
+    LayerIds,
+    MixedBlock,
+    attention_of,
+    norm_of,
+    only_attending,
+    read_kinds,
+    read_taps,
+    respelled,
+)
+from quire.models.mixture import read_layer_numbers
+from quire.models.names import Names, name_table
+from quire.nn.mixers import Mixer
+from quire.nn.short_conv import ShortConv, ShortConvShape
+
+KINDS: Mapping[str, bool] = {"full_attention": True, "conv": False}
+"""What an entry of ``layer_types`` may be, and whether such a block attends."""
+NAMES = Names(
+    norms={"attention_norm": "operator_norm", "mlp_norm": "ffn_norm"},
+    out="out_proj",
+    head_norms=("q_layernorm", "k_layernorm"),
+    gate_up=("w1", "w3"),
+    down="w2",
+)
+SPELLINGS: Mapping[str, str] = {".mlp.": ".feed_forward.", "model.norm.": "model.embedding_norm."}
+"""What Llama calls them, and what LFM2 does."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lfm2Config(HybridConfig):
+    """A hybrid with short convolutions."""
+
+    mixer: ShortConvShape
+    conv_bias: bool = False
+    """Of the convolutions and the projections around them."""
+
+    def own_fields(self) -> dict[str, Any]:
+        return {"conv_bias": self.conv_bias}
+
+
+class Lfm2(HybridDecoder[Lfm2Config]):
+    """``Lfm2ForCausalLM``."""
+
+    def __init__(self, config: Lfm2Config, parameters: Parameters, values: Mapping[str, Any]) -> None:
+        super().__init__(config, parameters, values, _block)
+
+
+def read_lfm2_config(values: Mapping[str, Any], max_model_len: int | None = None) -> Lfm2Config:
+    """``Lfm2ForCausalLM``: which blocks attend is in ``layer_types``, or in ``full_attn_idxs`` (missing: all).
+
+    ``block_ff_dim`` and ``tie_embedding`` are older names that go before the newer ones, as in transformers.
+    """
+    values = dict(values)
+    for old, new in (("block_ff_dim", "intermediate_size"), ("tie_embedding", "tie_word_embeddings")):
+        if values.get(old) is not None:
+            values[new] = values.pop(old)
+    fields = ConfigFields(values)
+    geometry = read_geometry(fields, "Lfm2ForCausalLM", "lfm2", max_model_len, kv_heads_required=True)
+    # Nobody reads these; they say what transformers computes anyway.
+    fields.expect("block_use_swiglu", True)
+    fields.expect("use_pos_enc", True)
+    for name in ("block_dim", "conv_dim", "conv_dim_out"):
+        fields.expect(name, geometry.hidden_size)
+    attending = _attending(fields, geometry)
+    config = Lfm2Config(
+        trunk=DecoderConfig(
+            **{**geometry.common(), "intermediate_size": _inner_size(fields, geometry)},
+            layers=geometry.layers(rope_of(fields, geometry, theta_default=1_000_000.0)),
+            norm_eps=fields.number("norm_eps", 1e-5),
+            head_norms="shared",
+            tie_embeddings=fields.flag("tie_word_embeddings", True),
+        ),
+        num_blocks=geometry.num_layers,
+        attending=attending,
+        recurrent=tuple(block for block in range(geometry.num_layers) if block not in attending),
+        mixer=ShortConvShape(channels=geometry.hidden_size, taps=read_taps(fields, "conv_L_cache", 3)),
+        conv_bias=fields.flag("conv_bias", False),
+    )
+    refuse_unsupported(fields)
+    return config
+
+
+def _attending(fields: ConfigFields, geometry: Geometry) -> tuple[int, ...]:
+    listed = read_layer_numbers(fields, "full_attn_idxs", geometry.num_layers)
+    kinds = fields.get("layer_types")
+    if kinds is None:
+        return tuple(range(geometry.num_layers) if fields.get("full_attn_idxs") is None else sorted(listed))
+    return read_kinds(fields, geometry.num_layers, KINDS)
+
+
+def _inner_size(fields: ConfigFields, geometry: Geometry) -> int:
+    """Two thirds of ``intermediate_size``, times a factor, rounded up to a multiple; or just what it says."""
+    adjust = fields.flag("block_auto_adjust_ff_dim", True)
+    factor = fields.number("block_ffn_dim_multiplier", 1.0)
+    multiple = fields.count("block_multiple_of", 256)
+    if not adjust:
+        return geometry.intermediate_size
+    inner = int(2 * geometry.intermediate_size / 3)
+    if "block_ffn_dim_multiplier" in fields.values and fields.values["block_ffn_dim_multiplier"] is None:
+        return inner
+    inner = int(factor * inner)
+    return multiple * ((inner + multiple - 1) // multiple)
+
+
+def lfm2_spellings(config: Lfm2Config) -> Sequence[NameTable]:
+    """One way."""
+    table = only_attending(config, respelled(name_table(config.trunk, NAMES), SPELLINGS))
+    width, shape = config.trunk.hidden_size, config.mixer
+    for block in config.recurrent:
+        for theirs, ours, sizes in (
+            ("in_proj", "project", (3 * width, width)),
+            ("conv", "conv", (width, 1, shape.taps)),
+            ("out_proj", "out", (width, width)),
+        ):
+            for part in ("weight", "bias") if config.conv_bias else ("weight",):
+                place = Place(parameter=f"{block}.mixer.{ours}.{part}", shape=sizes if part == "weight" else sizes[:1])
+                table[f"model.layers.{block}.conv.{theirs}.{part}"] = place
+    return (table,)
+
+
+def _block(config: Lfm2Config, block: int, ids: LayerIds, parameters: Parameters) -> MixedBlock:
+    mixer: Mixer
+    if ids.attention is not None:
+        mixer = attention_of(config, block, ids.attention, parameters)
+    else:
+        assert ids.recurrent is not None
+        name = f"{block}.mixer"
+        conv_EW = parameters[f"{name}.conv.weight"].view(config.mixer.channels, config.mixer.taps)
+        bias_E = parameters.get(f"{name}.conv.bias")
+        project, out = linear(parameters, f"{name}.project"), linear(parameters, f"{name}.out")
+        mixer = ShortConv(ids.recurrent, project, conv_EW, bias_E, out)
+    norm, mlp_norm = (norm_of(config, parameters, f"{block}.{name}") for name in ("attention_norm", "mlp_norm"))
+    return MixedBlock(norm, mixer, mlp_norm, gated_mlp(config.trunk, block, parameters))

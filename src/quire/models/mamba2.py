@@ -1,0 +1,232 @@
+"""Mamba-2 (arXiv:2405.21060): blocks of one mixer each and nothing else; and what other families with such mixers share.
+
+The parameters of a mixer, where ``{}`` is the block: ``{}.mixer.project``, ``{}.mixer.conv``, ``{}.mixer.out`` (``.weight``, and
+``.bias`` where there is one), ``{}.mixer.norm.weight``, ``{}.mixer.step_bias``, ``{}.mixer.log_a``, ``{}.mixer.skip``.
+
+Letters: T tokens, E model width, Z columns of a mixer's projection.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from quire.contracts.model import Pass
+from quire.models.blocks import Norm
+from quire.models.checkpoint import NameTable, Place
+from quire.models.config import ConfigFields, refuse_unsupported
+from quire.models.decoder import ActivationName, DecoderConfig, Parameters, linear
+from quire.models.geometry import MAX_LAYERS, read_activation
+from quire.models.hybrid import HybridConfig, HybridDecoder, LayerIds, norm_of, read_taps
+from quire.models.names import IgnorableNames
+from quire.nn.mamba import Mamba2Mixer, Mamba2Shape, Mamba2Weights
+from quire.nn.norm import GatedRMSNorm
+
+UNBOUNDED = 1 << 20
+"""Tokens in a sequence of a model that knows no positions and whose configuration names no length."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MambaConfig(HybridConfig):
+    """A hybrid with Mamba-2 mixers."""
+
+    mixer: Mamba2Shape
+    activation: ActivationName
+    """After the convolution."""
+    project_bias: bool = False
+    out_bias: bool = False
+    conv_bias: bool = True
+    gated_norm: bool = True
+    """Whether what a mixer made is normed together with its gate; otherwise it is only gated."""
+    gate_first: bool = True
+    """Whether the gate comes before that norm."""
+    norm_groups: int = 1
+    """Parts of the channels that are normed each by itself."""
+
+    def own_fields(self) -> dict[str, Any]:
+        names = ("activation", "project_bias", "out_bias", "conv_bias", "gated_norm", "gate_first", "norm_groups")
+        return {name: getattr(self, name) for name in names}
+
+
+class BareBlock:
+    """``x + mixer(norm(x))``."""
+
+    __slots__ = ("_dtype", "mixer", "norm")
+
+    def __init__(self, norm: Norm, mixer: Mamba2Mixer) -> None:
+        """``norm``: of the residual stream, which may be wider than the mixer's weights."""
+        self.norm = norm
+        self.mixer = mixer
+        self._dtype = mixer.conv_CW.dtype
+
+    def __call__(self, x_TE: Tensor, pass_: Pass) -> Tensor:
+        """``[T, E]`` to a fresh ``[T, E]``; ``x`` stays as it is."""
+        return self.mixer(self.norm(x_TE).to(self._dtype), pass_) + x_TE
+
+    def pack(self) -> None:
+        """Replace each linear map by its packed form, where there is one."""
+        self.mixer.pack()
+
+
+class Mamba2Model(HybridDecoder[MambaConfig]):
+    """``Mamba2ForCausalLM``."""
+
+    def __init__(self, config: MambaConfig, parameters: Parameters, values: Mapping[str, Any]) -> None:
+        super().__init__(config, parameters, values, _block)
+
+
+def read_mamba2_config(values: Mapping[str, Any], max_model_len: int | None = None) -> MambaConfig:
+    """``Mamba2ForCausalLM``. A missing size is what transformers takes."""
+    fields = ConfigFields(values)
+    if fields.get("model_type") not in (None, "mamba2"):
+        raise fields.error("model_type", "'mamba2', which goes with Mamba2ForCausalLM")
+    hidden_size, num_blocks = fields.count("hidden_size"), fields.count("num_hidden_layers")
+    if num_blocks > MAX_LAYERS:
+        raise fields.error("num_hidden_layers", f"an integer from 1 to {MAX_LAYERS}")
+    least, greatest = read_step_limit(fields)
+    shape = Mamba2Shape(
+        num_heads=fields.count("num_heads", 128),
+        head_dim=fields.count("head_dim", 64),
+        num_groups=fields.count("n_groups", 8),
+        state_size=fields.count("state_size", 128),
+        taps=read_taps(fields, "conv_kernel", 4),
+        least_step=least,
+        greatest_step=greatest,
+    )
+    check_heads(fields, shape, int(fields.number("expand", 2) * hidden_size), "num_heads", "n_groups")
+    # These decide how weights were drawn at the start, and how a long prompt is cut into pieces.
+    for name in ("time_step_rank", "time_step_min", "time_step_max", "time_step_floor", "rescale_prenorm_residual"):
+        fields.get(name)
+    fields.get("chunk_size")
+    bias = fields.flag("use_bias", False)
+    activation = read_activation(fields)
+    config = MambaConfig(
+        trunk=DecoderConfig(
+            architecture="Mamba2ForCausalLM",
+            vocab_size=fields.count("vocab_size"),
+            hidden_size=hidden_size,
+            intermediate_size=0,
+            layers=(),
+            max_position=fields.count("max_position_embeddings", UNBOUNDED),
+            max_model_len=max_model_len,
+            norm_eps=fields.number("layer_norm_epsilon", 1e-5),
+            tie_embeddings=fields.flag("tie_word_embeddings", False),
+        ),
+        num_blocks=num_blocks,
+        attending=(),
+        recurrent=tuple(range(num_blocks)),
+        mixer=shape,
+        wide_residual=fields.flag("residual_in_fp32", True),
+        activation=activation,
+        project_bias=bias,
+        out_bias=bias,
+        conv_bias=fields.flag("use_conv_bias", True),
+        norm_groups=shape.num_groups,
+    )
+    refuse_unsupported(fields)
+    return config
+
+
+def mamba2_spellings(config: MambaConfig) -> Sequence[NameTable]:
+    """As transformers writes it, and with the embedding's older name."""
+    width, vocab_size = config.trunk.hidden_size, config.trunk.vocab_size
+    table = {
+        "backbone.norm_f.weight": Place(parameter="norm.weight", shape=(width,)),
+        "backbone.layers.{}.norm.weight": Place(parameter="{}.mixer_norm.weight", shape=(width,)),
+        **mamba_names(config, "backbone.layers.{}.mixer", "{}"),
+    }
+    if not config.trunk.tie_embeddings:
+        table["lm_head.weight"] = Place(parameter="head.weight", shape=(vocab_size, width))
+    place = Place(parameter="embed.weight", shape=(vocab_size, width))
+    return tuple({**table, f"backbone.{name}.weight": place} for name in ("embeddings", "embedding"))
+
+
+def mamba2_ignorable_names(config: MambaConfig) -> IgnorableNames:
+    """A head that the same file says is the embedding."""
+    return IgnorableNames(names=frozenset({"lm_head.weight"} if config.trunk.tie_embeddings else ()))
+
+
+def _block(config: MambaConfig, block: int, ids: LayerIds, parameters: Parameters) -> BareBlock:
+    assert ids.recurrent is not None
+    mixer = mamba_of(config, block, ids.recurrent, parameters)
+    return BareBlock(norm_of(config, parameters, f"{block}.mixer_norm"), mixer)
+
+
+def read_step_limit(fields: ConfigFields) -> tuple[float, float | None]:
+    """``time_step_limit``: the least and the greatest time step, without bounds where it is missing or null.
+
+    transformers 5 writes infinity as an object, ``{"__float__": "Infinity"}``.
+    """
+    value = fields.get("time_step_limit")
+    if value is None:
+        return 0.0, None
+    error = fields.error("time_step_limit", "two numbers of 0 or more in a list, the smaller one first")
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        raise error
+    found = [math.inf if one == {"__float__": "Infinity"} else one for one in value]
+    if any(isinstance(one, bool) or not isinstance(one, int | float) for one in found):
+        raise error
+    least, greatest = (float(one) for one in found)
+    if not 0 <= least <= greatest or math.isinf(least):
+        raise error
+    return least, None if math.isinf(greatest) else greatest
+
+
+def check_heads(fields: ConfigFields, shape: Mamba2Shape, width: int, heads: str, groups: str) -> None:
+    """``CheckpointError`` unless heads make up the mixer's width and groups share out the heads.
+
+    ``heads``, ``groups``: what the family calls the fields of both counts.
+    """
+    if shape.width != width:
+        raise fields.error(heads, f"{width} (the mixer's width) divided by the size of a head ({shape.head_dim})")
+    if shape.num_heads % shape.num_groups:
+        raise fields.error(groups, f"a divisor of {heads} ({shape.num_heads})")
+
+
+def mamba_names(config: MambaConfig, prefix: str, block: str) -> dict[str, Place]:
+    """The tensors of a mixer below ``prefix``; ``block`` is its number, or ``{}`` for all."""
+    shape, width = config.mixer, config.trunk.hidden_size
+    table: dict[str, Place] = {}
+
+    def add(theirs: str, ours: str, *sizes: int) -> None:
+        table[f"{prefix}.{theirs}"] = Place(parameter=f"{block}.mixer.{ours}", shape=sizes)
+
+    add("in_proj.weight", "project.weight", shape.projected, width)
+    add("conv1d.weight", "conv.weight", shape.channels, 1, shape.taps)
+    add("out_proj.weight", "out.weight", width, shape.width)
+    for theirs, ours in (("dt_bias", "step_bias"), ("A_log", "log_a"), ("D", "skip")):
+        add(theirs, ours, shape.num_heads)
+    if config.project_bias:
+        add("in_proj.bias", "project.bias", shape.projected)
+    if config.conv_bias:
+        add("conv1d.bias", "conv.bias", shape.channels)
+    if config.out_bias:
+        add("out_proj.bias", "out.bias", width)
+    if config.gated_norm:
+        add("norm.weight", "norm.weight", shape.width)
+    return table
+
+
+def mamba_of(
+    config: MambaConfig, block: int, layer_id: int, parameters: Parameters, scale_Z: Tensor | None = None
+) -> Mamba2Mixer:
+    """The mixer of a block. ``scale_Z``: what the columns of its projection are multiplied by."""
+    name, shape = f"{block}.mixer", config.mixer
+    weights = Mamba2Weights(
+        project=linear(parameters, f"{name}.project"),
+        conv_CW=parameters[f"{name}.conv.weight"].view(shape.channels, shape.taps),
+        conv_bias_C=parameters.get(f"{name}.conv.bias"),
+        step_bias_H=parameters[f"{name}.step_bias"],
+        log_a_H=parameters[f"{name}.log_a"],
+        skip_H=parameters[f"{name}.skip"],
+        out=linear(parameters, f"{name}.out"),
+    )
+    norm = None
+    if config.gated_norm:
+        weight = parameters[f"{name}.norm.weight"]
+        norm = GatedRMSNorm(weight, config.trunk.norm_eps, groups=config.norm_groups, gate_first=config.gate_first)
+    return Mamba2Mixer(layer_id, shape, weights, norm, activation=config.activation, scale_Z=scale_Z)

@@ -1,0 +1,348 @@
+"""Qwen3-Next and Qwen3.5 (text): gated delta nets in three of four blocks, gated attention in the fourth; weights of norms
+stored as their difference to 1, a quarter of each head turns.
+
+Qwen3-Next and Qwen3.5-MoE have experts with one that all tokens share, Qwen3.5 has plain MLPs. Sources: transformers,
+the models' cards, arXiv:2412.06464 (the delta net), arXiv:2505.06708 (the gate of attention).
+
+The parameters of a delta net, where ``{}`` is the block: ``{}.mixer.project``, ``{}.mixer.rates``, ``{}.mixer.conv``,
+``{}.mixer.norm``, ``{}.mixer.out`` (``.weight``), ``{}.mixer.step_bias``, ``{}.mixer.log_a``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from quire.models.blocks import FeedForward
+from quire.models.checkpoint import NameTable, Place
+from quire.models.config import ConfigFields, refuse_unsupported
+from quire.models.decoder import DecoderConfig, Parameters, gated_mlp, linear
+from quire.models.geometry import Geometry, read_activation, read_geometry, rope_of
+from quire.models.hybrid import (
+    HybridConfig,
+    HybridDecoder,
+    LayerIds,
+    MixedBlock,
+    attention_of,
+    norm_of,
+    read_kinds,
+    read_taps,
+)
+from quire.models.mixture import (
+    MixtureConfig,
+    mixture_mlp,
+    mixture_names,
+    pass_over_training,
+    read_layer_numbers,
+    read_num_experts,
+)
+from quire.models.names import LLAMA_NAMES, IgnorableNames, ignorable_names, name_table
+from quire.nn.delta import DeltaShape, DeltaWeights, GatedDeltaNet
+from quire.nn.mixers import Mixer
+from quire.nn.norm import GatedRMSNorm
+from quire.ops.experts import Routing
+
+KINDS: Mapping[str, bool] = {"full_attention": True, "linear_attention": False}
+"""What an entry of ``layer_types`` may be, and whether such a block attends."""
+VISION_PREFIX = "model.language_model."
+"""In a checkpoint that also reads images."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeltaConfig(HybridConfig):
+    """A hybrid with gated delta nets."""
+
+    mixer: DeltaShape
+    interleaved: bool
+    """Whether the checkpoint has one projection whose rows are, for each key head, query, key, values, gates (Qwen3-Next);
+    otherwise it has one each of queries, keys and values, of gates, and of both rates."""
+    prefix: str = "model."
+    """How the names of all tensors but the head's begin."""
+
+
+class DeltaModel(HybridDecoder[DeltaConfig]):
+    """``Qwen3NextForCausalLM``; ``Qwen3_5ForCausalLM``, ``Qwen3_5MoeForCausalLM`` and both ``ForConditionalGeneration``."""
+
+    def __init__(self, config: DeltaConfig, parameters: Parameters, values: Mapping[str, Any]) -> None:
+        super().__init__(config, parameters, values, _block)
+
+
+def read_qwen3_next_config(values: Mapping[str, Any], max_model_len: int | None = None) -> DeltaConfig:
+    """``Qwen3NextForCausalLM``: experts in every ``decoder_sparse_step``-th block but those of ``mlp_only_layers``."""
+    fields = ConfigFields(values)
+    geometry = _geometry(fields, "Qwen3NextForCausalLM", "qwen3_next", max_model_len)
+    step = fields.count("decoder_sparse_step", 1)
+    plain = read_layer_numbers(fields, "mlp_only_layers", geometry.num_layers)
+    dense = tuple(block for block in range(geometry.num_layers) if block in plain or (block + 1) % step)
+    trunk = MixtureConfig(
+        **_trunk(fields, geometry),
+        **_experts(fields, renormalise=fields.flag("norm_topk_prob", True)),
+        dense_layers=dense,
+    )
+    return _config(fields, trunk, interleaved=True)
+
+
+def read_qwen3_5_config(values: Mapping[str, Any], max_model_len: int | None = None) -> DeltaConfig:
+    """``Qwen3_5ForCausalLM``."""
+    return _read_dense(ConfigFields(_without_sections(values)), "Qwen3_5ForCausalLM", max_model_len)
+
+
+def read_qwen3_5_moe_config(values: Mapping[str, Any], max_model_len: int | None = None) -> DeltaConfig:
+    """``Qwen3_5MoeForCausalLM``: experts in every block."""
+    return _read_mixture(ConfigFields(_without_sections(values)), "Qwen3_5MoeForCausalLM", max_model_len)
+
+
+def read_qwen3_5_with_vision_config(values: Mapping[str, Any], max_model_len: int | None = None) -> DeltaConfig:
+    """``Qwen3_5ForConditionalGeneration``: the language model in ``text_config``, for text. Its encoder of images is not
+    loaded, and no token has a place in height and width."""
+    text = _text_of(values, "qwen3_5", "Qwen3_5ForConditionalGeneration")
+    return replace(_read_dense(text, "Qwen3_5ForConditionalGeneration", max_model_len), prefix=VISION_PREFIX)
+
+
+def read_qwen3_5_moe_with_vision_config(values: Mapping[str, Any], max_model_len: int | None = None) -> DeltaConfig:
+    """``Qwen3_5MoeForConditionalGeneration``: the same with experts."""
+    text = _text_of(values, "qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration")
+    return replace(_read_mixture(text, "Qwen3_5MoeForConditionalGeneration", max_model_len), prefix=VISION_PREFIX)
+
+
+def _text_of(values: Mapping[str, Any], model_type: str, architecture: str) -> ConfigFields:
+    """The fields of ``text_config``; those beside it are read or refused."""
+    fields = ConfigFields(values)
+    if fields.get("model_type") not in (None, model_type):
+        raise fields.error("model_type", f"{model_type!r}, which goes with {architecture}")
+    fields.get("vision_config")
+    text = _without_sections(fields.mapping("text_config"))
+    tied = fields.flag("tie_word_embeddings", bool(text.get("tie_word_embeddings", False)))
+    if text.setdefault("tie_word_embeddings", tied) != tied:
+        raise fields.error("tie_word_embeddings", f"that of text_config ({text['tie_word_embeddings']!r})")
+    refuse_unsupported(fields)
+    return ConfigFields(text, f"{fields.source}, text_config")
+
+
+def _read_dense(fields: ConfigFields, architecture: str, max_model_len: int | None) -> DeltaConfig:
+    geometry = _geometry(fields, architecture, "qwen3_5_text", max_model_len)
+    return _config(fields, DecoderConfig(**_trunk(fields, geometry)), interleaved=False)
+
+
+def _read_mixture(fields: ConfigFields, architecture: str, max_model_len: int | None) -> DeltaConfig:
+    # No block has a plain MLP; where the field is missing nothing reads what stands for it.
+    fields = ConfigFields({"intermediate_size": 1, **fields.values}, fields.source)
+    geometry = _geometry(fields, architecture, "qwen3_5_moe_text", max_model_len)
+    # Every block has experts, whatever these say.
+    fields.expect("mlp_only_layers", [])
+    fields.expect("decoder_sparse_step", 1)
+    trunk = MixtureConfig(**_trunk(fields, geometry), **_experts(fields, renormalise=True))
+    return _config(fields, trunk, interleaved=False)
+
+
+def _without_sections(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration without the shares of a head that turn by time, height and width: for text they are one position."""
+    found = dict(values)
+    for name in ("rope_parameters", "rope_scaling"):
+        if isinstance(found.get(name), dict):
+            found[name] = {key: one for key, one in found[name].items() if not key.startswith("mrope_")}
+    return found
+
+
+def _geometry(fields: ConfigFields, architecture: str, model_type: str, max_model_len: int | None) -> Geometry:
+    return read_geometry(fields, architecture, model_type, max_model_len, kv_heads_required=True, head_dim=256)
+
+
+def _trunk(fields: ConfigFields, geometry: Geometry) -> dict[str, Any]:
+    bias = fields.flag("attention_bias", False)
+    return {
+        **geometry.common(),
+        "layers": geometry.layers(rope_of(fields, geometry, partial_default=0.25)),
+        "norm": "offset_rms",
+        "norm_eps": fields.number("rms_norm_eps", 1e-6),
+        "head_norms": "shared",
+        "activation": read_activation(fields),
+        "tie_embeddings": fields.flag("tie_word_embeddings", False),
+        "qkv_bias": bias,
+        "out_bias": bias,
+    }
+
+
+def _experts(fields: ConfigFields, *, renormalise: bool) -> dict[str, Any]:
+    num_experts, top_k = read_num_experts(fields, "num_experts", "num_local_experts")
+    pass_over_training(fields)
+    return {
+        "num_experts": num_experts,
+        "expert_size": fields.count("moe_intermediate_size", 512),
+        "shared_size": fields.count("shared_expert_intermediate_size", 512),
+        "routing": Routing(top_k=top_k, renormalise=renormalise),
+    }
+
+
+def _config(fields: ConfigFields, trunk: DecoderConfig, *, interleaved: bool) -> DeltaConfig:
+    """Which blocks attend: ``layer_types``, or every ``full_attention_interval``-th (missing: 4)."""
+    # Nobody reads these; they say what transformers computes anyway.
+    fields.expect("attn_output_gate", True)
+    fields.expect("mamba_ssm_dtype", "float32")
+    interval = fields.count("full_attention_interval", 4)
+    if fields.get("layer_types") is None:
+        attending = tuple(block for block in range(trunk.num_layers) if (block + 1) % interval == 0)
+    else:
+        attending = read_kinds(fields, trunk.num_layers, KINDS)
+    shape = DeltaShape(
+        num_key_heads=fields.count("linear_num_key_heads", 16),
+        num_value_heads=fields.count("linear_num_value_heads", 32),
+        key_dim=fields.count("linear_key_head_dim", 128),
+        value_dim=fields.count("linear_value_head_dim", 128),
+        taps=read_taps(fields, "linear_conv_kernel_dim", 4),
+    )
+    if shape.num_value_heads % shape.num_key_heads:
+        raise fields.error("linear_num_value_heads", f"a multiple of linear_num_key_heads ({shape.num_key_heads})")
+    config = DeltaConfig(
+        trunk=trunk,
+        num_blocks=trunk.num_layers,
+        attending=attending,
+        recurrent=tuple(block for block in range(trunk.num_layers) if block not in attending),
+        mixer=shape,
+        gated_attention=True,
+        interleaved=interleaved,
+    )
+    refuse_unsupported(fields)
+    return config
+
+
+def delta_spellings(config: DeltaConfig) -> Sequence[NameTable]:
+    """Each expert by itself, or stacked; without experts one way."""
+    trunk = config.trunk
+    if isinstance(trunk, MixtureConfig):
+        single = mixture_names(trunk, projections=("gate_proj", "up_proj", "down_proj"))
+        tables = [single, mixture_names(trunk)]
+    else:
+        tables = [name_table(trunk)]
+    tables = [{**_without_attention(table), **_mixers(config)} for table in tables]
+    return tuple({_prefixed(config, name): place for name, place in table.items()} for table in tables)
+
+
+def _prefixed(config: DeltaConfig, name: str) -> str:
+    return config.prefix + name.removeprefix("model.") if name.startswith("model.") else name
+
+
+def delta_ignorable_names(config: DeltaConfig) -> IgnorableNames:
+    """What every decoder may ignore, the layer that predicts several tokens, and the encoder of images."""
+    found = ignorable_names(config.trunk, replace(LLAMA_NAMES, trunk=config.prefix))
+    return IgnorableNames(names=found.names, prefixes=(*found.prefixes, "mtp.", "model.visual."))
+
+
+def _without_attention(table: Mapping[str, Place]) -> dict[str, Place]:
+    return {name: place for name, place in table.items() if ".self_attn." not in name}
+
+
+def _mixers(config: DeltaConfig) -> dict[str, Place]:
+    table: dict[str, Place] = {}
+    for block in config.attending:
+        table |= _attention_names(config, block)
+    for block in config.recurrent:
+        table |= _delta_names(config, block)
+    return table
+
+
+def _attention_names(config: DeltaConfig, block: int) -> dict[str, Place]:
+    """Half of the rows of ``q_proj`` are gates."""
+    trunk, spec = config.trunk, config.trunk.layers[block]
+    table: dict[str, Place] = {}
+    prefix = f"model.layers.{block}.self_attn"
+    queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    for name, parameter, rows, columns, row, bias in (
+        ("q_proj", "qkv", 2 * queries, trunk.hidden_size, 0, trunk.qkv_bias),
+        ("k_proj", "qkv", keys, trunk.hidden_size, 2 * queries, trunk.qkv_bias),
+        ("v_proj", "qkv", keys, trunk.hidden_size, 2 * queries + keys, trunk.qkv_bias),
+        ("o_proj", "out", trunk.hidden_size, queries, 0, trunk.out_bias),
+    ):
+        ours = f"{block}.{parameter}"
+        table[f"{prefix}.{name}.weight"] = Place(parameter=f"{ours}.weight", shape=(rows, columns), row=row)
+        if bias:
+            table[f"{prefix}.{name}.bias"] = Place(parameter=f"{ours}.bias", shape=(rows,), row=row)
+    for name in ("q_norm", "k_norm"):
+        table[f"{prefix}.{name}.weight"] = Place(parameter=f"{block}.{name}.weight", shape=(spec.head_dim,))
+    return table
+
+
+class _Rows(NamedTuple):
+    """A tensor whose rows are some of a parameter's."""
+
+    theirs: str
+    ours: str
+    size: int
+    first: int = 0
+
+
+def _delta_names(config: DeltaConfig, block: int) -> dict[str, Place]:
+    shape, width = config.mixer, config.trunk.hidden_size
+    heads, channels, values = shape.num_value_heads, shape.channels, shape.values
+    prefix, mixer = f"model.layers.{block}.linear_attn", f"{block}.mixer"
+    if config.interleaved:
+        rows = [_Rows("in_proj_qkvz", "project", channels + values), _Rows("in_proj_ba", "rates", 2 * heads)]
+    else:
+        rows = [_Rows("in_proj_qkv", "project", channels), _Rows("in_proj_z", "project", values, channels)]
+        rows += [_Rows("in_proj_b", "rates", heads), _Rows("in_proj_a", "rates", heads, heads)]
+    table = {
+        f"{prefix}.{one.theirs}.weight": Place(
+            parameter=f"{mixer}.{one.ours}.weight", shape=(one.size, width), row=one.first
+        )
+        for one in rows
+    }
+    for theirs, ours, sizes in (
+        ("conv1d.weight", "conv.weight", (channels, 1, shape.taps)),
+        ("out_proj.weight", "out.weight", (width, values)),
+        ("norm.weight", "norm.weight", (shape.value_dim,)),
+        ("dt_bias", "step_bias", (heads,)),
+        ("A_log", "log_a", (heads,)),
+    ):
+        table[f"{prefix}.{theirs}"] = Place(parameter=f"{mixer}.{ours}", shape=sizes)
+    return table
+
+
+def _block(config: DeltaConfig, block: int, ids: LayerIds, parameters: Parameters) -> MixedBlock:
+    mixer: Mixer
+    if ids.attention is not None:
+        mixer = attention_of(config, block, ids.attention, parameters)
+    else:
+        assert ids.recurrent is not None
+        mixer = _delta_net(config, block, ids.recurrent, parameters)
+    norm, mlp_norm = (norm_of(config, parameters, f"{block}.{name}") for name in ("attention_norm", "mlp_norm"))
+    return MixedBlock(norm, mixer, mlp_norm, _mlp(config.trunk, block, parameters))
+
+
+def _mlp(trunk: DecoderConfig, block: int, parameters: Parameters) -> FeedForward:
+    if isinstance(trunk, MixtureConfig):
+        return mixture_mlp(trunk, block, parameters)
+    return gated_mlp(trunk, block, parameters)
+
+
+def _delta_net(config: DeltaConfig, block: int, layer_id: int, parameters: Parameters) -> GatedDeltaNet:
+    name, shape = f"{block}.mixer", config.mixer
+    project, rates = linear(parameters, f"{name}.project"), linear(parameters, f"{name}.rates")
+    if config.interleaved:
+        served = shape.num_value_heads // shape.num_key_heads
+        values = served * shape.value_dim
+        gather_parts_(project.weight, shape.num_key_heads, (shape.key_dim, shape.key_dim, values, values))
+        gather_parts_(rates.weight, shape.num_key_heads, (served, served))
+    weights = DeltaWeights(
+        project=project,
+        rates=rates,
+        conv_CW=parameters[f"{name}.conv.weight"].view(shape.channels, shape.taps),
+        step_bias_H=parameters[f"{name}.step_bias"],
+        log_a_H=parameters[f"{name}.log_a"],
+        out=linear(parameters, f"{name}.out"),
+    )
+    norm = GatedRMSNorm(parameters[f"{name}.norm.weight"], config.trunk.norm_eps, gate_first=False)
+    return GatedDeltaNet(layer_id, shape, weights, norm, activation=config.trunk.activation)
+
+
+def gather_parts_(weight_RE: Tensor, heads: int, parts: Sequence[int]) -> None:
+    """Rows that are head after head, in each one part after the other, become part after part, in each head after head.
+
+    In place, as this is the model's own memory; a copy of one weight at a time is what it costs.
+    """
+    rows = torch.arange(len(weight_RE), device=weight_RE.device).view(heads, sum(parts))
+    order = torch.cat([part.flatten() for part in torch.split(rows, list(parts), dim=1)])
+    weight_RE.copy_(weight_RE.index_select(0, order))

@@ -1,0 +1,155 @@
+"""The gated delta net: linear attention that corrects what it has stored (arXiv:2412.06464), as in Qwen3-Next.
+
+Letters: T tokens, E model width, J key heads, H value heads (a multiple of J; key head j serves H / J value heads that
+follow each other), K, V head sizes, W taps of the convolution, C = 2*J*K + H*V convolved channels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from quire.contracts.layers import Recurrent, StateTensor
+from quire.contracts.model import Pass
+from quire.nn.linear import Linear
+from quire.nn.mlp import ACTIVATIONS
+from quire.nn.norm import GatedRMSNorm
+from quire.nn.packed import packed
+
+UNIT_EPS = 1e-6
+"""Added to the sum of squares when queries and keys are brought to length 1."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeltaShape:
+    """Sizes of a mixer. Counts of elements."""
+
+    num_key_heads: int
+    """J"""
+    num_value_heads: int
+    """H"""
+    key_dim: int
+    """K"""
+    value_dim: int
+    """V"""
+    taps: int
+    """W, 2 or more"""
+
+    @property
+    def keys(self) -> int:
+        """J * K"""
+        return self.num_key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        """H * V"""
+        return self.num_value_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """C"""
+        return 2 * self.keys + self.values
+
+    def spec(self, dtype: torch.dtype) -> Recurrent:
+        """What a layer remembers: state 0 is the last W - 1 inputs of the convolution, oldest first, in the model's dtype;
+        state 1 is ``[H, K, V]`` in float32."""
+        return Recurrent(
+            states=(
+                StateTensor(shape=(self.taps - 1, self.channels), dtype=str(dtype).removeprefix("torch.")),
+                StateTensor(shape=(self.num_value_heads, self.key_dim, self.value_dim), dtype="float32"),
+            )
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class DeltaWeights:
+    """The weights of a mixer, all in the model's dtype."""
+
+    project: Linear
+    """E to C + H*V: the rows of all queries, all keys, all values, all gates."""
+    rates: Linear
+    """E to 2H: the rows of all beta, then of all steps."""
+    conv_CW: Tensor
+    step_bias_H: Tensor
+    log_a_H: Tensor
+    """``A = -exp(log_a)``"""
+    out: Linear
+    """H*V to E"""
+
+
+class GatedDeltaNet:
+    """``out(norm(o) * silu(gate))`` where o is read from a state that the delta rule writes.
+
+    Queries and keys have length 1, the state decays by ``exp(A * softplus(a + bias))`` and the share ``sigmoid(b)`` of a
+    key's error is corrected. All of it is in float32.
+    """
+
+    __slots__ = (
+        "_a_H",
+        "_step_bias_H",
+        "activation",
+        "conv_CW",
+        "layer_id",
+        "norm",
+        "out",
+        "project",
+        "rates",
+        "shape",
+    )
+
+    def __init__(
+        self,
+        layer_id: int,
+        shape: DeltaShape,
+        weights: DeltaWeights,
+        norm: GatedRMSNorm,
+        *,
+        activation: str = "silu",
+    ) -> None:
+        """``norm``: of ``[T, H, V]``, each head by itself. ``activation``: one of ``nn.mlp.ACTIVATIONS``, after the convolution."""
+        self.layer_id = layer_id
+        self.shape = shape
+        self.project = weights.project
+        self.rates = weights.rates
+        self.conv_CW = weights.conv_CW
+        self.out = weights.out
+        self.norm = norm
+        self.activation = ACTIVATIONS[activation]
+        self._a_H = -weights.log_a_H.float().exp()
+        self._step_bias_H = weights.step_bias_H.float()
+
+    def __call__(self, x_TE: Tensor, pass_: Pass) -> Tensor:
+        """``[T, E]`` to a fresh ``[T, E]``; the pass keeps the states."""
+        shape = self.shape
+        mixed_TC, gate_TD = torch.split(self.project(x_TE), [shape.channels, shape.values], dim=-1)
+        mixed_TC = self.activation(pass_.convolve(self.layer_id, 0, mixed_TC, self.conv_CW)).float()
+        q_TD, k_TD, v_TD = torch.split(mixed_TC, [shape.keys, shape.keys, shape.values], dim=-1)
+        b_TH, a_TH = self.rates(x_TE).float().chunk(2, dim=-1)
+        o_THV = pass_.linear_attention(
+            self.layer_id,
+            1,
+            self._units(q_TD),
+            self._units(k_TD),
+            self._values(v_TD),
+            scale=shape.key_dim**-0.5,
+            log_decay=F.softplus(a_TH + self._step_bias_H).mul_(self._a_H),
+            beta_TH=torch.sigmoid(b_TH),
+        )
+        return self.out(self.norm(o_THV, self._values(gate_TD)).flatten(-2))
+
+    def _units(self, x_TD: Tensor) -> Tensor:
+        """``[T, J*K]`` to ``[T, H, K]``, each head of length 1 (0 stays 0)."""
+        x_TJK = x_TD.view(-1, self.shape.num_key_heads, self.shape.key_dim)
+        x_TJK = x_TJK * torch.rsqrt(x_TJK.square().sum(-1, keepdim=True).add_(UNIT_EPS))
+        ratio = self.shape.num_value_heads // self.shape.num_key_heads
+        return x_TJK if ratio == 1 else x_TJK.repeat_interleave(ratio, dim=1)
+
+    def _values(self, x_TD: Tensor) -> Tensor:
+        return x_TD.view(-1, self.shape.num_value_heads, self.shape.value_dim)
+
+    def pack(self) -> None:
+        """Replace each linear map by its packed form, where there is one."""
+        self.project, self.rates, self.out = packed(self.project), packed(self.rates), packed(self.out)

@@ -1,0 +1,84 @@
+"""Multi-head latent attention (MLA, DeepSeek-V2, arXiv:2405.04434): what a token leaves behind is one short row for all heads.
+
+The row is ``[c_kv | k_pe]``: a latent out of which each head's keys and values are linear maps, and the part of the key that
+carries the position, which all heads share. Queries may come through a narrow layer of their own.
+
+Letters: T tokens, E model width, Hq heads, R rank of the latent, Q rank of the queries, Dn columns of a head without
+position, Dr with position, Dk = Dn + Dr, Dv head size of the values, C = (Q, or Hq*Dk without such a layer) + R + Dr.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quire.contracts.layers import FullAttention
+from quire.contracts.model import LatentExpansion, Pass
+from quire.nn.attention import Attention
+from quire.nn.linear import Linear
+from quire.nn.norm import RMSNorm
+from quire.nn.packed import packed
+
+
+class QueryUp:
+    """Queries out of their latent: ``up(norm(x))``, ``[T, Q]`` to ``[T, Hq*Dk]``."""
+
+    __slots__ = ("norm", "up")
+
+    def __init__(self, norm: RMSNorm, up: Linear) -> None:
+        self.norm = norm
+        self.up = up
+
+    def __call__(self, x_TQ: Tensor) -> Tensor:
+        """``[T, Q]`` to a fresh ``[T, Hq*Dk]``."""
+        return self.up(self.norm(x_TQ))
+
+
+class MultiHeadLatentAttention(Attention):
+    """Attention whose tokens are stored as latent rows; rotation, storage and the attention itself belong to the pass."""
+
+    __slots__ = ("_sizes", "expansion", "latent_norm", "query_up")
+
+    def __init__(
+        self,
+        layer_id: int,
+        spec: FullAttention,
+        qkv: Linear,
+        out: Linear,
+        *,
+        latent_norm: RMSNorm,
+        kv_up_CR: Tensor,
+        nope_dim: int,
+        query_up: QueryUp | None = None,
+    ) -> None:
+        """``spec``: the heads in expanded form, ``[Hq, Dk]`` and ``[Hq, Dv]``. ``qkv``: E to C, the rows of the queries
+        first, then those of ``c_kv``, then those of ``k_pe``. ``out``: Hq*Dv to E.
+
+        ``latent_norm``: of ``c_kv``. ``kv_up_CR``: ``[Hq * (Dn + Dv), R]``, for each head the rows of its keys, then of its
+        values; they are copied. ``nope_dim``: Dn. ``query_up``: None, where ``qkv`` gives the queries themselves.
+        """
+        super().__init__(layer_id, spec, qkv, out)
+        self.latent_norm = latent_norm
+        self.query_up = query_up
+        kv_up_HCR = kv_up_CR.view(spec.num_heads, nope_dim + spec.value_dim, -1)
+        # Each part by itself and by rows, so that all heads of an expanded prompt are one product without a copy.
+        key_HDR, value_HVR = (part.contiguous() for part in torch.split(kv_up_HCR, [nope_dim, spec.value_dim], dim=1))
+        self.expansion = LatentExpansion(key_HDR=key_HDR, value_HRV=value_HVR.transpose(1, 2))
+        rank, position_dim = kv_up_HCR.shape[-1], spec.head_dim - nope_dim
+        self._sizes = [qkv.out_features - rank - position_dim, rank, position_dim]
+
+    def __call__(self, x_TE: Tensor, pass_: Pass) -> Tensor:
+        """``[T, E]`` to a fresh ``[T, E]``; the pass stores the latent rows of these tokens."""
+        spec = self.spec
+        q_TC, latent_TR, position_TD = torch.split(self.qkv(x_TE), self._sizes, dim=-1)
+        if self.query_up is not None:
+            q_TC = self.query_up(q_TC)
+        rows_TR = torch.cat((self.latent_norm(latent_TR), position_TD), -1)
+        q_THD = q_TC.view(-1, spec.num_heads, spec.head_dim)
+        return self.out(pass_.attend_latent(self.layer_id, q_THD, rows_TR, self.expansion).flatten(-2))
+
+    def pack(self) -> None:
+        """Replace each linear map by its packed form, where there is one. The expansion stays: the pass multiplies by it."""
+        super().pack()
+        if self.query_up is not None:
+            self.query_up.up = packed(self.query_up.up)

@@ -1,0 +1,167 @@
+"""Mamba-2: a selective state space as gated linear attention (SSD, arXiv:2405.21060).
+
+Letters: T tokens, E model width, H heads, P head size, G groups (each serves H / G heads that follow each other), N size of
+the state, W taps of the convolution, C = H*P + 2*G*N convolved channels, Z = H*P + C + H columns of the projection.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from quire.contracts.layers import Recurrent, StateTensor
+from quire.contracts.model import Pass
+from quire.nn.linear import Linear
+from quire.nn.mlp import ACTIVATIONS
+from quire.nn.norm import GatedRMSNorm
+from quire.nn.packed import packed
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mamba2Shape:
+    """Sizes of a mixer (counts of elements), and the range of its time steps."""
+
+    num_heads: int
+    head_dim: int
+    """P"""
+    num_groups: int
+    state_size: int
+    """N"""
+    taps: int
+    """W, 2 or more"""
+    least_step: float = 0.0
+    """Time steps below it become it."""
+    greatest_step: float | None = None
+    """Time steps above it become it; None: there is no such bound."""
+
+    @property
+    def width(self) -> int:
+        """H * P"""
+        return self.num_heads * self.head_dim
+
+    @property
+    def channels(self) -> int:
+        """C"""
+        return self.width + 2 * self.num_groups * self.state_size
+
+    @property
+    def projected(self) -> int:
+        """Z"""
+        return self.width + self.channels + self.num_heads
+
+    def spec(self, dtype: torch.dtype) -> Recurrent:
+        """What a layer remembers: state 0 is the last W - 1 inputs of the convolution, oldest first, in the model's dtype;
+        state 1 is ``[H, N, P]`` in float32."""
+        return Recurrent(
+            states=(
+                StateTensor(shape=(self.taps - 1, self.channels), dtype=str(dtype).removeprefix("torch.")),
+                StateTensor(shape=(self.num_heads, self.state_size, self.head_dim), dtype="float32"),
+            )
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Mamba2Weights:
+    """The weights of a mixer, all in the model's dtype."""
+
+    project: Linear
+    """E to Z: the rows of gate, x, B, C, time steps."""
+    conv_CW: Tensor
+    conv_bias_C: Tensor | None
+    step_bias_H: Tensor
+    log_a_H: Tensor
+    """``A = -exp(log_a)``"""
+    skip_H: Tensor
+    """D: how much of x goes past the state."""
+    out: Linear
+    """H*P to E"""
+
+
+class Mamba2Mixer:
+    """``out(norm(y, gate))`` where y is what the state space makes of the convolved input.
+
+    Per head and token: the state decays by ``exp(dt * A)``, ``dt * x`` is written at key B, C reads, and ``D * x`` is
+    added. Time steps, states and what is read are in float32.
+    """
+
+    __slots__ = (
+        "_a_H",
+        "_clamped",
+        "_skip_H1",
+        "_step_bias_H",
+        "activation",
+        "conv_CW",
+        "conv_bias_C",
+        "layer_id",
+        "norm",
+        "out",
+        "project",
+        "scale_Z",
+        "shape",
+    )
+
+    def __init__(
+        self,
+        layer_id: int,
+        shape: Mamba2Shape,
+        weights: Mamba2Weights,
+        norm: GatedRMSNorm | None,
+        *,
+        activation: str = "silu",
+        scale_Z: Tensor | None = None,
+    ) -> None:
+        """``norm``: of ``[T, H*P]``; None: ``y * silu(gate)`` as it is. ``activation``: one of ``nn.mlp.ACTIVATIONS``, after
+        the convolution. ``scale_Z``: what the projection's columns are multiplied by; None: nothing."""
+        self.layer_id = layer_id
+        self.shape = shape
+        self.project = weights.project
+        self.conv_CW = weights.conv_CW
+        self.conv_bias_C = weights.conv_bias_C
+        self.out = weights.out
+        self.norm = norm
+        self.activation = ACTIVATIONS[activation]
+        self.scale_Z = scale_Z
+        self._a_H = -weights.log_a_H.float().exp()
+        self._step_bias_H = weights.step_bias_H.float()
+        self._skip_H1 = weights.skip_H.float()[:, None]
+        self._clamped = shape.least_step > 0 or shape.greatest_step is not None
+
+    def __call__(self, x_TE: Tensor, pass_: Pass) -> Tensor:
+        """``[T, E]`` to a fresh ``[T, E]``; the pass keeps the states."""
+        shape = self.shape
+        z_TZ = self.project(x_TE)
+        if self.scale_Z is not None:
+            z_TZ.mul_(self.scale_Z)
+        gate_TD, mixed_TC, step_TH = torch.split(z_TZ, [shape.width, shape.channels, shape.num_heads], dim=-1)
+        mixed_TC = self.activation(pass_.convolve(self.layer_id, 0, mixed_TC, self.conv_CW, self.conv_bias_C)).float()
+        grouped = shape.num_groups * shape.state_size
+        x_TD, b_TGN, c_TGN = torch.split(mixed_TC, [shape.width, grouped, grouped], dim=-1)
+        x_THP = x_TD.view(-1, shape.num_heads, shape.head_dim)
+        dt_TH = F.softplus(step_TH.float() + self._step_bias_H)
+        if self._clamped:
+            dt_TH = dt_TH.clamp(min=shape.least_step, max=shape.greatest_step)
+        y_THP = pass_.linear_attention(
+            self.layer_id,
+            1,
+            self._per_head(c_TGN),
+            self._per_head(b_TGN),
+            x_THP * dt_TH[..., None],
+            log_decay=dt_TH * self._a_H,
+        )
+        y_TD = torch.addcmul(y_THP, x_THP, self._skip_H1).flatten(-2)
+        if self.norm is None:
+            return self.out(y_TD.mul_(F.silu(gate_TD.float())).to(x_TE.dtype))
+        return self.out(self.norm(y_TD, gate_TD))
+
+    def _per_head(self, x_TGN: Tensor) -> Tensor:
+        """``[T, G*N]`` to ``[T, H, N]``, for one group a view."""
+        groups, heads = self.shape.num_groups, self.shape.num_heads
+        x_TGN = x_TGN.view(-1, groups, self.shape.state_size)
+        return x_TGN.expand(-1, heads, -1) if groups == 1 else x_TGN.repeat_interleave(heads // groups, dim=1)
+
+    def pack(self) -> None:
+        """Replace each linear map by its packed form, where there is one."""
+        self.project, self.out = packed(self.project), packed(self.out)

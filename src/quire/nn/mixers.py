@@ -1,0 +1,72 @@
+"""What blocks put tokens together with, besides plain softmax attention: the mixers of ``nn.mamba``, ``nn.delta`` and
+``nn.short_conv``, and attention whose output is gated.
+
+A mixer has the call of ``nn.attention.Attention``. Its shape says what a layer remembers.
+
+Letters: T tokens, E model width, Hq, Hkv query and KV heads, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from quire.contracts.layers import FullAttention, Recurrent, WindowedAttention
+from quire.contracts.model import Pass
+from quire.nn.attention import NormedAttention
+from quire.nn.linear import Linear
+
+
+class Mixer(Protocol):
+    """Attention, or a recurrent layer."""
+
+    def __call__(self, x_TE: Tensor, pass_: Pass) -> Tensor:
+        """``[T, E]`` to a fresh ``[T, E]``."""
+        ...
+
+    def pack(self) -> None:
+        """Replace each linear map by its packed form (``quire.nn.packed``), where there is one."""
+        ...
+
+
+class MixerShape(Protocol):
+    """The sizes of a recurrent mixer: a frozen dataclass of numbers."""
+
+    def spec(self, dtype: torch.dtype) -> Recurrent:
+        """What a layer of a model in ``dtype`` remembers."""
+        ...
+
+
+class GatedAttention(NormedAttention):
+    """Attention with a norm of query and key heads, whose output a sigmoid gates (arXiv:2505.06708), as in Qwen3-Next.
+
+    Each query head's rows of ``qkv`` are followed by those of its gate: D rows of the query, D of the gate.
+    """
+
+    __slots__ = ()
+
+    def __init__(
+        self,
+        layer_id: int,
+        spec: FullAttention | WindowedAttention,
+        qkv: Linear,
+        out: Linear,
+        q_norm: Callable[[Tensor], Tensor],
+        k_norm: Callable[[Tensor], Tensor],
+    ) -> None:
+        """``qkv``: E to 2*Hq*D + 2*Hkv*D. ``q_norm``, ``k_norm``: of ``[T, H, D]``; their results are contiguous."""
+        super().__init__(layer_id, spec, qkv, out, q_norm, k_norm)
+        self._sizes[0] *= 2
+
+    def __call__(self, x_TE: Tensor, pass_: Pass) -> Tensor:
+        """``[T, E]`` to a fresh ``[T, E]``; the pass stores K and V of these tokens."""
+        spec = self.spec
+        q_TC, k_TC, v_TC = torch.split(self.qkv(x_TE), self._sizes, dim=-1)
+        q_THD, gate_THD = q_TC.view(-1, spec.num_heads, 2 * spec.head_dim).chunk(2, dim=-1)
+        k_THD = self.k_norm(k_TC.view(-1, spec.num_kv_heads, spec.head_dim))
+        v_THD = v_TC.view(-1, spec.num_kv_heads, spec.value_dim)
+        out_THD = pass_.attend(self.layer_id, self.q_norm(q_THD), k_THD, v_THD)
+        return self.out(out_THD.mul_(torch.sigmoid(gate_THD)).flatten(-2))

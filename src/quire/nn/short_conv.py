@@ -1,0 +1,57 @@
+"""The gated short convolution of LFM2: a mixer that remembers a few tokens.
+
+Letters: T tokens, E model width, W taps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quire.contracts.layers import Recurrent, StateTensor
+from quire.contracts.model import Pass
+from quire.nn.linear import Linear
+from quire.nn.packed import packed
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShortConvShape:
+    """Sizes of a mixer. Counts of elements."""
+
+    channels: int
+    """The model's width."""
+    taps: int
+    """W, 2 or more"""
+
+    def spec(self, dtype: torch.dtype) -> Recurrent:
+        """What a layer remembers: the last W - 1 inputs of the convolution, oldest first, in the model's dtype."""
+        shape = (self.taps - 1, self.channels)
+        return Recurrent(states=(StateTensor(shape=shape, dtype=str(dtype).removeprefix("torch.")),))
+
+
+class ShortConv:
+    """``out(c * convolve(b * x))`` where b, c and x are projections of the input."""
+
+    __slots__ = ("conv_EW", "conv_bias_E", "layer_id", "out", "project")
+
+    def __init__(
+        self, layer_id: int, project: Linear, conv_EW: Tensor, conv_bias_E: Tensor | None, out: Linear
+    ) -> None:
+        """``project``: E to 3E, the rows of b, c, x. ``out``: E to E."""
+        self.layer_id = layer_id
+        self.project = project
+        self.conv_EW = conv_EW
+        self.conv_bias_E = conv_bias_E
+        self.out = out
+
+    def __call__(self, x_TE: Tensor, pass_: Pass) -> Tensor:
+        """``[T, E]`` to a fresh ``[T, E]``; the pass keeps the state."""
+        b_TE, c_TE, x_TE = self.project(x_TE).chunk(3, dim=-1)
+        y_TE = pass_.convolve(self.layer_id, 0, b_TE * x_TE, self.conv_EW, self.conv_bias_E)
+        return self.out(y_TE.mul_(c_TE))
+
+    def pack(self) -> None:
+        """Replace each linear map by its packed form, where there is one."""
+        self.project, self.out = packed(self.project), packed(self.out)
