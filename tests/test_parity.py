@@ -19,7 +19,7 @@ from torch import Tensor
 
 from quire import LLM
 from quire.errors import FailedPrecondition
-from quire.types import Add, Chunk, Fork, Pop, Remove, Step
+from quire.types import Add, Chunk, Commit, Fork, Pop, Remove, Step, TokenTree
 
 VOCAB, LENGTH, LAYERS, WIDTH = 101, 26, 3, 48
 SIZES = {
@@ -69,6 +69,36 @@ MANY_EXPERTS = {
     "moe_intermediate_size": 16,
     "n_group": 4,
     "topk_group": 2,
+}
+MAMBA = {
+    "num_heads": 8,
+    "head_dim": 8,
+    "state_size": 12,
+    "n_groups": 2,
+    "conv_kernel": 4,
+    "expand": 2,
+    "chunk_size": 16,
+    "hidden_size": 32,
+}
+MIXED = {
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 12,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 16,
+}
+DELTA = {
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_conv_kernel_dim": 4,
 }
 DEEPSEEK_YARN = {**YARN, "mscale": 0.7, "mscale_all_dim": 1.0}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -156,6 +186,26 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "glm4-moe-lite": ("Glm4MoeLite", {**LATENT, **MANY_EXPERTS, "n_group": 1, "topk_group": 1}),
     "youtu": ("Youtu", {**LATENT, "attention_bias": True}),
+    "mamba2": ("Mamba2", MAMBA),
+    "bamba": ("Bamba", {**MIXED, "attn_layer_indices": [1]}),
+    "falcon-h1": (
+        "FalconH1",
+        {**MIXED, "mamba_d_ssm": 64, "key_multiplier": 0.7, "ssm_multipliers": [0.5, 0.7, 0.9, 1.1, 1.3]},
+    ),
+    "granite-4": (
+        "GraniteMoeHybrid",
+        {
+            **MIXED,
+            **EAGER,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 40,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        },
+    ),
+    "lfm2": ("Lfm2", {"conv_L_cache": 3, "layer_types": ["conv", "full_attention", "conv"]}),
+    "qwen3-next": ("Qwen3Next", {**EXPERTS, **DELTA, "shared_expert_intermediate_size": 40}),
+    "qwen3.5": ("Qwen3_5", DELTA),
 }
 """A name, the family's in transformers, and what differs from ``SIZES``."""
 
@@ -242,17 +292,27 @@ def test_ragged_batch_of_prompts_chunks_and_decodes(llm: LLM, model: Model) -> N
 
 
 def test_after_fork_at_every_position(llm: LLM, model: Model) -> None:
-    parent = new(llm)
-    run(llm, parent, model.tokens)
+    state, parent = llm.engine.runner.state, new(llm)
+    run(llm, parent, model.tokens[:10])
+    run(llm, parent, model.tokens[10:])
     wrong = [(token + 1) % VOCAB for token in model.tokens]
     for position in range(1, LENGTH):
+        # Recurrent layers: from the nearest state that is kept.
+        start = state.nearest_reachable(parent, position)
+        if state.recurrent is not None:
+            assert start == (10 if position >= 10 else 0)
+            if start < position:
+                with pytest.raises(FailedPrecondition, match=f"running {position - start} tokens again"):
+                    edit(llm, Fork(parent, llm.engine.runner.new_seq(), position))
+        elif not state.forgets:
+            assert start == position
         child = llm.engine.runner.new_seq()
         other = llm.engine.runner.new_seq()
-        edit(llm, Fork(parent, child, position), Fork(parent, other, position))
-        run(llm, other, wrong[position:])  # a sibling that goes another way must not show
-        assert_same(run(llm, child, model.tokens[position:]), model, position)
+        edit(llm, Fork(parent, child, start), Fork(parent, other, start))
+        run(llm, other, wrong[start:])  # a sibling that goes another way must not show
+        assert_same(run(llm, child, model.tokens[start:]), model, start)
         edit(llm, Remove(child), Remove(other))
-    llm.engine.runner.state.check()
+    state.check()
 
 
 def test_after_rewind_to_every_position(llm: LLM, model: Model) -> None:
@@ -261,7 +321,7 @@ def test_after_rewind_to_every_position(llm: LLM, model: Model) -> None:
     run(llm, seq, model.tokens)
     refused = 0
     for position in reversed(range(LENGTH)):
-        if not any(position in part for part in state.reachable(seq)):
+        if state.nearest_reachable(seq, position) != position:
             with pytest.raises(FailedPrecondition, match="reach"):
                 edit(llm, Pop(seq, LENGTH - position))
             with pytest.raises(FailedPrecondition, match="reach"):
@@ -269,7 +329,9 @@ def test_after_rewind_to_every_position(llm: LLM, model: Model) -> None:
             assert state.sequence_length(seq) == LENGTH
             edit(llm, Remove(seq))
             seq, refused = new(llm), refused + 1
-            run(llm, seq, model.tokens)
+            for part in (model.tokens[:position], model.tokens[position:]):
+                if part:
+                    run(llm, seq, part)
         edit(llm, Pop(seq, LENGTH - position))
         assert_same(run(llm, seq, model.tokens[position:]), model, position)
     assert (refused > 0) == state.forgets
@@ -282,7 +344,7 @@ def test_rewinds_of_a_decoded_sequence_are_exact_or_refused(llm: LLM, model: Mod
         run(llm, seq, [token])
     for position in range(LENGTH):
         child = llm.engine.runner.new_seq()
-        if any(position in part for part in state.reachable(seq)):
+        if state.nearest_reachable(seq, position) == position:
             edit(llm, Fork(seq, child, position))
             assert_same(run(llm, child, model.tokens[position:]), model, position)
             edit(llm, Remove(child))
@@ -301,7 +363,31 @@ def test_verify_then_truncate(llm: LLM, model: Model) -> None:
         draft = [model.tokens[position], model.tokens[position + 1], 4, 4]
         found = run(llm, seq, draft)
         assert_same(found[:2], model, position)
-        edit(llm, Pop(seq, 3))
+        kept = llm.engine.runner.state.nearest_reachable(seq, position + 1)
+        edit(llm, Pop(seq, position + 4 - kept))
+        if kept <= position:  # the tokens that a recurrent state is short of
+            run(llm, seq, model.tokens[kept : position + 1])
+
+
+def test_verify_trees_then_commit(llm: LLM, model: Model) -> None:
+    """A tree with the right tokens on one path; what follows a commit is as if they had come one by one."""
+    seq = new(llm)
+    run(llm, seq, model.tokens[:8])
+    position = 8
+    while position + 3 < LENGTH:
+        one, two, three = model.tokens[position : position + 3]
+        wrong = (two + 1) % VOCAB
+        # Two roots; below the right one a wrong and a right child; the third token below both.
+        nodes, parents = [wrong, one, wrong, two, three, three], (-1, -1, 1, 1, 2, 3)
+        tree = Chunk(seq, nodes, tree=TokenTree(parents), logits="all")
+        found = llm.engine.runner.execute(Step(chunks=(tree,))).logits_RV
+        assert_same(found[[1, 3, 5]], model, position)
+        leaf = (1, 3, 5)[position % 3]
+        edit(llm, Commit((seq,), (leaf,)))
+        position += 1 + position % 3
+        assert llm.engine.runner.state.sequence_length(seq) == position
+    assert_same(run(llm, seq, model.tokens[position:]), model, position)
+    llm.engine.runner.state.check()
 
 
 def test_after_save_and_load_into_another_page_size(llm: LLM, model: Model, tmp_path: Path) -> None:

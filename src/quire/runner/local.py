@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from quire.contracts.model import Model
-from quire.errors import InvalidArgument, Unsupported
+from quire.errors import FailedPrecondition, InvalidArgument, Unsupported
 from quire.kv.paged import PagedKVState
 from quire.kv.passes import AttentionPass
 from quire.types import Add, Chunk, Commit, Edit, Fork, Pop, Remove, SeqId, Step, Window
@@ -162,9 +162,19 @@ class LocalRunner:
         layers = sorted(pass_.weights)
         if len(layers) != len(self.model.blocks):
             raise Unsupported(
-                f"attention weights: {len(layers)} of {len(self.model.blocks)} layers have some; leave output_attentions False"
+                f"attention weights: {len(layers)} of {len(self.model.blocks)} blocks have some; leave output_attentions False"
             )
         return tuple(tuple(pass_.weights[layer][chunk].clone() for layer in layers) for chunk in range(num_chunks))
+
+    def _require_at_once(self, seq: SeqId, position: int) -> None:
+        """``FailedPrecondition`` for a position that is arrived at only by running tokens again: an edit runs none."""
+        if self.state.recurrent is None or position < 0 or seq not in self.state.table:
+            return
+        if position < self.state.sequence_length(seq) and (again := self.state.rewind_cost(seq, position)):
+            raise FailedPrecondition(
+                f"position {position} of sequence {seq} is reachable only by running {again} tokens again from a recurrent state "
+                f"that is kept; go to {position - again} and run them"
+            )
 
     def apply(self, edit: Edit) -> None:
         """One edit of the sequences."""
@@ -172,8 +182,11 @@ class LocalRunner:
             case Add(seq):
                 self.state.add_sequence(seq)
             case Fork(parent, child, pos):
+                self._require_at_once(parent, pos)
                 self.state.fork_sequence(parent, child, pos)
             case Pop(seq, n):
+                if seq in self.state.table:
+                    self._require_at_once(seq, self.state.sequence_length(seq) - n)
                 self.state.popn(seq, n)
             case Remove(seq):
                 self.state.remove_sequence(seq)
