@@ -84,7 +84,7 @@ class Conversations:
         new = self.tokens(9)
         logits = self.checkpoint.logits(tokens + new)[len(tokens) - 1 : -1].log_softmax(-1)
         wanted = [float(row[token]) for row, token in zip(logits, new, strict=True)]
-        assert_near(torch.tensor(session.score(new)), torch.tensor(wanted))
+        assert_near(torch.tensor(session.score(new)), torch.tensor(wanted), self.checkpoint.tolerance)
 
     def logits(self) -> None:
         session, tokens = self.pick()
@@ -170,13 +170,14 @@ def run(
     folder: Path,
     *,
     bytes_per_token: int = BYTES_PER_TOKEN,
+    state_bytes: int = 0,
 ) -> None:
     rng = random.Random(seed)
     page_size = rng.choice([1, 3, 4, 8, 16])
     pool = rng.choice([96, 160, 256])
     llm = make_llm(
         checkpoint,
-        kv_cache_memory=pool * bytes_per_token,
+        kv_cache_memory=pool * bytes_per_token + 2 * rng.choice([12, 24]) * state_bytes,
         page_size=page_size,
         max_num_batched_tokens=rng.choice([5, 16, 512]),
         enable_prefix_caching=rng.random() < 0.75,

@@ -15,7 +15,9 @@ import torch
 import transformers
 from tests.test_parity import FAMILIES, SIZES
 
-from .conftest import CONTEXT, VOCAB, Checkpoint, MakeLLM
+from quire.kv.recurrent import bytes_per_state
+
+from .conftest import CONTEXT, VOCAB, Checkpoint, MakeLLM, engine_of
 from .test_conversations import run
 
 NOT_NATIVE: dict[str, tuple[str, dict[str, Any]]] = {
@@ -49,16 +51,22 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return Checkpoint(path, peer)
 
 
-def bytes_per_token(checkpoint: Checkpoint, make_llm: MakeLLM) -> int:
-    return make_llm(checkpoint, kv_cache_memory="4MiB").bytes_per_token
+def sizes(checkpoint: Checkpoint, make_llm: MakeLLM) -> dict[str, int]:
+    """Bytes of a token's K and V, and of a recurrent state."""
+    llm = make_llm(checkpoint, kv_cache_memory="4MiB")
+    part = engine_of(llm).runner.state.recurrent
+    return {
+        "bytes_per_token": llm.bytes_per_token,
+        "state_bytes": 0 if part is None else bytes_per_state(part.specs),
+    }
 
 
 @pytest.mark.parametrize("seed", range(1))
 def test_conversations(make_llm: MakeLLM, family: Checkpoint, seed: int, tmp_path: Path) -> None:
-    run(make_llm, family, seed, 40, tmp_path, bytes_per_token=bytes_per_token(family, make_llm))
+    run(make_llm, family, seed, 40, tmp_path, **sizes(family, make_llm))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(200, 204))
 def test_long_conversations(make_llm: MakeLLM, family: Checkpoint, seed: int, tmp_path: Path) -> None:
-    run(make_llm, family, seed, 400, tmp_path, bytes_per_token=bytes_per_token(family, make_llm))
+    run(make_llm, family, seed, 400, tmp_path, **sizes(family, make_llm))
