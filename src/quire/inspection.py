@@ -132,7 +132,7 @@ def print_description(found: Mapping[str, Any]) -> None:
 
 def print_capabilities(found: Mapping[str, Any], *, as_json: bool) -> None:
     """The rule table on stdout."""
-    executor = dataclasses.asdict(found["executor"])
+    executor = None if found["executor"] is None else dataclasses.asdict(found["executor"])
     if as_json:
         print(
             json.dumps(
@@ -154,11 +154,12 @@ def print_capabilities(found: Mapping[str, Any], *, as_json: bool) -> None:
     console = Console(markup=False)
     for note in found["notes"]:
         console.print(note)
-    facts = Table("capability", "value", title="Executor", title_justify="left")
-    for name, value in executor.items():
-        if name != "refusals":
-            facts.add_row(name, _plain(value))
-    console.print(facts)
+    if executor is not None:
+        facts = Table("capability", "value", title="Executor", title_justify="left")
+        for name, value in executor.items():
+            if name != "refusals":
+                facts.add_row(name, _plain(value))
+        console.print(facts)
     verbs = Table("verb", "", "why not", title="KV state", title_justify="left")
     for name, reason in found["verbs"].items():
         verbs.add_row(name, "no" if reason else "exact", reason)
@@ -168,7 +169,7 @@ def print_capabilities(found: Mapping[str, Any], *, as_json: bool) -> None:
         engine.add_row(name, "no" if reason else "yes", reason)
     console.print(engine)
     refusals = Table("asked for", "why not", title="Refused by executor and engine", title_justify="left")
-    for name, reason in executor["refusals"]:
+    for name, reason in executor["refusals"] if executor is not None else ():
         refusals.add_row(name, reason)
     for name, reason in found["engine"].items():
         refusals.add_row(name, reason)

@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 from quire.build import Parts, build
 from quire.config import EngineConfig, parse_bytes
-from quire.contracts.layers import sink_refusal
+from quire.contracts.layers import sink_refusal, window_refusal
 from quire.engine import saved
 from quire.engine.beam import BeamSearch, search
 from quire.engine.chat import render_chat, select_template
@@ -37,7 +37,7 @@ from quire.engine.results import request_output
 from quire.engine.session import Session, Text, as_token_ids
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import FailedPrecondition, InvalidArgument, QuireError, Unsupported
-from quire.kv.rules import PAGED_REFUSALS, PAGED_VERBS
+from quire.kv.rules import verbs_of
 from quire.kv.statefile import read_state
 from quire.kv.storage import bytes_per_token
 from quire.models.families import LoadedModel
@@ -375,6 +375,8 @@ class LLM:
             raise InvalidArgument(
                 f"window {window} with sink {sink}; 0 <= sink < window <= {longest} (the context) is needed"
             )
+        if reason := window_refusal(self._engine.runner.model.layer_specs):
+            raise Unsupported(f"window {window}: {reason}")
         if sink and (reason := sink_refusal(self._engine.runner.model.layer_specs)):
             raise Unsupported(f"window {window} with sink {sink}: {reason}")
         return SlidingWindow(window, sink)
@@ -476,10 +478,15 @@ class LLM:
     def capabilities(self) -> dict[str, Any]:
         """Which verbs and combinations this model has here, and why not where not."""
         self._require_open("capabilities")
+        from quire.executor.pool import state_refusal
+
+        state = self._engine.runner.state
+        kinds = [spec.kind for spec in self.model.layer_specs]
+        reason = state_refusal(state)
         return {
-            "executor": self.executor.capabilities(),
-            "verbs": {**dict.fromkeys(PAGED_VERBS, ""), **PAGED_REFUSALS},
-            "engine": dict(ENGINE_REFUSALS),
+            "executor": None if reason else self.executor.capabilities(),
+            "verbs": verbs_of(kinds),
+            "engine": ENGINE_REFUSALS | ({"executor": reason} if reason else {}),
             "engine_verbs": ENGINE_VERBS
             | ({} if self.tokenizer is not None else {"structured outputs": "this model has no tokenizer"}),
             "notes": self._parts.notes,
@@ -495,7 +502,7 @@ class LLM:
             "num_pages": state.num_pages,
             "num_pages_free": state.num_available_pages(),
             "num_sequences": len(state.table),
-            "executor": self.executor.status(),
+            "executor": self.executor.status() if state.recurrent is None else None,
         }
 
     def metrics(self) -> dict[str, float]:

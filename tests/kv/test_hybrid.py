@@ -20,8 +20,18 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from torch import Tensor
 
 from quire.contracts.layers import FullAttention, LayerSpec, Recurrent, StateTensor, WindowedAttention
-from quire.errors import FailedPrecondition, InvalidArgument, NotFound, QuireError, ResourceExhausted, Unsupported
+from quire.errors import (
+    DataLoss,
+    FailedPrecondition,
+    InvalidArgument,
+    NotFound,
+    QuireError,
+    ResourceExhausted,
+    Unsupported,
+)
 from quire.kv.hybrid import HybridState, RecurrentState
+from quire.kv.paged import PagedKVState
+from quire.kv.rules import LAYER_VERBS, PAGED_REFUSALS, PAGED_VERBS, RECURRENT_VERBS, layer_refusal, verbs_of
 from quire.ops.attention import ReferenceAttention
 from quire.ops.recurrence import ReferenceRecurrence
 
@@ -556,3 +566,130 @@ def test_checkpoints_and_ring_of_the_specification() -> None:
     assert state.sequence_length(0) == 16
     assert state.recurrent.table.ring_positions(1) == [32, 37, 38, 39]
     state.check()
+
+
+# ---- Export and import ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+@pytest.mark.parametrize("length", [0, 1, 13])
+def test_export_and_import_into_another_page_size(kind: str, length: int) -> None:
+    """Kept states travel along; a continuation, and one from each of them, is that of the original."""
+    tokens = [(3 * n + 1) % VOCAB for n in range(length)]
+    state = make(kind, checkpoint_interval=4)
+    state.add_sequence(0)
+    for start in range(0, length, 5):
+        run(state, kind, {0: tokens[start : start + 5]})
+    other = make(kind, page_size=3)
+    assert other.get_layout_hash() == state.get_layout_hash()
+    metadata = state.get_checkpoint_metadata(0)
+    assert metadata["kept_recurrent_positions"] == state.checkpoints(0) == [n for n in (4, 8, 12) if n <= length]
+    other.prepare_import(7, metadata)
+    groups = [group["group"] for group in metadata["groups"]]
+    assert groups == list(range(len(KINDS[kind])))
+    for group in reversed(groups):
+        tensors = state.export_page_group(0, group)
+        out = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
+        assert state.export_page_group(0, group, out) is out
+        assert all(torch.equal(tensors[name], out[name]) for name in tensors)
+        other.import_page_group(7, group, tensors)
+    other.finish_import(7)
+    other.check()
+    assert other.checkpoints(7) == state.checkpoints(0)
+    for position in [*reversed(state.checkpoints(0)), length]:
+        if any(position in part for part in PagedKVState.reachable(other, 7)):
+            other.fork_sequence(7, 8, position)
+            check_row(run(other, kind, {8: [9]}), 0, kind, [*tokens[:position], 9])
+            other.remove_sequence(8)
+    other.remove_sequence(7)
+    assert other.empty()
+
+
+def test_imports_that_do_not_fit_leave_no_trace() -> None:
+    state, other = make("full", checkpoint_interval=4), make("full", num_states=2)
+    state.add_sequence(0)
+    run(state, "full", {0: list(range(9))})
+    metadata = state.get_checkpoint_metadata(0)
+    with pytest.raises(ResourceExhausted, match="needs 3 states, 2 free"):
+        other.prepare_import(0, metadata)
+    assert other.empty()
+    for changes in (
+        {"kept_recurrent_positions": [4, 4]},
+        {"kept_recurrent_positions": [0]},
+        {"kept_recurrent_positions": [10]},
+        {"kept_recurrent_positions": None},
+        {"recurrent": []},
+        {"layout_hash": "0" * 32},
+    ):
+        with pytest.raises(InvalidArgument, match="expected"):
+            make("full").prepare_import(0, {**metadata, **changes})
+    with pytest.raises(InvalidArgument, match="expected"):
+        make("mixed").prepare_import(0, metadata)
+    target = make("full")
+    target.prepare_import(0, metadata)
+    group = state.export_page_group(0, 0)
+    with pytest.raises(InvalidArgument, match=r"state\.0@4"):
+        target.import_page_group(0, 0, {name: one for name, one in group.items() if name != "state.0@4"})
+    with pytest.raises(InvalidArgument, match="float64"):
+        target.import_page_group(0, 0, {name: one.float() for name, one in group.items()})
+    with pytest.raises(DataLoss, match="checksum"):
+        target.import_page_group(0, 0, {name: one + 1 for name, one in group.items()})
+    target.import_page_group(0, 0, group)
+    with pytest.raises(FailedPrecondition, match="already"):
+        target.import_page_group(0, 0, group)
+    with pytest.raises(FailedPrecondition, match=r"\[1, 2\]"):
+        target.finish_import(0)
+    with pytest.raises(FailedPrecondition, match="import"):
+        target.checkpoint(0)
+    target.remove_sequence(0)
+    assert target.empty()
+
+
+# ---- The rule table -------------------------------------------------------------------------------------------------
+
+
+def test_the_rule_table_of_recurrent_layers() -> None:
+    """What it refuses for a kind is refused, what it has runs, by verb."""
+    state = make("full")
+    state.add_sequence(0)
+    run(state, "full", {0: [1, 2, 3]})
+    state.begin_forward([0], [1])
+    q, kv = torch.zeros(1, HEADS, DIM, dtype=F64), torch.zeros(1, KV_HEADS, DIM, dtype=F64)
+    calls: dict[str, Callable[[int], object]] = {
+        "attention_with_fused_qkv": lambda layer: state.attention_with_fused_qkv(layer, torch.cat((q, kv, kv), 1)),
+        "append_kv": lambda layer: state.append_kv(layer, kv, kv),
+        "append_mla_kv": lambda layer: state.append_mla_kv(layer, kv[:, 0]),
+        "self_attention": lambda layer: state.self_attention(layer, q, kv, kv),
+        "cross_attention": lambda layer: state.cross_attention(layer, q),
+        "attention_with_shared_kv": lambda layer: state.attention_with_shared_kv(layer, q, kv, kv),
+        "debug_get_kv": lambda layer: state.debug_get_kv(0, layer=layer),
+        "debug_get_kv_mla": lambda layer: state.debug_get_kv_mla(0, layer=layer),
+        "debug_set_kv": lambda layer: state.debug_set_kv(0, 0, kv, kv, layer=layer),
+    }
+    assert set(calls) == set(LAYER_VERBS)
+    for verb, call in calls.items():
+        with pytest.raises(Unsupported, match="recurrent"):
+            call(0)
+        if verb != "debug_set_kv" and not layer_refusal(verb, "full"):
+            call(1)
+    assert state.get(0, 0).shape == (1, TAPS - 1, CHANNELS)
+    state.abort_forward()
+    for kinds in (["recurrent"], ["full", "recurrent"], ["full"]):
+        verbs = verbs_of(kinds)
+        assert set(verbs) == {*PAGED_VERBS, *PAGED_REFUSALS}
+        for verb in RECURRENT_VERBS:
+            assert (verbs[verb] == "") == ("recurrent" in kinds)
+        assert (verbs["append_kv"] == "") == ("full" in kinds)
+
+
+def test_layers_may_come_in_any_order_and_again() -> None:
+    """The last write of a layer counts, and nothing else changes."""
+    tokens = [5, 6, 7]
+    state = make("full")
+    state.add_sequence(0)
+    run(state, "full", {0: tokens})
+    state.begin_forward([0], [2])
+    outputs(state, "full", [40, 41])
+    outputs(state, "full", [8, 9])
+    state.end_forward()
+    check_row(run(state, "full", {0: [10]}), 0, "full", [*tokens, 8, 9, 10])

@@ -199,6 +199,13 @@ class Recurrent:
 LayerSpec: TypeAlias = FullAttention | WindowedAttention | LatentAttention | CrossAttention | Recurrent
 
 
+def window_refusal(specs: Iterable[LayerSpec]) -> str:
+    """Why no sequence of these layers can have a window; empty: it can."""
+    if all(isinstance(spec, (CrossAttention, Recurrent)) for spec in specs):
+        return "there are recurrent layers only, which no window concerns"
+    return ""
+
+
 def sink_refusal(specs: Iterable[LayerSpec]) -> str:
     """Why no sequence of these layers can have a window with a sink; empty: it can."""
     unknown = [

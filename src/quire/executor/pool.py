@@ -34,6 +34,16 @@ class Identity(Protocol):
         ...
 
 
+def state_refusal(state: PagedKVState) -> str:
+    """Why an executor's KV caches cannot live in this state; empty if they can."""
+    if state.recurrent is None:
+        return ""
+    return (
+        f"{len(state.recurrent.layer_ids)} layers of the model are recurrent, and KV caches of an executor cannot hold their "
+        "states in this release; use LLM and its sessions"
+    )
+
+
 class CachePool:
     """What KV caches need of the executor that made them.
 
@@ -52,11 +62,8 @@ class CachePool:
         sink: int = 0,
     ) -> None:
         state = runner.state
-        if state.recurrent is not None:
-            raise Unsupported(
-                f"executor: {len(state.recurrent.layer_ids)} layers of the model are recurrent, and KV caches of an executor cannot "
-                "hold their states in this release; use LLM and its sessions"
-            )
+        if reason := state_refusal(state):
+            raise Unsupported(f"executor: {reason}")
         self.lock = lock
         self.identity = identity
         self.max_model_len = max_model_len

@@ -15,14 +15,15 @@ import torch
 from torch import Tensor
 
 from quire.contracts.attention import AttentionBackend
-from quire.contracts.layers import LayerSpec, Recurrent
+from quire.contracts.layers import LayerSpec, Recurrent, window_refusal
 from quire.contracts.recurrence import RecurrenceBackend
 from quire.errors import FailedPrecondition, InvalidArgument, ResourceExhausted, Unsupported
 from quire.kv import recurrent_verbs
 from quire.kv.need import ForwardNeed
 from quire.kv.paged import PagedKVState
-from quire.kv.passes import AttentionPass
+from quire.kv.passes import AttentionPass, Layer
 from quire.kv.recurrent import RecurrentPart, RecurrentPass
+from quire.kv.rules import layer_refusal
 from quire.kv.sequences import check_integer
 from quire.kv.states import StateNeed
 from quire.kv.trees import TokenTreeParents
@@ -134,6 +135,12 @@ class HybridState(PagedKVState):
     def num_bytes(self) -> int:
         return super().num_bytes + self.recurrent.storage.num_bytes
 
+    def layer(self, layer_id: int) -> Layer:
+        """An attention layer; ``Unsupported`` for a recurrent one, ``InvalidArgument`` for an unknown one."""
+        if layer_id in self.recurrent.layer_ids:
+            raise Unsupported(f"layer {layer_id} is of kind 'recurrent': {layer_refusal('append_kv', 'recurrent')}")
+        return super().layer(layer_id)
+
     # -- sequences -------------------------------------------------------------------------------------------
 
     def clear(self) -> None:
@@ -218,10 +225,8 @@ class HybridState(PagedKVState):
         self, seq_id: SeqId, window: int | None, sink: int = 0, *, eviction: Eviction = "token"
     ) -> None:
         """As ``PagedKVState``; recurrent layers are not concerned. ``Unsupported`` without any attention layer."""
-        if not self.specs:
-            raise Unsupported(
-                "enable_sliding_window_for_seq: the state has recurrent layers only, which no window concerns"
-            )
+        if reason := window_refusal(self.all_specs):
+            raise Unsupported(f"enable_sliding_window_for_seq: {reason}")
         super().enable_sliding_window_for_seq(seq_id, window, sink, eviction=eviction)
 
     def commit_accepted_token_tree_nodes(self, seq_ids: Sequence[SeqId], leaf_indices: Sequence[int]) -> None:

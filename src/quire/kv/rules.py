@@ -43,7 +43,8 @@ PAGED_VERBS: tuple[str, ...] = (
 """What paged attention does, exactly."""
 
 _NOT_BUILT = "this release of Quire does not have it"
-_NO_RECURRENT = "the state has no recurrent layers, and this release of Quire has no recurrent state"
+_NO_RECURRENT = "the state has no recurrent layers"
+_RECURRENT_ONLY = "the state has recurrent layers only, which keep a state of fixed size and no rows of tokens"
 
 PAGED_REFUSALS: dict[str, str] = {
     "set_cross_kv": "the state has no cross layers, and this release of Quire has no cross attention",
@@ -83,8 +84,14 @@ LAYER_VERBS: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
 """Verbs that are about one layer: the kinds of layer that have them, and why other kinds have not."""
 
 
+RECURRENT_VERBS = ("linear_attention", "get", "set", "debug_get", "debug_set", "checkpoint", "drop_checkpoint")
+"""What a state with recurrent layers does besides."""
+
+
 def layer_refusal(verb: str, kind: str) -> str:
     """Why a layer of this kind does not have the verb; empty: it does."""
+    if kind == "recurrent":
+        return "it keeps a state of fixed size and no rows of tokens; recurrent verbs are linear_attention, get, set, debug_get"
     kinds, reasons = LAYER_VERBS[verb]
     return "" if kind in kinds else reasons[kind]
 
@@ -96,14 +103,19 @@ def refuse_layer(verb: str, layer_id: int, kind: str) -> NoReturn:
 
 def verbs_of(kinds: Iterable[str]) -> dict[str, str]:
     """Every verb over a state with layers of these kinds: empty if some layer has it, else why not."""
-    present = sorted(set(kinds))
-    found = dict.fromkeys(PAGED_VERBS, "")
+    everything = set(kinds)
+    present = sorted(everything - {"recurrent"})
+    found = dict.fromkeys(PAGED_VERBS, "") | PAGED_REFUSALS
+    if "recurrent" in everything:
+        found.update(dict.fromkeys(RECURRENT_VERBS, ""))
+        if not present:
+            found.update(dict.fromkeys((*LAYER_VERBS, "enable_sliding_window_for_seq"), _RECURRENT_ONLY))
     for verb in LAYER_VERBS:
         if present and all(layer_refusal(verb, kind) for kind in present):
             found[verb] = (
                 f"the state has layers of kind {' and '.join(map(repr, present))} only: {layer_refusal(verb, present[0])}"
             )
-    return {**found, **PAGED_REFUSALS}
+    return found
 
 
 def refuse(verb: str) -> NoReturn:

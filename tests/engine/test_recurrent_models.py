@@ -1,0 +1,154 @@
+"""Models with recurrent layers in the engine: what a turn runs again, what is refused, what is said about it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tests.test_parity import FAMILIES, SIZES
+
+from quire import SamplingParams
+from quire.errors import FailedPrecondition, InvalidArgument, ResourceExhausted, Unsupported
+from quire.kv.recurrent import bytes_per_state
+from quire.types import Fork, Pop, Step
+
+from .conftest import CONTEXT, VOCAB, Checkpoint, MakeLLM, engine_of, greedy, random_tokens
+
+KINDS = ("qwen3-next", "mamba2", "lfm2")
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def hybrid(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    name, changes = FAMILIES[request.param]
+    torch.manual_seed(7)
+    kind = getattr(transformers, f"{name}ForCausalLM")
+    sizes = {**SIZES, "vocab_size": VOCAB, "max_position_embeddings": CONTEXT}
+    peer = kind(kind.config_class(**{**sizes, **changes})).float().eval()
+    with torch.no_grad():
+        for parameter in peer.parameters():
+            parameter.mul_(3.0 if parameter.dim() > 1 else 1.0).add_(0.1 * torch.randn_like(parameter))
+    path = tmp_path_factory.mktemp(request.param)
+    peer.save_pretrained(path)
+    return Checkpoint(path, peer)
+
+
+def tokens_run(make: Callable[[], Any], llm: Any) -> int:
+    """Tokens that forwards run while ``make`` is called."""
+    runner = engine_of(llm).runner
+    execute, counted = runner.execute, [0]
+
+    def count(step: Step, *more: Any) -> Any:
+        counted[0] += step.num_tokens
+        return execute(step, *more)
+
+    runner.execute = count
+    try:
+        make()
+    finally:
+        runner.execute = execute
+    return counted[0]
+
+
+def test_a_second_turn_runs_new_tokens_only(make_llm: MakeLLM, hybrid: Checkpoint) -> None:
+    llm = make_llm(hybrid, kv_cache_memory="4MiB")
+    history = random_tokens(60)
+    session = llm.session(history)
+    first = session.generate(greedy(8)).outputs[0].token_ids
+    assert hybrid.continues(history, first)
+    turn = random_tokens(9, seed=1)
+
+    def second() -> None:
+        session.append(turn)
+        found = session.generate(greedy(5)).outputs[0].token_ids
+        assert hybrid.continues([*history, *first, *turn], found)
+
+    # The last generated token was not run yet.
+    assert tokens_run(second, llm) == 1 + 9 + 5 - 1
+
+
+def test_a_prompt_goes_on_from_the_end_of_an_earlier_one(make_llm: MakeLLM, hybrid: Checkpoint) -> None:
+    llm = make_llm(hybrid, kv_cache_memory="4MiB")
+    prompt, tail = random_tokens(50), random_tokens(7, seed=2)
+    llm.generate(prompt, greedy(4))
+    output = llm.generate([*prompt, *tail], greedy(4))[0]
+    assert output.num_cached_tokens == 50
+    assert hybrid.continues([*prompt, *tail], output.outputs[0].token_ids)
+
+
+def test_sessions_go_back_to_every_position(make_llm: MakeLLM, hybrid: Checkpoint) -> None:
+    llm = make_llm(hybrid, kv_cache_memory="4MiB")
+    tokens = random_tokens(30)
+    for position in range(1, 31):
+        session = llm.session(tokens)
+        branch = session.fork(at=position)
+        session.rewind(to=position)
+        for one in (session, branch):
+            assert hybrid.continues(tokens[:position], one.generate(greedy(2)).outputs[0].token_ids)
+            one.close()
+    engine_of(llm).runner.state.check()
+
+
+def test_samples_and_beams_share_a_prompt(make_llm: MakeLLM, hybrid: Checkpoint) -> None:
+    llm = make_llm(hybrid, kv_cache_memory="4MiB")
+    prompt = random_tokens(20)
+    many = llm.generate(prompt, SamplingParams(n=4, temperature=1.0, seed=3, max_tokens=6))[0]
+    for index, output in enumerate(many.outputs):
+        alone = llm.generate(prompt, SamplingParams(n=4, temperature=1.0, seed=3, max_tokens=6))[0].outputs[index]
+        assert output.token_ids == alone.token_ids
+
+
+def test_edits_run_nothing(make_llm: MakeLLM, hybrid: Checkpoint) -> None:
+    """A step's edit that would need tokens to be run again is refused without a trace."""
+    llm = make_llm(hybrid, kv_cache_memory="4MiB")
+    session = llm.session(random_tokens(30))
+    session.logits()
+    runner, seq = engine_of(llm).runner, session._state.seq
+    assert seq is not None
+    length = runner.state.sequence_length(seq)
+    for edit in (Pop(seq, 5), Fork(seq, runner.new_seq(), length - 5)):
+        with pytest.raises(FailedPrecondition, match="again"):
+            runner.execute(Step(edits=(edit,)))
+    assert runner.state.sequence_length(seq) == length
+    runner.state.check()
+
+
+def test_what_is_not_there_is_refused_and_said(make_llm: MakeLLM, hybrid: Checkpoint) -> None:
+    llm = make_llm(hybrid, kv_cache_memory="4MiB")
+    with pytest.raises(Unsupported, match="recurrent, and KV caches of an executor"):
+        _ = llm.executor
+    found = llm.capabilities()
+    assert found["executor"] is None
+    assert "recurrent" in found["engine"]["executor"]
+    assert found["verbs"]["checkpoint"] == ""
+    assert llm.status()["executor"] is None
+    recurrent = next(layer for layer, spec in enumerate(llm.model.layer_specs) if spec.kind == "recurrent")
+    session = llm.session(random_tokens(5))
+    with pytest.raises(Unsupported, match="recurrent"):
+        session.kv(recurrent)
+    if all(spec.kind == "recurrent" for spec in llm.model.layer_specs):
+        with pytest.raises(Unsupported, match="recurrent layers only"):
+            llm.session(random_tokens(5), window=8)
+
+
+def test_a_budget_too_small_for_states(make_llm: MakeLLM, hybrid: Checkpoint) -> None:
+    llm = make_llm(hybrid, kv_cache_memory="4MiB")
+    part = engine_of(llm).runner.state.recurrent
+    assert part is not None
+    with pytest.raises(ResourceExhausted, match="4 are needed at least"):
+        make_llm(hybrid, kv_cache_memory=3 * bytes_per_state(part.specs))
+
+
+def test_a_saved_state_of_another_kind(
+    make_llm: MakeLLM, hybrid: Checkpoint, llama: Checkpoint, tmp_path: Path
+) -> None:
+    llm, other = make_llm(hybrid, kv_cache_memory="4MiB"), make_llm(llama)
+    llm.session(random_tokens(9)).save(tmp_path / "one.quire")
+    other.session(random_tokens(9)).save(tmp_path / "two.quire")
+    for into, path in ((other, "one.quire"), (llm, "two.quire")):
+        with pytest.raises(InvalidArgument, match="another model"):
+            into.load_session(tmp_path / path)
+        engine_of(into).runner.state.check()
