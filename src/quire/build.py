@@ -109,11 +109,16 @@ def build(config: EngineConfig, *, progress: bool = False) -> Parts:
         enable_prefix_caching=config.enable_prefix_caching,
         seed=config.seed,
     )
-    windows = f" and {sizes.window_tokens} tokens of windowed layers" if sizes.window_tokens is not None else ""
+    held: list[str] = []
+    if state.specs:
+        windows = f" and {sizes.window_tokens} tokens of windowed layers" if sizes.window_tokens is not None else ""
+        pages = pages_for(sizes.tokens, config.page_size)
+        held.append(f"{pages} pages of {config.page_size} tokens{windows} in {name_of(kv_dtype)}")
+    if state.recurrent is not None:
+        held.append(f"{sizes.states} recurrent states of {bytes_per_state(state.recurrent.specs):,} bytes")
     notes = (
         f"{model.architecture}, {model.num_parameters / 1e6:.1f}M parameters in {name_of(model.dtype)} on {device}",
-        f"KV pool: {pages_for(sizes.tokens, config.page_size)} pages of {config.page_size} tokens{windows} in {name_of(kv_dtype)}, "
-        f"{state.num_bytes / 2**20:.0f} MiB",
+        f"KV pool: {' and '.join(held)}, {state.num_bytes / 2**20:.0f} MiB",
     )
     for note in notes:
         logger.info(note)

@@ -51,21 +51,35 @@ def _sequence(row: Mapping[str, Any]) -> dict[str, Any]:
     sequence = _typed(row.get("sequence"), dict, "sequence")
     layers = [_typed(layer, dict, "layer") for layer in _typed(sequence.get("layers"), list, "layers")]
     held = [_held(one) for one in _typed(sequence.get("held"), list, "held")]
-    kinds = Counter(
-        f"{layer.get('kind')}{_window(layer)}, {layer.get('num_kv_heads')} KV heads of {layer.get('head_dim')}/{layer.get('value_dim')}, {layer.get('dtype')}"
-        for layer in layers
-    )
+    recurrent = [_typed(layer, dict, "layer") for layer in _typed(sequence.get("recurrent"), list, "recurrent layers")]
+    kinds = Counter([*map(_rows_of, layers), *map(_states_of, recurrent)])
     return {
         "num_tokens": len(tokens),
         "first_tokens": list(tokens[:16]),
         "positions_held": held,
-        "num_layers": len(layers),
+        "num_layers": len(layers) + len(recurrent),
         "layers": dict(kinds),
         "rope": sorted({str(layer.get("rope_fingerprint")) for layer in layers if layer.get("rope_fingerprint")}),
         "window": sequence.get("window"),
         "sink": sequence.get("sink"),
         "kept_recurrent_positions": sequence.get("kept_recurrent_positions", []),
     }
+
+
+def _rows_of(layer: Mapping[str, Any]) -> str:
+    """What an attention layer keeps of a token."""
+    if layer.get("kind") == "latent":
+        kept = f"rows of {layer.get('row_dim')}, values of {layer.get('value_dim')}"
+    else:
+        kept = f"{layer.get('num_kv_heads')} KV heads of {layer.get('head_dim')}/{layer.get('value_dim')}"
+    return f"{layer.get('kind')}{_window(layer)}, {kept}, {layer.get('dtype')}"
+
+
+def _states_of(layer: Mapping[str, Any]) -> str:
+    """What a recurrent layer keeps of a position."""
+    states = [_typed(one, dict, "state") for one in _typed(layer.get("states"), list, "states of a layer")]
+    shapes = (f"{'x'.join(map(str, _typed(one.get('shape'), list, 'shape')))} {one.get('dtype')}" for one in states)
+    return f"recurrent, states of {' and '.join(shapes)}"
 
 
 def _held(one: Any) -> dict[str, Any]:
@@ -124,6 +138,9 @@ def print_description(found: Mapping[str, Any]) -> None:
             )
             layers = "all layers" if len(one["layers"]) == sequence["num_layers"] else f"{len(one['layers'])} layers"
             table.add_row("", f"positions held by {layers}: {held}")
+        kept = sequence["kept_recurrent_positions"]
+        if any(kind.startswith("recurrent") for kind in sequence["layers"]):
+            table.add_row("", f"recurrent states kept: at the end{''.join(f', at {position}' for position in kept)}")
         table.add_row("", f"first tokens {sequence['first_tokens']}")
         for kind, count in sequence["layers"].items():
             table.add_row("", f"{count} layers: {kind}")
