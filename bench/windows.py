@@ -19,6 +19,7 @@ import itertools
 import multiprocessing
 import os
 import statistics
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -310,6 +311,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             values, rows = measure(processes, length, arguments.sample, arguments.slice)
             by_length.append(values)
             table += rows
+            for row in rows:  # hours may go by until the table comes
+                print(", ".join(f"{name} {value}" for name, value in row.items()), file=sys.stderr, flush=True)
         texts = {name: process.call("tokens") for name, process in processes.items()}
     equal = compare_texts(found, texts, arguments)
     table.sort(key=lambda row: MODELS.index(row["model"]))

@@ -14,7 +14,8 @@ from tests.test_parity import FAMILIES, SIZES
 from quire import SamplingParams
 from quire.errors import FailedPrecondition, InvalidArgument, ResourceExhausted, Unsupported
 from quire.kv.recurrent import bytes_per_state
-from quire.types import Fork, Pop, Step
+from quire.runner.local import Extras
+from quire.types import Add, Chunk, Fork, Pop, Remove, Step
 
 from .conftest import CONTEXT, VOCAB, Checkpoint, MakeLLM, engine_of, greedy, random_tokens
 
@@ -114,6 +115,16 @@ def test_edits_run_nothing(make_llm: MakeLLM, hybrid: Checkpoint) -> None:
             runner.execute(Step(edits=(edit,)))
     assert runner.state.sequence_length(seq) == length
     runner.state.check()
+
+
+def test_a_mask_is_refused_before_anything_runs(make_llm: MakeLLM, hybrid: Checkpoint) -> None:
+    runner = engine_of(make_llm(hybrid, kv_cache_memory="4MiB")).runner
+    seq = runner.new_seq()
+    runner.execute(Step(edits=(Add(seq),)))
+    with pytest.raises(Unsupported, match="recurrent layers see the tokens"):
+        runner.execute(Step(chunks=(Chunk(seq, [1, 2]),)), Extras(mask=torch.ones(4, dtype=torch.bool)))
+    assert runner.state.sequence_length(seq) == 0
+    runner.execute(Step(edits=(Remove(seq),)))
 
 
 def test_what_is_not_there_is_refused_and_said(make_llm: MakeLLM, hybrid: Checkpoint) -> None:

@@ -93,6 +93,10 @@ class LocalRunner:
     def execute(self, step: Step, extras: Extras = NO_EXTRAS) -> StepOutput:
         """See ``Runner``. If compute fails the forward is undone: lengths and pages are as after the edits."""
         check_chunks(step.chunks)
+        if extras.mask is not None and self.state.recurrent is not None:
+            raise Unsupported(
+                "a mask: recurrent layers see the tokens of a sequence in order, and no mask can change that; leave it out"
+            )
         tokens = concatenated(step.chunks)
         placeholders = self._placeholders(tokens, extras)
         for edit in step.edits:
