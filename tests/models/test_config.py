@@ -352,7 +352,7 @@ def test_the_context_of_a_longrope_that_fits_the_original_length() -> None:
         ({"architecture": "Qwen3ForCausalLM", "mlp_bias": True}, "mlp_bias is true"),
         (
             {"architecture": "GPT2LMHeadModel"},
-            "GPT2LMHeadModel.*LlamaForCausalLM, MistralForCausalLM,.*Qwen2ForCausalLM",
+            "GPT2LMHeadModel.*LlamaForCausalLM, Mamba2ForCausalLM,.*Qwen2ForCausalLM",
         ),
     ],
 )

@@ -237,4 +237,52 @@ TREES = (
     ),
 )
 
-MUTANTS = (*WINDOWS, *PAGES, *TREES)
+STATES = (
+    Mutant(
+        name="pop-leaves-the-recurrent-state",
+        file="kv/hybrid.py",
+        old="        self.recurrent.table.pop(seq_id, kept)\n",
+        new="        pass\n",
+        tests=("kv/test_hybrid.py::test_fork_and_pop_to_every_position",),
+    ),
+    Mutant(
+        name="fork-takes-the-present-recurrent-state",
+        file="kv/hybrid.py",
+        old="self.recurrent.table.fork(parent_id, child_id, kept)",
+        new="self.recurrent.table.fork(parent_id, child_id, self.recurrent.table.position(parent_id))",
+        tests=("kv/test_hybrid.py::test_fork_and_pop_to_every_position",),
+    ),
+    Mutant(
+        name="commit-keeps-the-parent's-recurrent-state",
+        file="kv/hybrid.py",
+        old="self.recurrent.table.commit(seq_id, path)",
+        new="self.recurrent.table.commit(seq_id, path[:-1])",
+        tests=("kv/test_hybrid.py::test_verify_then_go_back",),
+    ),
+    Mutant(
+        name="latent-past-not-merged",
+        file="kv/latent.py",
+        old="    if not batch.stored.any():\n",
+        new="    if True:\n",
+        tests=("kv/test_latent.py::test_every_chunking_of_twelve_tokens",),
+    ),
+    Mutant(
+        name="recurrence-decays-after-the-token",
+        file="kernels/decays.py",
+        old=".tril_(-1)",
+        new=".tril_()",
+        tests=(
+            "test_recurrence.py::test_example_of_linear_attention",
+            "test_recurrence.py::test_in_pieces_with_the_state_carried",
+        ),
+    ),
+    Mutant(
+        name="convolution-state-shifted-by-one",
+        file="ops/recurrence.py",
+        old="window_WC[1:]",
+        new="window_WC[:-1]",
+        tests=("test_recurrence.py::test_example_of_the_convolution", "test_recurrence.py::test_convolution"),
+    ),
+)
+
+MUTANTS = (*WINDOWS, *PAGES, *TREES, *STATES)

@@ -105,16 +105,16 @@ EXPERTS = (
     Mutant(
         name="renormalisation-dropped",
         file="ops/experts.py",
-        old="return weights_TK / weights_TK.sum(-1, keepdim=True) if routing.renormalise else weights_TK, experts_TK",
-        new="return weights_TK, experts_TK",
+        old="        weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)\n",
+        new="        pass\n",
         tests=("models/test_experts.py::test_route_by_definition",),
     ),
     Mutant(
         name="ties-broken-the-other-way",
         file="ops/experts.py",
-        old="weights_TK, experts_TK = torch.topk(logits_TX.float().softmax(-1), routing.top_k, dim=-1)\n",
+        old="    best_TK, experts_TK = torch.topk(choice_TX, routing.top_k, dim=-1)\n",
         new=(
-            "weights_TK, experts_TK = torch.topk(logits_TX.float().softmax(-1).flip(-1), routing.top_k, dim=-1)\n"
+            "    best_TK, experts_TK = torch.topk(choice_TX.flip(-1), routing.top_k, dim=-1)\n"
             "    experts_TK = logits_TX.shape[-1] - 1 - experts_TK\n"
         ),
         tests=("models/test_experts.py::test_route_chooses_among_equal_values_as_transformers_does",),

@@ -112,8 +112,8 @@ ENGINE = (
     Mutant(
         name="grammar-not-applied-to-the-first-token",
         file="engine/engine.py",
-        old="if request.matcher is not None and request.params is not None\n",
-        new="if request.matcher is not None and request.params is not None and request.output_ids\n",
+        old="for row, request in enumerate(ready) if request.matcher is not None}",
+        new="for row, request in enumerate(ready) if request.matcher is not None and request.output_ids}",
         tests=("engine/test_structured.py::test_samples_are_in_the_language",),
     ),
     Mutant(
@@ -126,8 +126,8 @@ ENGINE = (
     Mutant(
         name="masks-of-grammars-shifted-by-a-row",
         file="engine/structured.py",
-        old="words_B = masks_MB[row]",
-        new="words_B = masks_MB[row - 1].copy()",
+        old="in zip(masks_MB, matchers.items(), strict=True):",
+        new="in zip(np.roll(masks_MB, 1, axis=0), matchers.items(), strict=True):",
         tests=("engine/test_structured.py::test_masks_of_many_are_those_of_each",),
     ),
     Mutant(
