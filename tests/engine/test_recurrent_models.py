@@ -93,6 +93,24 @@ def test_sessions_go_back_to_every_position(make_llm: MakeLLM, hybrid: Checkpoin
     engine_of(llm).runner.state.check()
 
 
+def test_keys_and_values_of_attention_layers_can_be_written(make_llm: MakeLLM, hybrid: Checkpoint) -> None:
+    llm = make_llm(hybrid, kv_cache_memory="4MiB")
+    layer = next((layer for layer, spec in enumerate(llm.model.layer_specs) if spec.kind == "full"), None)
+    if layer is None:
+        return  # Mamba-2 has none
+    tokens = random_tokens(20)
+    session = llm.session(tokens)
+    found = session.kv(layer)
+    session.set_kv(layer, start=3, k=found["k"][3:5], v=found["v"][3:5])
+    # What was written is what stood there, so the text is still that of the tokens.
+    assert hybrid.continues(tokens, session.generate(greedy(4)).outputs[0].token_ids)
+    with pytest.raises(FailedPrecondition, match="written into cannot be computed again"):
+        session.rewind(to=8)
+    other = llm.session(tokens)
+    other.set_kv(layer, start=3, k=found["k"][3:5], v=-found["v"][3:5])
+    assert not torch.equal(other.logits(), llm.session(tokens).logits())
+
+
 def test_samples_and_beams_share_a_prompt(make_llm: MakeLLM, hybrid: Checkpoint) -> None:
     llm = make_llm(hybrid, kv_cache_memory="4MiB")
     prompt = random_tokens(20)

@@ -105,8 +105,8 @@ class SessionStates:
         kept = self.runner.state.nearest_reachable(session.seq, wanted)
         if session.modified and kept < wanted:
             raise FailedPrecondition(
-                f"position {wanted} of the session is outside of its windows, and a state that was written into cannot be "
-                f"computed again; positions that can be gone back to: {self.runner.state.reachable(session.seq)}"
+                f"position {wanted} of the session can only be gone back to by running tokens again from {kept}, and a state that "
+                "was written into cannot be computed again; what its windows hold, and kept recurrent states, can be gone back to"
             )
         return kept
 
