@@ -537,13 +537,15 @@ def test_linear_attention_examples() -> None:
         column(2, 1, 3, 7),
         log_decay=torch.tensor([[0.0], [0.0], [math.log(0.5)], [-1.0]]),
     )
-    assert torch.allclose(padded.flatten(), torch.tensor([2.0, 4.0, 2.5, 0.0]), atol=1e-6, rtol=0)
+    # A handful of roundings of sums of at most 5.
+    bound = 8 * 5 * torch.finfo(torch.float32).eps
+    assert float((padded.flatten() - torch.tensor([2.0, 4.0, 2.5, 0.0])).abs().max()) <= bound
     out = torch.full((3, 1, 1), 5.0)
     assert (
         state.linear_attention(1, column(1, 1, 1), column(1, 1, 1), column(2, 5, 5), beta=torch.ones(3, 1), out=out)
         is out
     )
-    assert torch.allclose(out.flatten(), torch.tensor([2.0, 5.0, 5.0]), atol=1e-6, rtol=0)
+    assert float((out.flatten() - torch.tensor([2.0, 5.0, 5.0])).abs().max()) <= bound
     state.end_forward()
     assert float(state.debug_get(0, 0, 0)) == pytest.approx(5.0)
 

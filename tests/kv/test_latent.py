@@ -474,7 +474,14 @@ def test_captured_weights(counts: list[int]) -> None:
         expected = torch.einsum("hnm,mhv->nhv", weights, v)
         assert weights.shape == (3, count, len(stored))
         assert torch.allclose(weights.sum(-1), torch.ones(3, count))
-        assert torch.allclose(out[start : start + count], expected, atol=1e-5, rtol=1e-5)
+        # Sums over rows and columns of the latent, in two orders.
+        bound = (
+            2
+            * (len(stored) + 6)
+            * torch.finfo(torch.float32).eps
+            * float(c.abs().max() * story.expansion.value_HRV.abs().sum(1).max())
+        )
+        assert float((out[start : start + count] - expected).abs().max()) <= bound
         start += count
 
 
