@@ -575,6 +575,25 @@ def test_sequences_do_not_reach_each_other(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("count", [1, 3, 20])
+@pytest.mark.parametrize("kind", ["chain", "tree"])
+def test_rows_behind_the_sink_are_not_read(name: str, count: int, kind: Kind) -> None:
+    """NaN that left the window and only shares a page with the sink changes nothing, whoever is in the batch."""
+    for seed in range(4):
+        sinks = [1, 2, 3, 5][: 1 + seed]
+        entries = [Entry(kind=kind, past=30, count=count, window=8, sink=sink) for sink in sinks]
+        case = Case([*entries, Entry(kind="chain", past=9, count=count)], seed=seed)
+        before, left = case.run(BACKENDS[name]()), 0
+        for sink, table in zip(sinks, case.plan.tables, strict=False):
+            for address in range(sink, -(-sink // 4) * 4):
+                slot = int(table[address // 4]) * 4 + address % 4
+                case.k_SHD[slot], case.v_SHD[slot], left = math.nan, math.nan, left + 1
+        assert left >= len(sinks)
+        assert torch.equal(case.run(BACKENDS[name]()), before)
+        case.check(name)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
 def test_sink_query_is_given_if_and_only_if_there_are_sinks(name: str) -> None:
     with_sink = Case(with_windows(DECODES, window=9, sink=3))
     with pytest.raises(InvalidArgument, match="the plan has a sink part and no q_sink_THD"):

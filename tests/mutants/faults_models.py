@@ -6,6 +6,13 @@ from tests.mutants.harness import Mutant
 
 KERNELS = (
     Mutant(
+        name="rows-behind-the-sink",
+        file="kernels/groups.py",
+        old="if part.sink and len(group) > 1:",
+        new="if False:",
+        tests=("test_attention_kernel.py::test_rows_behind_the_sink_are_not_read",),
+    ),
+    Mutant(
         name="kernel-window-one-too-long",
         file="kernels/visibility.py",
         old="else np.maximum(plan.lows - origins, 0)",

@@ -55,6 +55,9 @@ class ForwardPlan:
       at its relative position (``run``'s ``q_sink_THD``). The two sets are disjoint, and rows with an empty range have no
       such part: their sink, if any, lies within the window.
 
+    What rows hold that no row of the entry sees may be anything, NaN too, behind the sink, where rows that left the window
+    share its last page; elsewhere such rows of a page that is seen are finite, or lie in a sequence that holds NaN itself.
+
     So attention is that over the *window part* with ``q_THD``, merged with that over the *sink part* with ``q_sink_THD``.
     """
 

@@ -38,7 +38,6 @@ class Pool(NamedTuple):
 
     k_SHD: Tensor
     v_SHD: Tensor
-    page_size: int
 
     @property
     def v_in_k(self) -> bool:
@@ -49,26 +48,28 @@ class Pool(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """m keys of each of b entries: pages to gather, or slots that lie in one run."""
+    """m keys of each of b entries: pages or slots to gather, or slots that lie in one run."""
 
     b: int
     m: int
     pages: Tensor | None
     """int64 ``[b * pages]``; None: the slots ``first_slot..first_slot + m - 1``."""
+    page_size: int
+    """Keys of a page; 1: ``pages`` are slots."""
     first_slot: int
 
     def gather(self, pool: Pool) -> tuple[Tensor, Tensor]:
         """Their K and V, ``[b, Hkv, m, D]`` (strided). V that is the first columns of K is so here, too."""
-        k = self._rows(pool.k_SHD, pool.page_size)
+        k = self._rows(pool.k_SHD)
         if pool.v_in_k:
             return k, k[..., : pool.v_SHD.shape[-1]]
-        return k, self._rows(pool.v_SHD, pool.page_size)
+        return k, self._rows(pool.v_SHD)
 
-    def _rows(self, x_SHD: Tensor, page_size: int) -> Tensor:
+    def _rows(self, x_SHD: Tensor) -> Tensor:
         if self.pages is None:
             return x_SHD[self.first_slot : self.first_slot + self.m].unsqueeze(0).transpose(1, 2)
         heads, dim = x_SHD.shape[1:]
-        shape = (-1, page_size * heads * dim) if x_SHD.is_contiguous() else (-1, page_size, heads, dim)
+        shape = (-1, self.page_size * heads * dim) if x_SHD.is_contiguous() else (-1, self.page_size, heads, dim)
         rows = x_SHD.view(shape).index_select(0, self.pages)
         return rows.view(self.b, -1, heads, dim)[:, : self.m].transpose(1, 2)
 
@@ -145,7 +146,7 @@ def keys_of(tables: Sequence[NDArray[np.int32]], plan: ForwardPlan, first: int, 
     page_size = plan.page_size
     if len(tables) == 1 and is_run(tables[0]):
         offset = first % page_size
-        return Keys(1, stop - first, None, int(tables[0][0]) * page_size + offset), offset
+        return Keys(1, stop - first, None, page_size, int(tables[0][0]) * page_size + offset), offset
     width = max(table.size for table in tables)
     index = np.empty((len(tables), width), dtype=np.int64)
     for row, table in zip(index, tables, strict=True):
@@ -156,7 +157,24 @@ def keys_of(tables: Sequence[NDArray[np.int32]], plan: ForwardPlan, first: int, 
         # So does a page that nobody sees, among others that somebody does.
         index = np.where(index < 0, index.max(1, keepdims=True), index)
     m = width * page_size if len(tables) > 1 else stop - first // page_size * page_size
-    return Keys(len(tables), m, torch.from_numpy(index.ravel()).to(plan.device), 0), 0
+    return Keys(len(tables), m, torch.from_numpy(index.ravel()).to(plan.device), page_size, 0), 0
+
+
+def rows_of(group: list[int], plan: ForwardPlan, part: Visibility) -> Keys:
+    """The keys of each entry from the first that it sees to the last, and no other row of their pages.
+
+    Behind a sink lie rows that have left the window: if one of them is NaN, a weight of 0 does not hide it.
+    """
+    m = int((part.stop[group] - part.first[group]).max())
+    index = np.empty((len(group), m), dtype=np.int64)
+    for row, entry in zip(index, group, strict=True):
+        address = np.arange(part.first[entry], part.stop[entry])
+        pages = plan.tables[entry][address // plan.page_size].astype(np.int64)
+        slots = pages * plan.page_size + address % plan.page_size
+        # As in keys_of: padding, and pages that nobody sees, are rows of the same sequence that somebody does see.
+        row[:] = slots[0]
+        row[: slots.size] = np.where(pages < 0, slots[0], slots)
+    return Keys(len(group), m, torch.from_numpy(index.ravel()).to(plan.device), 1, 0)
 
 
 def padded_rows(group: list[int], n: int, plan: ForwardPlan) -> tuple[Rows, Tensor | None, Rows]:
@@ -195,12 +213,15 @@ def paged_group(
 ) -> PagedGroup:
     """Entries that see something, over their ``tables``: the pages from the first to the last that they see."""
     n = int(plan.counts[group].max())
-    keys, offset = keys_of(tables, plan, int(part.first[group[0]]), int(part.stop[group[0]]))
+    if part.sink and len(group) > 1:
+        keys, base = rows_of(group, plan, part), part.first[group]
+    else:
+        keys, offset = keys_of(tables, plan, int(part.first[group[0]]), int(part.stop[group[0]]))
+        base = part.first[group] // plan.page_size * plan.page_size + offset
     rows = padded_rows(group, n, plan)
     ruled = [(place, entry) for place, entry in enumerate(group) if entry in part.columns]
     if n == 1 and keys.pages is None and not ruled:
         return PagedGroup(1, 1, keys.m, *rows, keys, None)
-    base = part.first[group] // plan.page_size * plan.page_size + offset
     numbers = row_numbers(group, n, plan)
     low, high = part.low[numbers] - base[:, None], part.high[numbers] - base[:, None]
     mask = range_mask(low, high, keys.m, dtype, plan.device).unsqueeze(1)

@@ -210,7 +210,7 @@ class SdpaAttention:
         """See the contract. ``InvalidArgument`` if ``q_sink_THD`` is missing or too much, or q not of the planned type."""
         plan: SdpaPlan = prepared
         plan.check(q_THD, q_sink_THD)
-        pool = Pool(k_SHD, v_SHD, plan.plan.page_size)
+        pool = Pool(k_SHD, v_SHD)
         if plan.sink is None and sinks_H is None and scoring.softcap is None:
             return run_part(plan, plan.window, q_THD, new, pool, scoring)
         state = run_states(plan, q_THD, q_sink_THD, new, pool, scoring)
@@ -233,7 +233,7 @@ class SdpaAttention:
         """See the contract; ``lse`` is float64 for float64 input. Raises as ``run``."""
         plan: SdpaPlan = prepared
         plan.check(q_THD, q_sink_THD)
-        state = run_states(plan, q_THD, q_sink_THD, new, Pool(k_SHD, v_SHD, plan.plan.page_size), scoring)
+        state = run_states(plan, q_THD, q_sink_THD, new, Pool(k_SHD, v_SHD), scoring)
         return AttentionState(state.out.to(q_THD.dtype).contiguous(), state.lse.contiguous())
 
 

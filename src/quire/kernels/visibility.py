@@ -9,7 +9,7 @@ Letters: T rows; B entries; n rows of an entry.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,6 +45,8 @@ class Visibility:
     """``[B]``: one past the highest; not above ``first``: the entry sees nothing."""
     columns: dict[int, Columns]
     """By entry; only where the rule lets some row see some key."""
+    sink: bool = False
+    """The sink part: behind the keys that are seen lie rows that have left the window."""
 
     def blind(self, entry: int, start: int, stop: int) -> NDArray[np.int64]:
         """Which rows of the batch, of those of an entry, see no key."""
@@ -80,7 +82,7 @@ def sink_part(plan: ForwardPlan) -> Visibility | None:
     for entry, start, stop, positions, allowed in ruled(plan):
         sinks = plan.sinks[start:stop]
         columns[entry] = allowed & (positions >= sinks[:, :1]) & (positions < sinks[:, 1:])
-    return visibility(plan, low, high, columns)
+    return replace(visibility(plan, low, high, columns), sink=True)
 
 
 def ruled(plan: ForwardPlan) -> list[tuple[int, int, int, NDArray[np.int64], NDArray[np.bool_]]]:
