@@ -39,6 +39,9 @@ bench: $(VENV)/.stamp-test  ## Benchmarks with transformers as a peer (takes hou
 	$(BIN)/python bench/throughput.py
 	$(BIN)/python bench/overheads.py
 	$(BIN)/python bench/windows.py
+	$(BIN)/python bench/recurrence.py
+	$(BIN)/python bench/states.py
+	$(BIN)/python bench/latent.py
 
 clean:  ## Remove what make made
 	rm -rf $(VENV) build dist src/quire.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -14,6 +14,9 @@ So the next token is the successor of the token ``LAG`` positions back, which is
 positions are. All other weights are random; what the other blocks add is small, so a fault in their state shows in the
 logits and not in the text: equal texts vouch for tokens, positions and the last block's state.
 
+Recurrent and hybrid models have purely random weights (``drawn``): what their benchmarks compare are runs of one runtime in
+float32, and logits beside texts.
+
 Letters: V vocabulary, E width, H query heads, K key and value heads, D head size, C size of a code, P rotary pairs.
 """
 
@@ -228,6 +231,103 @@ def variant(
         (path / "model.safetensors").symlink_to(Path("..") / weights.parent.name / weights.name)
     if not (path / "config.json").is_file() or (path / "config.json").read_text(encoding="utf-8") != text:
         (path / "config.json").write_text(text, encoding="utf-8")
+    return path
+
+
+MIXED: dict[str, Any] = {
+    "vocab_size": 16384,
+    "hidden_size": 768,
+    "num_hidden_layers": 18,
+    "attn_layer_indices": [5, 11, 17],
+    "intermediate_size": 1536,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "mamba_n_heads": 24,
+    "mamba_d_head": 64,
+    "mamba_d_state": 64,
+    "mamba_n_groups": 1,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 64,
+    "max_position_embeddings": 8192,
+}
+PURE: dict[str, Any] = {
+    "vocab_size": 16384,
+    "hidden_size": 768,
+    "num_hidden_layers": 24,
+    "num_heads": 24,
+    "head_dim": 64,
+    "state_size": 128,
+    "n_groups": 1,
+    "expand": 2,
+    "chunk_size": 64,
+}
+DRAWN: dict[str, tuple[str, dict[str, Any]]] = {
+    "bamba-150m": ("bamba", MIXED),
+    "mamba2-120m": ("mamba2", PURE),
+    "bamba-20m": (
+        "bamba",
+        MIXED
+        | {"vocab_size": 4096, "hidden_size": 384, "num_hidden_layers": 9, "attn_layer_indices": [4]}
+        | {"intermediate_size": 768, "num_attention_heads": 6, "num_key_value_heads": 2, "mamba_n_heads": 12},
+    ),
+    "bamba-small": (
+        "bamba",
+        MIXED
+        | {
+            "vocab_size": 256,
+            "hidden_size": 32,
+            "num_hidden_layers": 3,
+            "attn_layer_indices": [1],
+            "intermediate_size": 48,
+        }
+        | {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "mamba_n_heads": 4,
+            "mamba_d_head": 16,
+            "mamba_d_state": 8,
+        },
+    ),
+    "mamba2-small": (
+        "mamba2",
+        PURE
+        | {
+            "vocab_size": 256,
+            "hidden_size": 32,
+            "num_hidden_layers": 3,
+            "num_heads": 4,
+            "head_dim": 16,
+            "state_size": 8,
+        },
+    ),
+}
+"""Model types and fields of ``config.json`` of models with recurrent layers. The mixers of the second are those of Mamba-2 with 130
+million parameters; the heads are not tied, since a random model with a tied one says each token again."""
+
+
+def drawn(name: str, *, directory: Path = DEFAULT_DIRECTORY, seed: int = 0) -> Path:
+    """The directory of a checkpoint of ``DRAWN``, with the weights that ``transformers`` draws (bfloat16), made if it is not there.
+
+    Raises:
+        NotFound: no such name.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if name not in DRAWN:
+        raise NotFound(f"there is no '{name}'; there are {', '.join(DRAWN)}")
+    path = directory.expanduser() / f"{name}-seed{seed}-v{FORMAT}"
+    if path.exists():
+        return path
+    kind, values = DRAWN[name]
+    tokens = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0, "tie_word_embeddings": False}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **values, **tokens), dtype=torch.bfloat16)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as scratch:
+        part = Path(scratch, "new")
+        model.save_pretrained(part)
+        part.rename(path)
     return path
 
 

@@ -27,7 +27,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-import quire.engine.engine
+import quire.engine.drawing
 import quire.ops.edits
 import quire.ops.sampling
 from checkpoints import DEFAULT_DIRECTORY, SHAPES, checkpoint, text_tokenizer
@@ -80,19 +80,19 @@ def grammars(items: int) -> dict[str, dict[str, Any]]:
 
 
 class Preferences:
-    """Raises the logits of the tokens that a text goes on with; in place of the engine's ``sample``."""
+    """Raises the logits of the tokens that a text goes on with; in place of the ``sample`` that the engine draws with."""
 
     def __init__(self) -> None:
-        self._sample = quire.engine.engine.sample
+        self._sample = quire.engine.drawing.sample
         self.texts: dict[int, Iterator[int]] = {}
         """By the identity of a request's sampler."""
 
     def __enter__(self) -> Self:
-        quire.engine.engine.sample = self
+        quire.engine.drawing.sample = self
         return self
 
     def __exit__(self, *_: object) -> None:
-        quire.engine.engine.sample = self._sample
+        quire.engine.drawing.sample = self._sample
 
     def __call__(self, logits_RV: Tensor, samplers: Sequence[RequestSampler], *more: Any) -> SampledTokens:
         preferred = [next(self.texts[id(one)]) for one in samplers]
@@ -242,9 +242,9 @@ def clocks_of(llm: LLM) -> Clocks:
         (quire.ops.edits, ("mask_out",), "grammar masks applied"),
         (quire.ops.sampling, ("first_allowed",), "grammar masks applied"),
         (GrammarMatcher, ("accept",), "grammar state"),
-        (quire.engine.engine, ("sample",), SAMPLING),
+        (quire.engine.drawing, ("sample",), SAMPLING),
         (IncrementalDetokenizer, ("push",), DETOKENIZER),
-        (engine, ("_take",), "taking tokens in"),
+        (engine.drawing, ("_take",), "taking tokens in"),
         (engine, ("step",), "the rest of the engine"),
     ):
         for name in names:

@@ -1,4 +1,5 @@
-"""The scripts about windows and overheads, apart from time itself: they run, and print what they promise."""
+"""The scripts about windows, overheads, recurrences, states and latent attention, apart from time itself: they run, and print what they
+promise."""
 
 from __future__ import annotations
 
@@ -14,23 +15,30 @@ from typing import Any
 import pytest
 import torch
 from bench.checkpoints import (
+    DRAWN,
     SHAPES,
     alternating_config,
     checkpoint,
+    drawn,
     predicted_text,
     text_tokenizer,
     variant,
     windowed_config,
 )
 
+from quire.bench import latent, latent_forms, reuse, states
 from quire.bench.peers import TransformersPeer
-from quire.bench.reports import random_prompts
+from quire.bench.reports import Spread, random_prompts
 from quire.contracts.layers import FullAttention, WindowedAttention
+from quire.engine.prefix_cache import RadixCache
 from quire.engine.tokenizer import Tokenizer
+from quire.errors import InvalidArgument, NotFound, QuireError, Unsupported
+from quire.kv.hybrid import HybridState
 from quire.models.families import FAMILIES
 
 BENCH = Path(__file__).parents[1] / "bench"
 QUICK = SHAPES["quick-1m"]
+OPTIONS = {"device": "cpu", "dtype": "float32", "kv_cache_memory": "32MiB"}
 
 
 @pytest.fixture(scope="module")
@@ -45,9 +53,24 @@ def script(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def run(name: str, directory: Path, *arguments: str) -> tuple[str, dict[str, Any]]:
+    """Its table, and its line of JSON, with the small shape."""
+    return run_plain(
+        name,
+        "--shape",
+        "quick-1m",
+        "--dir",
+        str(directory),
+        "--device",
+        "cpu",
+        "--kv-cache-memory",
+        "32MiB",
+        *arguments,
+    )
+
+
+def run_plain(name: str, *arguments: str) -> tuple[str, dict[str, Any]]:
     """Its table, and its line of JSON."""
-    command = [sys.executable, str(BENCH / f"{name}.py"), "--shape", "quick-1m", "--dir", str(directory)]
-    command += ["--device", "cpu", "--kv-cache-memory", "32MiB", *arguments]
+    command = [sys.executable, str(BENCH / f"{name}.py"), *arguments]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240, env=environment)
     assert done.returncode == 0, done.stderr
@@ -231,6 +254,286 @@ class TestOverheads:
         assert not has_form("regex", "12: name(a, b) -> float\n")
 
 
+class TestRecurrence:
+    def test_runs_and_reports(self) -> None:
+        table, result = run_plain("recurrence", "--small")
+        kinds = [
+            "linear",
+            "ssd",
+            "gated",
+            "gated-columns",
+            "delta",
+            "gated-delta",
+            "gated-delta-columns",
+            "convolution",
+        ]
+        assert result["benchmark"] == "recurrence"
+        assert (result["tokens"], result["batch"], result["draft"], result["rounds"]) == (130, 3, 4, 1)
+        assert list(result["met"]) == kinds
+        assert result["all_met"] == all(result["met"].values())
+        assert [(row["kind"], row["what"]) for row in result["rows"]] == [
+            (kind, what) for kind in kinds for what in ("prompt", "decodes", "draft")
+        ]
+        for row in result["rows"]:
+            assert row["tokens"] == {"prompt": 130, "decodes": 3, "draft": 4}[row["what"]]
+            for spread in ("seconds", "reference_seconds", "gain"):
+                assert 0 < row[spread]["least"] <= row[spread]["median"] <= row[spread]["most"]
+            # Sums of float32 over at most as many terms as there are rows, or columns of a head.
+            assert row["difference"] < 130 * torch.finfo(torch.float32).eps
+            if row["what"] == "prompt":
+                assert result["met"][row["kind"]] == (row["gain"]["median"] >= result["target"] == 10)
+                verdict = "10 reached" if result["met"][row["kind"]] else "10 NOT reached"
+                line = next(one for one in table.splitlines() if one.startswith(f"{row['kind']}: "))
+                assert "a prompt of 130 tokens" in line
+                assert line.endswith(verdict)
+
+    def test_verdict(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        verdict = script("recurrence", monkeypatch).verdict
+        just = Spread(median=10.0, least=9.0, most=11.0)
+        assert verdict("ssd", 2048, just) == (
+            "ssd: a prompt of 2048 tokens runs 10 (9 to 11) times as fast as step by step; 10 reached"
+        )
+        assert verdict("ssd", 7, Spread(median=9.99, least=9.0, most=11.0)).endswith("10 NOT reached")
+
+
+@pytest.fixture(scope="module")
+def found(directory: Path) -> tuple[str, dict[str, Any]]:
+    """What the script about states says."""
+    return run_plain("states", "--small", "--device", "cpu", "--dir", str(directory))
+
+
+class TestStates:
+    def test_costs(self, found: tuple[str, dict[str, Any]]) -> None:
+        table, result = found
+        assert result["benchmark"] == "states"
+        assert (result["tokens"], result["rounds"], result["peer"]) == (200, 1, "transformers")
+        assert [model["name"] for model in result["models"]] == ["bamba-small", "mamba2-small"]
+        for model in result["models"]:
+            assert model["name"] in table
+            kind, values = DRAWN[model["name"]]
+            head = {"bamba": "mamba_d_head", "mamba2": "head_dim"}[kind]
+            heads = {"bamba": "mamba_n_heads", "mamba2": "num_heads"}[kind]
+            size = {"bamba": "mamba_d_state", "mamba2": "state_size"}[kind]
+            mixers = values["num_hidden_layers"] - len(values.get("attn_layer_indices", ()))
+            width = values[heads] * values[head]
+            # A matrix for each head, and three inputs of the convolution over x, B and C, in float32.
+            assert model["state_bytes"] == mixers * 4 * (width * values[size] + 3 * (width + 2 * values[size]))
+            assert (model["token_bytes"] > 0) == (kind == "bamba")
+            assert model["file_bytes"] > model["state_bytes"] + 199 * model["token_bytes"]
+            rows = {row["what"]: row for row in model["costs"]}
+            for what in ("Session.fork", "fork_sequence", "KVCache.deep_copy", "save", "restore", "KVState.checkpoint"):
+                assert rows[what]["median_seconds"] > 0, what
+            assert rows["Session.fork"]["note"] == "0 pages taken, 0 copied"
+            assert rows["KVState.checkpoint"]["note"] == "0 states taken"
+
+    def test_rewinds(self, found: tuple[str, dict[str, Any]]) -> None:
+        for model in found[1]["models"]:
+            intervals = [one["interval"] for one in model["checkpoints"]]
+            chosen = [one["interval"] for one in model["checkpoints"] if one["by_engine"]]
+            assert len(chosen) == 1
+            assert intervals == sorted({0, 32, 64, *chosen})
+            for one in model["checkpoints"]:
+                kept = 199 // one["interval"] if one["interval"] else 0
+                assert (one["checkpoints"], one["bytes"]) == (kept, kept * model["state_bytes"])
+                assert one["equal"]["same"] == one["equal"]["of"] >= 4
+                assert one["equal"]["difference"] < 1e-5
+            for row in model["rewinds"]:
+                # The logits of the token after a position need the one before it run, from a state that stands before that.
+                before, interval = row["position"] - 1, row["interval"]
+                kept = before - before % interval if interval else 0
+                assert 1 <= row["run_again"] <= row["position"] - kept, row
+                assert 0 <= row["announced"] <= row["run_again"], row
+            behind = [row for row in model["rewinds"] if row["what"] == "behind a checkpoint"]
+            assert behind
+            assert all(row["run_again"] == 1 for row in behind)
+
+    def test_memory_against_hits(self, found: tuple[str, dict[str, Any]]) -> None:
+        result = found[1]
+        cache, rows = result["cache"], result["cache"]["rows"]
+        assert cache["model"] == "bamba-small"
+        assert result["intervals"] == [0, 32, 64]
+        none, short, long = (row for row in rows if row["interval"] in result["intervals"])
+        assert [row["by_engine"] for row in rows].count(True) == 1
+        for row in rows:
+            assert row["lost"] == 0
+            assert row["equal"] == {"same": 8, "of": 8}
+            assert row["bytes"] == row["states"] * result["models"][0]["state_bytes"]
+            assert row["reused_tokens"] <= row["shared_tokens"] < row["prompt_tokens"]
+            assert row["hit_rate"] == pytest.approx(row["reused_tokens"] / row["prompt_tokens"])
+            assert row["of_shared"] == pytest.approx(row["reused_tokens"] / row["shared_tokens"])
+            if row["interval"]:
+                # Each of six prompts finds all but an interval of what it shares.
+                assert row["shared_tokens"] - row["reused_tokens"] < 6 * row["interval"]
+        assert none["hit_rate"] < long["hit_rate"] <= short["hit_rate"]
+        assert none["bytes"] < long["bytes"] < short["bytes"]
+
+    def test_second_turns(self, found: tuple[str, dict[str, Any]]) -> None:
+        result = found[1]
+        assert result["met"] == {"second_turn": True}
+        assert result["turns"]["model"] == "bamba-small"
+        after, half, place = result["turns"]["rows"]
+        assert after["what"] == "after the answer"
+        # The last token of the answer has not been run before.
+        assert after["run_tokens"] == after["new_tokens"] + 1
+        # The end of the prompt is kept; three tokens of the answer stay.
+        assert half["run_tokens"] == half["new_tokens"] + 3
+        for turn in (after, half, place):
+            assert turn["met"]
+            assert turn["new_tokens"] == 5
+            assert turn["run_tokens"] + turn["cached_tokens"] == turn["prompt_tokens"]
+            assert turn["run_tokens"] <= turn["new_tokens"] + turn["interval"]
+            assert turn["equal"]["whole"] == "6/6"
+            assert turn["whole"]["median"] > 0
+        assert after["peer"]["median"] > 0
+        assert after["equal"]["transformers"] == "6/6"
+        assert half["peer"] is None
+
+    def test_models_without_recurrent_layers_are_refused(self, directory: Path) -> None:
+        with pytest.raises(Unsupported, match="no recurrent layers"):
+            states.Subject(str(checkpoint("quick-1m", directory=directory)), OPTIONS, None, cached=False)
+
+    @pytest.mark.parametrize(
+        ("changes", "says"),
+        [({"tokens": 100}, "200"), ({"rounds": 0}, "rounds"), ({"intervals": ()}, "intervals"), ({"tail": 0}, "tail")],
+    )
+    def test_sizes_are_checked(self, changes: dict[str, Any], says: str) -> None:
+        with pytest.raises(InvalidArgument, match=says):
+            states.Sizes(**changes)
+
+    def test_a_turn_that_runs_too_much_is_an_error(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """As if the cache had nothing of the history."""
+        path = str(drawn("mamba2-small", directory=directory))
+        sizes = states.Sizes(tokens=80, back=4, turn=3, answer=2, rounds=1)
+        monkeypatch.setattr(RadixCache, "match", lambda self, tokens, key: None)
+        with pytest.raises(QuireError, match="ran 85 tokens; 3 are new, and the interval is 32"):
+            reuse.second_turns(path, OPTIONS, sizes, 32)
+
+    def test_a_rewind_that_runs_too_much_is_an_error(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        path = str(drawn("mamba2-small", directory=directory))
+        sizes = states.Sizes(tokens=80, back=4, places=1, rounds=1)
+        monkeypatch.setattr(HybridState, "nearest_reachable", lambda self, seq, position: 0)
+        with pytest.raises(QuireError, match="ran 79 tokens again; at most 32"):
+            states.rewinds(path, OPTIONS, sizes, 32)
+
+    def test_shared_tokens(self) -> None:
+        assert reuse.shared_tokens([[1, 2, 3], [1, 2, 9], [1, 2, 3], [4]]) == 2 + 2
+        assert reuse.shared_tokens([[1], [1]]) == 0
+
+    def test_mistakes_are_one_sentence(
+        self, directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        module = script("states", monkeypatch)
+        for wrong, says in ((["--models", "gpt-9"], "gpt-9"), (["--tokens", "5"], "tokens 5")):
+            monkeypatch.setattr(sys, "argv", ["states.py", "--dir", str(directory), *wrong])
+            with pytest.raises(SystemExit) as ended:
+                module.main()
+            assert ended.value.code == 2
+            assert says in capsys.readouterr().err
+
+
+class TestLatent:
+    def test_runs_and_reports(self) -> None:
+        table, result = run_plain("latent", "--small", "--device", "cpu")
+        assert "all forms within their bounds: True" in table
+        assert (result["benchmark"], result["dtype"], result["rounds"]) == ("latent", "float32", 1)
+        assert list(result["geometries"]) == ["small"]
+        assert [(one["what"], one["batch"], one["history"], one["tokens"]) for one in result["cells"]] == [
+            ("decode", 1, 40, 1),
+            ("decode", 2, 40, 1),
+            ("decode", 1, 100, 1),
+            ("decode", 2, 100, 1),
+            ("prompt", 1, 0, 24),
+            ("chunk", 1, 64, 8),
+        ]
+        assert result["equal"]
+        assert result["decodes"] == 4
+        for cell in result["cells"]:
+            decode = cell["what"] == "decode"
+            assert cell["layers"] == (2 if decode else 1)
+            assert [one["form"] for one in cell["forms"]] == (
+                ["latent", "expanded", "anew"] if decode else ["latent", "absorbed", "expanded"]
+            )
+            assert 0 < cell["bound"] < 1e-5
+            for one in cell["forms"]:
+                assert not one["skipped"]
+                assert one["error"] <= cell["bound"]
+                assert one["seconds"]["median"] > 0
+                assert one["read_gbps"] == pytest.approx(one["work"]["read_bytes"] / one["seconds"]["median"] / 1e9)
+                assert one["of_possible"] > 0
+            latent_form, expanded = cell["forms"][0], cell["forms"][2 - decode]
+            # Rows of 24 columns, and four heads of 24 and 12.
+            assert expanded["work"]["stored_bytes"] == 6 * latent_form["work"]["stored_bytes"]
+
+    def test_a_wrong_form_is_found(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Rows of which one column of the history is off by one part in a thousand."""
+        cell = latent_forms.Cell(geometry="small", batch=1, history=40)
+        given = {"dtype": torch.float32, "device": torch.device("cpu"), "rounds": 1, "most_bytes": 1 << 30}
+        hardware: Any = {"read_gbps": 10.0, "peak_tflops": {"float32": 0.1}}
+        assert latent.measure_cell(cell, **given, hardware=hardware).equal
+        true = latent_forms.expand
+
+        def wrong(rows_TR: torch.Tensor, expansion: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            k_THD, v_THD = true(rows_TR, expansion)
+            return k_THD * 1.001, v_THD
+
+        monkeypatch.setattr(latent_forms, "expand", wrong)
+        found = latent.measure_cell(cell, **given, hardware=hardware)
+        assert not found.equal
+        assert [one.error > found.bound for one in found.forms] == [False, True, True]
+
+    def test_what_does_not_fit_says_why(self) -> None:
+        geometry = latent_forms.GEOMETRIES["small"]
+        cell = latent_forms.Cell(geometry="small", batch=2, history=99)
+        stored = 200 * geometry.heads * (geometry.head + geometry.value) * 4
+        hardware: Any = {"read_gbps": 10.0, "peak_tflops": {"float32": 0.1}}
+        given = {"dtype": torch.float32, "device": torch.device("cpu"), "rounds": 1, "hardware": hardware}
+        assert latent.measure_cell(cell, **given, most_bytes=2 * stored).layers == 2
+        assert latent.measure_cell(cell, **given, most_bytes=2 * stored - 1).layers == 1
+        result = latent.measure_cell(cell, **given, most_bytes=stored - 1)
+        rows = {one.form: one for one in result.forms}
+        assert result.layers == 2
+        assert rows["expanded"].skipped
+        assert rows["expanded"].seconds is None
+        assert rows["latent"].seconds is not None
+        assert any("not measured" in str(line["ms/layer"]) for line in latent.lines(result))
+
+    def test_work_is_counted(self) -> None:
+        """By loops over queries and keys."""
+        small = latent_forms.GEOMETRIES["small"]
+        for cell in (
+            latent_forms.Cell(geometry="small", batch=3, history=5),
+            latent_forms.Cell(geometry="small", tokens=4),
+            latent_forms.Cell(geometry="small", batch=2, history=5, tokens=4),
+        ):
+            pairs = [(query, key) for query in range(cell.tokens) for key in range(cell.history + query + 1)]
+            own = [(query, key) for query, key in pairs if key >= cell.history]
+            maps = 2 * small.heads * small.rank * (small.nope + small.value)
+            rows = 2 * small.heads * (2 * small.rank + small.rotary)
+            heads = 2 * small.heads * (small.nope + small.rotary + small.value)
+            new, all_keys = cell.batch * cell.tokens, cell.batch * (cell.tokens + cell.history)
+            operations = {
+                "absorbed": cell.batch * len(pairs) * rows + new * maps,
+                "expanded": cell.batch * len(pairs) * heads + new * maps,
+                "anew": cell.batch * len(pairs) * heads + all_keys * maps,
+            }
+            operations["latent"] = operations["absorbed"]
+            if cell.tokens > 1:
+                past = len(pairs) - len(own)
+                both = 2 if cell.history else 1
+                operations["latent"] = cell.batch * (len(own) * heads + past * rows) + both * new * maps
+            for form, expected in operations.items():
+                assert latent.work_of(form, small, cell, 4).operations == expected, (form, cell)
+
+    def test_refusals(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        module = script("latent", monkeypatch)
+        for wrong in (["--geometries", "v9"], ["--batches", "0"], ["--memory", "much"]):
+            monkeypatch.setattr(sys, "argv", ["latent.py", *wrong])
+            with pytest.raises(SystemExit) as ended:
+                module.main()
+            assert ended.value.code == 2
+            assert wrong[1] in capsys.readouterr().err
+
+
 class TestCheckpoints:
     def test_variants_share_weights(self, directory: Path) -> None:
         config = windowed_config(QUICK, 64, 8192)
@@ -240,6 +543,25 @@ class TestCheckpoints:
         assert json.loads((path / "config.json").read_text()) == config
         assert variant("quick-1m", "some", config | {"sliding_window": 65}, directory=directory) == path
         assert json.loads((path / "config.json").read_text())["sliding_window"] == 65
+
+    def test_drawn_models_are_made_once(self, directory: Path) -> None:
+        path = drawn("mamba2-small", directory=directory)
+        stamp = (path / "model.safetensors").stat().st_mtime_ns
+        assert drawn("mamba2-small", directory=directory) == path
+        assert (path / "model.safetensors").stat().st_mtime_ns == stamp
+        with pytest.raises(NotFound, match="bamba-small"):
+            drawn("mamba9", directory=directory)
+
+    def test_drawn_models_have_their_size(self) -> None:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        for name, (kind, values) in DRAWN.items():
+            if name.endswith("m"):
+                config = AutoConfig.for_model(kind, **values, tie_word_embeddings=False)
+                with torch.device("meta"):
+                    model = AutoModelForCausalLM.from_config(config)
+                millions = int(name.split("-")[1].removesuffix("m"))
+                assert model.num_parameters() / 1e6 == pytest.approx(millions, rel=0.05)
 
     def test_configurations_have_the_windows(self) -> None:
         assert windows_in(windowed_config(QUICK, 64, 8192)) == [64, 64]

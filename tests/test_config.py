@@ -40,6 +40,7 @@ LLM_ARGUMENTS = {
     "kv_cache_memory": None,
     "gpu_memory_utilization": 0.9,
     "page_size": 16,
+    "checkpoint_interval": None,
     "enable_prefix_caching": True,
     "attention_backend": "auto",
     "tensor_parallel_size": 1,
@@ -146,6 +147,7 @@ REFUSED: dict[str, tuple[list[Any], str]] = {
     "max_num_seqs": ([*NOT_POSITIVE, None], "an integer >= 1"),
     "max_num_batched_tokens": ([*NOT_POSITIVE, None], "an integer >= 1"),
     "kv_cache_memory": ([0, "0GiB", -1, 1.5, "4G", True], "byte"),
+    "checkpoint_interval": ([-16, True, 1.5, "16"], "an integer >= 0 or None"),
     "gpu_memory_utilization": ([0, -0.1, 1.01, 90, math.nan, math.inf, True, "0.9", None], r"a number in (0, 1]"),
     "page_size": ([*NOT_POSITIVE, None], "an integer >= 1"),
     "enable_prefix_caching": (NOT_BOOLS, "True or False"),
@@ -192,6 +194,14 @@ def expect(error: type[QuireError], name: str, value: Any, accepted: str, config
 @pytest.mark.parametrize(("name", "value", "accepted"), cases(REFUSED))
 def test_engine_config_refuses(name: str, value: Any, accepted: str) -> None:
     expect(InvalidArgument, name, value, accepted, EngineConfig, model="m")
+
+
+@pytest.mark.parametrize(("interval", "page_size"), [(8, 16), (24, 16), (1, 5)])
+def test_a_checkpoint_interval_is_a_multiple_of_the_page(interval: int, page_size: int) -> None:
+    with pytest.raises(InvalidArgument, match=f"a multiple of page_size {page_size}, 0 or None, got {interval}"):
+        EngineConfig(model="m", checkpoint_interval=interval, page_size=page_size)
+    assert EngineConfig(model="m", checkpoint_interval=0, page_size=page_size).checkpoint_interval == 0
+    assert EngineConfig(model="m", checkpoint_interval=3 * page_size, page_size=page_size).checkpoint_interval
 
 
 @pytest.mark.parametrize(("name", "value", "accepted"), cases(UNSUPPORTED))

@@ -457,3 +457,29 @@ def test_peek_says_what_match_would_and_changes_nothing() -> None:
     assert cache.peek([1, 2], "salt") == 0
     assert cache.stats == stats
     assert cache.evict() == 1, "a peek is no use"
+
+
+def test_what_saves_next_to_nothing_is_evicted_first() -> None:
+    """With states that forget: an end near which another sequence can be forked goes before older ones that save much."""
+    kept = {1: [100], 2: [300], 3: [310], 4: [280, 400]}
+
+    def reach(seq: int, position: int) -> int:
+        return max((one for one in kept[seq] if one <= position), default=0)
+
+    cache = RadixCache(reach)
+    tokens = np.arange(1000)
+    cache.insert(1, tokens[:100], "k")
+    cache.insert(2, tokens[:300], "k")
+    cache.insert(3, tokens[500:810], "k")
+    cache.insert(4, tokens[:400], "k", live=True)
+    # Without 2 whoever has its tokens goes on from 280; without 1 or 3 everything runs again.
+    assert cache.evict() == 2
+    assert cache.evict() == 1
+    assert cache.evict() == 3
+    assert cache.evict() is None
+
+
+def test_a_lonely_cached_sequence_can_be_evicted() -> None:
+    cache = RadixCache(lambda seq, position: position)
+    cache.insert(1, [1, 2], "k")
+    assert cache.evict() == 1

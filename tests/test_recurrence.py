@@ -24,8 +24,9 @@ from torch import Tensor
 from quire.contracts.recurrence import Recurred, RecurrenceBackend, RecurrencePlan
 from quire.errors import InvalidArgument
 from quire.kernels import recurrence as kernel
+from quire.kernels.decays import weigh
 from quire.kernels.pieces import cut
-from quire.kernels.recurrence import CHUNK, ChunkedRecurrence
+from quire.kernels.recurrence import CACHED, CHUNK, PIECE, ChunkedRecurrence
 from quire.ops.recurrence import ReferenceRecurrence
 
 BACKENDS: dict[str, RecurrenceBackend] = {"reference": ReferenceRecurrence(), "torch": ChunkedRecurrence()}
@@ -254,7 +255,7 @@ def test_example_of_the_convolution(backend: RecurrenceBackend) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("delta", [False, True])
 @pytest.mark.parametrize("decay", DECAYS)
-@pytest.mark.parametrize("length", [1, 2, 63, 64, 65, 200])
+@pytest.mark.parametrize("length", [1, 2, 31, 32, 33, 65, 200, 300])
 def test_chains(backend: RecurrenceBackend, length: int, decay: str, delta: bool, dtype: torch.dtype) -> None:
     plan = chain_plan([length])
     inputs = make(plan, decay, delta, dtype=dtype, seed=length)
@@ -277,6 +278,29 @@ def test_decodes(backend: RecurrenceBackend, entries: int, decay: str, delta: bo
     plan = chain_plan([1] * entries)
     inputs = make(plan, decay, delta, ratio=2, seed=entries)
     assert_close(run(backend, plan, inputs), plan, inputs)
+
+
+@pytest.mark.parametrize("decay", ["head", "column"])
+def test_keys_that_are_alike(decay: str) -> None:
+    """The delta rule where its triangular system is least like the identity: one key, and a beta near or at 1."""
+    plan = chain_plan([150])
+    inputs = make(plan, decay, True, log_decay=torch.full((150, 1, 1) if decay == "column" else (150, 1), -1e-3))
+    assert inputs.beta is not None
+    for beta in (0.9, 1.0):
+        alike = replace(inputs, k=inputs.k[:1].expand_as(inputs.k), beta=torch.full_like(inputs.beta, beta))
+        assert_close(run(BACKENDS["torch"], plan, alike), plan, alike)
+
+
+@pytest.mark.parametrize("size", [64, 256, 300])
+@pytest.mark.parametrize("rate", [-0.5, -2.0, -5.0])
+def test_no_subnormal_numbers_in_products(size: int, rate: float) -> None:
+    """What fades by column is 0 before it is subnormal: such numbers take a CPU up to a hundred times as long."""
+    q, k = torch.ones(1, 1, 1, 1, 32, 4), torch.ones(1, 1, 1, 32, 4)
+    log_decay = (rate * torch.linspace(0.5, 2, 4)).expand(1, 1, 1, 32, 4)
+    (weighed,) = weigh([q * size], k, log_decay, 1)
+    for found in (*weighed.scores, *weighed.readers, weighed.k_XKL, weighed.total):
+        assert found is not None
+        assert not bool(((found != 0) & (found.abs() < torch.finfo(found.dtype).tiny)).any())
 
 
 @pytest.mark.parametrize("delta", [False, True])
@@ -590,7 +614,8 @@ def test_convolution(backend: RecurrenceBackend, name: str, dtype: torch.dtype) 
 
 
 def test_convolution_leaves_its_inputs_and_takes_states_of_another_dtype(backend: RecurrenceBackend) -> None:
-    for plan in (chain_plan([1, 1]), chain_plan([40]), chain_plan([2, 3]), tree_plan(TREES["several"])):
+    long = chain_plan([40], [0, 1, 2, 3, 39])
+    for plan in (chain_plan([1, 1]), long, chain_plan([2, 3]), tree_plan(TREES["several"])):
         x, weight, bias, states = make_convolution(plan, 4, torch.bfloat16)
         before = [one.clone() for one in (x, weight, bias, states)]
         for found in backend.convolve(plan, x, weight, bias, states):
@@ -689,6 +714,8 @@ def plans(draw: st.DrawFn) -> RecurrencePlan:
     ratio=st.sampled_from([1, 2, 4]),
     sizes=st.sampled_from([(1, 1), (3, 7), (8, 4)]),
     chunk=st.sampled_from([1, 2, 5, 16, CHUNK]),
+    piece=st.sampled_from([1, 2, 5, 16, CHUNK + 3, PIECE]),
+    cached=st.sampled_from([1, 100, CACHED]),
     taps=st.integers(1, 5),
     seed=st.integers(0, 1000),
 )
@@ -700,6 +727,8 @@ def test_any_batch(
     ratio: int,
     sizes: tuple[int, int],
     chunk: int,
+    piece: int,
+    cached: int,
     taps: int,
     seed: int,
 ) -> None:
@@ -708,10 +737,13 @@ def test_any_batch(
     inputs = replace(inputs, states=torch.cat([inputs.states, extra])) if seed % 2 else inputs
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernel, "CHUNK", chunk)
+        patch.setattr(kernel, "PIECE", piece)
+        patch.setattr(kernel, "CACHED", cached)
         found = run(BACKENDS["torch"], plan, inputs)
+        x, weight, bias, states = make_convolution(plan, taps, seed=seed)
+        convolved = BACKENDS["torch"].convolve(plan, x, weight, bias, states)
     assert_close(found, plan, inputs)
-    x, weight, bias, states = make_convolution(plan, taps, seed=seed)
-    check_convolution(BACKENDS["torch"].convolve(plan, x, weight, bias, states), plan, x, weight, bias, states)
+    check_convolution(convolved, plan, x, weight, bias, states)
 
 
 def test_the_suite_sees_a_difference() -> None:

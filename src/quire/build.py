@@ -98,6 +98,7 @@ def build(config: EngineConfig, *, progress: bool = False) -> Parts:
     state = make_state(
         model.layer_specs, sizes, config.page_size, kv_dtype, device, ATTENTION_BACKENDS.require(backend_name)()
     )
+    interval = checkpoint_interval(config, model.layer_specs, kv_dtype)
     runner = LocalRunner(model, state, device)
     generation = read_json(path / "generation_config.json")
     engine = Engine(
@@ -107,6 +108,7 @@ def build(config: EngineConfig, *, progress: bool = False) -> Parts:
         tokenizer=tokenizer,
         eos_ids=eos_ids(generation, read_json(path / "config.json"), tokenizer, model.vocab_size),
         enable_prefix_caching=config.enable_prefix_caching,
+        checkpoint_interval=interval,
         seed=config.seed,
     )
     held: list[str] = []
@@ -115,7 +117,8 @@ def build(config: EngineConfig, *, progress: bool = False) -> Parts:
         pages = pages_for(sizes.tokens, config.page_size)
         held.append(f"{pages} pages of {config.page_size} tokens{windows} in {name_of(kv_dtype)}")
     if state.recurrent is not None:
-        held.append(f"{sizes.states} recurrent states of {bytes_per_state(state.recurrent.specs):,} bytes")
+        every = f", kept every {interval} tokens" if interval else ""
+        held.append(f"{sizes.states} recurrent states of {bytes_per_state(state.recurrent.specs):,} bytes{every}")
     notes = (
         f"{model.architecture}, {model.num_parameters / 1e6:.1f}M parameters in {name_of(model.dtype)} on {device}",
         f"KV pool: {' and '.join(held)}, {state.num_bytes / 2**20:.0f} MiB",
@@ -201,6 +204,12 @@ sequences keep at prompt and turn ends."""
 LEAST_STATES = 4
 """One sequence, what its next step writes, and a copy of both."""
 
+DEFAULT_INTERVAL = 512
+"""Tokens between checkpoints of a model without attention, whose tokens cost nothing."""
+
+LEAST_INTERVAL, MOST_INTERVAL = 64, 4096
+"""Tokens between checkpoints, where nobody says how many."""
+
 STATE_SHARE = 0.5
 """The most of the budget that recurrent states may take from the pages of attention layers."""
 
@@ -236,6 +245,29 @@ def make_state(
         device=device,
         backend=backend,
     )
+
+
+def checkpoint_interval(config: EngineConfig, specs: Sequence[LayerSpec], dtype: torch.dtype) -> int:
+    """Tokens between checkpoints of recurrent states: what was asked for, else as many as have K and V of the size of a state;
+    0 without recurrent layers.
+
+    ``InvalidArgument`` where an interval is given and no layer is recurrent.
+    """
+    state_bytes = bytes_per_state([spec for spec in specs if isinstance(spec, Recurrent)])
+    if config.checkpoint_interval is not None:
+        if config.checkpoint_interval and not state_bytes:
+            raise InvalidArgument(
+                f"checkpoint_interval {config.checkpoint_interval}: the model has no recurrent layers, and every position of it is kept; "
+                "leave it out"
+            )
+        return config.checkpoint_interval
+    if not state_bytes:
+        return 0
+    per_token = bytes_per_token(
+        [spec for spec in specs if isinstance(spec, (FullAttention, LatentAttention, WindowedAttention))], dtype
+    )
+    wanted = min(max(LEAST_INTERVAL, -(-state_bytes // per_token) if per_token else DEFAULT_INTERVAL), MOST_INTERVAL)
+    return -(-wanted // config.page_size) * config.page_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -359,8 +391,10 @@ def make_executor(config: ExecutorConfig, choices: Choices) -> Executor:
         free = free_memory(device) or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
         # More than every sequence at its full length, in whole pages, is never used.
         most = config.max_batch_size * pages_for(config.max_sequence_length, size) * size
+        state_bytes = bytes_per_state([spec for spec in model.layer_specs if isinstance(spec, Recurrent)])
         budget = min(
-            int(free * config.memory_config.max_memory_usage / 100), most * bytes_per_token(attention, model.dtype)
+            int(free * config.memory_config.max_memory_usage / 100),
+            most * bytes_per_token(attention, model.dtype) + config.max_batch_size * STATES_PER_SEQUENCE * state_bytes,
         )
     chunk = arguments.setdefault("prefill_chunk_size", 2048)
     chunk = min(chunk, config.max_sequence_length) if chunk > 0 else config.max_sequence_length

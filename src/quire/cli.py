@@ -296,13 +296,25 @@ def models() -> None:
 def capabilities(
     model: ModelOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Print it for every kind of model; loads none.")] = False,
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="Print it for every kind of model in Markdown; loads none.")
+    ] = False,
     **options: Any,
 ) -> None:
     """Print the rule table: what this model on this device does, what it refuses, and why."""
-    from quire.inspection import print_capabilities
+    from quire.inspection import print_capabilities, print_rules
+    from quire.kv.rule_table import combination_of
 
-    with _load(model, _chosen(options)) as llm:
-        print_capabilities(llm.capabilities(), as_json=as_json)
+    chosen = _chosen(options)
+    if as_json + everything + markdown > 1:
+        raise InvalidArgument("--json, --all and --markdown are three ways to print; give one of them")
+    if everything or markdown:
+        print_rules(markdown=markdown)
+        return
+    with _load(model, chosen) as llm:
+        own = combination_of(llm.model.layer_specs, len(llm.engine.runner.model.blocks))
+        print_capabilities(llm.capabilities(), own, as_json=as_json)
 
 
 @app.command()

@@ -94,6 +94,13 @@ class EngineConfig:
         default=0.9, metadata={"help": "Fraction of the GPU's memory to use, in (0, 1]; kv_cache_memory overrides it."}
     )
     page_size: int = field(default=16, metadata={"help": "Tokens in a page of the KV state."})
+    checkpoint_interval: int | None = field(
+        default=None,
+        metadata={
+            "help": "Tokens between kept states of recurrent layers, a multiple of page_size; 0 keeps those at the ends of prompts "
+            "and turns only; by default chosen so that a state costs about what the K and V of so many tokens do."
+        },
+    )
     enable_prefix_caching: bool = field(
         default=True, metadata={"help": "Keep finished sequences, to start later prompts from their beginnings."}
     )
@@ -139,6 +146,12 @@ class EngineConfig:
             _check_int(name, getattr(self, name), 1)
         if self.max_model_len is not None:
             _check_int("max_model_len", self.max_model_len, 1, also="or None")
+        if self.checkpoint_interval is not None:
+            _check_int("checkpoint_interval", self.checkpoint_interval, 0, also="or None")
+            if self.checkpoint_interval % self.page_size:
+                raise InvalidArgument(
+                    f"checkpoint_interval must be a multiple of page_size {self.page_size}, 0 or None, got {self.checkpoint_interval}"
+                )
         if self.kv_cache_memory is not None:
             _set_bytes(self, "kv_cache_memory")
         _check_real("gpu_memory_utilization", self.gpu_memory_utilization, above=0, up_to=1)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 from quire.errors import DataLoss
+from quire.kv.rule_table import Cell, Combination, rules_of, tables
+from quire.kv.rule_text import as_markdown, as_text
 from quire.kv.statefile import read_state
 
 T = TypeVar("T", dict[str, Any], list[Any])
@@ -63,7 +66,13 @@ def _sequence(row: Mapping[str, Any]) -> dict[str, Any]:
         "window": sequence.get("window"),
         "sink": sequence.get("sink"),
         "kept_recurrent_positions": sequence.get("kept_recurrent_positions", []),
+        "encoder_rows": {one.get("layer"): one.get("rows") for one in _encoders(sequence)},
     }
+
+
+def _encoders(sequence: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What the file says of each cross layer."""
+    return [_typed(one, dict, "cross layer") for one in _typed(sequence.get("cross"), list, "cross layers")]
 
 
 def _rows_of(layer: Mapping[str, Any]) -> str:
@@ -141,15 +150,18 @@ def print_description(found: Mapping[str, Any]) -> None:
         kept = sequence["kept_recurrent_positions"]
         if any(kind.startswith("recurrent") for kind in sequence["layers"]):
             table.add_row("", f"recurrent states kept: at the end{''.join(f', at {position}' for position in kept)}")
+        for layer, rows in sequence["encoder_rows"].items():
+            table.add_row("", f"rows of the encoder in layer {layer}: {'none were set' if rows is None else rows}")
         table.add_row("", f"first tokens {sequence['first_tokens']}")
         for kind, count in sequence["layers"].items():
             table.add_row("", f"{count} layers: {kind}")
     console.print(table)
 
 
-def print_capabilities(found: Mapping[str, Any], *, as_json: bool) -> None:
-    """The rule table on stdout."""
+def print_capabilities(found: Mapping[str, Any], own: Combination, *, as_json: bool) -> None:
+    """What ``LLM.capabilities`` says and the rules of the model's own combination of layers, on stdout."""
     executor = None if found["executor"] is None else dataclasses.asdict(found["executor"])
+    rules = rules_of(own)
     if as_json:
         print(
             json.dumps(
@@ -159,38 +171,70 @@ def print_capabilities(found: Mapping[str, Any], *, as_json: bool) -> None:
                     "engine_verbs": found["engine_verbs"],
                     "engine": found["engine"],
                     "notes": list(found["notes"]),
+                    "rules": {
+                        "kinds": own.kinds,
+                        **{name: _as_json(cells) for name, cells in rules.items()},
+                        "tables": {
+                            title: {name: _as_json(cells) for name, cells in rows.items()}
+                            for title, rows in tables().items()
+                        },
+                    },
                 },
                 default=str,
             )
         )
         return
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
+
+    def named(title: str, *columns: str) -> Table:
+        # In a narrow terminal a long name goes on in the next line.
+        folding = [Column(name, overflow="fold") for name in columns]
+        return Table(*folding, title=title, title_justify="left")
 
     # Names come from files; brackets in them are no markup.
     console = Console(markup=False)
     for note in found["notes"]:
         console.print(note)
     if executor is not None:
-        facts = Table("capability", "value", title="Executor", title_justify="left")
+        facts = named("Executor", "capability", "value")
         for name, value in executor.items():
             if name != "refusals":
                 facts.add_row(name, _plain(value))
         console.print(facts)
-    verbs = Table("verb", "", "why not", title="KV state", title_justify="left")
-    for name, reason in found["verbs"].items():
-        verbs.add_row(name, "no" if reason else "exact", reason)
-    console.print(verbs)
-    engine = Table("feature", "", "why not", title="Engine", title_justify="left")
-    for name, reason in found["engine_verbs"].items():
-        engine.add_row(name, "no" if reason else "yes", reason)
-    console.print(engine)
-    refusals = Table("asked for", "why not", title="Refused by executor and engine", title_justify="left")
+    rules["uses"] |= {name: Cell(reason) for name, reason in found["engine_verbs"].items() if reason}
+    kinds = " and ".join(own.kinds)
+    for title, cells in (("KV state", rules["state"]), ("Model, sessions, executor", rules["uses"])):
+        table = named(f"{title}, over {kinds} layers", "verb", "", "how, or why not")
+        for name, cell in cells.items():
+            table.add_row(name, "exact" if cell.works else "no", cell.reason or cell.note)
+        console.print(table)
+    refusals = named("Refused by executor and engine", "asked for", "why not")
     for name, reason in executor["refusals"] if executor is not None else ():
         refusals.add_row(name, reason)
     for name, reason in found["engine"].items():
         refusals.add_row(name, reason)
     console.print(refusals)
+    console.print("quire capabilities --all prints the table for every kind of model.")
+
+
+def print_rules(*, markdown: bool) -> None:
+    """The whole rule table on stdout: as the page ``docs/rules.md``, or for the width of this terminal."""
+    if markdown:
+        print(rules_page(), end="")
+    else:
+        print(as_text(shutil.get_terminal_size().columns))
+
+
+def rules_page() -> str:
+    """The text of ``docs/rules.md``."""
+    from quire.llm import ENGINE_REFUSALS
+
+    return as_markdown(ENGINE_REFUSALS)
+
+
+def _as_json(cells: Mapping[str, Cell]) -> dict[str, dict[str, Any]]:
+    return {name: cell.as_json() for name, cell in cells.items()}
 
 
 def _plain(value: Any) -> str:

@@ -110,6 +110,7 @@ class LLM:
         kv_cache_memory: int | str | None = None,
         gpu_memory_utilization: float = 0.9,
         page_size: int = 16,
+        checkpoint_interval: int | None = None,
         enable_prefix_caching: bool = True,
         attention_backend: str = "auto",
         tensor_parallel_size: int = 1,
@@ -478,15 +479,11 @@ class LLM:
     def capabilities(self) -> dict[str, Any]:
         """Which verbs and combinations this model has here, and why not where not."""
         self._require_open("capabilities")
-        from quire.executor.pool import state_refusal
-
-        state = self._engine.runner.state
         kinds = [spec.kind for spec in self.model.layer_specs]
-        reason = state_refusal(state)
         return {
-            "executor": None if reason else self.executor.capabilities(),
+            "executor": self.executor.capabilities(),
             "verbs": verbs_of(kinds),
-            "engine": ENGINE_REFUSALS | ({"executor": reason} if reason else {}),
+            "engine": ENGINE_REFUSALS,
             "engine_verbs": ENGINE_VERBS
             | ({} if self.tokenizer is not None else {"structured outputs": "this model has no tokenizer"}),
             "notes": self._parts.notes,
@@ -502,7 +499,7 @@ class LLM:
             "num_pages": state.num_pages,
             "num_pages_free": state.num_available_pages(),
             "num_sequences": len(state.table),
-            "executor": self.executor.status() if state.recurrent is None else None,
+            "executor": self.executor.status(),
         }
 
     def metrics(self) -> dict[str, float]:

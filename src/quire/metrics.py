@@ -242,7 +242,9 @@ class EngineMetrics:
         """What the state's own verbs count."""
         self.forks = self._counter("forks_total", "Sequences made by forking.")
         self.rewinds = self._counter("rewinds_total", "Rewinds of sequences.")
-        self.tokens_replayed = self._counter("tokens_replayed_total", "Tokens run again to reach a rewound position.")
+        self.tokens_replayed = self._counter(
+            "tokens_replayed_total", "Tokens run again to reach a rewound position or the end of a known prefix."
+        )
         self.copy_on_write_splits = self._counter(
             "copy_on_write_splits_total", "Shared pages copied because one of their owners wrote."
         )

@@ -69,6 +69,10 @@ class RequestOutput:
     they were not asked for, or the prompt was not run to its end."""
     num_cached_tokens: int = 0
     """Tokens of the prompt that did not have to be computed."""
+    num_replayed_tokens: int = 0
+    """Tokens of the prompt that had been computed before and had to be again, since their state is not kept everywhere."""
+    cache_note: str = ""
+    """Why these, in a sentence; empty if there are none."""
     metrics: RequestMetrics = field(
         default_factory=lambda: RequestMetrics(arrival_time=0.0, first_token_time=None, finished_time=None)
     )

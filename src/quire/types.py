@@ -37,6 +37,8 @@ class Chunk:
     tree: TokenTree | None = None
     adapter: int | None = None
     logits: LogitsWanted = "last"
+    checkpoints: tuple[int, ...] = ()
+    """After how many of these tokens the state of recurrent layers is kept as a checkpoint, ascending."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,13 +83,21 @@ class Window:
 
 
 @dataclass(frozen=True, slots=True)
+class DropCheckpoint:
+    """Give up the recurrent state that a sequence keeps at ``position``; its forks keep theirs."""
+
+    seq: SeqId
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
 class Remove:
     """Forget a sequence."""
 
     seq: SeqId
 
 
-Edit: TypeAlias = Add | Fork | Pop | Commit | Window | Remove
+Edit: TypeAlias = Add | Fork | Pop | Commit | Window | DropCheckpoint | Remove
 
 
 @dataclass(frozen=True, slots=True)

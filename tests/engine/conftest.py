@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -69,6 +70,8 @@ class Checkpoint:
     path: Path
     model: Any
     known: dict[tuple[tuple[int, ...], int], list[int]] = field(default_factory=dict)
+    exact: Any = None
+    """The model in float64, once it was asked for."""
 
     @property
     def tolerance(self) -> float:
@@ -104,6 +107,16 @@ class Checkpoint:
         """``[T, V]``"""
         return self.model(torch.tensor([list(tokens)])).logits[0].float()
 
+    @torch.inference_mode()
+    def exact_logits(self, tokens: Sequence[int]) -> tuple[torch.Tensor, float]:
+        """float64 ``[T, V]``, and how far float32 may be from them: as far as transformers is, which tells how the model
+        magnifies rounding, and what a sum of another order adds."""
+        if self.exact is None:
+            self.exact = copy.deepcopy(self.model).double()
+        exact_TV = self.exact(torch.tensor([list(tokens)])).logits[0].double()
+        error = float((self.logits(tokens).double() - exact_TV).abs().max())
+        return exact_TV, error + self.tolerance * float(exact_TV.abs().max())
+
 
 def make_checkpoint(family: str, path: Path, seed: int = 0, **changes: Any) -> Checkpoint:
     name, given = FAMILIES[family]
@@ -136,6 +149,25 @@ def llama(checkpoints: dict[str, Checkpoint]) -> Checkpoint:
 def checkpoint(request: pytest.FixtureRequest, checkpoints: dict[str, Checkpoint]) -> Checkpoint:
     """Each family in turn."""
     return checkpoints[request.param]
+
+
+@pytest.fixture(scope="session", params=("qwen3-next", "mamba2", "lfm2"))
+def hybrid(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    """Models with recurrent layers: beside attention, alone, and short convolutions."""
+    from tests.test_parity import FAMILIES as EVERY
+    from tests.test_parity import SIZES
+
+    name, changes = EVERY[request.param]
+    torch.manual_seed(7)
+    kind = getattr(transformers, f"{name}ForCausalLM")
+    sizes = {**SIZES, "vocab_size": VOCAB, "max_position_embeddings": CONTEXT}
+    peer = kind(kind.config_class(**{**sizes, **changes})).float().eval()
+    with torch.no_grad():
+        for parameter in peer.parameters():
+            parameter.mul_(3.0 if parameter.dim() > 1 else 1.0).add_(0.1 * torch.randn_like(parameter))
+    path = tmp_path_factory.mktemp(request.param)
+    peer.save_pretrained(path)
+    return Checkpoint(path, peer)
 
 
 MakeLLM = Callable[..., LLM]

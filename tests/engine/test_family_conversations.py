@@ -7,6 +7,7 @@ families of ``tests.test_parity``, or here.
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from tests.test_parity import FAMILIES, SIZES
 from quire.kv.recurrent import bytes_per_state
 
 from .conftest import CONTEXT, VOCAB, Checkpoint, MakeLLM, engine_of
-from .test_conversations import run
+from .test_conversations import Conversations, run
+from .test_host_memory import check_store, force, squeeze
 
 NOT_NATIVE: dict[str, tuple[str, dict[str, Any]]] = {
     "fallback-olmo": ("Olmo", {}),
@@ -70,3 +72,30 @@ def test_conversations(make_llm: MakeLLM, family: Checkpoint, seed: int, tmp_pat
 @pytest.mark.parametrize("seed", range(200, 204))
 def test_long_conversations(make_llm: MakeLLM, family: Checkpoint, seed: int, tmp_path: Path) -> None:
     run(make_llm, family, seed, 400, tmp_path, **sizes(family, make_llm))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(300, 302))
+def test_long_conversations_with_little_room(make_llm: MakeLLM, family: Checkpoint, seed: int, tmp_path: Path) -> None:
+    """Pages for little more than one session, states for a few; what is given up waits in host memory, or is computed again."""
+    rng = random.Random(seed)
+    known = sizes(family, make_llm)
+    state_bytes = known["state_bytes"]
+    llm = make_llm(
+        family,
+        kv_cache_memory=max(104 * known["bytes_per_token"], rng.choice([6, 9]) * state_bytes) * (1 + bool(state_bytes)),
+        page_size=rng.choice([1, 4]),
+        max_num_batched_tokens=rng.choice([7, 64]),
+        enable_prefix_caching=rng.random() < 0.75,
+        **({"checkpoint_interval": rng.choice([0, 8, 20])} if state_bytes else {}),
+    )
+    store = force(llm, decide=lambda *_, **__: rng.random() < 0.8)
+    store.capacity = rng.choice([2, 5]) * (60 * known["bytes_per_token"] + 3 * state_bytes)
+    conversations = Conversations(llm, family, seed, tmp_path)
+    for _ in range(300):
+        conversations.step()
+        check_store(llm)
+        if rng.random() < 0.1:
+            squeeze(llm)
+    conversations.finish()
+    assert store.used == 0

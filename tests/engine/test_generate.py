@@ -212,7 +212,7 @@ def test_interrupt(make_llm: MakeLLM, llama: Checkpoint, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(engine.runner, "execute", executing)
     if where == "draw":
-        import quire.engine.engine as module
+        import quire.engine.drawing as module
 
         draw = module.sample
 

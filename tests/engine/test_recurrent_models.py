@@ -8,33 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
-from tests.test_parity import FAMILIES, SIZES
 
-from quire import SamplingParams
+from quire import LLM, SamplingParams
 from quire.errors import FailedPrecondition, InvalidArgument, ResourceExhausted, Unsupported
 from quire.kv.recurrent import bytes_per_state
 from quire.runner.local import Extras
 from quire.types import Add, Chunk, Fork, Pop, Remove, Step
 
-from .conftest import CONTEXT, VOCAB, Checkpoint, MakeLLM, engine_of, greedy, random_tokens
-
-KINDS = ("qwen3-next", "mamba2", "lfm2")
-
-
-@pytest.fixture(scope="module", params=KINDS)
-def hybrid(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    name, changes = FAMILIES[request.param]
-    torch.manual_seed(7)
-    kind = getattr(transformers, f"{name}ForCausalLM")
-    sizes = {**SIZES, "vocab_size": VOCAB, "max_position_embeddings": CONTEXT}
-    peer = kind(kind.config_class(**{**sizes, **changes})).float().eval()
-    with torch.no_grad():
-        for parameter in peer.parameters():
-            parameter.mul_(3.0 if parameter.dim() > 1 else 1.0).add_(0.1 * torch.randn_like(parameter))
-    path = tmp_path_factory.mktemp(request.param)
-    peer.save_pretrained(path)
-    return Checkpoint(path, peer)
+from .conftest import Checkpoint, MakeLLM, engine_of, greedy, random_tokens
 
 
 def tokens_run(make: Callable[[], Any], llm: Any) -> int:
@@ -147,17 +128,7 @@ def test_a_mask_is_refused_before_anything_runs(make_llm: MakeLLM, hybrid: Check
 
 def test_what_is_not_there_is_refused_and_said(make_llm: MakeLLM, hybrid: Checkpoint) -> None:
     llm = make_llm(hybrid, kv_cache_memory="4MiB")
-    with pytest.raises(Unsupported, match="recurrent, and KV caches of an executor"):
-        _ = llm.executor
-    found = llm.capabilities()
-    assert found["executor"] is None
-    assert "recurrent" in found["engine"]["executor"]
-    assert found["verbs"]["checkpoint"] == ""
-    assert llm.status()["executor"] is None
-    recurrent = next(layer for layer, spec in enumerate(llm.model.layer_specs) if spec.kind == "recurrent")
-    session = llm.session(random_tokens(5))
-    with pytest.raises(Unsupported, match="recurrent"):
-        session.kv(recurrent)
+    assert llm.capabilities()["verbs"]["checkpoint"] == ""
     if all(spec.kind == "recurrent" for spec in llm.model.layer_specs):
         with pytest.raises(Unsupported, match="recurrent layers only"):
             llm.session(random_tokens(5), window=8)
@@ -195,3 +166,79 @@ def test_inspection_shows_states(make_llm: MakeLLM, hybrid: Checkpoint, tmp_path
     printed = capsys.readouterr().out
     assert "recurrent states kept: at the end" in printed
     assert "recurrent, states of " in printed
+
+
+# -- what layers remember, read and written ------------------------------------------------------------------
+
+
+def recurrent_layers(llm: LLM) -> list[int]:
+    return [layer for layer, spec in enumerate(llm.model.layer_specs) if spec.kind == "recurrent"]
+
+
+def test_states_of_a_session_are_those_before_its_last_token(make_llm: MakeLLM, hybrid: Checkpoint) -> None:
+    """However it got there: fresh, after a generation, after its logits, after a rewind."""
+    llm = make_llm(hybrid, kv_cache_memory="4MiB")
+    tokens = random_tokens(30)
+    fresh = llm.session(tokens)
+    ran = llm.session(tokens)
+    ran.logits()
+    longer = llm.session([*tokens, *random_tokens(9, seed=1)])
+    longer.generate(greedy(3))
+    longer.rewind(to=30)
+    for layer in recurrent_layers(llm):
+        wanted = fresh.kv(layer)
+        assert set(wanted) == {f"state_{index}" for index in range(len(llm.model.layer_specs[layer].states))}
+        for session in (ran, longer):
+            for name, found in session.kv(layer).items():
+                torch.testing.assert_close(found, wanted[name], rtol=1e-4, atol=1e-4)
+    for session in (fresh, ran, longer):
+        assert hybrid.continues(tokens, session.generate(greedy(4)).outputs[0].token_ids)
+
+
+def test_states_of_another_session_take_their_place(make_llm: MakeLLM, hybrid: Checkpoint) -> None:
+    """A session with all that another remembers continues as that one does, and its forks with it; others do not change."""
+    llm = make_llm(hybrid, kv_cache_memory="4MiB")
+    mine, theirs, last = random_tokens(30), random_tokens(30, seed=5), [7]
+    one, other, bystander = llm.session([*mine, *last]), llm.session([*theirs, *last]), llm.session([*mine, *last])
+    for layer in range(len(llm.model.layer_specs)):
+        one.set_kv(layer, **other.kv(layer))
+    assert one.modified
+    child = one.fork()
+    for session in (one, child):
+        assert hybrid.continues([*theirs, *last], session.generate(greedy(5)).outputs[0].token_ids)
+    assert hybrid.continues([*mine, *last], bystander.generate(greedy(5)).outputs[0].token_ids)
+    with pytest.raises(FailedPrecondition, match="written into"):
+        one.rewind(to=20)
+
+
+def test_states_before_the_only_token(make_llm: MakeLLM, hybrid: Checkpoint) -> None:
+    llm = make_llm(hybrid, kv_cache_memory="4MiB")
+    session, layer = llm.session([3]), recurrent_layers(llm)[0]
+    states = session.kv(layer)
+    for found, spec in zip(states.values(), llm.model.layer_specs[layer].states, strict=True):
+        assert tuple(found.shape) == spec.shape
+        assert (found == spec.initial).all()
+    with pytest.raises(FailedPrecondition, match="append a token"):
+        session.set_kv(layer, **states)
+    assert not session.modified
+
+
+def test_what_cannot_be_written_into_a_layer(make_llm: MakeLLM, hybrid: Checkpoint) -> None:
+    llm = make_llm(hybrid, kv_cache_memory="4MiB")
+    session, layer = llm.session(random_tokens(20)), recurrent_layers(llm)[0]
+    state = session.kv(layer)["state_0"]
+    for given, more, words in (
+        ({}, {}, "nothing given"),
+        ({"k": state}, {}, "'k' given for layer 0, a recurrent layer; it has state_0"),
+        ({"state_0": state[:-1]}, {}, "is needed"),
+        ({"state_0": state.double()}, {}, "float64"),
+        ({"state_0": torch.full_like(state, torch.nan)}, {}, "NaN"),
+        ({"state_0": "x"}, {}, "must be a tensor"),
+        ({"state_0": state}, {"start": 2}, "no rows"),
+    ):
+        with pytest.raises(InvalidArgument, match=words):
+            session.set_kv(layer, **given, **more)
+    with pytest.raises(InvalidArgument, match=r"layer 99; this state has layers 0\.\.\d"):
+        session.kv(99)
+    assert not session.modified
+    assert hybrid.continues(random_tokens(20), session.generate(greedy(4)).outputs[0].token_ids)

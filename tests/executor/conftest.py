@@ -31,6 +31,8 @@ from quire.runner.local import LocalRunner
 
 VOCAB, LAYERS, WIDTH, HIDDEN, CONTEXT, PAGE = 97, 3, 32, 56, 128, 4
 FAMILIES = ("Llama", "Qwen3")
+RECURRENT_KINDS = ("mamba2", "qwen3-next", "lfm2", "falcon-h1")
+"""Recurrent layers alone; gated delta rule and attention; short convolutions and attention; both in each block."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,14 @@ def tiny(request: pytest.FixtureRequest, tinies: dict[str, Tiny]) -> Tiny:
 @pytest.fixture
 def llama(tinies: dict[str, Tiny]) -> Tiny:
     return tinies["Llama"]
+
+
+@pytest.fixture(scope="session", params=RECURRENT_KINDS)
+def hybrid(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A ``Hybrid`` of each kind."""
+    from tests.executor.recurrent import make_hybrid
+
+    return make_hybrid(request.param, tmp_path_factory.mktemp(request.param))
 
 
 def make_executor(

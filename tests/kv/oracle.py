@@ -407,7 +407,8 @@ class Oracle(ForwardVerbs, ExchangeVerbs):
                     assert sequence.window
                     sink = sequence.window.sink
                     addresses = [a if a < sink else a + sequence.evicted for a in addresses]
-                if not all(self.held(seq_id, self.class_of[one], a) for one in layers for a in addresses):
+                rows = [one for one in layers if one < len(self.specs)]
+                if not all(self.held(seq_id, self.class_of[one], a) for one in rows for a in addresses):
                     faults.add(FailedPrecondition)
         raise_first(faults)
         rows = self.sequences[seq_id].rows
@@ -420,7 +421,7 @@ class Oracle(ForwardVerbs, ExchangeVerbs):
         if start < 0 or (seq_id in self.sequences and stop > self.sequences[seq_id].length):
             faults.add(InvalidArgument)
         shared: list[int] = []
-        if seq_id in self.sequences and InvalidArgument not in faults and stop > start:
+        if layer < len(self.specs) and seq_id in self.sequences and InvalidArgument not in faults and stop > start:
             index = self.class_of[layer]
             table, pool = self.sequences[seq_id].tables[index], self.pools[index]
             if not all(self.held(seq_id, index, i) for i in range(start, stop)):

@@ -274,8 +274,11 @@ def test_compute_that_fails_leaves_the_forward_open(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("verb", sorted(PAGED_REFUSALS))
 def test_verbs_that_are_not_there_say_so(verb: str) -> None:
     state = Pair().state
+    rows = torch.zeros(3, 2, 8)
+    given = {"k": rows, "v": rows} if verb == "set_cross_kv" else {"layer": 0}
+    state.add_sequence(0)
     with pytest.raises(Unsupported, match=f"^{verb}: "):
-        getattr(state, verb)(0, 0, layer=0)
+        getattr(state, verb)(0, 0, **given)
 
 
 def test_every_verb_of_the_contract_is_there() -> None:
@@ -315,7 +318,7 @@ def test_what_a_state_cannot_be_made_of() -> None:
         ([attention(softcap=0.0)], {}, InvalidArgument),
         ([fine], {"window_capacity": 0}, InvalidArgument),
         ([fine, LatentAttention(num_heads=1, row_dim=8, value_dim=9)], {}, InvalidArgument),
-        ([CrossAttention(num_heads=1, num_kv_heads=1, head_dim=8, value_dim=8)], {}, Unsupported),
+        ([CrossAttention(num_heads=1, num_kv_heads=1, head_dim=8, value_dim=8)], {}, InvalidArgument),
         ([Recurrent(states=())], {}, Unsupported),
     ):
         with pytest.raises(kind):

@@ -19,7 +19,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch import Tensor
 
-from quire.contracts.layers import FullAttention, LayerSpec, Recurrent, StateTensor, WindowedAttention
+from quire.contracts.layers import (
+    FullAttention,
+    LatentAttention,
+    LayerSpec,
+    Recurrent,
+    StateTensor,
+    WindowedAttention,
+)
+from quire.contracts.model import LatentExpansion
 from quire.errors import (
     DataLoss,
     FailedPrecondition,
@@ -47,7 +55,11 @@ DELTA = Recurrent(
     )
 )
 CONV = Recurrent(states=(StateTensor(shape=(TAPS - 1, CHANNELS), dtype="float64"),))
+RANK, ROTARY, NOPE, VALUES = 5, 2, 3, 4
+LATENT = LatentAttention(num_heads=HEADS, row_dim=RANK + ROTARY, value_dim=RANK, sm_scale=0.5)
 KINDS: dict[str, list[LayerSpec]] = {
+    "latent": [LATENT, DELTA, CONV],
+    "latent and windowed": [LATENT, WINDOWED, DELTA],
     "full": [DELTA, FULL, CONV],
     "windowed": [WINDOWED, DELTA],
     "mixed": [FULL, DELTA, WINDOWED, CONV],
@@ -75,6 +87,10 @@ def inputs(layer: int, tokens: list[int]) -> dict[str, Tensor]:
         "beta": table(layer, "beta", KV_HEADS)[index].sigmoid(),
         "x": table(layer, "x", CHANNELS)[index],
         "weight": table(layer, "w", CHANNELS, TAPS)[0],
+        "latent q": table(layer, "latent q", HEADS, NOPE + ROTARY)[index],
+        "rows": table(layer, "rows", RANK + ROTARY)[index],
+        "expand k": table(layer, "expand k", HEADS, NOPE, RANK)[0],
+        "expand v": table(layer, "expand v", HEADS, RANK, VALUES)[0],
     }
 
 
@@ -98,6 +114,16 @@ def expected(layer: int, spec: LayerSpec, tokens: list[int]) -> list[Tensor]:
     window = spec.layer_window or len(tokens)
     seen = range(max(0, len(tokens) - window), len(tokens))
     rows = []
+    if isinstance(spec, LatentAttention):
+        for head in range(HEADS):
+            scores, values = [], []
+            for i in seen:
+                c, k_pe = given["rows"][i, :RANK], given["rows"][i, RANK:]
+                k = torch.cat((given["expand k"][head] @ c, k_pe))
+                scores.append(given["latent q"][-1, head] @ k * spec.scale)
+                values.append(c @ given["expand v"][head])
+            rows.append(torch.stack(scores).softmax(0) @ torch.stack(values))
+        return [torch.stack(rows)]
     for head in range(HEADS):
         kv_head = head // (HEADS // KV_HEADS)
         scores = torch.stack([given["q"][-1, head] @ given["k"][i, kv_head] for i in seen]) * DIM**-0.5
@@ -134,6 +160,9 @@ def outputs(state: HybridState, kind: str, tokens: list[int]) -> list[list[Tenso
                 found[-1].append(
                     opened.linear_attention(layer, 1, q, k, v, log_decay=given["decay"], beta_TH=given["beta"])
                 )
+        elif isinstance(spec, LatentAttention):
+            expansion = LatentExpansion(given["expand k"], given["expand v"])
+            found.append([opened.attend_latent(layer, given["latent q"], given["rows"], expansion)])
         else:
             found.append([opened.attend(layer, given["q"], given["k"], given["v"])])
     return found
@@ -150,10 +179,15 @@ def check_row(found: list[list[Tensor]], row: int, kind: str, tokens: list[int])
 class Conversations(RuleBasedStateMachine):
     """Random verbs; every sequence is always what a fresh run of its tokens would be."""
 
-    @initialize(kind=st.sampled_from(sorted(KINDS)), interval=st.sampled_from([0, 4, 8]), ring=st.integers(0, 3))
-    def begin(self, kind: str, interval: int, ring: int) -> None:
+    @initialize(
+        kind=st.sampled_from(sorted(KINDS)),
+        interval=st.sampled_from([0, 4, 8]),
+        ring=st.integers(0, 3),
+        states=st.sampled_from([8, 20, 64]),
+    )
+    def begin(self, kind: str, interval: int, ring: int, states: int) -> None:
         self.kind = kind
-        self.state = make(kind, ring=ring, checkpoint_interval=interval)
+        self.state = make(kind, ring=ring, checkpoint_interval=interval, num_states=states)
         self.tokens: dict[int, list[int]] = {}
         self.pending: dict[int, tuple[list[int], list[int]]] = {}
         """Tokens and parents of uncommitted nodes."""

@@ -228,3 +228,28 @@ class TestIsolation:
         twins.excluded = None
         twins.forward([0, 1, 2], [1, 1, 1])
         twins.forward([2, 1, 0], [2, 1, 4])
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("count", [1, 2, 9])
+def test_the_past_is_read_before_new_rows_are_written(bad: float, count: int) -> None:
+    """What an aborted forward, or an earlier owner of the page, left where new rows will lie is not read as the past."""
+    spec = attention(rotary_dim=0)
+    state = PagedKVState([spec], capacity=64, page_size=4, backend=SdpaAttention())
+    generator = torch.Generator().manual_seed(2)
+    state.add_sequence(0)
+    state.begin_forward([0], [6])
+    state.attention_with_fused_qkv(0, torch.randn(6, num_columns(spec), generator=generator))
+    state.end_forward()
+    q = torch.randn(count, spec.num_heads, spec.head_dim, generator=generator)
+    state.begin_forward([0], [count])
+    before = state.cross_attention(0, q)
+    state.attention_with_fused_qkv(0, torch.full((count, num_columns(spec)), bad))
+    state.abort_forward()
+    for other in (1, 2):
+        state.fork_sequence(0, other)
+    for seq_id in (0, 1, 2):  # in place, and in a page that is split off
+        state.begin_forward([seq_id], [count])
+        for found, wanted in zip(state.cross_attention(0, q), before, strict=True):
+            assert same_bits(found, wanted)
+        state.abort_forward()

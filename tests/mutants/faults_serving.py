@@ -111,14 +111,14 @@ ENGINE = (
     ),
     Mutant(
         name="grammar-not-applied-to-the-first-token",
-        file="engine/engine.py",
+        file="engine/drawing.py",
         old="for row, request in enumerate(ready) if request.matcher is not None}",
         new="for row, request in enumerate(ready) if request.matcher is not None and request.output_ids}",
         tests=("engine/test_structured.py::test_samples_are_in_the_language",),
     ),
     Mutant(
         name="grammar-not-advanced",
-        file="engine/engine.py",
+        file="engine/drawing.py",
         old="                request.matcher.accept(token)\n",
         new="                pass\n",
         tests=("engine/test_structured.py::test_samples_are_in_the_language",),
@@ -147,10 +147,55 @@ ENGINE = (
     Mutant(
         name="swapped-state-of-the-whole-copy",
         file="engine/host_store.py",
-        old="if kept < copy.length:",
-        new="if kept > copy.length:",
+        old="            if length < copy.length:\n",
+        new="            if length > copy.length:\n",
         tests=("engine/test_host_memory.py::test_rewind_and_fork_of_a_session_that_was_moved",),
     ),
 )
 
-MUTANTS = (*EXECUTOR, *SESSIONS, *ENGINE)
+CHECKPOINTS = (
+    Mutant(
+        name="checkpoint-one-token-late",
+        file="engine/checkpoints.py",
+        old="found = {position - start for position in request.branches if start < position <= stop}",
+        new="found = {position - start + 1 for position in request.branches if start < position < stop}",
+        tests=("engine/test_checkpoints.py::test_where_prompts_part_a_state_is_kept",),
+    ),
+    Mutant(
+        name="newest-checkpoint-given-up-first",
+        file="engine/checkpoints.py",
+        old="(saved, used, slot) < best",
+        new="(saved, -used, slot) < best",
+        tests=("engine/test_checkpoints.py::test_what_saves_least_goes_first_and_of_equals_the_oldest",),
+    ),
+    Mutant(
+        name="written-states-given-up",
+        file="engine/checkpoints.py",
+        old="if written and any(seq in written for seq, _ in named):",
+        new="if False:",
+        tests=("engine/test_checkpoints.py::test_sessions_that_were_written_into_keep_their_states",),
+    ),
+    Mutant(
+        name="branch-not-noted",
+        file="engine/scheduler.py",
+        old="request.branches.add(request.known)",
+        new="pass",
+        tests=("engine/test_checkpoints.py::test_where_prompts_part_a_state_is_kept",),
+    ),
+    Mutant(
+        name="replayed-tokens-not-counted",
+        file="engine/scheduler.py",
+        old="request.num_replayed = max(0, request.known - request.computed)",
+        new="request.num_replayed = 0",
+        tests=("engine/test_checkpoints.py::test_a_hit_in_the_middle_of_a_prompt",),
+    ),
+    Mutant(
+        name="checkpoints-kept-when-a-step-needs-their-slots",
+        file="engine/scheduler.py",
+        old="return self._checkpoints is not None and self._checkpoints.relieve(seqs, counts)",
+        new="return False",
+        tests=("engine/test_checkpoints.py::test_checkpoints_go_before_cached_sequences",),
+    ),
+)
+
+MUTANTS = (*EXECUTOR, *SESSIONS, *ENGINE, *CHECKPOINTS)

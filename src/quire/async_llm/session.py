@@ -181,9 +181,9 @@ class AsyncSession:
         """As ``Session.kv``."""
         return await self._background.call("kv", lambda: self._session.kv(layer))
 
-    async def set_kv(self, layer: int, *, k: Tensor | None = None, v: Tensor | None = None, start: int = 0) -> None:
+    async def set_kv(self, layer: int, *, start: int = 0, **tensors: Tensor | None) -> None:
         """As ``Session.set_kv``."""
-        await self._background.call("set_kv", lambda: self._session.set_kv(layer, k=k, v=v, start=start))
+        await self._background.call("set_kv", lambda: self._session.set_kv(layer, start=start, **tensors))
 
     # -- closing ---------------------------------------------------------------------------------------------
 

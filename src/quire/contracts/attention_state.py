@@ -96,9 +96,10 @@ class AttentionVerbs(Protocol):
 
         ``scope="past"``: what was there before this forward, uncommitted nodes by the tree rule. ``"all"``: also
         the rows already appended in this forward, by the causal or tree rule. q ``[N, Hq, Dk]``; on ``latent``
-        layers the absorbed query ``[N, Hq, row]``. On ``cross`` layers the keys are the encoder's, without causal
-        rule. ``FailedPrecondition``: scope "all" before the layer's rows are appended; a ``cross`` layer whose
-        encoder rows were not set.
+        layers the absorbed query ``[N, Hq, row]``. On ``cross`` layers the keys are all rows of the encoder of each
+        sequence, for every token and tree node; no row of it is a new token's, so both scopes are the same there.
+        ``FailedPrecondition``: scope "all" before the layer's rows are appended; a ``cross`` layer whose encoder rows
+        were not set (names layer and sequence).
         """
 
     def attention_with_shared_kv(
@@ -130,10 +131,13 @@ class AttentionVerbs(Protocol):
         """``merge_attn_output_inplace`` into fresh tensors; its arguments stay as they are."""
 
     def set_cross_kv(self, layer_id: int, seq_id: SeqId, k: Tensor, v: Tensor) -> None:
-        """(ours) Write the encoder's k ``[S, Hkv, Dk]`` and v ``[S, Hkv, Dv]`` of a ``cross`` layer.
+        """(ours) Write the encoder's k ``[S, Hkv, Dk]`` and v ``[S, Hkv, Dv]`` of a ``cross`` layer, S >= 1.
 
-        Once per sequence, inside or outside a forward; shared by forks, never popped, counted in no length.
-        ``FailedPrecondition``: written already. ``ResourceExhausted``. O(S).
+        Once per sequence and layer, inside or outside a forward, whose ``abort_forward`` leaves them; S may differ
+        between layers. Shared by forks, whose layers count as written too, never popped, counted in no length; gone
+        with the last holder. A layer that is set after a fork is set on that side only, for which the rows of the
+        other layers are copied once. ``FailedPrecondition``: written already; a sequence that is being received or
+        imported. ``ResourceExhausted``: pages for encoder rows. O(S).
         """
 
     def debug_get_kv(
@@ -150,11 +154,12 @@ class AttentionVerbs(Protocol):
 
         Without L for one ``layer``. ``end=None``: all. Addresses are positions; uncommitted nodes follow the
         committed tokens in order of appending. ``relative=True`` counts cached tokens (sink, then window), as TVM
-        does. An empty range is legal; inside a forward the rows are those before it.
+        does. An empty range is legal; inside a forward the rows are those before it. With ``layer`` a cross layer the
+        addresses are rows 0..S-1 of the encoder, and ``relative`` makes no difference.
 
         ``InvalidArgument``: not 0 <= start <= end <= length + nodes; layers of different geometry without
-        ``layer``. ``FailedPrecondition``: evicted positions in the range (says which are held). ``Unsupported``:
-        no layer with K and V. O(rows).
+        ``layer``. ``FailedPrecondition``: evicted positions in the range (says which are held); a cross layer that is
+        not set. ``Unsupported``: no layer with K and V of tokens. O(rows).
         """
 
     def debug_get_kv_mla(
@@ -174,7 +179,8 @@ class AttentionVerbs(Protocol):
     ) -> None:
         """Overwrite rows start..start+n-1, laid out as ``debug_get_kv`` gives them.
 
-        Latent layers: k ``[.., n, row]``, v None. Shared pages are split first, so no other sequence changes; then
+        Latent layers: k ``[.., n, row]``, v None. Cross layers: with ``layer``, rows of the encoder that are set. Shared
+        pages are split first, so no other sequence changes; then
         ``debug_get_kv`` returns these rows and all else is as before.
 
         ``InvalidArgument``: beyond the length, shape, dtype. ``FailedPrecondition``: evicted, forward open.

@@ -278,12 +278,13 @@ class ModelExecutor(ExecutorBase, Protocol):
         """Keep exactly the first ``new_len`` tokens; return the shortened handle.
 
         Counts from the *cache's* length, any valid handle will do; equal is a no-op. Pages wholly beyond go back;
-        shared ones are not touched. Recurrent layers go to the nearest checkpoint and replay. Older handles of length
-        <= new_len stay good, longer ones are stale.
+        shared ones are not touched. Recurrent layers go to the nearest state that is kept before it and run the tokens from there on
+        again, at once; ``ExecutorMetrics.replayed_tokens`` counts them. Inside of what ``forward_verify`` has just run every state
+        is kept, while there is room. Older handles of length <= new_len stay good, longer ones are stale.
 
         ``InvalidArgument``: new_len negative or beyond the cache's length, foreign handle. ``NotFound``: released.
         ``FailedPrecondition``: a recurrent state without checkpoint or token record for that, or a window that has let go of
-        what a continuation there would need; so does every rewind.
+        what a continuation there would need; so does every rewind. ``ResourceExhausted``: room to run tokens again.
         """
 
     def speculative_decode(

@@ -98,9 +98,12 @@ class ExecutorInfo:
 class MemoryRequirements:
     """What a batch needs, in bytes: a linear estimate.
 
-    For prompts that run in one forward and want all logits it is, after ``warmup``, within 10 % of the measured peak and the
-    unused slots of a page of K and V a row. Prompts that run in several forwards or want fewer logits, and decodes of rows
-    that are S tokens long, do not exceed it by more than that. Hidden states and attention weights that are asked for come on top.
+    For prompts that run in one forward and want all logits it is, after ``warmup``, within 10 % of the measured peak (25 % where
+    layers are recurrent, whose kernels work on pieces of a fixed length and on the states of all rows) and the unused slots of a
+    page of K and V a row. Prompts that run in several forwards or want fewer logits, and decodes of rows that are S tokens long,
+    do not exceed it by more than that. Hidden states and attention weights that are asked for come on top, and so do recurrent
+    states beyond the present one of each row: that which a forward is writing, and those that are kept to go back to, as far as
+    there is room.
     """
 
     parameter_memory: int
@@ -111,6 +114,8 @@ class MemoryRequirements:
     """Per token **per layer**: K and V of all KV heads in the K/V dtype, scales included where it is quantised."""
     overhead_memory: int
     """Measured at warmup."""
+    recurrent_memory_per_row: int = 0
+    """(ours) The present states of all recurrent layers of one row, whatever its length."""
 
     def __post_init__(self) -> None:
         _require_at_least(
@@ -120,12 +125,14 @@ class MemoryRequirements:
             "activation_memory_per_token",
             "kv_cache_memory_per_token",
             "overhead_memory",
+            "recurrent_memory_per_row",
         )
 
     def calculate_total_memory(self, batch_size: int, sequence_length: int, num_layers: int) -> int:
         """Bytes for ``batch_size`` rows of ``sequence_length`` tokens in a model of ``num_layers`` layers.
 
-        parameters + activation * B * S + K/V * B * S * L + overhead. ``InvalidArgument`` for a negative argument.
+        parameters + activation * B * S + K/V * B * S * L + overhead, and the recurrent states of B rows where S > 0.
+        ``InvalidArgument`` for a negative argument.
         """
         if min(batch_size, sequence_length, num_layers) < 0:
             raise InvalidArgument(
@@ -134,7 +141,8 @@ class MemoryRequirements:
             )
         tokens = batch_size * sequence_length
         per_token = self.activation_memory_per_token + self.kv_cache_memory_per_token * num_layers
-        return self.parameter_memory + per_token * tokens + self.overhead_memory
+        states = self.recurrent_memory_per_row * batch_size if sequence_length else 0
+        return self.parameter_memory + per_token * tokens + states + self.overhead_memory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -152,6 +160,8 @@ class ExecutorCapabilities:
     supported_dtypes: tuple[str, ...]
     supported_devices: tuple[str, ...]
     memory_requirements: MemoryRequirements
+    layer_kinds: tuple[str, ...] = ()
+    """(ours) The kinds of layer state that the KV caches hold, sorted: "full", "window", "latent", "recurrent"."""
     refusals: tuple[tuple[str, str], ...] = ()
     """(ours) The rule table: each verb or combination that raises ``Unsupported`` here, with the reason."""
 
@@ -250,6 +260,9 @@ class ExecutorMetrics:
     """Used over allocated, in [0, 1]."""
     batch_utilization: float = 0.0
     """Mean decode batch over ``max_batch_size``, in [0, 1]."""
+    replayed_tokens: int = 0
+    """(ours) Tokens that completed calls have run again: those between the nearest recurrent state that was kept and the position
+    that a call went back to, and accepted drafts where there was no room for a state behind each."""
 
     def __post_init__(self) -> None:
         names = tuple(self.__dataclass_fields__)

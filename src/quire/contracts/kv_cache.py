@@ -58,13 +58,14 @@ class KVCacheInterface(Protocol):
     def load(self, data: bytes, *, convert_dtype: bool = False) -> None:
         """Replace all content by what ``serialize`` gave; validated completely first, committed in one step.
 
-        Afterwards any call equals that call on the serialised cache, bit-exact on the same device. Another dtype is
+        Afterwards any call equals that call on the serialised cache, bit-exact on the same device; where going back runs other
+        tokens again than there, since recent recurrent states are not stored, up to rounding. Another dtype is
         converted only with ``convert_dtype=True``. Handles of the replaced content become stale.
 
         ``DataLoss``: truncated, malformed, checksum, trailing bytes. ``InvalidArgument`` with expected and found:
         version, model, an adapter that is not loaded here, dtype, geometry, batch size, rank or shape, missing or
         surplus tensors, static capacity below the stored length (larger is fine; a dynamic cache grows).
-        ``ResourceExhausted``: pages.
+        ``ResourceExhausted``: pages, or slots for recurrent states.
         """
 
     def select_and_copy_from(self, other: KVCacheInterface, b: int) -> None:
@@ -161,7 +162,7 @@ class CacheHandleStats:
     """What the cache behind a handle uses now."""
 
     memory_bytes: int
-    """Bytes of the pages held, shared ones included."""
+    """Bytes of the pages and recurrent states held, shared ones included."""
     blocks_allocated: int
     tokens_stored: int
     """Sum over rows."""
@@ -205,7 +206,8 @@ class CacheHandle(Protocol):
 
     @property
     def block_table(self) -> BlockTable | tuple[BlockTable, ...]:
-        """The pages that this handle covers; where B > 1 a tuple, one per row."""
+        """The pages that this handle covers; where B > 1 a tuple, one per row. ``Unsupported`` where recurrent layers are all
+        that there is."""
 
     @property
     def device(self) -> torch.device:
@@ -245,5 +247,7 @@ class CacheHandle(Protocol):
     def clone_handle(self) -> CacheHandle:
         """A copy-on-write fork with an id and a hold on the pages of its own. O(pages) integers.
 
-        ``InvalidArgument``: stale. ``NotFound``: released.
+        Of a handle that ends before its cache does, where no recurrent state is kept there, the fork runs the tokens that lead to it
+        again, which takes room. ``InvalidArgument``: stale. ``NotFound``: released. ``ResourceExhausted`` and
+        ``FailedPrecondition``: as ``ModelExecutor.truncate_kv``.
         """

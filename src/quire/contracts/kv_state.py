@@ -240,7 +240,7 @@ class KVState(Protocol):
     def abort_forward(self) -> None:
         """(ours) Take the forward back: lengths, trees, recurrent states and pages as before ``begin_forward``.
 
-        Only what had left every window stays gone. ``FailedPrecondition``: no open forward. O(B + pages).
+        What had left every window stays gone; encoder rows that were set meanwhile stay. ``FailedPrecondition``: no open forward. O(B + pages).
         """
 
     def get_query_positions(self, *, relative: bool = False) -> Tensor:
@@ -337,7 +337,8 @@ class KVState(Protocol):
         """What an export of this sequence consists of, in JSON types.
 
         Format version, layers and kinds, dtypes, geometry, RoPE fingerprint, length, positions held per layer
-        class, window, sink and eviction, kept recurrent positions, and per group names, shapes, bytes, checksums.
+        class, window, sink and eviction, kept recurrent positions, rows of each cross layer (None: not set), and per
+        group names, shapes, bytes, checksums.
         ``FailedPrecondition``: uncommitted nodes, receiving or importing.
         """
 
@@ -351,7 +352,8 @@ class KVState(Protocol):
         """The tensors of one layer (``group`` is its id), in order of position, free of pages.
 
         ``k [n, Hkv, Dk]`` and ``v [n, Hkv, Dv]``; ``latent [n, row]``; ``state.i`` and ``state.i@position``; n
-        positions held. Shared prefixes are resolved. ``InvalidArgument``: no such layer, names or shapes of
+        positions held, or the rows of the encoder of a cross layer. Shared prefixes are resolved. A cross layer that is
+        not set is no group (``FailedPrecondition``), as the metadata says. ``InvalidArgument``: no such layer, names or shapes of
         ``out``. ``FailedPrecondition``: uncommitted nodes, receiving or importing. Cost: the bytes of the group.
         """
 

@@ -169,14 +169,27 @@ class LatentAttention:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CrossAttention:
-    """K and V of an encoder, written once per sequence."""
+    """K and V of an encoder, written once per sequence. Every token sees all its rows; no order, window or rotation concerns
+    them."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    """Dk"""
     value_dim: int
+    """Dv, which may differ from Dk"""
     sm_scale: float | None = None
+    """Scale of the scores; None is Dk ** -0.5."""
     kind: Literal["cross"] = field(default="cross", init=False)
+
+    @property
+    def layer_window(self) -> int | None:
+        """None: no window."""
+        return None
+
+    @property
+    def scale(self) -> float:
+        return self.head_dim**-0.5 if self.sm_scale is None else self.sm_scale
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -201,8 +214,11 @@ LayerSpec: TypeAlias = FullAttention | WindowedAttention | LatentAttention | Cro
 
 def window_refusal(specs: Iterable[LayerSpec]) -> str:
     """Why no sequence of these layers can have a window; empty: it can."""
-    if all(isinstance(spec, (CrossAttention, Recurrent)) for spec in specs):
-        return "there are recurrent layers only, which no window concerns"
+    kinds = {spec.kind for spec in specs}
+    if not kinds:
+        return "there is no attention layer that a window could concern"
+    if kinds <= {"cross", "recurrent"}:
+        return f"there are {' and '.join(sorted(kinds))} layers only, which no window concerns"
     return ""
 
 

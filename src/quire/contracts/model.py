@@ -55,6 +55,14 @@ class Pass(Protocol):
         """
         ...
 
+    def attend_cross(self, layer_id: int, q_THD: Tensor) -> Tensor:
+        """Attend over all rows of the encoder of each token's sequence, which were set beforehand (``set_cross_kv``). Stores
+        nothing; order, trees and windows do not matter.
+
+        ``q [T, Hq, Dk]``. Returns ``[T, Hq, Dv]``, contiguous, fresh. ``FailedPrecondition``: a sequence has no rows of the layer.
+        """
+        ...
+
     def linear_attention(
         self,
         layer_id: int,

@@ -19,10 +19,11 @@ from dataclasses import replace
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
+from quire.engine.checkpoints import Checkpoints
 from quire.engine.checks import RequestChecks
 from quire.engine.detokenizer import IncrementalDetokenizer
+from quire.engine.drawing import Drawing
 from quire.engine.generation import OnLogits, SequenceRequest, SessionState
 from quire.engine.host_store import HostStore
 from quire.engine.prefix_cache import RadixCache
@@ -30,11 +31,12 @@ from quire.engine.request import ScheduledRequest, TokenBuffer
 from quire.engine.results import PromptLogprobs
 from quire.engine.scheduler import Limits, Scheduled, Scheduler
 from quire.engine.session_states import SessionStates
-from quire.engine.structured import Grammars, RowGrammars
+from quire.engine.structured import Grammars
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import FailedPrecondition, InvalidArgument, QuireError
+from quire.kv.hybrid import HybridState
 from quire.metrics import EngineMetrics
-from quire.ops.sampling import RequestSampler, TokenLogprobs, sample
+from quire.ops.sampling import RequestSampler
 from quire.outputs import FinishReason
 from quire.runner.local import Runner, StepOutput
 from quire.sampling_params import SamplingParams
@@ -61,6 +63,7 @@ class Engine:
         tokenizer: Tokenizer | None = None,
         eos_ids: Sequence[int] = (),
         enable_prefix_caching: bool = True,
+        checkpoint_interval: int = 0,
         seed: int = 0,
     ) -> None:
         self.runner = runner
@@ -86,13 +89,41 @@ class Engine:
         self.metrics = EngineMetrics()
         self.host = HostStore(runner)
         """State of preempted requests and idle sessions; it keeps none before somebody sets its capacity."""
+        self.drawing = Drawing(
+            eos_ids=self.eos_ids,
+            grammars=self.grammars,
+            metrics=self.metrics,
+            finish=self._finish,
+            fail=self._fail,
+        )
         self.states = SessionStates(runner, cache=self.cache, host=self.host, metrics=self.metrics)
+        self.checkpoints = None
+        if isinstance(runner.state, HybridState):
+            self.checkpoints = Checkpoints(
+                runner.state,
+                checkpoint_interval,
+                apply=self.states.apply,
+                age=dict if self.cache is None else self.cache.ages,
+                written=self.states.written,
+            )
+        self._forgets = (
+            "windows have let go of what a continuation at {0} would need, and the nearest position that is held is {1}"
+        )
+        if self.checkpoints is not None:
+            every = (
+                f"states are kept every {checkpoint_interval} tokens and" if checkpoint_interval else "states are kept"
+            )
+            self._forgets = (
+                "recurrent layers can go on only where their state was kept, and before {0} that is {1} ("
+                + every
+                + " at the "
+                "ends of prompts and turns, as far as there is room)"
+            )
         self._entropy = torch.Generator().manual_seed(seed)
         self._ids = itertools.count()
         self._requests: dict[ScheduledRequest, SequenceRequest] = {}
         self._by_id: dict[str, list[SequenceRequest]] = {}
         self._cancelled: set[str] = set()
-        self._drawing = False
         self.closed = False
         self.wait: Callable[[Sequence[SequenceRequest]], None] | None = None
         """Waits until these requests are finished. Whoever steps the engine in the background sets it, and ``run`` waits."""
@@ -106,6 +137,7 @@ class Engine:
             new_seq=runner.new_seq,
             cache=self.cache,
             saved=self.host,
+            checkpoints=self.checkpoints,
         )
         runner.reclaim = self.reclaim
 
@@ -178,6 +210,7 @@ class Engine:
             work = ScheduledRequest(
                 TokenBuffer(tokens),
                 key=session.key,
+                reusable=True,
                 wants="none" if on_logits is None else ("all" if all_logits else "last"),
                 fresh_from=fresh_from,
             )
@@ -215,7 +248,7 @@ class Engine:
             )
         return SequenceRequest(
             name,
-            ScheduledRequest(TokenBuffer(tokens), key=key),
+            ScheduledRequest(TokenBuffer(tokens), key=key, reusable=self.cache is not None),
             tokens.size,
             params,
             index=index,
@@ -224,6 +257,7 @@ class Engine:
             ),
             detokenizer=detokenizer,
             matcher=matcher,
+            forgets=self._forgets,
             limit=limit,
         )
 
@@ -281,7 +315,7 @@ class Engine:
     def step(self) -> list[SequenceRequest]:
         """One forward. Returns the requests that got a token or ended."""
         with self.lock:
-            if self._drawing:
+            if self.drawing.under_way:
                 raise FailedPrecondition(
                     "a step is under way; a logits processor cannot run anything on its own engine"
                 )
@@ -371,13 +405,14 @@ class Engine:
             logits_RV = output.logits_RV
             if rows != list(range(logits_RV.shape[0])):
                 logits_RV = logits_RV.index_select(0, torch.tensor(rows, device=logits_RV.device))
-            self._draw(logits_RV, ready)
+            self.drawing.draw(logits_RV, ready)
         return changed + ready
 
     def _share_prompt(self, request: SequenceRequest) -> None:
         """A computed prompt can be forked by others from now on."""
         work = request.work
         self.metrics.prompt_tokens_cached.inc(work.num_cached)
+        self.metrics.tokens_replayed.inc(work.num_replayed)
         if self.cache is not None and work.cacheable and work.seq is not None:
             held = work.tokens.ids[: work.computed]
             self.states.remove_all(self.cache.insert(work.seq, held, work.key, live=True))
@@ -389,107 +424,10 @@ class Engine:
         seq = self.runner.new_seq()
         self.states.apply(Fork(leader.work.seq, seq))
         sibling.work.seq, sibling.work.computed = seq, leader.work.computed
-        sibling.work.num_cached = leader.work.num_cached
+        sibling.work.num_cached, sibling.work.num_replayed = leader.work.num_cached, leader.work.num_replayed
         self._requests[sibling.work] = sibling
         self.scheduler.join(sibling.work)
         return sibling
-
-    def _draw(self, logits_RV: Tensor, ready: list[SequenceRequest]) -> None:
-        samplers = [request.sampler for request in ready if request.sampler is not None]
-        banned: list[tuple[int, ...]] | None = None
-        if any(request.params is not None and len(request.output_ids) < request.params.min_tokens for request in ready):
-            banned = [self._banned(request) for request in ready]
-        self._drawing = True
-        try:
-            drawn = sample(logits_RV, samplers, banned, self._allowed(ready))
-        finally:
-            self._drawing = False
-        self.metrics.generation_tokens.inc(len(ready))
-        now = time.monotonic()
-        for row, (request, token) in enumerate(zip(ready, drawn.token_ids, strict=True)):
-            if request.finished:
-                continue
-            if row in drawn.failures:
-                matcher = request.matcher
-                if matcher is not None and matcher.over:
-                    # The text is whole, and there is no token that ends it, or none that may be drawn yet.
-                    self._finish(request, "stop")
-                else:
-                    problem = None if matcher is None else matcher.problem()
-                    self._fail(request, problem or drawn.failures[row])
-                continue
-            self._take(request, token, drawn.logprobs[row], now)
-
-    def _banned(self, request: SequenceRequest) -> tuple[int, ...]:
-        params = request.params
-        if params is None or len(request.output_ids) >= params.min_tokens:
-            return ()
-        return self._ends(params)
-
-    def _ends(self, params: SamplingParams | None) -> tuple[int, ...]:
-        """Tokens that end a text."""
-        if params is None:
-            return ()
-        return tuple((set() if params.ignore_eos else self.eos_ids) | params.stop_ids)
-
-    def _allowed(self, ready: list[SequenceRequest]) -> RowGrammars | None:
-        """What grammars leave, by row."""
-        matchers = {row: request.matcher for row, request in enumerate(ready) if request.matcher is not None}
-        if not matchers or self.grammars is None:
-            return None
-        ends = {row: self._ends(ready[row].params) for row in matchers}
-        return RowGrammars(self.grammars, matchers, ends)
-
-    def _take(self, request: SequenceRequest, token: int, logprobs: TokenLogprobs | None, now: float) -> None:
-        """One more token: keep it, turn it into text, see whether it ends the request."""
-        params = request.params
-        if params is None:
-            raise QuireError("a token was sampled for a request that samples nothing")
-        if request.first_token is None:
-            request.first_token = now
-            self.metrics.time_to_first_token.observe(now - request.arrival)
-        else:
-            self.metrics.inter_token_latency.observe(now - request.last_token)
-        request.last_token = now
-        request.work.tokens.append(token)
-        request.output_ids.append(token)
-        if request.sampler is not None:
-            request.sampler.observe(token)
-        if logprobs is not None:
-            request.logprobs.append(logprobs)
-        count = len(request.output_ids)
-        ends = token in params.stop_ids or (token in self.eos_ids and not params.ignore_eos)
-        if ends and count > params.min_tokens:
-            request.kept = count - 1
-            if params.include_stop_str_in_output:
-                self._add_text(request, token)
-            self._finish(request, "stop", token)
-            return
-        detokenizer = request.detokenizer
-        if detokenizer is not None:
-            self._add_text(request, token)
-            if detokenizer.stopped_by is not None:
-                request.kept = detokenizer.tokens_before_stop
-                self._finish(request, "stop", detokenizer.stopped_by)
-                return
-        if request.matcher is not None:
-            try:
-                request.matcher.accept(token)
-            except QuireError as error:
-                self._fail(request, error)
-                return
-            if request.matcher.complete:
-                self._finish(request, "stop")
-                return
-        if count == params.max_tokens:
-            self._finish(request, "length")
-        elif len(request.work.tokens) >= request.limit:
-            self._finish(request, "length", "context")
-
-    @staticmethod
-    def _add_text(request: SequenceRequest, token: int) -> None:
-        if request.detokenizer is not None and (piece := request.detokenizer.push(token)):
-            request.pieces.append(piece)
 
     # -- ending ----------------------------------------------------------------------------------------------
 
@@ -543,9 +481,13 @@ class Engine:
     # -- sessions and what is given up -------------------------------------------------------------------------
 
     def reclaim(self) -> bool:
-        """Give up one thing that can be had again: a cached sequence, or else an idle session's state."""
+        """Give up one thing that can be had again: a cached sequence, or else an idle session's state, or a recurrent state
+        that is kept on the way (before the others where states are what is short)."""
         with self.lock:
-            return self._bury() or self.states.reclaim()
+            kept, recurrent = self.checkpoints, self.runner.state.recurrent
+            if kept is not None and recurrent is not None and not recurrent.table.num_available and kept.give_up():
+                return True
+            return self._bury() or self.states.reclaim() or (kept is not None and kept.give_up())
 
     def reset_prefix_cache(self) -> None:
         """Forget all finished sequences."""
@@ -584,6 +526,8 @@ class Engine:
             metrics.num_requests_waiting.set(self.num_waiting)
             metrics.kv_cache_usage.set(state.num_used_pages / state.num_pages)
             metrics.pages_shared.set(state.num_shared_pages())
+            if state.recurrent is not None:
+                metrics.checkpoints_kept.set(state.recurrent.table.num_kept)
             for counter, value in (
                 (metrics.num_preemptions, self.scheduler.num_preemptions),
                 (metrics.copy_on_write_splits, state.num_splits),

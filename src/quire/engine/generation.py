@@ -50,6 +50,8 @@ class SequenceRequest:
     """A fork of the session's sequence as it was lent, where nothing else can bring that state back."""
     siblings: list[SequenceRequest] = field(default_factory=list)
     """Further samples of the same prompt, which fork from this one when the prompt is computed."""
+    forgets: str = ""
+    """Why a position of a sequence that was computed, ``{0}``, may have to be arrived at again, from ``{1}``."""
     limit: int = 0
     """Length at which the context, or what the empty pool holds, ends."""
     arrival: float = field(default_factory=time.monotonic)

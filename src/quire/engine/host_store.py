@@ -23,6 +23,7 @@ from torch import Tensor
 
 from quire.errors import ResourceExhausted
 from quire.kv import exchange
+from quire.kv.paged import PagedKVState
 from quire.metrics import Counter, Gauge
 from quire.runner.local import Runner
 from quire.types import Pop, Remove, SeqId, Step
@@ -51,12 +52,18 @@ class HostCopy:
     """By layer; in host memory."""
     length: int
     nbytes: int
+    stops: tuple[range, ...] = ()
+    """Lengths that it can be cut to with nothing to run again, ascending; its own is among them."""
     owners: int = 0
+
+    def reach(self, length: int) -> int:
+        """Tokens that are left of it for an owner of whom only the first ``length`` count."""
+        return max((min(length, part.stop - 1) for part in self.stops if part.start <= length), default=0)
 
 
 @dataclass(slots=True)
 class Entry:
-    """One owner's share of a copy: its first ``length`` tokens."""
+    """One owner's share of a copy: its first ``length`` tokens, at which the copy can be cut."""
 
     copy: HostCopy
     length: int
@@ -179,12 +186,18 @@ class HostStore:
                 self.used -= entry.copy.nbytes
 
     def truncate(self, owner: Holder, length: int) -> None:
-        """Only the first ``length`` tokens are still the owner's."""
+        """Only the first ``length`` tokens are still the owner's. Where windows and recurrent states do not let the copy be cut
+        there, it holds fewer."""
         entry = self._entries.get(owner)
         if entry is not None and entry.length > length:
-            entry.length = length
-            if not length:
+            entry.length = entry.copy.reach(length)
+            if not entry.length:
                 self.discard(owner)
+
+    def reach(self, owner: Holder, length: int) -> int:
+        """Tokens that ``holds`` would say after ``truncate`` to ``length``."""
+        entry = self._entries.get(owner)
+        return 0 if entry is None else entry.copy.reach(min(length, entry.length))
 
     def move(self, source: Holder, target: Holder, *, waiting: bool) -> None:
         """What was kept for one is another's from now on."""
@@ -196,9 +209,9 @@ class HostStore:
 
     def share(self, source: Holder, target: Holder, length: int) -> None:
         """``target``, a fork, has the first ``length`` tokens too."""
-        entry = self._entries.get(source)
-        if entry is not None and length:
-            self._enter(target, entry.copy, min(length, entry.length), waiting=False)
+        entry, held = self._entries.get(source), self.reach(source, length)
+        if entry is not None and held:
+            self._enter(target, entry.copy, held, waiting=False)
 
     def _enter(self, owner: Holder, copy: HostCopy, length: int, *, waiting: bool) -> None:
         self.discard(owner)
@@ -218,15 +231,15 @@ class HostStore:
         seq, state = owner.seq, self.runner.state
         if not self.capacity or seq is None or state.sequence_length(seq) != owner.computed:
             return False
-        held, shared = state.sequence_pages(seq)
-        if not owner.computed or shared > MOST_SHARED * held:
+        shared = shared_part(state, seq)
+        if not owner.computed or shared > MOST_SHARED:
             return False
         try:
             started = time.perf_counter()
             metadata = exchange.metadata(state, seq, checksums=False)
             nbytes = export_bytes(metadata)
             # What others hold too is likely to be found in the prefix cache, and need not be computed.
-            tokens = owner.computed * (1 - shared / held)
+            tokens = owner.computed * (1 - shared)
             if nbytes > self.capacity or not self.worth_moving(tokens, nbytes) or not self._make_room(nbytes, waiting):
                 return False
             layers = [int(group["group"]) for group in metadata["groups"]]
@@ -236,7 +249,8 @@ class HostStore:
         except Exception:
             logger.exception("the state of %d tokens could not be kept; it will be computed again", owner.computed)
             return False
-        self._enter(owner, HostCopy(metadata, groups, owner.computed, nbytes), owner.computed, waiting=waiting)
+        copy = HostCopy(metadata, groups, owner.computed, nbytes, stops_of(state, seq))
+        self._enter(owner, copy, owner.computed, waiting=waiting)
         self._swaps_out.inc()
         self._bytes_out.inc(nbytes)
         return True
@@ -257,8 +271,7 @@ class HostStore:
 
     def beats(self, owner: Holder, cached: int, limit: int) -> bool:
         """Whether bringing back up to ``limit`` tokens is cheaper than computing what lies behind the first ``cached``."""
-        entry = self._entries.get(owner)
-        length = 0 if entry is None else min(entry.length, limit)
+        entry, length = self._entries.get(owner), self.reach(owner, limit)
         if entry is None or length <= cached:
             return False
         return self.worth_moving(length - cached, entry.copy.nbytes, there=False)
@@ -271,7 +284,7 @@ class HostStore:
         entry = self._entries.get(owner)
         if entry is None:
             return
-        copy, length = entry.copy, min(entry.length, limit)
+        copy, length = entry.copy, self.reach(owner, limit)
         self.discard(owner)
         empty = owner.seq
         if empty is None or owner.computed or length < 1:
@@ -279,7 +292,7 @@ class HostStore:
         seq = self.runner.new_seq()
         started = time.perf_counter()
         try:
-            held = self._bring_back(seq, copy, length)
+            self._bring_back(seq, copy, length)
         except ResourceExhausted:
             # The copy is longer than what is left of it, so it needs more pages than were found for that.
             logger.debug("no room for the state of %d tokens; %d are computed again", copy.length, length)
@@ -290,24 +303,65 @@ class HostStore:
         self.costs.back.add(copy.nbytes, time.perf_counter() - started)
         self._swaps_in.inc()
         self._bytes_in.inc(copy.nbytes)
-        owner.seq, owner.computed = seq, held
+        owner.seq, owner.computed = seq, length
         self.runner.execute(Step(edits=(Remove(empty),)))
 
-    def _bring_back(self, seq: SeqId, copy: HostCopy, length: int) -> int:
-        """Import a copy and take back what lies behind ``length``; how many tokens are left. Nothing stays if it fails."""
+    def _bring_back(self, seq: SeqId, copy: HostCopy, length: int) -> None:
+        """Import a copy and take back what lies behind ``length``, at which it can be cut. Nothing stays if it fails."""
         state = self.runner.state
-        state.prepare_import(seq, dict(copy.metadata))
+        metadata, groups = self._fitting(copy, length)
+        state.prepare_import(seq, metadata)
         try:
-            for group, tensors in copy.groups.items():
+            for group, tensors in groups.items():
                 state.import_page_group(seq, group, tensors)
             state.finish_import(seq)
-            kept = state.nearest_reachable(seq, length)
-            if kept < copy.length:
-                self.runner.execute(Step(edits=(Pop(seq, copy.length - kept),)))
+            if length < copy.length:
+                self.runner.execute(Step(edits=(Pop(seq, copy.length - length),)))
         except BaseException:
             state.remove_sequence(seq)
             raise
-        return kept
+
+    def _fitting(self, copy: HostCopy, length: int) -> tuple[dict[str, Any], dict[int, dict[str, Tensor]]]:
+        """The copy without the kept recurrent states for which there is no room, or that lie behind ``length``."""
+        part, kept = self.runner.state.recurrent, list(copy.metadata["kept_recurrent_positions"])
+        if part is None or not kept:
+            return dict(copy.metadata), copy.groups
+        # The present state takes a slot, and the next forward one more. Without the one at ``length`` it could not be cut there.
+        room = max(part.table.num_available - 2, int(length < copy.length))
+        taken = [position for position in kept if position <= length][-room:] if room else []
+        gone = {str(position) for position in set(kept) - set(taken)}
+
+        def stays(name: str) -> bool:
+            return name.partition("@")[2] not in gone
+
+        metadata = dict(copy.metadata)
+        metadata["kept_recurrent_positions"] = taken
+        metadata["groups"] = [
+            {**group, "tensors": {name: one for name, one in group["tensors"].items() if stays(name)}}
+            for group in metadata["groups"]
+        ]
+        groups = {
+            layer: {name: tensor for name, tensor in tensors.items() if stays(name)}
+            for layer, tensors in copy.groups.items()
+        }
+        return metadata, groups
+
+
+def shared_part(state: PagedKVState, seq: SeqId) -> float:
+    """The part of what a sequence holds that belongs to others too, by pages; by recurrent states where there are no pages."""
+    held, shared = state.sequence_pages(seq)
+    if not held and state.recurrent is not None:
+        held, shared = state.recurrent.table.held_slots(seq)
+    return shared / held if held else 0.0
+
+
+def stops_of(state: PagedKVState, seq: SeqId) -> tuple[range, ...]:
+    """Lengths that an export of this sequence can be cut to. Of recurrent states only the present one and checkpoints are in it."""
+    found = state.reachable(seq)
+    if state.recurrent is None:
+        return tuple(found)
+    exported = sorted({0, *state.checkpoints(seq), state.sequence_length(seq)})
+    return tuple(range(one, one + 1) for one in exported if any(one in part for part in found))
 
 
 def export_bytes(metadata: Mapping[str, Any]) -> int:

@@ -18,6 +18,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -30,6 +31,11 @@ TokenIds: TypeAlias = NDArray[np.int32]
 
 Reach: TypeAlias = Callable[[SeqId, int], int]
 """At which position, the given one or the nearest below it, a sequence can be forked."""
+
+LOOKED_AT = 8
+"""Sequences, of those used longest ago, among which an eviction looks for one that saves next to nothing."""
+LITTLE = 32
+"""Tokens: whoever saves fewer saves next to nothing."""
 
 _MAX_ID = int(np.iinfo(np.int32).max)
 
@@ -181,7 +187,7 @@ class RadixCache:
             self._cached.move_to_end(seq)
         return seq, length
 
-    def _best(self, node: _Node, length: int) -> tuple[SeqId, int]:
+    def _best(self, node: _Node, length: int, without: SeqId | None = None) -> tuple[SeqId, int]:
         """Of the sequences that hold a prefix of the ``length`` tokens up to ``node``, one that can be forked latest."""
         if self._reach is None:
             while not node.sequences:  # all below a matched node hold the prefix, and a leaf has a sequence
@@ -190,6 +196,8 @@ class RadixCache:
         best, found = -1, 0
         for below in _nodes(node):
             for seq in below.sequences:
+                if seq == without:
+                    continue
                 if found < length and (position := self._reach(seq, min(length, below.end))) > found:
                     best, found = seq, position
         above = node.parent
@@ -199,6 +207,16 @@ class RadixCache:
                     best, found = seq, position
             above = above.parent
         return best, found
+
+    def held(self, tokens: Sequence[int] | NDArray[Any], key: Hashable) -> int:
+        """The longest prefix of ``tokens [T]`` that was computed for some sequence of this key, whether or not it can be forked
+        there. Counts as no use."""
+        root = self._roots.get(key)
+        return 0 if root is None else _walk(root, as_token_ids(tokens))[1]
+
+    def ages(self) -> dict[SeqId, int]:
+        """The cached sequences, numbered from the least recently used on."""
+        return {seq: age for age, seq in enumerate(self._cached)}
 
     def peek(self, tokens: Sequence[int] | NDArray[Any], key: Hashable) -> int:
         """The length that ``match`` would find. Counts as no lookup and as no use."""
@@ -272,13 +290,23 @@ class RadixCache:
         self._forget(self._entry(seq))
 
     def evict(self) -> SeqId | None:
-        """Forget and return the least recently used cached sequence, for the caller to remove; None if there is none."""
+        """Forget and return the least recently used cached sequence, for the caller to remove; None if there is none.
+
+        With ``reach``: of the few that were used longest ago rather one near the end of which others can be forked, for it
+        saves next to nothing.
+        """
         if not self._cached:
             return None
-        seq, entry = next(iter(self._cached.items()))
+        oldest = list(islice(self._cached.items(), 1 if self._reach is None else LOOKED_AT))
+        seq, entry = next((one for one in oldest if len(oldest) > 1 and self._loss(one[1]) < LITTLE), oldest[0])
         self._forget(entry)
         self._evictions += 1
         return seq
+
+    def _loss(self, entry: _Entry) -> int:
+        """Tokens that must be computed again if this one goes, by whoever comes with all of its tokens."""
+        node = entry.node
+        return node.end - self._best(node, node.end, without=entry.seq)[1]
 
     def clear(self) -> list[SeqId]:
         """Forget all. Returns the cached ones, for the caller to remove; live ones stay with their owners. Keeps stats."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Hashable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -99,6 +99,14 @@ class ScheduledRequest:
     computed: int = 0
     num_cached: int = 0
     """Tokens of the prompt whose state was there at the first admission."""
+    known: int = 0
+    """Tokens of which the prefix cache, or its session, has had the state, though it may not be there any more."""
+    num_replayed: int = 0
+    """Those of them that were not there at the first admission, and ran again."""
+    branches: set[int] = field(default_factory=set)
+    """Positions where other prompts part from this one, or where this one parted from others."""
+    reusable: bool = False
+    """Whether somebody may go back into the middle of it: the prefix cache, or a session."""
     num_preemptions: int = 0
     status: Status = Status.WAITING
     pinned: bool = False

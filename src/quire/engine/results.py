@@ -65,6 +65,8 @@ def request_output(
         else None,
         finished=all(sample.finished for sample in samples),
         num_cached_tokens=first.work.num_cached,
+        num_replayed_tokens=first.work.num_replayed,
+        cache_note=cache_note(first),
         metrics=RequestMetrics(
             arrival_time=first.arrival,
             first_token_time=min(stamps, default=None),
@@ -72,6 +74,15 @@ def request_output(
             num_preemptions=sum(sample.work.num_preemptions for sample in samples),
         ),
     )
+
+
+def cache_note(request: SequenceRequest) -> str:
+    """Why not all known tokens of a prompt were reused; empty if they were."""
+    work = request.work
+    if not work.num_replayed:
+        return ""
+    known, kept = work.num_cached + work.num_replayed, work.num_cached
+    return f"{known} tokens of the prompt were known and the first {kept} reused: {request.forgets.format(known, kept)}"
 
 
 def completion(request: SequenceRequest, tokenizer: Tokenizer | None) -> CompletionOutput:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from quire.engine.checkpoints import Checkpoints
 from quire.engine.prefix_cache import RadixCache
 from quire.engine.request import ScheduledRequest, Status, common_prefix
 from quire.errors import QuireError, ResourceExhausted
@@ -133,6 +134,7 @@ class Scheduler:
         new_seq: Callable[[], SeqId],
         cache: RadixCache | None,
         saved: SavedStates | None = None,
+        checkpoints: Checkpoints | None = None,
     ) -> None:
         self._state = state
         self.limits = limits
@@ -141,6 +143,7 @@ class Scheduler:
         self._new_seq = new_seq
         self._cache = cache
         self._saved = saved
+        self._checkpoints = checkpoints
         self._arrivals = 0
         self.waiting: list[ScheduledRequest] = []
         """In order of arrival."""
@@ -157,7 +160,20 @@ class Scheduler:
             priority = self._arrivals
             self._arrivals += 1
         request.priority = priority
+        if self._checkpoints is not None and request.cacheable:
+            self._note_branches(request)
         bisect.insort(self.waiting, request, key=lambda waiting: waiting.priority)
+
+    def _note_branches(self, request: ScheduledRequest) -> None:
+        """Where it parts from others that are under way, a state is to be kept by whoever gets there."""
+        for other in (*self.running, *self.waiting):
+            if other.cacheable and other.key == request.key:
+                common = common_prefix(request.tokens.ids, other.tokens.ids)
+                # The last token of a prompt runs in any case.
+                common = min(common, len(request.tokens) - 1, len(other.tokens) - 1)
+                if common >= DUPLICATE_PREFIX:
+                    other.branches.add(common)
+                    request.branches.add(common)
 
     def join(self, request: ScheduledRequest) -> None:
         """A request that already has its sequence and all of its state goes on running (a fork of a running one)."""
@@ -201,7 +217,10 @@ class Scheduler:
             self._admit(batch, failed)
             # A request that found no room may have left a fork of a running one, whose next token then needs a page of its own.
             self._make_room(batch, failed)
-        chunks = tuple(self._chunk(request, count) for request, count in zip(batch.requests, batch.counts, strict=True))
+        kept: Sequence[tuple[int, ...]] = [()] * len(batch.requests)
+        if self._checkpoints is not None:
+            kept = self._checkpoints.wishes(batch.requests, batch.counts)
+        chunks = tuple(map(self._chunk, batch.requests, batch.counts, kept))
         return Scheduled(Step(chunks=chunks), tuple(batch.requests), tuple(failed))
 
     def computed(self, scheduled: Scheduled) -> None:
@@ -210,20 +229,21 @@ class Scheduler:
             request.computed += len(chunk.tokens)
 
     @staticmethod
-    def _chunk(request: ScheduledRequest, count: int) -> Chunk:
+    def _chunk(request: ScheduledRequest, count: int, checkpoints: tuple[int, ...]) -> Chunk:
         start = request.computed
         wants: LogitsWanted = request.wants
         if wants == "last" and count < request.remaining:
             wants = "none"
         if request.seq is None:
             raise QuireError("a scheduled request has no sequence")
-        return Chunk(request.seq, request.tokens.ids[start : start + count].copy(), logits=wants)  # type: ignore[arg-type]
+        ids = request.tokens.ids[start : start + count].copy()
+        return Chunk(request.seq, ids, logits=wants, checkpoints=checkpoints)  # type: ignore[arg-type]
 
     def _make_room(self, batch: Batch, failed: list[tuple[ScheduledRequest, QuireError]]) -> bool:
         """Reclaim, then preempt the youngest, until the running requests fit. Says whether any of them left."""
         left = False
         while batch.requests and (missing := self._state.missing_pages(batch.seqs, batch.counts)):
-            if self._reclaim():
+            if self._relieve(batch.seqs, batch.counts) or self._reclaim():
                 continue
             loose = [request for request in self.running if not request.pinned]
             youngest = (loose or self.running)[-1]
@@ -238,6 +258,10 @@ class Scheduler:
                 # Nothing else can be given up, so waiting would be for ever.
                 self._give_up(self.running, youngest, missing, failed)
         return left
+
+    def _relieve(self, seqs: Sequence[SeqId], counts: Sequence[int]) -> bool:
+        """Give up a checkpoint, if that is what is short."""
+        return self._checkpoints is not None and self._checkpoints.relieve(seqs, counts)
 
     def _give_up(
         self,
@@ -298,8 +322,7 @@ class Scheduler:
                 return
             if self._saved is not None:
                 self._saved.restore(request, self._limit(request))
-                if not request.admitted:
-                    request.num_cached = request.computed
+                self._note_reuse(request)
             del self.waiting[index]
             request.status = Status.RUNNING
             request.admitted = True
@@ -331,7 +354,7 @@ class Scheduler:
         counts = [*(running.remaining + headroom for running in others), request.remaining]
         most = min(self.limits.max_num_batched_tokens, self._most(request))
         while missing := self._state.shortage_in_steps(seqs, counts, most):
-            if self._reclaim() or (not self.running and self._reclaim_waiting(request)):
+            if self._relieve(seqs, counts) or self._reclaim() or (not self.running and self._reclaim_waiting(request)):
                 continue
             return missing
         return 0
@@ -356,6 +379,9 @@ class Scheduler:
             found = self._cache.match(request.tokens.ids[:limit], request.key)
         if self._saved is not None and self._saved.beats(request, 0 if found is None else found[1], limit):
             found = None  # what is kept comes back once there is room for all of it
+        if self._cache is not None and request.cacheable and limit > 0:
+            known = self._cache.held(request.tokens.ids[:limit], request.key)
+            request.known = max(request.known, known)
         if found is None or not found[1]:
             self._apply(Add(seq))
             if request.window is not None:
@@ -365,9 +391,18 @@ class Scheduler:
             parent, length = found
             self._apply(Fork(parent, seq, length))
             request.computed = length
+        if self._checkpoints is not None and request.computed < request.known:
+            # Here this prompt parts from another: who comes next with the same beginning will find a state.
+            request.branches.add(request.known)
         request.seq = seq
+        self._note_reuse(request)
+
+    @staticmethod
+    def _note_reuse(request: ScheduledRequest) -> None:
+        """What it found counts until it is admitted."""
         if not request.admitted:
             request.num_cached = request.computed
+            request.num_replayed = max(0, request.known - request.computed)
 
     @staticmethod
     def _limit(request: ScheduledRequest) -> int:
@@ -388,8 +423,7 @@ class Scheduler:
             request.seq, request.computed = None, 0
         else:
             self._release(request)
-        if not request.admitted:
-            request.num_cached = request.computed
+        self._note_reuse(request)
 
     def _duplicates(self, request: ScheduledRequest) -> bool:
         """Whether a running prompt is just computing a prefix that this request could fork once it is done."""

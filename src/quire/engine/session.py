@@ -18,7 +18,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.engine import saved
+from quire.contracts.layers import LayerSpec
+from quire.engine import layer_memory, saved
 from quire.engine.chat import encode_chat
 from quire.engine.engine import Engine
 from quire.engine.generation import SequenceRequest, SessionState
@@ -27,7 +28,6 @@ from quire.engine.results import request_output
 from quire.engine.saved import ModelIdentity
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import Cancelled, FailedPrecondition, InvalidArgument
-from quire.kv.windows import describe_ranges
 from quire.outputs import RequestOutput, StreamDelta
 from quire.sampling_params import SamplingParams
 
@@ -309,7 +309,11 @@ class Session:
         return child
 
     def rewind(self, to: int | None = None, n: int | None = None) -> int:
-        """Go back to the first ``to`` tokens, or by ``n`` tokens. Returns the tokens that must be run again."""
+        """Go back to the first ``to`` tokens, or by ``n`` tokens. Returns the tokens that must be run again before new ones can be.
+
+        Where the logits of the last token are wanted at once, it runs again too: on models with recurrent layers from the nearest
+        state that was kept before it.
+        """
         with self._engine.lock:
             state = self._idle("rewind")
             if (to is None) == (n is None):
@@ -345,7 +349,7 @@ class Session:
     def _cost(self, length: int) -> int:
         state, states = self._state, self._engine.states
         if state.seq is None:
-            held = self._engine.host.holds(state)
+            held = self._engine.host.reach(state, length)
             return max(0, min(length, len(self) - 1) - held) if held else length
         kept = states.reach(state, length)
         if kept < min(length, state.computed):
@@ -445,70 +449,70 @@ class Session:
     # -- looking inside --------------------------------------------------------------------------------------
 
     def kv(self, layer: int) -> dict[str, Tensor]:
-        """The layer's state: ``k [tokens, Hkv, Dk]`` as stored (rotated) and ``v [tokens, Hkv, Dv]``, of all tokens; of a
-        layer or session with a window of those that are still held, whose ``positions`` (int64) are then given too."""
-        engine = self._engine
-        if not is_integer(layer):
-            raise InvalidArgument(f"layer {layer!r}; an integer is needed, as in kv(0)")
-        engine.runner.state.spec(layer)
-        with engine.lock:
-            state = self._idle("kv")
-            if not len(self):
-                raise InvalidArgument("the session is empty; append at least one token to have a state")
-            request = None
-            if state.seq is None or state.computed < len(self):
-                request = engine.submit_run(state, state.tokens.ids)
-        if request is not None:
-            self._wait(request)
-        with engine.lock:
-            state = self._idle("kv")
-            if state.seq is None or state.computed < len(self):
-                raise FailedPrecondition("kv: the session was changed by another thread meanwhile; call again")
-            kv = engine.runner.state
-            if kv.spec(layer).layer_window is None and state.window is None:
-                k, v = kv.debug_get_kv(state.seq, layer=layer)
-                return {"k": k, "v": v}
-            held = kv.held(state.seq, layer)
-            rows = [kv.debug_get_kv(state.seq, part.start, part.stop, layer=layer) for part in held]
-            k, v = (torch.cat(parts) for parts in zip(*rows, strict=True))
-            positions = torch.cat([torch.arange(part.start, part.stop, device=k.device) for part in held])
-            return {"k": k, "v": v, "positions": positions}
+        """What a layer remembers of the session, as stored.
 
-    def set_kv(self, layer: int, *, k: Tensor | None = None, v: Tensor | None = None, start: int = 0) -> None:
-        """Overwrite rows of a layer from position ``start`` on, as ``kv`` gives them; what is not given stays.
+        Attention layers: ``k [tokens, Hkv, Dk]`` (rotated) and ``v [tokens, Hkv, Dv]``; latent layers: ``latent [tokens, row]``; of all
+        tokens, or with a window of those that are still held, whose ``positions`` (int64) are then given too. Recurrent layers:
+        ``state_0`` and so on, as they stand before the last token, from where the session goes on.
+        """
+        spec = self._layer_spec(layer)
+        self._catch_up("kv", spec)
+        with self._engine.lock:
+            state = self._computed("kv", spec)
+            if state.seq is None:
+                return layer_memory.initial(spec)
+            partly = state.window is not None or getattr(spec, "layer_window", None) is not None
+            return layer_memory.read(self._engine.runner.state, state.seq, layer, partly=partly)
+
+    def set_kv(self, layer: int, *, start: int = 0, **tensors: Tensor | None) -> None:
+        """Overwrite what a layer remembers, by the names that ``kv`` gives: rows from position ``start`` on, or the states of a
+        recurrent layer. What is not given stays.
 
         The session is pinned and marked ``modified`` from then on, never feeds the prefix cache and is never computed
         again. Only its last token is run once more where the logits after it are wanted (``generate``, ``logits``,
-        ``score``), which computes the rows of that token anew from the rows before it.
+        ``score``), which computes the rows of that token anew from what was written.
         """
-        if k is None and v is None:
-            raise InvalidArgument("set_kv needs k=, v= or both")
-        for name, given in (("k", k), ("v", v)):
-            if given is not None and (not isinstance(given, Tensor) or given.dim() != 3):
-                raise InvalidArgument(f"set_kv: {name} must be a tensor [tokens, heads, dim], as kv() gives it")
-        count = int((k if k is not None else v).shape[0])  # type: ignore[union-attr]
-        if not is_integer(start) or start < 0 or start + count > len(self):
-            raise InvalidArgument(f"set_kv: rows {start}..{start + count}, and the session has {len(self)} tokens")
-        self.kv(layer)  # so that all tokens are computed
+        spec = self._layer_spec(layer)
+        count = layer_memory.check_names(spec, layer, tensors, start, len(self))
+        self._catch_up("set_kv", spec)
         with self._engine.lock:
-            state, kv = self._idle("set_kv"), self._engine.runner.state
-            if state.seq is None or state.computed < len(self):
-                raise FailedPrecondition("set_kv: the session was changed by another thread meanwhile; call again")
-            held = kv.held(state.seq, layer)
-            if count and not any(part.start <= start and start + count <= part.stop for part in held):
+            state = self._computed("set_kv", spec)
+            if state.seq is None:
                 raise FailedPrecondition(
-                    f"set_kv: rows {start}..{start + count - 1} of layer {layer}, whose window holds positions {describe_ranges(held)}"
+                    f"set_kv: before its only token the session has no state of layer {layer} of its own; append a token"
                 )
-            kept_k, kept_v = kv.debug_get_kv(state.seq, start, start + count, layer=layer)
-            new_k, new_v = (kept_k if k is None else k), (kept_v if v is None else v)
-            for name, new, kept in (("k", new_k, kept_k), ("v", new_v, kept_v)):
-                if new.shape != kept.shape or new.dtype != kept.dtype:
-                    raise InvalidArgument(
-                        f"set_kv: {name} is {new.dtype} {list(new.shape)}; {kept.dtype} {list(kept.shape)} is needed"
-                    )
-                if not bool(new.isfinite().all()):
-                    raise InvalidArgument(f"set_kv: {name} holds NaN or infinity; finite numbers are needed")
-            self._engine.states.write_rows(state, layer, start, new_k, new_v)
+            found = layer_memory.checked(self._engine.runner.state, state.seq, layer, start, count, tensors)
+            self._engine.states.overwrite(state, layer, start, found)
+
+    def _layer_spec(self, layer: int) -> LayerSpec:
+        if not is_integer(layer):
+            raise InvalidArgument(f"layer {layer!r}; an integer is needed, as in kv(0)")
+        return layer_memory.spec_of(self._engine.runner.state, layer)
+
+    def _catch_up(self, verb: str, spec: LayerSpec) -> None:
+        """Let the state hold all tokens, or for a recurrent layer all but the last."""
+        engine = self._engine
+        with engine.lock:
+            state = self._idle(verb)
+            if not len(self):
+                raise InvalidArgument("the session is empty; append at least one token to have a state")
+            length = len(self) - (spec.kind == "recurrent")
+            if state.seq is not None and state.computed > length:
+                engine.states.rewind(state, length)
+            request = None
+            if length and (state.seq is None or state.computed < length):
+                ids = state.tokens.ids
+                request = engine.submit_run(state, ids[:length], tail=ids[length:].tolist())
+        if request is not None:
+            self._wait(request)
+
+    def _computed(self, verb: str, spec: LayerSpec) -> SessionState:
+        """The state after ``_catch_up``."""
+        state = self._idle(verb)
+        length = len(self) - (spec.kind == "recurrent")
+        if (state.computed if state.seq is not None else 0) != length:
+            raise FailedPrecondition(f"{verb}: the session was changed by another thread meanwhile; call again")
+        return state
 
     # -- closing ---------------------------------------------------------------------------------------------
 

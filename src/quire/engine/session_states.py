@@ -7,12 +7,13 @@ memory. The caller holds the engine's lock.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from quire.engine import layer_memory
 from quire.engine.generation import SequenceRequest, SessionState
 from quire.engine.host_store import HostStore
 from quire.engine.prefix_cache import RadixCache
@@ -41,6 +42,12 @@ class SessionStates:
 
     def apply(self, edit: Edit) -> None:
         """Execute an edit now."""
+        recurrent = self.runner.state.recurrent
+        if recurrent is not None and isinstance(edit, (Fork, Pop)):
+            seq = edit.parent if isinstance(edit, Fork) else edit.seq
+            length = recurrent.table.position(seq) if seq in recurrent.table else 0
+            position = edit.pos if isinstance(edit, Fork) else length - edit.n
+            self.metrics.checkpoints_used.inc(0 < position < length)
         self.runner.execute(Step(edits=(edit,)))
         if isinstance(edit, Fork):
             self.metrics.forks.inc()
@@ -127,11 +134,12 @@ class SessionStates:
             return 0
         return self.cache.peek(session.tokens.ids[:length], session.key)
 
-    def write_rows(self, session: SessionState, layer: int, start: int, k_NHD: Tensor, v_NHD: Tensor) -> None:
-        """Overwrite K and V rows of a session's sequence, which then stands for itself: pinned, and no prefix for others."""
+    def overwrite(self, session: SessionState, layer: int, start: int, tensors: Mapping[str, Tensor]) -> None:
+        """Overwrite what a layer remembers of a session, whose sequence then stands for itself: pinned, and no prefix for
+        others."""
         if session.seq is None:
             raise QuireError("the session has no state that could be written")
-        self.runner.state.debug_set_kv(session.seq, start, k_NHD, v_NHD, layer=layer)
+        layer_memory.write(self.runner.state, session.seq, layer, start, tensors)
         if self.cache is not None and session.seq in self.cache:
             self.cache.remove(session.seq)
         session.modified = session.pinned = True
@@ -153,7 +161,9 @@ class SessionStates:
         """The request works on the session's sequence, of which it keeps what agrees; at least one token must run."""
         work = request.work
         shared = common_prefix(session.tokens.ids, work.tokens.ids)
-        self.rewind(session, min(shared, len(work.tokens) - 1))
+        wanted = min(shared, len(work.tokens) - 1)
+        work.known = min(wanted, session.computed)
+        self.rewind(session, wanted)
         request.shared = shared
         request.session, session.request = session, request
         if session.modified and session.seq is not None and (self.runner.state.forgets or session.window is not None):
@@ -164,6 +174,8 @@ class SessionStates:
         work.seq, work.computed = session.seq, session.computed
         work.admitted = session.seq is not None
         work.num_cached = session.computed
+        work.num_replayed = max(0, work.known - session.computed)
+        work.reusable = True
         # A state that forgets is no prefix for others.
         work.cacheable = not session.modified and session.window is None
         work.window = session.window
@@ -231,6 +243,15 @@ class SessionStates:
                 self._let_go(session)
                 return True
         return False
+
+    def written(self) -> set[SeqId]:
+        """Sequences of which somebody wrote the state: what they keep cannot be computed again."""
+        found = set()
+        for session in self.sessions.values():
+            if session.modified:
+                found.add(session.seq)
+                found.add(None if session.request is None else session.request.way_back)
+        return {seq for seq in found if seq is not None}
 
     def clear_cache(self) -> None:
         """Forget all finished sequences."""

@@ -15,16 +15,17 @@ from torch import Tensor
 from quire.contracts.executor import DecodeInput, PrefillInput
 from quire.errors import InvalidArgument, NotFound, QuireError, Unsupported
 from quire.executor.cache import KVCache
+from quire.executor.extension import require_vocabulary
 from quire.executor.forwards import LOGITS_ONLY, Asked
 from quire.executor.handle import Handle
 from quire.executor.pool import CachePool
 from quire.executor.rows import Ids
-from quire.executor.transaction import require_vocabulary
 
 NO_ADAPTERS = "LoRA adapters: this release of Quire does not run them"
 NO_POSITIONS = (
     "positions other than the running count: a token's position is its index in the cache; leave position_ids None"
 )
+NO_MASKS = "recurrent layers see the tokens of a row in order, and no mask can change that; give the image with bidirectional=False"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +76,12 @@ def prefill_request(pool: CachePool, given: PrefillInput) -> Request:
     _require_rows(len(tokens), starts)
     check_positions(given.position_ids, starts, spans, given.sequence_length)
     return Request(
-        cache=cache, starts=starts, tokens=tokens, spans=spans, columns=given.sequence_length, asked=asked_of(given)
+        cache=cache,
+        starts=starts,
+        tokens=tokens,
+        spans=spans,
+        columns=given.sequence_length,
+        asked=asked_of(pool, given),
     )
 
 
@@ -91,7 +97,7 @@ def decode_request(pool: CachePool, given: DecodeInput, verb: str = "decode") ->
     spans = ((0, 1),) * len(ids)
     check_positions(given.position_ids, starts, spans, 1)
     return Request(
-        cache=cache, starts=starts, tokens=tuple(ids[:, None]), spans=spans, columns=1, asked=asked_of(given)
+        cache=cache, starts=starts, tokens=tuple(ids[:, None]), spans=spans, columns=1, asked=asked_of(pool, given)
     )
 
 
@@ -132,8 +138,20 @@ def naming_item(verb: str, index: int) -> Iterator[None]:
         raise
 
 
-def asked_of(given: PrefillInput | DecodeInput) -> Asked:
-    """What it asks for besides logits."""
+def weights_refusal(pool: CachePool) -> str:
+    """Why no call can return attention weights; empty if one can."""
+    if not pool.recurrent_ids or len(pool.layer_ids) == pool.num_blocks:
+        return ""
+    return (
+        f"{pool.num_blocks - len(pool.layer_ids)} of {pool.num_blocks} blocks have recurrent layers and no attention, so that they "
+        "have no weights; leave output_attentions False"
+    )
+
+
+def asked_of(pool: CachePool, given: PrefillInput | DecodeInput) -> Asked:
+    """What it asks for besides logits. ``Unsupported`` for weights that there are not."""
+    if given.output_attentions and (reason := weights_refusal(pool)):
+        raise Unsupported(f"attention weights: {reason}")
     return Asked(hidden_states=given.output_hidden_states, attention_weights=given.output_attentions)
 
 

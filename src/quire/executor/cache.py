@@ -21,13 +21,15 @@ from quire.contracts.kv_cache import CacheHandleStats, KVCacheInterface
 from quire.contracts.layers import KeyValueAttention
 from quire.errors import InvalidArgument, NotFound, QuireError, ResourceExhausted, Unsupported
 from quire.executor import serialized
-from quire.executor.pool import CachePool
+from quire.executor.pool import NO_PAGES, CachePool
 from quire.executor.rows import Ids, Pending, Row, TokenRecord
+from quire.kv.states import NULL
 from quire.types import Commit, Pop
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
+NO_IDS: Final = np.empty(0, dtype=np.int64)
 _TENSOR_NAME: Final = re.compile(r"kv_cache_[kv]_(0|[1-9][0-9]{0,8})")
 
 
@@ -104,8 +106,7 @@ class KVCache:
 
     def contains(self, name: str) -> bool:
         found = _TENSOR_NAME.fullmatch(name)
-        first = self.pool.first_layer
-        return found is not None and first <= int(found[1]) < first + len(self.pool.specs)
+        return found is not None and int(found[1]) in self.pool.layer_ids
 
     def require_live(self) -> None:
         """``NotFound`` if it was released."""
@@ -124,6 +125,7 @@ class KVCache:
     def read(self, layer: int, lengths: Sequence[int], *, values: bool) -> Tensor:
         """A gathered copy of K or V of one layer, ``[B, n, Hkv, D]``: the first ``lengths[i]`` tokens of row i, then zeros;
         zeros also where a window has let go of a token."""
+        self.settle()
         state = self.pool.state
         found = state.layer(layer)
         stored_SHD = found.v_SHD if values else found.k_SHD
@@ -138,21 +140,33 @@ class KVCache:
 
     @_locked
     def pages(self) -> list[NDArray[np.int32]]:
-        """A copy of the page table of each row, in the layer class that stands for all; -1 where a window has passed."""
+        """A copy of the page table of each row, in the layer class that stands for all; -1 where a window has passed.
+
+        ``Unsupported`` where no layer keeps pages.
+        """
+        self.settle()
+        if not self.pool.specs:
+            raise Unsupported(f"block_table: {NO_PAGES}")
         table = self.pool.state.table
         return [table.get(row.seq).tables[self.pool.main_class].pages.copy() for row in self.rows]
 
     @_locked
     def _lengths(self) -> tuple[int, ...]:
-        return tuple(self.pool.state.sequence_length(row.seq) for row in self.rows)
+        state = self.pool.state
+        return tuple(
+            state.sequence_length(row.seq) + (0 if row.chain is None else row.chain.ids.size) for row in self.rows
+        )
 
     def stats(self) -> CacheHandleStats:
         """What it uses now."""
         blocks = memory = used = 0
         with self.pool.lock:
             self.require_live()
-            table = self.pool.state.table
+            self.settle()
+            table, part = self.pool.state.table, self.pool.state.recurrent
             for row in self.rows:
+                if part is not None:
+                    memory += len(set(part.table.slots(row.seq).values()) - {NULL}) * self.pool.state_bytes
                 for index, (pages, size) in enumerate(
                     zip(table.get(row.seq).tables, self.pool.page_bytes, strict=True)
                 ):
@@ -180,10 +194,12 @@ class KVCache:
 
     @_locked
     def truncate(self, lengths: Sequence[int]) -> None:
-        """Keep the first ``lengths[i]`` tokens of row i; each is at most the row's length.
+        """Keep the first ``lengths[i]`` tokens of row i; each is at most the row's length. Runs nothing.
 
-        ``FailedPrecondition``, with all rows as they were, where a window has let go of what a continuation would need.
+        ``FailedPrecondition``, with all rows as they were, where a window has let go of what a continuation would need, or where
+        tokens must be run again (``rewinding.truncate`` runs them).
         """
+        self.settle()
         surplus = [present - length for present, length in zip(self.lengths, lengths, strict=True)]
         self.pool.require_reachable([row.seq for row in self.rows], lengths)
         self.pool.edit(*(Pop(row.seq, count) for row, count in zip(self.rows, surplus, strict=True) if count))
@@ -220,6 +236,50 @@ class KVCache:
         row.seq, row.pending = pending.seq, None
         self.record(row, pending.start, pending.ids[pending.path(node)])
 
+    # -- recurrent states ------------------------------------------------------------------------------------
+
+    def settle(self) -> bool:
+        """Verified chains become ordinary tokens, of which only the last states are kept; whether there were any."""
+        open_rows = [row for row in self.rows if row.chain is not None]
+        for row in open_rows:
+            assert row.chain is not None
+            self.pool.edit(Commit((row.seq,), (row.chain.ids.size - 1,)))
+            row.chain = None
+        return bool(open_rows)
+
+    def cut_chain(self, row: Row, length: int) -> None:
+        """Keep of a row, and of its verified chain, ``length`` tokens, which do not end before the chain begins."""
+        chain = row.chain
+        if chain is None:
+            raise QuireError("there is no chain to cut")
+        self.pool.edit(Commit((row.seq,), (length - chain.start - 1,)))
+        row.chain = None
+        if length < chain.start + chain.ids.size:
+            self.mark_cut(row, length)
+            if row.tokens is not None:
+                row.tokens.size = length
+        self.touch()
+
+    def mark(self, row: Row) -> None:
+        """Keep the present recurrent state of a settled row to come back to, in the place of the one that was marked before. Not
+        where slots are scarce: a mark saves work and nothing else."""
+        row.mark = self.pool.mark(row.seq, row.mark)
+
+    def give_up_states(self) -> bool:
+        """Let go of recurrent states that only save work: those inside of verified chains, marks, and what is kept where the tokens
+        that lead to it are known; whether there were any."""
+        found = self.settle()
+        state = self.pool.state
+        for row in self.rows:
+            ids = NO_IDS if row.tokens is None else row.tokens.ids
+            known = ids.size if not (ids < 0).any() else int((ids < 0).argmax())
+            for position in state.checkpoints(row.seq):
+                if position <= known or position == row.mark:
+                    state.drop_checkpoint(row.seq, position)
+                    found = True
+            row.mark = None
+        return found
+
     def mark_cut(self, row: Row, length: int) -> None:
         """Handles of this row that are longer than ``length`` are stale from now on."""
         self.revision += 1
@@ -242,11 +302,9 @@ class KVCache:
     @_locked
     def copy_of(self, lengths: Sequence[int]) -> KVCache:
         """A new cache of the first ``lengths[i]`` tokens of row i. ``FailedPrecondition`` as ``truncate``."""
+        self.settle()
         seqs = self.pool.fork([row.seq for row in self.rows], lengths)
-        rows = [row.like(seq) for seq, row in zip(seqs, self.rows, strict=True)]
-        for row, length in zip(rows, lengths, strict=True):
-            if row.tokens is not None:
-                row.tokens.size = length
+        rows = [row.like(seq, length) for seq, row, length in zip(seqs, self.rows, lengths, strict=True)]
         return KVCache(self.pool, rows, capacity=self.capacity, dynamic=self.dynamic, adapters=self.adapters)
 
     @_locked
@@ -285,6 +343,7 @@ class KVCache:
             raise InvalidArgument("the other cache belongs to another executor; use serialize and load")
 
     def _copy_rows(self, source: KVCache, indices: Sequence[int]) -> None:
+        source.settle()
         origins = [source.rows[index] for index in indices]
         seqs = self.pool.fork([row.seq for row in origins])
         self.replace_content([row.like(seq) for seq, row in zip(seqs, origins, strict=True)])
@@ -294,8 +353,10 @@ class KVCache:
         """Swap in new sequences; the old ones are freed and all handles with tokens are stale."""
         self.pool.remove([seq for row in self.rows for seq in row.seqs])
         for row, new in zip(self.rows, fresh, strict=True):
-            row.seq, row.tokens, row.pending = new.seq, new.tokens, None
+            row.seq, row.tokens = new.seq, new.tokens
+            row.pending = row.chain = None
             self.mark_cut(row, 0)
+            row.mark = new.mark
         self.touch()
 
     def touch(self) -> None:
@@ -317,6 +378,7 @@ class KVCache:
     def serialize(self) -> bytes:
         with self.pool.lock:
             self.require_live()
+            self.settle()
             return serialized.dump(self)
 
     def load(self, data: bytes, *, convert_dtype: bool = False) -> None:
@@ -335,8 +397,8 @@ def _own(other: KVCacheInterface) -> KVCache:
 
 def require_kv_layer(pool: CachePool, layer: int) -> None:
     """``InvalidArgument`` for a layer that does not exist, ``Unsupported`` for one without K and V."""
-    last = pool.first_layer + len(pool.specs) - 1
-    if isinstance(layer, bool) or not isinstance(layer, int) or not pool.first_layer <= layer <= last:
-        raise InvalidArgument(f"layer {layer!r} does not exist; the model has layers {pool.first_layer}..{last}")
-    if not isinstance(pool.specs[layer - pool.first_layer], KeyValueAttention):
+    known = (*pool.layer_ids, *pool.recurrent_ids)
+    if isinstance(layer, bool) or not isinstance(layer, int) or layer not in known:
+        raise InvalidArgument(f"layer {layer!r} does not exist; the model has layers {min(known)}..{max(known)}")
+    if layer in pool.recurrent_ids or not isinstance(pool.specs[pool.layer_ids.index(layer)], KeyValueAttention):
         raise Unsupported(f"layer {layer} keeps no K and V")

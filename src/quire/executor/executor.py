@@ -33,7 +33,7 @@ from quire.contracts.executor import (
     SpeculativeOutput,
 )
 from quire.errors import Cancelled, FailedPrecondition, InvalidArgument, QuireError, ResourceExhausted, Unsupported
-from quire.executor import batches, reports, verification, warmup
+from quire.executor import batches, reports, rewinding, verification, warmup
 from quire.executor.arguments import (
     NO_ADAPTERS,
     Request,
@@ -45,14 +45,15 @@ from quire.executor.arguments import (
     union,
 )
 from quire.executor.cache import KVCache
-from quire.executor.forwards import LOGITS_ONLY
+from quire.executor.extension import Extension, extensions
+from quire.executor.forwards import LOGITS_ONLY, pack
 from quire.executor.handle import Handle, handle_of
 from quire.executor.media import check_modalities
 from quire.executor.operations import Operation, Operations, Stopwatch
 from quire.executor.pool import CachePool, Identity
 from quire.executor.results import decode_output, prefill_output
 from quire.executor.sharing import shared_cache
-from quire.executor.transaction import Extension, Transaction, extensions
+from quire.executor.transaction import Transaction
 from quire.kv.sequences import check_integer
 from quire.metrics import OperationMetrics
 from quire.runner.local import Runner
@@ -99,7 +100,9 @@ class Executor:
         self.modalities = check_modalities(modalities)
         self.share_prefixes = share_prefixes
         self.lock = threading.RLock() if lock is None else lock
-        self.pool = CachePool(runner, identity, max_model_len, self.lock, window=window, sink=sink)
+        self.pool = CachePool(
+            runner, identity, max_model_len, self.lock, window=window, sink=sink, chunk_size=prefill_chunk_size
+        )
         self._facts = reports.ModelFacts.of(runner)
         self._fallbacks = tuple(fallbacks)
         self._operations = Operations()
@@ -122,15 +125,16 @@ class Executor:
             return KVCache.create(self.pool, batch_size, capacity, bool(dynamic))
 
     def truncate_kv(self, handle: CacheLike, new_len: int) -> Handle:
-        """See ``ModelExecutor``. All rows are cut to ``new_len``, which none may be shorter than."""
-        with self.operation("truncate_kv"):
+        """See ``ModelExecutor``. All rows are cut to ``new_len``, which none may be shorter than. At once: tokens that must be run
+        again are run before it returns (``rewinding.truncate``)."""
+        with self.operation("truncate_kv") as operation:
             cache, _ = resolve_cache(self.pool, handle)
             new_len = check_integer(new_len, "truncate_kv: new_len", 0)
             if new_len > min(cache.lengths):
                 raise InvalidArgument(
                     f"truncate_kv: new_len {new_len} is beyond the cache's length {min(cache.lengths)}"
                 )
-            cache.truncate([new_len] * cache.batch_size)
+            rewinding.truncate(cache, [new_len] * cache.batch_size, operation)
             return handle_of(cache)
 
     def release_cache(self, cache_id: str) -> None:
@@ -247,7 +251,8 @@ class Executor:
                 if request.cache is None:
                     fresh.append(placed[-1][1])
             parts = self._parts(placed, operation.verb)
-            with Transaction(self.pool, parts, operation, several=True) as work:
+            forwards = pack([part.count for part in parts], self.prefill_chunk_size)
+            with Transaction(self.pool, parts, operation, several=True, forwards=forwards) as work:
                 try:
                     found = work.run(
                         [ids for request, _ in placed for ids in request.tokens],
@@ -266,6 +271,9 @@ class Executor:
             raise
         if fresh:
             batches.join([cache for _, cache in placed])
+        for _, cache in placed:
+            for row in cache.rows:
+                cache.mark(row)
         rows = iter(found)
         outputs = [
             prefill_output(request, handle_of(cache), kind, [next(rows) for _ in request.tokens])
@@ -373,15 +381,16 @@ class Executor:
     # -- looking ---------------------------------------------------------------------------------------------
 
     def supports_batch_size(self, batch_size: int) -> bool:
-        """See ``ModelExecutor``. A row needs a page of its own at least."""
+        """See ``ModelExecutor``. A row needs a page of its own at least, and a recurrent state."""
         runner = self.pool.runner_or_none
         if runner is None or isinstance(batch_size, bool) or not isinstance(batch_size, int):
             return False
         if not 1 <= batch_size <= self.max_batch_size:
             return False
-        return batch_size <= runner.state.num_available_pages() and warmup.fits(
-            self._measured, batch_size, self.pool.device
-        )
+        state = runner.state
+        if state.recurrent is not None and batch_size > state.recurrent.table.num_available:
+            return False
+        return batch_size <= state.num_available_pages() and warmup.fits(self._measured, batch_size, self.pool.device)
 
     def optimal_batch_size(self) -> int:
         """See ``ModelExecutor``. 1 where nothing is supported now."""
@@ -437,6 +446,7 @@ class Executor:
             throughput_tps=summary.throughput_tps,
             memory_efficiency=memory.utilization_percent / 100.0,
             batch_utilization=summary.batch_utilization,
+            replayed_tokens=self.pool.replayed_tokens,
         )
 
     # -- for the other face ----------------------------------------------------------------------------------

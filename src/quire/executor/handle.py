@@ -12,7 +12,9 @@ from torch import Tensor
 
 from quire.contracts.kv_cache import BlockTable, CacheHandleStats
 from quire.errors import FailedPrecondition, InvalidArgument
+from quire.executor import rewinding
 from quire.executor.cache import KVCache, require_kv_layer
+from quire.executor.operations import Operation
 from quire.executor.rows import Pending
 from quire.kv.need import pages_for
 
@@ -60,15 +62,17 @@ class Handle:
 
     @property
     def num_layers(self) -> int:
-        return len(self.cache.pool.specs)
+        return len(self.cache.pool.specs) + len(self.cache.pool.recurrent_ids)
 
     @property
     def num_heads(self) -> int:
-        return self.cache.pool.specs[0].num_kv_heads
+        specs = self.cache.pool.specs
+        return specs[0].num_kv_heads if specs else 0
 
     @property
     def head_dim(self) -> int:
-        return self.cache.pool.specs[0].head_dim
+        specs = self.cache.pool.specs
+        return specs[0].head_dim if specs else 0
 
     @property
     def stats(self) -> CacheHandleStats:
@@ -122,7 +126,7 @@ class Handle:
     def clone_handle(self) -> Handle:
         with self.cache.pool.lock:
             self.require_committed()
-            return handle_of(self.cache.copy_of(self.lengths))
+            return handle_of(rewinding.copy_of(self.cache, self.lengths, Operation("clone_handle")))
 
 
 def handle_of(cache: KVCache, lengths: tuple[int, ...] | None = None) -> Handle:

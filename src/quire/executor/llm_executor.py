@@ -14,10 +14,12 @@ from torch import Tensor
 
 from quire.contracts.executor import ExecutorInputs, ModelAssets, RequestSampling
 from quire.contracts.kv_cache import KVCacheInterface
-from quire.errors import Cancelled, InvalidArgument
-from quire.executor.arguments import require_adapter, resolve_cache, to_ids
+from quire.errors import Cancelled, InvalidArgument, Unsupported
+from quire.executor.arguments import NO_MASKS, require_adapter, resolve_cache, to_ids
 from quire.executor.cache import KVCache
 from quire.executor.executor import Executor
+from quire.executor.extension import Extension, extensions, require_vocabulary
+from quire.executor.forwards import Piece, pack
 from quire.executor.media import media_of_rows
 from quire.executor.operations import Stopwatch
 from quire.executor.rows import Ids
@@ -29,7 +31,7 @@ from quire.executor.sampling import (
     check_params,
     history_for,
 )
-from quire.executor.transaction import Extension, Transaction, extensions, require_vocabulary
+from quire.executor.transaction import Transaction
 from quire.kv.sequences import check_integer
 from quire.sampling_params import SamplingParams
 
@@ -94,15 +96,21 @@ class LlmExecutor:
             cache, starts = self._begin(inputs, kv_cache, lora_id, tokens)
             pool = self.executor.pool
             media = media_of_rows(inputs, tokens, self.executor.modalities, pool.hidden_size)
+            if pool.recurrent_ids and any(found is not None and found.blocks for found in media):
+                raise Unsupported(f"vision bidirectional: {NO_MASKS}")
             watch = Stopwatch(pool.device)
-            parts = extensions(cache, starts, [ids.size for ids in tokens])
-            with Transaction(pool, parts, operation, several=True) as work:
+            counts = [ids.size for ids in tokens]
+            parts = extensions(cache, starts, counts)
+            forwards = pack(counts, self.prefill_chunk_size)
+            with Transaction(pool, parts, operation, several=True, forwards=forwards) as work:
                 try:
                     work.run(tokens, ["none"] * len(tokens), budget=self.prefill_chunk_size, media=media)
                 except Cancelled:
                     work.commit()
                     raise
                 work.commit()
+            for row in cache.rows:
+                cache.mark(row)
             self.executor.record_prefill(len(tokens), watch.seconds())
 
     def step(self, inputs: ExecutorInputs, kv_cache: KVCacheInterface, lora_id: int | None = None) -> Tensor:
@@ -161,7 +169,8 @@ class LlmExecutor:
             if num_steps == 0:
                 return [[] for _ in tokens]
             drawers = self._drawers(cache, parts, tokens, sampling)
-            with Transaction(self.executor.pool, parts, operation, several=True) as work:
+            steps = ([Piece(row, step, step + 1) for row in range(len(tokens))] for step in range(num_steps))
+            with Transaction(self.executor.pool, parts, operation, several=True, forwards=steps) as work:
                 return self._steps(num_steps, tokens, work, cache, drawers)
 
     def _steps(

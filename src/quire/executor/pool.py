@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from quire.contracts.layers import KeyValueAttention, LatentAttention, sink_refusal
+from quire.contracts.layers import KeyValueAttention, LatentAttention, sink_refusal, window_refusal
 from quire.errors import FailedPrecondition, InvalidArgument, ResourceExhausted, Unsupported
 from quire.executor.rows import Row
 from quire.kv.need import pages_for
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from quire.executor.cache import KVCache
 
 
+NO_PAGES = "the model has recurrent layers only, whose state lies in no pages of tokens"
+
+
 class Identity(Protocol):
     """Which model this is. The digest of the weights may be computed when it is first asked for."""
 
@@ -34,21 +37,12 @@ class Identity(Protocol):
         ...
 
 
-def state_refusal(state: PagedKVState) -> str:
-    """Why an executor's KV caches cannot live in this state; empty if they can."""
-    if state.recurrent is None:
-        return ""
-    return (
-        f"{len(state.recurrent.layer_ids)} layers of the model are recurrent, and KV caches of an executor cannot hold their "
-        "states in this release; use LLM and its sessions"
-    )
-
-
 class CachePool:
     """What KV caches need of the executor that made them.
 
     ``lock`` serialises everything that touches the runner; whoever else drives the same runner must use the same one.
     ``window``, ``sink``: what each sequence keeps, its last ``window - sink`` tokens and its first ``sink``; None: all.
+    ``chunk_size``: tokens of a forward at most where tokens are run again; <= 0: any number.
     """
 
     def __init__(
@@ -60,28 +54,46 @@ class CachePool:
         *,
         window: int | None = None,
         sink: int = 0,
+        chunk_size: int = 0,
     ) -> None:
         state = runner.state
-        if reason := state_refusal(state):
-            raise Unsupported(f"executor: {reason}")
         self.lock = lock
+        self.chunk_size = chunk_size
         self.identity = identity
         self.max_model_len = max_model_len
         self.vocab_size = runner.model.vocab_size
         self.hidden_size = runner.model.hidden_size
         self.specs: tuple[KeyValueAttention | LatentAttention, ...] = tuple(state.specs)
-        self.first_layer = state.first_layer
+        """Of the layers with attention."""
+        self.layer_ids = tuple(state.layer_ids)
+        """Their global ids, ascending."""
+        self.recurrent_ids: tuple[int, ...] = () if state.recurrent is None else tuple(state.recurrent.layer_ids)
+        """Those of recurrent layers."""
+        self.num_blocks = len(runner.model.blocks)
+        self.layer_kinds = tuple(sorted({spec.kind for spec in runner.model.layer_specs}))
         self.page_size = state.page_size
         self.page_bytes = tuple(
             one.storage.num_bytes // pool.num_pages for one, pool in zip(state.classes, state.table.pools, strict=True)
         )
         """Of a page of each layer class."""
+        self.state_bytes = 0
+        """Of the states of all recurrent layers at one position."""
+        self.state_interval = 0
+        """Tokens between recurrent states that are kept by themselves; 0: none is."""
+        self.keeps_last_state = True
+        """Whether a forward can always be undone by taking its tokens back."""
+        if state.recurrent is not None:
+            table = state.recurrent.table
+            self.state_bytes = state.recurrent.num_bytes // table.pool.num_pages
+            self.state_interval, self.keeps_last_state = table.interval, table.ring > 0
         self.main_class = next((index for index, one in enumerate(state.classes) if one.window is None), 0)
         """The layer class whose page table stands for a sequence: one that keeps all tokens, if there is any."""
         self.window = None if window is None else check_integer(window, "window", 1)
         self.sink = check_integer(sink, "sink", 0)
         if self.sink and (self.window is None or self.sink >= self.window):
             raise InvalidArgument(f"sink {sink} with window {window}; 0 <= sink < window is needed")
+        if self.window is not None and (reason := window_refusal(runner.model.layer_specs)):
+            raise Unsupported(f"window {window}: {reason}")
         if self.sink and (reason := sink_refusal(runner.model.layer_specs)):
             raise Unsupported(f"sink {self.sink}: {reason}")
         self.is_windowed = self.window is not None or any(one.window is not None for one in state.classes)
@@ -90,6 +102,8 @@ class CachePool:
         self.device: torch.device = state.device
         self.caches: WeakValueDictionary[str, KVCache] = WeakValueDictionary()
         self.peak_bytes = 0
+        self.replayed_tokens = 0
+        """Tokens that completed calls have run again to go back to a position."""
         self._runner: Runner | None = runner
         self._orphans: deque[list[Row]] = deque()
         self.broken = ""
@@ -158,12 +172,56 @@ class CachePool:
     def missing_pages(
         self, seqs: Sequence[SeqId], counts: Sequence[int], trees: Sequence[tuple[int, ...] | None] | None = None
     ) -> int:
-        """Pages that are missing for ``counts[i]`` more tokens of each, when nothing more can be given up."""
+        """Pages that are missing for ``counts[i]`` more tokens of each, when nothing more can be given up. Recurrent states
+        are not counted."""
         parents = trees if trees is not None and any(tree is not None for tree in trees) else None
-        while missing := self.state.missing_pages(seqs, counts, parents):
+        table = self.state.table
+        while missing := table.shortage(table.plan_forward(seqs, counts, parents)):
             if not self.reclaim():
                 return missing
         return 0
+
+    @property
+    def available_states(self) -> int:
+        """Slots for recurrent states that a forward can take now; 0 without recurrent layers."""
+        part = self.state.recurrent
+        return 0 if part is None else part.table.num_available
+
+    def missing_states(self, needed: int) -> int:
+        """Slots for recurrent states that are missing of so many, when nothing more can be given up."""
+        while (missing := needed - self.available_states) > 0:
+            if not (self.reclaim_states() or self.reclaim()):
+                return missing
+        return 0
+
+    def is_roomy(self, states: int) -> bool:
+        """Whether so many slots for recurrent states may be held only to save work: half of the free ones."""
+        part = self.state.recurrent
+        return part is not None and 2 * states <= part.table.pool.num_free
+
+    def mark(self, seq: SeqId, old: int | None) -> int | None:
+        """Keep the present recurrent state of a sequence, if there is room to save work, and let go of the one that was kept so
+        at ``old``. Returns the position that stands for ``old`` from now on."""
+        state = self.state
+        if state.recurrent is None:
+            return None
+        position, held = state.sequence_length(seq), state.checkpoints(seq)
+        if position == 0 or position in held:
+            return old if old in held else None
+        if old is not None and old in held:
+            state.drop_checkpoint(seq, old)
+        if not self.is_roomy(1):
+            return None
+        state.checkpoint(seq)
+        return position
+
+    def reclaim_states(self) -> bool:
+        """Give up recurrent states of caches that only save work, of the cache first that was not used for longest; whether
+        there were any."""
+        for cache in sorted(self.caches.values(), key=lambda cache: cache.last_access or 0.0):
+            if cache.give_up_states():
+                return True
+        return False
 
     def lets_go(self, seq: SeqId) -> bool:
         """Whether some layer forgets tokens of a sequence: by the model's windows, or by the sequence's own."""
@@ -203,9 +261,13 @@ class CachePool:
             freed += int(start % self.page_size != 0 and pool.references[pages.pages[kept.size - 1]] == 2)
         return freed
 
-    def require_free(self, pages: int, what: str) -> None:
-        """``ResourceExhausted`` unless so many pages can be had."""
-        while pages > self.state.num_available_pages():
+    def require_free(self, pages: int, states: int, what: str) -> None:
+        """``ResourceExhausted`` unless so many pages, and slots for recurrent states, can be had."""
+        if self.recurrent_ids and self.missing_states(states):
+            raise ResourceExhausted(
+                f"{what} needs {states} recurrent states and {self.available_states} are free; release or clear caches"
+            )
+        while self.specs and pages > self.state.num_available_pages():
             if not self.reclaim():
                 free = self.state.num_available_pages()
                 raise ResourceExhausted(
@@ -221,14 +283,16 @@ class CachePool:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of these pages."""
+        """Bytes of these pages and of recurrent states."""
         runner = self._runner
         if runner is None:
             return 0
-        return sum(pool.num_used * size for pool, size in zip(runner.state.table.pools, self.page_bytes, strict=True))
+        pages = sum(pool.num_used * size for pool, size in zip(runner.state.table.pools, self.page_bytes, strict=True))
+        part = runner.state.recurrent
+        return pages + (0 if part is None else part.table.pool.num_used * self.state_bytes)
 
     def note_use(self) -> None:
-        """Remember the most bytes of pages that were in use."""
+        """Remember the most bytes of pages and states that were in use."""
         self.peak_bytes = max(self.peak_bytes, self.used_bytes)
 
     # -- the end of caches -----------------------------------------------------------------------------------

@@ -21,11 +21,11 @@ from quire.contracts.executor import (
     MemoryUsage,
 )
 from quire.contracts.layers import KeyValueAttention, LatentAttention
-from quire.executor.arguments import NO_ADAPTERS, NO_POSITIONS
+from quire.executor.arguments import NO_ADAPTERS, NO_MASKS, NO_POSITIONS, weights_refusal
 from quire.executor.batches import NO_PARALLELISM
 from quire.executor.media import NO_PER_LAYER
 from quire.executor.media import refusal as media_refusal
-from quire.executor.pool import CachePool
+from quire.executor.pool import NO_PAGES, CachePool
 from quire.executor.verification import LOGITS_OF_SPECULATION
 from quire.executor.warmup import Measured
 from quire.models.families import LoadedModel
@@ -33,7 +33,7 @@ from quire.models.loading import DTYPES
 from quire.runner.local import Runner
 
 
-def refusals(executor_type: ExecutorType, modalities: Collection[str]) -> tuple[tuple[str, str], ...]:
+def refusals(pool: CachePool, executor_type: ExecutorType, modalities: Collection[str]) -> tuple[tuple[str, str], ...]:
     """Each verb or combination that raises ``Unsupported``, with the reason."""
     found = [
         ("load_lora", NO_ADAPTERS),
@@ -42,6 +42,12 @@ def refusals(executor_type: ExecutorType, modalities: Collection[str]) -> tuple[
         ("per_layer_embeddings", NO_PER_LAYER),
         ("speculative_decode with hidden states or attention weights", LOGITS_OF_SPECULATION),
     ]
+    if reason := weights_refusal(pool):
+        found.append(("attention weights", reason))
+    if pool.recurrent_ids:
+        found.append(("vision bidirectional", NO_MASKS))
+    if not pool.specs:
+        found.append(("block_table", NO_PAGES))
     found += [(kind, media_refusal(kind)) for kind in MODALITIES if kind not in modalities]
     if executor_type is ExecutorType.BATCH:
         found.append(("continuous_batching", "of type 'Batch': sequences that were prefilled together run together"))
@@ -59,7 +65,7 @@ class ModelFacts:
     num_parameters: int
     parameter_bytes: int
     storage_bytes: int
-    """Of the K/V pool."""
+    """Of the K/V pool and the slots for recurrent states."""
     backend: str
     """Name of the attention backend."""
 
@@ -77,15 +83,15 @@ class ModelFacts:
         )
 
     def info(self, pool: CachePool) -> ExecutorInfo:
-        spec = pool.specs[0]
+        spec = pool.specs[0] if pool.specs else None
         return ExecutorInfo(
             architecture=self.architecture,
             vocab_size=pool.vocab_size,
             hidden_size=self.hidden_size,
-            num_layers=len(pool.specs),
-            num_heads=spec.num_heads,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
+            num_layers=pool.num_blocks,
+            num_heads=spec.num_heads if spec else 0,
+            num_kv_heads=spec.num_kv_heads if spec else 0,
+            head_dim=spec.head_dim if spec else 0,
             max_sequence_length=pool.max_model_len,
             dtype=dtype_name(self.dtype),
             device=str(pool.device),
@@ -101,8 +107,10 @@ class ModelFacts:
         modalities: Collection[str],
         measured: Measured | None,
     ) -> ExecutorCapabilities:
-        mechanisms = {mechanism_of(spec) for spec in pool.specs} | {AttentionMechanism.PAGED}
-        if self.backend != "reference":
+        mechanisms = {mechanism_of(spec) for spec in pool.specs}
+        if pool.specs:
+            mechanisms.add(AttentionMechanism.PAGED)
+        if pool.specs and self.backend != "reference":
             # PyTorch's fused attention never forms the weights.
             mechanisms.add(AttentionMechanism.FLASH)
         if pool.is_windowed:
@@ -123,10 +131,12 @@ class ModelFacts:
                 parameter_memory=self.parameter_bytes,
                 activation_memory_per_token=measured.bytes_per_token if measured else 0,
                 # Rounded up where layers differ; the same for all in the usual model.
-                kv_cache_memory_per_token=-(-sum(pool.page_bytes) // (pool.page_size * len(pool.specs))),
+                kv_cache_memory_per_token=-(-sum(pool.page_bytes) // (pool.page_size * pool.num_blocks)),
+                recurrent_memory_per_row=pool.state_bytes,
                 overhead_memory=measured.overhead_bytes if measured else 0,
             ),
-            refusals=refusals(executor_type, modalities),
+            layer_kinds=pool.layer_kinds,
+            refusals=refusals(pool, executor_type, modalities),
         )
 
     def memory_usage(self, pool: CachePool) -> MemoryUsage:

@@ -90,6 +90,11 @@ class Row:
     cuts: list[tuple[int, int]] = field(default_factory=list)
     """(revision, length), both strictly increasing: a later cut at or below an earlier one replaces it."""
     pending: Pending | None = None
+    chain: Pending | None = None
+    """A verified chain whose tokens belong to the row and are uncommitted nodes of its own sequence still, so that it can be cut
+    behind any of them (``KVCache.settle`` ends that). Only where layers are recurrent."""
+    mark: int | None = None
+    """Where the executor has kept a recurrent state of this row to come back to; None: nowhere."""
 
     @property
     def seqs(self) -> list[SeqId]:
@@ -98,6 +103,8 @@ class Row:
 
     def cut(self, revision: int, length: int) -> None:
         """The row was cut to ``length`` in ``revision``, which is higher than any before."""
+        if self.mark is not None and self.mark > length:
+            self.mark = None
         while self.cuts and self.cuts[-1][1] >= length:
             self.cuts.pop()
         self.cuts.append((revision, length))
@@ -108,6 +115,11 @@ class Row:
         # The first later cut is the lowest of them.
         return later < len(self.cuts) and self.cuts[later][1] < length
 
-    def like(self, seq: SeqId) -> Row:
-        """A row for a fork of this one's sequence: the same tokens, no history of cuts."""
-        return Row(seq, None if self.tokens is None else self.tokens.fork())
+    def like(self, seq: SeqId, length: int | None = None) -> Row:
+        """A row for a fork of this one's sequence: the same tokens, or the first ``length`` of them, and no history of cuts."""
+        tokens = None if self.tokens is None else self.tokens.fork()
+        if length is None:
+            return Row(seq, tokens, mark=self.mark)
+        if tokens is not None:
+            tokens.size = length
+        return Row(seq, tokens, mark=self.mark if self.mark is not None and self.mark <= length else None)

@@ -138,7 +138,8 @@ def _import_rows(cache: KVCache, file: StateFile, checked: list[dict[str, Any]],
     """The rows of a file as new sequences beside the old ones; all of them, or none and the error."""
     pool = cache.pool
     pages = sum(pages_for(int(row["length"]), pool.page_size) for row in checked)
-    pool.require_free(pages, "load (beside the content that it replaces)")
+    states = sum(1 + len(row["kept_recurrent_positions"]) for row in checked)
+    pool.require_free(pages, states, "load (beside the content that it replaces)")
     fresh: list[Row] = []
     try:
         for index, (row, ids) in enumerate(zip(checked, tokens, strict=True)):

@@ -25,10 +25,7 @@ def shared_cache(pool: CachePool, tokens: Sequence[Ids], limits: Sequence[int]) 
         if parent is None:
             rows.append(Row(pool.add(1)[0]))
         else:
-            row = parent.like(pool.fork([parent.seq], [length])[0])
-            assert row.tokens is not None
-            row.tokens.size = length
-            rows.append(row)
+            rows.append(parent.like(pool.fork([parent.seq], [length])[0], length))
         lengths.append(length)
     return KVCache(pool, rows, capacity=pool.max_model_len, dynamic=False), tuple(lengths)
 
@@ -44,7 +41,8 @@ def _longest(pool: CachePool, ids: Ids) -> tuple[Row | None, int]:
                 continue
             common = _common(row.tokens.ids, ids)
             if common > best[1]:
-                length = _reachable(pool, row, common)
+                cache.settle()
+                length = pool.state.nearest_reachable(row.seq, common)
                 if length > best[1]:
                     best = (row, length)
     return best
@@ -55,8 +53,3 @@ def _common(a: Ids, b: Ids) -> int:
     size = min(a.size, b.size)
     differs = np.flatnonzero(a[:size] != b[:size])
     return int(differs[0]) if differs.size else size
-
-
-def _reachable(pool: CachePool, row: Row, length: int) -> int:
-    """The last position up to ``length`` at which the row can be forked."""
-    return max(min(part.stop - 1, length) for part in pool.state.reachable(row.seq) if part.start <= length)

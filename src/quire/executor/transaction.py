@@ -1,84 +1,41 @@
 """One call that extends rows of caches: room for all of it first, then forwards, then all of it counts or nothing does.
 
 A row that is rewound runs on a fork at the new start, and takes the fork's place at the end: until then the old tokens
-are there to come back to. Only where the pool has no room for both versions is the old one given up beforehand.
+are there to come back to. Only where the pool has no room for both versions is the old one given up beforehand. Where
+recurrent layers have no state at the new start, the fork stands at the nearest one before it and runs the row's tokens from there
+on first (``replay``).
 
 Letters: N rows of the call; n tokens of a row; R rows of logits; V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from itertools import chain
 from types import TracebackType
 from typing import Self
 
 import numpy as np
 import torch
 
-from quire.errors import InvalidArgument, QuireError, ResourceExhausted
-from quire.executor.cache import KVCache
+from quire.errors import QuireError, ResourceExhausted
+from quire.executor.extension import Extension, kept_edits
 from quire.executor.forwards import LOGITS_ONLY, Asked, Gathered, Piece, RowOutput, extras_of, pack
 from quire.executor.media import RowMedia, recorded_ids
 from quire.executor.operations import Operation
 from quire.executor.pool import CachePool
-from quire.executor.rows import Ids, Pending, Row, path_to
-from quire.runner.local import Extras, StepOutput
-from quire.types import Chunk, Commit, Edit, LogitsWanted, Pop, SeqId, Step, TokenTree
-
-
-@dataclass(slots=True, eq=False)
-class Extension:
-    """One row that a call extends by up to ``count`` tokens from ``start`` on."""
-
-    cache: KVCache
-    row: Row
-    start: int
-    count: int
-    old_length: int
-    label: str
-    """How an error names it."""
-    parents: tuple[int, ...] | None = None
-    """Of its tokens, which run as one tree in one forward; None: a chain."""
-    seq: SeqId = field(init=False)
-    """Where it runs: the row's sequence, or a fork of it."""
-    old_seq: SeqId | None = field(init=False)
-    """The sequence that is kept to come back to; None if there is none beside ``seq``."""
-    written: list[Ids] = field(default_factory=list)
-    """What ran, as it will be recorded."""
-
-    def __post_init__(self) -> None:
-        self.seq, self.old_seq = self.row.seq, None
-
-    @property
-    def num_written(self) -> int:
-        return sum(ids.size for ids in self.written)
-
-    @property
-    def rewinds(self) -> bool:
-        return self.start < self.old_length
-
-    @property
-    def depth(self) -> int:
-        """Positions that it needs: of a tree those of its longest path."""
-        if self.parents is None:
-            return self.count
-        return max(len(path_to(self.parents, node)) for node in range(len(self.parents)))
-
-
-def extensions(cache: KVCache, starts: Sequence[int], counts: Sequence[int], label: str = "") -> list[Extension]:
-    """All rows of a cache."""
-    return [
-        Extension(cache, row, start, count, old, f"{label}row {index}" if cache.batch_size > 1 else label)
-        for index, (row, start, count, old) in enumerate(zip(cache.rows, starts, counts, cache.lengths, strict=True))
-    ]
+from quire.executor.replay import NOTHING, owed_tokens, states_needed
+from quire.executor.rows import Ids, Pending, path_to
+from quire.runner.local import NO_EXTRAS, Extras, StepOutput
+from quire.types import Chunk, LogitsWanted, Pop, Step, TokenTree
 
 
 class Transaction:
     """``with Transaction(...) as work: work.run(...); work.commit()``. Leaving without ``commit`` undoes everything.
 
     Enter it under the pool's lock and stay under it. Entering raises ``ResourceExhausted`` before anything changes, and
-    ``FailedPrecondition`` where a window has forgotten what a rewind would need.
+    ``FailedPrecondition`` where a window has forgotten what a rewind would need, or a recurrent state is not kept there and the
+    tokens that lead to it are not known.
     """
 
     def __init__(
@@ -89,22 +46,38 @@ class Transaction:
         *,
         several: bool = False,
         aside: bool = False,
+        forwards: Iterable[Sequence[Piece]] | None = None,
+        path_if_room: bool = False,
     ) -> None:
-        """``several``: there may be more than one forward. ``aside``: run on forks only, and leave by ``set_aside``."""
+        """``several``: there may be more than one forward. ``aside``: run on forks only, and leave by ``set_aside``.
+        ``forwards``: how they will divide the tokens (None: one of all); what recurrent states need is counted by it.
+        ``path_if_room``: a chain becomes a tree of one path (``Extension.parents``) if there is a slot for the recurrent state behind
+        each of its tokens, with nothing given up for it."""
         self.pool = pool
         self.parts = list(parts)
         self.operation = operation
         self.several = several
         self.aside = aside
+        self._forwards = forwards
+        self._path_if_room = path_if_room
+        self._needed = 0
+        """Slots for recurrent states."""
+        self._given_up: list[Extension] = []
+        """The rows without an old version for whose states at their starts there is room."""
+        self._arrived = False
         self._committed = False
         self._lets_go = False
 
     def __enter__(self) -> Self:
         for part in self.parts:
             self._check_limits(part)
-        self._lets_go = self.several and any(self.pool.lets_go(part.row.seq) for part in self.parts)
+        for part in self.parts:
+            part.cache.settle()
+            part.owed = owed_tokens(self.pool, part.row, part.start, part.label)
+        several = self.several or any(part.owed.size for part in self.parts)
+        self._lets_go = several and any(self.pool.lets_go(part.row.seq) for part in self.parts)
         kept = [part for part in self.parts if self.aside or part.rewinds or self._needs_a_way_back(part)]
-        forks = self.pool.fork([part.row.seq for part in kept], [part.start for part in kept])
+        forks = self.pool.fork([part.row.seq for part in kept], [part.origin for part in kept])
         for part, seq in zip(kept, forks, strict=True):
             part.seq, part.old_seq = seq, part.row.seq
         try:
@@ -112,6 +85,8 @@ class Transaction:
         except BaseException:
             self._drop_unused_forks()
             raise
+        if self.several or not self.pool.keeps_last_state:
+            self._keep_starts([part for part in self.parts if not part.rewinds])
         return self
 
     def _check_limits(self, part: Extension) -> None:
@@ -137,8 +112,32 @@ class Transaction:
             return False
         return self._lets_go or self.pool.shares_tail(part.row.seq)
 
+    def _keep_starts(self, parts: Sequence[Extension]) -> None:
+        """Keep the recurrent states of those of these rows that have no other version to come back to; they stand at their starts."""
+        state = self.pool.state
+        if state.recurrent is None:
+            return
+        for part in parts:
+            if part.old_seq is None and part.start and part.count and part.parents is None:
+                part.holds_start = part.start not in state.checkpoints(part.seq)
+                if part.holds_start:
+                    state.checkpoint(part.seq)
+
+    def _drop_starts(self) -> None:
+        for part in self.parts:
+            if part.holds_start:
+                self.pool.state.drop_checkpoint(part.seq, part.start)
+                part.holds_start = False
+
     def _reserve(self, kept: Sequence[Extension]) -> None:
         """Make sure of the pages for everything; give up old versions only if that is what makes it fit."""
+        if self._path_if_room:
+            self._become_paths()
+        if missing := self._missing_states():
+            raise ResourceExhausted(
+                f"no room for {sum(part.count for part in self.parts)} more tokens: {missing} slots for recurrent states are missing; "
+                "release or clear caches"
+            )
         missing = self._missing()
         required = [part for part in kept if self.aside or part.rewinds or self._lets_go]
         if missing and len(required) < len(kept):
@@ -150,15 +149,18 @@ class Transaction:
         given_up = [] if self.aside else [part for part in required if part.rewinds]
         if missing > sum(self._freed_without_old(part) for part in given_up):
             state = self.pool.state
+            pages = sum(pool.num_pages for pool in state.table.pools)
             raise ResourceExhausted(
                 f"no room for {sum(part.count for part in self.parts)} more tokens: {missing} pages of {state.page_size} "
-                f"tokens are missing, {state.num_available_pages()} of {state.num_pages} are free; release or clear caches"
+                f"tokens are missing, {state.num_available_pages()} of {pages} are free; release or clear caches"
             )
         self.pool.remove([part.row.seq for part in given_up])
         for part in given_up:
-            # From here on an error leaves the row at ``start``: what lay behind it is gone.
+            # From here on an error leaves the row at ``start``, or where its fork stands then: what lay behind is gone.
             part.row.seq, part.old_seq = part.seq, None
             self._mark_rewound(part)
+        if self._needed + len(given_up) <= self.pool.available_states:
+            self._given_up = given_up
 
     def _missing(self) -> int:
         """Pages that the whole call is short of.
@@ -166,25 +168,64 @@ class Transaction:
         Where windows let go of pages between forwards, that is not known beforehand: then what a first token of each row
         needs, and what layers without a window need for all; ``run`` looks again before each forward.
         """
-        growing = [part for part in self.parts if part.count]
+        growing = [part for part in self.parts if part.count + part.owed.size]
         if not growing:
             return 0
-        seqs, counts = [part.seq for part in growing], [part.count for part in growing]
-        trees = [part.parents for part in growing]
+        seqs, counts = [part.seq for part in growing], [part.owed.size + part.count for part in growing]
+        # Behind tokens that are run again a tree takes the pages of as many tokens.
+        trees = [None if part.owed.size else part.parents for part in growing]
         if self._lets_go:
             return max(self.pool.missing_pages(seqs, [1] * len(seqs)), self.pool.missing_full_pages(seqs, counts))
         return self.pool.missing_pages(seqs, counts, trees)
 
+    def _missing_states(self) -> int:
+        """Slots for recurrent states that the whole call is short of."""
+        if not self.pool.recurrent_ids:
+            return 0
+        needed = self._needed = self._states_needed()
+        if self.pool.missing_states(needed):
+            # The forks hold what their rows have given up, too.
+            state = self.pool.state
+            for seq in (part.seq for part in self.parts if part.seq != part.row.seq):
+                for position in state.checkpoints(seq):
+                    state.drop_checkpoint(seq, position)
+        return self.pool.missing_states(needed)
+
+    def _states_needed(self) -> int:
+        own = self._forwards
+        if own is None:
+            own = [[Piece(index, 0, part.count) for index, part in enumerate(self.parts) if part.count]]
+        chains, trees = (own, ()) if all(part.parents is None for part in self.parts) else ((), own)
+        return states_needed(
+            [part.origin for part in self.parts],
+            chain(self._owed_forwards(), chains),
+            trees,
+            interval=self.pool.state_interval,
+        )
+
+    def _become_paths(self) -> None:
+        for part in self.parts:
+            part.parents = tuple(range(-1, part.count - 1))
+        if not self.pool.recurrent_ids or self._states_needed() > self.pool.available_states:
+            for part in self.parts:
+                part.parents = None
+
+    def _owed_forwards(self) -> list[list[Piece]]:
+        return pack([part.owed.size for part in self.parts], self.pool.chunk_size)
+
     def _freed_without_old(self, part: Extension) -> int:
         """Pages that are free, or need not be copied, once the version before the rewind is gone."""
-        return self.pool.freed_without(part.row.seq, part.seq, part.start)
+        return self.pool.freed_without(part.row.seq, part.seq, part.origin)
 
     def _mark_rewound(self, part: Extension) -> None:
-        if not part.rewinds:
-            return
-        part.cache.mark_cut(part.row, part.start)
+        if part.rewinds:
+            self._cut(part, part.start)
+
+    @staticmethod
+    def _cut(part: Extension, length: int) -> None:
+        part.cache.mark_cut(part.row, length)
         if part.row.tokens is not None:
-            part.row.tokens.size = part.start
+            part.row.tokens.size = length
 
     # -- running ---------------------------------------------------------------------------------------------
 
@@ -202,6 +243,7 @@ class Transaction:
 
         At most ``budget`` tokens go into one forward (0: all); a row that does not fit is continued in the next one.
         """
+        self.arrive()
         media = [None] * len(tokens) if media is None else media
         blocks = [() if found is None else found.blocks for found in media]
         records = [recorded_ids(ids, found) for ids, found in zip(tokens, media, strict=True)]
@@ -219,6 +261,29 @@ class Transaction:
                 self.parts[row].written.append(records[row][begin:end])
             self.pool.note_use()
         return [result.finished(self.pool.vocab_size, self.pool.device) for result in results]
+
+    def arrive(self) -> None:
+        """Run the tokens that lead to the rows' starts, which ``run`` does by itself."""
+        if self._arrived:
+            return
+        for pieces in self._owed_forwards():
+            if all(self.parts[piece.row].old_seq is not None for piece in pieces):
+                # The others have nothing to come back to, so they go on to their starts.
+                self.operation.check()
+            self.operation.num_sequences = len(pieces)
+            self._check_room(pieces)
+            self._execute(
+                Step(
+                    chunks=tuple(
+                        Chunk(self.parts[row].seq, self.parts[row].owed[begin:end], logits="none")  # type: ignore[arg-type]
+                        for row, begin, end in pieces
+                    )
+                ),
+                NO_EXTRAS,
+            )
+            self.pool.note_use()
+        self._arrived = True
+        self._keep_starts(self._given_up)
 
     def _check_room(self, pieces: Sequence[Piece]) -> None:
         """``ResourceExhausted`` if a forward of a windowed state finds no pages; for others ``__enter__`` has seen to it."""
@@ -251,20 +316,54 @@ class Transaction:
 
     def commit(self, keep: Sequence[int] | None = None) -> None:
         """Let the first ``keep[i]`` tokens that ran count (None: all); of a tree the path to node ``keep[i]``, -1: nothing. A
-        part without tokens stays as it was."""
+        part without tokens stays as it was.
+
+        Where layers are recurrent, what ran as a chain counts as a whole only.
+        """
         kept = [part.num_written for part in self.parts] if keep is None else list(keep)
-        self.pool.edit(*(edit for part, count in zip(self.parts, kept, strict=True) for edit in _kept(part, count)))
+        self.pool.edit(
+            *(edit for part, count in zip(self.parts, kept, strict=True) for edit in kept_edits(part, count))
+        )
         for part, count in zip(self.parts, kept, strict=True):
             if part.num_written == 0:
                 continue
-            if part.old_seq is not None:
-                self.pool.remove([part.old_seq])
-                part.row.seq, part.old_seq = part.seq, None
-                self._mark_rewound(part)
+            self._replace(part)
             ids = np.concatenate(part.written)
             ids = ids[:count] if part.parents is None else ids[path_to(part.parents, count)]
             part.cache.record(part.row, part.start, ids)
+        self._finish()
+
+    def commit_cuts(self) -> None:
+        """Let the rows end at their starts."""
+        self.arrive()
+        for part in self.parts:
+            if part.rewinds:
+                self._replace(part)
+                part.cache.record(part.row, part.start, NOTHING)
+        self._finish()
+
+    def leave_open(self) -> None:
+        """Let the chains that ran as trees of one path count, with the states behind all their tokens."""
+        for part in self.parts:
+            if part.parents is None:
+                raise QuireError("only what ran as a tree can be left open")
+            self._replace(part)
+            ids = np.concatenate(part.written)
+            part.cache.record(part.row, part.start, ids)
+            part.row.chain = Pending(part.seq, part.start, ids, part.parents)
+        self._finish()
+
+    def _replace(self, part: Extension) -> None:
+        """The row's sequence is the one that ran."""
+        if part.old_seq is None:
+            return
+        self.pool.remove([part.old_seq])
+        part.row.seq, part.old_seq = part.seq, None
+        self._mark_rewound(part)
+
+    def _finish(self) -> None:
         self._drop_unused_forks()
+        self._drop_starts()
         self._committed = True
 
     def set_aside(self) -> list[Pending]:
@@ -277,7 +376,7 @@ class Transaction:
             part.seq, part.old_seq = part.old_seq, None
             part.cache.set_pending(part.row, pending)
             found.append(pending)
-        self._committed = True
+        self._finish()
         return found
 
     def _drop_unused_forks(self, parts: Sequence[Extension] | None = None) -> None:
@@ -291,22 +390,25 @@ class Transaction:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._committed:
+            if kind is None and self._arrived:
+                self.pool.replayed_tokens += sum(part.owed.size for part in self.parts)
             return
-        undone = [part for part in self.parts if part.old_seq is None and part.num_written]
+        undone = [part for part in self.parts if part.old_seq is None]
         self._drop_unused_forks()
-        self.pool.edit(*(edit for part in undone for edit in _kept(part, -1 if part.parents is not None else 0)))
+        for part in undone:
+            self._undo(part)
+        self._drop_starts()
 
-
-def _kept(part: Extension, count: int) -> list[Edit]:
-    """The edits after which ``count`` tokens of what ran count, or the path to node ``count`` of a tree."""
-    if part.parents is not None:
-        return [Commit((part.seq,), (count,))] if part.num_written else []
-    surplus = part.num_written - count
-    return [Pop(part.seq, surplus)] if surplus > 0 else []
-
-
-def require_vocabulary(ids: Ids, vocab_size: int, what: str, *, placeholders: bool = False) -> None:
-    """``InvalidArgument`` if an id lies outside of 0..V-1. ``placeholders``: negative ones were checked already."""
-    bad = ids[(ids >= vocab_size) | ((ids < 0) & (not placeholders))]
-    if bad.size:
-        raise InvalidArgument(f"{what}: token id {int(bad[0])} is outside of 0..{vocab_size - 1}")
+    def _undo(self, part: Extension) -> None:
+        """Take back what ran on the row itself. One whose old version was given up may end before its start."""
+        if part.parents is not None:
+            self.pool.edit(*kept_edits(part, -1))
+        state = self.pool.state
+        length = state.sequence_length(part.seq)
+        end = min(length, part.start)
+        if state.recurrent is not None:
+            end = state.nearest_reachable(part.seq, end)
+        if end < length:
+            self.pool.edit(Pop(part.seq, length - end))
+        if end < part.start:
+            self._cut(part, end)

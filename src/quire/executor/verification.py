@@ -25,12 +25,13 @@ from quire.executor.arguments import (
     union,
 )
 from quire.executor.cache import KVCache
+from quire.executor.extension import Extension, extensions, require_vocabulary
 from quire.executor.forwards import LOGITS_ONLY, Asked, RowOutput
 from quire.executor.handle import Handle, handle_of
 from quire.executor.operations import Operation
 from quire.executor.pool import CachePool
 from quire.executor.rows import path_to
-from quire.executor.transaction import Extension, Transaction, extensions, require_vocabulary
+from quire.executor.transaction import Transaction
 from quire.kv.sequences import check_integer
 
 LOGITS_OF_SPECULATION = "it gives logits only; take hidden states and attention weights from forward_verify"
@@ -67,17 +68,31 @@ def _request(pool: CachePool, item: DecodeInput, first: DecodeInput, depth: int)
 def verify(
     pool: CachePool, requests: Sequence[Request], tree: tuple[int, ...] | None, operation: Operation
 ) -> list[DecodeOutput]:
-    """Run checked requests. A chain is in the cache afterwards; a tree waits beside it, and the cache is as before."""
+    """Run checked requests. A chain is in the cache afterwards; a tree waits beside it, and the cache is as before.
+
+    Where layers are recurrent, a chain runs as a tree of one path if there are slots to spare: then it has a state behind each of
+    its tokens, and a cut there runs nothing.
+    """
     cache, start = _one_row(requests[0])
     ids = np.array([int(request.tokens[0][0]) for request in requests], dtype=np.int64)
+    cache.settle()
+    roomy = tree is None and len(ids) > 1 and pool.is_roomy(len(ids))
     part = _extension(cache, start, len(ids), tree)
-    with Transaction(pool, [part], operation, aside=tree is not None) as work:
+    with Transaction(pool, [part], operation, aside=tree is not None, path_if_room=roomy) as work:
+        opened = tree is None and part.parents is not None
+        work.arrive()
+        mark = pool.mark(part.seq, part.row.mark) if tree is None else part.row.mark
+        if part.seq == part.row.seq:
+            part.row.mark = mark
         found = work.run([ids], ["all"], asked=union(request.asked for request in requests))[0]
         pending = None
-        if tree is None:
+        if opened:
+            work.leave_open()
+        elif tree is None:
             work.commit()
         else:
             pending = work.set_aside()[0]
+    part.row.mark = mark
     outputs = []
     for index, request in enumerate(requests):
         depth = index if tree is None else len(path_to(tree, index)) - 1
@@ -154,15 +169,31 @@ def speculate(
     draft_kV = None
     if draft_probabilities is not None:
         draft_kV = speculation.check_draft_probabilities(draft_probabilities, drafts, pool.vocab_size)
+
+    def judge(rows_RV: Tensor) -> speculation.Verdict:
+        if draft_kV is None or sampling is None:
+            return speculation.judge_by_threshold(rows_RV, drafts, acceptance_threshold, parents)
+        return speculation.judge_by_sampling(rows_RV, drafts, draft_kV, sampling, parents)
+
     # The input token is node 0, draft i is node i + 1.
     tree = None if parents is None else (-1, *(parent + 1 for parent in parents))
-    with Transaction(pool, [_extension(cache, start, len(ids), tree)], operation) as work:
+    part = _extension(cache, start, len(ids), tree)
+    # On recurrent layers a chain can be cut behind what is accepted only if each token's state is there.
+    is_recurrent = bool(pool.recurrent_ids) and bool(drafts) and tree is None
+    with Transaction(pool, [part], operation, several=is_recurrent, path_if_room=is_recurrent) as work:
         rows_RV = work.run([ids], ["all"])[0].logits_RV
-        if draft_kV is None or sampling is None:
-            verdict = speculation.judge_by_threshold(rows_RV, drafts, acceptance_threshold, parents)
-        else:
-            verdict = speculation.judge_by_sampling(rows_RV, drafts, draft_kV, sampling, parents)
-        work.commit([verdict.row if tree is not None else 1 + verdict.accepted])
+        verdict = judge(rows_RV)
+        taken = 1 + verdict.accepted
+        if part.parents is not None:
+            work.commit([verdict.row])
+        elif not is_recurrent or taken == len(ids):
+            work.commit([taken])
+    if is_recurrent and part.parents is None and taken < len(ids):
+        # That run was undone; now with the accepted tokens alone.
+        with Transaction(pool, [_extension(cache, start, taken, None)], operation) as work:
+            work.run([ids[:taken]], ["none"])
+            work.commit()
+        pool.replayed_tokens += taken
     return SpeculativeOutput(
         accepted_tokens=tuple(drafts[index] for index in verdict.path),
         next_logits=rows_RV[verdict.row : verdict.row + 1].clone(),

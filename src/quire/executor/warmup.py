@@ -36,7 +36,7 @@ def measure(pool: CachePool, max_batch_size: int, chunk_size: int = 0) -> Measur
 
     ``chunk_size``: tokens of a forward at most; <= 0: any number.
     """
-    room = min(pool.state.num_available_pages() * pool.page_size, pool.max_model_len)
+    room = min(available_pages(pool) * pool.page_size, pool.max_model_len)
     room = min(room, chunk_size) if chunk_size > 0 else room
     long, short = min(LONG_CHUNK, room), min(SHORT_CHUNK, room // 2)
     slope = overhead = 0
@@ -46,6 +46,13 @@ def measure(pool: CachePool, max_batch_size: int, chunk_size: int = 0) -> Measur
         slope = max(0, -(-(high - low) // (long - short)))
         overhead = max(0, high - slope * long)
     return Measured(bytes_per_token=slope, overhead_bytes=overhead, knee=_knee(pool, max_batch_size))
+
+
+def available_pages(pool: CachePool) -> int:
+    """Free pages, as many as there could be use for where no layer has any; none without a free recurrent state."""
+    if pool.recurrent_ids and not pool.available_states:
+        return 0
+    return pool.state.num_available_pages() if pool.specs else pages_for(pool.max_model_len, 1)
 
 
 def fits(measured: Measured | None, rows: int, device: torch.device) -> bool:
@@ -87,7 +94,10 @@ def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
 
 def _knee(pool: CachePool, max_batch_size: int) -> int:
     rates: dict[int, float] = {}
-    most = min(max_batch_size, pool.state.num_available_pages() // pages_for(1 + REPEATS, pool.page_size))
+    most = min(max_batch_size, available_pages(pool) // pages_for(1 + REPEATS, pool.page_size))
+    if pool.recurrent_ids:
+        # One that a row has and one that its next step writes.
+        most = min(most, pool.available_states // 2)
     batch = 1
     while batch <= most:
         rates[batch] = _decode_rate(pool, batch)

@@ -9,13 +9,31 @@ from functools import reduce
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention as sdpa
+from torch.nn.functional import scaled_dot_product_attention
 
 from quire.contracts.attention import AttentionState, Scoring
 from quire.kernels.blocks import Block, Segment
 from quire.kernels.groups import CausalGroup, LongChunk, PagedGroup, Pool
-from quire.kernels.partial import has_lse_kernel, partial
+from quire.kernels.partial import has_lse_kernel, partial, same_size
 from quire.ops.attention import merge
+
+
+def sdpa(
+    q_BHND: Tensor, k_BHMD: Tensor, v_BHMD: Tensor, scale: float, *, mask: Tensor | None = None, causal: bool = False
+) -> Tensor:
+    """``[b, Hq, n, Dv]``, strided.
+
+    On CPUs PyTorch has its flash kernel for keys and values of one size alone, and for others makes all scores: 128 heads x 2,048
+    rows of Dk = 192, Dv = 128 take 4.8 GB then.
+    """
+    value_dim = v_BHMD.shape[-1]
+    if q_BHND.device.type == "cpu":
+        q_BHND, k_BHMD, v_BHMD = same_size(q_BHND, k_BHMD, v_BHMD)
+    grouped = q_BHND.shape[1] != k_BHMD.shape[1]
+    out = scaled_dot_product_attention(
+        q_BHND, k_BHMD, v_BHMD, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped
+    )
+    return out[..., :value_dim]
 
 
 def run_causal(group: CausalGroup, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, scale: float) -> Tensor:
@@ -23,7 +41,7 @@ def run_causal(group: CausalGroup, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, 
     q, k, v = (
         group.rows.take(x).view(group.b, group.n, x.shape[1], x.shape[2]).transpose(1, 2) for x in (q_THD, k_THD, v_THD)
     )
-    out_BHND = sdpa(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    out_BHND = sdpa(q, k, v, scale, causal=True)
     return out_BHND.transpose(1, 2).contiguous().view(group.b * group.n, q.shape[1], v.shape[-1])
 
 
@@ -42,10 +60,10 @@ def run_paged(group: PagedGroup, q_THD: Tensor, pool: Pool, scale: float) -> Ten
     q = group.rows.take(q_THD)
     if group.n == 1:
         q = q.view(group.b, kv_heads, heads // kv_heads, dim)
-        out = sdpa(q, k, v, attn_mask=group.mask, scale=scale)
+        out = sdpa(q, k, v, scale, mask=group.mask)
         return out.contiguous().view(group.b, heads, -1)
     q = q.view(group.b, group.n, heads, dim).transpose(1, 2)
-    out = sdpa(q, k, v, attn_mask=group.mask, scale=scale, enable_gqa=heads != kv_heads)
+    out = sdpa(q, k, v, scale, mask=group.mask)
     return out.transpose(1, 2).contiguous().view(group.b * group.n, heads, -1)
 
 
@@ -68,12 +86,12 @@ def state_of_long(
 
 def run_block(block: Block, q_NHD: Tensor, pool: Pool, scale: float) -> Tensor:
     """``[n, Hq, Dv]``; rows that see nothing are not defined."""
-    if len(block.segments) > 1 or has_lse_kernel(q_NHD.device, pool.k_SHD.shape[-1], pool.v_SHD.shape[-1]):
+    if len(block.segments) > 1 or has_lse_kernel(q_NHD.device):
         return state_of_block(block, q_NHD, pool, Scoring(scale)).out
     segment = block.segments[0]
     k, v = (x[:, :, segment.start : segment.stop] for x in block.keys.gather(pool))
     q = q_NHD.transpose(0, 1).unsqueeze(0)
-    out = sdpa(q, k, v, attn_mask=segment.mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    out = sdpa(q, k, v, scale, mask=segment.mask)
     return out[0].transpose(0, 1)
 
 

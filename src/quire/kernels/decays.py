@@ -5,61 +5,80 @@ those of the rows 0 .. i. All these weights are made from sums of log decays, or
 quotients: those of long sums are inexact, are not numbers where something was forgotten completely (log decay -inf), and overflow
 where rows are weighed against a common point.
 
-Letters: N pieces of sequences; H heads of the state; h heads of q and k, either H or 1 that all share; R query heads of each;
-L rows of a piece; K, V sizes of keys and values.
+Letters: N pieces of sequences; B chunks of each that are prepared together; H heads of the state, X = N * H; h heads of q and k, either H
+or 1 that all share; R query heads of each; L rows of a chunk, I = R * L rows of a reader; K, V sizes of keys and values.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+TOGETHER = 4
+"""Chunks whose decays by column are prepared together: few enough that caches hold what is made for them."""
+
 
 class Weighed(NamedTuple):
-    """The queries and keys of a chunk, with the weights that decays give them."""
+    """The readers (queries, keys) and the keys of a chunk, with the weights that decays give them.
 
-    scores_NHRLL: Tensor
-    """What row i reads of what row j writes; 0 above the diagonal."""
-    q_NHRLK: Tensor
-    """As they read the state before the chunk."""
-    k_NHLK: Tensor
-    """As they write into the state after the chunk."""
+    A decay of the whole head weakens what is read and written; one of a column must be in q and k.
+    """
+
+    scores: list[Tensor]
+    """``[X, I, L]`` by reader: what its rows read of what each row writes; 0 for rows that come later."""
+    readers: list[Tensor]
+    """``[X, I, K]``: as they read the state before the chunk; columns weighed."""
+    since: list[Tensor]
+    """``[X, I, 1]`` by reader: what is left at its rows of the state before; empty: all, or columns are weighed."""
+    k_XKL: Tensor
+    """As they write into the state after the chunk; columns weighed."""
+    until_XL1: Tensor | None
+    """What is left after the chunk of what each row writes; None: all, or columns are weighed."""
     total: Tensor | None
-    """``[N, H, 1, 1]`` or ``[N, H, K, 1]``: what is left of the state before in the state after; None: all of it."""
+    """``[X, 1, 1]`` or ``[X, K, 1]``: what is left of the state before in the state after; None: all of it."""
 
-    def read(self, states_NHKV: Tensor) -> Tensor:
-        """``[N, H, R, L, V]``: what each row reads of the states before."""
-        return products(self.q_NHRLK, states_NHKV)
-
-    def write(self, states_NHKV: Tensor, u_NHLV: Tensor) -> Tensor:
-        """The states after ``u`` was written into those before; fresh."""
-        pieces, heads = states_NHKV.shape[:2]
-        states = torch.empty_like(states_NHKV, memory_format=torch.contiguous_format)
-        if self.total is None:
-            states.copy_(states_NHKV)
-        else:
-            torch.mul(states_NHKV, self.total, out=states)
-        # In place: the states are the largest tensors here.
-        k_NHKL = self.k_NHLK.mT.expand(pieces, heads, -1, -1)
-        states.flatten(0, 1).baddbmm_(k_NHKL.flatten(0, 1), u_NHLV.flatten(0, 1))
-        return states
+    def write_(self, states_XKV: Tensor, u_XLV: Tensor) -> None:
+        """Make the states before those after ``u`` was written. In place: they are the largest tensors here."""
+        if self.total is not None:
+            states_XKV.mul_(self.total)
+        states_XKV.baddbmm_(self.k_XKL, u_XLV if self.until_XL1 is None else u_XLV * self.until_XL1)
 
 
-def weigh(q_NHRLK: Tensor, k_NHLK: Tensor, log_decay: Tensor | None) -> Weighed:
-    """By log decays ``[N, H, L]`` or ``[N, H, L, K]``, all at most 0; q and k have h heads."""
-    if log_decay is None:
-        return Weighed(products(q_NHRLK, k_NHLK.mT).tril_(), q_NHRLK, k_NHLK, None)
-    return (_by_head if log_decay.dim() == 3 else _by_column)(q_NHRLK, k_NHLK, log_decay)
+def weigh(readers: Sequence[Tensor], k_BNhLK: Tensor, log_decay: Tensor | None, heads: int) -> Iterator[Weighed]:
+    """The B chunks in order: readers ``[B, N, h, R, L, K]``, by log decays ``[B, N, H, L]`` or ``[B, N, H, L, K]``, all at most 0."""
+    if log_decay is not None and log_decay.dim() == 5:
+        for start in range(0, len(k_BNhLK), TOGETHER):
+            some = slice(start, start + TOGETHER)
+            yield from _by_column([q[some] for q in readers], k_BNhLK[some], log_decay[some])
+        return
+    fading = None if log_decay is None else _Fading.of(log_decay)
+    scores = [_scores(q, k_BNhLK, fading, heads) for q in readers]
+    rows = [q.shape[3] for q in readers]
+    whole = [_over_heads(q.flatten(3, 4), heads) for q in readers]
+    k_BXKL = _over_heads(k_BNhLK, heads).mT
+    for chunk, k_XKL in enumerate(k_BXKL):
+        some_scores, some_readers = [score[chunk] for score in scores], [q[chunk] for q in whole]
+        if fading is None:
+            yield Weighed(some_scores, some_readers, [], k_XKL, None, None)
+            continue
+        since = fading.since_BXL1[chunk]
+        yield Weighed(
+            some_scores,
+            some_readers,
+            [since if groups == 1 else since.repeat(1, groups, 1) for groups in rows],
+            k_XKL,
+            fading.until_BXL1[chunk],
+            fading.total_BX11[chunk],
+        )
 
 
-def products(q_NHRLK: Tensor, right_NHKX: Tensor) -> Tensor:
-    """``[N, H, R, L, X]``, with the query heads folded into rows, so that the right side is read once."""
-    groups, rows = q_NHRLK.shape[2:4]
-    made = torch.matmul(q_NHRLK.flatten(2, 3), right_NHKX)
-    return made.view(*made.shape[:2], groups, rows, made.shape[3])
+def _over_heads(x_BNhIK: Tensor, heads: int) -> Tensor:
+    """``[B, X, I, K]``: shared heads repeated, in place where pieces and heads lie so."""
+    return x_BNhIK.expand(-1, -1, heads, -1, -1).flatten(1, 2)
 
 
 def faded(log_decay: Tensor) -> Tensor:
@@ -69,7 +88,8 @@ def faded(log_decay: Tensor) -> Tensor:
     which take a CPU up to a hundred times as long.
     """
     least = 0.5 * math.log(torch.finfo(log_decay.dtype).tiny)
-    return _without_faint(log_decay.clamp(min=least - 1).exp_())
+    clamped = torch.empty_like(log_decay, memory_format=torch.contiguous_format)
+    return _without_faint(torch.clamp(log_decay, min=least - 1, out=clamped).exp_())
 
 
 def _without_faint(weights: Tensor) -> Tensor:
@@ -79,58 +99,99 @@ def _without_faint(weights: Tensor) -> Tensor:
     return weights
 
 
-def _by_head(q_NHRLK: Tensor, k_NHLK: Tensor, log_decay_NHL: Tensor) -> Weighed:
+class _Fading(NamedTuple):
     """One decay for each head and row: the state space dual form of Mamba-2 (arXiv:2405.21060)."""
-    rows = log_decay_NHL.shape[-1]
-    below_LL = torch.ones(rows, rows, dtype=torch.bool, device=log_decay_NHL.device).tril_(-1)
-    # In column j: the log decays below row j, added up.
-    sums_NHLL = log_decay_NHL.unsqueeze(-1).masked_fill(~below_LL, 0).cumsum(-2)
-    within_NHLL = faded(sums_NHLL).tril_()
-    since_NHL = faded(log_decay_NHL.cumsum(-1))
-    return Weighed(
-        products(q_NHRLK, k_NHLK.mT) * within_NHLL.unsqueeze(2),
-        q_NHRLK * since_NHL[:, :, None, :, None],
-        k_NHLK * within_NHLL[..., -1, :, None],
-        since_NHL[..., -1, None, None],
-    )
+
+    within_BNHLL: Tensor
+    """Weights of the scores, 0 above the diagonal."""
+    since_BXL1: Tensor
+    until_BXL1: Tensor
+    total_BX11: Tensor
+
+    @staticmethod
+    def of(log_decay_BNHL: Tensor) -> _Fading:
+        rows = log_decay_BNHL.shape[-1]
+        below_LL = torch.ones(rows, rows, dtype=torch.bool, device=log_decay_BNHL.device).tril_(-1)
+        # In column j: the log decays below row j, added up.
+        sums_BNHLL = log_decay_BNHL.unsqueeze(-1).masked_fill(~below_LL, 0).cumsum(-2)
+        within_BNHLL = faded(sums_BNHLL).tril_()
+        since_BXL1 = faded(log_decay_BNHL.cumsum(-1)).flatten(1, 2).unsqueeze(-1)
+        until_BXL1 = within_BNHLL[..., -1, :].flatten(1, 2).unsqueeze(-1)
+        return _Fading(within_BNHLL, since_BXL1, until_BXL1, since_BXL1[:, :, -1:])
 
 
-def _by_column(q_NHRLK: Tensor, k_NHLK: Tensor, log_decay_NHLK: Tensor) -> Weighed:
+def _scores(q_BNhRLK: Tensor, k_BNhLK: Tensor, fading: _Fading | None, heads: int) -> Tensor:
+    """``[B, X, I, L]``"""
+    chunks, pieces, some, groups, rows, _ = q_BNhRLK.shape
+    made = q_BNhRLK.new_empty(chunks, pieces * some, groups * rows, rows)
+    # Chunk by chunk: the heads of one can be read where they lie.
+    for q, k, out in zip(q_BNhRLK.flatten(3, 4).flatten(1, 2), k_BNhLK.flatten(1, 2), made, strict=True):
+        torch.bmm(q, k.mT, out=out)
+    scores = made.view(chunks, pieces, some, groups, rows, rows)
+    if fading is None:
+        scores.tril_()
+    elif some == heads:
+        scores.mul_(fading.within_BNHLL.unsqueeze(3))
+    else:
+        scores = scores * fading.within_BNHLL.unsqueeze(3)
+    return _over_heads(scores.flatten(3, 4), heads)
+
+
+def _by_column(readers: Sequence[Tensor], k_BNhLK: Tensor, log_decay_BNHLK: Tensor) -> Iterator[Weighed]:
     """One decay for each column of the keys (arXiv:2312.06635): it stands between q and k, inside of their product.
 
     The scores are made of squares. A block of 2 m rows is halved: whatever a row of the right half reads of a row of the left half
     fades up to the middle and from the middle on, both by weights of at most 1, so the square of the two is one product. The
-    halves are blocks of their own, down to single rows.
+    halves are blocks of their own, down to single rows. Queries and keys carry their weights along as blocks grow: a query what
+    fades from the beginning of its block to its row, with it, a key what fades from its row, without it, to the end.
     """
-    pieces, heads, rows, _ = log_decay_NHLK.shape
+    rows = k_BNhLK.shape[3]
     size = 1 << (rows - 1).bit_length()
-    q, k = _padded(q_NHRLK, size), _padded(k_NHLK, size)
-    diagonal = (q * k.unsqueeze(2)).sum(-1)
-    scores = q.new_zeros(pieces, heads, q.shape[2], size, size)
-    scores.diagonal(dim1=-2, dim2=-1).copy_(diagonal)
-    # Products of decays in blocks of ``half`` rows: from the beginning to each row, with it; and from each row, without it, to the end.
-    since = faded(_padded(log_decay_NHLK, size))
-    until = torch.ones_like(since)
+    decays = faded(_padded(log_decay_BNHLK, size))
+    shape = decays.shape[:3]
+    k = _padded(k_BNhLK, size)
+    weighed_k = k.expand(*shape, -1, -1).clone(memory_format=torch.contiguous_format)
+    weighed_q, scores = [], []
+    for reader in readers:
+        q = _padded(reader, size)
+        score = q.new_zeros(*shape, q.shape[3], size, size)
+        score.diagonal(dim1=-2, dim2=-1).copy_((k.unsqueeze(3) * q).sum(-1))
+        weighed_q.append(decays.unsqueeze(3) * q)  # the decays first: the result lies as they do
+        scores.append(score)
+    totals = decays  # of each block
     half = 1
     while half < size:
-        left_since, right_since = _halves(since, half)
-        left_until, _ = _halves(until, half)
-        square = torch.matmul(
-            _halves(q, half)[1] * right_since.unsqueeze(2), (_halves(k, half)[0] * left_until).unsqueeze(2).mT
-        )
         blocks = size // (2 * half)
-        grid = scores.view(*scores.shape[:3], blocks, 2, half, blocks, 2, half)
-        # Of [.., block, side, half, block, side, half] the squares right of left, each of a block with itself.
-        grid.diagonal(dim1=-6, dim2=-3)[..., 1, :, 0, :, :].copy_(square.movedim(-3, -1))
-        _without_faint(left_until.mul_(right_since[..., -1:, :]))
-        _without_faint(right_since.mul_(left_since[..., -1:, :]))
+        left_total, right_total = _sides(totals, 1)
+        left_k = _sides(weighed_k, half)[0]
+        for score, q in zip(scores, weighed_q, strict=True):
+            right_q = _sides(q, half)[1]
+            square = _square(right_q, left_k.unsqueeze(3))
+            grid = score.view(*score.shape[:4], blocks, 2, half, blocks, 2, half)
+            # Of [.., block, side, half, block, side, half] the squares right of left, each of a block with itself.
+            grid.diagonal(dim1=-6, dim2=-3)[..., 1, :, 0, :, :].copy_(square.movedim(-3, -1))
+            _normal(right_q.mul_(left_total.unsqueeze(3)))
+        _normal(left_k.mul_(right_total))
+        totals = _without_faint(left_total * right_total).squeeze(-2)
         half *= 2
-    return Weighed(
-        scores[..., :rows, :rows],
-        q_NHRLK * since[:, :, None, :rows],
-        k_NHLK * until[..., :rows, :],
-        since[..., -1, :, None],
-    )
+    chosen = [score[..., :rows, :rows].flatten(3, 4).flatten(1, 2) for score in scores]
+    read = [q[..., :rows, :].flatten(3, 4).flatten(1, 2) for q in weighed_q]
+    k_BXKL = weighed_k[:, :, :, :rows].flatten(1, 2).mT
+    total_BXK1 = totals.flatten(1, 2).mT
+    for chunk, (k_XKL, total) in enumerate(zip(k_BXKL, total_BXK1, strict=True)):
+        yield Weighed([score[chunk] for score in chosen], [q[chunk] for q in read], [], k_XKL, None, total)
+
+
+def _square(right: Tensor, left: Tensor) -> Tensor:
+    """``right @ left.mT``; of single rows without a call for each."""
+    if right.shape[-2] == 1:
+        return (right * left).sum(-1, keepdim=True)
+    return torch.matmul(right, left.mT)
+
+
+def _normal(x: Tensor) -> None:
+    """Make subnormal numbers 0, in place."""
+    torch.ops.aten.hardshrink.out(x, torch.finfo(x.dtype).tiny, out=x)
 
 
 def _padded(x: Tensor, size: int) -> Tensor:
@@ -138,7 +199,7 @@ def _padded(x: Tensor, size: int) -> Tensor:
     return torch.nn.functional.pad(x, (0, 0, 0, size - x.shape[-2])) if x.shape[-2] < size else x
 
 
-def _halves(x: Tensor, half: int) -> tuple[Tensor, Tensor]:
+def _sides(x: Tensor, half: int) -> tuple[Tensor, Tensor]:
     """Views of the left and the right halves of the blocks, ``[.., blocks, half, K]`` each."""
     left, right = x.view(*x.shape[:-2], -1, 2, half, x.shape[-1]).unbind(-3)
     return left, right

@@ -10,6 +10,7 @@ from functools import reduce
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from quire.contracts.attention import AttentionState, Scoring
 from quire.ops.attention import merge
@@ -38,14 +39,37 @@ def partial(
     """
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.zeros(mask.shape, dtype=q_BNHD.dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
-    if has_lse_kernel(q_BNHD.device, k_BHMD.shape[-1], v_BHMD.shape[-1]) and scoring.softcap is None:
+    if not has_lse_kernel(q_BNHD.device) or scoring.softcap is not None:
+        return bounded(q_BNHD, k_BHMD, v_BHMD, scoring, mask, causal)
+    key_dim, value_dim = k_BHMD.shape[-1], v_BHMD.shape[-1]
+    if key_dim == value_dim:
         return flash(q_BNHD, k_BHMD, v_BHMD, scoring.scale, mask, causal)
-    return bounded(q_BNHD, k_BHMD, v_BHMD, scoring, mask, causal)
+    q_BNHD, k_BHMD, v_BHMD = same_size(q_BNHD, k_BHMD, v_BHMD)
+    state = flash(q_BNHD, k_BHMD, v_BHMD, scoring.scale, mask, causal)
+    return AttentionState(state.out[..., :value_dim], state.lse)
 
 
-def has_lse_kernel(device: torch.device, key_dim: int, value_dim: int) -> bool:
-    """Whether a kernel of PyTorch returns the log-sum-exp of such heads."""
-    return device.type == "cpu" and key_dim == value_dim
+def has_lse_kernel(device: torch.device) -> bool:
+    """Whether a kernel of PyTorch returns the log-sum-exp there. It needs keys and values of one size: see ``same_size``."""
+    return device.type == "cpu"
+
+
+def same_size(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Heads of one size that give the same attention: what is too short has columns of 0, and the result columns to be cut off.
+
+    Values that are the first columns of their keys (a latent layer's rows) are these keys themselves: nothing is copied.
+    """
+    missing = k.shape[-1] - v.shape[-1]
+    if missing < 0:
+        return pad(q, (0, -missing)), pad(k, (0, -missing)), v
+    if missing and is_head_of(v, k):
+        return q, k, k
+    return (q, k, pad(v, (0, missing))) if missing else (q, k, v)
+
+
+def is_head_of(v: Tensor, k: Tensor) -> bool:
+    """Whether ``v`` is a view of the first columns of ``k``."""
+    return v.data_ptr() == k.data_ptr() and v.stride() == k.stride() and v.shape[:-1] == k.shape[:-1]
 
 
 def flash(

@@ -104,10 +104,17 @@ class GroupRows:
             return taken
         return taken.masked_fill(self._padding.reshape(*self._shape, *[1] * (x.dim() - 1)), 0)
 
+    def room(self, out: Tensor) -> Tensor:
+        """``[N, L, ...]`` to be filled and ``put`` into out ``[T, ...]``, contiguous: a view where that is possible."""
+        if self._run is not None:
+            return out[self._run].view(*self._shape, *out.shape[1:])
+        return out.new_empty(*self._shape, *out.shape[1:])
+
     def put(self, out: Tensor, rows: Tensor) -> None:
         """Write ``[N, L, ...]`` into out ``[T, ...]``, without the padding."""
         flat = rows.flatten(0, 1)
         if self._run is not None:
-            out[self._run] = flat
+            if rows.data_ptr() != out[self._run].data_ptr():
+                out[self._run] = flat
             return
         out.index_copy_(0, self._targets, (flat if self._kept is None else flat[self._kept]).to(out.dtype))

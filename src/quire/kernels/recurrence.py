@@ -1,10 +1,10 @@
 """Recurrences in chunk-parallel form, on any device.
 
-*Linear attention.* A sequence is cut into pieces of at most ``CHUNK`` rows (see ``pieces``). A piece is a few matrix products: what its
-rows read of the state before it, what they read of each other, and the state after it. With the delta rule the values
-are first replaced by what is new in them, which is one triangular system (the WY representation, arXiv:2406.06484, for decays
-arXiv:2412.06464); all decays, by column too, take the same way (see ``decays``). Pieces of single rows (decodes, branching trees,
-rows that are all wanted) are one batched update of the states instead.
+*Linear attention.* A sequence is cut into pieces of at most ``PIECE`` rows (see ``pieces``), and these into chunks. A chunk is a few
+matrix products: what its rows read of the state before it, what they read of each other, and the state after it. With the delta rule
+the values are first replaced by what is new in them, which is one triangular system (the WY representation, arXiv:2406.06484, for
+decays arXiv:2412.06464); all decays, by column too, take the same way (see ``decays``). Pieces of single rows (decodes, branching
+trees, rows that are all wanted) are one batched update of the states instead.
 
 *Convolution.* Decodes are one batched product; long chains go one by one, by shifted multiplications; short ones and trees
 gather each row's ancestors.
@@ -25,12 +25,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.contracts.recurrence import Recurred, RecurrencePlan
-from quire.kernels.decays import faded, products, weigh
+from quire.kernels.decays import Weighed, faded, weigh
 from quire.kernels.pieces import GroupRows, cut
 from quire.ops.recurrence import check_convolve, check_linear_attention, promoted, sum_dtype
 
-CHUNK = 64
-"""Rows of a piece: the products within it grow with the square, what goes through the state is done once for each."""
+PIECE = 256
+"""Rows of a piece at most: what is prepared once for it counts for little then, and padding of others beside it stays small."""
+CHUNK = 32
+"""Rows of a chunk: the products within it grow with the square, what goes through the state is done once for each."""
+CACHED = 1 << 20
+"""Bytes of states that a CPU updates at a time."""
 LONG_CHAIN = 32
 """Mean length of a batch's chains from which on each is convolved by itself."""
 
@@ -117,7 +121,7 @@ class ChunkedRecurrence:
         wanted[plan.wanted] = np.arange(len(plan.wanted))
         known: dict[int, tuple[Tensor, int]] = {}
         """Of the depth before, by piece: a tensor of states, and the place in it of the one after the piece."""
-        for groups in cut(plan, CHUNK):
+        for groups in cut(plan, PIECE):
             after: dict[int, tuple[Tensor, int]] = {}
             for group in groups:
                 rows = GroupRows(group, states_GHKV.device)
@@ -131,8 +135,9 @@ class ChunkedRecurrence:
                     out, states = _update(states, taken.mapped(lambda x, blank: x[:, 0]), scale)
                     rows.put(out_THV, out.flatten(1, 2).unsqueeze(1))
                 else:
-                    out, states = _chunk(states, taken, scale)
-                    rows.put(out_THV, out.flatten(2, 3))
+                    out_NPHV = rows.room(out_THV)
+                    states = _piece(states, taken, scale, out_NPHV)
+                    rows.put(out_THV, out_NPHV)
                 after.update((piece, (states, index)) for index, piece in enumerate(group.pieces.tolist()))
                 targets = wanted[group.last]
                 kept = np.flatnonzero(targets >= 0)
@@ -151,9 +156,12 @@ class ChunkedRecurrence:
         weight_WC = weight_CW.to(compute).T.contiguous()
         bias = None if bias_C is None else bias_C.to(compute)
         if bool((plan.parents < 0).all()):
-            inputs_TWC = torch.cat([_pick(states_GWC, plan.given).to(compute), x_TC.to(compute).unsqueeze(1)], 1)
-            out_TC = (inputs_TWC * weight_WC).sum(1)
-            states_MWC = _pick(inputs_TWC[:, 1:], plan.wanted)
+            before_TWC, x = _pick(states_GWC, plan.given).to(compute), x_TC.to(compute)
+            out_TC = x * weight_WC[-1]
+            for tap in range(before_TWC.shape[1]):
+                out_TC.addcmul_(before_TWC[:, tap], weight_WC[tap])
+            after_TWC = torch.cat([before_TWC[:, 1:], x.unsqueeze(1)], 1)[:, : before_TWC.shape[1]]
+            states_MWC = _pick(after_TWC, plan.wanted)
         elif plan.chains and plan.num_rows >= LONG_CHAIN * (len(plan.starts) - 1):
             return _convolve_chains(plan, x_TC, weight_WC, bias, states_GWC, compute)
         else:
@@ -195,36 +203,98 @@ def _gather(places: list[tuple[Tensor, int]]) -> Tensor:
 
 
 def _update(states_NHKV: Tensor, rows: Inputs, scale: float) -> tuple[Tensor, Tensor]:
-    """One row of each sequence: outputs ``[N, H, R, V]`` and the states after, fresh."""
-    states, u_NHV = states_NHKV, rows.v
+    """One row of each sequence: outputs ``[N, H, R, V]`` and the states after, fresh.
+
+    Each state is read and written several times. On CPUs that happens a few sequences after the other, which caches hold meanwhile.
+    """
+    states = torch.empty_like(states_NHKV, memory_format=torch.contiguous_format)
+    number, heads, values = len(states), states.shape[1], states.shape[3]
+    out_NHRV = states.new_empty(number, heads, rows.q.shape[2], values)
+    decay = None
     if rows.log_decay is not None:
-        states = states * faded(rows.log_decay).reshape(*states.shape[:2], -1, 1)
-    if rows.beta is not None:
-        known_NHV = torch.matmul(rows.k.unsqueeze(-2), states).squeeze(-2)
-        u_NHV = rows.beta.unsqueeze(-1) * (u_NHV - known_NHV)
-    states = torch.addcmul(states, rows.k.unsqueeze(-1), u_NHV.unsqueeze(-2))
-    return torch.matmul(rows.q, states).mul_(scale), states
+        decay = faded(rows.log_decay).reshape(number, heads, -1, 1)
+    # A row of one head (shared) or of all, as matrices.
+    q, k_NHK1, v_NH1V = rows.q, rows.k.unsqueeze(-1), rows.v.unsqueeze(-2)
+    beta_NH11 = None if rows.beta is None else rows.beta[..., None, None]
+    some = number
+    if states.device.type == "cpu":
+        some = max(1, CACHED * number // max(1, states.numel() * states.element_size()))
+    for start in range(0, number, some):
+        part = slice(start, start + some)
+        state, k, u = states[part], k_NHK1[part], v_NH1V[part]
+        if decay is None:
+            state.copy_(states_NHKV[part])
+        else:
+            torch.mul(states_NHKV[part], decay[part], out=state)
+        if beta_NH11 is not None:
+            u = (u - torch.matmul(k.mT, state)).mul_(beta_NH11[part])
+        state.addcmul_(k, u)
+        torch.mul(torch.matmul(q[part], state), scale, out=out_NHRV[part])
+    return out_NHRV, states
 
 
-def _chunk(states_NHKV: Tensor, rows: Inputs, scale: float) -> tuple[Tensor, Tensor]:
-    """L rows of each sequence: outputs ``[N, L, H, R, V]`` and the states after, fresh.
+def _piece(states_NHKV: Tensor, rows: Inputs, scale: float, out_NPHV: Tensor) -> Tensor:
+    """P rows of each sequence, chunk by chunk: writes the outputs into ``out_NPHV`` and returns the states after, fresh.
 
     With the delta rule the u of the rows solve ``u_i + sum over j < i of beta_i s_ij u_j = beta_i (v_i - r_i)``: s are the scores of
     the keys with each other, r is what the keys read of the state before.
     """
-    q, k, u = rows.q.permute(0, 2, 3, 1, 4), rows.k.transpose(1, 2), rows.v.transpose(1, 2)
-    if rows.beta is not None:
-        q = torch.cat([k.unsqueeze(2), q], 2)  # keys read as one more query head
-    weighed = weigh(q, k, None if rows.log_decay is None else rows.log_decay.transpose(1, 2))
-    scores, read = weighed.scores_NHRLL, weighed.read(states_NHKV)
-    if rows.beta is not None:
-        beta_NHL1 = rows.beta.transpose(1, 2).unsqueeze(-1)
-        system = beta_NHL1 * scores[:, :, 0]  # its diagonal counts as 1, whatever is there
-        right = beta_NHL1 * (u - read[:, :, 0])
-        u = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
-        scores, read = scores[:, :, 1:], read[:, :, 1:]
-    out = (read + products(scores, u)).mul_(scale)
-    return out.permute(0, 3, 1, 2, 4), weighed.write(states_NHKV, u)
+    heads, count = states_NHKV.shape[1], out_NPHV.shape[1]
+    by_column = rows.log_decay is not None and rows.log_decay.dim() == 4
+    # Decays by column cost another pass over all rows for each doubling.
+    chunks = -(-count // (max(1, CHUNK // 2) if by_column else CHUNK))
+    q, k, v, log_decay, beta = rows.mapped(lambda x, blank: _chunked(x, chunks))
+    q, v_BXLV = q.movedim(4, 3), v.flatten(1, 2)
+    states_XKV = states_NHKV.clone(memory_format=torch.contiguous_format).flatten(0, 1)
+    out_BXIV = v.new_empty(chunks, len(states_XKV), q.shape[3] * q.shape[4], v.shape[-1])
+    if beta is None:
+        for weighed, u_XLV, out in zip(weigh([q], k, log_decay, heads), v_BXLV, out_BXIV, strict=True):
+            _read(weighed, 0, states_XKV, out)
+            out.baddbmm_(weighed.scores[0], u_XLV, beta=scale, alpha=scale)
+            weighed.write_(states_XKV, u_XLV)
+    else:
+        parts = list(weigh([q, k.unsqueeze(3)], k, log_decay, heads))
+        inverse_BXLL = _inverse(torch.stack([weighed.scores[1] for weighed in parts]), beta.flatten(1, 2))
+        known = v.new_empty(v_BXLV.shape[1:])
+        for weighed, v_XLV, inverse_XLL, out in zip(parts, v_BXLV, inverse_BXLL, out_BXIV, strict=True):
+            _read(weighed, 1, states_XKV, known)
+            u_XLV = torch.bmm(inverse_XLL, torch.sub(v_XLV, known, out=known))
+            _read(weighed, 0, states_XKV, out)
+            out.baddbmm_(weighed.scores[0], u_XLV, beta=scale, alpha=scale)
+            weighed.write_(states_XKV, u_XLV)
+    # [N, B, L, H, R, V]
+    found = out_BXIV.view(chunks, *states_NHKV.shape[:2], *q.shape[3:5], -1).permute(1, 0, 4, 2, 3, 5)
+    if count == chunks * q.shape[4]:
+        out_NPHV.view(found.shape).copy_(found)
+    else:
+        out_NPHV.copy_(found.reshape(len(states_NHKV), -1, *out_NPHV.shape[2:])[:, :count])
+    return states_XKV.view(states_NHKV.shape)
+
+
+def _chunked(x: Tensor, chunks: int) -> Tensor:
+    """``[B, N, H, L, ..]`` of ``[N, P, H, ..]``, a view if P is a multiple of B; otherwise rows of 0 are added."""
+    missing = -x.shape[1] % chunks
+    if missing:
+        x = torch.cat([x, x.new_zeros(x.shape[0], missing, *x.shape[2:])], 1)
+    return x.view(x.shape[0], chunks, x.shape[1] // chunks, *x.shape[2:]).transpose(0, 1).transpose(2, 3)
+
+
+def _read(weighed: Weighed, reader: int, states_XKV: Tensor, out_XIV: Tensor) -> Tensor:
+    """What a reader's rows read of the states before, into ``out``."""
+    torch.bmm(weighed.readers[reader], states_XKV, out=out_XIV)
+    return out_XIV.mul_(weighed.since[reader]) if weighed.since else out_XIV
+
+
+def _inverse(scores_BXLL: Tensor, beta_BXL: Tensor) -> Tensor:
+    """``(I + beta s)^-1 beta`` for the scores below the diagonal, of keys with each other.
+
+    For keys of length 1 and beta up to 2 no entry is greater than 4: it is what contractions leave of a key, read by another. Products
+    with it err no more than solving does.
+    """
+    system = scores_BXLL * beta_BXL.unsqueeze(-1)  # its diagonal counts as 1, whatever is there
+    one = torch.eye(system.shape[-1], dtype=system.dtype, device=system.device)
+    inverse: Tensor = torch.linalg.solve_triangular(system, one.expand_as(system), upper=False, unitriangular=True)
+    return inverse * beta_BXL.unsqueeze(-2)
 
 
 # -- convolution -------------------------------------------------------------------------------------------------
@@ -253,20 +323,36 @@ def _convolve_chains(
     compute: torch.dtype,
 ) -> Recurred:
     """Chains one by one: each tap is the whole chain, shifted."""
-    taps = len(weight_WC)
+    taps, kept = len(weight_WC), len(weight_WC) - 1
     out_TC = torch.empty_like(x_TC, memory_format=torch.contiguous_format)
+    size = plan.num_rows
+    if x_TC.device.type == "cpu":
+        size = max(taps, CACHED // max(1, weight_WC.nbytes // taps))
     states: list[Tensor] = []
     for entry, (start, stop) in enumerate(itertools.pairwise(plan.starts.tolist())):
-        inputs = torch.cat([states_GWC[entry].to(compute), x_TC[start:stop].to(compute)])
-        count = stop - start
-        if bias_C is None:
-            out = inputs[:count] * weight_WC[0]
-        else:
-            out = torch.addcmul(bias_C, inputs[:count], weight_WC[0])
-        for tap in range(1, taps):
-            out.addcmul_(inputs[tap : tap + count], weight_WC[tap])
-        out_TC[start:stop] = out
-        wanted = plan.wanted[np.searchsorted(plan.wanted, start) : np.searchsorted(plan.wanted, stop)] - start
-        index = torch.from_numpy(wanted[:, None] + np.arange(1, taps)).to(x_TC.device)
-        states.append(inputs[index].to(states_GWC.dtype))
-    return Recurred(out_TC, torch.cat(states))
+        window = states_GWC[entry].to(compute)
+        for first in range(start, stop, size):
+            rows = slice(first, min(first + size, stop))
+            # The last inputs from before, then those of these rows.
+            window = torch.cat([window[len(window) - kept :], x_TC[rows].to(compute)])
+            count = rows.stop - first
+            if bias_C is None:
+                out = window[:count] * weight_WC[0]
+            else:
+                out = torch.addcmul(bias_C, window[:count], weight_WC[0])
+            for tap in range(1, taps):
+                out.addcmul_(window[tap : tap + count], weight_WC[tap])
+            out_TC[rows] = out
+        wanted = plan.wanted[np.searchsorted(plan.wanted, start) : np.searchsorted(plan.wanted, stop)]
+        states += [_inputs_until(row + 1, start, x_TC, states_GWC[entry]) for row in wanted.tolist()]
+    after = states_GWC.new_empty(len(states), *states_GWC.shape[1:])
+    for place, state in zip(after, states, strict=True):
+        place.copy_(state)
+    return Recurred(out_TC, after)
+
+
+def _inputs_until(stop: int, start: int, x_TC: Tensor, state_WC: Tensor) -> Tensor:
+    """The last inputs before row ``stop`` of a chain that begins at ``start`` behind a state, as many as the state has."""
+    kept = len(state_WC)
+    inputs_WC = x_TC[max(start, stop - kept) : stop]
+    return torch.cat([state_WC[len(inputs_WC) :], inputs_WC]) if len(inputs_WC) < kept else inputs_WC

@@ -21,16 +21,17 @@ import torch
 import xxhash
 from torch import Tensor
 
-from quire.contracts.layers import LatentAttention
+from quire.contracts.layers import CrossAttention, LatentAttention
 from quire.errors import DataLoss, FailedPrecondition, InvalidArgument, ResourceExhausted
 from quire.kv.need import SlotRange
 from quire.kv.recurrent import dtype_of
 from quire.kv.sequences import check_id
-from quire.kv.storage import LayerRows, PagedSpec
+from quire.kv.storage import LayerRows, StoredSpec
 from quire.kv.windows import NO_HOLE, Hole, Window, describe_ranges, held, visibility
 from quire.types import SeqId
 
 if TYPE_CHECKING:
+    from quire.kv.cross import CrossPart
     from quire.kv.paged import PagedKVState
     from quire.kv.recurrent import RecurrentPart
 
@@ -42,7 +43,7 @@ class Import:
     """An import under way: what was promised and which groups have come."""
 
     rows: dict[int, int]
-    """Rows of each layer."""
+    """Rows of each layer with pages; of cross layers only those whose encoder rows were exported."""
     checksums: dict[tuple[int, str], str]
     """By layer and name; empty where the writer made none."""
     done: set[int] = field(default_factory=set)
@@ -52,9 +53,10 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def layer_metadata(spec: PagedSpec, dtype: torch.dtype) -> dict[str, Any]:
+def layer_metadata(spec: StoredSpec, dtype: torch.dtype) -> dict[str, Any]:
     """What must agree about one layer, in JSON types."""
     sizes: dict[str, Any]
+    rope = None if isinstance(spec, CrossAttention) else spec.rope
     if isinstance(spec, LatentAttention):
         sizes = {"row_dim": spec.row_dim, "value_dim": spec.value_dim}
     else:
@@ -64,20 +66,21 @@ def layer_metadata(spec: PagedSpec, dtype: torch.dtype) -> dict[str, Any]:
         "window": spec.layer_window,
         "dtype": dtype_name(dtype),
         **sizes,
-        "rope_mode": spec.rope_mode,
-        "rope": spec.rope.as_json() if spec.rope else None,
-        "rope_fingerprint": spec.rope.fingerprint() if spec.rope else "",
+        "rope_mode": "none" if isinstance(spec, CrossAttention) else spec.rope_mode,
+        "rope": rope.as_json() if rope else None,
+        "rope_fingerprint": rope.fingerprint() if rope else "",
     }
 
 
 def layers_metadata(state: PagedKVState) -> list[dict[str, Any]]:
-    return [layer_metadata(spec, state.dtype) for spec in state.specs]
+    """Of all layers with pages, by ascending id."""
+    return [layer_metadata(spec, state.dtype) for spec in state.stored_specs.values()]
 
 
 def ids_metadata(state: PagedKVState) -> dict[str, Any]:
     """Which layers a state has, in JSON types: ``layer_ids`` only where those with attention are no range, ``recurrent`` only
     where there are others."""
-    ids = list(state.layer_ids)
+    ids = list(state.stored_specs)
     found: dict[str, Any] = {"first_layer": state.first_layer}
     if ids != list(range(state.first_layer, state.first_layer + len(ids))):
         found["layer_ids"] = ids
@@ -105,8 +108,8 @@ def layout_hash(state: PagedKVState) -> str:
     return hash_of(layers_metadata(state), ids_metadata(state))
 
 
-def group_shapes(spec: PagedSpec, rows: int) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a layer's tensors for ``rows`` tokens."""
+def group_shapes(spec: StoredSpec, rows: int) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a layer's tensors for ``rows`` tokens, or rows of an encoder."""
     if isinstance(spec, LatentAttention):
         return {"latent": (rows, spec.row_dim)}
     return {"k": (rows, spec.num_kv_heads, spec.head_dim), "v": (rows, spec.num_kv_heads, spec.value_dim)}
@@ -120,12 +123,13 @@ class TensorPlan(NamedTuple):
 
 
 def groups_of(state: PagedKVState, rows: Mapping[int, int], kept: Iterable[int]) -> dict[int, dict[str, TensorPlan]]:
-    """The tensors of every group of a sequence, by layer: ``rows`` tokens of each attention layer, the present state and the
-    ``kept`` ones of each recurrent layer."""
+    """The tensors of every group of a sequence, by layer: ``rows`` of each attention layer that is named there, the present state
+    and the ``kept`` ones of each recurrent layer."""
     found: dict[int, dict[str, TensorPlan]] = {}
-    for layer, spec in zip(state.layer_ids, state.specs, strict=True):
-        shapes = group_shapes(spec, rows[layer])
-        found[layer] = {name: TensorPlan(shape, state.dtype) for name, shape in shapes.items()}
+    for layer, spec in state.stored_specs.items():
+        if layer in rows:
+            shapes = group_shapes(spec, rows[layer])
+            found[layer] = {name: TensorPlan(shape, state.dtype) for name, shape in shapes.items()}
     if state.recurrent is not None:
         kept = list(kept)
         for layer in state.recurrent.layer_ids:
@@ -134,7 +138,7 @@ def groups_of(state: PagedKVState, rows: Mapping[int, int], kept: Iterable[int])
     return dict(sorted(found.items()))
 
 
-def group_tensors(spec: PagedSpec, rows: LayerRows) -> dict[str, Tensor]:
+def group_tensors(spec: StoredSpec, rows: LayerRows) -> dict[str, Tensor]:
     """What was read of a layer, by the names of ``group_shapes``."""
     if isinstance(spec, LatentAttention):
         return {"latent": rows.k.squeeze(1)}
@@ -156,7 +160,7 @@ def metadata(state: PagedKVState, seq_id: SeqId, *, checksums: bool = True) -> d
     state.table.require_committed(seq_id, sequence, "get_checkpoint_metadata")
     window = sequence.window
     groups: list[dict[str, Any]] = []
-    rows = {layer: rows_of(state, seq_id, index) for index, layer in enumerate(state.layer_ids)}
+    rows = all_rows(state, seq_id)
     kept = state.checkpoints(seq_id)
     for group, plan in groups_of(state, rows, kept).items():
         tensors = export_group(state, seq_id, group) if checksums else {}
@@ -173,6 +177,7 @@ def metadata(state: PagedKVState, seq_id: SeqId, *, checksums: bool = True) -> d
                 },
             }
         )
+    encoders = {} if state.cross is None else {"cross": encoder_rows(state.cross, seq_id)}
     return {
         "format_version": FORMAT_VERSION,
         "layout_hash": layout_hash(state),
@@ -191,35 +196,48 @@ def metadata(state: PagedKVState, seq_id: SeqId, *, checksums: bool = True) -> d
         "eviction": window.eviction if window else "token",
         "evicted": sequence.evicted,
         "kept_recurrent_positions": kept,
+        **encoders,
         "groups": groups,
     }
 
 
-def rows_of(state: PagedKVState, seq_id: SeqId, index: int) -> int:
-    """Rows that layer ``index`` of the state holds of a sequence."""
-    which = next(number for number, one in enumerate(state.classes) if index in one.layers)
-    return sum(map(len, state.table.held(seq_id, which)))
+def all_rows(state: PagedKVState, seq_id: SeqId) -> dict[int, int]:
+    """Rows of a sequence in each layer that has some, or could have: cross layers that are not set are left out."""
+    found: dict[int, int] = {}
+    for index, one in enumerate(state.classes):
+        held_rows = sum(map(len, state.table.held(seq_id, index)))
+        found |= dict.fromkeys((state.layer_ids[layer] for layer in one.layers), held_rows)
+    if state.cross is not None and (encoding := state.cross.table.get(seq_id)) is not None:
+        found |= encoding.rows
+    return found
+
+
+def encoder_rows(part: CrossPart, seq_id: SeqId) -> list[dict[str, Any]]:
+    """``layer`` and ``rows`` of each cross layer, in JSON types; None: they are not set."""
+    return [{"layer": layer, "rows": part.table.rows(seq_id, layer) or None} for layer in part.specs]
 
 
 def rows_by_layer(given: Mapping[str, Any]) -> dict[int, int]:
-    """Rows of each layer, by the ``held`` of metadata that were validated."""
-    return {
+    """Rows of each layer, by the ``held`` and ``cross`` of metadata that were validated; cross layers that are not set are left
+    out."""
+    tokens = {
         layer: sum(stop - start for start, stop in one["ranges"]) for one in given["held"] for layer in one["layers"]
     }
+    return tokens | {one["layer"]: one["rows"] for one in given.get("cross", []) if one["rows"] is not None}
 
 
 def export_group(
     state: PagedKVState, seq_id: SeqId, group: int, out: dict[str, Tensor] | None = None
 ) -> dict[str, Tensor]:
     """Rows of one layer that are held, in order of position: ``k [n, Hkv, Dk]`` and ``v [n, Hkv, Dv]``, or ``latent [n, row]``, as
-    stored."""
+    stored. ``FailedPrecondition`` for a cross layer that is not set."""
     part = state.recurrent
     recurrent = part is not None and group in part.layer_ids
     if not recurrent:
         state.spec(group)
     sequence = state.table.get(seq_id)
-    if out is not None:
-        rows = {layer: rows_of(state, seq_id, index) for index, layer in enumerate(state.layer_ids)}
+    rows = all_rows(state, seq_id)
+    if out is not None and (recurrent or group in rows):
         plan = groups_of(state, rows, state.checkpoints(seq_id))[group]
         if set(out) != set(plan):
             raise InvalidArgument(f"export_page_group: out has tensors {sorted(out)}; {sorted(plan)} are needed")
@@ -234,6 +252,13 @@ def export_group(
     state.table.require_committed(seq_id, sequence, "export_page_group")
     if part is not None and recurrent:
         tensors = part.export(seq_id, group)
+    elif state.cross is not None and group in state.cross.specs:
+        if group not in rows:
+            raise FailedPrecondition(
+                f"export_page_group: layer {group} has no encoder rows of sequence {seq_id}; set_cross_kv was not called, so there "
+                "is no such group"
+            )
+        tensors = group_tensors(state.cross.specs[group], state.cross.read(seq_id, group, range(rows[group])))
     else:
         layer = state.layer(group)
         slots = state.table.slots(layer.class_index, seq_id, state.table.held(seq_id, layer.class_index))
@@ -255,11 +280,19 @@ def prepare(state: PagedKVState, seq_id: SeqId, given: Mapping[str, Any]) -> Non
     length, window = int(given["length"]), window_of(given)
     holes = [hole_of(ranges_of(one), length, window.sink if window else 0) for one in given["held"]]
     kept = list(given["kept_recurrent_positions"])
+    encoders = {one["layer"]: one["rows"] for one in given.get("cross", []) if one["rows"] is not None}
+    state.table.require_closed("prepare_import")
+    if state.cross is not None:
+        state.cross.table.require_room(seq_id, max(encoders.values(), default=0), "prepare_import")
     if state.recurrent is not None and (needed := 1 + len(kept)) > (free := state.recurrent.table.num_available):
         raise ResourceExhausted(f"prepare_import: needs {needed} states, {free} free")
     state.table.reserve_import(seq_id, length, holes, window, slid=bool(given["evicted"]))
     if state.recurrent is not None:
         state.recurrent.prepare_import(seq_id, length, kept)
+    if state.cross is not None and encoders:
+        state.cross.table.own(seq_id, max(encoders.values()))
+        for layer, count in encoders.items():
+            state.cross.table.note(seq_id, layer, count)
     for index, one in enumerate(state.classes):
         # Of a page that is held in part the rest is never written, and a kernel reads whole pages.
         one.storage.blank(_rows_between(state, seq_id, index, length))
@@ -369,6 +402,26 @@ def validate(state: PagedKVState, given: Mapping[str, Any]) -> None:
     )
     if not ascends or (kept and state.recurrent is None):
         raise InvalidArgument(f"import: kept_recurrent_positions {kept!r} found, {expected} expected")
+    _validate_encoders(state, given)
+
+
+def _validate_encoders(state: PagedKVState, given: Mapping[str, Any]) -> None:
+    """Whether each cross layer is said to have rows or none."""
+    found = given.get("cross")
+    if state.cross is None:
+        if found is not None:
+            raise InvalidArgument(f"import: cross {found!r} found, and this state has no cross layers")
+        return
+    layers = list(state.cross.specs)
+    items = found if isinstance(found, list) else []
+    fits = [one.get("layer") if isinstance(one, dict) else None for one in items] == layers and all(
+        set(one) == {"layer", "rows"} and (one["rows"] is None or (is_count(one["rows"]) and one["rows"] > 0))
+        for one in items
+    )
+    if not fits:
+        raise InvalidArgument(
+            f"import: cross {found!r} found; layer and rows, a number above 0 or null, of each of the layers {layers} expected"
+        )
 
 
 def _validate_windows(state: PagedKVState, given: Mapping[str, Any], length: int) -> None:
@@ -434,6 +487,11 @@ def import_group(state: PagedKVState, seq_id: SeqId, group: int, tensors: Mappin
     spec = state.spec(group)
     state.table.get(seq_id)
     started = state.imports.get(seq_id)
+    if started and group not in started.rows:
+        raise InvalidArgument(
+            f"import_page_group: tensors {sorted(tensors)} of layer {group} found, none expected: the metadata says that its "
+            "encoder rows are not set"
+        )
     # Which number of rows is right is known only for an import; elsewhere the given one will do.
     rows = started.rows[group] if started else next((tensor.shape[0] for tensor in tensors.values() if tensor.dim()), 0)
     shapes = group_shapes(spec, rows)
@@ -448,6 +506,10 @@ def import_group(state: PagedKVState, seq_id: SeqId, group: int, tensors: Mappin
                 f"import_page_group: {name} of layer {group} is {given.dtype} {tuple(given.shape)}, expected {state.dtype} {shape}"
             )
     started = _check_import(state, seq_id, group, tensors)
+    if state.cross is not None and group in state.cross.specs:
+        state.cross.fill(seq_id, group, tensors["k"], tensors["v"])
+        started.done.add(group)
+        return
     layer = state.layer(group)
     kept = state.table.held(seq_id, layer.class_index)
     slots = torch.from_numpy(state.table.slots(layer.class_index, seq_id, kept)).to(state.device)
@@ -505,7 +567,7 @@ def finish(state: PagedKVState, seq_id: SeqId) -> None:
     started = state.imports.get(seq_id)
     if started is None:
         raise FailedPrecondition(f"finish_import: sequence {seq_id} is not being imported; call prepare_import first")
-    layers = [*state.layer_ids, *(state.recurrent.layer_ids if state.recurrent is not None else ())]
+    layers = [*started.rows, *(state.recurrent.layer_ids if state.recurrent is not None else ())]
     missing = [layer for layer in sorted(layers) if layer not in started.done]
     if missing:
         raise FailedPrecondition(f"finish_import: layers {missing} of sequence {seq_id} are missing")

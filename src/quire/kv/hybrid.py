@@ -19,13 +19,15 @@ from quire.contracts.layers import LayerSpec, Recurrent, window_refusal
 from quire.contracts.recurrence import RecurrenceBackend
 from quire.errors import FailedPrecondition, InvalidArgument, ResourceExhausted, Unsupported
 from quire.kv import recurrent_verbs
+from quire.kv.layer_classes import describe_ids
 from quire.kv.need import ForwardNeed
 from quire.kv.paged import PagedKVState
-from quire.kv.passes import AttentionPass, Layer
+from quire.kv.passes import AttentionPass
 from quire.kv.recurrent import RecurrentPart, RecurrentPass
 from quire.kv.rules import layer_refusal
 from quire.kv.sequences import check_integer
 from quire.kv.states import StateNeed
+from quire.kv.storage import StoredSpec
 from quire.kv.trees import TokenTreeParents
 from quire.kv.windows import Eviction
 from quire.ops.attention import ReferenceAttention
@@ -85,6 +87,7 @@ class HybridState(PagedKVState):
         checkpoint_interval: int = 0,
         capacity: int = 1,
         window_capacity: int | None = None,
+        cross_capacity: int | None = None,
         page_size: int = 16,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
@@ -105,6 +108,7 @@ class HybridState(PagedKVState):
             [specs[layer - first_layer] for layer in ids],
             capacity=capacity,
             window_capacity=window_capacity,
+            cross_capacity=cross_capacity,
             page_size=page_size,
             dtype=dtype,
             device=device,
@@ -135,11 +139,15 @@ class HybridState(PagedKVState):
     def num_bytes(self) -> int:
         return super().num_bytes + self.recurrent.storage.num_bytes
 
-    def layer(self, layer_id: int) -> Layer:
+    def spec(self, layer_id: int) -> StoredSpec:
         """An attention layer; ``Unsupported`` for a recurrent one, ``InvalidArgument`` for an unknown one."""
         if layer_id in self.recurrent.layer_ids:
             raise Unsupported(f"layer {layer_id} is of kind 'recurrent': {layer_refusal('append_kv', 'recurrent')}")
-        return super().layer(layer_id)
+        if layer_id not in self.stored_specs:
+            raise InvalidArgument(
+                f"layer {layer_id}; {describe_ids(sorted([*self.stored_specs, *self.recurrent.layer_ids]))}"
+            )
+        return super().spec(layer_id)
 
     # -- sequences -------------------------------------------------------------------------------------------
 
@@ -191,6 +199,8 @@ class HybridState(PagedKVState):
 
     def reachable(self, seq_id: SeqId) -> list[range]:
         """Positions that ``popn`` and ``fork_sequence`` can go to, with or without tokens to run again; ascending."""
+        if self.table.get(seq_id).reserved is not None:
+            return super().reachable(seq_id)  # It is being imported, and stands nowhere yet.
         length = self.table.get(seq_id).length
         attention = super().reachable(seq_id)
         kept = self.kept_positions(seq_id)
@@ -317,32 +327,57 @@ class HybridState(PagedKVState):
                     f"invariant: the recurrent state of sequence {seq_id} stands at {stands}, its length is {length}"
                 )
 
+    # -- states beside pages (what a scheduler of checkpoints asks) -------------------------------------------
+
+    def spare_states(self, seq_ids: Sequence[SeqId], append_lengths: Sequence[int]) -> int:
+        """State slots that are left beside those that this ``begin_forward`` takes; below 0: it is short of so many."""
+        return self.recurrent.table.spare(self._state_need(self.table.plan_forward(seq_ids, append_lengths)))
+
+    def loose_checkpoints(self) -> dict[int, list[tuple[SeqId, int]]]:
+        """Checkpoints (sequence and position) by state slot, of the slots that become free if these are dropped."""
+        return self.recurrent.table.loose_checkpoints()
+
     # -- forward ---------------------------------------------------------------------------------------------
 
-    def _state_need(self, need: ForwardNeed) -> StateNeed:
+    def _state_need(self, need: ForwardNeed, checkpoints: Sequence[Sequence[int]] = ()) -> StateNeed:
         trees = [
             None if tree is None else tree.parents[-count:] for tree, count in zip(need.trees, need.counts, strict=True)
         ]
-        return self.recurrent.table.plan(need.seq_ids, need.counts, trees)
+        return self.recurrent.table.plan(need.seq_ids, need.counts, trees, checkpoints)
 
     def begin_forward(
-        self, seq_ids: Sequence[SeqId], append_lengths: Sequence[int], token_tree_parents: TokenTreeParents = None
+        self,
+        seq_ids: Sequence[SeqId],
+        append_lengths: Sequence[int],
+        token_tree_parents: TokenTreeParents = None,
+        *,
+        checkpoints: Sequence[Sequence[int]] = (),
     ) -> None:
-        """Announce new tokens; takes pages and states, and plans the forward."""
+        """Announce new tokens; takes pages and states, and plans the forward.
+
+        ``checkpoints`` (beyond the contract): per entry, after how many of its new tokens the recurrent state is kept as a
+        checkpoint, ascending, beside the multiples of ``checkpoint_interval``; empty: after none. Each takes a state slot.
+        ``InvalidArgument`` unless they are in 1..n_i, and for an entry of tree nodes.
+        """
         need = self.table.plan_forward(seq_ids, append_lengths, token_tree_parents)
+        check_checkpoints(need, checkpoints)
         self.table.require_closed("begin_forward")
-        states = self._state_need(need)
+        states = self._state_need(need, checkpoints)
         if short := self.recurrent.table.shortage(states):
             pool = self.recurrent.table.pool
             raise ResourceExhausted(
                 f"begin_forward: {short} states more than there are free of {pool.num_pages} are needed; remove sequences, drop "
                 "checkpoints or give fewer sequences"
             )
-        self._states = states
-        super().begin_forward(seq_ids, append_lengths, token_tree_parents)
+        self._states: StateNeed | None = states
+        try:
+            super().begin_forward(seq_ids, append_lengths, token_tree_parents)
+        finally:
+            self._states = None
 
     def make_pass(self, need: ForwardNeed) -> AttentionPass:
         """See ``PagedKVState.make_pass``."""
+        assert self._states is not None
         states = self.recurrent.begin(self._states)
         try:
             return HybridPass(self, need, states)
@@ -390,6 +425,24 @@ class HybridState(PagedKVState):
 
     def debug_set(self, layer_id: int, state_id: int, seq_id: SeqId, data: Tensor) -> None:
         recurrent_verbs.overwrite(self, layer_id, state_id, seq_id, data)
+
+
+def check_checkpoints(need: ForwardNeed, checkpoints: Sequence[Sequence[int]]) -> None:
+    """``InvalidArgument`` unless there are none, or for each entry ascending counts of its new tokens."""
+    if checkpoints and len(checkpoints) != len(need.counts):
+        raise InvalidArgument(
+            f"begin_forward: checkpoints for {len(checkpoints)} entries; there are {len(need.counts)}"
+        )
+    for entry, asked in enumerate(checkpoints):
+        count = need.counts[entry]
+        if asked and need.trees[entry] is not None:
+            raise InvalidArgument(
+                f"begin_forward: checkpoints {list(asked)} of entry {entry}, which adds tree nodes: commit them first"
+            )
+        if any(low >= high for low, high in zip([0, *asked], [*asked, count + 1], strict=True)):
+            raise InvalidArgument(
+                f"begin_forward: checkpoints {list(asked)} of entry {entry}; ascending counts in 1..{count} are needed"
+            )
 
 
 class RecurrentState(HybridState):

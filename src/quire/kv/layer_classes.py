@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from quire.contracts.attention import AttentionBackend
-from quire.contracts.layers import FullAttention, LatentAttention, LayerSpec, WindowedAttention
+from quire.contracts.layers import CrossAttention, FullAttention, LatentAttention, LayerSpec, WindowedAttention
 from quire.errors import InvalidArgument, Unsupported
-from quire.kv.storage import KeyValueSpec, PagedSpec, PagedStorage
+from quire.kv.storage import KeyValueSpec, PagedStorage, StoredSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ def describe_ids(ids: Sequence[int]) -> str:
     return f"this state has attention in layers {', '.join(map(str, ids))}"
 
 
-def supported(layer_id: int, spec: LayerSpec, backend: AttentionBackend, device: torch.device) -> PagedSpec:
+def supported(layer_id: int, spec: LayerSpec, backend: AttentionBackend, device: torch.device) -> StoredSpec:
     """The spec if a paged state can have such a layer; ``InvalidArgument`` or ``Unsupported`` with the reason."""
     if isinstance(spec, LatentAttention):
         _check_latent(layer_id, spec)
@@ -54,12 +54,21 @@ def supported(layer_id: int, spec: LayerSpec, backend: AttentionBackend, device:
         asked: LayerSpec = FullAttention(
             num_heads=spec.num_heads, num_kv_heads=1, head_dim=spec.row_dim, value_dim=spec.value_dim
         )
+    elif isinstance(spec, CrossAttention):
+        _check_heads(layer_id, spec)
+        # To a backend its rows are keys from before the forward.
+        asked = FullAttention(
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            value_dim=spec.value_dim,
+        )
     elif isinstance(spec, (FullAttention, WindowedAttention)):
         _check_key_value(layer_id, spec)
         asked = spec
     else:
         raise Unsupported(
-            f"layer {layer_id} is of kind {spec.kind!r}; PagedKVState has layers of kind 'full', 'window' and 'latent' only"
+            f"layer {layer_id} is of kind {spec.kind!r}; PagedKVState has layers of kind 'full', 'window', 'latent' and 'cross' only"
         )
     reason = backend.refusal(asked, device)
     if reason:
@@ -67,11 +76,15 @@ def supported(layer_id: int, spec: LayerSpec, backend: AttentionBackend, device:
     return spec
 
 
-def _check_key_value(layer_id: int, spec: KeyValueSpec) -> None:
+def _check_heads(layer_id: int, spec: KeyValueSpec | CrossAttention) -> None:
     if spec.num_kv_heads < 1 or spec.num_heads % spec.num_kv_heads:
         raise InvalidArgument(
             f"layer {layer_id}: {spec.num_heads} query heads cannot share {spec.num_kv_heads} KV heads; give a divisor"
         )
+
+
+def _check_key_value(layer_id: int, spec: KeyValueSpec) -> None:
+    _check_heads(layer_id, spec)
     if isinstance(spec, WindowedAttention) and spec.window < 1:
         raise InvalidArgument(f"layer {layer_id}: window {spec.window}; at least 1 is needed")
     if spec.softcap is not None and not spec.softcap > 0:

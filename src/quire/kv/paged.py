@@ -1,8 +1,9 @@
-"""``PagedKVState``: what attention keeps of every token, in pages: K and V of full and windowed layers, rows of latent ones.
+"""``PagedKVState``: what attention keeps in pages: K and V of full and windowed layers and rows of latent ones, of every
+token; K and V of an encoder of cross layers.
 
 It ties the bookkeeping (``sequences``), the rows (``storage``) and an attention backend together, and is what the KV
 state contract promises: every call is checked completely, then it changes. What a forward computes is in ``passes``
-and ``verbs``, reading and writing rows in ``rows``.
+and ``verbs``, reading and writing rows in ``rows``, encoders in ``cross``.
 
 Letters: L layers; B entries of the batch; T new tokens; Hq, Hkv heads; Dk, Dv head sizes; P page size.
 """
@@ -17,17 +18,17 @@ import torch
 from torch import Tensor
 
 from quire.contracts.attention import AttentionBackend, Scoring
-from quire.contracts.layers import LatentAttention, LayerSpec, RopeSpec, sink_refusal
+from quire.contracts.layers import CrossAttention, LatentAttention, LayerSpec, RopeSpec, sink_refusal, window_refusal
 from quire.errors import FailedPrecondition, InvalidArgument, Unsupported
-from quire.kv import exchange, rows
+from quire.kv import cross, exchange, rows
 from quire.kv.layer_classes import LayerClass, describe_ids, ids_of, supported
 from quire.kv.need import ForwardNeed, pages_for
 from quire.kv.pages import PagePool
 from quire.kv.passes import AttentionPass, Layer
 from quire.kv.recurrent import RecurrentPart
-from quire.kv.rules import RefusedVerbs
+from quire.kv.rules import RefusedVerbs, refuse, refuse_layer
 from quire.kv.sequences import SequenceTable, check_integer
-from quire.kv.storage import PagedSpec, PagedStorage
+from quire.kv.storage import PagedSpec, PagedStorage, StoredSpec
 from quire.kv.trees import TokenTreeParents
 from quire.kv.verbs import AttentionVerbs
 from quire.kv.windows import Eviction, Window
@@ -36,11 +37,12 @@ from quire.types import SeqId
 
 
 class PagedKVState(AttentionVerbs, RefusedVerbs):
-    """The KV state of a model whose layers are of full, windowed or latent attention.
+    """The KV state of a model whose layers are of full, windowed, latent or cross attention.
 
     Layers that keep the same positions form a *layer class* with a pool of its own: those of one window, and all without,
     latent ones among them. ``capacity``: tokens that the pool of each class holds, rounded up to whole pages; ``window_capacity``:
-    the same for classes with a window, which need less (None: as many). ``first_layer``: the global id of ``specs[0]`` (a pipeline
+    the same for classes with a window, which need less (None: as many). ``cross_capacity``: rows of encoders over all sequences that
+    the pool of cross layers holds; needed if and only if there are such layers. ``first_layer``: the global id of ``specs[0]`` (a pipeline
     stage owns a range); ``layer_ids``: those of all ``specs``, ascending, where they are not a range. ``allow_empty``: there may be
     no layers, for a state that keeps sequences of a model without attention. Raises ``Unsupported`` for a layer
     that it does not have, and ``ResourceExhausted`` if the pools do not fit in memory. One thread at a time.
@@ -55,6 +57,7 @@ class PagedKVState(AttentionVerbs, RefusedVerbs):
         *,
         capacity: int,
         window_capacity: int | None = None,
+        cross_capacity: int | None = None,
         page_size: int = 16,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
@@ -68,21 +71,35 @@ class PagedKVState(AttentionVerbs, RefusedVerbs):
         for name, tokens in (("capacity", capacity), ("window_capacity", window_capacity)):
             if tokens is not None and tokens < 1:
                 raise InvalidArgument(f"{name} {tokens} tokens; at least 1 is needed")
+        if cross_capacity is not None and cross_capacity < 1:
+            raise InvalidArgument(f"cross_capacity {cross_capacity} encoder rows; at least 1 is needed")
         if dtype not in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
             raise InvalidArgument(f"KV dtype {dtype}; float32, float16, bfloat16 or float64 are stored")
         self.device = torch.device(device)
-        self.layer_ids = ids_of(len(specs), first_layer, layer_ids)
+        self.stored_specs: dict[int, StoredSpec] = {
+            layer_id: supported(layer_id, spec, backend, self.device)
+            for layer_id, spec in zip(ids_of(len(specs), first_layer, layer_ids), specs, strict=True)
+        }
+        """All layers with pages, by global id, ascending."""
+        tokens_of = {layer: spec for layer, spec in self.stored_specs.items() if not isinstance(spec, CrossAttention)}
+        encoders = {layer: spec for layer, spec in self.stored_specs.items() if isinstance(spec, CrossAttention)}
+        self.specs: list[PagedSpec] = list(tokens_of.values())
+        """Those that keep rows of tokens."""
+        self.layer_ids = tuple(tokens_of)
         """Global ids of ``specs``, ascending."""
-        self.specs = [
-            supported(layer_id, spec, backend, self.device)
-            for layer_id, spec in zip(self.layer_ids, specs, strict=True)
-        ]
-        if not self.specs and not allow_empty:
+        if not self.stored_specs and not allow_empty:
             raise InvalidArgument("a KV state needs at least one layer")
+        if encoders and cross_capacity is None:
+            raise InvalidArgument(
+                f"layers {list(encoders)} are cross layers and cross_capacity is missing; give the encoder rows of all sequences"
+            )
+        if cross_capacity is not None and not encoders:
+            raise InvalidArgument(f"cross_capacity {cross_capacity} encoder rows, and there is no cross layer")
         self.page_size = page_size
         self.dtype = dtype
         self.backend = backend
         self.first_layer = first_layer
+        self._pages_of_tokens = pages_for(capacity, page_size)
         members: dict[int | None, list[int]] = {}
         for index, spec in enumerate(self.specs):
             members.setdefault(spec.layer_window, []).append(index)
@@ -97,6 +114,12 @@ class PagedKVState(AttentionVerbs, RefusedVerbs):
         self.table = SequenceTable(pools, page_size, [one.window for one in self.classes])
         self._layers = {layer_id: self._layer(index) for index, layer_id in enumerate(self.layer_ids)}
         self._rotary: dict[RopeSpec, RotaryTable] = {}
+        self.cross: cross.CrossPart | None = None
+        """The encoders of cross layers; None: there are no such layers."""
+        if cross_capacity is not None:
+            self.cross = cross.CrossPart(
+                encoders, capacity=cross_capacity, page_size=page_size, dtype=dtype, device=self.device
+            )
         self.current_pass: AttentionPass | None = None
         """The open forward."""
         self.imports: dict[SeqId, exchange.Import] = {}
@@ -113,11 +136,12 @@ class PagedKVState(AttentionVerbs, RefusedVerbs):
 
     # -- layers ----------------------------------------------------------------------------------------------
 
-    def layer(self, layer_id: int) -> Layer:
-        """A layer of this state; ``InvalidArgument`` for others."""
+    def layer(self, layer_id: int, verb: str = "append_kv") -> Layer:
+        """A layer that keeps rows of tokens. ``InvalidArgument`` for one that is not of this state; ``Unsupported`` for a cross
+        layer, with the reason why it has not this verb."""
         found = self._layers.get(layer_id)
         if found is None:
-            raise InvalidArgument(f"layer {layer_id}; {describe_ids(self.layer_ids)}")
+            refuse_layer(verb, layer_id, self.spec(layer_id).kind)
         return found
 
     def index_of(self, layer_id: int) -> int:
@@ -125,9 +149,12 @@ class PagedKVState(AttentionVerbs, RefusedVerbs):
         self.layer(layer_id)
         return bisect_left(self.layer_ids, layer_id)
 
-    def spec(self, layer_id: int) -> PagedSpec:
+    def spec(self, layer_id: int) -> StoredSpec:
         """What the layer is; ``InvalidArgument`` outside of this state's layers."""
-        return self.layer(layer_id).spec
+        found = self.stored_specs.get(layer_id)
+        if found is None:
+            raise InvalidArgument(f"layer {layer_id}; {describe_ids(list(self.stored_specs))}")
+        return found
 
     def rotary_table(self, spec: RopeSpec) -> RotaryTable:
         """The table of one set of frequencies, shared by all layers that use it."""
@@ -139,13 +166,15 @@ class PagedKVState(AttentionVerbs, RefusedVerbs):
     @property
     def num_bytes(self) -> int:
         """Bytes of all pools."""
-        return sum(one.storage.num_bytes for one in self.classes)
+        return sum(one.storage.num_bytes for one in self.classes) + (self.cross.storage.num_bytes if self.cross else 0)
 
     # -- sequences -------------------------------------------------------------------------------------------
 
     def clear(self) -> None:
         """Drop everything; legal at any time."""
         self.table.clear()
+        if self.cross is not None:
+            self.cross.table.clear()
         self.current_pass = None
         self.imports.clear()
 
@@ -156,12 +185,16 @@ class PagedKVState(AttentionVerbs, RefusedVerbs):
     def remove_sequence(self, seq_id: SeqId) -> None:
         """Forget a sequence; pages that nobody else holds are free."""
         self.table.remove(seq_id)
+        if self.cross is not None:
+            self.cross.table.remove(seq_id)
         self.imports.pop(seq_id, None)
 
     def fork_sequence(self, parent_id: SeqId, child_id: SeqId, fork_pos: int = -1) -> int:
-        """The child holds the parent's first ``fork_pos`` tokens (-1: all), and its window. Shares pages, copies nothing.
-        Returns 0. ``FailedPrecondition`` for a position that is not ``reachable``."""
+        """The child holds the parent's first ``fork_pos`` tokens (-1: all), its window and its encoder rows. Shares pages, copies
+        nothing. Returns 0. ``FailedPrecondition`` for a position that is not ``reachable``."""
         self.table.fork(parent_id, child_id, fork_pos)
+        if self.cross is not None:
+            self.cross.table.fork(parent_id, child_id)
         return 0
 
     def popn(self, seq_id: SeqId, n: int) -> int:
@@ -224,9 +257,7 @@ class PagedKVState(AttentionVerbs, RefusedVerbs):
             raise InvalidArgument(f"sink {sink} without a window; give a window, or sink=0")
         if not self.specs:
             self.table.get(seq_id)
-            raise Unsupported(
-                "enable_sliding_window_for_seq: the state has no attention layer that a window could concern"
-            )
+            raise Unsupported(f"enable_sliding_window_for_seq: {window_refusal(self.stored_specs.values())}")
         self.table.set_window(seq_id, wanted)
 
     def commit_accepted_token_tree_nodes(self, seq_ids: Sequence[SeqId], leaf_indices: Sequence[int]) -> None:
@@ -238,7 +269,7 @@ class PagedKVState(AttentionVerbs, RefusedVerbs):
     # -- queries ---------------------------------------------------------------------------------------------
 
     def empty(self) -> bool:
-        return len(self.table) == 0 and all(pool.num_used == 0 for pool in self.table.pools)
+        return len(self.table) == 0 and all(pool.num_used == 0 for pool in self._pools())
 
     @property
     def forgets(self) -> bool:
@@ -252,15 +283,19 @@ class PagedKVState(AttentionVerbs, RefusedVerbs):
             spec.rope is not None for spec in self.specs
         )
 
+    def _pools(self) -> list[PagePool]:
+        """The pools of all classes, that of cross layers last."""
+        return self.table.pools if self.cross is None else [*self.table.pools, self.cross.table.pool]
+
     @property
     def num_pages(self) -> int:
-        """Pages of all classes."""
-        return sum(pool.num_pages for pool in self.table.pools)
+        """Pages of all classes, those of encoder rows among them."""
+        return sum(pool.num_pages for pool in self._pools())
 
     @property
     def num_used_pages(self) -> int:
         """Pages of all classes that somebody holds."""
-        return sum(pool.num_used for pool in self.table.pools)
+        return sum(pool.num_used for pool in self._pools())
 
     def _counting_pools(self) -> list[PagePool]:
         """Pools of the classes that keep all tokens, or of all if none does."""
@@ -286,8 +321,10 @@ class PagedKVState(AttentionVerbs, RefusedVerbs):
         return self.table.shortage_in_steps(seq_ids, append_lengths, most)
 
     def num_available_pages(self) -> int:
-        """Free pages of the class, among those that keep all tokens, that has the fewest; 0 without layers."""
-        return min((pool.num_free for pool in self._counting_pools()), default=0)
+        """Free pages of the class, among those that keep all tokens, that has the fewest. Pages of encoder rows do not count: where
+        there are cross layers only it is the whole ``capacity``, for no token takes a page. 0 without layers."""
+        without = 0 if self.cross is None else self._pages_of_tokens
+        return min((pool.num_free for pool in self._counting_pools()), default=without)
 
     def missing_pages(
         self, seq_ids: Sequence[SeqId], append_lengths: Sequence[int], token_tree_parents: TokenTreeParents = None
@@ -313,20 +350,24 @@ class PagedKVState(AttentionVerbs, RefusedVerbs):
     def sequence_pages(self, seq_id: SeqId) -> tuple[int, int]:
         """(pages that the sequence holds, those of them that others hold too)"""
         sequence = self.table.get(seq_id)
-        return sum(table.held.size for table in sequence.tables), self.table.shared_pages(seq_id)
+        held, shared = (0, 0) if self.cross is None else self.cross.table.num_pages(seq_id)
+        return sum(table.held.size for table in sequence.tables) + held, self.table.shared_pages(seq_id) + shared
 
     def num_shared_pages(self) -> int:
         """Pages that more than one sequence holds."""
-        return sum(int((pool.references > 1).sum()) for pool in self.table.pools)
+        shared = 0 if self.cross is None else self.cross.table.num_shared
+        return sum(int((pool.references > 1).sum()) for pool in self.table.pools) + shared
 
     @property
     def num_splits(self) -> int:
         """Shared pages that were copied because one of their owners wrote, since the state was made."""
-        return self.table.num_splits
+        return self.table.num_splits + (0 if self.cross is None else self.cross.table.num_splits)
 
     def check(self) -> None:
         """Recount pages and references; ``QuireError`` names a broken invariant."""
         self.table.check()
+        if self.cross is not None:
+            self.cross.table.check(self.table.ids)
 
     # -- forward ---------------------------------------------------------------------------------------------
 
@@ -365,10 +406,11 @@ class PagedKVState(AttentionVerbs, RefusedVerbs):
         return self.current_pass is pass_
 
     def end_forward(self, *, skipped: Iterable[int] = ()) -> None:
-        """Publish. Every layer must have been written, or be named in ``skipped``: its rows read as zeros."""
+        """Publish. Every layer that keeps rows of tokens must have been written, or be named in ``skipped``: its rows read as zeros.
+        A cross layer keeps its rows."""
         skipped = set(skipped)
         opened = self.require_written(skipped)
-        for layer_id in skipped - opened.written:
+        for layer_id in skipped.intersection(self.layer_ids) - opened.written:
             layer = self.layer(layer_id)
             for stored in (layer.k_SHD, layer.v_SHD):
                 stored.index_fill_(0, opened.slots[layer.class_index], 0.0)
@@ -388,7 +430,8 @@ class PagedKVState(AttentionVerbs, RefusedVerbs):
         return opened
 
     def abort_forward(self) -> None:
-        """Lengths, trees and pages as before ``begin_forward``; what had left every window stays gone."""
+        """Lengths, trees and pages as before ``begin_forward``. What had left every window stays gone, and encoder rows that were set
+        meanwhile stay: they belong to the sequence and not to the forward."""
         self.table.abort()
         self.current_pass = None
 
@@ -396,6 +439,13 @@ class PagedKVState(AttentionVerbs, RefusedVerbs):
         """int32 ``[T]``: position of each new token; with ``relative`` less the evicted tokens of its query."""
         opened = self.open_pass()
         return opened.relative_T.to(torch.int32) if relative else opened.positions_T
+
+    # -- encoders --------------------------------------------------------------------------------------------
+
+    def set_cross_kv(self, layer_id: int, seq_id: SeqId, k: Tensor, v: Tensor) -> None:
+        if self.cross is None:
+            refuse("set_cross_kv")
+        cross.put(self, self.cross, layer_id, seq_id, k, v)
 
     # -- reading and writing rows ----------------------------------------------------------------------------
 
@@ -410,7 +460,13 @@ class PagedKVState(AttentionVerbs, RefusedVerbs):
         out: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Rows ``start..end - 1`` as stored: K ``[L, n, Hkv, Dk]``, V ``[L, n, Hkv, Dv]``; without L for one ``layer``.
-        ``Unsupported`` for a latent layer, and where all are."""
+        ``Unsupported`` for a latent layer, and where no layer keeps K and V of tokens.
+
+        With ``layer`` a cross layer, rows of its encoder; ``relative`` makes no difference there. ``FailedPrecondition`` if they are
+        not set."""
+        if self.cross is not None and layer in self.cross.specs:
+            return cross.read(self, self.cross, layer, seq_id, start, end, out)
+        self._require_token_rows(seq_id, layer, "debug_get_kv")
         return rows.read(self, seq_id, start, end, layer, relative, out)
 
     def debug_get_kv_mla(
@@ -424,14 +480,30 @@ class PagedKVState(AttentionVerbs, RefusedVerbs):
         out: Tensor | None = None,
     ) -> Tensor:
         """The same of latent layers: ``[L, n, row]``; without L for one ``layer``. ``Unsupported`` for other layers."""
+        self._require_token_rows(seq_id, layer, "debug_get_kv_mla")
         return rows.read_latent(self, seq_id, start, end, layer, relative, out)
 
     def debug_set_kv(
         self, seq_id: SeqId, start: int, k: Tensor, v: Tensor | None = None, *, layer: int | None = None
     ) -> None:
         """Overwrite rows from ``start`` on; shared pages are split first, so no other sequence changes. Of latent layers ``k`` is
-        ``[.., n, row]`` and ``v`` None."""
+        ``[.., n, row]`` and ``v`` None. With ``layer`` a cross layer, rows of its encoder that are set."""
+        if self.cross is not None and layer in self.cross.specs:
+            cross.overwrite(self, self.cross, layer, seq_id, start, k, v)
+            return
+        self._require_token_rows(seq_id, layer, "debug_set_kv")
         rows.overwrite(self, seq_id, start, k, v, layer)
+
+    def _require_token_rows(self, seq_id: SeqId, layer: int | None, verb: str) -> None:
+        """``Unsupported`` where a verb about rows of tokens meets cross layers only."""
+        if self.cross is None or (layer not in self.cross.specs if layer is not None else self.specs):
+            return
+        self.table.get(seq_id)
+        if layer is not None:
+            refuse_layer(verb, layer, "cross")
+        raise Unsupported(
+            f"{verb}: the layers of this state keep rows of encoders and none of tokens; name one with layer="
+        )
 
     # -- export and import -----------------------------------------------------------------------------------
 

@@ -23,12 +23,13 @@ from quire.kv import latent, plans
 from quire.kv.need import ForwardNeed
 from quire.kv.pages import PageIds
 from quire.kv.plans import Batch, Masks
-from quire.kv.rules import PAGED_REFUSALS, refuse_layer
+from quire.kv.rules import PAGED_REFUSALS, layer_refusal, refuse_layer
 from quire.kv.storage import KeyValueSpec, PagedSpec
 from quire.ops.attention import attention_weights, merge
 from quire.ops.rope import rotate
 
 if TYPE_CHECKING:
+    from quire.kv.cross import CrossPass
     from quire.kv.paged import PagedKVState
 
 Keys: TypeAlias = Literal["fused", "past", "own"]
@@ -105,11 +106,15 @@ class AttentionPass:
         self._rotations: dict[tuple[RopeSpec, bool], tuple[Tensor, Tensor]] = {}
         self._mask: Masks | None = None
         self._relative_T: Tensor | None = None
+        self._encoders: CrossPass | None = None
+        if state.cross is not None:
+            self._encoders = state.cross.begin(need.seq_ids, self.batch, state.backend)
         self.written: set[int] = set()
         self.capturing = False
         """Whether attention weights are kept."""
         self.weights: dict[int, list[Tensor]] = {}
-        """By layer, per entry ``[Hq, n, keys]`` float32, of what ran after ``capture_weights`` was called."""
+        """By layer, per entry ``[Hq, n, keys]`` float32, of what ran after ``capture_weights`` was called. The keys of a cross
+        layer are the encoder's rows."""
         for index in range(len(state.classes)):
             # Now, so that what a backend cannot do is refused before compute.
             self.prepared("fused", index)
@@ -217,7 +222,7 @@ class AttentionPass:
 
     def attend(self, layer_id: int, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor) -> Tensor:
         """See ``contracts.model.Pass``."""
-        layer = self._state.layer(layer_id)
+        layer = self._state.layer(layer_id, "attention_with_fused_qkv")
         key_value_spec("attention_with_fused_qkv", layer_id, layer)
         rope, q_turned = layer.turning, q_THD
         if rope is not None:
@@ -230,7 +235,7 @@ class AttentionPass:
         self, layer_id: int, qkv_TC: Tensor, *, scale: float | None = None, masks: Masks | None = None
     ) -> Tensor:
         """See ``contracts.model.Pass``; ``scale`` and ``masks`` for this layer only."""
-        layer = self._state.layer(layer_id)
+        layer = self._state.layer(layer_id, "attention_with_fused_qkv")
         spec, rope = key_value_spec("attention_with_fused_qkv", layer_id, layer), layer.turning
         heads, kv_heads, dk = spec.num_heads, spec.num_kv_heads, spec.head_dim
         qk_columns = (heads + kv_heads) * dk
@@ -249,14 +254,31 @@ class AttentionPass:
 
     def attend_shared(self, source_layer_id: int, q_THD: Tensor) -> Tensor:
         """Attention over the K and V of another layer, those of this forward included: ``[T, Hq, Dv]``."""
-        layer = self._state.layer(source_layer_id)
+        layer = self._state.layer(source_layer_id, "attention_with_shared_kv")
         key_value_spec("attention_with_shared_kv", source_layer_id, layer)
         return self.cross(source_layer_id, q_THD, "fused", layer.scoring).out.to(q_THD.dtype)
 
     def attend_latent(self, layer_id: int, q_THD: Tensor, rows_TR: Tensor, expansion: LatentExpansion) -> Tensor:
         """See ``contracts.model.Pass``."""
+        self._state.layer(layer_id, "append_mla_kv")
         self._require_open()
         return latent.attend(self, self._state, layer_id, q_THD, rows_TR, expansion)
+
+    def attend_cross(self, layer_id: int, q_THD: Tensor) -> Tensor:
+        """See ``contracts.model.Pass``."""
+        encoders = self.encoders(layer_id, "attend_cross")
+        self._require_open()
+        out_THD = encoders.attend(layer_id, q_THD)
+        if self.capturing:
+            self.weights[layer_id] = encoders.weights(layer_id, q_THD)
+        return out_THD
+
+    def encoders(self, layer_id: int, verb: str) -> CrossPass:
+        """This forward over the encoder rows of a cross layer; ``Unsupported`` for other layers."""
+        kind = self._state.spec(layer_id).kind
+        if self._encoders is None or kind != "cross":
+            raise Unsupported(f"{verb}: layer {layer_id} is of kind {kind!r}: {layer_refusal('set_cross_kv', kind)}")
+        return self._encoders
 
     def linear_attention(
         self,

@@ -147,6 +147,26 @@ def own(batch: Batch, layer_window: int | None) -> ForwardPlan:
     return replace(plan, origins=batch.bases)
 
 
+def encoded(batch: Batch, tables: Sequence[PageIds], page_size: int, rows_B: NDArray[np.int64]) -> ForwardPlan:
+    """The new tokens over the rows of encoders, ``rows_B[i]`` of entry i, of which every token sees all.
+
+    To a backend these are keys from before the forward: the queries stand behind them, whatever their own positions are, and
+    neither trees nor windows concern them.
+    """
+    behind = np.repeat(rows_B - batch.starts[:-1], batch.counts)
+    return ForwardPlan(
+        page_size=page_size,
+        counts=batch.counts,
+        keys=rows_B,
+        origins=np.zeros_like(batch.counts),
+        starts=batch.starts,
+        tables=tuple(tables),
+        positions=np.arange(batch.num_tokens) + behind,
+        rules=(None,) * len(tables),
+        device=batch.device,
+    )
+
+
 def masked(plan: ForwardPlan, masks: Masks) -> ForwardPlan:
     """The same keys, visible where the mask says so; windows still apply."""
     rules: list[KeyRule | None] = []

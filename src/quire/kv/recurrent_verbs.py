@@ -13,6 +13,7 @@ from torch import Tensor
 from quire.contracts.layers import Recurrent, StateTensor
 from quire.errors import FailedPrecondition, InvalidArgument, Unsupported
 from quire.kv.recurrent import dtype_of
+from quire.kv.rules import layer_refusal
 from quire.kv.sequences import check_integer
 from quire.kv.verbs import check_out, padded
 from quire.types import SeqId
@@ -21,20 +22,22 @@ if TYPE_CHECKING:
     from quire.kv.hybrid import HybridState
 
 
-def recurrent_spec(state: HybridState, layer_id: int, verb: str) -> Recurrent:
-    """The layer, which must be recurrent."""
+def recurrent_spec(state: HybridState, layer_id: int, verb: str, seq_id: SeqId | None = None) -> Recurrent:
+    """The layer, which must be recurrent. ``seq_id``: ``NotFound`` for an unknown one comes before ``Unsupported``."""
     if layer_id in state.recurrent.layer_ids:
         return state.recurrent.specs[state.recurrent.layer_ids.index(layer_id)]
     spec = state.spec(layer_id)  # InvalidArgument for an unknown one
-    raise Unsupported(
-        f"{verb}: layer {layer_id} is of kind {spec.kind!r}; recurrent layers are {state.recurrent.layer_ids}"
-    )
+    if seq_id is not None:
+        state.table.get(seq_id)
+    raise Unsupported(f"{verb}: layer {layer_id} is of kind {spec.kind!r}: {layer_refusal(verb, spec.kind)}")
 
 
-def state_tensor(state: HybridState, layer_id: int, state_id: int, verb: str) -> StateTensor:
-    """What one state of a layer is."""
-    spec = recurrent_spec(state, layer_id, verb)
+def state_tensor(
+    state: HybridState, layer_id: int, state_id: int, verb: str, seq_id: SeqId | None = None
+) -> StateTensor:
+    """What one state of a layer is. ``seq_id``: see ``recurrent_spec``."""
     state_id = check_integer(state_id, f"{verb}: state", 0)
+    spec = recurrent_spec(state, layer_id, verb, seq_id)
     if state_id >= len(spec.states):
         raise InvalidArgument(f"{verb}: layer {layer_id} has states 0..{len(spec.states) - 1}, got {state_id}")
     return spec.states[state_id]
@@ -135,9 +138,9 @@ def linear_attention(
 
 def read(state: HybridState, layer_id: int, state_id: int, seq_id: SeqId, position: int | None) -> Tensor:
     """See ``RecurrentVerbs.debug_get``."""
-    state_tensor(state, layer_id, state_id, "debug_get")
     if position is not None:
         position = check_integer(position, "debug_get: position", 0)
+    state_tensor(state, layer_id, state_id, "debug_get", seq_id)
     sequence = state.table.get(seq_id)
     state.table.require_ready(seq_id, sequence, "debug_get")
     table = state.recurrent.table
@@ -149,7 +152,7 @@ def read(state: HybridState, layer_id: int, state_id: int, seq_id: SeqId, positi
 
 def overwrite(state: HybridState, layer_id: int, state_id: int, seq_id: SeqId, data: Tensor) -> None:
     """See ``RecurrentVerbs.debug_set``."""
-    one = state_tensor(state, layer_id, state_id, "debug_set")
+    one = state_tensor(state, layer_id, state_id, "debug_set", seq_id)
     if tuple(data.shape) != one.shape or data.dtype != dtype_of(one):
         raise InvalidArgument(
             f"debug_set: data is {data.dtype} {tuple(data.shape)}; {dtype_of(one)} {one.shape} is needed"

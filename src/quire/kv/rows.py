@@ -80,7 +80,7 @@ def gathered(
     end = None if end is None else check_integer(end, f"{verb}: end", start)
     if out is not None and len(out) != 2:
         raise InvalidArgument(f"{verb}: out has {len(out)} tensors; a pair for K and V is needed")
-    layers = layers_of(state, layer_id, verb)
+    layers = layers_of(state, layer_id, verb) if has_rows(state, layer_id) else []
     sequence = state.table.get(seq_id)
     gone = sequence.evicted if relative else 0
     total = sequence.stored - gone
@@ -111,13 +111,16 @@ def overwrite(
     state: PagedKVState, seq_id: SeqId, start: int, k: Tensor, v: Tensor | None, layer_id: int | None
 ) -> None:
     """See ``PagedKVState.debug_set_kv``."""
-    layers, count = rows_to_set(state, k, v, layer_id)
+    recurrent = not has_rows(state, layer_id)
+    layers, count = ([], k.shape[0] if k.dim() else 0) if recurrent else rows_to_set(state, k, v, layer_id)
     start = check_integer(start, "debug_set_kv: start", 0)
     sequence = state.table.get(seq_id)
     if start + count > sequence.length:
         raise InvalidArgument(
             f"debug_set_kv: rows {start}..{start + count} of sequence {seq_id}, whose length is {sequence.length}"
         )
+    if recurrent:
+        refuse_layers(state, layer_id, "debug_set_kv")
     state.table.require_closed("debug_set_kv")
     state.table.require_ready(seq_id, sequence, "debug_set_kv")
     classes = sorted({layer.class_index for layer in layers})
@@ -181,6 +184,11 @@ def require_held(state: PagedKVState, seq_id: SeqId, class_index: int, parts: li
             )
 
 
+def has_rows(state: PagedKVState, layer_id: int | None) -> bool:
+    """Whether a layer, if one is named, keeps rows of tokens; a recurrent one does not."""
+    return state.recurrent is None or layer_id not in state.recurrent.layer_ids
+
+
 def layers_of(state: PagedKVState, layer_id: int | None, verb: str) -> list[Layer]:
     """One layer, or all, of the kinds that have the verb; these must then be of one geometry. Empty: none has it."""
     ids = state.layer_ids if layer_id is None else [layer_id]
@@ -195,4 +203,5 @@ def refuse_layers(state: PagedKVState, layer_id: int | None, verb: str) -> NoRet
     ids = state.layer_ids if layer_id is None else [layer_id]
     if not ids:
         raise Unsupported(f"{verb}: the state has no attention layers")
-    refuse_layer(verb, ids[0], state.layer(ids[0]).spec.kind)
+    kind = state.layer(ids[0]).spec.kind if has_rows(state, layer_id) else "recurrent"
+    refuse_layer(verb, ids[0], kind)

@@ -1,6 +1,6 @@
-"""The rule table: which verbs of the KV state contract a kind of state has, and why not where not.
+"""The rules of the KV state contract: which verbs a kind of layer and a state have, and why not where not.
 
-One table serves the refusals, ``capabilities()`` and the documentation, so that they cannot disagree.
+They serve the refusals, ``capabilities()`` and the rule table (``rule_table``), so that these cannot disagree.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
+from quire.contracts.layers import Recurrent, window_refusal
 from quire.errors import Unsupported
 
 PAGED_VERBS: tuple[str, ...] = (
@@ -39,15 +40,25 @@ PAGED_VERBS: tuple[str, ...] = (
     "prepare_import",
     "import_page_group",
     "finish_import",
+    "reachable",
+    "rewind_cost",
+    "checkpoints",
+    "empty",
+    "num_available_pages",
+    "missing_pages",
+    "sequence_length",
+    "cached_length",
+    "pending_nodes",
+    "total_sequence_length",
+    "check",
 )
 """What paged attention does, exactly."""
 
 _NOT_BUILT = "this release of Quire does not have it"
 _NO_RECURRENT = "the state has no recurrent layers"
-_RECURRENT_ONLY = "the state has recurrent layers only, which keep a state of fixed size and no rows of tokens"
 
 PAGED_REFUSALS: dict[str, str] = {
-    "set_cross_kv": "the state has no cross layers, and this release of Quire has no cross attention",
+    "set_cross_kv": "the state has no cross layers, which no model of this release has",
     "linear_attention": _NO_RECURRENT,
     "get": _NO_RECURRENT,
     "set": _NO_RECURRENT,
@@ -68,31 +79,77 @@ _LATENT_FUSED = (
 )
 
 LAYER_VERBS: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
-    "attention_with_fused_qkv": (_KEYS_AND_VALUES, {"latent": _LATENT_FUSED}),
-    "append_kv": (_KEYS_AND_VALUES, {"latent": "it keeps one row per token and no K and V; call append_mla_kv"}),
-    "append_mla_kv": (("latent",), dict.fromkeys(_KEYS_AND_VALUES, "it keeps K and V; call append_kv")),
-    "self_attention": ((*_KEYS_AND_VALUES, "latent"), {}),
-    "cross_attention": ((*_KEYS_AND_VALUES, "latent"), {}),
+    "attention_with_fused_qkv": (
+        _KEYS_AND_VALUES,
+        {
+            "latent": _LATENT_FUSED,
+            "cross": "its keys are the encoder's; call set_cross_kv once for each sequence, then cross_attention",
+        },
+    ),
+    "append_kv": (
+        _KEYS_AND_VALUES,
+        {
+            "latent": "it keeps one row per token and no K and V; call append_mla_kv",
+            "cross": "its rows are the encoder's, and tokens add none; call set_cross_kv",
+        },
+    ),
+    "append_mla_kv": (
+        ("latent",),
+        dict.fromkeys(_KEYS_AND_VALUES, "it keeps K and V; call append_kv")
+        | {"cross": "its rows are the encoder's, and tokens add none; call set_cross_kv"},
+    ),
+    "self_attention": (
+        (*_KEYS_AND_VALUES, "latent"),
+        {"cross": "its keys are the encoder's, and none of them is a new token's; call cross_attention"},
+    ),
+    "cross_attention": ((*_KEYS_AND_VALUES, "latent", "cross"), {}),
     "attention_with_shared_kv": (
         _KEYS_AND_VALUES,
-        {"latent": "only the model that made its rows can read them; call cross_attention with an absorbed query"},
+        {
+            "latent": "only the model that made its rows can read them; call cross_attention with an absorbed query",
+            "cross": "its keys are the encoder's and follow no token; call cross_attention",
+        },
     ),
-    "debug_get_kv": (_KEYS_AND_VALUES, {"latent": "it keeps one row per token and no K and V; call debug_get_kv_mla"}),
-    "debug_get_kv_mla": (("latent",), dict.fromkeys(_KEYS_AND_VALUES, "it keeps K and V; call debug_get_kv")),
-    "debug_set_kv": ((*_KEYS_AND_VALUES, "latent"), {}),
+    "debug_get_kv": (
+        (*_KEYS_AND_VALUES, "cross"),
+        {"latent": "it keeps one row per token and no K and V; call debug_get_kv_mla"},
+    ),
+    "debug_get_kv_mla": (
+        ("latent",),
+        dict.fromkeys((*_KEYS_AND_VALUES, "cross"), "it keeps K and V; call debug_get_kv"),
+    ),
+    "debug_set_kv": ((*_KEYS_AND_VALUES, "latent", "cross"), {}),
 }
 """Verbs that are about one layer: the kinds of layer that have them, and why other kinds have not."""
 
+CROSS_VERBS: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
+    "set_cross_kv": (
+        ("cross",),
+        dict.fromkeys(_KEYS_AND_VALUES, "its rows are those of tokens; call append_kv")
+        | {"latent": "its rows are those of tokens; call append_mla_kv"},
+    ),
+}
+"""As ``LAYER_VERBS``: what a state with cross layers does besides."""
 
-RECURRENT_VERBS = ("linear_attention", "get", "set", "debug_get", "debug_set", "checkpoint", "drop_checkpoint")
+
+RECURRENT_LAYER_VERBS = ("linear_attention", "get", "set", "debug_get", "debug_set")
+"""Verbs that are about one recurrent layer."""
+
+RECURRENT_VERBS = (*RECURRENT_LAYER_VERBS, "checkpoint", "drop_checkpoint")
 """What a state with recurrent layers does besides."""
+
+LAYER_KINDS = ("full", "window", "latent", "cross", "recurrent")
+"""Every kind of layer."""
 
 
 def layer_refusal(verb: str, kind: str) -> str:
-    """Why a layer of this kind does not have the verb; empty: it does."""
+    """Why a layer of this kind does not have the verb, one of ``LAYER_VERBS``, ``CROSS_VERBS`` and ``RECURRENT_LAYER_VERBS``;
+    empty: it does."""
+    if verb in RECURRENT_LAYER_VERBS:
+        return "" if kind == "recurrent" else "it keeps rows of tokens and no state of fixed size"
     if kind == "recurrent":
         return "it keeps a state of fixed size and no rows of tokens; recurrent verbs are linear_attention, get, set, debug_get"
-    kinds, reasons = LAYER_VERBS[verb]
+    kinds, reasons = (LAYER_VERBS | CROSS_VERBS)[verb]
     return "" if kind in kinds else reasons[kind]
 
 
@@ -104,14 +161,17 @@ def refuse_layer(verb: str, layer_id: int, kind: str) -> NoReturn:
 def verbs_of(kinds: Iterable[str]) -> dict[str, str]:
     """Every verb over a state with layers of these kinds: empty if some layer has it, else why not."""
     everything = set(kinds)
-    present = sorted(everything - {"recurrent"})
+    # Reasons speak of what tokens leave behind in attention layers, where there are such.
+    present = sorted(everything, key=lambda kind: (kind == "recurrent", kind == "cross", kind))
     found = dict.fromkeys(PAGED_VERBS, "") | PAGED_REFUSALS
     if "recurrent" in everything:
         found.update(dict.fromkeys(RECURRENT_VERBS, ""))
-        if not present:
-            found.update(dict.fromkeys((*LAYER_VERBS, "enable_sliding_window_for_seq"), _RECURRENT_ONLY))
+    if "cross" in everything:
+        found.update(dict.fromkeys(CROSS_VERBS, ""))
+    if everything <= {"cross", "recurrent"}:
+        found["enable_sliding_window_for_seq"] = window_refusal([Recurrent(states=())])
     for verb in LAYER_VERBS:
-        if present and all(layer_refusal(verb, kind) for kind in present):
+        if all(layer_refusal(verb, kind) for kind in present):
             found[verb] = (
                 f"the state has layers of kind {' and '.join(map(repr, present))} only: {layer_refusal(verb, present[0])}"
             )

@@ -41,7 +41,7 @@ def is_exact(state: PagedKVState, metadata: Mapping[str, Any]) -> bool:
 def tensors(state: PagedKVState, seq: SeqId, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
     """The tensors of the plan, gathered layer by layer."""
     recurrent = state.recurrent.layer_ids if state.recurrent is not None else ()
-    for layer in sorted((*state.layer_ids, *recurrent)):
+    for layer in sorted((*exchange.all_rows(state, seq), *recurrent)):
         for name, tensor in exchange.export_group(state, seq, layer).items():
             yield f"{prefix}layer.{layer}.{name}", tensor
 
@@ -73,7 +73,7 @@ def check(
     exchange.validate(state, wanted)
     rows = exchange.rows_by_layer(wanted)
     groups = exchange.groups_of(state, rows, wanted["kept_recurrent_positions"])
-    said = {layer: one.get("dtype") for layer, one in zip(state.layer_ids, layers, strict=True)}
+    said = {layer: one.get("dtype") for layer, one in zip(state.stored_specs, layers, strict=True)}
     for layer, group in groups.items():
         for name, one in group.items():
             full = f"{prefix}layer.{layer}.{name}"

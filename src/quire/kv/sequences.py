@@ -407,13 +407,18 @@ class SequenceTable:
             sequence.holes[index] = hole
 
     def _blanks(self, index: int, part: ClassNeed, need: ForwardNeed, sequences: Seq[Sequence]) -> list[SlotRange]:
+        """Rows of last pages that may hold anything and are read through a mask: behind what is stored in an old last page, also
+        where new rows will lie (a verb may read the page before they are written), and behind the new rows in a fresh one."""
         size = self.page_size
         split = {found.entry for found in part.splits}
         blanks: list[SlotRange] = []
         for entry, sequence in enumerate(sequences):
-            used = (need.stored[entry] + need.counts[entry]) % size
-            if used and (part.fresh[entry] or entry in split or sequence.stale_tail):
-                blanks.append(SlotRange(int(sequence.tables[index].pages[-1]) * size + used, size - used))
+            pages, stored = sequence.tables[index].pages, need.stored[entry]
+            first, used = stored % size, (stored + need.counts[entry]) % size
+            if first and (entry in split or sequence.stale_tail):
+                blanks.append(SlotRange(int(pages[stored // size]) * size + first, size - first))
+            if used and part.fresh[entry]:
+                blanks.append(SlotRange(int(pages[-1]) * size + used, size - used))
         return blanks
 
     def publish(self) -> None:

@@ -71,6 +71,8 @@ class StateNeed:
     """``[B + 1]``: the wanted rows of entry i are ``wanted[offsets[i]:offsets[i + 1]]``."""
     present: Slots
     """``[B]``: the slot of each entry's present state."""
+    kept: tuple[tuple[int, ...], ...]
+    """Per entry, ascending: the positions that this forward arrives at or passes of which the state becomes a checkpoint."""
 
     @property
     def chains(self) -> bool:
@@ -172,6 +174,13 @@ class StateTable:
                 return held[position]
         return None
 
+    def held_slots(self, seq_id: SeqId) -> tuple[int, int]:
+        """(slots that the sequence names, those of them that others name too)"""
+        states = self._sequences[seq_id]
+        own = Counter([states.present, *states.kept.values(), *states.ring.values(), *states.nodes])
+        del own[NULL]
+        return len(own), sum(int(self.pool.references[slot]) > count for slot, count in own.items())
+
     # -- edits -----------------------------------------------------------------------------------------------
 
     def add(self, seq_id: SeqId) -> None:
@@ -240,6 +249,29 @@ class StateTable:
         self._release(gone)
 
     # -- checkpoints -----------------------------------------------------------------------------------------
+
+    def loose_checkpoints(self) -> dict[int, list[tuple[SeqId, int]]]:
+        """Slots that become free if these checkpoints (sequence and position) are dropped: nothing else but rings names them."""
+        holders: dict[int, list[tuple[SeqId, int]]] = {}
+        for seq_id, states in self._sequences.items():
+            if not states.importing:
+                for position, slot in states.kept.items():
+                    holders.setdefault(slot, []).append((seq_id, position))
+        references = self.pool.references
+        return {
+            slot: named
+            for slot, named in holders.items()
+            if references[slot] == len(named) + len(self._ringed.get(slot, ()))
+        }
+
+    @property
+    def num_kept(self) -> int:
+        """Slots that checkpoints name."""
+        return len({slot for states in self._sequences.values() for slot in states.kept.values()})
+
+    def spare(self, need: StateNeed) -> int:
+        """Slots that a forward leaves free, those that only rings name among them; below 0: it is short of so many."""
+        return self.num_available - need.slots
 
     def keep(self, seq_id: SeqId) -> None:
         """Keep the present state as a checkpoint. Position 0 is kept without."""
@@ -327,9 +359,16 @@ class StateTable:
 
     # -- the bracket -----------------------------------------------------------------------------------------
 
-    def plan(self, seq_ids: Seq[SeqId], counts: Seq[int], trees: Seq[Seq[int] | None]) -> StateNeed:
+    def plan(
+        self,
+        seq_ids: Seq[SeqId],
+        counts: Seq[int],
+        trees: Seq[Seq[int] | None],
+        checkpoints: Seq[Seq[int]] = (),
+    ) -> StateNeed:
         """What a forward needs. ``trees``: per entry None (a chain), or the parents of its new nodes, as indices over all
-        uncommitted nodes (-1: a root). Changes nothing. Cost O(B + T)."""
+        uncommitted nodes (-1: a root). ``checkpoints``: per entry, after how many of its new tokens a state is to be kept,
+        beside the multiples of the interval; empty: none. Changes nothing. Cost O(B + T)."""
         starts = np.zeros(len(counts) + 1, dtype=np.int64)
         np.cumsum(counts, out=starts[1:])
         parents = np.full(int(starts[-1]), -1, dtype=np.int64)
@@ -338,12 +377,18 @@ class StateTable:
         wanted: list[int] = []
         offsets = [0]
         sequences = [self._sequences[seq_id] for seq_id in seq_ids]
-        for states, count, tree, start in zip(sequences, counts, trees, starts.tolist(), strict=False):
+        kept: list[tuple[int, ...]] = []
+        for entry, (states, count, tree, start) in enumerate(
+            zip(sequences, counts, trees, starts.tolist(), strict=False)
+        ):
+            kept.append(())
             if tree is None:
+                kept[-1] = self._to_keep(states.length, count, checkpoints[entry] if checkpoints else ())
                 parents[start + 1 : start + count] = np.arange(start, start + count - 1)
                 given[start] = len(sources)
                 sources.append(states.present)
-                wanted += [start + position - states.length - 1 for position in self._inside(states.length, count)]
+                rows = [start + position - states.length - 1 for position in kept[-1]]
+                wanted += [row for row in rows if row < start + count - 1]
                 wanted.append(start + count - 1)
             else:
                 old, found = len(states.nodes), dict[int, int]()
@@ -369,13 +414,15 @@ class StateTable:
             np.array(wanted, dtype=np.int64),
             np.array(offsets, dtype=np.int64),
             np.array([states.present for states in sequences], dtype=np.int64),
+            tuple(kept),
         )
 
-    def _inside(self, length: int, count: int) -> range:
-        """Multiples of the interval that a chain passes before its end."""
-        if not self.interval:
-            return range(0)
-        return range((length // self.interval + 1) * self.interval, length + count, self.interval)
+    def _to_keep(self, length: int, count: int, asked: Seq[int]) -> tuple[int, ...]:
+        """Positions of a chain, its end included, of which the state is to be kept."""
+        found = {length + tokens for tokens in asked}
+        if self.interval:
+            found.update(range((length // self.interval + 1) * self.interval, length + count + 1, self.interval))
+        return tuple(sorted(found))
 
     def shortage(self, need: StateNeed) -> int:
         """How many slots ``need`` is short of; 0 if there is room. Slots that only rings name count as free, and those of the
@@ -425,8 +472,8 @@ class StateTable:
         opened.recent = []
 
     def publish(self, *, inside: bool = True) -> None:
-        """The new states count from now on. ``inside=False``: the states within chains were not computed, so that multiples
-        of the interval that a chain passed are not kept."""
+        """The new states count from now on. ``inside=False``: the states within chains were not computed, so that those that a
+        chain passed are not kept."""
         opened = self._require_open()
         need, gone = opened.need, list[int]()
         recent: dict[int, dict[int, int]] = {}
@@ -440,11 +487,13 @@ class StateTable:
                 states.nodes += slots
                 continue
             end = states.length + need.counts[entry]
-            multiples = dict(zip(self._inside(states.length, need.counts[entry]), slots[:-1], strict=True))
-            if inside:
-                self._keep_multiples(states, multiples)
-            gone += multiples.values()
-            self._keep_multiples(states, {end: slots[-1]})
+            passed = [position for position in need.kept[entry] if position < end]
+            for position, slot in zip(passed, slots[:-1], strict=True):
+                if inside:
+                    self._keep(states, position, slot)
+                gone.append(slot)
+            if need.kept[entry] and need.kept[entry][-1] == end:
+                self._keep(states, end, slots[-1])
             gone += self._advance(seq_id, states, {**recent.get(entry, {}), end: slots[-1]})
         self._release(gone)
         self.forward = None

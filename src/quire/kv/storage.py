@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.contracts.layers import FullAttention, LatentAttention, WindowedAttention
+from quire.contracts.layers import CrossAttention, FullAttention, LatentAttention, WindowedAttention
 from quire.errors import ResourceExhausted
 from quire.kv.need import SlotCopy, SlotRange
 from quire.kv.sequences import slot_index
@@ -25,6 +25,8 @@ KeyValueSpec: TypeAlias = FullAttention | WindowedAttention
 """Layers that keep K and V of every token."""
 PagedSpec: TypeAlias = KeyValueSpec | LatentAttention
 """Layers that keep rows of tokens in pages."""
+StoredSpec: TypeAlias = PagedSpec | CrossAttention
+"""Layers that keep rows in pages, of tokens or of an encoder."""
 
 
 class Geometry(NamedTuple):
@@ -42,7 +44,7 @@ class Geometry(NamedTuple):
         return self.kv_heads * (self.key_dim + (0 if self.latent else self.value_dim))
 
 
-def geometry(spec: PagedSpec) -> Geometry:
+def geometry(spec: StoredSpec) -> Geometry:
     """The shape of a layer's rows."""
     if isinstance(spec, LatentAttention):
         return Geometry(1, spec.row_dim, spec.value_dim, True)
@@ -78,7 +80,7 @@ class PagedStorage:
 
     def __init__(
         self,
-        specs: Sequence[PagedSpec],
+        specs: Sequence[StoredSpec],
         num_slots: int,
         dtype: torch.dtype,
         device: torch.device,

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from quire.contracts.attention import AttentionState, Scoring
 from quire.contracts.attention_state import AttentionScope
-from quire.contracts.layers import LatentAttention
+from quire.contracts.layers import CrossAttention, LatentAttention
 from quire.errors import FailedPrecondition, InvalidArgument, Unsupported
 from quire.kv.passes import AttentionPass, Layer, key_value_spec
 from quire.kv.plans import Masks, check_mask, cut_mask
 from quire.kv.rules import refuse_layer
-from quire.kv.storage import PagedSpec
+from quire.kv.storage import StoredSpec
 from quire.ops.attention import merge
 
 
@@ -39,11 +39,11 @@ class OpenState(Protocol):
         """The open forward; ``FailedPrecondition`` if there is none."""
         ...
 
-    def layer(self, layer_id: int) -> Layer:
-        """A layer; ``InvalidArgument`` for an unknown one."""
+    def layer(self, layer_id: int, verb: str = ...) -> Layer:
+        """A layer that keeps rows of tokens, for a verb; ``InvalidArgument`` for an unknown one, ``Unsupported`` for others."""
         ...
 
-    def spec(self, layer_id: int) -> PagedSpec:
+    def spec(self, layer_id: int) -> StoredSpec:
         """What the layer is; ``InvalidArgument`` for an unknown one."""
         ...
 
@@ -60,7 +60,7 @@ class AttentionVerbs(OpenState):
         mask: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        spec = key_value_spec("attention_with_fused_qkv", layer_id, self.layer(layer_id))
+        spec = key_value_spec("attention_with_fused_qkv", layer_id, self.layer(layer_id, "attention_with_fused_qkv"))
         tokens = self.open_tokens
         columns = (spec.num_heads + spec.num_kv_heads) * spec.head_dim + spec.num_kv_heads * spec.value_dim
         flat = qkv
@@ -81,14 +81,14 @@ class AttentionVerbs(OpenState):
         return padded(result, flat.shape[0], 0.0, out)
 
     def append_kv(self, layer_id: int, k: Tensor, v: Tensor) -> None:
-        spec = key_value_spec("append_kv", layer_id, self.layer(layer_id))
+        spec = key_value_spec("append_kv", layer_id, self.layer(layer_id, "append_kv"))
         check_rows(self, f"k of layer {layer_id}", k, (spec.num_kv_heads, spec.head_dim))
         check_rows(self, f"v of layer {layer_id}", v, (spec.num_kv_heads, spec.value_dim))
         tokens = self.open_tokens
         self.open_pass().append(layer_id, k[:tokens], v[:tokens])
 
     def append_mla_kv(self, layer_id: int, kv: Tensor) -> None:
-        spec = self.spec(layer_id)
+        spec = self.layer(layer_id, "append_mla_kv").spec
         if not isinstance(spec, LatentAttention):
             refuse_layer("append_mla_kv", layer_id, spec.kind)
         tokens = self.open_tokens
@@ -110,7 +110,7 @@ class AttentionVerbs(OpenState):
         mask: Tensor | None = None,
         out: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        spec = self.spec(layer_id)
+        spec = self.layer(layer_id, "self_attention").spec
         check_rows(self, "q", q, (spec.num_heads, None))
         check_rows(self, "k", k, (None, int(q.shape[2])))
         check_rows(self, "v", v, (int(k.shape[1]), None))
@@ -151,6 +151,10 @@ class AttentionVerbs(OpenState):
         check_rows(self, "q", q, (spec.num_heads, dim))
         check_state_out(out, (q.shape[0], spec.num_heads, spec.value_dim), self.dtype, (q,))
         opened = self.open_pass()
+        if isinstance(spec, CrossAttention):
+            # No row of an encoder is a new token's: both scopes are the same.
+            found = opened.encoders(layer_id, "cross_attention").state(layer_id, q[: self.open_tokens], sm_scale)
+            return padded_state(found, q.shape[0], out)
         if scope == "all" and layer_id not in opened.written:
             raise FailedPrecondition(
                 f"cross_attention with scope 'all': the rows of layer {layer_id} are not appended in this forward; call {'append_mla_kv' if spec.kind == 'latent' else 'append_kv'}"
@@ -169,7 +173,8 @@ class AttentionVerbs(OpenState):
         sm_scale: float | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        spec = key_value_spec("attention_with_shared_kv", source_layer_id, self.layer(source_layer_id))
+        verb = "attention_with_shared_kv"
+        spec = key_value_spec(verb, source_layer_id, self.layer(source_layer_id, verb))
         check_rows(self, "q", q, (spec.num_heads, spec.head_dim))
         if (k is None) != (v is None):
             raise InvalidArgument("attention_with_shared_kv: one of k and v is missing; give both or none")

@@ -305,6 +305,10 @@ class NaivePass:
         """Not asked for by the models that are probed."""
         raise Unsupported(f"layer {layer_id} has latent rows; the fallback keeps K and V")
 
+    def attend_cross(self, layer_id: int, q_THD: Tensor) -> Tensor:
+        """Not asked for by the models that are probed."""
+        raise Unsupported(f"layer {layer_id} reads an encoder; the fallback has decoders only")
+
     def linear_attention(
         self,
         layer_id: int,

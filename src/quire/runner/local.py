@@ -17,9 +17,11 @@ from torch import Tensor
 
 from quire.contracts.model import Model
 from quire.errors import FailedPrecondition, InvalidArgument, Unsupported
+from quire.kv.hybrid import HybridState
 from quire.kv.paged import PagedKVState
 from quire.kv.passes import AttentionPass
-from quire.types import Add, Chunk, Commit, Edit, Fork, Pop, Remove, SeqId, Step, Window
+from quire.kv.rule_table import weights_refusal
+from quire.types import Add, Chunk, Commit, DropCheckpoint, Edit, Fork, Pop, Remove, SeqId, Step, Window
 
 Ids: TypeAlias = np.ndarray[tuple[int], np.dtype[np.int64]]
 
@@ -97,17 +99,15 @@ class LocalRunner:
             raise Unsupported(
                 "a mask: recurrent layers see the tokens of a sequence in order, and no mask can change that; leave it out"
             )
+        if extras.attention_weights and (reason := weights_refusal(self.model.layer_specs, len(self.model.blocks))):
+            raise Unsupported(f"attention weights: {reason}; leave output_attentions False")
         tokens = concatenated(step.chunks)
         placeholders = self._placeholders(tokens, extras)
         for edit in step.edits:
             self.apply(edit)
         if not step.chunks:
             return StepOutput(torch.empty(0, self.model.vocab_size, device=self.device), (0,))
-        self.state.begin_forward(
-            [chunk.seq for chunk in step.chunks],
-            [len(chunk.tokens) for chunk in step.chunks],
-            tree_parents(step.chunks),
-        )
+        self._begin(step.chunks)
         try:
             hidden: list[Tensor] = []
             with torch.inference_mode():
@@ -133,6 +133,16 @@ class LocalRunner:
                 self.state.abort_forward()
             raise
         return StepOutput(logits_RV, starts, states, weights)
+
+    def _begin(self, chunks: Sequence[Chunk]) -> None:
+        seqs, counts = [chunk.seq for chunk in chunks], [len(chunk.tokens) for chunk in chunks]
+        if not any(chunk.checkpoints for chunk in chunks):
+            self.state.begin_forward(seqs, counts, tree_parents(chunks))
+        elif isinstance(self.state, HybridState):
+            kept = [chunk.checkpoints for chunk in chunks]
+            self.state.begin_forward(seqs, counts, tree_parents(chunks), checkpoints=kept)
+        else:
+            raise Unsupported("a chunk with checkpoints: the model has no recurrent layers, whose states they keep")
 
     def _placeholders(self, tokens: Ids, extras: Extras) -> Ids | None:
         """Rows of the batch whose ids are negative; None if there are none. ``InvalidArgument`` unless each has an embedding."""
@@ -194,6 +204,8 @@ class LocalRunner:
                 self.state.popn(seq, n)
             case Remove(seq):
                 self.state.remove_sequence(seq)
+            case DropCheckpoint(seq, position):
+                self.state.drop_checkpoint(seq, position)
             case Commit(seqs, leaves):
                 self.state.commit_accepted_token_tree_nodes(seqs, leaves)
             case Window(seq, window, sink):

@@ -1,0 +1,251 @@
+"""What the prefix cache finds of prompts of models with recurrent layers: against the memory of checkpoints, and in second turns.
+
+Texts are compared with those of runs that reuse nothing, so the models should run in float32.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from quire.bench.reports import Spread, interleave
+from quire.bench.states import Sizes, Subject, greedy
+from quire.errors import QuireError
+from quire.outputs import RequestOutput
+
+if TYPE_CHECKING:
+    from quire.bench.peers import TransformersPeer
+
+
+def common(a: Sequence[int], b: Sequence[int]) -> int:
+    """Equal leading tokens."""
+    both = min(len(a), len(b))
+    return next((index for index in range(both) if a[index] != b[index]), both)
+
+
+# -- memory against hits -------------------------------------------------------------------------------------------
+
+
+def workload(subject: Subject, sizes: Sizes) -> list[list[int]]:
+    """The documents, then prompts that leave them at random positions, in random order."""
+    draw = random.Random(1)
+    documents = [subject.prompt(sizes.tokens, seed=10 + index) for index in range(sizes.documents)]
+    branches = [
+        [*document[: draw.randrange(1, sizes.tokens)], *subject.prompt(sizes.tail, seed=1000 * index + number)]
+        for index, document in enumerate(documents, start=1)
+        for number in range(sizes.branches)
+    ]
+    draw.shuffle(branches)
+    return [*documents, *branches]
+
+
+def shared_tokens(prompts: Sequence[Sequence[int]]) -> int:
+    """Tokens of the prompts, but for the last of each, with which an earlier one begins, too."""
+    return sum(
+        max((common(ids[:-1], earlier) for earlier in prompts[:index]), default=0) for index, ids in enumerate(prompts)
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheRow:
+    """The workload at one interval."""
+
+    interval: int
+    by_engine: bool
+    """Whether the engine has chosen it."""
+    prompt_tokens: int
+    shared_tokens: int
+    reused_tokens: int
+    replayed_tokens: int
+    """As the requests report them."""
+    states: int
+    """Held after the last prompt, those at the ends of prompts and where prompts part among them."""
+    bytes: int
+    """Of these."""
+    lost: int
+    """Cached sequences and checkpoints that were given up for want of room: above 0 it is the pool that is measured."""
+    seconds: float
+    texts: tuple[tuple[int, ...], ...]
+
+    @property
+    def hit_rate(self) -> float:
+        """Reused tokens of all that there are."""
+        return self.reused_tokens / self.prompt_tokens
+
+    @property
+    def of_shared(self) -> float:
+        """Reused tokens of those that could be."""
+        return self.reused_tokens / self.shared_tokens if self.shared_tokens else 0.0
+
+
+def cache_row(model: str, options: Mapping[str, Any], sizes: Sizes, interval: int | None) -> CacheRow:
+    """The prompts of the workload one after the other, each with a short answer."""
+    with Subject(model, options, interval, cached=True) as subject:
+        prompts = workload(subject, sizes)
+        outputs = list[RequestOutput]()
+        started = time.perf_counter()
+        for ids in prompts:
+            outputs += subject.llm.generate(ids, greedy(sizes.reply), use_tqdm=False)
+        seconds = time.perf_counter() - started
+        cache = subject.llm.engine.cache
+        assert cache is not None
+        return CacheRow(
+            interval=subject.interval,
+            by_engine=subject.by_engine,
+            prompt_tokens=sum(map(len, prompts)),
+            shared_tokens=shared_tokens(prompts),
+            reused_tokens=sum(output.num_cached_tokens for output in outputs),
+            replayed_tokens=sum(output.num_replayed_tokens for output in outputs),
+            states=subject.kept_states,
+            bytes=subject.kept_states * subject.state_bytes,
+            lost=cache.stats.evictions + subject.checkpoints.num_dropped,
+            seconds=seconds,
+            texts=tuple(tuple(output.outputs[0].token_ids) for output in outputs),
+        )
+
+
+def fresh_texts(model: str, options: Mapping[str, Any], sizes: Sizes) -> tuple[tuple[int, ...], ...]:
+    """The answers of the workload without a prefix cache."""
+    with Subject(model, options, 0, cached=False) as subject:
+        params = greedy(sizes.reply)
+        outputs = [subject.llm.generate(ids, params, use_tqdm=False)[0] for ids in workload(subject, sizes)]
+        return tuple(tuple(output.outputs[0].token_ids) for output in outputs)
+
+
+# -- second turns --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """A second turn on a first one."""
+
+    what: str
+    interval: int
+    prompt_tokens: int
+    new_tokens: int
+    """Tokens of its prompt that the first turn did not have."""
+    run_tokens: int
+    """Of its prompt, counted where steps are executed."""
+    cached_tokens: int
+    replayed_tokens: int
+    """As the request reports them."""
+    seconds: Spread
+    """To the first token."""
+    whole: Spread
+    """What a run of the whole prompt takes, over these, round by round."""
+    peer: Spread | None
+    """What it takes transformers; None: that was not measured."""
+    equal: Mapping[str, str]
+    """By what the answer is compared with: equal tokens of how many."""
+
+    @property
+    def met(self) -> bool:
+        """Whether no more was run than what is new, and one interval."""
+        return self.interval > 0 and self.run_tokens <= self.new_tokens + self.interval
+
+
+class Chat:
+    """A first turn, and turns that go on with it, with everything before given up or not."""
+
+    def __init__(self, subject: Subject, sizes: Sizes) -> None:
+        self.subject = subject
+        self.sizes = sizes
+        self.history = subject.prompt(sizes.tokens, seed=7)
+        self.new = subject.prompt(sizes.turn, seed=8)
+        self.first = [*self.history, *self.answer(self.history).outputs[0].token_ids]
+        self.texts: dict[str, Sequence[int]] = {}
+        """The last answers, by who made them."""
+        self.found: tuple[RequestOutput, int] | None = None
+        """The last turn on a first one, and how many tokens of its prompt ran."""
+
+    def answer(self, ids: Sequence[int]) -> RequestOutput:
+        return self.subject.llm.generate(list(ids), greedy(self.sizes.answer), use_tqdm=False)[0]
+
+    def warm(self, turn: Sequence[int]) -> float:
+        """Seconds to the first token, after the first turn."""
+        self.subject.llm.reset_prefix_cache()
+        self.answer(self.history)
+        before = self.subject.tokens_run
+        output = self.answer(turn)
+        # Each token of the answer runs once, but for the last.
+        decoded = len(output.outputs[0].token_ids) - 1
+        self.found = output, self.subject.tokens_run - before - decoded
+        return self._noted("warm", output)
+
+    def cold(self, turn: Sequence[int]) -> float:
+        """Seconds to the first token, with nothing before."""
+        self.subject.llm.reset_prefix_cache()
+        return self._noted("whole", self.answer(turn))
+
+    def by_peer(self, turn: Sequence[int], peer: TransformersPeer) -> float:
+        """Seconds that transformers takes to the first token."""
+        made = peer.generate(torch.tensor([list(turn)]), self.sizes.answer)
+        self.texts["transformers"] = made.tokens[0]
+        return made.prefill_seconds
+
+    def _noted(self, name: str, output: RequestOutput) -> float:
+        self.texts[name] = output.outputs[0].token_ids
+        seconds = output.metrics.time_to_first_token
+        assert seconds is not None
+        return seconds
+
+    def measure(self, what: str, length: int, rounds: int = 1, peer: TransformersPeer | None = None) -> Turn:
+        """The turn that keeps ``length`` tokens of the first one, so many times.
+
+        Raises:
+            QuireError: it ran more than its new tokens and one interval.
+        """
+        turn = [*self.first[:length], *self.new]
+        self.texts.clear()
+        subjects: dict[str, Callable[[], float]] = {"warm": lambda: self.warm(turn), "whole": lambda: self.cold(turn)}
+        if peer is not None:
+            subjects["transformers"] = lambda: self.by_peer(turn, peer)
+        result = interleave(subjects, rounds, warmup=0)
+        assert self.found is not None
+        (output, run_tokens), interval, own = self.found, self.subject.interval, self.texts["warm"]
+        found = Turn(
+            what=what,
+            interval=interval,
+            prompt_tokens=len(turn),
+            new_tokens=len(turn) - common(turn, self.first),
+            run_tokens=run_tokens,
+            cached_tokens=output.num_cached_tokens,
+            replayed_tokens=output.num_replayed_tokens,
+            seconds=result.spread("warm"),
+            whole=result.ratios["whole"],
+            peer=result.ratios.get("transformers"),
+            equal={name: f"{common(own, text)}/{len(text)}" for name, text in self.texts.items() if text is not own},
+        )
+        if interval and not found.met:
+            raise QuireError(
+                f"a second turn {what} ran {found.run_tokens} tokens; {found.new_tokens} are new, and the interval is {interval}"
+            )
+        return found
+
+
+def second_turns(
+    model: str,
+    options: Mapping[str, Any],
+    sizes: Sizes,
+    interval: int | None = None,
+    peer: TransformersPeer | None = None,
+) -> list[Turn]:
+    """Turns that go on after the answer, after a part of it (as of a chat that shortens what it has said), and from a place in the
+    history. The first of them in all rounds, and by ``peer`` (of the same checkpoint), too.
+
+    Raises:
+        QuireError: one ran more than its new tokens and one interval.
+    """
+    with Subject(model, options, interval, cached=True) as subject:
+        chat = Chat(subject, sizes)
+        place = random.Random(2).randrange(sizes.tokens // 4, 3 * sizes.tokens // 4)
+        return [
+            chat.measure("after the answer", len(chat.first), sizes.rounds, peer),
+            chat.measure("after half of the answer", sizes.tokens + sizes.answer // 2),
+            chat.measure(f"after token {place} of the history", place),
+        ]

@@ -1,0 +1,131 @@
+"""Which recurrent states are kept, and which are given up: checkpoints at an interval and where prompts branch. No torch.
+
+A recurrent layer keeps a state of fixed size, so a sequence can be forked and rewound only to positions at which a state was
+kept. Ends of prompts and turns are kept as forks (``SessionStates.keep``). Within long prompts and texts, states are kept
+here: every ``interval`` tokens, and where two prompts turned out to part. No chunk is cut for that: a step names the positions
+(``Chunk.checkpoints``), and the state keeps what it passes.
+
+A checkpoint is a wish. It never takes what a step needs, and what it takes is given up before anything else when state slots
+are short: the one that saves the fewest tokens first, of several the one whose sequence was used longest ago.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Protocol
+
+from quire.engine.request import ScheduledRequest
+from quire.types import DropCheckpoint, Edit, SeqId
+
+
+class KeptStates(Protocol):
+    """What is asked of the KV state."""
+
+    def spare_states(self, seq_ids: Sequence[SeqId], append_lengths: Sequence[int]) -> int:
+        """State slots that a forward of these tokens leaves; below 0: it is short of so many."""
+        ...
+
+    def loose_checkpoints(self) -> dict[int, list[tuple[SeqId, int]]]:
+        """Checkpoints (sequence and position) by slot, of the slots that become free if these are dropped."""
+        ...
+
+    def kept_positions(self, seq_id: SeqId) -> list[int]:
+        """Positions of all states of a sequence, ascending, 0 and its end included."""
+        ...
+
+
+class Checkpoints:
+    """Decides which states are kept. ``interval``: tokens between two of them; 0: only where prompts branch.
+
+    ``age``: sequences by use, the one used longest ago with the lowest number; those that are missing are in use.
+    ``written``: sequences whose states cannot be computed again, and are therefore never given up here.
+    """
+
+    def __init__(
+        self,
+        state: KeptStates,
+        interval: int,
+        *,
+        apply: Callable[[Edit], None],
+        age: Callable[[], Mapping[SeqId, int]],
+        written: Callable[[], Collection[SeqId]],
+    ) -> None:
+        self._state = state
+        self.interval = interval
+        self._apply = apply
+        self._age = age
+        self._written = written
+        self.num_dropped = 0
+
+    def wishes(self, requests: Sequence[ScheduledRequest], counts: Sequence[int]) -> list[tuple[int, ...]]:
+        """Per request, after how many of its next ``counts[i]`` tokens a state is to be kept: as many as there is room for
+        beside what the step itself takes, less valuable checkpoints being given up for more valuable ones."""
+        wanted = [self._wanted(request, count) for request, count in zip(requests, counts, strict=True)]
+        if not any(wanted):
+            return wanted
+        seqs = [request.seq for request in requests if request.seq is not None]
+        spare = self._state.spare_states(seqs, counts)
+        granted: list[tuple[int, ...]] = []
+        for request, count, positions in zip(requests, counts, wanted, strict=True):
+            kept: list[int] = []
+            for tokens in positions:
+                # The state at the end of a chunk is there anyway.
+                inside = tokens < count
+                if inside and spare < 1 and self._drop(self._saved(request, tokens, kept)):
+                    spare += 1
+                if not inside or spare > 0:
+                    kept.append(tokens)
+                    spare -= inside
+            granted.append(tuple(kept))
+        return granted
+
+    def _wanted(self, request: ScheduledRequest, count: int) -> tuple[int, ...]:
+        if not request.reusable:
+            return ()
+        start, stop = request.computed, request.computed + count
+        found = {position - start for position in request.branches if start < position <= stop}
+        if self.interval:
+            found.update(
+                position - start
+                for position in range((start // self.interval + 1) * self.interval, stop + 1, self.interval)
+            )
+        return tuple(sorted(found))
+
+    def _saved(self, request: ScheduledRequest, tokens: int, kept: Sequence[int]) -> int:
+        """Tokens that a state after ``tokens`` new ones saves whoever goes back there."""
+        if kept:
+            return tokens - kept[-1]
+        position = request.computed + tokens
+        before = [] if request.seq is None else self._state.kept_positions(request.seq)
+        return position - max((one for one in before if one < position), default=0)
+
+    def relieve(self, seqs: Sequence[SeqId], counts: Sequence[int]) -> bool:
+        """Give up one checkpoint if a forward of these tokens is short of state slots; says whether one was given up."""
+        return self._state.spare_states(seqs, counts) < 0 and self._drop(None)
+
+    def give_up(self) -> bool:
+        """Give up the checkpoint that saves least; says whether there was one."""
+        return self._drop(None)
+
+    def _drop(self, most: int | None) -> bool:
+        """Drop the checkpoints of one slot, the one that saves least, and ``most`` tokens at most (None: any number)."""
+        written, age = set(self._written()), self._age()
+        newest = len(age)
+        kept: dict[SeqId, list[int]] = {}
+        best: tuple[int, int, int] | None = None
+        holders: list[tuple[SeqId, int]] = []
+        for slot, named in self._state.loose_checkpoints().items():
+            if written and any(seq in written for seq, _ in named):
+                continue
+            saved = used = 0
+            for seq, position in named:
+                if seq not in kept:
+                    kept[seq] = self._state.kept_positions(seq)
+                before = kept[seq][kept[seq].index(position) - 1]
+                saved, used = max(saved, position - before), max(used, age.get(seq, newest))
+            if (most is None or saved <= most) and (best is None or (saved, used, slot) < best):
+                best, holders = (saved, used, slot), named
+        for seq, position in holders:
+            self._apply(DropCheckpoint(seq, position))
+        self.num_dropped += bool(holders)
+        return bool(holders)

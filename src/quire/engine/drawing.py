@@ -1,0 +1,144 @@
+"""From logits to tokens: draw one for each request, keep it, turn it into text, see whether it ends the request."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from torch import Tensor
+
+from quire.engine.generation import SequenceRequest
+from quire.engine.structured import Grammars, RowGrammars
+from quire.errors import QuireError
+from quire.metrics import EngineMetrics
+from quire.ops.sampling import TokenLogprobs, sample
+from quire.outputs import FinishReason
+from quire.sampling_params import SamplingParams
+
+
+class Finish(Protocol):
+    """Ends a request."""
+
+    def __call__(self, request: SequenceRequest, reason: FinishReason, stop: str | int | None = None) -> None:
+        """``stop``: the stop string or token, or "context"."""
+        ...
+
+
+class Drawing:
+    """What happens to requests whose logits are there. ``eos_ids`` end a text; ``finish`` and ``fail`` end a request."""
+
+    def __init__(
+        self,
+        *,
+        eos_ids: frozenset[int],
+        grammars: Grammars | None,
+        metrics: EngineMetrics,
+        finish: Finish,
+        fail: Callable[[SequenceRequest, QuireError], object],
+    ) -> None:
+        self.eos_ids = eos_ids
+        self.grammars = grammars
+        self.metrics = metrics
+        self._finish = finish
+        self._fail = fail
+        self.under_way = False
+        """Whether logits processors may be running, which are the user's."""
+
+    def draw(self, logits_RV: Tensor, ready: list[SequenceRequest]) -> None:
+        """One token for each row of ``logits_RV [R, V]``, which is that of ``ready[row]``."""
+        samplers = [request.sampler for request in ready if request.sampler is not None]
+        banned: list[tuple[int, ...]] | None = None
+        if any(request.params is not None and len(request.output_ids) < request.params.min_tokens for request in ready):
+            banned = [self._banned(request) for request in ready]
+        self.under_way = True
+        try:
+            drawn = sample(logits_RV, samplers, banned, self._allowed(ready))
+        finally:
+            self.under_way = False
+        self.metrics.generation_tokens.inc(len(ready))
+        now = time.monotonic()
+        for row, (request, token) in enumerate(zip(ready, drawn.token_ids, strict=True)):
+            if request.finished:
+                continue
+            if row in drawn.failures:
+                matcher = request.matcher
+                if matcher is not None and matcher.over:
+                    # The text is whole, and there is no token that ends it, or none that may be drawn yet.
+                    self._finish(request, "stop")
+                else:
+                    problem = None if matcher is None else matcher.problem()
+                    self._fail(request, problem or drawn.failures[row])
+                continue
+            self._take(request, token, drawn.logprobs[row], now)
+
+    def _banned(self, request: SequenceRequest) -> tuple[int, ...]:
+        params = request.params
+        if params is None or len(request.output_ids) >= params.min_tokens:
+            return ()
+        return self._ends(params)
+
+    def _ends(self, params: SamplingParams | None) -> tuple[int, ...]:
+        """Tokens that end a text."""
+        if params is None:
+            return ()
+        return tuple((set() if params.ignore_eos else self.eos_ids) | params.stop_ids)
+
+    def _allowed(self, ready: list[SequenceRequest]) -> RowGrammars | None:
+        """What grammars leave, by row."""
+        matchers = {row: request.matcher for row, request in enumerate(ready) if request.matcher is not None}
+        if not matchers or self.grammars is None:
+            return None
+        ends = {row: self._ends(ready[row].params) for row in matchers}
+        return RowGrammars(self.grammars, matchers, ends)
+
+    def _take(self, request: SequenceRequest, token: int, logprobs: TokenLogprobs | None, now: float) -> None:
+        """One more token: keep it, turn it into text, see whether it ends the request."""
+        params = request.params
+        if params is None:
+            raise QuireError("a token was sampled for a request that samples nothing")
+        if request.first_token is None:
+            request.first_token = now
+            self.metrics.time_to_first_token.observe(now - request.arrival)
+        else:
+            self.metrics.inter_token_latency.observe(now - request.last_token)
+        request.last_token = now
+        request.work.tokens.append(token)
+        request.output_ids.append(token)
+        if request.sampler is not None:
+            request.sampler.observe(token)
+        if logprobs is not None:
+            request.logprobs.append(logprobs)
+        count = len(request.output_ids)
+        ends = token in params.stop_ids or (token in self.eos_ids and not params.ignore_eos)
+        if ends and count > params.min_tokens:
+            request.kept = count - 1
+            if params.include_stop_str_in_output:
+                self._add_text(request, token)
+            self._finish(request, "stop", token)
+            return
+        detokenizer = request.detokenizer
+        if detokenizer is not None:
+            self._add_text(request, token)
+            if detokenizer.stopped_by is not None:
+                request.kept = detokenizer.tokens_before_stop
+                self._finish(request, "stop", detokenizer.stopped_by)
+                return
+        if request.matcher is not None:
+            try:
+                request.matcher.accept(token)
+            except QuireError as error:
+                self._fail(request, error)
+                return
+            if request.matcher.complete:
+                self._finish(request, "stop")
+                return
+        if count == params.max_tokens:
+            self._finish(request, "length")
+        elif len(request.work.tokens) >= request.limit:
+            self._finish(request, "length", "context")
+
+    @staticmethod
+    def _add_text(request: SequenceRequest, token: int) -> None:
+        if request.detokenizer is not None and (piece := request.detokenizer.push(token)):
+            request.pieces.append(piece)

@@ -1,0 +1,131 @@
+"""What one layer remembers of a session: read as named tensors, written by the same names.
+
+K and V of attention layers (``k``, ``v``), rows of latent layers (``latent``), the states of recurrent layers (``state_0``, ...).
+
+Letters: n tokens; Hkv KV heads; Dk, Dv head sizes; R columns of a latent row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from quire.contracts.layers import LayerSpec, Recurrent
+from quire.errors import FailedPrecondition, InvalidArgument
+from quire.kv.paged import PagedKVState
+from quire.kv.recurrent import dtype_of
+from quire.kv.windows import describe_ranges
+from quire.types import SeqId
+
+
+def spec_of(kv: PagedKVState, layer: int) -> LayerSpec:
+    """What a layer is, recurrent or not; ``InvalidArgument`` for an unknown one."""
+    part = kv.recurrent
+    if part is not None and layer in part.layer_ids:
+        return part.specs[part.layer_ids.index(layer)]
+    return kv.spec(layer)
+
+
+def names_of(spec: LayerSpec) -> tuple[str, ...]:
+    """The names of a layer's tensors."""
+    if isinstance(spec, Recurrent):
+        return tuple(f"state_{index}" for index in range(len(spec.states)))
+    return ("latent",) if spec.kind == "latent" else ("k", "v")
+
+
+def initial(spec: LayerSpec) -> dict[str, Tensor]:
+    """The states of a recurrent layer before any token."""
+    assert isinstance(spec, Recurrent)
+    return {
+        name: torch.full(one.shape, one.initial, dtype=dtype_of(one))
+        for name, one in zip(names_of(spec), spec.states, strict=True)
+    }
+
+
+def read(kv: PagedKVState, seq: SeqId, layer: int, *, partly: bool) -> dict[str, Tensor]:
+    """``k [n, Hkv, Dk]`` and ``v [n, Hkv, Dv]``, or ``latent [n, R]``, as stored; or the present states of a recurrent layer.
+
+    ``partly``: a window may have let go of some tokens; then ``positions`` (int64) of those that are held are given too.
+    """
+    spec = spec_of(kv, layer)
+    if isinstance(spec, Recurrent):
+        return {name: kv.debug_get(layer, index, seq) for index, name in enumerate(names_of(spec))}
+    if not partly:
+        return dict(zip(names_of(spec), _rows(kv, seq, layer, 0, None), strict=True))
+    held = kv.held(seq, layer)
+    parts = [_rows(kv, seq, layer, part.start, part.stop) for part in held]
+    found = {name: torch.cat(rows) for name, rows in zip(names_of(spec), zip(*parts, strict=True), strict=True)}
+    device = next(iter(found.values())).device
+    return found | {"positions": torch.cat([torch.arange(part.start, part.stop, device=device) for part in held])}
+
+
+def _rows(kv: PagedKVState, seq: SeqId, layer: int, start: int, stop: int | None) -> tuple[Tensor, ...]:
+    if kv.spec(layer).kind == "latent":
+        return (kv.debug_get_kv_mla(seq, start, stop, layer=layer),)
+    return kv.debug_get_kv(seq, start, stop, layer=layer)
+
+
+def check_names(spec: LayerSpec, layer: int, given: Mapping[str, Tensor | None], start: int, length: int) -> int:
+    """How many rows are given (0 for states); ``InvalidArgument`` unless the tensors are some of the layer's and their rows lie
+    within a session of ``length`` tokens."""
+    names, kept = names_of(spec), {name: one for name, one in given.items() if one is not None}
+    if not kept or not set(kept) <= set(names):
+        raise InvalidArgument(
+            f"set_kv: {', '.join(map(repr, kept)) or 'nothing'} given for layer {layer}, a {spec.kind} layer; it has {', '.join(names)}"
+        )
+    for name, one in kept.items():
+        if not isinstance(one, Tensor):
+            raise InvalidArgument(f"set_kv: {name} must be a tensor, as kv() gives it; got {type(one).__name__}")
+    if isinstance(spec, Recurrent):
+        if start:
+            raise InvalidArgument(f"set_kv: start {start}; a recurrent layer has one state and no rows, leave it out")
+        return 0
+    for name, one in kept.items():
+        if one.dim() != (2 if name == "latent" else 3):
+            raise InvalidArgument(
+                f"set_kv: {name} must be a tensor of rows, as kv() gives it; its shape is {list(one.shape)}"
+            )
+    count = int(next(iter(kept.values())).shape[0])
+    if type(start) is not int or start < 0 or start + count > length:
+        raise InvalidArgument(f"set_kv: rows {start}..{start + count}, and the session has {length} tokens")
+    return count
+
+
+def checked(
+    kv: PagedKVState, seq: SeqId, layer: int, start: int, count: int, given: Mapping[str, Tensor | None]
+) -> dict[str, Tensor]:
+    """The tensors to write, those that are not given as they stand. ``InvalidArgument`` for another shape or type and for values
+    that are not finite; ``FailedPrecondition`` for rows that a window has let go of."""
+    spec = spec_of(kv, layer)
+    if isinstance(spec, Recurrent):
+        kept = read(kv, seq, layer, partly=False)
+    else:
+        held = kv.held(seq, layer)
+        if count and not any(part.start <= start and start + count <= part.stop for part in held):
+            raise FailedPrecondition(
+                f"set_kv: rows {start}..{start + count - 1} of layer {layer}, whose window holds positions {describe_ranges(held)}"
+            )
+        kept = dict(zip(names_of(spec), _rows(kv, seq, layer, start, start + count), strict=True))
+    new = {name: one for name, one in given.items() if one is not None}
+    for name, one in new.items():
+        if one.shape != kept[name].shape or one.dtype != kept[name].dtype:
+            raise InvalidArgument(
+                f"set_kv: {name} is {one.dtype} {list(one.shape)}; {kept[name].dtype} {list(kept[name].shape)} is needed"
+            )
+        if not bool(one.isfinite().all()):
+            raise InvalidArgument(f"set_kv: {name} holds NaN or infinity; finite numbers are needed")
+    return kept | new
+
+
+def write(kv: PagedKVState, seq: SeqId, layer: int, start: int, tensors: Mapping[str, Tensor]) -> None:
+    """Overwrite rows from ``start`` on, or the present states; other sequences keep theirs."""
+    spec = spec_of(kv, layer)
+    if isinstance(spec, Recurrent):
+        for index, name in enumerate(names_of(spec)):
+            kv.debug_set(layer, index, seq, tensors[name])
+    elif spec.kind == "latent":
+        kv.debug_set_kv(seq, start, tensors["latent"], layer=layer)
+    else:
+        kv.debug_set_kv(seq, start, tensors["k"], tensors["v"], layer=layer)

@@ -1,0 +1,86 @@
+"""``Extension``: one row of a call, where it runs and what it has run. A transaction is made of these.
+
+Letters: n tokens of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from quire.errors import InvalidArgument
+from quire.executor.cache import KVCache
+from quire.executor.replay import NOTHING
+from quire.executor.rows import Ids, Row, path_to
+from quire.types import Commit, Edit, Pop, SeqId
+
+
+@dataclass(slots=True, eq=False)
+class Extension:
+    """One row that a call extends by up to ``count`` tokens from ``start`` on."""
+
+    cache: KVCache
+    row: Row
+    start: int
+    count: int
+    old_length: int
+    label: str
+    """How an error names it."""
+    parents: tuple[int, ...] | None = None
+    """Of its tokens, which run as one tree in one forward; None: a chain."""
+    seq: SeqId = field(init=False)
+    """Where it runs: the row's sequence, or a fork of it."""
+    old_seq: SeqId | None = field(init=False)
+    """The sequence that is kept to come back to; None if there is none beside ``seq``."""
+    written: list[Ids] = field(default_factory=list)
+    """What ran, as it will be recorded."""
+    owed: Ids = field(default_factory=lambda: NOTHING)
+    """The tokens before ``start`` that ``seq`` must be given first."""
+    holds_start: bool = False
+    """Whether the recurrent state at ``start`` is kept on ``seq`` for the time of the call."""
+
+    def __post_init__(self) -> None:
+        self.seq, self.old_seq = self.row.seq, None
+
+    @property
+    def num_written(self) -> int:
+        return sum(ids.size for ids in self.written)
+
+    @property
+    def rewinds(self) -> bool:
+        return self.start < self.old_length
+
+    @property
+    def origin(self) -> int:
+        """Where ``seq`` begins to run."""
+        return self.start - self.owed.size
+
+    @property
+    def depth(self) -> int:
+        """Positions that it needs: of a tree those of its longest path."""
+        if self.parents is None:
+            return self.count
+        return max(len(path_to(self.parents, node)) for node in range(len(self.parents)))
+
+
+def extensions(cache: KVCache, starts: Sequence[int], counts: Sequence[int], label: str = "") -> list[Extension]:
+    """All rows of a cache."""
+    return [
+        Extension(cache, row, start, count, old, f"{label}row {index}" if cache.batch_size > 1 else label)
+        for index, (row, start, count, old) in enumerate(zip(cache.rows, starts, counts, cache.lengths, strict=True))
+    ]
+
+
+def kept_edits(part: Extension, count: int) -> list[Edit]:
+    """The edits after which ``count`` tokens of what ran count, or the path to node ``count`` of a tree."""
+    if part.parents is not None:
+        return [Commit((part.seq,), (count,))] if part.num_written else []
+    surplus = part.num_written - count
+    return [Pop(part.seq, surplus)] if surplus > 0 else []
+
+
+def require_vocabulary(ids: Ids, vocab_size: int, what: str, *, placeholders: bool = False) -> None:
+    """``InvalidArgument`` if an id lies outside of 0..V-1. ``placeholders``: negative ones were checked already."""
+    bad = ids[(ids >= vocab_size) | ((ids < 0) & (not placeholders))]
+    if bad.size:
+        raise InvalidArgument(f"{what}: token id {int(bad[0])} is outside of 0..{vocab_size - 1}")

@@ -1,0 +1,83 @@
+"""Going back where layers are recurrent: which tokens of a row must be run again, and how many states a call needs.
+
+A recurrent state is kept at some positions only. A call that begins at another one begins on a fork at the nearest kept position
+before it, and runs the row's recorded tokens from there on first.
+
+Letters: n tokens of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from quire.errors import FailedPrecondition
+from quire.executor.forwards import Piece
+from quire.executor.pool import CachePool
+from quire.executor.rows import Ids, Row
+
+NOTHING: Ids = np.empty(0, dtype=np.int64)
+
+
+def owed_tokens(pool: CachePool, row: Row, start: int, label: str = "") -> Ids:
+    """The tokens before ``start`` that must be run on a fork of the row, which stands at ``start`` less their number; empty
+    where nothing is recurrent or the state at ``start`` is kept. Call it on a settled row.
+
+    ``FailedPrecondition``: they are not known.
+    """
+    state = pool.state
+    if state.recurrent is None or start >= state.sequence_length(row.seq):
+        return NOTHING
+    origin = state.nearest_reachable(row.seq, start)
+    if origin == start:
+        return NOTHING
+    ids = None if row.tokens is None else row.tokens.ids[origin:start]
+    if ids is not None and ids.min() >= 0:
+        return ids.copy()
+    why = "its tokens are not recorded" if ids is None else "embeddings that stood at placeholders among them are gone"
+    kept = ", ".join(map(str, kept_positions(pool, row)))
+    where = f"{label}: position {start}" if label else f"position {start}"
+    raise FailedPrecondition(
+        f"{where} is reachable only by running tokens {origin}..{start - 1} of the row again, and {why}; "
+        f"recurrent states are kept at {kept}"
+    )
+
+
+def kept_positions(pool: CachePool, row: Row) -> list[int]:
+    """Where a row can go back to with nothing to run again, ascending."""
+    state = pool.state
+    positions = state.recurrent.table.slots(row.seq) if state.recurrent is not None else ()
+    return [position for position in positions if state.nearest_reachable(row.seq, position) == position]
+
+
+def states_needed(
+    starts: Sequence[int], forwards: Iterable[Sequence[Piece]], trees: Iterable[Sequence[Piece]] = (), *, interval: int
+) -> int:
+    """The most slots for recurrent states that a call has taken at any moment, those at its beginning aside.
+
+    Row i begins at ``starts[i]``; ``forwards`` are of chains, ``trees`` what comes after them. A forward takes one for each row, one
+    for each multiple of ``interval`` that the row passes inside, and one for each node of a tree. The state that a row has come from
+    is free again after the forward, unless it was there before the call, or stands at a multiple.
+    """
+    lengths = list(starts)
+    own = [False] * len(lengths)
+    held = most = 0
+    for pieces in forwards:
+        taken = freed = 0
+        for index, begin, end in pieces:
+            length, last = lengths[index], lengths[index] + end - begin
+            taken += 1 + _multiples(length, last - 1, interval)
+            freed += own[index] and not (interval and length % interval == 0)
+            own[index], lengths[index] = True, last
+        most = max(most, held + taken)
+        held += taken - freed
+    for pieces in trees:
+        held += sum(end - begin for _, begin, end in pieces)
+        most = max(most, held)
+    return most
+
+
+def _multiples(low: int, high: int, interval: int) -> int:
+    """Multiples of ``interval`` in low + 1..high."""
+    return high // interval - low // interval if interval else 0

@@ -1,0 +1,58 @@
+"""Cutting and copying caches at any position, also where recurrent layers have no state there and tokens must be run again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from quire.executor.cache import KVCache
+from quire.executor.extension import extensions
+from quire.executor.forwards import pack
+from quire.executor.operations import Operation
+from quire.executor.replay import owed_tokens
+from quire.executor.transaction import Transaction
+
+
+def truncate(cache: KVCache, lengths: Sequence[int], operation: Operation) -> None:
+    """Keep the first ``lengths[i]`` tokens of row i. Call it under the lock.
+
+    At once: what must be run again is run before it returns, so that a row is never shorter than it says, and whoever reads,
+    copies or saves it finds its state. All rows, or none and the error. A cut inside of a verified chain runs nothing.
+    """
+    if tuple(lengths) == cache.lengths:
+        return
+    row = cache.rows[0]
+    if row.chain is not None and row.chain.start <= lengths[0]:
+        # A chain belongs to a cache of one row.
+        cache.cut_chain(row, lengths[0])
+        return
+    cache.settle()
+    rows = zip(cache.rows, lengths, strict=True)
+    if not any(owed_tokens(cache.pool, row, length, operation.verb).size for row, length in rows):
+        cache.truncate(lengths)
+        return
+    parts = extensions(cache, lengths, [0] * cache.batch_size)
+    with Transaction(cache.pool, parts, operation, several=True, forwards=()) as work:
+        work.commit_cuts()
+
+
+def copy_of(cache: KVCache, lengths: Sequence[int], operation: Operation) -> KVCache:
+    """A new cache of the first ``lengths[i]`` tokens of row i. Call it under the lock."""
+    pool = cache.pool
+    cache.settle()
+    owed = [owed_tokens(pool, row, n, operation.verb) for row, n in zip(cache.rows, lengths, strict=True)]
+    counts = [ids.size for ids in owed]
+    origins = [length - count for length, count in zip(lengths, counts, strict=True)]
+    copy = cache.copy_of(origins)
+    if not any(counts):
+        return copy
+    try:
+        forwards = pack(counts, pool.chunk_size)
+        parts = extensions(copy, origins, counts)
+        with Transaction(pool, parts, operation, several=True, forwards=forwards) as work:
+            work.run(owed, ["none"] * len(owed), budget=pool.chunk_size)
+            work.commit()
+    except BaseException:
+        copy.release()
+        raise
+    pool.replayed_tokens += sum(counts)
+    return copy

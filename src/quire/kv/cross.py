@@ -1,0 +1,358 @@
+"""Cross layers: K and V of an encoder, written once for a sequence, shared by its forks, in pages of a pool of their own.
+
+An *encoding* is what the encoder has left for one sequence: pages, of which each cross layer uses the first S rows in its own
+tensors. Forks hold the same encoding; whoever writes into one that others hold gets a copy of it first, so that nobody sees
+the write of another. Windows, trees, pops and the bracket of a forward do not concern it.
+
+Letters: S rows of the encoder in one layer; T new tokens; Hq, Hkv query and KV heads; Dk, Dv head sizes; P page size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from quire.contracts.attention import AttentionBackend, AttentionState, Scoring
+from quire.contracts.layers import CrossAttention
+from quire.errors import FailedPrecondition, InvalidArgument, QuireError, ResourceExhausted
+from quire.kv import plans
+from quire.kv.need import SlotCopy, pages_for, slots_of
+from quire.kv.pages import PageIds, PagePool
+from quire.kv.passes import Prepared
+from quire.kv.plans import Batch
+from quire.kv.rules import refuse_layer
+from quire.kv.sequences import check_integer
+from quire.kv.storage import LayerRows, PagedStorage
+from quire.kv.verbs import check_apart, check_out, check_type
+from quire.ops.attention import attention_weights
+from quire.types import SeqId
+
+if TYPE_CHECKING:
+    from quire.kv.paged import PagedKVState
+
+
+@dataclass(slots=True, eq=False)
+class Encoding:
+    """What the encoder has left for one sequence and its forks."""
+
+    number: int
+    """No two of a table have the same."""
+    pages: PageIds
+    """Held by this encoding alone."""
+    rows: dict[int, int]
+    """S of each layer that is set, by layer id."""
+    holders: int = 1
+    """Sequences that name it."""
+
+
+class EncodingTable:
+    """Which sequence holds which encoding, and the pages of each. Moves no tensors."""
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        self.pool = PagePool(num_pages)
+        self.page_size = page_size
+        self.num_splits = 0
+        """Shared pages that were copied so far."""
+        self._held: dict[SeqId, Encoding] = {}
+        self._made = 0
+
+    def get(self, seq_id: SeqId) -> Encoding | None:
+        """What a sequence holds; None: none of its layers is set."""
+        return self._held.get(seq_id)
+
+    def rows(self, seq_id: SeqId, layer_id: int) -> int:
+        """S of a layer; 0: it is not set."""
+        found = self._held.get(seq_id)
+        return 0 if found is None else found.rows.get(layer_id, 0)
+
+    def num_pages(self, seq_id: SeqId) -> tuple[int, int]:
+        """(pages of what the sequence holds, those of them that others hold too)"""
+        found = self._held.get(seq_id)
+        size = 0 if found is None else found.pages.size
+        return size, size if found is not None and found.holders > 1 else 0
+
+    @property
+    def num_shared(self) -> int:
+        """Pages that more than one sequence holds."""
+        shared = {one.number: one.pages.size for one in self._held.values() if one.holders > 1}
+        return sum(shared.values())
+
+    def require_room(self, seq_id: SeqId, rows: int, verb: str) -> None:
+        """``ResourceExhausted`` unless there are pages for ``own``."""
+        found, needed = self._held.get(seq_id), pages_for(rows, self.page_size)
+        if found is not None:
+            needed = max(needed, found.pages.size) - (found.pages.size if found.holders == 1 else 0)
+        if needed > self.pool.num_free:
+            raise ResourceExhausted(
+                f"{verb}: {needed} pages of {self.page_size} encoder rows are needed and {self.pool.num_free} of "
+                f"{self.pool.num_pages} are free; remove sequences, or make the state with a larger cross_capacity"
+            )
+
+    def own(self, seq_id: SeqId, rows: int) -> list[SlotCopy]:
+        """Let a sequence hold an encoding alone, with pages for ``rows`` rows at least. The caller has asked ``require_room``, and
+        makes the copies before anything is written."""
+        found, wanted = self._held.get(seq_id), pages_for(rows, self.page_size)
+        if found is not None and found.holders == 1:
+            if wanted > found.pages.size:
+                found.pages = np.concatenate((found.pages, self.pool.take(wanted - found.pages.size)))
+            return []
+        old = np.empty(0, dtype=np.int32) if found is None else found.pages
+        pages = self.pool.take(max(wanted, old.size))
+        if found is not None:
+            found.holders -= 1
+        self._made += 1
+        self._held[int(seq_id)] = Encoding(self._made, pages, {} if found is None else dict(found.rows))
+        self.num_splits += old.size
+        size, moves = self.page_size, zip(old.tolist(), pages[: old.size].tolist(), strict=True)
+        return [SlotCopy(source * size, target * size, size) for source, target in moves]
+
+    def note(self, seq_id: SeqId, layer_id: int, rows: int) -> None:
+        """A layer of an encoding that the sequence holds alone has ``rows`` rows from now on."""
+        self._held[seq_id].rows[layer_id] = rows
+
+    def slots(self, seq_id: SeqId, part: range) -> NDArray[np.int64]:
+        """Slots of these rows."""
+        return slots_of(self._held[seq_id].pages, part.start, part.stop, self.page_size)
+
+    def fork(self, parent_id: SeqId, child_id: SeqId) -> None:
+        """The child holds what the parent holds."""
+        found = self._held.get(parent_id)
+        if found is not None:
+            found.holders += 1
+            self._held[int(child_id)] = found
+
+    def remove(self, seq_id: SeqId) -> None:
+        """Pages are free when the last holder goes."""
+        found = self._held.pop(seq_id, None)
+        if found is not None:
+            found.holders -= 1
+            if not found.holders:
+                self.pool.release(found.pages)
+
+    def clear(self) -> None:
+        self._held.clear()
+        self.pool.clear()
+
+    def check(self, known: Collection[SeqId]) -> None:
+        """Recount everything; ``QuireError`` names what is broken. ``known``: the sequences that there are."""
+        holders: dict[int, list[SeqId]] = {}
+        expected = np.zeros(self.pool.num_pages, dtype=np.int32)
+        for seq_id, one in self._held.items():
+            if seq_id not in known:
+                raise QuireError(f"encoder rows of sequence {seq_id} are held, which does not exist")
+            if one.number not in holders:
+                np.add.at(expected, one.pages, 1)
+            holders.setdefault(one.number, []).append(seq_id)
+        for seq_id, one in self._held.items():
+            if one.holders != len(holders[one.number]):
+                raise QuireError(
+                    f"the encoding of sequence {seq_id} counts {one.holders} holders, {len(holders[one.number])} name it"
+                )
+            needed = pages_for(max(one.rows.values(), default=0), self.page_size)
+            if not needed or min(one.rows.values()) < 1 or one.pages.size != needed:
+                raise QuireError(f"the encoding of sequence {seq_id} has {one.pages.size} pages for rows {one.rows}")
+        self.pool.check(expected)
+
+
+class CrossPart:
+    """The cross layers of a KV state: ``specs`` by layer id, ascending. ``capacity``: rows of encoders over all sequences, of each
+    layer, in whole pages."""
+
+    def __init__(
+        self,
+        specs: Mapping[int, CrossAttention],
+        *,
+        capacity: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.specs = dict(specs)
+        self.device = device
+        self.dtype = dtype
+        self.table = EncodingTable(pages_for(capacity, page_size), page_size)
+        slots = self.table.pool.num_pages * page_size
+        self.storage = PagedStorage(list(self.specs.values()), slots, dtype, device)
+        self._places = {layer: place for place, layer in enumerate(self.specs)}
+
+    def stored(self, layer_id: int) -> LayerRows:
+        """The pool of a layer."""
+        return self.storage.layers[self._places[layer_id]]
+
+    def fill(self, seq_id: SeqId, layer_id: int, k_SHD: Tensor, v_SHD: Tensor) -> None:
+        """Write all rows of a layer, and zeros behind them: kernels read whole pages, and 0 times an old NaN is NaN."""
+        count = pages_for(k_SHD.shape[0], self.table.page_size) * self.table.page_size
+        k_SHD, v_SHD = (_extended(rows_SHD.to(self.device), count) for rows_SHD in (k_SHD, v_SHD))
+        self.write(seq_id, layer_id, 0, k_SHD, v_SHD)
+
+    def write(self, seq_id: SeqId, layer_id: int, start: int, k_SHD: Tensor, v_SHD: Tensor) -> None:
+        """Write rows from ``start`` on."""
+        slots = torch.from_numpy(self.table.slots(seq_id, range(start, start + k_SHD.shape[0]))).to(self.device)
+        self.storage.write(self._places[layer_id], slots, k_SHD.to(self.device), v_SHD.to(self.device))
+
+    def read(self, seq_id: SeqId, layer_id: int, part: range) -> LayerRows:
+        """Fresh copies of these rows, all of which are set."""
+        return self.storage.read(self._places[layer_id], self.table.slots(seq_id, part))
+
+    def begin(self, seq_ids: Sequence[SeqId], batch: Batch, backend: AttentionBackend) -> CrossPass:
+        """An open forward of these sequences."""
+        return CrossPass(self, seq_ids, batch, backend)
+
+
+def _extended(rows_SHD: Tensor, count: int) -> Tensor:
+    """``count`` rows: those given and zeros."""
+    return torch.cat((rows_SHD, rows_SHD.new_zeros(count - rows_SHD.shape[0], *rows_SHD.shape[1:])))
+
+
+class CrossPass:
+    """One open forward over encoder rows. Layers of which every sequence has as many rows share one plan."""
+
+    def __init__(self, part: CrossPart, seq_ids: Sequence[SeqId], batch: Batch, backend: AttentionBackend) -> None:
+        self._part = part
+        self._seq_ids = tuple(seq_ids)
+        self._batch = batch
+        self._backend = backend
+        self._prepared: dict[tuple[tuple[int, int], ...], Prepared] = {}
+
+    def prepared(self, layer_id: int) -> Prepared:
+        """The plan of a layer; ``FailedPrecondition`` names a sequence that has no rows of it."""
+        table = self._part.table
+        held = [(table.get(seq_id), table.rows(seq_id, layer_id)) for seq_id in self._seq_ids]
+        key: list[tuple[int, int]] = []
+        tables: list[PageIds] = []
+        for seq_id, (encoding, rows) in zip(self._seq_ids, held, strict=True):
+            if encoding is None or not rows:
+                raise FailedPrecondition(
+                    f"cross_attention: layer {layer_id} has no encoder rows of sequence {seq_id}; call set_cross_kv"
+                )
+            key.append((encoding.number, rows))
+            tables.append(encoding.pages[: pages_for(rows, table.page_size)])
+        found = self._prepared.get(tuple(key))
+        if found is None:
+            plan = plans.encoded(self._batch, tables, table.page_size, np.array([rows for _, rows in key]))
+            found = self._prepared[tuple(key)] = Prepared(plan, self._backend.plan(plan, self._part.dtype))
+        return found
+
+    def attend(self, layer_id: int, q_THD: Tensor) -> Tensor:
+        """``[T, Hq, Dv]``, contiguous, in the dtype of q."""
+        stored, scoring = self._part.stored(layer_id), Scoring(self._part.specs[layer_id].scale)
+        q = q_THD.to(self._part.dtype)
+        return self._backend.run(self.prepared(layer_id).made, q, None, stored.k, stored.v, scoring).to(q_THD.dtype)
+
+    def state(self, layer_id: int, q_THD: Tensor, scale: float | None = None) -> AttentionState:
+        """The same as an attention state; ``scale=None``: that of the layer."""
+        stored = self._part.stored(layer_id)
+        scoring = Scoring(self._part.specs[layer_id].scale if scale is None else scale)
+        q = q_THD.to(self._part.dtype)
+        return self._backend.run_state(self.prepared(layer_id).made, q, None, stored.k, stored.v, scoring)
+
+    def weights(self, layer_id: int, q_THD: Tensor) -> list[Tensor]:
+        """Per entry ``[Hq, n, S]`` float32."""
+        stored, scoring = self._part.stored(layer_id), Scoring(self._part.specs[layer_id].scale)
+        return attention_weights(self.prepared(layer_id).plan, q_THD.to(self._part.dtype), stored.k, scoring)
+
+
+# -- verbs: arguments checked, then done -----------------------------------------------------------------------
+
+
+def put(state: PagedKVState, part: CrossPart, layer_id: int, seq_id: SeqId, k: Tensor, v: Tensor) -> None:
+    """See ``AttentionVerbs.set_cross_kv``."""
+    verb = "set_cross_kv"
+    if layer_id not in part.specs:
+        refuse_layer(verb, layer_id, state.spec(layer_id).kind)
+    count = _count_rows(state, part, layer_id, k, v, verb)
+    if count < 1:
+        raise InvalidArgument(f"{verb}: no rows for layer {layer_id}; at least 1 is needed")
+    state.table.require_ready(seq_id, state.table.get(seq_id), verb)
+    if rows := part.table.rows(seq_id, layer_id):
+        raise FailedPrecondition(
+            f"{verb}: layer {layer_id} of sequence {seq_id} has its {rows} encoder rows already; they are written once, and a "
+            "fork holds those of its parent"
+        )
+    part.table.require_room(seq_id, count, verb)
+    part.storage.copy(part.table.own(seq_id, count))
+    part.table.note(seq_id, layer_id, count)
+    part.fill(seq_id, layer_id, k, v)
+
+
+def read(
+    state: PagedKVState,
+    part: CrossPart,
+    layer_id: int,
+    seq_id: SeqId,
+    start: int,
+    end: int | None,
+    out: tuple[Tensor, Tensor] | None,
+) -> tuple[Tensor, Tensor]:
+    """``debug_get_kv`` of a cross layer: ``k [n, Hkv, Dk]`` and ``v [n, Hkv, Dv]`` of the rows ``start..end - 1`` of the encoder."""
+    verb = "debug_get_kv"
+    start = check_integer(start, f"{verb}: start", 0)
+    end = None if end is None else check_integer(end, f"{verb}: end", start)
+    if out is not None and len(out) != 2:
+        raise InvalidArgument(f"{verb}: out has {len(out)} tensors; a pair for K and V is needed")
+    total = _require_set(state, part, layer_id, seq_id, start, end, verb)
+    found = part.read(seq_id, layer_id, range(start, total if end is None else end))
+    if out is None:
+        return found.k, found.v
+    for given, value in zip(out, found, strict=True):
+        check_out(given, tuple(value.shape), state.dtype, value)
+    check_apart(out[0], out[1])
+    out[0].copy_(found.k)
+    out[1].copy_(found.v)
+    return out
+
+
+def overwrite(
+    state: PagedKVState, part: CrossPart, layer_id: int, seq_id: SeqId, start: int, k: Tensor, v: Tensor | None
+) -> None:
+    """``debug_set_kv`` of a cross layer: the encoding is split first, so no other sequence changes."""
+    verb = "debug_set_kv"
+    if v is None:
+        raise InvalidArgument(f"{verb}: v is missing; cross layers have K and V")
+    count = _count_rows(state, part, layer_id, k, v, verb)
+    start = check_integer(start, f"{verb}: start", 0)
+    total = _require_set(state, part, layer_id, seq_id, start, start + count, verb)
+    state.table.require_closed(verb)
+    if not count:
+        return
+    part.table.require_room(seq_id, total, verb)
+    part.storage.copy(part.table.own(seq_id, total))
+    part.write(seq_id, layer_id, start, k, v)
+
+
+def _require_set(
+    state: PagedKVState, part: CrossPart, layer_id: int, seq_id: SeqId, start: int, end: int | None, verb: str
+) -> int:
+    """S of a layer that is set and has these rows."""
+    sequence, total = state.table.get(seq_id), part.table.rows(seq_id, layer_id)
+    if total and not start <= (total if end is None else end) <= total:
+        raise InvalidArgument(
+            f"{verb}: rows {start}..{total if end is None else end} of layer {layer_id}, whose encoder rows of sequence "
+            f"{seq_id} are 0..{total}"
+        )
+    state.table.require_ready(seq_id, sequence, verb)
+    if not total:
+        raise FailedPrecondition(
+            f"{verb}: layer {layer_id} has no encoder rows of sequence {seq_id}; call set_cross_kv"
+        )
+    return total
+
+
+def _count_rows(state: PagedKVState, part: CrossPart, layer_id: int, k: Tensor, v: Tensor, verb: str) -> int:
+    """Rows of K and V for a layer; ``InvalidArgument`` unless both have its geometry, as many rows, and the state's type."""
+    spec = part.specs[layer_id]
+    count = k.shape[0] if k.dim() else 0
+    for name, given, dim in (("k", k, spec.head_dim), ("v", v, spec.value_dim)):
+        if tuple(given.shape) != (count, spec.num_kv_heads, dim):
+            raise InvalidArgument(
+                f"{verb}: {name} of layer {layer_id} has shape {tuple(given.shape)}; [rows, {spec.num_kv_heads}, {dim}] is needed, "
+                "with as many rows in k and v"
+            )
+        check_type(state, f"{verb}: {name} of layer {layer_id}", given)
+    return count
