@@ -105,7 +105,7 @@ def executor_rows(bed: Bed) -> None:
         (held,) = bed.state.held(seq, layer)
         rows = bed.state.debug_get_kv(seq, held.start, held.stop, layer=layer)
     for mine, other in zip((k, v), rows, strict=True):
-        torch.testing.assert_close(mine[0, held.start :], other, rtol=1e-4, atol=1e-4)
+        bed.checkpoint.assert_same_memory(mine[0, held.start :], other, PROMPT)
 
 
 def refused_rows(bed: Bed, reason: str) -> None:

@@ -209,7 +209,7 @@ def read_kv(bed: Bed) -> None:
             assert found.keys() == wanted.keys()
             # Rows of another chunking: what a sum of another order adds.
             for name, mine in found.items():
-                torch.testing.assert_close(mine[-least:], wanted[name][-least:], rtol=1e-4, atol=1e-4)
+                bed.checkpoint.assert_same_memory(mine[-least:], wanted[name][-least:], PROMPT)
             bed.goes_on(session, PROMPT)
 
 

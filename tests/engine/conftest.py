@@ -117,6 +117,12 @@ class Checkpoint:
         error = float((self.logits(tokens).double() - exact_TV).abs().max())
         return exact_TV, error + self.tolerance * float(exact_TV.abs().max())
 
+    def assert_same_memory(self, found: torch.Tensor, wanted: torch.Tensor, tokens: Sequence[int]) -> None:
+        """Two float32 computations of what a layer remembers of these tokens: each as far from the exact values, relative to
+        the largest, as the logits may be."""
+        exact_TV, bound = self.exact_logits(tokens)
+        assert_near(found, wanted, 2 * bound / float(exact_TV.abs().max()))
+
 
 def make_checkpoint(family: str, path: Path, seed: int = 0, **changes: Any) -> Checkpoint:
     name, given = FAMILIES[family]
