@@ -23,7 +23,7 @@ from quire.errors import InvalidArgument, NotFound, QuireError, ResourceExhauste
 from quire.executor import serialized
 from quire.executor.pool import NO_PAGES, CachePool
 from quire.executor.rows import Ids, Pending, Row, TokenRecord
-from quire.kv.states import NULL
+from quire.kv.state_slots import NULL
 from quire.types import Commit, Pop
 
 P = ParamSpec("P")

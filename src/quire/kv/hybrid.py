@@ -26,7 +26,7 @@ from quire.kv.passes import AttentionPass
 from quire.kv.recurrent import RecurrentPart, RecurrentPass
 from quire.kv.rules import layer_refusal
 from quire.kv.sequences import check_integer
-from quire.kv.states import StateNeed
+from quire.kv.state_slots import StateNeed
 from quire.kv.storage import StoredSpec
 from quire.kv.trees import TokenTreeParents
 from quire.kv.windows import Eviction
