@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -109,6 +109,22 @@ def test_generated_text_is_kept_too(make_llm: MakeLLM, hybrid: Checkpoint) -> No
     session.generate(greedy(60))
     assert session._state.seq is not None
     assert kept(llm, session._state.seq) == [16, 32, 48, 64]
+
+
+def test_checkpoints_of_an_executor_are_its_own(make_llm: MakeLLM, hybrid: Checkpoint) -> None:
+    llm = make_llm(hybrid, kv_cache_memory="4MiB", checkpoint_interval=INTERVAL)
+    state, runner = states(llm), engine_of(llm).runner
+    llm.generate(random_tokens(40), greedy(2))
+    seq = runner.new_seq()
+    state.add_sequence(seq)
+    runner.execute(Step(chunks=(Chunk(seq, random_tokens(30), checkpoints=(3, 20)),)))
+    engine = engine_of(llm)
+    assert engine.checkpoints is not None
+    while engine.checkpoints.give_up():
+        pass
+    assert engine.checkpoints.num_dropped > 0
+    assert kept(llm, seq) == [3, 20]
+    state.remove_sequence(seq)
 
 
 def test_no_prefix_cache_and_no_session_keeps_nothing(make_llm: MakeLLM, hybrid: Checkpoint) -> None:
@@ -257,9 +273,7 @@ class Slots:
         return [0, *self.positions[seq_id], self.length]
 
 
-def policy(
-    slots: Slots, interval: int, ages: dict[SeqId, int], written: Sequence[SeqId] = ()
-) -> tuple[Checkpoints, list[tuple[SeqId, int]]]:
+def policy(slots: Slots, interval: int, ages: dict[SeqId, int]) -> tuple[Checkpoints, list[tuple[SeqId, int]]]:
     dropped: list[tuple[SeqId, int]] = []
 
     def apply(edit: Edit) -> None:
@@ -267,11 +281,7 @@ def policy(
         slots.positions[edit.seq].remove(edit.position)
         dropped.append((edit.seq, edit.position))
 
-    def age() -> dict[SeqId, int]:
-        return ages
-
-    found: Callable[[], Sequence[SeqId]] = lambda: written  # noqa: E731
-    return Checkpoints(slots, interval, apply=apply, age=age, written=found), dropped
+    return Checkpoints(slots, interval, apply=apply, ages=lambda: ages), dropped
 
 
 def request(length: int, computed: int, seq: SeqId = 0, **changes: Any) -> ScheduledRequest:
@@ -280,23 +290,23 @@ def request(length: int, computed: int, seq: SeqId = 0, **changes: Any) -> Sched
 
 def test_what_saves_least_goes_first_and_of_equals_the_oldest() -> None:
     slots = Slots(-1, {1: [64, 128, 130], 2: [64, 128], 3: [10]})
-    made, dropped = policy(slots, 64, {1: 1, 2: 0})  # 3 is in use
+    made, dropped = policy(slots, 64, {1: 1, 2: 0, 3: 2})
     while made.give_up():
         pass
     # 2 tokens; 10 tokens; then 64 each, of the sequence used longest ago first, where the second now saves 128.
     assert dropped == [(1, 130), (3, 10), (2, 64), (1, 64), (2, 128), (1, 128)]
 
 
-def test_written_states_are_never_given_up() -> None:
+def test_states_of_others_are_never_given_up() -> None:
     slots = Slots(-1, {1: [64], 2: [32]})
-    made, dropped = policy(slots, 32, {}, written=[2])
+    made, dropped = policy(slots, 32, {1: 0})
     assert made.relieve([1], [1])
     assert not made.relieve([1], [1])
     assert dropped == [(1, 64)]
 
 
 def test_nothing_is_given_up_where_states_are_not_short() -> None:
-    made, dropped = policy(Slots(0, {1: [64]}), 64, {})
+    made, dropped = policy(Slots(0, {1: [64]}), 64, {1: 0})
     assert not made.relieve([1], [1])
     assert not dropped
 

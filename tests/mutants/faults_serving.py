@@ -170,9 +170,9 @@ CHECKPOINTS = (
     ),
     Mutant(
         name="written-states-given-up",
-        file="engine/checkpoints.py",
-        old="if written and any(seq in written for seq, _ in named):",
-        new="if False:",
+        file="engine/engine.py",
+        old="        for seq in self.states.written():\n            ages.pop(seq, None)\n",
+        new="",
         tests=("engine/test_checkpoints.py::test_sessions_that_were_written_into_keep_their_states",),
     ),
     Mutant(

@@ -11,7 +11,7 @@ are short: the one that saves the fewest tokens first, of several the one whose 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from quire.engine.request import ScheduledRequest
@@ -37,8 +37,8 @@ class KeptStates(Protocol):
 class Checkpoints:
     """Decides which states are kept. ``interval``: tokens between two of them; 0: only where prompts branch.
 
-    ``age``: sequences by use, the one used longest ago with the lowest number; those that are missing are in use.
-    ``written``: sequences whose states cannot be computed again, and are therefore never given up here.
+    ``ages``: the sequences whose checkpoints may be given up, the one used longest ago with the lowest number. Others are not
+    touched: they belong to somebody else, or cannot be computed again.
     """
 
     def __init__(
@@ -47,14 +47,12 @@ class Checkpoints:
         interval: int,
         *,
         apply: Callable[[Edit], None],
-        age: Callable[[], Mapping[SeqId, int]],
-        written: Callable[[], Collection[SeqId]],
+        ages: Callable[[], Mapping[SeqId, int]],
     ) -> None:
         self._state = state
         self.interval = interval
         self._apply = apply
-        self._age = age
-        self._written = written
+        self._ages = ages
         self.num_dropped = 0
 
     def wishes(self, requests: Sequence[ScheduledRequest], counts: Sequence[int]) -> list[tuple[int, ...]]:
@@ -109,20 +107,19 @@ class Checkpoints:
 
     def _drop(self, most: int | None) -> bool:
         """Drop the checkpoints of one slot, the one that saves least, and ``most`` tokens at most (None: any number)."""
-        written, age = set(self._written()), self._age()
-        newest = len(age)
+        ages = self._ages()
         kept: dict[SeqId, list[int]] = {}
         best: tuple[int, int, int] | None = None
         holders: list[tuple[SeqId, int]] = []
         for slot, named in self._state.loose_checkpoints().items():
-            if written and any(seq in written for seq, _ in named):
+            if any(seq not in ages for seq, _ in named):
                 continue
             saved = used = 0
             for seq, position in named:
                 if seq not in kept:
                     kept[seq] = self._state.kept_positions(seq)
                 before = kept[seq][kept[seq].index(position) - 1]
-                saved, used = max(saved, position - before), max(used, age.get(seq, newest))
+                saved, used = max(saved, position - before), max(used, ages[seq])
             if (most is None or saved <= most) and (best is None or (saved, used, slot) < best):
                 best, holders = (saved, used, slot), named
         for seq, position in holders:

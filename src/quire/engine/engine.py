@@ -40,7 +40,7 @@ from quire.ops.sampling import RequestSampler
 from quire.outputs import FinishReason
 from quire.runner.local import Runner, StepOutput
 from quire.sampling_params import SamplingParams
-from quire.types import Fork
+from quire.types import Fork, SeqId
 
 logger = logging.getLogger("quire.engine")
 
@@ -103,8 +103,7 @@ class Engine:
                 runner.state,
                 checkpoint_interval,
                 apply=self.states.apply,
-                age=dict if self.cache is None else self.cache.ages,
-                written=self.states.written,
+                ages=self._ages,
             )
         self._forgets = (
             "windows have let go of what a continuation at {0} would need, and the nearest position that is held is {1}"
@@ -488,6 +487,17 @@ class Engine:
             if kept is not None and recurrent is not None and not recurrent.table.num_available and kept.give_up():
                 return True
             return self._bury() or self.states.reclaim() or (kept is not None and kept.give_up())
+
+    def _ages(self) -> dict[SeqId, int]:
+        """Sequences of the engine, the least recently used first, but those of which somebody wrote the state."""
+        ages = {} if self.cache is None else self.cache.ages()
+        in_use = len(ages)
+        ages |= {one.seq: in_use for one in self.states.sessions.values() if one.seq is not None}
+        works = (*self.scheduler.running, *self.scheduler.waiting)
+        ages |= {work.seq: in_use for work in works if work.seq is not None}
+        for seq in self.states.written():
+            ages.pop(seq, None)
+        return ages
 
     def reset_prefix_cache(self) -> None:
         """Forget all finished sequences."""
