@@ -83,6 +83,13 @@ class Window:
 
 
 @dataclass(frozen=True, slots=True)
+class KeepCheckpoint:
+    """Keep the present state of a sequence's recurrent layers, to come back to it."""
+
+    seq: SeqId
+
+
+@dataclass(frozen=True, slots=True)
 class DropCheckpoint:
     """Give up the recurrent state that a sequence keeps at ``position``; its forks keep theirs."""
 
@@ -97,7 +104,7 @@ class Remove:
     seq: SeqId
 
 
-Edit: TypeAlias = Add | Fork | Pop | Commit | Window | DropCheckpoint | Remove
+Edit: TypeAlias = Add | Fork | Pop | Commit | Window | KeepCheckpoint | DropCheckpoint | Remove
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,13 +6,14 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 from tests.engine.test_recurrent_models import tokens_run
 
 from quire import LLM
 from quire.engine.checkpoints import Checkpoints
 from quire.engine.request import ScheduledRequest, TokenBuffer
-from quire.errors import InvalidArgument, Unsupported
+from quire.errors import FailedPrecondition, InvalidArgument, Unsupported
 from quire.kv.hybrid import HybridState
 from quire.types import Add, Chunk, DropCheckpoint, Edit, SeqId, Step
 
@@ -108,7 +109,8 @@ def test_generated_text_is_kept_too(make_llm: MakeLLM, hybrid: Checkpoint) -> No
     session = llm.session(random_tokens(10))
     session.generate(greedy(60))
     assert session._state.seq is not None
-    assert kept(llm, session._state.seq) == [16, 32, 48, 64]
+    # And before the last token of the prompt.
+    assert kept(llm, session._state.seq) == [9, 16, 32, 48, 64]
 
 
 def test_checkpoints_of_an_executor_are_its_own(make_llm: MakeLLM, hybrid: Checkpoint) -> None:
@@ -332,3 +334,127 @@ def test_wishes_take_what_is_left_and_displace_what_saves_no_more() -> None:
     made, dropped = policy(Slots(0, {0: [], 1: [8, 108]}), 16, {1: 0})
     assert made.wishes([request(100, 0)], [40]) == [(16,)]
     assert dropped == [(1, 8)]
+
+
+# -- what a review found -------------------------------------------------------------------------------------
+
+
+def test_a_written_state_is_what_one_comes_back_to(make_llm: MakeLLM, hybrid: Checkpoint) -> None:
+    """A checkpoint of before the write does not bring the old state back, by rewind, fork, or a cancelled run."""
+    llm = make_llm(hybrid, kv_cache_memory="4MiB", checkpoint_interval=INTERVAL)
+    tokens = random_tokens(33)  # what comes before the last token ends on a multiple of the interval
+    layer = next(layer for layer, spec in enumerate(llm.model.layer_specs) if spec.kind == "recurrent")
+
+    def written() -> Any:
+        session = llm.session(tokens)
+        session.set_kv(layer, **{name: 0 * state + 1 for name, state in session.kv(layer).items()})
+        return session
+
+    wanted = written().generate(greedy(6)).outputs[0].token_ids
+    assert not hybrid.continues(tokens, wanted)
+    session = written()
+    session.generate(greedy(8))
+    assert session.rewind(to=32) == 0
+    session.append(tokens[32:])
+    branch = session.fork(at=32)
+    branch.append(tokens[32:])
+    for one in (session, branch):
+        assert one.modified
+        assert one.generate(greedy(6)).outputs[0].token_ids == wanted
+
+
+@pytest.mark.parametrize("kind", ["full", "recurrent"])
+def test_a_written_session_stays_usable_when_slots_fill(make_llm: MakeLLM, hybrid: Checkpoint, kind: str) -> None:
+    llm = make_llm(hybrid, kv_cache_memory="4MiB", max_num_seqs=3)
+    layer = next((layer for layer, spec in enumerate(llm.model.layer_specs) if spec.kind == kind), None)
+    if layer is None:
+        return  # Mamba-2 has no attention
+    tokens = random_tokens(40)
+    session = llm.session(tokens)
+    found = session.kv(layer)
+    session.set_kv(layer, **{name: -rows for name, rows in found.items()})
+    wanted = session.fork().generate(greedy(5)).outputs[0].token_ids
+    session.logits()
+    loaded = llm.session_from_bytes(session.to_bytes())
+    pool = states(llm).recurrent.table.pool
+    for seed in range(pool.num_pages):
+        llm.generate(random_tokens(60, seed=seed), greedy(2))
+    assert not pool.num_free
+    for one in (session, loaded):
+        assert one.generate(greedy(5)).outputs[0].token_ids == wanted
+
+
+def test_going_back_uses_the_nearer_of_ones_own_states_and_the_cache(make_llm: MakeLLM, hybrid: Checkpoint) -> None:
+    llm = make_llm(hybrid, kv_cache_memory="4MiB", checkpoint_interval=INTERVAL)
+    tokens = random_tokens(170)
+    session = llm.session(tokens)
+    session.logits()
+    # The cache has the first tokens only.
+    llm.reset_prefix_cache()
+    llm.generate(tokens[:20], greedy(1))
+    assert session.rewind_cost(150) == session.rewind(to=150) == 6
+    turn = random_tokens(5, seed=1)
+
+    def generate() -> None:
+        session.append(turn)
+        assert hybrid.continues([*tokens[:150], *turn], session.generate(greedy(2)).outputs[0].token_ids)
+
+    assert tokens_run(generate, llm) == 6 + 5 + 2 - 1
+
+
+def test_reading_undoes_no_write(make_llm: MakeLLM, hybrid: Checkpoint) -> None:
+    llm = make_llm(hybrid, kv_cache_memory="4MiB")
+    layer = next((layer for layer, spec in enumerate(llm.model.layer_specs) if spec.kind == "full"), None)
+    if layer is None:
+        return  # Mamba-2 has no rows
+    recurrent = next(layer for layer, spec in enumerate(llm.model.layer_specs) if spec.kind == "recurrent")
+    found = []
+    for read in (False, True):
+        session = llm.session(random_tokens(20))
+        session.set_kv(layer, start=19, **{name: -9 * rows[19:] for name, rows in session.kv(layer).items()})
+        if read:
+            session.kv(recurrent)
+        session.append([7, 8])
+        found.append(session.generate(greedy(6)).outputs[0].token_ids)
+    assert found[0] == found[1]
+    assert not hybrid.continues([*random_tokens(20), 7, 8], found[0])
+
+
+def test_a_write_makes_room_at_the_cost_of_the_cache(make_llm: MakeLLM, llama: Checkpoint) -> None:
+    llm = make_llm(llama, pool=160, page_size=16)
+    session = llm.session(random_tokens(40))
+    session.compute()
+    twin = session.fork()
+    for seed in range(8):
+        llm.generate(random_tokens(15, seed=seed), greedy(1))
+    assert not states_free(llm)
+    rows = session.kv(0)
+    session.set_kv(0, **rows)
+    assert session.modified
+    assert llama.continues(random_tokens(40), twin.generate(greedy(3)).outputs[0].token_ids)
+
+
+def states_free(llm: LLM) -> int:
+    return engine_of(llm).runner.state.num_available_pages()
+
+
+def test_many_alike_prompts_are_queued_quickly(make_llm: MakeLLM, hybrid: Checkpoint, monkeypatch: Any) -> None:
+    """Comparisons grow with the number of prompts and not with its square."""
+    from quire.engine import scheduler
+
+    llm = make_llm(hybrid, kv_cache_memory="4MiB")
+    counted = [0]
+    compare = scheduler.common_prefix
+
+    def counting(*given: Any) -> int:
+        counted[0] += 1
+        return compare(*given)
+
+    monkeypatch.setattr(scheduler, "common_prefix", counting)
+    engine = engine_of(llm)
+    begin = random_tokens(40)
+    for seed in range(100):
+        engine.submit(np.array([*begin, *random_tokens(5, seed=seed)]), greedy(1))
+    assert counted[0] <= 100 * scheduler.COMPARED
+    engine.fail_all(FailedPrecondition("enough"))
+    assert not engine.scheduler._alike

@@ -220,7 +220,7 @@ class HybridSteps(ExchangeSteps):
             (Unsupported, "linear_attention", (0, q, k, v), {}),
             (Unsupported, "append_kv", (layer, k, v), {}),
             (Unsupported, "cross_attention", (layer, q), {}),
-            (Unsupported, "debug_get_kv", (0,), {"layer": layer}),
+            (Unsupported, "debug_get_kv", (next(iter(self.oracle.sequences), 0),), {"layer": layer}),
         ]
         if one.dtype == "float32" and len(one.shape) == 3:
             wrong += [

@@ -164,8 +164,8 @@ CHECKPOINTS = (
     Mutant(
         name="newest-checkpoint-given-up-first",
         file="engine/checkpoints.py",
-        old="(saved, used, slot) < best",
-        new="(saved, -used, slot) < best",
+        old="return saved, used\n",
+        new="return saved, -used\n",
         tests=("engine/test_checkpoints.py::test_what_saves_least_goes_first_and_of_equals_the_oldest",),
     ),
     Mutant(

@@ -11,6 +11,8 @@ are short: the one that saves the fewest tokens first, of several the one whose 
 
 from __future__ import annotations
 
+import heapq
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
@@ -63,14 +65,16 @@ class Checkpoints:
             return wanted
         seqs = [request.seq for request in requests if request.seq is not None]
         spare = self._state.spare_states(seqs, counts)
+        victims: Victims | None = None
         granted: list[tuple[int, ...]] = []
         for request, count, positions in zip(requests, counts, wanted, strict=True):
             kept: list[int] = []
             for tokens in positions:
                 # The state at the end of a chunk is there anyway.
                 inside = tokens < count
-                if inside and spare < 1 and self._drop(self._saved(request, tokens, kept)):
-                    spare += 1
+                if inside and spare < 1:
+                    victims = victims or self._victims()
+                    spare += self._drop(victims, self._saved(request, tokens, kept))
                 if not inside or spare > 0:
                     kept.append(tokens)
                     spare -= inside
@@ -98,31 +102,71 @@ class Checkpoints:
         return position - max((one for one in before if one < position), default=0)
 
     def relieve(self, seqs: Sequence[SeqId], counts: Sequence[int]) -> bool:
-        """Give up one checkpoint if a forward of these tokens is short of state slots; says whether one was given up."""
-        return self._state.spare_states(seqs, counts) < 0 and self._drop(None)
+        """Give up as many checkpoints as a forward of these tokens is short of state slots; says whether any was given up."""
+        short = -self._state.spare_states(seqs, counts)
+        if short <= 0:
+            return False
+        victims = self._victims()
+        return sum(self._drop(victims) for _ in range(short)) > 0
 
     def give_up(self) -> bool:
         """Give up the checkpoint that saves least; says whether there was one."""
-        return self._drop(None)
+        return self._drop(self._victims())
 
-    def _drop(self, most: int | None) -> bool:
+    def _victims(self) -> Victims:
+        return Victims(self._state, self._ages())
+
+    def _drop(self, victims: Victims, most: int | None = None) -> bool:
         """Drop the checkpoints of one slot, the one that saves least, and ``most`` tokens at most (None: any number)."""
-        ages = self._ages()
-        kept: dict[SeqId, list[int]] = {}
-        best: tuple[int, int, int] | None = None
-        holders: list[tuple[SeqId, int]] = []
-        for slot, named in self._state.loose_checkpoints().items():
-            if any(seq not in ages for seq, _ in named):
-                continue
-            saved = used = 0
-            for seq, position in named:
-                if seq not in kept:
-                    kept[seq] = self._state.kept_positions(seq)
-                before = kept[seq][kept[seq].index(position) - 1]
-                saved, used = max(saved, position - before), max(used, ages[seq])
-            if (most is None or saved <= most) and (best is None or (saved, used, slot) < best):
-                best, holders = (saved, used, slot), named
+        holders = victims.take(most)
         for seq, position in holders:
             self._apply(DropCheckpoint(seq, position))
         self.num_dropped += bool(holders)
         return bool(holders)
+
+
+class Victims:
+    """The slots that checkpoints alone hold, by what they save: the fewest tokens first, of equals the one used longest ago.
+
+    Made at one moment, for one decision; what is taken counts as dropped. Cost O(n log n), and O(log n) for each that is taken.
+    """
+
+    def __init__(self, state: KeptStates, ages: Mapping[SeqId, int]) -> None:
+        self._held = state.loose_checkpoints()
+        self._ages = ages
+        self._kept: dict[SeqId, list[int]] = {}
+        self._positions = state.kept_positions
+        self._order = [
+            (*self._worth(named), slot)
+            for slot, named in self._held.items()
+            if all(seq in ages for seq, _ in named)  # the others are not ours to give up
+        ]
+        heapq.heapify(self._order)
+
+    def _worth(self, named: Sequence[tuple[SeqId, int]]) -> tuple[int, int]:
+        """Tokens that it saves whoever goes back there, and when it was used last."""
+        saved = used = 0
+        for seq, position in named:
+            if seq not in self._kept:
+                self._kept[seq] = self._positions(seq)
+            kept = self._kept[seq]
+            saved = max(saved, position - kept[bisect_left(kept, position) - 1])
+            used = max(used, self._ages[seq])
+        return saved, used
+
+    def take(self, most: int | None) -> list[tuple[SeqId, int]]:
+        """Sequences and positions of the next one, if it saves ``most`` tokens at most (None: any number); else nothing."""
+        while self._order:
+            saved, used, slot = self._order[0]
+            now = self._worth(self._held[slot])
+            if now != (saved, used):
+                # The one before it has been taken: it saves more than it did.
+                heapq.heapreplace(self._order, (*now, slot))
+                continue
+            if most is not None and saved > most:
+                return []
+            heapq.heappop(self._order)
+            for seq, position in self._held[slot]:
+                self._kept[seq].remove(position)
+            return self._held[slot]
+        return []

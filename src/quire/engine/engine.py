@@ -486,7 +486,9 @@ class Engine:
             kept, recurrent = self.checkpoints, self.runner.state.recurrent
             if kept is not None and recurrent is not None and not recurrent.table.num_available and kept.give_up():
                 return True
-            return self._bury() or self.states.reclaim() or (kept is not None and kept.give_up())
+            if self._bury() or any(holder.give_back() for holder in list(self.runner.holders)):
+                return True
+            return self.states.reclaim() or (kept is not None and kept.give_up())
 
     def _ages(self) -> dict[SeqId, int]:
         """Sequences of the engine, the least recently used first, but those of which somebody wrote the state."""

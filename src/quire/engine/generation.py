@@ -102,6 +102,8 @@ class SessionState:
         """What its sequence keeps of its tokens; None: all."""
         self.modified = False
         """Somebody wrote into the state: it must not feed the prefix cache, nor be recomputed."""
+        self.anchor: int | None = None
+        """Where the recurrent state of a modified session is kept so that it can go back to it: it cannot be computed again."""
         self.exact = True
         """False if the state went through another dtype."""
         self.request: SequenceRequest | None = None

@@ -44,14 +44,15 @@ def initial(spec: LayerSpec) -> dict[str, Tensor]:
     }
 
 
-def read(kv: PagedKVState, seq: SeqId, layer: int, *, partly: bool) -> dict[str, Tensor]:
-    """``k [n, Hkv, Dk]`` and ``v [n, Hkv, Dv]``, or ``latent [n, R]``, as stored; or the present states of a recurrent layer.
+def read(kv: PagedKVState, seq: SeqId, layer: int, *, partly: bool, position: int | None = None) -> dict[str, Tensor]:
+    """``k [n, Hkv, Dk]`` and ``v [n, Hkv, Dv]``, or ``latent [n, R]``, as stored; or the states of a recurrent layer that are kept at
+    ``position`` (None: the present ones).
 
     ``partly``: a window may have let go of some tokens; then ``positions`` (int64) of those that are held are given too.
     """
     spec = spec_of(kv, layer)
     if isinstance(spec, Recurrent):
-        return {name: kv.debug_get(layer, index, seq) for index, name in enumerate(names_of(spec))}
+        return {name: kv.debug_get(layer, index, seq, position=position) for index, name in enumerate(names_of(spec))}
     if not partly:
         return dict(zip(names_of(spec), _rows(kv, seq, layer, 0, None), strict=True))
     held = kv.held(seq, layer)

@@ -203,7 +203,7 @@ class RadixCache:
         above = node.parent
         while above is not None and above.end > found:
             for seq in above.sequences:
-                if (position := self._reach(seq, above.end)) > found:
+                if seq != without and (position := self._reach(seq, above.end)) > found:
                     best, found = seq, position
             above = above.parent
         return best, found
@@ -220,11 +220,22 @@ class RadixCache:
 
     def peek(self, tokens: Sequence[int] | NDArray[Any], key: Hashable) -> int:
         """The length that ``match`` would find. Counts as no lookup and as no use."""
+        found = self.find(tokens, key)
+        return 0 if found is None else found[1]
+
+    def find(
+        self, tokens: Sequence[int] | NDArray[Any], key: Hashable, *, without: SeqId | None = None
+    ) -> tuple[SeqId, int] | None:
+        """What ``match`` would find, ``without`` aside (of states that forget; others find the same whoever holds it). Counts as
+        no lookup and as no use."""
         root = self._roots.get(key)
         if root is None:
-            return 0
+            return None
         node, length = _walk(root, as_token_ids(tokens))
-        return self._best(node, length)[1] if length else 0
+        if not length:
+            return None
+        seq, length = self._best(node, length, without)
+        return (seq, length) if length else None
 
     def insert(
         self, seq: SeqId, tokens: Sequence[int] | NDArray[Any], key: Hashable, *, live: bool = False

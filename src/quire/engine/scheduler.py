@@ -12,8 +12,9 @@ youngest running request, whose state is moved to host memory if that is cheaper
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Protocol
 
 from quire.engine.checkpoints import Checkpoints
@@ -24,6 +25,9 @@ from quire.types import Add, Chunk, Edit, Fork, LogitsWanted, Remove, SeqId, Ste
 
 DUPLICATE_PREFIX = 32
 """A prompt that shares this many tokens more with a prompt being computed than with the cache waits for it."""
+
+COMPARED = 16
+"""Prompts with the same beginning, of those that arrived last, with which a new one is compared."""
 
 HEADROOM = 32
 """Tokens that every running request must have room for before one that had been preempted comes back: else it would be
@@ -145,6 +149,8 @@ class Scheduler:
         self._saved = saved
         self._checkpoints = checkpoints
         self._arrivals = 0
+        self._alike: dict[tuple[Hashable, bytes], dict[ScheduledRequest, None]] = {}
+        """Requests under way by key and first tokens, in order of arrival."""
         self.waiting: list[ScheduledRequest] = []
         """In order of arrival."""
         self.running: list[ScheduledRequest] = []
@@ -160,20 +166,31 @@ class Scheduler:
             priority = self._arrivals
             self._arrivals += 1
         request.priority = priority
-        if self._checkpoints is not None and request.cacheable:
+        if self._checkpoints is not None:
             self._note_branches(request)
         bisect.insort(self.waiting, request, key=lambda waiting: waiting.priority)
 
     def _note_branches(self, request: ScheduledRequest) -> None:
-        """Where it parts from others that are under way, a state is to be kept by whoever gets there."""
-        for other in (*self.running, *self.waiting):
-            if other.cacheable and other.key == request.key:
-                common = common_prefix(request.tokens.ids, other.tokens.ids)
-                # The last token of a prompt runs in any case.
-                common = min(common, len(request.tokens) - 1, len(other.tokens) - 1)
-                if common >= DUPLICATE_PREFIX:
-                    other.branches.add(common)
-                    request.branches.add(common)
+        """Where it parts from others that are under way, a state is to be kept by whoever gets there; and before its last token,
+        which whoever has the same tokens runs again (a request that wants no logits ends there)."""
+        request.branches.add(len(request.tokens) - (request.wants != "none"))
+        if not request.cacheable or len(request.tokens) <= DUPLICATE_PREFIX:
+            return
+        alike = self._alike.setdefault((request.key, request.tokens.ids[:DUPLICATE_PREFIX].tobytes()), {})
+        for other in islice(reversed(alike), COMPARED):
+            common = common_prefix(request.tokens.ids, other.tokens.ids)
+            common = min(common, len(request.tokens) - 1, len(other.tokens) - 1)
+            if common >= DUPLICATE_PREFIX:
+                other.branches.add(common)
+                request.branches.add(common)
+        alike[request] = None
+
+    def _forget_branches(self, request: ScheduledRequest) -> None:
+        name = (request.key, request.tokens.ids[:DUPLICATE_PREFIX].tobytes())
+        alike = self._alike.get(name, {})
+        alike.pop(request, None)
+        if not alike:
+            self._alike.pop(name, None)
 
     def join(self, request: ScheduledRequest) -> None:
         """A request that already has its sequence and all of its state goes on running (a fork of a running one)."""
@@ -189,6 +206,8 @@ class Scheduler:
             if request in queue:
                 queue.remove(request)
         request.status = Status.FINISHED
+        if self._checkpoints is not None:
+            self._forget_branches(request)
 
     @property
     def idle(self) -> bool:
@@ -447,6 +466,6 @@ class Scheduler:
 def no_room(request: ScheduledRequest, missing: int) -> ResourceExhausted:
     """Why a request that is alone cannot run."""
     return ResourceExhausted(
-        f"a sequence of {len(request.tokens)} tokens is short of {missing} pages with nothing left to give up; "
+        f"a sequence of {len(request.tokens)} tokens is short of {missing} pages (of tokens, or of recurrent states) with nothing left to give up; "
         "close or unpin sessions, release KV caches, or give a larger kv_cache_memory"
     )

@@ -352,9 +352,9 @@ class Session:
             held = self._engine.host.reach(state, length)
             return max(0, min(length, len(self) - 1) - held) if held else length
         kept = states.reach(state, length)
-        if kept < min(length, state.computed):
-            # A window has let go of it; the prefix cache may have kept a fork near by.
-            kept = max(kept, states.found(state, length))
+        if kept < min(length, state.computed) and (found := states.found(state, length)) is not None:
+            # It is not kept; the prefix cache may have a sequence that is nearer.
+            kept = max(kept, found[1])
         # The last token may never have been run; then it is not run again either.
         return max(0, min(length, len(self) - 1) - kept)
 
@@ -456,13 +456,27 @@ class Session:
         ``state_0`` and so on, as they stand before the last token, from where the session goes on.
         """
         spec = self._layer_spec(layer)
-        self._catch_up("kv", spec)
+        found = self._kept_states(layer, spec)
+        if found is not None:
+            return found
+        self._catch_up("kv", len(self) - (spec.kind == "recurrent"))
         with self._engine.lock:
-            state = self._computed("kv", spec)
+            state = self._computed("kv", len(self) - (spec.kind == "recurrent"))
             if state.seq is None:
                 return layer_memory.initial(spec)
             partly = state.window is not None or getattr(spec, "layer_window", None) is not None
             return layer_memory.read(self._engine.runner.state, state.seq, layer, partly=partly)
+
+    def _kept_states(self, layer: int, spec: LayerSpec) -> dict[str, Tensor] | None:
+        """The states of a recurrent layer before the last token, if that has been run and they are kept."""
+        with self._engine.lock:
+            state, kv = self._idle("kv"), self._engine.runner.state
+            last = len(self) - 1
+            if spec.kind != "recurrent" or state.seq is None or state.computed <= last:
+                return None
+            if kv.nearest_reachable(state.seq, last) != last:
+                return None
+            return layer_memory.read(kv, state.seq, layer, partly=False, position=last)
 
     def set_kv(self, layer: int, *, start: int = 0, **tensors: Tensor | None) -> None:
         """Overwrite what a layer remembers, by the names that ``kv`` gives: rows from position ``start`` on, or the states of a
@@ -473,30 +487,47 @@ class Session:
         ``score``), which computes the rows of that token anew from what was written.
         """
         spec = self._layer_spec(layer)
-        count = layer_memory.check_names(spec, layer, tensors, start, len(self))
-        self._catch_up("set_kv", spec)
-        with self._engine.lock:
-            state = self._computed("set_kv", spec)
+        count, length = layer_memory.check_names(spec, layer, tensors, start, len(self)), len(self)
+        try:
+            self._write(spec, layer, tensors, start, count, length)
+        except BaseException:
+            if not self._state.modified:
+                self._state.anchor = None
+            raise
+
+    def _write(
+        self, spec: LayerSpec, layer: int, tensors: Mapping[str, Tensor | None], start: int, count: int, length: int
+    ) -> None:
+        engine = self._engine
+        recurrent = spec.kind == "recurrent"
+        if recurrent or (engine.runner.state.recurrent is not None and not self.modified):
+            # States of recurrent layers before the last token are kept: for its logits it runs again, behind what is written.
+            self._catch_up("set_kv", length - 1)
+            with engine.lock:
+                engine.states.anchor(self._computed("set_kv", length - 1))
+        if not recurrent:
+            self._catch_up("set_kv", length)
+        with engine.lock:
+            state = self._computed("set_kv", length - recurrent)
             if state.seq is None:
                 raise FailedPrecondition(
                     f"set_kv: before its only token the session has no state of layer {layer} of its own; append a token"
                 )
-            found = layer_memory.checked(self._engine.runner.state, state.seq, layer, start, count, tensors)
-            self._engine.states.overwrite(state, layer, start, found)
+            found = layer_memory.checked(engine.runner.state, state.seq, layer, start, count, tensors)
+            engine.states.overwrite(state, layer, start, found, engine.reclaim)
 
     def _layer_spec(self, layer: int) -> LayerSpec:
         if not is_integer(layer):
             raise InvalidArgument(f"layer {layer!r}; an integer is needed, as in kv(0)")
         return layer_memory.spec_of(self._engine.runner.state, layer)
 
-    def _catch_up(self, verb: str, spec: LayerSpec) -> None:
-        """Let the state hold all tokens, or for a recurrent layer all but the last."""
+    def _catch_up(self, verb: str, length: int) -> None:
+        """Let the state hold the first ``length`` tokens: all, or all but the last."""
         engine = self._engine
         with engine.lock:
             state = self._idle(verb)
             if not len(self):
                 raise InvalidArgument("the session is empty; append at least one token to have a state")
-            length = len(self) - (spec.kind == "recurrent")
             if state.seq is not None and state.computed > length:
                 engine.states.rewind(state, length)
             request = None
@@ -506,10 +537,9 @@ class Session:
         if request is not None:
             self._wait(request)
 
-    def _computed(self, verb: str, spec: LayerSpec) -> SessionState:
+    def _computed(self, verb: str, length: int) -> SessionState:
         """The state after ``_catch_up``."""
         state = self._idle(verb)
-        length = len(self) - (spec.kind == "recurrent")
         if (state.computed if state.seq is not None else 0) != length:
             raise FailedPrecondition(f"{verb}: the session was changed by another thread meanwhile; call again")
         return state

@@ -7,7 +7,7 @@ memory. The caller holds the engine's lock.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,10 +18,10 @@ from quire.engine.generation import SequenceRequest, SessionState
 from quire.engine.host_store import HostStore
 from quire.engine.prefix_cache import RadixCache
 from quire.engine.request import TokenBuffer, common_prefix
-from quire.errors import FailedPrecondition, QuireError
+from quire.errors import FailedPrecondition, QuireError, ResourceExhausted
 from quire.metrics import EngineMetrics
 from quire.runner.local import Runner
-from quire.types import Edit, Fork, Pop, Remove, SeqId, Step
+from quire.types import DropCheckpoint, Edit, Fork, KeepCheckpoint, Pop, Remove, SeqId, Step
 
 KEEP_TOKENS = 32
 """Tokens that a run without sampling must have added for a fork of its end to be kept (a prompt; not each small append)."""
@@ -97,6 +97,7 @@ class SessionStates:
         child.exact = parent.exact or not length
         child.modified = parent.modified and length > 0
         child.window = parent.window
+        child.anchor = None if parent.anchor is None or parent.anchor > length else parent.anchor
         if parent.seq is not None and length:
             seq = self.runner.new_seq()
             self.apply(Fork(parent.seq, seq, length))
@@ -122,28 +123,87 @@ class SessionStates:
         self.host.truncate(session, length)
         if session.seq is None or session.computed <= length:
             return
-        if self.reach(session, length) < length and self.found(session, length) > 0:
-            # It is computed again, from what the prefix cache has.
-            self.drop(session)
-        else:
+        kept, found = self.reach(session, length), self.found(session, length)
+        if found is None or found[1] <= kept:
             session.computed = self.pop(session.seq, session.computed, length)
+            return
+        # Another sequence is nearer: the session goes on from a fork of that.
+        parent, position = found
+        seq = self.runner.new_seq()
+        self.apply(Fork(parent, seq, position))
+        self.remove(session.seq)
+        session.seq, session.computed, session.exact = seq, position, True
 
-    def found(self, session: SessionState, length: int) -> int:
-        """Tokens of the session's first ``length`` that a sequence in the prefix cache could be forked at."""
-        if self.cache is None or session.modified or session.window is not None:
-            return 0
-        return self.cache.peek(session.tokens.ids[:length], session.key)
+    def found(self, session: SessionState, length: int) -> tuple[SeqId, int] | None:
+        """A sequence in the prefix cache, the session's own aside, and at how many of the session's first ``length`` tokens it can
+        be forked."""
+        forgets = self.runner.state.forgets
+        if self.cache is None or not forgets or session.modified or session.window is not None:
+            return None
+        return self.cache.find(session.tokens.ids[:length], session.key, without=session.seq)
 
-    def overwrite(self, session: SessionState, layer: int, start: int, tensors: Mapping[str, Tensor]) -> None:
+    def overwrite(
+        self,
+        session: SessionState,
+        layer: int,
+        start: int,
+        tensors: Mapping[str, Tensor],
+        reclaim: Callable[[], bool],
+    ) -> None:
         """Overwrite what a layer remembers of a session, whose sequence then stands for itself: pinned, and no prefix for
-        others."""
+        others. ``reclaim`` makes room; ``ResourceExhausted`` if it cannot, and nothing is changed then."""
         if session.seq is None:
             raise QuireError("the session has no state that could be written")
-        layer_memory.write(self.runner.state, session.seq, layer, start, tensors)
+        pinned, session.pinned = session.pinned, True  # so that room is made at the cost of others
+        try:
+            self._write(session, layer, start, tensors, reclaim)
+        except BaseException:
+            session.pinned = pinned
+            raise
         if self.cache is not None and session.seq in self.cache:
             self.cache.remove(session.seq)
-        session.modified = session.pinned = True
+        session.modified = True
         session.logits = None
+
+    def _write(
+        self,
+        session: SessionState,
+        layer: int,
+        start: int,
+        tensors: Mapping[str, Tensor],
+        reclaim: Callable[[], bool],
+    ) -> None:
+        seq, state = session.seq, self.runner.state
+        assert seq is not None
+        recurrent = state.recurrent is not None and layer in state.recurrent.layer_ids
+        if recurrent and session.computed in state.checkpoints(seq):
+            # What is kept here is the state before the write, to which nobody shall come back.
+            self.apply(DropCheckpoint(seq, session.computed))
+        try:
+            while True:
+                try:
+                    layer_memory.write(state, seq, layer, start, tensors)
+                    return
+                except ResourceExhausted:
+                    if not reclaim():
+                        raise
+        finally:
+            if recurrent:
+                self.anchor(session)
+
+    def anchor(self, session: SessionState) -> None:
+        """Keep the present recurrent state of a session whose state cannot be computed again, in place of the one that was kept so
+        before: its last token is run again for each turn, and slots of the ring are anybody's."""
+        state, position = self.runner.state, session.computed
+        if state.recurrent is None or session.seq is None or not position:
+            return
+        held = state.checkpoints(session.seq)
+        if position in held:
+            return
+        self.apply(KeepCheckpoint(session.seq))
+        if session.anchor is not None and session.anchor in held:
+            self.apply(DropCheckpoint(session.seq, session.anchor))
+        session.anchor = position
 
     def drop(self, session: SessionState) -> None:
         """Give a session's pages back; its tokens stay, to be computed again when needed."""
@@ -164,6 +224,8 @@ class SessionStates:
         wanted = min(shared, len(work.tokens) - 1)
         work.known = min(wanted, session.computed)
         self.rewind(session, wanted)
+        if session.modified:
+            self.anchor(session)
         request.shared = shared
         request.session, session.request = session, request
         if session.modified and session.seq is not None and (self.runner.state.forgets or session.window is not None):
@@ -245,10 +307,10 @@ class SessionStates:
         return False
 
     def written(self) -> set[SeqId]:
-        """Sequences of which somebody wrote the state: what they keep cannot be computed again."""
+        """Sequences of which somebody wrote, or is about to write, the state: what they keep cannot be computed again."""
         found = set()
         for session in self.sessions.values():
-            if session.modified:
+            if session.modified or session.anchor is not None:
                 found.add(session.seq)
                 found.add(None if session.request is None else session.request.way_back)
         return {seq for seq in found if seq is not None}

@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ from quire.kv.hybrid import HybridState
 from quire.kv.paged import PagedKVState
 from quire.kv.passes import AttentionPass
 from quire.kv.rule_table import weights_refusal
-from quire.types import Add, Chunk, Commit, DropCheckpoint, Edit, Fork, Pop, Remove, SeqId, Step, Window
+from quire.types import Add, Chunk, Commit, DropCheckpoint, Edit, Fork, KeepCheckpoint, Pop, Remove, SeqId, Step, Window
 
 Ids: TypeAlias = np.ndarray[tuple[int], np.dtype[np.int64]]
 
@@ -60,6 +61,15 @@ class StepOutput:
         return self.logits_RV[self.starts[chunk] : self.starts[chunk + 1]]
 
 
+class Holder(Protocol):
+    """Whoever holds sequences of a runner beside its owner, some of them only to save work."""
+
+    def give_back(self) -> bool:
+        """Give up something that nobody misses, or that only saves work; whether there was any. Called under the runner's lock,
+        between forwards."""
+        ...
+
+
 class Runner(Protocol):
     """What executes steps."""
 
@@ -68,6 +78,9 @@ class Runner(Protocol):
     reclaim: Callable[[], bool] | None
     """Gives up something that can be had again (a cached sequence, an idle session's state) and says whether it did.
     Whoever owns such things sets it; whoever is short of pages calls it until it has room or nothing is left."""
+
+    holders: WeakSet[Holder]
+    """The other way round: who is asked by the owner, before it refuses anything."""
 
     def execute(self, step: Step, extras: Extras = NO_EXTRAS) -> StepOutput:
         """Apply the edits in order, then run the chunks as one forward."""
@@ -87,6 +100,7 @@ class LocalRunner:
         self.device = device
         self._seqs = itertools.count()
         self.reclaim: Callable[[], bool] | None = None
+        self.holders: WeakSet[Holder] = WeakSet()
 
     def new_seq(self) -> SeqId:
         """See ``Runner``."""
@@ -204,6 +218,8 @@ class LocalRunner:
                 self.state.popn(seq, n)
             case Remove(seq):
                 self.state.remove_sequence(seq)
+            case KeepCheckpoint(seq):
+                self.state.checkpoint(seq)
             case DropCheckpoint(seq, position):
                 self.state.drop_checkpoint(seq, position)
             case Commit(seqs, leaves):
