@@ -220,8 +220,8 @@ class HybridSteps(ExchangeSteps):
             (Unsupported, "linear_attention", (0, q, k, v), {}),
             (Unsupported, "append_kv", (layer, k, v), {}),
             (Unsupported, "cross_attention", (layer, q), {}),
-            (Unsupported, "debug_get_kv", (next(iter(self.oracle.sequences), 0),), {"layer": layer}),
         ]
+        wrong += [(Unsupported, "debug_get_kv", (seq_id,), {"layer": layer}) for seq_id in self.oracle.sequences]
         if one.dtype == "float32" and len(one.shape) == 3:
             wrong += [
                 (InvalidArgument, "linear_attention", (layer, q[..., :-1], k, v), {}),
