@@ -373,6 +373,8 @@ def test_a_written_session_stays_usable_when_slots_fill(make_llm: MakeLLM, hybri
     session = llm.session(tokens)
     found = session.kv(layer)
     session.set_kv(layer, **{name: -rows for name, rows in found.items()})
+    session.append(random_tokens(7, seed=3))
+    session.generate(greedy(2))
     wanted = session.fork().generate(greedy(5)).outputs[0].token_ids
     session.logits()
     loaded = llm.session_from_bytes(session.to_bytes())

@@ -198,4 +198,35 @@ CHECKPOINTS = (
     ),
 )
 
-MUTANTS = (*EXECUTOR, *SESSIONS, *ENGINE, *CHECKPOINTS)
+WRITTEN = (
+    Mutant(
+        name="state-of-before-the-write-stays-kept",
+        file="engine/session_states.py",
+        old="            self.apply(DropCheckpoint(seq, session.computed))\n",
+        new="            pass\n",
+        tests=("engine/test_checkpoints.py::test_a_written_state_is_what_one_comes_back_to",),
+    ),
+    Mutant(
+        name="written-session-without-an-anchor",
+        file="engine/session_states.py",
+        old="        if session.modified:\n            self.anchor(session)\n",
+        new="",
+        tests=("engine/test_checkpoints.py::test_a_written_session_stays_usable_when_slots_fill",),
+    ),
+    Mutant(
+        name="shorter-hit-instead-of-own-state",
+        file="engine/session_states.py",
+        old="if found is None or found[1] <= kept:",
+        new="if found is None:",
+        tests=("engine/test_checkpoints.py::test_going_back_uses_the_nearer_of_ones_own_states_and_the_cache",),
+    ),
+    Mutant(
+        name="reading-states-takes-the-last-token-back",
+        file="engine/session.py",
+        old="            if kv.nearest_reachable(state.seq, last) != last:",
+        new="            if kv.nearest_reachable(state.seq, last) == last:",
+        tests=("engine/test_checkpoints.py::test_reading_undoes_no_write",),
+    ),
+)
+
+MUTANTS = (*EXECUTOR, *SESSIONS, *ENGINE, *CHECKPOINTS, *WRITTEN)

@@ -189,6 +189,8 @@ class KVCache:
     def clear(self) -> None:
         self.truncate([0] * len(self.rows))
         for row in self.rows:
+            # An empty row is not cut, and a tree may wait beside it.
+            self.set_pending(row, None)
             row.tokens = TokenRecord()
         self.adapters = frozenset()
 
@@ -238,14 +240,15 @@ class KVCache:
 
     # -- recurrent states ------------------------------------------------------------------------------------
 
-    def settle(self) -> bool:
-        """Verified chains become ordinary tokens, of which only the last states are kept; whether there were any."""
-        open_rows = [row for row in self.rows if row.chain is not None]
-        for row in open_rows:
-            assert row.chain is not None
-            self.pool.edit(Commit((row.seq,), (row.chain.ids.size - 1,)))
-            row.chain = None
-        return bool(open_rows)
+    def settle(self) -> int:
+        """Verified chains become ordinary tokens, of which only the last states are kept; how many tokens these were."""
+        tokens = 0
+        for row in self.rows:
+            if row.chain is not None:
+                self.pool.edit(Commit((row.seq,), (row.chain.ids.size - 1,)))
+                tokens += row.chain.ids.size
+                row.chain = None
+        return tokens
 
     def cut_chain(self, row: Row, length: int) -> None:
         """Keep of a row, and of its verified chain, ``length`` tokens, which do not end before the chain begins."""
@@ -265,18 +268,21 @@ class KVCache:
         where slots are scarce: a mark saves work and nothing else."""
         row.mark = self.pool.mark(row.seq, row.mark)
 
-    def give_up_states(self) -> bool:
+    def give_up_states(self) -> int:
         """Let go of recurrent states that only save work: those inside of verified chains, marks, and what is kept where the tokens
-        that lead to it are known; whether there were any."""
+        that lead to it are known; how many they were."""
         found = self.settle()
         state = self.pool.state
         for row in self.rows:
+            if not (held := state.checkpoints(row.seq)):
+                row.mark = None
+                continue
             ids = NO_IDS if row.tokens is None else row.tokens.ids
             known = ids.size if not (ids < 0).any() else int((ids < 0).argmax())
-            for position in state.checkpoints(row.seq):
+            for position in held:
                 if position <= known or position == row.mark:
                     state.drop_checkpoint(row.seq, position)
-                    found = True
+                    found += 1
             row.mark = None
         return found
 

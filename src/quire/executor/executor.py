@@ -32,7 +32,7 @@ from quire.contracts.executor import (
     RequestSampling,
     SpeculativeOutput,
 )
-from quire.errors import Cancelled, FailedPrecondition, InvalidArgument, QuireError, ResourceExhausted, Unsupported
+from quire.errors import Cancelled, FailedPrecondition, InvalidArgument, ResourceExhausted, Unsupported
 from quire.executor import batches, reports, rewinding, verification, warmup
 from quire.executor.arguments import (
     NO_ADAPTERS,
@@ -49,7 +49,7 @@ from quire.executor.extension import Extension, extensions
 from quire.executor.forwards import LOGITS_ONLY, pack
 from quire.executor.handle import Handle, handle_of
 from quire.executor.media import check_modalities
-from quire.executor.operations import Operation, Operations, Stopwatch
+from quire.executor.operations import Operation, Stopwatch
 from quire.executor.pool import CachePool, Identity
 from quire.executor.results import decode_output, prefill_output
 from quire.executor.sharing import shared_cache
@@ -105,7 +105,7 @@ class Executor:
         )
         self._facts = reports.ModelFacts.of(runner)
         self._fallbacks = tuple(fallbacks)
-        self._operations = Operations()
+        self._operations = self.pool.operations
         self._metrics = OperationMetrics(self.max_batch_size)
         self._measured: warmup.Measured | None = None
         self._closed = False
@@ -354,8 +354,7 @@ class Executor:
     def _require_open(self, verb: str) -> None:
         if self._closed:
             raise FailedPrecondition(f"{verb}: the executor is shut down; make a new one")
-        if self.pool.broken:
-            raise QuireError(f"{verb}: {self.pool.broken}; make a new executor")
+        self.pool.require_working(verb)
 
     def _require_batch(self, rows: int, verb: str) -> None:
         if rows > self.max_batch_size:

@@ -14,7 +14,6 @@ from quire.contracts.kv_cache import BlockTable, CacheHandleStats
 from quire.errors import FailedPrecondition, InvalidArgument
 from quire.executor import rewinding
 from quire.executor.cache import KVCache, require_kv_layer
-from quire.executor.operations import Operation
 from quire.executor.rows import Pending
 from quire.kv.need import pages_for
 
@@ -124,9 +123,12 @@ class Handle:
             return self.cache.read(layer, self.lengths, values=values)
 
     def clone_handle(self) -> Handle:
-        with self.cache.pool.lock:
+        pool = self.cache.pool
+        # It may run tokens again, so it is a call of the executor like any other: cancelled, waited for, refused by it.
+        with pool.operations.running("clone_handle") as operation, pool.lock:
             self.require_committed()
-            return handle_of(rewinding.copy_of(self.cache, self.lengths, Operation("clone_handle")))
+            pool.require_working(operation.verb)
+            return handle_of(rewinding.copy_of(self.cache, self.lengths, operation))
 
 
 def handle_of(cache: KVCache, lengths: tuple[int, ...] | None = None) -> Handle:

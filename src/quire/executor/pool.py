@@ -6,19 +6,21 @@ All caches of one executor share a ``CachePool``. It also knows what stays true 
 from __future__ import annotations
 
 import threading
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 from weakref import WeakValueDictionary
 
 import torch
 
 from quire.contracts.layers import KeyValueAttention, LatentAttention, sink_refusal, window_refusal
-from quire.errors import FailedPrecondition, InvalidArgument, ResourceExhausted, Unsupported
+from quire.errors import FailedPrecondition, InvalidArgument, QuireError, ResourceExhausted, Unsupported
+from quire.executor.operations import Operations
 from quire.executor.rows import Row
 from quire.kv.need import pages_for
 from quire.kv.paged import PagedKVState
 from quire.kv.sequences import check_integer
+from quire.kv.state_slots import NULL
 from quire.runner.local import Runner
 from quire.types import Add, Edit, Fork, Remove, SeqId, Step, Window
 
@@ -43,6 +45,8 @@ class CachePool:
     ``lock`` serialises everything that touches the runner; whoever else drives the same runner must use the same one.
     ``window``, ``sink``: what each sequence keeps, its last ``window - sink`` tokens and its first ``sink``; None: all.
     ``chunk_size``: tokens of a forward at most where tokens are run again; <= 0: any number.
+
+    Until ``close`` it is one of the runner's holders: whoever owns the runner asks it for room (``give_back``).
     """
 
     def __init__(
@@ -106,8 +110,13 @@ class CachePool:
         """Tokens that completed calls have run again to go back to a position."""
         self._runner: Runner | None = runner
         self._orphans: deque[list[Row]] = deque()
+        self._asks = False
+        """Whether a call of a cache of this pool asks the owner of the runner for room at this moment."""
+        self.operations = Operations()
+        """The calls that are inside, of the executor and of handles."""
         self.broken = ""
         """Why nothing can run any more; empty while it can."""
+        runner.holders.add(self)
 
     @property
     def runner(self) -> Runner:
@@ -115,6 +124,11 @@ class CachePool:
         if self._runner is None:
             raise FailedPrecondition("the executor is shut down; make a new one")
         return self._runner
+
+    def require_working(self, verb: str) -> None:
+        """``QuireError`` if nothing can run any more."""
+        if self.broken:
+            raise QuireError(f"{verb}: {self.broken}; make a new executor")
 
     @property
     def runner_or_none(self) -> Runner | None:
@@ -143,7 +157,7 @@ class CachePool:
     def fork(self, parents: Sequence[SeqId], positions: Sequence[int] | None = None) -> list[SeqId]:
         """Copy-on-write forks of the first ``positions[i]`` tokens; None: of all. Copies no page.
 
-        ``FailedPrecondition`` where a window has let go of what a continuation there would need.
+        ``FailedPrecondition``, and no fork, as ``require_reachable``.
         """
         if positions is not None:
             self.require_reachable(parents, positions)
@@ -153,9 +167,14 @@ class CachePool:
         return seqs
 
     def require_reachable(self, seqs: Sequence[SeqId], positions: Sequence[int]) -> None:
-        """``FailedPrecondition`` unless each sequence can go back to its position."""
+        """``FailedPrecondition`` unless each sequence can go back to its position with nothing to run again: where a window has let
+        go of what a continuation there would need, or no recurrent state is kept."""
         for seq, position in zip(seqs, positions, strict=True):
-            self.state.rewind_cost(seq, position)
+            if again := self.state.rewind_cost(seq, position):
+                raise FailedPrecondition(
+                    f"position {position} of sequence {seq} is reachable only by running {again} tokens again from a recurrent "
+                    f"state that is kept; go to {position - again} and run them"
+                )
 
     def remove(self, seqs: Sequence[SeqId]) -> None:
         self.edit(*(Remove(seq) for seq in seqs))
@@ -167,17 +186,46 @@ class CachePool:
         if self.sweep():
             return True
         hook = self.runner.reclaim
-        return hook is not None and hook()
+        if hook is None:
+            return False
+        self._asks = True
+        try:
+            return hook()
+        finally:
+            self._asks = False
+
+    def give_back(self) -> bool:
+        """What the owner of the runner is given when it is short: what nobody holds, or else recurrent states that only save work,
+        unless pages must be what it is short of; whether there was any. Call it under the lock."""
+        runner = self._runner
+        # A call that asks the owner has states of its own that it goes back to; what else there is it has taken before it asked.
+        if runner is None or self._asks or runner.state.table.forward is not None:
+            return False
+        return self.sweep() or (self._states_are_short and self.reclaim_states())
+
+    @property
+    def _states_are_short(self) -> bool:
+        """Whether states rather than pages are what a call of the owner lacks: at most half of the slots can be had, or more than
+        half of the pages of each class are free."""
+        state = self.state
+        if state.recurrent is None:
+            return False
+        if 2 * self.available_states <= state.recurrent.table.pool.num_pages:
+            return True
+        return all(2 * pool.num_free > pool.num_pages for pool in state.table.pools)
 
     def missing_pages(
         self, seqs: Sequence[SeqId], counts: Sequence[int], trees: Sequence[tuple[int, ...] | None] | None = None
     ) -> int:
-        """Pages that are missing for ``counts[i]`` more tokens of each, when nothing more can be given up. Recurrent states
-        are not counted."""
+        """Pages that are missing for ``counts[i]`` more tokens of each, when nothing more can be given up; nothing is given up for
+        more than there is. Recurrent states are not counted."""
         parents = trees if trees is not None and any(tree is not None for tree in trees) else None
         table = self.state.table
-        while missing := table.shortage(table.plan_forward(seqs, counts, parents)):
-            if not self.reclaim():
+        while missing := table.shortage(need := table.plan_forward(seqs, counts, parents)):
+            never = any(
+                part.pages - part.freed > pool.num_pages for part, pool in zip(need.classes, table.pools, strict=True)
+            )
+            if never or not self.reclaim():
                 return missing
         return 0
 
@@ -188,9 +236,13 @@ class CachePool:
         return 0 if part is None else part.table.num_available
 
     def missing_states(self, needed: int) -> int:
-        """Slots for recurrent states that are missing of so many, when nothing more can be given up."""
+        """Slots for recurrent states that are missing of so many, when nothing more can be given up; nothing is given up for more
+        than there are."""
+        part = self.state.recurrent
+        never = part is None or needed > part.table.pool.num_pages
+        caches = self._by_last_access()
         while (missing := needed - self.available_states) > 0:
-            if not (self.reclaim_states() or self.reclaim()):
+            if never or not (self._give_up_states(caches, missing) or self.reclaim()):
                 return missing
         return 0
 
@@ -218,17 +270,26 @@ class CachePool:
     def reclaim_states(self) -> bool:
         """Give up recurrent states of caches that only save work, of the cache first that was not used for longest; whether
         there were any."""
-        for cache in sorted(self.caches.values(), key=lambda cache: cache.last_access or 0.0):
-            if cache.give_up_states():
-                return True
-        return False
+        return self._give_up_states(self._by_last_access(), 1) > 0
+
+    def _by_last_access(self) -> Iterator[KVCache]:
+        return iter(sorted(self.caches.values(), key=lambda cache: cache.last_access or 0.0))
+
+    @staticmethod
+    def _give_up_states(caches: Iterator[KVCache], wanted: int) -> int:
+        """Let the next of these caches let go of states that only save work, until those are ``wanted``; how many they are. Fewer
+        slots may be free by that: others name some of them, too."""
+        found = 0
+        while found < wanted and (cache := next(caches, None)) is not None:
+            found += cache.give_up_states()
+        return found
 
     def lets_go(self, seq: SeqId) -> bool:
         """Whether some layer forgets tokens of a sequence: by the model's windows, or by the sequence's own."""
         return self.is_windowed or self.state.table.get(seq).window is not None
 
     def missing_full_pages(self, seqs: Sequence[SeqId], counts: Sequence[int]) -> int:
-        """The same for what keeps all tokens, for as many forwards as it takes; copies of shared tails aside."""
+        """As ``missing_pages``, for what keeps all tokens, for as many forwards as it takes; copies of shared tails aside."""
         size, needed = self.page_size, 0
         for seq, count in zip(seqs, counts, strict=True):
             sequence = self.state.table.get(seq)
@@ -236,9 +297,10 @@ class CachePool:
                 needed += pages_for(sequence.length + count, size) - pages_for(sequence.length, size)
         pools, classes = self.state.table.pools, self.state.classes
         keeping = [pool for pool, one in zip(pools, classes, strict=True) if one.window is None]
+        never = any(needed > pool.num_pages for pool in keeping)
         while True:
             missing = max((needed - pool.num_free for pool in keeping), default=0)
-            if missing <= 0 or not self.reclaim():
+            if missing <= 0 or never or not self.reclaim():
                 return max(0, missing)
 
     def shares_tail(self, seq: SeqId) -> bool:
@@ -260,6 +322,18 @@ class CachePool:
             # The last common page is written by the fork; with two holders, it is its own once the other is gone.
             freed += int(start % self.page_size != 0 and pool.references[pages.pages[kept.size - 1]] == 2)
         return freed
+
+    def freed_states_without(self, seq: SeqId) -> int:
+        """Slots for recurrent states that can be had in addition once ``seq``, which has no uncommitted nodes, is gone."""
+        part = self.state.recurrent
+        if part is None:
+            return 0
+        table = part.table
+        firm = [table.slot_at(seq), *(table.slot_at(seq, position) for position in table.kept(seq))]
+        slots = table.slots(seq)
+        named = Counter([*firm, *(slots[position] for position in table.ring_positions(seq))])
+        # What only rings name can be had already.
+        return sum(slot not in (None, NULL) and int(table.pool.references[slot]) == named[slot] for slot in set(firm))
 
     def require_free(self, pages: int, states: int, what: str) -> None:
         """``ResourceExhausted`` unless so many pages, and slots for recurrent states, can be had."""
@@ -335,4 +409,5 @@ class CachePool:
         for cache in list(self.caches.values()):
             cache.release()
         self.sweep()
+        self._runner.holders.discard(self)
         self._runner = None

@@ -48,11 +48,13 @@ class Transaction:
         aside: bool = False,
         forwards: Iterable[Sequence[Piece]] | None = None,
         path_if_room: bool = False,
+        comes_back: bool = False,
     ) -> None:
         """``several``: there may be more than one forward. ``aside``: run on forks only, and leave by ``set_aside``.
         ``forwards``: how they will divide the tokens (None: one of all); what recurrent states need is counted by it.
         ``path_if_room``: a chain becomes a tree of one path (``Extension.parents``) if there is a slot for the recurrent state behind
-        each of its tokens, with nothing given up for it."""
+        each of its tokens, with nothing given up for it. ``comes_back``: the caller may leave without ``commit`` and begin again at the
+        same starts, so the rows must hold them then."""
         self.pool = pool
         self.parts = list(parts)
         self.operation = operation
@@ -60,6 +62,7 @@ class Transaction:
         self.aside = aside
         self._forwards = forwards
         self._path_if_room = path_if_room
+        self._comes_back = comes_back
         self._needed = 0
         """Slots for recurrent states."""
         self._given_up: list[Extension] = []
@@ -70,6 +73,8 @@ class Transaction:
 
     def __enter__(self) -> Self:
         for part in self.parts:
+            if part.start > part.old_length:
+                raise QuireError(f"{part.label or 'a row'} begins at {part.start} and has {part.old_length} tokens")
             self._check_limits(part)
         for part in self.parts:
             part.cache.settle()
@@ -130,37 +135,64 @@ class Transaction:
                 part.holds_start = False
 
     def _reserve(self, kept: Sequence[Extension]) -> None:
-        """Make sure of the pages for everything; give up old versions only if that is what makes it fit."""
+        """Make sure of the pages and states for everything; give up old versions only if that is what makes it fit."""
         if self._path_if_room:
             self._become_paths()
-        if missing := self._missing_states():
-            raise ResourceExhausted(
-                f"no room for {sum(part.count for part in self.parts)} more tokens: {missing} slots for recurrent states are missing; "
-                "release or clear caches"
-            )
+        self._needed = self._states_needed() if self.pool.recurrent_ids else 0
+        missing_states = self._missing_states(self._needed)
+        if missing_states > self._freed_states(kept):
+            raise self._no_states(missing_states)
         missing = self._missing()
         required = [part for part in kept if self.aside or part.rewinds or self._lets_go]
         if missing and len(required) < len(kept):
             # Rows that share their last page need a page more for each fork: run where they are, as one forward would.
             self._drop_unused_forks([part for part in kept if part not in required])
             missing = self._missing()
-        if not missing:
+        if not missing and not missing_states:
             return
         given_up = [] if self.aside else [part for part in required if part.rewinds]
         if missing > sum(self._freed_without_old(part) for part in given_up):
             state = self.pool.state
             pages = sum(pool.num_pages for pool in state.table.pools)
             raise ResourceExhausted(
-                f"no room for {sum(part.count for part in self.parts)} more tokens: {missing} pages of {state.page_size} "
+                f"no room for {self._tokens()}: {missing} pages of {state.page_size} "
                 f"tokens are missing, {state.num_available_pages()} of {pages} are free; release or clear caches"
             )
+        holding = self._needed + sum(self._takes_a_slot(part) for part in given_up)
+        if self._comes_back and not self.pool.keeps_last_state:
+            missing_states = self._missing_states(holding)
+            if missing_states > self._freed_states(given_up):
+                raise self._no_states(missing_states)
         self.pool.remove([part.row.seq for part in given_up])
         for part in given_up:
             # From here on an error leaves the row at ``start``, or where its fork stands then: what lay behind is gone.
             part.row.seq, part.old_seq = part.seq, None
             self._mark_rewound(part)
-        if self._needed + len(given_up) <= self.pool.available_states:
+        if holding <= self.pool.available_states:
             self._given_up = given_up
+
+    def _tokens(self) -> str:
+        """What there is no room for."""
+        owed, more = sum(part.owed.size for part in self.parts), sum(part.count for part in self.parts)
+        again = f"{owed} tokens that must be run again"
+        return f"{again} and {more} more" if owed and more else again if owed else f"{more} more tokens"
+
+    def _no_states(self, missing: int) -> ResourceExhausted:
+        return ResourceExhausted(
+            f"no room for {self._tokens()}: {missing} slots for recurrent states are missing; release or clear caches"
+        )
+
+    def _takes_a_slot(self, part: Extension) -> bool:
+        """Whether the state at a start, kept for the time of the call, takes a slot that ``_needed`` does not count: it does unless it
+        was there before, or is kept by itself."""
+        interval = self.pool.state_interval
+        return part.owed.size > 0 and not (interval and part.start % interval == 0)
+
+    def _freed_states(self, parts: Sequence[Extension]) -> int:
+        """Slots that can be had in addition once the versions before the rewinds of these parts are gone."""
+        if self.aside:
+            return 0
+        return sum(self.pool.freed_states_without(part.row.seq) for part in parts if part.rewinds)
 
     def _missing(self) -> int:
         """Pages that the whole call is short of.
@@ -178,11 +210,10 @@ class Transaction:
             return max(self.pool.missing_pages(seqs, [1] * len(seqs)), self.pool.missing_full_pages(seqs, counts))
         return self.pool.missing_pages(seqs, counts, trees)
 
-    def _missing_states(self) -> int:
-        """Slots for recurrent states that the whole call is short of."""
+    def _missing_states(self, needed: int) -> int:
+        """How many of so many slots for recurrent states the call is short of."""
         if not self.pool.recurrent_ids:
             return 0
-        needed = self._needed = self._states_needed()
         if self.pool.missing_states(needed):
             # The forks hold what their rows have given up, too.
             state = self.pool.state

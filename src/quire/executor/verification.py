@@ -180,7 +180,9 @@ def speculate(
     part = _extension(cache, start, len(ids), tree)
     # On recurrent layers a chain can be cut behind what is accepted only if each token's state is there.
     is_recurrent = bool(pool.recurrent_ids) and bool(drafts) and tree is None
-    with Transaction(pool, [part], operation, several=is_recurrent, path_if_room=is_recurrent) as work:
+    with Transaction(
+        pool, [part], operation, several=is_recurrent, path_if_room=is_recurrent, comes_back=is_recurrent
+    ) as work:
         rows_RV = work.run([ids], ["all"])[0].logits_RV
         verdict = judge(rows_RV)
         taken = 1 + verdict.accepted

@@ -38,6 +38,9 @@ def measure(pool: CachePool, max_batch_size: int, chunk_size: int = 0) -> Measur
     """
     room = min(available_pages(pool) * pool.page_size, pool.max_model_len)
     room = min(room, chunk_size) if chunk_size > 0 else room
+    if pool.state_interval:
+        # A forward takes a state at its end, and one at each multiple of the interval before that.
+        room = min(room, pool.available_states * pool.state_interval)
     long, short = min(LONG_CHUNK, room), min(SHORT_CHUNK, room // 2)
     slope = overhead = 0
     if short:
@@ -96,8 +99,9 @@ def _knee(pool: CachePool, max_batch_size: int) -> int:
     rates: dict[int, float] = {}
     most = min(max_batch_size, available_pages(pool) // pages_for(1 + REPEATS, pool.page_size))
     if pool.recurrent_ids:
-        # One that a row has and one that its next step writes.
-        most = min(most, pool.available_states // 2)
+        # One that a row has and one that its next step writes, beside those at multiples of the interval.
+        kept = REPEATS // pool.state_interval if pool.state_interval else 0
+        most = min(most, pool.available_states // (2 + kept))
     batch = 1
     while batch <= most:
         rates[batch] = _decode_rate(pool, batch)
