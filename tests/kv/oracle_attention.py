@@ -208,7 +208,7 @@ class ForwardVerbs:
         scale = spec.scale if scale is None else scale
         value_dim = new[0][0][1].shape[-1]
         found: list[Exact | None] = []
-        for entry, rows in zip(self.open_forward().entries, new, strict=True):
+        for number, (entry, rows) in enumerate(zip(self.open_forward().entries, new, strict=True)):
             held = [a for a in range(entry.old) if past and self.held(entry.seq_id, self.class_of[layer], a)]
             stored = self.sequences[entry.seq_id].rows[layer]
             own = views[entry.start : entry.start + entry.count]
@@ -216,6 +216,10 @@ class ForwardVerbs:
             all_rows = [*(stored[a] for a in held), *rows]
             k_MHD, v_MHD = (torch.stack([row[i] for row in all_rows]).double().numpy() for i in (0, 1))
             finite = bool(np.isfinite(k_MHD).all() and np.isfinite(v_MHD).all())
+            # Pages are read whole: rows that this entry wrote in this forward already may reach it (and nobody else).
+            mine = self.open_forward().written.get(layer)
+            if mine is not None:
+                finite &= all(bool(x.isfinite().all()) for row in mine[number] for x in row)
             if spec.rope and spec.rope_mode == "inline":
                 k_MHD = turned(k_MHD, [entry.position(a) for a in keys], spec.rope)
             place = {address: i for i, address in enumerate(keys)}
