@@ -72,7 +72,7 @@ def make_hybrid(kind: str, path: Path) -> Hybrid:
 
 
 def make_executor(hybrid: Hybrid, *, states: int = 64, ring: int = 1, interval: int = 0, **given: Any) -> Executor:
-    tokens = given.pop("tokens", 1024)
+    tokens, page_size = given.pop("tokens", 1024), given.pop("page_size", PAGE)
     state = HybridState(
         hybrid.model.layer_specs,
         num_states=states,
@@ -81,7 +81,7 @@ def make_executor(hybrid: Hybrid, *, states: int = 64, ring: int = 1, interval: 
         ring=ring,
         checkpoint_interval=interval,
         capacity=tokens,
-        page_size=PAGE,
+        page_size=page_size,
     )
     runner = LocalRunner(hybrid.model, state, torch.device("cpu"))
     return Executor(runner, identity=FakeIdentity(hybrid.kind), **given)
