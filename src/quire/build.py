@@ -207,7 +207,7 @@ LEAST_STATES = 4
 DEFAULT_INTERVAL = 512
 """Tokens between checkpoints of a model without attention, whose tokens cost nothing."""
 
-LEAST_INTERVAL, MOST_INTERVAL = 64, 4096
+LEAST_INTERVAL, MOST_INTERVAL = 64, 1024
 """Tokens between checkpoints, where nobody says how many."""
 
 STATE_SHARE = 0.5

@@ -98,7 +98,7 @@ class EngineConfig:
         default=None,
         metadata={
             "help": "Tokens between kept states of recurrent layers, a multiple of page_size; 0 keeps those at the ends of prompts "
-            "and turns only; by default chosen so that a state costs about what the K and V of so many tokens do."
+            "and turns only; by default as many as have K and V of the size of a state, 1,024 at most."
         },
     )
     enable_prefix_caching: bool = field(

@@ -231,7 +231,7 @@ def test_the_interval_is_chosen_from_the_sizes(make_llm: MakeLLM, hybrid: Checkp
     llm = make_llm(hybrid, kv_cache_memory="4MiB")
     engine = engine_of(llm)
     assert engine.checkpoints is not None
-    assert 64 <= engine.checkpoints.interval <= 4096
+    assert 64 <= engine.checkpoints.interval <= 1024
     assert engine.checkpoints.interval % 16 == 0
     assert any(f"kept every {engine.checkpoints.interval} tokens" in note for note in llm._parts.notes)
 
