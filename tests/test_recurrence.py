@@ -23,6 +23,7 @@ from torch import Tensor
 
 from quire.contracts.recurrence import Recurred, RecurrenceBackend, RecurrencePlan
 from quire.errors import InvalidArgument
+from quire.kernels import decays
 from quire.kernels import recurrence as kernel
 from quire.kernels.decays import weigh
 from quire.kernels.pieces import cut
@@ -289,6 +290,26 @@ def test_keys_that_are_alike(decay: str) -> None:
     for beta in (0.9, 1.0):
         alike = replace(inputs, k=inputs.k[:1].expand_as(inputs.k), beta=torch.full_like(inputs.beta, beta))
         assert_close(run(BACKENDS["torch"], plan, alike), plan, alike)
+
+
+@pytest.mark.parametrize("delta", [False, True])
+@pytest.mark.parametrize("share", [0.2, 0.99, 1.01, 3.0])
+def test_columns_that_fade_up_to_the_limit_of_quotients(
+    share: float, delta: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where at least so much is left of a chunk's columns they are divided by it, else weights are products only; on both sides of
+    the limit the results are those of the definition."""
+    taken: list[str] = []
+    for name in ("_by_quotients", "_by_column"):
+        way = getattr(decays, name)
+        monkeypatch.setattr(decays, name, lambda *given, name=name, way=way: (taken.append(name), way(*given))[1])
+    plan = chain_plan([3 * CHUNK])
+    rate = share * math.log(decays.LEAST_LEFT) / CHUNK
+    made = make(plan, "column", delta, seed=int(10 * share))
+    assert made.log_decay is not None
+    inputs = replace(made, log_decay=torch.full_like(made.log_decay, rate))
+    assert_close(run(BACKENDS["torch"], plan, inputs), plan, inputs)
+    assert set(taken) == {"_by_quotients" if share < 1 else "_by_column"}
 
 
 @pytest.mark.parametrize("size", [64, 256, 300])

@@ -1,9 +1,9 @@
 """How a linear attention state fades within a chunk of tokens, in matrix products.
 
 Row i of a chunk sees what row j <= i wrote, weakened by the decays of the rows j + 1 .. i, and what was before the chunk weakened by
-those of the rows 0 .. i. All these weights are made from sums of log decays, or products of decays, and never from differences or
-quotients: those of long sums are inexact, are not numbers where something was forgotten completely (log decay -inf), and overflow
-where rows are weighed against a common point.
+those of the rows 0 .. i. These weights are made from sums of log decays, or products of decays. Differences and quotients of long
+sums are inexact, are not numbers where something was forgotten completely (log decay -inf), and overflow where rows are weighed
+against a common point; so quotients of products are taken only where enough is left of each column (``LEAST_LEFT``).
 
 Letters: N pieces of sequences; B chunks of each that are prepared together; H heads of the state, X = N * H; h heads of q and k, either H
 or 1 that all share; R query heads of each; L rows of a chunk, I = R * L rows of a reader; K, V sizes of keys and values.
@@ -18,7 +18,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-TOGETHER = 4
+LEAST_LEFT = 1e-12
+"""Decays by column are divided by where at least this much of each is left within a chunk: quotients of such numbers stay far
+from overflow, and err by no more than the roundings of their factors."""
+
+TOGETHER = 8
 """Chunks whose decays by column are prepared together: few enough that caches hold what is made for them."""
 
 
@@ -40,12 +44,16 @@ class Weighed(NamedTuple):
     """What is left after the chunk of what each row writes; None: all, or columns are weighed."""
     total: Tensor | None
     """``[X, 1, 1]`` or ``[X, K, 1]``: what is left of the state before in the state after; None: all of it."""
+    together: bool = False
+    """Keys are as they would be if they had been written before the chunk: what they write fades like the state."""
 
     def write_(self, states_XKV: Tensor, u_XLV: Tensor) -> None:
         """Make the states before those after ``u`` was written. In place: they are the largest tensors here."""
-        if self.total is not None:
+        if self.total is not None and not self.together:
             states_XKV.mul_(self.total)
         states_XKV.baddbmm_(self.k_XKL, u_XLV if self.until_XL1 is None else u_XLV * self.until_XL1)
+        if self.total is not None and self.together:
+            states_XKV.mul_(self.total)
 
 
 def weigh(readers: Sequence[Tensor], k_BNhLK: Tensor, log_decay: Tensor | None, heads: int) -> Iterator[Weighed]:
@@ -53,7 +61,12 @@ def weigh(readers: Sequence[Tensor], k_BNhLK: Tensor, log_decay: Tensor | None, 
     if log_decay is not None and log_decay.dim() == 5:
         for start in range(0, len(k_BNhLK), TOGETHER):
             some = slice(start, start + TOGETHER)
-            yield from _by_column([q[some] for q in readers], k_BNhLK[some], log_decay[some])
+            q, k = [q[some] for q in readers], k_BNhLK[some]
+            left_BNHLK = _left(log_decay[some])
+            if left_BNHLK is None:
+                yield from _by_column(q, k, log_decay[some])
+            else:
+                yield from _by_quotients(q, k, left_BNHLK)
         return
     fading = None if log_decay is None else _Fading.of(log_decay)
     scores = [_scores(q, k_BNhLK, fading, heads) for q in readers]
@@ -135,6 +148,33 @@ def _scores(q_BNhRLK: Tensor, k_BNhLK: Tensor, fading: _Fading | None, heads: in
     else:
         scores = scores * fading.within_BNHLL.unsqueeze(3)
     return _over_heads(scores.flatten(3, 4), heads)
+
+
+def _left(log_decay_BNHLK: Tensor) -> Tensor | None:
+    """What is left at each row of a column before the chunk: products of decays, exact up to a rounding each. None where that is too
+    little to divide by, and on other devices than CPUs, which would have to be asked."""
+    if log_decay_BNHLK.device.type != "cpu":
+        return None
+    # Rows of a head side by side, as products want them.
+    left = torch.exp(log_decay_BNHLK, out=torch.empty_like(log_decay_BNHLK, memory_format=torch.contiguous_format))
+    for row in range(1, left.shape[3]):
+        left[..., row, :].mul_(left[..., row - 1, :])
+    return left if float(left[..., -1, :].min()) >= LEAST_LEFT else None
+
+
+def _by_quotients(readers: Sequence[Tensor], k_BNhLK: Tensor, left_BNHLK: Tensor) -> Iterator[Weighed]:
+    """One decay for each column, where not too much fades within the chunk (arXiv:2312.06635, section 4.2): queries as they read
+    what was there before the chunk, keys as they would have been written there."""
+    k_BXLK = torch.div(k_BNhLK, left_BNHLK, out=torch.empty_like(left_BNHLK)).flatten(1, 2)
+    weighed_q = [(left_BNHLK.unsqueeze(3) * q).flatten(3, 4).flatten(1, 2) for q in readers]
+    total_BXK1 = left_BNHLK[..., -1, :].flatten(1, 2).unsqueeze(-1)
+    rows = k_BXLK.shape[2]
+    for chunk, (k_XLK, total) in enumerate(zip(k_BXLK, total_BXK1, strict=True)):
+        q = [weighed[chunk] for weighed in weighed_q]
+        scores = [torch.bmm(one, k_XLK.mT) for one in q]
+        for score in scores:
+            score.view(len(score), -1, rows, rows).tril_()
+        yield Weighed(scores, q, [], k_XLK.mT, None, total, together=True)
 
 
 def _by_column(readers: Sequence[Tensor], k_BNhLK: Tensor, log_decay_BNHLK: Tensor) -> Iterator[Weighed]:

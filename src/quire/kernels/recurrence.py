@@ -240,9 +240,7 @@ def _piece(states_NHKV: Tensor, rows: Inputs, scale: float, out_NPHV: Tensor) ->
     the keys with each other, r is what the keys read of the state before.
     """
     heads, count = states_NHKV.shape[1], out_NPHV.shape[1]
-    by_column = rows.log_decay is not None and rows.log_decay.dim() == 4
-    # Decays by column cost another pass over all rows for each doubling.
-    chunks = -(-count // (max(1, CHUNK // 2) if by_column else CHUNK))
+    chunks = -(-count // CHUNK)
     q, k, v, log_decay, beta = rows.mapped(lambda x, blank: _chunked(x, chunks))
     q, v_BXLV = q.movedim(4, 3), v.flatten(1, 2)
     states_XKV = states_NHKV.clone(memory_format=torch.contiguous_format).flatten(0, 1)
