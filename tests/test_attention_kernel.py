@@ -643,7 +643,7 @@ def test_rows_of_any_stride(count: int, groups: int, window: int) -> None:
 @pytest.mark.parametrize("scores", [1, 100, 1 << 12, 1 << 26])
 @pytest.mark.parametrize("groups", [1, 3])
 def test_no_more_scores_than_allowed(scores: int, groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dk != Dv and soft caps have no kernel with a log-sum-exp: scores exist, some entries, rows and keys at a time."""
+    """Soft caps have no kernel with a log-sum-exp: scores exist, some entries, rows and keys at a time."""
     monkeypatch.setattr(partial, "MAX_SCORES", scores)
     sizes: list[int] = []
     explicit = partial.explicit
