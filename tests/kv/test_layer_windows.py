@@ -344,3 +344,26 @@ def test_rows_behind_a_null_page_are_never_read() -> None:
         state.end_forward()
     assert results[2].isfinite().all()
     assert results[3].isfinite().all()
+
+
+@pytest.mark.parametrize("how", ["pop", "fork"])
+def test_back_to_where_only_a_narrower_window_of_the_sequence_has_all_it_needs(how: str) -> None:
+    """A sequence whose window was enabled late goes back within it, behind what the layer's own window has let go of; without its
+    window it would lack rows there, so it cannot be given up."""
+    pair = Pair([attention(), windowed(7)], page_size=1)
+    pair.add(0)
+    for count in (10, 5, 5, 1):
+        pair.append(0, count)
+    pair.window(0, 5)
+    seq_id = 0
+    if how == "pop":
+        pair.pop(0, 2)
+    else:
+        seq_id = 1
+        pair.fork(0, 1, 19)
+    with pytest.raises(FailedPrecondition):
+        pair.both("enable_sliding_window_for_seq", seq_id, None)
+    with pytest.raises(FailedPrecondition):
+        pair.both("enable_sliding_window_for_seq", seq_id, 9)
+    pair.append(seq_id, 3)
+    pair.finish()

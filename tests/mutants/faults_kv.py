@@ -6,6 +6,13 @@ from tests.mutants.harness import Mutant
 
 WINDOWS = (
     Mutant(
+        name="lost-rows-forgotten-when-going-back",
+        file="kv/sequences.py",
+        old="            sequence.cut |= gone > (0 if layer_window is None else max(0, sequence.length + 1 - layer_window))\n",
+        new="            sequence.cut |= gone > (0 if layer_window is None else sequence.length)\n",
+        tests=("kv/test_layer_windows.py::test_back_to_where_only_a_narrower_window_of_the_sequence_has_all_it_needs",),
+    ),
+    Mutant(
         name="window-one-too-long",
         file="kv/windows.py",
         old="return np.maximum(q_T + 1 - self.size, 0)",

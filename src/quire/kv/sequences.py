@@ -143,7 +143,7 @@ class SequenceTable:
             cut=parent.cut,
             stale_tail=True,
         )
-        self._forget_cut(child)
+        self._recount_cut(child)
         self._sequences[int(child_id)] = child
 
     def pop(self, seq_id: SeqId, count: int) -> None:
@@ -169,13 +169,15 @@ class SequenceTable:
                 pool.release(table.truncate(size))
             if sequence.holes[index] is not NO_HOLE:
                 sequence.holes[index] = sequence.holes[index].clipped(sequence.length, sink_of(sequence))
-        self._forget_cut(sequence)
+        self._recount_cut(sequence)
 
-    def _forget_cut(self, sequence: Sequence) -> None:
-        """A sequence that was cut back into its sink has lost nothing."""
-        if sequence.cut:
-            sink = sink_of(sequence)
-            sequence.cut = any(hole.window > sink for hole in sequence.holes)
+    def _recount_cut(self, sequence: Sequence) -> None:
+        """After going back: whether a class lacks what its own window alone would keep here. One cut back into its sink has lost
+        nothing; one whose window is narrower than a layer's may have gone to where only the narrower one has all it needs."""
+        sink, sequence.cut = sink_of(sequence), False
+        for hole, layer_window in zip(sequence.holes, self.layer_windows, strict=True):
+            gone = hole.window if hole.window > sink else hole.sink
+            sequence.cut |= gone > (0 if layer_window is None else max(0, sequence.length + 1 - layer_window))
 
     # -- windows ---------------------------------------------------------------------------------------------
 
