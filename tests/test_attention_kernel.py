@@ -222,7 +222,7 @@ class Case:
         q_sink = None if self.q_sink_THD is None else self.q_sink_THD.double().numpy()
         tokens, heads, _ = q.shape
         out, lse = np.zeros((tokens, heads, v.shape[2])), np.full((tokens, heads), -math.inf)
-        bounds = torch.zeros(3, tokens, dtype=torch.float64)
+        bounds = torch.zeros(4, tokens, dtype=torch.float64)
         weights = []
         for number, made in enumerate(self.made):
             table, page_size = self.plan.tables[number], self.plan.page_size
@@ -265,23 +265,27 @@ class Case:
         return out, lse, weights, bounds
 
     def bounds(self, product: float, v_size: float, keys: int, lse: float) -> list[float]:
-        """How far out, lse and weights of one row may be from the exact ones.
+        """How far out, the lse inside, weights, and the lse of a state of one row may be from the exact ones.
 
         A score is off by at most d = scale |q| |k| (6 u + (Dk + 12) u32): q, k, both times the root of the scale and
         the score may be rounded, and Dk terms are summed; a soft cap has a quotient, a tanh and a product more, of size
         8 u32 cap. A log-sum-exp is off by d, by the sum of m terms (of which each may be rounded to the type), and by a
         few roundings of its own size; each merge (three at most, of segments, sink and learned logit) adds as much.
         Weights are off by the factor of both; products, partial results and the result are rounded once each.
+
+        For a state nothing is rounded to less than float32 before its lse.
         """
         u, u32 = (torch.finfo(kind).eps / 2 for kind in (self.dtype, torch.promote_types(self.dtype, torch.float32)))
         if self.dtype == torch.float64:
             u32 = u
-        d = self.scoring.scale * product * (6 * u + (self.q_THD.shape[-1] + 12) * u32)
-        d += 8 * u32 * (self.scoring.softcap or 0.0)
-        lse_bound = d + 2 * u + (keys + 8) * u32 + 4 * 8 * u32 * max(1.0, lse)
+        d32 = self.scoring.scale * product * (self.q_THD.shape[-1] + 12) * u32 + 8 * u32 * (self.scoring.softcap or 0.0)
+        d = d32 + self.scoring.scale * product * 6 * u
+        sums = (keys + 8) * u32 + 4 * 8 * u32 * max(1.0, lse)
+        lse_bound, state_lse_bound = d + 2 * u + sums, d32 + sums
         tiny = torch.finfo(self.dtype).tiny
         weight_bound = math.expm1(d + lse_bound) + 8 * torch.finfo(torch.float32).eps
-        return [v_size * (math.expm1(d + lse_bound) + (keys + 8) * u32 + 6 * u) + tiny, lse_bound, weight_bound]
+        out_bound = v_size * (math.expm1(d + lse_bound) + (keys + 8) * u32 + 6 * u) + tiny
+        return [out_bound, lse_bound, weight_bound, state_lse_bound]
 
     def run(self, backend: AttentionBackend, **changes: Any) -> Tensor:
         arguments = {"q_sink_THD": self.q_sink_THD, "sinks_H": self.sinks_H, **changes}
@@ -322,7 +326,7 @@ class Case:
             error = np.where(
                 empty, 0.0, np.abs(np.where(empty, 0.0, state.lse.double().numpy()) - np.where(empty, 0.0, plain_lse))
             )
-            assert (error.max(1) <= plain_bounds[1].numpy()).all(), (name, error.max(1), plain_bounds[1])
+            assert (error.max(1) <= plain_bounds[3].numpy()).all(), (name, error.max(1), plain_bounds[3])
         for number, tensor in enumerate(
             attention_weights(
                 self.plan, self.q_THD, self.k_SHD, self.scoring, q_sink_THD=self.q_sink_THD, sinks_H=self.sinks_H

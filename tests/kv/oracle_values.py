@@ -25,12 +25,6 @@ Row = tuple[Tensor, Tensor]
 """K ``[Hkv, Dk]`` and V ``[Hkv, Dv]`` of one token in one layer, as stored."""
 
 
-HALF_EXP = 2.0**-13
-"""How far a weight may be off, by its size, where K and V are of 16 bits: PyTorch's flash kernel for CPUs then takes a
-polynomial of third degree for 2^f, 0 <= f < 1, whose constant term is off by 1.0703e-4 and no other value by more (its
-coefficients; ``test_the_exponential_of_16_bits`` measures it). In float32 it takes an exponential good to 1 u32."""
-
-
 @cache
 def frequencies(spec: RopeSpec) -> list[float]:
     """Angle per position of each pair, one by one."""
@@ -136,17 +130,11 @@ def attend_one(q_HD: Float, keys: Sequence[Row], scale: float) -> Float:
     return softmax_state(scores_of(q_HD, k_MHD, scale), v_MHD)[0]
 
 
-def exp_error(dtype: torch.dtype) -> float:
-    """How far one weight exp(score - top) may be off by its size, beyond float32 arithmetic."""
-    return HALF_EXP if dtype.itemsize < 4 else 0.0
-
-
 def _out_bound(score: float, size: float, dim: int, keys: int, dtype: torch.dtype) -> tuple[float, float]:
     """Error of a result and of its scores, for scores of at most ``score`` over ``dim`` columns, values of at most ``size``."""
     u, u32 = unit(dtype), unit(torch.float32)
     d = score * (6 * u + (dim + 12) * u32)
-    weights = math.expm1(2 * d) + 2 * exp_error(dtype)
-    return size * (weights + (keys + 8) * u32 + 4 * u) + torch.finfo(dtype).tiny, d
+    return size * (math.expm1(2 * d) + (keys + 8) * u32 + 4 * u) + torch.finfo(dtype).tiny, d
 
 
 def attention_bound(q_HD: Tensor, keys: Sequence[Row], scale: float, dtype: torch.dtype) -> float:
@@ -154,8 +142,8 @@ def attention_bound(q_HD: Tensor, keys: Sequence[Row], scale: float, dtype: torc
 
     A score is off by at most d = scale |q| |k| (c u + (Dk + 12) u32): q, k, both times the root of the scale and the
     score itself may be rounded (c = 6, with the rotation of q and k), and the sum over Dk terms and the float32
-    rotations have float32 errors. Weights are then off by a factor e^(2d), and those of 16-bit types by ``exp_error`` above and below
-    the line; weights, products and the result are rounded once each, and m terms are summed in float32.
+    rotations have float32 errors. Weights are then off by a factor e^(2d); weights, products and the result are rounded once each,
+    and m terms are summed in float32.
     """
     k_norm = float(torch.stack([k for k, _ in keys]).double().norm(dim=-1).max())
     v_size = float(torch.stack([v for _, v in keys]).double().abs().max())
@@ -170,8 +158,8 @@ def state_bounds(
 
     A soft cap has a slope of at most 1, but its quotient, tanh and product are rounded once each: half as much again.
     Each part's result is rounded to the type before it is merged in float32, and its lse is a float32, so that the
-    weight of a part is off by 2 u32 |lse| more. The lse itself is off by d, by ``exp_error``, by the sum of m terms, and
-    by its own rounding.
+    weight of a part is off by 2 u32 |lse| more. The lse itself is off by d, by the sum of m terms, and by its own
+    rounding.
     """
     if not len(k_MHD):
         return 0.0, 0.0
@@ -180,5 +168,5 @@ def state_bounds(
     size = float(np.abs(v_MHD).max())
     error, d = _out_bound(1.5 * score if capped else score, size, q_HD.shape[-1], len(k_MHD), dtype)
     top = float(np.abs(lse_H).max())
-    float32 = (len(k_MHD) + 12) * u32 + 4 * u32 * (top + score) + exp_error(dtype)
+    float32 = (len(k_MHD) + 12) * u32 + 4 * u32 * (top + score)
     return error + size * (4 * u + 4 * float32), d + float32

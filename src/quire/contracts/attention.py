@@ -29,11 +29,7 @@ class AttentionState(NamedTuple):
     out: Tensor
     """``[T, Hq, Dv]``; 0 where a query sees no key."""
     lse: Tensor
-    """``[T, Hq]`` float32, natural logarithm of the sum of exponentials; -inf where a query sees no key.
-
-    Of K and V in float16 or bfloat16 it is good to 2^-13 beside the rounding of the scores: PyTorch's kernel for CPUs
-    takes a coarser exponential there, whose error is below the rounding of ``out``. Of float32 it is good to float32.
-    """
+    """``[T, Hq]`` float32, natural logarithm of the sum of exponentials; -inf where a query sees no key."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -154,6 +150,8 @@ class AttentionBackend(Protocol):
         scoring: Scoring,
         *,
         q_sink_THD: Tensor | None = None,
+        coarse: bool = False,
     ) -> AttentionState:
-        """The same as an attention state, contiguous, without learned logits."""
+        """The same as an attention state, contiguous, without learned logits. Its lse is good to float32 whatever the
+        type of K and V is; ``coarse``: good to that type is enough, for parts of a result that will be rounded to it."""
         ...

@@ -34,18 +34,23 @@ def partial(
     """The state of a group: ``out [b * n, Hq, Dv]`` in the dtype of q or float32, ``lse [b * n, Hq]``.
 
     q ``[b, n, Hq, Dk]``, k ``[b, Hkv, m, Dk]``, v ``[b, Hkv, m, Dv]``, m >= 1. ``mask``: ``[b, 1, n, m]``, bool (true: visible)
-    or in the dtype of q (0 or -inf). ``causal``: row i sees the keys up to i. What a row that sees no key gets is not
-    defined; whoever made the mask knows these rows.
+    or 0 and -inf. ``causal``: row i sees the keys up to i. What a row that sees no key gets is not defined; whoever made
+    the mask knows these rows.
+
+    k and v may be of 16 bits where q is of more: all is computed in the dtype of q then. With q of 16 bits too, the lse is
+    good to 2^-13 only, which is less than a rounding of ``out``.
     """
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.zeros(mask.shape, dtype=q_BNHD.dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
+    elif mask is not None:
+        mask = mask.to(q_BNHD.dtype)
     if not has_lse_kernel(q_BNHD.device) or scoring.softcap is not None:
         return bounded(q_BNHD, k_BHMD, v_BHMD, scoring, mask, causal)
-    key_dim, value_dim = k_BHMD.shape[-1], v_BHMD.shape[-1]
-    if key_dim == value_dim:
-        return flash(q_BNHD, k_BHMD, v_BHMD, scoring.scale, mask, causal)
-    q_BNHD, k_BHMD, v_BHMD = same_size(q_BNHD, k_BHMD, v_BHMD)
-    state = flash(q_BNHD, k_BHMD, v_BHMD, scoring.scale, mask, causal)
+    value_dim = v_BHMD.shape[-1]
+    if k_BHMD.shape[-1] != value_dim:
+        q_BNHD, k_BHMD, v_BHMD = same_size(q_BNHD, k_BHMD, v_BHMD)
+    call = flash if k_BHMD.dtype == q_BNHD.dtype else widened
+    state = call(q_BNHD, k_BHMD, v_BHMD, scoring.scale, mask, causal)
     return AttentionState(state.out[..., :value_dim], state.lse)
 
 
@@ -102,6 +107,29 @@ def flash(
     k, v = (x.unsqueeze(2).expand(b, kv_heads, groups, m, dim).reshape(b, heads, m, dim) for x in (k, v))
     out, lse = kernel(q, k, v, is_causal=causal, attn_mask=mask, scale=scale)
     return AttentionState(out.transpose(1, 2).reshape(b * n, heads, dim), lse.transpose(1, 2).reshape(b * n, heads))
+
+
+def widened(
+    q_BNHD: Tensor, k_BHMD: Tensor, v_BHMD: Tensor, scale: float, mask: Tensor | None, causal: bool
+) -> AttentionState:
+    """``flash`` in the dtype of q over K and V of a smaller one, as many keys at a time as ``MAX_SCORES`` allows."""
+    b, kv_heads, m, dim = k_BHMD.shape
+    keys = m if causal else max(1, MAX_SCORES // (2 * b * kv_heads * dim))
+    states = []
+    for start in range(0, m, keys):
+        some = slice(start, start + keys)
+        k = k_BHMD[:, :, some].to(q_BNHD.dtype)
+        v = k if v_BHMD is k_BHMD else v_BHMD[:, :, some].to(q_BNHD.dtype)
+        seen = None if mask is None else mask[..., some]
+        state = flash(q_BNHD, k, v, scale, seen, causal)
+        if seen is not None and keys < m:
+            # A row that sees keys, but none of this piece.
+            blind = seen.isneginf().all(-1).expand(b, 1, -1).reshape(-1, 1)
+            state = AttentionState(
+                state.out.masked_fill(blind.unsqueeze(-1), 0.0), state.lse.masked_fill(blind, -torch.inf)
+            )
+        states.append(state)
+    return reduce(merge, states)
 
 
 def bounded(

@@ -77,9 +77,13 @@ def attend(
     if not batch.stored.any():
         found = state.backend.run(own.made, q, (k_THD, v_THD), k_THD, v_THD, layer.scoring, q_sink_THD=q_sink)
         return found.to(q_THD.dtype)
-    mine = state.backend.run_state(own.made, q, (k_THD, v_THD), k_THD, v_THD, layer.scoring, q_sink_THD=q_sink)
+    mine = state.backend.run_state(
+        own.made, q, (k_THD, v_THD), k_THD, v_THD, layer.scoring, q_sink_THD=q_sink, coarse=True
+    )
     q, q_sink = _absorbed_queries(pass_, state, spec, past, q_THD, turned_THD, expansion)
-    before = state.backend.run_state(past.made, q, None, layer.k_SHD, layer.v_SHD, layer.scoring, q_sink_THD=q_sink)
+    before = state.backend.run_state(
+        past.made, q, None, layer.k_SHD, layer.v_SHD, layer.scoring, q_sink_THD=q_sink, coarse=True
+    )
     expanded = AttentionState(_expand_values(before.out.to(q_THD.dtype), expansion), before.lse)
     return merge(AttentionState(mine.out.to(q_THD.dtype), mine.lse), expanded).out
 

@@ -256,7 +256,7 @@ class AttentionPass:
         """Attention over the K and V of another layer, those of this forward included: ``[T, Hq, Dv]``."""
         layer = self._state.layer(source_layer_id, "attention_with_shared_kv")
         key_value_spec("attention_with_shared_kv", source_layer_id, layer)
-        return self.cross(source_layer_id, q_THD, "fused", layer.scoring).out.to(q_THD.dtype)
+        return self.cross(source_layer_id, q_THD, "fused", layer.scoring, coarse=True).out.to(q_THD.dtype)
 
     def attend_latent(self, layer_id: int, q_THD: Tensor, rows_TR: Tensor, expansion: LatentExpansion) -> Tensor:
         """See ``contracts.model.Pass``."""
@@ -366,9 +366,17 @@ class AttentionPass:
         self.write(layer_id, self._state.layer(layer_id), rows_TR.to(self._state.dtype).unsqueeze(1))
 
     def own(
-        self, layer_id: int, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, scoring: Scoring, masks: Masks | None
+        self,
+        layer_id: int,
+        q_THD: Tensor,
+        k_THD: Tensor,
+        v_THD: Tensor,
+        scoring: Scoring,
+        masks: Masks | None,
+        *,
+        coarse: bool = False,
     ) -> AttentionState:
-        """The new tokens over the new tokens of the same sequence; stores nothing."""
+        """The new tokens over the new tokens of the same sequence; stores nothing. ``coarse``: as of ``AttentionBackend``."""
         layer = self._state.layer(layer_id)
         q_sink = None
         if masks is None:
@@ -381,11 +389,13 @@ class AttentionPass:
             q_THD, k_THD = self._turn(q_THD, layer.turning), self._turn(k_THD, layer.turning)
         q_THD, k_THD, v_THD = (x_THD.to(self._state.dtype).contiguous() for x_THD in (q_THD, k_THD, v_THD))
         return self._state.backend.run_state(
-            prepared.made, q_THD, (k_THD, v_THD), k_THD, v_THD, scoring, q_sink_THD=q_sink
+            prepared.made, q_THD, (k_THD, v_THD), k_THD, v_THD, scoring, q_sink_THD=q_sink, coarse=coarse
         )
 
-    def cross(self, layer_id: int, q_THD: Tensor, keys: Keys, scoring: Scoring) -> AttentionState:
-        """The new tokens over stored tokens (``past``: from before this forward; ``fused``: all)."""
+    def cross(
+        self, layer_id: int, q_THD: Tensor, keys: Keys, scoring: Scoring, *, coarse: bool = False
+    ) -> AttentionState:
+        """The new tokens over stored tokens (``past``: from before this forward; ``fused``: all). ``coarse``: as of ``own``."""
         layer = self._state.layer(layer_id)
         prepared = self.prepared(keys, layer.class_index)
         q_sink = None if prepared.plan.sinks is None else self._sink_queries(layer, q_THD)
@@ -396,7 +406,7 @@ class AttentionPass:
                 prepared, k_SHD, v_SHD = raw.prepared, *self._read_raw(layer, raw)
             q_THD = self._turn(q_THD, layer.turning)
         return self._state.backend.run_state(
-            prepared.made, q_THD.to(self._state.dtype), None, k_SHD, v_SHD, scoring, q_sink_THD=q_sink
+            prepared.made, q_THD.to(self._state.dtype), None, k_SHD, v_SHD, scoring, q_sink_THD=q_sink, coarse=coarse
         )
 
     def shared(
@@ -404,9 +414,9 @@ class AttentionPass:
     ) -> Tensor:
         """Attention over another layer's keys; ``new`` stands for what that layer would store."""
         if new is None:
-            return self.cross(source_layer_id, q_THD, "fused", scoring).out
-        own = self.own(source_layer_id, q_THD, *new, scoring, None)
-        return merge(own, self.cross(source_layer_id, q_THD, "past", scoring)).out
+            return self.cross(source_layer_id, q_THD, "fused", scoring, coarse=True).out
+        own = self.own(source_layer_id, q_THD, *new, scoring, None, coarse=True)
+        return merge(own, self.cross(source_layer_id, q_THD, "past", scoring, coarse=True)).out
 
     # -- keys that are rotated when they are read ------------------------------------------------------------
 

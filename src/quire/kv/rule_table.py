@@ -351,9 +351,9 @@ DEVICE_ROWS: dict[str, tuple[Cell, Cell]] = {
     "weights in float16": (Cell(), Cell()),
     "log-sum-exp of attention": (
         Cell(
-            note="by PyTorch's flash kernel where there is no soft cap, else by explicit scores; the kernel's is good to 2^-13 for rows of 16 bits"
+            note="good to float32 for every type: by PyTorch's flash kernel where there is no soft cap, else by explicit scores"
         ),
-        Cell(note="by explicit scores"),
+        Cell(note="good to float32 for every type: by explicit scores"),
     ),
     "packed weights": (
         Cell(note="bfloat16, on processors whose instructions oneDNN can use; else plain weights"),

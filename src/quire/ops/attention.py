@@ -183,9 +183,10 @@ class ReferenceAttention:
         scoring: Scoring,
         *,
         q_sink_THD: Tensor | None = None,
+        coarse: bool = False,
     ) -> AttentionState:
-        """See the contract; ``lse`` is float64 for float64 input. Raises as ``run``."""
-        del new
+        """See the contract; ``lse`` is float64 for float64 input, never coarse. Raises as ``run``."""
+        del new, coarse
         return self._state(prepared, q_THD, k_SHD, v_SHD, scoring, q_sink_THD, None)
 
     @staticmethod
