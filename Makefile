@@ -3,6 +3,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# Compiled when Quire is installed.
+NATIVE := $(wildcard src/quire/kernels/cpu/*.cpp)
 # One thread per test process: the models are tiny, and two processes share the cores.
 WORKERS ?= 2
 export TOKENIZERS_PARALLELISM := false
@@ -52,10 +54,10 @@ clean:  ## Remove what make made
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.stamp-run: pyproject.toml constraints.txt | $(VENV)/bin/python
+$(VENV)/.stamp-run: pyproject.toml setup.py constraints.txt $(NATIVE) | $(VENV)/bin/python
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e .
 	@touch $@
 
-$(VENV)/.stamp-test: pyproject.toml constraints.txt | $(VENV)/bin/python
+$(VENV)/.stamp-test: pyproject.toml setup.py constraints.txt $(NATIVE) | $(VENV)/bin/python
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[server,test,lint]'
 	@touch $@ $(VENV)/.stamp-run

@@ -34,7 +34,14 @@ APART = {"kernels", "kv", "nn"}
 """Parts of one layer that do not know each other."""
 STRANGERS = {("models", "kv")}
 """A model sees a pass, never the state behind it."""
-WITHOUT_TORCH = ("kv.pages", "kv.sequences", "kv.states", "engine.scheduler", "engine.prefix_cache")
+WITHOUT_TORCH = (
+    "kv.pages",
+    "kv.sequences",
+    "kv.states",
+    "engine.scheduler",
+    "engine.prefix_cache",
+    "engine.grammar_trial",
+)
 LEVELS = {part: level for level, parts in enumerate(LAYERS) for part in parts}
 PATHS = {".".join(("quire", *path.relative_to(ROOT).with_suffix("").parts)): path for path in ROOT.rglob("*.py")}
 MODULES = {name.removesuffix(".__init__"): path for name, path in PATHS.items()}

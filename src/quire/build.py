@@ -23,6 +23,7 @@ from quire.errors import CheckpointError, InvalidArgument, ResourceExhausted, Un
 from quire.executor.executor import Executor
 from quire.executor.factory import Choices, Factory, check_heads, check_length
 from quire.executor.registry import NamedExecutors
+from quire.kernels.low_rank import native_low_rank, native_problem
 from quire.kernels.recurrence import ChunkedRecurrence
 from quire.kernels.sdpa import SdpaAttention
 from quire.kv.hybrid import HybridState
@@ -157,14 +158,19 @@ def make_adapters(model: LoadedModel, ranks: int = 512, memory: int | str | None
         host = None if free is None else int(free * ADAPTER_SHARE)
     else:
         host = parse_bytes(memory, name="adapter_memory")
-    return AdapterPool(
+    kernel = native_low_rank()
+    pool = AdapterPool(
         linears_of(model),
         embedding_of(model),
         dtype=model.dtype,
         device=model.device,
         rank_capacity=ranks,
         host_capacity=host,
+        kernel=kernel,
     )
+    if kernel is None and model.device.type == "cpu":
+        pool.slowness = native_problem()
+    return pool
 
 
 def load_tokenizer(config: EngineConfig, model_path: Path) -> Tokenizer | None:

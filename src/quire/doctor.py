@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import shutil
 import sys
 from dataclasses import dataclass
 from importlib import metadata
@@ -55,7 +54,7 @@ def examine() -> list[Finding]:
         return [*findings, Finding("PyTorch", f"cannot be imported: {error}", False, "pip install 'torch>=2.11'")]
     findings += _devices(torch.__version__)
     findings += _memory()
-    findings.append(_compiler())
+    findings.append(_kernels())
     findings.append(_model_cache())
     return findings
 
@@ -102,12 +101,15 @@ def _memory() -> list[Finding]:
     return [Finding("memory", text, pool > 64 * 2**20, "Free some memory, or give kv_cache_memory.")]
 
 
-def _compiler() -> Finding:
-    found = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
-    return (
-        Finding("C++ compiler", f"{found}" if found else "none", True, "")
-        if found
-        else Finding("C++ compiler", "none; nothing in this release needs one")
+def _kernels() -> Finding:
+    from quire.kernels.low_rank import native_problem
+
+    problem = native_problem()
+    return Finding(
+        "C++ kernels",
+        problem or "built; adapters on the CPU use them",
+        not problem,
+        "Install a C++ compiler and then Quire again; without them adapters take longer on the CPU.",
     )
 
 

@@ -22,6 +22,9 @@ LogitsProcessor: TypeAlias = Callable[[list[int], Any], Any]
 MAX_CHOICES = 10_000
 """Strings of ``StructuredOutputs.choice``: compiling them takes time that grows faster than their number."""
 
+MAX_GRAMMAR_CHARACTERS = 1_000_000
+"""Of the text of a grammar. What compiles in time is far shorter."""
+
 MAX_STOP_STRINGS = 256
 """All stop strings are searched for after every token, so their number is bounded."""
 
@@ -43,7 +46,8 @@ class StructuredOutputs:
     The text is in the language of the grammar unless something cut it short: ``max_tokens`` or the context (then
     ``finish_reason`` is "length"), a stop string, a cancel. A text to which nothing more can be added ends by itself, with "stop".
     EOS and stop tokens can be drawn exactly where the text may end. Whether the grammar can be had is checked when the
-    request is submitted.
+    request is submitted: one that takes too long to compile, too much memory or too deep a stack is refused as well. A grammar
+    has at most ``MAX_GRAMMAR_CHARACTERS``.
 
     Raises ``InvalidArgument`` that names the field and the value.
     """
@@ -84,6 +88,12 @@ class StructuredOutputs:
                 )
             items = [_text("each string in structured_outputs.choice", item) for item in self.choice]
             object.__setattr__(self, "choice", tuple(dict.fromkeys(items)))
+        texts = [text for text in (self.json, self.regex, self.grammar) if isinstance(text, str)]
+        characters = sum(map(len, [*texts, *(self.choice or ())]))
+        if characters > MAX_GRAMMAR_CHARACTERS:
+            raise InvalidArgument(
+                f"structured_outputs.{given[0]} has {characters} characters; at most {MAX_GRAMMAR_CHARACTERS} are accepted"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from quire.contracts.adapters import Adapter, LowRankUpdate
 from quire.errors import InvalidArgument
+from quire.kernels.low_rank import native_low_rank
 from quire.nn import low_rank as fast
 from quire.nn.embedding import Embedding, ScaledEmbedding
 from quire.nn.linear import Linear
@@ -107,7 +108,13 @@ class Bed:
     device: torch.device
 
 
-def bed(dtype: torch.dtype = torch.float32, device: str = "cpu", rank_capacity: int = 512, bias: bool = True) -> Bed:
+def bed(
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    rank_capacity: int = 512,
+    bias: bool = True,
+    native: bool = True,
+) -> Bed:
     generator = torch.Generator().manual_seed(3)
     linears = {
         name: Linear(
@@ -119,7 +126,8 @@ def bed(dtype: torch.dtype = torch.float32, device: str = "cpu", rank_capacity: 
     }
     embedding = ScaledEmbedding(torch.randn(VOCABULARY, WIDTH, generator=generator).to(device, dtype), 4.0)
     place = torch.device(device)
-    pool = AdapterPool(linears, embedding, dtype=dtype, device=place, rank_capacity=rank_capacity)
+    kernel = native_low_rank() if native else None
+    pool = AdapterPool(linears, embedding, dtype=dtype, device=place, rank_capacity=rank_capacity, kernel=kernel)
     return Bed(linears, embedding, pool, dtype, place)
 
 
@@ -223,14 +231,15 @@ def forward_and_compare(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("native", [True, False], ids=["native", "torch"])
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 2**32))
-def test_any_batch_gives_what_the_reference_gives(dtype: torch.dtype, device: str, seed: int) -> None:
+def test_any_batch_gives_what_the_reference_gives(dtype: torch.dtype, native: bool, device: str, seed: int) -> None:
     if device == "cuda" and dtype != torch.float32:
         dtype = torch.float64  # the device sums half types in its own ways: precision is tried with these two
     draw = random.Random(seed)
-    the = bed(dtype, device, bias=draw.random() < 0.5)
+    the = bed(dtype, device, bias=draw.random() < 0.5, native=native)
     ids = [the.pool.load(random_adapter(draw, dtype, 40)) for _ in range(draw.randint(1, 8))]
     for _ in range(2):
         chunks = draw.randint(1, 14)
@@ -252,9 +261,10 @@ def test_rows_of_another_number_are_refused() -> None:
         the.embedding(torch.zeros(4, dtype=torch.int64))
 
 
-def test_a_bad_row_stays_alone() -> None:
+@pytest.mark.parametrize("native", [True, False], ids=["native", "torch"])
+def test_a_bad_row_stays_alone(native: bool) -> None:
     """NaN and infinity in one row reach no other, whether under the same adapter or another one of the same product."""
-    the = bed()
+    the = bed(native=native)
     draw = [update_of("0.out", 0, 4, 20, WIDTH, torch.Generator().manual_seed(i), torch.float32) for i in range(4)]
     ids = [the.pool.load(Adapter(fingerprint=str(i), updates=(one,))) for i, one in enumerate(draw)]
     x = torch.randn(8, 20)

@@ -27,6 +27,7 @@ from quire.engine.beam import BeamSearch, search
 from quire.engine.engine import Engine
 from quire.engine.generation import SequenceRequest
 from quire.errors import DataLoss, FailedPrecondition, InvalidArgument, NotFound, QuireError
+from quire.kernels.low_rank import native_low_rank
 from quire.kv.statefile import read_state, to_bytes
 from quire.llm import cache_key
 from quire.models.sites import embedding_of, linears_of
@@ -168,6 +169,7 @@ def load(llm: LLM, adapters: dict[str, Adapter], capacity: int = 64) -> dict[str
         dtype=torch.float32,
         device=torch.device("cpu"),
         rank_capacity=capacity,
+        kernel=native_low_rank(),
     )
     runner.adapters = pool
     pool.guards.append(engine.users_of)

@@ -52,6 +52,7 @@ from quire.executor.cache import KVCache
 from quire.executor.executor import Executor
 from quire.executor.handle import Handle
 from quire.executor.llm_executor import LlmExecutor
+from quire.kernels.low_rank import native_low_rank
 from quire.kernels.recurrence import ChunkedRecurrence
 from quire.kernels.sdpa import SdpaAttention
 from quire.kv.hybrid import HybridState
@@ -97,7 +98,12 @@ def executor_of(model: LoadedModel, *, rank_capacity: int = 64, tokens: int = 10
         state = PagedKVState(model.layer_specs, capacity=tokens, page_size=PAGE, backend=SdpaAttention())
     device = torch.device("cpu")
     pool = AdapterPool(
-        linears_of(model), embedding_of(model), dtype=model.dtype, device=device, rank_capacity=rank_capacity
+        linears_of(model),
+        embedding_of(model),
+        dtype=model.dtype,
+        device=device,
+        rank_capacity=rank_capacity,
+        kernel=native_low_rank(),
     )
     return Executor(LocalRunner(model, state, device, pool), identity=FakeIdentity("adapted"), **given)
 

@@ -106,8 +106,8 @@ WINDOWS = (
     Mutant(
         name="new-rows-seen-twice",
         file="kv/passes.py",
-        old='return merge(own, self.cross(source_layer_id, q_THD, "past", scoring)).out',
-        new='return merge(own, self.cross(source_layer_id, q_THD, "fused", scoring)).out',
+        old='return merge(own, self.cross(source_layer_id, q_THD, "past", scoring, coarse=True)).out',
+        new='return merge(own, self.cross(source_layer_id, q_THD, "fused", scoring, coarse=True)).out',
         tests=("kv/test_states.py::test_shared_kv",),
     ),
     Mutant(

@@ -131,6 +131,27 @@ ENGINE = (
         tests=("engine/test_structured.py::test_masks_of_many_are_those_of_each",),
     ),
     Mutant(
+        name="ctrl-c-ends-the-trial-of-grammars",
+        file="engine/grammar_trial.py",
+        old="            start_new_session=True,\n",
+        new="",
+        tests=("engine/test_grammar_trial.py::test_an_interrupt_is_for_the_parent",),
+    ),
+    Mutant(
+        name="checked-grammars-forgotten-before-they-run",
+        file="engine/structured.py",
+        old="            self._held[id(wanted)] = matcher\n",
+        new="            pass\n",
+        tests=("engine/test_grammar_trial.py::test_what_was_checked_is_there_while_it_is_asked_for",),
+    ),
+    Mutant(
+        name="everybody-may-wait-for-large-grammars",
+        file="engine/grammar_trial.py",
+        old="            while len(self._since) >= SEATS:\n",
+        new="            while len(self._since) > SEATS:\n",
+        tests=("engine/test_grammar_trial.py::test_few_wait_for_large_ones",),
+    ),
+    Mutant(
         name="beams-ranked-by-their-last-token",
         file="engine/beam.py",
         old="sums_M = (torch.tensor(totals, dtype=torch.float64)[:, None] + logprobs.double()).flatten()",

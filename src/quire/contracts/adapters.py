@@ -4,14 +4,17 @@ An adapter changes linear maps by terms of low rank, ``W + s B A``, and may brin
 the head. Who reads files makes ``Adapter`` values (``quire.models.peft``); who runs them holds them under ids
 (``quire.runner.adapters``).
 
-Letters: R rank; I input, O output features of the piece of a linear map that an update changes; V vocabulary; E model width.
+Letters: R rank; I input, O output features of the piece of a linear map that an update changes; V vocabulary; E model width;
+T rows of a forward; S rank rows, those of all adapters on the device, one adapter behind the other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 
@@ -60,3 +63,46 @@ class Adapter:
     @property
     def nbytes(self) -> int:
         return sum(update.nbytes for update in self.updates) + sum(table.nbytes for table in self.tables.values())
+
+
+class RankedRows(NamedTuple):
+    """Rows of a batch under one adapter, and where its rank rows are."""
+
+    first: int
+    rank: int
+    rows: list[int]
+
+
+class RankPiece(NamedTuple):
+    """A and B of one piece of a linear map."""
+
+    a_SI: Tensor
+    b_SO: Tensor
+    column: int
+    """Of the map's results, the first."""
+
+
+class AddProducts(Protocol):
+    """The term of one linear map in one forward."""
+
+    def __call__(self, y_TO: Tensor, x_TI: Tensor) -> None:
+        """Add ``x A^T B^T`` to the rows of y that are under adapters, summed in float32 and rounded once. Other rows stay."""
+        ...
+
+
+class LowRankKernel(Protocol):
+    """A way to compute the terms of many adapters at once; ``quire.nn.low_rank`` does it with PyTorch's operations."""
+
+    name: str
+
+    def refusal(self, dtype: torch.dtype, device: torch.device) -> str:
+        """Why it does not run on such tensors; empty if it does."""
+        ...
+
+    def plan(self, members: Sequence[RankedRows]) -> Any:
+        """What all maps of a forward share. Rows and rank rows are there."""
+        ...
+
+    def bind(self, plan: Any, pieces: Sequence[RankPiece]) -> AddProducts:
+        """The term of one map, good as long as the pieces do not move. A and B are in the model's dtype."""
+        ...

@@ -593,6 +593,8 @@ class Engine:
     def shutdown(self) -> None:
         """Cancel what runs and give all pages back. Nothing is accepted any more."""
         self.closed = True
+        if self.grammars is not None:
+            self.grammars.close()
         with self.lock:
             for samples in list(self._by_id.values()):
                 self.end(samples)

@@ -9,6 +9,9 @@ a user gets. Two things are our own:
 - *No forcing.* Where a grammar leaves one text only, llguidance would allow the one token that its tokenizer would take. Here
   every token that keeps the text in the language is allowed, and the model decides.
 
+Large grammars are tried in a child process before they are compiled here (``grammar_trial``). Nobody waits for the grammar of
+another, but for the turn among large ones, and few may wait for that.
+
 A matcher follows the tokens of one generation as they are emitted, so nothing that happens to a request's KV state concerns it.
 
 Letters: M matchers; B words of a mask (``quire.ops.filters``).
@@ -16,16 +19,19 @@ Letters: M matchers; B words of a mask (``quire.ops.filters``).
 
 from __future__ import annotations
 
-import json
 import logging
-import re
 import threading
+import time
+import weakref
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from quire.engine.grammar_text import compiled, field_of, given, grammar_text
+from quire.engine.grammar_trial import GrammarTrial, Seats, must_be_tried
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import InvalidArgument, QuireError, Unsupported
 from quire.ops.filters import Words, num_words
@@ -39,14 +45,13 @@ logger = logging.getLogger("quire.engine")
 MAX_COMPILED = 64
 """Compiled grammars that an engine keeps, the least recently used going first."""
 
-JSON_SPACE = r"[ \t]{1,8}|(\r?\n){1,2}[ \t]{0,40}"
-"""White space between the tokens of JSON. Without a bound a model that is fond of it would write nothing else."""
+MAX_REFUSED = 64
+"""Refusals of large grammars that an engine keeps, the least recently used going first."""
+
+REFUSED_SECONDS = 600.0
+"""For how long a refusal holds: what was too slow may be less slow another time."""
 
 _NO_TOKEN = "no token of the vocabulary continues the text"
-_WHOLE = '%llguidance {"no_forcing": true}\nstart: @text\n'
-_PARSING, _REASON = "regex parse error:", "error: "
-_SPACE_OPTIONS = {"whitespace_pattern", "whitespace_flexible"}
-_TEMPERATURE = re.compile(r"^\s*\??\w+\s*\[[^\]]*\btemperature\s*=", re.MULTILINE)
 
 
 class GrammarMatcher:
@@ -120,70 +125,143 @@ class Grammars:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._lock = threading.Lock()
+        self._setting_up = threading.Lock()
         self._vocabulary: LLTokenizer | None = None
         self._executor: LLExecutor | None = None
         self._compiled: OrderedDict[StructuredOutputs, LLMatcher] = OrderedDict()
+        self._held: dict[int, LLMatcher] = {}
+        """Large grammars by the id of what asks for them, as long as that lives: between the check of a request and its
+        beginning, which is in the engine's thread, none may be forgotten."""
+        self._refused: OrderedDict[StructuredOutputs, tuple[str, float]] = OrderedDict()
+        """Why large grammars were refused, and until when that holds."""
+        self._compiling: dict[StructuredOutputs, threading.Event] = {}
+        """Set when it is over, well or not."""
+        self._seats = Seats()
+        self._turn = threading.Lock()
+        self._trial: GrammarTrial | None = None
         self._inside: tuple[int, ...] | None = None
         self._end_masks: dict[tuple[int, ...], tuple[Words, Words]] = {}
 
     # -- compiling -------------------------------------------------------------------------------------------
 
     def check(self, wanted: StructuredOutputs) -> None:
-        """``InvalidArgument`` with llguidance's words if there is no such grammar, or no text of this vocabulary in it;
-        ``Unsupported`` for a tokenizer whose tokens have no bytes of their own."""
-        with self._lock:
-            self._get(wanted)
+        """``InvalidArgument`` with llguidance's words if there is no such grammar, or no text of this vocabulary in it, or if
+        compiling it takes too much time, memory or stack; ``Unsupported`` for a tokenizer whose tokens have no bytes of their
+        own; ``GrammarsBusy`` if too many callers wait for large grammars."""
+        self._get(wanted)
 
     def matcher(self, wanted: StructuredOutputs) -> GrammarMatcher:
         """A new matcher at the beginning of the text. Raises as ``check``."""
+        found = self._get(wanted)
         with self._lock:
-            return GrammarMatcher(self._get(wanted).deep_copy())
+            return GrammarMatcher(found.deep_copy())
+
+    def close(self) -> None:
+        """End the child process, if there is one. Large grammars are not compiled any more."""
+        with self._setting_up:
+            if self._trial is not None:
+                self._trial.close()
 
     def _get(self, wanted: StructuredOutputs) -> LLMatcher:
-        found = self._compiled.get(wanted)
-        if found is None:
-            found = self._compiled[wanted] = self._compile(wanted)
+        found = self._known(wanted)
+        if found is not None:
+            return found
+        large = must_be_tried(wanted)
+        with self._seats.one() if large else nullcontext():
+            while found is None:
+                with self._lock:
+                    over = self._compiling.get(wanted)
+                    mine = over is None
+                    if over is None:
+                        over = self._compiling[wanted] = threading.Event()
+                if mine:
+                    try:
+                        # It may have been compiled since it was looked for.
+                        return self._known(wanted) or self._keep(wanted, large)
+                    finally:
+                        with self._lock:
+                            del self._compiling[wanted]
+                        over.set()
+                over.wait()
+                found = self._known(wanted)
+        return found
+
+    def _known(self, wanted: StructuredOutputs) -> LLMatcher | None:
+        """What has been compiled; ``InvalidArgument`` for what has been refused."""
+        with self._lock:
+            found = self._held.get(id(wanted))
+            if wanted in self._compiled:
+                found = self._compiled[wanted]
+                self._compiled.move_to_end(wanted)
+                if must_be_tried(wanted):
+                    self._hold(wanted, found)
+            message, until = self._refused.get(wanted, ("", 0.0))
+            if found is None and time.monotonic() < until:
+                self._refused.move_to_end(wanted)
+                raise InvalidArgument(message)
+        return found
+
+    def _hold(self, wanted: StructuredOutputs, matcher: LLMatcher) -> None:
+        if id(wanted) not in self._held:
+            self._held[id(wanted)] = matcher
+            weakref.finalize(wanted, self._held.pop, id(wanted), None).atexit = False
+
+    def _keep(self, wanted: StructuredOutputs, large: bool) -> LLMatcher:
+        """Compile it, and remember what came of it."""
+        try:
+            found = self._compile(wanted)
+        except InvalidArgument as error:
+            if large:
+                with self._lock:
+                    self._refused[wanted] = (str(error), time.monotonic() + REFUSED_SECONDS)
+                    self._refused.move_to_end(wanted)
+                    while len(self._refused) > MAX_REFUSED:
+                        self._refused.popitem(last=False)
+            raise
+        with self._lock:
+            self._compiled[wanted] = found
+            self._compiled.move_to_end(wanted)
             while len(self._compiled) > MAX_COMPILED:
                 self._compiled.popitem(last=False)
-        self._compiled.move_to_end(wanted)
+            if large:
+                self._hold(wanted, found)
         return found
 
     def _compile(self, wanted: StructuredOutputs) -> LLMatcher:
-        from llguidance import LLMatcher, LLParserLimits
-
-        name, body = _body(wanted)
-        main = {"name": "main", "lark_grammar": _WHOLE}
-        text = json.dumps({"grammars": [main, {"name": "text", **body}]}, ensure_ascii=False)
-        matcher = LLMatcher(self._llguidance(), text, log_level=0, limits=LLParserLimits(verbose_errors=False))
-        given = f"structured_outputs.{name} {getattr(wanted, name)!r:.100}"
-        if matcher.is_error():
-            # The grammar in which we put a pattern is nothing that the user knows.
-            what = given if name == "regex" else f"structured_outputs.{name}"
-            reason = _sentence(matcher.get_error(), located=name != "regex")
-            raise InvalidArgument(f"{what} cannot be compiled: {reason}")
+        vocabulary = self._llguidance()
+        if self._trial is not None and must_be_tried(wanted):
+            # One after the other, so that they take no more than one core from the model.
+            with self._turn:
+                matcher = compiled(wanted, self._trial.text(wanted), vocabulary)
+        else:
+            matcher = compiled(wanted, grammar_text(wanted), vocabulary)
         for warning in matcher.get_grammar_warnings():
-            logger.warning("structured_outputs.%s: %s", name, warning)
+            logger.warning("structured_outputs.%s: %s", field_of(wanted), warning)
         first = GrammarMatcher(matcher.deep_copy())
         if not self.allowed({0: first}, {0: ()})[0].any() and not first.over:
             why = first.reason()
             raise InvalidArgument(
-                f"{given} allows no text in the tokens of this model"
+                f"{given(wanted)} allows no text in the tokens of this model"
                 + ("" if why is None or why == _NO_TOKEN else f": {why}")
             )
         return matcher
 
     def _llguidance(self) -> LLTokenizer:
-        if self._vocabulary is None:
-            from llguidance import LLTokenizer, TokenizerWrapper
+        with self._setting_up:
+            if self._vocabulary is None:
+                from llguidance import LLTokenizer, TokenizerWrapper
 
-            table = self._tokenizer.token_bytes
-            if not table.concatenates:
-                raise Unsupported(
-                    "structured_outputs need a tokenizer whose tokens are bytes wherever they stand (byte-level BPE, "
-                    "SentencePiece); what a token of this model's tokenizer adds depends on the one before"
-                )
-            self._vocabulary = LLTokenizer(TokenizerWrapper(_Vocabulary(self._tokenizer, self._vocab_size)))
-        return self._vocabulary
+                table = self._tokenizer.token_bytes
+                if not table.concatenates:
+                    raise Unsupported(
+                        "structured_outputs need a tokenizer whose tokens are bytes wherever they stand (byte-level BPE, "
+                        "SentencePiece); what a token of this model's tokenizer adds depends on the one before"
+                    )
+                tokens = _Vocabulary(self._tokenizer, self._vocab_size)
+                special = {i: tokens.tokens[i] for i in tokens.special_token_ids if i != tokens.eos_token_id}
+                self._trial = GrammarTrial(self._vocab_size, special)
+                self._vocabulary = LLTokenizer(TokenizerWrapper(tokens))
+            return self._vocabulary
 
     # -- running ---------------------------------------------------------------------------------------------
 
@@ -219,16 +297,19 @@ class Grammars:
 
     def _end_bits(self, ends: tuple[int, ...]) -> tuple[Words, Words]:
         """What is left without the tokens that end a text and the bit that says that it may end; and these tokens alone."""
-        if ends not in self._end_masks:
+        known = self._end_masks.get(ends)
+        if known is None:
             ends_B = np.zeros(num_words(self._vocab_size + 1), dtype=np.uint32)
             for token in ends:
                 ends_B[token // 32] |= np.uint32(1 << token % 32)
             keep_B = ~ends_B
             keep_B[self._vocab_size // 32] &= ~np.uint32(1 << self._vocab_size % 32)
+            # A new dict, for others may look into the old one: grammars are checked in several threads.
             self._end_masks = {ends: (keep_B, ends_B)} | (
                 self._end_masks if len(self._end_masks) < MAX_COMPILED else {}
             )
-        return self._end_masks[ends]
+            return keep_B, ends_B
+        return known
 
     def context(self, prompt: Sequence[int]) -> list[int]:
         """A context for the detokenizer after which no text begins: decoders drop a space there that a grammar counts."""
@@ -255,52 +336,3 @@ class _Vocabulary:
     def __call__(self, text: bytes | str) -> list[int]:
         """llguidance tokenizes to force tokens, and our grammars force none."""
         raise QuireError("a grammar asked for the tokens of a text")
-
-
-def _body(wanted: StructuredOutputs) -> tuple[str, dict[str, object]]:
-    """The field that was given, and its grammar for llguidance."""
-    from llguidance import LLMatcher
-    from llguidance.gbnf_to_lark import any_to_lark
-
-    if wanted.json is not None:
-        return "json", {"json_schema": _bounded(json.loads(str(wanted.json)))}
-    if wanted.json_object:
-        return "json_object", {"json_schema": _bounded({"type": "object"})}
-    if wanted.regex is not None:
-        quoted = json.loads(LLMatcher.grammar_from_regex(wanted.regex))
-        return "regex", {"lark_grammar": quoted["grammars"][0]["lark_grammar"]}
-    if wanted.choice is not None:
-        literals = " | ".join(json.dumps(text, ensure_ascii=False) for text in wanted.choice)
-        return "choice", {"lark_grammar": f"start: {literals}"}
-    text = wanted.grammar or ""
-    if _TEMPERATURE.search(text):
-        raise InvalidArgument(
-            "structured_outputs.grammar: temperature= of a rule is not supported; SamplingParams(temperature=...) holds for "
-            "the whole text"
-        )
-    try:
-        return "grammar", {"lark_grammar": any_to_lark(text)}
-    except Exception as error:  # the converter raises bare Exception
-        raise InvalidArgument(f"structured_outputs.grammar cannot be compiled: {error}") from error
-
-
-def _sentence(error: str, *, located: bool) -> str:
-    """What llguidance says of a grammar, without the lines that show it; ``located``: with the place that it names."""
-    head, *lines = error.strip().split("\n")
-    reason = next((line.removeprefix(_REASON) for line in lines if line.startswith(_REASON)), None)
-    if not located:
-        return reason or head.rpartition("(in regex): ")[2]
-    if reason is None:
-        return head
-    # A pattern within a schema comes without a place.
-    return f"{head.removesuffix(_PARSING) or f'pattern {lines[0].strip()!r}: '}{reason}"
-
-
-def _bounded(schema: object) -> object:
-    """A schema with our white space, unless it says itself what it wants."""
-    if schema is True:
-        schema = {}
-    options = schema.get("x-guidance", {}) if isinstance(schema, dict) else None
-    if not isinstance(options, dict) or not isinstance(schema, dict) or options.keys() & _SPACE_OPTIONS:
-        return schema
-    return {**schema, "x-guidance": {"whitespace_pattern": JSON_SPACE, **options}}

@@ -355,6 +355,12 @@ DEVICE_ROWS: dict[str, tuple[Cell, Cell]] = {
         ),
         Cell(note="good to float32 for every type: by explicit scores"),
     ),
+    "low-rank products of adapters": (
+        Cell(
+            note="in C++ for float32 and bfloat16, where there was a compiler at installation; else PyTorch's, which the log says"
+        ),
+        Cell(note="PyTorch's products"),
+    ),
     "packed weights": (
         Cell(note="bfloat16, on processors whose instructions oneDNN can use; else plain weights"),
         Cell(note="plain weights"),

@@ -3,7 +3,8 @@
 The adapters in use lie one behind the other in the *rank rows* of each piece of a linear map: an adapter of rank r has r
 rows of the piece's A and of its B. The batch is ordered by where its adapters lie; neighbours of equal rank are then one
 batched product over views of the piece, whatever their number (the idea of grouped LoRA products is that of Punica,
-arXiv:2310.18547, and S-LoRA, arXiv:2311.03285). Which rows go where is planned once per forward for all layers.
+arXiv:2310.18547, and S-LoRA, arXiv:2311.03285). Which rows go where is planned once per forward for all layers. Where a
+kernel is given (``contracts.adapters.LowRankKernel``) it does the short chunks; long ones stay with PyTorch's products.
 
 Letters: T rows of a forward, N some of them; S rank rows; G adapters of one product, M rows of each, R their rank; I input,
 O output features of a piece; V vocabulary; E model width.
@@ -13,13 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from quire.contracts.adapters import LowRankUpdate
+from quire.contracts.adapters import AddProducts, LowRankKernel, LowRankUpdate, RankedRows, RankPiece
 from quire.errors import InvalidArgument
 
 LONG_CHUNK = 32
@@ -32,7 +33,7 @@ Index: TypeAlias = slice | Tensor
 
 
 def product_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """In which type low-rank products are made, and A and B held for them.
+    """In which type PyTorch makes low-rank products; A and B are held in it unless a kernel wants the model's own.
 
     The CPU's products of small bfloat16 matrices take five times as long as those in float32.
     """
@@ -87,29 +88,30 @@ def take_rows(x_TI: Tensor, index: Index) -> Tensor:
 
 
 def plan_parts(shares: Sequence[Share], device: torch.device) -> tuple[Part, ...]:
-    """How the rows under adapters are run. Long chunks by themselves, all others together, none twice."""
-    parts: list[Part] = []
+    """How PyTorch runs the rows under adapters. Long chunks by themselves, all others together, none twice."""
+    short = short_rows(shares)
+    return (*long_parts(shares), joint_part(short, device)) if short else long_parts(shares)
+
+
+def long_parts(shares: Sequence[Share]) -> tuple[Part, ...]:
+    """The long chunks, each by itself."""
+    long = [one for one in shares if one.end - one.begin >= LONG_CHUNK]
+    return tuple(
+        Part(slice(begin, end), slice(begin, end), None, (Product(first, 1, rank, 0, end - begin),))
+        for first, rank, begin, end in long
+    )
+
+
+def short_rows(shares: Sequence[Share]) -> list[RankedRows]:
+    """The rows of all other chunks, by adapter, in the order of their rank rows."""
     short: dict[tuple[int, int], list[int]] = {}
     for first, rank, begin, end in shares:
-        if end - begin >= LONG_CHUNK:
-            rows = slice(begin, end)
-            parts.append(Part(rows, rows, None, (Product(first, 1, rank, 0, end - begin),)))
-        else:
+        if end - begin < LONG_CHUNK:
             short.setdefault((first, rank), []).extend(range(begin, end))
-    if short:
-        parts.append(_joint_part([Member(first, rank, rows) for (first, rank), rows in sorted(short.items())], device))
-    return tuple(parts)
+    return [RankedRows(first, rank, rows) for (first, rank), rows in sorted(short.items())]
 
 
-class Member(NamedTuple):
-    """The rank rows of an adapter and its rows in one part."""
-
-    first: int
-    rank: int
-    rows: list[int]
-
-
-def _joint_part(members: Sequence[Member], device: torch.device) -> Part:
+def joint_part(members: Sequence[RankedRows], device: torch.device) -> Part:
     """One part of several adapters, given in the order of their rank rows."""
     source: list[int] = []
     target: list[int] = []
@@ -131,9 +133,9 @@ def _joint_part(members: Sequence[Member], device: torch.device) -> Part:
     )
 
 
-def _runs(members: Sequence[Member]) -> list[list[Member]]:
+def _runs(members: Sequence[RankedRows]) -> list[list[RankedRows]]:
     """Neighbours of one rank together, unless the padding that this takes costs more than a product of their own."""
-    runs: list[list[Member]] = []
+    runs: list[list[RankedRows]] = []
     padding = width = 0
     for member in members:
         count = len(member.rows)
@@ -153,21 +155,40 @@ def _runs(members: Sequence[Member]) -> list[list[Member]]:
 class RowPlans:
     """The rows under adapters of one kind of map (those that all rows go through, or the head), for any of the adapters."""
 
-    def __init__(self, shares: Mapping[int, Sequence[Share]], rows: int, device: torch.device) -> None:
-        """``shares`` by adapter id; ``rows``: of the whole batch."""
+    def __init__(
+        self,
+        shares: Mapping[int, Sequence[Share]],
+        rows: int,
+        device: torch.device,
+        kernel: LowRankKernel | None = None,
+    ) -> None:
+        """``shares`` by adapter id; ``rows``: of the whole batch. ``kernel``: for the short chunks."""
         self.rows = rows
         self.used = frozenset(shares)
         self._shares = shares
         self._device = device
-        self._parts: dict[frozenset[int], tuple[Part, ...]] = {}
+        self._kernel = kernel
+        self._plans: dict[frozenset[int], tuple[tuple[Part, ...], Any]] = {}
 
-    def parts_of(self, adapters: frozenset[int]) -> tuple[Part, ...]:
-        """Of the rows under these, which share a piece of a map."""
-        if adapters not in self._parts:
+    def plan_of(self, adapters: frozenset[int]) -> tuple[tuple[Part, ...], Any]:
+        """Of the rows under these, which share a piece of a map: parts, and the kernel's plan for the rows in no part."""
+        if adapters not in self._plans:
             # By row, not by id: rows that are neighbours stay neighbours.
             shares = sorted((one for adapter in adapters for one in self._shares[adapter]), key=lambda one: one.begin)
-            self._parts[adapters] = plan_parts(shares, self._device)
-        return self._parts[adapters]
+            if self._kernel is None:
+                self._plans[adapters] = plan_parts(shares, self._device), None
+            else:
+                short = short_rows(shares)
+                self._plans[adapters] = long_parts(shares), self._kernel.plan(short) if short else None
+        return self._plans[adapters]
+
+    def work_of(self, adapters: frozenset[int], pieces: Sequence[RankRows]) -> tuple[list[Task], list[AddProducts]]:
+        """What a map does for the rows under these, which change these pieces of it."""
+        parts, plan = self.plan_of(adapters)
+        tasks = [Task(part, tuple(piece_of(rows, part) for rows in pieces)) for part in parts]
+        if plan is None or self._kernel is None:
+            return tasks, []
+        return tasks, [self._kernel.bind(plan, [RankPiece(rows.a_SI, rows.b_SO, rows.row) for rows in pieces])]
 
     def index_of(self, adapter: int) -> Index:
         """The rows under one."""
@@ -175,7 +196,7 @@ class RowPlans:
 
 
 class RankRows:
-    """A and B of one piece of a linear map for all adapters that change it: ``a [S, I]``, ``b [S, O]``, in the product's dtype."""
+    """A and B of one piece of a linear map for all adapters that change it: ``a [S, I]``, ``b [S, O]``."""
 
     __slots__ = ("a_SI", "b_SO", "row", "updates")
 
@@ -231,13 +252,22 @@ def piece_of(rows: RankRows, part: Part) -> Piece:
     return Piece(rows.row, rows.row + rows.b_SO.shape[1], tuple(factors))
 
 
+class Task(NamedTuple):
+    """The rows of a part and the pieces that they go through."""
+
+    part: Part
+    pieces: tuple[Piece, ...]
+
+
 @dataclass(slots=True)
 class LinearWork:
     """What one linear map does in the present forward, made by whoever knows its rows."""
 
     rows: int
     """Of the whole batch."""
-    parts: list[tuple[Part, tuple[Piece, ...]]] = field(default_factory=list)
+    tasks: list[Task] = field(default_factory=list)
+    calls: list[AddProducts] = field(default_factory=list)
+    """Of the kernel."""
     tables: list[tuple[Index, Tensor]] = field(default_factory=list)
     """Rows that have a weight ``[O, I]`` of their own."""
 
@@ -270,7 +300,9 @@ class LowRankLinear:
             raise InvalidArgument(f"{x_TI.shape[0]} rows where adapters were told of {work.rows}; run them all at once")
         for index, table_OI in work.tables:
             y_TO[index] = F.linear(take_rows(x_TI, index), table_OI, self.bias)
-        for part, pieces in work.parts:
+        for call in work.calls:
+            call(y_TO, x_TI)
+        for part, pieces in work.tasks:
             self._add(part, pieces, y_TO, x_TI)
 
     def _add(self, part: Part, pieces: tuple[Piece, ...], y_TO: Tensor, x_TI: Tensor) -> None:
@@ -285,12 +317,13 @@ class LowRankLinear:
 def _products(x_NI: Tensor, part: Part, piece: Piece) -> Tensor:
     """``x A^T B^T`` of the rows of a part, in the order of its target."""
     inputs, outputs = x_NI.shape[1], piece.end - piece.begin
+    factors = [(a_GIR.to(x_NI.dtype), b_GRO.to(x_NI.dtype)) for a_GIR, b_GRO in piece.factors]
     if len(part.products) == 1:
-        (a_GIR, b_GRO), adapters = piece.factors[0], part.products[0].adapters
+        (a_GIR, b_GRO), adapters = factors[0], part.products[0].adapters
         sum_NO = torch.bmm(torch.bmm(x_NI.view(adapters, -1, inputs), a_GIR), b_GRO).view(-1, outputs)
     else:
         sum_NO = x_NI.new_empty(x_NI.shape[0], outputs)
-        for product, (a_GIR, b_GRO) in zip(part.products, piece.factors, strict=True):
+        for product, (a_GIR, b_GRO) in zip(part.products, factors, strict=True):
             x_GMI = x_NI[product.begin : product.end].view(product.adapters, -1, inputs)
             out_GMO = sum_NO[product.begin : product.end].view(product.adapters, -1, outputs)
             torch.bmm(torch.bmm(x_GMI, a_GIR), b_GRO, out=out_GMO)

@@ -7,6 +7,7 @@ linear maps that a loaded adapter changes. The last unload leaves the model as i
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -14,7 +15,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from quire.contracts.adapters import Adapter
+from quire.contracts.adapters import Adapter, LowRankKernel
 from quire.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted, Unsupported
 from quire.nn.embedding import Embedding
 from quire.nn.linear import Linear
@@ -27,11 +28,12 @@ from quire.nn.low_rank import (
     RankRows,
     RowPlans,
     Share,
-    piece_of,
     product_dtype,
 )
 from quire.runner.adapter_checks import validate_adapter
 from quire.runner.adapter_memory import Arrangement, arrange
+
+logger = logging.getLogger("quire.runner")
 
 
 @dataclass(slots=True, eq=False)
@@ -83,11 +85,13 @@ class AdapterPool:
         rank_capacity: int = 512,
         host_capacity: int | None = None,
         refusal: str = "",
+        kernel: LowRankKernel | None = None,
     ) -> None:
         """``linears``: the maps that adapters may change, by ``Linear.name`` ("head" among them).
 
         ``rank_capacity``: sum of the ranks of the adapters that one forward can use. ``host_capacity``: bytes of all
-        loaded adapters on the host; None: no limit. ``refusal``: why no adapter can be loaded; empty: they can.
+        loaded adapters on the host; None: no limit. ``refusal``: why no adapter can be loaded; empty: they can. ``kernel``: for
+        the products, if it runs on such tensors; else PyTorch's operations make them.
         """
         if rank_capacity < 1:
             raise InvalidArgument(f"rank_capacity is {rank_capacity}; expected at least 1")
@@ -107,6 +111,11 @@ class AdapterPool:
         self._dtype = dtype
         self._device = device
         self._product_dtype = product_dtype(dtype, device)
+        self._kernel = None if kernel is None or kernel.refusal(dtype, device) else kernel
+        self._held_dtype = self._product_dtype if self._kernel is None else dtype
+        """Of the rank rows."""
+        self.slowness = ""
+        """Why products are slower than they could be; said in the log at the first load."""
         self._loaded: dict[int, Loaded] = {}
         self._next = 0
         self._first: dict[int, int] = {}
@@ -134,6 +143,9 @@ class AdapterPool:
         validate_adapter(adapter, self._linears, self._embedding, self._dtype)
         rank = max((update.rank for update in adapter.updates if update.linear != "embed"), default=0)
         self.admit(rank, adapter.nbytes)
+        if self.slowness:
+            logger.warning("adapters run on PyTorch's products, which take longer: %s", self.slowness)
+            self.slowness = ""
         # An interrupt may come between any two lines: first the id is spent, and what is undone can be undone twice.
         adapter_id = self._next
         self._next += 1
@@ -296,9 +308,10 @@ class AdapterPool:
                 if owners := plans.used.intersection(rows.updates):
                     together.setdefault(owners, []).append(rows)
             for owners, pieces in together.items():
-                for part in plans.parts_of(owners):
-                    mine.parts.append((part, tuple(piece_of(rows, part) for rows in pieces)))
-            if mine.parts or mine.tables:
+                tasks, calls = plans.work_of(owners, pieces)
+                mine.tasks += tasks
+                mine.calls += calls
+            if mine.tasks or mine.calls or mine.tables:
                 work.linears.append((term, mine))
         for adapter in sorted(body.used):
             if (change := self._loaded[adapter].embedding) is not None:
@@ -313,7 +326,7 @@ class AdapterPool:
                 mine = Share(self._first[adapter], self._loaded[adapter].rank, begin, begin + count)
                 shares.setdefault(adapter, []).append(mine)
             begin += count
-        return RowPlans(shares, begin, self._device)
+        return RowPlans(shares, begin, self._device, self._kernel)
 
     # -- memory ------------------------------------------------------------------------------------------------
 
@@ -404,7 +417,7 @@ class AdapterPool:
                 inputs, outputs = update.a_RI.shape[1], update.b_RO.shape[1]
                 place = (update.row, outputs)
                 if place not in pieces:
-                    pieces[place] = RankRows(update.row, inputs, outputs, self._product_dtype, self._device)
+                    pieces[place] = RankRows(update.row, inputs, outputs, self._held_dtype, self._device)
                 pieces[place].updates[adapter_id] = update
 
     def _term(self, name: str) -> LowRankLinear:

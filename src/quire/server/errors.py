@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
+from quire.engine.grammar_trial import GrammarsBusy
 from quire.errors import (
     AlreadyExists,
     Cancelled,
@@ -36,6 +37,7 @@ STATUSES: tuple[tuple[type[QuireError], int, str], ...] = (
     (InvalidArgument, 400, "invalid_argument"),
     (NotFound, 404, "not_found"),
     (FailedPrecondition, 409, "failed_precondition"),
+    (GrammarsBusy, 429, "rate_limit_exceeded"),
     (ResourceExhausted, 400, "resource_exhausted"),
     (Unsupported, 400, "unsupported"),
     (DataLoss, 400, "data_loss"),
@@ -97,7 +99,8 @@ def api_error(error: BaseException, *, param: str | None = None) -> ApiError:
         return error
     for kind, status, code in STATUSES:
         if isinstance(error, kind):
-            return ApiError(status, str(error), param=param, code=code)
+            headers = {"Retry-After": "1"} if status == 429 else None
+            return ApiError(status, str(error), param=param, code=code, headers=headers)
     return ApiError(500, "internal error", code="internal_error")
 
 

@@ -1,0 +1,113 @@
+"""From what was asked for to a grammar in llguidance's words: text in, text out.
+
+Nothing here imports more than llguidance, and that where it is used, so the child process of ``grammar_trial`` starts at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from typing import TYPE_CHECKING
+
+from quire.errors import InvalidArgument
+from quire.sampling_params import StructuredOutputs
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+JSON_SPACE = r"[ \t]{1,8}|(\r?\n){1,2}[ \t]{0,40}"
+"""White space between the tokens of JSON. Without a bound a model that is fond of it would write nothing else."""
+
+_WHOLE = '%llguidance {"no_forcing": true}\nstart: @text\n'
+_PARSING, _REASON = "regex parse error:", "error: "
+_SPACE_OPTIONS = {"whitespace_pattern", "whitespace_flexible"}
+_TEMPERATURE = re.compile(r"^\s*\??\w+\s*\[[^\]]*\btemperature\s*=", re.MULTILINE)
+
+
+def field_of(wanted: StructuredOutputs) -> str:
+    """The field that was given."""
+    values = {f.name: getattr(wanted, f.name) for f in dataclasses.fields(wanted)}
+    return next(name for name, value in values.items() if value is not None and value is not False)
+
+
+def length_of(wanted: StructuredOutputs) -> int:
+    """Characters that were given."""
+    value = getattr(wanted, field_of(wanted))
+    return len(value) if isinstance(value, str) else sum(map(len, value)) if isinstance(value, tuple) else 0
+
+
+def grammar_text(wanted: StructuredOutputs) -> str:
+    """The grammar as llguidance takes it. ``InvalidArgument`` for what it would not understand as it was meant."""
+    main = {"name": "main", "lark_grammar": _WHOLE}
+    return json.dumps({"grammars": [main, {"name": "text", **_body(wanted)}]}, ensure_ascii=False)
+
+
+def compiled(wanted: StructuredOutputs, text: str, vocabulary: LLTokenizer) -> LLMatcher:
+    """A matcher at the beginning of ``text``, the grammar of ``wanted``. ``InvalidArgument`` with llguidance's words if it is none."""
+    from llguidance import LLMatcher, LLParserLimits
+
+    matcher = LLMatcher(vocabulary, text, log_level=0, limits=LLParserLimits(verbose_errors=False))
+    if matcher.is_error():
+        # The grammar in which we put a pattern is nothing that the user knows.
+        name = field_of(wanted)
+        what = given(wanted) if name == "regex" else f"structured_outputs.{name}"
+        reason = _sentence(matcher.get_error(), located=name != "regex")
+        raise InvalidArgument(f"{what} cannot be compiled: {reason}")
+    return matcher
+
+
+def given(wanted: StructuredOutputs) -> str:
+    """What was given, as messages show it."""
+    name = field_of(wanted)
+    return f"structured_outputs.{name} {getattr(wanted, name)!r:.100}"
+
+
+def _body(wanted: StructuredOutputs) -> dict[str, object]:
+    from llguidance import LLMatcher
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    if wanted.json is not None:
+        return {"json_schema": _bounded(json.loads(str(wanted.json)))}
+    if wanted.json_object:
+        return {"json_schema": _bounded({"type": "object"})}
+    if wanted.regex is not None:
+        quoted = json.loads(LLMatcher.grammar_from_regex(wanted.regex))
+        return {"lark_grammar": quoted["grammars"][0]["lark_grammar"]}
+    if wanted.choice is not None:
+        literals = " | ".join(json.dumps(text, ensure_ascii=False) for text in wanted.choice)
+        return {"lark_grammar": f"start: {literals}"}
+    text = wanted.grammar or ""
+    if _TEMPERATURE.search(text):
+        raise InvalidArgument(
+            "structured_outputs.grammar: temperature= of a rule is not supported; SamplingParams(temperature=...) holds for "
+            "the whole text"
+        )
+    try:
+        return {"lark_grammar": any_to_lark(text)}
+    except MemoryError:
+        raise
+    except Exception as error:  # the converter raises bare Exception
+        raise InvalidArgument(f"structured_outputs.grammar cannot be compiled: {error}") from error
+
+
+def _sentence(error: str, *, located: bool) -> str:
+    """What llguidance says of a grammar, without the lines that show it; ``located``: with the place that it names."""
+    head, *lines = error.strip().split("\n")
+    reason = next((line.removeprefix(_REASON) for line in lines if line.startswith(_REASON)), None)
+    if not located:
+        return reason or head.rpartition("(in regex): ")[2]
+    if reason is None:
+        return head
+    # A pattern within a schema comes without a place.
+    return f"{head.removesuffix(_PARSING) or f'pattern {lines[0].strip()!r}: '}{reason}"
+
+
+def _bounded(schema: object) -> object:
+    """A schema with our white space, unless it says itself what it wants."""
+    if schema is True:
+        schema = {}
+    options = schema.get("x-guidance", {}) if isinstance(schema, dict) else None
+    if not isinstance(options, dict) or not isinstance(schema, dict) or options.keys() & _SPACE_OPTIONS:
+        return schema
+    return {**schema, "x-guidance": {"whitespace_pattern": JSON_SPACE, **options}}

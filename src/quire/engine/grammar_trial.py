@@ -1,0 +1,332 @@
+"""Grammars tried in a child process, which may die of them.
+
+llguidance compiles by recursion without a bound: rules that name each other in a chain of thousands overflow the stack of the
+thread, which ends the process, and some texts take minutes. So what is long (``must_be_tried``) is first converted, compiled
+and asked for masks in a child, in threads with half the stack of ours: what passes there overflows nowhere here. The child's
+answer is llguidance's grammar text, so that converting, which is Python that holds the interpreter's lock, is over as well; what
+is left to do here releases it.
+
+A child of ``subprocess`` that stays, rather than ``fork``, which a process with threads and a GPU must not use, or
+``multiprocessing``, which in its other ways imports the caller's main module again. It imports llguidance and no torch (60 ms),
+inherits no files but its pipes, hears no Ctrl-C, and is bounded in memory and time. Requests and answers are lines of JSON.
+
+The stack. Of everything that was tried (rules, terminals and ``$ref`` in chains, with parentheses, options, repetitions, arrays and
+objects inside of them, up to llguidance's own limits on nesting within a rule, a schema and a pattern) a chain of rules, each
+in 27 parentheses, needs the most: 911 bytes of stack for each character. Texts that are compiled at once have a quarter of
+the stack, at 1 KiB for each character. Masks and tokens need little: less than 128 KiB at 300,000 characters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from quire.engine.grammar_text import compiled, field_of, grammar_text, length_of
+from quire.errors import FailedPrecondition, InvalidArgument, QuireError, ResourceExhausted
+from quire.sampling_params import StructuredOutputs
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+DEADLINE = 10.0
+"""Seconds that converting, compiling and the first masks may take."""
+
+MEMORY = 4 << 30
+"""Bytes of address space that the child may have."""
+
+USUAL_STACK = 8 << 20
+"""Bytes of a thread's stack where nobody changed it; of larger ones no more is used."""
+
+STACK_PER_CHARACTER = 1 << 10
+"""Bytes of stack that a character of a grammar needs at most."""
+
+MASK_STACK = 1 << 20
+"""Bytes of stack for masks in the child: half of what llguidance's own threads have, which make them beside a GPU."""
+
+SEATS = 4
+"""Callers that may wait for large grammars at a time; asyncio's pool of threads, in which servers wait, has five at least."""
+
+PATIENCE = 2.0
+"""Seconds that a caller waits for a seat, if nobody sits for longer than that already."""
+
+_MASKS = 8
+_START = "import sys; sys.path[:] = sys.argv[1:]; from quire.engine.grammar_trial import serve; serve()"
+
+
+class GrammarsBusy(ResourceExhausted):
+    """So many large grammars are being compiled that this one is not begun; it may be asked for again."""
+
+
+def thread_stack() -> int:
+    """Bytes of the stack that a new thread has, at most ``USUAL_STACK``."""
+    size = threading.stack_size()
+    if size:
+        threading.stack_size(size)  # asking for it forgets it
+    else:
+        size = resource.getrlimit(resource.RLIMIT_STACK)[0]
+        if size == resource.RLIM_INFINITY:
+            size = 2 << 20  # of glibc on x86-64
+    return min(size, USUAL_STACK)
+
+
+def must_be_tried(wanted: StructuredOutputs) -> bool:
+    """Whether the text is so long that compiling it may need more than a quarter of a thread's stack."""
+    return length_of(wanted) * STACK_PER_CHARACTER > thread_stack() // 4
+
+
+class GrammarTrial:
+    """A child process that is started when it is needed first. Thread-safe; one grammar at a time."""
+
+    def __init__(self, vocab_size: int, special: Mapping[int, bytes]) -> None:
+        """``special``: the special tokens by id, which grammars may name."""
+        names = {token: piece.decode("latin-1") for token, piece in special.items()}
+        self._greeting = {"memory": MEMORY, "vocabulary": {"size": vocab_size, "special": names}}
+        self._lock = threading.Lock()
+        self._closed = False
+        self._children: list[subprocess.Popen[bytes]] = []
+        """The one that there is."""
+        weakref.finalize(self, _end, self._children)
+
+    def text(self, wanted: StructuredOutputs) -> str:
+        """``grammar_text(wanted)`` of a grammar that can be compiled. ``InvalidArgument`` for others, and for those that take
+        too long, too much memory or too deep a stack; ``QuireError`` if no child can be had."""
+        request = {
+            "seconds": DEADLINE,
+            "stack": thread_stack() // 2,
+            "field": field_of(wanted),
+            "value": getattr(wanted, field_of(wanted)),
+        }
+        with self._lock:
+            return self._ask(f"structured_outputs.{field_of(wanted)}", request)
+
+    def close(self) -> None:
+        """End the child, and what waits for it. There will be no other."""
+        self._closed = True
+        for child in list(self._children):
+            child.kill()
+        with self._lock:
+            _end(self._children)
+
+    def _ask(self, name: str, request: Mapping[str, Any]) -> str:
+        reason: object = None
+        for _ in range(2):
+            if self._closed:
+                raise FailedPrecondition(f"{name} was not compiled: the LLM is closed; make a new one")
+            try:
+                child, greeting = self._child()
+            except (OSError, ValueError, TypeError) as error:
+                reason = error
+                continue
+            answer, late = _exchange(child, [*greeting, request])
+            if answer is not None and "text" in answer:
+                return answer["text"]
+            if answer is not None:
+                raise InvalidArgument(answer["error"])
+            _end(self._children)
+            if late or child.returncode == -signal.SIGALRM:
+                raise InvalidArgument(f"{name} takes longer than {DEADLINE:g} s to compile; make it smaller")
+            if child.returncode in (-signal.SIGSEGV, -signal.SIGBUS):
+                raise InvalidArgument(
+                    f"{name} is nested too deeply to be compiled: rules, references or groups within each other need more "
+                    "than the stack of a thread; give it fewer levels"
+                )
+            if child.returncode == -signal.SIGABRT:
+                raise InvalidArgument(_too_big(name))
+            reason = f"it ended with status {child.returncode}"
+        raise QuireError(f"{name} was not compiled: the process that tries grammars cannot be used: {reason}")
+
+    def _child(self) -> tuple[subprocess.Popen[bytes], list[Mapping[str, Any]]]:
+        """The child, and what it must be told first."""
+        if self._children and self._children[0].poll() is not None:
+            _end(self._children)
+        if self._children:
+            return self._children[0], []
+        # With our sys.path, so that it imports what we did, whatever lies in the working directory.
+        child = subprocess.Popen(
+            [sys.executable, "-c", _START, *sys.path],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        self._children.append(child)
+        return child, [self._greeting]
+
+
+class Seats:
+    """Who may wait for large grammars: a few, so that threads are left for everybody else."""
+
+    def __init__(self) -> None:
+        self._since: dict[object, float] = {}
+        self._free = threading.Condition()
+
+    @contextlib.contextmanager
+    def one(self) -> Iterator[None]:
+        """``GrammarsBusy`` if there is none."""
+        seat, patience = object(), time.monotonic() + PATIENCE
+        with self._free:
+            while len(self._since) >= SEATS:
+                until = min(patience, next(iter(self._since.values())) + PATIENCE)
+                if not self._free.wait(max(0.0, until - time.monotonic())) and time.monotonic() >= until:
+                    raise GrammarsBusy(
+                        f"structured_outputs: {len(self._since)} large grammars are waited for, and at most {SEATS} may be; "
+                        "try again later"
+                    )
+            self._since[seat] = time.monotonic()
+        try:
+            yield
+        finally:
+            with self._free:
+                del self._since[seat]
+                self._free.notify_all()
+
+
+def _end(children: list[subprocess.Popen[bytes]]) -> None:
+    for child in children:
+        child.kill()
+        child.communicate()
+    children.clear()
+
+
+def _too_big(name: str) -> str:
+    return f"{name} needs more than {MEMORY >> 30} GiB of memory to be compiled; make it smaller"
+
+
+def _exchange(child: subprocess.Popen[bytes], lines: Sequence[Mapping[str, Any]]) -> tuple[dict[str, str] | None, bool]:
+    """The answer to the last line; None if the child died, and whether because it was too late."""
+    late = threading.Event()
+
+    def kill() -> None:
+        late.set()
+        child.kill()
+
+    assert child.stdin is not None
+    assert child.stdout is not None
+    # Killing ends whatever waits on the pipes below, in either direction.
+    timer = threading.Timer(DEADLINE, kill)
+    timer.daemon = True
+    timer.start()
+    try:
+        for line in lines:
+            child.stdin.write(json.dumps(line).encode() + b"\n")
+        child.stdin.flush()
+        answer = child.stdout.readline()
+    except OSError:
+        answer = b""
+    finally:
+        timer.cancel()
+    if answer.endswith(b"\n"):
+        return json.loads(answer), False
+    return None, late.is_set()
+
+
+# -- in the child --------------------------------------------------------------------------------------------
+
+
+def serve() -> None:
+    """Answer requests until stdin ends, so no longer than the parent lives."""
+    greeting = json.loads(sys.stdin.buffer.readline())
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    most = greeting["memory"] if hard == resource.RLIM_INFINITY else min(greeting["memory"], hard)
+    with contextlib.suppress(OSError, ValueError):  # where there is no such limit
+        resource.setrlimit(resource.RLIMIT_AS, (most, hard))
+    # A parent that was killed in the middle of a request cannot end it.
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    vocabulary = _vocabulary(**greeting["vocabulary"])
+    for line in sys.stdin.buffer:
+        request = json.loads(line)
+        signal.alarm(math.ceil(request["seconds"]) + 1)
+        answer = _answer(request, vocabulary)
+        signal.alarm(0)
+        sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
+        sys.stdout.buffer.flush()
+
+
+def _answer(request: Mapping[str, Any], vocabulary: LLTokenizer) -> dict[str, str]:
+    found: dict[str, str] = {}
+    matchers: list[LLMatcher] = []
+
+    def compile_it() -> None:
+        wanted = StructuredOutputs(**{request["field"]: request["value"]})
+        text = grammar_text(wanted)
+        matchers.append(compiled(wanted, text, vocabulary))
+        found["text"] = text
+
+    def mask_it() -> None:
+        _try_masks(matchers.pop())
+
+    try:
+        _run(compile_it, request["stack"])
+        _run(mask_it, min(request["stack"], MASK_STACK))
+    except MemoryError:
+        return {"error": _too_big(f"structured_outputs.{request['field']}")}
+    except QuireError as error:
+        return {"error": str(error)}
+    return found
+
+
+def _run(function: Callable[[], None], stack: int) -> None:
+    """Call it in a thread with ``stack`` bytes."""
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            function()
+        except BaseException as error:
+            errors.append(error)
+
+    threading.stack_size(max(stack, 64 << 10))
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+
+
+def _try_masks(matcher: LLMatcher) -> None:
+    """A few tokens on a copy. What fails here fails in every use, which says so."""
+    matcher = matcher.deep_copy()
+    for _ in range(_MASKS):
+        mask = int.from_bytes(matcher.compute_bitmask(), "little")
+        if matcher.is_error() or not mask or not matcher.consume_token((mask & -mask).bit_length() - 1):
+            return
+
+
+class _Bytes:
+    """The bytes as tokens, and the special tokens of a model under their ids."""
+
+    bos_token_id = None
+
+    def __init__(self, size: int, special: Mapping[int, bytes]) -> None:
+        self.tokens = [special.get(token, b"") for token in range(size)]
+        free = (token for token in range(size) if token not in special)
+        for byte in range(256):
+            token = next(free, None)
+            if token is None:
+                self.tokens.append(bytes([byte]))
+            else:
+                self.tokens[token] = bytes([byte])
+        self.eos_token_id = len(self.tokens)
+        self.tokens.append(b"<end>")
+        self.special_token_ids = sorted({token for token in special if token < size} | {self.eos_token_id})
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        raise QuireError("a grammar asked for the tokens of a text")
+
+
+def _vocabulary(size: int, special: Mapping[str, str]) -> LLTokenizer:
+    from llguidance import LLTokenizer, TokenizerWrapper
+
+    tokens = _Bytes(size, {int(token): piece.encode("latin-1") for token, piece in special.items()})
+    return LLTokenizer(TokenizerWrapper(tokens))

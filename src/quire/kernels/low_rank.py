@@ -1,0 +1,176 @@
+"""Low-rank products of a ragged batch in C++, for CPUs. The reference is ``quire.ops.low_rank``.
+
+``cpu/low_rank.cpp`` is compiled when Quire is installed, if there is a C++ compiler; without it ``quire.nn.low_rank`` makes the
+same products of PyTorch's operations. One call serves one linear map: PyTorch needs four to ten, each of which costs more
+between the model's own products, with its code and data gone from the caches, than its arithmetic.
+
+Letters: T rows of a forward; S rank rows; I input, O output features of a piece.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from quire.contracts.adapters import AddProducts, RankedRows, RankPiece
+
+VERSION = 1
+"""Of the structures below and of the call."""
+MOST_ROWS = 4
+"""Rows of a block."""
+DTYPES = (torch.float32, torch.bfloat16)
+ONE_THREAD = 1 << 17
+"""Up to so many multiplications a call is over before a second thread has begun."""
+
+
+class _Piece(ctypes.Structure):
+    _fields_: ClassVar = [
+        ("a", ctypes.c_void_p),
+        ("b", ctypes.c_void_p),
+        ("column", ctypes.c_int64),
+        ("outputs", ctypes.c_int64),
+    ]
+
+
+class _Work(ctypes.Structure):
+    _fields_: ClassVar = [
+        ("blocks", ctypes.c_void_p),
+        ("rows", ctypes.c_void_p),
+        ("pieces", ctypes.c_void_p),
+        ("room", ctypes.c_void_p),
+        *(
+            (name, ctypes.c_int64)
+            for name in ("num_blocks", "num_pieces", "inputs", "largest_rank", "room_of_one", "bfloat16")
+        ),
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class RowBlocks:
+    """Rows under adapters, in blocks that are worked on together: what all maps of a forward share."""
+
+    blocks: Tensor
+    """int64 ``[blocks, 4]``: the first of its rows in ``rows``, how many, first rank row, rank."""
+    rows: Tensor
+    """int64"""
+    largest_rank: int
+
+
+class NativeLowRank:
+    """``contracts.adapters.LowRankKernel`` by the C++ library."""
+
+    name = "C++"
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._run = library.quire_low_rank
+        pointer, number = ctypes.c_void_p, ctypes.c_int64
+        self._run.argtypes = [pointer, pointer, number, pointer, number, number, pointer]
+        self._run.restype = None
+        self._parallel = _openmp()
+
+    def refusal(self, dtype: torch.dtype, device: torch.device) -> str:
+        """Why it does not run on such tensors; empty if it does."""
+        if device.type != "cpu":
+            return f"the C++ products run on a CPU; the model is on {device}"
+        if dtype not in DTYPES:
+            return f"the C++ products are of float32 and bfloat16; the model is in {dtype}"
+        return ""
+
+    def plan(self, members: Sequence[RankedRows]) -> RowBlocks:
+        """The blocks of a forward. Rows of one adapter are neighbours, so that its A and B are read once for several."""
+        blocks: list[tuple[int, int, int, int]] = []
+        rows: list[int] = []
+        for member in members:
+            for start in range(0, len(member.rows), MOST_ROWS):
+                some = member.rows[start : start + MOST_ROWS]
+                blocks.append((len(rows), len(some), member.first, member.rank))
+                rows += some
+        return RowBlocks(
+            torch.tensor(blocks, dtype=torch.int64),
+            torch.tensor(rows, dtype=torch.int64),
+            max(member.rank for member in members),
+        )
+
+    def bind(self, plan: RowBlocks, pieces: Sequence[RankPiece]) -> AddProducts:
+        """The call for one linear map; ``pieces`` have the same inputs, dtype, and at least the rank rows that ``plan`` names."""
+        inputs, dtype = pieces[0].a_SI.shape[1], pieces[0].a_SI.dtype
+        own = (_Piece * len(pieces))(
+            *(_Piece(a.data_ptr(), b.data_ptr(), column, b.shape[1]) for a, b, column in pieces)
+        )
+        outputs = [piece.b_SO.shape[1] for piece in pieces]
+        work = len(plan.rows) * plan.largest_rank * (inputs * len(pieces) + sum(outputs))
+        threads = min(torch.get_num_threads(), len(plan.blocks)) if work > ONE_THREAD else 1
+        room = torch.empty(threads, MOST_ROWS * (inputs + plan.largest_rank + max(outputs)))
+        native = _Work(
+            plan.blocks.data_ptr(), plan.rows.data_ptr(), ctypes.addressof(own), room.data_ptr(),
+            len(plan.blocks), len(pieces), inputs, plan.largest_rank, room.shape[1], int(dtype == torch.bfloat16),
+        )  # fmt: skip
+        kept = (native, own, room, plan, tuple(pieces))
+        return _Bound(self._run, ctypes.addressof(native), threads, self._parallel, dtype, kept)
+
+
+@dataclass(frozen=True, slots=True)
+class _Bound:
+    """``AddProducts`` with everything ready."""
+
+    run: ctypes._NamedFuncPointer
+    work: int
+    threads: int
+    parallel: int | None
+    dtype: torch.dtype
+    kept: object
+    """What ``work`` points to."""
+
+    def __call__(self, y_TO: Tensor, x_TI: Tensor) -> None:
+        if x_TI.stride(1) != 1:
+            x_TI = x_TI.contiguous()
+        assert x_TI.dtype == y_TO.dtype == self.dtype, "of the type that A and B have"
+        assert y_TO.stride(1) == 1, "a linear map's fresh result"
+        self.run(
+            self.work, y_TO.data_ptr(), y_TO.stride(0), x_TI.data_ptr(), x_TI.stride(0), self.threads, self.parallel
+        )
+
+
+@cache
+def native_low_rank() -> NativeLowRank | None:
+    """The kernel; None where it has not been built, see ``native_problem``."""
+    found = _library()
+    return None if isinstance(found, str) else NativeLowRank(found)
+
+
+def native_problem() -> str:
+    """Why there is no kernel; empty if there is."""
+    found = _library()
+    return found if isinstance(found, str) else ""
+
+
+@cache
+def _library() -> ctypes.CDLL | str:
+    paths = sorted(Path(__file__).parent.glob("_native*.so"))
+    if not paths:
+        return "the C++ kernels were not built: there was no C++ compiler when Quire was installed"
+    try:
+        library = ctypes.CDLL(str(paths[0]))
+        version = library.quire_low_rank_version()
+    except (OSError, AttributeError) as error:
+        return f"the C++ kernels cannot be loaded: {error}"
+    if version != VERSION:
+        return f"the C++ kernels are of version {version}, version {VERSION} is needed: install Quire again"
+    return library
+
+
+def _openmp() -> int | None:
+    """The address of GOMP_parallel in the OpenMP runtime of PyTorch; None: one thread."""
+    for path in sorted((Path(torch.__file__).parent / "lib").glob("libgomp*")):
+        try:
+            return ctypes.cast(ctypes.CDLL(str(path)).GOMP_parallel, ctypes.c_void_p).value
+        except (OSError, AttributeError):
+            continue
+    return None

@@ -1,0 +1,551 @@
+"""Large grammars, which are tried in a child process: what they may not do to the process, and to each other."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import quire
+from quire import InvalidArgument, QuireError, ResourceExhausted, StructuredOutputs
+from quire.engine import grammar_trial
+from quire.engine.grammar_text import compiled, grammar_text
+from quire.engine.grammar_trial import SEATS, GrammarsBusy, GrammarTrial, must_be_tried, thread_stack
+from quire.engine.structured import GrammarMatcher, Grammars
+from quire.engine.tokenizer import Tokenizer
+from small_tokenizers import saved
+
+
+def rules(count: int, line: str = 'r{}: "x" r{}\n', head: str = "start: r0\n", last: str = 'r{}: "y"') -> str:
+    """A chain of rules."""
+    return head + "".join(line.format(i, i + 1) for i in range(count)) + last.format(count)
+
+
+def references(count: int, inner: str = '{{"type":"object","properties":{{"a":{}}},"required":["a"]}}') -> str:
+    """A chain of ``$ref``."""
+    nodes = ",".join(f'"n{i}":' + inner.format(f'{{"$ref":"#/$defs/n{i + 1}"}}') for i in range(count))
+    return f'{{"$ref":"#/$defs/n0","$defs":{{{nodes},"n{count}":{{"type":"null"}}}}}}'
+
+
+TERMINALS = {"line": 'T{}: "x" T{}\n', "head": "start: T0\n", "last": 'T{}: "y"'}
+GBNF = {"line": 'r{} ::= "x" r{}\n', "head": "root ::= r0\n", "last": 'r{} ::= "y"'}
+BACKWARDS = rules(10_000, **GBNF).splitlines(keepends=True)
+BACKWARDS[1:-1] = reversed(BACKWARDS[1:-1])
+DEEP: dict[str, dict[str, Any]] = {
+    "rules": {"grammar": rules(3000)},
+    "parentheses": {"grammar": rules(3000, "r{}: " + "(" * 27 + "r{}" + ")" * 27 + "\n")},
+    "terminals": {"grammar": rules(10_000, **TERMINALS)},
+    "references": {"json": references(1000)},
+    "arrays": {"json": references(100, '{{"items":' * 30 + "{}" + "}}" * 30)},
+    "gbnf": {"grammar": "".join(BACKWARDS)},
+}
+SLOW = StructuredOutputs(regex="a?" * 40_000)
+LARGE: dict[str, StructuredOutputs] = {
+    "json": StructuredOutputs(json={"properties": {f"p{i}": {"type": "integer"} for i in range(200)}}),
+    "gbnf": StructuredOutputs(grammar=rules(200, **GBNF)),
+    "lark": StructuredOutputs(grammar=rules(200)),
+    "regex": StructuredOutputs(regex="(xy?)+" * 500),
+    "choice": StructuredOutputs(choice=[f"x{i}" for i in range(800)]),
+    "special": StructuredOutputs(grammar='start: <|im_start|> <[5]> "x"' + ' "y"' * 1000),
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    (folder / "tokenizer.json").write_text(saved("byte_level"))
+    found = Tokenizer.from_directory(folder)
+    assert found is not None
+    return found
+
+
+@pytest.fixture
+def grammars(tokenizer: Tokenizer) -> Iterator[Grammars]:
+    found = Grammars(tokenizer, tokenizer.token_bytes.size, threads=False)
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def trial() -> Iterator[GrammarTrial]:
+    found = GrammarTrial(300, {5: b"<s>"})
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[StructuredOutputs]:
+    """What children were asked for."""
+    found: list[StructuredOutputs] = []
+    text = GrammarTrial.text
+
+    def counting(self: GrammarTrial, wanted: StructuredOutputs) -> str:
+        found.append(wanted)
+        return text(self, wanted)
+
+    monkeypatch.setattr(GrammarTrial, "text", counting)
+    return found
+
+
+def child_of(trial: GrammarTrial) -> int:
+    (child,) = trial._children
+    return child.pid
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def is_gone(pid: int) -> bool:
+    """Whether a process ended, also where nobody asks how."""
+    state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True).stdout.strip()
+    return not state or state.startswith("Z")
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", DEEP)
+def test_deep_grammars_are_refused(grammars: Grammars, name: str) -> None:
+    with pytest.raises(InvalidArgument, match=r"structured_outputs\.\w+ is nested too deeply.*fewer levels"):
+        grammars.check(StructuredOutputs(**DEEP[name]))
+    grammars.check(LARGE["lark"])
+
+
+def test_what_is_too_slow_is_refused(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(grammar_trial, "DEADLINE", 0.3)
+        for wanted in (
+            SLOW,
+            StructuredOutputs(grammar="\n" * 100_000),
+        ):  # the second in Python, which hears no signals then
+            with pytest.raises(InvalidArgument, match=r"takes longer than 0.3 s to compile; make it smaller"):
+                grammars.check(wanted)
+    grammars.check(LARGE["lark"])
+
+
+def test_what_needs_too_much_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_trial, "MEMORY", 256 << 20)
+    trial = GrammarTrial(300, {})
+    with pytest.raises(InvalidArgument, match=r"structured_outputs\.regex needs more than .* of memory"):
+        trial.text(SLOW)
+    trial.text(LARGE["lark"])
+    trial.close()
+
+
+def test_what_is_no_grammar_is_refused_with_the_same_words(grammars: Grammars) -> None:
+    for wrong in (
+        {"grammar": rules(250) + " nowhere"},
+        {"regex": "a" * 3000 + "("},
+        {"grammar": rules(500, **GBNF) + " ("},
+    ):
+        wanted = StructuredOutputs(**wrong)
+        assert must_be_tried(wanted)
+        with pytest.raises(InvalidArgument) as raised:
+            grammars.check(wanted)
+        with pytest.raises(InvalidArgument) as direct:
+            compiled(wanted, grammar_text(wanted), grammars._llguidance())
+        assert str(raised.value) == str(direct.value)
+
+
+def test_no_text_is_longer_than_a_million_characters() -> None:
+    half = "x" * 500_000
+    StructuredOutputs(regex=half + half)
+    for wanted in (
+        {"regex": half + half + "x"},
+        {"choice": [half, half + "x"]},
+        {"json": '{"title": "' + half * 2 + '"}'},
+    ):
+        with pytest.raises(InvalidArgument, match=r"has 10000\d\d characters; at most 1000000 are accepted"):
+            StructuredOutputs(**wanted)  # type: ignore[arg-type]
+
+
+def test_refusals_are_remembered(
+    grammars: Grammars, asked: list[StructuredOutputs], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deep = DEEP["rules"]
+    errors = []
+    for _ in range(3):
+        with pytest.raises(InvalidArgument) as raised:
+            grammars.check(StructuredOutputs(**deep))
+        errors.append(raised.value)
+    assert len(asked) == 1
+    assert len({id(error) for error in errors}) == 3
+    assert len({str(error) for error in errors}) == 1
+    monkeypatch.setattr("quire.engine.structured.MAX_REFUSED", 2)
+    for count in (3001, 3002, 3003):
+        with pytest.raises(InvalidArgument):
+            grammars.check(StructuredOutputs(grammar=rules(count)))
+    assert len(grammars._refused) == 2
+    with pytest.raises(InvalidArgument):
+        grammars.check(StructuredOutputs(**deep))
+    assert len(asked) == 5
+    monkeypatch.setattr(time, "monotonic", lambda now=time.monotonic: now() + 601)
+    with pytest.raises(InvalidArgument):
+        grammars.check(StructuredOutputs(**deep))
+    assert len(asked) == 6
+
+
+# -- what is compiled --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_the_same_as_without_a_trial(grammars: Grammars, asked: list[StructuredOutputs], name: str) -> None:
+    """Masks along a text, to the bit."""
+    wanted = LARGE[name]
+    assert must_be_tried(wanted)
+    tried = grammars.matcher(wanted)
+    assert asked == [wanted]
+    direct = GrammarMatcher(compiled(wanted, grammar_text(wanted), grammars._llguidance()))
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        (mask,), (expected,) = (grammars.allowed({0: one}, {0: ()}).values() for one in (tried, direct))
+        assert np.array_equal(mask, expected)
+        allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+        if not allowed.size:
+            break
+        token = int(rng.choice(allowed))
+        tried.accept(token)
+        direct.accept(token)
+
+
+def test_small_grammars_need_no_child(grammars: Grammars, asked: list[StructuredOutputs]) -> None:
+    for wanted in (
+        {"regex": "a" * 500},
+        {"json_object": True},
+        {"choice": ["a", "b" * 300]},
+        {"grammar": rules(20, **GBNF)},
+    ):
+        grammars.check(StructuredOutputs(**wanted))  # type: ignore[arg-type]
+    assert not asked
+    assert grammars._trial is not None
+    assert not grammars._trial._children
+
+
+def test_what_is_small_depends_on_the_stack() -> None:
+    before = threading.stack_size(1 << 20)
+    try:
+        assert thread_stack() == thread_stack() == 1 << 20
+        assert not must_be_tried(StructuredOutputs(regex="a" * 256))
+        assert must_be_tried(StructuredOutputs(regex="a" * 257))
+        assert must_be_tried(StructuredOutputs(choice=["a" * 128, "b" * 129]))
+    finally:
+        threading.stack_size(before)
+
+
+IN_A_THREAD = """
+import sys, threading
+from quire import StructuredOutputs
+from quire.engine import grammar_trial
+from quire.engine.grammar_text import compiled, grammar_text
+threading.stack_size(1 << 20)
+wanted = StructuredOutputs(**{sys.argv[1]: sys.stdin.read()})
+assert not grammar_trial.must_be_tried(wanted)
+threading.stack_size(1 << 19)
+vocabulary = grammar_trial._vocabulary(300, {})
+thread = threading.Thread(target=lambda: (compiled(wanted, grammar_text(wanted), vocabulary), print("done")))
+thread.start()
+thread.join()
+"""
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        {"grammar": rules(15, "r{}:r{}\n")},
+        {"grammar": rules(4, "r{}:" + "(" * 21 + "r{}" + ")" * 21 + "\n")},
+        {"grammar": rules(13, "T{}:(T{})*\n", "start: T0\n", 'T{}:"y"')},
+        {"json": '{"items":' * 24 + "{}" + "}" * 24},
+        {"json": '{"const":' + "[" * 110 + "]" * 110 + "}"},
+        {"json": references(4, '{{"items":{}}}')},
+        {"regex": "(" * 80 + "a" + ")*" * 80},
+    ],
+)
+def test_what_is_small_has_room(wanted: dict[str, str]) -> None:
+    """What is compiled at once needs no more than half of the stack for which it is small."""
+    ((field, text),) = wanted.items()
+    done = subprocess.run(
+        [sys.executable, "-c", IN_A_THREAD, field], input=text, capture_output=True, text=True, env=_environment()
+    )
+    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
+
+
+def test_the_child_is_light() -> None:
+    code = "import sys, quire.engine.grammar_trial; print([n for n in ('torch', 'numpy', 'tokenizers') if n in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=_environment(), check=True)
+    assert done.stdout == "[]\n"
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(Path(quire.__file__).parents[1])}
+
+
+# -- the child ---------------------------------------------------------------------------------------------------
+
+
+def test_one_child_for_many(trial: GrammarTrial) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        wanted = [large for name, large in LARGE.items() if name != "special"] * 2
+        assert list(pool.map(trial.text, wanted)) == [grammar_text(w) for w in wanted]
+    assert not is_gone(child_of(trial))
+
+
+def test_a_child_that_was_killed_is_replaced(trial: GrammarTrial) -> None:
+    expected = trial.text(LARGE["json"])
+    first = child_of(trial)
+    os.kill(first, signal.SIGKILL)
+    assert trial.text(LARGE["json"]) == expected
+    assert child_of(trial) != first
+
+
+def test_a_child_that_hangs_is_replaced(trial: GrammarTrial, monkeypatch: pytest.MonkeyPatch) -> None:
+    trial.text(LARGE["json"])
+    os.kill(child_of(trial), signal.SIGSTOP)
+    longer_than_a_pipe = StructuredOutputs(regex="a" * 500_000)
+    with monkeypatch.context() as patched:
+        patched.setattr(grammar_trial, "DEADLINE", 0.3)
+        with pytest.raises(InvalidArgument, match="takes longer"):
+            trial.text(longer_than_a_pipe)
+    trial.text(LARGE["json"])
+
+
+@pytest.mark.parametrize("how", ["killed", "ends", "missing"])
+def test_no_child_can_be_had(trial: GrammarTrial, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    with monkeypatch.context() as patched:
+        if how == "missing":
+            patched.setattr(sys, "executable", "/nowhere/python")
+        else:
+            dies = {"killed": "import os; os.kill(os.getpid(), 9)", "ends": "pass"}
+            patched.setattr(grammar_trial, "_START", dies[how])
+        with pytest.raises(QuireError, match="process that tries grammars cannot be used") as raised:
+            trial.text(LARGE["json"])
+        assert type(raised.value) is QuireError
+    trial.text(LARGE["json"])
+
+
+def test_closed(grammars: Grammars) -> None:
+    grammars.check(LARGE["lark"])
+    assert grammars._trial is not None
+    child = child_of(grammars._trial)
+    grammars.close()
+    assert is_gone(child)
+    grammars.check(LARGE["lark"])
+    with pytest.raises(QuireError, match="closed"):
+        grammars.check(LARGE["json"])
+
+
+def test_closing_ends_what_waits(trial: GrammarTrial) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(trial.text, SLOW)
+        wait_for(lambda: bool(trial._children))
+        trial.close()
+        with pytest.raises(QuireError, match="closed"):
+            waiting.result()
+
+
+def test_forgotten_with_its_child() -> None:
+    trial = GrammarTrial(300, {})
+    trial.text(LARGE["json"])
+    child = child_of(trial)
+    del trial
+    gc.collect()
+    assert is_gone(child)
+
+
+PARENT = r"""
+import signal, sys, time
+from quire import StructuredOutputs
+from quire.engine import grammar_trial
+signal.signal(signal.SIGINT, lambda *_: print("heard", flush=True))
+grammar_trial.DEADLINE = 1
+trial = grammar_trial.GrammarTrial(300, {})
+small, slow = StructuredOutputs(regex="a"), StructuredOutputs(grammar="\n" * 900_000)
+trial.text(small)
+print(trial._children[0].pid, flush=True)
+for line in sys.stdin:
+    print(trial._children[0].pid if trial.text(slow if line == "slow\n" else small) else None, flush=True)
+"""
+
+
+@pytest.fixture
+def parent() -> Iterator[subprocess.Popen[str]]:
+    pipe = subprocess.PIPE
+    command = [sys.executable, "-c", PARENT]
+    with subprocess.Popen(
+        command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=_environment(), start_new_session=True
+    ) as found:
+        yield found
+        found.kill()
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_the_child_ends_with_a_parent_that_is_killed(parent: subprocess.Popen[str], busy: bool) -> None:
+    assert parent.stdin is not None
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    if busy:
+        parent.stdin.write("slow\n")
+        parent.stdin.flush()
+        time.sleep(0.1)
+    parent.kill()
+    wait_for(lambda: is_gone(child))
+
+
+def test_an_interrupt_is_for_the_parent(parent: subprocess.Popen[str]) -> None:
+    assert parent.stdin is not None
+    assert parent.stdout is not None
+    child = parent.stdout.readline()
+    os.killpg(parent.pid, signal.SIGINT)
+    assert parent.stdout.readline() == "heard\n"
+    parent.stdin.write("small\n")
+    parent.stdin.flush()
+    assert parent.stdout.readline() == child
+    parent.kill()
+    assert parent.communicate()[1] == ""
+
+
+# -- many at a time ----------------------------------------------------------------------------------------------
+
+
+class Gate:
+    """Trials that wait until they are let through."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.begun: list[StructuredOutputs] = []
+        self.open = threading.Event()
+
+        def text(trial: GrammarTrial, wanted: StructuredOutputs) -> str:
+            self.begun.append(wanted)
+            assert self.open.wait(30)
+            return grammar_text(wanted)
+
+        monkeypatch.setattr(GrammarTrial, "text", text)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    found = Gate(monkeypatch)
+    yield found
+    found.open.set()
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(12) as found:
+        yield found
+
+
+def copy_of(wanted: StructuredOutputs) -> StructuredOutputs:
+    return StructuredOutputs(grammar=wanted.grammar)
+
+
+def test_small_grammars_wait_for_nobody(grammars: Grammars, gate: Gate, pool: ThreadPoolExecutor) -> None:
+    known = LARGE["lark"]
+    gate.open.set()
+    grammars.check(known)
+    gate.open.clear()
+    slow = pool.submit(grammars.matcher, LARGE["gbnf"])
+    try:
+        wait_for(lambda: len(gate.begun) == 2)
+        grammars.check(StructuredOutputs(regex="new"))
+        grammars.matcher(known)
+        assert not slow.done()
+    finally:
+        gate.open.set()
+    slow.result()
+
+
+def test_the_same_is_compiled_once(grammars: Grammars, gate: Gate, pool: ThreadPoolExecutor) -> None:
+    wanted = LARGE["gbnf"]
+    asking = [pool.submit(grammars.matcher, copy_of(wanted)) for _ in range(SEATS)]
+    wait_for(lambda: len(grammars._seats._since) == SEATS)
+    assert not any(one.done() for one in asking)
+    gate.open.set()
+    for one in asking:
+        one.result()
+    assert gate.begun == [wanted]
+
+
+def test_the_same_is_refused_once(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch, pool: ThreadPoolExecutor
+) -> None:
+    opened, calls = threading.Event(), []
+
+    def text(trial: GrammarTrial, wanted: StructuredOutputs) -> str:
+        calls.append(wanted)
+        assert opened.wait(30)
+        raise InvalidArgument("too large")
+
+    monkeypatch.setattr(GrammarTrial, "text", text)
+    asking: list[Future[None]] = [pool.submit(grammars.check, copy_of(LARGE["gbnf"])) for _ in range(SEATS)]
+    wait_for(lambda: len(grammars._seats._since) == SEATS)
+    opened.set()
+    errors = [one.exception() for one in asking]
+    assert [str(error) for error in errors] == ["too large"] * SEATS
+    assert len({id(error) for error in errors}) == SEATS
+    assert len(calls) == 1
+
+
+def test_what_went_wrong_by_itself_is_tried_again(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No refusal: the next one who asks may have it."""
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "executable", "/nowhere/python")
+        with pytest.raises(QuireError, match="cannot be used"):
+            grammars.check(LARGE["lark"])
+    grammars.check(LARGE["lark"])
+
+
+def test_few_wait_for_large_ones(grammars: Grammars, gate: Gate, pool: ThreadPoolExecutor) -> None:
+    asking = [pool.submit(grammars.check, StructuredOutputs(grammar=rules(300 + i))) for i in range(SEATS)]
+    wait_for(lambda: len(grammars._seats._since) == SEATS)
+    for wanted in (StructuredOutputs(grammar=rules(299)), StructuredOutputs(grammar=rules(300))):
+        with pytest.raises(GrammarsBusy, match=f"{SEATS} large grammars are waited for.*try again later") as raised:
+            grammars.check(wanted)
+        assert isinstance(raised.value, ResourceExhausted)
+    grammars.check(StructuredOutputs(regex="small"))
+    assert len(gate.begun) == 1  # one at a time
+    gate.open.set()
+    for one in asking:
+        one.result()
+    grammars.check(StructuredOutputs(grammar=rules(299)))
+
+
+def test_a_burst_of_quick_ones_waits(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_trial, "PATIENCE", 60.0)
+    wanted = [StructuredOutputs(grammar=rules(300 + i // 2)) for i in range(12)]
+    with ThreadPoolExecutor(12) as pool:
+        list(pool.map(grammars.check, wanted))
+
+
+def test_what_was_checked_is_there_while_it_is_asked_for(
+    grammars: Grammars, asked: list[StructuredOutputs], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine's thread compiles nothing large, whatever others ask for between the check and the beginning."""
+    monkeypatch.setattr("quire.engine.structured.MAX_COMPILED", 1)
+    first, second = copy_of(LARGE["lark"]), copy_of(LARGE["lark"])
+    grammars.check(first)
+    grammars.check(second)
+    grammars.check(StructuredOutputs(regex="b"))
+    assert list(grammars._compiled) == [StructuredOutputs(regex="b")]
+    del first
+    gc.collect()
+    grammars.matcher(second)
+    assert len(asked) == 1
+    asked.clear()
+    del second
+    gc.collect()
+    assert not grammars._held
