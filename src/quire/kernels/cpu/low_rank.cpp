@@ -74,12 +74,14 @@ INLINE void put_one(bfloat16* to, float value) {
     *to = (bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : (bfloat16)((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
 }
 
+// The upper half is added to the lower one until one number is left.
 INLINE float total(Lanes lanes) {
-    float one[LANES];
-    store(one, lanes);
-    for (int width = LANES / 2; width; width /= 2)
-        for (int i = 0; i < width; i++) one[i] += one[i + width];
-    return one[0];
+    typedef float Eight __attribute__((vector_size(32)));
+    typedef float Four __attribute__((vector_size(16)));
+    Eight eight = __builtin_shufflevector(lanes, lanes, 0, 1, 2, 3, 4, 5, 6, 7) +
+                  __builtin_shufflevector(lanes, lanes, 8, 9, 10, 11, 12, 13, 14, 15);
+    Four four = __builtin_shufflevector(eight, eight, 0, 1, 2, 3) + __builtin_shufflevector(eight, eight, 4, 5, 6, 7);
+    return (four[0] + four[2]) + (four[1] + four[3]);
 }
 
 // -- products --------------------------------------------------------------------------------------------------------
