@@ -13,7 +13,7 @@ import pytest
 from tests.server.conftest import OPTIONS, Served, chat_folder, chat_llm, llm, pages_free, serving, wait_for
 from tests.test_bench_serve import Request, answer, chunked, stub, text_event
 
-from quire import LLM, AsyncLLM, SamplingParams
+from quire import LLM, AsyncLLM, SamplingParams, cli
 from quire.bench.serve_client import BrokenAnswer, HttpFailure
 from quire.errors import InvalidArgument, NotFound, QuireError
 from quire.remote_chat import Link, RemoteChat, RemoteModel, run_remote_chat
@@ -217,3 +217,16 @@ def test_a_silent_server_is_a_sentence() -> None:
 
     with stub(handler) as url, pytest.raises(QuireError, match=r"did not answer within 0\.1 s"):
         Link(url, timeout=0.1).call("GET", "/x")
+
+
+@pytest.mark.parametrize(("options", "wanted"), [([], 128), (["--max-tokens", "7"], 7)])
+def test_answers_are_as_long_as_without_a_server(
+    options: list[str], wanted: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a number of its own a completion of OpenAI's has 16 tokens."""
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr("quire.remote_chat.run_remote_chat", lambda url, **given: asked.append(given["sampling"]))
+    with pytest.raises(SystemExit) as ended:
+        cli.app(["chat", "--url", "http://127.0.0.1:1", *options])
+    assert not ended.value.code
+    assert asked == [{"max_tokens": wanted}]

@@ -304,7 +304,8 @@ def chat(
         from quire.remote_chat import run_remote_chat
 
         configured = chosen.pop("model", None)
-        sampling = {name: chosen.pop(name) for name in SAMPLING_OPTIONS if name in chosen}
+        sampling = {"max_tokens": DEFAULT_NEW_TOKENS}
+        sampling |= {name: chosen.pop(name) for name in SAMPLING_OPTIONS if name in chosen}
         if chosen:
             raise InvalidArgument(f"{sorted(chosen)} are options of an engine, and with --url the server has its own")
         run_remote_chat(url, model=model or configured, adapter=adapter, api_key=api_key, sampling=sampling)
@@ -323,7 +324,7 @@ def serve(
 ) -> None:
     """Serve a model over HTTP: OpenAI's endpoints, and sessions that can be forked, rewound, saved. Ctrl-C stops it gently.
 
-    Keys may also be in the environment variable QUIRE_API_KEY, separated by commas.
+    Without --api-key the keys are those in the environment variable QUIRE_API_KEY, separated by commas.
     """
     from quire.server.settings import ServerSettings
 
@@ -340,7 +341,7 @@ def serve(
         if (error.name or "").partition(".")[0] == "quire":
             raise
         raise Unsupported(
-            f"quire serve needs the package {error.name or error}, which is not installed; pip install 'quire[server]' brings it"
+            f"quire serve needs the package {error.name or error}, which is not installed; pip install '.[server]' in Quire's folder brings it"
         ) from error
     from quire.async_llm import AsyncLLM
 

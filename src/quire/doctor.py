@@ -7,6 +7,7 @@ import platform
 import sys
 from dataclasses import dataclass
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 
 
@@ -55,6 +56,7 @@ def examine() -> list[Finding]:
     findings += _devices(torch.__version__)
     findings += _memory()
     findings.append(_kernels())
+    findings.append(_server())
     findings.append(_model_cache())
     return findings
 
@@ -102,15 +104,20 @@ def _memory() -> list[Finding]:
 
 
 def _kernels() -> Finding:
-    from quire.kernels.low_rank import native_problem
+    from quire.kernels.low_rank import native_low_rank, native_problem
 
-    problem = native_problem()
-    return Finding(
-        "C++ kernels",
-        problem or "built; adapters on the CPU use them",
-        not problem,
-        "Install a C++ compiler and then Quire again; without them adapters take longer on the CPU.",
-    )
+    kernel = native_low_rank()
+    if kernel is None:
+        advice = "Install a C++ compiler and then Quire again; without them adapters take longer on the CPU."
+        return Finding("C++ kernels", native_problem(), False, advice)
+    threads = "" if kernel.threaded else ", on one thread: PyTorch's libgomp was not found"
+    return Finding("C++ kernels", f"built; adapters on the CPU use them{threads}")
+
+
+def _server() -> Finding:
+    missing = [name for name in ("fastapi", "uvicorn", "prometheus_client") if find_spec(name) is None]
+    text = f"quire serve needs {', '.join(missing)}" if missing else "quire serve has what it needs"
+    return Finding("server", text, not missing, "pip install '.[server]' in Quire's folder, if you want to serve.")
 
 
 def _model_cache() -> Finding:

@@ -265,7 +265,7 @@ class EngineMetrics:
         self.drafted_tokens = self._counter("drafted_tokens_total", "Tokens proposed by speculation.")
         self.accepted_tokens = self._counter("accepted_tokens_total", "Proposed tokens that were accepted.")
         self.refusals = self._labelled(
-            "refusals_total", "Calls refused before anything was changed, by error.", "error", REFUSAL_ERRORS
+            "refusals_total", "Requests to the server that were refused, by error.", "error", REFUSAL_ERRORS
         )
 
     def _counter(self, name: str, help: str) -> Counter:

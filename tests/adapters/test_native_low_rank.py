@@ -9,6 +9,7 @@ import ctypes
 import logging
 import random
 import shutil
+import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -142,6 +143,50 @@ def test_a_row_does_not_depend_on_the_batch(kernel: NativeLowRank, dtype: torch.
     assert torch.equal(case.run(kernel, x_TI=case.x_TI.t().contiguous().t()), whole)
 
 
+@pytest.mark.parametrize("default", [torch.float16, torch.bfloat16, torch.float64, "meta"], ids=str)
+def test_defaults_of_pytorch_change_nothing(kernel: NativeLowRank, default: torch.dtype | str) -> None:
+    case = Case(7, torch.float32)
+    wanted = case.run(kernel)
+    try:
+        if isinstance(default, str):
+            torch.set_default_device(default)
+        else:
+            torch.set_default_dtype(default)
+        found = case.run(kernel)
+        room = kernel.plan(case.members).room
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+    assert torch.equal(found, wanted)
+    assert (room.dtype, room.device.type) == (torch.float32, "cpu")
+
+
+def test_rows_of_other_types_are_those_of_its_own(kernel: NativeLowRank) -> None:
+    """As autocast makes them: rounded to the type of the result."""
+    case = Case(7, torch.float32)
+    call = kernel.bind(kernel.plan(case.members), case.pieces)
+    y_TO, x_TI = case.y_TO.bfloat16(), case.x_TI.bfloat16()
+    wanted = y_TO.float()
+    call(wanted, x_TI.float())
+    found = y_TO.clone()
+    call(found, x_TI)
+    assert torch.equal(found, wanted.bfloat16())
+    turned = y_TO.float().t().contiguous().t()
+    call(turned, x_TI.float())
+    assert torch.equal(turned, wanted)
+
+
+def test_all_maps_share_one_room(kernel: NativeLowRank) -> None:
+    plan = kernel.plan([RankedRows(0, 2, [0])])
+    pieces = [RankPiece(torch.zeros(2, inputs), torch.zeros(2, 8), 0) for inputs in (8, 64, 16, 64)]
+    rooms = []
+    for piece in pieces:
+        kernel.bind(plan, [piece])
+        rooms.append(plan.room.data_ptr())
+    assert rooms[1] == rooms[2] == rooms[3]
+    assert len(plan.room) == MOST_ROWS * (64 + 2 + 8)
+
+
 def test_blocks_hold_all_rows_once(kernel: NativeLowRank) -> None:
     plan = kernel.plan([RankedRows(3, 2, [4, 7, 1, 9, 0]), RankedRows(5, 8, [2])])
     assert plan.blocks.tolist() == [[0, MOST_ROWS, 3, 2], [4, 1, 3, 2], [5, 1, 5, 8]]
@@ -175,8 +220,9 @@ def test_what_it_does_not_run_on(kernel: NativeLowRank) -> None:
 def test_missing_and_old_builds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(low_rank, "__file__", str(tmp_path / "low_rank.py"))
     load = low_rank._library.__wrapped__
+    (tmp_path / "_native.cpython-27-any.so").write_bytes(b"that of another Python")
     assert "not built" in load()
-    (tmp_path / "_native.so").write_bytes(b"no library")
+    (tmp_path / f"_native{sysconfig.get_config_var('EXT_SUFFIX')}").write_bytes(b"no library")
     assert "cannot be loaded" in load()
 
     class Old:

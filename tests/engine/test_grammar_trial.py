@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import json
 import os
 import signal
 import subprocess
@@ -21,8 +23,8 @@ import quire
 from quire import InvalidArgument, QuireError, ResourceExhausted, StructuredOutputs
 from quire.engine import grammar_trial
 from quire.engine.grammar_text import compiled, grammar_text
-from quire.engine.grammar_trial import SEATS, GrammarsBusy, GrammarTrial, must_be_tried, thread_stack
-from quire.engine.structured import GrammarMatcher, Grammars
+from quire.engine.grammar_trial import SEATS, GrammarsBusy, GrammarTrial, Seats, must_be_tried, thread_stack
+from quire.engine.structured import GrammarMatcher, Grammars, _Compiling
 from quire.engine.tokenizer import Tokenizer
 from small_tokenizers import saved
 
@@ -147,6 +149,56 @@ def test_what_needs_too_much_memory_is_refused(monkeypatch: pytest.MonkeyPatch) 
     trial.close()
 
 
+SHORT_AND_COSTLY = [
+    {"regex": "a{3}"},
+    {"grammar": "start: X\nX: /a*/ & /b*/"},
+    {"grammar": "start: X\nX: ~/a*/"},
+    {"grammar": 'start: "a"~2..9'},
+    {"grammar": 'root ::= "a"{2,9}'},
+    {"grammar": 'start: %json {"type":"integer"}'},
+    {"json": '{"type":"integer","multipleOf":7}'},
+    {"json": '{"type":"integer","multiple\\u004ff":7}'},
+    {"json": {"type": "string", "pattern": "a"}},
+    {"json": {"patternProperties": {"^a": {}}}},
+    {"json": {"allOf": [{}, {}]}},
+    {"json": {"not": {}}},
+    {"json": {"x-guidance": {"whitespace_pattern": "a"}}},
+]
+
+
+@pytest.mark.parametrize("wanted", SHORT_AND_COSTLY, ids=str)
+def test_what_may_cost_more_than_it_shows_is_tried(wanted: dict[str, Any]) -> None:
+    assert must_be_tried(StructuredOutputs(**wanted))
+
+
+def test_what_is_short_and_slow_is_refused(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(grammar_trial, "DEADLINE", 1)
+        with pytest.raises(InvalidArgument, match=r"structured_outputs\.json takes longer than 1 s"):
+            grammars.check(StructuredOutputs(json={"type": "integer", "multipleOf": 99999989}))
+    grammars.check(LARGE["lark"])
+
+
+def test_what_keeps_much_memory_is_refused(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the child has memory free that another one of this kind left."""
+    monkeypatch.setattr(grammar_trial, "KEPT_MEMORY", 24 << 20)
+    for number in (99991, 99989):  # 48 MiB each
+        with pytest.raises(InvalidArgument, match=r"structured_outputs\.json needs more than 24 MiB of memory"):
+            grammars.check(StructuredOutputs(json={"type": "integer", "multipleOf": number}))
+    grammars.check(LARGE["lark"])
+    assert grammars._trial is not None
+    assert grammars._trial.kept < 24 << 20
+
+
+def test_a_first_mask_that_is_too_much_is_refused(trial: GrammarTrial) -> None:
+    names = [f"r{i}" for i in range(6000)]
+    rest = " | ".join(names) + "\n" + "".join(f'{name}: "a" "{name}" {name}?\n' for name in names)
+    with pytest.raises(InvalidArgument, match=r"structured_outputs\.grammar is too complex to begin a text: .*items"):
+        trial.text(StructuredOutputs(grammar=f"start: {rest}"))
+    later = StructuredOutputs(grammar=f'start: "bbb" s\ns: {rest}')
+    assert trial.text(later) == grammar_text(later)
+
+
 def test_what_is_no_grammar_is_refused_with_the_same_words(grammars: Grammars) -> None:
     for wrong in (
         {"grammar": rules(250) + " nowhere"},
@@ -226,7 +278,10 @@ def test_the_same_as_without_a_trial(grammars: Grammars, asked: list[StructuredO
 def test_small_grammars_need_no_child(grammars: Grammars, asked: list[StructuredOutputs]) -> None:
     for wanted in (
         {"regex": "a" * 500},
+        {"regex": "(é|[^a-z])+?"},
         {"json_object": True},
+        {"json": {"$ref": "#/$defs/a", "$defs": {"a": {"type": "string", "maxLength": 9}}}},
+        {"choice": ["{&~%"]},
         {"choice": ["a", "b" * 300]},
         {"grammar": rules(20, **GBNF)},
     ):
@@ -321,6 +376,79 @@ def test_a_child_that_hangs_is_replaced(trial: GrammarTrial, monkeypatch: pytest
         with pytest.raises(InvalidArgument, match="takes longer"):
             trial.text(longer_than_a_pipe)
     trial.text(LARGE["json"])
+
+
+def test_an_interrupt_leaves_no_answer_behind(trial: GrammarTrial) -> None:
+    trial.text(LARGE["json"])
+    first = child_of(trial)
+    timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        trial.text(SLOW)
+    timer.join()
+    assert is_gone(first)
+    assert trial.text(LARGE["json"]) == grammar_text(LARGE["json"])
+
+
+def test_an_answer_to_another_question_is_not_taken(trial: GrammarTrial) -> None:
+    trial.text(LARGE["json"])
+    (child,) = trial._children
+    request = {"number": 99, "seconds": 9, "stack": 1 << 20, "kept_memory": 1 << 30, "field": "regex", "value": "other"}
+    assert child.stdin is not None
+    child.stdin.write(json.dumps(request).encode() + b"\n")
+    child.stdin.flush()
+    assert trial.text(LARGE["lark"]) == grammar_text(LARGE["lark"])
+    assert child_of(trial) != child.pid
+
+
+def forked(function: Callable[[], None]) -> int:
+    """The status of a process forked from this one that calls it."""
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(30)
+        try:
+            function()
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    return os.waitpid(pid, 0)[1]
+
+
+def test_a_forked_process_has_a_child_of_its_own(trial: GrammarTrial) -> None:
+    trial.text(LARGE["json"])
+    (child,) = trial._children
+    assert child.stdin is not None
+    assert child.stdout is not None
+    pipes = [child.stdin.fileno(), child.stdout.fileno()]
+
+    def ask() -> None:
+        for pipe in pipes:
+            with pytest.raises(OSError):
+                os.fstat(pipe)
+        assert trial.text(LARGE["lark"]) == grammar_text(LARGE["lark"])
+        assert child_of(trial) != child.pid
+        trial.close()
+
+    with trial._lock:  # as of a thread that is not there any more
+        assert forked(ask) == 0
+        assert forked(trial.close) == 0
+    assert trial.text(LARGE["gbnf"]) == grammar_text(LARGE["gbnf"])
+    assert child_of(trial) == child.pid
+
+
+def test_a_forked_process_waits_for_no_thread_of_the_other(grammars: Grammars) -> None:
+    grammars.check(LARGE["lark"])
+    wanted = LARGE["gbnf"]
+
+    def ask() -> None:
+        grammars.check(wanted)
+        grammars.close()
+
+    grammars._compiling[wanted] = _Compiling()
+    for i in range(SEATS):
+        grammars._seats._since[i] = time.monotonic()
+    with grammars._lock, grammars._setting_up, grammars._turn:
+        assert forked(ask) == 0
 
 
 @pytest.mark.parametrize("how", ["killed", "ends", "missing"])
@@ -509,6 +637,100 @@ def test_what_went_wrong_by_itself_is_tried_again(grammars: Grammars, monkeypatc
     grammars.check(LARGE["lark"])
 
 
+def ends(function: Callable[[], object]) -> bool:
+    """Whether a call in a thread of its own comes to an end."""
+    thread = threading.Thread(target=function, daemon=True)
+    thread.start()
+    thread.join(20)
+    return not thread.is_alive()
+
+
+class Interrupting:
+    """A lock after whose n-th use there is an interrupt."""
+
+    def __init__(self, lock: Any, use: int) -> None:
+        self.lock = lock
+        self.uses = use
+
+    def __enter__(self) -> None:
+        self.lock.__enter__()
+
+    def __exit__(self, *_: object) -> None:
+        self.lock.__exit__(None, None, None)
+        self.uses -= 1
+        if self.uses == 0:
+            raise KeyboardInterrupt
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.lock, name)
+
+
+def test_who_is_interrupted_keeps_nobody_waiting(grammars: Grammars) -> None:
+    lock = grammars._lock
+    uses = 0
+    while True:
+        uses += 1
+        wanted = StructuredOutputs(regex="a" * uses)
+        grammars._lock = interrupting = Interrupting(lock, uses)  # type: ignore[assignment]
+        with contextlib.suppress(KeyboardInterrupt):
+            grammars.check(wanted)
+        grammars._lock = lock
+        assert ends(lambda wanted=wanted: grammars.check(wanted)), uses  # type: ignore[misc]
+        if interrupting.uses > 0:
+            break
+    assert uses > 4
+    assert not grammars._compiling
+
+
+def test_who_is_interrupted_while_telling(
+    grammars: Grammars, gate: Gate, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = LARGE["gbnf"]
+    owners: list[int] = []
+    told = threading.Event.set
+
+    def interrupted(event: threading.Event) -> None:
+        if threading.get_ident() in owners:
+            raise KeyboardInterrupt
+        told(event)
+
+    def own() -> None:
+        owners.append(threading.get_ident())
+        with pytest.raises(KeyboardInterrupt):
+            grammars.check(wanted)
+
+    monkeypatch.setattr(threading.Event, "set", interrupted)
+    owner = threading.Thread(target=own, daemon=True)
+    owner.start()
+    wait_for(lambda: bool(gate.begun))
+    waiting = threading.Thread(target=grammars.check, args=(copy_of(wanted),), daemon=True)
+    waiting.start()
+    wait_for(lambda: len(grammars._seats._since) == 2)
+    gate.open.set()
+    owner.join(20)
+    waiting.join(20)
+    assert not owner.is_alive()
+    assert not waiting.is_alive()
+
+
+def test_who_is_no_more_keeps_nobody_waiting(grammars: Grammars) -> None:
+    wanted = StructuredOutputs(regex="a")
+
+    def begin() -> None:
+        grammars._compiling[wanted] = _Compiling()
+
+    assert ends(begin)
+    assert ends(lambda: grammars.check(wanted))
+
+
+def test_who_is_interrupted_gives_the_seat_back() -> None:
+    seats = Seats()
+    seats._free = Interrupting(seats._free, 1)  # type: ignore[assignment]
+    with pytest.raises(KeyboardInterrupt), seats.one():
+        pass
+    assert not seats._since
+
+
 def test_few_wait_for_large_ones(grammars: Grammars, gate: Gate, pool: ThreadPoolExecutor) -> None:
     asking = [pool.submit(grammars.check, StructuredOutputs(grammar=rules(300 + i))) for i in range(SEATS)]
     wait_for(lambda: len(grammars._seats._since) == SEATS)
@@ -531,12 +753,33 @@ def test_a_burst_of_quick_ones_waits(grammars: Grammars, monkeypatch: pytest.Mon
         list(pool.map(grammars.check, wanted))
 
 
+def test_large_ones_are_kept_up_to_a_sum(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = GrammarTrial.text
+
+    def heavy(trial: GrammarTrial, wanted: StructuredOutputs) -> str:
+        found = text(trial, wanted)
+        trial.kept = 300 << 20
+        return found
+
+    monkeypatch.setattr(GrammarTrial, "text", heavy)
+    small = StructuredOutputs(regex="a")
+    wanted = [StructuredOutputs(regex=f"a{{{i}}}") for i in range(5)]
+    for one in (wanted[0], small, *wanted[1:]):
+        grammars.check(one)
+    assert list(grammars._compiled) == wanted[2:]
+    for i in range(5):
+        grammars.check(StructuredOutputs(regex="b" * (i + 1)))
+    assert list(grammars._compiled)[:3] == wanted[2:]
+    assert set(grammars._sizes) == set(grammars._compiled)
+
+
+@pytest.mark.parametrize("wanted", [LARGE["lark"], StructuredOutputs(grammar="start: X\nX: /a*/ & /ab?/")])
 def test_what_was_checked_is_there_while_it_is_asked_for(
-    grammars: Grammars, asked: list[StructuredOutputs], monkeypatch: pytest.MonkeyPatch
+    grammars: Grammars, asked: list[StructuredOutputs], monkeypatch: pytest.MonkeyPatch, wanted: StructuredOutputs
 ) -> None:
     """The engine's thread compiles nothing large, whatever others ask for between the check and the beginning."""
     monkeypatch.setattr("quire.engine.structured.MAX_COMPILED", 1)
-    first, second = copy_of(LARGE["lark"]), copy_of(LARGE["lark"])
+    first, second = copy_of(wanted), copy_of(wanted)
     grammars.check(first)
     grammars.check(second)
     grammars.check(StructuredOutputs(regex="b"))

@@ -627,6 +627,65 @@ def test_what_is_accepted_is_what_masks_allow(spelled: Callable[[str], Spelled],
             matcher.accept(int(rng.choice(asked)))
 
 
+@pytest.mark.parametrize(
+    "choices",
+    [
+        [f"s{i}" for i in range(3000)],
+        [f"item-{i:05}" for i in range(10_000)],
+        ["\x7f", "a\x7fb", "\x7f\x7f\x80", "\\\x7f", "\\u007f", "\x00\x1f\x7e\u2028"],
+    ],
+    ids=["numbers", "items", "signs"],
+)
+def test_all_choices_can_be_written(spelled: Callable[[str], Spelled], choices: list[str]) -> None:
+    """Many that begin alike, and signs that a grammar's strings do not have; masks against a search among all."""
+    model = spelled("byte_level")
+    from quire.engine.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.from_directory(model.checkpoint.path)
+    assert tokenizer is not None
+    grammars = Grammars(tokenizer, model.vocab_size, threads=False)
+    wanted, texts = StructuredOutputs(choice=choices), [choice.encode() for choice in choices]
+    rng = np.random.default_rng(0)
+    for _ in range(12):
+        matcher, text = grammars.matcher(wanted), b""
+        for _ in range(30):
+            mask = grammars.allowed({0: matcher}, {0: (3,)})[0]
+            allowed = set(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist())
+            rest = [other[len(text) :] for other in texts if other.startswith(text)]
+            expected = {
+                token
+                for token, piece in enumerate(model.pieces)
+                if piece and token != 3 and any(other.startswith(piece) for other in rest)
+            }
+            assert allowed == expected | ({3} if b"" in rest else set())
+            if not expected:
+                break
+            token = int(rng.choice(sorted(expected)))
+            matcher.accept(token)
+            text += model.pieces[token]
+        assert text in texts
+    grammars.close()
+
+
+def test_a_first_mask_that_is_too_much_is_refused(spelled: Callable[[str], Spelled]) -> None:
+    """Known when the request is submitted, in the words of the limit."""
+    model = spelled("byte_level")
+    from quire.engine.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.from_directory(model.checkpoint.path)
+    assert tokenizer is not None
+    one = {
+        f"a{i}": {
+            "$ref": f"#/$defs/a{i + 1}",
+            "anyOf": [{"properties": {f"x{i}": {"const": j}}} for j in (0, 1)],
+        }
+        for i in range(8)
+    }
+    schema = {"$ref": "#/$defs/a0", "$defs": {**one, "a8": {"type": "object"}}}
+    with pytest.raises(InvalidArgument, match=r"structured_outputs\.json is too complex to begin a text: .*items"):
+        Grammars(tokenizer, model.vocab_size, threads=False).check(StructuredOutputs(json=schema))
+
+
 def test_structured_outputs_is_a_value() -> None:
     schema: dict[str, Any] = {"type": "object", "properties": {"b": {}, "a": {}}}
     one = StructuredOutputs(json=schema)

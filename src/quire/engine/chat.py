@@ -33,8 +33,8 @@ _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 """Names under which a message's reasoning is passed; templates read the first, some the second."""
 
 _NO_TEMPLATE = (
-    "the tokenizer has no chat template: pass chat_template as a Jinja template, add a chat_template.jinja to the model's "
-    "directory, or complete a plain prompt instead of messages"
+    "the tokenizer has no chat template: add a chat_template.jinja to the model's directory, complete a plain prompt instead of "
+    "messages, or (in Python) pass chat_template as a Jinja template"
 )
 
 

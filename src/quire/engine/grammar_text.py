@@ -19,8 +19,20 @@ if TYPE_CHECKING:
 JSON_SPACE = r"[ \t]{1,8}|(\r?\n){1,2}[ \t]{0,40}"
 """White space between the tokens of JSON. Without a bound a model that is fond of it would write nothing else."""
 
+MASK_ITEMS = 5_000
+"""Items of the parser that a mask, or a token, may take: about 30 ms, while everybody waits. llguidance's own limit is 50,000, and grammars
+with many readings of one text reach it; what people write has some hundreds at most."""
+
+NO_TOKEN = "no token of the vocabulary continues the text"
+"""The reason why a matcher does not go on that is no limit."""
+
 _WHOLE = '%llguidance {"no_forcing": true}\nstart: @text\n'
 _PARSING, _REASON = "regex parse error:", "error: "
+_COSTLY = {
+    "regex": ("{",),
+    "grammar": ("&", "~", "{", "%"),
+    "json": ('"multipleOf"', '"pattern', '"allOf"', '"not"', '"x-guidance"', "\\u"),
+}
 _SPACE_OPTIONS = {"whitespace_pattern", "whitespace_flexible"}
 _TEMPERATURE = re.compile(r"^\s*\??\w+\s*\[[^\]]*\btemperature\s*=", re.MULTILINE)
 
@@ -37,6 +49,19 @@ def length_of(wanted: StructuredOutputs) -> int:
     return len(value) if isinstance(value, str) else sum(map(len, value)) if isinstance(value, tuple) else 0
 
 
+def is_plain(wanted: StructuredOutputs) -> bool:
+    """Whether compiling what was asked for takes no more than its length suggests.
+
+    Some operations multiply: a repetition with a count by the count, and counts within each other by each other; an
+    intersection, a complement or a multiple of a number needs the states of an automaton, of which there may be 2 to the power
+    of what was written. A hundred characters can take all memory, or hours. What is left without them was measured: random texts
+    of up to 2,000 characters took less than a second and 150 MiB, also chains that double from rule to rule, since llguidance
+    has limits of its own on what these become. Signs are looked for anywhere in a text: one that only quotes them is not plain
+    either, which costs it no more than a trial. A JSON text with ``\\u`` may spell a keyword that way."""
+    name = field_of(wanted)
+    return not any(sign in str(getattr(wanted, name)) for sign in _COSTLY.get(name, ()))
+
+
 def grammar_text(wanted: StructuredOutputs) -> str:
     """The grammar as llguidance takes it. ``InvalidArgument`` for what it would not understand as it was meant."""
     main = {"name": "main", "lark_grammar": _WHOLE}
@@ -47,14 +72,24 @@ def compiled(wanted: StructuredOutputs, text: str, vocabulary: LLTokenizer) -> L
     """A matcher at the beginning of ``text``, the grammar of ``wanted``. ``InvalidArgument`` with llguidance's words if it is none."""
     from llguidance import LLMatcher, LLParserLimits
 
-    matcher = LLMatcher(vocabulary, text, log_level=0, limits=LLParserLimits(verbose_errors=False))
+    matcher = LLMatcher(
+        vocabulary, text, log_level=0, limits=LLParserLimits(verbose_errors=False, step_max_items=MASK_ITEMS)
+    )
     if matcher.is_error():
         # The grammar in which we put a pattern is nothing that the user knows.
         name = field_of(wanted)
         what = given(wanted) if name == "regex" else f"structured_outputs.{name}"
-        reason = _sentence(matcher.get_error(), located=name != "regex")
+        reason = _plain(_sentence(matcher.get_error(), located=name != "regex"))
         raise InvalidArgument(f"{what} cannot be compiled: {reason}")
     return matcher
+
+
+def reason_of(matcher: LLMatcher) -> str | None:
+    """Why a matcher does not go on; None if it does."""
+    if not matcher.is_error():
+        return None
+    reason = matcher.get_error().split("\n<non-verbose/>")[0]
+    return NO_TOKEN if reason == "NoExtensionBias" else reason
 
 
 def given(wanted: StructuredOutputs) -> str:
@@ -75,8 +110,10 @@ def _body(wanted: StructuredOutputs) -> dict[str, object]:
         quoted = json.loads(LLMatcher.grammar_from_regex(wanted.regex))
         return {"lark_grammar": quoted["grammars"][0]["lark_grammar"]}
     if wanted.choice is not None:
-        literals = " | ".join(json.dumps(text, ensure_ascii=False) for text in wanted.choice)
-        return {"lark_grammar": f"start: {literals}"}
+        # One terminal, which is a state of the lexer; a rule of thousands would be as many items of the parser. DEL must be
+        # escaped in a string of a grammar, though not in JSON.
+        literals = " | ".join(json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f") for text in wanted.choice)
+        return {"lark_grammar": f"start: CHOICE\nCHOICE: {literals}"}
     text = wanted.grammar or ""
     if _TEMPERATURE.search(text):
         raise InvalidArgument(
@@ -101,6 +138,13 @@ def _sentence(error: str, *, located: bool) -> str:
         return head
     # A pattern within a schema comes without a place.
     return f"{head.removesuffix(_PARSING) or f'pattern {lines[0].strip()!r}: '}{reason}"
+
+
+def _plain(reason: str) -> str:
+    """In words that help whoever gave the grammar."""
+    if reason.startswith("panic"):
+        return f"it has too many rules, properties or items, make it smaller ({reason})"
+    return reason.replace("Enable 'coerce_one_of' option", 'Set {"coerce_one_of": true} in the schema\'s x-guidance')
 
 
 def _bounded(schema: object) -> object:

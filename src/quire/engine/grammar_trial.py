@@ -1,14 +1,16 @@
 """Grammars tried in a child process, which may die of them.
 
 llguidance compiles by recursion without a bound: rules that name each other in a chain of thousands overflow the stack of the
-thread, which ends the process, and some texts take minutes. So what is long (``must_be_tried``) is first converted, compiled
-and asked for masks in a child, in threads with half the stack of ours: what passes there overflows nowhere here. The child's
-answer is llguidance's grammar text, so that converting, which is Python that holds the interpreter's lock, is over as well; what
+thread, which ends the process, and some texts, also short ones, take minutes or all memory. So what is long or not plain
+(``must_be_tried``) is first converted, compiled and asked for masks in a child, in threads with half the stack of ours: what
+passes there overflows nowhere here, and what it keeps there, it keeps here. The child's answer is llguidance's grammar text, so that converting, which is Python that holds the interpreter's lock, is over as well; what
 is left to do here releases it.
 
 A child of ``subprocess`` that stays, rather than ``fork``, which a process with threads and a GPU must not use, or
 ``multiprocessing``, which in its other ways imports the caller's main module again. It imports llguidance and no torch (60 ms),
-inherits no files but its pipes, hears no Ctrl-C, and is bounded in memory and time. Requests and answers are lines of JSON.
+inherits no files but its pipes, hears no Ctrl-C, and is bounded in memory and time. Requests and answers are lines of JSON with
+numbers: a child that was interrupted, or whose answer has another number, is ended. A process that was forked from ours has no
+part in our child and starts its own.
 
 The stack. Of everything that was tried (rules, terminals and ``$ref`` in chains, with parentheses, options, repetitions, arrays and
 objects inside of them, up to llguidance's own limits on nesting within a rule, a schema and a pattern) a chain of rules, each
@@ -19,8 +21,11 @@ the stack, at 1 KiB for each character. Masks and tokens need little: less than 
 from __future__ import annotations
 
 import contextlib
+import io
+import itertools
 import json
 import math
+import os
 import resource
 import signal
 import subprocess
@@ -29,9 +34,9 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-from quire.engine.grammar_text import compiled, field_of, grammar_text, length_of
+from quire.engine.grammar_text import NO_TOKEN, compiled, field_of, grammar_text, is_plain, length_of, reason_of
 from quire.errors import FailedPrecondition, InvalidArgument, QuireError, ResourceExhausted
 from quire.sampling_params import StructuredOutputs
 
@@ -41,8 +46,14 @@ if TYPE_CHECKING:
 DEADLINE = 10.0
 """Seconds that converting, compiling and the first masks may take."""
 
-MEMORY = 4 << 30
+MEMORY = 1 << 30
 """Bytes of address space that the child may have."""
+
+KEPT_MEMORY = 256 << 20
+"""Bytes that a compiled grammar may keep, with the states of its first masks."""
+
+GROWTH = 32 << 20
+"""Bytes after which the next grammar gets a new child: what the old one has free would not show in what a grammar adds."""
 
 USUAL_STACK = 8 << 20
 """Bytes of a thread's stack where nobody changed it; of larger ones no more is used."""
@@ -80,8 +91,9 @@ def thread_stack() -> int:
 
 
 def must_be_tried(wanted: StructuredOutputs) -> bool:
-    """Whether the text is so long that compiling it may need more than a quarter of a thread's stack."""
-    return length_of(wanted) * STACK_PER_CHARACTER > thread_stack() // 4
+    """Whether the text is so long that compiling it may need more than a quarter of a thread's stack, or not plain, so that it
+    may need any time and memory however short it is."""
+    return length_of(wanted) * STACK_PER_CHARACTER > thread_stack() // 4 or not is_plain(wanted)
 
 
 class GrammarTrial:
@@ -93,9 +105,13 @@ class GrammarTrial:
         self._greeting = {"memory": MEMORY, "vocabulary": {"size": vocab_size, "special": names}}
         self._lock = threading.Lock()
         self._closed = False
+        self._numbers = itertools.count()
+        self.kept = 0
+        """Bytes that the grammar of the last ``text`` keeps; for whoever lets only one in at a time."""
         self._children: list[subprocess.Popen[bytes]] = []
         """The one that there is."""
         weakref.finalize(self, _end, self._children)
+        _TRIALS.add(self)
 
     def text(self, wanted: StructuredOutputs) -> str:
         """``grammar_text(wanted)`` of a grammar that can be compiled. ``InvalidArgument`` for others, and for those that take
@@ -103,6 +119,7 @@ class GrammarTrial:
         request = {
             "seconds": DEADLINE,
             "stack": thread_stack() // 2,
+            "kept_memory": KEPT_MEMORY,
             "field": field_of(wanted),
             "value": getattr(wanted, field_of(wanted)),
         }
@@ -117,21 +134,40 @@ class GrammarTrial:
         with self._lock:
             _end(self._children)
 
+    def forked(self) -> None:
+        """In a process that was forked: the child is the other process's, which may be talking to it."""
+        self._lock = threading.Lock()
+        while self._children:
+            child = self._children.pop()
+            child.returncode = 0  # nothing that this process could wait for
+            for pipe in (child.stdin, child.stdout):
+                # Without what the other process had not written yet.
+                cast("io.BufferedReader | io.BufferedWriter", pipe).raw.close()
+
     def _ask(self, name: str, request: Mapping[str, Any]) -> str:
         reason: object = None
         for _ in range(2):
             if self._closed:
                 raise FailedPrecondition(f"{name} was not compiled: the LLM is closed; make a new one")
+            numbered = {"number": next(self._numbers), **request}
             try:
-                child, greeting = self._child()
-            except (OSError, ValueError, TypeError) as error:
-                reason = error
-                continue
-            answer, late = _exchange(child, [*greeting, request])
-            if answer is not None and "text" in answer:
-                return answer["text"]
-            if answer is not None:
-                raise InvalidArgument(answer["error"])
+                try:
+                    child, greeting = self._child()
+                except (OSError, ValueError, TypeError) as error:
+                    reason = error
+                    continue
+                answer, late = _exchange(child, [*greeting, numbered])
+            except BaseException:
+                # An interrupt: the answer is still to come, and would be taken for the next one.
+                _end(self._children)
+                raise
+            if answer is not None and answer["number"] == numbered["number"]:
+                if answer["grown"] > GROWTH:
+                    _end(self._children)
+                if "text" not in answer:
+                    raise InvalidArgument(answer["error"])
+                self.kept = answer["kept"]
+                return str(answer["text"])
             _end(self._children)
             if late or child.returncode == -signal.SIGALRM:
                 raise InvalidArgument(f"{name} takes longer than {DEADLINE:g} s to compile; make it smaller")
@@ -141,7 +177,7 @@ class GrammarTrial:
                     "than the stack of a thread; give it fewer levels"
                 )
             if child.returncode == -signal.SIGABRT:
-                raise InvalidArgument(_too_big(name))
+                raise InvalidArgument(_too_big(name, MEMORY))
             reason = f"it ended with status {child.returncode}"
         raise QuireError(f"{name} was not compiled: the process that tries grammars cannot be used: {reason}")
 
@@ -174,35 +210,47 @@ class Seats:
     def one(self) -> Iterator[None]:
         """``GrammarsBusy`` if there is none."""
         seat, patience = object(), time.monotonic() + PATIENCE
-        with self._free:
-            while len(self._since) >= SEATS:
-                until = min(patience, next(iter(self._since.values())) + PATIENCE)
-                if not self._free.wait(max(0.0, until - time.monotonic())) and time.monotonic() >= until:
-                    raise GrammarsBusy(
-                        f"structured_outputs: {len(self._since)} large grammars are waited for, and at most {SEATS} may be; "
-                        "try again later"
-                    )
-            self._since[seat] = time.monotonic()
+        # An interrupt may come anywhere, so the seat is within, and given back before anything else.
         try:
+            with self._free:
+                while len(self._since) >= SEATS:
+                    until = min(patience, min(self._since.values(), default=patience) + PATIENCE)
+                    if not self._free.wait(max(0.0, until - time.monotonic())) and time.monotonic() >= until:
+                        raise GrammarsBusy(
+                            f"structured_outputs: {len(self._since)} large grammars are waited for, and at most {SEATS} may "
+                            "be; try again later"
+                        )
+                self._since[seat] = time.monotonic()
             yield
         finally:
+            self._since.pop(seat, None)
             with self._free:
-                del self._since[seat]
                 self._free.notify_all()
 
 
+_TRIALS: weakref.WeakSet[GrammarTrial] = weakref.WeakSet()
+
+
+def _forked() -> None:
+    for trial in _TRIALS:
+        trial.forked()
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
 def _end(children: list[subprocess.Popen[bytes]]) -> None:
-    for child in children:
+    while children:
+        child = children.pop()  # first, so that it is forgotten whatever comes in between; without its pipes it ends
         child.kill()
         child.communicate()
-    children.clear()
 
 
-def _too_big(name: str) -> str:
-    return f"{name} needs more than {MEMORY >> 30} GiB of memory to be compiled; make it smaller"
+def _too_big(name: str, memory: int) -> str:
+    return f"{name} needs more than {memory >> 20} MiB of memory; make it smaller"
 
 
-def _exchange(child: subprocess.Popen[bytes], lines: Sequence[Mapping[str, Any]]) -> tuple[dict[str, str] | None, bool]:
+def _exchange(child: subprocess.Popen[bytes], lines: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any] | None, bool]:
     """The answer to the last line; None if the child died, and whether because it was too late."""
     late = threading.Event()
 
@@ -244,18 +292,31 @@ def serve() -> None:
     # A parent that was killed in the middle of a request cannot end it.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     vocabulary = _vocabulary(**greeting["vocabulary"])
+    first = _resident()
     for line in sys.stdin.buffer:
         request = json.loads(line)
         signal.alarm(math.ceil(request["seconds"]) + 1)
         answer = _answer(request, vocabulary)
+        answer |= {"number": request["number"], "grown": _resident() - first}
         signal.alarm(0)
         sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
         sys.stdout.buffer.flush()
 
 
-def _answer(request: Mapping[str, Any], vocabulary: LLTokenizer) -> dict[str, str]:
-    found: dict[str, str] = {}
+def _resident() -> int:
+    """Bytes of memory that this process has."""
+    try:
+        with open("/proc/self/statm") as statm:
+            return int(statm.read().split()[1]) * resource.getpagesize()
+    except OSError:  # elsewhere the most that it had
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def _answer(request: Mapping[str, Any], vocabulary: LLTokenizer) -> dict[str, Any]:
+    found: dict[str, Any] = {}
     matchers: list[LLMatcher] = []
+    name = f"structured_outputs.{request['field']}"
+    before = _resident()
 
     def compile_it() -> None:
         wanted = StructuredOutputs(**{request["field"]: request["value"]})
@@ -264,16 +325,17 @@ def _answer(request: Mapping[str, Any], vocabulary: LLTokenizer) -> dict[str, st
         found["text"] = text
 
     def mask_it() -> None:
-        _try_masks(matchers.pop())
+        _try_masks(name, matchers[0])
 
     try:
         _run(compile_it, request["stack"])
         _run(mask_it, min(request["stack"], MASK_STACK))
     except MemoryError:
-        return {"error": _too_big(f"structured_outputs.{request['field']}")}
+        return {"error": _too_big(name, resource.getrlimit(resource.RLIMIT_AS)[0])}
     except QuireError as error:
         return {"error": str(error)}
-    return found
+    found["kept"] = max(0, _resident() - before)
+    return found if found["kept"] <= request["kept_memory"] else {"error": _too_big(name, request["kept_memory"])}
 
 
 def _run(function: Callable[[], None], stack: int) -> None:
@@ -294,13 +356,18 @@ def _run(function: Callable[[], None], stack: int) -> None:
         raise errors[0]
 
 
-def _try_masks(matcher: LLMatcher) -> None:
-    """A few tokens on a copy. What fails here fails in every use, which says so."""
+def _try_masks(name: str, matcher: LLMatcher) -> None:
+    """A few tokens on a copy. ``InvalidArgument`` if the first mask or token fails, for then nothing can be generated; what fails
+    later may fail only there, and ends what is generated."""
     matcher = matcher.deep_copy()
-    for _ in range(_MASKS):
+    for number in range(_MASKS):
         mask = int.from_bytes(matcher.compute_bitmask(), "little")
-        if matcher.is_error() or not mask or not matcher.consume_token((mask & -mask).bit_length() - 1):
-            return
+        if not matcher.is_error() and mask and matcher.consume_token((mask & -mask).bit_length() - 1):
+            continue
+        reason = reason_of(matcher)
+        if number == 0 and reason not in (None, NO_TOKEN):
+            raise InvalidArgument(f"{name} is too complex to begin a text: {reason}")
+        return
 
 
 class _Bytes:

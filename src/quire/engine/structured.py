@@ -9,7 +9,7 @@ a user gets. Two things are our own:
 - *No forcing.* Where a grammar leaves one text only, llguidance would allow the one token that its tokenizer would take. Here
   every token that keeps the text in the language is allowed, and the model decides.
 
-Large grammars are tried in a child process before they are compiled here (``grammar_trial``). Nobody waits for the grammar of
+Large grammars (long ones, and those that may cost more than they show) are tried in a child process before they are compiled here (``grammar_trial``). Nobody waits for the grammar of
 another, but for the turn among large ones, and few may wait for that.
 
 A matcher follows the tokens of one generation as they are emitted, so nothing that happens to a request's KV state concerns it.
@@ -20,6 +20,7 @@ Letters: M matchers; B words of a mask (``quire.ops.filters``).
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 import weakref
@@ -30,10 +31,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from quire.engine.grammar_text import compiled, field_of, given, grammar_text
+from quire.engine.grammar_text import NO_TOKEN, compiled, field_of, given, grammar_text, reason_of
 from quire.engine.grammar_trial import GrammarTrial, Seats, must_be_tried
 from quire.engine.tokenizer import Tokenizer
-from quire.errors import InvalidArgument, QuireError, Unsupported
+from quire.errors import InvalidArgument, QuireError, ResourceExhausted, Unsupported
 from quire.ops.filters import Words, num_words
 from quire.sampling_params import StructuredOutputs
 
@@ -45,13 +46,17 @@ logger = logging.getLogger("quire.engine")
 MAX_COMPILED = 64
 """Compiled grammars that an engine keeps, the least recently used going first."""
 
+MAX_COMPILED_MEMORY = 1 << 30
+"""Bytes that the compiled grammars which an engine keeps have together, as far as they were measured."""
+
 MAX_REFUSED = 64
 """Refusals of large grammars that an engine keeps, the least recently used going first."""
 
 REFUSED_SECONDS = 600.0
 """For how long a refusal holds: what was too slow may be less slow another time."""
 
-_NO_TOKEN = "no token of the vocabulary continues the text"
+GRAMMAR_ENDED = "structured_outputs: the grammar cannot go on from here: "
+"""How an error begins that ends a generation because of what its grammar is."""
 
 
 class GrammarMatcher:
@@ -63,8 +68,8 @@ class GrammarMatcher:
         """Whether, at the last mask, the text could end and nothing could be added to it."""
 
     def accept(self, token: int) -> None:
-        """``token`` joined the text; one that ended it did not. ``QuireError`` if the grammar does not go on, which happens
-        only beyond llguidance's limits on a parser's size."""
+        """``token`` joined the text; one that ended it did not. ``ResourceExhausted`` if the grammar does not go on, which happens
+        only beyond the limits on a parser's size."""
         if not self._matcher.consume_token(token):
             raise self.problem() or QuireError(f"structured_outputs: token {token} does not continue the text")
 
@@ -80,14 +85,11 @@ class GrammarMatcher:
     def problem(self) -> QuireError | None:
         """Why the grammar does not go on; None if it does."""
         reason = self.reason()
-        return None if reason is None else QuireError(f"structured_outputs: {reason}")
+        return None if reason is None else ResourceExhausted(f"{GRAMMAR_ENDED}{reason}")
 
     def reason(self) -> str | None:
         """The words of ``problem``."""
-        if not self._matcher.is_error():
-            return None
-        reason = self._matcher.get_error().split("\n<non-verbose/>")[0]
-        return _NO_TOKEN if reason == "NoExtensionBias" else reason
+        return reason_of(self._matcher)
 
 
 class RowGrammars:
@@ -129,18 +131,26 @@ class Grammars:
         self._vocabulary: LLTokenizer | None = None
         self._executor: LLExecutor | None = None
         self._compiled: OrderedDict[StructuredOutputs, LLMatcher] = OrderedDict()
+        self._sizes: dict[StructuredOutputs, int] = {}
+        """Bytes of the large ones among them."""
         self._held: dict[int, LLMatcher] = {}
         """Large grammars by the id of what asks for them, as long as that lives: between the check of a request and its
         beginning, which is in the engine's thread, none may be forgotten."""
         self._refused: OrderedDict[StructuredOutputs, tuple[str, float]] = OrderedDict()
         """Why large grammars were refused, and until when that holds."""
-        self._compiling: dict[StructuredOutputs, threading.Event] = {}
-        """Set when it is over, well or not."""
+        self._compiling: dict[StructuredOutputs, _Compiling] = {}
         self._seats = Seats()
         self._turn = threading.Lock()
         self._trial: GrammarTrial | None = None
         self._inside: tuple[int, ...] | None = None
         self._end_masks: dict[tuple[int, ...], tuple[Words, Words]] = {}
+        _GRAMMARS.add(self)
+
+    def forked(self) -> None:
+        """In a process that was forked: threads that held our locks, or were compiling, are not here."""
+        self._lock, self._setting_up, self._turn = threading.Lock(), threading.Lock(), threading.Lock()
+        self._seats = Seats()
+        self._compiling = {}
 
     # -- compiling -------------------------------------------------------------------------------------------
 
@@ -169,20 +179,23 @@ class Grammars:
         large = must_be_tried(wanted)
         with self._seats.one() if large else nullcontext():
             while found is None:
-                with self._lock:
-                    over = self._compiling.get(wanted)
-                    mine = over is None
-                    if over is None:
-                        over = self._compiling[wanted] = threading.Event()
-                if mine:
-                    try:
+                mine = _Compiling()
+                try:
+                    with self._lock:
+                        first = self._compiling.get(wanted)
+                        if first is None or first.ended:
+                            first = self._compiling[wanted] = mine
+                    if first is mine:
                         # It may have been compiled since it was looked for.
                         return self._known(wanted) or self._keep(wanted, large)
-                    finally:
-                        with self._lock:
+                finally:
+                    # An interrupt may come between any two of these; the first says enough.
+                    mine.over = True
+                    mine.told.set()
+                    with self._lock:
+                        if self._compiling.get(wanted) is mine:
                             del self._compiling[wanted]
-                        over.set()
-                over.wait()
+                first.wait()
                 found = self._known(wanted)
         return found
 
@@ -209,7 +222,7 @@ class Grammars:
     def _keep(self, wanted: StructuredOutputs, large: bool) -> LLMatcher:
         """Compile it, and remember what came of it."""
         try:
-            found = self._compile(wanted)
+            found, size = self._compile(wanted)
         except InvalidArgument as error:
             if large:
                 with self._lock:
@@ -221,18 +234,23 @@ class Grammars:
         with self._lock:
             self._compiled[wanted] = found
             self._compiled.move_to_end(wanted)
-            while len(self._compiled) > MAX_COMPILED:
-                self._compiled.popitem(last=False)
+            self._sizes[wanted] = size
+            while len(self._compiled) > MAX_COMPILED or sum(self._sizes.values()) > MAX_COMPILED_MEMORY:
+                self._sizes.pop(self._compiled.popitem(last=False)[0], None)
             if large:
                 self._hold(wanted, found)
         return found
 
-    def _compile(self, wanted: StructuredOutputs) -> LLMatcher:
+    def _compile(self, wanted: StructuredOutputs) -> tuple[LLMatcher, int]:
+        """A matcher, and the bytes that it keeps, 0 if it is small."""
         vocabulary = self._llguidance()
+        size = 0
         if self._trial is not None and must_be_tried(wanted):
             # One after the other, so that they take no more than one core from the model.
             with self._turn:
-                matcher = compiled(wanted, self._trial.text(wanted), vocabulary)
+                text = self._trial.text(wanted)
+                size = self._trial.kept
+                matcher = compiled(wanted, text, vocabulary)
         else:
             matcher = compiled(wanted, grammar_text(wanted), vocabulary)
         for warning in matcher.get_grammar_warnings():
@@ -240,11 +258,10 @@ class Grammars:
         first = GrammarMatcher(matcher.deep_copy())
         if not self.allowed({0: first}, {0: ()})[0].any() and not first.over:
             why = first.reason()
-            raise InvalidArgument(
-                f"{given(wanted)} allows no text in the tokens of this model"
-                + ("" if why is None or why == _NO_TOKEN else f": {why}")
-            )
-        return matcher
+            if why not in (None, NO_TOKEN):
+                raise InvalidArgument(f"structured_outputs.{field_of(wanted)} is too complex to begin a text: {why}")
+            raise InvalidArgument(f"{given(wanted)} allows no text in the tokens of this model")
+        return matcher, size
 
     def _llguidance(self) -> LLTokenizer:
         with self._setting_up:
@@ -320,6 +337,36 @@ class Grammars:
             plain = (token for token in ids if token not in table.special_ids and table.piece(token).isalnum())
             self._inside = tuple([token] if (token := next(plain, None)) is not None else [])
         return [*self._inside, *prompt]
+
+
+class _Compiling:
+    """That a thread is compiling a grammar, for others who want the same."""
+
+    def __init__(self) -> None:
+        self.over = False
+        """Well or not. Beside ``told``, since nothing can interrupt its setting."""
+        self.told = threading.Event()
+        self._thread = threading.current_thread()
+
+    @property
+    def ended(self) -> bool:
+        return self.over or not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Until it is over, which is looked at each second, since nobody may be left to tell."""
+        while not self.ended:
+            self.told.wait(1.0)
+
+
+_GRAMMARS: weakref.WeakSet[Grammars] = weakref.WeakSet()
+
+
+def _forked() -> None:
+    for grammars in _GRAMMARS:
+        grammars.forked()
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 class _Vocabulary:

@@ -10,6 +10,7 @@ Letters: T rows of a forward; S rank rows; I input, O output features of a piece
 from __future__ import annotations
 
 import ctypes
+import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -52,7 +53,7 @@ class _Work(ctypes.Structure):
     ]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RowBlocks:
     """Rows under adapters, in blocks that are worked on together: what all maps of a forward share."""
 
@@ -61,6 +62,8 @@ class RowBlocks:
     rows: Tensor
     """int64"""
     largest_rank: int
+    room: Tensor
+    """float32, for sums: of all maps together, which run one after the other. It grows with the largest that is bound."""
 
 
 class NativeLowRank:
@@ -74,6 +77,11 @@ class NativeLowRank:
         self._run.argtypes = [pointer, pointer, number, pointer, number, number, pointer]
         self._run.restype = None
         self._parallel = _openmp()
+
+    @property
+    def threaded(self) -> bool:
+        """Whether PyTorch's threads were found; without them a call has one."""
+        return self._parallel is not None
 
     def refusal(self, dtype: torch.dtype, device: torch.device) -> str:
         """Why it does not run on such tensors; empty if it does."""
@@ -92,10 +100,12 @@ class NativeLowRank:
                 some = member.rows[start : start + MOST_ROWS]
                 blocks.append((len(rows), len(some), member.first, member.rank))
                 rows += some
+        # What C++ reads is on the CPU and of its type, whatever PyTorch's defaults are.
         return RowBlocks(
-            torch.tensor(blocks, dtype=torch.int64),
-            torch.tensor(rows, dtype=torch.int64),
+            torch.tensor(blocks, dtype=torch.int64, device="cpu"),
+            torch.tensor(rows, dtype=torch.int64, device="cpu"),
             max(member.rank for member in members),
+            torch.empty(0, dtype=torch.float32, device="cpu"),
         )
 
     def bind(self, plan: RowBlocks, pieces: Sequence[RankPiece]) -> AddProducts:
@@ -107,12 +117,14 @@ class NativeLowRank:
         outputs = [piece.b_SO.shape[1] for piece in pieces]
         work = len(plan.rows) * plan.largest_rank * (inputs * len(pieces) + sum(outputs))
         threads = min(torch.get_num_threads(), len(plan.blocks)) if work > ONE_THREAD else 1
-        room = torch.empty(threads, MOST_ROWS * (inputs + plan.largest_rank + max(outputs)))
+        room_of_one = MOST_ROWS * (inputs + plan.largest_rank + max(outputs))
+        if len(plan.room) < threads * room_of_one:
+            plan.room = torch.empty(threads * room_of_one, dtype=torch.float32, device="cpu")
         native = _Work(
-            plan.blocks.data_ptr(), plan.rows.data_ptr(), ctypes.addressof(own), room.data_ptr(),
-            len(plan.blocks), len(pieces), inputs, plan.largest_rank, room.shape[1], int(dtype == torch.bfloat16),
+            plan.blocks.data_ptr(), plan.rows.data_ptr(), ctypes.addressof(own), plan.room.data_ptr(),
+            len(plan.blocks), len(pieces), inputs, plan.largest_rank, room_of_one, int(dtype == torch.bfloat16),
         )  # fmt: skip
-        kept = (native, own, room, plan, tuple(pieces))
+        kept = (native, own, plan.room, plan, tuple(pieces))
         return _Bound(self._run, ctypes.addressof(native), threads, self._parallel, dtype, kept)
 
 
@@ -129,10 +141,14 @@ class _Bound:
     """What ``work`` points to."""
 
     def __call__(self, y_TO: Tensor, x_TI: Tensor) -> None:
-        if x_TI.stride(1) != 1:
-            x_TI = x_TI.contiguous()
-        assert x_TI.dtype == y_TO.dtype == self.dtype, "of the type that A and B have"
-        assert y_TO.stride(1) == 1, "a linear map's fresh result"
+        if y_TO.dtype != self.dtype or y_TO.stride(1) != 1:
+            # Not what the model's own maps give, but a caller's autocast changes that.
+            own_TO = y_TO.to(self.dtype).contiguous()
+            self(own_TO, x_TI)
+            y_TO.copy_(own_TO)
+            return
+        if x_TI.dtype != self.dtype or x_TI.stride(1) != 1:
+            x_TI = x_TI.to(self.dtype).contiguous()
         self.run(
             self.work, y_TO.data_ptr(), y_TO.stride(0), x_TI.data_ptr(), x_TI.stride(0), self.threads, self.parallel
         )
@@ -153,11 +169,11 @@ def native_problem() -> str:
 
 @cache
 def _library() -> ctypes.CDLL | str:
-    paths = sorted(Path(__file__).parent.glob("_native*.so"))
-    if not paths:
-        return "the C++ kernels were not built: there was no C++ compiler when Quire was installed"
+    path = Path(__file__).parent / f"_native{sysconfig.get_config_var('EXT_SUFFIX')}"
+    if not path.exists():
+        return "the C++ kernels were not built: there was no C++ compiler (GCC 12 or later, or clang) when Quire was installed"
     try:
-        library = ctypes.CDLL(str(paths[0]))
+        library = ctypes.CDLL(str(path))
         version = library.quire_low_rank_version()
     except (OSError, AttributeError) as error:
         return f"the C++ kernels cannot be loaded: {error}"

@@ -31,6 +31,13 @@ class Context:
     """Names of the loaded adapters, as of the last look at the engine: at start, whenever one is loaded or unloaded over HTTP,
     and whenever they are listed. Kept here so that nobody waits for the engine to learn who is meant."""
 
+    @property
+    def longest(self) -> int:
+        """Tokens that a request may have: the model's length, or what the pool of pages holds."""
+        capacity = self.llm.engine.runner.state.capacity
+        length = self.llm.engine.max_model_len
+        return length if capacity is None else min(length, capacity)
+
     async def refresh_adapters(self) -> None:
         """Look at the engine."""
         self.adapters = set(await self.llm.adapters())

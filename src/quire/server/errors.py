@@ -28,6 +28,7 @@ from quire.errors import (
     ResourceExhausted,
     Unsupported,
 )
+from quire.metrics import REFUSAL_ERRORS
 
 CLIENT_GONE = 499
 """Nobody reads this answer; nginx's number for a client that closed its connection."""
@@ -121,6 +122,8 @@ def validation_error(problems: Sequence[Mapping[str, Any]]) -> ApiError:
     where, fields = (parts[0], parts[1:]) if parts else ("body", [])
     param = ".".join(part for part in fields if not _is_branch(part)) or None
     message = str(first.get("msg", "invalid"))
+    if first.get("type") == "extra_forbidden":
+        message = "there is no such field in this call"
     if first.get("type") == "json_invalid":
         reason = (first.get("ctx") or {}).get("error", message)
         return ApiError(400, f"the body is not valid JSON: {reason}", code="invalid_json")
@@ -139,6 +142,15 @@ def _is_branch(part: str) -> bool:
     return any(mark in part for mark in "[](),") or part in ("str", "int", "float", "bool", "constrained-str")
 
 
+def count(request: Request, error: ApiError) -> None:
+    """Among the engine's refusals, under the error that it is."""
+    by_code = {code: kind.__name__ for kind, _, code in STATUSES}
+    by_status = {400: "InvalidArgument", 404: "NotFound", 409: "FailedPrecondition", 429: "ResourceExhausted"}
+    name = by_code.get(error.code or "", by_status.get(error.status, ""))
+    if name in REFUSAL_ERRORS:
+        request.app.state.context.llm.engine.metrics.refusals.inc(name)
+
+
 def install(app: FastAPI) -> None:
     """Have all errors of routes answered in this shape. What is nobody's fault but ours goes on, to the gate, which logs it."""
 
@@ -146,10 +158,13 @@ def install(app: FastAPI) -> None:
         found = api_error(error)
         if found.status == 500:
             raise error
+        count(request, found)
         return error_response(found)
 
     async def from_validation(request: Request, error: Exception) -> Response:
-        return error_response(validation_error(error.errors() if isinstance(error, RequestValidationError) else ()))
+        found = validation_error(error.errors() if isinstance(error, RequestValidationError) else ())
+        count(request, found)
+        return error_response(found)
 
     async def from_framework(request: Request, error: Exception) -> Response:
         if not isinstance(error, HTTPException):

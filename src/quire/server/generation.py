@@ -19,8 +19,9 @@ from starlette.requests import Request
 
 from quire.async_llm import AsyncLLM, SampleDelta
 from quire.engine.session import as_token_ids
+from quire.engine.structured import GRAMMAR_ENDED
 from quire.engine.tokenizer import Tokenizer
-from quire.errors import Cancelled, InvalidArgument, QuireError
+from quire.errors import Cancelled, InvalidArgument, QuireError, ResourceExhausted
 from quire.outputs import CompletionOutput, FinishReason, RequestOutput
 from quire.sampling_params import SamplingParams
 from quire.server.context import Context
@@ -313,7 +314,8 @@ class _Begun:
 def whole(output: CompletionOutput) -> SampleDelta:
     """A finished sample as the one delta of a stream."""
     if output.finish_reason == "error":
-        raise QuireError(output.error or "the request failed")
+        reason = output.error or "the request failed"
+        raise ResourceExhausted(reason) if reason.startswith(GRAMMAR_ENDED) else QuireError(reason)
     return SampleDelta(
         index=output.index,
         text=output.text,

@@ -51,7 +51,12 @@ def serve(llm: AsyncLLM, settings: ServerSettings | None = None) -> None:
     try:
         sockets += bind(settings.host, settings.port)
         with logs.to_stderr():
-            server = Server(create_app(llm, settings), announce=True)
+            app = create_app(llm, settings)
+            longest, length = app.state.context.longest, llm.engine.max_model_len
+            if longest < length:
+                text = f"the pool holds {longest} tokens, so no request can have the {length} of the model; give kv_cache_memory"
+                logs.event("warning", text=text)
+            server = Server(app, announce=True)
             server.run(sockets)
     finally:
         for listener in sockets:

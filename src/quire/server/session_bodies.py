@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from typing import Annotated, Any
 
-from pydantic import Field, WithJsonSchema
+from pydantic import ConfigDict, Field, WithJsonSchema
 
 from quire.async_llm import SampleDelta
 from quire.engine.tokenizer import Tokenizer
@@ -28,7 +28,13 @@ _IDS = {"type": "array", "items": {"type": "integer"}}
 Prompt = Annotated[str | TokenIds, WithJsonSchema({"anyOf": [{"type": "string"}, _IDS]})]
 
 
-class CreateBody(Body):
+class StrictBody(Body):
+    """A call that nobody else has: a field that it does not know is a slip."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", protected_namespaces=())
+
+
+class CreateBody(StrictBody):
     """``POST /v1/sessions``."""
 
     model: str | None = None
@@ -47,7 +53,7 @@ class CreateBody(Body):
     cache_salt: str | None = None
 
 
-class TextBody(Body):
+class TextBody(StrictBody):
     """``append`` and ``score``: one of the two."""
 
     text: str | None = None
@@ -62,7 +68,7 @@ class TextBody(Body):
         return self.text if self.text is not None else self.tokens or []
 
 
-class ForkBody(Body):
+class ForkBody(StrictBody):
     at: int | None = None
     """The children hold the first ``at`` tokens; all of them if it is missing."""
     n: Annotated[int, Field(ge=1)] = 1
@@ -71,7 +77,7 @@ class ForkBody(Body):
     """Of the children; the parent's if it is missing."""
 
 
-class RewindBody(Body):
+class RewindBody(StrictBody):
     """One of the two."""
 
     to: int | None = None
@@ -80,7 +86,7 @@ class RewindBody(Body):
     """Tokens that are taken away."""
 
 
-class AdapterBody(Body):
+class AdapterBody(StrictBody):
     name: str | None
     """A loaded adapter; null: the base model."""
 
@@ -151,6 +157,8 @@ class GenerateBody(Body):
             raise ApiError(
                 400, f"{name} is not supported in a session: {advice}", param=name, code="unsupported_parameter"
             )
+        if unknown := sorted(extra.keys() - UNSUPPORTED.keys()):
+            raise ApiError(400, f"{unknown[0]}: there is no such field in this call", param=unknown[0])
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options is for requests with stream=true", param="stream_options")
 

@@ -137,7 +137,7 @@ async def model_cards(context: Context) -> list[ModelCard]:
         id=context.model_name,
         created=int(context.started),
         root=str(context.llm.config.model),
-        max_model_len=context.llm.engine.max_model_len,
+        max_model_len=context.longest,
     )
     return [base, *(adapter_card(context, info) for info in loaded.values() if info.name != base.id)]
 
@@ -149,5 +149,5 @@ def adapter_card(context: Context, info: AdapterInfo) -> ModelCard:
         created=int(context.started),
         root=info.path,
         parent=context.model_name,
-        max_model_len=context.llm.engine.max_model_len,
+        max_model_len=context.longest,
     )

@@ -81,7 +81,7 @@ async def tokenize(request: Request, body: TokenizeRequest) -> TokenizeResponse:
     found = await asyncio.to_thread(_encode, tokenizer, body)
     return TokenizeResponse(
         count=len(found),
-        max_model_len=context.llm.engine.max_model_len,
+        max_model_len=context.longest,
         tokens=found,
         token_strs=[tokenizer.token_text(token) for token in found] if body.return_token_strs else None,
     )
