@@ -280,7 +280,7 @@ def test_templates_see_plain_values() -> None:
 
 def test_no_template_says_what_to_do() -> None:
     for call in (lambda: render_chat(None, [USER]), lambda: encode_chat(Tokenizer(byte_level()), [USER])):
-        with pytest.raises(InvalidArgument, match=r"no chat template: pass chat_template .* chat_template.jinja"):
+        with pytest.raises(InvalidArgument, match=r"no chat template: add a chat_template.jinja .* pass chat_template"):
             call()
 
 
