@@ -667,8 +667,11 @@ def test_all_choices_can_be_written(spelled: Callable[[str], Spelled], choices: 
     grammars.close()
 
 
-def test_a_first_mask_that_is_too_much_is_refused(spelled: Callable[[str], Spelled]) -> None:
+def test_a_first_mask_that_is_too_much_is_refused(
+    spelled: Callable[[str], Spelled], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Known when the request is submitted, in the words of the limit."""
+    monkeypatch.setattr("quire.engine.grammar_text.MASK_ITEMS", 5_000)
     model = spelled("byte_level")
     from quire.engine.tokenizer import Tokenizer
 
@@ -684,6 +687,23 @@ def test_a_first_mask_that_is_too_much_is_refused(spelled: Callable[[str], Spell
     schema = {"$ref": "#/$defs/a0", "$defs": {**one, "a8": {"type": "object"}}}
     with pytest.raises(InvalidArgument, match=r"structured_outputs\.json is too complex to begin a text: .*items"):
         Grammars(tokenizer, model.vocab_size, threads=False).check(StructuredOutputs(json=schema))
+
+
+def test_an_object_of_many_optional_properties_can_be_written(spelled: Callable[[str], Spelled]) -> None:
+    from quire.engine.tokenizer import Tokenizer
+
+    model = spelled("byte_level")
+    tokenizer = Tokenizer.from_directory(model.checkpoint.path)
+    assert tokenizer is not None
+    schema = {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(400)}}
+    grammars = Grammars(tokenizer, model.vocab_size, threads=False)
+    matcher = grammars.matcher(StructuredOutputs(json=schema))
+    for token in tokenizer.encode('{"p7":1,"p399":2}', add_special_tokens=False):
+        assert grammars.allowed({0: matcher}, {0: (0,)})[0].any(), matcher.reason()
+        assert matcher.accepts(token), matcher.reason()
+        matcher.accept(token)
+    assert grammars.allowed({0: matcher}, {0: (0,)})[0].any()
+    assert matcher.problem() is None
 
 
 def test_structured_outputs_is_a_value() -> None:
