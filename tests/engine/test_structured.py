@@ -689,20 +689,20 @@ def test_a_first_mask_that_is_too_much_is_refused(
         Grammars(tokenizer, model.vocab_size, threads=False).check(StructuredOutputs(json=schema))
 
 
-def test_an_object_of_many_optional_properties_can_be_written(spelled: Callable[[str], Spelled]) -> None:
+def test_an_object_of_many_optional_properties_can_be_written() -> None:
+    """With tokens of several letters a mask looks far into all their names."""
     from quire.engine.tokenizer import Tokenizer
+    from quire.models.catalogue import resolve_model
 
-    model = spelled("byte_level")
-    tokenizer = Tokenizer.from_directory(model.checkpoint.path)
+    tokenizer = Tokenizer.from_directory(resolve_model("tiny-python"))
     assert tokenizer is not None
-    schema = {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(400)}}
-    grammars = Grammars(tokenizer, model.vocab_size, threads=False)
+    schema = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(480)}}
+    grammars = Grammars(tokenizer, tokenizer.token_bytes.size, threads=False)
     matcher = grammars.matcher(StructuredOutputs(json=schema))
-    for token in tokenizer.encode('{"p7":1,"p399":2}', add_special_tokens=False):
-        assert grammars.allowed({0: matcher}, {0: (0,)})[0].any(), matcher.reason()
-        assert matcher.accepts(token), matcher.reason()
+    for token in tokenizer.encode('{ "p7": "a", "p399": "b"}', add_special_tokens=False):
+        assert grammars.allowed({0: matcher}, {0: ()})[0].any(), matcher.reason()
         matcher.accept(token)
-    assert grammars.allowed({0: matcher}, {0: (0,)})[0].any()
+    assert matcher.complete
     assert matcher.problem() is None
 
 
