@@ -47,6 +47,7 @@ bench: $(VENV)/.stamp-test  ## Benchmarks with transformers as a peer (takes hou
 	$(BIN)/python bench/adapters.py --peer peft
 	$(BIN)/python bench/serve.py
 	$(BIN)/python bench/soak.py
+	$(BIN)/python bench/slow_grammars.py
 
 clean:  ## Remove what make made
 	rm -rf $(VENV) build dist src/quire.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

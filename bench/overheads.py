@@ -37,7 +37,8 @@ from quire.bench.reports import Spread, interleave, print_json, print_table, ran
 from quire.engine.detokenizer import IncrementalDetokenizer
 from quire.engine.engine import Engine
 from quire.engine.generation import SequenceRequest
-from quire.engine.structured import GrammarMatcher, Grammars
+from quire.engine.grammar_matcher import GrammarMatcher
+from quire.engine.structured import Grammars
 from quire.errors import QuireError
 from quire.kv.passes import AttentionPass
 from quire.ops.sampling import RequestSampler, SampledTokens

@@ -22,9 +22,10 @@ import pytest
 import quire
 from quire import InvalidArgument, QuireError, ResourceExhausted, StructuredOutputs
 from quire.engine import grammar_trial
+from quire.engine.grammar_matcher import GrammarMatcher
 from quire.engine.grammar_text import compiled, grammar_text
 from quire.engine.grammar_trial import SEATS, GrammarsBusy, GrammarTrial, Seats, must_be_tried, thread_stack
-from quire.engine.structured import GrammarMatcher, Grammars, _Compiling
+from quire.engine.structured import Grammars, _Compiling
 from quire.engine.tokenizer import Tokenizer
 from small_tokenizers import saved
 

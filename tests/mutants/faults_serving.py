@@ -119,8 +119,8 @@ ENGINE = (
     Mutant(
         name="grammar-not-advanced",
         file="engine/drawing.py",
-        old="                request.matcher.accept(token)\n",
-        new="                pass\n",
+        old="                seconds = request.matcher.accept(token)\n",
+        new="                seconds = 0.0\n",
         tests=("engine/test_structured.py::test_samples_are_in_the_language",),
     ),
     Mutant(
@@ -129,6 +129,41 @@ ENGINE = (
         old="in zip(masks_MB, matchers.items(), strict=True):",
         new="in zip(np.roll(masks_MB, 1, axis=0), matchers.items(), strict=True):",
         tests=("engine/test_structured.py::test_masks_of_many_are_those_of_each",),
+    ),
+    Mutant(
+        name="everybody-waits-for-a-slow-mask",
+        file="engine/scheduler.py",
+        old="            if not request.ready or not (adapter is None or adapter in batch.adapters):\n",
+        new="            if not (adapter is None or adapter in batch.adapters):\n",
+        tests=("engine/test_slow_grammars.py::test_others_go_on_while_a_mask_is_made",),
+    ),
+    Mutant(
+        name="preempted-ones-do-not-wait-for-their-mask",
+        file="engine/scheduler.py",
+        old="            held_up = duplicates or not request.ready\n",
+        new="            held_up = duplicates\n",
+        tests=("engine/test_slow_grammars.py::test_one_that_was_preempted_meanwhile",),
+    ),
+    Mutant(
+        name="slow-grammars-do-not-rest",
+        file="engine/slow_masks.py",
+        old="+ seconds * (1 / SHARE - 1)",
+        new="+ seconds * 0",
+        tests=("engine/test_slow_grammars.py::test_slow_grammars_rest_for_others",),
+    ),
+    Mutant(
+        name="masks-made-ahead-for-those-who-left",
+        file="engine/engine.py",
+        old="            request.matcher.drop()\n",
+        new="            pass\n",
+        tests=("engine/test_slow_grammars.py::test_it_may_end_while_its_mask_is_made",),
+    ),
+    Mutant(
+        name="once-slow-always-slow",
+        file="engine/grammar_matcher.py",
+        old="self.slow, self._seconds = self._seconds + seconds > slow_masks.SLOW_SECONDS, 0.0",
+        new="self.slow, self._seconds = self.slow or self._seconds + seconds > slow_masks.SLOW_SECONDS, 0.0",
+        tests=("engine/test_slow_grammars.py::test_slow_is_what_takes_long",),
     ),
     Mutant(
         name="ctrl-c-ends-the-trial-of-grammars",

@@ -9,6 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from quire.engine.generation import SequenceRequest
+from quire.engine.grammar_matcher import GrammarMatcher
 from quire.engine.structured import Grammars, RowGrammars
 from quire.errors import QuireError
 from quire.metrics import EngineMetrics
@@ -126,7 +127,7 @@ class Drawing:
                 return
         if request.matcher is not None:
             try:
-                request.matcher.accept(token)
+                seconds = request.matcher.accept(token)
             except QuireError as error:
                 self._fail(request, error)
                 return
@@ -137,6 +138,16 @@ class Drawing:
             self._finish(request, "length")
         elif len(request.work.tokens) >= request.limit:
             self._finish(request, "length", "context")
+        elif request.matcher is not None:
+            self._make_ahead(request, request.matcher, seconds)
+
+    def _make_ahead(self, request: SequenceRequest, matcher: GrammarMatcher, seconds: float) -> None:
+        """A request whose grammar is slow waits for its mask beside the steps. ``seconds``: what its token took."""
+        request.work.is_ready = None
+        if matcher.slow and self.grammars is not None:
+            self.grammars.slow.spent(seconds)
+            self.grammars.make_ahead(matcher)
+            request.work.is_ready = lambda: matcher.ready
 
     @staticmethod
     def _add_text(request: SequenceRequest, token: int) -> None:

@@ -352,7 +352,12 @@ class Engine:
             except BaseException:
                 self._repair()
                 raise
-            return changed
+        if self.grammars is not None:
+            # Slow grammars rest for others, if there are any.
+            self.grammars.slow.shared = any(work.is_ready is None for work in scheduled.requests)
+            if not scheduled.step.chunks and not changed and (held_up := self.scheduler.held_up):
+                self.grammars.slow.wait(lambda: any(work.ready for work in held_up))
+        return changed
 
     def _execute(self, scheduled: Scheduled) -> list[SequenceRequest]:
         """Run a step and take its results in. If that fails, its requests end and the others go on."""
@@ -465,6 +470,8 @@ class Engine:
     def _finish(self, request: SequenceRequest, reason: FinishReason, stop: str | int | None = None) -> None:
         if request.finished:
             return
+        if request.matcher is not None:
+            request.matcher.drop()
         request.finished_at = time.monotonic()
         if request.detokenizer is not None and (rest := request.detokenizer.finish()):
             request.pieces.append(rest)

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from quire.engine.detokenizer import IncrementalDetokenizer
+    from quire.engine.grammar_matcher import GrammarMatcher
     from quire.engine.results import PromptLogprobs
-    from quire.engine.structured import GrammarMatcher
     from quire.ops.sampling import RequestSampler, TokenLogprobs
 
 OnLogits = Callable[[int, "Tensor"], None]

@@ -21,7 +21,7 @@ JSON_SPACE = r"[ \t]{1,8}|(\r?\n){1,2}[ \t]{0,40}"
 
 MASK_ITEMS = 50_000
 """Items of the parser that a mask, or a token, may take: llguidance's own limit. 5,000 would refuse objects of 400 optional properties,
-whose masks take 1 ms, and spare nobody an ambiguous grammar, whose masks take up to 0.3 s before its rows are too long."""
+whose masks take 1 ms, and spare nobody an ambiguous grammar, whose items take a hundred times longer (``slow_masks``)."""
 
 NO_TOKEN = "no token of the vocabulary continues the text"
 """The reason why a matcher does not go on that is no limit."""

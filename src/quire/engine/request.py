@@ -7,7 +7,7 @@ is left to run is ``len(tokens) - computed``, one token left is a decode, preemp
 from __future__ import annotations
 
 import enum
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -115,10 +115,17 @@ class ScheduledRequest:
     """Its state must not be given up: it was asked to stay, or cannot be computed again (somebody wrote into it)."""
     admitted: bool = False
     """Whether it was ever admitted."""
+    is_ready: Callable[[], bool] | None = None
+    """Whether it can take part in a step, of one for which something is made beside the steps; None: always."""
 
     @property
     def remaining(self) -> int:
         return len(self.tokens) - self.computed
+
+    @property
+    def ready(self) -> bool:
+        """Whether it can take part in a step."""
+        return self.is_ready is None or self.is_ready()
 
     @property
     def next_adapter(self) -> int | None:

@@ -227,6 +227,11 @@ class Scheduler:
     def idle(self) -> bool:
         return not self.waiting and not self.running
 
+    @property
+    def held_up(self) -> list[ScheduledRequest]:
+        """Those that can take part in no step yet."""
+        return [request for request in (*self.running, *self.waiting) if not request.ready]
+
     # -- deciding --------------------------------------------------------------------------------------------
 
     def schedule(self) -> Scheduled:
@@ -248,7 +253,9 @@ class Scheduler:
             if batch.budget < 1 or len(batch.requests) >= self.limits.max_num_seqs:
                 break
             adapter = request.next_adapter
-            if (adapter is None or adapter in batch.adapters) and (count := self._count(request, batch)):
+            if not request.ready or not (adapter is None or adapter in batch.adapters):
+                continue
+            if count := self._count(request, batch):
                 batch.add(request, count)
         preempted = self._make_room(batch, failed)
         if not preempted:
@@ -346,7 +353,8 @@ class Scheduler:
         while index < len(self.waiting) and batch.budget > 0 and len(self.running) < self.limits.max_num_seqs:
             request = self.waiting[index]
             duplicates = request.seq is None and not self._is_saved(request) and self._duplicates(request)
-            if duplicates or not self._count(request, batch) or self._waits_for_adapter(request, batch):
+            held_up = duplicates or not request.ready
+            if held_up or not self._count(request, batch) or self._waits_for_adapter(request, batch):
                 index += 1
                 continue
             attached = request.seq is None

@@ -13,6 +13,7 @@ Large grammars (long ones, and those that may cost more than they show) are trie
 another, but for the turn among large ones, and few may wait for that.
 
 A matcher follows the tokens of one generation as they are emitted, so nothing that happens to a request's KV state concerns it.
+One that is slow has its masks made beside the engine (``slow_masks``).
 
 Letters: M matchers; B words of a mask (``quire.ops.filters``).
 """
@@ -26,15 +27,19 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from quire.engine.grammar_text import NO_TOKEN, compiled, field_of, given, grammar_text, reason_of
+from quire.engine import slow_masks
+from quire.engine.grammar_matcher import GrammarMatcher
+from quire.engine.grammar_text import NO_TOKEN, compiled, field_of, given, grammar_text
 from quire.engine.grammar_trial import GrammarTrial, Seats, must_be_tried
+from quire.engine.slow_masks import SlowMasks
 from quire.engine.tokenizer import Tokenizer
-from quire.errors import InvalidArgument, QuireError, ResourceExhausted, Unsupported
+from quire.errors import InvalidArgument, QuireError, Unsupported
 from quire.ops.filters import Words, num_words
 from quire.sampling_params import StructuredOutputs
 
@@ -49,47 +54,14 @@ MAX_COMPILED = 64
 MAX_COMPILED_MEMORY = 1 << 30
 """Bytes that the compiled grammars which an engine keeps have together, as far as they were measured."""
 
+MAX_THREADS = 16
+"""Threads that make masks."""
+
 MAX_REFUSED = 64
 """Refusals of large grammars that an engine keeps, the least recently used going first."""
 
 REFUSED_SECONDS = 600.0
 """For how long a refusal holds: what was too slow may be less slow another time."""
-
-GRAMMAR_ENDED = "structured_outputs: the grammar cannot go on from here: "
-"""How an error begins that ends a generation because of what its grammar is."""
-
-
-class GrammarMatcher:
-    """Where the text of one generation is in its grammar."""
-
-    def __init__(self, matcher: LLMatcher) -> None:
-        self._matcher = matcher
-        self.over = False
-        """Whether, at the last mask, the text could end and nothing could be added to it."""
-
-    def accept(self, token: int) -> None:
-        """``token`` joined the text; one that ended it did not. ``ResourceExhausted`` if the grammar does not go on, which happens
-        only beyond the limits on a parser's size."""
-        if not self._matcher.consume_token(token):
-            raise self.problem() or QuireError(f"structured_outputs: token {token} does not continue the text")
-
-    def accepts(self, token: int) -> bool:
-        """Whether ``token`` continues the text; a hundredth of a mask's time."""
-        return self._matcher.validate_tokens([token]) == 1
-
-    @property
-    def complete(self) -> bool:
-        """Whether the text is whole and nothing can be added to it."""
-        return self._matcher.is_stopped() and self._matcher.is_accepting()
-
-    def problem(self) -> QuireError | None:
-        """Why the grammar does not go on; None if it does."""
-        reason = self.reason()
-        return None if reason is None else ResourceExhausted(f"{GRAMMAR_ENDED}{reason}")
-
-    def reason(self) -> str | None:
-        """The words of ``problem``."""
-        return reason_of(self._matcher)
 
 
 class RowGrammars:
@@ -100,21 +72,21 @@ class RowGrammars:
     ) -> None:
         """``ends``: by row the tokens that end the text."""
         self._grammars = grammars
-        self._matchers = matchers
+        self.inners = matchers
         self._ends = ends
 
     @property
     def rows(self) -> Collection[int]:
-        return self._matchers.keys()
+        return self.inners.keys()
 
     def accepts(self, row: int, token: int) -> bool:
-        # Only the mask knows whether a text may end.
-        matcher = self._matchers[row]
+        matcher = self.inners[row]
         matcher.over = False
-        return token not in self._ends[row] and matcher.accepts(token)
+        # Only the mask knows whether a text may end, and that of a slow grammar is there.
+        return not matcher.slow and token not in self._ends[row] and matcher.accepts(token)
 
     def masks(self, rows: Sequence[int]) -> Mapping[int, Words]:
-        return self._grammars.allowed({row: self._matchers[row] for row in rows}, self._ends)
+        return self._grammars.allowed({row: self.inners[row] for row in rows}, self._ends)
 
 
 class Grammars:
@@ -123,13 +95,17 @@ class Grammars:
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, *, threads: bool) -> None:
         """``vocab_size``: of the model; ids that the tokenizer has not are never allowed. ``threads``: whether the cores have
         nothing else to do, as beside a GPU; threads of a model that wait for their next turn keep others waiting."""
-        self._threads = threads
+        self._threads = min(MAX_THREADS, os.cpu_count() or 1) if threads else 1
+        self._executor: LLExecutor | None = None
+        self._pool: ThreadPoolExecutor | None = None
+        self._doubtful = False
+        """Whether the masks of a step took so long that one of them may be slow."""
+        self.slow = SlowMasks()
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._lock = threading.Lock()
         self._setting_up = threading.Lock()
         self._vocabulary: LLTokenizer | None = None
-        self._executor: LLExecutor | None = None
         self._compiled: OrderedDict[StructuredOutputs, LLMatcher] = OrderedDict()
         self._sizes: dict[StructuredOutputs, int] = {}
         """Bytes of the large ones among them."""
@@ -151,6 +127,7 @@ class Grammars:
         self._lock, self._setting_up, self._turn = threading.Lock(), threading.Lock(), threading.Lock()
         self._seats = Seats()
         self._compiling = {}
+        self._executor, self._pool, self.slow = None, None, SlowMasks()
 
     # -- compiling -------------------------------------------------------------------------------------------
 
@@ -168,6 +145,7 @@ class Grammars:
 
     def close(self) -> None:
         """End the child process, if there is one. Large grammars are not compiled any more."""
+        self.slow.close()
         with self._setting_up:
             if self._trial is not None:
                 self._trial.close()
@@ -284,26 +262,19 @@ class Grammars:
 
     def allowed(self, matchers: Mapping[int, GrammarMatcher], ends: Mapping[int, Sequence[int]]) -> dict[int, Words]:
         """What may be drawn next, by the keys of ``matchers``. ``ends``: tokens that end the text."""
-        from llguidance import LLExecutor
-        from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_par
-
         last = self._vocab_size
         masks_MB = np.zeros((len(matchers), num_words(last + 1)), dtype=np.uint32)
-        inner = [matcher._matcher for matcher in matchers.values()]
-        if len(inner) > 1 and self._threads:
-            if self._executor is None:
-                self._executor = LLExecutor()
-            rows = [(matcher, row) for row, matcher in enumerate(inner)]
-            fill_next_token_bitmask_par(self._executor, rows, masks_MB.view(np.int32))
-        else:
-            for row, llmatcher in enumerate(inner):
-                fill_next_token_bitmask(llmatcher, masks_MB.view(np.int32), row)
+        to_fill: list[tuple[GrammarMatcher, int]] = []
+        for row, matcher in enumerate(matchers.values()):
+            if (made := matcher.made_ahead()) is None:
+                to_fill.append((matcher, row))
+            else:
+                masks_MB[row] = made
+        self._fill(masks_MB, to_fill)
         found: dict[int, Words] = {}
         for words_B, (key, matcher) in zip(masks_MB, matchers.items(), strict=True):
             # The bit is also set where the parser cannot go on at all.
-            may_end = (
-                bool(words_B[last // 32] >> np.uint32(last % 32) & np.uint32(1)) and matcher._matcher.is_accepting()
-            )
+            may_end = bool(words_B[last // 32] >> np.uint32(last % 32) & np.uint32(1)) and matcher.accepting
             keep_B, ends_B = self._end_bits(tuple(ends[key]))
             words_B &= keep_B
             matcher.over = may_end and not words_B.any()
@@ -311,6 +282,41 @@ class Grammars:
                 words_B |= ends_B
             found[key] = words_B[: num_words(last)]
         return found
+
+    def _fill(self, masks_MB: Words, to_fill: Sequence[tuple[GrammarMatcher, int]]) -> None:
+        """Make masks, each in its row."""
+        if len(to_fill) < 2 or self._threads == 1:
+            for matcher, row in to_fill:
+                matcher.fill(masks_MB, row)
+        elif self._doubtful:
+            self._doubtful = False
+            self._fill_timed(masks_MB, to_fill)
+        else:
+            from llguidance import LLExecutor
+            from llguidance.numpy import fill_next_token_bitmask_par
+
+            if self._executor is None:
+                self._executor = LLExecutor()
+            started = time.perf_counter()
+            rows = [(matcher.inner, row) for matcher, row in to_fill]
+            fill_next_token_bitmask_par(self._executor, rows, masks_MB.view(np.int32))
+            # Quicker than threads of ours, but it does not tell whose mask took long. The next time it is found out.
+            self._doubtful = time.perf_counter() - started > slow_masks.SLOW_SECONDS
+
+    def _fill_timed(self, masks_MB: Words, to_fill: Sequence[tuple[GrammarMatcher, int]]) -> None:
+        """As ``_fill``, with the time of each."""
+
+        def fill(first: int) -> None:
+            for matcher, row in to_fill[first :: self._threads]:
+                matcher.fill(masks_MB, row)
+
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="quire-grammars")
+        list(self._pool.map(fill, range(min(self._threads, len(to_fill)))))
+
+    def make_ahead(self, matcher: GrammarMatcher) -> None:
+        """Have the next mask of a slow grammar made beside the engine."""
+        matcher.make_ahead(self.slow, num_words(self._vocab_size + 1))
 
     def _end_bits(self, ends: tuple[int, ...]) -> tuple[Words, Words]:
         """What is left without the tokens that end a text and the bit that says that it may end; and these tokens alone."""

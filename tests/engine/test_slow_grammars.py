@@ -1,0 +1,334 @@
+"""Slow grammars: their masks are made beside the engine, others go on meanwhile, and every text is what it is without."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quire import AsyncLLM, SamplingParams, StructuredOutputs
+from quire.engine import slow_masks
+from quire.engine.engine import Engine
+from quire.engine.generation import SequenceRequest
+from quire.engine.grammar_matcher import GRAMMAR_ENDED, GrammarMatcher
+from quire.engine.slow_masks import SHARE, SlowMasks
+from quire.engine.structured import Grammars
+from quire.engine.tokenizer import Tokenizer
+from quire.ops.filters import Words
+
+from .conftest import MakeLLM, check, engine_of, greedy, random_tokens
+from .test_structured import LANGUAGES, Spelled, mixed, samples, spell
+
+AMBIGUOUS = {"grammar": 'start: s\ns: s s | s s s | "a" | ""'}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Spelled:
+    return spell(tmp_path_factory.mktemp("slow"), "byte_level")
+
+
+@pytest.fixture
+def all_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every token takes more than a slow one."""
+    monkeypatch.setattr(slow_masks, "SLOW_SECONDS", -1.0)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """What masks that are made beside the engine wait for."""
+    opened = threading.Event()
+    fill = GrammarMatcher.fill
+
+    def behind_it(self: GrammarMatcher, masks_MB: Words, row: int) -> float:
+        if threading.current_thread().name.startswith("quire-slow-grammars"):
+            assert opened.wait(60)
+        return fill(self, masks_MB, row)
+
+    monkeypatch.setattr(GrammarMatcher, "fill", behind_it)
+    yield opened
+    opened.set()
+
+
+def submit(engine: Engine, params: SamplingParams, seed: int = 0) -> SequenceRequest:
+    (request,) = engine.submit(np.array(random_tokens(20, seed=seed)), params)
+    return request
+
+
+def begun(engine: Engine, *requests: SequenceRequest) -> None:
+    """Step until each has a token."""
+    for _ in range(4):
+        if all(request.output_ids for request in requests):
+            return
+        engine.step()
+    raise AssertionError("a prompt of 20 tokens takes no 4 steps")
+
+
+# -- what is generated ---------------------------------------------------------------------------------------------
+
+
+def test_the_same_whether_slow_or_not(make_llm: MakeLLM, model: Spelled, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All languages, greedy and drawn, alone and together, preempted, in sessions."""
+    params = [*mixed(7), *(greedy(9, structured_outputs=one.wanted) for one in LANGUAGES.values())]
+    prompts = [random_tokens(20, seed=i) for i in range(len(params))]
+    expected = samples(make_llm(model.checkpoint).generate(prompts, params))
+    monkeypatch.setattr(slow_masks, "SLOW_SECONDS", -1.0)
+    started: list[object] = []
+    start = SlowMasks.start
+    monkeypatch.setattr(SlowMasks, "start", lambda self, make: started.append(make) or start(self, make))
+
+    llm = make_llm(model.checkpoint)
+    assert samples(llm.generate(prompts, params)) == expected
+    # Every token with a grammar but the last of a text had its mask made ahead.
+    texts = [sample for one, row in zip(params, expected, strict=True) if one.structured_outputs for sample in row]
+    assert len(started) == sum(len(tokens) - 1 for tokens, _ in texts)
+    check(llm)
+    alone = make_llm(model.checkpoint, enable_prefix_caching=False)
+    assert [samples(alone.generate(p, q))[0] for p, q in zip(prompts, params, strict=True)] == expected
+    tight = make_llm(model.checkpoint, pool=96, page_size=4, max_num_batched_tokens=16)
+    assert samples(tight.generate(prompts, params)) == expected
+    assert engine_of(tight).scheduler.num_preemptions > 0
+    check(tight)
+    one = next(i for i, each in enumerate(params) if each.structured_outputs is not None and each.n == 1)
+    with llm.session(prompts[one]) as session:
+        output = session.generate(params[one]).outputs[0]
+        assert (output.token_ids, output.finish_reason) == expected[one][0]
+
+
+def test_the_same_in_the_background(model: Spelled, make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = mixed(3)
+    prompts = [random_tokens(20, seed=i) for i in range(len(params))]
+    expected = samples(make_llm(model.checkpoint).generate(prompts, params))
+    monkeypatch.setattr(slow_masks, "SLOW_SECONDS", -1.0)
+
+    async def run() -> Any:
+        async with AsyncLLM(model.checkpoint.path, device="cpu", dtype="float32", kv_cache_memory="8MiB") as llm:
+            return await llm.generate(prompts, params)
+
+    assert samples(asyncio.run(run())) == expected
+
+
+def test_a_grammar_that_ends_beside_the_engine_ends_its_request(
+    make_llm: MakeLLM, model: Spelled, monkeypatch: pytest.MonkeyPatch, all_slow: None
+) -> None:
+    """With the reason, while others go on."""
+    monkeypatch.setattr("quire.engine.grammar_text.MASK_ITEMS", 300)
+    only_a = {model.id(b"a"): 100.0}
+    llm = make_llm(model.checkpoint)
+    plain = greedy(50)
+    prompt = random_tokens(20, seed=1)
+    expected = samples(llm.generate(prompt, plain))
+    outputs = llm.generate([prompt, prompt], [greedy(200, structured_outputs=AMBIGUOUS, logit_bias=only_a), plain])
+    assert samples(outputs[1:]) == expected
+    (ended,) = outputs[0].outputs
+    assert ended.finish_reason == "error"
+    assert (ended.error or "").startswith(GRAMMAR_ENDED)
+    assert "items" in (ended.error or "")
+    assert 3 < len(ended.token_ids) < 200
+    check(llm)
+
+
+def test_slow_is_what_takes_long(make_llm: MakeLLM, model: Spelled, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the time of its thread, mask and token together; and no longer than that."""
+    clock = iter(range(1000))
+    step = [0.0]
+    monkeypatch.setattr("quire.engine.grammar_matcher.time.thread_time", lambda: next(clock) * step[0])
+    tokenizer = Tokenizer.from_directory(model.checkpoint.path)
+    assert tokenizer is not None
+    grammars = Grammars(tokenizer, model.vocab_size, threads=False)
+    matcher = grammars.matcher(StructuredOutputs(regex="a+"))
+    for seconds, slow in ((0.6, True), (0.4, False), (0.6, True)):
+        # Between two looks at the clock: once around the mask, once around the token.
+        step[0] = seconds * slow_masks.SLOW_SECONDS
+        grammars.allowed({0: matcher}, {0: ()})
+        matcher.accept(model.id(b"a"))
+        assert matcher.slow == slow
+    step[0] = 0.4 * slow_masks.SLOW_SECONDS
+    assert matcher.accepts(model.id(b"a"))
+    grammars.allowed({0: matcher}, {0: ()})
+    matcher.accept(model.id(b"a"))
+    assert matcher.slow, "a look at a token counts as well"
+
+
+# -- others --------------------------------------------------------------------------------------------------------
+
+
+def test_others_go_on_while_a_mask_is_made(
+    make_llm: MakeLLM, model: Spelled, all_slow: None, gate: threading.Event
+) -> None:
+    llm = make_llm(model.checkpoint)
+    engine = engine_of(llm)
+    slow = submit(engine, greedy(9, structured_outputs={"regex": "[ab]+"}))
+    begun(engine, slow)
+    quick = submit(engine, greedy(30), seed=1)
+    for _ in range(31):
+        engine.step()
+    assert quick.finish_reason == "length"
+    assert len(slow.output_ids) == 1
+    assert not slow.finished
+    late = submit(engine, greedy(3), seed=2)
+    engine.run([late])
+    assert len(slow.output_ids) == 1
+    gate.set()
+    engine.run([slow])
+    assert len(slow.output_ids) == 9
+    check(llm)
+
+
+def test_one_that_was_preempted_meanwhile(
+    make_llm: MakeLLM, model: Spelled, all_slow: None, gate: threading.Event
+) -> None:
+    """It comes back when its mask is there, with the tokens that it would have had."""
+    params = greedy(9, structured_outputs={"regex": "[ab]+"})
+    gate.set()
+    expected = samples(make_llm(model.checkpoint).generate(random_tokens(20, seed=0), params))
+    gate.clear()
+    llm = make_llm(model.checkpoint)
+    engine = engine_of(llm)
+    slow = submit(engine, params)
+    begun(engine, slow)
+    engine.scheduler.preempt(slow.work)
+    quick = submit(engine, greedy(5), seed=1)
+    engine.run([quick])
+    assert slow.work in engine.scheduler.waiting
+    gate.set()
+    engine.run([slow])
+    assert [(slow.output_ids, slow.finish_reason)] == expected[0]
+    check(llm)
+
+
+@pytest.mark.parametrize("way", ["cancel", "close", "fail"])
+def test_it_may_end_while_its_mask_is_made(
+    make_llm: MakeLLM, model: Spelled, all_slow: None, gate: threading.Event, way: str
+) -> None:
+    """Its pages are free at once, and a mask whose turn had not come is not made."""
+    llm = make_llm(model.checkpoint)
+    engine = engine_of(llm)
+    requests = [submit(engine, greedy(9, structured_outputs={"regex": "[ab]+"}), seed=i) for i in range(2)]
+    begun(engine, *requests)
+    queued = requests[1].matcher._coming  # type: ignore[union-attr]
+    if way == "cancel":
+        for request in requests:
+            assert engine.cancel(request.request_id)
+        engine.step()
+    elif way == "close":
+        llm.close()
+    else:
+        engine.end(requests)
+    assert [request.finish_reason for request in requests] == ["cancelled"] * 2
+    assert isinstance(queued, Future)
+    assert queued.cancelled()
+    check(llm)
+
+
+def test_with_nothing_else_to_do_it_waits(
+    make_llm: MakeLLM, model: Spelled, all_slow: None, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine does not turn in circles: each step that ran nothing has waited, without the engine's lock."""
+    llm = make_llm(model.checkpoint)
+    engine = engine_of(llm)
+    slow = submit(engine, greedy(4, structured_outputs={"regex": "[ab]+"}))
+    begun(engine, slow)
+    waits: list[bool] = []
+    wait = SlowMasks.wait
+
+    def waiting(self: SlowMasks, until: Callable[[], bool]) -> None:
+        waits.append(engine.lock._is_owned())  # type: ignore[attr-defined]
+        wait(self, until)
+
+    monkeypatch.setattr(SlowMasks, "wait", waiting)
+    for _ in range(3):
+        assert engine.step() == []
+    assert waits == [False] * 3
+    gate.set()
+    engine.run([slow])
+    assert len(slow.output_ids) == 4
+
+
+def test_whether_others_take_part(make_llm: MakeLLM, model: Spelled, all_slow: None, gate: threading.Event) -> None:
+    llm = make_llm(model.checkpoint)
+    engine = engine_of(llm)
+    assert engine.grammars is not None
+    slow = submit(engine, greedy(9, structured_outputs={"regex": "[ab]+"}))
+    begun(engine, slow)
+    quick = submit(engine, greedy(3), seed=1)
+    engine.step()
+    assert engine.grammars.slow.shared
+    engine.run([quick])
+    engine.step()
+    assert not engine.grammars.slow.shared
+
+
+# -- the share -----------------------------------------------------------------------------------------------------
+
+
+def test_slow_grammars_rest_for_others() -> None:
+    now = [100.0]
+    masks = SlowMasks(clock=lambda: now[0])
+    masks.spent(0.5)
+    assert masks.rest() == 0, "there are no others"
+    masks.shared = True
+    # Of half a second of work and the rest after it, the work is a fifth.
+    assert 0.5 / (0.5 + masks.rest()) == pytest.approx(SHARE)
+    now[0] += 1.5
+    masks.spent(0.25)
+    assert masks.rest() == pytest.approx(4 * 0.5 - 1.5 + 4 * 0.25)
+    now[0] += 10
+    assert masks.rest() == 0
+    masks.spent(0.1)
+    assert masks.rest() == pytest.approx(0.4), "time that was not used is not saved up"
+    masks.close()
+    assert masks.rest() == 0
+
+
+def test_masks_come_in_turn_and_after_the_rest() -> None:
+    now = [0.0]
+    masks = SlowMasks(clock=lambda: now[0])
+    masks.shared = True
+    made: list[int] = []
+
+    def make(number: int) -> int:
+        made.append(number)
+        masks.spent(1.0)
+        return number
+
+    futures = [masks.start(lambda number=number: make(number)) for number in range(3)]
+    assert futures[0].result(60) == 0
+    assert not futures[1].done()
+    now[0] = 3.9
+    assert made == [0]
+    now[0] = 4.1
+    assert futures[1].result(60) == 1
+    masks.shared = False
+    assert futures[2].result(60) == 2
+    assert made == [0, 1, 2]
+
+
+def test_beside_a_gpu_the_slow_one_is_found(model: Spelled, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Masks of many at a time tell no times; when they took long, those of the next step do."""
+    tokenizer = Tokenizer.from_directory(model.checkpoint.path)
+    assert tokenizer is not None
+    grammars = Grammars(tokenizer, model.vocab_size, threads=True)
+    grammars._threads = 3
+    wanted = [StructuredOutputs(**language.wanted) for language in LANGUAGES.values()]
+    matchers = dict(enumerate(map(grammars.matcher, wanted)))
+    ends = dict.fromkeys(matchers, (3,))
+    one_by_one = {i: grammars.allowed({i: matcher}, ends)[i] for i, matcher in matchers.items()}
+    timed: list[GrammarMatcher] = []
+    fill = GrammarMatcher.fill
+
+    def filling(self: GrammarMatcher, masks_MB: Words, row: int) -> float:
+        timed.append(self)
+        return fill(self, masks_MB, row)
+
+    monkeypatch.setattr(GrammarMatcher, "fill", filling)
+    for seconds, expected in ((60.0, []), (-1.0, []), (60.0, list(matchers.values())), (60.0, [])):
+        monkeypatch.setattr(slow_masks, "SLOW_SECONDS", seconds)
+        found = grammars.allowed(matchers, ends)
+        assert all(np.array_equal(found[i], one_by_one[i]) for i in matchers)
+        assert sorted(map(id, timed)) == sorted(map(id, expected))
+        timed.clear()
