@@ -763,6 +763,7 @@ def test_large_ones_are_kept_up_to_a_sum(grammars: Grammars, monkeypatch: pytest
         return found
 
     monkeypatch.setattr(GrammarTrial, "text", heavy)
+    monkeypatch.setattr("quire.engine.structured.MAX_HELD_MEMORY", 2 << 30)  # all of them are still asked for
     small = StructuredOutputs(regex="a")
     wanted = [StructuredOutputs(regex=f"a{{{i}}}") for i in range(5)]
     for one in (wanted[0], small, *wanted[1:]):
@@ -793,3 +794,30 @@ def test_what_was_checked_is_there_while_it_is_asked_for(
     del second
     gc.collect()
     assert not grammars._held
+
+
+def test_what_is_held_has_a_limit(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large grammars of requests under way; each counts once, and what is known is not compiled again."""
+    text, tried = GrammarTrial.text, list[str | None]()
+
+    def heavy(trial: GrammarTrial, wanted: StructuredOutputs) -> str:
+        found = text(trial, wanted)
+        trial.kept = 150
+        tried.append(wanted.regex)
+        return found
+
+    monkeypatch.setattr(GrammarTrial, "text", heavy)
+    monkeypatch.setattr("quire.engine.structured.MAX_HELD_MEMORY", 300)
+    one, two, three = (StructuredOutputs(regex=f"{letter}{{1,3}}") for letter in "abc")
+    again = StructuredOutputs(regex=one.regex)
+    for wanted in (one, again, two):
+        grammars.check(wanted)
+    for _ in range(2):
+        with pytest.raises(GrammarsBusy, match="hold 0 MiB, and no more are compiled from 0 MiB on; try again later"):
+            grammars.check(three)
+    grammars.check(StructuredOutputs(regex="d"))
+    grammars.matcher(again)
+    del two, wanted
+    gc.collect()
+    grammars.check(three)
+    assert tried == ["a{1,3}", "b{1,3}", "c{1,3}"]

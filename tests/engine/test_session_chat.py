@@ -61,6 +61,30 @@ def test_turns(chatty: LLM) -> None:
     assert fresh.outputs[0].token_ids == output.outputs[0].token_ids
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_the_text_of_an_answer_says_can_be_told(chatty: LLM, stream: bool) -> None:
+    """The next turn's template gets the message, and what comes behind the answer joins its content."""
+
+    def read(text: str) -> dict[str, str]:
+        texts.append(text)
+        return {"role": "assistant", "content": f"<{len(text)}>"}
+
+    texts: list[str] = []
+    session = chatty.session()
+    if stream:
+        list(session.stream_chat([user("The quick")], greedy(8), answer=read))
+    else:
+        assert session.chat([user("The quick")], greedy(8), answer=read).outputs[0].text == texts[0]
+    session.append(" fox")
+    output = session.chat([user("jumps")], greedy(2))
+    assert len(texts) == 1
+    assert chatty.tokenizer is not None
+    turns = [user("The quick"), {"role": "assistant", "content": f"<{len(texts[0])}> fox"}, user("jumps")]
+    prompt = "".join(f"<|im_start|>{t['role']}\n{t['content']}<|im_end|>" for t in turns) + "<|im_start|>assistant\n"
+    assert chatty.tokenizer.decode(output.prompt_token_ids, skip_special_tokens=False) == prompt
+    check(chatty)
+
+
 def test_rewind_takes_turns_back(chatty: LLM) -> None:
     session = chatty.session()
     session.chat([user("one")], greedy(4))

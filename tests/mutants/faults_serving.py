@@ -166,6 +166,20 @@ ENGINE = (
         tests=("engine/test_slow_grammars.py::test_slow_is_what_takes_long",),
     ),
     Mutant(
+        name="answers-in-sessions-kept-with-the-markers-of-harmony",
+        file="server/chat.py",
+        old="answer=(lambda text: answer_of(text, format)) if format.harmony else None,",
+        new="answer=None,",
+        tests=("server/test_harmony.py::test_a_session",),
+    ),
+    Mutant(
+        name="held-grammars-have-no-limit",
+        file="engine/structured.py",
+        old="            if held >= MAX_HELD_MEMORY:\n",
+        new="            if False:\n",
+        tests=("engine/test_grammar_trial.py::test_what_is_held_has_a_limit",),
+    ),
+    Mutant(
         name="ctrl-c-ends-the-trial-of-grammars",
         file="engine/grammar_trial.py",
         old="            start_new_session=True,\n",
@@ -175,7 +189,7 @@ ENGINE = (
     Mutant(
         name="checked-grammars-forgotten-before-they-run",
         file="engine/structured.py",
-        old="            self._held[id(wanted)] = matcher\n",
+        old="            self._held[id(wanted)] = matcher, self._sizes.get(wanted, 0)\n",
         new="            pass\n",
         tests=("engine/test_grammar_trial.py::test_what_was_checked_is_there_while_it_is_asked_for",),
     ),

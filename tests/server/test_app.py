@@ -171,6 +171,7 @@ def test_errors_of_routes_that_are_ours() -> None:
         ("port", [-1, 65536, True, "80", 1.0]),
         ("api_key", ["abc", ("",), ("a b",), ("é",), ("a\n",), (3,)]),
         ("served_model_name", ["", " ", "a\nb", 3]),
+        ("tool_call_parser", ["", "Hermes", "none", 3]),
         ("allowed_origin", ["*", ("a.example",), ("https://a.example/path",), ("https://a, https://b",), (3,)]),
         ("adapter_dir", ["/", ("/no/such/place",), (3,)]),
         ("max_body_bytes", [0, -1, "4G", "x", True]),

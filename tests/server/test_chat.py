@@ -18,6 +18,7 @@ from quire.models.catalogue import bundled_models
 from quire.server import chat
 from quire.server.messages import MessageFormat, MessageReader, message_of
 from quire.server.reasoning import reasoning_for
+from quire.server.settings import ServerSettings
 from quire.server.tools import parser_for
 
 from .conftest import OPTIONS, TEMPLATE, Served, pages_free, serving, wait_for
@@ -223,6 +224,9 @@ def test_forced_calls(chat_client: httpx.Client, named: bool) -> None:
     other = streamed(chat_client, **body)[0]
     assert same(other["message"], found["message"])
     assert other["finish_reason"] == found["finish_reason"]
+    parts = [one["tool_calls"][0]["function"] for one in other["deltas"] if "tool_calls" in one]
+    assert [part["name"] for part in parts if "name" in part] == ["weather"]
+    assert len([part for part in parts if part["arguments"]]) > 2, "arguments are given as they are written"
 
 
 def test_forced_calls_that_are_cut_short_are_content(chat_client: httpx.Client) -> None:
@@ -253,6 +257,21 @@ def test_calls_that_the_model_makes(capable: Served, says: Callable[[str], None]
     cut = ask(capable.client, tools=[WEATHER], max_tokens=20)["choices"][0]
     assert cut["finish_reason"] == "length"
     assert cut["message"]["content"].startswith("Let me see.<to")
+
+
+def test_the_server_may_be_told_how_calls_are_written(capable: Served, says: Callable[[str], None]) -> None:
+    """Whatever the template shows; also that they are gpt-oss's."""
+    llama = '{"name": "weather", "parameters": {"city": "Rome"}}'
+    harmony = '<|channel|>commentary to=functions.weather<|message|>{"city": "Rome"}'
+    for name, text in (("llama3_json", llama), ("harmony", harmony), ("openai", harmony)):
+        says(text)
+        body = {"tools": [WEATHER], "max_tokens": 300}
+        assert "tool_calls" not in ask(capable.client, **body)["choices"][0]["message"]
+        with serving(capable.llm, ServerSettings(tool_call_parser=name)) as told:
+            (found,) = ask(told.client, **body)["choices"]
+        (call,) = found["message"]["tool_calls"]
+        assert call["function"] == {"name": "weather", "arguments": '{"city": "Rome"}'}
+        assert found["finish_reason"] == "tool_calls"
 
 
 def test_tools_reach_the_template(capable: Served) -> None:
@@ -298,6 +317,26 @@ def test_reasoning(capable: Served, says: Callable[[str], None]) -> None:
         assert (message["reasoning_content"], message["content"]) == ("Hm.", "Yes.")
         assert len(message["tool_calls"]) == 1
         assert same(streamed(capable.client, **body)[0]["message"], message)
+
+
+COMMAND = "<|START_THINKING|><|END_THINKING|><|START_ACTION|><|START_RESPONSE|>"
+"""What a template of Command A holds, as far as it matters."""
+
+
+@pytest.mark.parametrize("tools", [None, [WEATHER]])
+def test_what_stands_around_an_answer_is_no_part_of_it(
+    capable: Served, says: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, tools: list[Any] | None
+) -> None:
+    monkeypatch.setattr(chat, "select_template", lambda templates, **_: "{{ messages }}{#" + COMMAND + "#}")
+    says("<|START_THINKING|>Hm.<|END_THINKING|><|START_RESPONSE|>Yes, <b>.<|END_RESPONSE|>")
+    body = {"max_tokens": 300} | ({} if tools is None else {"tools": tools})
+    message = ask(capable.client, **body)["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"]) == ("Hm.", "Yes, <b>.")
+    assert same(streamed(capable.client, **body)[0]["message"], message)
+    says('Plan.<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "weather", "parameters": {}}]<|END_ACTION|>')
+    message = ask(capable.client, **body)["choices"][0]["message"]
+    assert message["content"] == "Plan." if tools else message["content"].endswith("<|END_ACTION|>")
+    assert [call["function"]["name"] for call in message.get("tool_calls", ())] == ["weather"] * bool(tools)
 
 
 def test_a_form_leaves_no_place_for_reasoning(capable: Served) -> None:

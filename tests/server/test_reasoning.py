@@ -104,6 +104,9 @@ QWEN3 = (
     "{%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}{%- endif %}"
 )
 R1 = "{% if '</think>' in content %}{% endif %}{% if add_generation_prompt %}{{'<｜Assistant｜><think>\\n'}}{% endif %}"
+COMMAND_A = (
+    "{% if reasoning %}{{ '<|START_THINKING|>' }}{% else %}{{ '<|START_THINKING|><|END_THINKING|>' }}{% endif %}"
+)
 MAGISTRAL = "{{ '[THINK]' + block['thinking'] + '[/THINK]' }}"
 
 
@@ -113,6 +116,7 @@ MAGISTRAL = "{{ '[THINK]' + block['thinking'] + '[/THINK]' }}"
         ("Qwen3ForCausalLM", QWEN3, "think", False),
         ("Qwen2ForCausalLM", R1, "think", True),
         ("MistralForCausalLM", MAGISTRAL, "mistral", False),
+        ("Cohere2ForCausalLM", COMMAND_A, "cohere", False),
         ("Qwen3ForCausalLM", None, "think", False),
         ("Qwen3ForCausalLM", "{{ messages }}", None, False),
         ("LlamaForCausalLM", None, None, False),

@@ -14,7 +14,7 @@ from quire.async_llm.stepper import Job
 from quire.async_llm.stream import AsyncStream, Prepared
 from quire.engine.generation import SequenceRequest
 from quire.engine.results import request_output
-from quire.engine.session import Session, Text
+from quire.engine.session import ReadAnswer, Session, Text
 from quire.outputs import RequestOutput
 from quire.sampling_params import SamplingParams
 
@@ -104,11 +104,23 @@ class AsyncSession:
 
         return AsyncStream(self._background, prepare)
 
-    async def chat(self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None) -> RequestOutput:
+    async def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        *,
+        answer: ReadAnswer | None = None,
+    ) -> RequestOutput:
         """As ``Session.chat``."""
-        return await self._background.call("chat", lambda: self._session.chat(messages, params))
+        return await self._background.call("chat", lambda: self._session.chat(messages, params, answer=answer))
 
-    def stream_chat(self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None) -> AsyncStream:
+    def stream_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        *,
+        answer: ReadAnswer | None = None,
+    ) -> AsyncStream:
         """As ``Session.stream_chat``."""
         session = self._session
 
@@ -120,7 +132,7 @@ class AsyncSession:
                 return session._submit(tokens, params)
 
             prepared = self._prepared(submit)
-            prepared.job.on_end = lambda: session._note_turns(prepared.job.requests[0], turns, begin)
+            prepared.job.on_end = lambda: session._note_turns(prepared.job.requests[0], turns, begin, answer)
             return prepared
 
         return AsyncStream(self._background, prepare)

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, overload
+from typing import Any, Self, TypeAlias, overload
 
 import numpy as np
 import torch
@@ -36,6 +36,10 @@ from quire.sampling_params import SamplingParams
 
 Text = str | Sequence[int]
 """Text, or token ids."""
+
+
+ReadAnswer: TypeAlias = Callable[[str], Mapping[str, Any]]
+"""From the text of an answer to its message, whose content is text."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -409,12 +413,21 @@ class Session:
 
     # -- chat ------------------------------------------------------------------------------------------------
 
-    def chat(self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None) -> RequestOutput:
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        *,
+        answer: ReadAnswer | None = None,
+    ) -> RequestOutput:
         """Add messages, rendered with the model's chat template, and generate the answer.
 
         ``messages`` are the new ones only. The session's tokens become those that a stateless chat of all turns would
         have; what they share with the present ones is kept, the rest is run. What was generated or appended behind an
         earlier answer belongs to it, and what came where one could begin is one.
+
+        ``answer``: makes of the answer's text the message that the next turn's template gets, for models whose text is not
+        its content; None: ``{"role": "assistant", "content": text}``.
         """
         turns, tokens, start = self._render(messages, params)
         with self._engine.lock:
@@ -423,14 +436,18 @@ class Session:
         try:
             return self._result(request)
         finally:
-            self._note_turns(request, turns, start)
+            self._note_turns(request, turns, start, answer)
 
     def stream_chat(
-        self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        *,
+        answer: ReadAnswer | None = None,
     ) -> Iterator[StreamDelta]:
         """``chat`` as a stream. What was generated when the loop is left counts as the answer."""
         turns, tokens, start = self._render(messages, params)
-        return self._chat_deltas(turns, tokens, start, params)
+        return self._chat_deltas(turns, tokens, start, params, answer)
 
     def _chat_deltas(
         self,
@@ -438,6 +455,7 @@ class Session:
         tokens: NDArray[np.int64],
         start: int,
         params: SamplingParams | None,
+        answer: ReadAnswer | None,
     ) -> Iterator[StreamDelta]:
         started: list[SequenceRequest] = []
 
@@ -451,7 +469,7 @@ class Session:
         finally:
             for request in started:
                 self._engine.end(started)
-                self._note_turns(request, turns, start)
+                self._note_turns(request, turns, start, answer)
 
     def _render(
         self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None
@@ -485,19 +503,23 @@ class Session:
         return [*self._chat[:-1], Turn(end=len(ids), message=message, is_answer=True)]
 
     def _note_turns(
-        self, request: SequenceRequest, turns: tuple[list[Turn], list[Mapping[str, Any]]], start: int
+        self,
+        request: SequenceRequest,
+        turns: tuple[list[Turn], list[Mapping[str, Any]]],
+        start: int,
+        answer: ReadAnswer | None = None,
     ) -> None:
         """Remember the turns of a chat that worked."""
         if not request.succeeded:
             self._forget_turns(len(self))
             return
-        answer = {"role": "assistant", "content": request.text}
+        message = {"role": "assistant", "content": request.text} if answer is None else answer(request.text)
         before, messages = turns
         self._chat_start, self._cut = start, False
         self._chat = [
             *before,
-            *(Turn(end=request.num_prompt, message=message) for message in messages),
-            Turn(end=len(self), message=answer, is_answer=True),
+            *(Turn(end=request.num_prompt, message=one) for one in messages),
+            Turn(end=len(self), message=message, is_answer=True),
         ]
 
     # -- saving ----------------------------------------------------------------------------------------------

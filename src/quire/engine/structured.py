@@ -20,6 +20,7 @@ Letters: M matchers; B words of a mask (``quire.ops.filters``).
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import threading
@@ -36,7 +37,7 @@ import numpy as np
 from quire.engine import slow_masks
 from quire.engine.grammar_matcher import GrammarMatcher
 from quire.engine.grammar_text import NO_TOKEN, compiled, field_of, given, grammar_text
-from quire.engine.grammar_trial import GrammarTrial, Seats, must_be_tried
+from quire.engine.grammar_trial import GrammarsBusy, GrammarTrial, Seats, must_be_tried
 from quire.engine.slow_masks import SlowMasks
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import InvalidArgument, QuireError, Unsupported
@@ -53,6 +54,9 @@ MAX_COMPILED = 64
 
 MAX_COMPILED_MEMORY = 1 << 30
 """Bytes that the compiled grammars which an engine keeps have together, as far as they were measured."""
+
+MAX_HELD_MEMORY = 1 << 30
+"""Bytes of the large grammars of requests under way, from which on no further ones are compiled."""
 
 MAX_THREADS = 16
 """Threads that make masks."""
@@ -109,8 +113,8 @@ class Grammars:
         self._compiled: OrderedDict[StructuredOutputs, LLMatcher] = OrderedDict()
         self._sizes: dict[StructuredOutputs, int] = {}
         """Bytes of the large ones among them."""
-        self._held: dict[int, LLMatcher] = {}
-        """Large grammars by the id of what asks for them, as long as that lives: between the check of a request and its
+        self._held: dict[int, tuple[LLMatcher, int]] = {}
+        """Large grammars and their bytes by the id of what asks for them, as long as that lives: between the check of a request and its
         beginning, which is in the engine's thread, none may be forgotten."""
         self._refused: OrderedDict[StructuredOutputs, tuple[str, float]] = OrderedDict()
         """Why large grammars were refused, and until when that holds."""
@@ -180,7 +184,7 @@ class Grammars:
     def _known(self, wanted: StructuredOutputs) -> LLMatcher | None:
         """What has been compiled; ``InvalidArgument`` for what has been refused."""
         with self._lock:
-            found = self._held.get(id(wanted))
+            found, _ = self._held.get(id(wanted), (None, 0))
             if wanted in self._compiled:
                 found = self._compiled[wanted]
                 self._compiled.move_to_end(wanted)
@@ -194,11 +198,20 @@ class Grammars:
 
     def _hold(self, wanted: StructuredOutputs, matcher: LLMatcher) -> None:
         if id(wanted) not in self._held:
-            self._held[id(wanted)] = matcher
+            self._held[id(wanted)] = matcher, self._sizes.get(wanted, 0)
             weakref.finalize(wanted, self._held.pop, id(wanted), None).atexit = False
 
     def _keep(self, wanted: StructuredOutputs, large: bool) -> LLMatcher:
         """Compile it, and remember what came of it."""
+        if large:
+            with self._lock:
+                # Many may hold the same one.
+                held = sum({id(matcher): size for matcher, size in self._held.values()}.values())
+            if held >= MAX_HELD_MEMORY:
+                raise GrammarsBusy(
+                    f"structured_outputs: the large grammars of requests under way hold {held >> 20} MiB, and no more are "
+                    f"compiled from {MAX_HELD_MEMORY >> 20} MiB on; try again later"
+                )
         try:
             found, size = self._compile(wanted)
         except InvalidArgument as error:
@@ -210,9 +223,11 @@ class Grammars:
                         self._refused.popitem(last=False)
             raise
         with self._lock:
-            self._compiled[wanted] = found
-            self._compiled.move_to_end(wanted)
-            self._sizes[wanted] = size
+            # Under another object, for what asks for it is held no longer than somebody asks.
+            known = dataclasses.replace(wanted)
+            self._compiled[known] = found
+            self._compiled.move_to_end(known)
+            self._sizes[known] = size
             while len(self._compiled) > MAX_COMPILED or sum(self._sizes.values()) > MAX_COMPILED_MEMORY:
                 self._sizes.pop(self._compiled.popitem(last=False)[0], None)
             if large:

@@ -28,13 +28,14 @@ from quire.server.generation import (
     prepared,
     sampling_params,
 )
+from quire.server.harmony import MARKERS, STOPS, in_reasoning, is_harmony
 from quire.server.logprobs import chat_logprobs, prompt_logprobs
-from quire.server.messages import MessageFormat, MessageReader, message_of
+from quire.server.messages import MessageFormat, MessageReader, answer_of, message_of
 from quire.server.protocol import ChatRequest, refuse_unsupported
 from quire.server.reasoning import reasoning_for
 from quire.server.replies import Reply, answer, answer_in_session
 from quire.server.session_streams import continue_completion
-from quire.server.tools import forced_format, parser_for, schema_for
+from quire.server.tools import ToolFormat, forced_format, parser_for, schema_for
 
 router = APIRouter()
 
@@ -62,8 +63,10 @@ async def chat_completions(request: Request, body: ChatRequest) -> Response:
                 context,
                 request.state.owner,
                 body.session_id,
-                _unskipped(params, format, tokenizer),
+                _unskipped(_stopping(params, format, tokenizer, context), format, tokenizer),
                 messages=body.messages,
+                # The template of this format takes no text that holds its markers.
+                answer=(lambda text: answer_of(text, format)) if format.harmony else None,
                 model=body.model,
             )
             reply = ChatReply(request, context, body, tools, format)
@@ -216,7 +219,7 @@ def _work(
         )
         tokens = encode_rendered(tokenizer, text)
     format = _message_format(context, template, params, tools, text)
-    params = _unskipped(params, format, tokenizer)
+    params = _unskipped(_stopping(params, format, tokenizer, context), format, tokenizer)
     with naming(fields, "messages"):
         check(context, tokens, params)
     work = Work(llm=context.llm, prompts=[tokens], params=params, adapter=adapter, cache_salt=body.cache_salt)
@@ -227,21 +230,31 @@ def _message_format(
     context: Context, template: str, params: SamplingParams, tools: _Tools, prompt: str | None
 ) -> MessageFormat:
     """How the answer is read. ``prompt``: as it was rendered, None if that is not known."""
-    config = context.llm.model.config
+    config, named = context.llm.model.config, context.settings.tool_call_parser
+    # A grammar, also the one of forced calls, leaves no place for channels.
+    if params.grammar is None and is_harmony(config, template, named):
+        return MessageFormat(
+            harmony=True,
+            in_reasoning=prompt is not None and in_reasoning(prompt),
+            tools=tools.given,
+            one_call=tools.one_call,
+        )
+    calls: ToolFormat | None
     if tools.forced is not None:
         calls = forced_format(tools.forced)
     elif tools.given is not None:
-        found = parser_for(config, template)
+        found = parser_for(config, template, named)
         if found is None:
             raise ApiError(
                 400,
                 "it is not known how this model writes tool calls, so it cannot choose to make them; "
-                'tool_choice "required", a named function and "none" work',
+                'tool_choice "required", a named function and "none" work, and the server can be told with --tool-call-parser',
                 param="tools",
             )
         calls = found
     else:
-        calls = None
+        own = None if params.grammar is not None else parser_for(config, template, named)
+        calls = None if own is None else own.without_calls
     # A text of a given form has no place for reasoning.
     reasoning = None if params.grammar is not None else reasoning_for(config, template)
     return MessageFormat(
@@ -255,13 +268,28 @@ def _message_format(
 
 def _unskipped(params: SamplingParams, format: MessageFormat, tokenizer: Tokenizer) -> SamplingParams:
     """With special tokens in the text if the marks by which it is read are such tokens."""
-    marks = [] if format.calls is None else [*format.calls.markers]
+    marks = [] if format.calls is None else [*format.calls.markers, *format.calls.wrappers]
     if format.reasoning is not None:
         marks += [format.reasoning.opener, format.reasoning.closer]
+    if format.harmony:
+        marks += MARKERS
     special = tokenizer.token_bytes.special_ids
     if any(tokenizer.token_id(mark) in special for mark in marks):
         return params.replace(skip_special_tokens=False)
     return params
+
+
+def _stopping(params: SamplingParams, format: MessageFormat, tokenizer: Tokenizer, context: Context) -> SamplingParams:
+    """With the tokens that end a turn as stop tokens, where the model's configuration does not have them as EOS already. Who
+    ignores EOS ignores these too."""
+    if not format.harmony or params.ignore_eos:
+        return params
+    engine = context.llm.engine
+    found = {tokenizer.token_id(stop) for stop in STOPS} & tokenizer.token_bytes.special_ids
+    missing = {token for token in found if token is not None and token < engine.checks.vocab_size} - engine.eos_ids
+    if missing <= params.stop_ids:
+        return params
+    return params.replace(stop_token_ids=sorted(params.stop_ids | missing))
 
 
 # -- the answer ----------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """The message in a model's text: its reasoning, its content, its tool calls, as the text arrives.
 
-The reasoning is taken out first, then the calls out of what is left.
+The reasoning is taken out first, then the calls out of what is left. In the harmony format one reader does both.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from quire.server.reasoning import ReasoningFormat
+from quire.server.harmony import Delta, HarmonyReader
+from quire.server.reasoning import ReasoningDelta, ReasoningFormat
 from quire.server.tools import ToolDelta, ToolFormat
 
 _LETTERS = string.ascii_letters + string.digits
@@ -23,6 +24,8 @@ _MISTRAL_ID = 9
 class MessageFormat:
     """How messages of one request are read."""
 
+    harmony: bool = False
+    """Whether they are in gpt-oss's format, which has reasoning and calls of its own: ``reasoning`` and ``calls`` are not used."""
     reasoning: ReasoningFormat | None = None
     in_reasoning: bool | None = None
     """Whether the prompt ends within reasoning, so that the text begins there; None: as the template tells."""
@@ -43,6 +46,7 @@ class MessageReader:
 
     def __init__(self, format: MessageFormat) -> None:
         self._format = format
+        self._harmony = HarmonyReader(format.tools, in_reasoning=bool(format.in_reasoning)) if format.harmony else None
         self._thoughts = None if format.reasoning is None else format.reasoning.streaming(format.in_reasoning)
         self._parser = None if format.calls is None else format.calls.streaming(format.tools)
         self._started: set[int] = set()
@@ -53,6 +57,8 @@ class MessageReader:
 
     def feed(self, text: str) -> dict[str, Any]:
         """What a piece of the text adds."""
+        if self._harmony is not None:
+            return self._parts(self._harmony.feed(text))
         if self._thoughts is None:
             return self._delta("", self._calls(text))
         found = self._thoughts.feed(text)
@@ -60,6 +66,8 @@ class MessageReader:
 
     def finish(self) -> dict[str, Any]:
         """What was held back."""
+        if self._harmony is not None:
+            return self._parts(self._harmony.finish())
         found = [] if self._thoughts is None else self._thoughts.finish()
         left = self._calls(_joined(delta.content for delta in found))
         if self._parser is not None:
@@ -70,6 +78,10 @@ class MessageReader:
         if not text:
             return []
         return [ToolDelta(content=text)] if self._parser is None else self._parser.feed(text)
+
+    def _parts(self, found: Sequence[Delta]) -> dict[str, Any]:
+        reasoning = _joined(one.reasoning for one in found if isinstance(one, ReasoningDelta))
+        return self._delta(reasoning, [one for one in found if isinstance(one, ToolDelta)])
 
     def _delta(self, reasoning: str, found: Sequence[ToolDelta]) -> dict[str, Any]:
         delta: dict[str, Any] = {}
@@ -116,6 +128,13 @@ def message_of(deltas: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     if calls:
         message["tool_calls"] = list(calls.values())
     return message
+
+
+def answer_of(text: str, format: MessageFormat) -> dict[str, Any]:
+    """The message of an answer that calls nothing, for the turns behind it: models do not read what they thought before."""
+    reader = MessageReader(format)
+    message = message_of([reader.feed(text), reader.finish()])
+    return {"role": "assistant", "content": message["content"] or ""}
 
 
 def _joined(texts: Iterable[str]) -> str:

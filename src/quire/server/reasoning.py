@@ -1,8 +1,8 @@
 """What a model thinks before it answers, apart from the answer.
 
 Models of some families think between two markers at the beginning of a message (DeepSeek R1, Qwen3 and GLM: ``<think>`` and
-``</think>``; Magistral: ``[THINK]`` and ``[/THINK]``). With some templates the prompt ends with the first marker: the message
-then begins inside of the reasoning. Whether it does is a matter of the prompt (``ReasoningFormat.opened_by``).
+``</think>``; Magistral: ``[THINK]`` and ``[/THINK]``; Command A: ``<|START_THINKING|>`` and ``<|END_THINKING|>``). With some
+templates the prompt ends with the first marker: the message then begins inside of the reasoning. Whether it does is a matter of the prompt (``ReasoningFormat.opened_by``).
 
 What holds for every text:
 
@@ -22,6 +22,11 @@ from quire.errors import FailedPrecondition
 from quire.server.tool_reader import overlap
 from quire.server.tools import architectures
 
+_MARKERS = (
+    ("mistral", "[THINK]", "[/THINK]"),
+    ("think", "<think>", "</think>"),
+    ("cohere", "<|START_THINKING|>", "<|END_THINKING|>"),
+)
 _ARCHITECTURES = ("Qwen3", "Qwen3Moe", "Qwen3Next", "Qwen3_5", "Qwen3_5Moe", "SmolLM3", "Glm4MoeLite")
 """Of models that think, or may."""
 
@@ -152,7 +157,7 @@ def reasoning_for(model_config: Mapping[str, Any], chat_template: str | None) ->
         return ReasoningFormat(name="think", opener="<think>", closer="</think>") if thinks else None
     # What the template writes where the model's turn begins.
     turn = chat_template.rpartition("add_generation_prompt")[2]
-    for name, opener, closer in (("mistral", "[THINK]", "[/THINK]"), ("think", "<think>", "</think>")):
+    for name, opener, closer in _MARKERS:
         if opener in chat_template or closer in chat_template:
             opened = "add_generation_prompt" in chat_template and opener in turn and closer not in turn
             return ReasoningFormat(name=name, opener=opener, closer=closer, opened=opened)

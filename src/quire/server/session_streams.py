@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Self
 
 from quire.async_llm import AsyncSession, AsyncStream, SampleDelta
+from quire.engine.session import ReadAnswer
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import FailedPrecondition, NotFound
 from quire.outputs import RequestOutput
@@ -27,16 +28,19 @@ def continue_completion(
     *,
     prompt: str | Sequence[int] | None = None,
     messages: Sequence[Mapping[str, Any]] | None = None,
+    answer: ReadAnswer | None = None,
     model: str | None = None,
 ) -> SessionStream:
     """Go on with a session: behind its tokens, behind ``prompt`` (text without BOS, or token ids), or with the answer to
-    ``messages``, the new ones only.
+    ``messages``, the new ones only, of which ``answer`` makes a message as ``Session.chat`` says.
 
     Nothing happens before the first delta is asked for. That raises ``ApiError`` 404 (no such session of this owner),
     ``FailedPrecondition`` (another call uses it), ``ApiError`` 400 (``model``, if it is given, is not what the session goes on
     under), and whatever ``Session.stream`` and ``Session.stream_chat`` refuse; the session is then as it was.
     """
-    return SessionStream(context, owner, session_id, params, prompt=prompt, messages=messages, model=model)
+    return SessionStream(
+        context, owner, session_id, params, prompt=prompt, messages=messages, answer=answer, model=model
+    )
 
 
 class SessionStream(AsyncIterator[SampleDelta]):
@@ -52,6 +56,7 @@ class SessionStream(AsyncIterator[SampleDelta]):
         *,
         prompt: str | Sequence[int] | None,
         messages: Sequence[Mapping[str, Any]] | None,
+        answer: ReadAnswer | None,
         model: str | None,
     ) -> None:
         if prompt is not None and messages is not None:
@@ -62,6 +67,7 @@ class SessionStream(AsyncIterator[SampleDelta]):
         self._params = params
         self._prompt = prompt
         self._messages = messages
+        self._answer = answer
         self._model = model
         self._held: HeldSession | None = None
         self._session: AsyncSession | None = None
@@ -119,7 +125,7 @@ class SessionStream(AsyncIterator[SampleDelta]):
         session = self._session = self._held.session
         check_model(context, session, self._model)
         if self._messages is not None:
-            return session.stream_chat(self._messages, self._params)
+            return session.stream_chat(self._messages, self._params, answer=self._answer)
         if self._prompt is not None:
             before = len(session)
             await session.append(self._prompt)

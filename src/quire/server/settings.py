@@ -10,6 +10,10 @@ from pathlib import Path
 
 from quire.config import parse_bytes
 from quire.errors import InvalidArgument
+from quire.server import harmony, tools
+
+PARSERS = (*tools.NAMES, *harmony.NAMES)
+"""What ``tool_call_parser`` may be."""
 
 _KEY = re.compile(r"[\x21-\x7e]+")
 _ORIGIN = re.compile(r"\*|https?://[^\s/?#,]+")
@@ -27,6 +31,12 @@ class ServerSettings:
     )
     served_model_name: str | None = field(
         default=None, metadata={"help": "The model's name in requests and /v1/models; by default what was loaded."}
+    )
+    tool_call_parser: str | None = field(
+        default=None,
+        metadata={
+            "help": "How the model writes tool calls (hermes, llama3_json, ...); by default as its chat template tells."
+        },
     )
     allowed_origin: tuple[str, ...] = field(
         default=(), metadata={"help": "Origin that browsers may call from (CORS), * for all; may be repeated."}
@@ -60,6 +70,10 @@ class ServerSettings:
         name = self.served_model_name
         if name is not None and (not isinstance(name, str) or not name.strip() or not name.isprintable()):
             raise InvalidArgument(f"served_model_name must be printable text, not empty, got {name!r}")
+        if self.tool_call_parser is not None and self.tool_call_parser not in PARSERS:
+            raise InvalidArgument(
+                f"tool_call_parser must be one of {', '.join(PARSERS)}, got {self.tool_call_parser!r}"
+            )
         for origin in self.allowed_origin:
             if not isinstance(origin, str) or not _ORIGIN.fullmatch(origin):
                 raise InvalidArgument(f"allowed_origin must be * or like https://host:port, got {origin!r}")

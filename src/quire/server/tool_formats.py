@@ -2,9 +2,10 @@
 
 A grammar is a generator over a ``Reader``. It yields where it needs more text, so it keeps its place between the pieces of a
 stream and looks at every character once; how the text was cut can make no difference. It fails at the first character that
-its format does not allow. A call is committed when it is whole: what was read since then is the model's text, whether the
-grammar ended or failed, and the search for markers goes on at the character that did not fit. So nothing is read twice but
-the few characters of a marker, and the time is linear.
+its format does not allow. A call begins when its name is known and its arguments have opened; from then on every piece of
+them is passed on as it is read. Where the arguments come before the name, or as a string, the call is given when it is whole.
+What was read and belongs to no call is the model's text, whether the grammar ended or failed, and the search for markers goes
+on at the character that did not fit. So nothing is read twice but the few characters of a marker, and the time is linear.
 
 The formats are those that the chat templates of the families write:
 
@@ -17,6 +18,10 @@ deepseek_v3    ``<｜tool▁call▁begin｜>function<｜tool▁sep｜>name`` and
                ``<｜tool▁call▁begin｜>name<｜tool▁sep｜>{...}`` (V3.1)
 qwen3_coder    ``<tool_call><function=name><parameter=key>value</parameter></function></tool_call>``
 glm45          ``<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>``
+lfm2           ``<|tool_call_start|>[name(key=value, ...), ...]<|tool_call_end|>`` as in Python (``server.tool_literals``), or a
+               list of JSON objects as above
+cohere         ``<|START_ACTION|>[{"tool_call_id": "0", "tool_name": ..., "parameters": {...}}, ...]<|END_ACTION|>``
+               (Command R7B, Command A)
 =============  ====================================================================================================
 """
 
@@ -25,9 +30,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, NoReturn, TypeAlias
 
-from quire.server.tool_reader import SPACE, Malformed, Reader, Steps, ToolCall, checked_name
+from quire.server.tool_literals import closing, python_calls, quoted, within_quotes
+from quire.server.tool_reader import Malformed, Reader, Steps, ToolCall, checked_name
 
 Schemas: TypeAlias = Mapping[str, Mapping[str, Any]]
 """For each tool: the JSON schemas of its parameters, by name."""
@@ -44,47 +51,66 @@ _DECODER = json.JSONDecoder(parse_int=str, parse_float=str, parse_constant=_no_c
 _TYPED = json.JSONDecoder(parse_int=lambda _: 0, parse_float=lambda _: 0.5, parse_constant=_no_constant)
 
 
-def _skip(raw: str, at: int) -> int:
-    return SPACE.match(raw, at).end()  # type: ignore[union-attr]
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Keys:
+    """What the members of a JSON object that describes a call are called."""
+
+    name: str = "name"
+    arguments: tuple[str, ...] = ("arguments", "parameters")
+    """The first of them counts."""
+    needs_arguments: bool = False
 
 
-def elements(raw: str) -> list[str]:
-    """The elements of a valid JSON array, as they are written; an object is the only element of its list."""
-    if raw[0] == "{":
-        return [raw]
-    found, at = [], _skip(raw, 1)
-    while raw[at] != "]":
-        end = _DECODER.raw_decode(raw, at)[1]
-        found.append(raw[at:end])
-        at = _skip(raw, end)
-        at = _skip(raw, at + 1) if raw[at] == "," else at
-    return found
+_PLAIN = _Keys()
+_LLAMA = _Keys(needs_arguments=True)
+_COHERE = _Keys(name="tool_name", arguments=("parameters",))
 
 
-def members(raw: str) -> dict[str, str]:
-    """The values of a valid JSON object, as they are written."""
-    if raw[0] != "{":
+def json_call(reader: Reader, keys: _Keys = _PLAIN) -> Steps[tuple[ToolCall, ...]]:
+    """Reads a JSON object that describes a call. Returns the call, which is to be committed; nothing if it was begun."""
+    yield from reader.expect("{")
+    fields: dict[str, str] = {}
+    begun = False
+    yield from reader.space()
+    closed = yield from reader.accept("}")
+    while not closed:
+        key = _DECODER.decode((yield from reader.string()))
+        if begun and (key == keys.name or key in keys.arguments):
+            raise Malformed  # what was sent cannot be replaced
+        yield from reader.space()
+        yield from reader.expect(":")
+        yield from reader.space()
+        opened = key in keys.arguments and (yield from reader.peek()) == "{"
+        if opened and fields.get(keys.name, "").startswith('"') and not _outranked(key, fields, keys):
+            reader.begin(checked_name(_DECODER.decode(fields[keys.name])))
+            begun = True
+            yield from reader.value(reader.add, depth=1)
+        else:
+            fields[key] = yield from reader.json()
+        yield from reader.space()
+        closed = yield from reader.accept("}")
+        if not closed:
+            yield from reader.expect(",")
+            yield from reader.space()
+    if not begun:
+        return (_call_of(fields, keys),)
+    reader.commit()
+    return ()
+
+
+def _outranked(key: str, fields: Mapping[str, str], keys: _Keys) -> bool:
+    """Whether other arguments, which were written before, count."""
+    return any(other in fields for other in keys.arguments[: keys.arguments.index(key)])
+
+
+def _call_of(fields: Mapping[str, str], keys: _Keys) -> ToolCall:
+    """The call that the members of an object describe. Some models write the arguments as a string that holds an object."""
+    if not fields.get(keys.name, "").startswith('"'):
         raise Malformed
-    found, at = {}, _skip(raw, 1)
-    while raw[at] != "}":
-        key, at = _DECODER.raw_decode(raw, at)
-        at = _skip(raw, _skip(raw, at) + 1)
-        end = _DECODER.raw_decode(raw, at)[1]
-        found[key] = raw[at:end]
-        at = _skip(raw, end)
-        at = _skip(raw, at + 1) if raw[at] == "," else at
-    return found
-
-
-def call_of(raw: str, *, needs_arguments: bool = False) -> ToolCall:
-    """The call that a valid JSON value describes. Some models write the arguments as a string that holds an object."""
-    fields = members(raw)
-    if not fields.get("name", "").startswith('"'):
-        raise Malformed
-    name = checked_name(_DECODER.decode(fields["name"]))
-    arguments = fields.get("arguments", fields.get("parameters"))
+    name = checked_name(_DECODER.decode(fields[keys.name]))
+    arguments = next((fields[key] for key in keys.arguments if key in fields), None)
     if arguments is None:
-        if needs_arguments:
+        if keys.needs_arguments:
             raise Malformed
         arguments = "{}"
     if arguments[0] == '"':
@@ -94,6 +120,31 @@ def call_of(raw: str, *, needs_arguments: bool = False) -> ToolCall:
     if arguments[0] != "{":
         raise Malformed
     return ToolCall(name=name, arguments=arguments)
+
+
+def _rest_of_list(reader: Reader, keys: _Keys = _PLAIN) -> Steps[None]:
+    """The objects of a JSON array, each a call, after the bracket that opens it, and the one that closes it."""
+    while True:
+        yield from reader.space()
+        reader.commit(*(yield from json_call(reader, keys)))
+        yield from reader.space()
+        if (yield from reader.accept("]")):
+            break
+        yield from reader.expect(",")
+    reader.commit()
+
+
+def _object_or_list(reader: Reader, keys: _Keys, end: str) -> Steps[None]:
+    """An object or a list of them before ``end``, which may be missing at the end: it may have been a stop string."""
+    calls: tuple[ToolCall, ...] = ()
+    yield from reader.space()
+    if (yield from reader.accept("[")):
+        yield from _rest_of_list(reader, keys)
+    else:
+        calls = yield from json_call(reader, keys)
+    yield from reader.space()
+    yield from reader.expect(end, or_end=True)
+    reader.commit(*calls)
 
 
 def json_type(text: str) -> str | None:
@@ -142,32 +193,59 @@ def json_value(text: str, schema: object) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _call_of_values(name: str, values: Mapping[str, str], schemas: Schemas) -> ToolCall:
-    properties = schemas.get(name, {})
-    pairs = (
-        f"{json.dumps(key, ensure_ascii=False)}: {json_value(text, properties.get(key))}"
-        for key, text in values.items()
-    )
-    return ToolCall(name=name, arguments="{" + ", ".join(pairs) + "}")
+def _begin_before(reader: Reader, name: str, *tags: str) -> Steps[None]:
+    """Begins a call of ``name`` if one of ``tags`` is next. What only looks like the beginning of a call is text."""
+    yield from reader.space()
+    for tag in tags:
+        if (yield from reader.next_is(tag)):
+            reader.begin(name)
+            return
+    raise Malformed
+
+
+def _bare_value(reader: Reader, schema: object, before: str, *ends: str) -> Steps[None]:
+    """A value that is written bare and ended by one of ``ends``; the arguments get ``before`` and the value. It is read whole,
+    for its type depends on all of it, unless it can only be a string."""
+    if _types(schema) == {"string"}:
+        reader.add(before + '"')
+        yield from reader.until(lambda text: reader.add(within_quotes(text)), *ends)
+        reader.add('"')
+        return
+    taken: list[str] = []
+    yield from reader.until(taken.append, *ends)
+    reader.add(before + json_value("".join(taken), schema))
 
 
 def hermes(reader: Reader, marker: str, schemas: Schemas) -> Steps[None]:
-    """An object or a list of them between two tags. The second may be missing at the end: it may have been a stop string."""
+    """An object or a list of them between two tags."""
+    end = {"<tool_call>": "</tool_call>", "<|tool_call|>": "<|/tool_call|>"}[marker]
+    yield from _object_or_list(reader, _PLAIN, end)
+
+
+def cohere(reader: Reader, marker: str, schemas: Schemas) -> Steps[None]:
+    """A list of objects between two markers."""
+    yield from _object_or_list(reader, _COHERE, "<|END_ACTION|>")
+
+
+def lfm2(reader: Reader, marker: str, schemas: Schemas) -> Steps[None]:
+    """A list between two markers: of calls as in Python, or of JSON objects if the system prompt asks for them."""
     yield from reader.space()
-    raw = yield from reader.json("{[")
+    yield from reader.expect("[")
     yield from reader.space()
-    calls = [call_of(each) for each in elements(raw)]
-    yield from reader.expect({"<tool_call>": "</tool_call>", "<|tool_call|>": "<|/tool_call|>"}[marker], or_end=True)
-    if not calls:
-        raise Malformed
-    reader.commit(*calls)
+    if (yield from reader.peek()) == "{":
+        yield from _rest_of_list(reader)
+    else:
+        yield from python_calls(reader)
+    yield from reader.space()
+    yield from reader.expect("<|tool_call_end|>", or_end=True)
+    reader.commit()
 
 
 def llama3_json(reader: Reader, marker: str, schemas: Schemas) -> Steps[None]:
     """Objects, one after the other or with semicolons between them."""
     while True:
         yield from reader.space()
-        reader.commit(call_of((yield from reader.json()), needs_arguments=True))
+        reader.commit(*(yield from json_call(reader, _LLAMA)))
         yield from reader.space()
         if not (yield from reader.accept(";")) and (yield from reader.peek()) != "{":
             return
@@ -176,11 +254,8 @@ def llama3_json(reader: Reader, marker: str, schemas: Schemas) -> Steps[None]:
 def mistral(reader: Reader, marker: str, schemas: Schemas) -> Steps[None]:
     """A list of objects, or a name and its arguments."""
     yield from reader.space()
-    if (yield from reader.peek()) == "[":
-        calls = [call_of(each) for each in elements((yield from reader.json("[")))]
-        if not calls:
-            raise Malformed
-        reader.commit(*calls)
+    if (yield from reader.accept("[")):
+        yield from _rest_of_list(reader)
         return
     name = yield from reader.name()
     yield from reader.space()
@@ -188,7 +263,15 @@ def mistral(reader: Reader, marker: str, schemas: Schemas) -> Steps[None]:
         yield from reader.name()
     yield from reader.accept("[ARGS]")
     yield from reader.space()
-    reader.commit(ToolCall(name=name, arguments=(yield from reader.json())))
+    yield from _arguments(reader, name)
+
+
+def _arguments(reader: Reader, name: str) -> Steps[None]:
+    """A JSON object: the arguments of a call of ``name``."""
+    if (yield from reader.peek()) != "{":
+        raise Malformed
+    reader.begin(name)
+    yield from reader.value(reader.add)
 
 
 def deepseek_v3(reader: Reader, marker: str, schemas: Schemas) -> Steps[None]:
@@ -208,13 +291,13 @@ def deepseek_v3(reader: Reader, marker: str, schemas: Schemas) -> Steps[None]:
             yield from reader.space()
             yield from reader.expect("```json")
             yield from reader.space()
-        arguments = yield from reader.json()
+        yield from _arguments(reader, name)
         yield from reader.space()
         if fenced:
             yield from reader.expect("```")
             yield from reader.space()
         yield from reader.expect("<｜tool▁call▁end｜>", or_end=True)
-        reader.commit(ToolCall(name=name, arguments=arguments))
+        reader.commit()
         yield from reader.space()
         if not (yield from reader.accept(call_begin)):
             break
@@ -229,7 +312,8 @@ def qwen3_coder(reader: Reader, marker: str, schemas: Schemas) -> Steps[None]:
         yield from reader.expect("<function=")
     name = yield from reader.name()
     yield from reader.expect(">")
-    values: dict[str, str] = {}
+    yield from _begin_before(reader, name, "<parameter=", "</function>")
+    separator = "{"
     while True:
         yield from reader.space()
         if (yield from reader.accept("</function>")):
@@ -237,18 +321,23 @@ def qwen3_coder(reader: Reader, marker: str, schemas: Schemas) -> Steps[None]:
         yield from reader.expect("<parameter=")
         key = yield from reader.name(_KEY)
         yield from reader.expect(">")
-        values[key] = (yield from reader.until("</parameter>")).removeprefix("\n").removesuffix("\n")
+        yield from reader.accept("\n")  # like the one at the end, it is not of the value
+        schema = schemas.get(name, {}).get(key)
+        yield from _bare_value(reader, schema, f"{separator}{quoted(key)}: ", "\n</parameter>", "</parameter>")
+        separator = ", "
+    reader.add(closing(separator))
     if marker == "<tool_call>":
         yield from reader.space()
         yield from reader.expect("</tool_call>", or_end=True)
-    reader.commit(_call_of_values(name, values, schemas))
+    reader.commit()
 
 
 def glm45(reader: Reader, marker: str, schemas: Schemas) -> Steps[None]:
     """Keys and values as bare text between tags."""
     yield from reader.space()
     name = yield from reader.name()
-    values: dict[str, str] = {}
+    yield from _begin_before(reader, name, "<arg_key>", "</tool_call>")
+    separator = "{"
     while True:
         yield from reader.space()
         if not (yield from reader.accept("<arg_key>")):
@@ -257,9 +346,11 @@ def glm45(reader: Reader, marker: str, schemas: Schemas) -> Steps[None]:
         yield from reader.expect("</arg_key>")
         yield from reader.space()
         yield from reader.expect("<arg_value>")
-        values[key] = yield from reader.until("</arg_value>")
+        schema = schemas.get(name, {}).get(key)
+        yield from _bare_value(reader, schema, f"{separator}{quoted(key)}: ", "</arg_value>")
+        separator = ", "
     yield from reader.expect("</tool_call>")
-    reader.commit(_call_of_values(name, values, schemas))
+    reader.add(closing(separator))
 
 
 def one_object(name: str) -> Callable[[Reader, str, Schemas], Steps[None]]:
@@ -267,24 +358,13 @@ def one_object(name: str) -> Callable[[Reader, str, Schemas], Steps[None]]:
 
     def read(reader: Reader, marker: str, schemas: Schemas) -> Steps[None]:
         yield from reader.space()
-        arguments = yield from reader.json()
-        yield from reader.space()
-        if (yield from reader.peek()):
-            raise Malformed
-        reader.commit(ToolCall(name=name, arguments=arguments))
+        yield from _arguments(reader, name)
 
     return read
 
 
 def array_of_calls(reader: Reader, marker: str, schemas: Schemas) -> Steps[None]:
-    """A JSON array of calls, each committed when it is whole."""
+    """A JSON array of calls."""
     yield from reader.space()
     yield from reader.expect("[")
-    while True:
-        yield from reader.space()
-        reader.commit(call_of((yield from reader.json())))
-        yield from reader.space()
-        if (yield from reader.accept("]")):
-            break
-        yield from reader.expect(",")
-    reader.commit()
+    yield from _rest_of_list(reader)

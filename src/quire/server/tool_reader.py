@@ -10,6 +10,8 @@ from typing import TypeAlias, TypeVar
 T = TypeVar("T")
 Steps: TypeAlias = Generator[None, None, T]
 """Yields where more text is needed."""
+Put: TypeAlias = Callable[[str], object]
+"""Gets text piece by piece, each as soon as it was read."""
 
 MAX_DEPTH = 128
 """Of JSON that is read; deeper is malformed. Well below Python's own limit of recursion."""
@@ -20,7 +22,8 @@ _STRING = re.compile(r'[^"\\\x00-\x1f]*')
 _ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})')
 _PART_OF_ESCAPE = re.compile(r"\\(?:u[0-9a-fA-F]{0,3})?")
 _SCALAR_RUN = re.compile(r"[-+.0-9A-Za-z]*")
-_SCALAR = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?|true|false|null")
+SCALAR = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?|true|false|null")
+_PART_OF_NUMBER = re.compile(r"-?(?:(?:0|[1-9][0-9]*)(?:\.[0-9]*|(?:\.[0-9]+)?[eE][-+]?[0-9]*)?)?")
 _NAME = re.compile(r"[\w.:/-]*")
 
 
@@ -34,7 +37,7 @@ class ToolCall:
 
     name: str
     arguments: str
-    """JSON text of an object, as the model wrote it."""
+    """JSON text of an object, as the model wrote it; the beginning of one if the call was cut short."""
 
 
 def overlap(text: str, markers: Iterable[str]) -> int:
@@ -49,15 +52,15 @@ def overlap(text: str, markers: Iterable[str]) -> int:
 
 
 class Reader:
-    """Text that arrives in pieces, with a place in it. What is read is held until it is committed."""
+    """Text that arrives in pieces, with a place in it. What is read is held until it is known to belong to a call."""
 
-    def __init__(self, accept: Callable[[ToolCall], None]) -> None:
-        """``accept`` gets each call that is committed."""
+    def __init__(self, emit: Callable[[str | None, str], None]) -> None:
+        """``emit`` gets what is known of calls: the name of each where it begins, then, with None, pieces of its arguments."""
         self.closed = False
         """Whether nothing more will come."""
         self.text, self.at = "", 0
         """What is not yet forgotten, and the place in it."""
-        self._accept = accept
+        self._emit = emit
         self._held: list[str] = []
         self._start = 0
 
@@ -71,22 +74,35 @@ class Reader:
         self._held, self._start = [], self.at
 
     def held(self) -> str:
-        """What was read since the last call of ``hold`` or ``commit``."""
+        """What was read since the last call of ``hold``, ``begin``, ``add`` or ``commit``."""
         return "".join(self._held) + self.text[self._start : self.at]
+
+    def begin(self, name: str) -> None:
+        """What was read begins a call. From here on it is one, whatever follows."""
+        self._emit(name, "")
+        self.hold()
+
+    def add(self, arguments: str) -> None:
+        """What was read means this in the arguments of the call that was begun last."""
+        if arguments:
+            self._emit(None, arguments)
+        self.hold()
 
     def commit(self, *calls: ToolCall) -> None:
         """What was read are these calls, or a part of the format."""
         for call in calls:
-            self._accept(call)
+            self.begin(call.name)
+            self.add(call.arguments)
         self.hold()
 
-    def more(self) -> Steps[None]:
-        """Wait for text beyond what is there. ``Malformed`` at the end."""
+    def more(self) -> Steps[bool]:
+        """Wait for text beyond what is there. Whether there is any."""
         size = len(self.text) - self.at
         while len(self.text) - self.at == size:
             if self.closed:
-                raise Malformed
+                return False
             yield
+        return True
 
     def peek(self) -> Steps[str]:
         """The next character; "" at the end."""
@@ -96,25 +112,43 @@ class Reader:
             yield
         return self.text[self.at]
 
-    def run(self, pattern: re.Pattern[str], taken: list[str]) -> Steps[None]:
+    def ahead(self, size: int) -> Steps[str]:
+        """The next ``size`` characters, which are not taken. ``Malformed`` if the text ends before."""
+        while len(self.text) - self.at < size:
+            if not (yield from self.more()):
+                raise Malformed
+        return self.text[self.at : self.at + size]
+
+    def take(self, size: int, put: Put) -> None:
+        """Take so many characters that are there."""
+        if size:
+            begin, self.at = self.at, self.at + size
+            put(self.text[begin : self.at])
+
+    def run(self, pattern: re.Pattern[str], put: Put) -> Steps[None]:
         """Take all characters that ``pattern``, a repeated class, matches."""
         while True:
-            begin, self.at = self.at, pattern.match(self.text, self.at).end()  # type: ignore[union-attr]
-            taken.append(self.text[begin : self.at])
+            self.take(pattern.match(self.text, self.at).end() - self.at, put)  # type: ignore[union-attr]
             if self.at < len(self.text) or not (yield from self.peek()):
                 return
 
     def space(self) -> Steps[None]:
-        yield from self.run(SPACE, [])
+        yield from self.run(SPACE, _drop)
 
-    def accept(self, literal: str) -> Steps[bool]:
-        """Take ``literal`` if it is next."""
+    def next_is(self, literal: str) -> Steps[bool]:
+        """Whether ``literal`` is next; it is not taken."""
         while not self.text.startswith(literal, self.at):
             if self.closed or not literal.startswith(self.text[self.at :]):
                 return False
             yield
-        self.at += len(literal)
         return True
+
+    def accept(self, literal: str) -> Steps[bool]:
+        """Take ``literal`` if it is next."""
+        found = yield from self.next_is(literal)
+        if found:
+            self.at += len(literal)
+        return found
 
     def expect(self, literal: str, *, or_end: bool = False) -> Steps[None]:
         """Take ``literal``. ``or_end``: the text may end before it is whole."""
@@ -125,83 +159,111 @@ class Reader:
 
     def name(self, pattern: re.Pattern[str] = _NAME) -> Steps[str]:
         taken: list[str] = []
-        yield from self.run(pattern, taken)
+        yield from self.run(pattern, taken.append)
         return checked_name("".join(taken))
 
-    def until(self, end: str) -> Steps[str]:
-        """The text before ``end``, which is taken too."""
+    def until(self, put: Put, *ends: str) -> Steps[None]:
+        """The text before the first of ``ends``, which is taken too. If the text ends before, all of it, and ``Malformed``."""
+        pattern = re.compile("|".join(map(re.escape, ends)))
+        longest = max(map(len, ends))
+        while not (found := pattern.search(self.text, self.at)):
+            held = overlap(self.text[max(self.at, len(self.text) - longest) :], ends)
+            self.take(len(self.text) - held - self.at, put)
+            if not (yield from self.more()):
+                self.take(held, put)
+                raise Malformed
+        self.take(found.start() - self.at, put)
+        self.at += len(found.group())
+
+    def scalar(self) -> Steps[str]:
+        """The characters that numbers and the words of JSON are made of."""
         taken: list[str] = []
-        while (found := self.text.find(end, self.at)) < 0:
-            kept = len(self.text) - overlap(self.text[max(self.at, len(self.text) - len(end)) :], (end,))
-            taken.append(self.text[self.at : kept])
-            self.at = kept
-            yield from self.more()
-        taken.append(self.text[self.at : found])
-        self.at = found + len(end)
+        yield from self.run(_SCALAR_RUN, taken.append)
         return "".join(taken)
 
-    def json(self, openers: str = "{") -> Steps[str]:
-        """A JSON value that begins with one of ``openers`` ("{" and "["), as it is written."""
+    def json(self, openers: str = "") -> Steps[str]:
+        """A JSON value as it is written: one that begins with one of ``openers`` ("{" and "["), or any."""
         taken: list[str] = []
-        closers: list[str] = []
-        if (yield from self.peek()) not in tuple(openers):
+        if openers and (yield from self.peek()) not in tuple(openers):
             raise Malformed
+        yield from self.value(taken.append)
+        return "".join(taken)
+
+    def value(self, put: Put, depth: int = 0) -> Steps[None]:
+        """A JSON value; ``put`` gets it as it is written, while it arrives. ``depth``: in how many others it is.
+
+        If the text ends within the value, ``put`` has got all of it; ``Malformed`` then, too."""
+        closers: list[str] = []
         state = "value"
         while True:
-            yield from self.run(SPACE, taken)
+            yield from self.run(SPACE, put)
             char = yield from self.peek()
             if char == '"' and state != "next" and state != "colon":
-                yield from self._string(taken)
+                yield from self._string(put)
                 state = "colon" if state.startswith("key") else "next"
             elif char in ("{", "[") and state.startswith("value"):
-                if len(closers) == MAX_DEPTH:
+                if depth + len(closers) >= MAX_DEPTH:
                     raise Malformed
                 closers.append("}" if char == "{" else "]")
                 state = "key or end" if char == "{" else "value or end"
-                self._take(taken)
+                self.take(1, put)
             elif closers and char == closers[-1] and (state == "next" or state.endswith("end")):
                 closers.pop()
-                self._take(taken)
-                if not closers:
-                    return "".join(taken)
                 state = "next"
+                self.take(1, put)
             elif char == "," and state == "next":
-                self._take(taken)
                 state = "key" if closers[-1] == "}" else "value"
+                self.take(1, put)
             elif char == ":" and state == "colon":
-                self._take(taken)
                 state = "value"
+                self.take(1, put)
             elif char and state.startswith("value"):
-                scalar: list[str] = []
-                yield from self.run(_SCALAR_RUN, scalar)
-                taken += scalar
-                if not _SCALAR.fullmatch("".join(scalar)):
+                scalar = yield from self.scalar()
+                whole = SCALAR.fullmatch(scalar)
+                if whole or (self.at == len(self.text) and _part_of_scalar(scalar)):
+                    put(scalar)
+                if not whole:
                     raise Malformed
                 state = "next"
             else:
                 raise Malformed
+            if state == "next" and not closers:
+                return
 
-    def _take(self, taken: list[str]) -> None:
-        taken.append(self.text[self.at])
-        self.at += 1
+    def string(self) -> Steps[str]:
+        """A JSON string, as it is written."""
+        taken: list[str] = []
+        if (yield from self.peek()) != '"':
+            raise Malformed
+        yield from self._string(taken.append)
+        return "".join(taken)
 
-    def _string(self, taken: list[str]) -> Steps[None]:
-        self._take(taken)
+    def _string(self, put: Put) -> Steps[None]:
+        self.take(1, put)
         while True:
-            yield from self.run(_STRING, taken)
-            char = yield from self.peek()
-            if char == '"':
-                self._take(taken)
+            yield from self.run(_STRING, put)
+            if (yield from self.peek()) == '"':
+                self.take(1, put)
                 return
             while not (escape := _ESCAPE.match(self.text, self.at)):
                 if not _PART_OF_ESCAPE.fullmatch(self.text, self.at):
                     raise Malformed
-                yield from self.more()
-            taken.append(escape.group())
-            self.at = escape.end()
+                if not (yield from self.more()):
+                    self.take(len(self.text) - self.at, put)
+                    raise Malformed
+            self.take(len(escape.group()), put)
 
 
 def checked_name(name: str) -> str:
     if not 0 < len(name) <= MAX_NAME or any("\ud800" <= char <= "\udfff" for char in name):
         raise Malformed
     return name
+
+
+def _part_of_scalar(text: str) -> bool:
+    words = ("true", "false", "null")
+    return bool(_PART_OF_NUMBER.fullmatch(text)) or any(word.startswith(text) for word in words)
+
+
+def _drop(text: str) -> None:
+    """For what need not be kept."""

@@ -3,8 +3,11 @@
 What holds for every format and every text:
 
 - A stream gives what ``parse`` gives, however its text is cut.
-- Text that is no whole call is content, unchanged: nothing that the model wrote is lost, and nothing raises. Therefore a call is
-  given when it is whole, not before: what has been sent as a call could not become content again.
+- A call begins as soon as its name is known and its arguments have opened (where the name comes last, or the arguments are a
+  string, when it is whole). From then on its arguments are given as they are written, and it stays a call, also if its text
+  turns malformed or ends: its arguments are then what was written of them. They are valid JSON if the call is whole.
+- What is no call, or comes after the place where one turned malformed, is content, unchanged: nothing that the model wrote is
+  lost or doubled, but for what the format itself consists of, and nothing raises.
 - A marker inside of a JSON string is no marker.
 - White space after the last text is the format's if there are calls. All other white space is content.
 - The time is linear in the length of the text.
@@ -15,9 +18,10 @@ No I/O, and nothing of HTTP.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from quire.errors import FailedPrecondition, InvalidArgument, Unsupported
@@ -66,7 +70,7 @@ class ToolDelta:
     name: str | None = None
     """Once for each call, in its first delta."""
     arguments: str = ""
-    """The fragments of a call make up its JSON text."""
+    """A piece of the JSON text; "" in the first delta of a call."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,21 +83,32 @@ class ToolFormat:
     grammar: Grammar = field(repr=False)
     bare: bool = False
     """Whether a message may begin with a call that has no marker."""
+    wrappers: tuple[str, ...] = ()
+    """What stands around the text of an answer; it is no content."""
 
     def parse(self, text: str, tools: Tools | None = None) -> ParsedMessage:
         """The calls in ``text``. ``tools`` tells the types of parameters, for the formats that write values bare."""
         parser = self.streaming(tools)
         deltas = parser.feed(text) + parser.finish()
         content = "".join(delta.content for delta in deltas)
-        calls: list[ToolCall] = []
+        names = [delta.name for delta in deltas if delta.name is not None]
+        arguments: list[list[str]] = [[] for _ in names]
         for delta in deltas:
-            if delta.name is not None:
-                calls.append(ToolCall(name=delta.name, arguments=delta.arguments))
-        return ParsedMessage(content=None if calls and not content else content, calls=tuple(calls))
+            if delta.index is not None:
+                arguments[delta.index].append(delta.arguments)
+        calls = tuple(
+            ToolCall(name=name, arguments="".join(pieces)) for name, pieces in zip(names, arguments, strict=True)
+        )
+        return ParsedMessage(content=None if calls and not content else content, calls=calls)
 
     def streaming(self, tools: Tools | None = None) -> StreamingToolParser:
         """A parser for one message."""
         return StreamingToolParser(self, tools)
+
+    @property
+    def without_calls(self) -> ToolFormat | None:
+        """For messages that call nothing: it only leaves out what stands around an answer. None if nothing does."""
+        return replace(self, markers=(), bare=False) if self.wrappers else None
 
 
 class StreamingToolParser:
@@ -102,8 +117,9 @@ class StreamingToolParser:
     def __init__(self, format: ToolFormat, tools: Tools | None = None) -> None:
         self._format = format
         self._schemas = _schemas(tools or ())
-        self._pattern = re.compile("|".join(map(re.escape, format.markers)) or "(?!)")
-        self._reader = Reader(self._call)
+        self._sought = (*format.markers, *format.wrappers)
+        self._pattern = re.compile("|".join(map(re.escape, self._sought)) or "(?!)")
+        self._reader = Reader(self._of_call)
         self._deltas: list[ToolDelta] = []
         self._num_calls = 0
         self._space: list[str] = []
@@ -139,9 +155,10 @@ class StreamingToolParser:
                 reader.at = found.start()
                 reader.hold()
                 reader.at = found.end()
-                yield from self._calls(found.group())
+                if found.group() not in self._format.wrappers:
+                    yield from self._calls(found.group())
                 continue
-            held = 0 if reader.closed else overlap(reader.text[reader.at :], self._format.markers)
+            held = 0 if reader.closed else overlap(reader.text[reader.at :], self._sought)
             end = len(reader.text) - held
             self._content(reader.text[reader.at : end])
             reader.at = end
@@ -154,9 +171,10 @@ class StreamingToolParser:
             yield from self._format.grammar(self._reader, marker, self._schemas)
         self._content(self._reader.held())
 
-    def _call(self, call: ToolCall) -> None:
-        self._deltas.append(ToolDelta(index=self._num_calls, name=call.name, arguments=call.arguments))
-        self._num_calls += 1
+    def _of_call(self, name: str | None, arguments: str) -> None:
+        if name is not None:
+            self._num_calls += 1
+        self._deltas.append(ToolDelta(index=self._num_calls - 1, name=name, arguments=arguments))
 
     def _content(self, text: str) -> None:
         """White space waits for what follows it."""
@@ -168,18 +186,14 @@ class StreamingToolParser:
             self._space.append(text[len(trimmed) :])
 
     def _drain(self) -> list[ToolDelta]:
-        """The new deltas, content that belongs together in one."""
+        """The new deltas: pieces of content, and of one call's arguments, that belong together in one."""
         drained: list[ToolDelta] = []
-        pieces: list[str] = []
-        for delta in [*self._deltas, None]:
-            if delta is not None and delta.index is None:
-                pieces.append(delta.content)
-                continue
-            if pieces:
-                drained.append(ToolDelta(content="".join(pieces)))
-                pieces = []
-            if delta is not None:
-                drained.append(delta)
+        # The names stand alone; numbers tell the calls apart, so equal neighbours are of one kind.
+        for (index, name), group in itertools.groupby(self._deltas, lambda delta: (delta.index, delta.name)):
+            deltas = list(group)
+            content = "".join(delta.content for delta in deltas)
+            arguments = "".join(delta.arguments for delta in deltas)
+            drained.append(ToolDelta(content=content, index=index, name=name, arguments=arguments))
         self._deltas = []
         return drained
 
@@ -198,14 +212,23 @@ _FORMATS = {
         ),
         ToolFormat(name="qwen3_coder", markers=("<tool_call>", "<function="), grammar=tool_formats.qwen3_coder),
         ToolFormat(name="glm45", markers=("<tool_call>",), grammar=tool_formats.glm45),
+        ToolFormat(name="lfm2", markers=("<|tool_call_start|>",), grammar=tool_formats.lfm2),
+        ToolFormat(
+            name="cohere",
+            markers=("<|START_ACTION|>",),
+            grammar=tool_formats.cohere,
+            wrappers=("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
+        ),
     )
 }
 _ALIASES = {"deepseek_v31": "deepseek_v3", "qwen3_xml": "qwen3_coder", "glm47": "glm45"}
+NAMES = (*_FORMATS, *_ALIASES)
+"""Of formats, for ``parser_for``."""
 _REFUSED = ("harmony", "openai", "gpt_oss")
 
 _SIGNS: tuple[tuple[tuple[str, ...], str | None], ...] = (
     # What another format writes besides: these come first.
-    (("<|channel|>",), None),
+    (("<|channel|>",), None),  # server.harmony
     (("｜DSML｜",), None),
     (("<｜tool▁call▁begin｜>",), "deepseek_v3"),
     (("[TOOL_CALLS]",), "mistral"),
@@ -215,8 +238,10 @@ _SIGNS: tuple[tuple[tuple[str, ...], str | None], ...] = (
     (("<tool_call>",), "hermes"),
     (("<|python_tag|>",), "llama3_json"),
     (('{"name": function name, "parameters":',), "llama3_json"),
-    (("<|START_ACTION|>",), None),
-    (("<|tool_call_start|>",), None),
+    (("<|START_ACTION|>",), "cohere"),
+    (("<|tool_call_start|>",), "lfm2"),
+    # Some templates of LFM2 leave it to the model how it calls the tools of this list.
+    (("<|tool_list_start|>",), "lfm2"),
     (("<|tool_calls_section_begin|>",), None),
 )
 """What a template holds, and the format that this means; None for formats that are not read here."""
@@ -228,6 +253,8 @@ _ARCHITECTURES = {
     "Glm4MoeLite": "glm45",
     "GraniteMoeHybrid": "hermes",
     "Granite": "granite",
+    **dict.fromkeys(("Lfm2", "Lfm2Moe"), "lfm2"),
+    "Cohere2": "cohere",
 }
 """``LlamaForCausalLM`` is missing: models of every kind have this architecture."""
 
@@ -239,14 +266,15 @@ def parser_for(
     template, or else what models of the architecture (``architectures`` in config.json) write. None if nothing tells, or if it
     is a format that is not read here.
 
-    ``InvalidArgument``: a name that does not exist. ``Unsupported``: the format of gpt-oss."""
+    ``InvalidArgument``: a name that does not exist. ``Unsupported``: the format of gpt-oss, which is no format of calls alone."""
     if name is not None:
         if name in _REFUSED:
             raise Unsupported(
-                f"tool call format {name!r}: the channels of gpt-oss are not read; there are {', '.join(_FORMATS)}"
+                f"tool call format {name!r}: gpt-oss writes calls among its channels, which server.harmony reads; there are "
+                f"{', '.join(_FORMATS)}"
             )
         if (known := _FORMATS.get(_ALIASES.get(name, name))) is None:
-            raise InvalidArgument(f"tool call format is {name!r}; expected one of {', '.join([*_FORMATS, *_ALIASES])}")
+            raise InvalidArgument(f"tool call format is {name!r}; expected one of {', '.join(NAMES)}")
         return known
     for signs, meant in _SIGNS:
         if chat_template is not None and all(sign in chat_template for sign in signs):
@@ -293,7 +321,7 @@ def forced_format(choice: str | Mapping[str, Any]) -> ToolFormat:
 
 
 def calls_from_json(text: str, choice: str | Mapping[str, Any]) -> ParsedMessage:
-    """The calls in a text that ``schema_for`` allows. What was cut short is content."""
+    """The calls in a text that ``schema_for`` allows, or in the beginning of one."""
     return forced_format(choice).parse(text)
 
 

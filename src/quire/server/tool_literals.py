@@ -1,0 +1,176 @@
+"""Calls as Python writes them, ``name(key=value, ...)``, with literals for values, which become JSON as they are read.
+
+Literals are strings, numbers as in JSON, ``True``, ``False`` and ``None`` (or JSON's words for them), lists, and dictionaries
+with strings for keys. Nothing is ever evaluated. Strings may hold line breaks: the templates of models that write such calls
+put them there as they are.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+
+from quire.server.tool_reader import MAX_DEPTH, SCALAR, Malformed, Put, Reader, Steps
+
+_KEY = re.compile(r"[\w$.-]*")
+_PLAIN = {quote: re.compile(rf"[^\\{quote}]*") for quote in "'\""}
+_WORDS = {"True": "true", "False": "false", "None": "null"}
+_ESCAPED = {
+    "\n": "",
+    "\\": "\\",
+    "'": "'",
+    '"': '"',
+    "a": "\a",
+    "b": "\b",
+    "f": "\f",
+    "n": "\n",
+    "r": "\r",
+    "t": "\t",
+    "v": "\v",
+}
+_HEX = {"x": re.compile(r"[0-9a-fA-F]{2}"), "u": re.compile(r"[0-9a-fA-F]{4}"), "U": re.compile(r"[0-9a-fA-F]{8}")}
+_OCTAL = re.compile(r"[0-7]{1,3}")
+
+
+def quoted(text: str) -> str:
+    """A JSON string."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def within_quotes(text: str) -> str:
+    """What stands for ``text`` in a JSON string."""
+    return quoted(text)[1:-1]
+
+
+def closing(separator: str) -> str:
+    """The end of an object, before whose next member ``separator`` would stand: "{" if there was none."""
+    return "{}" if separator == "{" else "}"
+
+
+def python_calls(reader: Reader) -> Steps[None]:
+    """The calls of a list, after the bracket that opens it, and the one that closes it."""
+    while True:
+        yield from reader.space()
+        name = yield from reader.name()
+        yield from reader.space()
+        yield from reader.expect("(")
+        reader.begin(name)
+        yield from _arguments(reader)
+        yield from reader.space()
+        if (yield from reader.accept("]")):
+            reader.commit()
+            return
+        yield from reader.expect(",")
+
+
+def _arguments(reader: Reader) -> Steps[None]:
+    separator = "{"
+    while True:
+        yield from reader.space()
+        if (yield from reader.accept(")")):
+            reader.add(closing(separator))
+            return
+        key = yield from reader.name(_KEY)
+        yield from reader.space()
+        yield from reader.expect("=")
+        reader.add(f"{separator}{quoted(key)}: ")
+        separator = ", "
+        yield from reader.space()
+        yield from literal(reader)
+        yield from reader.space()
+        if (yield from reader.peek()) != ")":
+            yield from reader.expect(",")
+
+
+def literal(reader: Reader) -> Steps[None]:
+    """A literal, which the arguments get as JSON."""
+    closers: list[str] = []
+    state, separator = "value", ""
+    while True:
+        yield from reader.space()
+        char = yield from reader.peek()
+        if char and char in "'\"" and state.startswith(("value", "key")):
+            yield from _string(reader, char, separator)
+            state, separator = "colon" if state.startswith("key") else "next", ""
+        elif char and char in "[{" and state.startswith("value"):
+            # The arguments are an object themselves.
+            if len(closers) + 1 >= MAX_DEPTH:
+                raise Malformed
+            closers.append("]" if char == "[" else "}")
+            reader.take(1, _adding(reader, separator))
+            state, separator = "value or end" if char == "[" else "key or end", ""
+        elif closers and char == closers[-1] and (state == "next" or state.endswith("end")):
+            closers.pop()
+            reader.take(1, reader.add)
+            state = "next"
+        elif char == "," and state == "next":
+            yield from reader.expect(",")
+            # A comma may stand before the end, where JSON has none.
+            state, separator = "key or end" if closers[-1] == "}" else "value or end", ", "
+        elif char == ":" and state == "colon":
+            yield from reader.expect(":")
+            reader.add(": ")
+            state = "value"
+        elif char and state.startswith("value"):
+            scalar = yield from reader.scalar()
+            written = _WORDS.get(scalar, scalar)
+            if not SCALAR.fullmatch(written):
+                raise Malformed
+            reader.add(separator + written)
+            state, separator = "next", ""
+        else:
+            raise Malformed
+        if state == "next" and not closers:
+            return
+
+
+def _adding(reader: Reader, before: str) -> Put:
+    return lambda text: reader.add(before + text)
+
+
+def _string(reader: Reader, quote: str, before: str) -> Steps[None]:
+    end = quote * 3 if (yield from reader.accept(quote * 3)) else quote
+    if end == quote:
+        yield from reader.expect(quote)
+    reader.add(before + '"')
+
+    def put(text: str) -> None:
+        reader.add(within_quotes(text))
+
+    while True:
+        yield from reader.run(_PLAIN[quote], put)
+        if (yield from reader.accept(end)):
+            reader.add('"')
+            return
+        char = yield from reader.peek()
+        if char == "\\":
+            yield from _escape(reader)
+        elif char:
+            reader.take(1, put)
+        else:
+            raise Malformed
+
+
+def _escape(reader: Reader) -> Steps[None]:
+    """A backslash and what it means. One before anything else than Python knows is itself."""
+    kind = (yield from reader.ahead(2))[1]
+    if kind in _HEX:
+        digits = (yield from reader.ahead({"x": 4, "u": 6, "U": 10}[kind]))[2:]
+        if not _HEX[kind].fullmatch(digits):
+            raise Malformed
+        size, code = 2 + len(digits), int(digits, 16)
+    elif kind in "01234567":
+        # At least a quote, a bracket and another one follow.
+        digits = _OCTAL.match((yield from reader.ahead(4)), 1).group()  # type: ignore[union-attr]
+        size, code = 1 + len(digits), int(digits, 8)
+    elif kind == "N":
+        raise Malformed  # a character by its name
+    else:
+        meant = within_quotes(_ESCAPED.get(kind, "\\" + kind))
+        reader.take(2, lambda text: reader.add(meant))
+        return
+    if code > 0x10FFFF:
+        raise Malformed
+    # Half of a surrogate pair is no character; JSON has an escape for it.
+    written = f"\\u{code:04x}" if 0xD800 <= code <= 0xDFFF else within_quotes(chr(code))
+    reader.take(size, lambda text: reader.add(written))
