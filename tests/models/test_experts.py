@@ -55,11 +55,16 @@ def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Te
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def tied_weight(seed: int = 0) -> Tensor:
-    """Router rows of which three are the same."""
-    weight_XE = random(X, E, seed=seed) / math.sqrt(E)
-    weight_XE[list(DUPLICATED)] = weight_XE[0].clone()
-    return weight_XE
+def tied(rows: Tensor) -> Tensor:
+    """A router's rows, or biases, of which three are made the same."""
+    rows[list(DUPLICATED)] = rows[0].clone()
+    return rows
+
+
+def eighths(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Multiples of 1/8 below 2. A sum of E products of two of them is at most 64 * 15 * 15 units of 1/64, so it is exact in
+    float32 in whatever order a kernel adds up, and sums that tie do so on every CPU."""
+    return torch.randint(-15, 16, shape, generator=torch.Generator().manual_seed(seed)).to(dtype) / 8
 
 
 def make_experts(
@@ -135,8 +140,9 @@ def test_route_by_definition(name: str, dtype: torch.dtype) -> None:
 
 def test_route_chooses_among_equal_values_as_transformers_does() -> None:
     """The values that tie are the rounded probabilities, so logits that differ can tie too."""
-    logits_TX = torch.randint(0, 3, (200, X), generator=torch.Generator().manual_seed(0)).float()
-    logits_TX[100:] += 1e-7 * torch.arange(X)  # About what a softmax in float32 can keep.
+    logits_TX = torch.randint(-2, 1, (200, X), generator=torch.Generator().manual_seed(0)).float()
+    # Zeros become logits of their own, but by less than any exponential in float32 could keep.
+    logits_TX[100:] += 1e-9 * torch.arange(X)
     probabilities_TX = logits_TX.softmax(-1)
     ties = [sum(len(set(row)) < X for row in rows.tolist()) for rows in (logits_TX, probabilities_TX)]
     assert 100 < ties[0] < ties[1]
@@ -173,12 +179,9 @@ PEER_ROUTINGS = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @torch.inference_mode()
 def test_duplicated_router_rows_lead_to_the_experts_of_transformers(kind: str, dtype: torch.dtype) -> None:
-    weight_XE = tied_weight(seed=3).to(dtype)
-    bias_X = None
-    if kind == "gpt_oss":
-        bias_X = random(X, seed=4).to(dtype)
-        bias_X[list(DUPLICATED)] = bias_X[0].clone()
-    x_TE = random(40, E, seed=5, dtype=dtype)
+    weight_XE = tied(eighths(X, E, seed=3, dtype=dtype) / math.sqrt(E))
+    bias_X = tied(eighths(X, seed=4, dtype=dtype)) if kind == "gpt_oss" else None
+    x_TE = eighths(40, E, seed=5, dtype=dtype)
     logits_TX, scores_TK, expected_TK = peer_router(kind, weight_XE, bias_X)(x_TE)
     assert all(torch.equal(logits_TX[:, 0], logits_TX[:, other]) for other in DUPLICATED), "no ties to decide"
     assert any(len({0, 2, 5} & set(row)) in (1, 2) for row in expected_TK.tolist()), "no tie at the edge of the choice"
@@ -193,7 +196,7 @@ def test_the_choice_does_not_depend_on_the_batch(kind: str) -> None:
     """Rows that tie get one logit however many tokens run; a plain product does not always give them one."""
     plain_differs = False
     for seed in range(30):
-        weight_XE, x_TE = tied_weight(seed), random(17, E, seed=100 + seed)
+        weight_XE, x_TE = tied(random(X, E, seed=seed) / math.sqrt(E)), random(17, E, seed=100 + seed)
         router = Router(weight_XE, None, ROUTINGS[kind])
         weights_TK, experts_TK = router(x_TE)
         for chunk in (1, 2, 3, 5):
@@ -384,7 +387,7 @@ def test_clamped_gate(dtype: torch.dtype) -> None:
 
 
 def peer_layer(kind: str) -> Any:
-    """A layer of transformers with random weights, tied router rows among them."""
+    """A layer of transformers with random weights, tied router rows among them. Its logits of ``eighths`` are exact."""
     sizes = {"hidden_size": E, "num_experts_per_tok": K, "num_hidden_layers": 1}
     if kind == "mixtral":
         layer = mixtral.MixtralSparseMoeBlock(
@@ -409,9 +412,9 @@ def peer_layer(kind: str) -> Any:
         columns = weight.shape[-2 if kind == "gpt_oss" and weight.dim() == 3 else -1]
         weight.data = random(*weight.shape, seed=seed) / (1 if "bias" in name else math.sqrt(columns))
     router = layer.router if kind == "gpt_oss" else layer.gate
-    router.weight.data = tied_weight(seed=3)
+    router.weight.data = tied(eighths(X, E, seed=3) / math.sqrt(E))
     if kind == "gpt_oss":
-        router.bias.data[list(DUPLICATED)] = 0.5
+        router.bias.data = tied(eighths(X, seed=4))
     return layer
 
 
@@ -454,7 +457,7 @@ def run_peer(layer: Any, x_TE: Tensor) -> Tensor:
 def test_layers_are_as_close_to_float64_as_those_of_transformers(kind: str, dtype: torch.dtype, do_pack: bool) -> None:
     """With ties: were one of them decided otherwise, the error would be as large as the result."""
     peer = peer_layer(kind).to(dtype)
-    x_TE = random(60, E, seed=77, dtype=dtype)
+    x_TE = eighths(60, E, seed=77, dtype=dtype)
     exact_TE = run_peer(copy.deepcopy(peer).double(), x_TE.double())
     found_TE = run_peer(peer, x_TE)
     layer = ours(copy.deepcopy(peer), kind)

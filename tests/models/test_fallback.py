@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from tests.exact import float32_error, run_exactly
 
 from quire import LLM, SamplingParams
 from quire.contracts.layers import FullAttention, sink_refusal
@@ -67,6 +68,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "apertus": ("Apertus", {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}),
 }
 TOLERANCE = LAYERS * math.sqrt(WIDTH) * torch.finfo(torch.float32).eps
+"""What the sums of the layers round, relative to the largest logit, where nothing in the model multiplies an error."""
 
 
 def make(name: str, changes: dict[str, Any], path: Path) -> Any:
@@ -82,17 +84,23 @@ def make(name: str, changes: dict[str, Any], path: Path) -> Any:
     return peer
 
 
-def near(found_TV: torch.Tensor, expected_TV: torch.Tensor) -> bool:
-    assert torch.equal(found_TV.argmax(-1), expected_TV.argmax(-1))
-    return bool((found_TV - expected_TV).abs().max() / expected_TV.abs().max() < TOLERANCE)
+def bound_of(peer: Any, tokens_T: torch.Tensor, exact_TV: torch.Tensor) -> float:
+    """``TOLERANCE``, or twice what transformers' own float32 runs are off where the model multiplies errors: Cohere's norms of
+    q and k have weights of about 3 here, so their scores, and the errors of them, are nine times as large."""
+    largest = float(exact_TV.abs().max())
+    bound = max(TOLERANCE * largest, 2 * float32_error(peer, tokens_T, exact_TV))
+    assert bound < 1e-4 * largest, "the bound itself is too wide to say anything"
+    return bound
 
 
 @pytest.mark.parametrize("which", sorted(MODELS))
 def test_logits_in_pieces_ragged_forked_and_rewound(which: str, tmp_path: Path) -> None:
     peer = make(*MODELS[which], tmp_path)
-    tokens = torch.randint(3, VOCAB, (LENGTH,), generator=torch.Generator().manual_seed(5)).tolist()
-    with torch.inference_mode():
-        expected = peer(torch.tensor([tokens])).logits[0]
+    if "num_experts_per_tok" in MODELS[which][1]:
+        peer.set_experts_implementation("eager")  # which runs in float64 too
+    tokens_T = torch.randint(3, VOCAB, (LENGTH,), generator=torch.Generator().manual_seed(5))
+    tokens, expected_TV = tokens_T.tolist(), run_exactly(peer, tokens_T)
+    bound = bound_of(peer, tokens_T, expected_TV)
     llm = LLM(tmp_path, dtype="float32", page_size=3, kv_cache_memory="4MiB")
     runner = llm.engine.runner
     a, b, c = (runner.new_seq() for _ in range(3))
@@ -103,13 +111,17 @@ def test_logits_in_pieces_ragged_forked_and_rewound(which: str, tmp_path: Path) 
         output = runner.execute(Step(chunks=parts))
         return [output.rows(index) for index in range(len(parts))]
 
-    assert near(run((a, 0, 9))[0], expected[:9])
-    for rows, (start, stop) in zip(run((b, 0, LENGTH), (a, 9, 10)), ((0, LENGTH), (9, 10)), strict=True):
-        assert near(rows, expected[start:stop])
-    assert near(run((a, 10, 20))[0], expected[10:20])
+    def check(*chunks: tuple[int, int, int]) -> None:
+        for rows, (_, start, stop) in zip(run(*chunks), chunks, strict=True):
+            exact_TV = expected_TV[start:stop]
+            assert torch.equal(rows.argmax(-1), exact_TV.argmax(-1))
+            assert float((rows - exact_TV).abs().max()) <= bound
+
+    check((a, 0, 9))
+    check((b, 0, LENGTH), (a, 9, 10))
+    check((a, 10, 20))
     runner.execute(Step(edits=(Fork(a, c), Pop(a, 3))))
-    for rows, (start, stop) in zip(run((c, 20, LENGTH), (a, 17, 25)), ((20, LENGTH), (17, 25)), strict=True):
-        assert near(rows, expected[start:stop])
+    check((c, 20, LENGTH), (a, 17, 25))
     runner.state.check()
     greedy = (
         llm.generate(tokens[:8], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))[0].outputs[0].token_ids
