@@ -68,7 +68,7 @@ def serving(llm: AsyncLLM, settings: ServerSettings | None = None, **headers: st
         assert not thread.is_alive()
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     """Fails if ``condition`` does not come true in time."""
     deadline = time.monotonic() + seconds
     while not condition():
