@@ -395,6 +395,18 @@ def test_adapters_that_do_not_fit_together_take_turns() -> None:
     assert third in world.step().requests
 
 
+def test_who_is_not_ready_keeps_no_room_for_its_adapter() -> None:
+    world = World(fits=at_most(1))
+    first, second = world.submit(5, adapters=one(1)), world.submit(5, adapters=one(2))
+    assert world.step().requests == (first,)
+    ready = [False]
+    first.is_ready = lambda: ready[0]
+    assert world.step().requests == (second,)
+    assert world.step().requests == (second,)
+    ready[0] = True
+    assert world.step().requests == (first,)
+
+
 def test_a_running_request_that_waits_for_its_adapter_is_not_overtaken() -> None:
     world = World(fits=at_most(1))
     first, changing = world.submit(4, adapters=one(1)), world.submit(8, adapters=under((0, None), (3, 2)))

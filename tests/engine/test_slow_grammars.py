@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -16,12 +18,12 @@ from quire.engine import slow_masks
 from quire.engine.engine import Engine
 from quire.engine.generation import SequenceRequest
 from quire.engine.grammar_matcher import GRAMMAR_ENDED, GrammarMatcher
-from quire.engine.slow_masks import SHARE, SlowMasks
+from quire.engine.slow_masks import SHARE, Coming, SlowMasks
 from quire.engine.structured import Grammars
 from quire.engine.tokenizer import Tokenizer
 from quire.ops.filters import Words
 
-from .conftest import MakeLLM, check, engine_of, greedy, random_tokens
+from .conftest import MakeLLM, check, engine_of, greedy, random_tokens, record
 from .test_structured import LANGUAGES, Spelled, mixed, samples, spell
 
 AMBIGUOUS = {"grammar": 'start: s\ns: s s | s s s | "a" | ""'}
@@ -79,7 +81,7 @@ def test_the_same_whether_slow_or_not(make_llm: MakeLLM, model: Spelled, monkeyp
     monkeypatch.setattr(slow_masks, "SLOW_SECONDS", -1.0)
     started: list[object] = []
     start = SlowMasks.start
-    monkeypatch.setattr(SlowMasks, "start", lambda self, make: started.append(make) or start(self, make))
+    monkeypatch.setattr(SlowMasks, "start", lambda self, one: started.append(one) or start(self, one))
 
     llm = make_llm(model.checkpoint)
     assert samples(llm.generate(prompts, params)) == expected
@@ -211,6 +213,7 @@ def test_it_may_end_while_its_mask_is_made(
     requests = [submit(engine, greedy(9, structured_outputs={"regex": "[ab]+"}), seed=i) for i in range(2)]
     begun(engine, *requests)
     queued = requests[1].matcher._coming  # type: ignore[union-attr]
+    assert not queued.ready  # type: ignore[union-attr]
     if way == "cancel":
         for request in requests:
             assert engine.cancel(request.request_id)
@@ -220,8 +223,7 @@ def test_it_may_end_while_its_mask_is_made(
     else:
         engine.end(requests)
     assert [request.finish_reason for request in requests] == ["cancelled"] * 2
-    assert isinstance(queued, Future)
-    assert queued.cancelled()
+    assert queued.dropped  # type: ignore[union-attr]
     check(llm)
 
 
@@ -263,26 +265,66 @@ def test_whether_others_take_part(make_llm: MakeLLM, model: Spelled, all_slow: N
     assert not engine.grammars.slow.shared
 
 
+def test_who_waits_for_a_mask_takes_no_seat(
+    make_llm: MakeLLM, model: Spelled, all_slow: None, gate: threading.Event
+) -> None:
+    llm = make_llm(model.checkpoint, max_num_seqs=2)
+    engine = engine_of(llm)
+    slow = [submit(engine, greedy(9, structured_outputs={"regex": "[ab]+"}), seed=i) for i in range(2)]
+    begun(engine, *slow)
+    quick = [submit(engine, greedy(5), seed=2 + i) for i in range(3)]
+    recorder = record(llm)
+    engine.run(quick)
+    assert [len(request.output_ids) for request in slow] == [1, 1]
+    gate.set()
+    engine.run(slow)
+    assert [len(request.output_ids) for request in slow] == [9, 9]
+    assert max(len(step.chunks) for step in recorder.steps) == 2
+    check(llm)
+
+
 # -- the share -----------------------------------------------------------------------------------------------------
 
 
 def test_slow_grammars_rest_for_others() -> None:
     now = [100.0]
     masks = SlowMasks(clock=lambda: now[0])
-    masks.spent(0.5)
+    slow = slow_masks.SLOW_SECONDS
+    masks.spent(50.0)
     assert masks.rest() == 0, "there are no others"
     masks.shared = True
+    assert masks.rest() == 0, "they pay nothing for what was before them"
+    masks.spent(slow)
+    assert masks.rest() == 0, "so much anybody may take"
     # Of half a second of work and the rest after it, the work is a fifth.
+    masks.spent(0.5 + slow)
     assert 0.5 / (0.5 + masks.rest()) == pytest.approx(SHARE)
     now[0] += 1.5
-    masks.spent(0.25)
+    masks.spent(0.25 + slow)
     assert masks.rest() == pytest.approx(4 * 0.5 - 1.5 + 4 * 0.25)
     now[0] += 10
     assert masks.rest() == 0
-    masks.spent(0.1)
+    masks.spent(0.1 + slow)
     assert masks.rest() == pytest.approx(0.4), "time that was not used is not saved up"
+    masks.shared = False
+    masks.shared = True
+    assert masks.rest() == 0
+    masks.spent(0.1 + slow)
     masks.close()
     assert masks.rest() == 0
+
+
+def test_beside_a_gpu_only_the_engines_thread_counts() -> None:
+    masks = SlowMasks(workers=3, clock=lambda: 100.0)
+    masks.shared = True
+    masks.spent(1.0, beside=True)
+    assert masks.rest() == 0
+    masks.spent(1.0)
+    assert masks.rest() > 3
+    alone = SlowMasks(workers=1, clock=lambda: 100.0)
+    alone.shared = True
+    alone.spent(1.0, beside=True)
+    assert alone.rest() > 3
 
 
 def test_masks_come_in_turn_and_after_the_rest() -> None:
@@ -293,19 +335,61 @@ def test_masks_come_in_turn_and_after_the_rest() -> None:
 
     def make(number: int) -> int:
         made.append(number)
-        masks.spent(1.0)
+        masks.spent(1.0 + slow_masks.SLOW_SECONDS, beside=True)
         return number
 
-    futures = [masks.start(lambda number=number: make(number)) for number in range(3)]
-    assert futures[0].result(60) == 0
-    assert not futures[1].done()
+    coming = [Coming(lambda number=number: make(number)) for number in range(4)]  # type: ignore[misc]
+    assert all(one.ready and one.result() is None for one in coming), "nothing is made by itself"
+    for one in coming:
+        masks.start(one)
+    assert coming[0].result() == 0
+    assert not coming[1].ready
     now[0] = 3.9
     assert made == [0]
+    coming[2].drop()
+    assert coming[2].ready
     now[0] = 4.1
-    assert futures[1].result(60) == 1
+    assert coming[1].result() == 1
     masks.shared = False
-    assert futures[2].result(60) == 2
-    assert made == [0, 1, 2]
+    assert coming[3].result() == 3
+    assert coming[2].result() is None
+    assert made == [0, 1, 3], "what was dropped is not made, and costs nobody a rest"
+
+
+def test_the_thread_goes_when_there_is_nothing_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slow_masks, "LINGER_SECONDS", 0.0)
+    masks = SlowMasks()
+    for number in range(3):
+        one = Coming(lambda number=number: number)  # type: ignore[misc]
+        masks.start(one)
+        assert one.result() == number
+        deadline = time.monotonic() + 60
+        while masks._threads:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+def test_what_raises_is_raised_where_it_is_wanted() -> None:
+    masks, one = SlowMasks(), Coming[int](lambda: 1 // 0)
+    masks.start(one)
+    with pytest.raises(ZeroDivisionError):
+        one.result()
+    after = Coming(lambda: 1)
+    masks.start(after)
+    assert after.result() == 1
+
+
+def test_the_end_of_a_process_does_not_wait_for_a_rest() -> None:
+    """A rest of an hour, and somebody who wants the mask after it."""
+    script = (
+        "from quire.engine.slow_masks import Coming, SlowMasks\n"
+        "masks = SlowMasks()\n"
+        "masks.shared = True\n"
+        "masks.spent(900.0)\n"
+        "masks.start(Coming(lambda: print('made')))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout == "made\n"
 
 
 def test_beside_a_gpu_the_slow_one_is_found(model: Spelled, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -147,9 +147,30 @@ ENGINE = (
     Mutant(
         name="slow-grammars-do-not-rest",
         file="engine/slow_masks.py",
-        old="+ seconds * (1 / SHARE - 1)",
-        new="+ seconds * 0",
+        old="+ excess * (1 / SHARE - 1)",
+        new="+ excess * 0",
         tests=("engine/test_slow_grammars.py::test_slow_grammars_rest_for_others",),
+    ),
+    Mutant(
+        name="slow-grammars-rest-for-what-was-before",
+        file="engine/slow_masks.py",
+        old="                self._shared, self._rests_until = shared, 0.0\n",
+        new="                self._shared = shared\n",
+        tests=("engine/test_slow_grammars.py::test_slow_grammars_rest_for_others",),
+    ),
+    Mutant(
+        name="who-waits-for-a-mask-takes-a-seat",
+        file="engine/scheduler.py",
+        old="return sum(request.is_ready is None or request.is_ready() for request in self.running)",
+        new="return len(self.running)",
+        tests=("engine/test_slow_grammars.py::test_who_waits_for_a_mask_takes_no_seat",),
+    ),
+    Mutant(
+        name="who-waits-for-a-mask-keeps-room-for-an-adapter",
+        file="engine/scheduler.py",
+        old="            if request.ready and self._has_adapter(request, batch)",
+        new="            if self._has_adapter(request, batch)",
+        tests=("engine/test_scheduler.py::test_who_is_not_ready_keeps_no_room_for_its_adapter",),
     ),
     Mutant(
         name="masks-made-ahead-for-those-who-left",
@@ -168,7 +189,7 @@ ENGINE = (
     Mutant(
         name="answers-in-sessions-kept-with-the-markers-of-harmony",
         file="server/chat.py",
-        old="answer=(lambda text: answer_of(text, format)) if format.harmony else None,",
+        old="answer=(lambda text: answer_of(text, format)) if _wraps_answers(format) else None,",
         new="answer=None,",
         tests=("server/test_harmony.py::test_a_session",),
     ),

@@ -143,11 +143,13 @@ class Drawing:
 
     def _make_ahead(self, request: SequenceRequest, matcher: GrammarMatcher, seconds: float) -> None:
         """A request whose grammar is slow waits for its mask beside the steps. ``seconds``: what its token took."""
-        request.work.is_ready = None
-        if matcher.slow and self.grammars is not None:
-            self.grammars.slow.spent(seconds)
-            self.grammars.make_ahead(matcher)
-            request.work.is_ready = lambda: matcher.ready
+        if not matcher.slow or self.grammars is None:
+            request.work.is_ready = None
+            return
+        self.grammars.slow.spent(seconds)
+        # First, so that an interrupt leaves no request whose mask is being made and who goes on without.
+        request.work.is_ready = lambda: matcher.ready
+        self.grammars.make_ahead(matcher)
 
     @staticmethod
     def _add_text(request: SequenceRequest, token: int) -> None:

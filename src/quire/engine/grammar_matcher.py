@@ -6,14 +6,13 @@ Letters: M matchers; B words of a mask (``quire.ops.filters``).
 from __future__ import annotations
 
 import time
-from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from quire.engine import slow_masks
 from quire.engine.grammar_text import reason_of
-from quire.engine.slow_masks import SlowMasks
+from quire.engine.slow_masks import Coming, SlowMasks
 from quire.errors import QuireError, ResourceExhausted
 from quire.ops.filters import Words
 
@@ -36,7 +35,7 @@ class GrammarMatcher:
         """Whether its last token took so long that the next mask is to be made beside the engine."""
         self._seconds = 0.0
         """Of a core, since the last token."""
-        self._coming: Future[Words] | None = None
+        self._coming: Coming[Words] | None = None
 
     def accept(self, token: int) -> float:
         """``token`` joined the text; one that ended it did not. Returns the seconds of a core that this took.
@@ -59,28 +58,29 @@ class GrammarMatcher:
     @property
     def ready(self) -> bool:
         """Whether a mask can be had without waiting for one that is being made."""
-        return self._coming is None or self._coming.done()
+        return self._coming is None or self._coming.ready
 
     def make_ahead(self, masks: SlowMasks, num_words: int) -> None:
         """Have the next mask made beside the engine; nothing else may be asked before it is ``ready``."""
 
         def make() -> Words:
             mask_MB: Words = np.zeros((1, num_words), dtype=np.uint32)
-            masks.spent(self.fill(mask_MB, 0))
+            masks.spent(self.fill(mask_MB, 0), beside=True)
             mask_B: Words = mask_MB[0]
             return mask_B
 
-        self._coming = masks.start(make)
+        self._coming = Coming(make)
+        masks.start(self._coming)
 
     def drop(self) -> None:
         """Nobody wants the mask any more that is being made, or waits for its turn."""
         if self._coming is not None:
-            self._coming.cancel()
+            self._coming.drop()
 
     def made_ahead(self) -> Words | None:
         """The mask that was made beside the engine, once; None if none was."""
         coming, self._coming = self._coming, None
-        return None if coming is None or coming.cancelled() else coming.result()
+        return None if coming is None else coming.result()
 
     def fill(self, masks_MB: Words, row: int) -> float:
         """Make the mask, in a row of ``masks_MB``. Returns the seconds of a core that this took."""

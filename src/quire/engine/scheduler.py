@@ -228,6 +228,11 @@ class Scheduler:
         return not self.waiting and not self.running
 
     @property
+    def _seated(self) -> int:
+        """How many of those that run count: who can take part in no step yet takes nobody's place."""
+        return sum(request.is_ready is None or request.is_ready() for request in self.running)
+
+    @property
     def held_up(self) -> list[ScheduledRequest]:
         """Those that can take part in no step yet."""
         return [request for request in (*self.running, *self.waiting) if not request.ready]
@@ -238,14 +243,14 @@ class Scheduler:
         """The next step; without chunks if nothing can run."""
         # Some decodes come back to the queue after each token (beams). They are not to wait for prompts either.
         coming = sum(request.seq is not None and request.remaining == 1 for request in self.waiting)
-        free = max(0, self.limits.max_num_seqs - len(self.running))
+        free = max(0, self.limits.max_num_seqs - self._seated)
         budget = self.limits.max_num_batched_tokens
         # One token is left to a prompt: those who wait may wait for its pages.
         batch = Batch(budget, kept=min(coming, free, budget - 1))
         failed: list[tuple[ScheduledRequest, QuireError]] = []
         # Whose adapters the step has room for is decided in order of arrival: nobody waits for those who came later.
         for request in self.running:
-            if self._has_adapter(request, batch) and request.next_adapter is not None:
+            if request.ready and self._has_adapter(request, batch) and request.next_adapter is not None:
                 batch.adapters.add(request.next_adapter)
         # Decodes first: a long prompt fills what they leave of the step and never holds them up. More may be running than
         # a step takes (the samples of one prompt); they wait with their pages, which are shared.
@@ -349,8 +354,8 @@ class Scheduler:
     # -- admission -------------------------------------------------------------------------------------------
 
     def _admit(self, batch: Batch, failed: list[tuple[ScheduledRequest, QuireError]]) -> None:
-        index = 0
-        while index < len(self.waiting) and batch.budget > 0 and len(self.running) < self.limits.max_num_seqs:
+        index, seated = 0, self._seated
+        while index < len(self.waiting) and batch.budget > 0 and seated < self.limits.max_num_seqs:
             request = self.waiting[index]
             duplicates = request.seq is None and not self._is_saved(request) and self._duplicates(request)
             held_up = duplicates or not request.ready
@@ -378,6 +383,7 @@ class Scheduler:
             del self.waiting[index]
             request.status = Status.RUNNING
             request.admitted = True
+            seated += 1
             bisect.insort(self.running, request, key=lambda running: running.priority)
             if request.remaining == 1:
                 batch.kept = max(0, batch.kept - 1)

@@ -104,7 +104,7 @@ class Grammars:
         self._pool: ThreadPoolExecutor | None = None
         self._doubtful = False
         """Whether the masks of a step took so long that one of them may be slow."""
-        self.slow = SlowMasks()
+        self.slow = SlowMasks(self._threads)
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._lock = threading.Lock()
@@ -131,7 +131,7 @@ class Grammars:
         self._lock, self._setting_up, self._turn = threading.Lock(), threading.Lock(), threading.Lock()
         self._seats = Seats()
         self._compiling = {}
-        self._executor, self._pool, self.slow = None, None, SlowMasks()
+        self._executor, self._pool, self.slow = None, None, SlowMasks(self._threads)
 
     # -- compiling -------------------------------------------------------------------------------------------
 
