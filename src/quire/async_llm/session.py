@@ -12,9 +12,10 @@ from torch import Tensor
 from quire.async_llm.background import Background
 from quire.async_llm.stepper import Job
 from quire.async_llm.stream import AsyncStream, Prepared
+from quire.engine.chat_turns import ReadAnswer
 from quire.engine.generation import SequenceRequest
 from quire.engine.results import request_output
-from quire.engine.session import ReadAnswer, Session, Text
+from quire.engine.session import Session, Text
 from quire.outputs import RequestOutput
 from quire.sampling_params import SamplingParams
 
@@ -125,14 +126,14 @@ class AsyncSession:
         session = self._session
 
         async def prepare() -> Prepared:
-            turns, tokens, begin = await self._background.call("chat", lambda: session._render(messages, params))
+            asked, tokens = await self._background.call("chat", lambda: session._ask(messages, params, answer))
 
             def submit() -> SequenceRequest:
                 session._idle("chat")
                 return session._submit(tokens, params)
 
             prepared = self._prepared(submit)
-            prepared.job.on_end = lambda: session._note_turns(prepared.job.requests[0], turns, begin, answer)
+            prepared.job.on_end = lambda: session._turns.answered(asked, prepared.job.requests[0], len(session))
             return prepared
 
         return AsyncStream(self._background, prepare)

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeAlias, overload
+from typing import Any, Self, overload
 
 import numpy as np
 import torch
@@ -23,7 +22,7 @@ from quire.contracts.layers import LayerSpec
 from quire.engine import layer_memory, saved
 from quire.engine.adapter_keys import AdapterNames, Fingerprints, runs_of_session
 from quire.engine.chat import encode_chat
-from quire.engine.detokenizer import IncrementalDetokenizer
+from quire.engine.chat_turns import Asked, ChatTurns, ReadAnswer
 from quire.engine.engine import Engine
 from quire.engine.generation import SequenceRequest, SessionState
 from quire.engine.request import TokenBuffer
@@ -36,21 +35,6 @@ from quire.sampling_params import SamplingParams
 
 Text = str | Sequence[int]
 """Text, or token ids."""
-
-
-ReadAnswer: TypeAlias = Callable[[str], Mapping[str, Any]]
-"""From the text of an answer to its message, whose content is text."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Turn:
-    """A message of a session's chat."""
-
-    end: int
-    """Tokens of the session up to its end; for messages that were given, up to where the answer begins."""
-    message: Mapping[str, Any]
-    is_answer: bool = False
-    """Whether the model wrote it."""
 
 
 class Session:
@@ -77,11 +61,7 @@ class Session:
         self._identity = identity
         self._defaults = defaults
         self._state = state
-        self._chat: list[Turn] = []
-        self._cut = False
-        """Whether the tokens behind the last turn are what a rewind left of messages, and so belong to no turn."""
-        self._chat_start: int | None = None
-        """Where the first turn began."""
+        self._turns = ChatTurns()
         self._closed = False
         with engine.lock:
             engine.states.hold(state)
@@ -348,8 +328,7 @@ class Session:
         if length == len(self) and parent.logits is not None:
             state.logits = parent.logits.clone()
         child = Session(self._engine, state, identity=self._identity, defaults=self._defaults, adapters=self._names)
-        child._chat, child._chat_start, child._cut = list(self._chat), self._chat_start, self._cut
-        child._forget_turns(length)
+        child._turns = self._turns.up_to(length)
         return child
 
     def rewind(self, to: int | None = None, n: int | None = None) -> int:
@@ -368,7 +347,7 @@ class Session:
                 length = len(self) - self._position("rewind n", n)
             cost = self._cost(length)
             self._engine.states.change(state, length, state.adapter)
-            self._forget_turns(length)
+            self._turns.cut(length)
             self._engine.metrics.rewinds.inc()
             self._engine.metrics.tokens_replayed.inc(cost)
             return cost
@@ -401,16 +380,6 @@ class Session:
         # The last token may never have been run; then it is not run again either.
         return max(0, min(length, len(self) - 1) - kept)
 
-    def _forget_turns(self, length: int) -> None:
-        """The session has ``length`` tokens; later turns of the chat are not in it."""
-        kept = [turn for turn in self._chat if turn.end <= length]
-        self._cut = (
-            bool(kept) and kept[-1].is_answer and length > kept[-1].end and (self._cut or len(kept) < len(self._chat))
-        )
-        self._chat = kept
-        if self._chat_start is not None and self._chat_start > length:
-            self._chat_start = None
-
     # -- chat ------------------------------------------------------------------------------------------------
 
     def chat(
@@ -429,14 +398,14 @@ class Session:
         ``answer``: makes of the answer's text the message that the next turn's template gets, for models whose text is not
         its content; None: ``{"role": "assistant", "content": text}``.
         """
-        turns, tokens, start = self._render(messages, params)
+        asked, tokens = self._ask(messages, params, answer)
         with self._engine.lock:
             self._idle("chat")
             request = self._submit(tokens, params)
         try:
             return self._result(request)
         finally:
-            self._note_turns(request, turns, start, answer)
+            self._turns.answered(asked, request, len(self))
 
     def stream_chat(
         self,
@@ -446,16 +415,11 @@ class Session:
         answer: ReadAnswer | None = None,
     ) -> Iterator[StreamDelta]:
         """``chat`` as a stream. What was generated when the loop is left counts as the answer."""
-        turns, tokens, start = self._render(messages, params)
-        return self._chat_deltas(turns, tokens, start, params, answer)
+        asked, tokens = self._ask(messages, params, answer)
+        return self._chat_deltas(asked, tokens, params)
 
     def _chat_deltas(
-        self,
-        turns: tuple[list[Turn], list[Mapping[str, Any]]],
-        tokens: NDArray[np.int64],
-        start: int,
-        params: SamplingParams | None,
-        answer: ReadAnswer | None,
+        self, asked: Asked, tokens: NDArray[np.int64], params: SamplingParams | None
     ) -> Iterator[StreamDelta]:
         started: list[SequenceRequest] = []
 
@@ -469,58 +433,23 @@ class Session:
         finally:
             for request in started:
                 self._engine.end(started)
-                self._note_turns(request, turns, start, answer)
+                self._turns.answered(asked, request, len(self))
 
-    def _render(
-        self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None
-    ) -> tuple[tuple[list[Turn], list[Mapping[str, Any]]], NDArray[np.int64], int]:
-        """The turns by now and the new messages, all tokens of the session with them, and where the chat begins."""
+    def _ask(
+        self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None, answer: ReadAnswer | None
+    ) -> tuple[Asked, NDArray[np.int64]]:
+        """What is asked, and all tokens of the session with it."""
         with self._engine.lock:
             self._idle("chat")
             if not isinstance(messages, (list, tuple)) or not messages:
                 raise InvalidArgument("messages must be a list with at least one message; give the new ones only")
-            start = len(self) if self._chat_start is None else self._chat_start
-            turns = self._turns()
-            rendered = np.array(
-                encode_chat(self._tokenizer("chat"), [*(turn.message for turn in turns), *messages]), dtype=np.int64
-            )
-            tokens = np.concatenate([self._state.tokens.ids[:start].astype(np.int64), rendered])
+            tokenizer = self._tokenizer("chat")
+            asked = self._turns.ask(messages, self.tokens, tokenizer, answer)
+            rendered = np.array(encode_chat(tokenizer, asked.all_messages), dtype=np.int64)
+            tokens = np.concatenate([self._state.tokens.ids[: asked.start].astype(np.int64), rendered])
             self._engine.checks.tokens(tokens)
             self._check_params("chat", tokens.size, params)
-            return (turns, list(messages)), tokens, start
-
-    def _turns(self) -> list[Turn]:
-        """All turns, the last answer with what has come behind it."""
-        if not self._chat or self._cut or self._chat[-1].end == len(self):
-            return list(self._chat)
-        last, ids = self._chat[-1], self.tokens
-        text = IncrementalDetokenizer(self._tokenizer("chat"), ids[: last.end])
-        pieces = [text.push(token_id) for token_id in ids[last.end :]]
-        added = "".join([*pieces, text.finish()])
-        if not last.is_answer:
-            return [*self._chat, Turn(end=len(ids), message={"role": "assistant", "content": added}, is_answer=True)]
-        message = {**last.message, "content": last.message["content"] + added}
-        return [*self._chat[:-1], Turn(end=len(ids), message=message, is_answer=True)]
-
-    def _note_turns(
-        self,
-        request: SequenceRequest,
-        turns: tuple[list[Turn], list[Mapping[str, Any]]],
-        start: int,
-        answer: ReadAnswer | None = None,
-    ) -> None:
-        """Remember the turns of a chat that worked."""
-        if not request.succeeded:
-            self._forget_turns(len(self))
-            return
-        message = {"role": "assistant", "content": request.text} if answer is None else answer(request.text)
-        before, messages = turns
-        self._chat_start, self._cut = start, False
-        self._chat = [
-            *before,
-            *(Turn(end=request.num_prompt, message=one) for one in messages),
-            Turn(end=len(self), message=message, is_answer=True),
-        ]
+            return asked, tokens
 
     # -- saving ----------------------------------------------------------------------------------------------
 

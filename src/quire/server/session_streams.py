@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Self
 
 from quire.async_llm import AsyncSession, AsyncStream, SampleDelta
-from quire.engine.session import ReadAnswer
+from quire.engine.chat_turns import ReadAnswer
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import FailedPrecondition, NotFound
 from quire.outputs import RequestOutput

@@ -1,0 +1,107 @@
+"""The turns of a session's chat: its messages, and which of the session's tokens they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from quire.engine.detokenizer import IncrementalDetokenizer
+from quire.engine.generation import SequenceRequest
+from quire.engine.tokenizer import Tokenizer
+
+ReadAnswer: TypeAlias = Callable[[str], Mapping[str, Any]]
+"""From the text of an answer to its message, whose content is text."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Turn:
+    """A message of a session's chat."""
+
+    end: int
+    """Tokens of the session up to its end; for messages that were given, up to where the answer begins."""
+    message: Mapping[str, Any]
+    is_answer: bool = False
+    """Whether the model wrote it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asked:
+    """Messages that are to be answered."""
+
+    before: Sequence[Turn]
+    messages: Sequence[Mapping[str, Any]]
+    start: int
+    """Where in the session the first turn begins."""
+    read: ReadAnswer | None
+    """None: the text of the answer is its content."""
+
+    @property
+    def all_messages(self) -> list[Mapping[str, Any]]:
+        """What the template gets."""
+        return [*(turn.message for turn in self.before), *self.messages]
+
+
+class ChatTurns:
+    """All turns that a session holds."""
+
+    def __init__(self) -> None:
+        self._turns: list[Turn] = []
+        self._cut = False
+        """Whether the tokens behind the last turn are what a rewind left of messages, and so belong to no turn."""
+        self._start: int | None = None
+        """Where the first turn began."""
+
+    def up_to(self, length: int) -> ChatTurns:
+        """Those of a fork of the first ``length`` tokens."""
+        copy = ChatTurns()
+        copy._turns, copy._start, copy._cut = list(self._turns), self._start, self._cut
+        copy.cut(length)
+        return copy
+
+    def cut(self, length: int) -> None:
+        """The session has ``length`` tokens; later turns are not in it."""
+        kept = [turn for turn in self._turns if turn.end <= length]
+        behind = bool(kept) and kept[-1].is_answer and length > kept[-1].end
+        self._cut = behind and (self._cut or len(kept) < len(self._turns))
+        self._turns = kept
+        if self._start is not None and self._start > length:
+            self._start = None
+
+    def ask(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        ids: Sequence[int],
+        tokenizer: Tokenizer,
+        read: ReadAnswer | None,
+    ) -> Asked:
+        """New messages in a session of the tokens ``ids``; changes nothing."""
+        start = len(ids) if self._start is None else self._start
+        return Asked(before=self._all(ids, tokenizer), messages=list(messages), start=start, read=read)
+
+    def _all(self, ids: Sequence[int], tokenizer: Tokenizer) -> list[Turn]:
+        """All turns, the last answer with what has come behind it."""
+        if not self._turns or self._cut or self._turns[-1].end == len(ids):
+            return list(self._turns)
+        last = self._turns[-1]
+        text = IncrementalDetokenizer(tokenizer, ids[: last.end])
+        pieces = [text.push(token_id) for token_id in ids[last.end :]]
+        added = "".join([*pieces, text.finish()])
+        if not last.is_answer:
+            return [*self._turns, Turn(end=len(ids), message={"role": "assistant", "content": added}, is_answer=True)]
+        message = {**last.message, "content": last.message["content"] + added}
+        return [*self._turns[:-1], Turn(end=len(ids), message=message, is_answer=True)]
+
+    def answered(self, asked: Asked, request: SequenceRequest, length: int) -> None:
+        """What was asked has an answer, or has none; the session has ``length`` tokens now."""
+        if not request.succeeded:
+            self.cut(length)
+            return
+        text = request.text
+        message = {"role": "assistant", "content": text} if asked.read is None else asked.read(text)
+        self._start, self._cut = asked.start, False
+        self._turns = [
+            *asked.before,
+            *(Turn(end=request.num_prompt, message=one) for one in asked.messages),
+            Turn(end=length, message=message, is_answer=True),
+        ]
