@@ -371,11 +371,55 @@ def test_messages_read_in_pieces() -> None:
             assert same(message_of(deltas), whole)
 
 
-def test_ids_that_templates_of_mistral_accept() -> None:
-    format = MessageFormat(calls=parser_for({}, None, "mistral"))
-    ids = {format.call_id() for _ in range(20)}
-    assert len(ids) == 20
-    assert all(len(one) == 9 and one.isalnum() for one in ids)
+def test_ids_that_templates_of_mistral_accept(capable: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever made the model call."""
+    monkeypatch.setattr(chat, "select_template", lambda templates, **_: "{{ messages }}{# [TOOL_CALLS] #}")
+    named = {"type": "function", "function": {"name": "weather"}}
+    for choice in ("required", named):
+        body = {"tools": [WEATHER], "tool_choice": choice, "max_tokens": 400, "seed": 3}
+        ids = {
+            call["id"] for _ in range(3) for call in ask(capable.client, **body)["choices"][0]["message"]["tool_calls"]
+        }
+        assert len(ids) >= 3
+        assert all(len(name) == 9 and name.isalnum() for name in ids)
+    format = MessageFormat(calls=parser_for({}, None, "mistral"), short_ids=True)
+    assert len({format.call_id() for _ in range(20)}) == 20
+
+
+def test_a_call_that_is_not_whole_is_no_reason_to_call(capable: Served, says: Callable[[str], None]) -> None:
+    """Cut by a stop string or the end of the text: the client sees what there is, and that it is not to be carried out."""
+    says("Hm." + CALL)
+    body = {"tools": [WEATHER], "max_tokens": 300, "stop": ["Rome"]}
+    (found,) = ask(capable.client, **body)["choices"]
+    (call,) = found["message"]["tool_calls"]
+    assert CALL.startswith("<tool_call>")
+    assert call["function"]["name"] == "weather"
+    assert "Rome" not in call["function"]["arguments"]
+    assert found["finish_reason"] == "stop"
+    other = streamed(capable.client, **body)[0]
+    assert same(other["message"], found["message"])
+    assert other["finish_reason"] == "stop"
+    cut = ask(capable.client, tools=[WEATHER], max_tokens=40)["choices"][0]
+    assert (cut["finish_reason"], len(cut["message"]["tool_calls"])) == ("length", 1)
+
+
+def test_what_stands_around_an_answer_stays_out_of_the_next_turn(
+    capable: Served, says: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = (
+        "{% for m in messages %}{% if m.role == 'user' %}U:{{ m.content }};{% else %}<|START_RESPONSE|>{{ m.content }}"
+        "<|END_RESPONSE|>{% endif %}{% endfor %}{#" + COMMAND + "#}"
+    )
+    monkeypatch.setattr(chat, "select_template", lambda templates, **_: template)
+    monkeypatch.setattr("quire.engine.chat.select_template", lambda *_, **__: template)
+    session = capable.client.post("/v1/sessions", json={}).json()["id"]
+    for text in ("Yes.", "No."):
+        says(f"<|START_RESPONSE|>{text}<|END_RESPONSE|>")
+        message = ask(capable.client, session_id=session, max_tokens=300)["choices"][0]["message"]
+        assert message["content"] == text
+    held = capable.client.get(f"/v1/sessions/{session}").json()["text"]
+    assert held.count("<|START_RESPONSE|>") == held.count("<|END_RESPONSE|>") == 2
+    capable.client.delete(f"/v1/sessions/{session}")
 
 
 # -- sessions and clients that go away -----------------------------------------------------------------------

@@ -192,6 +192,10 @@ FINAL = "<|start|>assistant<|channel|>final<|message|>"
         ("<|channel|>commentary to=browser.search<|message|>{}<|end|>" + FINAL + "4", ("{}", "4", [])),
         ("<|channel|>commentary to=functions.<|message|>{}", ("{}", "", [])),
         ("<|channel|>final to=user<|message|>4", ("", "4", [])),
+        ("<|channel|>commentary to=user<|message|>4", ("", "4", [])),
+        (" to=assistant<|channel|>commentary<|message|>4", ("", "4", [])),
+        ("<|channel|>analysis to=assistant<|message|>4", ("4", "", [])),
+        ("<|channel|>commentary\nto=functions.weather\n<|constrain|>json<|message|>{}", ("", "", [("weather", "{}")])),
         ('<|channel|>commentary to=weather<|message|>\n{"a": "<|end|>"}', ("", "", [("weather", '\n{"a": "<|end|>"}')])),
         # Messages of one kind.
         ("<|channel|>commentary<|message|>Let me see.<|end|>" + FINAL + "4", ("", "Let me see.\n\n4", [])),
@@ -220,7 +224,7 @@ FINAL = "<|start|>assistant<|channel|>final<|message|>"
         # Markers that are text.
         ("`<|end|>` ends, `<|start|>` begins.", ("", "`<|end|>` ends, `<|start|>` begins.", [])),
         ("<|channel|>analysis<|message|>The <|end|> marker.<|end|>", ("The <|end|> marker.", "", [])),
-        ("Markers:\n<|channel|>\n<|message|>\n<|call|> ends.", ("", "Markers:\n<|channel|>\n<|message|>\n<|call|> ends.", [])),
+        ("Markers:\n<|channel|>\n<|message|>\n<|call|> ends.", ("", "Markers:\n\n\n\n<|call|> ends.", [])),
         ("<|channel|> is the first one", ("", "<|channel|> is the first one", [])),
         ("<|channel|>final answers are shown", ("", "<|channel|>final answers are shown", [])),
         ("<|start|>begins", ("", "<|start|>begins", [])),
@@ -265,7 +269,7 @@ FRAGMENTS = (
 TEXTS = st.lists(st.sampled_from(FRAGMENTS), max_size=14).map("".join)
 
 END = r"(?:<\|(?:end|return)\|>\s*)"
-HEADER = r"(?:<\|start\|>|<\|channel\|>)(?:[\w \t.:=/–—-]|<\|(?:start|channel)\|>)*"
+HEADER = r"(?:<\|start\|>|<\|channel\|>)(?:[\w \t\r\n.:=/–—-]|<\|(?:start|channel)\|>)*"
 BETWEEN = re.compile(rf"(?:{END}*(?P<header>{HEADER})|{END}+)<\|message\|>")
 
 
@@ -403,7 +407,7 @@ def test_messages() -> None:
     for pieces in ([text], list(text)):
         reader = MessageReader(format)
         message = message_of([*map(reader.feed, pieces), reader.finish()])
-        assert reader.has_calls
+        assert reader.calls_are_whole
         assert (message["reasoning_content"], message["content"]) == ("Hm.", "Yes.")
         (call,) = message["tool_calls"]
         assert call["id"].startswith("call_")

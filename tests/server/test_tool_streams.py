@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 from typing import Any
 
 import pytest
@@ -15,14 +16,12 @@ from tests.server.test_tools import (
     STRINGS,
     TRANSLATED,
     WRITERS,
-    begins_an_object,
     cut,
     format_of,
     granite,
     lfm2,
     streamed,
     tools_of,
-    without_wrappers,
 )
 
 from quire.server.messages import MessageFormat, MessageReader, message_of
@@ -30,6 +29,8 @@ from quire.server.tools import ToolFormat, forced_format, parser_for
 
 STREAMED = [write for write in WRITERS if write not in TRANSLATED and write is not granite]
 """Whose arguments are passed on as they are written. What Granite writes has the name last."""
+CLOSERS = ("</arg_value>", *(n + t for n in ("", "\n") for t in ("</parameter>", "<parameter=", "</function>")))
+ENDS = ("</tool_call>", "<|END_ACTION|>", "<|tool_call_end|>", "<｜tool▁call▁end｜>", "[TOOL_CALLS]", "<|python_tag|>")
 NAMED = {"type": "function", "function": {"name": "find"}}
 
 
@@ -99,7 +100,7 @@ def test_strings_are_given_as_they_are_written(write: Any, parts: list[str], pla
         assert any(_literal(quote + source[: len(source) - held] + quote) == now for held in range(10))
     else:
         held = source.removeprefix(now)
-        assert any(end.startswith(held) and held != end for end in ("\n</parameter>", "</parameter>", "</arg_value>"))
+        assert any(end.startswith(held) and held != end for end in CLOSERS)
 
 
 def test_values_of_other_types_are_given_when_they_are_whole() -> None:
@@ -149,25 +150,21 @@ def test_messages_show_calls_being_written() -> None:
     place=st.integers(0, 10_000),
     places=st.lists(st.integers(0, 2000), max_size=6),
 )
-def test_what_follows_a_malformed_place_is_content(
-    write: Any, values: dict[str, Any], place: int, places: list[int]
-) -> None:
-    """Every character is in the arguments or in the content, in order."""
+def test_a_malformed_call_gets_all_of_it(write: Any, values: dict[str, Any], place: int, places: list[int]) -> None:
+    """A control character in a string passes; anywhere else the arguments are the call as it is written, up to its end."""
     format, text = format_of(WRITERS[write]), write([("find", values)])
     (whole,) = format.parse(text).calls
+    assume(not any(end in whole.arguments for end in ENDS))
     begin = text.index(whole.arguments)
     at = begin + 1 + place % (len(whole.arguments) - 1)
-    # No JSON holds this character, neither in strings nor between them.
+    before = re.sub(r"\\.", "", text[begin:at], flags=re.DOTALL)
+    assume(not before.endswith("\\"))
     broken = text[:at] + "\x01" + text[at:]
     message = format.parse(broken)
-    (call,) = message.calls
-    assert call.name == "find"
-    assert broken[begin:].startswith(call.arguments)
-    assert begins_an_object(call.arguments)
-    rest = broken[begin + len(call.arguments) :]
-    space = text[: len(text) - len(text.lstrip())]
-    assert message.content == space + without_wrappers(format, rest).rstrip()
-    assert "\x01" in message.content
+    found = [place for end in ENDS if (place := broken.find(end, begin)) >= 0]
+    end = begin + len(whole.arguments) + 1 if before.count('"') % 2 else min(found, default=len(broken))
+    assert [(call.name, call.arguments) for call in message.calls] == [("find", broken[begin:end])]
+    assert not message.content or message.content.isspace()
     assert streamed(format, cut(broken, places)) == message
 
 
@@ -230,6 +227,7 @@ def read(source: str) -> Any:
         "[1, -2.5e-3, 1e+16, 0, True, False, None,]",
         "[[], {}, [[]], {'a': {'b': [1,]},},]",
         "{'a' : 1 , \"b\":'x'}",
+        "[.5, -.5e1]",
     ],
 )
 def test_literals_are_what_python_reads(source: str) -> None:
@@ -258,6 +256,11 @@ def test_strings_are_what_python_reads(body: str) -> None:
     assert read(source) == expected
 
 
+@pytest.mark.parametrize("source", ["(1, 2)", "(1,)", "()", "[(1, (2, 'x')), {'a': ()}]"])
+def test_tuples_are_lists(source: str) -> None:
+    assert read(source) == json.loads(json.dumps(ast.literal_eval(source)))
+
+
 @settings(max_examples=300, deadline=None)
 @given(JSON)
 def test_json_literals_are_literals_too(value: Any) -> None:
@@ -268,8 +271,8 @@ def test_json_literals_are_literals_too(value: Any) -> None:
 @pytest.mark.parametrize(
     "source",
     [
-        "f()", "x", "1 + 1", "'a' 'b'", "f'a'", "r'a'", "b'a'", "(1, 2)", "{1, 2}", "{1: 2}", "{'a'}", "[1 2]", "[,]", "[1,,]",
-        "1_000", "0x10", "01", ".5", "nan", "__import__('os')", r"'\N{DASH}'", r"'\x4'", r"'\U00110000'", "lambda: 1", "[1)", "",
+        "f()", "x", "1 + 1", "'a' 'b'", "f'a'", "r'a'", "b'a'", "(1)", "(1 2)", "{1, 2}", "{1: 2}", "{'a'}", "[1 2]", "[,]", "[1,,]",
+        "1_000", "0x10", "01", "-.", "nan", "__import__('os')", r"'\N{DASH}'", r"'\x4'", r"'\U00110000'", "lambda: 1", "[1)", "",
     ],
 )  # fmt: skip
 def test_what_is_no_literal(source: str) -> None:

@@ -35,7 +35,7 @@ from quire.server.protocol import ChatRequest, refuse_unsupported
 from quire.server.reasoning import reasoning_for
 from quire.server.replies import Reply, answer, answer_in_session
 from quire.server.session_streams import continue_completion
-from quire.server.tools import ToolFormat, forced_format, parser_for, schema_for
+from quire.server.tools import forced_format, parser_for, schema_for
 
 router = APIRouter()
 
@@ -65,8 +65,7 @@ async def chat_completions(request: Request, body: ChatRequest) -> Response:
                 body.session_id,
                 _unskipped(_stopping(params, format, tokenizer, context), format, tokenizer),
                 messages=body.messages,
-                # The template of this format takes no text that holds its markers.
-                answer=(lambda text: answer_of(text, format)) if format.harmony else None,
+                answer=(lambda text: answer_of(text, format)) if _wraps_answers(format) else None,
                 model=body.model,
             )
             reply = ChatReply(request, context, body, tools, format)
@@ -231,30 +230,28 @@ def _message_format(
 ) -> MessageFormat:
     """How the answer is read. ``prompt``: as it was rendered, None if that is not known."""
     config, named = context.llm.model.config, context.settings.tool_call_parser
+    harmony = is_harmony(config, template, named)
     # A grammar, also the one of forced calls, leaves no place for channels.
-    if params.grammar is None and is_harmony(config, template, named):
+    if harmony and params.grammar is None:
         return MessageFormat(
             harmony=True,
             in_reasoning=prompt is not None and in_reasoning(prompt),
             tools=tools.given,
             one_call=tools.one_call,
         )
-    calls: ToolFormat | None
+    own = None if harmony else parser_for(config, template, named)
+    calls = own
     if tools.forced is not None:
         calls = forced_format(tools.forced)
-    elif tools.given is not None:
-        found = parser_for(config, template, named)
-        if found is None:
-            raise ApiError(
-                400,
-                "it is not known how this model writes tool calls, so it cannot choose to make them; "
-                'tool_choice "required", a named function and "none" work, and the server can be told with --tool-call-parser',
-                param="tools",
-            )
-        calls = found
-    else:
-        own = None if params.grammar is not None else parser_for(config, template, named)
-        calls = None if own is None else own.without_calls
+    elif tools.given is None:
+        calls = None if own is None or params.grammar is not None else own.without_calls
+    elif own is None:
+        raise ApiError(
+            400,
+            "it is not known how this model writes tool calls, so it cannot choose to make them; "
+            'tool_choice "required", a named function and "none" work, and the server can be told with --tool-call-parser',
+            param="tools",
+        )
     # A text of a given form has no place for reasoning.
     reasoning = None if params.grammar is not None else reasoning_for(config, template)
     return MessageFormat(
@@ -263,7 +260,13 @@ def _message_format(
         calls=calls,
         tools=tools.given,
         one_call=tools.one_call,
+        short_ids=own is not None and own.name == "mistral",
     )
+
+
+def _wraps_answers(format: MessageFormat) -> bool:
+    """Whether the text of an answer holds more than its content, which the template writes around it by itself, or refuses."""
+    return format.harmony or (format.calls is not None and bool(format.calls.wrappers))
 
 
 def _unskipped(params: SamplingParams, format: MessageFormat, tokenizer: Tokenizer) -> SamplingParams:
@@ -351,8 +354,8 @@ class ChatReply(Reply):
 
     def _rest(self, reader: MessageReader, delta: SampleDelta) -> dict[str, Any]:
         end = ending(delta.finish_reason, delta.stop_reason)
-        if end["finish_reason"] == "stop" and reader.has_calls and not self._named:
-            # As OpenAI has it: a call that was named by the client is no news.
+        if end["finish_reason"] == "stop" and reader.calls_are_whole and not self._named:
+            # As OpenAI has it: a call that was named by the client is no news. What is not whole is not to be carried out.
             end["finish_reason"] = "tool_calls"
         logprobs = None
         if self._top_logprobs is not None:

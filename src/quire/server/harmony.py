@@ -14,7 +14,7 @@ How messages are read:
   ``to=NAME`` of a tool that was offered): a call. It begins with its header and its arguments are given as they are written, so
   what is cut short or no JSON is given too, as OpenAI's API does. No tools, no calls.
 - ``final``: content. ``analysis``, and what goes to anybody else (built-in tools that nobody offered): reasoning.
-- ``commentary`` without recipient (a preamble), other channels or none, text without header: content. A user can see a channel
+- ``commentary`` without recipient, or to the user (a preamble), other channels or none, text without header: content. A user can see a channel
   that is misspelt there; in the reasoning the turn would seem empty.
 - Messages of one kind are parted by an empty line. White space in them is theirs.
 
@@ -32,14 +32,14 @@ What holds for every text:
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from quire.errors import FailedPrecondition
 from quire.server.reasoning import ReasoningDelta
 from quire.server.tool_reader import overlap
-from quire.server.tools import ToolDelta, Tools, architectures
+from quire.server.tools import ToolDelta, Tools, architectures, names_of
 
 Delta: TypeAlias = ReasoningDelta | ToolDelta
 """A ``ToolDelta`` for content and calls."""
@@ -54,10 +54,12 @@ MARKERS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", *_CLOSERS
 _MAX_HEADER = 400
 """Characters; names of tools have at most 256."""
 _MARKER = re.compile("|".join(map(re.escape, MARKERS)))
-_HEADER_TEXT = re.compile(r"[\w \t.:=/–—-]*")
+_HEADER_TEXT = re.compile(r"[\w \t\r\n.:=/–—-]*")
 """What stands between the markers of a header. Models put dashes before names of channels."""
 _RECIPIENT = re.compile(r"to=(\S+)")
 _CHANNEL = re.compile(r"(?:(?!to=)\w)+")
+_NO_TOOLS = ("user", "assistant")
+"""To whom models write besides; it is the same as to nobody."""
 _CHANNELS = ("analysis", "commentary", "final")
 _JSON_SIGNS = re.compile(r'\\[\s\S]?|["\x00-\x1f]')
 
@@ -96,7 +98,7 @@ class HarmonyReader:
 
     def __init__(self, tools: Tools | None = None, *, in_reasoning: bool = False) -> None:
         """``tools``: what may be called; None: nothing. ``in_reasoning``: whether the turn begins inside of the reasoning."""
-        self._offered = None if tools is None else _names(tools)
+        self._offered = None if tools is None else names_of(tools)
         self._message = _Message(kind="reasoning") if in_reasoning else _PLAIN
         self._place: Literal["first", "header", "body", "closed", "over"] = "body" if in_reasoning else "first"
         """``first``: nothing but what may begin a header that the prompt has opened; ``closed``: behind a marker that ends a
@@ -231,6 +233,8 @@ class HarmonyReader:
                 name = full
             if name and (name != full or name in self._offered):
                 return _Message(kind="call", name=name, addressed=True)
+        if recipient.group(1) in _NO_TOOLS:
+            return _Message(kind="reasoning") if channel == "analysis" else _PLAIN
         return _Message(kind="content" if channel == "final" else "reasoning", addressed=True)
 
     # -- messages ----------------------------------------------------------------------------------------------
@@ -290,8 +294,3 @@ def _may_go_on(header: str) -> bool:
     if len(before) > 1 or len(after) > 2:
         return False
     return "assistant".startswith("".join(before)) and any(name.startswith("".join(after[:1])) for name in _CHANNELS)
-
-
-def _names(tools: Sequence[Mapping[str, Any]]) -> frozenset[str]:
-    functions = [tool.get("function") for tool in tools if isinstance(tool, Mapping)]
-    return frozenset(str(function.get("name")) for function in functions if isinstance(function, Mapping))

@@ -13,6 +13,7 @@ from typing import Any
 
 from quire.server.harmony import Delta, HarmonyReader
 from quire.server.reasoning import ReasoningDelta, ReasoningFormat
+from quire.server.tool_formats import json_type
 from quire.server.tools import ToolDelta, ToolFormat
 
 _LETTERS = string.ascii_letters + string.digits
@@ -33,10 +34,12 @@ class MessageFormat:
     tools: Sequence[Mapping[str, Any]] | None = None
     one_call: bool = False
     """Whether calls after the first one are left out."""
+    short_ids: bool = False
+    """Whether the model's template takes ids of nine letters only."""
 
     def call_id(self) -> str:
         """A new id. Nobody can guess those of others."""
-        if self.calls is not None and self.calls.name == "mistral":
+        if self.short_ids:
             return "".join(secrets.choice(_LETTERS) for _ in range(_MISTRAL_ID))
         return f"call_{secrets.token_hex(12)}"
 
@@ -49,11 +52,14 @@ class MessageReader:
         self._harmony = HarmonyReader(format.tools, in_reasoning=bool(format.in_reasoning)) if format.harmony else None
         self._thoughts = None if format.reasoning is None else format.reasoning.streaming(format.in_reasoning)
         self._parser = None if format.calls is None else format.calls.streaming(format.tools)
-        self._started: set[int] = set()
+        self._arguments: dict[int, list[str]] = {}
+        """By call, as they came."""
 
     @property
-    def has_calls(self) -> bool:
-        return bool(self._started)
+    def calls_are_whole(self) -> bool:
+        """Whether there are calls, and none that was cut short or turned malformed."""
+        calls = map("".join, self._arguments.values())
+        return bool(self._arguments) and all(json_type(call) == "object" for call in calls)
 
     def feed(self, text: str) -> dict[str, Any]:
         """What a piece of the text adds."""
@@ -94,11 +100,12 @@ class MessageReader:
             if one.index is None or (one.index and self._format.one_call):
                 continue
             call = calls.setdefault(one.index, {"index": one.index, "function": {"arguments": ""}})
-            if one.index not in self._started:
-                self._started.add(one.index)
+            if one.index not in self._arguments:
+                self._arguments[one.index] = []
                 call |= {"id": self._format.call_id(), "type": "function"}
                 call["function"] = {"name": one.name, "arguments": ""}
             call["function"]["arguments"] += one.arguments
+            self._arguments[one.index].append(one.arguments)
         if calls:
             delta["tool_calls"] = list(calls.values())
         return delta

@@ -1,7 +1,7 @@
 """Calls as Python writes them, ``name(key=value, ...)``, with literals for values, which become JSON as they are read.
 
-Literals are strings, numbers as in JSON, ``True``, ``False`` and ``None`` (or JSON's words for them), lists, and dictionaries
-with strings for keys. Nothing is ever evaluated. Strings may hold line breaks: the templates of models that write such calls
+Literals are strings, numbers as in JSON (or with nothing before the point), ``True``, ``False`` and ``None`` (or JSON's words for
+them), lists, tuples, which become lists, and dictionaries with strings for keys. Nothing is ever evaluated. Strings may hold line breaks: the templates of models that write such calls
 put them there as they are.
 """
 
@@ -15,6 +15,10 @@ from quire.server.tool_reader import MAX_DEPTH, SCALAR, Malformed, Put, Reader, 
 _KEY = re.compile(r"[\w$.-]*")
 _PLAIN = {quote: re.compile(rf"[^\\{quote}]*") for quote in "'\""}
 _WORDS = {"True": "true", "False": "false", "None": "null"}
+_POINT_FIRST = re.compile(r"^(-?)\.")
+_CLOSERS = {"[": "]", "(": ")", "(,": ")", "{": "}"}
+"""``(,``: a tuple of which a comma was read."""
+_LIST = {"(": "[", ")": "]"}
 _ESCAPED = {
     "\n": "",
     "\\": "\\",
@@ -47,32 +51,53 @@ def closing(separator: str) -> str:
     return "{}" if separator == "{" else "}"
 
 
+def literal_json(text: str) -> str | None:
+    """JSON for a text that is one literal; None if it is none."""
+    taken: list[str] = []
+    reader = Reader(lambda name, arguments: taken.append(arguments))
+    reader.push(text)
+    reader.closed = True
+    try:
+        for _ in literal(reader):
+            raise AssertionError("waits for text after the end")
+    except Malformed:
+        return None
+    return None if reader.text[reader.at :].strip() else "".join(taken)
+
+
 def python_calls(reader: Reader) -> Steps[None]:
     """The calls of a list, after the bracket that opens it, and the one that closes it."""
     while True:
         yield from reader.space()
-        name = yield from reader.name()
-        yield from reader.space()
-        yield from reader.expect("(")
-        reader.begin(name)
-        yield from _arguments(reader)
+        yield from python_call(reader)
         yield from reader.space()
         if (yield from reader.accept("]")):
             reader.commit()
             return
+        if (yield from reader.next_is(",")):
+            reader.over()
         yield from reader.expect(",")
 
 
-def _arguments(reader: Reader) -> Steps[None]:
+def python_call(reader: Reader) -> Steps[None]:
+    """It begins with its first keyword, or where it ends: arguments without keywords are not those of a tool."""
+    name = yield from reader.name()
+    yield from reader.space()
+    yield from reader.expect("(")
     separator = "{"
     while True:
         yield from reader.space()
         if (yield from reader.accept(")")):
+            if separator == "{":
+                reader.begin(name)
             reader.add(closing(separator))
+            reader.whole = True
             return
         key = yield from reader.name(_KEY)
         yield from reader.space()
         yield from reader.expect("=")
+        if separator == "{":
+            reader.begin(name)
         reader.add(f"{separator}{quoted(key)}: ")
         separator = ", "
         yield from reader.space()
@@ -84,7 +109,7 @@ def _arguments(reader: Reader) -> Steps[None]:
 
 def literal(reader: Reader) -> Steps[None]:
     """A literal, which the arguments get as JSON."""
-    closers: list[str] = []
+    openers: list[str] = []
     state, separator = "value", ""
     while True:
         yield from reader.space()
@@ -92,40 +117,43 @@ def literal(reader: Reader) -> Steps[None]:
         if char and char in "'\"" and state.startswith(("value", "key")):
             yield from _string(reader, char, separator)
             state, separator = "colon" if state.startswith("key") else "next", ""
-        elif char and char in "[{" and state.startswith("value"):
+        elif char and char in "[({" and state.startswith("value"):
             # The arguments are an object themselves.
-            if len(closers) + 1 >= MAX_DEPTH:
+            if len(openers) + 1 >= MAX_DEPTH:
                 raise Malformed
-            closers.append("]" if char == "[" else "}")
+            openers.append(char)
             reader.take(1, _adding(reader, separator))
-            state, separator = "value or end" if char == "[" else "key or end", ""
-        elif closers and char == closers[-1] and (state == "next" or state.endswith("end")):
-            closers.pop()
-            reader.take(1, reader.add)
+            state, separator = "key or end" if char == "{" else "value or end", ""
+        elif openers and char == _CLOSERS[openers[-1]] and (state == "next" or state.endswith("end")):
+            if openers.pop() == "(" and state == "next":
+                raise Malformed  # brackets around a value, which is no tuple
+            reader.take(1, _adding(reader, ""))
             state = "next"
         elif char == "," and state == "next":
             yield from reader.expect(",")
+            if openers[-1] == "(":
+                openers[-1] = "(,"
             # A comma may stand before the end, where JSON has none.
-            state, separator = "key or end" if closers[-1] == "}" else "value or end", ", "
+            state, separator = "key or end" if openers[-1] == "{" else "value or end", ", "
         elif char == ":" and state == "colon":
             yield from reader.expect(":")
             reader.add(": ")
             state = "value"
         elif char and state.startswith("value"):
             scalar = yield from reader.scalar()
-            written = _WORDS.get(scalar, scalar)
+            written = _WORDS.get(scalar, _POINT_FIRST.sub(r"\g<1>0.", scalar))
             if not SCALAR.fullmatch(written):
                 raise Malformed
             reader.add(separator + written)
             state, separator = "next", ""
         else:
             raise Malformed
-        if state == "next" and not closers:
+        if state == "next" and not openers:
             return
 
 
 def _adding(reader: Reader, before: str) -> Put:
-    return lambda text: reader.add(before + text)
+    return lambda text: reader.add(before + _LIST.get(text, text))
 
 
 def _string(reader: Reader, quote: str, before: str) -> Steps[None]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
 
@@ -19,12 +20,14 @@ MAX_NAME = 256
 """Characters of a name; more is malformed."""
 SPACE = re.compile(r"[ \t\r\n]*")
 _STRING = re.compile(r'[^"\\\x00-\x1f]*')
+_ANY_STRING = re.compile(r'[^"\\]*')
 _ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})')
 _PART_OF_ESCAPE = re.compile(r"\\(?:u[0-9a-fA-F]{0,3})?")
 _SCALAR_RUN = re.compile(r"[-+.0-9A-Za-z]*")
 SCALAR = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?|true|false|null")
 _PART_OF_NUMBER = re.compile(r"-?(?:(?:0|[1-9][0-9]*)(?:\.[0-9]*|(?:\.[0-9]+)?[eE][-+]?[0-9]*)?)?")
 _NAME = re.compile(r"[\w.:/-]*")
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class Malformed(Exception):
@@ -37,7 +40,8 @@ class ToolCall:
 
     name: str
     arguments: str
-    """JSON text of an object, as the model wrote it; the beginning of one if the call was cut short."""
+    """JSON text of an object, as the model wrote it; the beginning of one if the call was cut short, and no JSON if the model
+    made a mistake."""
 
 
 def overlap(text: str, markers: Iterable[str]) -> int:
@@ -60,6 +64,12 @@ class Reader:
         """Whether nothing more will come."""
         self.text, self.at = "", 0
         """What is not yet forgotten, and the place in it."""
+        self.ends: tuple[str, ...] = ()
+        """What ends a call that the grammar cannot follow any more; where it is empty, the end of the text does."""
+        self.whole = False
+        """Whether the arguments of the call that was begun last are."""
+        self._open = False
+        """Whether that call is not over yet."""
         self._emit = emit
         self._held: list[str] = []
         self._start = 0
@@ -80,6 +90,7 @@ class Reader:
     def begin(self, name: str) -> None:
         """What was read begins a call. From here on it is one, whatever follows."""
         self._emit(name, "")
+        self._open, self.whole = True, False
         self.hold()
 
     def add(self, arguments: str) -> None:
@@ -93,7 +104,28 @@ class Reader:
         for call in calls:
             self.begin(call.name)
             self.add(call.arguments)
+        self.over()
         self.hold()
+
+    def over(self) -> None:
+        """The call that was begun last ends before what is held."""
+        self._open = False
+
+    def rest_of_call(self, markers: Sequence[str] = ()) -> Steps[bool]:
+        """After ``Malformed``: whether a call was open. Then its arguments get all that is left of it, as it is written, so that
+        nobody takes them for whole. What ends it is taken, unless it is one of ``markers``.
+
+        Of a call that the text's end cut short behind its arguments, the rest stays held."""
+        if not self._open or (self.closed and self.whole):
+            self.over()
+            return False
+        self.add(self.held())
+        with contextlib.suppress(Malformed):
+            end = yield from self.until(self.add, *self.ends)
+            if end in markers:
+                self.back(len(end))
+        self.commit()
+        return True
 
     def more(self) -> Steps[bool]:
         """Wait for text beyond what is there. Whether there is any."""
@@ -137,8 +169,8 @@ class Reader:
 
     def next_is(self, literal: str) -> Steps[bool]:
         """Whether ``literal`` is next; it is not taken."""
-        while not self.text.startswith(literal, self.at):
-            if self.closed or not literal.startswith(self.text[self.at :]):
+        while (there := self.text[self.at : self.at + len(literal)]) != literal:
+            if self.closed or not literal.startswith(there):
                 return False
             yield
         return True
@@ -152,20 +184,31 @@ class Reader:
 
     def expect(self, literal: str, *, or_end: bool = False) -> Steps[None]:
         """Take ``literal``. ``or_end``: the text may end before it is whole."""
-        if not (yield from self.accept(literal)):
-            if not (or_end and self.closed and literal.startswith(self.text[self.at :])):
-                raise Malformed
-            self.at = len(self.text)
+        if not (yield from self.accept(literal)) and not (or_end and self.ended(literal)):
+            raise Malformed
+
+    def ended(self, *literals: str) -> bool:
+        """Whether the text has ended here or within one of ``literals``, of which none is next; the rest of it is taken."""
+        if not self.closed or not any(literal.startswith(self.text[self.at :]) for literal in literals):
+            return False
+        self.at = len(self.text)
+        return True
+
+    def back(self, size: int) -> None:
+        """Give back so many characters, which ``until`` has just taken."""
+        self.at -= size
+        self.hold()
 
     def name(self, pattern: re.Pattern[str] = _NAME) -> Steps[str]:
         taken: list[str] = []
         yield from self.run(pattern, taken.append)
         return checked_name("".join(taken))
 
-    def until(self, put: Put, *ends: str) -> Steps[None]:
-        """The text before the first of ``ends``, which is taken too. If the text ends before, all of it, and ``Malformed``."""
-        pattern = re.compile("|".join(map(re.escape, ends)))
-        longest = max(map(len, ends))
+    def until(self, put: Put, *ends: str) -> Steps[str]:
+        """The text before the first of ``ends``, which is taken too and returned. If the text ends before, all of it, and
+        ``Malformed``."""
+        pattern = re.compile("|".join(map(re.escape, ends)) or "(?!)")
+        longest = max(map(len, ends), default=0)
         while not (found := pattern.search(self.text, self.at)):
             held = overlap(self.text[max(self.at, len(self.text) - longest) :], ends)
             self.take(len(self.text) - held - self.at, put)
@@ -174,6 +217,7 @@ class Reader:
                 raise Malformed
         self.take(found.start() - self.at, put)
         self.at += len(found.group())
+        return found.group()
 
     def scalar(self) -> Steps[str]:
         """The characters that numbers and the words of JSON are made of."""
@@ -189,8 +233,9 @@ class Reader:
         yield from self.value(taken.append)
         return "".join(taken)
 
-    def value(self, put: Put, depth: int = 0) -> Steps[None]:
-        """A JSON value; ``put`` gets it as it is written, while it arrives. ``depth``: in how many others it is.
+    def value(self, put: Put, depth: int = 0, *, lenient: bool = False) -> Steps[None]:
+        """A JSON value; ``put`` gets it as it is written, while it arrives. ``depth``: in how many others it is. ``lenient``:
+        strings may hold escapes that JSON does not know, and control characters.
 
         If the text ends within the value, ``put`` has got all of it; ``Malformed`` then, too."""
         closers: list[str] = []
@@ -199,7 +244,7 @@ class Reader:
             yield from self.run(SPACE, put)
             char = yield from self.peek()
             if char == '"' and state != "next" and state != "colon":
-                yield from self._string(put)
+                yield from self._string(put, lenient)
                 state = "colon" if state.startswith("key") else "next"
             elif char in ("{", "[") and state.startswith("value"):
                 if depth + len(closers) >= MAX_DEPTH:
@@ -238,26 +283,38 @@ class Reader:
         yield from self._string(taken.append)
         return "".join(taken)
 
-    def _string(self, put: Put) -> Steps[None]:
+    def _string(self, put: Put, lenient: bool = False) -> Steps[None]:
         self.take(1, put)
         while True:
-            yield from self.run(_STRING, put)
-            if (yield from self.peek()) == '"':
+            yield from self.run(_ANY_STRING if lenient else _STRING, put)
+            char = yield from self.peek()
+            if char == '"':
                 self.take(1, put)
                 return
+            if not char:
+                raise Malformed
             while not (escape := _ESCAPE.match(self.text, self.at)):
                 if not _PART_OF_ESCAPE.fullmatch(self.text, self.at):
-                    raise Malformed
+                    if not lenient:
+                        raise Malformed
+                    break
                 if not (yield from self.more()):
                     self.take(len(self.text) - self.at, put)
                     raise Malformed
-            self.take(len(escape.group()), put)
+            self.take(len(escape.group()) if escape else 2, put)
 
 
 def checked_name(name: str) -> str:
-    if not 0 < len(name) <= MAX_NAME or any("\ud800" <= char <= "\udfff" for char in name):
+    if not 0 < len(name) <= MAX_NAME or _SURROGATE.search(name):
         raise Malformed
     return name
+
+
+def checked_text(text: str) -> str:
+    """``Malformed`` where it holds half a surrogate pair, which nothing can encode."""
+    if _SURROGATE.search(text):
+        raise Malformed
+    return text
 
 
 def _part_of_scalar(text: str) -> bool:

@@ -5,9 +5,13 @@ What holds for every format and every text:
 - A stream gives what ``parse`` gives, however its text is cut.
 - A call begins as soon as its name is known and its arguments have opened (where the name comes last, or the arguments are a
   string, when it is whole). From then on its arguments are given as they are written, and it stays a call, also if its text
-  turns malformed or ends: its arguments are then what was written of them. They are valid JSON if the call is whole.
-- What is no call, or comes after the place where one turned malformed, is content, unchanged: nothing that the model wrote is
-  lost or doubled, but for what the format itself consists of, and nothing raises.
+  turns malformed or ends.
+- Its arguments are valid JSON if the model wrote that. Strings in them are passed on as they are, with escapes that JSON does not
+  know and with line breaks. If the call turns malformed before it is whole, its arguments get all of it, as it is written, up to
+  the mark that ends it (in formats without one: up to the next marker, or the end), so that nobody takes them for whole. If the
+  text ends, they are what was written of them.
+- What is no call is content, unchanged: nothing that the model wrote is lost or doubled, but for what the format itself consists
+  of, and nothing raises. The mark that ends a call is of the format, also if the call is malformed.
 - A marker inside of a JSON string is no marker.
 - White space after the last text is the format's if there are calls. All other white space is content.
 - The time is linear in the length of the text.
@@ -17,7 +21,6 @@ No I/O, and nothing of HTTP.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +29,7 @@ from typing import Any
 
 from quire.errors import FailedPrecondition, InvalidArgument, Unsupported
 from quire.server import tool_formats
-from quire.server.tool_formats import Schemas
+from quire.server.tool_formats import Offered, Schemas
 from quire.server.tool_reader import Malformed, Reader, Steps, ToolCall, overlap
 
 __all__ = [
@@ -37,11 +40,12 @@ __all__ = [
     "ToolFormat",
     "calls_from_json",
     "forced_format",
+    "names_of",
     "parser_for",
     "schema_for",
 ]
 
-Grammar = Callable[[Reader, str, Schemas], Steps[None]]
+Grammar = Callable[[Reader, str, Offered], Steps[None]]
 """Reads calls after a marker ("" where there is none)."""
 Tools = Sequence[Mapping[str, Any]]
 """As OpenAI's API has them: ``{"type": "function", "function": {"name": str, "parameters": JSON schema, ...}}``."""
@@ -70,7 +74,7 @@ class ToolDelta:
     name: str | None = None
     """Once for each call, in its first delta."""
     arguments: str = ""
-    """A piece of the JSON text; "" in the first delta of a call."""
+    """A piece of them as they are written; "" in the first delta of a call."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +91,8 @@ class ToolFormat:
     """What stands around the text of an answer; it is no content."""
 
     def parse(self, text: str, tools: Tools | None = None) -> ParsedMessage:
-        """The calls in ``text``. ``tools`` tells the types of parameters, for the formats that write values bare."""
+        """The calls in ``text``. ``tools`` tells the types of parameters, for the formats that write values bare, and the names, for
+        those whose calls look like an answer in JSON."""
         parser = self.streaming(tools)
         deltas = parser.feed(text) + parser.finish()
         content = "".join(delta.content for delta in deltas)
@@ -116,7 +121,7 @@ class StreamingToolParser:
 
     def __init__(self, format: ToolFormat, tools: Tools | None = None) -> None:
         self._format = format
-        self._schemas = _schemas(tools or ())
+        self._offered = Offered(None if tools is None else names_of(tools), _schemas(tools or ()))
         self._sought = (*format.markers, *format.wrappers)
         self._pattern = re.compile("|".join(map(re.escape, self._sought)) or "(?!)")
         self._reader = Reader(self._of_call)
@@ -167,8 +172,11 @@ class StreamingToolParser:
             yield
 
     def _calls(self, marker: str) -> Steps[None]:
-        with contextlib.suppress(Malformed):
-            yield from self._format.grammar(self._reader, marker, self._schemas)
+        try:
+            yield from self._format.grammar(self._reader, marker, self._offered)
+        except Malformed:
+            yield from self._reader.rest_of_call(self._sought)
+        self._reader.over()
         self._content(self._reader.held())
 
     def _of_call(self, name: str | None, arguments: str) -> None:
@@ -363,6 +371,12 @@ def _functions(tools: Tools) -> dict[str, dict[str, Any]]:
     if not functions:
         raise InvalidArgument("tools is empty; expected at least one tool to call")
     return functions
+
+
+def names_of(tools: Tools) -> frozenset[str]:
+    """The names of tools, as far as there are any; never raises."""
+    functions = [tool.get("function") for tool in tools if isinstance(tool, Mapping)]
+    return frozenset(str(function.get("name")) for function in functions if isinstance(function, Mapping))
 
 
 def _schemas(tools: Tools) -> Schemas:
