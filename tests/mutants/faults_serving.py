@@ -194,6 +194,20 @@ ENGINE = (
         tests=("server/test_harmony.py::test_a_session",),
     ),
     Mutant(
+        name="calls-that-turned-malformed-look-whole",
+        file="server/tool_reader.py",
+        old="        self.add(self.held())\n",
+        new="        self.hold()\n",
+        tests=("server/test_tool_streams.py::test_a_malformed_call_gets_all_of_it",),
+    ),
+    Mutant(
+        name="calls-that-were-cut-are-a-reason-to-call",
+        file="server/messages.py",
+        old='all(json_type(call) == "object" for call in calls)',
+        new="True",
+        tests=("server/test_chat.py::test_a_call_that_is_not_whole_is_no_reason_to_call",),
+    ),
+    Mutant(
         name="held-grammars-have-no-limit",
         file="engine/structured.py",
         old="            if held >= MAX_HELD_MEMORY:\n",
