@@ -5,7 +5,7 @@ and beside them with their masks made in the engine's steps, as if no grammar co
 time between two tokens of the stream, its tokens per second, and how often it got the tokens that it has alone. The slow requests
 are asked for again whenever they have met the limit of their grammar.
 
-``python bench/slow_grammars.py [--model tiny-python] [--slow 2] [--tokens 2000] [--rounds 3]``
+``python bench/slow_grammars.py [--model tiny-python] [--slow 2] [--tokens 960] [--rounds 3] [--warm-up 5]``
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable
 from itertools import pairwise
@@ -276,6 +277,18 @@ FRAGMENTS = [
 ]  # fmt: skip
 
 
+_OBJECTS = llguidance.LLMatcher.grammar_from_json_schema({"type": "object"})
+
+
+def begins_an_object(text: str) -> bool:
+    """Whether a JSON object can begin with ``text``, or is ``text``."""
+    matcher = llguidance.LLMatcher(llguidance.LLTokenizer("byte"), _OBJECTS)
+    # llguidance knows few escapes and no DEL, and half a surrogate pair cannot be encoded.
+    text = re.sub(r'\\(?:u[0-9a-fA-F]{4}|["\\/bfnrt]|u?[0-9a-fA-F]{0,3}$)|\x7f', "x", text)
+    data = list(text.encode(errors="replace"))
+    return bool(matcher.try_consume_tokens(data) == len(data))
+
+
 def without_wrappers(format: ToolFormat, text: str) -> str:
     for wrapper in format.wrappers:
         text = text.replace(wrapper, "")
@@ -298,6 +311,9 @@ def test_any_text_however_it_is_cut(text: str, places: list[int]) -> None:
             assert call.name
             if format.name in ("hermes", "granite", "llama3_json", "mistral", "cohere", "required", "named"):
                 assert call.arguments == "{}" or call.arguments in text, "as they are written"
+            # In every format: the beginning of an object, and of a call that turned malformed the rest as it is written.
+            written = next(k for k in range(len(call.arguments) + 1) if call.arguments[k:] in text)
+            assert begins_an_object(call.arguments[:written])
 
 
 @settings(max_examples=300, deadline=None)
