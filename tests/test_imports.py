@@ -14,7 +14,7 @@ import quire
 
 ROOT = Path(quire.__file__).parent
 LAYERS = (
-    {"types", "errors", "registry", "config", "metrics", "sampling_params", "outputs"},
+    {"types", "errors", "registry", "config", "metrics", "sampling_params", "outputs", "interrupts", "orphans"},
     {"contracts"},
     {"ops"},
     {"kernels", "kv", "nn"},

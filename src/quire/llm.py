@@ -38,6 +38,7 @@ from quire.engine.results import request_output
 from quire.engine.session import Session, Text, as_token_ids
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import FailedPrecondition, InvalidArgument, QuireError, Unsupported
+from quire.interrupts import uninterrupted
 from quire.kv.rules import verbs_of
 from quire.kv.statefile import read_state
 from quire.kv.storage import bytes_per_token
@@ -279,6 +280,7 @@ class LLM:
             for samples, text in zip(requests, prepared.texts, strict=True)
         ]
 
+    @uninterrupted
     def _run(self, prepared: PreparedPrompts, use_tqdm: bool | None) -> list[RequestOutput]:
         engine, count = self._engine, len(prepared.ids)
         show = use_tqdm if use_tqdm is not None else (count > 1 and sys.stderr.isatty())
@@ -345,6 +347,7 @@ class LLM:
 
     # -- sessions --------------------------------------------------------------------------------------------
 
+    @uninterrupted
     def session(
         self,
         prompt: Text = "",
@@ -476,18 +479,19 @@ class LLM:
     def executor(self) -> Executor:
         """The executor contract over the same weights and pages."""
         self._require_open("executor")
-        if self._executor is None:
-            from quire.executor.executor import Executor
+        from quire.executor.executor import Executor
 
-            self._executor = Executor(
-                self._parts.runner,
-                identity=self._parts.identity,
-                max_model_len=self._engine.max_model_len,
-                max_batch_size=self._parts.config.max_num_seqs,
-                prefill_chunk_size=self._parts.config.max_num_batched_tokens,
-                lock=self._engine.lock,
-            )
-        return self._executor
+        with self._engine.lock:
+            if self._executor is None:
+                self._executor = Executor(
+                    self._parts.runner,
+                    identity=self._parts.identity,
+                    max_model_len=self._engine.max_model_len,
+                    max_batch_size=self._parts.config.max_num_seqs,
+                    prefill_chunk_size=self._parts.config.max_num_batched_tokens,
+                    lock=self._engine.lock,
+                )
+            return self._executor
 
     @property
     def model(self) -> LoadedModel:
@@ -546,6 +550,7 @@ class LLM:
         self._require_open("metrics")
         return self._engine.snapshot()
 
+    @uninterrupted
     def close(self) -> None:
         """Give everything back; later calls raise ``FailedPrecondition``. Closing twice is harmless."""
         if self._closed:

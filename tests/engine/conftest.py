@@ -157,13 +157,12 @@ def checkpoint(request: pytest.FixtureRequest, checkpoints: dict[str, Checkpoint
     return checkpoints[request.param]
 
 
-@pytest.fixture(scope="session", params=("qwen3-next", "mamba2", "lfm2"))
-def hybrid(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    """Models with recurrent layers: beside attention, alone, and short convolutions."""
+def make_hybrid(family: str, path: Path) -> Checkpoint:
+    """A model with recurrent layers, of a family of ``tests.test_parity``."""
     from tests.test_parity import FAMILIES as EVERY
     from tests.test_parity import SIZES
 
-    name, changes = EVERY[request.param]
+    name, changes = EVERY[family]
     torch.manual_seed(7)
     kind = getattr(transformers, f"{name}ForCausalLM")
     sizes = {**SIZES, "vocab_size": VOCAB, "max_position_embeddings": CONTEXT}
@@ -171,9 +170,14 @@ def hybrid(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     with torch.no_grad():
         for parameter in peer.parameters():
             parameter.mul_(3.0 if parameter.dim() > 1 else 1.0).add_(0.1 * torch.randn_like(parameter))
-    path = tmp_path_factory.mktemp(request.param)
     peer.save_pretrained(path)
     return Checkpoint(path, peer)
+
+
+@pytest.fixture(scope="session", params=("qwen3-next", "mamba2", "lfm2"))
+def hybrid(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    """Models with recurrent layers: beside attention, alone, and short convolutions."""
+    return make_hybrid(request.param, tmp_path_factory.mktemp(request.param))
 
 
 MakeLLM = Callable[..., LLM]

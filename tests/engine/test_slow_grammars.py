@@ -239,7 +239,7 @@ def test_with_nothing_else_to_do_it_waits(
     wait = SlowMasks.wait
 
     def waiting(self: SlowMasks, until: Callable[[], bool]) -> None:
-        waits.append(engine.lock._is_owned())  # type: ignore[attr-defined]
+        waits.append(engine.lock.owned)
         wait(self, until)
 
     monkeypatch.setattr(SlowMasks, "wait", waiting)

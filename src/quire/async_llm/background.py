@@ -85,8 +85,8 @@ class Background:
     async def finish(self, job: Job) -> None:
         """Start a job and wait until it is over. If the task is cancelled, the job is."""
         listener = Listener(self.stepper, job)
-        self.stepper.submit(job)
         try:
+            self.stepper.submit(job)
             await listener.until_over()
         except BaseException:
             self.stepper.cancel(job)

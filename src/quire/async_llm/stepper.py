@@ -13,6 +13,7 @@ from quire.engine.beam import BeamSearch
 from quire.engine.engine import Engine
 from quire.engine.generation import SequenceRequest
 from quire.errors import Cancelled, FailedPrecondition, QuireError
+from quire.interrupts import uninterrupted, wait_for
 from quire.llm import LLM
 
 logger = logging.getLogger("quire.async")
@@ -135,6 +136,7 @@ class Stepper:
 
     # -- jobs ------------------------------------------------------------------------------------------------
 
+    @uninterrupted
     def submit(self, job: Job) -> None:
         """Have it started before the next step. ``FailedPrecondition`` once the thread is to stop."""
         with self._changed:
@@ -143,6 +145,7 @@ class Stepper:
             self._inbox.append(job)
             self._changed.notify()
 
+    @uninterrupted
     def cancel(self, job: Job) -> None:
         """End it before the next step. Never waits."""
         job.cancelled = True
@@ -150,11 +153,13 @@ class Stepper:
             self._cancels.append(job)
             self._changed.notify()
 
+    @uninterrupted
     def find(self, name: str) -> Job | None:
         """The job with a request of this name."""
         with self._changed:
             return next((job for job in (*self._inbox, *self._jobs) if job.is_named(name)), None)
 
+    @uninterrupted
     def stop(self) -> None:
         """Let it end what runs, close the LLM, and stop."""
         with self._changed:
@@ -206,7 +211,7 @@ class Stepper:
                 self.cancel(job)
             self._count(-1)
         try:
-            over.wait()
+            wait_for(over)
         except BaseException:
             self.cancel(job)
             raise
@@ -216,6 +221,7 @@ class Stepper:
         if job.error is not None:
             raise job.error
 
+    @uninterrupted
     def _count(self, change: int) -> None:
         with self._changed:
             self._callers += change

@@ -24,6 +24,7 @@ from quire.engine.generation import SequenceRequest, SessionState
 from quire.engine.request import TokenBuffer
 from quire.engine.results import by_token
 from quire.errors import InvalidArgument, QuireError
+from quire.interrupts import check, uninterrupted
 from quire.ops.sampling import Logprob, TokenLogprobs, top_logprobs
 from quire.outputs import BeamSearchOutput, BeamSearchSequence, FinishReason
 from quire.sampling_params import BeamSearchParams
@@ -328,6 +329,7 @@ def best_continuations(
     ]
 
 
+@uninterrupted
 def search(engine: Engine, searches: Sequence[BeamSearch], on_step: Callable[[], None] | None = None) -> None:
     """Run these searches to their ends, all beams of all of them together. Whatever interrupts it cancels them."""
     try:
@@ -342,6 +344,7 @@ def search(engine: Engine, searches: Sequence[BeamSearch], on_step: Callable[[],
             if all(one.done for one in searches):
                 return
             engine.step()
+            check()
     finally:
         for one in searches:
             one.release()

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
 
@@ -35,9 +33,11 @@ from quire.engine.session_states import SessionStates
 from quire.engine.structured import Grammars
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import FailedPrecondition, InvalidArgument, QuireError
+from quire.interrupts import Lock, check, uninterrupted
 from quire.kv.hybrid import HybridState
 from quire.metrics import EngineMetrics
 from quire.ops.sampling import RequestSampler
+from quire.orphans import Orphans
 from quire.outputs import FinishReason
 from quire.runner.local import Runner, StepOutput
 from quire.sampling_params import SamplingParams
@@ -83,7 +83,8 @@ class Engine:
             grammars=self.grammars,
         )
         self._endless = replace(self.checks, max_model_len=ENDLESS, pool_tokens=ENDLESS)
-        self.lock = threading.RLock()
+        self.lock = Lock()
+        """Whoever holds it is not interrupted: signals take effect between steps."""
         self.cache: RadixCache | None = None
         if enable_prefix_caching:
             self.cache = RadixCache(runner.state.nearest_reachable if runner.state.forgets else None)
@@ -127,8 +128,8 @@ class Engine:
         self.closed = False
         self.wait: Callable[[Sequence[SequenceRequest]], None] | None = None
         """Waits until these requests are finished. Whoever steps the engine in the background sets it, and ``run`` waits."""
-        self._abandoned: deque[SessionState] = deque()
-        """Sessions that the garbage collector found; see ``abandon``."""
+        self.orphans = Orphans()
+        """Sessions and requests of objects that nobody holds any more. The next step ends them."""
         self.scheduler = Scheduler(
             runner.state,
             limits=limits,
@@ -297,8 +298,9 @@ class Engine:
     def has_work(self) -> bool:
         return not self.scheduler.idle
 
+    @uninterrupted
     def run(self, requests: Iterable[SequenceRequest], on_step: Callable[[], None] | None = None) -> None:
-        """Step until these requests are finished. Whatever interrupts it (Ctrl-C) cancels them first."""
+        """Step until these requests are finished. Whatever interrupts it (Ctrl-C, between two steps) cancels them first."""
         waiting = list(requests)
         try:
             if self.wait is not None:
@@ -311,6 +313,7 @@ class Engine:
                 self.step()
                 if on_step is not None:
                     on_step()
+                check()
         except BaseException:
             self.end(waiting)
             raise
@@ -330,12 +333,12 @@ class Engine:
 
     def step(self) -> list[SequenceRequest]:
         """One forward. Returns the requests that got a token or ended."""
-        with self.lock:
+        with self.lock.interruptible:
             if self.drawing.under_way:
                 raise FailedPrecondition(
                     "a step is under way; a logits processor cannot run anything on its own engine"
                 )
-            self._bury()
+            self.bury()
             changed = self._cancel_pending()
             try:
                 scheduled = self.scheduler.schedule()
@@ -510,7 +513,7 @@ class Engine:
             kept, recurrent = self.checkpoints, self.runner.state.recurrent
             if kept is not None and recurrent is not None and not recurrent.table.num_available and kept.give_up():
                 return True
-            if self._bury() or any(holder.give_back() for holder in list(self.runner.holders)):
+            if self.bury() or any(holder.give_back() for holder in list(self.runner.holders)):
                 return True
             return self.states.reclaim() or (kept is not None and kept.give_up())
 
@@ -536,7 +539,7 @@ class Engine:
         """Who uses an adapter, as in "2 requests and 1 session use it": requests that wait or run, and open sessions that go on
         under it or have tokens that would have to be run under it again. Empty if nobody does."""
         with self.lock:
-            self._bury()
+            self.bury()
             requests = [request for samples in self._by_id.values() for request in samples if not request.finished]
             plain = {one.request_id for one in requests if one.session is None and adapter_id in one.work.adapters.ids}
             held = [*self.states.sessions.values(), *(one.session for one in requests if one.session is not None)]
@@ -560,26 +563,26 @@ class Engine:
                 self._finish(session.request, "cancelled")
             self.states.forget(session)
 
-    def abandon(self, session: SessionState) -> None:
-        """``forget`` for the garbage collector, which may call in the middle of anything, also under the lock of this very
-        thread: then the next step does it."""
-        self._abandoned.append(session)
-        if not self.lock._is_owned() and self.lock.acquire(blocking=False):  # type: ignore[attr-defined]
+    def abandon(self, end: Callable[[], object]) -> None:
+        """Call ``end`` of an object that nobody holds any more, for its finaliser. The garbage collector may come in the middle of
+        anything: while somebody is at work, which may be this very thread, the next step does it (``orphans``)."""
+        if not self.lock.owned and self.lock.acquire(blocking=False):
             try:
-                self._bury()
+                end()
             finally:
-                self.lock.release()
+                self.lock.release(deliver=False)
 
-    def _bury(self) -> bool:
-        """Forget abandoned sessions; says whether there were any."""
-        found = bool(self._abandoned)
-        while self._abandoned:
-            self.forget(self._abandoned.popleft())
-        return found
+    def bury(self) -> bool:
+        """End what belongs to nobody any more; returns whether there was anything. Each step begins with it."""
+        found = self.orphans.take()
+        for end in found:
+            end()
+        return bool(found)
 
     def snapshot(self) -> dict[str, float]:
         """All metrics by name, gauges as of now."""
         with self.lock:
+            self.bury()
             metrics, state = self.metrics, self.runner.state
             metrics.num_requests_running.set(self.num_running)
             metrics.num_requests_waiting.set(self.num_waiting)

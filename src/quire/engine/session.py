@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, overload
@@ -28,9 +29,11 @@ from quire.engine.generation import SequenceRequest, SessionState
 from quire.engine.request import TokenBuffer
 from quire.engine.results import request_output
 from quire.engine.saved import ModelIdentity
+from quire.engine.session_stream import SessionStream
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import Cancelled, FailedPrecondition, InvalidArgument
-from quire.outputs import RequestOutput, StreamDelta
+from quire.interrupts import uninterrupted
+from quire.outputs import RequestOutput
 from quire.sampling_params import SamplingParams
 
 Text = str | Sequence[int]
@@ -65,6 +68,8 @@ class Session:
         self._closed = False
         with engine.lock:
             engine.states.hold(state)
+            self._end = partial(engine.forget, state)
+            engine.orphans.watch(self, self._end)
 
     # -- what it holds ---------------------------------------------------------------------------------------
 
@@ -126,6 +131,7 @@ class Session:
 
     # -- running ---------------------------------------------------------------------------------------------
 
+    @uninterrupted
     def append(self, text: Text) -> Self:
         """Add text or token ids (no BOS) and run them."""
         new = self._encode(text)
@@ -145,16 +151,20 @@ class Session:
 
     def generate(self, params: SamplingParams | None = None) -> RequestOutput:
         """Continue; the new tokens stay in the session, but for a stop token or stop string that ended it."""
+        return self._generate(self._check_params("generate", len(self), params))
+
+    @uninterrupted
+    def _generate(self, params: SamplingParams) -> RequestOutput:
         with self._engine.lock:
             state = self._idle("generate")
             request = self._submit(state.tokens.ids, params)
         return self._result(request)
 
-    def stream(self, params: SamplingParams | None = None) -> Iterator[StreamDelta]:
+    def stream(self, params: SamplingParams | None = None) -> SessionStream:
         """As ``generate``, token by token. Leaving the loop early cancels; what was generated stays."""
         with self._engine.lock:
             chosen = self._check_params("stream", len(self), params)
-        return self._deltas(lambda: self._submit(self._idle("stream").tokens.ids, chosen))
+        return SessionStream(self._engine, lambda: self._submit(self._idle("stream").tokens.ids, chosen))
 
     def cancel(self) -> bool:
         """End what another thread is running on this session, at the next step; False if nothing is. Never waits."""
@@ -163,12 +173,17 @@ class Session:
 
     def _check_params(self, verb: str, length: int, params: SamplingParams | None) -> SamplingParams:
         """Everything that ``submit`` would refuse, now."""
+        chosen = self._chosen(verb, params)
+        self._engine.checks_of(self._state).length(length, chosen)
+        return chosen
+
+    def _chosen(self, verb: str, params: SamplingParams | None) -> SamplingParams:
+        """Check parameters. A large grammar is tried for seconds: not under the lock, and open to interrupts."""
         self._idle(verb)
         chosen = self._defaults() if params is None else params
         if not isinstance(chosen, SamplingParams):
             raise InvalidArgument(f"{verb} takes SamplingParams, got {type(chosen).__name__}")
         self._engine.checks.params(chosen, in_session=True)
-        self._engine.checks_of(self._state).length(length, chosen)
         return chosen
 
     def _submit(self, tokens: NDArray[Any], params: SamplingParams | None) -> SequenceRequest:
@@ -180,31 +195,6 @@ class Session:
         if request.error is not None:
             raise request.error
         return request_output([request], self._engine.tokenizer)
-
-    def _deltas(self, start: Callable[[], SequenceRequest]) -> Iterator[StreamDelta]:
-        with self._engine.lock:
-            request = start()
-        pieces, tokens = 0, 0
-        try:
-            ended = False
-            while not ended:
-                if not request.finished:
-                    self._engine.step()
-                # Another thread may be stepping: what ended first is looked at first, so that the last delta has all.
-                ended = request.finished
-                num_pieces, num_tokens = len(request.pieces), len(request.output_ids)
-                if request.error is not None:
-                    raise request.error
-                if ended or num_tokens > tokens:
-                    yield StreamDelta(
-                        text="".join(request.pieces[pieces:num_pieces]),
-                        token_ids=request.output_ids[tokens:num_tokens],
-                        finish_reason=request.finish_reason if ended else None,
-                        stop_reason=request.stop_reason if ended else None,
-                    )
-                    pieces, tokens = num_pieces, num_tokens
-        finally:
-            self._engine.end([request])
 
     def use_adapter(self, name: str | None) -> None:
         """Go on under a loaded adapter, or with None under the base model. ``NotFound`` for a name that is not loaded.
@@ -219,6 +209,7 @@ class Session:
             adapter = None if name is None else self._names.id_of(name)
             self._engine.states.change(state, len(self), adapter)
 
+    @uninterrupted
     def compute(self) -> None:
         """Run what is not computed yet: all but the last token, which whoever needs its logits runs."""
         self._compute("compute")
@@ -243,6 +234,7 @@ class Session:
         if request.finish_reason == "cancelled":
             raise Cancelled("the session's call was cancelled; the session is as it was before")
 
+    @uninterrupted
     def logits(self) -> Tensor:
         """Logits of the next token, float32 ``[V]``. ``InvalidArgument`` for an empty session."""
         with self._engine.lock:
@@ -262,6 +254,7 @@ class Session:
             state.logits = rows[-1]
         return rows[-1].clone()
 
+    @uninterrupted
     def score(self, text: Text) -> list[float]:
         """Log-probability of each of these tokens, after the session and each other. The session is unchanged."""
         new = self._encode(text)
@@ -398,6 +391,12 @@ class Session:
         ``answer``: makes of the answer's text the message that the next turn's template gets, for models whose text is not
         its content; None: ``{"role": "assistant", "content": text}``.
         """
+        return self._chat(messages, self._chosen("chat", params), answer)
+
+    @uninterrupted
+    def _chat(
+        self, messages: Sequence[Mapping[str, Any]], params: SamplingParams, answer: ReadAnswer | None
+    ) -> RequestOutput:
         asked, tokens = self._ask(messages, params, answer)
         with self._engine.lock:
             self._idle("chat")
@@ -413,27 +412,16 @@ class Session:
         params: SamplingParams | None = None,
         *,
         answer: ReadAnswer | None = None,
-    ) -> Iterator[StreamDelta]:
+    ) -> SessionStream:
         """``chat`` as a stream. What was generated when the loop is left counts as the answer."""
         asked, tokens = self._ask(messages, params, answer)
-        return self._chat_deltas(asked, tokens, params)
+        turns, state = self._turns, self._state
 
-    def _chat_deltas(
-        self, asked: Asked, tokens: NDArray[np.int64], params: SamplingParams | None
-    ) -> Iterator[StreamDelta]:
-        started: list[SequenceRequest] = []
-
-        def submit() -> SequenceRequest:
+        def start() -> SequenceRequest:
             self._idle("chat")
-            started.append(self._submit(tokens, params))
-            return started[0]
+            return self._submit(tokens, params)
 
-        try:
-            yield from self._deltas(submit)
-        finally:
-            for request in started:
-                self._engine.end(started)
-                self._turns.answered(asked, request, len(self))
+        return SessionStream(self._engine, start, lambda request: turns.answered(asked, request, len(state.tokens)))
 
     def _ask(
         self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None, answer: ReadAnswer | None
@@ -453,6 +441,7 @@ class Session:
 
     # -- saving ----------------------------------------------------------------------------------------------
 
+    @uninterrupted
     def save(self, path: str | Path) -> None:
         """Write the state file: under a temporary name, synced, renamed. What is not computed yet is computed first."""
         if not isinstance(path, (str, Path)) or not str(path):
@@ -461,6 +450,7 @@ class Session:
         with self._branch("save") as branch:
             saved.save(self._engine, branch, self._identity, Path(path))
 
+    @uninterrupted
     def to_bytes(self) -> bytes:
         """The state file as bytes."""
         self._compute("to_bytes")
@@ -469,6 +459,7 @@ class Session:
 
     # -- looking inside --------------------------------------------------------------------------------------
 
+    @uninterrupted
     def kv(self, layer: int) -> dict[str, Tensor]:
         """What a layer remembers of the session, as stored.
 
@@ -499,6 +490,7 @@ class Session:
                 return None
             return layer_memory.read(kv, state.seq, layer, partly=False, position=last)
 
+    @uninterrupted
     def set_kv(self, layer: int, *, start: int = 0, **tensors: Tensor | None) -> None:
         """Overwrite what a layer remembers, by the names that ``kv`` gives: rows from position ``start`` on, or the states of a
         recurrent layer. What is not given stays.
@@ -567,6 +559,7 @@ class Session:
 
     # -- closing ---------------------------------------------------------------------------------------------
 
+    @uninterrupted
     def close(self) -> None:
         """Give the pages back at once. Closing twice is harmless."""
         if not self._closed:
@@ -584,8 +577,7 @@ class Session:
     def __del__(self) -> None:
         # Nobody can use it any more.
         if not getattr(self, "_closed", True):
-            self._closed = True
-            self._engine.abandon(self._state)
+            self._engine.abandon(self._end)
 
     # -- helpers ---------------------------------------------------------------------------------------------
 
@@ -597,6 +589,7 @@ class Session:
 
     def _idle(self, verb: str) -> SessionState:
         state = self._open(verb)
+        self._engine.bury()  # a stream that nobody holds any more
         if state.busy:
             raise FailedPrecondition(f"{verb}: the session is generating; finish or close its stream first")
         self._engine.states.hold(state)

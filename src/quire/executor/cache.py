@@ -71,6 +71,7 @@ class KVCache:
         self.batch: weakref.WeakSet[KVCache] | None = None
         """The caches that were prefilled in the same call; None: it alone."""
         pool.caches[self.cache_id] = self
+        pool.watch(self)
         self._finalizer = weakref.finalize(self, pool.abandon, rows)
         self._finalizer.atexit = False
 

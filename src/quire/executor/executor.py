@@ -8,7 +8,6 @@ Letters: B batch rows; S tokens of a row with padding; V vocabulary; k draft tok
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -57,6 +56,7 @@ from quire.executor.pool import CachePool, Identity
 from quire.executor.results import decode_output, prefill_output
 from quire.executor.sharing import shared_cache
 from quire.executor.transaction import Transaction
+from quire.interrupts import SHIELD, Lock
 from quire.kv.sequences import check_integer
 from quire.metrics import OperationMetrics
 from quire.models.families import LoadedModel
@@ -85,7 +85,7 @@ class Executor:
         max_model_len: int | None = None,
         max_batch_size: int = 64,
         prefill_chunk_size: int = 2048,
-        lock: threading.RLock | None = None,
+        lock: Lock | None = None,
         executor_type: ExecutorType = ExecutorType.CONTINUOUS_BATCH,
         modalities: Collection[str] = MODALITIES,
         share_prefixes: bool = False,
@@ -103,7 +103,7 @@ class Executor:
         self.prefill_chunk_size = prefill_chunk_size
         self.modalities = check_modalities(modalities)
         self.share_prefixes = share_prefixes
-        self.lock = threading.RLock() if lock is None else lock
+        self.lock = Lock() if lock is None else lock
         self.pool = CachePool(
             runner, identity, max_model_len, self.lock, window=window, sink=sink, chunk_size=prefill_chunk_size
         )
@@ -365,7 +365,7 @@ class Executor:
     def operation(self, verb: str) -> Iterator[Operation]:
         """A running call: counted as inside from here on, alone on the runner from the lock on."""
         self._require_open(verb)
-        with self._operations.running(verb) as operation, self.lock:
+        with SHIELD, self._operations.running(verb) as operation, self.lock.interruptible:
             self._require_open(verb)
             self.pool.sweep()
             try:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import torch
 
 from quire.errors import Cancelled
+from quire.interrupts import check
 
 
 class Operation:
@@ -25,7 +26,8 @@ class Operation:
         self._cancelled = True
 
     def check(self) -> None:
-        """``Cancelled`` if it was cancelled. Asked before each forward and before each sampled token."""
+        """``Cancelled`` if it was cancelled. Asked before each forward and before each sampled token; signals take effect here."""
+        check()
         if self._cancelled:
             raise Cancelled(f"{self.verb} was cancelled")
 

@@ -5,9 +5,9 @@ All caches of one executor share a ``CachePool``. It also knows what stays true 
 
 from __future__ import annotations
 
-import threading
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 from weakref import WeakValueDictionary
 
@@ -17,10 +17,12 @@ from quire.contracts.layers import KeyValueAttention, LatentAttention, sink_refu
 from quire.errors import FailedPrecondition, InvalidArgument, QuireError, ResourceExhausted, Unsupported
 from quire.executor.operations import Operations
 from quire.executor.rows import Row
+from quire.interrupts import Lock
 from quire.kv.need import pages_for
 from quire.kv.paged import PagedKVState
 from quire.kv.sequences import check_integer
 from quire.kv.state_slots import NULL
+from quire.orphans import Orphans
 from quire.runner.local import Runner
 from quire.types import AdapterRuns, Add, Edit, Fork, Remove, SeqId, Step, Window
 
@@ -54,7 +56,7 @@ class CachePool:
         runner: Runner,
         identity: Identity,
         max_model_len: int,
-        lock: threading.RLock,
+        lock: Lock,
         *,
         window: int | None = None,
         sink: int = 0,
@@ -114,6 +116,7 @@ class CachePool:
         """Tokens that completed calls have run again to go back to a position."""
         self._runner: Runner | None = runner
         self._orphans: deque[list[Row]] = deque()
+        self._watched = Orphans()
         self._asks = False
         """Whether a call of a cache of this pool asks the owner of the runner for room at this moment."""
         self.operations = Operations()
@@ -395,6 +398,10 @@ class CachePool:
 
     # -- the end of caches -----------------------------------------------------------------------------------
 
+    def watch(self, cache: KVCache) -> None:
+        """Free the rows of a cache once nobody holds it: at once, or where that is interrupted at the next ``sweep``."""
+        self._watched.watch(cache, partial(self._orphans.append, cache.rows))
+
     def abandon(self, rows: list[Row]) -> None:
         """A cache's last reference is gone. Called by the garbage collector, so at any point of any thread.
 
@@ -402,12 +409,12 @@ class CachePool:
         thread may be in the middle of a change of the page tables.
         """
         self._orphans.append(rows)
-        if self.lock._is_owned() or not self.lock.acquire(blocking=False):  # type: ignore[attr-defined]
+        if self.lock.owned or not self.lock.acquire(blocking=False):
             return
         try:
             self.sweep()
         finally:
-            self.lock.release()
+            self.lock.release(deliver=False)
 
     def free(self, rows: list[Row]) -> None:
         """Give the pages of a released cache back. Call it under the lock."""
@@ -419,12 +426,17 @@ class CachePool:
         if self._runner is None:
             self._orphans.clear()
             return False
+        for note in self._watched.take():
+            note()
         if not self._orphans or self.state.table.forward is not None:
             return False
+        found = False
         while self._orphans:
             rows = self._orphans.popleft()
-            self.remove([seq for row in rows for seq in row.seqs if seq in self.state.table])
-        return True
+            left = [seq for row in rows for seq in row.seqs if seq in self.state.table]
+            self.remove(left)
+            found |= bool(left)
+        return found
 
     def close(self) -> None:
         """Release all caches and let the runner go."""

@@ -18,6 +18,7 @@ from quire.contracts.attention import AttentionBackend
 from quire.contracts.layers import LayerSpec, Recurrent, window_refusal
 from quire.contracts.recurrence import RecurrenceBackend
 from quire.errors import FailedPrecondition, InvalidArgument, ResourceExhausted, Unsupported
+from quire.interrupts import uninterrupted_verbs
 from quire.kv import recurrent_verbs
 from quire.kv.layer_classes import describe_ids
 from quire.kv.need import ForwardNeed
@@ -29,6 +30,7 @@ from quire.kv.sequences import check_integer
 from quire.kv.state_slots import StateNeed
 from quire.kv.storage import StoredSpec
 from quire.kv.trees import TokenTreeParents
+from quire.kv.verbs import CHANGES
 from quire.kv.windows import Eviction
 from quire.ops.attention import ReferenceAttention
 from quire.types import SeqId
@@ -67,6 +69,7 @@ class HybridPass(AttentionPass):
         return self.states.convolve(layer_id, state_id, x_TC, weight_CW, bias_C)
 
 
+@uninterrupted_verbs(*CHANGES)
 class HybridState(PagedKVState):
     """The KV state of a model that has recurrent layers, alone or beside attention.
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from quire.contracts.attention import AttentionBackend, Scoring
 from quire.contracts.layers import CrossAttention, LatentAttention, LayerSpec, RopeSpec, sink_refusal, window_refusal
 from quire.errors import FailedPrecondition, InvalidArgument, Unsupported
+from quire.interrupts import uninterrupted_verbs
 from quire.kv import cross, exchange, rows
 from quire.kv.layer_classes import LayerClass, describe_ids, ids_of, supported
 from quire.kv.need import ForwardNeed, pages_for
@@ -30,12 +31,13 @@ from quire.kv.rules import RefusedVerbs, refuse, refuse_layer
 from quire.kv.sequences import SequenceTable, check_integer
 from quire.kv.storage import PagedSpec, PagedStorage, StoredSpec
 from quire.kv.trees import TokenTreeParents
-from quire.kv.verbs import AttentionVerbs
+from quire.kv.verbs import CHANGES, AttentionVerbs
 from quire.kv.windows import Eviction, Window
 from quire.ops.rope import RotaryTable
 from quire.types import SeqId
 
 
+@uninterrupted_verbs(*CHANGES)
 class PagedKVState(AttentionVerbs, RefusedVerbs):
     """The KV state of a model whose layers are of full, windowed, latent or cross attention.
 

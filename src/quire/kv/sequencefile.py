@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from quire.errors import DataLoss, InvalidArgument
+from quire.interrupts import check as check_interrupts
 from quire.kv import exchange
 from quire.kv.paged import PagedKVState
 from quire.kv.statefile import StateFile, TensorSpec
@@ -123,6 +124,7 @@ def load(state: PagedKVState, seq: SeqId, file: StateFile, checked: Mapping[str,
                     name: file.tensor(f"{prefix}layer.{layer}.{name}").to(one.dtype) for name, one in group.items()
                 }
                 state.import_page_group(seq, layer, found)
+                check_interrupts()
         state.finish_import(seq)
     except BaseException:
         state.remove_sequence(seq)

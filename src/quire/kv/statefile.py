@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire import interrupts
 from quire.errors import DataLoss, FailedPrecondition, InvalidArgument, NotFound, Unsupported
 from quire.kv.atomic_file import check_regular, os_errors, replacing
 from quire.kv.state_header import JSON, VERSION, HeaderDraft, TensorSpec, checksum, read_header, some
@@ -103,6 +104,7 @@ def _write(sink: BinaryIO, draft: HeaderDraft, tensors: Iterable[tuple[str, Tens
         _check_tensor(name, tensor, draft, checksums)
         checksums[name] = _put(sink, base + draft.data_start + draft.spans[name][0], tensor, label)
         del tensor  # the next one may need its memory
+        interrupts.check()
     missing = draft.specs.keys() - checksums.keys()
     if missing:
         raise InvalidArgument(

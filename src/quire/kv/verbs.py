@@ -22,6 +22,29 @@ from quire.kv.rules import refuse_layer
 from quire.kv.storage import StoredSpec
 from quire.ops.attention import merge
 
+CHANGES = (
+    "clear",
+    "add_sequence",
+    "remove_sequence",
+    "fork_sequence",
+    "popn",
+    "enable_sliding_window_for_seq",
+    "commit_accepted_token_tree_nodes",
+    "checkpoint",
+    "drop_checkpoint",
+    "begin_forward",
+    "end_forward",
+    "abort_forward",
+    "set_cross_kv",
+    "debug_set_kv",
+    "debug_set",
+    "set",
+    "prepare_import",
+    "import_page_group",
+    "finish_import",
+)
+"""Verbs that change a state. An interrupt takes effect before or after one."""
+
 
 class OpenState(Protocol):
     """What the verbs need to know of the state that they belong to."""

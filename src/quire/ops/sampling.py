@@ -13,6 +13,7 @@ import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from quire.errors import FailedPrecondition, InvalidArgument, QuireError
+from quire.interrupts import exposed
 from quire.ops.edits import FAILED, Bans, edited, first_maxima
 from quire.ops.filters import Allowed, GivenMasks, Ids, Words, candidates, first_allowed, num_words, take_rows, top_ids
 from quire.sampling_params import SamplingParams
@@ -148,7 +150,7 @@ class RequestSampler:
         for number, processor in enumerate(self.params.logits_processors or ()):
             name = f"logits_processors[{number}] ({getattr(processor, '__name__', type(processor).__name__)})"
             try:
-                made = processor(list(self._output), logits_V)
+                made = exposed(partial(processor, list(self._output), logits_V))
             except Exception as error:
                 raise QuireError(f"{name} raised {type(error).__name__}: {error}") from error
             if not isinstance(made, Tensor):

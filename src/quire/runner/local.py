@@ -18,6 +18,7 @@ from torch import Tensor
 
 from quire.contracts.model import Model
 from quire.errors import FailedPrecondition, InvalidArgument, Unsupported
+from quire.interrupts import uninterrupted
 from quire.kv.hybrid import HybridState
 from quire.kv.paged import PagedKVState
 from quire.kv.passes import AttentionPass
@@ -113,6 +114,7 @@ class LocalRunner:
         """See ``Runner``."""
         return next(self._seqs)
 
+    @uninterrupted
     def execute(self, step: Step, extras: Extras = NO_EXTRAS) -> StepOutput:
         """See ``Runner``. If compute fails the forward is undone: lengths and pages are as after the edits."""
         check_chunks(step.chunks)

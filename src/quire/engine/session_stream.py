@@ -1,0 +1,98 @@
+"""A session's generation as an iterator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Self
+
+from quire.engine.engine import Engine
+from quire.engine.generation import SequenceRequest
+from quire.interrupts import SHIELD, check
+from quire.outputs import StreamDelta
+
+Start = Callable[[], SequenceRequest]
+OnEnd = Callable[[SequenceRequest], None]
+
+
+class SessionStream(Iterator[StreamDelta]):
+    """``for delta in session.stream()``. It starts with its first delta.
+
+    Leaving the loop early, ``close`` and an interrupt cancel it; what was generated stays in the session.
+    """
+
+    # No generator: the ``finally`` of one that nobody holds any more runs in the garbage collector, which may come at any
+    # time and loses the exceptions of signals.
+
+    def __init__(self, engine: Engine, start: Start, on_end: OnEnd | None = None) -> None:
+        """``start`` submits the request; ``on_end`` is told of it once, when it is over. Neither may hold the stream."""
+        self._engine = engine
+        self._start = start
+        self._requests: list[SequenceRequest] = []
+        """The request under way."""
+        self._pieces = self._tokens = 0
+        """What of its output has been given."""
+        self._over = False
+        self._end = partial(_end, engine, self._requests, on_end)
+        engine.orphans.watch(self, self._end)
+
+    def __next__(self) -> StreamDelta:
+        if self._over:
+            raise StopIteration
+        try:
+            with SHIELD:
+                return self._delta()
+        except BaseException:
+            self.close()
+            raise
+
+    def _delta(self) -> StreamDelta:
+        if not self._requests:
+            with self._engine.lock:
+                self._requests.append(self._start())
+        request = self._requests[0]
+        while True:
+            if not request.finished:
+                self._engine.step()
+                check()
+            # Another thread may be stepping: what ended first is looked at first, so that the last delta has all.
+            ended = request.finished
+            pieces, tokens = len(request.pieces), len(request.output_ids)
+            if request.error is not None:
+                raise request.error
+            if ended or tokens > self._tokens:
+                delta = StreamDelta(
+                    text="".join(request.pieces[self._pieces : pieces]),
+                    token_ids=request.output_ids[self._tokens : tokens],
+                    finish_reason=request.finish_reason if ended else None,
+                    stop_reason=request.stop_reason if ended else None,
+                )
+                self._pieces, self._tokens = pieces, tokens
+                if ended:
+                    self.close()
+                return delta
+
+    def close(self) -> None:
+        """End what is not finished. Closing twice is harmless."""
+        self._over = True
+        self._end()
+
+    def __del__(self) -> None:
+        # Nobody can ask for more.
+        if not getattr(self, "_over", True):
+            self._engine.abandon(self._end)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _end(engine: Engine, requests: list[SequenceRequest], on_end: OnEnd | None) -> None:
+    with engine.lock:
+        engine.end(requests)
+        while requests:
+            request = requests.pop()
+            if on_end is not None:
+                on_end(request)

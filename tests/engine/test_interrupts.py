@@ -1,0 +1,316 @@
+"""Ctrl-C at any line of any verb, and at any moment: what was interrupted is done, or undone, and everything goes on.
+
+The sweep sends a signal at one line after the other of the packages that hold state. ``make test`` takes a sample of the lines,
+``make test-all`` all of them. After each, books are checked and the model's tokens compared with those of transformers.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import signal
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import quire
+from quire import LLM, BeamSearchParams, interrupts
+from quire.contracts.executor_calls import PrefillInput
+from quire.engine.session import Session
+from quire.errors import QuireError
+
+from .conftest import Checkpoint, MakeLLM, check, engine_of, greedy, make_checkpoint, make_hybrid, random_tokens
+
+PACKAGE = Path(quire.__file__).parent
+SWEPT = (*(str(PACKAGE / name) + os.sep for name in ("engine", "kv", "runner", "executor")), str(PACKAGE / "llm.py"))
+PROMPT, OTHER, MORE = random_tokens(21, seed=1), random_tokens(9, seed=2), random_tokens(5, seed=3)
+
+Line = tuple[CodeType, int]
+
+
+@pytest.fixture(scope="module", params=("llama", "gemma3", "qwen3-next"))
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    """A plain model, one with windows, and a hybrid one."""
+    make = make_hybrid if request.param == "qwen3-next" else make_checkpoint
+    return make(request.param, tmp_path_factory.mktemp("interrupts") / request.param)
+
+
+@dataclass
+class Bed:
+    """What verbs are tried on: a session with some history, in an LLM whose prefix cache holds other things."""
+
+    llm: LLM
+    model: Checkpoint
+    session: Session
+    folder: Path
+
+    def state_file(self) -> Path:
+        path = self.folder / "other.quire"
+        if not path.exists():
+            with self.llm.session(OTHER) as other:
+                other.save(path)
+        return path
+
+
+def generate(bed: Bed) -> None:
+    bed.llm.generate([PROMPT, OTHER], [greedy(3), greedy(2, n=2, temperature=1.0, seed=1)])
+
+
+def new_session(bed: Bed) -> None:
+    bed.llm.session(PROMPT[:-3]).close()
+
+
+def append(bed: Bed) -> None:
+    bed.session.append(MORE)
+
+
+def go_on(bed: Bed) -> None:
+    bed.session.generate(greedy(3))
+
+
+def stream(bed: Bed) -> None:
+    for _ in bed.session.stream(greedy(3)):
+        pass
+
+
+def fork(bed: Bed) -> None:
+    for child in bed.session.fork(n=2):
+        child.append(MORE[:2])
+
+
+def rewind(bed: Bed) -> None:
+    bed.session.rewind(to=len(bed.session) - 7)
+    bed.session.logits()
+
+
+def score(bed: Bed) -> None:
+    bed.session.score(MORE)
+
+
+def save_and_load(bed: Bed) -> None:
+    bed.session.save(bed.folder / "saved.quire")
+    bed.llm.load_session(bed.folder / "saved.quire").generate(greedy(1))
+
+
+def load(bed: Bed) -> None:
+    bed.llm.session_from_bytes(bed.state_file().read_bytes()).close()
+
+
+def look_and_write(bed: Bed) -> None:
+    with bed.session.fork() as child:
+        layer = child._engine.runner.state.layer_ids[0]
+        rows = child.kv(layer)
+        start = int(rows.pop("positions", torch.zeros(1))[0])
+        child.set_kv(layer, start=start, **rows)
+
+
+def beams(bed: Bed) -> None:
+    bed.llm.beam_search([OTHER], BeamSearchParams(beam_width=2, max_tokens=2))
+
+
+def execute(bed: Bed) -> None:
+    executor = bed.llm.executor
+    found = executor.prefill(PrefillInput(input_ids=torch.tensor([PROMPT])))
+    executor.truncate_kv(found.kv_cache, len(PROMPT) - 4)
+
+
+VERBS = (generate, new_session, append, go_on, stream, fork, rewind, score, save_and_load, load, look_and_write, beams)
+VERBS = (*VERBS, execute)
+
+
+def code_of(frame: FrameType) -> CodeType | None:
+    """None outside of the packages, and for finalisers: Python drops the exceptions of signals that come in those."""
+    code = frame.f_code
+    return code if code.co_filename.startswith(SWEPT) and code.co_name != "__del__" else None
+
+
+def lines_of(act: Callable[[], None]) -> Counter[Line]:
+    """How often each line runs."""
+    found: Counter[Line] = Counter()
+
+    def within(frame: FrameType, event: str, argument: Any) -> Any:
+        if event == "line":
+            found[frame.f_code, frame.f_lineno] += 1
+        return within
+
+    sys.settrace(lambda frame, event, argument: within if code_of(frame) is not None else None)
+    try:
+        act()
+    finally:
+        sys.settrace(None)
+    return found
+
+
+@contextmanager
+def signal_at(line: Line, time: int) -> Iterator[list[bool]]:
+    """SIGINT before the given line runs for the given time; yields whether it was sent."""
+    left, sent = [time], [False]
+
+    def within(frame: FrameType, event: str, argument: Any) -> Any:
+        if event == "line" and frame.f_lineno == line[1]:
+            left[0] -= 1
+            if left[0] == 0:
+                sent[0] = True
+                sys.settrace(None)
+                signal.raise_signal(signal.SIGINT)
+        return within
+
+    sys.settrace(lambda frame, event, argument: within if frame.f_code is line[0] else None)
+    try:
+        yield sent
+    finally:
+        sys.settrace(None)
+
+
+def fresh(bed: Bed) -> None:
+    """Let the session be what it was at first."""
+    if not bed.session._closed:
+        bed.session.close()
+    bed.session = bed.llm.session(PROMPT)
+    bed.session.append(MORE)
+    bed.session.generate(greedy(2))
+
+
+def assert_whole(bed: Bed, what: str) -> None:
+    """All books are right, nothing is under way, and the session and the model go on as ever."""
+    engine = engine_of(bed.llm)
+    engine.step()  # which ends what belongs to nobody any more
+    assert not engine._by_id, what
+    assert not engine._requests, what
+    assert engine.scheduler.idle, what
+    executor = bed.llm.executor
+    assert not executor._operations.busy, what
+    executor.pool.sweep()
+    assert not executor.pool.caches, what
+    check(bed.llm)
+    if not bed.session._closed:
+        assert not bed.session._state.busy, what
+        tokens = bed.session.tokens
+        found = bed.session.generate(greedy(2)).outputs[0].token_ids
+        assert bed.model.continues(tokens, found), f"{what}: wrong tokens of the session"
+        bed.session.close()
+    found = bed.llm.generate([PROMPT], greedy(2))[0].outputs[0].token_ids
+    assert bed.model.continues(PROMPT, found), f"{what}: wrong tokens of a prompt"
+    left = sorted(path.name for path in bed.folder.iterdir())
+    assert all(name.endswith(".quire") for name in left), f"{what}: {left}"
+    bed.llm.reset_prefix_cache()
+    state = engine.runner.state
+    assert not engine.states.sessions, f"{what}: {engine.states.sessions}"
+    assert state.empty(), f"{what}: {state.num_used_pages} pages are left"
+    state.check()
+
+
+@pytest.fixture
+def bed(make_llm: MakeLLM, model: Checkpoint, tmp_path: Path) -> Bed:
+    llm = make_llm(model, host_memory=0)
+    return Bed(llm, model, llm.session(PROMPT), tmp_path)
+
+
+def sweep(bed: Bed, verb: Callable[[Bed], None], stride: int) -> int:
+    """Interrupt a verb at every ``stride``-th of its lines; how often that took effect."""
+    if verb is look_and_write and not hasattr(bed.llm._engine.runner.state, "layer_ids"):
+        pytest.skip("no attention layer to write into")
+    for _ in range(2):  # once for what is made at the first use only
+        fresh(bed)
+        counts = lines_of(lambda: verb(bed))
+        gc.collect()
+    rng = random.Random(verb.__name__)
+    raised = 0
+    for line in list(counts)[rng.randrange(stride) :: stride]:
+        fresh(bed)
+        what = f"{verb.__name__}, interrupted at {line[0].co_filename}:{line[1]}"
+        with signal_at(line, rng.randint(1, counts[line])):
+            try:
+                verb(bed)
+                interrupts.check()  # what came in a finaliser waits for the next verb
+            except KeyboardInterrupt:
+                raised += 1
+        assert_whole(bed, what)
+    return raised
+
+
+@pytest.mark.parametrize("verb", VERBS, ids=lambda verb: verb.__name__)
+def test_a_sample_of_all_lines(bed: Bed, verb: Callable[[Bed], None]) -> None:
+    assert sweep(bed, verb, 67) > 3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("verb", VERBS, ids=lambda verb: verb.__name__)
+def test_all_lines(bed: Bed, verb: Callable[[Bed], None]) -> None:
+    assert sweep(bed, verb, 1) > 300
+
+
+class Alarm(BaseException):
+    """What the handler of the timer raises, as somebody's time limit does."""
+
+
+def ring(number: int, frame: FrameType | None) -> None:
+    raise Alarm
+
+
+@pytest.fixture
+def quiet_finalisers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python drops the exception of a signal that comes in a finaliser, and says so; pytest would keep the object."""
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
+
+
+def interrupted_at_random(bed: Bed, rounds: int, seed: int) -> int:
+    """Call verbs while a timer rings; how often it interrupted one."""
+    rng = np.random.default_rng(seed)
+    before = signal.signal(signal.SIGALRM, ring)
+    rung = 0
+    try:
+        fresh(bed)
+        for number in range(rounds):
+            verb = VERBS[rng.integers(len(VERBS))]
+            if len(bed.session) > 150:
+                fresh(bed)
+            try:
+                signal.setitimer(signal.ITIMER_REAL, float(rng.uniform(1e-5, 0.02)))
+                verb(bed)
+                interrupts.check()
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            except Alarm:
+                rung += 1
+            except QuireError as error:
+                raise AssertionError(f"round {number}, {verb.__name__}: {error}") from error
+            check(bed.llm)
+            assert not bed.session._state.busy
+            if number % 7 == 0:
+                tokens = bed.session.tokens
+                found = bed.session.generate(greedy(1)).outputs[0].token_ids
+                assert bed.model.continues(tokens, found), f"round {number}, {verb.__name__}"
+            if number % 29 == 0:
+                assert_whole(bed, f"round {number}, {verb.__name__}")
+                fresh(bed)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert_whole(bed, "at the end")
+    return rung
+
+
+@pytest.mark.usefixtures("quiet_finalisers")
+def test_signals_at_any_moment(bed: Bed) -> None:
+    assert interrupted_at_random(bed, 90, seed=0) > 10
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.usefixtures("quiet_finalisers")
+def test_two_thousand_signals(bed: Bed) -> None:
+    rung, seed = 0, 1
+    while rung < 2000:
+        rung += interrupted_at_random(bed, 500, seed)
+        seed += 1
