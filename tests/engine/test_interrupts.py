@@ -6,6 +6,7 @@ The sweep sends a signal at one line after the other of the packages that hold s
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
 import random
@@ -24,7 +25,7 @@ import pytest
 import torch
 
 import quire
-from quire import LLM, BeamSearchParams, interrupts
+from quire import LLM, AsyncLLM, BeamSearchParams, interrupts
 from quire.contracts.executor_calls import PrefillInput
 from quire.engine.session import Session
 from quire.errors import QuireError
@@ -33,16 +34,26 @@ from .conftest import Checkpoint, MakeLLM, check, engine_of, greedy, make_checkp
 
 PACKAGE = Path(quire.__file__).parent
 SWEPT = (*(str(PACKAGE / name) + os.sep for name in ("engine", "kv", "runner", "executor")), str(PACKAGE / "llm.py"))
+HANDS_OVER = tuple(str(PACKAGE / name) for name in ("llm.py", "engine/session.py", "engine/session_stream.py"))
+"""Where verbs hand things over between two locked parts."""
 PROMPT, OTHER, MORE = random_tokens(21, seed=1), random_tokens(9, seed=2), random_tokens(5, seed=3)
 
 Line = tuple[CodeType, int]
 
 
-@pytest.fixture(scope="module", params=("llama", "gemma3", "qwen3-next"))
+@pytest.fixture(scope="module", params=("llama", "qwen3-next"))
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    """A plain model, one with windows, and a hybrid one."""
+    """A plain model, and a hybrid one."""
     make = make_hybrid if request.param == "qwen3-next" else make_checkpoint
     return make(request.param, tmp_path_factory.mktemp("interrupts") / request.param)
+
+
+@pytest.fixture(autouse=True)
+def keyboard() -> Iterator[None]:
+    """SIGINT raises ``KeyboardInterrupt``, also where these tests run in the background of a shell, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @dataclass
@@ -184,7 +195,7 @@ def fresh(bed: Bed) -> None:
 def assert_whole(bed: Bed, what: str) -> None:
     """All books are right, nothing is under way, and the session and the model go on as ever."""
     engine = engine_of(bed.llm)
-    engine.step()  # which ends what belongs to nobody any more
+    engine.bury()  # what belongs to nobody any more
     assert not engine._by_id, what
     assert not engine._requests, what
     assert engine.scheduler.idle, what
@@ -216,8 +227,8 @@ def bed(make_llm: MakeLLM, model: Checkpoint, tmp_path: Path) -> Bed:
     return Bed(llm, model, llm.session(PROMPT), tmp_path)
 
 
-def sweep(bed: Bed, verb: Callable[[Bed], None], stride: int) -> int:
-    """Interrupt a verb at every ``stride``-th of its lines; how often that took effect."""
+def sweep(bed: Bed, verb: Callable[[Bed], None], stride: int, whole: tuple[str, ...] = ()) -> int:
+    """Interrupt a verb at every ``stride``-th of its lines, and at all lines of the files ``whole``; how often that took effect."""
     if verb is look_and_write and not hasattr(bed.llm._engine.runner.state, "layer_ids"):
         pytest.skip("no attention layer to write into")
     for _ in range(2):  # once for what is made at the first use only
@@ -226,7 +237,10 @@ def sweep(bed: Bed, verb: Callable[[Bed], None], stride: int) -> int:
         gc.collect()
     rng = random.Random(verb.__name__)
     raised = 0
-    for line in list(counts)[rng.randrange(stride) :: stride]:
+    first = rng.randrange(stride)
+    for number, line in enumerate(counts):
+        if number % stride != first and line[0].co_filename not in whole:
+            continue
         fresh(bed)
         what = f"{verb.__name__}, interrupted at {line[0].co_filename}:{line[1]}"
         with signal_at(line, rng.randint(1, counts[line])):
@@ -241,7 +255,8 @@ def sweep(bed: Bed, verb: Callable[[Bed], None], stride: int) -> int:
 
 @pytest.mark.parametrize("verb", VERBS, ids=lambda verb: verb.__name__)
 def test_a_sample_of_all_lines(bed: Bed, verb: Callable[[Bed], None]) -> None:
-    assert sweep(bed, verb, 67) > 3
+    plain = bed.model.path.name == "llama"
+    assert sweep(bed, verb, 67 if plain else 151, HANDS_OVER if plain else ()) > 1
 
 
 @pytest.mark.slow
@@ -314,3 +329,175 @@ def test_two_thousand_signals(bed: Bed) -> None:
     while rung < 2000:
         rung += interrupted_at_random(bed, 500, seed)
         seed += 1
+
+
+def by_hand(state: Any) -> None:
+    """Verbs of a KV state that somebody calls without an engine."""
+    state.add_sequence(-1)
+    state.begin_forward([-1], [40])
+    state.abort_forward()
+    state.begin_forward([-1], [40])
+    state.end_forward(skipped=set(state.layer_ids))
+    state.fork_sequence(-1, -2, 40)
+    state.begin_forward([-2, -1], [3, 1])
+    state.end_forward(skipped=set(state.layer_ids))
+    state.popn(-2, 0)
+    state.remove_sequence(-1)
+    state.remove_sequence(-2)
+
+
+def test_verbs_of_a_state_by_hand(make_llm: MakeLLM, checkpoints: dict[str, Checkpoint]) -> None:
+    """Each of them is done or is not."""
+    state = engine_of(make_llm(checkpoints["gemma3"])).runner.state
+    counts = lines_of(lambda: by_hand(state))
+    raised = 0
+    for line in list(counts)[::3]:
+        with signal_at(line, counts[line]):
+            try:
+                by_hand(state)
+            except KeyboardInterrupt:
+                raised += 1
+        state.check()
+        if state.table.forward is not None:
+            state.abort_forward()
+        for seq in state.table.ids:
+            state.remove_sequence(seq)
+        assert state.empty(), line
+    assert raised > 30
+
+
+def test_a_logits_processor_is_interrupted_where_it_is(bed: Bed) -> None:
+    """Code of the user is no change of ours: Ctrl-C reaches it at once, and its request ends as cancelled."""
+    fresh(bed)
+    ended = []
+
+    def slow(token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+        signal.raise_signal(signal.SIGINT)
+        ended.append(True)
+        return logits
+
+    before = bed.session.tokens
+    with pytest.raises(KeyboardInterrupt):
+        bed.session.generate(greedy(4, logits_processors=[slow]))
+    assert bed.session.tokens == before
+    assert not ended
+    assert_whole(bed, "a slow processor")
+
+
+def test_an_interrupt_takes_effect_after_the_step(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not at the end of the verb: what was drawn by then stays."""
+    fresh(bed)
+    runner, steps = engine_of(bed.llm).runner, [0]
+    execute = runner.execute
+
+    def pressed(step: Any) -> Any:
+        steps[0] += bool(step.chunks)
+        if steps[0] == 3:
+            signal.raise_signal(signal.SIGINT)
+        return execute(step)
+
+    before = len(bed.session)
+    with monkeypatch.context() as patched:
+        patched.setattr(runner, "execute", pressed)
+        for verb in (bed.session.generate, lambda params: list(bed.session.stream(params))):
+            steps[0] = 0
+            with pytest.raises(KeyboardInterrupt):
+                verb(greedy(40))
+            assert len(bed.session) == before + 3
+            before += 3
+        steps[0] = 0
+        with pytest.raises(KeyboardInterrupt):
+            bed.llm.generate(OTHER, greedy(40))
+        assert steps[0] == 3
+    assert_whole(bed, "after three steps")
+
+
+def test_what_nobody_holds_any_more_is_ended_by_the_next_step(bed: Bed) -> None:
+    """Where the garbage collector comes in the middle of something, which leaves it no lock."""
+    fresh(bed)
+    engine = engine_of(bed.llm)
+    child, other = bed.session.fork(), bed.session.fork()
+    stream = other.stream(greedy(9))
+    next(stream)
+    with engine.lock:
+        del child, stream
+        assert len(engine.states.sessions) == 3
+        assert other._state.busy
+    engine.step()
+    assert len(engine.states.sessions) == 2
+    assert not other._state.busy
+    other.close()
+    cache = bed.llm.executor.create_kv_cache()
+    pool = bed.llm.executor.pool
+    used = len(engine.runner.state.table)
+    with engine.lock:
+        cache._finalizer.detach()  # as where an interrupt came into it
+        del cache
+        assert len(engine.runner.state.table) == used
+        assert pool.sweep()
+    assert len(engine.runner.state.table) == used - 1
+    assert_whole(bed, "orphans")
+
+
+def test_cancelled_tasks(model: Checkpoint, tmp_path: Path) -> None:
+    """A task that is cancelled at any moment leaves what a cancelled verb leaves."""
+    rng = np.random.default_rng(5)
+
+    async def each(llm: AsyncLLM) -> int:
+        cancelled = 0
+        session = await llm.session(PROMPT)
+
+        async def streamed() -> None:
+            async for _ in session.stream(greedy(8)):
+                pass
+
+        async def forked() -> None:
+            for child in await session.fork(n=3):
+                await child.close()
+
+        verbs: tuple[Callable[[], Any], ...] = (
+            lambda: llm.generate([PROMPT, OTHER], greedy(8)),
+            lambda: session.append(MORE),
+            lambda: session.generate(greedy(8)),
+            streamed,
+            forked,
+            lambda: session.rewind(n=3),
+            lambda: session.score(MORE),
+            session.logits,
+            lambda: session.save(tmp_path / "saved.quire"),
+            lambda: llm.beam_search([OTHER], BeamSearchParams(beam_width=2, max_tokens=4)),
+        )
+        for number in range(40):
+            if len(session) > 180:
+                await session.rewind(to=len(PROMPT))
+            task = asyncio.ensure_future(verbs[rng.integers(len(verbs))]())
+            await asyncio.sleep(float(rng.uniform(0, 0.01)))
+            task.cancel()
+            try:
+                await task
+            except asyncio.CancelledError:
+                cancelled += 1
+            if number % 5 == 0:
+                tokens = session.tokens
+                found = (await session.generate(greedy(2))).outputs[0].token_ids
+                assert model.continues(tokens, found), number
+        await session.close()
+        found = (await llm.generate([PROMPT], greedy(2)))[0].outputs[0].token_ids
+        assert model.continues(PROMPT, found)
+        return cancelled
+
+    async def main() -> int:
+        llm = await asyncio.to_thread(
+            AsyncLLM, model.path, device="cpu", dtype="float32", kv_cache_memory="8MiB", host_memory=0
+        )
+        async with llm:
+            cancelled = await each(llm)
+            engine, state = llm.engine, llm.engine.runner.state
+            await llm.reset_prefix_cache()
+            engine.bury()
+            assert not engine._by_id
+            assert not engine.states.sessions
+            assert state.empty()
+            return cancelled
+
+    assert asyncio.run(main()) > 5

@@ -42,6 +42,79 @@ EXECUTOR = (
     ),
 )
 
+INTERRUPTS = (
+    Mutant(
+        name="signals-raise-inside-of-the-shield",
+        file="interrupts.py",
+        old="        if self._depth == self._exposed:\n            self._deliver()\n\n    def _install",
+        new="        self._deliver()\n\n    def _install",
+        tests=("test_interrupts.py",),
+    ),
+    Mutant(
+        name="handlers-not-given-back",
+        file="interrupts.py",
+        old="                _signal.signal(number, handler)\n\n    def _deliver",
+        new="                pass\n\n    def _deliver",
+        tests=("test_interrupts.py",),
+    ),
+    Mutant(
+        name="code-of-users-shielded",
+        file="ops/sampling.py",
+        old="made = exposed(partial(processor, list(self._output), logits_V))",
+        new="made = partial(processor, list(self._output), logits_V)()",
+        tests=("engine/test_interrupts.py::test_a_logits_processor_is_interrupted_where_it_is",),
+    ),
+    Mutant(
+        name="interrupts-wait-for-the-end-of-the-verb",
+        file="engine/engine.py",
+        old="                    on_step()\n                check()\n",
+        new="                    on_step()\n",
+        tests=("engine/test_interrupts.py::test_an_interrupt_takes_effect_after_the_step",),
+    ),
+    Mutant(
+        name="submitted-and-interrupted",
+        file="llm.py",
+        old="    @uninterrupted\n    def _run(",
+        new="    def _run(",
+        tests=("engine/test_interrupts.py::test_a_sample_of_all_lines",),
+    ),
+    Mutant(
+        name="appended-and-interrupted",
+        file="engine/session.py",
+        old="    @uninterrupted\n    def append(",
+        new="    def append(",
+        tests=("engine/test_interrupts.py::test_a_sample_of_all_lines",),
+    ),
+    Mutant(
+        name="sessions-lost-to-the-garbage-collector",
+        file="engine/session.py",
+        old="            engine.orphans.watch(self, self._end)\n",
+        new="",
+        tests=("engine/test_interrupts.py::test_what_nobody_holds_any_more_is_ended_by_the_next_step",),
+    ),
+    Mutant(
+        name="caches-lost-to-the-garbage-collector",
+        file="executor/cache.py",
+        old="        pool.watch(self)\n",
+        new="",
+        tests=("engine/test_interrupts.py::test_what_nobody_holds_any_more_is_ended_by_the_next_step",),
+    ),
+    Mutant(
+        name="verbs-of-a-state-in-pieces",
+        file="kv/paged.py",
+        old="@uninterrupted_verbs(*CHANGES)\n",
+        new="",
+        tests=("engine/test_interrupts.py::test_verbs_of_a_state_by_hand",),
+    ),
+    Mutant(
+        name="cancelled-streams-that-go-on",
+        file="async_llm/stream.py",
+        old="            await self.aclose()\n            raise",
+        new="            self._abandon()\n            raise",
+        tests=("engine/test_interrupts.py::test_cancelled_tasks",),
+    ),
+)
+
 SESSIONS = (
     Mutant(
         name="matches-beyond-the-reach-of-a-window",
@@ -334,4 +407,4 @@ WRITTEN = (
     ),
 )
 
-MUTANTS = (*EXECUTOR, *SESSIONS, *ENGINE, *CHECKPOINTS, *WRITTEN)
+MUTANTS = (*INTERRUPTS, *EXECUTOR, *SESSIONS, *ENGINE, *CHECKPOINTS, *WRITTEN)

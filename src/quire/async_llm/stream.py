@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
@@ -78,6 +79,10 @@ class AsyncStream(AsyncIterator[SampleDelta]):
                 else:
                     await self._listener.wait()
                 self._collect()
+        except asyncio.CancelledError:
+            # Whoever cancelled the task may use the session next.
+            await self.aclose()
+            raise
         except BaseException:
             self._abandon()
             raise

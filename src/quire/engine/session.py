@@ -65,11 +65,11 @@ class Session:
         self._defaults = defaults
         self._state = state
         self._turns = ChatTurns()
-        self._closed = False
         with engine.lock:
             engine.states.hold(state)
             self._end = partial(engine.forget, state)
             engine.orphans.watch(self, self._end)
+            self._closed = False
 
     # -- what it holds ---------------------------------------------------------------------------------------
 

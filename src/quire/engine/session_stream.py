@@ -32,9 +32,9 @@ class SessionStream(Iterator[StreamDelta]):
         """The request under way."""
         self._pieces = self._tokens = 0
         """What of its output has been given."""
-        self._over = False
         self._end = partial(_end, engine, self._requests, on_end)
         engine.orphans.watch(self, self._end)
+        self._over = False
 
     def __next__(self) -> StreamDelta:
         if self._over:
