@@ -54,6 +54,23 @@ def executor_samples(bed: Bed) -> None:
     bed.rows(step.reshape(1, -1), [*PROMPT, 5, *found[:-1], 7], len(PROMPT) + 4)
 
 
+def executor_positions(bed: Bed) -> None:
+    """Rotations depend on differences only: a prompt elsewhere gives what it gives at its beginning, and jumps do not."""
+    executor, places = bed.llm.executor, torch.arange(20, 20 + len(PROMPT))[None]
+    output = executor.prefill(prompt(PROMPT, position_ids=places))
+    bed.rows(output.logits[0], PROMPT, 0)
+    bed.rows(executor.decode(token(output.kv_cache, 5)).logits, [*PROMPT, 5], len(PROMPT))
+    jumped = executor.prefill(prompt(PROMPT, position_ids=places + 9 * (torch.arange(len(PROMPT)) > 9)))
+    _exact, bound = bed.checkpoint.exact_logits(PROMPT)
+    assert float((jumped.logits[0, -1] - output.logits[0, -1]).abs().max()) > 2 * bound
+
+
+def refused_positions(bed: Bed, reason: str) -> None:
+    executor, places = bed.llm.executor, torch.arange(len(PROMPT))[None]
+    refused(bed, lambda: executor.prefill(prompt(PROMPT, position_ids=places + 1)), reason)
+    bed.rows(executor.prefill(prompt(PROMPT, position_ids=places)).logits[0], PROMPT, 0)
+
+
 def executor_truncates(bed: Bed) -> None:
     executor = bed.llm.executor
     for length in (29, 20, 7, 1):
@@ -267,6 +284,7 @@ def executor_serializes(bed: Bed) -> None:
 EXACT: dict[str, Callable[[Bed], None]] = {
     "executor: prefill and decode": executor_runs,
     "executor: batches": executor_batches,
+    "executor: position_ids": executor_positions,
     "executor: sample_tokens": executor_samples,
     "executor: select, broadcast and copy": executor_copies,
     "executor: key_cache and value_cache": executor_rows,
@@ -284,6 +302,7 @@ EXACT: dict[str, Callable[[Bed], None]] = {
 """What tries each use where it works."""
 
 REFUSED: dict[str, Callable[[Bed, str], None]] = {
+    "executor: position_ids": refused_positions,
     "executor: key_cache and value_cache": refused_rows,
     "executor: block_table": refused_blocks,
     "executor: images that see each other": refused_images,

@@ -41,7 +41,7 @@ def describe(path: Path) -> dict[str, Any]:
 
 def _rows(metadata: Mapping[str, Any], path: Path) -> list[Mapping[str, Any]]:
     """The sequences of a file, each with its ``tokens`` and ``sequence``, as a session has them."""
-    if metadata.get("kind") != "kv_cache":
+    if metadata.get("kind") not in ("kv_cache", "kv_cache_with_positions"):
         return [metadata]
     sequences, tokens = metadata.get("rows"), metadata.get("tokens")
     if not isinstance(sequences, list) or not isinstance(tokens, list) or len(sequences) != len(tokens):

@@ -13,7 +13,6 @@ import json
 import random
 import threading
 from collections.abc import Callable, Sequence
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -877,15 +876,7 @@ def test_random_calls_on_recurrent_rows(hybrid: Hybrid, given: dict[str, Any]) -
 # -- files -------------------------------------------------------------------------------------------------------------------
 
 
-def test_load_lora_refuses_what_is_no_path(ex: Executor, tmp_path: Path) -> None:
-    for assets, name in (
-        (ModelAssets(data=b"x"), "data"),
-        (ModelAssets(stream=BytesIO(b"x")), "stream"),
-        (ModelAssets(file=BytesIO(b"x")), "file"),
-    ):
-        with refused(Unsupported, ex, match=f"from {name}: .*give the path"):
-            ex.load_lora(assets)
-    assert dict(ex.capabilities().refusals)["load_lora from file, data or stream"]
+def test_load_lora_refuses_what_is_no_adapter(ex: Executor, tmp_path: Path) -> None:
     with refused(InvalidArgument, ex, match="ModelAssets"):
         ex.load_lora("path")  # type: ignore[arg-type]
     with refused(NotFound, ex, match="nothing-here"):

@@ -109,8 +109,6 @@ def test_masks_left_and_right(tiny: Tiny, executor: Executor) -> None:
     assert_close(output.last_token_logits(), torch.stack((tiny.logits(a)[-1], tiny.logits(b)[-1])))
     decoded = executor.decode(token(output.kv_cache, 5, 6, position_ids=torch.tensor([[6], [3]])))
     assert_close(decoded.logits, torch.stack((tiny.logits([*a, 5])[-1], tiny.logits([*b, 6])[-1])))
-    with refused(Unsupported, executor, match="count from 7"):
-        executor.decode(token(decoded.kv_cache, 5, 6, position_ids=torch.tensor([[6], [4]])))
 
 
 def test_batches_equal_their_members(tiny: Tiny) -> None:
@@ -274,7 +272,7 @@ def test_prefill_refusals(llama: Tiny, ex: Executor) -> None:
         (InvalidArgument, prompt([1], [2], kv_cache=handle), "2 rows"),
         (InvalidArgument, prompt(*[[1]] * 65), "max_batch_size"),
         (Unsupported, prompt([1], adapter=0), "adapter 0"),
-        (Unsupported, prompt([1], position_ids=torch.tensor([[1]])), "count from 0"),
+        (ResourceExhausted, prompt([1], position_ids=torch.tensor([[CONTEXT]])), f"position {CONTEXT}"),
         (ResourceExhausted, prompt(some_ids(CONTEXT + 1)), "maximum of 128"),
         (ResourceExhausted, prompt(some_ids(CONTEXT - 4), kv_cache=handle), "maximum"),
     ]
@@ -299,7 +297,7 @@ def test_decode_refusals(ex: Executor) -> None:
         (InvalidArgument, token(handle, 1, 2), "2 rows"),
         (NotFound, token(gone, 1), "released"),
         (Unsupported, token(handle, 1, adapter=3), "adapter 3"),
-        (Unsupported, token(handle, 1, position_ids=torch.tensor([[4]])), "count from 5"),
+        (ResourceExhausted, token(handle, 1, position_ids=torch.tensor([[CONTEXT]])), f"position {CONTEXT}"),
     ]
     fine = ex.prefill(prompt([4, 4])).kv_cache
     for kind, bad, match in cases:
@@ -322,7 +320,8 @@ def test_decode_refusals(ex: Executor) -> None:
         ex.forward_verify([token(longer, 1), token(shorter, 1)])
 
 
-def test_verify_positions_run_on(ex: Executor) -> None:
+def test_verify_positions_run_on(llama: Tiny) -> None:
+    ex = make_executor(llama, window=CONTEXT)
     handle = ex.prefill(prompt([1, 2])).kv_cache
     good = [token(handle, 3, position_ids=torch.tensor([[2 + i]])) for i in range(3)]
     assert len(ex.forward_verify(good)) == 3

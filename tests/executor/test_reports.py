@@ -66,7 +66,6 @@ def test_every_refusal_of_the_table_is_true(ex: Executor) -> None:
         "load_lora": lambda: ex.load_lora(ModelAssets(path="x")),
         "unload_lora": lambda: ex.unload_lora(0),
         "adapter": lambda: ex.prefill(prompt([1], adapter=0)),
-        "position_ids": lambda: ex.prefill(prompt([1], position_ids=torch.tensor([[4]]))),
         "per_layer_embeddings": lambda: LlmExecutor(ex).prefill(
             ExecutorInputs(text=text, vision=VisionData(per_layer_embeddings=layers)), ex.create_kv_cache()
         ),

@@ -140,15 +140,17 @@ class ExecutorBase(Protocol):
 
     def load_lora(self, assets: ModelAssets) -> int:
         """Load a LoRA adapter and return its id. ``assets`` is the path of a directory that PEFT saved, or of the weights in it,
-        beside which their configuration lies.
+        beside which their configuration lies; or an adapter in one piece, by path, open file, bytes or stream: a zip archive of
+        such a directory, or a safetensors file whose metadata holds the text of ``adapter_config.json`` as ``adapter_config``. That
+        is read into memory, at most 2 GiB of it; nothing is written or executed.
 
         The executor chooses ids >= 0, unique for its life, never reused; two loads of one file give two. Modules
         that the adapter lacks behave as base weights. Base results are unchanged after it was loaded, used and
         unloaded.
 
-        ``CheckpointError``: rank, shapes, target modules, base model, unknown tensors or damaged bytes, all checked before
-        anything changes. ``NotFound``: no such directory. ``Unsupported``: a model that cannot run adapters, an adapter that asks
-        for what is not computed, assets that are no path. ``ResourceExhausted``: its rank is beyond what one forward can hold, or
+        ``CheckpointError``: rank, shapes, target modules, base model, unknown tensors, damaged bytes, another form, or too long, all
+        checked before anything changes. ``InvalidArgument``: a file or stream that gives no bytes. ``NotFound``: no such
+        directory. ``Unsupported``: a model that cannot run adapters, an adapter that asks for what is not computed. ``ResourceExhausted``: its rank is beyond what one forward can hold, or
         the memory for loaded adapters is full.
         """
 

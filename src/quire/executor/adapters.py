@@ -4,28 +4,79 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import BinaryIO
 
 from quire.contracts.adapters import Adapter
 from quire.contracts.executor import ModelAssets
-from quire.errors import InvalidArgument, Unsupported
+from quire.errors import CheckpointError, InvalidArgument, QuireError
 from quire.models.families import LoadedModel
 
-ADAPTER_FILE = "adapter_model.safetensors"
-PATHS_ONLY = (
-    "the configuration of an adapter is another file beside its weights; give the path of the directory that holds both"
-)
+PIECE = 1 << 20
+"""Bytes that a stream is asked for at once."""
 
 
 def read_assets(assets: ModelAssets, model: LoadedModel, admit: Callable[[int, int], None] | None = None) -> Adapter:
-    """The adapter of a PEFT directory, which may be named by the file in it that holds the weights.
+    """The adapter of a PEFT directory, which may be named by the file in it that holds the weights, or of a packed one
+    (``peft_files.FORMS``) in a file of any name, in bytes, or at the end of a stream. A file is read from its beginning and
+    stands afterwards where it stood.
 
-    ``Unsupported`` for other sources than paths; ``admit`` and otherwise as ``quire.models.peft.read_adapter``.
+    ``InvalidArgument`` for a file or stream that does not give bytes; ``admit`` and otherwise as ``quire.models.peft.read_adapter``.
     """
-    from quire.models.peft import read_adapter
+    from quire.models import peft, peft_files
 
     if not isinstance(assets, ModelAssets):
         raise InvalidArgument(f"load_lora takes ModelAssets; got {type(assets).__name__}")
-    if assets.path is None:
-        raise Unsupported(f"load_lora from {assets.source}: {PATHS_ONLY}")
-    path = Path(assets.path)
-    return read_adapter(path.parent if path.name == ADAPTER_FILE else path, model, admit=admit)
+    source = f"the {assets.source} of an adapter"
+    if assets.path is not None:
+        path, source = Path(assets.path), str(assets.path)
+        if path.name == peft_files.WEIGHTS_FILE or not path.is_file():
+            directory = path.parent if path.name == peft_files.WEIGHTS_FILE else path
+            return peft.read_adapter(directory, model, admit=admit)
+    content = _bytes_of(assets, source, peft_files.MAX_BYTES)
+    return peft.read_packed_adapter(peft_files.unpack(content, source), model, source, admit=admit)
+
+
+def _bytes_of(assets: ModelAssets, source: str, limit: int) -> bytes:
+    """All bytes of assets; ``CheckpointError`` where there are more than ``limit``, or a file cannot be read."""
+    try:
+        if assets.path is not None:
+            with open(assets.path, "rb") as opened:
+                return _read(opened, source, limit)
+        if assets.stream is not None:
+            return _read(assets.stream, source, limit)
+        if assets.file is not None:
+            place = assets.file.tell()
+            try:
+                assets.file.seek(0)
+                return _read(assets.file, source, limit)
+            finally:
+                assets.file.seek(place)
+        with memoryview(b"" if assets.data is None else assets.data) as view:
+            if view.nbytes > limit:
+                raise _too_long(source, limit)
+            return view.tobytes()
+    except QuireError:
+        raise
+    except (OSError, ValueError) as error:  # a file that is closed raises the latter
+        raise CheckpointError(f"{source} cannot be read: {error}") from error
+
+
+def _read(opened: BinaryIO, source: str, limit: int) -> bytes:
+    found = bytearray()
+    while True:
+        piece: object = opened.read(PIECE)
+        if not isinstance(piece, bytes | bytearray):
+            raise InvalidArgument(
+                f"{source} gives {type(piece).__name__} when it is read; expected bytes, as of a file that is opened with 'rb'"
+            )
+        if not piece:
+            return bytes(found)
+        found += piece
+        if len(found) > limit:
+            raise _too_long(source, limit)
+
+
+def _too_long(source: str, limit: int) -> CheckpointError:
+    return CheckpointError(
+        f"{source} has more than {limit} bytes; expected the path of a directory, which is not read into memory"
+    )

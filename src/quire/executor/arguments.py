@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,9 +22,6 @@ from quire.executor.handle import Handle
 from quire.executor.pool import CachePool
 from quire.executor.rows import Ids
 
-NO_POSITIONS = (
-    "positions other than the running count: a token's position is its index in the cache; leave position_ids None"
-)
 NO_MASKS = "recurrent layers see the tokens of a row in order, and no mask can change that; give the image with bidirectional=False"
 
 
@@ -42,6 +40,8 @@ class Request:
     adapter: int | None = None
     """Under which they run; None: the base model."""
     asked: Asked = LOGITS_ONLY
+    positions: tuple[Ids | None, ...] = ()
+    """Of each row's tokens, as they were given; None: behind those before them."""
 
     @property
     def batch_size(self) -> int:
@@ -75,7 +75,7 @@ def prefill_request(pool: CachePool, given: PrefillInput) -> Request:
     cache, starts = (None, (0,) * len(tokens)) if given.kv_cache is None else resolve_cache(pool, given.kv_cache)
     require_adapter(pool, given.adapter)
     _require_rows(len(tokens), starts)
-    check_positions(given.position_ids, starts, spans, given.sequence_length)
+    positions = given_positions(pool, given.position_ids, starts, spans, given.sequence_length)
     return Request(
         cache=cache,
         starts=starts,
@@ -84,6 +84,7 @@ def prefill_request(pool: CachePool, given: PrefillInput) -> Request:
         columns=given.sequence_length,
         adapter=given.adapter,
         asked=asked_of(pool, given),
+        positions=positions,
     )
 
 
@@ -97,7 +98,7 @@ def decode_request(pool: CachePool, given: DecodeInput, verb: str = "decode") ->
     require_adapter(pool, given.adapter)
     _require_rows(len(ids), starts)
     spans = ((0, 1),) * len(ids)
-    check_positions(given.position_ids, starts, spans, 1)
+    positions = given_positions(pool, given.position_ids, starts, spans, 1)
     return Request(
         cache=cache,
         starts=starts,
@@ -106,6 +107,7 @@ def decode_request(pool: CachePool, given: DecodeInput, verb: str = "decode") ->
         columns=1,
         adapter=given.adapter,
         asked=asked_of(pool, given),
+        positions=positions,
     )
 
 
@@ -197,13 +199,24 @@ def _require_rows(found: int, starts: Sequence[int]) -> None:
         raise InvalidArgument(f"input_ids have {found} rows, and the KV cache has {len(starts)}")
 
 
-def check_positions(
-    positions: Tensor | None, starts: Sequence[int], spans: Sequence[tuple[int, int]], columns: int
-) -> None:
-    """``Unsupported`` unless they are the defaults; what stands at padding does not matter."""
+def given_positions(
+    pool: CachePool,
+    positions: Tensor | None,
+    starts: Sequence[int],
+    spans: Sequence[tuple[int, int]],
+    columns: int,
+) -> tuple[Ids | None, ...]:
+    """Those of each row's real tokens; what stands at padding does not matter. None: none are given, or no others than indices can
+    be, and these are.
+
+    ``Unsupported`` for others where the model or the executor has no others.
+    """
     if positions is None:
-        return
-    positions_BS = positions.reshape(len(starts), columns).cpu().to(torch.int64)
-    for row, (start, (a, b)) in enumerate(zip(starts, spans, strict=True)):
-        if not torch.equal(positions_BS[row, a:b], torch.arange(start, start + b - a)):
-            raise Unsupported(f"position_ids of row {row}, which must count from {start}: {NO_POSITIONS}")
+        return (None,) * len(starts)
+    rows = [to_ids(row[a:b]) for row, (a, b) in zip(positions.reshape(len(starts), columns), spans, strict=True)]
+    if not pool.position_refusal:
+        return tuple(rows)
+    for row, (start, given) in enumerate(zip(starts, rows, strict=True)):
+        if not np.array_equal(given, np.arange(start, start + given.size)):
+            raise Unsupported(f"position_ids of row {row}, which must count from {start}: {pool.position_refusal}")
+    return (None,) * len(starts)

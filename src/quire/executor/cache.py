@@ -111,6 +111,11 @@ class KVCache:
         """Ids of the adapters under which content was made; the base model is not among them. Some may be unloaded by now."""
         return frozenset(adapter for row in self.rows for adapter in row.runs.ids)
 
+    def positions(self, row: int) -> Ids:
+        """A copy of the positions at which the tokens of a row were rotated: their indices, unless ``position_ids`` were given."""
+        given = self.rows[row].positions
+        return np.arange(self.lengths[row]) if given is None else given.ids.copy()
+
     def require_live(self) -> None:
         """``NotFound`` if it was released."""
         if self.released:
@@ -214,9 +219,11 @@ class KVCache:
             if row.tokens is not None:
                 row.tokens.size = length
 
-    def record(self, row: Row, start: int, ids: Ids, runs: AdapterRuns) -> None:
-        """The row's sequence holds ``ids`` from ``start`` on, and nothing behind them; all its tokens ran as ``runs`` say."""
+    def record(self, row: Row, start: int, ids: Ids, runs: AdapterRuns, positions: Ids | None = None) -> None:
+        """The row's sequence holds ``ids`` from ``start`` on, and nothing behind them, at ``positions`` (None: their indices); all
+        its tokens ran as ``runs`` say."""
         row.runs = history(runs, start + ids.size)
+        row.stand(start, positions)
         if row.tokens is not None:
             row.tokens.replace_from(start, ids)
         self.capacity = max(self.capacity, start + ids.size)
@@ -239,7 +246,9 @@ class KVCache:
             self.mark_cut(row, pending.start)
         self.pool.remove([row.seq])
         row.seq, row.pending = pending.seq, None
-        self.record(row, pending.start, pending.ids[pending.path(node)], pending.runs)
+        path = pending.path(node)
+        positions = None if pending.positions is None else pending.positions[path]
+        self.record(row, pending.start, pending.ids[path], pending.runs, positions)
 
     # -- recurrent states ------------------------------------------------------------------------------------
 
@@ -365,7 +374,7 @@ class KVCache:
             row.seq, row.tokens = new.seq, new.tokens
             row.pending = row.chain = None
             self.mark_cut(row, 0)
-            row.runs, row.mark = new.runs, new.mark
+            row.runs, row.positions, row.mark = new.runs, new.positions, new.mark
         self.touch()
 
     def touch(self) -> None:

@@ -295,9 +295,12 @@ class Executor:
         limits = [0] * request.batch_size
         if self.share_prefixes and wanted != "all" and request.asked == LOGITS_ONLY:
             limits = [ids.size - (wanted == "last") for ids in request.tokens]
-        cache, starts = shared_cache(self.pool, request.tokens, limits, request.adapter)
+        cache, starts = shared_cache(self.pool, request.tokens, limits, request.adapter, request.positions)
         tokens = tuple(ids[start:] for ids, start in zip(request.tokens, starts, strict=True))
-        return replace(request, cache=cache, starts=starts, tokens=tokens), cache
+        positions = tuple(
+            None if given is None else given[start:] for given, start in zip(request.positions, starts, strict=True)
+        )
+        return replace(request, cache=cache, starts=starts, tokens=tokens, positions=positions), cache
 
     def _decode(self, requests: Sequence[Request], operation: Operation) -> list[DecodeOutput]:
         """One forward with one token of each row of each item."""
@@ -328,6 +331,7 @@ class Executor:
                 [ids.size for ids in request.tokens],
                 f"{verb} item {index}" if len(placed) > 1 else "",
                 request.adapter,
+                request.positions,
             )
         ]
 

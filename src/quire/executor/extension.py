@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from quire.errors import InvalidArgument
 from quire.executor.cache import KVCache
 from quire.executor.forwards import Piece, RowAdapters, pack
 from quire.executor.pool import CachePool
 from quire.executor.replay import NOTHING
-from quire.executor.rows import Ids, Row, path_to
+from quire.executor.rows import Ids, Row, are_indices, path_to
 from quire.types import BASE, AdapterRuns, Commit, Edit, Pop, SeqId
 
 
@@ -32,6 +34,8 @@ class Extension:
     """Of its tokens, which run as one tree in one forward; None: a chain."""
     runs: AdapterRuns = BASE
     """Under which adapter each token runs: those before ``start`` too, where they must be run again."""
+    positions: Ids | None = None
+    """Where its tokens stand, ``[count]``; None: at their indices, or nodes as their tree says."""
     seq: SeqId = field(init=False)
     """Where it runs: the row's sequence, or a fork of it."""
     old_seq: SeqId | None = field(init=False)
@@ -68,9 +72,15 @@ class Extension:
 
 
 def extensions(
-    cache: KVCache, starts: Sequence[int], counts: Sequence[int], label: str = "", adapter: int | None = None
+    cache: KVCache,
+    starts: Sequence[int],
+    counts: Sequence[int],
+    label: str = "",
+    adapter: int | None = None,
+    positions: Sequence[Ids | None] | None = None,
 ) -> list[Extension]:
-    """All rows of a cache, extended under ``adapter``."""
+    """All rows of a cache, extended under ``adapter`` by chains of tokens at ``positions`` (None: behind those before them)."""
+    given = [None] * cache.batch_size if positions is None else positions
     return [
         Extension(
             cache,
@@ -80,9 +90,28 @@ def extensions(
             old,
             f"{label}row {index}" if cache.batch_size > 1 else label,
             runs=row.runs.then(start, adapter),
+            positions=_positions(row, start, count, given[index]),
         )
         for index, (row, start, count, old) in enumerate(zip(cache.rows, starts, counts, cache.lengths, strict=True))
     ]
+
+
+def _positions(row: Row, start: int, count: int, given: Ids | None) -> Ids | None:
+    if given is None:
+        return row.following(start, count)
+    return None if row.positions is None and are_indices(given, start) else given
+
+
+def placed(row: Row, start: int, given: Sequence[Ids | None], parents: Sequence[int]) -> Ids | None:
+    """Where the nodes of a tree stand: where the caller says (``given``, one position for each node), or one behind their
+    parents, of which -1 is the token before ``start``. None: each stands as the tree says."""
+    found: list[int] = []
+    usual: list[int] = []
+    for own, parent in zip(given, parents, strict=True):
+        before = found[parent] if parent >= 0 else row.next_position(start) - 1
+        found.append(before + 1 if own is None else int(own[0]))
+        usual.append(usual[parent] + 1 if parent >= 0 else start)
+    return None if row.positions is None and found == usual else np.array(found, dtype=np.int64)
 
 
 def packed(

@@ -20,6 +20,7 @@ from quire.executor.rows import Row
 from quire.interrupts import Lock
 from quire.kv.need import pages_for
 from quire.kv.paged import PagedKVState
+from quire.kv.rule_table import POSITIONS_OF_WINDOWS, position_refusal
 from quire.kv.sequences import check_integer
 from quire.kv.state_slots import NULL
 from quire.orphans import Orphans
@@ -108,6 +109,10 @@ class CachePool:
         self.device: torch.device = state.device
         self.caches: WeakValueDictionary[str, KVCache] = WeakValueDictionary()
         self.peak_bytes = 0
+        self.position_refusal = position_refusal(runner.model.layer_specs)
+        """Why tokens can stand at no positions but their indices; empty: they can."""
+        if self.window is not None and not self.position_refusal:
+            self.position_refusal = POSITIONS_OF_WINDOWS
         self.adapter_refusal = runner.adapters.refusal
         """Why the model can run no adapter; empty: it can."""
         self._fingerprints: dict[int, str] = {}

@@ -21,8 +21,7 @@ from quire.contracts.executor import (
     MemoryUsage,
 )
 from quire.contracts.layers import KeyValueAttention, LatentAttention
-from quire.executor.adapters import PATHS_ONLY
-from quire.executor.arguments import NO_MASKS, NO_POSITIONS, weights_refusal
+from quire.executor.arguments import NO_MASKS, weights_refusal
 from quire.executor.batches import NO_PARALLELISM
 from quire.executor.media import NO_PER_LAYER
 from quire.executor.media import refusal as media_refusal
@@ -37,14 +36,13 @@ from quire.runner.local import Runner
 def refusals(pool: CachePool, executor_type: ExecutorType, modalities: Collection[str]) -> tuple[tuple[str, str], ...]:
     """Each verb or combination that raises ``Unsupported``, with the reason."""
     found = [
-        ("position_ids", NO_POSITIONS),
         ("per_layer_embeddings", NO_PER_LAYER),
         ("speculative_decode with hidden states or attention weights", LOGITS_OF_SPECULATION),
     ]
     if pool.adapter_refusal:
         found += [(verb, pool.adapter_refusal) for verb in ("load_lora", "unload_lora", "adapter")]
-    else:
-        found.append(("load_lora from file, data or stream", PATHS_ONLY))
+    if pool.position_refusal:
+        found.append(("position_ids", pool.position_refusal))
     if reason := weights_refusal(pool):
         found.append(("attention weights", reason))
     if pool.recurrent_ids:

@@ -23,7 +23,8 @@ LAST_PLACEHOLDER = -4
 
 
 class TokenRecord:
-    """The token ids of a row: an array that grows by doubling. A fork shares it until one of both writes."""
+    """The token ids of a row, or the positions of its tokens: an array that grows by doubling. A fork shares it until one of both
+    writes."""
 
     def __init__(self, ids: Ids | None = None) -> None:
         self._buffer: Ids = np.empty(0, dtype=np.int64) if ids is None else ids.copy()
@@ -67,6 +68,8 @@ class Pending:
     parents: tuple[int, ...]
     runs: AdapterRuns = BASE
     """Under which adapters the tokens before the tree ran, and the tree itself."""
+    positions: Ids | None = None
+    """Of the nodes, where the caller gave some, to them or to tokens before them; None: as the tree says."""
 
     def path(self, node: int) -> list[int]:
         """Nodes from a root to ``node``."""
@@ -106,6 +109,8 @@ class Row:
     tell."""
     runs: AdapterRuns = BASE
     """Under which adapter each token ran."""
+    positions: TokenRecord | None = None
+    """The position at which each token was rotated, where the caller gave one that is not its index; None: each at its index."""
     cuts: list[tuple[int, int]] = field(default_factory=list)
     """(revision, length), both strictly increasing: a later cut at or below an earlier one replaces it."""
     pending: Pending | None = None
@@ -125,6 +130,25 @@ class Row:
         """Of its tokens, and of those of a tree beside it."""
         return self.runs.ids if self.pending is None else self.runs.ids | self.pending.runs.ids
 
+    def next_position(self, start: int) -> int:
+        """Where a token with index ``start`` stands unless the caller says otherwise: one behind the token before it."""
+        return start if self.positions is None or not start else int(self.positions.ids[start - 1]) + 1
+
+    def following(self, start: int, count: int) -> Ids | None:
+        """Where ``count`` tokens from index ``start`` on stand unless the caller says otherwise; None: each at its index."""
+        if self.positions is None:
+            return None
+        first = self.next_position(start)
+        return np.arange(first, first + count)
+
+    def stand(self, start: int, positions: Ids | None) -> None:
+        """The tokens from index ``start`` on, where the row ended, stand at ``positions``; None: each at its index."""
+        if positions is None or (self.positions is None and are_indices(positions, start)):
+            return
+        if self.positions is None:
+            self.positions = TokenRecord(np.arange(start))
+        self.positions.replace_from(start, positions)
+
     def cut(self, revision: int, length: int) -> None:
         """The row was cut to ``length`` in ``revision``, which is higher than any before."""
         if self.mark is not None and self.mark > length:
@@ -133,6 +157,7 @@ class Row:
             self.cuts.pop()
         self.cuts.append((revision, length))
         self.runs = history(self.runs, length)
+        self.positions = _first(self.positions, length)
 
     def was_cut(self, revision: int, length: int) -> bool:
         """Whether anything below ``length`` is gone or different since ``revision``."""
@@ -143,9 +168,23 @@ class Row:
     def like(self, seq: SeqId, length: int | None = None) -> Row:
         """A row for a fork of this one's sequence: the same tokens, or the first ``length`` of them, and no history of cuts."""
         tokens = None if self.tokens is None else self.tokens.fork()
+        positions = None if self.positions is None else self.positions.fork()
         if length is None:
-            return Row(seq, tokens, self.runs, mark=self.mark)
+            return Row(seq, tokens, self.runs, positions, mark=self.mark)
         if tokens is not None:
             tokens.size = length
         mark = self.mark if self.mark is not None and self.mark <= length else None
-        return Row(seq, tokens, history(self.runs, length), mark=mark)
+        return Row(seq, tokens, history(self.runs, length), _first(positions, length), mark=mark)
+
+
+def _first(positions: TokenRecord | None, length: int) -> TokenRecord | None:
+    """Those of the first ``length`` tokens; None where each stands at its index, so that equal rows are equal values."""
+    if positions is None or are_indices(positions.ids[:length], 0):
+        return None
+    positions.size = length
+    return positions
+
+
+def are_indices(positions: Ids, start: int) -> bool:
+    """Whether tokens from index ``start`` on stand at their indices."""
+    return bool((positions == np.arange(start, start + positions.size)).all())

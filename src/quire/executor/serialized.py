@@ -1,6 +1,8 @@
 """KV caches as bytes: the content of a state file of kind ``kv_cache``.
 
-One sequence per row under the prefix ``row.<b>.``, and what the rows are: model, adapters, dtype, capacity, lengths, token ids.
+One sequence per row under the prefix ``row.<b>.``, and what the rows are: model, adapters, dtype, capacity, lengths, token ids. Where
+tokens stand at other positions than their indices, the kind is another and the positions are listed: whoever does not know of them
+would go on at wrong ones.
 """
 
 from __future__ import annotations
@@ -12,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
-from quire.errors import DataLoss, InvalidArgument, NotFound, ResourceExhausted
+from quire.errors import DataLoss, InvalidArgument, NotFound, ResourceExhausted, Unsupported
 from quire.executor.rows import LAST_PLACEHOLDER, Ids, Row, TokenRecord
 from quire.kv import exchange, sequencefile
 from quire.kv.need import pages_for
+from quire.kv.rule_table import POSITIONS_OF_WINDOWS
 from quire.kv.statefile import StateFile, TensorSpec, read_state, to_bytes
 from quire.runner.adapter_history import as_read, written
 from quire.types import BASE, AdapterRuns
@@ -24,6 +27,8 @@ if TYPE_CHECKING:
     from quire.executor.cache import KVCache
 
 KIND = "kv_cache"
+KIND_WITH_POSITIONS = "kv_cache_with_positions"
+MAX_POSITION = 2**31 - 1
 
 
 def _prefix(row: int) -> str:
@@ -40,8 +45,10 @@ def dump(cache: KVCache) -> bytes:
         rows.append(metadata)
         plan += specs
     histories = [written(row.runs, cache.pool.fingerprint_of) for row in cache.rows]
+    places = [None if row.positions is None else row.positions.ids.tolist() for row in cache.rows]
+    has_places = any(one is not None for one in places)
     metadata = {
-        "kind": KIND,
+        "kind": KIND_WITH_POSITIONS if has_places else KIND,
         "model": dict(cache.pool.identity.fields()),
         "adapters": histories if any(histories) else [],
         "dtype": exchange.dtype_name(state.dtype),
@@ -49,7 +56,8 @@ def dump(cache: KVCache) -> bytes:
         "capacity": cache.capacity,
         "dynamic": cache.dynamic,
         "lengths": list(cache.lengths),
-        "next_positions": list(cache.lengths),
+        "next_positions": [row.next_position(length) for row, length in zip(cache.rows, cache.lengths, strict=True)],
+        **({"positions": places} if has_places else {}),
         "tokens": [None if row.tokens is None else row.tokens.ids.tolist() for row in cache.rows],
         "rows": rows,
     }
@@ -66,11 +74,12 @@ def load(cache: KVCache, data: bytes, *, convert_dtype: bool) -> None:
     if not isinstance(data, bytes | bytearray | memoryview):
         raise InvalidArgument(f"a KV cache is loaded from the bytes of serialize(); got {type(data).__name__}")
     with read_state(data) as file:
-        checked, tokens, histories = _check(cache, file, convert_dtype)
+        checked, tokens, places, histories = _check(cache, file, convert_dtype)
         lengths = [int(row["length"]) for row in checked]
         fresh = _import_rows(cache, file, checked, tokens)
-    for row, runs in zip(fresh, histories, strict=True):
+    for row, positions, runs in zip(fresh, places, histories, strict=True):
         row.runs = runs
+        row.stand(0, positions)
     cache.pool.note_adapters(histories)
     cache.replace_content(fresh)
     if cache.dynamic:
@@ -79,10 +88,10 @@ def load(cache: KVCache, data: bytes, *, convert_dtype: bool) -> None:
 
 def _check(
     cache: KVCache, file: StateFile, convert_dtype: bool
-) -> tuple[list[dict[str, Any]], list[Ids | None], list[AdapterRuns]]:
-    """Everything about a file, before the pool is touched: metadata, token ids and adapters of the rows."""
+) -> tuple[list[dict[str, Any]], list[Ids | None], list[Ids | None], list[AdapterRuns]]:
+    """Everything about a file, before the pool is touched: metadata, token ids, positions and adapters of the rows."""
     found = file.metadata
-    if found.get("kind") != KIND:
+    if found.get("kind") not in (KIND, KIND_WITH_POSITIONS):
         raise InvalidArgument(f"the state holds a {found.get('kind')!r}, and a {KIND!r} is expected")
     sequencefile.check_model(found.get("model"), cache.pool.identity.fields())
     if found.get("batch_size") != cache.batch_size:
@@ -97,9 +106,11 @@ def _check(
     if surplus := sorted(set(file.names) - expected):
         raise InvalidArgument(f"the state holds tensors that no row has: {surplus[:3]}; expected only k and v of rows")
     lengths = [int(row["length"]) for row in checked]
-    for name in ("lengths", "next_positions"):
-        if _listed(found, name, cache.batch_size) != lengths:
-            raise DataLoss(f"{name} of the state are {found.get(name)!r}, and its rows have {lengths}")
+    places = _check_places(cache, found, checked)
+    following = [n if one is None or not n else int(one[-1]) + 1 for n, one in zip(lengths, places, strict=True)]
+    for name, expected_list in (("lengths", lengths), ("next_positions", following)):
+        if _listed(found, name, cache.batch_size) != expected_list:
+            raise DataLoss(f"{name} of the state are {found.get(name)!r:.80}, and its rows say {expected_list}")
     longest = max(lengths)
     if not cache.dynamic and longest > cache.capacity:
         raise InvalidArgument(f"the state has {longest} tokens in a row; this static cache has {cache.capacity} slots")
@@ -109,7 +120,41 @@ def _check(
         )
     listed = _listed(found, "tokens", cache.batch_size)
     tokens = [_check_tokens(ids, length, cache.pool.vocab_size) for ids, length in zip(listed, lengths, strict=True)]
-    return checked, tokens, _check_adapters(cache, found, lengths)
+    return checked, tokens, places, _check_adapters(cache, found, lengths)
+
+
+def _check_places(cache: KVCache, found: Mapping[str, Any], checked: Sequence[Mapping[str, Any]]) -> list[Ids | None]:
+    """The positions of each row's tokens; None: their indices. ``Unsupported`` where this executor's rows have no others, or the
+    row has a window."""
+    if (found.get("kind") == KIND) != ("positions" not in found):
+        raise DataLoss(
+            f"a state of kind {found.get('kind')!r} {'has' if 'positions' in found else 'lacks'} positions of tokens"
+        )
+    if "positions" not in found:
+        return [None] * cache.batch_size
+    if cache.pool.position_refusal:
+        raise Unsupported(
+            f"the state has tokens at positions that are not their indices: {cache.pool.position_refusal}"
+        )
+    places: list[Ids | None] = []
+    for value, row in zip(_listed(found, "positions", cache.batch_size), checked, strict=True):
+        if value is not None and row["window"] is not None:
+            raise Unsupported(f"the state has a row with positions of its own: {POSITIONS_OF_WINDOWS}")
+        length = int(row["length"])
+        listed = value if isinstance(value, list) else []
+        if value is not None and not (
+            len(listed) == length and all(type(one) is int and 0 <= one <= MAX_POSITION for one in listed)
+        ):
+            raise DataLoss(
+                f"positions of a row of {length} tokens are {value!r:.80}; as many in 0..{MAX_POSITION} are expected"
+            )
+        places.append(None if value is None else np.array(listed, dtype=np.int64))
+    highest = max((int(one.max(initial=0)) for one in places if one is not None), default=0)
+    if highest >= cache.pool.max_model_len:
+        raise ResourceExhausted(
+            f"the state has a token at position {highest}; the model's maximum is {cache.pool.max_model_len} positions"
+        )
+    return places
 
 
 def _check_adapters(cache: KVCache, found: Mapping[str, Any], lengths: Sequence[int]) -> list[AdapterRuns]:

@@ -17,14 +17,19 @@ from quire.types import BASE
 
 
 def shared_cache(
-    pool: CachePool, tokens: Sequence[Ids], limits: Sequence[int], adapter: int | None = None
+    pool: CachePool,
+    tokens: Sequence[Ids],
+    limits: Sequence[int],
+    adapter: int | None,
+    positions: Sequence[Ids | None],
 ) -> tuple[KVCache, tuple[int, ...]]:
     """A static cache for prompts of ``tokens``, and how many of the first tokens of each row it holds, at most
-    ``limits[i]``, all run under ``adapter``. Call it under the lock."""
+    ``limits[i]``, all run under ``adapter`` and at ``positions[i]`` (None: at their indices). Call it under the lock."""
     rows: list[Row] = []
     lengths: list[int] = []
-    for ids, limit in zip(tokens, limits, strict=True):
-        parent, length = _longest(pool, ids[:limit], adapter) if limit else (None, 0)
+    for ids, limit, given in zip(tokens, limits, positions, strict=True):
+        places = np.arange(limit) if given is None else given[:limit]
+        parent, length = _longest(pool, ids[:limit], adapter, places) if limit else (None, 0)
         if parent is None:
             rows.append(Row(pool.add(1)[0]))
         else:
@@ -33,8 +38,8 @@ def shared_cache(
     return KVCache(pool, rows, capacity=pool.max_model_len, dynamic=False), tuple(lengths)
 
 
-def _longest(pool: CachePool, ids: Ids, adapter: int | None) -> tuple[Row | None, int]:
-    """The row of a live cache that shares the most first tokens, run under ``adapter``, and can be forked there."""
+def _longest(pool: CachePool, ids: Ids, adapter: int | None, places: Ids) -> tuple[Row | None, int]:
+    """The row of a live cache that shares the most first tokens, run under ``adapter`` and at ``places``, and can be forked there."""
     best: tuple[Row | None, int] = (None, 0)
     wanted = BASE.then(0, adapter)
     for cache in list(pool.caches.values()):
@@ -42,6 +47,8 @@ def _longest(pool: CachePool, ids: Ids, adapter: int | None) -> tuple[Row | None
             if row.tokens is None:
                 continue
             common = row.runs.agreed(wanted, _common(row.tokens.ids, ids))
+            stood = np.arange(common) if row.positions is None else row.positions.ids[:common]
+            common = _common(stood, places[:common])
             if common > best[1]:
                 cache.settle()
                 length = pool.state.nearest_reachable(row.seq, common)

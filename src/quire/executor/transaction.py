@@ -11,6 +11,7 @@ Letters: N rows of the call; n tokens of a row; R rows of logits; V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import chain
 from types import TracebackType
 from typing import Self
@@ -18,7 +19,7 @@ from typing import Self
 import numpy as np
 import torch
 
-from quire.errors import QuireError, ResourceExhausted
+from quire.errors import QuireError, ResourceExhausted, Unsupported
 from quire.executor.extension import Extension, kept_edits, packed
 from quire.executor.forwards import LOGITS_ONLY, Asked, Gathered, Piece, RowOutput, extras_of
 from quire.executor.media import RowMedia, recorded_ids
@@ -26,6 +27,7 @@ from quire.executor.operations import Operation
 from quire.executor.pool import CachePool
 from quire.executor.replay import NOTHING, owed_tokens, states_needed
 from quire.executor.rows import Ids, Pending, path_to
+from quire.kv.rule_table import POSITIONS_OF_WINDOWS
 from quire.runner.local import NO_EXTRAS, Extras, StepOutput
 from quire.types import Chunk, LogitsWanted, Pop, Step, TokenTree
 
@@ -101,6 +103,12 @@ class Transaction:
             raise ResourceExhausted(
                 f"{label}{part.depth} tokens from position {part.start} on are beyond the model's maximum of "
                 f"{self.pool.max_model_len}"
+            )
+        if part.positions is not None and self.pool.state.table.get(part.row.seq).window is not None:
+            raise Unsupported(f"{label}position_ids: {POSITIONS_OF_WINDOWS}")
+        if part.positions is not None and (last := int(part.positions.max(initial=0))) >= self.pool.max_model_len:
+            raise ResourceExhausted(
+                f"{label}position {last} is beyond the model's maximum; positions are 0..{self.pool.max_model_len - 1}"
             )
         if not cache.dynamic and end > cache.capacity:
             raise ResourceExhausted(
@@ -288,7 +296,10 @@ class Transaction:
             self._check_room(pieces)
             lengths = [self.parts[piece.row].start + self.parts[piece.row].num_written for piece in pieces]
             step = Step(chunks=tuple(self._chunk(tokens, wanted, piece) for piece in pieces))
-            output = self._execute(step, extras_of(pieces, media, lengths, asked))
+            extras = extras_of(pieces, media, lengths, asked)
+            if (positions := self._positions(pieces)) is not None:
+                extras = replace(extras, positions=positions)
+            output = self._execute(step, extras)
             for number, piece in enumerate(pieces):
                 results[piece.row].add(output, number, piece)
             for row, begin, end in pieces:
@@ -341,6 +352,18 @@ class Transaction:
         adapter = part.runs.at(part.start + part.num_written)
         return Chunk(part.seq, ids, tree, adapter, kind)  # type: ignore[arg-type]
 
+    def _positions(self, pieces: Sequence[Piece]) -> Ids | None:
+        """Where the tokens of a forward stand; None: all at their indices."""
+        parts = [self.parts[piece.row] for piece in pieces]
+        if all(part.positions is None for part in parts):
+            return None
+        found = []
+        for part, (_, begin, end) in zip(parts, pieces, strict=True):
+            first, count = part.num_written, end - begin
+            indices = np.arange(part.start + first, part.start + first + count)
+            found.append(indices if part.positions is None else part.positions[first : first + count])
+        return np.concatenate(found)
+
     def _execute(self, step: Step, extras: Extras) -> StepOutput:
         try:
             return self.pool.runner.execute(step, extras)
@@ -370,8 +393,9 @@ class Transaction:
                 continue
             self._replace(part)
             ids = np.concatenate(part.written)
-            ids = ids[:count] if part.parents is None else ids[path_to(part.parents, count)]
-            part.cache.record(part.row, part.start, ids, part.runs)
+            taken = np.arange(count) if part.parents is None else np.array(path_to(part.parents, count), dtype=np.int64)
+            positions = None if part.positions is None else part.positions[taken]
+            part.cache.record(part.row, part.start, ids[taken], part.runs, positions)
         self._finish()
 
     def commit_cuts(self) -> None:
@@ -390,7 +414,7 @@ class Transaction:
                 raise QuireError("only what ran as a tree can be left open")
             self._replace(part)
             ids = np.concatenate(part.written)
-            part.cache.record(part.row, part.start, ids, part.runs)
+            part.cache.record(part.row, part.start, ids, part.runs, part.positions)
             part.row.chain = Pending(part.seq, part.start, ids, part.parents, part.runs)
         self._finish()
 
@@ -413,7 +437,8 @@ class Transaction:
         for part in self.parts:
             if part.parents is None or part.old_seq is None:
                 raise QuireError("only a tree that ran on a fork can be set aside")
-            pending = Pending(part.seq, part.start, np.concatenate(part.written), part.parents, part.runs)
+            ids = np.concatenate(part.written)
+            pending = Pending(part.seq, part.start, ids, part.parents, part.runs, part.positions)
             part.seq, part.old_seq = part.old_seq, None
             part.cache.set_pending(part.row, pending)
             found.append(pending)

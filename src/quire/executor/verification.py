@@ -8,6 +8,7 @@ Letters: N + 1 tokens or nodes; k draft tokens; R rows of logits; V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from torch import Tensor
@@ -17,20 +18,20 @@ from quire.errors import InvalidArgument, Unsupported
 from quire.executor import speculation
 from quire.executor.arguments import (
     Request,
-    check_positions,
     decode_request,
+    given_positions,
     naming_item,
     resolve_cache,
     tree_of,
     union,
 )
 from quire.executor.cache import KVCache
-from quire.executor.extension import Extension, extensions, require_vocabulary
+from quire.executor.extension import Extension, extensions, placed, require_vocabulary
 from quire.executor.forwards import LOGITS_ONLY, Asked, RowOutput
 from quire.executor.handle import Handle, handle_of
 from quire.executor.operations import Operation
 from quire.executor.pool import CachePool
-from quire.executor.rows import path_to
+from quire.executor.rows import Ids, path_to
 from quire.executor.transaction import Transaction
 from quire.kv.sequences import check_integer
 
@@ -56,7 +57,8 @@ def _request(pool: CachePool, item: DecodeInput, first: DecodeInput, depth: int)
         raise InvalidArgument(f"forward_verify takes DecodeInputs; got {type(item).__name__}")
     item.tokens("forward_verify")
     request = decode_request(pool, item.with_position_ids(None), "forward_verify")
-    check_positions(item.position_ids, [start + depth for start in request.starts], request.spans, 1)
+    indices = [start + depth for start in request.starts]
+    request = replace(request, positions=given_positions(pool, item.position_ids, indices, request.spans, 1))
     cache, starts = resolve_cache(pool, first.kv_cache)
     if request.cache is not cache or request.starts != starts:
         raise InvalidArgument("all inputs must carry the same starting handle, and this one has another")
@@ -81,7 +83,7 @@ def verify(
     ids = np.array([int(request.tokens[0][0]) for request in requests], dtype=np.int64)
     cache.settle()
     roomy = tree is None and len(ids) > 1 and pool.is_roomy(len(ids))
-    part = _extension(cache, start, len(ids), tree, requests[0].adapter)
+    part = _extension(cache, start, tree, requests[0].adapter, [request.positions[0] for request in requests])
     with Transaction(pool, [part], operation, aside=tree is not None, path_if_room=roomy) as work:
         opened = tree is None and part.parents is not None
         work.arrive()
@@ -112,10 +114,12 @@ def _one_row(request: Request) -> tuple[KVCache, int]:
 
 
 def _extension(
-    cache: KVCache, start: int, count: int, parents: tuple[int, ...] | None, adapter: int | None
+    cache: KVCache, start: int, parents: tuple[int, ...] | None, adapter: int | None, given: Sequence[Ids | None]
 ) -> Extension:
-    part = extensions(cache, [start], [count], adapter=adapter)[0]
+    """The one row of a cache, extended by one token for each of ``given``, the positions of those that have any."""
+    part = extensions(cache, [start], [len(given)], adapter=adapter)[0]
     part.parents = parents
+    part.positions = placed(part.row, start, given, range(-1, len(given) - 1) if parents is None else parents)
     return part
 
 
@@ -183,7 +187,8 @@ def speculate(
 
     # The input token is node 0, draft i is node i + 1.
     tree = None if parents is None else (-1, *(parent + 1 for parent in parents))
-    part = _extension(cache, start, len(ids), tree, request.adapter)
+    given = [request.positions[0], *([None] * len(drafts))]
+    part = _extension(cache, start, tree, request.adapter, given)
     # On recurrent layers a chain can be cut behind what is accepted only if each token's state is there.
     is_recurrent = bool(pool.recurrent_ids) and bool(drafts) and tree is None
     with Transaction(
@@ -198,7 +203,7 @@ def speculate(
             work.commit([taken])
     if is_recurrent and part.parents is None and taken < len(ids):
         # That run was undone; now with the accepted tokens alone.
-        with Transaction(pool, [_extension(cache, start, taken, None, request.adapter)], operation) as work:
+        with Transaction(pool, [_extension(cache, start, None, request.adapter, given[:taken])], operation) as work:
             work.run([ids[:taken]], ["none"])
             work.commit()
         pool.replayed_tokens += taken

@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.contracts.attention import AttentionState, ForwardPlan, Scoring
 from quire.contracts.layers import LatentAttention, RopeSpec
 from quire.contracts.model import LatentExpansion
-from quire.errors import FailedPrecondition, Unsupported
+from quire.errors import FailedPrecondition, InvalidArgument, Unsupported
 from quire.kv import latent, plans
 from quire.kv.need import ForwardNeed
 from quire.kv.pages import PageIds
@@ -104,6 +105,9 @@ class AttentionPass:
         self._prepared: dict[tuple[Keys | MaskedKeys, int], Prepared] = {}
         self._raw: dict[tuple[Keys, int], Raw] = {}
         self._rotations: dict[tuple[RopeSpec, bool], tuple[Tensor, Tensor]] = {}
+        self._places_T: Tensor = self.batch.positions_T
+        """Where the new tokens are rotated."""
+        self._max_place = self.batch.max_position
         self._mask: Masks | None = None
         self._relative_T: Tensor | None = None
         self._encoders: CrossPass | None = None
@@ -140,8 +144,8 @@ class AttentionPass:
     def _rotation(self, spec: RopeSpec, relative: bool) -> tuple[Tensor, Tensor]:
         found = self._rotations.get((spec, relative))
         if found is None:
-            positions_T = self.relative_T if relative else self.batch.positions_T
-            found = self._state.rotary_table(spec).rows(positions_T, self.batch.max_position)
+            positions_T = self.relative_T if relative else self._places_T
+            found = self._state.rotary_table(spec).rows(positions_T, self._max_place)
             self._rotations[spec, relative] = found
         return found
 
@@ -213,6 +217,20 @@ class AttentionPass:
         self._mask = plans.cut_mask(mask, self.batch)
         self._prepared = {key: value for key, value in self._prepared.items() if key[0] in ("past", "own")}
         self._raw.clear()
+
+    def use_positions(self, positions: NDArray[np.int64]) -> None:
+        """Rotate the new tokens of this forward at these positions, ``[T]`` of 0 or more, instead of their indices, which go on to
+        decide what each sees. For layers that ``position_refusal`` names nothing against. ``InvalidArgument`` for another number.
+
+        Call it before the first layer runs."""
+        if positions.shape != (self.batch.num_tokens,) or positions.min() < 0:
+            raise InvalidArgument(
+                f"{positions.size} positions, the least of which is {positions.min(initial=0)}; {self.batch.num_tokens} of 0 or more are "
+                "needed, one for each new token"
+            )
+        self._places_T = torch.from_numpy(positions).to(self._state.device)
+        self._max_place = int(positions.max())
+        self._rotations.clear()
 
     def capture_weights(self) -> None:
         """Keep the attention weights of every layer from now on (at the cost of computing them once more)."""

@@ -192,6 +192,29 @@ def weights_refusal(specs: Iterable[LayerSpec], num_blocks: int) -> str:
     return "" if attending == num_blocks else WEIGHTS_OF_BLOCKS
 
 
+POSITIONS_OF_RECURRENT = (
+    "recurrent layers take the tokens of a row in order and know no positions; leave position_ids None"
+)
+POSITIONS_OF_WINDOWS = "a window counts tokens by their index in the row; leave position_ids None"
+POSITIONS_OF_OWN_ROTATION = "its layers put positions into q and k by a rule of their own, for which the index is given; leave position_ids None"
+
+
+def position_refusal(specs: Iterable[LayerSpec]) -> str:
+    """Why tokens of these layers can stand at no positions but their indices; empty: they can."""
+    found = list(specs)
+    if any(spec.kind == "recurrent" for spec in found):
+        return POSITIONS_OF_RECURRENT
+    if any(spec.kind == "window" for spec in found):
+        return POSITIONS_OF_WINDOWS
+    attending = [spec for spec in found if isinstance(spec, KeyValueAttention)]
+    return POSITIONS_OF_OWN_ROTATION if any(turns_by_itself(spec) for spec in attending) else ""
+
+
+def turns_by_itself(spec: KeyValueAttention) -> bool:
+    """Whether something else than a rotation of q and k before K is stored decides where a token stands."""
+    return spec.caller_rotates or spec.rope_mode == "inline"
+
+
 def _session_rewind(found: Combination) -> Cell:
     notes = ["tokens since the nearest kept state are run again"] if found.has("recurrent") else []
     if found.has("window"):
@@ -220,6 +243,14 @@ def _mask(found: Combination) -> Cell:
 
 def _hidden_states(found: Combination) -> Cell:
     return Cell(note="one tensor, behind the last norm, since all layers are one block" if found.own_rotation else "")
+
+
+def _positions(found: Combination) -> Cell:
+    if found.has("recurrent"):
+        return Cell(POSITIONS_OF_RECURRENT)
+    if found.has("window"):
+        return Cell(POSITIONS_OF_WINDOWS)
+    return Cell(POSITIONS_OF_OWN_ROTATION if found.own_rotation else "")
 
 
 def _weights(found: Combination) -> Cell:
@@ -284,6 +315,7 @@ USES: dict[str, Callable[[Combination], Cell]] = {
     "attention weights": _weights,
     "executor: prefill and decode": _always(),
     "executor: batches": _always(),
+    "executor: position_ids": _positions,
     "executor: sample_tokens": _always(),
     "executor: truncate_kv": _session_rewind,
     "executor: forward_verify and commit_path": _always(),

@@ -1,4 +1,4 @@
-"""Adapters in directories that PEFT saved: ``adapter_config.json`` and ``adapter_model.safetensors``.
+"""Adapters that PEFT saved: ``adapter_config.json`` and ``adapter_model.safetensors``, in a directory or packed (``peft_files``).
 
 Configuration, names and shapes are checked before a weight is read, so a directory that does not fit costs milliseconds.
 What PEFT would compute with it is computed, or it is refused by name.
@@ -19,17 +19,16 @@ from typing import Any
 
 import torch
 import xxhash
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from quire.contracts.adapters import Adapter, LowRankUpdate
 from quire.errors import CheckpointError, NotFound, Unsupported
 from quire.models.checkpoint import DTYPES
 from quire.models.families import LoadedModel
-from quire.models.peft_config import CONFIG_FILE, LoraConfig, read_lora_config, shown, told
+from quire.models.peft_config import CONFIG_FILE, LoraConfig, lora_config_of, read_lora_config, shown
+from quire.models.peft_files import WEIGHTS_FILE, FileWeights, PackedAdapter, PackedWeights, Weights
 from quire.models.sites import EMBED, HEAD, Site, Sites, encoder_in, low_rank_refusal, sites_of, spelled, table_of
 
-WEIGHTS_FILE = "adapter_model.safetensors"
 PICKLED_FILE = "adapter_model.bin"
 PREFIX = "base_model.model."
 KINDS: Mapping[str, str] = {
@@ -90,40 +89,11 @@ class _Plan:
         """The largest rank of a linear map's update."""
         return max((update.rank for update in self.updates if update.site.linear != EMBED), default=0)
 
-    def numel(self, file: _File) -> int:
+    def numel(self, file: Weights) -> int:
         """How many numbers the adapter has."""
         keys = [key for update in self.updates for key in (update.a_key, update.b_key)]
         keys += [key for _, key in self.tables.values()]
         return sum(math.prod(file.shapes[key]) for key in keys)
-
-
-class _File:
-    """The open ``adapter_model.safetensors``; a context manager. ``CheckpointError`` if it is damaged."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        try:
-            opened: Any = safe_open(path, framework="pt", device="cpu")
-            self._handle = opened.__enter__()
-            slices = {name: self._handle.get_slice(name) for name in self._handle.keys()}  # noqa: SIM118
-            self.shapes = {name: tuple(one.get_shape()) for name, one in slices.items()}
-            self.dtypes = {name: one.get_dtype() for name, one in slices.items()}
-        except (SafetensorError, OSError, ValueError) as error:
-            raise CheckpointError(f"{path} is no valid safetensors file, or is cut short: {told(error)}") from error
-
-    def __enter__(self) -> _File:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._handle.__exit__(*exc)
-
-    def read(self, key: str) -> Tensor:
-        """A tensor as it is stored."""
-        try:
-            tensor: Tensor = self._handle.get_tensor(key)
-        except (SafetensorError, OSError, RuntimeError) as error:
-            raise CheckpointError(f"{self.path}: {shown(key)} cannot be read: {told(error)}") from error
-        return tensor
 
 
 def read_adapter(
@@ -139,10 +109,7 @@ def read_adapter(
     for something that is not computed, by its name. ``CheckpointError``: it is damaged or made for another model, with what
     was found and what was expected.
     """
-    if reason := low_rank_refusal(model):
-        raise Unsupported(reason)
-    if not model.places:
-        raise Unsupported("adapters: this model came from no checkpoint, so nothing says what its modules are called")
+    _require_sites(model)
     path = Path(path)
     if not os.path.isdir(path):
         found = "a file" if os.path.exists(path) else "missing"
@@ -151,16 +118,40 @@ def read_adapter(
     if not (path / WEIGHTS_FILE).is_file():
         there = f", only {PICKLED_FILE}: save it as safetensors" if (path / PICKLED_FILE).is_file() else ""
         raise CheckpointError(f"{path} has no {WEIGHTS_FILE}{there}")
-    with _File(path / WEIGHTS_FILE) as file:
-        plan = _plan(file, config, sites_of(model))
-        if admit is not None:
-            admit(plan.rank, plan.numel(file) * model.dtype.itemsize)
-        for key, linear in plan.copies.items():
-            _check_copy(file, key, table_of(model, linear))
-        return _read(file, plan, model.dtype, str(path))
+    with FileWeights(path / WEIGHTS_FILE) as file:
+        return _adapter(file, config, model, str(path), admit)
 
 
-def _plan(file: _File, config: LoraConfig, sites: Sites) -> _Plan:
+def read_packed_adapter(
+    packed: PackedAdapter, model: LoadedModel, source: str, *, admit: Callable[[int, int], None] | None = None
+) -> Adapter:
+    """The adapter in both files of ``packed``, which came from ``source``; as ``read_adapter``."""
+    _require_sites(model)
+    config = lora_config_of(packed.config, packed.config_name)
+    with PackedWeights(packed.weights, packed.weights_name, packed.config_name) as file:
+        return _adapter(file, config, model, source, admit)
+
+
+def _require_sites(model: LoadedModel) -> None:
+    """``Unsupported`` for a model that can have no adapters."""
+    if reason := low_rank_refusal(model):
+        raise Unsupported(reason)
+    if not model.places:
+        raise Unsupported("adapters: this model came from no checkpoint, so nothing says what its modules are called")
+
+
+def _adapter(
+    file: Weights, config: LoraConfig, model: LoadedModel, source: str, admit: Callable[[int, int], None] | None
+) -> Adapter:
+    plan = _plan(file, config, sites_of(model))
+    if admit is not None:
+        admit(plan.rank, plan.numel(file) * model.dtype.itemsize)
+    for key, linear in plan.copies.items():
+        _check_copy(file, key, table_of(model, linear))
+    return _read(file, plan, model.dtype, source)
+
+
+def _plan(file: Weights, config: LoraConfig, sites: Sites) -> _Plan:
     """Check all that names, types and shapes tell."""
     modules = _modules(file)
     names = {site: name for name, site in sites.sites.items()}
@@ -178,10 +169,10 @@ def _plan(file: _File, config: LoraConfig, sites: Sites) -> _Plan:
         if a in keys or b in keys:
             updates.append(_update(file, module, names[site], site, keys, config))
         elif extra := sorted(keys.keys() - {"copy", "whole"}):
-            raise CheckpointError(f"{file.path}: {shown(module)} has {extra[0]}; expected {a} and {b} of this module")
+            raise CheckpointError(f"{file.name}: {shown(module)} has {extra[0]}; expected {a} and {b} of this module")
         for kind in keys.keys() - {a, b}:
             if site.linear not in (EMBED, HEAD) or kind not in ("copy", "whole"):
-                raise CheckpointError(f"{file.path}: {shown(keys[kind])} is nothing that PEFT saves for LoRA")
+                raise CheckpointError(f"{file.name}: {shown(keys[kind])} is nothing that PEFT saves for LoRA")
             shape = (site.ins, site.outs) if site.linear == EMBED else (site.outs, site.ins)
             _check_header(file, keys[kind], shape)
             if kind == "whole" and config.saves(module):
@@ -193,19 +184,19 @@ def _plan(file: _File, config: LoraConfig, sites: Sites) -> _Plan:
     return _Plan(updates=updates, tables=dict(sorted(tables.items())), copies=copies)
 
 
-def _modules(file: _File) -> dict[str, dict[str, str]]:
+def _modules(file: Weights) -> dict[str, dict[str, str]]:
     """The tensors of each module, by what they are."""
     if not file.shapes:
-        raise CheckpointError(f"{file.path} holds no tensors; expected those of an adapter")
+        raise CheckpointError(f"{file.name} holds no tensors; expected those of an adapter")
     modules: dict[str, dict[str, str]] = {}
     for key in file.shapes:
         method = next((what for part, what in OTHERS.items() if part in key), "")
         if method and not key.endswith(tuple(KINDS)):
-            raise Unsupported(f"{file.path}: {shown(key)} belongs to {method}, which adapters here cannot have")
+            raise Unsupported(f"{file.name}: {shown(key)} belongs to {method}, which adapters here cannot have")
         ending = next((one for one in KINDS if key.endswith(one)), "")
         if not key.startswith(PREFIX) or not ending or NAMED_UPDATE.search(key):
             raise CheckpointError(
-                f"{file.path}: {shown(key)} is no tensor of a LoRA adapter{_why_foreign(key)}; expected names like "
+                f"{file.name}: {shown(key)} is no tensor of a LoRA adapter{_why_foreign(key)}; expected names like "
                 f"{PREFIX}MODULE.lora_A.weight"
             )
         module = key.removeprefix(PREFIX).removesuffix(ending)
@@ -220,11 +211,11 @@ def _why_foreign(key: str) -> str:
     return "" if key.startswith(PREFIX) or ".lora_" not in key else f": it does not begin with {PREFIX}"
 
 
-def _no_site(file: _File, module: str, keys: Mapping[str, str], sites: Sites) -> Exception:
+def _no_site(file: Weights, module: str, keys: Mapping[str, str], sites: Sites) -> Exception:
     """The error for a module that cannot be adapted, or is not there."""
     if encoder := encoder_in(module):
         return Unsupported(
-            f"{file.path}: {shown(module)} belongs to {encoder}, an encoder or projector beside the language model, which is not "
+            f"{file.name}: {shown(module)} belongs to {encoder}, an encoder or projector beside the language model, which is not "
             "run here; expected an adapter of the language model alone (exclude_modules of PEFT leaves modules out)"
         )
     reason = sites.refused.get(module, "")
@@ -233,33 +224,33 @@ def _no_site(file: _File, module: str, keys: Mapping[str, str], sites: Sites) ->
     if reason:
         saved = " (saved whole)" if "whole" in keys else ""
         return Unsupported(
-            f"{file.path}: {shown(module)}{saved} cannot be adapted: {reason}; what can be: {sites.endings()}"
+            f"{file.name}: {shown(module)}{saved} cannot be adapted: {reason}; what can be: {sites.endings()}"
         )
     return CheckpointError(
-        f"{file.path}: the model has no module {shown(module)}, so the adapter was made for another one; expected modules that "
+        f"{file.name}: the model has no module {shown(module)}, so the adapter was made for another one; expected modules that "
         f"end in {sites.endings()}"
     )
 
 
-def _check_whole(file: _File, config: LoraConfig, sites: Sites) -> None:
+def _check_whole(file: Weights, config: LoraConfig, sites: Sites) -> None:
     """``Unsupported`` if ``modules_to_save`` names anything but embedding and head."""
     for ending in config.whole:
         found = [name for name in (*sites.sites, *sites.refused) if name.endswith(ending)]
         if not found or any(name not in (sites.named(EMBED), sites.named(HEAD)) for name in found):
             raise Unsupported(
-                f"{file.path.parent / CONFIG_FILE}: modules_to_save names {shown(ending)}; what can be saved whole: "
+                f"{file.config_name}: modules_to_save names {shown(ending)}; what can be saved whole: "
                 f"{sites.named(EMBED)}, {sites.named(HEAD)}"
             )
 
 
-def _update(file: _File, module: str, name: str, site: Site, keys: Mapping[str, str], config: LoraConfig) -> _Update:
+def _update(file: Weights, module: str, name: str, site: Site, keys: Mapping[str, str], config: LoraConfig) -> _Update:
     a, b = ("lora_embedding_A", "lora_embedding_B") if site.linear == EMBED else ("lora_A", "lora_B")
     for kind in (a, b):
         if kind not in keys:
-            raise CheckpointError(f"{file.path}: {shown(module)} has no {kind}; expected {a} and {b}")
+            raise CheckpointError(f"{file.name}: {shown(module)} has no {kind}; expected {a} and {b}")
     if not _is_target(config, module, site):
         raise CheckpointError(
-            f"{file.path}: {shown(module)} has an update, which {CONFIG_FILE} does not ask for (target_modules, exclude_modules, "
+            f"{file.name}: {shown(module)} has an update, which {CONFIG_FILE} does not ask for (target_modules, exclude_modules, "
             "layers_to_transform, modules_to_save)"
         )
     rank = config.rank_of(module)
@@ -273,17 +264,17 @@ def _is_target(config: LoraConfig, module: str, site: Site) -> bool:
     return config.targets_module(module, inner=site.linear not in (EMBED, HEAD))
 
 
-def _check_header(file: _File, key: str, shape: tuple[int, ...]) -> None:
+def _check_header(file: Weights, key: str, shape: tuple[int, ...]) -> None:
     if file.shapes[key] != shape:
         raise CheckpointError(
-            f"{file.path}: {shown(key)} has shape {shown(list(file.shapes[key]))}; expected {shown(list(shape))}"
+            f"{file.name}: {shown(key)} has shape {shown(list(file.shapes[key]))}; expected {shown(list(shape))}"
         )
     if file.dtypes[key] not in DTYPES:
-        raise CheckpointError(f"{file.path}: {shown(key)} has dtype {file.dtypes[key]}; expected one of {list(DTYPES)}")
+        raise CheckpointError(f"{file.name}: {shown(key)} has dtype {file.dtypes[key]}; expected one of {list(DTYPES)}")
 
 
 def _check_complete(
-    file: _File, config: LoraConfig, sites: Sites, updated: Iterable[Site], tables: Mapping[str, object]
+    file: Weights, config: LoraConfig, sites: Sites, updated: Iterable[Site], tables: Mapping[str, object]
 ) -> None:
     """``CheckpointError`` unless all that the configuration asks for is there, and something is."""
     there = frozenset(updated)
@@ -295,18 +286,18 @@ def _check_complete(
     ]
     if missing:
         more = f" and {len(missing) - LISTED} more" if len(missing) > LISTED else ""
-        raise CheckpointError(f"{file.path} lacks {', '.join(missing[:LISTED])}{more}, which {CONFIG_FILE} asks for")
+        raise CheckpointError(f"{file.name} lacks {', '.join(missing[:LISTED])}{more}, which {CONFIG_FILE} asks for")
     if not there and not tables:
-        raise CheckpointError(f"{file.path} changes nothing: it holds no update and no table")
+        raise CheckpointError(f"{file.name} changes nothing: it holds no update and no table")
 
 
-def _check_copy(file: _File, key: str, table_VE: Tensor) -> None:
+def _check_copy(file: Weights, key: str, table_VE: Tensor) -> None:
     """``CheckpointError`` unless the tensor is the model's, up to what rounding the same table to both types changes."""
     copy_VE = file.read(key)
     parts = (slice(begin, begin + ROWS) for begin in range(0, len(copy_VE), ROWS))
     if not all(_is_same_table(copy_VE[part], table_VE[part].cpu()) for part in parts):
         raise CheckpointError(
-            f"{file.path}: {shown(key)} is the base model's own table, but not this model's; expected an adapter of this base model"
+            f"{file.name}: {shown(key)} is the base model's own table, but not this model's; expected an adapter of this base model"
         )
 
 
@@ -324,7 +315,7 @@ def _is_same_table(one: Tensor, other: Tensor) -> bool:
     return bool(((first - second).abs() <= steps).all())
 
 
-def _read(file: _File, plan: _Plan, dtype: torch.dtype, source: str) -> Adapter:
+def _read(file: Weights, plan: _Plan, dtype: torch.dtype, source: str) -> Adapter:
     """The weights, in one piece of memory; ``CheckpointError`` where one is not finite."""
     sizes = [update.rank * size for update in plan.updates for size in (update.site.ins, update.site.outs)]
     memory = torch.empty(sum(sizes), dtype=dtype)
@@ -370,6 +361,6 @@ def _is_finite(tensor: Tensor) -> bool:
     return not tensor.numel() or all(map(torch.isfinite, torch.aminmax(tensor)))  # aminmax hands NaN on
 
 
-def _not_finite(file: _File, key: str, dtype: torch.dtype) -> CheckpointError:
+def _not_finite(file: Weights, key: str, dtype: torch.dtype) -> CheckpointError:
     why = f"values that are too large for {dtype}" if _is_finite(file.read(key)) else "values that are not finite"
-    return CheckpointError(f"{file.path}: {shown(key)} has {why}; expected finite ones")
+    return CheckpointError(f"{file.name}: {shown(key)} has {why}; expected finite ones")

@@ -66,6 +66,8 @@ KEPT_BASE = ("gaussian", "eva", "orthogonal", "mica")
 CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Those that change them: the saved update belongs to other weights than the model's."""
 
+MAX_CONFIG_BYTES = 4 << 20
+"""Of the file; as many names as are accepted, of 1,000 characters each."""
 MAX_NAMES = 4096
 """Names or expressions in one list or object."""
 SHOWN = 120
@@ -189,12 +191,24 @@ def read_lora_config(path: Path) -> LoraConfig:
     if not file.is_file():  # reading a pipe could wait for ever
         raise CheckpointError(f"{file} is no regular file; expected one that PEFT saved")
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file} cannot be read as JSON: {told(error)}") from error
+        with file.open("rb") as opened:
+            text = opened.read(MAX_CONFIG_BYTES + 1)
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {told(error)}") from error
+    return lora_config_of(text, str(file))
+
+
+def lora_config_of(text: bytes, source: str) -> LoraConfig:
+    """What an ``adapter_config.json`` says; ``source`` names it in errors. As ``read_lora_config``."""
+    if len(text) > MAX_CONFIG_BYTES:
+        raise CheckpointError(f"{source} has more than {MAX_CONFIG_BYTES} bytes; expected at most so many")
+    try:
+        values = json.loads(text.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{source} cannot be read as JSON: {told(error)}") from error
     if not isinstance(values, dict):
-        raise CheckpointError(f"{file} holds a JSON {type(values).__name__}; expected an object")
-    return parse_lora_config(values, str(file))
+        raise CheckpointError(f"{source} holds a JSON {type(values).__name__}; expected an object")
+    return parse_lora_config(values, source)
 
 
 def parse_lora_config(values: Mapping[str, Any], source: str = CONFIG_FILE) -> LoraConfig:

@@ -22,7 +22,7 @@ from quire.interrupts import uninterrupted
 from quire.kv.hybrid import HybridState
 from quire.kv.paged import PagedKVState
 from quire.kv.passes import AttentionPass
-from quire.kv.rule_table import weights_refusal
+from quire.kv.rule_table import position_refusal, weights_refusal
 from quire.runner.adapters import AdapterPool
 from quire.types import Add, Chunk, Commit, DropCheckpoint, Edit, Fork, KeepCheckpoint, Pop, Remove, SeqId, Step, Window
 
@@ -39,6 +39,8 @@ class Extras:
     mask: Tensor | None = None
     """bool, flat: chunk by chunk ``[n, K]`` row by row, true = attend. It replaces the causal rule and the tree's; windows
     still apply. None: those rules."""
+    positions: Ids | None = None
+    """``[T]``, >= 0: where the new tokens are rotated. Their indices go on to decide what each sees. None: at their indices."""
     hidden_states: bool = False
     attention_weights: bool = False
 
@@ -124,6 +126,8 @@ class LocalRunner:
             raise Unsupported(
                 "a mask: recurrent layers see the tokens of a sequence in order, and no mask can change that; leave it out"
             )
+        if extras.positions is not None and (reason := position_refusal(self.model.layer_specs)):
+            raise Unsupported(f"positions: {reason}")
         if extras.attention_weights and (reason := weights_refusal(self.model.layer_specs, len(self.model.blocks))):
             raise Unsupported(f"attention weights: {reason}; leave output_attentions False")
         tokens = concatenated(step.chunks)
@@ -188,6 +192,8 @@ class LocalRunner:
         pass_ = self.state.open_pass()
         if extras.mask is not None:
             pass_.use_mask(extras.mask)
+        if extras.positions is not None:
+            pass_.use_positions(extras.positions)
         if extras.attention_weights:
             pass_.capture_weights()
         return pass_
