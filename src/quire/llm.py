@@ -546,9 +546,11 @@ class LLM:
         }
 
     def metrics(self) -> dict[str, float]:
-        """Counters since the start, by name."""
+        """Counters since the start, by name; those of ``executor`` among them."""
+        from quire.executor import counters
+
         self._require_open("metrics")
-        return self._engine.snapshot()
+        return self._engine.snapshot() | counters.snapshot(self._executor)
 
     @uninterrupted
     def close(self) -> None:

@@ -32,7 +32,7 @@ from torch import Tensor
 from quire.contracts.executor import ModelAssets
 from quire.errors import CheckpointError, NotFound, QuireError, ResourceExhausted, Unsupported
 from quire.executor.adapters import read_assets
-from quire.models import peft
+from quire.models import peft, peft_files
 from quire.models.loading import load_model
 from quire.models.peft import PREFIX, read_adapter
 from quire.models.sites import ENCODERS, embedding_of, linears_of, low_rank_refusal, sites_of
@@ -343,14 +343,17 @@ def test_limits_are_asked_before_weights_are_read(model: Any, adapter: Path, mon
         pytest.fail("a weight was read")
 
     with monkeypatch.context() as patch:
-        patch.setattr(peft._File, "read", read)
+        patch.setattr(peft_files.FileWeights, "read", read)
+        patch.setattr(peft_files.PackedWeights, "read", read)
         with pytest.raises(ResourceExhausted, match="too large"):
             read_adapter(adapter, model, admit=refuse)
         with pytest.raises(ResourceExhausted, match="too large"):  # as an executor reads it
             read_assets(ModelAssets(path=adapter), model, refuse)
+        with pytest.raises(ResourceExhausted, match="too large"):
+            read_assets(ModelAssets(path=shutil.make_archive(str(adapter), "zip", adapter)), model, refuse)
     change_tensors(adapter, lambda tensors: tensors.pop(f"{PREFIX}{EMBED}.base_layer.weight"))
     found = read_adapter(adapter, model, admit=lambda *given: asked.append(given))
-    assert asked == [(RANK, found.nbytes)] * 3
+    assert asked == [(RANK, found.nbytes)] * 4
 
 
 def test_the_rank_that_is_asked_is_what_the_pool_counts(base: Path, tmp_path: Path) -> None:

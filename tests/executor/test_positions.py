@@ -344,7 +344,7 @@ def test_windows_and_recurrent_layers_refuse_by_name(llama: Tiny, hybrid: Hybrid
             lambda ex=ex, handle=handle: ex.decode(token(handle, 1, **at([12]))),
             lambda ex=ex, handle=handle: ex.forward_verify([token(handle, 1, **at([8])), token(handle, 1)]),
             lambda ex=ex, handle=handle: ex.forward_verify(
-                [token(handle, 1), token(handle, 1, **at([9]))], parents=[-1, -1]
+                [token(handle, 1), token(handle, 1, **at([10]))], parents=[-1, -1]
             ),
             lambda ex=ex, handle=handle: ex.speculative_decode(token(handle, 1, **at([8])), [1], 0.5),
         ):

@@ -1,5 +1,11 @@
 """All mutants."""
 
-from tests.mutants import faults_adapters, faults_kv, faults_models, faults_serving
+from tests.mutants import faults_adapters, faults_executor, faults_kv, faults_models, faults_serving
 
-MUTANTS = (*faults_kv.MUTANTS, *faults_models.MUTANTS, *faults_serving.MUTANTS, *faults_adapters.MUTANTS)
+MUTANTS = (
+    *faults_kv.MUTANTS,
+    *faults_models.MUTANTS,
+    *faults_serving.MUTANTS,
+    *faults_adapters.MUTANTS,
+    *faults_executor.MUTANTS,
+)

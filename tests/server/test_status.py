@@ -12,6 +12,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from quire import AsyncLLM, SamplingParams
+from quire.executor.counters import HELP
 from quire.metrics import EngineMetrics
 from quire.server import status
 from quire.server.settings import ServerSettings
@@ -86,8 +87,11 @@ def test_metrics_have_exactly_these_names(served: Served) -> None:
     wanted = {(sample.name, tuple(sorted(sample.labels))) for family in families for sample in family.samples}
     own = {"quire:http_requests_under_way", "quire:sessions_open"}
     host = set(served.llm.engine.host.snapshot())
-    assert set(found) == wanted | {(name, ()) for name in own | host}
+    assert set(found) == wanted | {(name, ()) for name in own | host | set(HELP)}
     text = served.client.get("/metrics").text
+    for name, help in HELP.items():
+        assert f"# HELP {name} {help}\n" in text
+        assert f"# TYPE {name} {'counter' if name.endswith('_total') else 'gauge'}\n" in text
     for family in families:
         assert f"# TYPE {family.name} {family.type}\n" in text
         assert f"# HELP {family.name} {family.help}\n" in text

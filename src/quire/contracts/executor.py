@@ -238,8 +238,8 @@ class ModelExecutor(ExecutorBase, Protocol):
         """Run prompts, or further pieces of them, and return logits and the handle.
 
         With a ``kv_cache`` the new length is prior + n; without one a fresh cache is made. Padding never enters the
-        cache. Room is reserved first. ``InvalidArgument``: "Input token tensor is empty". ``Unsupported``: positions,
-        hidden states or attention weights that cannot be honoured. What is asked for is computed for all real tokens.
+        cache. Room is reserved first. ``InvalidArgument``: "Input token tensor is empty". ``ResourceExhausted``: also a position
+        beyond the model's maximum. ``Unsupported``: positions, hidden states or attention weights that cannot be honoured. What is asked for is computed for all real tokens.
         """
 
     def decode(self, input: DecodeInput) -> DecodeOutput:
@@ -264,7 +264,8 @@ class ModelExecutor(ExecutorBase, Protocol):
     ) -> list[DecodeOutput]:
         """N + 1 tokens of one sequence in one forward; equal to N + 1 chained ``decode`` calls.
 
-        All inputs carry the **same starting handle** and name the same adapter. Token i runs at start + i; output i holds the distribution after
+        All inputs carry the **same starting handle** and name the same adapter. Token i runs at start + i (or is rotated where its
+        ``position_ids`` say); output i holds the distribution after
         it and a handle of length start + i + 1; the last is the final state. No inputs, no outputs. Room for all is
         reserved first. ``InvalidArgument``: different handles or adapters; "forward_verify input token empty".
 

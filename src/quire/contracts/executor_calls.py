@@ -34,8 +34,9 @@ class PrefillInput:
     """bool or integer, shaped as ``input_ids``: 1 is a real token, 0 padding, left or right of one run of real tokens.
     Padding never enters the cache; logits at padding have no meaning. None: all are real."""
     position_ids: Tensor | None = None
-    """int32 or int64, shaped as ``input_ids``. None: the running count of real tokens after the prior length. Others
-    are honoured, or ``Unsupported`` where the kind of state cannot use them; never ignored."""
+    """int32 or int64, shaped as ``input_ids``: where tokens are rotated; what they see goes by their order. None: one behind the token
+    before each, from 0, which is the running count of real tokens unless others were given before. The row keeps them. Others than
+    the running count are ``Unsupported`` where a window, a recurrent layer or the model itself goes by the index; never ignored."""
     kv_cache: CacheLike | None = None
     """Continue these sequences; None: a fresh cache."""
     logits: LogitsWanted = "all"

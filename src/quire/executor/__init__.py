@@ -1,1 +1,83 @@
-"""Executors: the verbs of ``contracts.executor`` over a runner, and the KV caches that they work on."""
+"""Executors: the verbs of ``contracts.executor`` over a runner, and the KV caches that they work on.
+
+The two faces, and every value that they are given and return, are found here; they are imported when they are first used.
+``docs/executor.md`` shows them.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from quire.contracts.executor import (
+        AUDIO_PLACEHOLDER,
+        END_OF_AUDIO,
+        END_OF_IMAGE,
+        VISION_PLACEHOLDER,
+        AudioData,
+        CacheLike,
+        DecodeInput,
+        DecodeOutput,
+        ExecutorInputs,
+        ExecutorType,
+        LlmExecutorInterface,
+        ModelAssets,
+        ModelExecutor,
+        PrefillInput,
+        PrefillOutput,
+        RequestSampling,
+        SpeculativeOutput,
+        TextData,
+        VisionData,
+    )
+    from quire.contracts.kv_cache import CacheHandle, KVCacheInterface
+    from quire.executor.cache import KVCache
+    from quire.executor.executor import Executor
+    from quire.executor.llm_executor import LlmExecutor
+
+__all__ = [
+    "AUDIO_PLACEHOLDER",
+    "END_OF_AUDIO",
+    "END_OF_IMAGE",
+    "VISION_PLACEHOLDER",
+    "AudioData",
+    "CacheHandle",
+    "CacheLike",
+    "DecodeInput",
+    "DecodeOutput",
+    "Executor",
+    "ExecutorInputs",
+    "ExecutorType",
+    "KVCache",
+    "KVCacheInterface",
+    "LlmExecutor",
+    "LlmExecutorInterface",
+    "ModelAssets",
+    "ModelExecutor",
+    "PrefillInput",
+    "PrefillOutput",
+    "RequestSampling",
+    "SpeculativeOutput",
+    "TextData",
+    "VisionData",
+]
+
+_ELSEWHERE = {
+    "CacheHandle": "quire.contracts.kv_cache",
+    "Executor": "quire.executor.executor",
+    "KVCache": "quire.executor.cache",
+    "KVCacheInterface": "quire.contracts.kv_cache",
+    "LlmExecutor": "quire.executor.llm_executor",
+}
+"""Where names live that ``quire.contracts.executor`` does not have."""
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        return getattr(import_module(_ELSEWHERE.get(name, "quire.contracts.executor")), name)
+    raise AttributeError(f"module 'quire.executor' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

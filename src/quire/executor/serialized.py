@@ -45,10 +45,10 @@ def dump(cache: KVCache) -> bytes:
         rows.append(metadata)
         plan += specs
     histories = [written(row.runs, cache.pool.fingerprint_of) for row in cache.rows]
-    places = [None if row.positions is None else row.positions.ids.tolist() for row in cache.rows]
-    has_places = any(one is not None for one in places)
+    positions = [None if row.positions is None else row.positions.ids.tolist() for row in cache.rows]
+    is_placed = any(one is not None for one in positions)
     metadata = {
-        "kind": KIND_WITH_POSITIONS if has_places else KIND,
+        "kind": KIND_WITH_POSITIONS if is_placed else KIND,
         "model": dict(cache.pool.identity.fields()),
         "adapters": histories if any(histories) else [],
         "dtype": exchange.dtype_name(state.dtype),
@@ -57,7 +57,7 @@ def dump(cache: KVCache) -> bytes:
         "dynamic": cache.dynamic,
         "lengths": list(cache.lengths),
         "next_positions": [row.next_position(length) for row, length in zip(cache.rows, cache.lengths, strict=True)],
-        **({"positions": places} if has_places else {}),
+        **({"positions": positions} if is_placed else {}),
         "tokens": [None if row.tokens is None else row.tokens.ids.tolist() for row in cache.rows],
         "rows": rows,
     }

@@ -91,7 +91,7 @@ class PackedWeights:
     def __init__(self, data: bytes, name: str, config_name: str) -> None:
         self.name, self.config_name = name, config_name
         try:
-            self._tensors: dict[str, Any] = dict(deserialize(data))
+            self._tensors: dict[str, Any] = dict(deserialize(data))  # type: ignore[no-untyped-call]
         except (SafetensorError, ValueError) as error:
             raise CheckpointError(f"{name} is no valid safetensors file, or is cut short: {told(error)}") from error
         self.shapes = {key: tuple(one["shape"]) for key, one in self._tensors.items()}

@@ -9,6 +9,7 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from quire.async_llm import AsyncLLM
+from quire.executor import counters
 from quire.metrics import MetricFamily, Sample
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -43,13 +44,14 @@ async def metrics_text(llm: AsyncLLM, *, under_way: int, sessions: int) -> bytes
 
 
 def rest(snapshot: Mapping[str, float], families: Iterable[MetricFamily]) -> list[MetricFamily]:
-    """What a snapshot has beyond the families (the host memory's numbers), each as a family: names ending in ``_total`` count."""
+    """What a snapshot has beyond the families (the numbers of the host memory and of the executor), each as a family: names ending
+    in ``_total`` count."""
     known = {name for family in families for sample in family.samples for name in (sample.key, sample.name)}
     return [
         MetricFamily(
             name=name,
             type="counter" if name.endswith("_total") else "gauge",
-            help="See quire.metrics.",
+            help=counters.HELP.get(name, "See quire.metrics."),
             samples=(Sample(name=name, value=value),),
         )
         for name, value in snapshot.items()
