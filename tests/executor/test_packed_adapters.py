@@ -98,6 +98,9 @@ def test_every_source_gives_the_adapter_of_the_directory(
         assert [fingerprint(bed, one) for one in sources] == [expected] * len(sources)
         assert file.tell() == 5, "a file stands where it stood"
     assert behind.read() == b"", "a stream is read to its end"
+    alone = path.rename(tmp_path / "adapter_model.safetensors")
+    assert fingerprint(bed, ModelAssets(path=alone)) == expected
+    path = alone
     with subprocess.Popen(["cat", path], stdout=subprocess.PIPE) as process:
         assert fingerprint(bed, ModelAssets(stream=cast(BinaryIO, process.stdout))) == expected
     assert sorted(one.name for one in tmp_path.iterdir()) == [path.name]

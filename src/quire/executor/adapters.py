@@ -17,21 +17,22 @@ PIECE = 1 << 20
 
 def read_assets(assets: ModelAssets, model: LoadedModel, admit: Callable[[int, int], None] | None = None) -> Adapter:
     """The adapter of a PEFT directory, which may be named by the file in it that holds the weights, or of a packed one
-    (``peft_files.FORMS``) in a file of any name, in bytes, or at the end of a stream. A file is read from its beginning and
-    stands afterwards where it stood.
+    (``peft_files.FORMS``) in a file of any name, in bytes, or in what a stream has left. An open file is read from its beginning
+    and stands afterwards where it stood.
 
     ``InvalidArgument`` for a file or stream that does not give bytes; ``admit`` and otherwise as ``quire.models.peft.read_adapter``.
     """
-    from quire.models import peft, peft_files
+    from quire.models import peft, peft_config, peft_files
 
     if not isinstance(assets, ModelAssets):
         raise InvalidArgument(f"load_lora takes ModelAssets; got {type(assets).__name__}")
     source = f"the {assets.source} of an adapter"
     if assets.path is not None:
         path, source = Path(assets.path), str(assets.path)
-        if path.name == peft_files.WEIGHTS_FILE or not path.is_file():
-            directory = path.parent if path.name == peft_files.WEIGHTS_FILE else path
-            return peft.read_adapter(directory, model, admit=admit)
+        if path.name == peft_files.WEIGHTS_FILE and (path.parent / peft_config.CONFIG_FILE).exists():
+            path = path.parent
+        if not path.is_file():
+            return peft.read_adapter(path, model, admit=admit)
     content = _bytes_of(assets, source, peft_files.MAX_BYTES)
     return peft.read_packed_adapter(peft_files.unpack(content, source), model, source, admit=admit)
 

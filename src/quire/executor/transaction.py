@@ -297,8 +297,8 @@ class Transaction:
             lengths = [self.parts[piece.row].start + self.parts[piece.row].num_written for piece in pieces]
             step = Step(chunks=tuple(self._chunk(tokens, wanted, piece) for piece in pieces))
             extras = extras_of(pieces, media, lengths, asked)
-            if (positions := self._positions(pieces)) is not None:
-                extras = replace(extras, positions=positions)
+            if (stand := self._positions(pieces)) is not None:
+                extras = replace(extras, positions=stand)
             output = self._execute(step, extras)
             for number, piece in enumerate(pieces):
                 results[piece.row].add(output, number, piece)

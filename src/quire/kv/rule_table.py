@@ -196,7 +196,7 @@ POSITIONS_OF_RECURRENT = (
     "recurrent layers take the tokens of a row in order and know no positions; leave position_ids None"
 )
 POSITIONS_OF_WINDOWS = "a window counts tokens by their index in the row; leave position_ids None"
-POSITIONS_OF_OWN_ROTATION = "its layers put positions into q and k by a rule of their own, for which the index is given; leave position_ids None"
+POSITIONS_OF_OWN_ROTATION = "its layers put positions into q and k by a rule of their own; leave position_ids None"
 
 
 def position_refusal(specs: Iterable[LayerSpec]) -> str:
@@ -207,12 +207,9 @@ def position_refusal(specs: Iterable[LayerSpec]) -> str:
     if any(spec.kind == "window" for spec in found):
         return POSITIONS_OF_WINDOWS
     attending = [spec for spec in found if isinstance(spec, KeyValueAttention)]
-    return POSITIONS_OF_OWN_ROTATION if any(turns_by_itself(spec) for spec in attending) else ""
-
-
-def turns_by_itself(spec: KeyValueAttention) -> bool:
-    """Whether something else than a rotation of q and k before K is stored decides where a token stands."""
-    return spec.caller_rotates or spec.rope_mode == "inline"
+    # Keys that are rotated when they are read (``inline``) are so at their indices.
+    own = any(spec.caller_rotates or spec.rope_mode == "inline" for spec in attending)
+    return POSITIONS_OF_OWN_ROTATION if own else ""
 
 
 def _session_rewind(found: Combination) -> Cell:

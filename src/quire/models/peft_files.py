@@ -29,7 +29,8 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_KEY = "adapter_config"
 """In the metadata of a safetensors file that is an adapter by itself: the text of ``adapter_config.json``."""
 MAX_BYTES = 1 << 31
-"""Of a packed adapter, and of its weights when they are unpacked. One of rank 64 for all linear maps of a model of 70 billion weights has 1.6e9."""
+"""Of a packed adapter, and of its weights when they are unpacked. One of rank 64 for all linear maps of a model of 70 billion
+weights has 1.6e9."""
 MAX_HEADER_BYTES = 8 << 20
 """Of the header of a packed adapter that is one safetensors file; a tensor takes about 150 of it."""
 MAX_MEMBERS = 1000
@@ -66,8 +67,8 @@ class FileWeights:
             opened: Any = safe_open(path, framework="pt", device="cpu")
             self._handle = opened.__enter__()
             slices = {name: self._handle.get_slice(name) for name in self._handle.keys()}  # noqa: SIM118
-            self.shapes = {name: tuple(one.get_shape()) for name, one in slices.items()}
-            self.dtypes = {name: one.get_dtype() for name, one in slices.items()}
+            self.shapes: Mapping[str, tuple[int, ...]] = {name: tuple(one.get_shape()) for name, one in slices.items()}
+            self.dtypes: Mapping[str, str] = {name: one.get_dtype() for name, one in slices.items()}
         except (SafetensorError, OSError, ValueError) as error:
             raise CheckpointError(f"{path} is no valid safetensors file, or is cut short: {told(error)}") from error
 
@@ -94,8 +95,8 @@ class PackedWeights:
             self._tensors: dict[str, Any] = dict(deserialize(data))  # type: ignore[no-untyped-call]
         except (SafetensorError, ValueError) as error:
             raise CheckpointError(f"{name} is no valid safetensors file, or is cut short: {told(error)}") from error
-        self.shapes = {key: tuple(one["shape"]) for key, one in self._tensors.items()}
-        self.dtypes = {key: one["dtype"] for key, one in self._tensors.items()}
+        self.shapes: Mapping[str, tuple[int, ...]] = {key: tuple(one["shape"]) for key, one in self._tensors.items()}
+        self.dtypes: Mapping[str, str] = {key: one["dtype"] for key, one in self._tensors.items()}
 
     def __enter__(self) -> Self:
         return self
@@ -105,8 +106,7 @@ class PackedWeights:
 
     def read(self, key: str) -> Tensor:
         found = self._tensors[key]
-        flat = torch.frombuffer(found["data"], dtype=DTYPES[found["dtype"]]) if len(found["data"]) else torch.empty(0)
-        return flat.view(found["shape"])
+        return torch.frombuffer(found["data"], dtype=DTYPES[found["dtype"]]).view(found["shape"])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
