@@ -49,8 +49,12 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.fixture(autouse=True)
-def keyboard() -> Iterator[None]:
-    """SIGINT raises ``KeyboardInterrupt``, also where these tests run in the background of a shell, which ignores it."""
+def keyboard(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """SIGINT raises ``KeyboardInterrupt``, also where these tests run in the background of a shell, which ignores it.
+
+    Python drops the exception of a signal that comes in a finaliser, and says so; pytest would then keep the object.
+    """
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -202,7 +206,7 @@ def assert_whole(bed: Bed, what: str) -> None:
     executor = bed.llm.executor
     assert not executor._operations.busy, what
     executor.pool.sweep()
-    assert not executor.pool.caches, what
+    assert not list(executor.pool.caches.values()), what
     check(bed.llm)
     if not bed.session._closed:
         assert not bed.session._state.busy, what
@@ -274,12 +278,6 @@ def ring(number: int, frame: FrameType | None) -> None:
     raise Alarm
 
 
-@pytest.fixture
-def quiet_finalisers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python drops the exception of a signal that comes in a finaliser, and says so; pytest would keep the object."""
-    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
-
-
 def interrupted_at_random(bed: Bed, rounds: int, seed: int) -> int:
     """Call verbs while a timer rings; how often it interrupted one."""
     rng = np.random.default_rng(seed)
@@ -316,14 +314,12 @@ def interrupted_at_random(bed: Bed, rounds: int, seed: int) -> int:
     return rung
 
 
-@pytest.mark.usefixtures("quiet_finalisers")
 def test_signals_at_any_moment(bed: Bed) -> None:
     assert interrupted_at_random(bed, 90, seed=0) > 10
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.usefixtures("quiet_finalisers")
 def test_two_thousand_signals(bed: Bed) -> None:
     rung, seed = 0, 1
     while rung < 2000:
