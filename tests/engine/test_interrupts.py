@@ -287,7 +287,7 @@ def interrupted_at_random(bed: Bed, rounds: int, seed: int) -> int:
         fresh(bed)
         for number in range(rounds):
             verb = VERBS[rng.integers(len(VERBS))]
-            if len(bed.session) > 150:
+            if not len(PROMPT) < len(bed.session) < 150:
                 fresh(bed)
             try:
                 signal.setitimer(signal.ITIMER_REAL, float(rng.uniform(1e-5, 0.02)))
