@@ -88,6 +88,10 @@ class Background:
         try:
             self.stepper.submit(job)
             await listener.until_over()
+        except asyncio.CancelledError:
+            # Whoever cancelled the task may use the job's sessions next.
+            await self.abort(job)
+            raise
         except BaseException:
             self.stepper.cancel(job)
             raise
