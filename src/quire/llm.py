@@ -26,8 +26,9 @@ from tqdm import tqdm
 
 from quire.build import Parts, build
 from quire.config import EngineConfig, parse_bytes
+from quire.contracts.executor import CacheLike
 from quire.contracts.layers import sink_refusal, window_refusal
-from quire.engine import saved
+from quire.engine import bridge, saved
 from quire.engine.beam import BeamSearch, search
 from quire.engine.chat import render_chat, select_template
 from quire.engine.engine import Engine
@@ -40,7 +41,7 @@ from quire.engine.tokenizer import Tokenizer
 from quire.errors import FailedPrecondition, InvalidArgument, QuireError, Unsupported
 from quire.interrupts import uninterrupted
 from quire.kv.rules import verbs_of
-from quire.kv.statefile import read_state
+from quire.kv.statefile import StateFile, read_state
 from quire.kv.storage import bytes_per_token
 from quire.models.catalogue import resolve_adapter
 from quire.models.families import LoadedModel
@@ -70,6 +71,7 @@ ENGINE_VERBS: dict[str, str] = dict.fromkeys(
         "windowed sessions",
         "host memory",
         "adapters",
+        "sessions as KV caches",
     ),
     "",
 )
@@ -357,6 +359,8 @@ class LLM:
         pin: bool = False,
         window: int | None = None,
         sink: int = 0,
+        cache: CacheLike | None = None,
+        row: int | None = None,
     ) -> Session:
         """A live sequence that starts with ``prompt`` (text, token ids or nothing), which is run.
 
@@ -364,8 +368,28 @@ class LLM:
         ``window - sink`` are seen and kept (StreamingLLM), so that memory and time per token stay as they are however long it
         gets, also beyond the model's context; such a session shares no prefix with others. ``Unsupported``: a sink on a
         model that runs through transformers' layers. ``adapter``: the name of a loaded one; ``Session.use_adapter`` changes it.
+
+        ``cache``: a KV cache of ``executor``, or a handle, of which the session is to be a copy-on-write fork, the cache unchanged, in
+        the place of all these but ``pin``; ``row`` picks one of several rows. It has the row's tokens, window and adapters, goes on
+        under the last of these, and shares no prefix with others.
         """
         self._require_open("session")
+        if cache is not None:
+            _refuse_beside(
+                "cache",
+                prompt=len(prompt) > 0,
+                adapter=adapter is not None,
+                cache_salt=cache_salt is not None,
+                window=window is not None,
+                sink=sink != 0,
+            )
+            _check_flag("pin", pin)
+            with self._engine.lock:
+                forked = bridge.fork_to_session(self._engine, cache, row)
+                forked.pinned |= pin
+                return self._session(forked)
+        if row is not None:
+            raise InvalidArgument(f"row {row!r} without a KV cache; give cache=, or leave row out")
         tokens, key = self._encode(prompt), cache_key(cache_salt)
         _check_flag("pin", pin)
         self._engine.checks.tokens(tokens)
@@ -407,12 +431,14 @@ class LLM:
             state,
             identity=self._parts.identity,
             defaults=lambda: self._parts.default_params,
+            executor=lambda: self.executor,
             adapters=self._adapters,
         )
 
-    def load_session(self, path: str | Path, *, convert_dtype: bool = False) -> Session:
-        """The session that ``Session.save`` wrote. ``InvalidArgument`` (another model, dtype, version: expected and found),
-        ``DataLoss`` (damaged), ``NotFound``, ``ResourceExhausted``. ``convert_dtype`` accepts another KV dtype."""
+    def load_session(self, path: str | Path, *, convert_dtype: bool = False, row: int | None = None) -> Session:
+        """The session that ``Session.save`` wrote, or a row of what ``KVCache.serialize`` returned (``row``: which, of several).
+        ``InvalidArgument`` (another model, dtype, version: expected and found), ``DataLoss`` (damaged), ``NotFound``,
+        ``ResourceExhausted``. ``convert_dtype`` accepts another KV dtype."""
         self._require_open("load_session")
         if not isinstance(path, (str, Path)):
             raise InvalidArgument(
@@ -420,9 +446,11 @@ class LLM:
             )
         _check_flag("convert_dtype", convert_dtype)
         with read_state(path) as file:
-            return self._restore(file, convert_dtype)
+            return self._restore(file, convert_dtype, row)
 
-    def session_from_bytes(self, data: bytes | bytearray | memoryview, *, convert_dtype: bool = False) -> Session:
+    def session_from_bytes(
+        self, data: bytes | bytearray | memoryview, *, convert_dtype: bool = False, row: int | None = None
+    ) -> Session:
         """The same from the bytes of ``Session.to_bytes``."""
         self._require_open("session_from_bytes")
         if not isinstance(data, (bytes, bytearray, memoryview)):
@@ -431,11 +459,14 @@ class LLM:
             )
         _check_flag("convert_dtype", convert_dtype)
         with read_state(data) as file:
-            return self._restore(file, convert_dtype)
+            return self._restore(file, convert_dtype, row)
 
-    def _restore(self, file: Any, convert_dtype: bool) -> Session:
+    def _restore(self, file: StateFile, convert_dtype: bool, row: int | None) -> Session:
+        if row is not None and (isinstance(row, bool) or not isinstance(row, int)):
+            raise InvalidArgument(f"row must be an integer or None, got {row!r}")
         with self._engine.lock:
-            return self._session(saved.load(self._engine, file, self._parts.identity, convert_dtype=convert_dtype))
+            loaded = saved.load(self._engine, file, self._parts.identity, convert_dtype=convert_dtype, row=row)
+            return self._session(loaded)
 
     # -- adapters --------------------------------------------------------------------------------------------
 
@@ -620,6 +651,12 @@ def cache_key(salt: str | None) -> Hashable:
     if salt is not None and not isinstance(salt, str):
         raise InvalidArgument(f"cache_salt must be a string, got {type(salt).__name__}")
     return ("", salt)
+
+
+def _refuse_beside(given: str, **others: bool) -> None:
+    """``InvalidArgument`` for other arguments that are there, too, and in whose place ``given`` stands."""
+    if surplus := [name for name, is_there in others.items() if is_there]:
+        raise InvalidArgument(f"{', '.join(surplus)} beside {given}: what it holds says this already; leave it out")
 
 
 def _check_flag(name: str, value: object) -> None:

@@ -157,16 +157,16 @@ def checkpoint(request: pytest.FixtureRequest, checkpoints: dict[str, Checkpoint
     return checkpoints[request.param]
 
 
-def make_hybrid(family: str, path: Path) -> Checkpoint:
-    """A model with recurrent layers, of a family of ``tests.test_parity``."""
+def make_family(kind: str, path: Path) -> Checkpoint:
+    """A checkpoint of one of the families of ``tests.test_parity``."""
     from tests.test_parity import FAMILIES as EVERY
     from tests.test_parity import SIZES
 
-    name, changes = EVERY[family]
+    name, changes = EVERY[kind]
     torch.manual_seed(7)
-    kind = getattr(transformers, f"{name}ForCausalLM")
+    model = getattr(transformers, f"{name}ForCausalLM")
     sizes = {**SIZES, "vocab_size": VOCAB, "max_position_embeddings": CONTEXT}
-    peer = kind(kind.config_class(**{**sizes, **changes})).float().eval()
+    peer = model(model.config_class(**{**sizes, **changes})).float().eval()
     with torch.no_grad():
         for parameter in peer.parameters():
             parameter.mul_(3.0 if parameter.dim() > 1 else 1.0).add_(0.1 * torch.randn_like(parameter))
@@ -177,7 +177,7 @@ def make_hybrid(family: str, path: Path) -> Checkpoint:
 @pytest.fixture(scope="session", params=("qwen3-next", "mamba2", "lfm2"))
 def hybrid(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     """Models with recurrent layers: beside attention, alone, and short convolutions."""
-    return make_hybrid(request.param, tmp_path_factory.mktemp(request.param))
+    return make_family(request.param, tmp_path_factory.mktemp(request.param))
 
 
 MakeLLM = Callable[..., LLM]
@@ -272,9 +272,9 @@ def record(llm: LLM) -> Recorder:
     recorder, runner = Recorder(), engine_of(llm).runner
     execute = runner.execute
 
-    def recording(step: Step) -> Any:
+    def recording(step: Step, *extras: Any) -> Any:
         recorder.steps.append(step)
-        return execute(step)
+        return execute(step, *extras)
 
     runner.execute = recording  # type: ignore[method-assign]
     return recorder

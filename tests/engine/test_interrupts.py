@@ -30,7 +30,7 @@ from quire.contracts.executor_calls import PrefillInput
 from quire.engine.session import Session
 from quire.errors import QuireError
 
-from .conftest import Checkpoint, MakeLLM, check, engine_of, greedy, make_checkpoint, make_hybrid, random_tokens
+from .conftest import Checkpoint, MakeLLM, check, engine_of, greedy, make_checkpoint, make_family, random_tokens
 
 PACKAGE = Path(quire.__file__).parent
 SWEPT = (*(str(PACKAGE / name) + os.sep for name in ("engine", "kv", "runner", "executor")), str(PACKAGE / "llm.py"))
@@ -44,7 +44,7 @@ Line = tuple[CodeType, int]
 @pytest.fixture(scope="module", params=("llama", "qwen3-next"))
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     """A plain model, and a hybrid one."""
-    make = make_hybrid if request.param == "qwen3-next" else make_checkpoint
+    make = make_family if request.param == "qwen3-next" else make_checkpoint
     return make(request.param, tmp_path_factory.mktemp("interrupts") / request.param)
 
 

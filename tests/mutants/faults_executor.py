@@ -22,15 +22,15 @@ MUTANTS = (
     Mutant(
         name="copies-forget-where-tokens-stand",
         file="executor/rows.py",
-        old="            return Row(seq, tokens, self.runs, positions, mark=self.mark)",
-        new="            return Row(seq, tokens, self.runs, mark=self.mark)",
+        old="            return Row(seq, tokens, self.runs, positions, mark=self.mark, origin=self.origin)",
+        new="            return Row(seq, tokens, self.runs, mark=self.mark, origin=self.origin)",
         tests=("executor/test_positions.py::test_every_copy_of_a_row_goes_on_where_it_stands",),
     ),
     Mutant(
         name="old-readers-take-files-with-positions",
         file="executor/serialized.py",
-        old='"kind": KIND_WITH_POSITIONS if is_placed else KIND,',
-        new='"kind": KIND,',
+        old='"kind": KV_CACHE_WITH_POSITIONS if is_placed else KV_CACHE,',
+        new='"kind": KV_CACHE,',
         tests=("executor/test_positions.py::test_files_say_where_tokens_stand_and_old_readers_refuse_them",),
     ),
     Mutant(

@@ -153,19 +153,21 @@ class AsyncLLM:
         found = await self._background.call("session", lambda: self._llm.session(prompt, **options))
         return AsyncSession(self._background, found)
 
-    async def load_session(self, path: str | Path, *, convert_dtype: bool = False) -> AsyncSession:
+    async def load_session(
+        self, path: str | Path, *, convert_dtype: bool = False, row: int | None = None
+    ) -> AsyncSession:
         """As ``LLM.load_session``."""
         found = await self._background.call(
-            "load_session", lambda: self._llm.load_session(path, convert_dtype=convert_dtype)
+            "load_session", lambda: self._llm.load_session(path, convert_dtype=convert_dtype, row=row)
         )
         return AsyncSession(self._background, found)
 
     async def session_from_bytes(
-        self, data: bytes | bytearray | memoryview, *, convert_dtype: bool = False
+        self, data: bytes | bytearray | memoryview, *, convert_dtype: bool = False, row: int | None = None
     ) -> AsyncSession:
         """As ``LLM.session_from_bytes``."""
         found = await self._background.call(
-            "session_from_bytes", lambda: self._llm.session_from_bytes(data, convert_dtype=convert_dtype)
+            "session_from_bytes", lambda: self._llm.session_from_bytes(data, convert_dtype=convert_dtype, row=row)
         )
         return AsyncSession(self._background, found)
 

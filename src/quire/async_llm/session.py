@@ -16,6 +16,7 @@ from quire.engine.chat_turns import ReadAnswer
 from quire.engine.generation import SequenceRequest
 from quire.engine.results import request_output
 from quire.engine.session import Session, Text
+from quire.executor.cache import KVCache
 from quire.outputs import RequestOutput
 from quire.sampling_params import SamplingParams
 
@@ -198,6 +199,12 @@ class AsyncSession:
     async def to_bytes(self) -> bytes:
         """As ``Session.to_bytes``."""
         return await self._background.call("to_bytes", self._session.to_bytes)
+
+    async def as_cache(self, *, capacity: int | None = None, dynamic: bool = False) -> KVCache:
+        """As ``Session.as_cache``. The verbs of the cache and of its executor block."""
+        return await self._background.call(
+            "as_cache", lambda: self._session.as_cache(capacity=capacity, dynamic=dynamic)
+        )
 
     async def kv(self, layer: int) -> dict[str, Tensor]:
         """As ``Session.kv``."""

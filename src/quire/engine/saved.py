@@ -13,12 +13,12 @@ from quire.engine.engine import Engine
 from quire.engine.generation import SessionState
 from quire.engine.request import SlidingWindow, TokenBuffer
 from quire.errors import DataLoss, InvalidArgument, ResourceExhausted
+from quire.executor import saved_kinds
+from quire.executor.saved_kinds import KV_CACHE, KV_CACHE_WITH_POSITIONS, SESSION
 from quire.kv import sequencefile
 from quire.kv.statefile import StateFile, TensorSpec, write_state
 from quire.kv.statefile import to_bytes as container_bytes
 from quire.runner.adapter_history import as_read, written
-
-KIND = "session"
 
 
 class ModelIdentity(Protocol):
@@ -47,7 +47,7 @@ def parts(
 ) -> tuple[dict[str, Any], list[TensorSpec], Iterator[tuple[str, Tensor]]]:
     """Metadata, plan and tensors of a session."""
     metadata: dict[str, Any] = {
-        "kind": KIND,
+        "kind": SESSION,
         "model": identity.fields(),
         "adapters": written(state.runs, engine.states.fingerprint_of),
         "exact": state.exact,
@@ -66,20 +66,24 @@ def parts(
 
 def window_of(metadata: Mapping[str, Any]) -> SlidingWindow | None:
     """The session's window; ``DataLoss`` for what is none."""
-    found = metadata.get("window")
-    if found is None:
-        return None
-    counts = isinstance(found, list) and all(isinstance(one, int) and not isinstance(one, bool) for one in found)
-    if not counts or len(found) != 2 or not 0 <= found[1] < found[0]:
-        raise DataLoss(f"the state file holds window {found!r}; null or [window, sink] is expected")
-    return SlidingWindow(*found)
+    found = saved_kinds.window_of(metadata)
+    return None if found is None else SlidingWindow(*found)
 
 
-def load(engine: Engine, file: StateFile, identity: ModelIdentity, *, convert_dtype: bool) -> SessionState:
-    """The tokens of a saved session with their state in the pool. Everything is checked before the pool is touched."""
-    metadata = file.metadata
-    if metadata.get("kind") != KIND:
-        raise InvalidArgument(f"the state file holds a {metadata.get('kind')!r}, and a {KIND!r} is expected")
+def load(
+    engine: Engine, file: StateFile, identity: ModelIdentity, *, convert_dtype: bool, row: int | None = None
+) -> SessionState:
+    """The tokens of a saved session, or of a row of a saved KV cache, with their state in the pool. Everything is checked before the
+    pool is touched."""
+    metadata, prefix = file.metadata, ""
+    if metadata.get("kind") in (KV_CACHE, KV_CACHE_WITH_POSITIONS):
+        metadata, prefix = saved_kinds.session_of_cache(file, row)
+    elif row is not None:
+        raise InvalidArgument(f"row {row}: the state file holds a {metadata.get('kind')!r}, which has no rows")
+    if metadata.get("kind") != SESSION:
+        raise InvalidArgument(
+            f"the state file holds a {metadata.get('kind')!r}, and a {SESSION!r} or a {KV_CACHE!r} is expected"
+        )
     sequencefile.check_model(metadata.get("model"), identity.fields())
     for name in ("exact", "modified"):
         if not isinstance(metadata.get(name), bool):
@@ -110,8 +114,9 @@ def load(engine: Engine, file: StateFile, identity: ModelIdentity, *, convert_dt
     if not isinstance(sequence, Mapping):
         raise DataLoss("the state file has no metadata of the sequence")
     kv = engine.runner.state
-    checked = sequencefile.check(kv, file, sequence, "", convert_dtype)
-    if surplus := set(file.names) - sequencefile.tensor_names(checked):
+    checked = sequencefile.check(kv, file, sequence, prefix, convert_dtype)
+    mine = {name for name in file.names if name.startswith(prefix)}
+    if surplus := mine - sequencefile.tensor_names(checked, prefix):
         raise InvalidArgument(f"the state file holds unknown tensors: {sorted(surplus)[:3]}")
     length = int(checked["length"])
     expected = (state.window.size, state.window.sink, "token") if state.window else (None, 0, "token")
@@ -123,7 +128,7 @@ def load(engine: Engine, file: StateFile, identity: ModelIdentity, *, convert_dt
         seq = engine.runner.new_seq()
         while True:
             try:
-                sequencefile.load(kv, seq, file, checked)
+                sequencefile.load(kv, seq, file, checked, prefix)
                 break
             except ResourceExhausted:
                 if not engine.reclaim():

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.contracts.layers import LayerSpec
-from quire.engine import layer_memory, saved
+from quire.engine import bridge, layer_memory, saved
 from quire.engine.adapter_keys import AdapterNames, Fingerprints, runs_of_session
 from quire.engine.chat import encode_chat
 from quire.engine.chat_turns import Asked, ChatTurns, ReadAnswer
@@ -32,6 +32,8 @@ from quire.engine.saved import ModelIdentity
 from quire.engine.session_stream import SessionStream
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import Cancelled, FailedPrecondition, InvalidArgument
+from quire.executor.cache import KVCache
+from quire.executor.executor import Executor
 from quire.interrupts import uninterrupted
 from quire.outputs import RequestOutput
 from quire.sampling_params import SamplingParams
@@ -54,10 +56,13 @@ class Session:
         *,
         identity: ModelIdentity,
         defaults: Callable[[], SamplingParams],
+        executor: Callable[[], Executor],
         adapters: AdapterNames | None = None,
     ) -> None:
-        """``adapters``: the names of the loaded adapters; None: they go by their fingerprints."""
+        """``executor``: the one over the engine's runner, made when it is first asked for. ``adapters``: the names of the loaded
+        adapters; None: they go by their fingerprints."""
         self._engine = engine
+        self._executor = executor
         if adapters is None:
             adapters = Fingerprints(engine.states.fingerprint_of, engine.runner.adapters.find)
         self._names = adapters
@@ -320,7 +325,14 @@ class Session:
         self._engine.states.fork(parent, state, length)
         if length == len(self) and parent.logits is not None:
             state.logits = parent.logits.clone()
-        child = Session(self._engine, state, identity=self._identity, defaults=self._defaults, adapters=self._names)
+        child = Session(
+            self._engine,
+            state,
+            identity=self._identity,
+            defaults=self._defaults,
+            executor=self._executor,
+            adapters=self._names,
+        )
         child._turns = self._turns.up_to(length)
         return child
 
@@ -456,6 +468,27 @@ class Session:
         self._compute("to_bytes")
         with self._branch("to_bytes") as branch:
             return saved.to_bytes(self._engine, branch, self._identity)
+
+    @uninterrupted
+    def as_cache(self, *, capacity: int | None = None, dynamic: bool = False) -> KVCache:
+        """A KV cache of one row for the verbs of ``LLM.executor``, which is a copy-on-write fork of the session: no page is copied,
+        and each goes on by itself. ``LLM.session(cache=...)`` is the way back.
+
+        All tokens are in it, with their adapters and the session's window; the last one is run if it was not. ``capacity`` and
+        ``dynamic`` as of ``create_kv_cache``; ``ResourceExhausted`` if the session is longer than that.
+        """
+        with self._engine.lock:
+            self._idle("as_cache")
+            cache = bridge.cache_for(self._executor(), len(self), capacity, dynamic)
+        try:
+            if len(self):
+                self._catch_up("as_cache", len(self))
+            with self._engine.lock:
+                bridge.fork_to_cache(self._engine, self._computed("as_cache", len(self)), cache)
+        except BaseException:
+            cache.release()
+            raise
+        return cache
 
     # -- looking inside --------------------------------------------------------------------------------------
 

@@ -22,14 +22,13 @@ from quire.contracts.layers import KeyValueAttention
 from quire.errors import InvalidArgument, NotFound, QuireError, ResourceExhausted, Unsupported
 from quire.executor import serialized
 from quire.executor.pool import NO_PAGES, CachePool
-from quire.executor.rows import Ids, Pending, Row, TokenRecord, history
+from quire.executor.rows import NO_IDS, Ids, Pending, Row, TokenRecord, history
 from quire.kv.state_slots import NULL
 from quire.types import AdapterRuns, Commit, Pop
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-NO_IDS: Final = np.empty(0, dtype=np.int64)
 _TENSOR_NAME: Final = re.compile(r"kv_cache_[kv]_(0|[1-9][0-9]{0,8})")
 
 
@@ -200,6 +199,10 @@ class KVCache:
             # An empty row is not cut, and a tree may wait beside it.
             self.set_pending(row, None)
             row.tokens = TokenRecord()
+            if not self.pool.has_its_window(row.seq):
+                # It came with a session, and a cleared cache is as a new one.
+                self.pool.remove([row.seq])
+                (row.seq,) = self.pool.add(1)
 
     @_locked
     def truncate(self, lengths: Sequence[int]) -> None:
@@ -291,6 +294,7 @@ class KVCache:
                 continue
             ids = NO_IDS if row.tokens is None else row.tokens.ids
             known = ids.size if not (ids < 0).any() else int((ids < 0).argmax())
+            known = 0 if row.origin.modified else known
             known = min([known, *(start for start, adapter in row.runs.runs if not self.pool.is_loaded(adapter))])
             for position in held:
                 if position <= known or position == row.mark:
@@ -374,8 +378,14 @@ class KVCache:
             row.seq, row.tokens = new.seq, new.tokens
             row.pending = row.chain = None
             self.mark_cut(row, 0)
-            row.runs, row.positions, row.mark = new.runs, new.positions, new.mark
+            row.runs, row.positions, row.mark, row.origin = new.runs, new.positions, new.mark, new.origin
         self.touch()
+
+    def take_over(self, other: KVCache) -> None:
+        """Swap in the rows of another cache with as many, which is released and holds nothing any more."""
+        self.replace_content(other.rows)
+        other.rows.clear()
+        other.release()
 
     def touch(self) -> None:
         """A call used it."""
@@ -400,10 +410,11 @@ class KVCache:
             return serialized.dump(self)
 
     def load(self, data: bytes, *, convert_dtype: bool = False) -> None:
-        with self.pool.lock:
+        # A session's file may have tokens that must be run, so it is a call of the executor like any other.
+        with self.pool.operations.running("load") as operation, self.pool.lock:
             self.require_live()
             self.pool.sweep()
-            serialized.load(self, data, convert_dtype=convert_dtype)
+            serialized.load(self, data, convert_dtype=convert_dtype, operation=operation)
 
 
 def _own(other: KVCacheInterface) -> KVCache:

@@ -18,6 +18,7 @@ from quire.errors import FailedPrecondition, InvalidArgument, QuireError, Resour
 from quire.executor.operations import Operations
 from quire.executor.rows import Row
 from quire.interrupts import Lock
+from quire.kv import windows
 from quire.kv.need import pages_for
 from quire.kv.paged import PagedKVState
 from quire.kv.rule_table import POSITIONS_OF_WINDOWS, position_refusal
@@ -315,6 +316,11 @@ class CachePool:
     def fingerprint_of(self, adapter: int) -> str:
         """What identifies an adapter that a cache names, loaded or not."""
         return self._fingerprints[adapter]
+
+    def has_its_window(self, seq: SeqId) -> bool:
+        """Whether a sequence keeps what new ones of this pool keep, and not what the window of a session lets it keep."""
+        window = None if self.window is None else windows.Window(self.window, self.sink)
+        return self.state.table.get(seq).window == window
 
     def lets_go(self, seq: SeqId) -> bool:
         """Whether some layer forgets tokens of a sequence: by the model's windows, or by the sequence's own."""

@@ -34,9 +34,11 @@ def owed_tokens(pool: CachePool, row: Row, start: int, label: str = "") -> Ids:
         return NOTHING
     ids = None if row.tokens is None else row.tokens.ids[origin:start]
     gone = sorted(adapters_between(row.runs, origin, start) - set(pool.runner.adapters.ids))
-    if ids is not None and ids.min() >= 0 and not gone:
+    if ids is not None and ids.min() >= 0 and not gone and not row.origin.modified:
         return ids.copy()
-    if ids is None:
+    if row.origin.modified:
+        why = "its state was written into and cannot be computed again"
+    elif ids is None:
         why = "its tokens are not recorded"
     elif gone:
         why = f"they ran under adapter {gone[0]}, which was unloaded"

@@ -8,7 +8,9 @@ from quire.executor.cache import KVCache
 from quire.executor.extension import extensions, packed
 from quire.executor.operations import Operation
 from quire.executor.replay import owed_tokens
+from quire.executor.rows import Ids
 from quire.executor.transaction import Transaction
+from quire.types import AdapterRuns
 
 
 def truncate(cache: KVCache, lengths: Sequence[int], operation: Operation) -> None:
@@ -45,15 +47,21 @@ def copy_of(cache: KVCache, lengths: Sequence[int], operation: Operation) -> KVC
     if not any(counts):
         return copy
     try:
-        parts = extensions(copy, origins, counts)
-        for part, row in zip(parts, cache.rows, strict=True):
-            part.runs = row.runs
-        forwards = packed(pool, parts, origins, counts, pool.chunk_size)
-        with Transaction(pool, parts, operation, several=True, forwards=forwards) as work:
-            work.run(owed, ["none"] * len(owed), budget=pool.chunk_size)
-            work.commit()
+        run_owed(copy, owed, [row.runs for row in cache.rows], operation)
     except BaseException:
         copy.release()
         raise
     pool.replayed_tokens += sum(counts)
     return copy
+
+
+def run_owed(cache: KVCache, owed: Sequence[Ids], runs: Sequence[AdapterRuns], operation: Operation) -> None:
+    """Let the rows go on with ``owed[i]``, each token under the adapter that ``runs[i]`` says. All rows, or none and the error."""
+    pool, origins, counts = cache.pool, cache.lengths, [ids.size for ids in owed]
+    parts = extensions(cache, origins, counts)
+    for part, history in zip(parts, runs, strict=True):
+        part.runs = history
+    forwards = packed(pool, parts, origins, counts, pool.chunk_size)
+    with Transaction(pool, parts, operation, several=True, forwards=forwards) as work:
+        work.run(owed, ["none"] * len(owed), budget=pool.chunk_size)
+        work.commit()

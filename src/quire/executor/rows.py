@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 from quire.types import BASE, AdapterRuns, SeqId
 
 Ids: TypeAlias = NDArray[np.int64]
+
+NO_IDS: Final[Ids] = np.empty(0, dtype=np.int64)
 
 LAST_PLACEHOLDER = -4
 """Recorded ids below this one are made from the data at placeholders."""
@@ -99,6 +101,27 @@ def adapters_between(runs: AdapterRuns, begin: int, end: int) -> frozenset[int]:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """How a row's state came to be what it is, where its tokens alone do not say it."""
+
+    exact: bool = True
+    """False if it went through another dtype."""
+    modified: bool = False
+    """Whether somebody wrote into it, so that its tokens, run again, would give another one."""
+    private: bool = False
+    """Whether it is a session's whose tokens have a salt of their own."""
+
+    @property
+    def is_shareable(self) -> bool:
+        """Whether the prompts of others may begin with it."""
+        return self.exact and not (self.modified or self.private)
+
+
+COMPUTED = Origin()
+"""The state is what the tokens give."""
+
+
 @dataclass(slots=True)
 class Row:
     """One sequence of a cache."""
@@ -119,6 +142,7 @@ class Row:
     behind any of them (``KVCache.settle`` ends that). Only where layers are recurrent."""
     mark: int | None = None
     """Where the executor has kept a recurrent state of this row to come back to; None: nowhere."""
+    origin: Origin = COMPUTED
 
     @property
     def seqs(self) -> list[SeqId]:
@@ -158,6 +182,7 @@ class Row:
         self.cuts.append((revision, length))
         self.runs = history(self.runs, length)
         self.positions = _first(self.positions, length)
+        self.origin = self.origin if length else COMPUTED
 
     def was_cut(self, revision: int, length: int) -> bool:
         """Whether anything below ``length`` is gone or different since ``revision``."""
@@ -170,11 +195,12 @@ class Row:
         tokens = None if self.tokens is None else self.tokens.fork()
         positions = None if self.positions is None else self.positions.fork()
         if length is None:
-            return Row(seq, tokens, self.runs, positions, mark=self.mark)
+            return Row(seq, tokens, self.runs, positions, mark=self.mark, origin=self.origin)
         if tokens is not None:
             tokens.size = length
         mark = self.mark if self.mark is not None and self.mark <= length else None
-        return Row(seq, tokens, history(self.runs, length), _first(positions, length), mark=mark)
+        origin = self.origin if length else COMPUTED
+        return Row(seq, tokens, history(self.runs, length), _first(positions, length), mark=mark, origin=origin)
 
 
 def _first(positions: TokenRecord | None, length: int) -> TokenRecord | None:

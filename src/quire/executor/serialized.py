@@ -9,30 +9,35 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import Tensor
 
 from quire.errors import DataLoss, InvalidArgument, NotFound, ResourceExhausted, Unsupported
-from quire.executor.rows import LAST_PLACEHOLDER, Ids, Row, TokenRecord
+from quire.executor.operations import Operation
+from quire.executor.rows import LAST_PLACEHOLDER, NO_IDS, Ids, Origin, Row, TokenRecord, history
+from quire.executor.saved_kinds import (
+    KV_CACHE,
+    KV_CACHE_WITH_POSITIONS,
+    SESSION,
+    cache_of_session,
+    of_row,
+    row_prefix,
+    window_of,
+)
 from quire.kv import exchange, sequencefile
 from quire.kv.need import pages_for
 from quire.kv.rule_table import POSITIONS_OF_WINDOWS
 from quire.kv.statefile import StateFile, TensorSpec, read_state, to_bytes
 from quire.runner.adapter_history import as_read, written
-from quire.types import BASE, AdapterRuns
+from quire.types import BASE, AdapterRuns, Add, Edit, Window
 
 if TYPE_CHECKING:
     from quire.executor.cache import KVCache
 
-KIND = "kv_cache"
-KIND_WITH_POSITIONS = "kv_cache_with_positions"
 MAX_POSITION = 2**31 - 1
-
-
-def _prefix(row: int) -> str:
-    return f"row.{row}."
 
 
 def dump(cache: KVCache) -> bytes:
@@ -41,14 +46,14 @@ def dump(cache: KVCache) -> bytes:
     rows: list[dict[str, Any]] = []
     plan: list[TensorSpec] = []
     for index, row in enumerate(cache.rows):
-        metadata, specs = sequencefile.describe(state, row.seq, _prefix(index))
+        metadata, specs = sequencefile.describe(state, row.seq, row_prefix(index))
         rows.append(metadata)
         plan += specs
     histories = [written(row.runs, cache.pool.fingerprint_of) for row in cache.rows]
     positions = [None if row.positions is None else row.positions.ids.tolist() for row in cache.rows]
     is_placed = any(one is not None for one in positions)
     metadata = {
-        "kind": KIND_WITH_POSITIONS if is_placed else KIND,
+        "kind": KV_CACHE_WITH_POSITIONS if is_placed else KV_CACHE,
         "model": dict(cache.pool.identity.fields()),
         "adapters": histories if any(histories) else [],
         "dtype": exchange.dtype_name(state.dtype),
@@ -59,74 +64,146 @@ def dump(cache: KVCache) -> bytes:
         "next_positions": [row.next_position(length) for row, length in zip(cache.rows, cache.lengths, strict=True)],
         **({"positions": positions} if is_placed else {}),
         "tokens": [None if row.tokens is None else row.tokens.ids.tolist() for row in cache.rows],
+        "exact": [row.origin.exact for row in cache.rows],
+        "modified": [row.origin.modified for row in cache.rows],
         "rows": rows,
     }
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
         for index, row in enumerate(cache.rows):
-            yield from sequencefile.tensors(state, row.seq, _prefix(index))
+            yield from sequencefile.tensors(state, row.seq, row_prefix(index))
 
     return to_bytes(metadata, plan, tensors())
 
 
-def load(cache: KVCache, data: bytes, *, convert_dtype: bool) -> None:
-    """See ``KVCacheInterface.load``. Call it under the lock."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedRow:
+    """What a file holds of one row, checked."""
+
+    sequence: dict[str, Any] | None
+    """Its metadata; None: nothing of it was computed."""
+    prefix: str
+    """Of the names of its tensors."""
+    ids: Ids | None
+    """All token ids; None where the writer did not know them."""
+    positions: Ids | None
+    """Where they stand; None: at their indices."""
+    window: tuple[int, int] | None
+    """Size and sink of that of a row without a sequence, which else says it itself."""
+    runs: AdapterRuns
+    origin: Origin
+
+    @property
+    def length(self) -> int:
+        """Tokens whose state the file has."""
+        return 0 if self.sequence is None else int(self.sequence["length"])
+
+    @property
+    def owed(self) -> Ids:
+        """The tokens behind these, which a session computes when it needs them."""
+        return NO_IDS if self.ids is None else self.ids[self.length :]
+
+
+def load(cache: KVCache, data: bytes, *, convert_dtype: bool, operation: Operation) -> None:
+    """See ``KVCacheInterface.load``. Call it under the lock. Tokens that a session's file has no state of are run."""
     if not isinstance(data, bytes | bytearray | memoryview):
         raise InvalidArgument(f"a KV cache is loaded from the bytes of serialize(); got {type(data).__name__}")
     with read_state(data) as file:
-        checked, tokens, places, histories = _check(cache, file, convert_dtype)
-        lengths = [int(row["length"]) for row in checked]
-        fresh = _import_rows(cache, file, checked, tokens)
-    for row, positions, runs in zip(fresh, places, histories, strict=True):
-        row.runs = runs
-        row.stand(0, positions)
-    cache.pool.note_adapters(histories)
-    cache.replace_content(fresh)
+        saved = _check(cache, file, convert_dtype)
+        fresh = _import_rows(cache, file, saved)
+    cache.pool.note_adapters([row.runs for row in saved])
+    lengths = [row.length + row.owed.size for row in saved]
+    if any(row.owed.size for row in saved):
+        _run_owed(cache, fresh, saved, operation)
+    else:
+        cache.replace_content(fresh)
     if cache.dynamic:
         cache.capacity = max(cache.capacity, *lengths)
 
 
-def _check(
-    cache: KVCache, file: StateFile, convert_dtype: bool
-) -> tuple[list[dict[str, Any]], list[Ids | None], list[Ids | None], list[AdapterRuns]]:
-    """Everything about a file, before the pool is touched: metadata, token ids, positions and adapters of the rows."""
-    found = file.metadata
-    if found.get("kind") not in (KIND, KIND_WITH_POSITIONS):
-        raise InvalidArgument(f"the state holds a {found.get('kind')!r}, and a {KIND!r} is expected")
+def _run_owed(cache: KVCache, fresh: list[Row], saved: Sequence[SavedRow], operation: Operation) -> None:
+    """Give the cache these rows, with what is owed to them; if that fails, it stays as it was."""
+    # Transactions are made of caches, so a cache knows them only here.
+    from quire.executor import rewinding
+    from quire.executor.cache import KVCache
+
+    loaded = KVCache(cache.pool, fresh, capacity=cache.pool.max_model_len, dynamic=False)
+    try:
+        rewinding.run_owed(loaded, [row.owed for row in saved], [row.runs for row in saved], operation)
+    except BaseException:
+        loaded.release()
+        raise
+    cache.take_over(loaded)
+
+
+def _check(cache: KVCache, file: StateFile, convert_dtype: bool) -> list[SavedRow]:
+    """Everything about a file, before the pool is touched."""
+    found, prefixes = file.metadata, [row_prefix(index) for index in range(cache.batch_size)]
+    of_session = found.get("kind") == SESSION
+    if of_session:
+        found, prefixes = cache_of_session(found), [""]
+    if found.get("kind") not in (KV_CACHE, KV_CACHE_WITH_POSITIONS):
+        raise InvalidArgument(
+            f"the state holds a {found.get('kind')!r}, and a {KV_CACHE!r} or a {SESSION!r} is expected"
+        )
     sequencefile.check_model(found.get("model"), cache.pool.identity.fields())
     if found.get("batch_size") != cache.batch_size:
         raise InvalidArgument(f"the state has {found.get('batch_size')!r} rows, {cache.batch_size} are expected")
     rows = _listed(found, "rows", cache.batch_size)
     state = cache.pool.state
     checked = [
-        sequencefile.check(state, file, row, _prefix(index), convert_dtype)  # type: ignore[arg-type]
-        for index, row in enumerate(rows)
+        None if of_session and row is None else sequencefile.check(state, file, row, prefix, convert_dtype)  # type: ignore[arg-type]
+        for prefix, row in zip(prefixes, rows, strict=True)
     ]
-    expected = {name for index, row in enumerate(checked) for name in sequencefile.tensor_names(row, _prefix(index))}
+    expected = {
+        name
+        for prefix, row in zip(prefixes, checked, strict=True)
+        if row is not None
+        for name in sequencefile.tensor_names(row, prefix)
+    }
     if surplus := sorted(set(file.names) - expected):
         raise InvalidArgument(f"the state holds tensors that no row has: {surplus[:3]}; expected only k and v of rows")
-    lengths = [int(row["length"]) for row in checked]
+    lengths = [0 if row is None else int(row["length"]) for row in checked]
     places = _check_places(cache, found, checked)
     following = [n if one is None or not n else int(one[-1]) + 1 for n, one in zip(lengths, places, strict=True)]
     for name, expected_list in (("lengths", lengths), ("next_positions", following)):
         if _listed(found, name, cache.batch_size) != expected_list:
             raise DataLoss(f"{name} of the state are {found.get(name)!r:.80}, and its rows say {expected_list}")
-    longest = max(lengths)
+    listed = _listed(found, "tokens", cache.batch_size)
+    tokens = [
+        _check_tokens(ids, length, cache.pool.vocab_size, owed=of_session)
+        for ids, length in zip(listed, lengths, strict=True)
+    ]
+    totals = [length if ids is None else ids.size for ids, length in zip(tokens, lengths, strict=True)]
+    longest = max(totals)
     if not cache.dynamic and longest > cache.capacity:
         raise InvalidArgument(f"the state has {longest} tokens in a row; this static cache has {cache.capacity} slots")
     if longest > cache.pool.max_model_len:
         raise ResourceExhausted(
             f"the state has {longest} tokens in a row; the model's maximum is {cache.pool.max_model_len}"
         )
-    listed = _listed(found, "tokens", cache.batch_size)
-    tokens = [_check_tokens(ids, length, cache.pool.vocab_size) for ids, length in zip(listed, lengths, strict=True)]
-    return checked, tokens, places, _check_adapters(cache, found, lengths)
+    return [
+        SavedRow(
+            sequence=row,
+            prefix=prefix,
+            ids=ids,
+            positions=positions,
+            window=window_of(file.metadata) if row is None else None,
+            runs=runs,
+            origin=_origin_of(cache, found, index, row),
+        )
+        for index, (row, prefix, ids, positions, runs) in enumerate(
+            zip(checked, prefixes, tokens, places, _check_adapters(cache, found, totals), strict=True)
+        )
+    ]
 
 
-def _check_places(cache: KVCache, found: Mapping[str, Any], checked: Sequence[Mapping[str, Any]]) -> list[Ids | None]:
+def _check_places(
+    cache: KVCache, found: Mapping[str, Any], checked: Sequence[Mapping[str, Any] | None]
+) -> list[Ids | None]:
     """The positions of each row's tokens; None: their indices. ``Unsupported`` where this executor's rows have no others, or the
     row has a window."""
-    if (found.get("kind") == KIND) != ("positions" not in found):
+    if (found.get("kind") == KV_CACHE) != ("positions" not in found):
         raise DataLoss(
             f"a state of kind {found.get('kind')!r} {'has' if 'positions' in found else 'lacks'} positions of tokens"
         )
@@ -138,9 +215,9 @@ def _check_places(cache: KVCache, found: Mapping[str, Any], checked: Sequence[Ma
         )
     places: list[Ids | None] = []
     for value, row in zip(_listed(found, "positions", cache.batch_size), checked, strict=True):
-        if value is not None and row["window"] is not None:
+        if value is not None and row is not None and row["window"] is not None:
             raise Unsupported(f"the state has a row with positions of its own: {POSITIONS_OF_WINDOWS}")
-        length = int(row["length"])
+        length = 0 if row is None else int(row["length"])
         listed = value if isinstance(value, list) else []
         if value is not None and not (
             len(listed) == length and all(type(one) is int and 0 <= one <= MAX_POSITION for one in listed)
@@ -179,11 +256,11 @@ def _listed(found: Mapping[str, Any], name: str, count: int) -> list[object]:
     return value
 
 
-def _check_tokens(ids: object, length: int, vocab_size: int) -> Ids | None:
-    """Token ids of a row; None where the writer did not know them."""
-    if ids is None:
+def _check_tokens(ids: object, length: int, vocab_size: int, *, owed: bool) -> Ids | None:
+    """Token ids of a row; None where the writer did not know them. ``owed``: there may be more than ``length``."""
+    if ids is None and not owed:
         return None
-    if not isinstance(ids, list) or len(ids) != length:
+    if not isinstance(ids, list) or not (len(ids) == length or (owed and len(ids) > length)):
         raise DataLoss(f"the state has {length} tokens in a row and does not list as many ids")
     for token in ids:
         if isinstance(token, bool) or not isinstance(token, int) or not _is_recorded(token, vocab_size):
@@ -196,18 +273,34 @@ def _is_recorded(token: int, vocab_size: int) -> bool:
     return 0 <= token < vocab_size or -(2**63) <= token < LAST_PLACEHOLDER
 
 
-def _import_rows(cache: KVCache, file: StateFile, checked: list[dict[str, Any]], tokens: list[Ids | None]) -> list[Row]:
-    """The rows of a file as new sequences beside the old ones; all of them, or none and the error."""
+def _origin_of(cache: KVCache, found: Mapping[str, Any], index: int, row: Mapping[str, Any] | None) -> Origin:
+    exact, modified = of_row(found, "exact", index, True), of_row(found, "modified", index, False)
+    for name, value in (("exact", exact), ("modified", modified)):
+        if not isinstance(value, bool):
+            raise DataLoss(f"row {index} of the state is {name} {value!r:.80}; true or false is expected")
+    converted = row is not None and not sequencefile.is_exact(cache.pool.state, found["rows"][index])
+    return Origin(exact=exact and not converted, modified=modified)
+
+
+def _import_rows(cache: KVCache, file: StateFile, saved: Sequence[SavedRow]) -> list[Row]:
+    """The rows of a file as new sequences beside the old ones, without what is owed to them; all, or none and the error."""
     pool = cache.pool
-    pages = sum(pages_for(int(row["length"]), pool.page_size) for row in checked)
-    states = sum(1 + len(row["kept_recurrent_positions"]) for row in checked)
+    pages = sum(pages_for(row.length, pool.page_size) for row in saved)
+    states = sum(1 + len(row.sequence["kept_recurrent_positions"]) for row in saved if row.sequence is not None)
     pool.require_free(pages, states, "load (beside the content that it replaces)")
     fresh: list[Row] = []
     try:
-        for index, (row, ids) in enumerate(zip(checked, tokens, strict=True)):
+        for row in saved:
             seq = pool.runner.new_seq()
-            sequencefile.load(pool.state, seq, file, row, _prefix(index))
-            fresh.append(Row(seq, None if ids is None else TokenRecord(ids)))
+            if row.sequence is None:
+                edits: list[Edit] = [Add(seq)]
+                pool.edit(*edits, *([] if row.window is None else [Window(seq, *row.window)]))
+            else:
+                sequencefile.load(pool.state, seq, file, row.sequence, row.prefix)
+            tokens = None if row.ids is None else TokenRecord(row.ids[: row.length])
+            runs = history(row.runs, row.length)
+            fresh.append(Row(seq, tokens, runs, origin=row.origin))
+            fresh[-1].stand(0, row.positions)
     except BaseException:
         with suppress(NotFound):
             pool.remove([row.seq for row in fresh])

@@ -44,7 +44,7 @@ def _longest(pool: CachePool, ids: Ids, adapter: int | None, places: Ids) -> tup
     wanted = BASE.then(0, adapter)
     for cache in list(pool.caches.values()):
         for row in cache.rows:
-            if row.tokens is None:
+            if row.tokens is None or not row.origin.is_shareable or not pool.has_its_window(row.seq):
                 continue
             common = row.runs.agreed(wanted, _common(row.tokens.ids, ids))
             stood = np.arange(common) if row.positions is None else row.positions.ids[:common]
