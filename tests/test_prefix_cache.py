@@ -92,7 +92,7 @@ class Pair:
         return [seq for seq, h in self.oracle.held.items() if live is None or h.live == live]
 
     def insert(self, seq: int, tokens: list[int], key: Hashable, live: bool) -> None:
-        given_ = np.array(tokens, dtype=np.int32)
+        given_ = np.array(tokens, dtype=np.int64)
         redundant = self.cache.insert(seq, given_, key, live=live)
         given_[:] = 99  # the cache must not depend on the caller's array
         assert len(redundant) == len(set(redundant))
@@ -389,7 +389,7 @@ def test_every_integer_form_is_the_same_tokens(tokens: list[int]) -> None:
     ]
     for form in forms:
         ids = as_token_ids(form)
-        assert ids.dtype == np.int32
+        assert ids.dtype == np.int64
         assert ids.tolist() == tokens
 
 
@@ -416,11 +416,11 @@ def stored_tokens(cache: RadixCache) -> int:
 
 def test_each_distinct_token_is_stored_once() -> None:
     cache = RadixCache()
-    shared = np.arange(1000, dtype=np.int32)
+    shared = np.arange(1000, dtype=np.int64)
     for seq in range(10):
         cache.insert(seq, np.concatenate((shared, [seq + 5000, 1, 2])), "k")
     assert stored_tokens(cache) == 1000 + 10 * 3
-    long = np.concatenate((shared[:7], np.full(100_000, 9000))).astype(np.int32)
+    long = np.concatenate((shared[:7], np.full(100_000, 9000))).astype(np.int64)
     cache.insert(99, long, "k")
     assert stored_tokens(cache) == 1030 + 100_000
     cache.remove(99)  # the 7 tokens that it shared must not keep its buffer
@@ -438,7 +438,7 @@ def best_seconds(call, repeats: int = 30) -> float:  # type: ignore[no-untyped-d
 
 def test_a_match_of_32k_tokens_takes_well_under_a_millisecond() -> None:
     cache = RadixCache()
-    tokens = np.random.default_rng(0).integers(0, 100_000, 32_768).astype(np.int32)
+    tokens = np.random.default_rng(0).integers(0, 100_000, 32_768).astype(np.int64)
     for seq in range(16):  # 16 branches along the way: the path has 17 nodes
         branch = tokens.copy()
         branch[2000 * (seq + 1)] += 1

@@ -26,17 +26,19 @@ from tqdm import tqdm
 
 from quire.build import Parts, build
 from quire.config import EngineConfig, parse_bytes
-from quire.contracts.executor import CacheLike
+from quire.contracts.executor import CacheLike, ExecutorInputs
 from quire.contracts.layers import sink_refusal, window_refusal
 from quire.engine import bridge, saved
 from quire.engine.beam import BeamSearch, search
 from quire.engine.chat import render_chat, select_template
 from quire.engine.engine import Engine
 from quire.engine.generation import SequenceRequest, SessionState
+from quire.engine.media import NO_MEDIA, Media
 from quire.engine.named_adapters import AdapterInfo
+from quire.engine.prompts import Prompt, Text, as_token_ids, read_prompt
 from quire.engine.request import SlidingWindow, TokenBuffer
 from quire.engine.results import request_output
-from quire.engine.session import Session, Text, as_token_ids
+from quire.engine.session import Session
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import FailedPrecondition, InvalidArgument, QuireError, Unsupported
 from quire.interrupts import uninterrupted
@@ -77,7 +79,7 @@ ENGINE_VERBS: dict[str, str] = dict.fromkeys(
 )
 """What the engine does beyond plain generation, each with an empty reason against it, for ``capabilities``."""
 
-Prompts = str | Sequence[int] | Sequence[str | Sequence[int]]
+Prompts = Prompt | Sequence[Prompt]
 Messages = Sequence[Mapping[str, Any]]
 
 HOST_SHARE = 0.125
@@ -93,6 +95,12 @@ class PreparedPrompts:
     params: list[SamplingParams]
     key: Hashable
     adapter: int | None = None
+    media: Sequence[Media] = ()
+    """The embeddings of each; empty: there are none."""
+
+    def media_of(self, number: int) -> Media:
+        """Those of one prompt."""
+        return self.media[number] if self.media else NO_MEDIA
 
 
 class LLM:
@@ -161,7 +169,9 @@ class LLM:
         cache_salt: str | None = None,
         use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
-        """Continue prompts: text or token ids, one or many. One ``RequestOutput`` per prompt, in their order.
+        """Continue prompts: text or token ids, one or many. One ``RequestOutput`` per prompt, in their order. A prompt may have embeddings
+        of images or sounds at placeholders: ``{"prompt_token_ids": [5, -1, -1, 7], "multi_modal_data": {"image": rows}}``,
+        ``{"prompt_embeds": rows}``, or ``ExecutorInputs`` of one row (``quire.engine.prompts.read_prompt``).
 
         Without ``sampling_params`` the model's ``generation_config.json`` gives the defaults. ``adapter``: the name of a loaded
         adapter under which all of them run; None: the base model. All prompts are checked before
@@ -183,12 +193,14 @@ class LLM:
         chosen = self._adapter(adapter)
         listed = as_prompts(prompts)
         params = self._params_for(sampling_params, len(listed))
-        ids = []
+        ids, media = [], []
         for number, prompt in enumerate(listed):
             with naming_prompt(number, len(listed)):
-                ids.append(self._encode(prompt))
+                tokens, embeddings = self._read(prompt)
+            ids.append(tokens)
+            media.append(embeddings)
         texts = [prompt if isinstance(prompt, str) else None for prompt in listed]
-        return self._checked(PreparedPrompts(ids, texts, params, cache_key(cache_salt), chosen))
+        return self._checked(PreparedPrompts(ids, texts, params, cache_key(cache_salt), chosen, media))
 
     def chat(
         self,
@@ -253,8 +265,9 @@ class LLM:
         checks, count = self._engine.checks, len(prepared.ids)
         for number, (tokens, chosen) in enumerate(zip(prepared.ids, prepared.params, strict=True)):
             with naming_prompt(number, count):
-                checks.tokens(tokens)
+                checks.tokens(tokens, prepared.media_of(number))
                 checks.params(chosen)
+                checks.scored(tokens, chosen)
                 checks.length(tokens.size, chosen)
         return prepared
 
@@ -267,7 +280,14 @@ class LLM:
                 for number, (tokens, chosen) in enumerate(zip(prepared.ids, prepared.params, strict=True)):
                     name = request_id if request_id is None or len(prepared.ids) == 1 else f"{request_id}-{number}"
                     requests.append(
-                        self._engine.submit(tokens, chosen, request_id=name, key=prepared.key, adapter=prepared.adapter)
+                        self._engine.submit(
+                            tokens,
+                            chosen,
+                            request_id=name,
+                            key=prepared.key,
+                            adapter=prepared.adapter,
+                            media=prepared.media_of(number),
+                        )
                     )
             except BaseException:
                 for samples in requests:
@@ -340,6 +360,8 @@ class LLM:
         searches: list[BeamSearch] = []
         for number, prompt in enumerate(listed):
             with naming_prompt(number, len(listed)):
+                if isinstance(prompt, (Mapping, ExecutorInputs)):
+                    raise Unsupported("beam_search takes text and token ids, and no embeddings")
                 tokens = self._encode(prompt)
                 self._engine.checks.tokens(tokens)
                 self._engine.checks.params(stopping)
@@ -352,7 +374,7 @@ class LLM:
     @uninterrupted
     def session(
         self,
-        prompt: Text = "",
+        prompt: Prompt = "",
         *,
         adapter: str | None = None,
         cache_salt: str | None = None,
@@ -362,7 +384,8 @@ class LLM:
         cache: CacheLike | None = None,
         row: int | None = None,
     ) -> Session:
-        """A live sequence that starts with ``prompt`` (text, token ids or nothing), which is run.
+        """A live sequence that starts with ``prompt`` (text, token ids, these with embeddings as of ``generate``, or nothing), which
+        is run.
 
         ``pin``: its state is never dropped when the pool is short. ``window``: only the first ``sink`` tokens and the last
         ``window - sink`` are seen and kept (StreamingLLM), so that memory and time per token stay as they are however long it
@@ -377,7 +400,7 @@ class LLM:
         if cache is not None:
             _refuse_beside(
                 "cache",
-                prompt=len(prompt) > 0,
+                prompt=isinstance(prompt, ExecutorInputs) or len(prompt) > 0,
                 adapter=adapter is not None,
                 cache_salt=cache_salt is not None,
                 window=window is not None,
@@ -390,12 +413,13 @@ class LLM:
                 return self._session(forked)
         if row is not None:
             raise InvalidArgument(f"row {row!r} without a KV cache; give cache=, or leave row out")
-        tokens, key = self._encode(prompt), cache_key(cache_salt)
+        (tokens, media), key = self._read(prompt), cache_key(cache_salt)
         _check_flag("pin", pin)
-        self._engine.checks.tokens(tokens)
+        self._engine.checks.tokens(tokens, media)
         kept = self._window(window, sink)
         with self._engine.lock:  # so that the adapter stays loaded until the session is known to use it
-            state = SessionState(TokenBuffer(tokens), key, pinned=pin, window=kept, adapter=self._adapter(adapter))
+            held = TokenBuffer(tokens, media)
+            state = SessionState(held, key, pinned=pin, window=kept, adapter=self._adapter(adapter))
             if tokens.size:
                 self._engine.checks_of(state).length(tokens.size, None)
             session = self._session(state)
@@ -625,6 +649,11 @@ class LLM:
             raise InvalidArgument(f"{len(given)} sampling_params for {count} prompts; give one, or one for each")
         return list(given)
 
+    def _read(self, prompt: Prompt) -> tuple[NDArray[np.int64], Media]:
+        if isinstance(prompt, (Mapping, ExecutorInputs)):
+            return read_prompt(prompt, self.model.hidden_size)
+        return self._encode(prompt), NO_MEDIA
+
     def _encode(self, prompt: Text) -> NDArray[np.int64]:
         if not isinstance(prompt, str):
             return as_token_ids(prompt)
@@ -664,9 +693,9 @@ def _check_flag(name: str, value: object) -> None:
         raise InvalidArgument(f"{name} must be True or False, got {value!r}")
 
 
-def as_prompts(prompts: Prompts) -> list[Text]:
+def as_prompts(prompts: Prompts) -> list[Prompt]:
     """One prompt or many, as a list."""
-    if isinstance(prompts, str):
+    if isinstance(prompts, (str, Mapping, ExecutorInputs)):
         return [prompts]
     if isinstance(prompts, torch.Tensor):
         prompts = prompts.tolist()
@@ -676,6 +705,6 @@ def as_prompts(prompts: Prompts) -> list[Text]:
     if len(prompts) and isinstance(prompts[0], (int, np.integer)):
         return [prompts]  # type: ignore[list-item]
     for number, item in enumerate(prompts):
-        if not isinstance(item, (str, Sequence, np.ndarray, torch.Tensor)):
+        if not isinstance(item, (str, Sequence, Mapping, ExecutorInputs, np.ndarray, torch.Tensor)):
             raise InvalidArgument(f"prompt {number} must be text or token ids, got {type(item).__name__}")
     return list(prompts)  # type: ignore[arg-type]

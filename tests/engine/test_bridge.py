@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from typing import Any
 
@@ -620,10 +621,13 @@ def test_pinned_and_dropped(make_llm: MakeLLM, llama: Checkpoint) -> None:
     assert dropped.as_cache().token_ids(0).tolist() == dropped.tokens, "computed again"
 
 
-async def test_async(llama: Checkpoint) -> None:
-    async with AsyncLLM(llama.path, device="cpu", dtype="float32", kv_cache_memory="2MiB") as llm:
-        cache = await (await llm.session(PROMPT)).as_cache()
-        back = await llm.session(cache=cache)
-        assert (await back.generate(greedy(4))).outputs[0].token_ids == llama.greedy(PROMPT, 4)
-        loaded = await llm.session_from_bytes(cache.serialize(), row=0)
-        assert loaded.tokens == PROMPT
+def test_async(llama: Checkpoint) -> None:
+    async def use() -> None:
+        async with AsyncLLM(llama.path, device="cpu", dtype="float32", kv_cache_memory="2MiB") as llm:
+            cache = await (await llm.session(PROMPT)).as_cache()
+            back = await llm.session(cache=cache)
+            assert (await back.generate(greedy(4))).outputs[0].token_ids == llama.greedy(PROMPT, 4)
+            loaded = await llm.session_from_bytes(cache.serialize(), row=0)
+            assert loaded.tokens == PROMPT
+
+    asyncio.run(use())

@@ -17,7 +17,7 @@ from quire.config import EngineConfig
 from quire.engine.engine import Engine
 from quire.engine.generation import SequenceRequest
 from quire.engine.named_adapters import AdapterInfo
-from quire.engine.session import Text
+from quire.engine.prompts import Prompt
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import InvalidArgument
 from quire.executor.executor import Executor
@@ -89,7 +89,7 @@ class AsyncLLM:
 
     def stream(
         self,
-        prompt: Text,
+        prompt: Prompt,
         sampling_params: SamplingParams | None = None,
         *,
         request_id: str | None = None,
@@ -148,7 +148,7 @@ class AsyncLLM:
 
     # -- sessions --------------------------------------------------------------------------------------------
 
-    async def session(self, prompt: Text = "", **options: Any) -> AsyncSession:
+    async def session(self, prompt: Prompt = "", **options: Any) -> AsyncSession:
         """As ``LLM.session``, with its keywords: ``async with await llm.session("text") as session``."""
         found = await self._background.call("session", lambda: self._llm.session(prompt, **options))
         return AsyncSession(self._background, found)

@@ -14,8 +14,9 @@ from quire.async_llm.stepper import Job
 from quire.async_llm.stream import AsyncStream, Prepared
 from quire.engine.chat_turns import ReadAnswer
 from quire.engine.generation import SequenceRequest
+from quire.engine.prompts import Prompt, Text
 from quire.engine.results import request_output
-from quire.engine.session import Session, Text
+from quire.engine.session import Session
 from quire.executor.cache import KVCache
 from quire.outputs import RequestOutput
 from quire.sampling_params import SamplingParams
@@ -81,7 +82,7 @@ class AsyncSession:
 
     # -- running ---------------------------------------------------------------------------------------------
 
-    async def append(self, text: Text) -> Self:
+    async def append(self, text: Prompt) -> Self:
         """As ``Session.append``."""
         await self._background.call("append", lambda: self._session.append(text))
         return self

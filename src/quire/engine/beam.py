@@ -81,7 +81,7 @@ class BeamSearch:
         with engine.lock:
             engine.runner.adapters.check([adapter])
         self._engine = engine
-        self._prompt = prompt.astype(np.int32)
+        self._prompt = prompt
         self._params = params
         self._key = key
         self._adapter = adapter
@@ -105,7 +105,7 @@ class BeamSearch:
             self._engine.metrics.prompt_tokens.inc(self._prompt.size)
             self._run([Beam(Hypothesis(), self._state(self._prompt))])
 
-    def _state(self, tokens: NDArray[np.int32]) -> SessionState:
+    def _state(self, tokens: NDArray[np.int64]) -> SessionState:
         self._states.append(SessionState(TokenBuffer(tokens), self._key, adapter=self._adapter))
         return self._states[-1]
 
@@ -217,7 +217,7 @@ class BeamSearch:
     def _run(self, beams: list[Beam]) -> None:
         self._beams = beams
         for beam in beams:
-            tokens = np.append(self._prompt, np.array(beam.hypothesis.tokens, dtype=np.int32))
+            tokens = np.append(self._prompt, np.array(beam.hypothesis.tokens, dtype=np.int64))
             rows = beam.rows
             beam.request = self._engine.submit_run(
                 beam.state,

@@ -7,8 +7,6 @@ adapter each ran, and how the state came to be what it is (``quire.executor.rows
 
 from __future__ import annotations
 
-import numpy as np
-
 from quire.engine.engine import Engine
 from quire.engine.generation import SessionState
 from quire.engine.request import SlidingWindow, TokenBuffer
@@ -46,7 +44,7 @@ def fork_to_cache(engine: Engine, session: SessionState, cache: KVCache) -> None
     pool.note_adapters([runs])
     origin = Origin(exact=session.exact, modified=session.modified, private=session.key != NO_SALT)
     (seq,) = pool.fork([session.seq])
-    cache.replace_content([Row(seq, TokenRecord(session.tokens.ids.astype(np.int64)), runs, origin=origin)])
+    cache.replace_content([Row(seq, TokenRecord(session.tokens.ids), runs, origin=origin)])
     cache.capacity = max(cache.capacity, length)
     engine.metrics.forks.inc()
 
@@ -72,7 +70,7 @@ def fork_to_session(engine: Engine, given: object, row: int | None) -> SessionSt
             f"row {picked} ran under adapter {gone[0]}, which was unloaded; its session could not be computed again"
         )
     tokens, window = source.tokens.ids[:length], _window_of(engine, source, picked)
-    engine.checks.tokens(tokens)
+    engine.checks.history(tokens)
     # A key of its own: what rows have been through (files, other dtypes, writes) is nobody else's prefix.
     state = SessionState(
         TokenBuffer(tokens), ("cache", engine.runner.new_seq()), window=window, adapter=runs.at(max(length - 1, 0))
@@ -82,12 +80,14 @@ def fork_to_session(engine: Engine, given: object, row: int | None) -> SessionSt
         engine.checks_of(state).length(length, None)
     cache.settle()
     origin = source.origin if length else COMPUTED
-    state.exact, state.modified, state.pinned = origin.exact, origin.modified, origin.modified
+    # A cache does not keep the embeddings that stood at placeholders.
+    fixed = origin.modified or bool((tokens < 0).any())
+    state.exact, state.modified, state.pinned = origin.exact, fixed, fixed
     position = engine.runner.state.nearest_reachable(source.seq, length)
-    if origin.modified and position < length:
+    if fixed and position < length:
         raise FailedPrecondition(
             f"position {length} of row {picked} can only be gone back to by running tokens again from {position}, and a state that "
-            "was written into cannot be computed again"
+            "was written into, or has embeddings, cannot be computed again from its tokens"
         )
     if position:
         seq = engine.runner.new_seq()

@@ -84,8 +84,9 @@ class ChatTurns:
         if not self._turns or self._cut or self._turns[-1].end == len(ids):
             return list(self._turns)
         last = self._turns[-1]
-        text = IncrementalDetokenizer(tokenizer, ids[: last.end])
-        pieces = [text.push(token_id) for token_id in ids[last.end :]]
+        # Embeddings, below 0, have no text.
+        text = IncrementalDetokenizer(tokenizer, [token_id for token_id in ids[: last.end] if token_id >= 0])
+        pieces = [text.push(token_id) for token_id in ids[last.end :] if token_id >= 0]
         added = "".join([*pieces, text.finish()])
         if not last.is_answer:
             return [*self._turns, Turn(end=len(ids), message={"role": "assistant", "content": added}, is_answer=True)]

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.engine.media import NO_MEDIA, Media
 from quire.errors import InvalidArgument, ResourceExhausted, Unsupported
+from quire.executor.rows import LAST_PLACEHOLDER
 from quire.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -27,11 +29,25 @@ class RequestChecks:
     grammars: Grammars | None = None
     """None without a tokenizer."""
 
-    def tokens(self, tokens: NDArray[np.int64]) -> None:
-        """``InvalidArgument`` for ids that the model does not have."""
+    def tokens(self, tokens: NDArray[np.int64], media: Media = NO_MEDIA) -> None:
+        """``InvalidArgument`` for ids that the model does not have, and that stand for no embedding of ``media``."""
         if tokens.size and (int(tokens.min()) < 0 or int(tokens.max()) >= self.vocab_size):
-            bad = next(token for token in tokens.tolist() if not 0 <= token < self.vocab_size)
-            raise InvalidArgument(f"token id {bad} is outside of the model's vocabulary, 0..{self.vocab_size - 1}")
+            for token in tokens.tolist():
+                if not 0 <= token < self.vocab_size and token not in media.rows:
+                    raise InvalidArgument(
+                        f"token id {token} is outside of the model's vocabulary, 0..{self.vocab_size - 1}"
+                    )
+
+    def history(self, tokens: NDArray[np.int64]) -> None:
+        """The same for a history of which the embeddings may be gone."""
+        self.tokens(tokens[tokens >= LAST_PLACEHOLDER])
+
+    def scored(self, tokens: NDArray[np.int64], params: SamplingParams) -> None:
+        """``Unsupported`` if log-probabilities are asked for of what is no token."""
+        if params.prompt_logprobs is not None and tokens.size and int(tokens.min()) < 0:
+            raise Unsupported(
+                "prompt_logprobs of a prompt with embeddings: an embedding has no probability; leave them out"
+            )
 
     def length(self, length: int, params: SamplingParams | None) -> int:
         """Refuse what can never run; return the length at which the sequence must end."""

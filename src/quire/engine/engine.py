@@ -25,11 +25,13 @@ from quire.engine.detokenizer import IncrementalDetokenizer
 from quire.engine.drawing import Drawing
 from quire.engine.generation import OnLogits, SequenceRequest, SessionState
 from quire.engine.host_store import HostStore
+from quire.engine.media import NO_MEDIA, Media
 from quire.engine.prefix_cache import RadixCache
+from quire.engine.prompts import embeddings_of
 from quire.engine.request import ScheduledRequest, TokenBuffer
 from quire.engine.results import PromptLogprobs
 from quire.engine.scheduler import Limits, Scheduled, Scheduler
-from quire.engine.session_states import SessionStates
+from quire.engine.session_states import SessionStates, media_of
 from quire.engine.structured import Grammars
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import FailedPrecondition, InvalidArgument, QuireError
@@ -39,7 +41,7 @@ from quire.metrics import EngineMetrics
 from quire.ops.sampling import RequestSampler
 from quire.orphans import Orphans
 from quire.outputs import FinishReason
-from quire.runner.local import Runner, StepOutput
+from quire.runner.local import Extras, Runner, StepOutput
 from quire.sampling_params import SamplingParams
 from quire.types import BASE, AdapterRuns, Fork, SeqId
 
@@ -161,19 +163,27 @@ class Engine:
         key: Hashable = None,
         session: SessionState | None = None,
         adapter: int | None = None,
+        media: Media = NO_MEDIA,
     ) -> list[SequenceRequest]:
         """Queue a prompt; one ``SequenceRequest`` per sample. With ``session`` the tokens of the session become
         ``tokens`` and what follows them, unless the request fails, and its state is used as far as it agrees.
 
         ``key``: the salt; only requests of the same salt and the same adapters share cached prefixes. ``adapter``: id of a loaded
-        adapter under which all tokens run. A session has both.
+        adapter under which all tokens run. A session has both. ``media``: the embeddings of ids below 0; those of a session's
+        own tokens are known.
 
-        Everything is checked here: ``InvalidArgument``, ``ResourceExhausted`` (never fits), ``Unsupported``, ``NotFound``.
+        Everything is checked here: ``InvalidArgument``, ``ResourceExhausted`` (never fits), ``Unsupported``, ``NotFound``,
+        ``FailedPrecondition`` (an embedding that must be run is gone).
         """
         if session is not None and adapter is not None:
             raise InvalidArgument(f"adapter {adapter} and a session: a session has its own; switch that, and give None")
-        self.checks.tokens(tokens)
+        if session is None:
+            self.checks.tokens(tokens, media)
+        else:
+            self.checks.history(tokens)
+            media = media_of(session, tokens, media)
         self.checks.params(params, in_session=session is not None)
+        self.checks.scored(tokens, params)
         if params.prompt_logprobs is not None and session is not None and session.modified:
             raise FailedPrecondition(
                 "prompt_logprobs run all tokens of a session again, and a state that set_kv wrote into cannot be computed "
@@ -185,7 +195,8 @@ class Engine:
             runs = BASE.then(0, adapter)
             prefix = self.states.prefix_key(key, runs)
             name = self._name(request_id)
-            samples = [self._sample(name, index, tokens, params, prefix, runs, limit) for index in range(params.n)]
+            buffers = [TokenBuffer(tokens, media) for _ in range(params.n)]
+            samples = [self._sample(name, index, one, params, prefix, runs, limit) for index, one in enumerate(buffers)]
             leader = samples[0]
             leader.siblings = samples[1:]
             if params.prompt_logprobs is not None:
@@ -202,9 +213,10 @@ class Engine:
     def submit_run(
         self,
         session: SessionState,
-        tokens: NDArray[np.int32],
+        tokens: NDArray[np.int64],
         *,
         tail: Sequence[int] = (),
+        media: Media = NO_MEDIA,
         on_logits: OnLogits | None = None,
         fresh_from: int | None = None,
         all_logits: bool = False,
@@ -214,12 +226,13 @@ class Engine:
 
         ``on_logits`` gets the logits of the last token, or with ``all_logits`` of every one that runs, which are at least
         those from ``fresh_from`` on. A ``QuireError`` from it ends the request. ``priority``: the place in the queue of an
-        earlier request that this one goes on with.
+        earlier request that this one goes on with. ``media``: as of ``submit``, of the tail too.
         """
+        media = media_of(session, tokens, media)
         self.checks_of(session).length(len(tokens) + len(tail), None)
         with self.lock:
             work = ScheduledRequest(
-                TokenBuffer(tokens),
+                TokenBuffer(tokens, media),
                 reusable=True,
                 wants="none" if on_logits is None else ("all" if all_logits else "last"),
                 fresh_from=fresh_from,
@@ -243,14 +256,15 @@ class Engine:
         self,
         name: str,
         index: int,
-        tokens: NDArray[np.int64],
+        tokens: TokenBuffer,
         params: SamplingParams,
         key: Hashable,
         runs: AdapterRuns,
         limit: int,
     ) -> SequenceRequest:
         detokenizer = matcher = None
-        context = tokens[-DETOKENIZER_CONTEXT:].tolist()
+        spoken = tokens.ids[tokens.ids >= 0]  # An image has no text, and no penalty counts it.
+        context = spoken[-DETOKENIZER_CONTEXT:].tolist()
         if params.grammar is not None and self.grammars is not None:
             matcher = self.grammars.matcher(params.grammar)
             context = self.grammars.context(context)
@@ -265,12 +279,12 @@ class Engine:
             )
         return SequenceRequest(
             name,
-            ScheduledRequest(TokenBuffer(tokens), key=key, adapters=runs, reusable=self.cache is not None),
-            tokens.size,
+            ScheduledRequest(tokens, key=key, adapters=runs, reusable=self.cache is not None),
+            len(tokens),
             params,
             index=index,
             sampler=RequestSampler(
-                params, tokens, vocab_size=self.runner.model.vocab_size, index=index, entropy=self._entropy
+                params, spoken, vocab_size=self.runner.model.vocab_size, index=index, entropy=self._entropy
             ),
             detokenizer=detokenizer,
             matcher=matcher,
@@ -365,7 +379,7 @@ class Engine:
     def _execute(self, scheduled: Scheduled) -> list[SequenceRequest]:
         """Run a step and take its results in. If that fails, its requests end and the others go on."""
         try:
-            output = self.runner.execute(scheduled.step)
+            output = self._run(scheduled)
             self.scheduler.computed(scheduled)
             return self._sample_step(scheduled, output)
         except Exception as error:
@@ -375,6 +389,16 @@ class Engine:
             failed = [self._fail(request, reason) for request in requests]
             self._repair()
             return failed
+
+    def _run(self, scheduled: Scheduled) -> StepOutput:
+        """The forward of a step, with the embeddings of its placeholders."""
+        embeddings = embeddings_of(
+            work.tokens.media.embeddings(chunk.tokens)
+            for work, chunk in zip(scheduled.requests, scheduled.step.chunks, strict=True)
+        )
+        if embeddings is None:
+            return self.runner.execute(scheduled.step)
+        return self.runner.execute(scheduled.step, Extras(embeddings=embeddings))
 
     def _repair(self) -> None:
         """After an interruption in mid-step: let what each request counts as computed be what its sequence holds."""

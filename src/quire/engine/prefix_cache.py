@@ -25,9 +25,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.errors import AlreadyExists, FailedPrecondition, InvalidArgument, NotFound, QuireError
+from quire.executor.rows import LAST_PLACEHOLDER
 from quire.types import SeqId
 
-TokenIds: TypeAlias = NDArray[np.int32]
+TokenIds: TypeAlias = NDArray[np.int64]
 
 Reach: TypeAlias = Callable[[SeqId, int], int]
 """At which position, the given one or the nearest below it, a sequence can be forked."""
@@ -41,10 +42,11 @@ _MAX_ID = int(np.iinfo(np.int32).max)
 
 
 def as_token_ids(tokens: Sequence[int] | NDArray[Any]) -> TokenIds:
-    """Token ids ``[T]`` as int32: an int32 array as it is (a view), a list or another integer array converted.
+    """Token ids ``[T]`` as int64: an int64 array as it is (a view), a list or another integer array converted.
 
-    Raises ``InvalidArgument`` for anything that is not one row of integers in [0, 2^31): a negative id stands for data
-    (an image, an embedding) that token ids do not tell apart, so it must never match.
+    Raises ``InvalidArgument`` for anything that is not one row of integers in [0, 2^31), or, of an array, below -4: these are
+    made from the data of an image or an embedding (``quire.engine.media``). A placeholder does not tell such data apart, so it must
+    never match.
     """
     if isinstance(tokens, np.ndarray):
         if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
@@ -58,12 +60,16 @@ def as_token_ids(tokens: Sequence[int] | NDArray[Any]) -> TokenIds:
             ids = np.frombuffer(array("I", tokens), dtype=np.uintc)
         except (TypeError, ValueError, OverflowError) as error:
             raise InvalidArgument(f"tokens must be integers in [0, {_MAX_ID}]: {error}") from None
-    if ids.size and not (int(ids.min()) >= 0 and int(ids.max()) <= _MAX_ID):
+    if ids.size and (int(ids.max()) > _MAX_ID or (int(ids.min()) < 0 and _has_placeholders(ids))):
         raise InvalidArgument(
             f"token ids must be in [0, {_MAX_ID}], got ids from {ids.min()} to {ids.max()}; "
             "placeholders of other data cannot be cached by their ids"
         )
-    return ids.astype(np.int32, copy=False)
+    return ids.astype(np.int64, copy=False)
+
+
+def _has_placeholders(ids: NDArray[Any]) -> bool:
+    return bool(((ids < 0) & (ids >= LAST_PLACEHOLDER)).any())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +87,7 @@ class _Node:
     """The tokens ``edge`` after the parent's; ``end`` is the number of tokens from the root to the end of the edge.
 
     Each node owns its edge (no views: a short prefix must not keep a long sequence's array alive), so the tree
-    stores each distinct token of its sequences once, in 4 bytes.
+    stores each distinct token of its sequences once, in 8 bytes.
     """
 
     __slots__ = ("children", "edge", "end", "parent", "sequences")
@@ -259,7 +265,7 @@ class RadixCache:
             _check_extends(entry, key, node, matched, tokens_T.size)
 
         if node is None:
-            node = self._roots[key] = _Node(np.empty(0, dtype=np.int32), 0, None)
+            node = self._roots[key] = _Node(np.empty(0, dtype=np.int64), 0, None)
         node = _node_ending_at(node, matched)
         if matched < tokens_T.size:
             leaf = _Node(tokens_T[matched:].copy(), tokens_T.size, node)
@@ -503,7 +509,7 @@ def _check_node(node: _Node, *, forgetful: bool) -> None:
         _expect(child.parent is node, "children point to their parent")
         _expect(child.edge.size > 0 and int(child.edge[0]) == first, "children are found by their first token")
         _expect(child.start == node.end, "edges join")
-    _expect(node.edge.dtype == np.int32 and node.edge.base is None, "edges are int32 and owned")
+    _expect(node.edge.dtype == np.int64 and node.edge.base is None, "edges are int64 and owned")
     if node.parent is not None:
         _expect(bool(node.sequences) or len(node.children) > 1, "an inner node branches or ends a sequence")
     if any(not entry.live for entry in node.sequences.values()):

@@ -14,23 +14,25 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.engine.media import NO_MEDIA, Media
 from quire.types import BASE, AdapterRuns, LogitsWanted, SeqId
 
 
 class TokenBuffer:
-    """A growing row of int32 token ids."""
+    """A growing row of int64 token ids. One below 0 stands for an embedding, which is in ``media`` if it is not gone."""
 
-    __slots__ = ("_ids", "_size")
+    __slots__ = ("_ids", "_size", "media")
 
-    def __init__(self, ids: Iterable[int] | NDArray[Any] = ()) -> None:
-        self._ids = np.array(ids if isinstance(ids, (np.ndarray, list, tuple)) else list(ids), dtype=np.int32)
+    def __init__(self, ids: Iterable[int] | NDArray[Any] = (), media: Media = NO_MEDIA) -> None:
+        self._ids = np.array(ids if isinstance(ids, (np.ndarray, list, tuple)) else list(ids), dtype=np.int64)
         self._size = self._ids.size
+        self.media = media
 
     def __len__(self) -> int:
         return self._size
 
     @property
-    def ids(self) -> NDArray[np.int32]:
+    def ids(self) -> NDArray[np.int64]:
         """A view, valid until the next append."""
         return self._ids[: self._size]
 
@@ -41,7 +43,7 @@ class TokenBuffer:
         self._size += 1
 
     def extend(self, tokens: NDArray[Any] | Iterable[int]) -> None:
-        new = np.asarray(tokens if isinstance(tokens, np.ndarray) else list(tokens), dtype=np.int32)
+        new = np.asarray(tokens if isinstance(tokens, np.ndarray) else list(tokens), dtype=np.int64)
         if self._size + new.size > self._ids.size:
             self._grow(self._size + new.size)
         self._ids[self._size : self._size + new.size] = new
@@ -51,7 +53,7 @@ class TokenBuffer:
         self._size = size
 
     def _grow(self, size: int) -> None:
-        grown = np.empty(max(size, 2 * self._ids.size, 16), dtype=np.int32)
+        grown = np.empty(max(size, 2 * self._ids.size, 16), dtype=np.int64)
         grown[: self._size] = self.ids
         self._ids = grown
 

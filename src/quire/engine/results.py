@@ -58,7 +58,7 @@ def request_output(
     return RequestOutput(
         request_id=first.request_id,
         prompt=prompt,
-        prompt_token_ids=first.work.tokens.ids[: first.num_prompt].tolist(),
+        prompt_token_ids=first.work.tokens.media.as_given(first.work.tokens.ids[: first.num_prompt]),
         outputs=[completion(sample, tokenizer) for sample in samples],
         prompt_logprobs=[None, *(by_token(entry, tokenizer) for entry in scored.entries)]
         if scored is not None and scored.complete

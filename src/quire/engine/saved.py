@@ -96,7 +96,7 @@ def load(
     if (positions := metadata.get("positions")) != [0, len(listed)]:
         raise DataLoss(f"the state file holds positions {positions!r}; [0, {len(listed)}] is expected")
     tokens = np.array(listed, dtype=np.int64)
-    engine.checks.tokens(tokens)
+    engine.checks.history(tokens)
     adapters = engine.runner.adapters
     runs = as_read(metadata.get("adapters"), tokens.size, adapters.find, adapters.fingerprints, "the state")
     sequence = metadata.get("sequence")
@@ -105,8 +105,12 @@ def load(
     state.runs, state.adapter = runs, runs.runs[-1][1]
     if tokens.size:
         engine.checks_of(state).length(tokens.size, None)
-    state.modified = state.pinned = bool(metadata["modified"])
+    # The embeddings are not in the file, so that what stands for them cannot be computed again.
+    state.modified = state.pinned = bool(metadata["modified"]) or bool((tokens < 0).any())
     state.exact = bool(metadata["exact"])
+    length = sequence.get("length") if isinstance(sequence, Mapping) else 0
+    if isinstance(length, int) and (tokens[length:] < 0).any():
+        raise DataLoss("the state file has no state of tokens that stand for embeddings, which are not in it")
     if sequence is None:
         if file.names:
             raise DataLoss(f"the state file holds tensors {list(file.names)[:3]} and no sequence that they belong to")

@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from quire.contracts.executor import ExecutorInputs
 from quire.contracts.layers import LayerSpec
 from quire.engine import bridge, layer_memory, saved
 from quire.engine.adapter_keys import AdapterNames, Fingerprints, runs_of_session
@@ -26,6 +27,8 @@ from quire.engine.chat import encode_chat
 from quire.engine.chat_turns import Asked, ChatTurns, ReadAnswer
 from quire.engine.engine import Engine
 from quire.engine.generation import SequenceRequest, SessionState
+from quire.engine.media import NO_MEDIA, Media
+from quire.engine.prompts import Prompt, Text, as_token_ids, read_prompt
 from quire.engine.request import TokenBuffer
 from quire.engine.results import request_output
 from quire.engine.saved import ModelIdentity
@@ -37,9 +40,6 @@ from quire.executor.executor import Executor
 from quire.interrupts import uninterrupted
 from quire.outputs import RequestOutput
 from quire.sampling_params import SamplingParams
-
-Text = str | Sequence[int]
-"""Text, or token ids."""
 
 
 class Session:
@@ -83,13 +83,15 @@ class Session:
 
     @property
     def tokens(self) -> list[int]:
-        """All token ids."""
-        return list(self._state.tokens.ids.tolist())
+        """All token ids; -1 to -4, as they were given, where embeddings stand."""
+        held = self._state.tokens
+        return held.media.as_given(held.ids)
 
     @property
     def text(self) -> str:
-        """The text of all tokens, special tokens left out. ``FailedPrecondition`` without a tokenizer."""
-        return self._tokenizer("text").decode(self.tokens, skip_special_tokens=True)
+        """The text of all tokens, special tokens and embeddings left out. ``FailedPrecondition`` without a tokenizer."""
+        spoken = [token for token in self.tokens if token >= 0]
+        return self._tokenizer("text").decode(spoken, skip_special_tokens=True)
 
     @property
     def pinned(self) -> bool:
@@ -110,7 +112,8 @@ class Session:
 
     @property
     def modified(self) -> bool:
-        """Whether ``set_kv`` wrote into its state, which is then no longer what its tokens give."""
+        """Whether its state cannot be had by computing its tokens: ``set_kv`` wrote into it, or it came from a file or a KV cache and
+        the embeddings that stood at placeholders did not."""
         return self._state.modified
 
     @property
@@ -137,17 +140,18 @@ class Session:
     # -- running ---------------------------------------------------------------------------------------------
 
     @uninterrupted
-    def append(self, text: Text) -> Self:
-        """Add text or token ids (no BOS) and run them."""
-        new = self._encode(text)
+    def append(self, text: Prompt) -> Self:
+        """Add text or token ids (no BOS), perhaps with embeddings (``quire.engine.prompts.read_prompt``), and run them."""
+        new, media = self._encode(text)
         with self._engine.lock:
             state = self._idle("append")
             if not new.size:
                 return self
-            self._engine.checks.tokens(new)
+            self._engine.checks.tokens(new, media)
             self._engine.checks_of(state).length(len(self) + new.size, None)
-            request = self._submit_all_but_last(np.append(state.tokens.ids, new.astype(np.int32)))
+            request = self._submit_all_but_last(np.append(state.tokens.ids, new), media)
             if request is None:
+                state.tokens.media |= media
                 state.tokens.extend(new)
                 state.logits = None
         if request is not None:
@@ -225,12 +229,12 @@ class Session:
         if request is not None:
             self._wait(request)
 
-    def _submit_all_but_last(self, tokens: NDArray[np.int32]) -> SequenceRequest | None:
-        """None if these are computed already."""
+    def _submit_all_but_last(self, tokens: NDArray[np.int64], media: Media = NO_MEDIA) -> SequenceRequest | None:
+        """None if these are computed already. ``media``: of those that are not the session's yet."""
         state = self._state
         if len(tokens) < 2 or (state.seq is not None and state.computed >= len(tokens) - 1):
             return None
-        return self._engine.submit_run(state, tokens[:-1], tail=tokens[-1:].tolist())
+        return self._engine.submit_run(state, tokens[:-1], tail=tokens[-1:].tolist(), media=media)
 
     def _wait(self, request: SequenceRequest) -> None:
         self._engine.run([request])
@@ -262,7 +266,9 @@ class Session:
     @uninterrupted
     def score(self, text: Text) -> list[float]:
         """Log-probability of each of these tokens, after the session and each other. The session is unchanged."""
-        new = self._encode(text)
+        if isinstance(text, (Mapping, ExecutorInputs)):
+            raise InvalidArgument("score takes text or token ids: an embedding has no probability; append it instead")
+        new, _ = self._encode(text)
         with self._engine.lock:
             state = self._idle("score")
             self._engine.checks.tokens(new)
@@ -286,7 +292,7 @@ class Session:
                 picked = torch.log_softmax(rows_RV.float(), -1).gather(1, wanted.unsqueeze(1))
                 scores[start : start + rows_RV.shape[0]] = picked.squeeze(1).tolist()
 
-            tokens = np.append(branch.tokens.ids, new[:-1].astype(np.int32))
+            tokens = np.append(branch.tokens.ids, new[:-1])
             self._wait(self._engine.submit_run(branch, tokens, on_logits=read, fresh_from=first, all_logits=True))
             return scores
 
@@ -295,7 +301,7 @@ class Session:
         """A fork of the session's state for one call."""
         with self._engine.lock:
             state = self._idle(verb)
-            branch = SessionState(TokenBuffer(state.tokens.ids), state.key, window=state.window)
+            branch = SessionState(TokenBuffer(state.tokens.ids, state.tokens.media), state.key, window=state.window)
             self._engine.states.fork(state, branch, len(self))
         try:
             yield branch
@@ -320,7 +326,10 @@ class Session:
 
     def _child(self, parent: SessionState, length: int) -> Session:
         state = SessionState(
-            TokenBuffer(parent.tokens.ids[:length]), parent.key, pinned=parent.pinned, window=parent.window
+            TokenBuffer(parent.tokens.ids[:length], parent.tokens.media),
+            parent.key,
+            pinned=parent.pinned,
+            window=parent.window,
         )
         self._engine.states.fork(parent, state, length)
         if length == len(self) and parent.logits is not None:
@@ -446,8 +455,8 @@ class Session:
             tokenizer = self._tokenizer("chat")
             asked = self._turns.ask(messages, self.tokens, tokenizer, answer)
             rendered = np.array(encode_chat(tokenizer, asked.all_messages), dtype=np.int64)
-            tokens = np.concatenate([self._state.tokens.ids[: asked.start].astype(np.int64), rendered])
-            self._engine.checks.tokens(tokens)
+            tokens = np.concatenate([self._state.tokens.ids[: asked.start], rendered])
+            self._engine.checks.history(tokens)
             self._check_params("chat", tokens.size, params)
             return asked, tokens
 
@@ -458,16 +467,26 @@ class Session:
         """Write the state file: under a temporary name, synced, renamed. What is not computed yet is computed first."""
         if not isinstance(path, (str, Path)) or not str(path):
             raise InvalidArgument(f"save takes the name of a file, got {path!r}; to_bytes gives bytes")
-        self._compute("save")
+        self._compute_to_save("save")
         with self._branch("save") as branch:
             saved.save(self._engine, branch, self._identity, Path(path))
 
     @uninterrupted
     def to_bytes(self) -> bytes:
         """The state file as bytes."""
-        self._compute("to_bytes")
+        self._compute_to_save("to_bytes")
         with self._branch("to_bytes") as branch:
             return saved.to_bytes(self._engine, branch, self._identity)
+
+    def _compute_to_save(self, verb: str) -> None:
+        """All but the last token, and that too if it is an embedding, which the file will not have."""
+        with self._engine.lock:
+            self._idle(verb)
+            ends_in_media = bool(len(self)) and self._state.tokens.ids[-1] < 0
+        if ends_in_media:
+            self._catch_up(verb, len(self))
+        else:
+            self._compute(verb)
 
     @uninterrupted
     def as_cache(self, *, capacity: int | None = None, dynamic: bool = False) -> KVCache:
@@ -634,30 +653,13 @@ class Session:
             raise FailedPrecondition(f"{verb} needs a tokenizer, and this model has none; use token ids")
         return tokenizer
 
-    def _encode(self, text: Text) -> NDArray[np.int64]:
+    def _encode(self, text: Prompt) -> tuple[NDArray[np.int64], Media]:
         if isinstance(text, str):
-            return np.array(self._tokenizer("text").encode(text, add_special_tokens=False), dtype=np.int64)
-        return as_token_ids(text)
+            return np.array(self._tokenizer("text").encode(text, add_special_tokens=False), dtype=np.int64), NO_MEDIA
+        if isinstance(text, (Mapping, ExecutorInputs)):
+            return read_prompt(text, self._engine.runner.model.hidden_size)
+        return as_token_ids(text), NO_MEDIA
 
 
 def is_integer(value: object) -> bool:
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-
-
-def as_token_ids(tokens: Sequence[int]) -> NDArray[np.int64]:
-    """A row of token ids; ``InvalidArgument`` for anything that is not integers."""
-    found = None
-    if isinstance(tokens, Tensor):
-        tokens = tokens.tolist()  # from any device
-    if not isinstance(tokens, (str, bytes, bytearray)):
-        try:
-            found = np.asarray(tokens)
-        except (ValueError, TypeError, OverflowError):
-            found = None
-    if found is not None and found.ndim == 1 and not found.size:
-        return np.empty(0, dtype=np.int64)
-    if found is None or found.ndim != 1 or found.dtype.kind not in "iu" or any(isinstance(t, bool) for t in tokens):
-        raise InvalidArgument(f"token ids must be a row of integers, got {str(tokens)[:60]!r}")
-    if int(found.max()) > np.iinfo(np.int32).max:
-        raise InvalidArgument(f"token id {int(found.max())} is outside of every vocabulary; int32 ids are accepted")
-    return found.astype(np.int64)

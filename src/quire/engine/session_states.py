@@ -17,6 +17,7 @@ from quire.engine import layer_memory
 from quire.engine.adapter_keys import prefix_key, runs_of_session
 from quire.engine.generation import SequenceRequest, SessionState
 from quire.engine.host_store import HostStore
+from quire.engine.media import Media
 from quire.engine.prefix_cache import RadixCache
 from quire.engine.request import TokenBuffer, common_prefix
 from quire.errors import FailedPrecondition, QuireError, ResourceExhausted
@@ -26,6 +27,14 @@ from quire.types import AdapterRuns, DropCheckpoint, Edit, Fork, KeepCheckpoint,
 
 KEEP_TOKENS = 32
 """Tokens that a run without sampling must have added for a fork of its end to be kept (a prompt; not each small append)."""
+
+
+def media_of(session: SessionState, tokens: NDArray[np.int64], media: Media) -> Media:
+    """The embeddings of a request of ``tokens`` on a session: its own and new ones. ``FailedPrecondition`` if one is gone that
+    must be run."""
+    known = session.tokens.media | media
+    known.require(tokens[max(0, min(session.computed, tokens.size - 1)) :])
+    return known
 
 
 class SessionStates:
@@ -75,7 +84,7 @@ class SessionStates:
             self.cache.truncate(seq, kept)
         return kept
 
-    def keep(self, seq: SeqId, tokens: NDArray[np.int32], key: Hashable) -> None:
+    def keep(self, seq: SeqId, tokens: NDArray[np.int64], key: Hashable) -> None:
         """Let the prefix cache hold the present end of a sequence that goes on, if windows would let go of it."""
         if self.cache is None or not self.runner.state.forgets:
             return
@@ -305,7 +314,7 @@ class SessionStates:
         session.computed = work.computed if session.seq is not None else 0
         if request.succeeded:
             count = len(work.tokens) if request.kept is None else request.num_prompt + request.kept
-            tokens = TokenBuffer(work.tokens.ids[:count])
+            tokens = TokenBuffer(work.tokens.ids[:count], work.tokens.media)
             tokens.extend(request.tail)
             session.tokens, session.logits = tokens, None
             session.runs = runs_of_session(work.adapters, len(tokens), session.adapter)

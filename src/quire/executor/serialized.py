@@ -175,6 +175,8 @@ def _check(cache: KVCache, file: StateFile, convert_dtype: bool) -> list[SavedRo
         for ids, length in zip(listed, lengths, strict=True)
     ]
     totals = [length if ids is None else ids.size for ids, length in zip(tokens, lengths, strict=True)]
+    if any(ids is not None and (ids[length:] < 0).any() for ids, length in zip(tokens, lengths, strict=True)):
+        raise DataLoss("the state has no state of tokens that stand for embeddings, which are not in it")
     longest = max(totals)
     if not cache.dynamic and longest > cache.capacity:
         raise InvalidArgument(f"the state has {longest} tokens in a row; this static cache has {cache.capacity} slots")

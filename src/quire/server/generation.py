@@ -19,7 +19,7 @@ from starlette.requests import Request
 
 from quire.async_llm import AsyncLLM, SampleDelta
 from quire.engine.grammar_matcher import GRAMMAR_ENDED
-from quire.engine.session import as_token_ids
+from quire.engine.prompts import as_token_ids
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import Cancelled, InvalidArgument, QuireError, ResourceExhausted
 from quire.outputs import CompletionOutput, FinishReason, RequestOutput

@@ -1,0 +1,128 @@
+"""Prompts as users give them: text, token ids, or token ids with embeddings of images or sounds at their placeholders.
+
+Letters: S tokens of a prompt; M rows of embeddings; E model width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeAlias, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from quire.config import MODALITIES
+from quire.contracts.executor import VISION_PLACEHOLDER, AudioData, ExecutorInputs, TextData, VisionData
+from quire.engine.media import NO_MEDIA, Media
+from quire.errors import InvalidArgument, Unsupported
+from quire.executor.media import media_of_rows, recorded_ids
+
+KEYS = ("prompt_token_ids", "multi_modal_data", "prompt_embeds")
+KINDS = {"image": VisionData, "audio": AudioData}
+
+Text: TypeAlias = str | Sequence[int]
+"""Text, or token ids."""
+EmbedsPrompt: TypeAlias = ExecutorInputs | Mapping[str, Any]
+"""Token ids with embeddings at their placeholders, see ``read_prompt``."""
+Prompt: TypeAlias = Text | EmbedsPrompt
+
+
+def read_prompt(prompt: EmbedsPrompt, hidden_size: int) -> tuple[NDArray[np.int64], Media]:
+    """The ids of a history, and its embeddings.
+
+    ``ExecutorInputs`` of one row, or a mapping in vLLM's words: ``prompt_token_ids`` with a placeholder for each row of
+    ``multi_modal_data`` (``image`` at -1, ``audio`` at -2: ``[M, E]``, ``VisionData`` or ``AudioData``), or ``prompt_embeds``
+    ``[S, E]`` alone. ``InvalidArgument`` for what is no such thing; ``Unsupported`` for an image that sees all of itself, which needs
+    a mask.
+    """
+    inputs = prompt if isinstance(prompt, ExecutorInputs) else _as_inputs(prompt)
+    rows = () if inputs.text is None else inputs.text.token_rows()
+    if len(rows) != 1:
+        raise InvalidArgument(f"a prompt with embeddings is one row of token ids; got {len(rows)}")
+    if inputs.next_position is not None:
+        raise InvalidArgument(f"next_position {inputs.next_position!r}: a prompt begins at 0; leave it None")
+    if inputs.vision is not None and inputs.vision.bidirectional:
+        raise Unsupported(
+            "vision bidirectional: prompts and sessions see each token's past only; prefill a KV cache of the executor, and take it "
+            "by session(cache=...)"
+        )
+    ids = rows[0].cpu().numpy()
+    (media,) = media_of_rows(inputs, [ids], MODALITIES, hidden_size)
+    if media is None:
+        return ids, NO_MEDIA
+    recorded = recorded_ids(ids, media)
+    names = recorded[media.places].tolist()
+    # Copies: what the user does with the tensors afterwards must not be seen.
+    kept = media.embeddings_mE.clone()
+    return recorded, Media(
+        dict(zip(names, kept.unbind(), strict=True)), dict(zip(names, ids[media.places].tolist(), strict=True))
+    )
+
+
+def as_token_ids(tokens: Sequence[int]) -> NDArray[np.int64]:
+    """A row of token ids; ``InvalidArgument`` for anything that is not integers."""
+    found = None
+    if isinstance(tokens, Tensor):
+        tokens = tokens.tolist()  # from any device
+    if not isinstance(tokens, (str, bytes, bytearray)):
+        try:
+            found = np.asarray(tokens)
+        except (ValueError, TypeError, OverflowError):
+            found = None
+    if found is not None and found.ndim == 1 and not found.size:
+        return np.empty(0, dtype=np.int64)
+    if found is None or found.ndim != 1 or found.dtype.kind not in "iu" or any(isinstance(t, bool) for t in tokens):
+        raise InvalidArgument(f"token ids must be a row of integers, got {str(tokens)[:60]!r}")
+    if int(found.max()) > np.iinfo(np.int32).max:
+        raise InvalidArgument(f"token id {int(found.max())} is outside of every vocabulary; int32 ids are accepted")
+    return found.astype(np.int64)
+
+
+def _as_inputs(prompt: Mapping[str, Any]) -> ExecutorInputs:
+    if unknown := sorted(str(key) for key in prompt if key not in KEYS):
+        raise InvalidArgument(f"a prompt has no {', '.join(unknown)}; {', '.join(KEYS)} are accepted")
+    if "prompt_embeds" in prompt:
+        if len(prompt) > 1:
+            raise InvalidArgument("prompt_embeds stand for the whole prompt; leave the other keys out")
+        embeds = prompt["prompt_embeds"]
+        if not isinstance(embeds, Tensor) or embeds.dim() != 2 or not len(embeds):
+            raise InvalidArgument("prompt_embeds must be a floating tensor [S, E] of at least one token")
+        ids = torch.full((1, len(embeds)), VISION_PLACEHOLDER)
+        return ExecutorInputs(text=TextData(token_ids=ids), vision=VisionData(embeddings=embeds))
+    if "prompt_token_ids" not in prompt:
+        raise InvalidArgument("a prompt needs prompt_token_ids, or prompt_embeds alone")
+    data = prompt.get("multi_modal_data") or {}
+    if not isinstance(data, Mapping) or not set(data) <= set(KINDS):
+        raise InvalidArgument(f"multi_modal_data must be a mapping of {' and '.join(KINDS)}; got {str(data)[:60]!r}")
+    given = {}
+    for name, kind in KINDS.items():
+        value = data.get(name)
+        if value is not None and not isinstance(value, (Tensor, kind)):
+            raise InvalidArgument(
+                f"multi_modal_data: {name} must be embeddings [M, E] or {kind.__name__}; got {type(value).__name__}"
+            )
+        given[name] = kind(embeddings=value) if isinstance(value, Tensor) else value
+    try:
+        ids = torch.as_tensor(prompt["prompt_token_ids"])
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InvalidArgument(f"prompt_token_ids must be a row of integers: {error}") from None
+    if ids.dim() != 1 or not ids.numel():
+        raise InvalidArgument(f"prompt_token_ids must be a row of integers, got shape {list(ids.shape)}")
+    return ExecutorInputs(
+        text=TextData(token_ids=ids[None]),
+        vision=cast(VisionData | None, given["image"]),
+        audio=cast(AudioData | None, given["audio"]),
+    )
+
+
+def embeddings_of(chunks: Iterable[Sequence[Tensor]]) -> Tensor | None:
+    """What a forward needs for its placeholders, ``[M, E]``: those of its chunks, one after the other; None if there are none."""
+    found = [row for rows in chunks for row in rows]
+    if not found:
+        return None
+    dtype = found[0].dtype
+    for row in found[1:]:
+        dtype = torch.promote_types(dtype, row.dtype)
+    return torch.stack([row.to(found[0].device, dtype) for row in found])
