@@ -12,9 +12,7 @@ with llm.session("class Stack:\\n") as session:
 from __future__ import annotations
 
 import sys
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -35,12 +33,21 @@ from quire.engine.engine import Engine
 from quire.engine.generation import SequenceRequest, SessionState
 from quire.engine.media import NO_MEDIA, Media
 from quire.engine.named_adapters import AdapterInfo
-from quire.engine.prompts import Prompt, Text, as_token_ids, read_prompt
+from quire.engine.prompts import (
+    PreparedPrompts,
+    Prompt,
+    Prompts,
+    Text,
+    as_prompts,
+    as_token_ids,
+    naming_prompt,
+    read_prompt,
+)
 from quire.engine.request import SlidingWindow, TokenBuffer
 from quire.engine.results import request_output
 from quire.engine.session import Session
 from quire.engine.tokenizer import Tokenizer
-from quire.errors import FailedPrecondition, InvalidArgument, QuireError, Unsupported
+from quire.errors import FailedPrecondition, InvalidArgument, Unsupported
 from quire.interrupts import uninterrupted
 from quire.kv.rules import verbs_of
 from quire.kv.statefile import StateFile, read_state
@@ -79,28 +86,10 @@ ENGINE_VERBS: dict[str, str] = dict.fromkeys(
 )
 """What the engine does beyond plain generation, each with an empty reason against it, for ``capabilities``."""
 
-Prompts = Prompt | Sequence[Prompt]
 Messages = Sequence[Mapping[str, Any]]
 
 HOST_SHARE = 0.125
 """Part of the free host memory to which state may be moved unless ``host_memory`` says otherwise."""
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedPrompts:
-    """Prompts that have passed all checks: as token ids, with their texts where they were text."""
-
-    ids: list[NDArray[np.int64]]
-    texts: list[str | None]
-    params: list[SamplingParams]
-    key: Hashable
-    adapter: int | None = None
-    media: Sequence[Media] = ()
-    """The embeddings of each; empty: there are none."""
-
-    def media_of(self, number: int) -> Media:
-        """Those of one prompt."""
-        return self.media[number] if self.media else NO_MEDIA
 
 
 class LLM:
@@ -664,17 +653,6 @@ class LLM:
         return np.array(self._parts.tokenizer.encode(prompt), dtype=np.int64)
 
 
-@contextmanager
-def naming_prompt(number: int, count: int) -> Iterator[None]:
-    """Says which of many prompts an error is about."""
-    try:
-        yield
-    except QuireError as error:
-        if count > 1:
-            error.args = (f"prompt {number}: {error}",)
-        raise
-
-
 def cache_key(salt: str | None) -> Hashable:
     """What may share cached state, beside adapters: the salt."""
     if salt is not None and not isinstance(salt, str):
@@ -691,20 +669,3 @@ def _refuse_beside(given: str, **others: bool) -> None:
 def _check_flag(name: str, value: object) -> None:
     if not isinstance(value, bool):
         raise InvalidArgument(f"{name} must be True or False, got {value!r}")
-
-
-def as_prompts(prompts: Prompts) -> list[Prompt]:
-    """One prompt or many, as a list."""
-    if isinstance(prompts, (str, Mapping, ExecutorInputs)):
-        return [prompts]
-    if isinstance(prompts, torch.Tensor):
-        prompts = prompts.tolist()
-    listable = isinstance(prompts, Sequence) and not isinstance(prompts, (bytes, bytearray))
-    if not listable and not (isinstance(prompts, np.ndarray) and prompts.ndim):
-        raise InvalidArgument(f"prompts must be text, token ids, or a list of these, got {type(prompts).__name__}")
-    if len(prompts) and isinstance(prompts[0], (int, np.integer)):
-        return [prompts]  # type: ignore[list-item]
-    for number, item in enumerate(prompts):
-        if not isinstance(item, (str, Sequence, Mapping, ExecutorInputs, np.ndarray, torch.Tensor)):
-            raise InvalidArgument(f"prompt {number} must be text or token ids, got {type(item).__name__}")
-    return list(prompts)  # type: ignore[arg-type]

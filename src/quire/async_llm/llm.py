@@ -17,11 +17,11 @@ from quire.config import EngineConfig
 from quire.engine.engine import Engine
 from quire.engine.generation import SequenceRequest
 from quire.engine.named_adapters import AdapterInfo
-from quire.engine.prompts import Prompt
+from quire.engine.prompts import PreparedPrompts, Prompt, Prompts
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import InvalidArgument
 from quire.executor.executor import Executor
-from quire.llm import LLM, Messages, PreparedPrompts, Prompts
+from quire.llm import LLM, Messages
 from quire.models.families import LoadedModel
 from quire.outputs import BeamSearchOutput, RequestOutput
 from quire.sampling_params import BeamSearchParams, SamplingParams

@@ -5,7 +5,9 @@ Letters: S tokens of a prompt; M rows of embeddings; E model width.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
 import numpy as np
@@ -16,8 +18,9 @@ from torch import Tensor
 from quire.config import MODALITIES
 from quire.contracts.executor import VISION_PLACEHOLDER, AudioData, ExecutorInputs, TextData, VisionData
 from quire.engine.media import NO_MEDIA, Media
-from quire.errors import InvalidArgument, Unsupported
+from quire.errors import InvalidArgument, QuireError, Unsupported
 from quire.executor.media import media_of_rows, recorded_ids
+from quire.sampling_params import SamplingParams
 
 KEYS = ("prompt_token_ids", "multi_modal_data", "prompt_embeds")
 KINDS = {"image": VisionData, "audio": AudioData}
@@ -27,6 +30,24 @@ Text: TypeAlias = str | Sequence[int]
 EmbedsPrompt: TypeAlias = ExecutorInputs | Mapping[str, Any]
 """Token ids with embeddings at their placeholders, see ``read_prompt``."""
 Prompt: TypeAlias = Text | EmbedsPrompt
+Prompts: TypeAlias = Prompt | Sequence[Prompt]
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedPrompts:
+    """Prompts that have passed all checks: as token ids, with their texts where they were text."""
+
+    ids: list[NDArray[np.int64]]
+    texts: list[str | None]
+    params: list[SamplingParams]
+    key: Hashable
+    adapter: int | None = None
+    media: Sequence[Media] = ()
+    """The embeddings of each; empty: there are none."""
+
+    def media_of(self, number: int) -> Media:
+        """Those of one prompt."""
+        return self.media[number] if self.media else NO_MEDIA
 
 
 def read_prompt(prompt: EmbedsPrompt, hidden_size: int) -> tuple[NDArray[np.int64], Media]:
@@ -126,3 +147,31 @@ def embeddings_of(chunks: Iterable[Sequence[Tensor]]) -> Tensor | None:
     for row in found[1:]:
         dtype = torch.promote_types(dtype, row.dtype)
     return torch.stack([row.to(found[0].device, dtype) for row in found])
+
+
+def as_prompts(prompts: Prompts) -> list[Prompt]:
+    """One prompt or many, as a list."""
+    if isinstance(prompts, (str, Mapping, ExecutorInputs)):
+        return [prompts]
+    if isinstance(prompts, torch.Tensor):
+        prompts = prompts.tolist()
+    listable = isinstance(prompts, Sequence) and not isinstance(prompts, (bytes, bytearray))
+    if not listable and not (isinstance(prompts, np.ndarray) and prompts.ndim):
+        raise InvalidArgument(f"prompts must be text, token ids, or a list of these, got {type(prompts).__name__}")
+    if len(prompts) and isinstance(prompts[0], (int, np.integer)):
+        return [prompts]  # type: ignore[list-item]
+    for number, item in enumerate(prompts):
+        if not isinstance(item, (str, Sequence, Mapping, ExecutorInputs, np.ndarray, torch.Tensor)):
+            raise InvalidArgument(f"prompt {number} must be text or token ids, got {type(item).__name__}")
+    return list(prompts)  # type: ignore[arg-type]
+
+
+@contextmanager
+def naming_prompt(number: int, count: int) -> Iterator[None]:
+    """Says which of many prompts an error is about."""
+    try:
+        yield
+    except QuireError as error:
+        if count > 1:
+            error.args = (f"prompt {number}: {error}",)
+        raise
