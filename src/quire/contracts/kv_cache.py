@@ -56,7 +56,8 @@ class KVCacheInterface(Protocol):
         """
 
     def load(self, data: bytes, *, convert_dtype: bool = False) -> None:
-        """Replace all content by what ``serialize`` gave; validated completely first, committed in one step.
+        """Replace all content by what ``serialize`` gave, or that of one row by a session's state file, of which tokens that the file has
+        no state of are run; validated completely first, committed in one step.
 
         Afterwards any call equals that call on the serialised cache, bit-exact on the same device; where going back runs other
         tokens again than there, since recent recurrent states are not stored, up to rounding. Another dtype is
@@ -65,7 +66,7 @@ class KVCacheInterface(Protocol):
         ``DataLoss``: truncated, malformed, checksum, trailing bytes. ``InvalidArgument`` with expected and found:
         version, model, an adapter that is not loaded here, dtype, geometry, batch size, rank or shape, missing or
         surplus tensors, static capacity below the stored length (larger is fine; a dynamic cache grows).
-        ``ResourceExhausted``: pages, or slots for recurrent states.
+        ``ResourceExhausted``: pages, or slots for recurrent states. ``Cancelled``: while such tokens ran; nothing is replaced.
         """
 
     def select_and_copy_from(self, other: KVCacheInterface, b: int) -> None:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, overload
+from typing import TYPE_CHECKING, Any, Self, overload
 
 import numpy as np
 import torch
@@ -35,11 +35,13 @@ from quire.engine.saved import ModelIdentity
 from quire.engine.session_stream import SessionStream
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import Cancelled, FailedPrecondition, InvalidArgument
-from quire.executor.cache import KVCache
-from quire.executor.executor import Executor
 from quire.interrupts import uninterrupted
 from quire.outputs import RequestOutput
 from quire.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from quire.executor.cache import KVCache
+    from quire.executor.executor import Executor
 
 
 class Session:

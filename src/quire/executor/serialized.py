@@ -1,4 +1,4 @@
-"""KV caches as bytes: the content of a state file of kind ``kv_cache``.
+"""KV caches as bytes: the content of a state file of kind ``kv_cache``, and how one is read, or one of kind ``session``.
 
 One sequence per row under the prefix ``row.<b>.``, and what the rows are: model, adapters, dtype, capacity, lengths, token ids. Where
 tokens stand at other positions than their indices, the kind is another and the positions are listed: whoever does not know of them
@@ -32,7 +32,7 @@ from quire.kv.need import pages_for
 from quire.kv.rule_table import POSITIONS_OF_WINDOWS
 from quire.kv.statefile import StateFile, TensorSpec, read_state, to_bytes
 from quire.runner.adapter_history import as_read, written
-from quire.types import BASE, AdapterRuns, Add, Edit, Window
+from quire.types import BASE, AdapterRuns, Add, Window
 
 if TYPE_CHECKING:
     from quire.executor.cache import KVCache
@@ -295,8 +295,7 @@ def _import_rows(cache: KVCache, file: StateFile, saved: Sequence[SavedRow]) -> 
         for row in saved:
             seq = pool.runner.new_seq()
             if row.sequence is None:
-                edits: list[Edit] = [Add(seq)]
-                pool.edit(*edits, *([] if row.window is None else [Window(seq, *row.window)]))
+                pool.edit(Add(seq), *(() if row.window is None else (Window(seq, *row.window),)))
             else:
                 sequencefile.load(pool.state, seq, file, row.sequence, row.prefix)
             tokens = None if row.ids is None else TokenRecord(row.ids[: row.length])
