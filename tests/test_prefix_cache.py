@@ -363,7 +363,8 @@ def test_refusals_name_the_sequence_and_change_nothing() -> None:
         np.array([1.0]),
         np.array([[1]]),
         np.array([True]),
-        np.array([-5], dtype=np.int64),
+        np.array([-4], dtype=np.int64),
+        np.array([-(2**60), -1]),
         np.array([2**40]),
     ],
     ids=repr,
@@ -391,6 +392,15 @@ def test_every_integer_form_is_the_same_tokens(tokens: list[int]) -> None:
         ids = as_token_ids(form)
         assert ids.dtype == np.int64
         assert ids.tolist() == tokens
+
+
+def test_ids_made_from_data_match_themselves() -> None:
+    image, other = -(2**61) - 7, -(2**61) - 7 - 2**32
+    cache = RadixCache()
+    cache.insert(1, np.array([1, image, -5, 2]), "k")
+    assert cache.match(np.array([1, image, -5, 3]), "k") == (1, 3)
+    assert cache.match(np.array([1, other, -5, 2]), "k") == (1, 1), "all 64 bits count"
+    cache.check()
 
 
 def test_check_finds_damage() -> None:
