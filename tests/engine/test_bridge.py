@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from quire import LLM, FailedPrecondition, InvalidArgument, LlmExecutor
+from quire import LLM, AsyncLLM, DataLoss, FailedPrecondition, InvalidArgument, LlmExecutor, NotFound, ResourceExhausted
 from quire.contracts.executor import DecodeInput, ExecutorInputs, PrefillInput, TextData
 from quire.engine.session import Session
+from quire.errors import QuireError, Unsupported
 from quire.executor.cache import KVCache
+from quire.executor.executor import Executor
 from quire.executor.handle import handle_of
+from quire.kv.statefile import plan_of, read_state, to_bytes
 
 from .conftest import VOCAB, Checkpoint, MakeLLM, engine_of, greedy, make_family, random_tokens, record
 
@@ -605,6 +609,19 @@ def test_an_executor_of_its_own_over_the_same_pages(small: LLM, llama: Checkpoin
     own.shutdown()
     with pytest.raises(NotFound, match="released"):
         small.session(cache=output.kv_cache)
+
+
+def test_rows_at_positions_of_their_own_are_no_sessions(small: LLM, llama: Checkpoint) -> None:
+    """A session's tokens stand at their indices: another row is refused, as far as it is another."""
+    places = torch.tensor([[*range(30), *range(50, 60)]])
+    output = small.executor.prefill(PrefillInput(input_ids=torch.tensor([PROMPT]), position_ids=places))
+    cache = output.kv_cache.cache
+    with pytest.raises(Unsupported, match="row 0 has tokens at positions that are not their indices"):
+        small.session(cache=cache)
+    with pytest.raises(Unsupported, match="row 0 of the state has tokens at positions"):
+        small.session_from_bytes(cache.serialize())
+    early = small.session(cache=handle_of(cache, (30,)))
+    assert early.generate(greedy(3)).outputs[0].token_ids == llama.greedy(PROMPT[:30], 3)
 
 
 def test_pinned_and_dropped(make_llm: MakeLLM, llama: Checkpoint) -> None:
