@@ -121,7 +121,8 @@ def test_damaged_bytes(small: LLM, llama: Checkpoint) -> None:
 @pytest.mark.parametrize(
     ("changes", "error", "match"),
     [
-        ({"kind": "kv_cache"}, InvalidArgument, "'session' is expected"),
+        ({"kind": "soup"}, InvalidArgument, "holds a 'soup', and a 'session' or a 'kv_cache' is expected"),
+        ({"kind": "kv_cache"}, DataLoss, "does not say which rows it has"),
         ({"model": None}, DataLoss, "which model"),
         ({"adapters": None}, DataLoss, "adapters None"),
         ({"adapters": [{"from": 0}]}, DataLoss, "from position"),

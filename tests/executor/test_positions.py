@@ -306,7 +306,7 @@ def test_files_say_where_tokens_stand_and_old_readers_refuse_them(ex: Executor, 
         (DataLoss, {"positions": ["x" * 17, None]}, "as many in 0"),
         (DataLoss, {"next_positions": [17, 17]}, "its rows say"),
         (ResourceExhausted, {"positions": [[CONTEXT, *JUMPS[1:]], None]}, f"position {CONTEXT}"),
-        (InvalidArgument, {"kind": "session"}, "'session'"),
+        (InvalidArgument, {"kind": "soup"}, "'soup'"),
     ):
         with refused(kind, ex, other, match=match):
             other.load(rewritten(data, changes))

@@ -118,7 +118,8 @@ def test_what_does_not_fit_is_refused(llama: Tiny, tinies: dict[str, Tiny], ex: 
         rows: Any = file.metadata["rows"]
         model: Any = file.metadata["model"]
     cases: list[tuple[type[QuireError], bytes, str]] = [
-        (InvalidArgument, rewritten(data, {"kind": "session"}), "'kv_cache' is expected"),
+        (InvalidArgument, rewritten(data, {"kind": "soup"}), "a 'kv_cache' or a 'session' is expected"),
+        (InvalidArgument, rewritten(data, {"kind": "session"}), "1 rows, 2 are expected"),
         (InvalidArgument, rewritten(data, {"model": {**model, "weights": "x"}}), "weights 'x' found"),
         (DataLoss, rewritten(data, {"model": None}), "which model"),
         (DataLoss, rewritten(data, {"adapters": [1]}), "adapters"),

@@ -75,10 +75,10 @@ def read_prompt(prompt: EmbedsPrompt, hidden_size: int) -> tuple[NDArray[np.int6
         return ids, NO_MEDIA
     recorded = recorded_ids(ids, media)
     names = recorded[media.places].tolist()
-    # Copies: what the user does with the tensors afterwards must not be seen.
-    kept = media.embeddings_mE.clone()
+    # These are copies: what the user does with the tensors afterwards is not seen.
     return recorded, Media(
-        dict(zip(names, kept.unbind(), strict=True)), dict(zip(names, ids[media.places].tolist(), strict=True))
+        dict(zip(names, media.embeddings_mE.unbind(), strict=True)),
+        dict(zip(names, ids[media.places].tolist(), strict=True)),
     )
 
 

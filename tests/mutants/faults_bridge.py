@@ -1,0 +1,127 @@
+"""Faults between sessions and KV caches, and of embeddings in histories."""
+
+from __future__ import annotations
+
+from tests.mutants.harness import Mutant
+
+MUTANTS = (
+    Mutant(
+        name="prompts-begin-with-salted-rows",
+        file="executor/sharing.py",
+        old=" or not row.origin.is_shareable",
+        new="",
+        tests=("engine/test_bridge.py::test_salted_tokens_and_windows_are_no_prefix_for_prompts",),
+    ),
+    Mutant(
+        name="prompts-begin-with-windowed-rows",
+        file="executor/sharing.py",
+        old=" or not pool.has_its_window(row.seq)",
+        new="",
+        tests=("engine/test_bridge.py::test_salted_tokens_and_windows_are_no_prefix_for_prompts",),
+    ),
+    Mutant(
+        name="written-states-run-again",
+        file="executor/replay.py",
+        old=" and not row.origin.modified:",
+        new=":",
+        tests=("engine/test_bridge.py::test_a_written_recurrent_state_is_not_run_again_by_the_executor",),
+    ),
+    Mutant(
+        name="written-states-given-up",
+        file="executor/cache.py",
+        old="            known = 0 if row.origin.modified else known\n",
+        new="",
+        tests=("engine/test_bridge.py::test_a_written_recurrent_state_is_not_run_again_by_the_executor",),
+    ),
+    Mutant(
+        name="cleared-rows-keep-the-window-of-a-session",
+        file="executor/cache.py",
+        old="            if not self.pool.has_its_window(row.seq):",
+        new="            if False:",
+        tests=("engine/test_bridge.py::test_salted_tokens_and_windows_are_no_prefix_for_prompts",),
+    ),
+    Mutant(
+        name="session-files-without-their-last-token",
+        file="executor/serialized.py",
+        old="    if any(row.owed.size for row in saved):",
+        new="    if False:",
+        tests=("engine/test_bridge.py::test_files_of_both_are_read_by_both",),
+    ),
+    Mutant(
+        name="sessions-of-caches-feed-the-prefix-cache",
+        file="engine/bridge.py",
+        old='("cache", engine.runner.new_seq())',
+        new="NO_SALT",
+        tests=("engine/test_bridge.py::test_a_session_of_a_cache_is_no_prefix_for_others",),
+    ),
+    Mutant(
+        name="written-rows-become-plain-sessions",
+        file="engine/bridge.py",
+        old="= origin.exact, fixed, fixed",
+        new="= origin.exact, False, False",
+        tests=("engine/test_bridge.py::test_a_state_that_was_written_into",),
+    ),
+    Mutant(
+        name="sessions-of-caches-forget-adapters",
+        file="engine/bridge.py",
+        old="    state.runs = runs\n",
+        new="",
+        tests=("engine/test_bridge.py::test_adapters_of_each_token",),
+    ),
+    Mutant(
+        name="rows-at-other-positions-become-sessions",
+        file="engine/bridge.py",
+        old="if source.positions is not None and not are_indices",
+        new="if False and not are_indices",
+        tests=("engine/test_bridge.py::test_rows_at_positions_of_their_own_are_no_sessions",),
+    ),
+    Mutant(
+        name="embeddings-known-by-placeholders",
+        file="engine/prompts.py",
+        old="    recorded = recorded_ids(ids, media)\n",
+        new="    recorded = np.where(ids < 0, ids - 4, ids)\n",
+        tests=("engine/test_media.py::test_the_prefix_cache_goes_by_the_data",),
+    ),
+    Mutant(
+        name="sessions-lose-embeddings",
+        file="engine/session_states.py",
+        old="TokenBuffer(work.tokens.ids[:count], work.tokens.media)",
+        new="TokenBuffer(work.tokens.ids[:count])",
+        tests=("engine/test_media.py::test_sessions_at_random",),
+    ),
+    Mutant(
+        name="forks-lose-embeddings",
+        file="engine/session.py",
+        old="TokenBuffer(parent.tokens.ids[:length], parent.tokens.media)",
+        new="TokenBuffer(parent.tokens.ids[:length])",
+        tests=("engine/test_media.py::test_sessions_at_random",),
+    ),
+    Mutant(
+        name="gone-embeddings-not-missed",
+        file="engine/session_states.py",
+        old="    known.require(tokens[max(0, min(session.computed, tokens.size - 1)) :])\n",
+        new="",
+        tests=("engine/test_media.py::test_saved_and_as_a_cache",),
+    ),
+    Mutant(
+        name="loaded-embeddings-computed-again",
+        file="engine/saved.py",
+        old=" or bool((tokens < 0).any())",
+        new="",
+        tests=("engine/test_media.py::test_saved_and_as_a_cache",),
+    ),
+    Mutant(
+        name="penalties-count-embeddings",
+        file="engine/engine.py",
+        old="spoken = tokens.ids[tokens.ids >= 0]",
+        new="spoken = tokens.ids",
+        tests=("engine/test_media.py::test_samples_penalties_and_what_a_caller_does_afterwards",),
+    ),
+    Mutant(
+        name="images-at-the-end-not-saved",
+        file="engine/session.py",
+        old="        if ends_in_media:",
+        new="        if False:",
+        tests=("engine/test_media.py::test_a_session_that_ends_in_an_image_is_saved",),
+    ),
+)
