@@ -355,7 +355,8 @@ def test_a_written_recurrent_state_is_not_run_again_by_the_executor(make_llm: Ma
             llm.executor.truncate_kv(cache, 20)
         assert cache.lengths == (40,)
         cache.give_up_states()
-    llm.executor.truncate_kv(cache, 39)  # where the session keeps the state that was written
+        assert 39 in llm.executor.pool.state.checkpoints(cache.rows[0].seq), "where the session keeps what was written"
+    llm.executor.truncate_kv(cache, 39)
     with pytest.raises(FailedPrecondition, match="written into"):
         llm.session(cache=handle_of(cache, (30,)))
 
@@ -385,8 +386,10 @@ def test_salted_tokens_and_windows_are_no_prefix_for_prompts(small: LLM) -> None
 
 def test_a_session_of_a_cache_is_no_prefix_for_others(small: LLM) -> None:
     output = small.executor.prefill(PrefillInput(input_ids=torch.tensor([PROMPT])))
-    small.session(cache=output.kv_cache).generate(greedy(2))
+    session = small.session(cache=output.kv_cache)
+    session.generate(greedy(2))
     assert small.generate([[*PROMPT, 3]], greedy(1))[0].num_cached_tokens == 0
+    assert session.fork().generate(greedy(1)).num_cached_tokens > 40, "it shares with its own forks"
 
 
 def test_a_state_from_another_dtype_stays_marked(make_llm: MakeLLM, llama: Checkpoint) -> None:

@@ -27,7 +27,7 @@ MUTANTS = (
         tests=("engine/test_bridge.py::test_a_written_recurrent_state_is_not_run_again_by_the_executor",),
     ),
     Mutant(
-        name="written-states-given-up",
+        name="rows-give-up-written-states",
         file="executor/cache.py",
         old="            known = 0 if row.origin.modified else known\n",
         new="",
