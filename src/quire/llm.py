@@ -35,7 +35,9 @@ from quire.engine.generation import SequenceRequest, SessionState
 from quire.engine.named_adapters import AdapterInfo
 from quire.engine.request import SlidingWindow, TokenBuffer
 from quire.engine.results import request_output
-from quire.engine.session import Session, Text, as_token_ids
+from quire.engine.session import Session, Text
+from quire.engine.session_labels import checked_labels, checked_name
+from quire.engine.token_ids import as_token_ids
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import FailedPrecondition, InvalidArgument, QuireError, Unsupported
 from quire.interrupts import uninterrupted
@@ -357,6 +359,8 @@ class LLM:
         pin: bool = False,
         window: int | None = None,
         sink: int = 0,
+        name: str | None = None,
+        labels: Mapping[str, str] | None = None,
     ) -> Session:
         """A live sequence that starts with ``prompt`` (text, token ids or nothing), which is run.
 
@@ -364,10 +368,12 @@ class LLM:
         ``window - sink`` are seen and kept (StreamingLLM), so that memory and time per token stay as they are however long it
         gets, also beyond the model's context; such a session shares no prefix with others. ``Unsupported``: a sink on a
         model that runs through transformers' layers. ``adapter``: the name of a loaded one; ``Session.use_adapter`` changes it.
+        ``name`` and ``labels`` (strings by strings) are for whoever has many sessions; they need not be unique.
         """
         self._require_open("session")
         tokens, key = self._encode(prompt), cache_key(cache_salt)
         _check_flag("pin", pin)
+        called, labelled = checked_name(name), checked_labels({} if labels is None else labels)
         self._engine.checks.tokens(tokens)
         kept = self._window(window, sink)
         with self._engine.lock:  # so that the adapter stays loaded until the session is known to use it
@@ -375,6 +381,7 @@ class LLM:
             if tokens.size:
                 self._engine.checks_of(state).length(tokens.size, None)
             session = self._session(state)
+            session.name, session.labels = called, labelled
         try:
             session.compute()
         except BaseException:

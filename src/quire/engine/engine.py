@@ -25,6 +25,7 @@ from quire.engine.detokenizer import IncrementalDetokenizer
 from quire.engine.drawing import Drawing
 from quire.engine.generation import OnLogits, SequenceRequest, SessionState
 from quire.engine.host_store import HostStore
+from quire.engine.pins import Pins, final_length
 from quire.engine.prefix_cache import RadixCache
 from quire.engine.request import ScheduledRequest, TokenBuffer
 from quire.engine.results import PromptLogprobs
@@ -99,6 +100,7 @@ class Engine:
             fail=self._fail,
         )
         self.states = SessionStates(runner, cache=self.cache, host=self.host, metrics=self.metrics)
+        self.pins = Pins(runner.state, self.states.sessions, limits.max_num_batched_tokens)
         self.checkpoints = None
         if isinstance(runner.state, HybridState):
             self.checkpoints = Checkpoints(
@@ -168,7 +170,8 @@ class Engine:
         ``key``: the salt; only requests of the same salt and the same adapters share cached prefixes. ``adapter``: id of a loaded
         adapter under which all tokens run. A session has both.
 
-        Everything is checked here: ``InvalidArgument``, ``ResourceExhausted`` (never fits), ``Unsupported``, ``NotFound``.
+        Everything is checked here: ``InvalidArgument``, ``ResourceExhausted`` (never fits), ``Unsupported``, ``NotFound``; and
+        ``QuotaExceeded`` or ``PoolExhausted`` for a pinned session whose account has a limit.
         """
         if session is not None and adapter is not None:
             raise InvalidArgument(f"adapter {adapter} and a session: a session has its own; switch that, and give None")
@@ -182,6 +185,8 @@ class Engine:
         limit = self.checks_of(session).length(tokens.size, params)
         with self.lock:
             self.runner.adapters.check([adapter])
+            if session is not None:
+                self.pins.check(session, final_length(tokens.size, params.max_tokens, limit), session.account)
             runs = BASE.then(0, adapter)
             prefix = self.states.prefix_key(key, runs)
             name = self._name(request_id)
@@ -218,6 +223,7 @@ class Engine:
         """
         self.checks_of(session).length(len(tokens) + len(tail), None)
         with self.lock:
+            self.pins.check(session, len(tokens), session.account)
             work = ScheduledRequest(
                 TokenBuffer(tokens),
                 reusable=True,

@@ -26,10 +26,13 @@ from quire.engine.chat import encode_chat
 from quire.engine.chat_turns import Asked, ChatTurns, ReadAnswer
 from quire.engine.engine import Engine
 from quire.engine.generation import SequenceRequest, SessionState
+from quire.engine.pins import PinAccount
 from quire.engine.request import TokenBuffer
 from quire.engine.results import request_output
 from quire.engine.saved import ModelIdentity
+from quire.engine.session_labels import Labelled
 from quire.engine.session_stream import SessionStream
+from quire.engine.token_ids import as_token_ids, is_integer
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import Cancelled, FailedPrecondition, InvalidArgument
 from quire.interrupts import uninterrupted
@@ -40,7 +43,7 @@ Text = str | Sequence[int]
 """Text, or token ids."""
 
 
-class Session:
+class Session(Labelled):
     """Made by ``LLM.session``. Every method raises ``FailedPrecondition`` once the session is closed, and while it is
     generating. A refused or failed call leaves the session as it was.
 
@@ -304,7 +307,10 @@ class Session:
     @overload
     def fork(self, at: int | None = None, *, n: int) -> list[Session]: ...
     def fork(self, at: int | None = None, n: int | None = None) -> Session | list[Session]:
-        """A copy-on-write copy under the same adapter: of all tokens, or of the first ``at``. With ``n`` a list of that many."""
+        """A copy-on-write copy under the same adapter: of all tokens, or of the first ``at``. With ``n`` a list of that many.
+
+        A child is pinned if its parent is, and has the same labels and no name.
+        """
         with self._engine.lock:
             state = self._idle("fork")
             length = self._position("fork at", at) if at is not None else len(self)
@@ -317,11 +323,12 @@ class Session:
         state = SessionState(
             TokenBuffer(parent.tokens.ids[:length]), parent.key, pinned=parent.pinned, window=parent.window
         )
+        state.account = parent.account
         self._engine.states.fork(parent, state, length)
         if length == len(self) and parent.logits is not None:
             state.logits = parent.logits.clone()
         child = Session(self._engine, state, identity=self._identity, defaults=self._defaults, adapters=self._names)
-        child._turns = self._turns.up_to(length)
+        child._turns, child._labels = self._turns.up_to(length), self._labels
         return child
 
     def rewind(self, to: int | None = None, n: int | None = None) -> int:
@@ -438,6 +445,24 @@ class Session:
             self._engine.checks.tokens(tokens)
             self._check_params("chat", tokens.size, params)
             return asked, tokens
+
+    # -- pinning ---------------------------------------------------------------------------------------------
+
+    def pin(self, account: PinAccount | None = None) -> None:
+        """Keep its state even if the pool is short. ``account``: among whose pinned sessions it counts, also with all that it will
+        hold; ``QuotaExceeded`` or ``PoolExhausted`` if these would hold too much then."""
+        with self._engine.lock:
+            state = self._idle("pin")
+            self._engine.pins.check(state, len(self), account)
+            state.pinned, state.account = True, account
+
+    def unpin(self) -> None:
+        """Let its state be dropped again if the pool is short. ``FailedPrecondition`` once ``set_kv`` wrote into it."""
+        with self._engine.lock:
+            state = self._idle("unpin")
+            if state.modified:
+                raise FailedPrecondition("unpin: a state that set_kv wrote into cannot be computed again, so it stays")
+            state.pinned, state.account = False, None
 
     # -- saving ----------------------------------------------------------------------------------------------
 
@@ -605,26 +630,3 @@ class Session:
         if isinstance(text, str):
             return np.array(self._tokenizer("text").encode(text, add_special_tokens=False), dtype=np.int64)
         return as_token_ids(text)
-
-
-def is_integer(value: object) -> bool:
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-
-
-def as_token_ids(tokens: Sequence[int]) -> NDArray[np.int64]:
-    """A row of token ids; ``InvalidArgument`` for anything that is not integers."""
-    found = None
-    if isinstance(tokens, Tensor):
-        tokens = tokens.tolist()  # from any device
-    if not isinstance(tokens, (str, bytes, bytearray)):
-        try:
-            found = np.asarray(tokens)
-        except (ValueError, TypeError, OverflowError):
-            found = None
-    if found is not None and found.ndim == 1 and not found.size:
-        return np.empty(0, dtype=np.int64)
-    if found is None or found.ndim != 1 or found.dtype.kind not in "iu" or any(isinstance(t, bool) for t in tokens):
-        raise InvalidArgument(f"token ids must be a row of integers, got {str(tokens)[:60]!r}")
-    if int(found.max()) > np.iinfo(np.int32).max:
-        raise InvalidArgument(f"token id {int(found.max())} is outside of every vocabulary; int32 ids are accepted")
-    return found.astype(np.int64)
