@@ -40,6 +40,7 @@ WITHOUT_TORCH = (
     "kv.states",
     "engine.scheduler",
     "engine.prefix_cache",
+    "engine.pins",
     "engine.grammar_trial",
 )
 LEVELS = {part: level for level, parts in enumerate(LAYERS) for part in parts}

@@ -92,7 +92,10 @@ def _server_parameters() -> Iterator[python_inspect.Parameter]:
 
     kinds: dict[str, Any] = {
         "int": int,
+        "int | None": int,
         "float": float,
+        "float | None": float,
+        "bool": bool,
         "tuple[str, ...]": list[str],
         "tuple[Path, ...]": list[Path],
     }

@@ -38,6 +38,14 @@ class ResourceExhausted(QuireError, MemoryError):
     """Pages, capacity or the model's maximum length ran out; always raised before anything is written."""
 
 
+class PoolExhausted(ResourceExhausted):
+    """Others hold what the call needs, and nothing of it can be taken from them now; later the same call may succeed."""
+
+
+class QuotaExceeded(ResourceExhausted):
+    """The caller holds as much as one may; the call can succeed once the caller has given something back."""
+
+
 class Unsupported(QuireError, NotImplementedError):
     """A verb or a combination that this model, device or kind of state does not have."""
 

@@ -39,13 +39,14 @@ from quire.engine.prompts import (
     Prompts,
     Text,
     as_prompts,
-    as_token_ids,
     naming_prompt,
     read_prompt,
 )
 from quire.engine.request import SlidingWindow, TokenBuffer
 from quire.engine.results import request_output
 from quire.engine.session import Session
+from quire.engine.session_labels import checked_labels, checked_name
+from quire.engine.token_ids import as_token_ids
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import FailedPrecondition, InvalidArgument, Unsupported
 from quire.interrupts import uninterrupted
@@ -372,6 +373,8 @@ class LLM:
         sink: int = 0,
         cache: CacheLike | None = None,
         row: int | None = None,
+        name: str | None = None,
+        labels: Mapping[str, str] | None = None,
     ) -> Session:
         """A live sequence that starts with ``prompt`` (text, token ids, these with embeddings as of ``generate``, or nothing), which
         is run.
@@ -382,10 +385,12 @@ class LLM:
         model that runs through transformers' layers. ``adapter``: the name of a loaded one; ``Session.use_adapter`` changes it.
 
         ``cache``: a KV cache of ``executor``, or a handle, of which the session is to be a copy-on-write fork, the cache unchanged, in
-        the place of all these but ``pin``; ``row`` picks one of several rows. It has the row's tokens, window and adapters, goes on
+        the place of all these but ``pin``, ``name`` and ``labels``; ``row`` picks one of several rows. It has the row's tokens, window and adapters, goes on
         under the last of these, and shares no prefix with others.
+        ``name`` and ``labels`` (strings by strings) are for whoever has many sessions; they need not be unique.
         """
         self._require_open("session")
+        called, labelled = checked_name(name), checked_labels({} if labels is None else labels)
         if cache is not None:
             _refuse_beside(
                 "cache",
@@ -399,7 +404,9 @@ class LLM:
             with self._engine.lock:
                 forked = bridge.fork_to_session(self._engine, cache, row)
                 forked.pinned |= pin
-                return self._session(forked)
+                session = self._session(forked)
+                session.name, session.labels = called, labelled
+                return session
         if row is not None:
             raise InvalidArgument(f"row {row!r} without a KV cache; give cache=, or leave row out")
         (tokens, media), key = self._read(prompt), cache_key(cache_salt)
@@ -412,6 +419,7 @@ class LLM:
             if tokens.size:
                 self._engine.checks_of(state).length(tokens.size, None)
             session = self._session(state)
+            session.name, session.labels = called, labelled
         try:
             session.compute()
         except BaseException:

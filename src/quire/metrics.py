@@ -41,6 +41,8 @@ REFUSAL_ERRORS = (
     "NotFound",
     "FailedPrecondition",
     "ResourceExhausted",
+    "PoolExhausted",
+    "QuotaExceeded",
     "Unsupported",
     "DataLoss",
     "BlendLoadError",

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from quire.errors import QuireError
+
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 
@@ -34,6 +36,8 @@ class CompletionOutput:
     """For each token: the chosen one and the most likely ones, by id."""
     error: str | None = None
     """Why, if ``finish_reason`` is "error"."""
+    failure: QuireError | None = field(default=None, repr=False, compare=False)
+    """The same as an exception, for programs that raise it or look at its class."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,6 +118,8 @@ class BeamSearchOutput:
     """Tokens of the prompt that did not have to be computed."""
     error: str | None = None
     """What ended the search before its time, if something went wrong."""
+    failure: QuireError | None = field(default=None, repr=False, compare=False)
+    """The same as an exception."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -44,6 +44,9 @@ class Pages:
         need = sum(self.grown(seq, count) for seq, count in zip(seq_ids, append_lengths, strict=True))
         return max(0, need - (self.num_pages - self.used))
 
+    def empty(self) -> bool:
+        return not self.held
+
     def apply(self, edit: Edit) -> None:
         match edit:
             case Add(seq):

@@ -16,6 +16,7 @@ from engine.conftest import make_checkpoint
 from quire import LLM, AsyncLLM, SamplingParams
 from quire.server.session_files import StateFileResponse, TemporaryFile
 from quire.server.settings import ServerSettings
+from quire.server.stored import StoredBytes
 
 from .conftest import OPTIONS, Served, pages_free, serving, wait_for
 from .test_sessions import GREEDY, LONG, PROMPT, info, made, nothing_is_left, ok, post, refused, streaming
@@ -140,7 +141,7 @@ def test_an_upload_that_ends_too_soon(served: Served, state: bytes, folder: Path
     wait_for(lambda: not left(folder))
     wait_for(lambda: served.context.gate.under_way == 0)
     assert ok(served.client.get("/v1/sessions"))["data"] == []
-    with served.context.sessions.room(served.context.settings.max_sessions):
+    with served.context.sessions.room("", served.context.settings.max_sessions):
         pass  # the place that was kept for it is free
 
 
@@ -172,7 +173,7 @@ def test_a_reader_that_goes_away(folder: Path) -> None:
             await gone.wait()
             return {"type": "http.disconnect"}
 
-        place = TemporaryFile()
+        place = TemporaryFile(StoredBytes(ServerSettings()), "")
         path = await place.__aenter__()
         path.write_bytes(bytes(3 << 20))
         assert left(folder)

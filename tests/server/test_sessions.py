@@ -182,7 +182,12 @@ def test_a_description(client: httpx.Client, plain: LLM) -> None:
     listed = ok(client.get("/v1/sessions"))
     assert [one["id"] for one in listed["data"]] == [name, child]
     assert not listed["has_more"]
-    assert listed["data"][0]["tokens"] == found["tokens"]
+    # A list says what a session is, not what it holds: that is told of one session only.
+    assert all(not {"tokens", "text", "rewind_costs"} & set(one) for one in listed["data"])
+    told = {key: value for key, value in listed["data"][1].items() if key != "ttl_left"}
+    assert told.items() <= found.items()
+    assert ok(client.get("/v1/sessions", params={"tokens": False}))["data"][0].keys() == listed["data"][0].keys()
+    assert "GET /v1/sessions/{id}" in refused(client.get("/v1/sessions", params={"tokens": True}), 400, "tokens")
     page = ok(client.get("/v1/sessions", params={"limit": 1}))
     assert [one["id"] for one in page["data"]] == [name]
     assert page["has_more"]
@@ -413,9 +418,9 @@ class Closing:
 def registry(now: list[float], **settings: Any) -> tuple[Sessions, Callable[..., tuple[str, Closing]]]:
     sessions = Sessions(ServerSettings(**settings), clock=lambda: now[0])
 
-    def create(owner: str = "", **options: Any) -> tuple[str, Closing]:
-        closing = Closing()
-        return sessions.create(owner, closing, **options), closing  # type: ignore[arg-type]
+    def create(owner: str = "", *, ttl: float | None = None, pinned: bool = False) -> tuple[str, Closing]:
+        closing, lifetime = Closing(), sessions.lifetime(ttl, pinned=pinned)
+        return sessions.create(owner, closing, ttl=lifetime), closing  # type: ignore[arg-type]
 
     return sessions, create
 
@@ -423,7 +428,7 @@ def registry(now: list[float], **settings: Any) -> tuple[Sessions, Callable[...,
 def test_what_is_not_used_is_closed() -> None:
     async def main() -> None:
         now = [100.0]
-        sessions, create = registry(now, session_ttl=10)
+        sessions, create = registry(now, session_ttl=10, pinned_ttl=1000)
         (first, one), (second, two), (third, three), (fourth, four) = (
             create(),
             create(ttl=30),
@@ -433,7 +438,7 @@ def test_what_is_not_used_is_closed() -> None:
         assert [sessions.time_left(sessions.get("", name)) for name in (first, second, third, fourth)] == [
             10,
             30,
-            None,
+            1000,
             5,
         ]
         now[0] += 6
@@ -455,8 +460,13 @@ def test_what_is_not_used_is_closed() -> None:
         await asyncio.wait_for(_until(lambda: one.closed and two.closed), 10)
         assert not three.closed
         assert len(sessions) == 1
+        with pytest.raises(ApiError) as error:
+            sessions.lifetime(1001, pinned=True)
+        assert (error.value.status, error.value.param) == (400, "ttl")
+        assert sessions.lifetime(1001, pinned=False) == 1001
+        now[0] += 1000  # nobody keeps anything for ever
+        await asyncio.wait_for(_until(lambda: three.closed), 10)
         await sessions.close_all()
-        assert three.closed
         assert len(sessions) == 0
         with pytest.raises(FailedPrecondition, match="shutting down"):
             create()
@@ -480,19 +490,19 @@ def test_one_call_at_a_time_and_places_that_are_kept() -> None:
                 sessions.take("b", name, "append")
         held: HeldSession = sessions.take("a", name, "append")
         sessions.release(held)
-        with sessions.room(2):
-            with pytest.raises(ApiError) as error, sessions.room():
+        with sessions.room("a", 2):
+            with pytest.raises(ApiError) as error, sessions.room("a"):
                 raise AssertionError("there is none")
             assert error.value.status == 429
-        with pytest.raises(ApiError), sessions.room(3):
+        with pytest.raises(ApiError), sessions.room("a", 3):
             raise AssertionError("there are two")
-        with sessions.room(2):
+        with sessions.room("b", 2):
             create("b")
             create("b")
-        with pytest.raises(ApiError), sessions.room():
+        with pytest.raises(ApiError), sessions.room("a"):
             raise AssertionError("there is none")
         await sessions.close("a", name)
-        with sessions.room():
+        with sessions.room("a"):
             pass
         await sessions.close_all()
 
@@ -505,7 +515,7 @@ def test_expiry_gives_pages_back(llm: AsyncLLM) -> None:
         pinned = made(found.client, prompt=PROMPT, pin=True)
         (child,) = post(found.client, pinned, "fork")["ids"]
         assert info(found.client, child)["pinned"]
-        assert info(found.client, child)["ttl_left"] is None
+        assert info(found.client, child)["ttl"] == info(found.client, pinned)["ttl"] == 14400
         wait_for(lambda: len(found.context.sessions) == 3)
         refused(found.client.get(f"/v1/sessions/{gone}"), 404)
         assert [one["id"] for one in ok(found.client.get("/v1/sessions"))["data"]] == [kept, pinned, child]

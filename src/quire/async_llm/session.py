@@ -14,6 +14,7 @@ from quire.async_llm.stepper import Job
 from quire.async_llm.stream import AsyncStream, Prepared
 from quire.engine.chat_turns import ReadAnswer
 from quire.engine.generation import SequenceRequest
+from quire.engine.pins import PinAccount
 from quire.engine.prompts import Prompt, Text
 from quire.engine.results import request_output
 from quire.engine.session import Session
@@ -40,6 +41,24 @@ class AsyncSession:
 
     def __repr__(self) -> str:
         return repr(self._session).replace("Session", "AsyncSession", 1)
+
+    @property
+    def name(self) -> str | None:
+        """As ``Session.name``; it can be set."""
+        return self._session.name
+
+    @name.setter
+    def name(self, value: str | None) -> None:
+        self._session.name = value
+
+    @property
+    def labels(self) -> Mapping[str, str]:
+        """As ``Session.labels``; they can be set."""
+        return self._session.labels
+
+    @labels.setter
+    def labels(self, value: Mapping[str, str]) -> None:
+        self._session.labels = value
 
     @property
     def tokens(self) -> list[int]:
@@ -190,6 +209,14 @@ class AsyncSession:
     async def use_adapter(self, name: str | None) -> None:
         """As ``Session.use_adapter``."""
         await self._background.call("use_adapter", lambda: self._session.use_adapter(name))
+
+    async def pin(self, account: PinAccount | None = None) -> None:
+        """As ``Session.pin``."""
+        await self._background.call("pin", lambda: self._session.pin(account))
+
+    async def unpin(self) -> None:
+        """As ``Session.unpin``."""
+        await self._background.call("unpin", self._session.unpin)
 
     # -- saving and looking inside ---------------------------------------------------------------------------
 

@@ -274,7 +274,10 @@ class Stepper:
             self._engine.step()
         except BaseException as error:
             logger.exception("a step raised; everything under way ends")
-            self._engine.fail_all(QuireError(f"a step failed: {type(error).__name__}: {error}"))
+            known = isinstance(error, QuireError)
+            self._engine.fail_all(
+                error if known else QuireError(f"a step failed: {type(error).__name__}: {error}")  # type: ignore[arg-type]
+            )
 
     def _report(self) -> None:
         """Tell who waits what the step has brought."""

@@ -286,6 +286,7 @@ class BeamSearch:
             sequences=sequences,
             num_cached_tokens=self._num_cached,
             error=None if self._error is None else str(self._error),
+            failure=self._error,
         )
 
     def _read(self, tokens: Sequence[int]) -> tuple[str, str | None]:

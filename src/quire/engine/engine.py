@@ -26,6 +26,7 @@ from quire.engine.drawing import Drawing
 from quire.engine.generation import OnLogits, SequenceRequest, SessionState
 from quire.engine.host_store import HostStore
 from quire.engine.media import NO_MEDIA, Media
+from quire.engine.pins import Pins, final_length
 from quire.engine.prefix_cache import RadixCache
 from quire.engine.prompts import embeddings_of
 from quire.engine.request import ScheduledRequest, TokenBuffer
@@ -101,6 +102,7 @@ class Engine:
             fail=self._fail,
         )
         self.states = SessionStates(runner, cache=self.cache, host=self.host, metrics=self.metrics)
+        self.pins = Pins(runner.state, self.states.sessions, limits.max_num_batched_tokens)
         self.checkpoints = None
         if isinstance(runner.state, HybridState):
             self.checkpoints = Checkpoints(
@@ -173,7 +175,8 @@ class Engine:
         own tokens are known.
 
         Everything is checked here: ``InvalidArgument``, ``ResourceExhausted`` (never fits), ``Unsupported``, ``NotFound``,
-        ``FailedPrecondition`` (an embedding that must be run is gone).
+        ``FailedPrecondition`` (an embedding that must be run is gone); and ``QuotaExceeded`` or ``PoolExhausted`` for a pinned
+        session whose account has a limit.
         """
         if session is not None and adapter is not None:
             raise InvalidArgument(f"adapter {adapter} and a session: a session has its own; switch that, and give None")
@@ -192,6 +195,8 @@ class Engine:
         limit = self.checks_of(session).length(tokens.size, params)
         with self.lock:
             self.runner.adapters.check([adapter])
+            if session is not None:
+                self.pins.check(session, final_length(tokens.size, params.max_tokens, limit), session.account)
             runs = BASE.then(0, adapter)
             prefix = self.states.prefix_key(key, runs)
             name = self._name(request_id)
@@ -231,6 +236,7 @@ class Engine:
         media = media_of(session, tokens, media)
         self.checks_of(session).length(len(tokens) + len(tail), None)
         with self.lock:
+            self.pins.check(session, len(tokens), session.account)
             work = ScheduledRequest(
                 TokenBuffer(tokens, media),
                 reusable=True,

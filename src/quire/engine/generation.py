@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from quire.engine.detokenizer import IncrementalDetokenizer
     from quire.engine.grammar_matcher import GrammarMatcher
+    from quire.engine.pins import PinAccount
     from quire.engine.results import PromptLogprobs
     from quire.ops.sampling import RequestSampler, TokenLogprobs
 
@@ -108,6 +109,8 @@ class SessionState:
         """Tokens whose state ``seq`` holds."""
         self.pinned = pinned
         """The state must not be given up."""
+        self.account: PinAccount | None = None
+        """Among whose pinned sessions it counts."""
         self.window = window
         """What its sequence keeps of its tokens; None: all."""
         self.modified = False

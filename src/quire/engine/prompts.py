@@ -82,25 +82,6 @@ def read_prompt(prompt: EmbedsPrompt, hidden_size: int) -> tuple[NDArray[np.int6
     )
 
 
-def as_token_ids(tokens: Sequence[int]) -> NDArray[np.int64]:
-    """A row of token ids; ``InvalidArgument`` for anything that is not integers."""
-    found = None
-    if isinstance(tokens, Tensor):
-        tokens = tokens.tolist()  # from any device
-    if not isinstance(tokens, (str, bytes, bytearray)):
-        try:
-            found = np.asarray(tokens)
-        except (ValueError, TypeError, OverflowError):
-            found = None
-    if found is not None and found.ndim == 1 and not found.size:
-        return np.empty(0, dtype=np.int64)
-    if found is None or found.ndim != 1 or found.dtype.kind not in "iu" or any(isinstance(t, bool) for t in tokens):
-        raise InvalidArgument(f"token ids must be a row of integers, got {str(tokens)[:60]!r}")
-    if int(found.max()) > np.iinfo(np.int32).max:
-        raise InvalidArgument(f"token id {int(found.max())} is outside of every vocabulary; int32 ids are accepted")
-    return found.astype(np.int64)
-
-
 def _as_inputs(prompt: Mapping[str, Any]) -> ExecutorInputs:
     if unknown := sorted(str(key) for key in prompt if key not in KEYS):
         raise InvalidArgument(f"a prompt has no {', '.join(unknown)}; {', '.join(KEYS)} are accepted")

@@ -97,6 +97,7 @@ def completion(request: SequenceRequest, tokenizer: Tokenizer | None) -> Complet
         cumulative_logprob=sum(entry.chosen.logprob for entry in request.logprobs) if wanted else None,
         logprobs=[by_token(entry, tokenizer) for entry in request.logprobs] if wanted else None,
         error=str(request.error) if request.error is not None else None,
+        failure=request.error,
     )
 
 

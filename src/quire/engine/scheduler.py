@@ -24,7 +24,7 @@ from typing import Protocol
 from quire.engine.checkpoints import Checkpoints
 from quire.engine.prefix_cache import RadixCache
 from quire.engine.request import ScheduledRequest, Status, common_prefix
-from quire.errors import QuireError, ResourceExhausted
+from quire.errors import PoolExhausted, QuireError, ResourceExhausted
 from quire.types import Add, Chunk, Edit, Fork, LogitsWanted, Remove, SeqId, Step, Window
 
 DUPLICATE_PREFIX = 32
@@ -46,6 +46,10 @@ class StateView(Protocol):
 
     def missing_pages(self, seq_ids: Sequence[SeqId], append_lengths: Sequence[int]) -> int:
         """Pages that a forward of these tokens would be short of."""
+        ...
+
+    def empty(self) -> bool:
+        """Whether nobody holds a page."""
         ...
 
     def largest_step(self, window: int, sink: int) -> int:
@@ -324,7 +328,7 @@ class Scheduler:
         """It can never run: it leaves its queue and its state."""
         queue.remove(request)
         self._release(request)
-        failed.append((request, no_room(request, missing)))
+        failed.append((request, no_room(request, missing, alone=self._state.empty())))
 
     def preempt(self, request: ScheduledRequest) -> None:
         """Give up its state; it waits, in its old place, to be computed again or brought back."""
@@ -519,9 +523,13 @@ class Scheduler:
         return False
 
 
-def no_room(request: ScheduledRequest, missing: int) -> ResourceExhausted:
-    """Why a request that is alone cannot run."""
-    return ResourceExhausted(
-        f"a sequence of {len(request.tokens)} tokens is short of {missing} pages (of tokens, or of recurrent states) with nothing left to give up; "
-        "close or unpin sessions, release KV caches, or give a larger kv_cache_memory"
+def no_room(request: ScheduledRequest, missing: int, *, alone: bool) -> ResourceExhausted:
+    """Why a request cannot run. ``alone``: nobody else holds anything, so that it never can."""
+    short = (
+        f"a sequence of {len(request.tokens)} tokens is short of {missing} pages (of tokens, or of recurrent states)"
+    )
+    if alone:
+        return ResourceExhausted(f"{short} of an empty pool; give fewer tokens, or a larger kv_cache_memory")
+    return PoolExhausted(
+        f"{short} with nothing left to give up; close or unpin sessions, release KV caches, or give a larger kv_cache_memory"
     )

@@ -28,11 +28,14 @@ from quire.engine.chat_turns import Asked, ChatTurns, ReadAnswer
 from quire.engine.engine import Engine
 from quire.engine.generation import SequenceRequest, SessionState
 from quire.engine.media import NO_MEDIA, Media
-from quire.engine.prompts import Prompt, Text, as_token_ids, read_prompt
+from quire.engine.pins import PinAccount
+from quire.engine.prompts import Prompt, Text, read_prompt
 from quire.engine.request import TokenBuffer
 from quire.engine.results import request_output
 from quire.engine.saved import ModelIdentity
+from quire.engine.session_labels import Labelled
 from quire.engine.session_stream import SessionStream
+from quire.engine.token_ids import as_token_ids, is_integer
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import Cancelled, FailedPrecondition, InvalidArgument
 from quire.interrupts import uninterrupted
@@ -44,7 +47,7 @@ if TYPE_CHECKING:
     from quire.executor.executor import Executor
 
 
-class Session:
+class Session(Labelled):
     """Made by ``LLM.session``. Every method raises ``FailedPrecondition`` once the session is closed, and while it is
     generating. A refused or failed call leaves the session as it was.
 
@@ -317,7 +320,10 @@ class Session:
     @overload
     def fork(self, at: int | None = None, *, n: int) -> list[Session]: ...
     def fork(self, at: int | None = None, n: int | None = None) -> Session | list[Session]:
-        """A copy-on-write copy under the same adapter: of all tokens, or of the first ``at``. With ``n`` a list of that many."""
+        """A copy-on-write copy under the same adapter: of all tokens, or of the first ``at``. With ``n`` a list of that many.
+
+        A child is pinned if its parent is, and has the same labels and no name.
+        """
         with self._engine.lock:
             state = self._idle("fork")
             length = self._position("fork at", at) if at is not None else len(self)
@@ -333,6 +339,7 @@ class Session:
             pinned=parent.pinned,
             window=parent.window,
         )
+        state.account = parent.account
         self._engine.states.fork(parent, state, length)
         if length == len(self) and parent.logits is not None:
             state.logits = parent.logits.clone()
@@ -344,7 +351,7 @@ class Session:
             executor=self._executor,
             adapters=self._names,
         )
-        child._turns = self._turns.up_to(length)
+        child._turns, child._labels = self._turns.up_to(length), self._labels
         return child
 
     def rewind(self, to: int | None = None, n: int | None = None) -> int:
@@ -461,6 +468,24 @@ class Session:
             self._engine.checks.history(tokens)
             self._check_params("chat", tokens.size, params)
             return asked, tokens
+
+    # -- pinning ---------------------------------------------------------------------------------------------
+
+    def pin(self, account: PinAccount | None = None) -> None:
+        """Keep its state even if the pool is short. ``account``: among whose pinned sessions it counts, also with all that it will
+        hold; ``QuotaExceeded`` or ``PoolExhausted`` if these would hold too much then."""
+        with self._engine.lock:
+            state = self._idle("pin")
+            self._engine.pins.check(state, len(self), account)
+            state.pinned, state.account = True, account
+
+    def unpin(self) -> None:
+        """Let its state be dropped again if the pool is short. ``FailedPrecondition`` once ``set_kv`` wrote into it."""
+        with self._engine.lock:
+            state = self._idle("unpin")
+            if state.modified:
+                raise FailedPrecondition("unpin: a state that set_kv wrote into cannot be computed again, so it stays")
+            state.pinned, state.account = False, None
 
     # -- saving ----------------------------------------------------------------------------------------------
 
@@ -661,7 +686,3 @@ class Session:
         if isinstance(text, (Mapping, ExecutorInputs)):
             return read_prompt(text, self._engine.runner.model.hidden_size)
         return as_token_ids(text), NO_MEDIA
-
-
-def is_integer(value: object) -> bool:
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)

@@ -9,7 +9,7 @@ and values.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -303,6 +303,19 @@ class HybridState(PagedKVState):
     def num_used_pages(self) -> int:
         """Pages and states that somebody holds."""
         return super().num_used_pages + self.recurrent.table.pool.num_used
+
+    def pool_sizes(self) -> list[int]:
+        """Pages of each class that tokens take, and states."""
+        return [*super().pool_sizes(), self.recurrent.table.pool.num_pages]
+
+    def pages_held(self, seq_ids: Collection[SeqId], kept: Collection[SeqId] = ()) -> list[int]:
+        """As ``PagedKVState``, and the states that cannot be given up: present ones, and checkpoints of the sequences in
+        ``kept``."""
+        return [*super().pages_held(seq_ids), self.recurrent.table.num_fixed(seq_ids, kept)]
+
+    def pages_at_most(self, length: int, window: tuple[int, int] | None, step: int) -> list[int]:
+        """As ``PagedKVState``, and two states: the present one, and the next while that is made."""
+        return [*super().pages_at_most(length, window, step), 2]
 
     def num_available_pages(self) -> int:
         """As ``PagedKVState``; without any attention layer the free states."""

@@ -355,6 +355,19 @@ class PagedKVState(AttentionVerbs, RefusedVerbs):
         held, shared = (0, 0) if self.cross is None else self.cross.table.num_pages(seq_id)
         return sum(table.held.size for table in sequence.tables) + held, self.table.shared_pages(seq_id) + shared
 
+    def pool_sizes(self) -> list[int]:
+        """Pages of each class that tokens take."""
+        return [pool.num_pages for pool in self.table.pools]
+
+    def pages_held(self, seq_ids: Collection[SeqId], kept: Collection[SeqId] = ()) -> list[int]:
+        """Pages of each class that these sequences hold together; what they share counts once. ``kept``: see ``HybridState``."""
+        return self.table.pages_held(seq_ids)
+
+    def pages_at_most(self, length: int, window: tuple[int, int] | None, step: int) -> list[int]:
+        """Pages of each class that a sequence of ``length`` tokens and with this window (size, sink) holds at most while its tokens
+        are run, ``step`` at a time."""
+        return self.table.pages_at_most(length, None if window is None else Window(*window), step)
+
     def num_shared_pages(self) -> int:
         """Pages that more than one sequence holds."""
         shared = 0 if self.cross is None else self.cross.table.num_shared

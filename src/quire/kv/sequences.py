@@ -553,6 +553,20 @@ class SequenceTable:
 
     # -- accounting ------------------------------------------------------------------------------------------
 
+    def pages_held(self, seq_ids: Iterable[SeqId]) -> list[int]:
+        """Pages of each class that these sequences hold together; what they share counts once."""
+        tables = [self.get(seq_id).tables for seq_id in seq_ids]
+        return [
+            int(np.unique(np.concatenate([of_sequence[index].held for of_sequence in tables])).size) if tables else 0
+            for index in range(len(self.pools))
+        ]
+
+    def pages_at_most(self, length: int, window: Window | None, step: int) -> list[int]:
+        """Pages of each class that a sequence of ``length`` tokens holds at most while they are run, ``step`` at a time."""
+        whole = pages_for(length, self.page_size)
+        bounds = [window_pages(window, layer_window, step, self.page_size) for layer_window in self.layer_windows]
+        return [whole if bound is None else min(whole, bound) for bound in bounds]
+
     def shared_pages(self, seq_id: SeqId) -> int:
         """Pages of this sequence, over all classes, that others hold too."""
         tables = self.get(seq_id).tables

@@ -100,6 +100,12 @@ class StateTable:
         del own[NULL]
         return len(own), sum(int(self.pool.references[slot]) > count for slot, count in own.items())
 
+    def num_fixed(self, seq_ids: Iterable[SeqId], kept: Iterable[SeqId]) -> int:
+        """Slots that hold present states of these sequences, or checkpoints of those in ``kept``."""
+        slots = {self._sequences[seq_id].present for seq_id in seq_ids}
+        slots.update(slot for seq_id in kept for slot in self._sequences[seq_id].kept.values())
+        return len(slots - {NULL})
+
     # -- edits -----------------------------------------------------------------------------------------------
 
     def add(self, seq_id: SeqId) -> None:

@@ -16,6 +16,7 @@ from quire.server.context import Context
 from quire.server.gate import Gate, GateMiddleware
 from quire.server.sessions import Sessions
 from quire.server.settings import ServerSettings
+from quire.server.stored import StoredBytes
 
 
 def create_app(llm: AsyncLLM, settings: ServerSettings | None = None) -> FastAPI:
@@ -31,6 +32,7 @@ def create_app(llm: AsyncLLM, settings: ServerSettings | None = None) -> FastAPI
         model_name=settings.served_model_name or llm.config.model,
         gate=gate,
         sessions=Sessions(settings),
+        stored=StoredBytes(settings),
         started=time.time(),
         adapters=set(llm.config.adapters or ()),
     )

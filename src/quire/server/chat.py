@@ -72,7 +72,10 @@ async def chat_completions(request: Request, body: ChatRequest) -> Response:
             return await answer_in_session(request, reply, source, stream=stream)
     adapter = context.adapter_of(body.model)
     check_number(context, 1, params.n)
-    work, format = await prepared(lambda: _work(context, body, tokenizer, tools, params, adapter, fields), request)
+    salt = context.salt(request.state.owner, body.cache_salt)
+    work, format = await prepared(
+        lambda: _work(context, body, tokenizer, tools, params, adapter, salt, fields), request
+    )
     reply = ChatReply(request, context, body, tools, format)
     return await answer(request, reply, work, stream=stream)
 
@@ -200,6 +203,7 @@ def _work(
     tools: _Tools,
     params: SamplingParams,
     adapter: str | None,
+    salt: str | None,
     fields: Mapping[str, str],
 ) -> tuple[Work, MessageFormat]:
     with naming(None, "messages"):
@@ -221,7 +225,7 @@ def _work(
     params = _unskipped(_stopping(params, format, tokenizer, context), format, tokenizer)
     with naming(fields, "messages"):
         check(context, tokens, params)
-    work = Work(llm=context.llm, prompts=[tokens], params=params, adapter=adapter, cache_salt=body.cache_salt)
+    work = Work(llm=context.llm, prompts=[tokens], params=params, adapter=adapter, cache_salt=salt)
     return work, format
 
 

@@ -54,7 +54,8 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
             reply = CompletionReply(request, context, body, params, [])
             return await answer_in_session(request, reply, source, stream=stream)
     adapter = context.adapter_of(body.model)
-    work, prompts = await prepared(lambda: _work(context, body, params, adapter, fields), request)
+    salt = context.salt(request.state.owner, body.cache_salt)
+    work, prompts = await prepared(lambda: _work(context, body, params, adapter, salt, fields), request)
     reply = CompletionReply(request, context, body, params, prompts)
     return await answer(request, reply, work, stream=stream)
 
@@ -112,6 +113,7 @@ def _work(
     body: CompletionRequest,
     params: SamplingParams,
     adapter: str | None,
+    salt: str | None,
     fields: Mapping[str, str],
 ) -> tuple[Work, list[str | list[int]]]:
     """The prompts, encoded and checked, and as they were given."""
@@ -124,7 +126,7 @@ def _work(
             tokens = encode(context.llm.tokenizer, prompt)
             check(context, tokens, params)
             encoded.append(tokens)
-    work = Work(llm=context.llm, prompts=encoded, params=params, adapter=adapter, cache_salt=body.cache_salt)
+    work = Work(llm=context.llm, prompts=encoded, params=params, adapter=adapter, cache_salt=salt)
     return work, prompts
 
 

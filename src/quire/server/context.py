@@ -12,6 +12,7 @@ from quire.server.settings import ServerSettings
 
 if TYPE_CHECKING:
     from quire.server.sessions import Sessions
+    from quire.server.stored import StoredBytes
 
 
 @dataclass(slots=True)
@@ -25,6 +26,7 @@ class Context:
     gate: Gate
     """Counts what is under way; refuses when full or shutting down."""
     sessions: Sessions
+    stored: StoredBytes
     started: float = field(default=0.0)
     """Unix time."""
     adapters: set[str] = field(default_factory=set)
@@ -41,6 +43,13 @@ class Context:
     async def refresh_adapters(self) -> None:
         """Look at the engine."""
         self.adapters = set(await self.llm.adapters())
+
+    def salt(self, owner: str, given: str | None) -> str | None:
+        """The salt under which a request of ``owner`` finds and leaves prefixes, with the ``cache_salt`` that it gives itself: no
+        other API key has it, unless the server shares. ``owner`` is a digest, and of one length, so no two pairs give the same."""
+        if not owner or self.settings.share_prefix_cache:
+            return given
+        return owner if given is None else f"{owner} {given}"
 
     def adapter_of(self, model: str | None) -> str | None:
         """The adapter that a request's ``model`` names; None for the base model (also if ``model`` is missing).

@@ -18,13 +18,16 @@ from starlette.responses import Response
 from quire.engine.grammar_trial import GrammarsBusy
 from quire.errors import (
     AlreadyExists,
+    BlendLoadError,
     Cancelled,
     CheckpointError,
     DataLoss,
     FailedPrecondition,
     InvalidArgument,
     NotFound,
+    PoolExhausted,
     QuireError,
+    QuotaExceeded,
     ResourceExhausted,
     Unsupported,
 )
@@ -33,14 +36,20 @@ from quire.metrics import REFUSAL_ERRORS
 CLIENT_GONE = 499
 """Nobody reads this answer; nginx's number for a client that closed its connection."""
 
+RETRY_AFTER = 1
+"""Seconds after which a client may try again what was refused for the load of a moment."""
+
 STATUSES: tuple[tuple[type[QuireError], int, str], ...] = (
     (AlreadyExists, 409, "already_exists"),
     (InvalidArgument, 400, "invalid_argument"),
     (NotFound, 404, "not_found"),
     (FailedPrecondition, 409, "failed_precondition"),
     (GrammarsBusy, 429, "rate_limit_exceeded"),
+    (QuotaExceeded, 429, "quota_exceeded"),
+    (PoolExhausted, 503, "pool_exhausted"),
     (ResourceExhausted, 400, "resource_exhausted"),
     (Unsupported, 400, "unsupported"),
+    (BlendLoadError, 400, "blend_load_error"),
     (DataLoss, 400, "data_loss"),
     (CheckpointError, 400, "bad_checkpoint"),
     (Cancelled, CLIENT_GONE, "cancelled"),
@@ -100,7 +109,7 @@ def api_error(error: BaseException, *, param: str | None = None) -> ApiError:
         return error
     for kind, status, code in STATUSES:
         if isinstance(error, kind):
-            headers = {"Retry-After": "1"} if status == 429 else None
+            headers = {"Retry-After": str(RETRY_AFTER)} if status in (429, 503) else None
             return ApiError(status, str(error), param=param, code=code, headers=headers)
     return ApiError(500, "internal error", code="internal_error")
 
@@ -143,11 +152,14 @@ def _is_branch(part: str) -> bool:
 
 
 def count(request: Request, error: ApiError) -> None:
-    """Among the engine's refusals, under the error that it is."""
-    by_code = {code: kind.__name__ for kind, _, code in STATUSES}
-    by_status = {400: "InvalidArgument", 404: "NotFound", 409: "FailedPrecondition", 429: "ResourceExhausted"}
-    name = by_code.get(error.code or "", by_status.get(error.status, ""))
-    if name in REFUSAL_ERRORS:
+    """Among the engine's refusals, under the error that it is. That a server is not well is no refusal."""
+    if error.code in ("shutting_down", "unhealthy"):
+        return
+    kinds: dict[int | str | None, type[QuireError]] = {code: kind for kind, _, code in STATUSES}
+    kinds |= {400: InvalidArgument, 404: NotFound, 409: FailedPrecondition, 429: QuotaExceeded, 503: PoolExhausted}
+    kind = kinds.get(error.code) or kinds.get(error.status) or QuireError
+    name = next((one.__name__ for one in kind.__mro__ if one.__name__ in REFUSAL_ERRORS), None)
+    if name is not None:
         request.app.state.context.llm.engine.metrics.refusals.inc(name)
 
 

@@ -57,8 +57,8 @@ def _pieced(value: Any) -> bytes:
 
 
 class EventStream(Response):
-    """Each chunk as an event ``data: {json}``, then ``data: [DONE]``. An error after the first byte becomes an event with OpenAI's
-    error object. Whatever ends the answer, the generator of the chunks and the streams that it reads are closed before the call
+    """Each chunk as an event ``data: {json}``, then ``data: [DONE]``. The answer begins with the first chunk: an error before it is
+    raised, so that it has a status of its own, and a later one becomes an event with OpenAI's error object. Whatever ends the answer, the generator of the chunks and the streams that it reads are closed before the call
     returns."""
 
     media_type = "text/event-stream"
@@ -87,8 +87,11 @@ class EventStream(Response):
             sender.result()
 
     async def _send(self, send: Send, request_id: str | None) -> None:
+        first = await anext(self._chunks, None)
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
+            if first is not None:
+                await _send_event(send, first)
             async for chunk in self._chunks:
                 await _send_event(send, chunk)
         except OSError:

@@ -23,7 +23,7 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.server import logs
-from quire.server.errors import ApiError, api_error, error_response
+from quire.server.errors import RETRY_AFTER, ApiError, api_error, error_response
 from quire.server.settings import ServerSettings
 
 MAX_DEPTH = 64
@@ -40,8 +40,6 @@ READER_SECONDS = 60.0
 """Seconds for which a client may read nothing of an answer that is being sent."""
 LARGE_BODY = 65_536
 """Bytes from which a body is looked at on a worker thread: below, it takes less than a millisecond."""
-RETRY_AFTER = 1
-"""Seconds after which a refused client may try again."""
 
 KEYLESS = frozenset({"/health", "/docs", "/redoc", "/openapi.json", "/docs/oauth2-redirect"})
 """Paths that say nothing about anybody's work: a key is not asked for."""

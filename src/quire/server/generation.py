@@ -18,10 +18,9 @@ from numpy.typing import NDArray
 from starlette.requests import Request
 
 from quire.async_llm import AsyncLLM, SampleDelta
-from quire.engine.grammar_matcher import GRAMMAR_ENDED
-from quire.engine.prompts import as_token_ids
+from quire.engine.token_ids import as_token_ids
 from quire.engine.tokenizer import Tokenizer
-from quire.errors import Cancelled, InvalidArgument, QuireError, ResourceExhausted
+from quire.errors import Cancelled, InvalidArgument, QuireError
 from quire.outputs import CompletionOutput, FinishReason, RequestOutput
 from quire.sampling_params import SamplingParams
 from quire.server.context import Context
@@ -175,8 +174,9 @@ class Work:
     llm: AsyncLLM
     prompts: Sequence[NDArray[np.int64]]
     params: SamplingParams
-    adapter: str | None = None
-    cache_salt: str | None = None
+    adapter: str | None
+    cache_salt: str | None
+    """As ``Context.salt`` gives it."""
 
     def streams(self) -> list[Source]:
         """One for each prompt. None has begun."""
@@ -314,8 +314,7 @@ class _Begun:
 def whole(output: CompletionOutput) -> SampleDelta:
     """A finished sample as the one delta of a stream."""
     if output.finish_reason == "error":
-        reason = output.error or "the request failed"
-        raise ResourceExhausted(reason) if reason.startswith(GRAMMAR_ENDED) else QuireError(reason)
+        raise output.failure or QuireError(output.error or "the request failed")
     return SampleDelta(
         index=output.index,
         text=output.text,

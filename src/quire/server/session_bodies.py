@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import AsyncGenerator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field, WithJsonSchema
@@ -23,6 +23,7 @@ from quire.server.session_streams import SessionStream
 TokenIds = list[int]
 Seconds = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
 Messages = list[dict[str, Any]]
+Labels = dict[str, str]
 
 _IDS = {"type": "array", "items": {"type": "integer"}}
 Prompt = Annotated[str | TokenIds, WithJsonSchema({"anyOf": [{"type": "string"}, _IDS]})]
@@ -45,8 +46,12 @@ class CreateBody(StrictBody):
     """The beginning of a chat instead; the session ends where the model's answer begins. Further messages continue it."""
     ttl: Seconds | None = None
     """Seconds without use after which the session is closed; the server's own if it is missing."""
+    name: str | None = None
+    """What it is called; need not be unique."""
+    labels: Labels | None = None
+    """Strings by strings, to find it by."""
     pin: bool = False
-    """Its state stays in the pool, and it is closed by itself only if it has a ``ttl``."""
+    """Its state stays in the pool."""
     window: int | None = None
     """Only the first ``sink`` and the last ``window - sink`` tokens are seen and kept."""
     sink: int = 0
@@ -75,6 +80,10 @@ class ForkBody(StrictBody):
     """Children."""
     ttl: Seconds | None = None
     """Of the children; the parent's if it is missing."""
+    name: str | None = None
+    """Of the children; none if it is missing."""
+    labels: Labels | None = None
+    """Of the children; the parent's if they are missing."""
 
 
 class RewindBody(StrictBody):
@@ -178,6 +187,19 @@ UNSUPPORTED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "session_id": ((), "the path says which session is meant"),
 }
 """Fields of other requests: values that ask for nothing, and what to do instead of others. Null asks for nothing."""
+
+
+def labels_of(texts: Sequence[str] | None) -> dict[str, str]:
+    """Labels out of a query: each "name=value". ``ApiError`` 400 for anything else, and for a name that is given twice."""
+    labels: dict[str, str] = {}
+    for text in texts or ():
+        name, equals, value = text.partition("=")
+        if not equals or name in labels:
+            raise ApiError(
+                400, f"each label must be name=value, of a name of its own; got {text[:80]!r}", param="label"
+            )
+        labels[name] = value
+    return labels
 
 
 def named_field(message: str, names: Iterable[str]) -> str | None:

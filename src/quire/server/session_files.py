@@ -12,19 +12,28 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from quire.async_llm import AsyncLLM, AsyncSession
+from quire.async_llm import AsyncSession
 from quire.errors import Cancelled, QuireError
+from quire.server.context import Context
 from quire.server.events import unless_gone
+from quire.server.stored import StoredBytes
 
 CHUNK = 1 << 20
 """Bytes that are read or written at a time."""
 
 
 class TemporaryFile:
-    """``async with TemporaryFile() as path``: a place for one file in a directory of its own, made and removed off the loop."""
+    """``async with TemporaryFile(stored, owner) as path``: a place for one file in a directory of its own, made and removed off the
+    loop. Its bytes count among those of ``owner``, as far as ``claim`` has been told of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, stored: StoredBytes, owner: str) -> None:
         self._folder: Path | None = None
+        self._stored, self._owner, self._size = stored, owner, 0
+
+    def claim(self, size: int) -> None:
+        """The file has, or is going to have, so many bytes. ``ApiError`` if that is too much."""
+        self._stored.change(self._owner, self._size, size)
+        self._size = size
 
     async def __aenter__(self) -> Path:
         # Where the loop's task is cancelled meanwhile, the thread goes on to its end: it leaves nothing behind then.
@@ -37,18 +46,24 @@ class TemporaryFile:
         return self._folder / "state.quire"
 
     async def __aexit__(self, *_: object) -> None:
-        if self._folder is not None:
+        if self._folder is None:
+            return
+        try:
             await asyncio.shield(asyncio.to_thread(shutil.rmtree, self._folder, True))
+        finally:
+            self.claim(0)
 
 
-async def receive_session(request: Request, llm: AsyncLLM, *, convert_dtype: bool) -> AsyncSession:
+async def receive_session(request: Request, context: Context, *, convert_dtype: bool) -> AsyncSession:
     """The session in the state file that is the request's body. Errors are those of ``LLM.load_session``; ``Cancelled`` if the
     client goes away."""
-    async with TemporaryFile() as path:
+    llm, place = context.llm, TemporaryFile(context.stored, request.state.owner)
+    async with place as path:
         try:
             await _write(path, request.stream())
         except ClientDisconnect:
             raise Cancelled("the client closed the connection before the file was there") from None
+        place.claim(path.stat().st_size)
         try:
             return await unless_gone(request, llm.load_session(path, convert_dtype=convert_dtype))
         except QuireError as error:
@@ -102,12 +117,15 @@ class StateFileResponse(Response):
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def saved_session(session: AsyncSession, request: Request, *, name: str) -> Response:
+async def saved_session(session: AsyncSession, request: Request, context: Context, *, name: str) -> Response:
     """An answer with the state file of a session, which is free again when this returns."""
-    place = TemporaryFile()
+    place = TemporaryFile(context.stored, request.state.owner)
     path = await place.__aenter__()
     try:
+        held = len(session) if session.window is None else min(len(session), session.window[0])
+        place.claim(held * context.llm.bytes_per_token)  # about as many as there will be
         await unless_gone(request, session.save(path))
+        place.claim(path.stat().st_size)
     except BaseException:
         await place.__aexit__()
         raise

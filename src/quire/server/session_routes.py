@@ -16,6 +16,7 @@ from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
 from quire.async_llm import AsyncSession
+from quire.engine.session_labels import checked_labels, checked_name
 from quire.errors import FailedPrecondition, InvalidArgument, Unsupported
 from quire.sampling_params import SamplingParams
 from quire.server.context import Context
@@ -33,6 +34,7 @@ from quire.server.session_bodies import (
     RewindBody,
     Seconds,
     TextBody,
+    labels_of,
     named_field,
 )
 from quire.server.session_files import receive_session, saved_session
@@ -62,26 +64,30 @@ async def create(body: CreateBody, request: Request) -> Response:
     context = _context(request)
     if body.prompt is not None and body.messages is not None:
         raise ApiError(400, "prompt and messages are both given; give one of them", param="messages")
-    adapter = context.adapter_of(body.model)
-    with context.sessions.room():
+    adapter, owner = context.adapter_of(body.model), _owner(request)
+    context.sessions.lifetime(body.ttl, pinned=body.pin)
+    with context.sessions.room(owner):
         with _about("prompt" if body.messages is None else "messages"):
-            session = await unless_gone(request, _made(context, body, adapter))
-        return await _held(request, session, ttl=body.ttl, pinned=body.pin)
+            session = await unless_gone(request, _made(context, body, adapter, owner))
+        return await _held(request, session, ttl=body.ttl)
 
 
-async def _made(context: Context, body: CreateBody, adapter: str | None) -> AsyncSession:
+async def _made(context: Context, body: CreateBody, adapter: str | None, owner: str) -> AsyncSession:
     session = await context.llm.session(
         [] if body.prompt is None else body.prompt,
         adapter=adapter,
-        cache_salt=body.cache_salt,
-        pin=body.pin,
+        cache_salt=context.salt(owner, body.cache_salt),
         window=body.window,
         sink=body.sink,
+        name=body.name,
+        labels=body.labels,
     )
-    if body.messages is None:
-        return session
     try:
-        await _begin_chat(session, body.messages)
+        if body.messages is not None:
+            await _begin_chat(session, body.messages)
+        if body.pin:
+            # Not before: until it is known how much that will be, it can be had again.
+            await session.pin(context.sessions.account(owner))
     except BaseException:
         await asyncio.shield(session.close())
         raise
@@ -94,10 +100,11 @@ async def _begin_chat(session: AsyncSession, messages: Messages) -> None:
     await session.rewind(to=len(output.prompt_token_ids))
 
 
-async def _held(request: Request, session: AsyncSession, *, ttl: float | None, pinned: bool = False) -> Response:
+async def _held(request: Request, session: AsyncSession, *, ttl: float | None) -> Response:
     """Answer with the id of a new session."""
+    sessions = _context(request).sessions
     try:
-        name = _context(request).sessions.create(_owner(request), session, ttl=ttl, pinned=pinned)
+        name = sessions.create(_owner(request), session, ttl=sessions.lifetime(ttl, pinned=session.pinned))
     except BaseException:
         await asyncio.shield(session.close())
         raise
@@ -109,17 +116,36 @@ async def overview(
     request: Request,
     limit: Annotated[int, Query(ge=1, le=1000, description="Sessions at most.")] = 100,
     after: Annotated[str | None, Query(description="Go on behind the session of this id.")] = None,
-    tokens: Annotated[bool, Query(description="False leaves tokens and text out.")] = True,
+    name: Annotated[str | None, Query(description="Those of this name only.")] = None,
+    label: Annotated[
+        list[str] | None,
+        Query(description="Those with this label only: name=value, or a name alone. All that are given."),
+    ] = None,
+    tokens: Annotated[
+        bool, Query(description="False: a list has no texts and tokens, those of one session has the session.")
+    ] = False,
 ) -> Response:
-    """All sessions of this API key, the oldest first."""
+    """Summaries of all sessions of this API key, the oldest first."""
     context = _context(request)
+    if tokens:
+        raise ApiError(
+            400, "a list has no tokens and texts; GET /v1/sessions/{id} has those of one session", param="tokens"
+        )
     held = context.sessions.of(_owner(request))
     if after is not None:
         mark = context.sessions.get(_owner(request), after)
         held = held[held.index(mark) + 1 :]
-    found = await asyncio.gather(*(_described(context, one, None, tokens) for one in held[:limit]))
-    listed = [description for description in found if description is not None]
+    wanted = [text.partition("=") for text in label or ()]
+    held = [one for one in held if (name is None or one.session.name == name) and _has_labels(one.session, wanted)]
+    found = await asyncio.gather(*(_summary(context, one) for one in held[:limit]))
+    listed = [summary for summary in found if summary is not None]
     return JsonAnswer({"object": "list", "data": listed, "has_more": len(held) > limit})
+
+
+def _has_labels(session: AsyncSession, wanted: list[tuple[str, str, str]]) -> bool:
+    """Whether it has all of these labels: name, "=" and value, or only the name."""
+    labels = session.labels
+    return all(name in labels and (not equals or labels[name] == value) for name, equals, value in wanted)
 
 
 @router.post(
@@ -131,11 +157,26 @@ async def overview(
         }
     },
 )
-async def upload(request: Request, ttl: Ttl = None, convert_dtype: bool = False) -> Response:
+async def upload(
+    request: Request,
+    ttl: Ttl = None,
+    convert_dtype: bool = False,
+    name: Annotated[str | None, Query(description="What the session is called.")] = None,
+    label: Annotated[list[str] | None, Query(description="A label of the session, name=value.")] = None,
+) -> Response:
     """Make a session of a state file, which is the body of the request."""
-    context = _context(request)
-    with context.sessions.room():
-        session = await receive_session(request, context.llm, convert_dtype=convert_dtype)
+    context, owner = _context(request), _owner(request)
+    with _about("label"):
+        called, labels = checked_name(name), checked_labels(labels_of(label))
+    with context.sessions.room(owner):
+        session = await receive_session(request, context, convert_dtype=convert_dtype)
+        try:
+            session.name, session.labels = called, labels
+            if session.pinned:  # somebody wrote into its state, so that it cannot be computed again
+                await session.pin(context.sessions.account(owner))
+        except BaseException:
+            await asyncio.shield(session.close())
+            raise
         return await _held(request, session, ttl=ttl)
 
 
@@ -165,9 +206,8 @@ async def _described(
     length = len(tokens)
     if positions is None:
         positions = sorted({*(int(length * share) for share in SHARES), max(0, length - 1)})
-    try:
-        pages, shared = await session.pages()
-    except FailedPrecondition:
+    summary = await _summary(context, held)
+    if summary is None:
         return None
     costs = None
     if held.busy is None:
@@ -181,25 +221,40 @@ async def _described(
             None if tokenizer is None else await asyncio.to_thread(tokenizer.decode, tokens, skip_special_tokens=True)
         )
     return {
+        **summary,
+        "num_tokens": length,
+        **content,
+        "state_kinds": dict(Counter(spec.kind for spec in context.llm.model.layer_specs)),
+        "rewind_costs": costs and [{"to": to, "replayed": cost} for to, cost in zip(positions, costs, strict=True)],
+    }
+
+
+async def _summary(context: Context, held: HeldSession) -> dict[str, Any] | None:
+    """What a list says of a session; None if it is closed meanwhile."""
+    session = held.session
+    try:
+        pages, shared = await session.pages()
+    except FailedPrecondition:
+        return None
+    return {
         "id": held.id,
         "object": "session",
+        "name": session.name,
+        "labels": dict(session.labels),
         "created": int(held.created),
         "model": session.adapter or context.model_name,
         "adapter": session.adapter,
         "parent": held.parent,
-        "num_tokens": length,
+        "num_tokens": len(session),
         "num_computed": session.num_computed,
-        **content,
         "pages": pages,
         "shared_pages": shared,
-        "state_kinds": dict(Counter(spec.kind for spec in context.llm.model.layer_specs)),
         "pinned": session.pinned,
         "modified": session.modified,
         "window": None if session.window is None else dict(zip(("window", "sink"), session.window, strict=True)),
         "in_use": held.busy,
         "ttl": held.ttl,
         "ttl_left": context.sessions.time_left(held),
-        "rewind_costs": costs and [{"to": to, "replayed": cost} for to, cost in zip(positions, costs, strict=True)],
     }
 
 
@@ -275,15 +330,18 @@ async def score(session_id: str, body: TextBody, request: Request) -> Response:
 async def fork(session_id: str, body: ForkBody, request: Request) -> Response:
     """Copies that share all pages with it until they are written to."""
     context, owner = _context(request), _owner(request)
-    with _used(request, session_id, "fork") as session, context.sessions.room(body.n):
+    with _about(None):
+        name, labels = checked_name(body.name), checked_labels(body.labels or {})
+    with _used(request, session_id, "fork") as session, context.sessions.room(owner, body.n):
         held = context.sessions.get(owner, session_id)
+        ttl = context.sessions.lifetime(held.ttl if body.ttl is None else body.ttl, pinned=session.pinned)
         with _about("at"):
             children = await session.fork(body.at, n=body.n)
         made: list[str] = []
         try:
             for child in children:
-                ttl = held.ttl if body.ttl is None else body.ttl
-                made.append(context.sessions.create(owner, child, parent=session_id, ttl=ttl, pinned=ttl is None))
+                child.name, child.labels = name, session.labels if body.labels is None else labels
+                made.append(context.sessions.create(owner, child, parent=session_id, ttl=ttl))
         except BaseException:
             await asyncio.shield(asyncio.gather(*(child.close() for child in children[len(made) :])))
             raise
@@ -324,7 +382,7 @@ async def use_adapter(session_id: str, body: AdapterBody, request: Request) -> R
 async def download(session_id: str, request: Request) -> Response:
     """The state file of a session."""
     with _used(request, session_id, "state") as session:
-        return await saved_session(session, request, name=f"{session_id}.quire")
+        return await saved_session(session, request, _context(request), name=f"{session_id}.quire")
 
 
 # -- helpers -------------------------------------------------------------------------------------------------

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import secrets
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from quire.async_llm import AsyncSession
+from quire.engine.pins import PinAccount
 from quire.errors import FailedPrecondition, NotFound
-from quire.server.errors import ApiError
+from quire.server.errors import RETRY_AFTER, ApiError
 from quire.server.settings import ServerSettings
 
 logger = logging.getLogger("quire.server")
@@ -37,8 +40,8 @@ class HeldSession:
     session: AsyncSession
     parent: str | None
     """The session from which it was forked, which may be gone."""
-    ttl: float | None
-    """Seconds without use after which it is closed; None: never."""
+    ttl: float
+    """Seconds without use after which it is closed."""
     used: float
     """When it was last used, on the registry's clock."""
     busy: str | None = None
@@ -56,7 +59,10 @@ class Sessions:
         self._clock = clock
         self._held: dict[str, HeldSession] = {}
         """By id, the oldest first."""
-        self._reserved = 0
+        self._reserved: Counter[str] = Counter()
+        """Places that are kept, by owner."""
+        self._accounts: dict[str, PinAccount] = {}
+        """By owner: as many as there are keys."""
         self._closed = False
         self._sweeper: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -67,44 +73,70 @@ class Sessions:
     # -- making ----------------------------------------------------------------------------------------------
 
     @contextmanager
-    def room(self, count: int = 1) -> Iterator[None]:
-        """Keep places for sessions while they are made. ``ApiError`` 429 if there are not as many, 400 if there never will be."""
-        limit = self._settings.max_sessions
-        if count > limit:
+    def room(self, owner: str, count: int = 1) -> Iterator[None]:
+        """Keep places for an owner's sessions while they are made. ``ApiError`` 429 if the owner has too many, 503 if all together
+        have, 400 if there never will be as many."""
+        limit, each = self._settings.max_sessions, self._settings.sessions_per_key
+        whose = " for an API key" if owner else ""
+        if count > each:
             raise ApiError(
-                400, f"n={count}; this server holds {limit} sessions at most", param="n", code="session_limit"
+                400, f"n={count}; this server holds {each} sessions at most{whose}", param="n", code="session_limit"
             )
-        if len(self._held) + self._reserved + count > limit:
+        more = f"{count} more session{'s' if count > 1 else ''} would be more than the"
+        own = [held for held in self._held.values() if held.owner == owner]
+        if len(own) + self._reserved[owner] + count > each:
             raise ApiError(
                 429,
-                f"{count} more session{'s' if count > 1 else ''} would be more than the {limit} that this server holds; delete some",
+                f"{more} {each} that this server holds{whose}; delete some",
                 code="session_limit",
+                headers=self._retry_after(own),
             )
-        self._reserved += count
+        if len(self._held) + self._reserved.total() + count > limit:
+            raise ApiError(
+                503,
+                f"{more} {limit} that this server holds; others have them, try again later",
+                code="session_limit",
+                headers=self._retry_after(self._held.values()),
+            )
+        self._reserved[owner] += count
         try:
             yield
         finally:
-            self._reserved -= count
+            self._reserved[owner] -= count
 
-    def create(
-        self,
-        owner: str,
-        session: AsyncSession,
-        *,
-        parent: str | None = None,
-        ttl: float | None = None,
-        pinned: bool = False,
-    ) -> str:
-        """Hold a session, for which there is ``room``; its id. ``ttl`` None: the server's own, or for a pinned one none."""
+    def lifetime(self, ttl: float | None, *, pinned: bool) -> float:
+        """Seconds without use after which a session shall be closed, if ``ttl`` is asked for. ``ApiError`` 400 for more than a
+        pinned session may have."""
+        if not pinned:
+            return self._settings.session_ttl if ttl is None else ttl
+        most = self._settings.pinned_ttl
+        if ttl is not None and ttl > most:
+            raise ApiError(400, f"ttl must be at most {most:g} seconds for a pinned session, got {ttl:g}", param="ttl")
+        return most if ttl is None else ttl
+
+    def create(self, owner: str, session: AsyncSession, *, parent: str | None = None, ttl: float) -> str:
+        """Hold a session, for which there is ``room``; its id. ``ttl``: its ``lifetime``."""
         if self._closed:
             raise FailedPrecondition("the server is shutting down; it holds no new session")
-        if ttl is None and not pinned:
-            ttl = self._settings.session_ttl
         name = f"session-{secrets.token_hex(16)}"
         self._held[name] = HeldSession(name, owner, session, parent, ttl, self._clock())
         if self._sweeper is None or self._sweeper.done():
             self._sweeper = asyncio.get_running_loop().create_task(self._sweep())
         return name
+
+    def account(self, owner: str) -> PinAccount:
+        """Among whose pinned sessions those of an owner count."""
+        found = self._accounts.get(owner)
+        if found is None:
+            settings = self._settings
+            found = PinAccount(share=settings.pinned_share_per_key, total=settings.max_pinned_share)
+            self._accounts[owner] = found
+        return found
+
+    def _retry_after(self, held: Iterable[HeldSession]) -> dict[str, str]:
+        """When the first of these ends if nobody uses it; somebody may delete one before, so not more than a minute."""
+        soonest = min(map(self.time_left, held), default=0.0)
+        return {"Retry-After": str(max(RETRY_AFTER, min(60, math.ceil(soonest))))}
 
     # -- using -----------------------------------------------------------------------------------------------
 
@@ -145,10 +177,8 @@ class Sessions:
         finally:
             self.release(held)
 
-    def time_left(self, held: HeldSession) -> float | None:
-        """Seconds until it is closed unless it is used; None: it is not closed by itself."""
-        if held.ttl is None:
-            return None
+    def time_left(self, held: HeldSession) -> float:
+        """Seconds until it is closed unless it is used."""
         return held.ttl if held.busy else max(0.0, held.used + held.ttl - self._clock())
 
     def _is_over(self, held: HeldSession) -> bool:
@@ -187,8 +217,7 @@ class Sessions:
             for held in [held for held in self._held.values() if self._is_over(held)]:
                 del self._held[held.id]
                 await self._close_quietly(held)
-            left = [seconds for held in self._held.values() if (seconds := self.time_left(held)) is not None]
-            await asyncio.sleep(max(SHORTEST, min([LOOK, *left])))
+            await asyncio.sleep(max(SHORTEST, min([LOOK, *map(self.time_left, self._held.values())])))
 
     async def _close_quietly(self, held: HeldSession) -> None:
         try:

@@ -15,6 +15,7 @@ from quire.server import harmony, tools
 PARSERS = (*tools.NAMES, *harmony.NAMES)
 """What ``tool_call_parser`` may be."""
 
+_PER_KEY = "Default: half of {}, or all of it where there are not two keys."
 _KEY = re.compile(r"[\x21-\x7e]+")
 _ORIGIN = re.compile(r"\*|https?://[^\s/?#,]+")
 
@@ -51,8 +52,33 @@ class ServerSettings:
     max_waiting: int = field(
         default=1024, metadata={"help": "Requests under way or waiting, at most; further ones get 429."}
     )
-    max_sessions: int = field(default=1024, metadata={"help": "Open sessions at most; further ones get 429."})
+    max_sessions: int = field(default=1024, metadata={"help": "Open sessions at most; further ones are refused."})
+    max_sessions_per_key: int | None = field(
+        default=None, metadata={"help": f"Of one API key, at most. {_PER_KEY.format('max_sessions')}"}
+    )
     session_ttl: float = field(default=3600.0, metadata={"help": "Seconds after which an unused session is closed."})
+    pinned_ttl: float = field(
+        default=14400.0, metadata={"help": "The same of a pinned session, for which no request may ask for more."}
+    )
+    max_pinned_share: float = field(
+        default=0.75, metadata={"help": "Part of the KV pool that pinned sessions may hold, in (0, 1]."}
+    )
+    max_pinned_share_per_key: float | None = field(
+        default=None, metadata={"help": f"Those of one API key, at most. {_PER_KEY.format('max_pinned_share')}"}
+    )
+    max_stored_bytes: int | str = field(
+        default="16GiB",
+        metadata={"help": "State files that lie on this machine's disk on their way in or out, at most."},
+    )
+    max_stored_bytes_per_key: int | str | None = field(
+        default=None, metadata={"help": f"Those of one API key, at most. {_PER_KEY.format('max_stored_bytes')}"}
+    )
+    share_prefix_cache: bool = field(
+        default=False,
+        metadata={
+            "help": "Let API keys find each other's prompts in the prefix cache, which tells a key what others have asked."
+        },
+    )
     drain_seconds: float = field(
         default=30.0, metadata={"help": "Seconds that requests have to finish when the server is told to stop."}
     )
@@ -81,13 +107,22 @@ class ServerSettings:
             if not isinstance(folder, (str, Path)) or not os.path.isdir(folder):
                 raise InvalidArgument(f"adapter_dir must be a directory, got {str(folder)!r}")
         object.__setattr__(self, "adapter_dir", tuple(map(Path, self.adapter_dir)))
-        for limit in ("max_body_bytes", "max_upload_bytes"):
+        for limit in ("max_body_bytes", "max_upload_bytes", "max_stored_bytes", "max_stored_bytes_per_key"):
+            if limit.endswith("_per_key") and getattr(self, limit) is None:
+                continue
             size = parse_bytes(getattr(self, limit), name=limit)
             _check_int(limit, size, 1)
             object.__setattr__(self, limit, size)
         for count in ("max_waiting", "max_sessions"):
             _check_int(count, getattr(self, count), 1)
+        for share in ("max_pinned_share", "max_pinned_share_per_key"):
+            _check_share(share, getattr(self, share))
+        if self.max_sessions_per_key is not None:
+            _check_int("max_sessions_per_key", self.max_sessions_per_key, 1)
+        if not isinstance(self.share_prefix_cache, bool):
+            raise InvalidArgument(f"share_prefix_cache must be true or false, got {self.share_prefix_cache!r}")
         _check_seconds("session_ttl", self.session_ttl, positive=True)
+        _check_seconds("pinned_ttl", self.pinned_ttl, positive=True)
         _check_seconds("drain_seconds", self.drain_seconds, positive=False)
 
     @property
@@ -99,6 +134,34 @@ class ServerSettings:
     def upload_limit(self) -> int:
         """``max_upload_bytes`` as a number."""
         return parse_bytes(self.max_upload_bytes, name="max_upload_bytes")
+
+    @property
+    def sessions_per_key(self) -> int:
+        """``max_sessions_per_key``, or its default."""
+        return min(self.max_sessions, self.max_sessions_per_key or math.ceil(self.max_sessions * self._per_key))
+
+    @property
+    def pinned_share_per_key(self) -> float:
+        """``max_pinned_share_per_key``, or its default."""
+        return min(self.max_pinned_share, self.max_pinned_share_per_key or self.max_pinned_share * self._per_key)
+
+    @property
+    def stored_limit(self) -> int:
+        """``max_stored_bytes`` as a number."""
+        return parse_bytes(self.max_stored_bytes, name="max_stored_bytes")
+
+    @property
+    def stored_per_key(self) -> int:
+        """``max_stored_bytes_per_key`` as a number, or its default."""
+        given = self.max_stored_bytes_per_key
+        if given is None:
+            return math.ceil(self.stored_limit * self._per_key)
+        return min(self.stored_limit, parse_bytes(given, name="max_stored_bytes_per_key"))
+
+    @property
+    def _per_key(self) -> float:
+        """What one key may have of what there is: where others have keys, half."""
+        return 0.5 if len(set(self.api_key)) > 1 else 1.0
 
 
 def _set_tuple(settings: ServerSettings, name: str) -> None:
@@ -112,6 +175,13 @@ def _check_int(name: str, value: object, least: int, most: int | None = None) ->
     if isinstance(value, bool) or not isinstance(value, int) or value < least or (most is not None and value > most):
         accepted = f"an integer >= {least}" if most is None else f"an integer in [{least}, {most}]"
         raise InvalidArgument(f"{name} must be {accepted}, got {value!r}")
+
+
+def _check_share(name: str, value: object) -> None:
+    if value is None and name.endswith("_per_key"):
+        return
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1:
+        raise InvalidArgument(f"{name} must be a number in (0, 1], got {value!r}")
 
 
 def _check_seconds(name: str, value: object, *, positive: bool) -> None:

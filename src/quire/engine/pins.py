@@ -1,0 +1,129 @@
+"""How much of the pools pinned sessions may hold: each account's, and all of them together.
+
+What is pinned is never given up for others, so a server gives each of its users an account. Nothing is booked: what sessions hold,
+and what those that run will hold at their end, is counted anew whenever one of them wants more. No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from quire.engine.generation import SessionState
+from quire.engine.request import SlidingWindow
+from quire.errors import PoolExhausted, QuotaExceeded
+from quire.types import SeqId
+
+
+class PoolView(Protocol):
+    """What is asked of the KV state. Pools are in the same order everywhere."""
+
+    @property
+    def forgets(self) -> bool:
+        """Whether some positions cannot be gone back to."""
+        ...
+
+    def sequence_pages(self, seq_id: SeqId) -> tuple[int, int]:
+        """(pages that the sequence holds, those of them that others hold too)"""
+        ...
+
+    def pool_sizes(self) -> list[int]:
+        """Pages of each pool."""
+        ...
+
+    def pages_held(self, seq_ids: Collection[SeqId], kept: Collection[SeqId] = ()) -> list[int]:
+        """Pages of each pool that these sequences hold together; of those in ``kept``, with what they can go back to."""
+        ...
+
+    def pages_at_most(self, length: int, window: tuple[int, int] | None, step: int) -> list[int]:
+        """Pages of each pool that a sequence of ``length`` tokens holds at most while they are run, ``step`` at a time."""
+        ...
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class PinAccount:
+    """Whose pinned sessions count together."""
+
+    share: float
+    """Part of each pool that they may hold."""
+    total: float
+    """Part of each pool that all pinned sessions may hold, those of other accounts and of none among them."""
+
+
+class Pins:
+    """Counts what the pinned ones of ``sessions`` hold. The caller holds the engine's lock."""
+
+    def __init__(self, state: PoolView, sessions: Mapping[int, SessionState], step: int) -> None:
+        """``step``: tokens of one forward at most."""
+        self._state = state
+        self._sessions = sessions
+        self._step = step
+
+    def check(self, session: SessionState, length: int, account: PinAccount | None) -> None:
+        """Refuse that a session, pinned for ``account``, comes to hold ``length`` tokens: ``QuotaExceeded`` if its account may not
+        hold as much, ``PoolExhausted`` if all pinned sessions together may not. Without an account anything is allowed."""
+        if account is None:
+            return
+        pinned = [one for one in self._sessions.values() if (one.pinned or one.modified) and one is not session]
+        self._require([one for one in pinned if one.account is account], session, length, account.share, own=True)
+        self._require(pinned, session, length, account.total, own=False)
+
+    def _require(
+        self, others: Sequence[SessionState], session: SessionState, length: int, share: float, *, own: bool
+    ) -> None:
+        wanted = self._held([*others, session])
+        for one, goal in [*((one, _goal(one)) for one in others), (session, length)]:
+            wanted = [have + more for have, more in zip(wanted, self._growth(one, goal), strict=True)]
+        for pages, size in zip(wanted, self._state.pool_sizes(), strict=True):
+            allowed = int(size * share)
+            if pages <= allowed:
+                continue
+            if own:
+                raise QuotaExceeded(
+                    f"your pinned sessions would hold {pages} of {size} pages, and may hold {allowed}; delete one, generate fewer "
+                    "tokens (max_tokens), or do without pin"
+                )
+            raise PoolExhausted(
+                f"all pinned sessions would hold {pages} of {size} pages, and may hold {allowed}; try again later, or do without pin"
+            )
+
+    def _held(self, sessions: Sequence[SessionState]) -> list[int]:
+        kept = [seq for one in sessions if one.modified for seq in _sequences(one)]
+        return self._state.pages_held([seq for one in sessions for seq in _sequences(one)], kept)
+
+    def _growth(self, session: SessionState, length: int) -> list[int]:
+        """Pages of each pool that a session takes at most until it holds ``length`` tokens."""
+        if length <= session.computed and session.seq is not None:
+            return [0] * len(self._state.pool_sizes())
+        most = self._state.pages_at_most(length, _sizes(session.window), self._step)
+        if session.modified and (self._state.forgets or session.window is not None):
+            return most  # all that it holds now may stay beside, as the way back
+        # Of the pages that it shares, the last one is copied when it writes.
+        copied = any(self._state.sequence_pages(seq)[1] for seq in _sequences(session))
+        return [max(0, end - have) + copied for end, have in zip(most, self._held([session]), strict=True)]
+
+
+def _sequences(session: SessionState) -> list[SeqId]:
+    request = session.request
+    found = [session.seq] if request is None else [request.work.seq, request.way_back]
+    return [seq for seq in found if seq is not None]
+
+
+def _goal(session: SessionState) -> int:
+    """Tokens of which a session will have the state when what runs on it ends."""
+    request = session.request
+    if request is None:
+        return session.computed
+    if request.params is None:
+        return len(request.work.tokens)
+    return final_length(request.num_prompt, request.params.max_tokens, request.limit)
+
+
+def final_length(prompt: int, max_tokens: int | None, limit: int) -> int:
+    """Tokens that are computed when a generation ends: the last one that is sampled is not. ``limit``: the longest sequence."""
+    return limit if max_tokens is None else min(limit, prompt + max_tokens - 1)
+
+
+def _sizes(window: SlidingWindow | None) -> tuple[int, int] | None:
+    return None if window is None else (window.size, window.sink)

@@ -1,0 +1,75 @@
+"""What people call a session: a name and labels. The engine does nothing with them; they are not in state files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from quire.errors import InvalidArgument
+
+MAX_NAME = 256
+"""Characters of a name, at most."""
+MAX_LABELS = 16
+MAX_LABEL_NAME = 64
+"""Characters of a label's name, at most."""
+MAX_LABEL_VALUE = 512
+"""Characters of a label's value, at most. These three are the limits that OpenAI has for metadata."""
+
+
+class Labelled:
+    """Something with a name and labels, neither of which need be unique. Both can be set; ``InvalidArgument`` for a bad value."""
+
+    _name: str | None = None
+    _labels: Mapping[str, str] = MappingProxyType({})
+
+    @property
+    def name(self) -> str | None:
+        """What it is called; None: nothing."""
+        return self._name
+
+    @name.setter
+    def name(self, value: str | None) -> None:
+        self._name = checked_name(value)
+
+    @property
+    def labels(self) -> Mapping[str, str]:
+        """Values by name, as in ``{"task": "42"}``; to change them set all of them."""
+        return self._labels
+
+    @labels.setter
+    def labels(self, value: Mapping[str, str]) -> None:
+        self._labels = checked_labels(value)
+
+
+def checked_name(name: object) -> str | None:
+    """The name of a session. ``InvalidArgument`` unless it is None or 1 to ``MAX_NAME`` printable characters."""
+    if name is not None and not _is_text(name, MAX_NAME):
+        raise InvalidArgument(f"name must be 1 to {MAX_NAME} printable characters, got {_shown(name)}")
+    return name  # type: ignore[return-value]
+
+
+def checked_labels(labels: object) -> Mapping[str, str]:
+    """A copy of the labels of a session that nobody can write to. ``InvalidArgument`` unless they are strings by strings, and
+    within the limits; a name holds no "=", which ends it where labels are searched for."""
+    if not isinstance(labels, Mapping):
+        raise InvalidArgument(f"labels must be a mapping of strings, got {type(labels).__name__}")
+    if len(labels) > MAX_LABELS:
+        raise InvalidArgument(f"labels has {len(labels)} entries; at most {MAX_LABELS} are kept")
+    for name, value in labels.items():
+        if not _is_text(name, MAX_LABEL_NAME) or "=" in name:
+            raise InvalidArgument(
+                f'labels: each name must be 1 to {MAX_LABEL_NAME} printable characters without "=", got {_shown(name)}'
+            )
+        if value != "" and not _is_text(value, MAX_LABEL_VALUE):
+            raise InvalidArgument(
+                f"labels: the value of {name!r} must be at most {MAX_LABEL_VALUE} printable characters, got {_shown(value)}"
+            )
+    return MappingProxyType(dict(labels))
+
+
+def _is_text(value: object, most: int) -> bool:
+    return isinstance(value, str) and 0 < len(value) <= most and value.isprintable()
+
+
+def _shown(value: object) -> str:
+    return f"{value[:40]!r} ({len(value)} characters)" if isinstance(value, str) else f"{value!r:.40}"

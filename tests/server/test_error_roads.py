@@ -1,0 +1,186 @@
+"""Whatever fails in the engine reaches the client as what it was: every class of error, on every road to a client."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from quire.engine.grammar_trial import GrammarsBusy
+from quire.errors import (
+    AlreadyExists,
+    BlendLoadError,
+    Cancelled,
+    CheckpointError,
+    DataLoss,
+    FailedPrecondition,
+    InvalidArgument,
+    NotFound,
+    PoolExhausted,
+    QuireError,
+    QuotaExceeded,
+    ResourceExhausted,
+    Unsupported,
+)
+from quire.sampling_params import BeamSearchParams
+from quire.server.errors import RETRY_AFTER, STATUSES, api_error
+
+from .conftest import Served, pages_free, wait_for
+
+REFUSED, INTERNAL = "invalid_request_error", "server_error"
+EXPECTED: dict[type[QuireError], tuple[int, str, str]] = {
+    QuireError: (500, "internal_error", INTERNAL),
+    InvalidArgument: (400, "invalid_argument", REFUSED),
+    AlreadyExists: (409, "already_exists", REFUSED),
+    NotFound: (404, "not_found", REFUSED),
+    FailedPrecondition: (409, "failed_precondition", REFUSED),
+    ResourceExhausted: (400, "resource_exhausted", REFUSED),
+    PoolExhausted: (503, "pool_exhausted", INTERNAL),
+    QuotaExceeded: (429, "quota_exceeded", "rate_limit_error"),
+    GrammarsBusy: (429, "rate_limit_exceeded", "rate_limit_error"),
+    Unsupported: (400, "unsupported", REFUSED),
+    Cancelled: (499, "cancelled", REFUSED),
+    DataLoss: (400, "data_loss", REFUSED),
+    BlendLoadError: (400, "blend_load_error", REFUSED),
+    CheckpointError: (400, "bad_checkpoint", REFUSED),
+}
+"""Status, code and type of each class."""
+
+REASON = "the reason why it failed"
+TURN = [{"role": "user", "content": "def fib(n):"}]
+LIMITS = {"max_tokens": 4, "temperature": 0}
+
+Road = tuple[str, dict[str, Any]]
+ROADS: dict[str, Road] = {
+    "completion": ("/v1/completions", {"prompt": "a", **LIMITS}),
+    "samples": ("/v1/completions", {"prompt": "a", "n": 2, **LIMITS}),
+    "prompts": ("/v1/completions", {"prompt": ["a", "b"], **LIMITS}),
+    "scored prompt": ("/v1/completions", {"prompt": "a b", "echo": True, "logprobs": 1, **LIMITS}),
+    "completion in a session": ("/v1/completions", {"prompt": "a", "session_id": "ID", **LIMITS}),
+    "chat": ("/v1/chat/completions", {"messages": TURN, **LIMITS}),
+    "chat in a session": ("/v1/chat/completions", {"messages": TURN, "session_id": "ID", **LIMITS}),
+    "session": ("/v1/sessions", {"prompt": "a b c"}),
+    "session of messages": ("/v1/sessions", {"messages": TURN}),
+    "append": ("/v1/sessions/ID/append", {"text": "a b c"}),
+    "generate": ("/v1/sessions/ID/generate", LIMITS),
+    "generate behind a prompt": ("/v1/sessions/ID/generate", {"prompt": "a b c", **LIMITS}),
+    "answer": ("/v1/sessions/ID/generate", {"messages": TURN, **LIMITS}),
+    "score": ("/v1/sessions/ID/score", {"text": "a b c"}),
+}
+"""Path and body of every call that runs something; ID is a session's."""
+GENERATING = {name: road for name, road in ROADS.items() if road[0].endswith(("completions", "generate"))}
+STREAMS = {f"streamed {name}": (path, {**body, "stream": True}) for name, (path, body) in GENERATING.items()}
+
+
+def classes(kind: type[QuireError] = QuireError) -> Iterator[type[QuireError]]:
+    """All classes of errors that an engine or a server may raise; clients have their own, and tests may have."""
+    if kind.__module__.startswith("quire.") and not kind.__module__.startswith("quire.bench."):
+        yield kind
+    for one in kind.__subclasses__():
+        yield from classes(one)
+
+
+def test_every_class_has_its_line() -> None:
+    assert set(classes()) == set(EXPECTED)
+    for kind, (status, code, type_) in EXPECTED.items():
+        found = api_error(kind(REASON))
+        assert (found.status, found.code, found.type) == (status, code, type_), kind
+        assert found.message == (REASON if status != 500 else "internal error")
+        assert found.headers == ({"Retry-After": str(RETRY_AFTER)} if status in (429, 503) else {})
+    # A narrower class behind a wider one would never be found.
+    for number, (kind, _, _) in enumerate(STATUSES):
+        assert not any(issubclass(kind, wider) for wider, _, _ in STATUSES[:number]), kind
+
+
+@pytest.fixture(scope="module")
+def session(chat_served: Served) -> Iterator[str]:
+    name = chat_served.client.post("/v1/sessions", json={"prompt": "def add(a, b):"}).json()["id"]
+    yield name
+    chat_served.client.delete(f"/v1/sessions/{name}")
+    wait_for(lambda: pages_free(chat_served.llm))
+
+
+def answers(client: httpx.Client, session: str, roads: dict[str, Road]) -> Iterator[tuple[str, httpx.Response]]:
+    """What every road brings."""
+    for name, (path, body) in roads.items():
+        sent = {key: session if value == "ID" else value for key, value in body.items()}
+        yield name, client.post(path.replace("ID", session), json=sent)
+
+
+def assert_is(error: dict[str, Any], kind: type[QuireError], where: Any) -> None:
+    status, code, type_ = EXPECTED[kind]
+    assert (error["code"], error["type"]) == (code, type_), where
+    assert error["message"] == ("internal error" if status == 500 else REASON), where
+
+
+@pytest.mark.parametrize("place", ["forward", "schedule"])
+@pytest.mark.parametrize("kind", EXPECTED, ids=lambda kind: kind.__name__)
+def test_what_fails_before_a_token_has_its_status(
+    chat_served: Served, session: str, monkeypatch: pytest.MonkeyPatch, kind: type[QuireError], place: str
+) -> None:
+    """In the forward, or where nobody knows whose fault it is; streamed or not."""
+    client, engine, status = chat_served.client, chat_served.llm.engine, EXPECTED[kind][0]
+    before, execute = client.get(f"/v1/sessions/{session}").json()["tokens"], engine.runner.execute
+
+    def broken(*_: Any, **__: Any) -> None:
+        raise kind(REASON)
+
+    if place == "forward":
+        monkeypatch.setattr(engine.runner, "execute", lambda step: broken() if step.chunks else execute(step))
+    else:
+        monkeypatch.setattr(engine.scheduler, "schedule", broken)
+    for name, answer in answers(client, session, ROADS | STREAMS):
+        where = (name, answer.status_code, answer.text)
+        assert answer.status_code == status, where
+        assert answer.headers.get("retry-after") == (str(RETRY_AFTER) if status in (429, 503) else None), where
+        assert_is(answer.json()["error"], kind, where)
+    assert client.get(f"/v1/sessions/{session}").json()["tokens"] == before
+
+
+@pytest.mark.parametrize("kind", EXPECTED, ids=lambda kind: kind.__name__)
+def test_what_fails_behind_a_token_ends_a_stream(
+    chat_served: Served, session: str, monkeypatch: pytest.MonkeyPatch, kind: type[QuireError]
+) -> None:
+    client, engine = chat_served.client, chat_served.llm.engine
+    execute = engine.runner.execute
+
+    def broken(step: Any) -> Any:
+        if step.chunks and any(request.output_ids for request in engine._requests.values()):
+            raise kind(REASON)
+        return execute(step)
+
+    monkeypatch.setattr(engine.runner, "execute", broken)
+    for name, answer in answers(client, session, GENERATING | STREAMS):
+        where = (name, answer.status_code, answer.text)
+        if name in GENERATING:
+            assert answer.status_code == EXPECTED[kind][0], where
+            assert_is(answer.json()["error"], kind, where)
+        else:
+            events = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
+            assert (answer.status_code, events[-1]) == (200, "[DONE]"), where
+            assert "choices" in json.loads(events[0]), where
+            assert_is(json.loads(events[-2])["error"], kind, where)
+
+
+def test_results_in_python_have_the_error_itself(chat_served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm, error = chat_served.llm._llm, PoolExhausted(REASON)
+
+    execute = llm.engine.runner.execute
+
+    def broken(step: Any) -> Any:
+        if step.chunks:
+            raise error
+        return execute(step)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(llm.engine.runner, "execute", broken)
+        (output,) = llm.generate("a b c")
+        (search,) = llm.beam_search("a b c", BeamSearchParams(beam_width=2, max_tokens=2))
+    (sample,) = output.outputs
+    assert (sample.finish_reason, sample.error) == ("error", REASON)
+    assert sample.failure is search.failure is error
+    (output,) = llm.generate("a b c")
+    assert output.outputs[0].failure is None
