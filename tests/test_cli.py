@@ -9,10 +9,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 
 from quire import LLM, InvalidArgument, SamplingParams, cli
+from quire.cli_options import read_config
 from quire.terminal_chat import TerminalChat
 
 RECALL = "# module base\nport = 8031\nhost = 1276\n# module other\nalias = port\n# checks\nassert alias =="
@@ -140,10 +143,10 @@ def test_an_empty_config_file_means_no_options(tmp_path: Path) -> None:
     config = tmp_path / "quire.yaml"
     for text in ("", "# nothing yet\n", "---\n"):
         config.write_text(text)
-        assert cli._read_config(config, {"seed"}) == {}
+        assert read_config(config, {"seed"}) == {}
     config.write_text("[]\n")
     with pytest.raises(InvalidArgument, match="mapping"):
-        cli._read_config(config, {"seed"})
+        read_config(config, {"seed"})
 
 
 def test_a_mistake_in_a_config_file_is_located(
@@ -298,23 +301,71 @@ def test_capabilities_of_the_state_are_true(llm: LLM) -> None:
         state.remove_sequence(-77)
 
 
-def test_every_help_text_is_complete(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    for command in (
-        "generate",
-        "chat",
-        "inspect",
-        "models",
-        "capabilities",
-        "doctor",
-        "bench latency",
-        "bench throughput",
-        "bench state",
-    ):
-        assert run(*command.split(), "--help", monkeypatch=monkeypatch) == 0
+def test_help_has_the_options(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("generate", "--help", monkeypatch=monkeypatch) == 0
     out = capsys.readouterr().out
     for option in ("--max-tokens", "--kv-cache-memory", "--page-size", "--config", "--top-p"):
         assert option in out
+
+
+def commands(app: typer.Typer, *path: str) -> dict[tuple[str, ...], Any]:
+    """Every command and group of commands, by the words that lead to it."""
+    found: dict[tuple[str, ...], Any] = {}
+
+    def visit(command: Any, path: tuple[str, ...]) -> None:
+        found[path] = command
+        for name, child in getattr(command, "commands", {}).items():
+            visit(child, (*path, name))
+
+    visit(typer.main.get_command(app), path)
+    return found
+
+
+@pytest.mark.parametrize("width", [60, 80, 119])
+def test_help_is_never_cut(width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """All of each text is there, at any width of the terminal; in the lists of commands their first paragraphs."""
+    monkeypatch.setenv("COLUMNS", str(width))
+    known = commands(cli.app)
+    assert len(known) > 12
+    for path, command in known.items():
+        assert run(*path, "--help", monkeypatch=monkeypatch) == 0
+        out = capsys.readouterr().out
+        assert max(map(len, out.splitlines())) <= width
+        # Words may be broken at hyphens, and texts stand in columns.
+        shown = "".join(out.split())
+        texts = [parameter.help for parameter in command.params if getattr(parameter, "help", None)]
+        texts += [command.help] + [
+            child.help.partition("\n\n")[0] for child in getattr(command, "commands", {}).values()
+        ]
+        for text in texts:
+            assert "".join(text.split()) in shown, (path, text)
+
+
+def test_tables_are_never_cut(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    for command in ("models", "doctor"):
+        assert run(command, monkeypatch=monkeypatch) == 0
+        assert "…" not in capsys.readouterr().out
+
+
+def test_the_package_runs_as_a_module() -> None:
+    done = subprocess.run([sys.executable, "-m", "quire", "inspect", "/no/such.quire"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("quire: ")
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        ("quire ca", ["capabilities"]),
+        ("quire bench s", ["serve", "state"]),
+        ("quire chat --chat", ["--chat-template"]),
+    ],
+)
+def test_shell_completion(words: str, wanted: list[str]) -> None:
+    ask = {"_QUIRE_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+    done = subprocess.run([sys.executable, "-m", "quire"], capture_output=True, text=True, env=os.environ | ask)
+    assert sorted(done.stdout.split()) == wanted
 
 
 def test_chat_commands(llm: LLM, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,8 +26,9 @@ LAYERS = (
     {"llm"},
     {"async_llm"},
     {"server"},
+    {"tables"},
     {"bench", "doctor", "inspection", "terminal_chat", "remote_chat"},
-    {"cli"},
+    {"exit_codes", "cli_options", "cli_bench", "cli"},
 )
 """From the bottom up: a part may import itself and what lies below it."""
 APART = {"kernels", "kv", "nn"}

@@ -97,7 +97,8 @@ class LLM:
     """A loaded model that generates, and whose state can be held in sessions.
 
     ``model``: the name of a bundled model, a directory, or a Hugging Face id. The keywords are described by
-    ``quire.config.EngineConfig``; ``quire generate --help`` prints the same. Raises ``NotFound`` (no such model),
+    ``quire.config.EngineConfig``; ``quire generate --help`` prints the same. ``chat_template`` may also be Jinja text, or the name
+    of one of the model's own templates. Raises ``NotFound`` (no such model),
     ``CheckpointError`` (damaged or unknown checkpoint), ``InvalidArgument``, ``Unsupported``, ``ResourceExhausted``.
     """
 
@@ -123,6 +124,7 @@ class LLM:
         adapters: Mapping[str, str | Path] | None = None,
         quantization: object | None = None,
         tokenizer: str | Path | None = None,
+        chat_template: str | Path | None = None,
         revision: str | None = None,
         trust_remote_code: bool = False,
         seed: int = 0,
