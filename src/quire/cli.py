@@ -19,6 +19,7 @@ import typer
 
 from quire.cli_bench import bench_app
 from quire.cli_options import (
+    CHAT_OPTIONS,
     DEFAULT_MODEL,
     DEFAULT_NEW_TOKENS,
     SAMPLING_OPTIONS,
@@ -128,7 +129,7 @@ def generate(
         )
 
 
-@command(app, "sampling", "engine")
+@command(app, "chat", "sampling", "engine")
 def chat(
     model: ModelOption = None,
     adapter: AdapterOption = None,
@@ -136,10 +137,11 @@ def chat(
     api_key: KeyOption = None,
     **options: Any,
 ) -> None:
-    """Talk to a model in the terminal; /fork, /switch, /rewind, /adapter, /save, /load and /stats handle its memory."""
+    """Talk to a model in the terminal; /help lists the commands that fork, rewind, save and load its memory."""
     from quire.terminal_chat import TerminalChat
 
     chosen = chosen_options(options)
+    kept = {name: chosen.pop(name) for name in CHAT_OPTIONS if name in chosen}
     if url is not None:
         from quire.remote_chat import run_remote_chat
 
@@ -148,10 +150,10 @@ def chat(
         sampling |= {name: chosen.pop(name) for name in SAMPLING_OPTIONS if name in chosen}
         if chosen:
             raise InvalidArgument(f"{sorted(chosen)} are options of an engine, and with --url the server has its own")
-        run_remote_chat(url, model=model or configured, adapter=adapter, api_key=api_key, sampling=sampling)
+        run_remote_chat(url, model=model or configured, adapter=adapter, api_key=api_key, sampling=sampling, **kept)
         return
     llm = _load(model, chosen, adapter)
-    TerminalChat(llm, _sampling(chosen, llm), adapter).run()
+    TerminalChat(llm, _sampling(chosen, llm), adapter, **kept).run()
 
 
 @command(app, "server", "engine")

@@ -34,6 +34,15 @@ SAMPLING_OPTIONS: dict[str, tuple[Any, str]] = {
 }
 """Those of ``SamplingParams`` that make sense for one text on a terminal."""
 
+CHAT_OPTIONS: dict[str, tuple[Any, str]] = {
+    "window": (
+        int,
+        "Keep the first --sink and the last tokens only, so many in all: the chat never fills the context.",
+    ),
+    "sink": (int, "First tokens that a --window keeps; 4 is usual. Default: 0."),
+}
+"""What a chat's sessions keep, as ``LLM.session`` has it."""
+
 
 # -- options out of dataclasses ------------------------------------------------------------------------------------
 
@@ -81,7 +90,7 @@ def _server_parameters() -> Iterator[python_inspect.Parameter]:
 def command(
     app: typer.Typer, *groups: str, name: str | None = None
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Register a command, with the options of ``groups`` ("sampling", "server", "engine") and ``--config``, which it gets as
+    """Register a command, with the options of ``groups`` ("chat", "sampling", "server", "engine") and ``--config``, which it gets as
     ``options``. What goes wrong in it is a sentence and an exit code."""
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
@@ -92,6 +101,8 @@ def command(
         ]
         config = _parameter("config", Path, "A YAML file with these options; the command line wins.")
         added = [config] if groups else []
+        if "chat" in groups:
+            added += [_parameter(name, kind, text) for name, (kind, text) in CHAT_OPTIONS.items()]
         if "sampling" in groups:
             added += [_parameter(name, kind, text) for name, (kind, text) in SAMPLING_OPTIONS.items()]
         if "server" in groups:
