@@ -23,6 +23,7 @@ LAYERS = (
     {"executor", "blend", "store"},
     {"engine"},
     {"build"},
+    {"progress"},
     {"llm"},
     {"async_llm"},
     {"server"},

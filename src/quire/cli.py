@@ -104,6 +104,8 @@ def generate(
     **options: Any,
 ) -> None:
     """Stream the continuation of a prompt to stdout; timing goes to stderr."""
+    from quire.progress import prompt_pieces
+
     chosen = chosen_options(options)
     text = sys.stdin.read() if prompt == "-" else prompt
     started = time.perf_counter()
@@ -112,7 +114,13 @@ def generate(
     loaded = time.perf_counter()
     first: float | None = None
     count = 0
-    with llm.session(text, adapter=adapter) as session:
+    (tokens,) = llm.prepare(
+        text, params, adapter=adapter
+    ).ids  # refuses now what would be refused after the prompt has run
+    with llm.session(adapter=adapter) as session:
+        with prompt_pieces(tokens.tolist(), llm.engine.scheduler.limits.max_num_batched_tokens) as pieces:
+            for piece in pieces:
+                session.append(piece)
         prompt_tokens = len(session)
         for delta in session.stream(params):
             first = first or time.perf_counter()
