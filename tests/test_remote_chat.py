@@ -70,6 +70,7 @@ LINES = [
     "/fork other",
     "/stats",
     "/save {file}",
+    "/save {file}/nowhere",
     "def sub(a, b):",
     "/drop",
     "/text",
@@ -226,7 +227,7 @@ def test_files_that_cannot_be_loaded_or_saved_are_said(pair: tuple[Served, Path]
     (tmp_path / "b.quire").write_bytes(whole[:-100])
     with pytest.raises(HttpFailure, match="400"):
         chat.take(f"/load {tmp_path / 'b.quire'}")
-    with pytest.raises(OSError, match="nowhere"):
+    with pytest.raises(NotFound, match=r"cannot be written: there is no directory .*nowhere"):
         chat.take(f"/save {tmp_path / 'nowhere' / 'a.quire'}")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.quire", "b.quire"]
     assert len(open_sessions(served)) == 1

@@ -30,6 +30,7 @@ from quire.bench.serve_client import (
     failure,
 )
 from quire.errors import InvalidArgument, NotFound, QuireError
+from quire.kv.atomic_file import check_regular
 from quire.terminal_chat import TerminalChat, Turn, messages_of
 
 if TYPE_CHECKING:
@@ -113,7 +114,8 @@ class Link:
         raise BrokenAnswer("the stream ended without [DONE]")
 
     def download(self, path: str, to: Path) -> None:
-        """Write an answer's body to a file, which is there whole or not at all."""
+        """Write an answer's body to a file, which is there whole or not at all. ``NotFound`` for a directory that is missing."""
+        check_regular(to, f"state file {str(to)!r}", may_be_missing=True)
         with (
             self._answer("GET", path) as response,
             tempfile.NamedTemporaryFile(dir=to.parent, prefix=to.name, delete=False) as file,
@@ -250,7 +252,7 @@ class RemoteSession:
         self._call("POST", "/adapter", {"name": name})
         self.adapter = name
 
-    def save(self, path: str) -> None:
+    def save(self, path: str | Path) -> None:
         self._model.link.download(f"/v1/sessions/{self._name}/state", Path(path))
 
     def close(self) -> None:

@@ -124,6 +124,7 @@ class TerminalChat:
                     continue
                 if not line.strip():
                     continue
+                turns = len(self._branch.turns)
                 try:
                     if not self.take(line):
                         return
@@ -131,7 +132,8 @@ class TerminalChat:
                     self._say(str(error))
                 except KeyboardInterrupt:
                     print(flush=True)
-                    self._say("interrupted; what was generated stays, /rewind 1 takes it back")
+                    stays = len(self._branch.turns) > turns
+                    self._say("interrupted" + "; what was generated stays, /rewind 1 takes it back" * stays)
 
     def take(self, line: str) -> bool:
         """One line: a command or a turn. False ends the chat."""
@@ -271,19 +273,20 @@ class TerminalChat:
     def _save(self, path: str) -> bool:
         if not path:
             raise InvalidArgument("/save needs a file name")
-        self._session.save(path)
-        self._say(f"{Path(path).stat().st_size:,} bytes written to {path}")
+        file = Path(path).expanduser()
+        self._session.save(file)
+        self._say(f"{file.stat().st_size:,} bytes written to {path}")
         return True
 
     def _load(self, path: str) -> bool:
         if not path:
             raise InvalidArgument("/load needs a file name")
-        session = self._llm.load_session(path)
+        session = self._llm.load_session(Path(path).expanduser())
+        text = session.text
         name = Path(path).stem
         while name in self._branches:
             name += "'"
         self._branches[name], self._name = Branch(session, loaded=True), name
-        text = session.text
         if len(text) > SHOWN:
             self._say(f"[{len(text) - SHOWN:,} characters before; /text shows them]")
         self._say(text[-SHOWN:])
