@@ -27,7 +27,7 @@ LAYERS = (
     {"llm"},
     {"async_llm"},
     {"server"},
-    {"tables"},
+    {"tables", "line_input"},
     {"bench", "doctor", "inspection", "terminal_chat", "remote_chat"},
     {"exit_codes", "cli_options", "cli_bench", "cli"},
 )

@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 import re
 import sys
+from functools import partial
 
 import pytest
+from tqdm import tqdm
 
 from quire import LLM, SamplingParams, cli
 
@@ -66,6 +68,7 @@ def generate(monkeypatch: pytest.MonkeyPatch, stderr: io.StringIO) -> str:
     options = ["--temperature", "0", "--max-tokens", "2", "--dtype", "float32", "--kv-cache-memory", "32MiB"]
     with monkeypatch.context() as patch:
         patch.setattr(sys, "stderr", stderr)
+        patch.setattr("quire.progress.tqdm", partial(tqdm, mininterval=0))
         cli.app(["generate", LONG, "--max-num-batched-tokens", "32", *options], standalone_mode=False)
     return stderr.getvalue()
 

@@ -161,9 +161,10 @@ def chat(
         run_remote_chat(url, model=model or configured, adapter=adapter, api_key=api_key, sampling=sampling, **kept)
         return
     llm = _load(model, chosen, adapter)
+    talk = TerminalChat(llm, _sampling(chosen, llm), adapter, **kept)
     if llm.config.model == DEFAULT_MODEL:
         print(f"{DEFAULT_MODEL} completes Python; begin some, as in def fib(n):", file=sys.stderr)
-    TerminalChat(llm, _sampling(chosen, llm), adapter, **kept).run()
+    talk.run()
 
 
 @command(app, "server", "engine")

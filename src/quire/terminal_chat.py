@@ -51,7 +51,7 @@ class Turn:
     line: str
     answer: str
     start: int | None
-    """The session's length before it; None where older turns were dropped since."""
+    """Where going back to leaves what was there before it, as the session's length; None if it has no such place."""
 
 
 @dataclass(slots=True)
@@ -62,6 +62,8 @@ class Branch:
     turns: list[Turn] = field(default_factory=list)
     loaded: bool = False
     """Whether it began with a state file, whose text is no turn."""
+    rebuilt: bool = False
+    """Whether it was computed anew since the last answer: it ends where one could begin, which the next turn replaces."""
 
 
 class TerminalChat:
@@ -153,6 +155,11 @@ class TerminalChat:
         before = len(branch.session)
         started = time.perf_counter()
         answer, count = "", 0
+
+        def keep() -> None:
+            branch.turns.append(Turn(line, answer, None if branch.rebuilt else before))
+            branch.rebuilt = False
+
         try:
             with closing(cast(Any, self._pieces(branch.session, line))) as pieces:
                 for text, tokens in pieces:
@@ -160,11 +167,11 @@ class TerminalChat:
                     print(text, end="", flush=True)
         except BaseException as error:
             if not self._is_undone(branch.session, before, error):
-                branch.turns.append(Turn(line, answer, before))
+                keep()
             elif isinstance(error, QuireError) and before and _says_full(error):
                 raise ResourceExhausted(f"{error}; {WAYS_ON}") from error
             raise
-        branch.turns.append(Turn(line, answer, before))
+        keep()
         print(flush=True)
         self._say(f"[{count} tokens in {time.perf_counter() - started:.2f} s]")
 
@@ -208,7 +215,7 @@ class TerminalChat:
         old = branch.session
         branch.session = self._begin(turns, old.adapter)
         branch.turns = [replace(turn, start=None) for turn in turns]
-        branch.loaded = False
+        branch.loaded, branch.rebuilt = False, bool(turns)
         old.close()
 
     # -- commands --------------------------------------------------------------------------------------------
@@ -217,7 +224,7 @@ class TerminalChat:
         if not name or name in self._branches:
             raise InvalidArgument(f"/fork {name!r}; a new name is needed, taken are {', '.join(self._branches)}")
         branch = self._branch
-        self._branches[name] = Branch(branch.session.fork(), list(branch.turns), branch.loaded)
+        self._branches[name] = replace(branch, session=branch.session.fork(), turns=list(branch.turns))
         self._name = name
         self._say(f"now in {name}; nothing was copied")
         return True

@@ -46,6 +46,13 @@ CHATS = (
         tests=("test_remote_chat.py::test_a_full_context_and_the_ways_on",),
     ),
     Mutant(
+        name="a-turn-after-a-drop-begins-in-the-middle",
+        file="terminal_chat.py",
+        old="None if branch.rebuilt else before",
+        new="before",
+        tests=("test_remote_chat.py::test_a_full_context_and_the_ways_on",),
+    ),
+    Mutant(
         name="first-answer-of-a-rebuilt-chat-stays",
         file="terminal_chat.py",
         old="                session.rewind(to=len(output.prompt_token_ids))\n",
