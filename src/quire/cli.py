@@ -114,9 +114,8 @@ def generate(
     loaded = time.perf_counter()
     first: float | None = None
     count = 0
-    (tokens,) = llm.prepare(
-        text, params, adapter=adapter
-    ).ids  # refuses now what would be refused after the prompt has run
+    # What would be refused after the prompt has run is refused here.
+    (tokens,) = llm.prepare(text, params, adapter=adapter).ids
     with llm.session(adapter=adapter) as session:
         with prompt_pieces(tokens.tolist(), llm.engine.scheduler.limits.max_num_batched_tokens) as pieces:
             for piece in pieces:

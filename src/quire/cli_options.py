@@ -90,8 +90,10 @@ def _server_parameters() -> Iterator[python_inspect.Parameter]:
 def command(
     app: typer.Typer, *groups: str, name: str | None = None
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Register a command, with the options of ``groups`` ("chat", "sampling", "server", "engine") and ``--config``, which it gets as
-    ``options``. What goes wrong in it is a sentence and an exit code."""
+    """Register a command, with ``--config`` and the options of ``groups``, which it gets as ``options``.
+
+    ``groups``: "chat", "sampling", "server", "engine". What goes wrong is a sentence and an exit code.
+    """
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         own = [

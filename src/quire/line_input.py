@@ -1,4 +1,7 @@
-"""Lines that a person types, or that a pipe brings. On a terminal they can be edited, recalled and completed, by ``readline``."""
+"""Lines that a person types, or that a pipe brings.
+
+On a terminal they can be edited, recalled and completed, by ``readline``.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ HISTORY_LENGTH = 1000
 
 
 class LineInput:
-    """``with LineInput(complete) as lines: lines.read("> ")``. The history is kept in a file from one to the next."""
+    """``with LineInput(complete) as lines: lines.read("> ")``. A file keeps the history."""
 
     def __init__(self, complete: Complete) -> None:
         self._complete = complete
@@ -26,10 +29,13 @@ class LineInput:
         self._readline = _readline() if is_typed() and sys.stdout.isatty() else None
 
     def read(self, prompt: str) -> str:
-        """Return the next line. A pipe sees no prompt. ``EOFError`` at the end, ``KeyboardInterrupt`` for Ctrl-C."""
+        """Return the next line. A pipe sees no prompt.
+
+        ``EOFError`` at the end, ``KeyboardInterrupt`` for Ctrl-C.
+        """
         if self._readline is not None:
             return input(prompt)
-        if is_typed():  # what is typed is edited by the terminal alone, and stdout belongs to the answers
+        if is_typed():  # the terminal alone edits it, and stdout belongs to the answers
             print(prompt, end="", file=sys.stderr, flush=True)
         return input()
 
@@ -71,7 +77,10 @@ def is_typed() -> bool:
 
 
 def history_file() -> Path | None:
-    """Return where lines are remembered: ``QUIRE_HISTORY``, or a file among the user's state; None if that variable is empty."""
+    """Return where lines are remembered: ``QUIRE_HISTORY``, or a file among the user's state.
+
+    None, for nowhere, if that variable is empty.
+    """
     named = os.environ.get("QUIRE_HISTORY")
     if named is not None:
         return Path(named) if named else None
@@ -85,7 +94,7 @@ def paths(beginning: str) -> list[str]:
 
 
 def _readline() -> ModuleType | None:
-    """Return the module of the standard library, which not every Python has. Once imported, ``input`` uses it."""
+    """Return the module, which not every Python has. Once it is imported, ``input`` uses it."""
     try:
         import readline
     except ImportError:

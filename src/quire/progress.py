@@ -1,4 +1,4 @@
-"""How far prompts have come, on stderr: nothing is shown where that is no terminal, unless somebody asks for it."""
+"""How far prompts have come, on stderr. Where that is no terminal nothing is shown unasked."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ if TYPE_CHECKING:
 
 
 class GenerationBar:
-    """Prompts that are answered, of all; as long as there are prompts to run, the tokens of these too."""
+    """Prompts that are answered, of all; and while prompts are run, how many of their tokens were."""
 
     def __init__(self, requests: Sequence[Sequence[SequenceRequest]], *, show: bool | None, step_tokens: int) -> None:
-        """``requests``: the samples of each prompt. ``show`` None: on a terminal, if there are several prompts, or more tokens than
-        one step runs (``step_tokens``)."""
+        """``requests``: the samples of each prompt.
+
+        ``show`` None: on a terminal, if there are several prompts, or more tokens than one step runs
+        (``step_tokens``).
+        """
         self._requests = requests
         self._total = sum(samples[0].num_prompt for samples in requests)
         if show is None:
@@ -44,8 +47,10 @@ class GenerationBar:
 
 @contextmanager
 def prompt_pieces(tokens: Sequence[int], step_tokens: int) -> Iterator[Iterator[Sequence[int]]]:
-    """Give the pieces of a prompt to append one after the other: one, or on a terminal several of ``step_tokens``, with a bar
-    that disappears at the end."""
+    """Give the pieces of a prompt, to append one after the other.
+
+    It is one piece, or on a terminal several of ``step_tokens`` with a bar that disappears at the end.
+    """
     show = sys.stderr.isatty() and len(tokens) > step_tokens
     size = step_tokens if show else len(tokens)
     with tqdm(total=len(tokens), desc="Prompt", unit="token", leave=False, disable=not show) as bar:

@@ -114,7 +114,10 @@ class Link:
         raise BrokenAnswer("the stream ended without [DONE]")
 
     def download(self, path: str, to: Path) -> None:
-        """Write an answer's body to a file, which is there whole or not at all. ``NotFound`` for a directory that is missing."""
+        """Write an answer's body to a file, which is there whole or not at all.
+
+        ``NotFound`` for a directory that is missing.
+        """
         check_regular(to, f"state file {str(to)!r}", may_be_missing=True)
         with (
             self._answer("GET", path) as response,
@@ -174,7 +177,7 @@ class RemoteModel:
         sink: int = 0,
         messages: Sequence[Mapping[str, Any]] | None = None,
     ) -> RemoteSession:
-        """A new one, under an adapter's name if one is given: empty, or of the first messages of a chat."""
+        """Return a new one, under an adapter if one is given: empty, or of the first messages of a chat."""
         body = {"model": adapter or self.name, "window": window, "sink": sink, "messages": messages}
         made = self.link.call("POST", "/v1/sessions", body)
         return self.hold(str(made["id"]), adapter)
@@ -310,7 +313,8 @@ def run_remote_chat(
     """Chat in the terminal until /exit or the end of the input.
 
     ``model``: by default the first that the server lists. ``sampling``: fields of ``SamplingParams`` that were given; for the rest
-    the server's defaults count. ``window``, ``sink``: what new sessions keep of their tokens. ``QuireError`` if the server cannot be reached or has no sessions.
+    the server's defaults count. ``window``, ``sink``: what new sessions keep of their tokens.
+    ``QuireError`` if the server cannot be reached or has no sessions.
     """
     link = Link(url, api_key=api_key, timeout=timeout)
     remote = RemoteModel(link, model)

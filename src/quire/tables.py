@@ -1,4 +1,4 @@
-"""Tables for a terminal of any width: nothing in them is cut, a long name goes on in the next line."""
+"""Tables for a terminal of any width: nothing is cut, a long name goes on in the next line."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ HELP = """\
 /fork NAME     copy the conversation under a name and go on in the copy
 /switch NAME   go on in another copy
 /rewind N      take back the last N turns (yours and the answer) of this chat; text that was loaded has no turns
-/drop N        forget the N oldest turns, without N the oldest one, when the context is full; text that was loaded goes first
+/drop N        forget the N oldest turns, or the oldest one, when the context is full; text that was loaded goes first
 /text          the whole text of this conversation
 /save FILE     write the conversation's state to a file
 /load FILE     go on from a state file, under the file's name
@@ -33,8 +33,8 @@ HELP = """\
 Ctrl-C stops an answer. Arrow up brings earlier lines back, Tab completes commands, names and files."""
 
 WAYS_ON = (
-    "this conversation fills it: /drop forgets its oldest turn, /drop N more of them, /rewind N takes back the newest; a chat that is "
-    "started with --window (and --sink) keeps the last tokens only, and never ends"
+    "this conversation fills it: /drop forgets its oldest turn, /drop N more of them, /rewind N takes back "
+    "the newest; a chat that is started with --window (and --sink) keeps the last tokens only, and never ends"
 )
 
 SHOWN = 2000
@@ -51,7 +51,7 @@ class Turn:
     line: str
     answer: str
     start: int | None
-    """Where going back to leaves what was there before it, as the session's length; None if it has no such place."""
+    """The session's length to go back to for what was there before; None if there is no such place."""
 
 
 @dataclass(slots=True)
@@ -63,7 +63,8 @@ class Branch:
     loaded: bool = False
     """Whether it began with a state file, whose text is no turn."""
     rebuilt: bool = False
-    """Whether it was computed anew since the last answer: it ends where one could begin, which the next turn replaces."""
+    """Whether it was computed anew since the last answer: it ends where an answer could begin, and the
+    next turn replaces that end."""
 
 
 class TerminalChat:
@@ -176,7 +177,10 @@ class TerminalChat:
         self._say(f"[{count} tokens in {time.perf_counter() - started:.2f} s]")
 
     def _pieces(self, session: Session, line: str) -> Iterator[tuple[str, int]]:
-        """Add a line and yield the answer: pieces of text, and of how many tokens. A refused line leaves nothing in the session."""
+        """Add a line and yield the answer: pieces of text, and of how many tokens.
+
+        A line that is refused leaves nothing in the session.
+        """
         if self._templated:
             deltas = session.stream_chat([{"role": "user", "content": line}], self._params)
         else:
@@ -187,7 +191,7 @@ class TerminalChat:
             except QuireError:
                 session.rewind(to=before)
                 raise
-        with closing(cast(Any, deltas)):
+        with deltas:
             for delta in deltas:
                 yield delta.text, len(delta.token_ids)
 
@@ -358,5 +362,5 @@ def _number(text: str, most: int) -> int:
 
 
 def _says_full(error: QuireError) -> bool:
-    """Return whether a call was refused since there is no room, as ``engine.checks`` and a server say it."""
+    """Return whether there is no room, as ``engine.checks`` and a server say it."""
     return isinstance(error, ResourceExhausted) or "the context" in str(error)

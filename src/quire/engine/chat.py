@@ -34,8 +34,8 @@ _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 """Names under which a message's reasoning is passed; templates read the first, some the second."""
 
 _NO_TEMPLATE = (
-    "the tokenizer has no chat template: choose one with chat_template (--chat-template on the command line), a Jinja file or a "
-    "built-in one such as 'chatml'; or complete a plain prompt instead of messages"
+    "the tokenizer has no chat template: choose one with chat_template (--chat-template on the command "
+    "line), a Jinja file or a built-in one such as 'chatml'; or complete a plain prompt instead of messages"
 )
 
 
@@ -108,8 +108,8 @@ def select_template(templates: Mapping[str, str], chosen: str | None = None, *, 
         return templates["default"]
     if templates:
         raise InvalidArgument(
-            f"the tokenizer has several chat templates and no default: choose one with chat_template, {sorted(templates)} or a "
-            "Jinja file"
+            "the tokenizer has several chat templates and no default: choose one with chat_template, "
+            f"{sorted(templates)} or a Jinja file"
         )
     raise InvalidArgument(_NO_TEMPLATE)
 
@@ -214,7 +214,10 @@ def _plain(value: Any, where: str) -> Any:
 
 
 def check_template(source: str, name: str) -> None:
-    """Refuse with ``InvalidArgument`` what is no Jinja, or never reads the messages; ``name`` is how the error calls it."""
+    """Refuse with ``InvalidArgument`` what is no Jinja, or never reads the messages.
+
+    ``name`` is how the error calls it.
+    """
     try:
         read = jinja2.meta.find_undeclared_variables(_environment().parse(source))
     except jinja2.TemplateSyntaxError as error:

@@ -1,4 +1,4 @@
-"""The chat template that a user chose in place of the model's own: a built-in one, a file, or Jinja text."""
+"""The chat template that a user chose in place of the model's: a built-in one, a file, Jinja text."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from quire.errors import InvalidArgument, NotFound
 logger = logging.getLogger("quire")
 
 TURN_ENDS = {"chatml": "<|im_end|>"}
-"""What ends a turn in a built-in template. A model that has it as a token ends its answers with it."""
+"""What ends a turn in a built-in template. A model that has it as a token ends answers with it."""
 
 
 def with_chosen_template(tokenizer: Tokenizer, chosen: str) -> Tokenizer:
-    """Return a tokenizer whose only chat template is ``chosen``, whether messages come with tools or not.
+    """Return a tokenizer whose only chat template is ``chosen``, with tools or without.
 
-    ``chosen``: a name among the model's own templates or ``CHAT_TEMPLATES``, Jinja text (which has ``{{`` or ``{%``), or else a
-    file. ``NotFound`` for a file that is not there; ``InvalidArgument`` for one that is no text, is no Jinja or never reads the
-    messages.
+    ``chosen``: a name among the model's own templates or ``CHAT_TEMPLATES``, Jinja text (which has
+    ``{{`` or ``{%``), or else a file. ``NotFound`` for a file that is not there; ``InvalidArgument``
+    for one that is no text, is no Jinja or never reads the messages.
     """
     if chosen in tokenizer.chat_templates:
         return tokenizer.with_chat_template(tokenizer.chat_templates[chosen])
@@ -35,8 +35,8 @@ def with_chosen_template(tokenizer: Tokenizer, chosen: str) -> Tokenizer:
     end_id = None if end is None else tokenizer.token_id(end)
     if end is not None and end_id is None:
         logger.warning(
-            "chat_template %r marks turns with tokens such as %r, which this model does not have: it reads them as plain text, "
-            "and its answers may run on into the next turn",
+            "chat_template %r marks turns with tokens such as %r, which this model does not have: "
+            "it reads them as plain text, and its answers may run on into the next turn",
             chosen,
             end,
         )

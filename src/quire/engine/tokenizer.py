@@ -149,7 +149,10 @@ class Tokenizer:
         return self.chat_templates.get("default")
 
     def with_chat_template(self, template: str, *, ends: Sequence[int] = ()) -> Tokenizer:
-        """Return the same tokenizer with this chat template as its only one; ``ends`` are further ids that end a generation."""
+        """Return the same tokenizer with this chat template only.
+
+        ``ends`` are further ids that end a generation.
+        """
         other = copy.copy(self)
         other.chat_templates = {"default": template}
         other.eos_ids = tuple(dict.fromkeys([*self.eos_ids, *ends]))
