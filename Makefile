@@ -8,6 +8,8 @@ NATIVE := $(wildcard src/quire/kernels/cpu/*.cpp)
 # One thread per test process: the models are tiny, and two processes share the cores.
 WORKERS ?= 2
 export TOKENIZERS_PARALLELISM := false
+# On a terminal pip shows what it downloads, which takes minutes; elsewhere a line says what happens.
+PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt $(shell test -t 2 || echo -q)
 
 .PHONY: demo test test-all mutants lint format bench clean help
 
@@ -53,12 +55,15 @@ clean:  ## Remove what make made
 	rm -rf $(VENV) build dist src/quire.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(VENV)/bin/python:
-	$(PYTHON) -m venv $(VENV)
+	@echo "Making $(VENV) with $(PYTHON)"
+	@$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.stamp-run: pyproject.toml setup.py constraints.txt $(NATIVE) | $(VENV)/bin/python
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e .
+	@echo "Installing Quire and what it needs, PyTorch among it, into $(VENV): once, some minutes"
+	@$(PIP) -e .
 	@touch $@
 
 $(VENV)/.stamp-test: pyproject.toml setup.py constraints.txt $(NATIVE) | $(VENV)/bin/python
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[server,test,lint]'
+	@echo "Installing Quire and what its tests need, PyTorch among it, into $(VENV): once, some minutes"
+	@$(PIP) -e '.[server,test,lint]'
 	@touch $@ $(VENV)/.stamp-run

@@ -280,7 +280,9 @@ def test_templates_see_plain_values() -> None:
 
 def test_no_template_says_what_to_do() -> None:
     for call in (lambda: render_chat(None, [USER]), lambda: encode_chat(Tokenizer(byte_level()), [USER])):
-        with pytest.raises(InvalidArgument, match=r"no chat template: add a chat_template.jinja .* pass chat_template"):
+        with pytest.raises(
+            InvalidArgument, match=r"no chat template: choose one with chat_template \(--chat-template .* built-in"
+        ):
             call()
 
 
@@ -290,7 +292,7 @@ def test_select_template() -> None:
     assert select_template(templates, with_tools=True) == "t"
     assert select_template(templates, "rag") == "r"
     assert select_template(templates, "{{ x }}") == "{{ x }}"
-    with pytest.raises(InvalidArgument, match=r"no default: .* one of \['rag'\]"):
+    with pytest.raises(InvalidArgument, match=r"no default: choose one with chat_template, \['rag'\]"):
         select_template({"rag": "r"})
 
 

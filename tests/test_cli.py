@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 
 from quire import LLM, InvalidArgument, SamplingParams, cli
+from quire.cli_options import read_config
 from quire.terminal_chat import TerminalChat
 
 RECALL = "# module base\nport = 8031\nhost = 1276\n# module other\nalias = port\n# checks\nassert alias =="
@@ -140,10 +145,10 @@ def test_an_empty_config_file_means_no_options(tmp_path: Path) -> None:
     config = tmp_path / "quire.yaml"
     for text in ("", "# nothing yet\n", "---\n"):
         config.write_text(text)
-        assert cli._read_config(config, {"seed"}) == {}
+        assert read_config(config, {"seed"}) == {}
     config.write_text("[]\n")
     with pytest.raises(InvalidArgument, match="mapping"):
-        cli._read_config(config, {"seed"})
+        read_config(config, {"seed"})
 
 
 def test_a_mistake_in_a_config_file_is_located(
@@ -298,23 +303,71 @@ def test_capabilities_of_the_state_are_true(llm: LLM) -> None:
         state.remove_sequence(-77)
 
 
-def test_every_help_text_is_complete(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    for command in (
-        "generate",
-        "chat",
-        "inspect",
-        "models",
-        "capabilities",
-        "doctor",
-        "bench latency",
-        "bench throughput",
-        "bench state",
-    ):
-        assert run(*command.split(), "--help", monkeypatch=monkeypatch) == 0
+def test_help_has_the_options(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("generate", "--help", monkeypatch=monkeypatch) == 0
     out = capsys.readouterr().out
     for option in ("--max-tokens", "--kv-cache-memory", "--page-size", "--config", "--top-p"):
         assert option in out
+
+
+def commands(app: typer.Typer, *path: str) -> dict[tuple[str, ...], Any]:
+    """Every command and group of commands, by the words that lead to it."""
+    found: dict[tuple[str, ...], Any] = {}
+
+    def visit(command: Any, path: tuple[str, ...]) -> None:
+        found[path] = command
+        for name, child in getattr(command, "commands", {}).items():
+            visit(child, (*path, name))
+
+    visit(typer.main.get_command(app), path)
+    return found
+
+
+@pytest.mark.parametrize("width", [60, 80, 119])
+def test_help_is_never_cut(width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """All of each text is there, at any width of the terminal; in the lists of commands their first paragraphs."""
+    monkeypatch.setenv("COLUMNS", str(width))
+    known = commands(cli.app)
+    assert len(known) > 12
+    for path, command in known.items():
+        assert run(*path, "--help", monkeypatch=monkeypatch) == 0
+        out = capsys.readouterr().out
+        assert max(map(len, out.splitlines())) <= width
+        # Words may be broken at hyphens, and texts stand in columns.
+        shown = "".join(out.split())
+        texts = [parameter.help for parameter in command.params if getattr(parameter, "help", None)]
+        texts += [command.help] + [
+            child.help.partition("\n\n")[0] for child in getattr(command, "commands", {}).values()
+        ]
+        for text in texts:
+            assert "".join(text.split()) in shown, (path, text)
+
+
+def test_tables_are_never_cut(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    for command in ("models", "doctor"):
+        assert run(command, monkeypatch=monkeypatch) == 0
+        assert "…" not in capsys.readouterr().out
+
+
+def test_the_package_runs_as_a_module() -> None:
+    done = subprocess.run([sys.executable, "-m", "quire", "inspect", "/no/such.quire"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("quire: ")
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        ("quire ca", ["capabilities"]),
+        ("quire bench s", ["serve", "state"]),
+        ("quire chat --chat", ["--chat-template"]),
+    ],
+)
+def test_shell_completion(words: str, wanted: list[str]) -> None:
+    ask = {"_QUIRE_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+    done = subprocess.run([sys.executable, "-m", "quire"], capture_output=True, text=True, env=os.environ | ask)
+    assert sorted(done.stdout.split()) == wanted
 
 
 def test_chat_commands(llm: LLM, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -364,6 +417,100 @@ def test_chat_help_says_that_loaded_text_has_no_turns(
     capsys.readouterr()
     assert chat.take("/help")
     assert "loaded has no turns" in capsys.readouterr().err
+
+
+def test_loaded_text_is_shown(
+    llm: LLM, saved: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chat = TerminalChat(llm, SamplingParams(temperature=0, max_tokens=4))
+    assert chat.take(f"/load {saved}")
+    assert f"{RECALL}\nnow in recall, " in capsys.readouterr().err
+    monkeypatch.setattr("quire.terminal_chat.SHOWN", 12)
+    assert chat.take(f"/load {saved}")
+    shown = f"[{len(RECALL) - 12} characters before; /text shows them]\n{RECALL[-12:]}\nnow in recall', "
+    assert shown in capsys.readouterr().err
+    assert chat.take("/text")
+    assert capsys.readouterr().err == RECALL + "\n"
+
+
+def test_loaded_text_is_dropped_first(llm: LLM, saved: Path) -> None:
+    chat = TerminalChat(llm, SamplingParams(temperature=0, max_tokens=4))
+    for line in (f"/load {saved}", "x = 1", "y = 2"):
+        assert chat.take(line)
+    with pytest.raises(InvalidArgument, match=r"1\.\.3 turns \(the text that was loaded is the first\)"):
+        chat.take("/drop 4")
+    chat.take("/drop")
+    assert chat._session.text.startswith("x = 1")
+    with pytest.raises(InvalidArgument, match=r"/drop '3'; 1\.\.2 turns can"):
+        chat.take("/drop 3")
+    chat.take("/drop 2")
+    assert len(chat._session) == 0
+    with pytest.raises(InvalidArgument, match="0 turns to forget"):
+        chat.take("/drop")
+    chat.take(f"/load {saved}")
+    chat.take("x = 1")
+    chat.take("/drop 2")
+    assert len(chat._session) == 0
+
+
+def test_what_tab_offers(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.quire").touch()
+    chat = TerminalChat(llm, SamplingParams())
+    assert chat.take("/fork other")
+    assert {"/help", "/drop", "/window"} & set(chat._completions("/")) == {"/help", "/drop"}
+    assert chat._completions("/switch o") == ["main", "other"]
+    assert chat._completions("/load a") == ["a.quire"]
+    assert chat._completions("/rewind ") == []
+    assert chat._completions("def f") == []
+
+
+def test_a_turn_that_an_interrupt_undid_is_none(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only what the session holds is a turn that can be taken back."""
+    chat = TerminalChat(llm, SamplingParams(temperature=0, max_tokens=4))
+
+    def interrupted(*_: object) -> Iterator[tuple[str, int]]:
+        raise KeyboardInterrupt
+        yield
+
+    with monkeypatch.context() as patch:
+        patch.setattr(chat, "_pieces", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            chat.take("x = 1")
+    assert chat._branch.turns == []
+
+    class Impatient(io.StringIO):
+        def write(self, text: str) -> int:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("sys.stdout", Impatient())
+        with pytest.raises(KeyboardInterrupt):
+            chat.take("x = 1")
+    assert [turn.line for turn in chat._branch.turns] == ["x = 1"]
+    chat.take("/rewind 1")
+    assert len(chat._session) == 0
+
+
+def test_windows_that_make_no_sense(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, says in (
+        (["--window", "4", "--sink", "4"], "window 4 with sink 4"),
+        (["--sink", "4"], "sink is 4 without a window"),
+        (["--chat-template", "chatlm"], "'chatlm': there is no such file"),
+    ):
+        assert run("chat", *arguments, "--kv-cache-memory", "16MiB", monkeypatch=monkeypatch) == 2
+        err = capsys.readouterr().err
+        assert says in err
+        assert "Traceback" not in err
+
+
+def test_generate_refuses_before_it_runs_the_prompt(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "_load", lambda *_: llm)
+    monkeypatch.setattr(llm.engine, "step", lambda: pytest.fail("it runs the prompt"))
+    assert run("generate", "x = 1\n" * 100, "--max-tokens", "4000", monkeypatch=monkeypatch) == 2
+    assert "max_tokens 4000 after a prompt" in capsys.readouterr().err
 
 
 def test_interrupt_is_quiet(tmp_path: Path) -> None:

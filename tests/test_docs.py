@@ -1,4 +1,4 @@
-"""Every Python example in README and the concept pages runs as pasted."""
+"""Every Python example in README, the concept pages, the executors' page and the examples runs as pasted."""
 
 from __future__ import annotations
 
@@ -6,9 +6,14 @@ import re
 from pathlib import Path
 
 import pytest
+from tests.server.conftest import Served, llm, served
+
+__all__ = ["llm", "served"]
 
 ROOT = Path(__file__).parent.parent
-PAGES = ["README.md", "docs/concepts.md", "docs/executor.md"]
+PAGES = ["README.md", "docs/concepts.md", "docs/executor.md", "docs/examples.md"]
+SERVER = "http://127.0.0.1:8000"
+"""Where examples find a server of tiny-python."""
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
@@ -22,13 +27,40 @@ def examples() -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("name", "code"), examples(), ids=[name for name, _ in examples()])
-def test_example_runs_as_pasted(name: str, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_example_runs_as_pasted(
+    name: str, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
     monkeypatch.chdir(tmp_path)
+    if SERVER in code:
+        pytest.importorskip("openai")
+        served: Served = request.getfixturevalue("served")
+        code = code.replace(SERVER, served.url)
     exec(compile(code, name, "exec"), {"__name__": "__main__"})
 
 
 def test_readme_has_six_examples() -> None:
     assert len(BLOCK.findall((ROOT / "README.md").read_text(encoding="utf-8"))) == 6
+
+
+def test_every_kind_of_call_has_an_example() -> None:
+    page = (ROOT / "docs/examples.md").read_text(encoding="utf-8")
+    code = "\n".join(BLOCK.findall(page))
+    for call in (
+        "llm.chat(",
+        "session.chat(",
+        "chat_template=",
+        "session.stream(",
+        "session.stream_chat(",
+        "AsyncLLM",
+        "asyncio.gather(",
+        "StructuredOutputs(",
+        "tool_choice=",
+        "stream=True",
+        "llm.beam_search(",
+        ".fork(n=",
+        "window=",
+    ):
+        assert call in code, call
 
 
 def test_linked_files_exist() -> None:

@@ -23,11 +23,13 @@ LAYERS = (
     {"executor", "blend", "store"},
     {"engine"},
     {"build"},
+    {"progress"},
     {"llm"},
     {"async_llm"},
     {"server"},
+    {"tables", "line_input"},
     {"bench", "doctor", "inspection", "terminal_chat", "remote_chat"},
-    {"cli"},
+    {"exit_codes", "cli_options", "cli_bench", "cli"},
 )
 """From the bottom up: a part may import itself and what lies below it."""
 APART = {"kernels", "kv", "nn"}

@@ -374,6 +374,7 @@ class TestExport:
         assert output.outputs[0].token_ids == best[len(output.prompt_token_ids) - 1 : -1]
         assert llm.tokenizer is not None
         assert output.outputs[0].text == llm.tokenizer.decode(output.outputs[0].token_ids)
+        assert llm.tokenizer.chat_template == (BUNDLED / "chat_template.jinja").read_text(encoding="utf-8")
 
     def test_figures_are_those_of_the_exported_model(self, trained: tuple[Workplace, Run], tmp_path: Path) -> None:
         from transformers import AutoModelForCausalLM

@@ -10,28 +10,38 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.server.conftest import OPTIONS, Served, chat_folder, chat_llm, llm, pages_free, serving, wait_for
+from tests.server.conftest import (
+    OPTIONS,
+    Served,
+    chat_folder,
+    chat_llm,
+    pages_free,
+    plain_folder,
+    plain_llm,
+    serving,
+    wait_for,
+)
 from tests.test_bench_serve import Request, answer, chunked, stub, text_event
 
 from quire import LLM, AsyncLLM, SamplingParams, cli
 from quire.bench.serve_client import BrokenAnswer, HttpFailure
-from quire.errors import InvalidArgument, NotFound, QuireError
+from quire.errors import InvalidArgument, NotFound, QuireError, ResourceExhausted
 from quire.remote_chat import Link, RemoteChat, RemoteModel, run_remote_chat
 from quire.server.settings import ServerSettings
 from quire.terminal_chat import TerminalChat
 
-__all__ = ["chat_folder", "chat_llm", "llm"]
+__all__ = ["chat_folder", "chat_llm", "plain_folder", "plain_llm"]
 
 FIELDS: dict[str, Any] = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
 KEY = "secret-1"
 
 
 @pytest.fixture(params=["plain", "templated"])
-def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Served, str | Path]]:
+def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Served, Path]]:
     """A server, and the model that it serves."""
     templated = request.param == "templated"
-    model: AsyncLLM = request.getfixturevalue("chat_llm" if templated else "llm")
-    path = request.getfixturevalue("chat_folder") if templated else "tiny-python"
+    model: AsyncLLM = request.getfixturevalue("chat_llm" if templated else "plain_llm")
+    path = request.getfixturevalue("chat_folder" if templated else "plain_folder")
     with serving(model, ServerSettings(api_key=(KEY,)), Authorization=f"Bearer {KEY}") as served:
         yield served, path
 
@@ -60,9 +70,17 @@ LINES = [
     "/fork other",
     "/stats",
     "/save {file}",
+    "/save {file}/nowhere",
     "def sub(a, b):",
+    "/drop",
+    "/text",
+    "/rewind 1",
+    "/drop 7",
+    "def mul(a, b):",
+    "/rewind 1",
     "/load {file}",
     "def sub(a, b):",
+    "/drop 2",
     "/load {file}",
     "/switch nowhere",
     "/adapter nothing-of-that-name",
@@ -70,7 +88,7 @@ LINES = [
 
 
 def test_every_command_does_what_it_does_without_a_server(
-    pair: tuple[Served, str | Path],
+    pair: tuple[Served, Path],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -101,8 +119,77 @@ def test_every_command_does_what_it_does_without_a_server(
     assert pages_free(served.llm)
 
 
+def held_tokens(chat: TerminalChat, served: Served) -> list[int]:
+    """The tokens of a chat's session, wherever it is."""
+    session: Any = chat._session
+    if isinstance(chat, RemoteChat):
+        return list(served.client.get(f"/v1/sessions/{session._name}").json()["tokens"])
+    return list(session.tokens)
+
+
+@pytest.mark.parametrize("folder", ["plain_folder", "chat_folder"])
+def test_a_full_context_and_the_ways_on(folder: str, request: pytest.FixtureRequest) -> None:
+    """The refusal names them, and each of them works; with a window the context never fills."""
+    path, short = request.getfixturevalue(folder), {**OPTIONS, "max_model_len": 64}
+    served_llm = AsyncLLM(path, **short)
+    with LLM(path, **short) as local, serving(served_llm) as served:
+        model = RemoteModel(Link(served.url))
+        fields = {**FIELDS, "max_tokens": 20}
+        texts: list[str] = []
+        for chat in (TerminalChat(local, SamplingParams(**fields)), RemoteChat(model, fields)):
+            chat.take("a = 1")
+            chat.take("b = 2")
+            before = chat._session.text
+            with pytest.raises(ResourceExhausted, match=r"context .*/drop forgets .*--window"):
+                chat.take("c = 3")
+            assert chat._session.text == before
+            assert [turn.line for turn in chat._branch.turns] == ["a = 1", "b = 2"]
+            chat.take("/drop")
+            assert "a = 1" not in chat._session.text
+            assert chat._session.text in before
+            kept = held_tokens(chat, served)
+            chat.take("c = 3")
+            chat.take("/fork other")
+            chat.take(
+                "/rewind 1"
+            )  # the turn stands where the template had begun an answer: what is left is computed anew
+            assert held_tokens(chat, served) == kept
+            chat.take("/switch main")
+            chat.take("/rewind 1")
+            assert held_tokens(chat, served) == kept
+            chat.take("d = 4")
+            chat.take("/drop")
+            chat.take("e = 5")
+            chat.take("/rewind 2")
+            assert len(chat._session) == 0
+            chat.take("f = 6")
+            chat.take("/rewind 1")
+            assert len(chat._session) == 0
+            chat.take("g = 7")
+            texts.append(chat._session.text)
+        window = {"window": 32, "sink": 4}
+        for chat in (
+            TerminalChat(local, SamplingParams(**fields), **window),
+            RemoteChat(model, fields, **window),
+        ):
+            for number in range(4):
+                chat.take(f"c{number} = 3")
+            assert len(chat._session) > 64
+            held, _ = chat._session.pages
+            assert held <= 32 // 16 + 2
+            chat.take("/rewind 1")
+            assert len(chat._branch.turns) == 3
+            chat.take("/drop")
+            chat.take("d = 4")
+            texts.append(chat._session.text)
+        assert texts[0] == texts[1]
+        assert texts[2] == texts[3]
+        model.close()
+    asyncio.run(served_llm.close())
+
+
 def test_an_interrupted_answer_ends_on_the_server_and_can_be_taken_back(
-    pair: tuple[Served, str | Path], monkeypatch: pytest.MonkeyPatch
+    pair: tuple[Served, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served, _ = pair
     model = remote(served)
@@ -129,7 +216,7 @@ def test_an_interrupted_answer_ends_on_the_server_and_can_be_taken_back(
     wait_for(lambda: pages_free(served.llm))
 
 
-def test_a_refused_turn_leaves_nothing_behind(pair: tuple[Served, str | Path]) -> None:
+def test_a_refused_turn_leaves_nothing_behind(pair: tuple[Served, Path]) -> None:
     served, _ = pair
     model = remote(served)
     chat = RemoteChat(model, {**FIELDS, "temperature": -1})
@@ -142,7 +229,7 @@ def test_a_refused_turn_leaves_nothing_behind(pair: tuple[Served, str | Path]) -
     model.close()
 
 
-def test_files_that_cannot_be_loaded_or_saved_are_said(pair: tuple[Served, str | Path], tmp_path: Path) -> None:
+def test_files_that_cannot_be_loaded_or_saved_are_said(pair: tuple[Served, Path], tmp_path: Path) -> None:
     served, _ = pair
     model = remote(served)
     chat = RemoteChat(model, FIELDS)
@@ -154,14 +241,14 @@ def test_files_that_cannot_be_loaded_or_saved_are_said(pair: tuple[Served, str |
     (tmp_path / "b.quire").write_bytes(whole[:-100])
     with pytest.raises(HttpFailure, match="400"):
         chat.take(f"/load {tmp_path / 'b.quire'}")
-    with pytest.raises(OSError, match="nowhere"):
+    with pytest.raises(NotFound, match=r"cannot be written: there is no directory .*nowhere"):
         chat.take(f"/save {tmp_path / 'nowhere' / 'a.quire'}")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.quire", "b.quire"]
     assert len(open_sessions(served)) == 1
     model.close()
 
 
-def test_wrong_keys_and_names_are_said(pair: tuple[Served, str | Path]) -> None:
+def test_wrong_keys_and_names_are_said(pair: tuple[Served, Path]) -> None:
     served, _ = pair
     with pytest.raises(HttpFailure) as caught:
         run_remote_chat(served.url, api_key="wrong")
@@ -230,3 +317,12 @@ def test_answers_are_as_long_as_without_a_server(
         cli.app(["chat", "--url", "http://127.0.0.1:1", *options])
     assert not ended.value.code
     assert asked == [{"max_tokens": wanted}]
+
+
+def test_the_window_goes_to_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr("quire.remote_chat.run_remote_chat", lambda url, **given: asked.append(given))
+    with pytest.raises(SystemExit) as ended:
+        cli.app(["chat", "--url", "http://127.0.0.1:1", "--window", "512", "--sink", "4"])
+    assert not ended.value.code
+    assert {name: asked[0][name] for name in ("window", "sink")} == {"window": 512, "sink": 4}

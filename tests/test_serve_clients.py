@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.server.conftest import OPTIONS, Served, serving
+from tests.server.conftest import OPTIONS, Served, plain_folder, serving
 
 from quire import AsyncLLM
 from quire.errors import InvalidArgument
 from quire.server.settings import ServerSettings
+
+__all__ = ["plain_folder"]
 
 pytest.importorskip("openai")
 BENCH = Path(__file__).parents[1] / "bench"
@@ -30,8 +32,8 @@ def clients() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def folder(clients: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
-    return clients.chat_copy("tiny-python", tmp_path_factory.mktemp("clients"))
+def folder(clients: Any, plain_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return clients.chat_copy(str(plain_folder), tmp_path_factory.mktemp("clients"))
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +56,7 @@ def served(folder: str) -> Iterator[Served]:
 def test_a_model_without_a_chat_template_gets_one(clients: Any, folder: str, tmp_path: Path) -> None:
     assert (Path(folder) / "chat_template.jinja").exists()
     assert clients.chat_copy(folder, tmp_path) == folder
+    assert clients.chat_copy("tiny-python", tmp_path) == "tiny-python"
     assert list(tmp_path.iterdir()) == []
 
 

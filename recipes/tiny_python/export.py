@@ -9,6 +9,7 @@ import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from quire.errors import AlreadyExists, FailedPrecondition
+from quire.models.catalogue import bundled_models
 
 from .files import read_json, replaced_directory, require
 from .network import round_weights
@@ -40,6 +41,9 @@ def export(work: Workplace, output: Path, *, force: bool = False) -> Path:
     tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=load_tokenizer(work), eos_token=END, pad_token=PAD, clean_up_tokenization_spaces=False
     )
+    # Written by hand, so that a new model is talked to as the bundled one is.
+    template = bundled_models()["tiny-python"] / "chat_template.jinja"
+    tokenizer.chat_template = template.read_text(encoding="utf-8")
     with replaced_directory(output, force=force) as part:
         model.save_pretrained(part)
         tokenizer.save_pretrained(part)

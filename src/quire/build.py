@@ -15,6 +15,7 @@ import torch
 from quire.config import EngineConfig, ExecutorConfig, parse_bytes
 from quire.contracts.attention import AttentionBackend
 from quire.contracts.layers import FullAttention, LatentAttention, LayerSpec, Recurrent, WindowedAttention
+from quire.engine.chat_templates import with_chosen_template
 from quire.engine.engine import Engine
 from quire.engine.named_adapters import NamedAdapters
 from quire.engine.scheduler import Limits
@@ -175,13 +176,15 @@ def make_adapters(model: LoadedModel, ranks: int = 512, memory: int | str | None
 
 def load_tokenizer(config: EngineConfig, model_path: Path) -> Tokenizer | None:
     """The one that was asked for, else the model's; None for a model without one, which works with token ids."""
-    if config.tokenizer is None:
-        return Tokenizer.from_directory(model_path)
-    path = resolve_model(config.tokenizer, revision=config.revision)
+    path = model_path if config.tokenizer is None else resolve_model(config.tokenizer, revision=config.revision)
     found = Tokenizer.from_directory(path)
-    if found is None:
+    if found is None and config.tokenizer is not None:
         raise CheckpointError(f"tokenizer {config.tokenizer!r}: {path} holds no tokenizer.json")
-    return found
+    if config.chat_template is None:
+        return found
+    if found is None:
+        raise InvalidArgument(f"chat_template {config.chat_template!r}: this model has no tokenizer, so it cannot chat")
+    return with_chosen_template(found, config.chat_template)
 
 
 def name_of(dtype: torch.dtype) -> str:

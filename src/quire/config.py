@@ -20,6 +20,8 @@ from quire.errors import InvalidArgument, Unsupported
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 ATTENTION_BACKENDS = ("auto", "torch", "reference")
+CHAT_TEMPLATES = ("chatml", "plain")
+"""Chat templates that come with the package."""
 ATTENTION_TYPES = ("MultiHead", "MultiQuery", "GroupedQuery", "Flash", "Paged", "SlidingWindow")
 
 CUSTOM_FLAGS: tuple[str, ...] = ()
@@ -145,6 +147,12 @@ class EngineConfig:
     tokenizer: str | None = field(
         default=None, metadata={"help": "Directory or Hugging Face id of the tokenizer; by default the model's."}
     )
+    chat_template: str | None = field(
+        default=None,
+        metadata={
+            "help": f"Chat template in place of the model's: a Jinja file, or a built-in one ({', '.join(CHAT_TEMPLATES)})."
+        },
+    )
     revision: str | None = field(
         default=None, metadata={"help": "Branch, tag or commit of the Hugging Face id; by default its main branch."}
     )
@@ -173,8 +181,9 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _set_path(self, "model")
-        if self.tokenizer is not None:
-            _set_path(self, "tokenizer")
+        for name in ("tokenizer", "chat_template"):
+            if getattr(self, name) is not None:
+                _set_path(self, name)
         _check_device("device", self.device)
         _set_dtypes(self)
         for name in ("max_num_seqs", "max_num_batched_tokens", "page_size"):

@@ -10,6 +10,8 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
+from quire.tables import folding_table, print_tables
+
 
 @dataclass(frozen=True, slots=True)
 class Finding:
@@ -130,10 +132,7 @@ def _model_cache() -> Finding:
 
 def print_findings(findings: list[Finding]) -> None:
     """A table on stdout."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table("", "what", "found", "what to do", box=None)
+    table = folding_table("", "what", "found", "what to do", box=None)
     for finding in findings:
         table.add_row("ok" if finding.ok else "!!", finding.name, finding.value, "" if finding.ok else finding.advice)
-    Console(markup=False).print(table)
+    print_tables(table)

@@ -14,6 +14,7 @@ from quire.errors import DataLoss
 from quire.kv.rule_table import Cell, Combination, rules_of, tables
 from quire.kv.rule_text import as_markdown, as_text
 from quire.kv.statefile import read_state
+from quire.tables import folding_table, print_tables
 
 T = TypeVar("T", dict[str, Any], list[Any])
 
@@ -118,12 +119,7 @@ def _typed(value: Any, kind: type[T], name: str) -> T:
 
 def print_description(found: Mapping[str, Any]) -> None:
     """Tables on stdout."""
-    from rich.console import Console
-    from rich.table import Table
-
-    # Names come from files; brackets in them are no markup.
-    console = Console(markup=False)
-    table = Table("", "", box=None, show_header=False, title=str(found["file"]), title_justify="left")
+    table = folding_table("", "", box=None, show_header=False, title=str(found["file"]))
     model = found["model"]
     table.add_row("kind", str(found["kind"]))
     table.add_row(
@@ -155,7 +151,7 @@ def print_description(found: Mapping[str, Any]) -> None:
         table.add_row("", f"first tokens {sequence['first_tokens']}")
         for kind, count in sequence["layers"].items():
             table.add_row("", f"{count} layers: {kind}")
-    console.print(table)
+    print_tables(table)
 
 
 def print_capabilities(found: Mapping[str, Any], own: Combination, *, as_json: bool) -> None:
@@ -184,38 +180,28 @@ def print_capabilities(found: Mapping[str, Any], own: Combination, *, as_json: b
             )
         )
         return
-    from rich.console import Console
-    from rich.table import Column, Table
-
-    def named(title: str, *columns: str) -> Table:
-        # In a narrow terminal a long name goes on in the next line.
-        folding = [Column(name, overflow="fold") for name in columns]
-        return Table(*folding, title=title, title_justify="left")
-
-    # Names come from files; brackets in them are no markup.
-    console = Console(markup=False)
     for note in found["notes"]:
-        console.print(note)
+        print(note)
     if executor is not None:
-        facts = named("Executor", "capability", "value")
+        facts = folding_table("capability", "value", title="Executor")
         for name, value in executor.items():
             if name != "refusals":
                 facts.add_row(name, _plain(value))
-        console.print(facts)
+        print_tables(facts)
     rules["uses"] |= {name: Cell(reason) for name, reason in found["engine_verbs"].items() if reason}
     kinds = " and ".join(own.kinds)
     for title, cells in (("KV state", rules["state"]), ("Model, sessions, executor", rules["uses"])):
-        table = named(f"{title}, over {kinds} layers", "verb", "", "how, or why not")
+        table = folding_table("verb", "", "how, or why not", title=f"{title}, over {kinds} layers")
         for name, cell in cells.items():
             table.add_row(name, "exact" if cell.works else "no", cell.reason or cell.note)
-        console.print(table)
-    refusals = named("Refused by executor and engine", "asked for", "why not")
+        print_tables(table)
+    refusals = folding_table("asked for", "why not", title="Refused by executor and engine")
     for name, reason in executor["refusals"] if executor is not None else ():
         refusals.add_row(name, reason)
     for name, reason in found["engine"].items():
         refusals.add_row(name, reason)
-    console.print(refusals)
-    console.print("quire capabilities --all prints the table for every kind of model.")
+    print_tables(refusals)
+    print("quire capabilities --all prints the table for every kind of model.")
 
 
 def print_rules(*, markdown: bool) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Hashable, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -57,6 +58,7 @@ from quire.models.catalogue import resolve_adapter
 from quire.models.families import LoadedModel
 from quire.models.loading import free_memory
 from quire.outputs import BeamSearchOutput, RequestOutput
+from quire.progress import GenerationBar
 from quire.sampling_params import BeamSearchParams, SamplingParams
 
 if TYPE_CHECKING:
@@ -97,7 +99,8 @@ class LLM:
     """A loaded model that generates, and whose state can be held in sessions.
 
     ``model``: the name of a bundled model, a directory, or a Hugging Face id. The keywords are described by
-    ``quire.config.EngineConfig``; ``quire generate --help`` prints the same. Raises ``NotFound`` (no such model),
+    ``quire.config.EngineConfig``; ``quire generate --help`` prints the same. ``chat_template`` may also be Jinja text, or the name
+    of one of the model's own templates. Raises ``NotFound`` (no such model),
     ``CheckpointError`` (damaged or unknown checkpoint), ``InvalidArgument``, ``Unsupported``, ``ResourceExhausted``.
     """
 
@@ -123,6 +126,7 @@ class LLM:
         adapters: Mapping[str, str | Path] | None = None,
         quantization: object | None = None,
         tokenizer: str | Path | None = None,
+        chat_template: str | Path | None = None,
         revision: str | None = None,
         trust_remote_code: bool = False,
         seed: int = 0,
@@ -166,7 +170,8 @@ class LLM:
         Without ``sampling_params`` the model's ``generation_config.json`` gives the defaults. ``adapter``: the name of a loaded
         adapter under which all of them run; None: the base model. All prompts are checked before
         the first one runs. Prompts with different ``cache_salt`` never share cached state. A request that fails
-        later ends with ``finish_reason`` "error" and leaves the others alone.
+        later ends with ``finish_reason`` "error" and leaves the others alone. ``use_tqdm``: a bar on stderr of the prompts that are
+        done, and of the prompts' tokens that have been run; None: on a terminal, if there are several prompts or a long one.
         """
         return self._run(self.prepare(prompts, sampling_params, adapter=adapter, cache_salt=cache_salt), use_tqdm)
 
@@ -294,17 +299,14 @@ class LLM:
 
     @uninterrupted
     def _run(self, prepared: PreparedPrompts, use_tqdm: bool | None) -> list[RequestOutput]:
-        engine, count = self._engine, len(prepared.ids)
-        show = use_tqdm if use_tqdm is not None else (count > 1 and sys.stderr.isatty())
+        engine = self._engine
         requests: list[list[SequenceRequest]] = []
         try:
             requests = self.submit(prepared)
-            with tqdm(total=count, desc="Generating", unit="prompt", disable=not show) as bar:
-
-                def advance() -> None:
-                    bar.update(sum(all(sample.finished for sample in samples) for samples in requests) - bar.n)
-
-                engine.run([sample for samples in requests for sample in samples], advance if show else None)
+            step_tokens = engine.scheduler.limits.max_num_batched_tokens
+            with closing(GenerationBar(requests, show=use_tqdm, step_tokens=step_tokens)) as bar:
+                samples = [sample for samples in requests for sample in samples]
+                engine.run(samples, bar.advance if bar.shown else None)
         finally:
             for samples in requests:
                 engine.end(samples)

@@ -13,7 +13,7 @@ import ssl
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,9 +30,11 @@ from quire.bench.serve_client import (
     failure,
 )
 from quire.errors import InvalidArgument, NotFound, QuireError
-from quire.terminal_chat import TerminalChat
+from quire.kv.atomic_file import check_regular
+from quire.terminal_chat import TerminalChat, Turn, messages_of
 
 if TYPE_CHECKING:
+    from quire.engine.session import Session
     from quire.llm import LLM
     from quire.sampling_params import SamplingParams
 
@@ -112,7 +114,11 @@ class Link:
         raise BrokenAnswer("the stream ended without [DONE]")
 
     def download(self, path: str, to: Path) -> None:
-        """Write an answer's body to a file, which is there whole or not at all."""
+        """Write an answer's body to a file, which is there whole or not at all.
+
+        ``NotFound`` for a directory that is missing.
+        """
+        check_regular(to, f"state file {str(to)!r}", may_be_missing=True)
         with (
             self._answer("GET", path) as response,
             tempfile.NamedTemporaryFile(dir=to.parent, prefix=to.name, delete=False) as file,
@@ -163,9 +169,17 @@ class RemoteModel:
                 raise
             self.tokenizer = SimpleNamespace(chat_templates=())
 
-    def session(self, *, adapter: str | None = None) -> RemoteSession:
-        """A new, empty one, under an adapter's name if one is given."""
-        made = self.link.call("POST", "/v1/sessions", {"model": adapter or self.name})
+    def session(
+        self,
+        *,
+        adapter: str | None = None,
+        window: int | None = None,
+        sink: int = 0,
+        messages: Sequence[Mapping[str, Any]] | None = None,
+    ) -> RemoteSession:
+        """Return a new one, under an adapter if one is given: empty, or of the first messages of a chat."""
+        body = {"model": adapter or self.name, "window": window, "sink": sink, "messages": messages}
+        made = self.link.call("POST", "/v1/sessions", body)
         return self.hold(str(made["id"]), adapter)
 
     def load_session(self, path: str | Path) -> RemoteSession:
@@ -209,6 +223,11 @@ class RemoteSession:
         return int(self._call("GET", "?tokens=false")["num_tokens"])
 
     @property
+    def text(self) -> str:
+        """The text of all tokens."""
+        return str(self._call("GET")["text"] or "")
+
+    @property
     def pages(self) -> tuple[int, int]:
         """Pages that it holds, and how many of them are shared."""
         found = self._call("GET", "?tokens=false")
@@ -219,6 +238,10 @@ class RemoteSession:
         ``choices[0].text``. A turn that is refused leaves nothing in the session."""
         body = {**fields, **turn, "stream": True, "stream_options": {"include_usage": True}}
         return self._model.link.events(f"/v1/sessions/{self._name}/generate", body)
+
+    def append(self, text: str) -> None:
+        """Add text and run it."""
+        self._call("POST", "/append", {"text": text})
 
     def fork(self) -> RemoteSession:
         found = self._call("POST", "/fork", {})
@@ -232,7 +255,7 @@ class RemoteSession:
         self._call("POST", "/adapter", {"name": name})
         self.adapter = name
 
-    def save(self, path: str) -> None:
+    def save(self, path: str | Path) -> None:
         self._model.link.download(f"/v1/sessions/{self._name}/state", Path(path))
 
     def close(self) -> None:
@@ -242,37 +265,38 @@ class RemoteSession:
 class RemoteChat(TerminalChat):
     """The commands of ``TerminalChat``, whose sessions are a server's."""
 
-    def __init__(self, model: RemoteModel, fields: Mapping[str, Any], adapter: str | None = None) -> None:
+    def __init__(
+        self,
+        model: RemoteModel,
+        fields: Mapping[str, Any],
+        adapter: str | None = None,
+        *,
+        window: int | None = None,
+        sink: int = 0,
+    ) -> None:
         """``fields``: sampling parameters, as a request's body has them."""
         self._fields = dict(fields)
+        self._model = model
         # It asks no more of them than RemoteModel and RemoteSession have; sampling parameters only pass through it.
-        super().__init__(cast("LLM", model), cast("SamplingParams", fields), adapter)
+        super().__init__(cast("LLM", model), cast("SamplingParams", fields), adapter, window=window, sink=sink)
 
-    def _turn(self, line: str) -> None:
-        session = cast(RemoteSession, self._session)
-        before = len(session)
-        started = time.perf_counter()
+    def _pieces(self, session: Session, line: str) -> Iterator[tuple[str, int]]:
         turn = {"messages": [{"role": "user", "content": line}]} if self._templated else {"prompt": line + "\n"}
-        count: int | None = None
-        with closing(cast(Any, session.stream(turn, self._fields))) as chunks:
-            begun = False
-            try:
-                for chunk in chunks:
-                    begun = True
-                    if chunk.get("usage"):
-                        count = int(chunk["usage"]["completion_tokens"])
-                    print("".join(str(choice["text"]) for choice in chunk.get("choices") or ()), end="", flush=True)
-            except HttpFailure:
-                raise  # refused: the session is as it was
-            except BaseException:
-                begun = True  # broken off by either side: the turn is there
-                raise
-            finally:
-                if begun:
-                    self._turns[self._name].append(before)
-        print(flush=True)
-        tokens = "" if count is None else f"{count} tokens in "
-        self._say(f"[{tokens}{time.perf_counter() - started:.2f} s]")
+        with closing(cast(Any, cast(RemoteSession, session).stream(turn, self._fields))) as chunks:
+            for chunk in chunks:
+                text = "".join(str(choice["text"]) for choice in chunk.get("choices") or ())
+                yield text, int((chunk.get("usage") or {}).get("completion_tokens", 0))
+
+    def _is_undone(self, session: Session, before: int, error: BaseException) -> bool:
+        # Only a refusal leaves no turn. Where either side breaks off, the server may not have noticed yet.
+        return isinstance(error, HttpFailure)
+
+    def _begin(self, turns: Sequence[Turn], adapter: str | None) -> Session:
+        messages = messages_of(turns) if turns and self._templated else None
+        session = self._model.session(adapter=adapter, window=self._window, sink=self._sink, messages=messages)
+        if turns and not self._templated:
+            session.append("".join(f"{turn.line}\n{turn.answer}" for turn in turns))
+        return cast("Session", session)
 
 
 def run_remote_chat(
@@ -282,18 +306,21 @@ def run_remote_chat(
     adapter: str | None = None,
     api_key: str | None = None,
     sampling: Mapping[str, Any] | None = None,
+    window: int | None = None,
+    sink: int = 0,
     timeout: float = 600.0,
 ) -> None:
     """Chat in the terminal until /exit or the end of the input.
 
     ``model``: by default the first that the server lists. ``sampling``: fields of ``SamplingParams`` that were given; for the rest
-    the server's defaults count. ``QuireError`` if the server cannot be reached or has no sessions.
+    the server's defaults count. ``window``, ``sink``: what new sessions keep of their tokens.
+    ``QuireError`` if the server cannot be reached or has no sessions.
     """
     link = Link(url, api_key=api_key, timeout=timeout)
     remote = RemoteModel(link, model)
     with closing(remote):
         try:
-            chat = RemoteChat(remote, sampling or {}, adapter)
+            chat = RemoteChat(remote, sampling or {}, adapter, window=window, sink=sink)
         except HttpFailure as error:
             if error.status != 405 and (error.status != 404 or error.code is not None):
                 raise

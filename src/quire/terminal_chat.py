@@ -4,44 +4,94 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
-from quire.errors import InvalidArgument, NotFound, QuireError
+from quire.errors import InvalidArgument, NotFound, QuireError, ResourceExhausted
+from quire.line_input import LineInput, is_typed, paths
+from quire.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from quire.engine.session import Session
     from quire.llm import LLM
-    from quire.sampling_params import SamplingParams
 
 HELP = """\
 /fork NAME     copy the conversation under a name and go on in the copy
 /switch NAME   go on in another copy
 /rewind N      take back the last N turns (yours and the answer) of this chat; text that was loaded has no turns
+/drop N        forget the N oldest turns, or the oldest one, when the context is full; text that was loaded goes first
+/text          the whole text of this conversation
 /save FILE     write the conversation's state to a file
 /load FILE     go on from a state file, under the file's name
 /adapter NAME  go on under an adapter; without a name under the base model
 /stats         tokens, pages, what is shared
 /help          this text
-/exit          leave (also Ctrl-D)"""
+/exit          leave (also Ctrl-D)
+Ctrl-C stops an answer. Arrow up brings earlier lines back, Tab completes commands, names and files."""
+
+WAYS_ON = (
+    "this conversation fills it: /drop forgets its oldest turn, /drop N more of them, /rewind N takes back "
+    "the newest; a chat that is started with --window (and --sink) keeps the last tokens only, and never ends"
+)
+
+SHOWN = 2000
+"""Characters of a loaded conversation that are shown at most; /text shows all."""
+
+FIRST = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+"""For an answer that is taken back, so that messages are in a session without one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What was said, and what the model answered."""
+
+    line: str
+    answer: str
+    start: int | None
+    """The session's length to go back to for what was there before; None if there is no such place."""
+
+
+@dataclass(slots=True)
+class Branch:
+    """One conversation."""
+
+    session: Session
+    turns: list[Turn] = field(default_factory=list)
+    loaded: bool = False
+    """Whether it began with a state file, whose text is no turn."""
+    rebuilt: bool = False
+    """Whether it was computed anew since the last answer: it ends where an answer could begin, and the
+    next turn replaces that end."""
 
 
 class TerminalChat:
     """Reads lines from stdin, streams answers to stdout, says everything else on stderr."""
 
-    def __init__(self, llm: LLM, params: SamplingParams, adapter: str | None = None) -> None:
+    def __init__(
+        self,
+        llm: LLM,
+        params: SamplingParams,
+        adapter: str | None = None,
+        *,
+        window: int | None = None,
+        sink: int = 0,
+    ) -> None:
+        """``window``, ``sink``: what its sessions keep of their tokens, as ``LLM.session`` has them."""
         self._llm = llm
         self._params = params
+        self._window, self._sink = window, sink
         self._templated = llm.tokenizer is not None and bool(llm.tokenizer.chat_templates)
-        self._branches: dict[str, Session] = {"main": llm.session(adapter=adapter)}
-        self._turns: dict[str, list[int]] = {"main": []}
-        """For each branch the session's length before each turn."""
+        self._branches: dict[str, Branch] = {"main": Branch(self._begin([], adapter))}
         self._name = "main"
         self._commands: dict[str, Callable[[str], bool]] = {
             "/fork": self._fork,
             "/switch": self._switch,
             "/rewind": self._rewind,
+            "/drop": self._drop,
+            "/text": self._text,
             "/save": self._save,
             "/load": self._load,
             "/adapter": self._adapter,
@@ -52,32 +102,41 @@ class TerminalChat:
         }
 
     @property
-    def _session(self) -> Session:
+    def _branch(self) -> Branch:
         return self._branches[self._name]
+
+    @property
+    def _session(self) -> Session:
+        return self._branch.session
 
     def run(self) -> None:
         """Until /exit or the end of the input."""
         if not self._templated:
             self._say("this model has no chat template: your lines are appended as they are, and it continues the text")
         self._say("/help lists the commands")
-        while True:
-            try:
-                line = input(f"{self._name}> " if sys.stdin.isatty() else "")
-            except EOFError:
-                return
-            except KeyboardInterrupt:
-                self._say("\n/exit or Ctrl-D leaves")
-                continue
-            if not line.strip():
-                continue
-            try:
-                if not self.take(line):
+        with LineInput(self._completions) as lines:
+            while True:
+                try:
+                    line = lines.read(f"{self._name}> ")
+                except EOFError:
+                    if is_typed():
+                        self._say("")  # so that the shell begins in a line of its own
                     return
-            except QuireError as error:
-                self._say(str(error))
-            except KeyboardInterrupt:
-                print(flush=True)
-                self._say("interrupted; what was generated stays, /rewind 1 takes it back")
+                except KeyboardInterrupt:
+                    self._say("\n/exit or Ctrl-D leaves")
+                    continue
+                if not line.strip():
+                    continue
+                turns = len(self._branch.turns)
+                try:
+                    if not self.take(line):
+                        return
+                except QuireError as error:
+                    self._say(str(error))
+                except KeyboardInterrupt:
+                    print(flush=True)
+                    stays = len(self._branch.turns) > turns
+                    self._say("interrupted" + "; what was generated stays, /rewind 1 takes it back" * stays)
 
     def take(self, line: str) -> bool:
         """One line: a command or a turn. False ends the chat."""
@@ -90,32 +149,86 @@ class TerminalChat:
         self._turn(line)
         return True
 
+    # -- turns -----------------------------------------------------------------------------------------------
+
     def _turn(self, line: str) -> None:
-        session = self._session
-        before = len(session)
+        branch = self._branch
+        before = len(branch.session)
         started = time.perf_counter()
-        count = 0
+        answer, count = "", 0
+
+        def keep() -> None:
+            branch.turns.append(Turn(line, answer, None if branch.rebuilt else before))
+            branch.rebuilt = False
+
+        try:
+            with closing(cast(Any, self._pieces(branch.session, line))) as pieces:
+                for text, tokens in pieces:
+                    answer, count = answer + text, count + tokens
+                    print(text, end="", flush=True)
+        except BaseException as error:
+            if not self._is_undone(branch.session, before, error):
+                keep()
+            elif isinstance(error, QuireError) and before and _says_full(error):
+                raise ResourceExhausted(f"{error}; {WAYS_ON}") from error
+            raise
+        keep()
+        print(flush=True)
+        self._say(f"[{count} tokens in {time.perf_counter() - started:.2f} s]")
+
+    def _pieces(self, session: Session, line: str) -> Iterator[tuple[str, int]]:
+        """Add a line and yield the answer: pieces of text, and of how many tokens.
+
+        A line that is refused leaves nothing in the session.
+        """
         if self._templated:
             deltas = session.stream_chat([{"role": "user", "content": line}], self._params)
         else:
+            before = len(session)
             session.append(line + "\n")
             try:
                 deltas = session.stream(self._params)
             except QuireError:
-                session.rewind(to=before)  # a refused turn leaves nothing behind
+                session.rewind(to=before)
                 raise
-        self._turns[self._name].append(before)
-        for delta in deltas:
-            count += len(delta.token_ids)
-            print(delta.text, end="", flush=True)
-        print(flush=True)
-        self._say(f"[{count} tokens in {time.perf_counter() - started:.2f} s]")
+        with deltas:
+            for delta in deltas:
+                yield delta.text, len(delta.token_ids)
+
+    def _is_undone(self, session: Session, before: int, error: BaseException) -> bool:
+        """Return whether a turn that ended with ``error`` has left the session as it was."""
+        del error
+        return len(session) == before
+
+    def _begin(self, turns: Sequence[Turn], adapter: str | None) -> Session:
+        """Return a new session that holds these turns."""
+        session = self._llm.session(adapter=adapter, window=self._window, sink=self._sink)
+        try:
+            if turns and self._templated:
+                output = session.chat(messages_of(turns), FIRST)
+                session.rewind(to=len(output.prompt_token_ids))
+            elif turns:
+                session.append("".join(f"{turn.line}\n{turn.answer}" for turn in turns))
+        except BaseException:
+            session.close()
+            raise
+        return session
+
+    def _rebuild(self, branch: Branch, turns: Sequence[Turn]) -> None:
+        """Let a conversation be these turns only, computed anew."""
+        old = branch.session
+        branch.session = self._begin(turns, old.adapter)
+        branch.turns = [replace(turn, start=None) for turn in turns]
+        branch.loaded, branch.rebuilt = False, bool(turns)
+        old.close()
+
+    # -- commands --------------------------------------------------------------------------------------------
 
     def _fork(self, name: str) -> bool:
         if not name or name in self._branches:
             raise InvalidArgument(f"/fork {name!r}; a new name is needed, taken are {', '.join(self._branches)}")
-        self._branches[name] = self._session.fork()
-        self._turns[name] = list(self._turns[self._name])
+        branch = self._branch
+        self._branches[name] = replace(branch, session=branch.session.fork(), turns=list(branch.turns))
         self._name = name
         self._say(f"now in {name}; nothing was copied")
         return True
@@ -124,35 +237,70 @@ class TerminalChat:
         if name not in self._branches:
             raise NotFound(f"/switch {name!r}; there are {', '.join(self._branches)}")
         self._name = name
+        self._say(f"now in {name}, {len(self._session)} tokens")
         return True
 
-    def _rewind(self, count: str) -> bool:
-        turns = self._turns[self._name]
-        if count not in map(str, range(1, len(turns) + 1)):
+    def _rewind(self, text: str) -> bool:
+        branch = self._branch
+        count = _number(text, len(branch.turns))
+        if not count:
             raise InvalidArgument(
-                f"/rewind {count[:20]!r}; "
-                + (f"1..{len(turns)} turns can be taken back" if turns else "there are 0 turns to take back")
+                f"/rewind {text[:20]!r}; "
+                + (
+                    f"1..{len(branch.turns)} turns can be taken back"
+                    if branch.turns
+                    else "there are 0 turns to take back"
+                )
             )
-        cost = self._session.rewind(to=turns[-int(count)])
-        del turns[-int(count) :]
-        self._say(f"{len(self._session)} tokens are left, {cost} will be run again")
+        start = branch.turns[-count].start
+        if start is None:
+            self._rebuild(branch, branch.turns[:-count])
+            self._say(f"{len(branch.session)} tokens are left")
+            return True
+        cost = branch.session.rewind(to=start)
+        del branch.turns[-count:]
+        self._say(f"{len(branch.session)} tokens are left, {cost} will be run again")
+        return True
+
+    def _drop(self, text: str) -> bool:
+        branch = self._branch
+        most = len(branch.turns) + branch.loaded
+        count = _number(text or "1", most)
+        if not count:
+            what = "turns (the text that was loaded is the first)" if branch.loaded else "turns"
+            raise InvalidArgument(
+                f"/drop {text[:20]!r}; "
+                + (f"1..{most} {what} can be forgotten" if most else "there are 0 turns to forget")
+            )
+        self._rebuild(branch, branch.turns[count - branch.loaded :])
+        self._say(f"{len(branch.turns)} turns are left, {len(branch.session)} tokens")
+        return True
+
+    def _text(self, rest: str) -> bool:
+        del rest
+        self._say(self._session.text)
         return True
 
     def _save(self, path: str) -> bool:
         if not path:
             raise InvalidArgument("/save needs a file name")
-        self._session.save(path)
-        self._say(f"{Path(path).stat().st_size:,} bytes written to {path}")
+        file = Path(path).expanduser()
+        self._session.save(file)
+        self._say(f"{file.stat().st_size:,} bytes written to {path}")
         return True
 
     def _load(self, path: str) -> bool:
         if not path:
             raise InvalidArgument("/load needs a file name")
-        session = self._llm.load_session(path)
+        session = self._llm.load_session(Path(path).expanduser())
+        text = session.text
         name = Path(path).stem
         while name in self._branches:
             name += "'"
-        self._branches[name], self._turns[name], self._name = session, [], name
+        self._branches[name], self._name = Branch(session, loaded=True), name
+        if len(text) > SHOWN:
+            self._say(f"[{len(text) - SHOWN:,} characters before; /text shows them]")
+        self._say(text[-SHOWN:])
         self._say(f"now in {name}, {len(session)} tokens")
         return True
 
@@ -168,7 +316,8 @@ class TerminalChat:
 
     def _stats(self, rest: str) -> bool:
         del rest
-        for name, session in self._branches.items():
+        for name, branch in self._branches.items():
+            session = branch.session
             held, shared = session.pages
             mark = "*" if name == self._name else " "
             under = f", adapter {session.adapter}" if session.adapter is not None else ""
@@ -184,6 +333,34 @@ class TerminalChat:
         del rest
         return False
 
+    def _completions(self, line: str) -> list[str]:
+        """Return what the last word of a line could be."""
+        word, space, rest = line.partition(" ")
+        if not word.startswith("/"):
+            return []
+        if not space:
+            return list(self._commands)
+        return {"/switch": list(self._branches), "/save": paths(rest), "/load": paths(rest)}.get(word, [])
+
     @staticmethod
     def _say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
+
+
+def messages_of(turns: Sequence[Turn]) -> list[dict[str, str]]:
+    """Return turns as a template has them."""
+    return [
+        {"role": role, "content": text}
+        for turn in turns
+        for role, text in (("user", turn.line), ("assistant", turn.answer))
+    ]
+
+
+def _number(text: str, most: int) -> int:
+    """Return a number in 1..``most``, or 0 for anything else."""
+    return int(text) if text in map(str, range(1, most + 1)) else 0
+
+
+def _says_full(error: QuireError) -> bool:
+    """Return whether there is no room, as ``engine.checks`` and a server say it."""
+    return isinstance(error, ResourceExhausted) or "the context" in str(error)

@@ -1,6 +1,14 @@
 """All mutants."""
 
-from tests.mutants import faults_adapters, faults_bridge, faults_executor, faults_kv, faults_models, faults_serving
+from tests.mutants import (
+    faults_adapters,
+    faults_bridge,
+    faults_commands,
+    faults_executor,
+    faults_kv,
+    faults_models,
+    faults_serving,
+)
 
 MUTANTS = (
     *faults_kv.MUTANTS,
@@ -9,4 +17,5 @@ MUTANTS = (
     *faults_adapters.MUTANTS,
     *faults_executor.MUTANTS,
     *faults_bridge.MUTANTS,
+    *faults_commands.MUTANTS,
 )

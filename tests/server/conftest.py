@@ -1,6 +1,6 @@
 """Servers to test against: real ones, on a free port of this machine, over the bundled model in float32.
 
-``llm`` and ``chat_llm`` (the same weights with a chat template) live as long as a module. ``served`` and ``chat_served`` are servers
+``llm``, ``chat_llm`` and ``plain_llm`` (the same weights with another chat template, and with none) live as long as a module. ``served`` and ``chat_served`` are servers
 over them with the default settings, ``client`` and ``chat_client`` what talks to them; ``serving(llm, settings)`` makes others.
 """
 
@@ -93,6 +93,14 @@ def chat_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def plain_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bundled model without its chat template."""
+    folder = tmp_path_factory.mktemp("models") / "plain"
+    shutil.copytree(bundled_models()["tiny-python"], folder, ignore=shutil.ignore_patterns("*.jinja"))
+    return folder
+
+
+@pytest.fixture(scope="module")
 def llm() -> Iterator[AsyncLLM]:
     made = AsyncLLM("tiny-python", **OPTIONS)
     yield made
@@ -104,6 +112,20 @@ def chat_llm(chat_folder: Path) -> Iterator[AsyncLLM]:
     made = AsyncLLM(chat_folder, **OPTIONS)
     yield made
     asyncio.run(made.close())
+
+
+@pytest.fixture(scope="module")
+def plain_llm(plain_folder: Path) -> Iterator[AsyncLLM]:
+    made = AsyncLLM(plain_folder, **OPTIONS)
+    yield made
+    asyncio.run(made.close())
+
+
+@pytest.fixture(scope="module")
+def plain_client(plain_llm: AsyncLLM) -> Iterator[httpx.Client]:
+    """What talks to a server of a model without a chat template."""
+    with serving(plain_llm) as found:
+        yield found.client
 
 
 @pytest.fixture(scope="module")

@@ -63,6 +63,21 @@ def test_text_and_streams(api: Any, served: Served) -> None:
     assert chunks[-2].choices[0].finish_reason == "length"
 
 
+def test_a_chat_with_the_bundled_model_needs_nothing_else(api: Any, served: Served) -> None:
+    """What everybody tries first: streamed and whole it is the engine's own answer."""
+    messages = [{"role": "user", "content": "Say this is a test"}]
+    options = {"model": "tiny-python", "messages": messages, "seed": 1, "max_tokens": 40}
+    whole = api.chat.completions.create(**options)
+    prompt = whole.usage.prompt_tokens
+    assert served.llm.tokenizer is not None
+    assert prompt == len(served.llm.tokenizer.encode("Say this is a test"))
+    assert whole.choices[0].message.role == "assistant"
+    chunks = api.chat.completions.create(**options, stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole.choices[0].message.content
+    wanted = alone(served.llm, "Say this is a test", seed=1, max_tokens=40).outputs[0]
+    assert whole.choices[0].message.content == wanted.text
+
+
 def test_samples_seeds_and_stops(api: Any, served: Served) -> None:
     params = {"seed": 17, "max_tokens": 12, "n": 3, "temperature": 1.3}
     wanted = [sample.text for sample in alone(served.llm, PROMPT, **params).outputs]

@@ -331,8 +331,8 @@ def test_a_chat_goes_on_with_new_messages_only(chat_client: httpx.Client, chat_f
         assert info(chat_client, name)["tokens"] == session.tokens
 
 
-def test_messages_that_cannot_be_rendered(client: httpx.Client, chat_client: httpx.Client) -> None:
-    refused(client.post("/v1/sessions", json={"messages": [user("no template")]}), 400, "messages")
+def test_messages_that_cannot_be_rendered(plain_client: httpx.Client, chat_client: httpx.Client) -> None:
+    refused(plain_client.post("/v1/sessions", json={"messages": [user("no template")]}), 400, "messages")
     for wrong in ([], [{"content": "no role"}], [user("half \ud800 a pair")]):
         body = json.dumps({"messages": wrong})
         refused(

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
@@ -33,8 +34,8 @@ _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 """Names under which a message's reasoning is passed; templates read the first, some the second."""
 
 _NO_TEMPLATE = (
-    "the tokenizer has no chat template: add a chat_template.jinja to the model's directory, complete a plain prompt instead of "
-    "messages, or (in Python) pass chat_template as a Jinja template"
+    "the tokenizer has no chat template: choose one with chat_template (--chat-template on the command "
+    "line), a Jinja file or a built-in one such as 'chatml'; or complete a plain prompt instead of messages"
 )
 
 
@@ -107,8 +108,8 @@ def select_template(templates: Mapping[str, str], chosen: str | None = None, *, 
         return templates["default"]
     if templates:
         raise InvalidArgument(
-            f"the tokenizer has several chat templates and no default: pass chat_template as one of {sorted(templates)} "
-            "or as a Jinja template"
+            "the tokenizer has several chat templates and no default: choose one with chat_template, "
+            f"{sorted(templates)} or a Jinja file"
         )
     raise InvalidArgument(_NO_TEMPLATE)
 
@@ -210,6 +211,19 @@ def _plain(value: Any, where: str) -> Any:
 
 
 # ---- templates ----
+
+
+def check_template(source: str, name: str) -> None:
+    """Refuse with ``InvalidArgument`` what is no Jinja, or never reads the messages.
+
+    ``name`` is how the error calls it.
+    """
+    try:
+        read = jinja2.meta.find_undeclared_variables(_environment().parse(source))
+    except jinja2.TemplateSyntaxError as error:
+        raise InvalidArgument(f"{name} is not valid Jinja: line {error.lineno}: {error.message}") from error
+    if "messages" not in read:
+        raise InvalidArgument(f"{name} never reads 'messages', as every chat template does; is it another file?")
 
 
 @lru_cache(maxsize=64)

@@ -74,6 +74,12 @@ class SequenceRequest:
         return self.finish_reason is not None
 
     @property
+    def num_prompt_run(self) -> int:
+        """Tokens of the prompt whose state is there, or was when the first answer to it was sampled."""
+        over = self.finished or bool(self.output_ids)
+        return self.num_prompt if over else min(self.work.computed, self.num_prompt)
+
+    @property
     def text(self) -> str:
         return "".join(self.pieces)
 

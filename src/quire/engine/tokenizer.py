@@ -8,6 +8,7 @@ decoded at once are the same string.
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 from collections.abc import Mapping, Sequence
@@ -146,6 +147,16 @@ class Tokenizer:
     def chat_template(self) -> str | None:
         """The default chat template."""
         return self.chat_templates.get("default")
+
+    def with_chat_template(self, template: str, *, ends: Sequence[int] = ()) -> Tokenizer:
+        """Return the same tokenizer with this chat template only.
+
+        ``ends`` are further ids that end a generation.
+        """
+        other = copy.copy(self)
+        other.chat_templates = {"default": template}
+        other.eos_ids = tuple(dict.fromkeys([*self.eos_ids, *ends]))
+        return other
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of ``text``. Special tokens spelled in the text become their ids.

@@ -1,0 +1,178 @@
+"""``quire bench``: the benchmarks that come with the package."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from quire.cli_options import DEFAULT_MODEL, KeyOption, ModelOption, chosen_options, command
+from quire.errors import InvalidArgument
+
+bench_app = typer.Typer(
+    help="Measure tok/s, time to first token and achieved over possible bandwidth: a table, then one JSON line.",
+    no_args_is_help=True,
+)
+
+
+@command(bench_app, "engine", name="latency")
+def bench_latency(
+    model: ModelOption = None,
+    batch: Annotated[str, typer.Option(help="Batch sizes to decode with, by commas.")] = "1,4,16",
+    prompt: Annotated[str, typer.Option(help="Prompt lengths to prefill, by commas.")] = "512,2048",
+    decode: Annotated[int, typer.Option(help="Tokens to decode for each sequence.")] = 32,
+    context: Annotated[int, typer.Option(help="Prompt length before decoding.")] = 128,
+    rounds: Annotated[int, typer.Option(help="Interleaved rounds; the median counts.")] = 3,
+    peer: Annotated[str, typer.Option(help="Compare with: none, transformers.")] = "none",
+    **options: Any,
+) -> None:
+    """Prefill and decode speed, with what the hardware could do and a peer in the same run."""
+    from quire.bench.latency import run_latency
+
+    chosen = chosen_options(options)
+    configured = chosen.pop("model", DEFAULT_MODEL)
+    run_latency(
+        configured if model is None else model,
+        engine_options=chosen,
+        batches=_integers("batch", batch),
+        prompts=_integers("prompt", prompt),
+        decode=decode,
+        context=context,
+        rounds=rounds,
+        peer=peer,
+    )
+
+
+@command(bench_app, "engine", name="throughput")
+def bench_throughput(
+    model: ModelOption = None,
+    requests: Annotated[int, typer.Option(help="Requests, all handed over at once.")] = 256,
+    scale: Annotated[
+        float | None,
+        typer.Option(
+            help="Fraction of the lengths, which are 100 to 1,024 tokens. Default: measured, so that it takes minutes.",
+            show_default=False,
+        ),
+    ] = None,
+    peer: Annotated[str, typer.Option(help="Compare with: none, transformers.")] = "none",
+    peer_batches: Annotated[str, typer.Option(help="Batch sizes of the peer to try, by commas.")] = "8,16,32,64",
+    rounds: Annotated[int, typer.Option(help="Interleaved rounds; the median counts.")] = 3,
+    seed: Annotated[int, typer.Option(help="Of the random lengths and tokens.")] = 0,
+    **options: Any,
+) -> None:
+    """Tokens a second of many requests at once, against a peer's continuous and static batches in the same run.
+
+    It takes minutes; fewer --requests, a small --scale and --rounds 1 make it short, as in --requests 32 --scale 0.1 --rounds 1.
+    """
+    from quire.bench.throughput import run_throughput
+
+    chosen = chosen_options(options)
+    configured = chosen.pop("model", DEFAULT_MODEL)
+    run_throughput(
+        configured if model is None else model,
+        engine_options=chosen,
+        requests=requests,
+        scale=scale,
+        rounds=rounds,
+        seed=seed,
+        peer=peer,
+        peer_batches=_integers("peer-batches", peer_batches),
+    )
+
+
+@command(bench_app, "engine", name="state")
+def bench_state(
+    model: ModelOption = None,
+    tokens: Annotated[int, typer.Option(help="Tokens of the sequence that is forked, rewound and saved.")] = 2048,
+    rounds: Annotated[int, typer.Option(help="Repetitions of what is slow; quick verbs have 20 times as many.")] = 5,
+    **options: Any,
+) -> None:
+    """What fork, copy, rewind, save, restore and a second chat turn cost; for a bundled model the start-up too."""
+    from quire.bench.state import run_state, start_rows
+    from quire.models.catalogue import bundled_models
+
+    chosen = chosen_options(options)
+    configured = chosen.pop("model", DEFAULT_MODEL)
+    name = configured if model is None else model
+    run_state(
+        name,
+        engine_options=chosen,
+        tokens=tokens,
+        rounds=rounds,
+        start=(lambda count: start_rows(count, name)) if name in bundled_models() else None,
+    )
+
+
+@command(bench_app, name="serve")
+def bench_serve(
+    url: Annotated[str, typer.Argument(help="The server, as in http://127.0.0.1:8000.")],
+    peer: Annotated[
+        str | None, typer.Option(help="A second server to compare with, in interleaved rounds.", show_default=False)
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option("--model", "-m", help="By default the first that the server lists.", show_default=False),
+    ] = None,
+    peer_model: Annotated[str | None, typer.Option(help="The same of the second server.", show_default=False)] = None,
+    api_key: KeyOption = None,
+    peer_api_key: Annotated[str | None, typer.Option(help="Key for the second server.", show_default=False)] = None,
+    requests: Annotated[int, typer.Option(help="Requests; of a trace its first ones.")] = 256,
+    rate: Annotated[float, typer.Option(help="Requests a second, arriving at random; inf: all at once.")] = math.inf,
+    concurrency: Annotated[
+        int | None, typer.Option(help="Requests under way at most; by default any number.", show_default=False)
+    ] = None,
+    prompt_tokens: Annotated[str, typer.Option(help="Lengths of prompts, LEAST-MOST.")] = "100-1024",
+    output_tokens: Annotated[str, typer.Option(help="Lengths of answers, LEAST-MOST.")] = "100-1024",
+    vocab_size: Annotated[int, typer.Option(help="Prompts are random token ids below this.")] = 1024,
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="A trace in Mooncake's format (JSONL), in place of random requests.", show_default=False),
+    ] = None,
+    scale: Annotated[float, typer.Option(help="Fraction of the trace's lengths.")] = 1.0,
+    speed: Annotated[float, typer.Option(help="2 sends the trace in half the time.")] = 1.0,
+    stream: Annotated[bool, typer.Option("--stream/--no-stream", help="Read answers token by token.")] = True,
+    rounds: Annotated[int, typer.Option(help="Rounds; with a peer they are interleaved.")] = 1,
+    seed: Annotated[int, typer.Option(help="Of lengths, arrivals and tokens.")] = 0,
+) -> None:
+    """Load a server: tokens a second, time to the first token, between tokens and to the end, by percentiles."""
+    from quire.bench.serve_load import run_serve
+
+    run_serve(
+        url,
+        peer=peer,
+        model=model,
+        peer_model=peer_model,
+        api_key=api_key,
+        peer_api_key=peer_api_key,
+        requests=requests,
+        rate=rate,
+        concurrency=concurrency,
+        prompt_tokens=_span("prompt-tokens", prompt_tokens),
+        output_tokens=_span("output-tokens", output_tokens),
+        vocab_size=vocab_size,
+        trace=trace,
+        scale=scale,
+        speed=speed,
+        stream=stream,
+        rounds=rounds,
+        seed=seed,
+    )
+
+
+def _span(name: str, text: str) -> tuple[int, int]:
+    least, _, most = text.partition("-")
+    if not (least.isascii() and least.isdigit()) or (most and not (most.isascii() and most.isdigit())):
+        raise InvalidArgument(f"--{name} {text!r}; LEAST-MOST is accepted, like 100-1024, or one number")
+    return int(least), int(most or least)
+
+
+def _integers(name: str, text: str) -> list[int]:
+    try:
+        found = [int(part) for part in text.split(",")]
+    except ValueError:
+        found = [0]
+    if min(found) < 1:
+        raise InvalidArgument(f"--{name} {text!r}; whole numbers of at least 1, separated by commas, are accepted")
+    return found

@@ -1,0 +1,203 @@
+"""Options of commands: out of configuration dataclasses and a YAML file, and those that several commands share."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect as python_inspect
+from collections.abc import Callable, Iterator, Set
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from quire.config import EngineConfig, field_help
+from quire.errors import InvalidArgument, NotFound
+from quire.exit_codes import one_sentence
+
+DEFAULT_MODEL = "tiny-python"
+DEFAULT_NEW_TOKENS = 128
+
+SAMPLING_OPTIONS: dict[str, tuple[Any, str]] = {
+    "max_tokens": (int, f"Tokens to generate at most ({DEFAULT_NEW_TOKENS} if not given)."),
+    "min_tokens": (int, "Tokens before which no end token or stop string ends the text."),
+    "temperature": (float, "0 takes the most likely token; higher is more random."),
+    "top_p": (float, "Sample from the smallest set of tokens that holds this much probability."),
+    "top_k": (int, "Sample from this many most likely tokens; -1 is off."),
+    "min_p": (float, "Drop tokens below this share of the most likely one's probability."),
+    "seed": (int, "Makes the sampled tokens reproducible."),
+    "stop": (list[str], "End the text before this string; may be repeated."),
+    "stop_token_ids": (list[int], "End the text at this token; may be repeated."),
+    "ignore_eos": (bool, "Go on after the model's end token."),
+    "presence_penalty": (float, "Against tokens that the text holds already."),
+    "frequency_penalty": (float, "Against tokens, by how often the text holds them."),
+    "repetition_penalty": (float, "Against tokens of prompt and text; 1 is off."),
+}
+"""Those of ``SamplingParams`` that make sense for one text on a terminal."""
+
+CHAT_OPTIONS: dict[str, tuple[Any, str]] = {
+    "window": (
+        int,
+        "Keep the first --sink and the last tokens only, so many in all: the chat never fills the context.",
+    ),
+    "sink": (int, "First tokens that a --window keeps; 4 is usual. Default: 0."),
+}
+"""What a chat's sessions keep, as ``LLM.session`` has it."""
+
+
+# -- options out of dataclasses ------------------------------------------------------------------------------------
+
+
+def _parameter(name: str, kind: Any, text: str) -> python_inspect.Parameter:
+    flag = "--" + name.replace("_", "-")
+    if kind is bool:  # Either way, so that it can be turned off where the default or a config file has it on.
+        flag += "/--no-" + name.replace("_", "-")
+    # Without a value on the command line the field is not set, so that a config file and the defaults count.
+    option = typer.Option(flag, help=text, show_default=False)
+    return python_inspect.Parameter(
+        name, python_inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option]
+    )
+
+
+def _engine_parameters() -> Iterator[python_inspect.Parameter]:
+    kinds: dict[str, Any] = {"int": int, "int | None": int, "float": float, "bool": bool}
+    helps = field_help(EngineConfig)
+    for field in dataclasses.fields(EngineConfig):
+        if field.name == "model":
+            continue
+        kind = list[str] if field.name == "adapters" else kinds.get(str(field.type), str)
+        default = "" if field.default in (None, dataclasses.MISSING) else f" Default: {field.default}."
+        yield _parameter(field.name, kind, helps[field.name] + default)
+
+
+def _server_parameters() -> Iterator[python_inspect.Parameter]:
+    from quire.server.settings import ServerSettings
+
+    kinds: dict[str, Any] = {
+        "int": int,
+        "int | None": int,
+        "float": float,
+        "float | None": float,
+        "bool": bool,
+        "tuple[str, ...]": list[str],
+        "tuple[Path, ...]": list[Path],
+    }
+    helps = field_help(ServerSettings)
+    for field in dataclasses.fields(ServerSettings):
+        default = "" if field.default in (None, ()) else f" Default: {field.default}."
+        yield _parameter(field.name, kinds.get(str(field.type), str), helps[field.name] + default)
+
+
+def command(
+    app: typer.Typer, *groups: str, name: str | None = None
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Register a command, with ``--config`` and the options of ``groups``, which it gets as ``options``.
+
+    ``groups``: "chat", "sampling", "server", "engine". What goes wrong is a sentence and an exit code.
+    """
+
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        own = [
+            parameter
+            for parameter in python_inspect.signature(function, eval_str=True).parameters.values()
+            if parameter.kind is not python_inspect.Parameter.VAR_KEYWORD
+        ]
+        config = _parameter("config", Path, "A YAML file with these options; the command line wins.")
+        added = [config] if groups else []
+        if "chat" in groups:
+            added += [_parameter(name, kind, text) for name, (kind, text) in CHAT_OPTIONS.items()]
+        if "sampling" in groups:
+            added += [_parameter(name, kind, text) for name, (kind, text) in SAMPLING_OPTIONS.items()]
+        if "server" in groups:
+            added += list(_server_parameters())
+        if "engine" in groups:
+            # "seed" is both: the request's own, given here, makes the engine's pointless.
+            taken = {parameter.name for parameter in (*own, *added)}
+            added += [parameter for parameter in _engine_parameters() if parameter.name not in taken]
+
+        def run(**given: Any) -> None:
+            # Inside of typer, which would turn an interrupt and a closed pipe into exit codes of its own.
+            with one_sentence():
+                function(**given)
+
+        run.__name__, run.__doc__ = function.__name__, function.__doc__
+        run.__signature__ = python_inspect.Signature([*own, *added])  # type: ignore[attr-defined]
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in (*own, *added)}
+        # Given as a short help it is not cut where the commands are listed.
+        app.command(name, short_help=first_paragraph(function))(run)
+        return run
+
+    return decorate
+
+
+def first_paragraph(function: Callable[..., None]) -> str:
+    """Return the first paragraph of a docstring, as one line."""
+    return " ".join((python_inspect.getdoc(function) or "").partition("\n\n")[0].split())
+
+
+def chosen_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Options of the config file, overridden by those of the command line."""
+    merged: dict[str, Any] = {}
+    path = options.pop("config", None)
+    if path is not None:
+        merged.update(read_config(path, {"model", *options}))
+    merged.update({name: value for name, value in options.items() if value is not None and value != []})
+    return merged
+
+
+def read_config(path: Path, known: Set[str]) -> dict[str, Any]:
+    """The options of a YAML file. Those that the command does not have are refused by name."""
+    import yaml
+
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise NotFound(f"config file {str(path)!r} does not exist") from None
+    except yaml.MarkedYAMLError as error:
+        mark, problem = error.problem_mark, error.problem or "it is no YAML"
+        where = "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: "
+        raise InvalidArgument(f"config file {str(path)!r} cannot be read: {where}{problem}") from error
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise InvalidArgument(f"config file {str(path)!r} cannot be read: {str(error).splitlines()[0]}") from error
+    if found is None:  # empty, or nothing but comments
+        return {}
+    if not isinstance(found, dict):
+        raise InvalidArgument(f"config file {str(path)!r} must hold a mapping of options")
+    options = {str(name).replace("-", "_"): value for name, value in found.items()}
+    if unknown := sorted(set(options) - known):
+        raise InvalidArgument(
+            f"config file {str(path)!r} has unknown options {unknown}; known here are {sorted(known)}"
+        )
+    if len(options) < len(found):
+        raise InvalidArgument(f"config file {str(path)!r} gives an option twice, in kebab-case and in snake_case")
+    return options
+
+
+# -- options that several commands have ---------------------------------------------------------------------------
+
+AdapterOption = Annotated[
+    str | None,
+    typer.Option(
+        "--adapter",
+        "-a",
+        help="Run under this adapter: a name given by --adapters, or what --adapters takes after NAME=.",
+        show_default=False,
+    ),
+]
+
+ModelOption = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        "-m",
+        help=f"A bundled model, a directory or a Hugging Face id. Default: {DEFAULT_MODEL}.",
+        show_default=False,
+    ),
+]
+UrlOption = Annotated[
+    str | None,
+    typer.Option("--url", help="Talk to the server at this address instead, as in http://127.0.0.1:8000."),
+]
+KeyOption = Annotated[
+    str | None,
+    typer.Option("--api-key", envvar="QUIRE_API_KEY", help="Key for that server.", show_default=False),
+]

@@ -1,0 +1,64 @@
+"""How far prompts have come, on stderr. Where that is no terminal nothing is shown unasked."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from tqdm import tqdm
+
+if TYPE_CHECKING:
+    from quire.engine.generation import SequenceRequest
+
+
+class GenerationBar:
+    """Prompts that are answered, of all; and while prompts are run, how many of their tokens were."""
+
+    def __init__(self, requests: Sequence[Sequence[SequenceRequest]], *, show: bool | None, step_tokens: int) -> None:
+        """``requests``: the samples of each prompt.
+
+        ``show`` None: on a terminal, if there are several prompts, or more tokens than one step runs
+        (``step_tokens``).
+        """
+        self._requests = requests
+        self._total = sum(samples[0].num_prompt for samples in requests)
+        if show is None:
+            show = sys.stderr.isatty() and (len(requests) > 1 or self._total > step_tokens)
+        self.shown = show
+        self._bar = tqdm(total=len(requests), desc="Generating", unit="prompt", disable=not show)
+        self._said: str | None = None
+
+    def advance(self) -> None:
+        """Show what has happened since."""
+        done = sum(samples[0].num_prompt_run for samples in self._requests)
+        said = f"prompt tokens {done:,}/{self._total:,}" if done < self._total else ""
+        if said != self._said:
+            self._bar.set_postfix_str(said)
+            self._said = said
+        self._bar.update(sum(all(one.finished for one in samples) for samples in self._requests) - self._bar.n)
+
+    def close(self) -> None:
+        """Show the end, and leave the line."""
+        self.advance()
+        self._bar.close()
+
+
+@contextmanager
+def prompt_pieces(tokens: Sequence[int], step_tokens: int) -> Iterator[Iterator[Sequence[int]]]:
+    """Give the pieces of a prompt, to append one after the other.
+
+    It is one piece, or on a terminal several of ``step_tokens`` with a bar that disappears at the end.
+    """
+    show = sys.stderr.isatty() and len(tokens) > step_tokens
+    size = step_tokens if show else len(tokens)
+    with tqdm(total=len(tokens), desc="Prompt", unit="token", leave=False, disable=not show) as bar:
+
+        def pieces() -> Iterator[Sequence[int]]:
+            for start in range(0, len(tokens), size):
+                piece = tokens[start : start + size]
+                yield piece
+                bar.update(len(piece))
+
+        yield pieces()

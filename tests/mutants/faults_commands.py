@@ -1,0 +1,95 @@
+"""Faults of what a newcomer meets: chat templates, the chat on a terminal, progress."""
+
+from __future__ import annotations
+
+from tests.mutants.harness import Mutant
+
+TEMPLATES = (
+    Mutant(
+        name="end-of-a-turn-ends-no-answer",
+        file="engine/chat_templates.py",
+        old="ends=() if end_id is None else (end_id,)",
+        new="ends=()",
+        tests=("engine/test_chat_templates.py::test_a_built_in_template_ends_answers_where_the_model_has_its_token",),
+    ),
+    Mutant(
+        name="template-for-tools-stays",
+        file="engine/tokenizer.py",
+        old='other.chat_templates = {"default": template}',
+        new='other.chat_templates = {**self.chat_templates, "default": template}',
+        tests=("engine/test_chat_templates.py::test_a_built_in_template_ends_answers_where_the_model_has_its_token",),
+    ),
+    Mutant(
+        name="any-text-is-a-template",
+        file="engine/chat.py",
+        old='    if "messages" not in read:\n',
+        new="    if not source:\n",
+        tests=(
+            "engine/test_chat_templates.py::test_what_is_no_template_is_refused_in_a_sentence_before_the_weights_are_read",
+        ),
+    ),
+)
+
+CHATS = (
+    Mutant(
+        name="loaded-text-is-not-dropped-first",
+        file="terminal_chat.py",
+        old="branch.turns[count - branch.loaded :]",
+        new="branch.turns[count:]",
+        tests=("test_cli.py::test_loaded_text_is_dropped_first",),
+    ),
+    Mutant(
+        name="turns-begin-where-they-began-before-a-drop",
+        file="terminal_chat.py",
+        old="[replace(turn, start=None) for turn in turns]",
+        new="list(turns)",
+        tests=("test_remote_chat.py::test_a_full_context_and_the_ways_on",),
+    ),
+    Mutant(
+        name="a-turn-after-a-drop-begins-in-the-middle",
+        file="terminal_chat.py",
+        old="None if branch.rebuilt else before",
+        new="before",
+        tests=("test_remote_chat.py::test_a_full_context_and_the_ways_on",),
+    ),
+    Mutant(
+        name="first-answer-of-a-rebuilt-chat-stays",
+        file="terminal_chat.py",
+        old="                session.rewind(to=len(output.prompt_token_ids))\n",
+        new="                len(output.prompt_token_ids)\n",
+        tests=("test_remote_chat.py::test_a_full_context_and_the_ways_on",),
+    ),
+    Mutant(
+        name="turns-that-were-undone-are-kept",
+        file="terminal_chat.py",
+        old="        return len(session) == before\n",
+        new="        return False\n",
+        tests=("test_cli.py::test_a_turn_that_an_interrupt_undid_is_none",),
+    ),
+    Mutant(
+        name="history-that-others-can-read",
+        file="line_input.py",
+        old="file.touch(mode=0o600)",
+        new="file.touch(mode=0o644)",
+        tests=("test_line_input.py::test_lines_are_edited_completed_and_recalled",),
+    ),
+)
+
+PROGRESS = (
+    Mutant(
+        name="bars-in-pipes",
+        file="progress.py",
+        old="show = sys.stderr.isatty() and (len(requests) > 1",
+        new="show = (len(requests) > 1",
+        tests=("test_progress.py::test_nothing_is_shown_where_nobody_looks",),
+    ),
+    Mutant(
+        name="prompts-that-cannot-be-answered-are-run",
+        file="cli.py",
+        old="llm.prepare(text, params, adapter=adapter).ids",
+        new="llm.prepare(text, adapter=adapter).ids",
+        tests=("test_cli.py::test_generate_refuses_before_it_runs_the_prompt",),
+    ),
+)
+
+MUTANTS = (*TEMPLATES, *CHATS, *PROGRESS)
