@@ -1,0 +1,89 @@
+"""The dtype that "auto" stands for, on every kind of CPU."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from quire.models import processor
+from quire.models.loading import resolve_dtype
+from quire.models.processor import Processor
+
+FLOAT32, BFLOAT16, FLOAT16 = torch.float32, torch.bfloat16, torch.float16
+
+
+def kind(machine: str, *, instructions: bool, onednn: tuple[bool, bool]) -> Processor:
+    return Processor(
+        machine=machine, bfloat16_instructions=instructions, onednn_bfloat16=onednn[0], onednn_float16=onednn[1]
+    )
+
+
+KINDS: dict[str, tuple[Processor, set[torch.dtype]]] = {
+    "AMD or Intel with AVX2": (kind("x86_64", instructions=False, onednn=(False, False)), {FLOAT32}),
+    "Intel with AVX-512": (kind("x86_64", instructions=False, onednn=(True, False)), {FLOAT32}),
+    "the same on Windows": (kind("AMD64", instructions=False, onednn=(True, False)), {FLOAT32}),
+    "AMD with AVX512-BF16": (kind("x86_64", instructions=True, onednn=(True, False)), {FLOAT32, BFLOAT16}),
+    "Intel with AMX": (kind("x86_64", instructions=True, onednn=(True, True)), {FLOAT32, BFLOAT16, FLOAT16}),
+    "AMX that oneDNN may not use": (kind("x86_64", instructions=True, onednn=(False, False)), {FLOAT32}),
+    "Arm without bfloat16": (kind("aarch64", instructions=False, onednn=(False, False)), {FLOAT32}),
+    "Arm with bfloat16": (kind("arm64", instructions=False, onednn=(True, False)), {FLOAT32, BFLOAT16}),
+}
+
+
+@pytest.mark.parametrize("stored", [FLOAT32, BFLOAT16, FLOAT16], ids=str)
+@pytest.mark.parametrize(("cpu", "fast"), KINDS.values(), ids=KINDS)
+def test_dtype_auto(
+    cpu: Processor, fast: set[torch.dtype], stored: torch.dtype, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert resolve_dtype("auto", stored, torch.device("cpu"), cpu) == (stored if stored in fast else FLOAT32)
+    assert (f"no fast {stored}" in caplog.text) == (stored not in fast)
+    caplog.clear()
+    assert resolve_dtype("auto", stored, torch.device("cuda"), cpu) == stored
+    assert resolve_dtype("float16", stored, torch.device("cpu"), cpu) == FLOAT16
+    assert resolve_dtype("half", stored, torch.device("cpu"), cpu) == FLOAT16
+    assert not caplog.text
+
+
+class Answers:
+    """What torch says about a CPU, in place of torch."""
+
+    def __init__(self, **answers: bool) -> None:
+        for name, answer in answers.items():
+            setattr(self, name, lambda answer=answer: answer)
+
+
+@pytest.mark.parametrize(
+    ("cpu", "limit", "instructions"),
+    [
+        (Answers(), "", False),
+        (Answers(_is_avx512_bf16_supported=True), "", True),
+        (Answers(_is_avx512_bf16_supported=False, _is_amx_tile_supported=True), "", True),
+        (Answers(_is_avx512_bf16_supported=True), "avx512_core_vnni", False),
+        (Answers(_is_avx512_bf16_supported=True), "AVX512_CORE", False),
+        (Answers(_is_avx512_bf16_supported=True), "AVX512_CORE_BF16", True),
+    ],
+)
+def test_the_kind_is_asked_of_torch_and_of_what_limits_it(
+    cpu: Answers, limit: str, instructions: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A torch without these functions, which are private, has no fast path."""
+    monkeypatch.setattr(processor.torch, "cpu", cpu)
+    monkeypatch.setattr(processor.platform, "machine", lambda: "x86_64")
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
+    for answers in ((True, False), (False, True)):
+        onednn = Answers(_is_mkldnn_bf16_supported=answers[0], _is_mkldnn_fp16_supported=answers[1])
+        monkeypatch.setattr(processor.torch.ops, "mkldnn", onednn)
+        assert Processor.here() == kind("x86_64", instructions=instructions, onednn=answers)
+    monkeypatch.setattr(processor.torch.ops, "mkldnn", Answers())
+    assert Processor.here() == kind("x86_64", instructions=instructions, onednn=(False, False))
+
+
+def test_the_kind_of_this_machine_decides_when_none_is_given(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    for cpu, fast in KINDS.values():
+        monkeypatch.setattr(Processor, "here", classmethod(lambda cls, cpu=cpu: cpu))
+        assert resolve_dtype("auto", BFLOAT16, torch.device("cpu")) == (BFLOAT16 if BFLOAT16 in fast else FLOAT32)
