@@ -21,7 +21,7 @@ test: $(VENV)/.stamp-test  ## The tests that continuous integration runs
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m "not slow"
 
 test-all: $(VENV)/.stamp-test  ## All tests, also the long ones
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --timeout 3600
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --timeout 3600 --hypothesis-profile random
 
 mutants: $(VENV)/.stamp-test  ## Plant faults in copies of the code; the tests must find each of them
 	$(BIN)/python -m tests.mutants

@@ -496,7 +496,16 @@ class TestCommands:
     @pytest.mark.usefixtures("quick")
     def test_throughput(self, path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
         arguments = ["--model", str(path), "--requests", "3", "--scale", "0.02", "--rounds", "1", "--seed", "4"]
-        arguments += ["--peer", "transformers", "--peer-batches", "3", "--kv-cache-memory", "1MiB", "--dtype", "bfloat16"]
+        arguments += [
+            "--peer",
+            "transformers",
+            "--peer-batches",
+            "3",
+            "--kv-cache-memory",
+            "1MiB",
+            "--dtype",
+            "bfloat16",
+        ]
         assert command("throughput", *arguments, monkeypatch=monkeypatch) == 0
         result = json.loads(capsys.readouterr().out.splitlines()[-1])
         assert (result["model"], result["requests"], result["scale"]) == (str(path), 3, 0.02)

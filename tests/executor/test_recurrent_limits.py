@@ -293,6 +293,7 @@ def fail_in(hybrid: Hybrid, name: str, start: int, after: int, ring: int) -> Non
     other = executor.prefill(prompt(ids[:4], logits="none")).kv_cache
     mend = failing(executor, after)
     before = facts(executor, handle.cache, other.cache)
+    kept = executor.pool.state.checkpoints(handle.cache.rows[0].seq)
     failure = error_of(lambda: CALLS[name](executor, at(handle, start), ids[start:]))
     mend()
     if failure is None:
@@ -301,6 +302,7 @@ def fail_in(hybrid: Hybrid, name: str, start: int, after: int, ring: int) -> Non
     else:
         assert "failed while computing" in str(failure)
         assert facts(executor, handle.cache, other.cache) == before
+        assert set(executor.pool.state.checkpoints(handle.cache.rows[0].seq)) <= set(kept), "a slot more is held"
         assert handle.is_valid
     check(executor)
     if failure is not None:

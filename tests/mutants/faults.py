@@ -1,6 +1,6 @@
 """All mutants."""
 
-from tests.mutants import faults_adapters, faults_executor, faults_kv, faults_models, faults_serving
+from tests.mutants import faults_adapters, faults_executor, faults_kv, faults_models, faults_outside, faults_serving
 
 MUTANTS = (
     *faults_kv.MUTANTS,
@@ -8,4 +8,5 @@ MUTANTS = (
     *faults_serving.MUTANTS,
     *faults_adapters.MUTANTS,
     *faults_executor.MUTANTS,
+    *faults_outside.MUTANTS,
 )

@@ -340,9 +340,18 @@ def test_cached_tokens(client: httpx.Client) -> None:
         usage = complete(client, prompt=DIFFICULT * 3, max_tokens=2, **more)["usage"]
         return usage["prompt_tokens_details"]["cached_tokens"]
 
-    assert cached(cache_salt="a") == 0
-    assert cached(cache_salt="a") > 0
-    assert cached(cache_salt="b") == 0
+    def streamed(**more: Any) -> int:
+        usage = events(client, prompt=DIFFICULT * 3, max_tokens=2, stream_options={"include_usage": True}, **more)[-1][
+            "usage"
+        ]
+        return usage["prompt_tokens_details"]["cached_tokens"]
+
+    for first, second in ((cached, streamed), (streamed, cached)):
+        salts = [f"{first.__name__} {number}" for number in range(2)]
+        assert first(cache_salt=salts[0]) == 0
+        assert first(cache_salt=salts[0]) > 0
+        assert second(cache_salt=salts[0]) > 0
+        assert second(cache_salt=salts[1]) == 0
 
 
 def test_a_session_goes_on(client: httpx.Client, served: Served) -> None:
