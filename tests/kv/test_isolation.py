@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 
@@ -216,6 +217,12 @@ class TestIsolation:
             state.prepare_import(1, metadata)
             state.import_page_group(1, 0, group)
             state.finish_import(1)
+        for state in twins.states:
+            pages = state.table.get(1).tables[0].pages
+            rows = [row for page in pages if page >= 0 for row in range(page * page_size, (page + 1) * page_size)]
+            stored = state.classes[0].storage.read(0, np.array(rows))
+            assert stored.k.isfinite().all()
+            assert stored.v.isfinite().all()
         twins.forward([1], [1])
         twins.forward([1], [3])
 

@@ -80,7 +80,7 @@ MUTANTS = (
         file="executor/transaction.py",
         old="            self._undo(part)\n        self._drop_starts()\n",
         new="            self._undo(part)\n",
-        tests=("executor/test_recurrent_limits.py::test_a_failure_in_any_forward_leaves_everything_as_it_was",),
+        tests=("executor/test_recurrent_limits.py::test_a_failing_call_keeps_no_state_of_where_it_began",),
     ),
     Mutant(
         name="emulated-bfloat16-counts-as-fast",
