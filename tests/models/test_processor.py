@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -87,3 +91,33 @@ def test_the_kind_of_this_machine_decides_when_none_is_given(
     for cpu, fast in KINDS.values():
         monkeypatch.setattr(Processor, "here", classmethod(lambda cls, cpu=cpu: cpu))
         assert resolve_dtype("auto", BFLOAT16, torch.device("cpu")) == (BFLOAT16 if BFLOAT16 in fast else FLOAT32)
+
+
+EMULATED = {
+    "AVX2": {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"},
+    "AVX-512 without bfloat16": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_VNNI"},
+}
+"""Kinds that a process can be made to be, if its CPU is one of them or more."""
+SENSITIVE = (
+    "test_bench_commands.py",
+    "test_cli.py",
+    "test_docs.py",
+    "models/test_checkpoint.py",
+    "models/test_packed.py",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("kind", EMULATED)
+def test_what_depends_on_the_type_passes_on_other_kinds(kind: str) -> None:
+    environment = {**os.environ, **EMULATED[kind]}
+    ask = (
+        "import torch; from quire.models.processor import Processor; print(Processor.here().multiplies(torch.bfloat16))"
+    )
+    told = subprocess.run([sys.executable, "-c", ask], env=environment, capture_output=True, text=True, check=True)
+    assert told.stdout == "False\n"
+    tests = [str(Path(__file__).parents[1] / name) for name in SENSITIVE]
+    command = [sys.executable, "-m", "pytest", "-n", "0", "-m", "not slow", "-p", "no:cacheprovider", *tests]
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stdout[-4000:]
