@@ -54,7 +54,7 @@ def faults(text: str) -> Iterator[str]:
             said = any("#" in line for line in lines[max(0, node.lineno - 2) : node.end_lineno])
             for keyword in node.keywords:
                 given = isinstance(keyword.value, ast.Constant) and keyword.value.value
-                if keyword.arg in TOLERANCES and isinstance(given, float) and not said:
+                if keyword.arg in TOLERANCES and isinstance(given, float) and given and not said:
                     yield f"{keyword.value.lineno}: a comment must say why {keyword.arg} is {given}"
                 if keyword.arg == "deadline" and given:
                     yield f"{keyword.value.lineno}: how long an example takes says how busy the machine is"
