@@ -92,7 +92,8 @@ def check(bed: Bed, adapter: Path, peer: Any, adapted: Any) -> None:
         Chunk(bed.new(), tokens, adapter=one, logits="last"),
     )
     found = bed.runner.execute(Step(chunks=chunks))
-    assert_same(found.rows(0), run_exactly(peer, TOKENS_T), float32_bound(peer, TOKENS_T, run_exactly(peer, TOKENS_T)))
+    plain_TV = run_exactly(peer, TOKENS_T)
+    assert_same(found.rows(0), plain_TV, float32_bound(peer, TOKENS_T, plain_TV))
     assert_same(found.rows(1), exact_TV[6:], bound)
     assert_same(found.rows(2), exact_TV[-1:], bound)
     bed.runner.adapters.unload(one)

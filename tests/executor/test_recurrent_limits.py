@@ -76,6 +76,7 @@ CALLS: dict[str, Callable[[Executor, Handle, list[int]], Any]] = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("interval", [0, 4])
 @pytest.mark.parametrize("name", CALLS)
 def test_with_any_number_of_slots_a_call_is_exact_or_refused_before_it_runs(
@@ -119,6 +120,7 @@ def test_with_any_number_of_slots_a_call_is_exact_or_refused_before_it_runs(
     assert outcomes[-1] == "done"
 
 
+@pytest.mark.sweep
 def test_the_count_of_states_is_exactly_what_calls_take(hybrid: Hybrid) -> None:
     ids = hybrid.tokens
     for interval in (0, 4, 8):
@@ -278,6 +280,7 @@ def failing(executor: Executor, after: int) -> Callable[[], None]:
     return mend
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("ring", [0, 1])
 @pytest.mark.parametrize("start", [6, 9])
 @pytest.mark.parametrize("name", CALLS)

@@ -175,6 +175,7 @@ def test_random_calls(hybrid: Hybrid, given: dict[str, Any]) -> None:
             assert machine.refused == 0
 
 
+@pytest.mark.sweep
 def test_windows_of_sequences_and_states_go_back_together(hybrid: Hybrid) -> None:
     if not hybrid.has_attention:
         pytest.skip("no layer that a window concerns")

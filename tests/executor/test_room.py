@@ -356,6 +356,7 @@ def test_a_clone_that_runs_tokens_again_is_a_running_call(hybrid: Hybrid) -> Non
         handle.clone_handle()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "interval", [0, 1, pytest.param(2, marks=pytest.mark.slow), 3, 4, pytest.param(16, marks=pytest.mark.slow)]
 )
