@@ -526,7 +526,7 @@ def features_by_type_and_way() -> Iterator[Any]:
                 yield pytest.param(feature, dtype, way, marks=() if usual else pytest.mark.slow, id=name)
 
 
-@pytest.mark.parametrize(("feature", "dtype", "way"), features_by_type_and_way())
+@pytest.mark.parametrize(("feature", "dtype", "way"), list(features_by_type_and_way()))
 def test_each_feature(feature: str, dtype: torch.dtype, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if way == "small blocks":
         use_small_blocks(monkeypatch, 8, 16, 5)

@@ -90,6 +90,7 @@ def run_plain(name: str, *arguments: str) -> tuple[str, dict[str, Any]]:
         assert spec is not None
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
+        patch.setitem(sys.modules, spec.name, module)  # where dataclasses look for their module
         spec.loader.exec_module(module)
         if getattr(module, "measure", None) is measure:
             patch.setattr(module, "measure", lambda **_: HARDWARE)
