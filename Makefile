@@ -5,7 +5,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 # Compiled when Quire is installed.
 NATIVE := $(wildcard src/quire/kernels/cpu/*.cpp)
-# One thread per test process: the models are tiny, and two processes share the cores.
+# One thread per test process: the models are tiny, and two processes share the cores. A file runs in one of them, so that what
+# its tests share is made once.
 WORKERS ?= 2
 export TOKENIZERS_PARALLELISM := false
 # On a terminal pip shows what it downloads, which takes minutes; elsewhere a line says what happens.
@@ -20,10 +21,10 @@ demo: $(VENV)/.stamp-run  ## Complete, fork, rewind, save and restore with the b
 	@$(BIN)/python examples/demo.py
 
 test: $(VENV)/.stamp-test  ## The tests that continuous integration runs
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m "not slow"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow"
 
 test-all: $(VENV)/.stamp-test  ## All tests, also the long ones
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --timeout 3600
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --timeout 3600 --hypothesis-profile random
 
 mutants: $(VENV)/.stamp-test  ## Plant faults in copies of the code; the tests must find each of them
 	$(BIN)/python -m tests.mutants

@@ -39,6 +39,7 @@ def cells(geometry: str, arguments: argparse.Namespace) -> list[Cell]:
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Measure, print the table and the JSON line, return what it holds."""
+    most_bytes = parse_bytes(arguments.memory)  # what is refused is refused before anything is measured
     hardware = measure(device=arguments.device, seconds=1.0 if arguments.small else 8.0)
     results: list[CellResult] = [
         measure_cell(
@@ -46,7 +47,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             dtype=getattr(torch, arguments.dtype),
             device=torch.device(arguments.device),
             rounds=arguments.rounds,
-            most_bytes=parse_bytes(arguments.memory),
+            most_bytes=most_bytes,
             hardware=hardware,
         )
         for geometry in arguments.geometries

@@ -18,6 +18,11 @@ from torch.overrides import TorchFunctionMode
 
 ORDERS = 32
 """In how many orders of its sums transformers runs to show how far off float32 may be."""
+TINY_PYTHON = 2 * 8 * 256**0.5 * torch.finfo(torch.float32).eps * 16
+"""How far apart log-probabilities of the bundled model may be that two float32 runs computed in other batches.
+
+The rounding of a layer grows like the root of its width (256), that of the 8 layers adds up; logits are below 16 in size.
+"""
 
 
 class Float64(TorchFunctionMode):

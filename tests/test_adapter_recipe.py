@@ -263,7 +263,7 @@ class TestMeasurement:
         found = evaluation.measure(Parrot(tokenizer, functions, silent), tokenizer, functions, progress=io.StringIO())
         share = (40 - silent) / 40
         assert (found.opened, found.opened_after_newline, found.closed) == (share, share, share)
-        assert found.loss == pytest.approx(0.0, abs=1e-6)
+        assert found.loss == pytest.approx(0.0, abs=1e-6)  # 1 + 1e-6 in float32, some units
 
     def test_loss_is_that_of_docstring_tokens(self, tokenizer: Tokenizer) -> None:
         """Against one function at a time, in float64, with the log-probabilities written out."""
@@ -279,7 +279,8 @@ class TestMeasurement:
             logprobs_TV = logits_TV - logits_TV.exp().sum(-1, keepdim=True).log()
             terms += [-logprobs_TV[t - 1, one.ids[t]].item() for t in range(one.given, one.given + one.docstring)]
         assert evaluation.docstring_loss(model, tokenizer, functions) == pytest.approx(
-            sum(terms) / len(terms), rel=1e-5
+            sum(terms) / len(terms),
+            rel=1e-5,  # a mean of float32 logits against float64
         )
 
     @pytest.mark.parametrize(
@@ -367,7 +368,7 @@ class TestTraining:
         _, heldout, _ = collect_functions(Settings(sources=("json", "email"), heldout_every=5, evaluated=8))
         assert len(heldout) == 8
         loss = evaluation.docstring_loss(base, tokenizer, heldout)
-        assert figures["base"]["loss"] == pytest.approx(loss, rel=1e-4)
+        assert figures["base"]["loss"] == pytest.approx(loss, rel=1e-4)  # float32 in batches of other lengths
         adapted = PeftModel.from_pretrained(base, output).eval()
         adapted_loss = evaluation.docstring_loss(adapted, tokenizer, heldout)
         # The same sums over the same weights: had it not been rounded before it was measured, 1e-5 would be seen.

@@ -12,7 +12,7 @@ import math
 import random
 import tracemalloc
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -509,9 +509,24 @@ FEATURES: dict[str, tuple[list[Entry], float | None, bool]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("feature", FEATURES)
-@pytest.mark.parametrize("way", ["usual", "small blocks", "no kernel with log-sum-exp"])
+WAYS = ["usual", "small blocks", "no kernel with log-sum-exp"]
+
+
+def features_by_type_and_way() -> Iterator[Any]:
+    """Each feature in each type and each feature in each way, and all three together among the slow ones.
+
+    In float32 a feature runs in every way; the other types go round with the features and the ways.
+    """
+    others = [dtype for dtype in DTYPES if dtype != torch.float32]
+    for number, feature in enumerate(FEATURES):
+        for turn, way in enumerate(WAYS):
+            for dtype in DTYPES:
+                usual = dtype in (torch.float32, others[(number + turn) % len(others)])
+                name = f"{way}-{feature}-{str(dtype).removeprefix('torch.')}"
+                yield pytest.param(feature, dtype, way, marks=() if usual else pytest.mark.slow, id=name)
+
+
+@pytest.mark.parametrize(("feature", "dtype", "way"), list(features_by_type_and_way()))
 def test_each_feature(feature: str, dtype: torch.dtype, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if way == "small blocks":
         use_small_blocks(monkeypatch, 8, 16, 5)

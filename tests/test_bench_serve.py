@@ -433,7 +433,7 @@ def test_bad_lines_of_a_trace_are_named(tmp_path: Path, line: str, message: str)
 def test_percentiles_are_numpys() -> None:
     values = np.random.default_rng(0).exponential(size=37).tolist()
     for share in (0, 1, 50, 90, 99, 100):
-        assert percentile(values, share) == pytest.approx(np.percentile(values, share), rel=1e-12)
+        assert percentile(values, share) == pytest.approx(np.percentile(values, share), rel=1e-12)  # float64
     assert percentile([3.0], 99) == 3.0
 
 

@@ -546,7 +546,14 @@ def test_closed_pipe_is_quiet() -> None:
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full on this system")
-@pytest.mark.parametrize("arguments", [["models"], ["--version"], ["generate", "x = 1\n", "--max-tokens", "2"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        pytest.param(["models"], marks=pytest.mark.slow),
+        ["--version"],
+        ["generate", "x = 1\n", "--max-tokens", "2", "--dtype", "float32"],
+    ],
+)
 def test_output_that_cannot_be_written(arguments: list[str]) -> None:
     """Whether it fails while printing or in the last flush: one sentence."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -253,6 +253,15 @@ def test_min_tokens(min_tokens: int, stops: list[str], text: str) -> None:
     assert detokenizer.text == text
 
 
+@pytest.mark.parametrize(
+    ("text", "deltas"), [("abaxy", ["", "", "ab", "ax", "y", ""]), ("ababa", ["", "", "ab", "", "", ""])]
+)
+def test_of_a_stop_string_that_came_too_early_only_its_end_is_held_back(text: str, deltas: list[str]) -> None:
+    """The "a" that ends it may begin the next one."""
+    detokenizer = IncrementalDetokenizer(tokenizer("byte_level"), stop=["aba"], min_tokens=3)
+    assert run(detokenizer, words(text)) == deltas
+
+
 def test_an_ended_text_takes_no_more_tokens() -> None:
     [letter] = words("a")
     stopped = IncrementalDetokenizer(tokenizer("byte_level"), stop=["a"])

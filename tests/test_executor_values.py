@@ -227,8 +227,12 @@ def test_prefill_input_refusals(field: str, bad: Any, message: str) -> None:
 
 
 def test_positions_of_padding_do_not_matter() -> None:
-    mask, positions = torch.tensor([[0, 1, 1]]), torch.tensor([[-1, 0, 1]])
-    PrefillInput(input_ids=torch.tensor([[9, 1, 2]]), attention_mask=mask, position_ids=positions)
+    ids, mask = torch.tensor([[9, 1, 2]]), torch.tensor([[0, 1, 1]])
+    found = PrefillInput(input_ids=ids, attention_mask=mask, position_ids=torch.tensor([[-1, 0, 1]]))
+    assert found.position_ids is not None
+    assert found.position_ids.tolist() == [[-1, 0, 1]]
+    with pytest.raises(InvalidArgument, match=r">= 0; got -1"):
+        PrefillInput(input_ids=ids, attention_mask=mask, position_ids=torch.tensor([[0, -1, 1]]))
 
 
 def test_builders_change_one_field() -> None:

@@ -216,7 +216,7 @@ def test_counting_from_many_threads_loses_nothing() -> None:
 
 
 def test_percentile_examples() -> None:
-    assert percentile(range(1, 11), 0.99) == pytest.approx(9.91, rel=1e-15)
+    assert percentile(range(1, 11), 0.99) == pytest.approx(9.91, rel=1e-15)  # some units of float64
     assert percentile([], 0.5) == 0.0
     assert percentile([7.0], 0.95) == 7.0
     for q in (-0.1, 1.1, math.nan):

@@ -88,14 +88,14 @@ def test_what_survives_is_reported(project: Path, capsys: pytest.CaptureFixture[
     assert "SURVIVED" in rows["elsewhere"]
 
 
+@pytest.mark.slow
 def test_all_killed(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([SUM, COMMENT], ["--only", "sum"], project) == 0
     assert "1 of 1 killed" in capsys.readouterr().out
     assert (project / "src/quire/__init__.py").read_text() == CODE
 
 
-def test_hangs_and_crashes_are_deaths_and_what_does_not_run_is_none(project: Path) -> None:
-    hang = fault("hang", "n += 1", "n += 0", "test_double.py::test_count")
+def test_crashes_are_deaths_and_what_does_not_run_is_none(project: Path) -> None:
     crash = fault("crash", "return x + x", "import os; os.abort()")
     unknown = fault("unknown", "return x + x", "return 0", "test_double.py::test_nothing")
     broken = fault("broken", "return x + x", "return x +")
@@ -109,12 +109,17 @@ def test_hangs_and_crashes_are_deaths_and_what_does_not_run_is_none(project: Pat
         ("broken", "NOT RUN"),
     ]
     assert "signal 6" in found[0].by
+
+
+@pytest.mark.slow
+def test_hangs_are_deaths(project: Path) -> None:
     with Harness(project, limit=3.0) as harness:
-        (late,) = harness.run([hang])
+        (late,) = harness.run([fault("hang", "n += 1", "n += 0", "test_double.py::test_count")])
     assert late.verdict == "killed"
     assert "hang" in late.by
 
 
+@pytest.mark.slow
 def test_one_after_the_other_on_one_copy(project: Path) -> None:
     """Texts of one size that follow within a second are told apart, and the copy is mended in between."""
     wrong, harmless = fault("wrong", "x + x", "x - x"), fault("harmless", "x + x", "x * 2")
@@ -141,6 +146,7 @@ def test_what_cannot_be_run_is_said(
     assert words in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_tests_that_fail_by_themselves_say_nothing(project: Path) -> None:
     tests = project / "tests/test_double.py"
     tests.write_text(tests.read_text().replace("== 6", "== 7"))

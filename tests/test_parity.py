@@ -210,6 +210,32 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 """A name, the family's in transformers, and what differs from ``SIZES``."""
 
 
+PAGE_SIZES = [1, 5, 16]
+CHUNKS = [LENGTH, 1, 2, 7, 17, 25]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Each family and each page size with each test and each chunk; all three together are long.
+
+    The page size that a family has in a test that is not slow goes round with the families, the tests and the chunks.
+    """
+    if "model" not in metafunc.fixturenames:
+        return
+    tests = sorted(
+        name for name, found in vars(metafunc.module).items() if name.startswith("test_") and callable(found)
+    )
+    chunked = "chunk" in metafunc.fixturenames
+    cases = []
+    for number, family in enumerate(sorted(FAMILIES)):
+        for turn, chunk in enumerate(CHUNKS if chunked else [0]):
+            usual = (number + turn + tests.index(metafunc.function.__name__)) % len(PAGE_SIZES)
+            for index, size in enumerate(PAGE_SIZES):
+                values = (family, size, chunk) if chunked else (family, size)
+                cases.append(pytest.param(*values, marks=() if index == usual else pytest.mark.slow))
+    names = "model, page_size, chunk" if chunked else "model, page_size"
+    metafunc.parametrize(names, cases, indirect=["model"], scope=None)
+
+
 class Model(NamedTuple):
     path: Path
     tokens: list[int]
@@ -219,7 +245,7 @@ class Model(NamedTuple):
     """How far off a float32 run may be."""
 
 
-@pytest.fixture(scope="module", params=sorted(FAMILIES))
+@pytest.fixture(scope="module")
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
     name, changes = FAMILIES[request.param]
     torch.manual_seed(sorted(FAMILIES).index(request.param))
@@ -239,9 +265,9 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return Model(path, tokens_T.tolist(), exact, float32_bound(peer, tokens_T, exact))
 
 
-@pytest.fixture(params=[1, 5, 16])
-def llm(request: pytest.FixtureRequest, model: Model) -> LLM:
-    return LLM(model.path, dtype="float32", page_size=request.param, kv_cache_memory="8MiB")
+@pytest.fixture
+def llm(page_size: int, model: Model) -> LLM:
+    return LLM(model.path, dtype="float32", page_size=page_size, kv_cache_memory="8MiB")
 
 
 def assert_same(found_TV: Tensor, model: Model, start: int = 0) -> None:
@@ -267,7 +293,6 @@ def edit(llm: LLM, *edits: Any) -> None:
     llm.engine.runner.execute(Step(edits=edits))
 
 
-@pytest.mark.parametrize("chunk", [LENGTH, 1, 2, 7, 17, 25])
 def test_prefill_in_chunks_and_decode(llm: LLM, model: Model, chunk: int) -> None:
     seq = new(llm)
     parts = [run(llm, seq, model.tokens[start : start + chunk]) for start in range(0, LENGTH, chunk)]

@@ -67,10 +67,10 @@ def _devices(torch_version: str) -> list[Finding]:
     import torch
 
     from quire.config import ATTENTION_BACKENDS
-    from quire.models.loading import has_fast_matmul
+    from quire.models.processor import Processor
 
     findings = [Finding("PyTorch", f"{torch_version}, {torch.get_num_threads()} threads")]
-    fast = has_fast_matmul(torch.bfloat16)
+    fast = Processor.here().multiplies(torch.bfloat16)
     findings.append(
         Finding(
             "CPU",

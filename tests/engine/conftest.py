@@ -267,6 +267,19 @@ class Recorder:
         return [step for step in self.steps if step.chunks]
 
 
+def attention_layer(llm: LLM) -> int:
+    """The first layer with attention; without any (Mamba-2) the test is skipped."""
+    found = next((layer for layer, spec in enumerate(llm.model.layer_specs) if spec.kind == "full"), None)
+    if found is None:
+        pytest.skip("the model has no attention layer")
+    return found
+
+
+def recurrent_layer(llm: LLM) -> int:
+    """The first recurrent layer."""
+    return next(layer for layer, spec in enumerate(llm.model.layer_specs) if spec.kind == "recurrent")
+
+
 def record(llm: LLM) -> Recorder:
     """Note every step from now on."""
     recorder, runner = Recorder(), engine_of(llm).runner

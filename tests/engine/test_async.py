@@ -288,6 +288,40 @@ def test_what_is_there_besides(llm: AsyncLLM) -> None:
     asyncio.run(use())
 
 
+SALTED: dict[str, Callable[[AsyncLLM, str], Awaitable[Any]]] = {
+    "generate": lambda llm, salt: llm.generate(PROMPT, greedy(2), cache_salt=salt),
+    "stream": lambda llm, salt: drained(llm.stream(PROMPT, greedy(2), cache_salt=salt)),
+    "beam_search": lambda llm, salt: llm.beam_search(
+        PROMPT, BeamSearchParams(beam_width=1, max_tokens=2, ignore_eos=True), cache_salt=salt
+    ),
+    "session": lambda llm, salt: llm.session(PROMPT, cache_salt=salt),
+}
+
+
+async def drained(stream: AsyncStream) -> list[SampleDelta]:
+    return [delta async for delta in stream]
+
+
+@pytest.mark.parametrize("verb", SALTED)
+def test_salts_are_those_of_their_verbs(llm: AsyncLLM, verb: str) -> None:
+    """What one verb computed under a salt, another finds under this salt, and under no other."""
+    recorder = record(llm._llm)
+    sessions = []
+
+    async def ran(name: str, salt: str) -> int:
+        before = recorder.num_tokens
+        sessions.append(await SALTED[name](llm, salt))  # one that is let go of takes its state along
+        return recorder.num_tokens - before
+
+    async def use() -> None:
+        assert await ran("generate", "a") == len(PROMPT) + 1
+        assert 0 <= await ran(verb, "a") <= 2
+        assert await ran(verb, "b") >= len(PROMPT) - 1
+        assert await ran("generate", "b") == 2
+
+    asyncio.run(use())
+
+
 # -- streams -------------------------------------------------------------------------------------------------
 
 
@@ -625,6 +659,13 @@ def test_chats(tmp_path: Path) -> None:
             assert "hello" in session.text
             assert (await llm.chat(turns[0], greedy(5)))[0].outputs[0].text == alone
             assert "".join([delta.text async for delta in llm.stream_chat(turns[0], greedy(5))]) == alone
+            cached = []
+            for salt in ("a", "a", "b"):
+                salted = llm.stream_chat(turns[0], greedy(5), cache_salt=salt)
+                assert "".join([delta.text async for delta in salted]) == alone
+                (again,) = await llm.chat(turns[0], greedy(5), cache_salt=salt + " again")
+                cached.append((salted.output.num_cached_tokens > 0, again.num_cached_tokens > 0))
+            assert cached == [(False, False), (True, True), (False, False)]
             stream = llm.stream_chat([turns[0], turns[1]], greedy(1))  # type: ignore[arg-type]
             with pytest.raises(InvalidArgument, match="one prompt"):
                 await anext(stream)

@@ -17,7 +17,16 @@ from quire.errors import FailedPrecondition, InvalidArgument, Unsupported
 from quire.kv.hybrid import HybridState
 from quire.types import Add, Chunk, DropCheckpoint, Edit, SeqId, Step
 
-from .conftest import Checkpoint, MakeLLM, check, engine_of, greedy, random_tokens
+from .conftest import (
+    Checkpoint,
+    MakeLLM,
+    attention_layer,
+    check,
+    engine_of,
+    greedy,
+    random_tokens,
+    recurrent_layer,
+)
 
 INTERVAL = 16
 
@@ -192,9 +201,7 @@ def test_checkpoints_go_before_cached_sequences(make_llm: MakeLLM, hybrid: Check
 
 def test_sessions_that_were_written_into_keep_their_states(make_llm: MakeLLM, hybrid: Checkpoint) -> None:
     llm = make_llm(hybrid, kv_cache_memory="4MiB", checkpoint_interval=INTERVAL)
-    layer = next((layer for layer, spec in enumerate(llm.model.layer_specs) if spec.kind == "full"), None)
-    if layer is None:
-        return  # Mamba-2 has none
+    layer = attention_layer(llm)
     session = llm.session(random_tokens(50))
     session.logits()
     rows = session.kv(layer)
@@ -366,9 +373,7 @@ def test_a_written_state_is_what_one_comes_back_to(make_llm: MakeLLM, hybrid: Ch
 @pytest.mark.parametrize("kind", ["full", "recurrent"])
 def test_a_written_session_stays_usable_when_slots_fill(make_llm: MakeLLM, hybrid: Checkpoint, kind: str) -> None:
     llm = make_llm(hybrid, kv_cache_memory="4MiB", max_num_seqs=3)
-    layer = next((layer for layer, spec in enumerate(llm.model.layer_specs) if spec.kind == kind), None)
-    if layer is None:
-        return  # Mamba-2 has no attention
+    layer = attention_layer(llm) if kind == "full" else recurrent_layer(llm)
     tokens = random_tokens(40)
     session = llm.session(tokens)
     found = session.kv(layer)
@@ -406,10 +411,8 @@ def test_going_back_uses_the_nearer_of_ones_own_states_and_the_cache(make_llm: M
 
 def test_reading_undoes_no_write(make_llm: MakeLLM, hybrid: Checkpoint) -> None:
     llm = make_llm(hybrid, kv_cache_memory="4MiB")
-    layer = next((layer for layer, spec in enumerate(llm.model.layer_specs) if spec.kind == "full"), None)
-    if layer is None:
-        return  # Mamba-2 has no rows
-    recurrent = next(layer for layer, spec in enumerate(llm.model.layer_specs) if spec.kind == "recurrent")
+    layer = attention_layer(llm)
+    recurrent = recurrent_layer(llm)
     found = []
     for read in (False, True):
         session = llm.session(random_tokens(20))

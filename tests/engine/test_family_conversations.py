@@ -65,7 +65,7 @@ def sizes(checkpoint: Checkpoint, make_llm: MakeLLM) -> dict[str, int]:
 
 @pytest.mark.parametrize("seed", range(1))
 def test_conversations(make_llm: MakeLLM, family: Checkpoint, seed: int, tmp_path: Path) -> None:
-    run(make_llm, family, seed, 40, tmp_path, **sizes(family, make_llm))
+    run(make_llm, family, seed, 24, tmp_path, **sizes(family, make_llm))
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.exact import TINY_PYTHON
 
 from quire import LLM, FailedPrecondition, InvalidArgument, SamplingParams
 from quire.engine.results import PromptLogprobs, request_output
@@ -215,4 +216,4 @@ def test_texts_of_tokens(python_llm: LLM) -> None:
     scores = [entry.logprob for entry in entries]
     with python_llm.session(output.prompt_token_ids[:1]) as session:
         again = session.score(output.prompt_token_ids[1:])
-    assert scores == pytest.approx(again, abs=TOLERANCE * 20)
+    assert scores == pytest.approx(again, abs=TINY_PYTHON)

@@ -432,6 +432,30 @@ def test_broken_values_of_a_pinned_session_are_nobodys_prefix(
     assert session.tokens == random_tokens(40)
 
 
+def test_what_a_failure_left_of_a_session_is_computed_again(
+    small: LLM, llama: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever broke may have broken the session's keys and values too."""
+    runner = engine_of(small).runner
+    session = small.session(random_tokens(40))
+    execute = runner.execute
+
+    def breaking(step):  # type: ignore[no-untyped-def]
+        execute(step)
+        if step.chunks:
+            found = runner.state.debug_get_kv(step.chunks[0].seq, 0, 30, layer=0)
+            runner.state.debug_set_kv(step.chunks[0].seq, 0, *(-5 * rows for rows in found), layer=0)
+            raise RuntimeError("the device fell over")
+
+    monkeypatch.setattr(runner, "execute", breaking)
+    with pytest.raises(QuireError, match="fell over"):
+        session.generate(greedy(3))
+    monkeypatch.undo()
+    assert session.num_computed == 0
+    assert session.generate(greedy(5)).outputs[0].token_ids == llama.greedy(random_tokens(40), 5)
+    check(small)
+
+
 def test_close_gives_pages_back_at_once(small: LLM) -> None:
     state = engine_of(small).runner.state
     session = small.session(random_tokens(50))

@@ -653,11 +653,8 @@ def test_all_choices_can_be_written(spelled: Callable[[str], Spelled], choices: 
             mask = grammars.allowed({0: matcher}, {0: (3,)})[0]
             allowed = set(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist())
             rest = [other[len(text) :] for other in texts if other.startswith(text)]
-            expected = {
-                token
-                for token, piece in enumerate(model.pieces)
-                if piece and token != 3 and any(other.startswith(piece) for other in rest)
-            }
+            beginnings = {other[:length] for other in rest for length in range(1, len(other) + 1)}
+            expected = {token for token, piece in enumerate(model.pieces) if token != 3 and piece in beginnings}
             assert allowed == expected | ({3} if b"" in rest else set())
             if not expected:
                 break

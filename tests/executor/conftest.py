@@ -107,6 +107,14 @@ def llama(tinies: dict[str, Tiny]) -> Tiny:
     return tinies["Llama"]
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long sweeps run over the first two kinds, and over the others among the slow ones; random calls meet all of them."""
+    for item in items:
+        if item.get_closest_marker("sweep") and item.callspec.params["hybrid"] in RECURRENT_KINDS[2:]:  # type: ignore[attr-defined]
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(scope="session", params=RECURRENT_KINDS)
 def hybrid(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A ``Hybrid`` of each kind."""

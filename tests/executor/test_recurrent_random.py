@@ -156,7 +156,7 @@ VERBS = ("decode", "prefill", "truncate", "verify", "tree", "speculate", "sample
     ids=["plenty", "few", "interval", "tight", "ringless"],
 )
 def test_random_calls(hybrid: Hybrid, given: dict[str, Any]) -> None:
-    for seed in range(3):
+    for seed in range(2):
         executor = make_executor(hybrid, **given)
         machine = Machine(hybrid, executor, seed)
         for _ in range(40):
@@ -175,6 +175,7 @@ def test_random_calls(hybrid: Hybrid, given: dict[str, Any]) -> None:
             assert machine.refused == 0
 
 
+@pytest.mark.sweep
 def test_windows_of_sequences_and_states_go_back_together(hybrid: Hybrid) -> None:
     if not hybrid.has_attention:
         pytest.skip("no layer that a window concerns")

@@ -59,6 +59,7 @@ def test_prompts_in_chunks_decodes_and_verifies(hybrid: Hybrid, chunk: int, inte
     check(executor)
 
 
+@pytest.mark.sweep
 def test_every_verb_goes_back_to_every_position(hybrid: Hybrid) -> None:
     executor = make_executor(hybrid)
     ids = hybrid.tokens

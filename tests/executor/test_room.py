@@ -356,7 +356,10 @@ def test_a_clone_that_runs_tokens_again_is_a_running_call(hybrid: Hybrid) -> Non
         handle.clone_handle()
 
 
-@pytest.mark.parametrize("interval", [0, 1, 2, 3, 4, 16])
+@pytest.mark.sweep
+@pytest.mark.parametrize(
+    "interval", [0, 1, pytest.param(2, marks=pytest.mark.slow), 3, 4, pytest.param(16, marks=pytest.mark.slow)]
+)
 def test_warmup_needs_no_more_states_than_there_are(hybrid: Hybrid, interval: int) -> None:
     for states in (1, 2, 3, 5, 8):
         executor = make_executor(

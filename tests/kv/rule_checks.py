@@ -17,6 +17,11 @@ from quire.kv.rule_table import SINK_OF_OWN_ROTATION, Combination
 from .rule_stories import Story, encoded, expected, given, recurrent_state
 from .snapshots import snapshot
 
+FLOAT64 = {"rtol": 1e-13, "atol": 1e-14}
+"""Sums of a few dozen terms of float64, in two orders; numbers about 1."""
+FLOAT32 = {"rtol": 1e-5, "atol": 1e-6}
+"""Recurrent states, which are kept in float32: ten updates of numbers about 1, against float64."""
+
 
 def refused(story: Story, call: Callable[[], object], *words: str) -> None:
     """``Unsupported`` with these words; nothing was computed, nothing changed."""
@@ -163,10 +168,10 @@ def shared(story: Story, tokens: list[int]) -> None:
             kv = (x["k"], x["v"]) if given_kv else ()
             found = story.state.attention_with_shared_kv(layer, x["q"], *kv)
             if own is not None:
-                torch.testing.assert_close(found, own, rtol=1e-13, atol=1e-14)
+                torch.testing.assert_close(found, own, **FLOAT64)
             else:
                 wanted = torch.stack([expected(kind, [*tokens, *new[: row + 1]]) for row in range(2)])
-                torch.testing.assert_close(found, wanted, rtol=1e-13, atol=1e-14)
+                torch.testing.assert_close(found, wanted, **FLOAT64)
         story.state.abort_forward()
     story.goes_on(0, tokens)
 
@@ -267,7 +272,7 @@ def kept_states(story: Story, tokens: list[int]) -> None:
         run = story.run(0, run, [token])
     if is_reachable(story, 0, 10):
         assert state.rewind_cost(0, 10) == 0
-    torch.testing.assert_close(_state_at(story, 10), recurrent_state(tokens).float(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(_state_at(story, 10), recurrent_state(tokens).float(), **FLOAT32)
     state.fork_sequence(0, 1)
     state.drop_checkpoint(0, 10)
     assert (state.checkpoints(0), state.checkpoints(1)) == ([], [10])
@@ -283,11 +288,11 @@ def _state_at(story: Story, position: int | None) -> torch.Tensor:
 
 def recurrent_values(story: Story, tokens: list[int]) -> None:
     state, layer = story.state, story.layer_of("recurrent")
-    torch.testing.assert_close(_state_at(story, None), recurrent_state(tokens).float(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(_state_at(story, None), recurrent_state(tokens).float(), **FLOAT32)
     data = torch.tensor([[1.0, -2.0, 3.0]]).double()
     story.begin(0, [7])
     before = state.get(layer, 0)
-    torch.testing.assert_close(before[0], recurrent_state(tokens).float(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(before[0], recurrent_state(tokens).float(), **FLOAT32)
     state.set(layer, 1, data)
     assert torch.equal(state.get(layer, 1), torch.zeros(1, 3).double())
     for each, kind in enumerate(story.kinds):

@@ -227,6 +227,11 @@ def test_giving_up_gives_back_the_pages() -> None:
             pair.state.import_page_group(9, layer, groups[layer])
         pair.state.remove_sequence(9)
         assert pair.state.empty()
+        # Whoever is called 9 next is not being imported.
+        pair.state.add_sequence(9)
+        for call in (lambda: pair.state.import_page_group(9, 0, groups[0]), lambda: pair.state.finish_import(9)):
+            refused(pair, FailedPrecondition, call, "call prepare_import first")
+        pair.state.remove_sequence(9)
     pair.state.prepare_import(9, metadata)
     pair.state.clear()
     assert pair.state.empty()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 
@@ -195,6 +196,38 @@ class TestIsolation:
         twins.each(lambda state: state.add_sequence(2))
         twins.forward([1, 2, 7], [1, 12, 1])
         twins.forward([2, 7, 1], [1, 1, 1])
+
+    def test_pages_of_an_import_that_are_written_in_part(self, bad: float, page_size: int) -> None:
+        """What a window let go of is not in the file, and kernels read whole pages."""
+        twins = Twins(bad, page_size)
+        twins.add(7)
+        twins.each(lambda state: state.enable_sliding_window_for_seq(7, 7, 2))
+        for count in (9, 14, 1):
+            twins.forward([7], [count])
+        exports = [(state.get_checkpoint_metadata(7), state.export_page_group(7, 0)) for state in twins.states]
+        twins.each(lambda state: state.remove_sequence(7))
+        twins.add(0)
+        tokens = twins.states[0].num_available_pages() * page_size
+        for state, value in zip(twins.states, (0.0, bad), strict=True):
+            state.begin_forward([0], [tokens])
+            state.attention_with_fused_qkv(0, torch.full((tokens, num_columns(twins.spec)), value))
+            state.end_forward()
+        twins.each(lambda state: state.remove_sequence(0))
+        for state, (metadata, group) in zip(twins.states, exports, strict=True):
+            state.prepare_import(1, metadata)
+            state.import_page_group(1, 0, group)
+            state.finish_import(1)
+        for state in twins.states:
+            # Rows behind the length are zeroed when a forward begins.
+            pages, length = state.table.get(1).tables[0].pages, state.sequence_length(1)
+            places = [(pages[at // page_size], at % page_size) for at in range(length)]
+            rows = [page * page_size + offset for page, offset in places if page >= 0]
+            assert len(rows) > state.cached_length(1)
+            stored = state.classes[0].storage.read(0, np.array(rows))
+            assert stored.k.isfinite().all()
+            assert stored.v.isfinite().all()
+        twins.forward([1], [1])
+        twins.forward([1], [3])
 
     @pytest.mark.parametrize("node", [0, 1, 3])
     def test_nodes_that_were_rejected(self, bad: float, page_size: int, node: int) -> None:

@@ -298,7 +298,7 @@ def test_without_rotation_and_scale() -> None:
     story.forward([0], [1])
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", [FORMS[0], *(pytest.param(form, marks=pytest.mark.slow) for form in FORMS[1:])])
 def test_large_geometry(form: Form) -> None:
     """DeepSeek's: 128 heads of 128 + 64 columns, rank 512, values of 128."""
     spec = latent(128, 512, 64, interleaved=True, sm_scale=192**-0.5)

@@ -225,9 +225,9 @@ def test_layer_window_example() -> None:
 def test_two_scores() -> None:
     scores, values = np.array([[0.5, 1.5]]), np.array([1.0, 3.0]).reshape(2, 1, 1)
     out, lse = softmax_state(scores, values)
-    assert out.item() == pytest.approx(2.4621, abs=5e-5)
-    assert lse.item() == pytest.approx(1.8133, abs=5e-5)
-    assert lse.item() / math.log(2) == pytest.approx(2.6160, abs=5e-5)
+    assert out.item() == pytest.approx(2.4621, abs=5e-5)  # written with four places
+    assert lse.item() == pytest.approx(1.8133, abs=5e-5)  # likewise
+    assert lse.item() / math.log(2) == pytest.approx(2.6160, abs=5e-5)  # likewise
     sunk, _ = softmax_state(scores, values, [1.0])
     weights = [math.exp(0.5), math.exp(1.5), math.e]
     assert sunk.item() == pytest.approx((weights[0] + 3 * weights[1]) / sum(weights))
@@ -262,8 +262,8 @@ def test_relative_positions_are_those_of_keys_that_are_rotated_anew(mode: str, e
             out, lse = softmax_state(
                 scores_of(query, k_MHD, spec.scale), torch.stack([raw[i][1] for i in kept]).numpy()
             )
-            np.testing.assert_allclose(got.out[row].numpy(), out, atol=1e-12)
-            np.testing.assert_allclose(got.lse[row].numpy(), lse, atol=1e-12)
+            np.testing.assert_allclose(got.out[row].numpy(), out, atol=1e-12)  # float64, numbers about 1
+            np.testing.assert_allclose(got.lse[row].numpy(), lse, atol=1e-12)  # likewise
         oracle.end_forward()
 
 

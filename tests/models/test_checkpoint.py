@@ -16,7 +16,7 @@ from quire.errors import CheckpointError, InvalidArgument, QuireError, ResourceE
 from quire.models import checkpoint, loading
 from quire.models.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, Place, expand, parameter_shapes
 from quire.models.families import FAMILIES
-from quire.models.loading import load_model, resolve_dtype
+from quire.models.loading import load_model
 
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
 
@@ -262,20 +262,6 @@ def test_the_table_must_tile_every_parameter() -> None:
     for row, shape in ((3, (1, 3)), (1, (1, 3)), (2, (1, 4))):
         with pytest.raises(QuireError, match="does not continue p"):
             parameter_shapes({**good, "b": Place(parameter="p", shape=shape, row=row)})
-
-
-@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("fast", [True, False])
-def test_dtype_auto(
-    stored: torch.dtype, fast: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(loading, "_probe", lambda owner, name: fast)
-    cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    emulated = not fast and stored != torch.float32
-    assert resolve_dtype("auto", stored, cpu) == (torch.float32 if emulated else stored)
-    assert (f"no fast {stored}" in caplog.text) == emulated
-    assert resolve_dtype("auto", stored, cuda) == stored
-    assert resolve_dtype("float16", stored, cpu) == resolve_dtype("half", stored, cpu) == torch.float16
 
 
 def test_progress_shows_only_on_a_terminal(

@@ -211,7 +211,7 @@ def test_the_model_says_what_it_is(tiny: TinyCheckpoint) -> None:
         assert (spec.num_heads, spec.row_dim, spec.value_dim) == (4, 28, 24)
         assert spec.rope is not None
         assert spec.rope.rotary_dim == 4
-        assert spec.scale == pytest.approx(theirs.self_attn.scaling, rel=1e-15)
+        assert spec.scale == pytest.approx(theirs.self_attn.scaling, rel=1e-15)  # some units of float64
 
 
 def test_yarn_weighs_all_columns(make_tiny: Callable[[Case], TinyCheckpoint]) -> None:

@@ -533,7 +533,7 @@ def test_mamba_has_no_end_of_its_own(make_tiny: Callable[[Case], TinyCheckpoint]
 def test_every_name_is_mapped_and_filled(tiny: TinyCheckpoint, tmp_path: Path) -> None:
     """A tensor more or less is refused by name."""
     if tiny.case.sharded:
-        return
+        pytest.skip("its tensors are in several files")
     tensors = load_file(tiny.path / SINGLE_FILE)
     (tmp_path / "config.json").write_text((tiny.path / "config.json").read_text())
     lost = sorted(tensors)[len(tensors) // 2]

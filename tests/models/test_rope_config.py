@@ -44,7 +44,7 @@ def check_frequencies(spec: RopeSpec, theirs: Tensor, attention_factor: float) -
     ours = inverse_frequencies(spec)
     assert ours.shape == theirs.shape == (spec.rotary_dim // 2,)
     assert ((ours - theirs.double()).abs() <= frequency_bound(spec)).all()
-    assert spec.attention_factor == pytest.approx(attention_factor, rel=1e-12)
+    assert spec.attention_factor == pytest.approx(attention_factor, rel=1e-12)  # float64 by another formula
 
 
 # Real models
@@ -395,7 +395,7 @@ def rotary_module(family: str, values: dict[str, Any]) -> tuple[Any, Any]:
 def test_configurations_of_real_models(case: Case) -> None:
     spec = read(case.values, case.head_dim, layer_type=case.layer_type, **case.reading)
     assert spec == replace(case.expected, attention_factor=spec.attention_factor)
-    assert spec.attention_factor == pytest.approx(case.expected.attention_factor, rel=1e-15)
+    assert spec.attention_factor == pytest.approx(case.expected.attention_factor, rel=1e-15)  # some units of float64
     _, module = rotary_module(case.family, case.values)
     prefix = f"{case.layer_type}_" if case.layer_type else ""
     scaling = getattr(module, f"{prefix}attention_scaling")
@@ -535,7 +535,9 @@ def test_longrope_is_fixed_by_the_longest_sequence(max_model_len: int | None, ch
     spec = read(values, 8, max_model_len=max_model_len)
     assert spec.factors == tuple(LONGROPE[f"{chosen}_factor"])
     # How much scores grow goes by what the model can do, whichever factors are taken.
-    assert spec.attention_factor == pytest.approx(math.sqrt(1 + math.log(4) / math.log(64)), rel=1e-15)
+    assert spec.attention_factor == pytest.approx(
+        math.sqrt(1 + math.log(4) / math.log(64)), rel=1e-15
+    )  # some units of float64
     assert spec.fingerprint() == read(values, 8, max_model_len=256 if chosen == "long" else 64).fingerprint()
 
 
@@ -553,7 +555,7 @@ def test_dynamic_is_fixed_by_the_longest_sequence() -> None:
         assert frequencies[0] == 1.0
         assert (frequencies[1:] < plain[1:]).all()
         stretch = 2.0 * one.length / 256 - 1
-        assert float(plain[-1] / frequencies[-1]) == pytest.approx(stretch, rel=1e-12)
+        assert float(plain[-1] / frequencies[-1]) == pytest.approx(stretch, rel=1e-12)  # float64 by another formula
 
 
 @pytest.mark.parametrize("kind", ["default", "linear", "llama3", "yarn", "proportional"])

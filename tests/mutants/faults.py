@@ -7,6 +7,7 @@ from tests.mutants import (
     faults_executor,
     faults_kv,
     faults_models,
+    faults_outside,
     faults_serving,
 )
 
@@ -18,4 +19,5 @@ MUTANTS = (
     *faults_executor.MUTANTS,
     *faults_bridge.MUTANTS,
     *faults_commands.MUTANTS,
+    *faults_outside.MUTANTS,
 )

@@ -10,12 +10,17 @@ from hypothesis import Phase, settings
 
 # The same examples in every run; what fails need not be made small.
 settings.register_profile(
-    "mutants", derandomize=True, database=None, phases=(Phase.explicit, Phase.generate), print_blob=False
+    "mutants",
+    derandomize=True,
+    database=None,
+    deadline=None,
+    phases=(Phase.explicit, Phase.generate),
+    print_blob=False,
 )
-settings.load_profile("mutants")
 
 
 def pytest_configure() -> None:
+    settings.load_profile("mutants")  # after tests/conftest.py, which loads another
     import quire
 
     if not Path(quire.__file__).resolve().is_relative_to(Path(os.environ["MUTANT_SOURCES"]).resolve()):

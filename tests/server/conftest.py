@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -49,10 +50,15 @@ class Served:
 
 
 @contextmanager
-def serving(llm: AsyncLLM, settings: ServerSettings | None = None, **headers: str) -> Iterator[Served]:
-    """A real server over ``llm``; ``headers`` go with every request of its ``client``."""
+def serving(
+    llm: AsyncLLM, settings: ServerSettings | None = None, *, send_buffer: int = 0, **headers: str
+) -> Iterator[Served]:
+    """A real server over ``llm``; ``headers`` go with every request of its ``client``. ``send_buffer``: bytes that the system
+    may hold of an answer (0: as many as it likes)."""
     app = create_app(llm, settings)
     sockets = bind("127.0.0.1", 0)
+    for one in sockets if send_buffer else ():
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
     server = Server(app)
     thread = threading.Thread(target=server.run, args=(sockets,), name="test-server")
     thread.start()

@@ -33,7 +33,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def small(llm: AsyncLLM, impatient: None) -> Iterator[Served]:
     """A server that takes two requests at a time, and waits for nobody."""
-    with serving(llm, ServerSettings(max_waiting=2)) as found:
+    with serving(llm, ServerSettings(max_waiting=2), send_buffer=8192) as found:
         yield found
 
 

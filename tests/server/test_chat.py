@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
+from tests.exact import TINY_PYTHON
 
 from quire import AsyncLLM, RequestOutput, SamplingParams
 from quire.models.catalogue import bundled_models
@@ -147,9 +148,9 @@ def test_logprobs(chat_client: httpx.Client, chat_served: Served) -> None:
     for one, token, entry in zip(content, wanted.token_ids, wanted.logprobs, strict=True):
         assert one["token"] == tokenizer.token_text(token)
         assert bytes(one["bytes"]) == tokenizer.token_bytes.piece(token)
-        assert one["logprob"] == pytest.approx(entry[token].logprob, abs=1e-4)
+        assert one["logprob"] == pytest.approx(entry[token].logprob, abs=TINY_PYTHON)
         best = sorted((found.logprob for found in entry.values()), reverse=True)[:3]
-        assert [top["logprob"] for top in one["top_logprobs"]] == pytest.approx(best, abs=1e-4)
+        assert [top["logprob"] for top in one["top_logprobs"]] == pytest.approx(best, abs=TINY_PYTHON)
     assert any(entry[token].rank > 3 for token, entry in zip(wanted.token_ids, wanted.logprobs, strict=True))
     plain = ask(chat_client, **params, logprobs=True)["choices"][0]["logprobs"]["content"]
     assert [one["top_logprobs"] for one in plain] == [[]] * 12

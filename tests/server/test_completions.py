@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
+from tests.exact import TINY_PYTHON
 
 from quire import AsyncLLM, RequestOutput, SamplingParams
 from quire.models.catalogue import bundled_models
@@ -134,7 +135,7 @@ def test_streams_say_the_same(client: httpx.Client) -> None:
     assert found["finish_reason"] == choice["finish_reason"]
     assert found["logprobs"]["tokens"] == choice["logprobs"]["tokens"]
     assert found["logprobs"]["text_offset"] == choice["logprobs"]["text_offset"]
-    assert found["logprobs"]["token_logprobs"] == pytest.approx(choice["logprobs"]["token_logprobs"], abs=1e-4)
+    assert found["logprobs"]["token_logprobs"] == pytest.approx(choice["logprobs"]["token_logprobs"], abs=TINY_PYTHON)
     assert len({chunk["id"] for chunk in chunks}) == 1
     running = events(client, **body, stream_options={"continuous_usage_stats": True})
     assert [chunk["usage"]["completion_tokens"] for chunk in running][-1] == usage["completion_tokens"]
@@ -192,14 +193,16 @@ def test_logprobs(client: httpx.Client, served: Served) -> None:
     assert tokenizer is not None
     assert logprobs["tokens"] == [tokenizer.token_text(token) for token in wanted.token_ids]
     chosen = [entry[token].logprob for token, entry in zip(wanted.token_ids, wanted.logprobs, strict=True)]
-    assert logprobs["token_logprobs"] == pytest.approx(chosen, abs=1e-4)
+    assert logprobs["token_logprobs"] == pytest.approx(chosen, abs=TINY_PYTHON)
     for found_top, entry in zip(logprobs["top_logprobs"], wanted.logprobs, strict=True):
-        assert found_top == pytest.approx({tokenizer.token_text(t): one.logprob for t, one in entry.items()}, abs=1e-4)
+        assert found_top == pytest.approx(
+            {tokenizer.token_text(t): one.logprob for t, one in entry.items()}, abs=TINY_PYTHON
+        )
     assert {3, 4} >= {len(top) for top in logprobs["top_logprobs"]}
     offsets = [*logprobs["text_offset"], len(found["text"])]
     assert [found["text"][a:b] for a, b in itertools.pairwise(offsets)] == logprobs["tokens"]
     none = complete(client, **body, logprobs=0)["choices"][0]["logprobs"]
-    assert none["token_logprobs"] == pytest.approx(chosen, abs=1e-4)
+    assert none["token_logprobs"] == pytest.approx(chosen, abs=TINY_PYTHON)
     assert [list(top) for top in none["top_logprobs"]] == [[token] for token in none["tokens"]]
 
 
@@ -234,7 +237,7 @@ def test_echo(client: httpx.Client, served: Served) -> None:
     every = [*ids, *wanted.outputs[0].token_ids]
     entries = [*wanted.prompt_logprobs, *wanted.outputs[0].logprobs]
     chosen = [None if entry is None else entry[token].logprob for token, entry in zip(every, entries, strict=True)]
-    assert logprobs["token_logprobs"][1:] == pytest.approx(chosen[1:], abs=1e-4)
+    assert logprobs["token_logprobs"][1:] == pytest.approx(chosen[1:], abs=TINY_PYTHON)
     # Where a token begins: behind all characters that the tokens before it complete or begin.
     for count, offset in enumerate(logprobs["text_offset"]):
         before = b"".join(tokenizer.token_bytes.piece(token) for token in every[:count])
@@ -273,7 +276,7 @@ def test_scores_as_lm_eval_asks_for_them(client: httpx.Client, served: Served, m
             async with await served.llm.session(context) as session:
                 return await session.score(end)
 
-        assert found == pytest.approx(asyncio.run(score()), abs=1e-4)
+        assert found == pytest.approx(asyncio.run(score()), abs=TINY_PYTHON)
         assert choice["finish_reason"] == "length"
     if not max_tokens:
         texts = [choice["text"] for choice in body["choices"]]
@@ -289,7 +292,7 @@ def test_prompt_logprobs(client: httpx.Client, served: Served) -> None:
         assert entry is not None
         assert set(got) == {str(token) for token in entry}
         for token, one in entry.items():
-            assert got[str(token)]["logprob"] == pytest.approx(one.logprob, abs=1e-4)
+            assert got[str(token)]["logprob"] == pytest.approx(one.logprob, abs=TINY_PYTHON)
             assert (got[str(token)]["rank"], got[str(token)]["decoded_token"]) == (one.rank, one.decoded_token)
     assert {4, 5} >= {len(top) for top in found["logprobs"]["top_logprobs"][1:]}
 
@@ -323,10 +326,10 @@ def test_structured_outputs(client: httpx.Client, more: dict[str, Any], allowed:
     body = {"prompt": PROMPT, "seed": 1, "max_tokens": 200, **more}
     (choice,) = complete(client, **body)["choices"]
     assert gathered(events(client, **body))[0]["text"] == choice["text"]
+    assert choice["finish_reason"] == ("length" if "max_tokens" in more else "stop")
     if "max_tokens" in more:
-        return
-    assert choice["finish_reason"] == "stop"
-    if allowed is not None:
+        assert choice["text"]
+    elif allowed is not None:
         assert choice["text"] in allowed
     elif "regex" in more.get("structured_outputs", {}):
         assert len(choice["text"]) == 6
@@ -340,9 +343,18 @@ def test_cached_tokens(client: httpx.Client) -> None:
         usage = complete(client, prompt=DIFFICULT * 3, max_tokens=2, **more)["usage"]
         return usage["prompt_tokens_details"]["cached_tokens"]
 
-    assert cached(cache_salt="a") == 0
-    assert cached(cache_salt="a") > 0
-    assert cached(cache_salt="b") == 0
+    def streamed(**more: Any) -> int:
+        usage = events(client, prompt=DIFFICULT * 3, max_tokens=2, stream_options={"include_usage": True}, **more)[-1][
+            "usage"
+        ]
+        return usage["prompt_tokens_details"]["cached_tokens"]
+
+    for first, second in ((cached, streamed), (streamed, cached)):
+        salts = [f"{first.__name__} {number}" for number in range(2)]
+        assert first(cache_salt=salts[0]) == 0
+        assert first(cache_salt=salts[0]) > 0
+        assert second(cache_salt=salts[0]) > 0
+        assert second(cache_salt=salts[1]) == 0
 
 
 def test_a_session_goes_on(client: httpx.Client, served: Served) -> None:

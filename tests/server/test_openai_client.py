@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
+from tests.exact import TINY_PYTHON
 
 from .conftest import Served
 from .test_completions import alone
@@ -102,7 +103,8 @@ def test_logprobs_and_extra_fields(api: Any, served: Served) -> None:
     wanted = alone(served.llm, PROMPT, max_tokens=5, temperature=0, logprobs=2).outputs[0]
     assert found.choices[0].text == wanted.text
     assert found.choices[0].logprobs.token_logprobs == pytest.approx(
-        [entry[token].logprob for token, entry in zip(wanted.token_ids, wanted.logprobs or [], strict=True)], abs=1e-4
+        [entry[token].logprob for token, entry in zip(wanted.token_ids, wanted.logprobs or [], strict=True)],
+        abs=TINY_PYTHON,
     )
     assert found.choices[0].logprobs.text_offset[0] == 0
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
+from tests.exact import TINY_PYTHON
 
 from quire import LLM, AsyncLLM, FailedPrecondition, NotFound, SamplingParams
 from quire.server.errors import ApiError
@@ -114,7 +115,7 @@ def test_every_verb_does_what_a_session_does(client: httpx.Client, plain: LLM) -
     assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": output.num_cached_tokens}
 
     scored = post(client, name, "score", text="    def push")
-    assert scored["logprobs"] == pytest.approx(session.score("    def push"), abs=1e-5)
+    assert scored["logprobs"] == pytest.approx(session.score("    def push"), abs=TINY_PYTHON)
     assert plain.tokenizer is not None
     assert plain.tokenizer.decode(scored["tokens"]) == "    def push"
     assert post(client, name, "score", tokens=scored["tokens"])["logprobs"] == pytest.approx(scored["logprobs"])

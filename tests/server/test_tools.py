@@ -626,8 +626,19 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize(("name", "unit"), [(name, unit) for name, units in HOSTILE.items() for unit in units])
-@pytest.mark.parametrize("begin", ["", '<tool_call>{"name": "f", "arguments": {"a": [{}, "'])
+INSIDE = '<tool_call>{"name": "f", "arguments": {"a": [{}, "'
+"""The beginning of a call of ``hermes``; others take it for text."""
+
+
+@pytest.mark.parametrize(
+    ("name", "unit", "begin"),
+    [
+        pytest.param(name, unit, begin, marks=pytest.mark.slow if begin and name != "hermes" else ())
+        for name, units in HOSTILE.items()
+        for unit in units
+        for begin in ("", INSIDE)
+    ],
+)
 def test_time_is_linear(name: str, unit: str, begin: str) -> None:
     def seconds(size: int) -> float:
         text, best = begin + unit * (size // len(unit)), float("inf")
@@ -641,7 +652,7 @@ def test_time_is_linear(name: str, unit: str, begin: str) -> None:
         return best
 
     # Eight times the text: 8 if linear, 64 if quadratic.
-    assert seconds(40_000) < 24 * seconds(5_000)
+    assert seconds(16_000) < 24 * seconds(2_000)
 
 
 LLAMA = 'Respond in the format {"name": function name, "parameters": dictionary of argument name and its value}.'

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from quire.errors import CheckpointError, InvalidArgument, ResourceExhausted
 from quire.models.checkpoint import Checkpoint, Place, expand, parameter_shapes
 from quire.models.config import read_config_file
 from quire.models.families import LoadedModel, family_of, is_foreign
+from quire.models.processor import Processor
 
 logger = logging.getLogger(__name__)
 
@@ -100,8 +100,10 @@ def _load_foreign(path: Path, values: Mapping[str, Any], device: torch.device, d
     return load_fallback(path, values, dtype=resolved, device=device)
 
 
-def resolve_dtype(requested: str, checkpoint_dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """The dtype to run in. ``InvalidArgument`` for a name that is none.
+def resolve_dtype(
+    requested: str, checkpoint_dtype: torch.dtype, device: torch.device, processor: Processor | None = None
+) -> torch.dtype:
+    """The dtype to run in. ``InvalidArgument`` for a name that is none. ``processor``: the CPU, this machine's if None.
 
     A name is obeyed. "auto" is the checkpoint's, except on a CPU that would have to emulate it: then float32, and a
     warning in the log. bfloat16 counts as fast with AVX512-BF16 or AMX (on Arm, with what oneDNN calls supported),
@@ -110,29 +112,10 @@ def resolve_dtype(requested: str, checkpoint_dtype: torch.dtype, device: torch.d
     _check_dtype_name(requested)
     if requested != "auto":
         return DTYPES[requested]
-    if device.type == "cpu" and not has_fast_matmul(checkpoint_dtype):
+    if device.type == "cpu" and not (processor or Processor.here()).multiplies(checkpoint_dtype):
         logger.warning("dtype auto: this CPU has no fast %s; the weights are held in float32", checkpoint_dtype)
         return torch.float32
     return checkpoint_dtype
-
-
-def has_fast_matmul(dtype: torch.dtype) -> bool:
-    """Whether this CPU multiplies matrices of ``dtype`` without converting them to float32 first."""
-    if dtype == torch.bfloat16:
-        if platform.machine().lower() in ("x86_64", "amd64"):
-            # oneDNN says yes from AVX512 on, where it emulates; so the instructions are asked for too.
-            native = _probe(torch.cpu, "_is_avx512_bf16_supported") or _probe(torch.cpu, "_is_amx_tile_supported")
-            return native and _probe(torch.ops.mkldnn, "_is_mkldnn_bf16_supported")
-        return _probe(torch.ops.mkldnn, "_is_mkldnn_bf16_supported")
-    if dtype == torch.float16:
-        return _probe(torch.ops.mkldnn, "_is_mkldnn_fp16_supported")
-    return True
-
-
-def _probe(owner: object, name: str) -> bool:
-    """Ask torch about the CPU. These functions are private; a version without one has no fast path to ask about."""
-    ask: Callable[[], bool] | None = getattr(owner, name, None)
-    return bool(ask()) if ask is not None else False
 
 
 def _check_dtype_name(name: str) -> None:

@@ -1,0 +1,17 @@
+"""What holds for every test: which examples Hypothesis tries, and that Ctrl-C reaches the tests that send it."""
+
+from __future__ import annotations
+
+import signal
+
+from hypothesis import settings
+
+# The same examples in every run, so that a change is red or green for everybody. How long one takes says how busy the machine is.
+settings.register_profile("ci", derandomize=True, deadline=None)
+# Others in every run, for `make test-all`.
+settings.register_profile("random", deadline=None)
+settings.load_profile("ci")
+
+# A shell that runs its jobs in the background lets them ignore SIGINT, and so would all that the tests start.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,0 +1,92 @@
+"""Faults that people from outside planted and no test found; one does now."""
+
+from __future__ import annotations
+
+from tests.mutants.harness import Mutant
+
+MUTANTS = (
+    Mutant(
+        name="streams-of-the-server-without-their-salt",
+        file="server/generation.py",
+        old="self.llm.stream(prompt, self.params, adapter=self.adapter, cache_salt=self.cache_salt)",
+        new="self.llm.stream(prompt, self.params, adapter=self.adapter)",
+        tests=("server/test_completions.py::test_cached_tokens",),
+    ),
+    Mutant(
+        name="streams-without-their-salt",
+        file="async_llm/llm.py",
+        old="self._llm.prepare([prompt], sampling_params, adapter=adapter, cache_salt=cache_salt)",
+        new="self._llm.prepare([prompt], sampling_params, adapter=adapter)",
+        tests=("engine/test_async.py::test_salts_are_those_of_their_verbs",),
+    ),
+    Mutant(
+        name="chats-without-their-salt",
+        file="llm.py",
+        old="ids, list(texts), params, cache_key(cache_salt), chosen",
+        new="ids, list(texts), params, cache_key(None), chosen",
+        tests=("engine/test_async.py::test_chats",),
+    ),
+    Mutant(
+        name="pages-of-an-import-not-blanked",
+        file="kv/exchange.py",
+        old="one.storage.blank(_rows_between(state, seq_id, index, length))",
+        new="pass",
+        tests=("kv/test_isolation.py::TestIsolation::test_pages_of_an_import_that_are_written_in_part",),
+    ),
+    Mutant(
+        name="imports-outlive-their-sequence",
+        file="kv/paged.py",
+        old="        self.imports.pop(seq_id, None)\n",
+        new="",
+        tests=("kv/test_exchange.py::test_giving_up_gives_back_the_pages",),
+    ),
+    Mutant(
+        name="state-kept-after-a-failure",
+        file="engine/session_states.py",
+        old='request.finish_reason == "error" and not (session.pinned or session.modified)',
+        new='request.finish_reason == "error" and False',
+        tests=("engine/test_sessions.py::test_what_a_failure_left_of_a_session_is_computed_again",),
+    ),
+    Mutant(
+        name="norm-in-place-without-eps",
+        file="nn/norm.py",
+        old="y.square().mean(-1, keepdim=True).add_(self.eps).rsqrt_()",
+        new="y.square().mean(-1, keepdim=True).rsqrt_()",
+        tests=("models/test_norms.py::test_each_norm_rounds_once",),
+    ),
+    Mutant(
+        name="norm-without-eps",
+        file="nn/norm.py",
+        old="return F.rms_norm(x, self._shape, self.weight, self.eps)",
+        new="return F.rms_norm(x, self._shape, self.weight, 0.0)",
+        tests=("models/test_norms.py::test_each_norm_rounds_once",),
+    ),
+    Mutant(
+        name="ignored-stop-strings-are-held-back",
+        file="engine/detokenizer.py",
+        old="depth[state] if self._next[state] else self._held[fallback]",
+        new="depth[state]",
+        tests=("test_detokenizer.py::test_of_a_stop_string_that_came_too_early_only_its_end_is_held_back",),
+    ),
+    Mutant(
+        name="the-end-of-an-ignored-stop-string-is-not-held-back",
+        file="engine/detokenizer.py",
+        old="depth[state] if self._next[state] else self._held[fallback]",
+        new="depth[state] if self._next[state] else 0",
+        tests=("test_detokenizer.py::test_of_a_stop_string_that_came_too_early_only_its_end_is_held_back",),
+    ),
+    Mutant(
+        name="starts-of-a-failed-call-stay-kept",
+        file="executor/transaction.py",
+        old="            self._undo(part)\n        self._drop_starts()\n",
+        new="            self._undo(part)\n",
+        tests=("executor/test_recurrent_limits.py::test_a_failing_call_keeps_no_state_of_where_it_began",),
+    ),
+    Mutant(
+        name="emulated-bfloat16-counts-as-fast",
+        file="models/processor.py",
+        old="            return instructions and self.onednn_bfloat16\n",
+        new="            return self.onednn_bfloat16\n",
+        tests=("models/test_processor.py::test_dtype_auto",),
+    ),
+)
