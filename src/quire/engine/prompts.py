@@ -108,7 +108,7 @@ def _as_inputs(prompt: Mapping[str, Any]) -> ExecutorInputs:
         given[name] = kind(embeddings=value) if isinstance(value, Tensor) else value
     try:
         ids = torch.as_tensor(prompt["prompt_token_ids"])
-    except (TypeError, ValueError, RuntimeError) as error:
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise InvalidArgument(f"prompt_token_ids must be a row of integers: {error}") from None
     if ids.dim() != 1 or not ids.numel():
         raise InvalidArgument(f"prompt_token_ids must be a row of integers, got shape {list(ids.shape)}")
