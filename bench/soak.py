@@ -242,8 +242,8 @@ async def settled(client: ServeClient, *, prefix_caching: bool) -> dict[str, flo
     """Sessions whose id was lost with the answer are deleted; then everything must come to rest. What has not, by name."""
     for session in (await client.json("GET", "/v1/sessions?limit=1000&tokens=false"))["data"]:
         await client.fetch("DELETE", f"/v1/sessions/{session['id']}")
-    names = ["quire:num_requests_running", "quire:num_requests_waiting", "quire:sessions_open"]
-    names += [] if prefix_caching else ["quire:kv_cache_usage_perc"]
+    names = ["num_requests_running", "num_requests_waiting", "sessions_open", "pages_held", "pages_pinned"]
+    names = [f"quire:{name}" for name in (*names, *(() if prefix_caching else ("pages_evictable",)))]
     deadline = time.monotonic() + SETTLE_SECONDS
     while True:
         found = await gauges(client)

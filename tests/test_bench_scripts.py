@@ -648,3 +648,14 @@ def windows_in(config: dict[str, Any]) -> list[int | None]:
     specs = FAMILIES.require(config["architectures"][0]).read_config(config).layers
     assert all(isinstance(spec, (FullAttention, WindowedAttention)) for spec in specs)
     return [spec.layer_window for spec in specs]
+
+
+@pytest.mark.slow
+def test_waiting(directory: Path) -> None:
+    """Steps on a quiet and on a busy machine; the texts are equal, or it fails."""
+    arguments = ["--rounds", "1", "--decode", "2", "--threads", "1", "--neighbours", "1", "--spins", "3000,0"]
+    table, found = run_plain("waiting", "--shape", "quick-1m", "--dir", str(directory), *arguments)
+    assert "over the first" in table
+    for machine in ("quiet", "busy"):
+        assert list(found[machine]["seconds"]) == ["3000", "0"]
+        assert all(seconds > 0 for times in found[machine]["seconds"].values() for seconds in times)

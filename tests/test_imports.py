@@ -14,7 +14,19 @@ import quire
 
 ROOT = Path(quire.__file__).parent
 LAYERS = (
-    {"types", "errors", "registry", "config", "metrics", "sampling_params", "outputs", "interrupts", "orphans"},
+    {
+        "types",
+        "errors",
+        "registry",
+        "config",
+        "metrics",
+        "sampling_params",
+        "outputs",
+        "interrupts",
+        "orphans",
+        "finalizers",
+        "waiting",
+    },
     {"contracts"},
     {"ops"},
     {"kernels", "kv", "nn"},
@@ -44,6 +56,8 @@ WITHOUT_TORCH = (
     "engine.prefix_cache",
     "engine.pins",
     "engine.grammar_trial",
+    "kv.occupancy",
+    "engine.page_use",
 )
 LEVELS = {part: level for level, parts in enumerate(LAYERS) for part in parts}
 PATHS = {".".join(("quire", *path.relative_to(ROOT).with_suffix("").parts)): path for path in ROOT.rglob("*.py")}
@@ -140,6 +154,23 @@ def test_import_of_the_package_is_quick() -> None:
     loaded = loaded_by("import quire")
     assert "quire" in loaded
     assert not loaded & {"torch", "transformers", "numpy", "tokenizers", "huggingface_hub"}
+
+
+def test_every_public_name_is_there() -> None:
+    assert {"AsyncSession", "SampleDelta", "AsyncLLM", "Session"} <= set(quire.__all__)
+    for name in quire.__all__:
+        assert getattr(quire, name).__name__ == name
+
+
+def test_what_breaks_below_a_public_name_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A broken package that torch imports is not "cannot import name"."""
+
+    def broken(name: str) -> None:
+        raise AttributeError(f"{name}: partially initialized module 'torch' has no attribute 'version'")
+
+    monkeypatch.setattr(quire, "import_module", broken)
+    with pytest.raises(ImportError, match=r"quire.llm cannot be imported: .* no attribute 'version'"):
+        from quire import LLM  # noqa: F401
 
 
 def test_bookkeeping_runs_without_torch() -> None:

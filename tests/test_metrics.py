@@ -61,6 +61,10 @@ FIXED_NAMES = {
     "adapters_loaded": "gauge",
     "adapters_resident": "gauge",
     "adapter_transfers_total": "counter",
+    "pages_free": "gauge",
+    "pages_evictable": "gauge",
+    "pages_held": "gauge",
+    "pages_pinned": "gauge",
 }
 
 

@@ -167,3 +167,44 @@ def test_choices_are_as_many_as_can_be_compiled() -> None:
     assert len(StructuredOutputs(choice=most).choice or ()) == MAX_CHOICES
     with pytest.raises(InvalidArgument, match=f"at most {MAX_CHOICES} strings, got {MAX_CHOICES + 1}"):
         StructuredOutputs(choice=[*most, "x"])
+
+
+# -- schemas of classes ----------------------------------------------------------------------------------------
+
+
+def test_a_schema_of_a_pydantic_class() -> None:
+    pydantic = pytest.importorskip("pydantic")
+
+    class Part(pydantic.BaseModel):
+        name: str
+        sizes: list[int]
+
+    wanted = StructuredOutputs(json=Part)
+    assert wanted == StructuredOutputs(json=Part.model_json_schema())
+    assert SamplingParams(structured_outputs={"json": Part}).structured_outputs == wanted
+    with pytest.raises(InvalidArgument, match=r"as JSON text or as a pydantic model's class, got Part\("):
+        StructuredOutputs(json=Part(name="a", sizes=[]))  # type: ignore[arg-type]
+
+
+def test_any_class_with_a_schema() -> None:
+    class Given:
+        @classmethod
+        def model_json_schema(cls) -> Any:
+            return {"type": "integer"}
+
+    class Broken:
+        @classmethod
+        def model_json_schema(cls) -> Any:
+            raise RuntimeError("a callable has no schema")
+
+    class Odd:
+        @classmethod
+        def model_json_schema(cls) -> Any:
+            return {"type": {1}}
+
+    assert StructuredOutputs(json=Given).json == '{"type": "integer"}'
+    with pytest.raises(InvalidArgument, match=r"structured_outputs.json: Broken has no JSON schema: a callable"):
+        StructuredOutputs(json=Broken)
+    for wrong, words in ((Odd, "what was given is no JSON"), (int, "got <class 'int'>")):
+        with pytest.raises(InvalidArgument, match=words):
+            StructuredOutputs(json=wrong)

@@ -88,7 +88,7 @@ def test_what_stays_behind_is_found(oracle: soak.Oracle) -> None:
     with narrow(oracle, 640) as url:
         # Said to have no prefix cache, it is found to keep pages.
         found = soak.run_soak(url, oracle, requests=8, clients=4, distinct=4, cancelled=0.0, seed=3)
-    assert [text.split(" is ")[0] for text in found["complaints"]] == ["quire:kv_cache_usage_perc"]
+    assert [text.split(" is ")[0] for text in found["complaints"]] == ["quire:pages_evictable"]
 
 
 def test_failures_are_told(oracle: soak.Oracle) -> None:

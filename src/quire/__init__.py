@@ -23,9 +23,10 @@ from quire.errors import (
     Unsupported,
 )
 from quire.sampling_params import BeamSearchParams, SamplingParams, StructuredOutputs
+from quire.waiting import DECISION as _DECISION  # noqa: F401  (before anybody loads torch)
 
 if TYPE_CHECKING:
-    from quire.async_llm import AsyncLLM
+    from quire.async_llm import AsyncLLM, AsyncSession, SampleDelta
     from quire.engine.session import Session
     from quire.executor.executor import Executor
     from quire.executor.llm_executor import LlmExecutor
@@ -39,6 +40,8 @@ except PackageNotFoundError:  # run from a source tree that is not installed
 
 _LAZY = {
     "AsyncLLM": "quire.async_llm",
+    "AsyncSession": "quire.async_llm",
+    "SampleDelta": "quire.async_llm",
     "LLM": "quire.llm",
     "Session": "quire.engine.session",
     "Executor": "quire.executor.executor",
@@ -52,6 +55,7 @@ __all__ = [
     "LLM",
     "AlreadyExists",
     "AsyncLLM",
+    "AsyncSession",
     "BeamSearchOutput",
     "BeamSearchParams",
     "BlendLoadError",
@@ -67,6 +71,7 @@ __all__ = [
     "QuireError",
     "RequestOutput",
     "ResourceExhausted",
+    "SampleDelta",
     "SamplingParams",
     "Session",
     "StructuredOutputs",
@@ -76,7 +81,11 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
-        return getattr(import_module(_LAZY[name]), name)
+        try:
+            module = import_module(_LAZY[name])
+        except AttributeError as error:  # `from quire import` would say that there is no such name
+            raise ImportError(f"{_LAZY[name]} cannot be imported: {error}") from error
+        return getattr(module, name)
     raise AttributeError(f"module 'quire' has no attribute {name!r}")
 
 

@@ -10,6 +10,7 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
+from quire import waiting
 from quire.tables import folding_table, print_tables
 
 
@@ -56,7 +57,7 @@ def examine() -> list[Finding]:
     except ImportError as error:
         return [*findings, Finding("PyTorch", f"cannot be imported: {error}", False, "pip install 'torch>=2.11'")]
     findings += _devices(torch.__version__)
-    findings += _memory()
+    findings += [_waiting(), *_memory()]
     findings.append(_kernels())
     findings.append(_server())
     findings.append(_model_cache())
@@ -93,6 +94,28 @@ def _devices(torch_version: str) -> list[Finding]:
     choices = ", ".join(ATTENTION_BACKENDS)
     findings.append(Finding("attention", f"torch (scaled dot product attention); attention_backend can be {choices}"))
     return findings
+
+
+def _waiting() -> Finding:
+    name = "waiting threads"
+    if waiting.DECISION == "user":
+        found = ", ".join(f"{one}={os.environ[one]}" for one in waiting.VARIABLES if one in os.environ)
+        return Finding(name, f"as the environment says: {found}")
+    if waiting.DECISION == "late":
+        return Finding(
+            name,
+            "spin for OpenMP's default time: torch was loaded before quire, which could not shorten it any more",
+            False,
+            "Other work on this machine makes decoding several times slower; import quire before torch, "
+            f"or set GOMP_SPINCOUNT={waiting.SPINS}.",
+        )
+    if waiting.DECISION == "nobody":
+        return Finding(name, "as OpenMP's default has it on this system")
+    return Finding(
+        name,
+        f"spin for a tenth of a millisecond, then sleep (GOMP_SPINCOUNT={waiting.SPINS}, set by Quire), so that other work "
+        "slows decoding less; OMP_WAIT_POLICY=ACTIVE lets them spin, on a machine of their own",
+    )
 
 
 def _memory() -> list[Finding]:

@@ -34,6 +34,7 @@ from quire.engine.engine import Engine
 from quire.engine.generation import SequenceRequest, SessionState
 from quire.engine.media import NO_MEDIA, Media
 from quire.engine.named_adapters import AdapterInfo
+from quire.engine.prompt_sessions import PromptsOrSessions, split_sessions
 from quire.engine.prompts import (
     PreparedPrompts,
     Prompt,
@@ -156,7 +157,7 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompts,
+        prompts: PromptsOrSessions,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         adapter: str | None = None,
@@ -166,6 +167,10 @@ class LLM:
         """Continue prompts: text or token ids, one or many. One ``RequestOutput`` per prompt, in their order. A prompt may have embeddings
         of images or sounds at placeholders: ``{"prompt_token_ids": [5, -1, -1, 7], "multi_modal_data": {"image": rows}}``,
         ``{"prompt_embeds": rows}``, or ``ExecutorInputs`` of one row (``quire.engine.prompts.read_prompt``).
+
+        A prompt may be a session, which goes on as by ``Session.generate``, in the same batch as the others:
+        its new tokens stay in it. Give each once. ``adapter`` and ``cache_salt`` are for the other prompts, a
+        session has its own.
 
         Without ``sampling_params`` the model's ``generation_config.json`` gives the defaults. ``adapter``: the name of a loaded
         adapter under which all of them run; None: the base model. All prompts are checked before
@@ -177,7 +182,7 @@ class LLM:
 
     def prepare(
         self,
-        prompts: Prompts,
+        prompts: PromptsOrSessions,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         adapter: str | None = None,
@@ -186,7 +191,12 @@ class LLM:
         """The arguments of ``generate``, checked and encoded, for ``submit``."""
         self._require_open("generate")
         chosen = self._adapter(adapter)
-        listed = as_prompts(prompts)
+        sessions, given = split_sessions(prompts, self._engine)
+        if sessions and None not in sessions and (adapter is not None or cache_salt is not None):
+            raise InvalidArgument(
+                f"adapter={adapter!r} and cache_salt={cache_salt!r} for sessions only: a session has its own; leave them out"
+            )
+        listed = as_prompts(given)
         params = self._params_for(sampling_params, len(listed))
         ids, media = [], []
         for number, prompt in enumerate(listed):
@@ -195,7 +205,7 @@ class LLM:
             ids.append(tokens)
             media.append(embeddings)
         texts = [prompt if isinstance(prompt, str) else None for prompt in listed]
-        return self._checked(PreparedPrompts(ids, texts, params, cache_key(cache_salt), chosen, media))
+        return self._checked(PreparedPrompts(ids, texts, params, cache_key(cache_salt), chosen, media, sessions))
 
     def chat(
         self,
@@ -260,6 +270,9 @@ class LLM:
         checks, count = self._engine.checks, len(prepared.ids)
         for number, (tokens, chosen) in enumerate(zip(prepared.ids, prepared.params, strict=True)):
             with naming_prompt(number, count):
+                if (session := prepared.session_of(number)) is not None:
+                    session.check_generate(chosen)
+                    continue
                 checks.tokens(tokens, prepared.media_of(number))
                 checks.params(chosen)
                 checks.scored(tokens, chosen)
@@ -271,9 +284,13 @@ class LLM:
         the name of a single prompt, and several are numbered, as in "name-0"."""
         requests: list[list[SequenceRequest]] = []
         with self._engine.lock:
+            self._checked_sessions(prepared)
             try:
                 for number, (tokens, chosen) in enumerate(zip(prepared.ids, prepared.params, strict=True)):
                     name = request_id if request_id is None or len(prepared.ids) == 1 else f"{request_id}-{number}"
+                    if (session := prepared.session_of(number)) is not None:
+                        requests.append([session.submit_generate(chosen, name)])
+                        continue
                     requests.append(
                         self._engine.submit(
                             tokens,
@@ -289,6 +306,13 @@ class LLM:
                     self._engine.end(samples)
                 raise
         return requests
+
+    def _checked_sessions(self, prepared: PreparedPrompts) -> None:
+        """Check the sessions again before any of them is lent: other threads may have used them since."""
+        for number, chosen in enumerate(prepared.params):
+            if (session := prepared.session_of(number)) is not None:
+                with naming_prompt(number, len(prepared.ids)):
+                    session.check_generate(chosen)
 
     def outputs(self, prepared: PreparedPrompts, requests: Sequence[Sequence[SequenceRequest]]) -> list[RequestOutput]:
         """What became of the requests of ``submit``, so far."""
@@ -586,17 +610,23 @@ class LLM:
         }
 
     def status(self) -> dict[str, Any]:
-        """What is going on: requests, pages, sessions."""
+        """What is going on: requests, pages (of all pools; see ``PageUse``), sequences, and the calls on
+        ``executor``, None as long as nobody has asked for that: what the engine runs itself is counted in
+        ``metrics``."""
         self._require_open("status")
-        state = self._engine.runner.state
+        use = self._engine.page_use()
         return {
             "num_requests_running": self._engine.num_running,
             "num_requests_waiting": self._engine.num_waiting,
-            "num_pages": state.num_pages,
-            "num_pages_free": state.num_available_pages(),
-            "num_sequences": len(state.table),
+            "num_pages": use.total,
+            "num_pages_free": use.free,
+            "num_pages_evictable": use.evictable,
+            "num_pages_held": use.held,
+            "num_pages_pinned": use.pinned,
+            "kv_cache_usage": use.usage,
+            "num_sequences": len(self._engine.runner.state.table),
             "num_adapters": len(self._adapters.infos()),
-            "executor": self.executor.status(),
+            "executor": None if self._executor is None else self._executor.status(),
         }
 
     def metrics(self) -> dict[str, float]:

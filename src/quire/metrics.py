@@ -217,7 +217,7 @@ class EngineMetrics:
         self.num_requests_running = self._gauge("num_requests_running", "Requests in the running batch.")
         self.num_requests_waiting = self._gauge("num_requests_waiting", "Requests waiting to be admitted.")
         self.kv_cache_usage = self._gauge(
-            "kv_cache_usage_perc", "Pages of the KV state in use, by the prefix cache too; 1 means all."
+            "kv_cache_usage_perc", "Share of the KV state's pages that are held or pinned; 1 means all."
         )
         self.prompt_tokens = self._counter("prompt_tokens_total", "Prompt tokens, computed or cached.")
         self.prompt_tokens_cached = self._counter(
@@ -254,6 +254,12 @@ class EngineMetrics:
         self.checkpoints_used = self._counter(
             "checkpoints_used_total", "Forks, rewinds and matches served from a checkpoint of recurrent state."
         )
+        self.pages_free = self._gauge("pages_free", "Pages of the KV state that are nobody's now.")
+        self.pages_evictable = self._gauge(
+            "pages_evictable", "Pages of finished requests and idle sessions, given up for whoever needs them."
+        )
+        self.pages_held = self._gauge("pages_held", "Pages of requests under way and of the executor's caches.")
+        self.pages_pinned = self._gauge("pages_pinned", "Pages of sessions that are pinned or were written into.")
         self.pages_shared = self._gauge("pages_shared", "Pages that belong to more than one sequence now.")
         self.adapters_loaded = self._gauge("adapters_loaded", "LoRA adapters loaded now.")
         self.adapters_resident = self._gauge("adapters_resident", "Of these, on the device now.")

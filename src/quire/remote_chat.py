@@ -101,6 +101,12 @@ class Link:
             raise BrokenAnswer(f"{method} {path} answered with no JSON object: {found[:200]!r}")
         return value
 
+    def numbers(self, path: str) -> dict[str, float]:
+        """The numbers without labels of a page of metrics in Prometheus' text format, by name."""
+        with self._answer("GET", path) as response:
+            lines = [line.split() for line in response.read().decode().splitlines() if not line.startswith("#")]
+        return {line[0]: float(line[1]) for line in lines if len(line) == 2 and "{" not in line[0]}
+
     def events(self, path: str, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         """The objects of a stream. Closing the iterator hangs up, which cancels what the server does for it."""
         parser = EventParser()
@@ -187,6 +193,11 @@ class RemoteModel:
         made = self.link.upload("/v1/sessions/state", Path(path))
         held = self.link.call("GET", f"/v1/sessions/{made['id']}?tokens=false")
         return self.hold(str(made["id"]), held.get("adapter"))
+
+    def status(self) -> dict[str, int]:
+        """The numbers of pages that ``LLM.status`` gives."""
+        found = self.link.numbers("/metrics")
+        return {f"num_{name[6:]}": int(value) for name, value in found.items() if name.startswith("quire:pages_")}
 
     def hold(self, name: str, adapter: str | None) -> RemoteSession:
         """A session of that id, which ``close`` will delete."""

@@ -52,9 +52,11 @@ class StructuredOutputs:
     Raises ``InvalidArgument`` that names the field and the value.
     """
 
-    json: Mapping[str, Any] | str | None = None
-    """A JSON schema; kept as its JSON text. Between the tokens there may be up to 8 spaces or tabs, or one or two line ends and up
-    to 40; an object ``x-guidance`` in the schema takes llguidance's options, such as ``{"whitespace_flexible": false}``."""
+    json: Mapping[str, Any] | str | type | None = None
+    """A JSON schema, or a class that gives one as pydantic's models do (``model_json_schema``; those with
+    ``extra="forbid"`` have no other fields); kept as its JSON text. Between the tokens there may be up to
+    8 spaces or tabs, or one or two line ends and up to 40; an object ``x-guidance`` in the schema takes
+    llguidance's options, such as ``{"whitespace_flexible": false}``."""
     json_object: bool = False
     """Any JSON object."""
     regex: str | None = None
@@ -393,14 +395,23 @@ def _text(name: str, value: object) -> str:
 
 
 def _schema(name: str, value: object) -> str:
-    """The JSON text of a schema."""
+    """Return the JSON text of a schema: given as such, as a mapping, or by a class as pydantic's are."""
+    of_class = getattr(value, "model_json_schema", None)
+    if isinstance(value, type) and callable(of_class):
+        whose = value.__name__
+        try:
+            value = of_class()
+        except Exception as error:  # whatever the class raises is the caller's mistake
+            raise InvalidArgument(f"{name}: {whose} has no JSON schema: {error}") from error
     if isinstance(value, Mapping):
         try:
             return _text(name, json.dumps(dict(value), ensure_ascii=False, allow_nan=False))
         except (TypeError, ValueError, RecursionError) as error:
             raise InvalidArgument(f"{name} must be a JSON schema; what was given is no JSON: {error}") from None
     if not isinstance(value, str):
-        raise InvalidArgument(f"{name} must be a JSON schema as a dict or as JSON text, got {value!r}")
+        raise InvalidArgument(
+            f"{name} must be a JSON schema as a dict, as JSON text or as a pydantic model's class, got {value!r}"
+        )
     try:
         json.loads(_text(name, value))
     except (ValueError, RecursionError) as error:

@@ -27,7 +27,7 @@ HELP = """\
 /save FILE     write the conversation's state to a file
 /load FILE     go on from a state file, under the file's name
 /adapter NAME  go on under an adapter; without a name under the base model
-/stats         tokens, pages, what is shared
+/stats         tokens, pages, what is shared; who has the pool's pages (evictable: kept to be used again)
 /help          this text
 /exit          leave (also Ctrl-D)
 Ctrl-C stops an answer. Arrow up brings earlier lines back, Tab completes commands, names and files."""
@@ -322,6 +322,9 @@ class TerminalChat:
             mark = "*" if name == self._name else " "
             under = f", adapter {session.adapter}" if session.adapter is not None else ""
             self._say(f"{mark} {name}: {len(session)} tokens, {held} pages, {shared} of them shared{under}")
+        kinds = ("free", "evictable", "held", "pinned")
+        use = self._llm.status()
+        self._say("of all pages " + ", ".join(f"{use[f'num_pages_{kind}']} {kind}" for kind in kinds))
         return True
 
     def _help(self, rest: str) -> bool:

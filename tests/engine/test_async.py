@@ -810,6 +810,9 @@ def test_a_loop_that_is_closed_early(llm: AsyncLLM) -> None:
     loop = asyncio.new_event_loop()
     stream = llm.stream(PROMPT, LONG)
     loop.run_until_complete(anext(stream))
+    assert stream._listener is not None
+    while not stream._listener._called:  # what it was told last, nobody has heard
+        time.sleep(0)
     loop.close()
     asyncio.run(eventually(lambda: not llm.engine.has_work))
     assert ends(llm) == {"length": 0, "cancelled": 1}

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from quire import LLM, FailedPrecondition, InvalidArgument, ResourceExhausted, SamplingParams, Unsupported
+from quire.engine.session_repr import session_repr
 from quire.errors import Cancelled, QuireError
 
 from .conftest import (
@@ -627,3 +628,51 @@ def test_a_stop_string_stays_out_of_the_session(python_llm: LLM) -> None:
         assert ("def fib(n):\n" + free[:at]).startswith(session.text)
         assert len(session.text) >= len("def fib(n):\n")
     check(python_llm)
+
+
+# -- how they look ---------------------------------------------------------------------------------------------
+
+
+def test_repr(python_llm: LLM) -> None:
+    with python_llm.session("") as session:
+        assert repr(session) == "<Session of 0 tokens, 0 pages (0 shared), ''>"
+        session.append("a = 'b'\n")
+        assert repr(session) == f"<Session of {len(session)} tokens, 1 pages (0 shared), {session.text!r}>"
+        with session.fork():
+            assert "1 pages (1 shared)" in repr(session)
+        text = "first = 1\n" + "x = 2\n" * 100 + "last = 3\n"
+        with python_llm.session(text) as long:
+            shown = repr(long)
+            assert repr(f"{text[:24]} ... {text[-24:]}") in shown
+            assert "\n" not in shown
+            assert len(shown) < 160
+        named = session_repr(engine_of(python_llm), session._state, closed=False, name="a 'name'")
+        assert named == repr(session).replace("Session", "Session \"a 'name'\"", 1)
+        stream = session.stream(greedy(5))
+        next(stream)
+        assert "pages (0 shared), generating, " in repr(session)
+        stream.close()
+    assert repr(session) == f"<Session of {len(session)} tokens, closed, {session.text!r}>"
+
+
+def test_repr_never_waits_and_never_raises(small: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread is in the middle of a step; a model without tokenizer; a tokenizer that fails; a closed LLM."""
+    session = small.session(random_tokens(5))
+    assert repr(session) == "<Session of 5 tokens, 1 pages (0 shared)>"
+    held, go = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with engine_of(small).lock:
+            held.set()
+            go.wait()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+    assert repr(session) == "<Session of 5 tokens>"
+    go.set()
+    thread.join()
+    monkeypatch.setattr(engine_of(small), "tokenizer", object())
+    assert repr(session) == "<Session of 5 tokens, 1 pages (0 shared)>"
+    small.close()
+    assert repr(session) == "<Session of 5 tokens, closed>"

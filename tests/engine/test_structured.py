@@ -294,6 +294,28 @@ def test_json_validates(make_llm: MakeLLM, spelled: Callable[[str], Spelled], ki
         assert sample.finish_reason != "stop" or isinstance(json.loads(sample.text), dict)
 
 
+def test_a_pydantic_class(python_llm: LLM) -> None:
+    """What comes out is an object of the class, nested ones included."""
+    pydantic = pytest.importorskip("pydantic")
+    limits = {"whitespace_flexible": False}
+
+    class Size(pydantic.BaseModel):
+        model_config = pydantic.ConfigDict(extra="forbid")
+        width: int = pydantic.Field(ge=0, le=9)
+        height: int = pydantic.Field(ge=0, le=9)
+
+    class Part(pydantic.BaseModel):
+        model_config = pydantic.ConfigDict(extra="forbid", json_schema_extra={"x-guidance": limits})
+        kind: Any = pydantic.Field(json_schema_extra={"enum": ["a", "b"]})
+        sizes: list[Size] = pydantic.Field(max_length=2)
+
+    params = SamplingParams(n=3, seed=1, max_tokens=120, structured_outputs=StructuredOutputs(json=Part))
+    for sample in python_llm.generate("part = ", params)[0].outputs:
+        assert sample.finish_reason == "stop"
+        found = Part.model_validate_json(sample.text)
+        assert found.kind in ("a", "b")
+
+
 def test_white_space_has_an_end(make_llm: MakeLLM, spelled: Callable[[str], Spelled]) -> None:
     """A model that is fond of white space still comes to an end."""
     model = spelled("byte_level")

@@ -108,7 +108,8 @@ def test_metrics_count(served: Served) -> None:
     assert value("generation_tokens_total") == tokens + 5
     assert value("request_success_total", finished_reason="length") == success + 1
     assert value("time_to_first_token_seconds_count") == value("time_to_first_token_seconds_bucket", le="+Inf") > 0
-    assert 0 < value("kv_cache_usage_perc") < 1  # of the prefix cache
+    assert value("pages_evictable") > 0  # of the prefix cache, which is not in use
+    assert value("kv_cache_usage_perc") == value("pages_held") == value("pages_pinned") == 0
     assert value("num_requests_running") == 0
 
 

@@ -31,14 +31,15 @@ class Listener:
         job.listeners.append(self)
 
     def __call__(self) -> None:
-        if not self._called:
-            self._called = True
-            try:
-                self._loop.call_soon_threadsafe(self._event.set)
-            except RuntimeError:
-                # The loop is closed: nobody will look any more.
-                if not self._job.over:
-                    self._stepper.cancel(self._job)
+        if self._called and not self._loop.is_closed():
+            return
+        self._called = True
+        try:
+            self._loop.call_soon_threadsafe(self._event.set)
+        except RuntimeError:
+            # The loop is closed: nobody will look any more.
+            if not self._job.over:
+                self._stepper.cancel(self._job)
 
     async def wait(self) -> None:
         """Until it is called."""
@@ -83,7 +84,7 @@ class Background:
             raise
 
     async def finish(self, job: Job) -> None:
-        """Start a job and wait until it is over. If the task is cancelled, the job is."""
+        """Start a job and wait until it is over. If the task is cancelled, the job is, before this returns."""
         listener = Listener(self.stepper, job)
         try:
             self.stepper.submit(job)

@@ -10,13 +10,14 @@ from types import TracebackType
 from typing import Any, Self
 
 from quire.async_llm.background import Background
-from quire.async_llm.session import AsyncSession
+from quire.async_llm.session import AsyncSession, unwrapped
 from quire.async_llm.stepper import BeamJob, Job
 from quire.async_llm.stream import AsyncStream, Prepared
 from quire.config import EngineConfig
 from quire.engine.engine import Engine
 from quire.engine.generation import SequenceRequest
 from quire.engine.named_adapters import AdapterInfo
+from quire.engine.prompt_sessions import PromptsOrSessions
 from quire.engine.prompts import PreparedPrompts, Prompt, Prompts
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import InvalidArgument
@@ -45,17 +46,21 @@ class AsyncLLM:
 
     async def generate(
         self,
-        prompts: Prompts,
+        prompts: PromptsOrSessions | AsyncSession | Sequence[Prompt | AsyncSession],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         request_id: str | None = None,
         adapter: str | None = None,
         cache_salt: str | None = None,
     ) -> list[RequestOutput]:
-        """As ``LLM.generate``. ``request_id`` names the prompt for ``abort``; of several, number i is called "name-i"."""
+        """As ``LLM.generate``, sessions among the prompts included.
+
+        ``request_id`` names the prompt for ``abort``; of several, number i is called "name-i".
+        """
         _check_name(request_id)
+        given = unwrapped(prompts)
         prepared = await self._background.call(
-            "generate", lambda: self._llm.prepare(prompts, sampling_params, adapter=adapter, cache_salt=cache_salt)
+            "generate", lambda: self._llm.prepare(given, sampling_params, adapter=adapter, cache_salt=cache_salt)
         )
         return await self._run(prepared, request_id)
 

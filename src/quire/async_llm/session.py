@@ -15,6 +15,7 @@ from quire.async_llm.stream import AsyncStream, Prepared
 from quire.engine.chat_turns import ReadAnswer
 from quire.engine.generation import SequenceRequest
 from quire.engine.pins import PinAccount
+from quire.engine.prompt_sessions import PromptsOrSessions
 from quire.engine.prompts import Prompt, Text
 from quire.engine.results import request_output
 from quire.engine.session import Session
@@ -159,6 +160,10 @@ class AsyncSession:
 
         return AsyncStream(self._background, prepare)
 
+    async def check_generate(self, params: SamplingParams) -> None:
+        """As ``Session.check_generate``."""
+        await self._background.call("generate", lambda: self._session.check_generate(params))
+
     def _prepared(self, submit: Callable[[], SequenceRequest]) -> Prepared:
         engine = self._background.llm.engine
 
@@ -258,3 +263,12 @@ class AsyncSession:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.close()
+
+
+def unwrapped(prompts: PromptsOrSessions | AsyncSession | Sequence[Prompt | AsyncSession]) -> PromptsOrSessions:
+    """Return the prompts with the sessions that ``LLM.generate`` takes."""
+    if isinstance(prompts, AsyncSession):
+        return prompts._session
+    if isinstance(prompts, (list, tuple)):
+        return [one._session if isinstance(one, AsyncSession) else one for one in prompts]
+    return prompts  # type: ignore[return-value]

@@ -13,6 +13,7 @@ from quire.async_llm.background import Background, Listener
 from quire.async_llm.stepper import Job
 from quire.engine.results import by_token
 from quire.errors import FailedPrecondition
+from quire.finalizers import unless_exiting
 from quire.outputs import Logprob, RequestOutput, StreamDelta
 
 
@@ -152,6 +153,7 @@ class AsyncStream(AsyncIterator[SampleDelta]):
     ) -> None:
         await self.aclose()
 
+    @unless_exiting
     def __del__(self) -> None:
         # Nobody can ask for more.
         if getattr(self, "_prepared", None) is not None:

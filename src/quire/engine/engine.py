@@ -26,6 +26,7 @@ from quire.engine.drawing import Drawing
 from quire.engine.generation import OnLogits, SequenceRequest, SessionState
 from quire.engine.host_store import HostStore
 from quire.engine.media import NO_MEDIA, Media
+from quire.engine.page_use import PageUse, page_use
 from quire.engine.pins import Pins, final_length
 from quire.engine.prefix_cache import RadixCache
 from quire.engine.prompts import embeddings_of
@@ -609,6 +610,11 @@ class Engine:
             end()
         return bool(found)
 
+    def page_use(self) -> PageUse:
+        """Return who has the pages now. Counted when it is asked for, not in each step."""
+        with self.lock:
+            return page_use(self.runner.state, self.states, self.cache)
+
     def snapshot(self) -> dict[str, float]:
         """All metrics by name, gauges as of now."""
         with self.lock:
@@ -616,7 +622,15 @@ class Engine:
             metrics, state = self.metrics, self.runner.state
             metrics.num_requests_running.set(self.num_running)
             metrics.num_requests_waiting.set(self.num_waiting)
-            metrics.kv_cache_usage.set(state.num_used_pages / state.num_pages)
+            use = self.page_use()
+            metrics.kv_cache_usage.set(use.usage)
+            for gauge, pages in (
+                (metrics.pages_free, use.free),
+                (metrics.pages_evictable, use.evictable),
+                (metrics.pages_held, use.held),
+                (metrics.pages_pinned, use.pinned),
+            ):
+                gauge.set(pages)
             metrics.pages_shared.set(state.num_shared_pages())
             metrics.adapters_loaded.set(len(self.runner.adapters.ids))
             metrics.adapters_resident.set(len(self.runner.adapters.resident))

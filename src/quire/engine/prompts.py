@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -21,6 +21,9 @@ from quire.engine.media import NO_MEDIA, Media
 from quire.errors import InvalidArgument, QuireError, Unsupported
 from quire.executor.media import media_of_rows, recorded_ids
 from quire.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from quire.engine.session import Session
 
 KEYS = ("prompt_token_ids", "multi_modal_data", "prompt_embeds")
 KINDS = {"image": VisionData, "audio": AudioData}
@@ -44,10 +47,16 @@ class PreparedPrompts:
     adapter: int | None = None
     media: Sequence[Media] = ()
     """The embeddings of each; empty: there are none."""
+    sessions: Sequence[Session | None] = ()
+    """Which session each of them is; None where it is none. Empty if none of them is."""
 
     def media_of(self, number: int) -> Media:
         """Those of one prompt."""
         return self.media[number] if self.media else NO_MEDIA
+
+    def session_of(self, number: int) -> Session | None:
+        """The session that goes on in the place of one prompt."""
+        return self.sessions[number] if self.sessions else None
 
 
 def read_prompt(prompt: EmbedsPrompt, hidden_size: int) -> tuple[NDArray[np.int64], Media]:
@@ -138,12 +147,14 @@ def as_prompts(prompts: Prompts) -> list[Prompt]:
         prompts = prompts.tolist()
     listable = isinstance(prompts, Sequence) and not isinstance(prompts, (bytes, bytearray))
     if not listable and not (isinstance(prompts, np.ndarray) and prompts.ndim):
-        raise InvalidArgument(f"prompts must be text, token ids, or a list of these, got {type(prompts).__name__}")
+        raise InvalidArgument(
+            f"prompts must be text, token ids, a session, or a list of these, got {type(prompts).__name__}"
+        )
     if len(prompts) and isinstance(prompts[0], (int, np.integer)):
         return [prompts]  # type: ignore[list-item]
     for number, item in enumerate(prompts):
         if not isinstance(item, (str, Sequence, Mapping, ExecutorInputs, np.ndarray, torch.Tensor)):
-            raise InvalidArgument(f"prompt {number} must be text or token ids, got {type(item).__name__}")
+            raise InvalidArgument(f"prompt {number} must be text, token ids or a session, got {type(item).__name__}")
     return list(prompts)  # type: ignore[arg-type]
 
 

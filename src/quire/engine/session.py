@@ -34,10 +34,12 @@ from quire.engine.request import TokenBuffer
 from quire.engine.results import request_output
 from quire.engine.saved import ModelIdentity
 from quire.engine.session_labels import Labelled
+from quire.engine.session_repr import session_repr
 from quire.engine.session_stream import SessionStream
 from quire.engine.token_ids import as_token_ids, is_integer
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import Cancelled, FailedPrecondition, InvalidArgument
+from quire.finalizers import unless_exiting
 from quire.interrupts import uninterrupted
 from quire.outputs import RequestOutput
 from quire.sampling_params import SamplingParams
@@ -140,7 +142,7 @@ class Session(Labelled):
         return self._open("sequence_id").seq
 
     def __repr__(self) -> str:
-        return f"<Session of {len(self)} tokens{', closed' if self._closed else ''}>"
+        return session_repr(self._engine, self._state, closed=self._closed, name=self.name)
 
     # -- running ---------------------------------------------------------------------------------------------
 
@@ -185,6 +187,21 @@ class Session(Labelled):
         request = self._state.request
         return request is not None and self._engine.cancel(request.request_id)
 
+    def belongs_to(self, engine: Engine) -> bool:
+        """Return whether this engine runs it."""
+        return self._engine is engine
+
+    def check_generate(self, params: SamplingParams) -> None:
+        """Refuse now whatever ``generate`` would refuse."""
+        self._engine.checks.params(params, in_session=True)  # without the lock: a grammar may take long to compile
+        with self._engine.lock:
+            self._check_params("generate", len(self), params)
+
+    def submit_generate(self, params: SamplingParams, request_id: str | None = None) -> SequenceRequest:
+        """Queue what ``generate`` runs. The session is generating until whoever steps the engine has run it."""
+        with self._engine.lock:
+            return self._submit(self._state.tokens.ids, params, request_id)
+
     def _check_params(self, verb: str, length: int, params: SamplingParams | None) -> SamplingParams:
         """Everything that ``submit`` would refuse, now."""
         chosen = self._chosen(verb, params)
@@ -200,9 +217,11 @@ class Session(Labelled):
         self._engine.checks.params(chosen, in_session=True)
         return chosen
 
-    def _submit(self, tokens: NDArray[Any], params: SamplingParams | None) -> SequenceRequest:
+    def _submit(
+        self, tokens: NDArray[Any], params: SamplingParams | None, request_id: str | None = None
+    ) -> SequenceRequest:
         state, chosen = self._state, self._check_params("generate", len(tokens), params)
-        return self._engine.submit(tokens.astype(np.int64), chosen, session=state)[0]
+        return self._engine.submit(tokens.astype(np.int64), chosen, request_id=request_id, session=state)[0]
 
     def _result(self, request: SequenceRequest) -> RequestOutput:
         self._engine.run([request])
@@ -653,6 +672,7 @@ class Session(Labelled):
     ) -> None:
         self.close()
 
+    @unless_exiting
     def __del__(self) -> None:
         # Nobody can use it any more.
         if not getattr(self, "_closed", True):

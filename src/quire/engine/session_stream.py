@@ -8,6 +8,7 @@ from typing import Self
 
 from quire.engine.engine import Engine
 from quire.engine.generation import SequenceRequest
+from quire.finalizers import unless_exiting
 from quire.interrupts import SHIELD, check
 from quire.outputs import StreamDelta
 
@@ -77,6 +78,7 @@ class SessionStream(Iterator[StreamDelta]):
         self._over = True
         self._end()
 
+    @unless_exiting
     def __del__(self) -> None:
         # Nobody can ask for more.
         if not getattr(self, "_over", True):

@@ -93,6 +93,13 @@ class StateTable:
                 return held[position]
         return None
 
+    def needed(self, seq_id: SeqId, *, kept: bool) -> PageIds:
+        """Return the slots of the present state and of uncommitted nodes, with ``kept`` those of
+        checkpoints too."""
+        states = self._sequences[seq_id]
+        named = [states.present, *states.nodes, *(states.kept.values() if kept else ())]
+        return np.array([slot for slot in named if slot != NULL], dtype=np.int32)
+
     def held_slots(self, seq_id: SeqId) -> tuple[int, int]:
         """(slots that the sequence names, those of them that others name too)"""
         states = self._sequences[seq_id]

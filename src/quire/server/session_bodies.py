@@ -100,17 +100,9 @@ class AdapterBody(StrictBody):
     """A loaded adapter; null: the base model."""
 
 
-class GenerateBody(Body):
-    """The fields of ``SamplingParams`` under their names; what is missing or null is as the model's generation_config.json has it."""
+class SamplingBody(Body):
+    """The fields of ``SamplingParams`` under their names; the defaults say what is missing or null."""
 
-    model: str | None = None
-    """If it is given, it must be what the session goes on under."""
-    prompt: Prompt | None = None
-    """Added before (without BOS)."""
-    messages: Messages | None = None
-    """The new messages of a chat, which are answered."""
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     """The same as ``max_tokens``."""
@@ -168,8 +160,56 @@ class GenerateBody(Body):
             )
         if unknown := sorted(extra.keys() - UNSUPPORTED.keys()):
             raise ApiError(400, f"{unknown[0]}: there is no such field in this call", param=unknown[0])
+
+
+class ContinueBody(SamplingBody):
+    """What one and several sessions go on with; generation_config.json gives the defaults."""
+
+    model: str | None = None
+    """If it is given, it must be what the session goes on under."""
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    def _refuse_unsupported(self) -> None:
+        super()._refuse_unsupported()
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options is for requests with stream=true", param="stream_options")
+
+
+class GenerateBody(ContinueBody):
+    """``POST /v1/sessions/{id}/generate``."""
+
+    prompt: Prompt | None = None
+    """Added before (without BOS)."""
+    messages: Messages | None = None
+    """The new messages of a chat, which are answered."""
+
+
+class GenerateManyBody(ContinueBody):
+    """``POST /v1/sessions/generate``."""
+
+    ids: Annotated[list[str], Field(min_length=1)]
+    """The sessions, each once."""
+    each: list[SamplingBody] | None = None
+    """What is different for each, in the order of ``ids``: ``[{"seed": 1}, {"seed": 2}]``."""
+
+    def all_params(self, defaults: SamplingParams) -> list[SamplingParams]:
+        """Return the parameters of each session. ``ApiError`` 400, with the field's name."""
+        common = self.params(defaults)
+        if self.each is None:
+            return [common] * len(self.ids)
+        if len(self.each) != len(self.ids):
+            raise ApiError(
+                400, f"each has {len(self.each)} entries for {len(self.ids)} ids; give one for each", param="each"
+            )
+        found = []
+        for number, one in enumerate(self.each):
+            try:
+                found.append(one.params(common))
+            except ApiError as error:
+                where = f"each.{number}" if error.param is None else f"each.{number}.{error.param}"
+                raise ApiError(error.status, error.message, param=where, code=error.code) from None
+        return found
 
 
 UNSUPPORTED: Mapping[str, tuple[tuple[Any, ...], str]] = {
@@ -184,7 +224,9 @@ UNSUPPORTED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "function_call": ((), "send tools to /v1/chat/completions"),
     "cache_salt": ((), "a session is given its salt when it is made"),
     "logits_processors": (([],), "code is not taken over HTTP"),
-    "session_id": ((), "the path says which session is meant"),
+    "session_id": ((), "the path, or ids, say which session is meant"),
+    "prompt": ((), "POST /v1/sessions/{id}/append adds to one before"),
+    "messages": ((), "POST /v1/sessions/{id}/generate answers them"),
 }
 """Fields of other requests: values that ask for nothing, and what to do instead of others. Null asks for nothing."""
 
@@ -213,7 +255,7 @@ class Answer:
     """A generation in the shape of a completion, with the session's id."""
 
     def __init__(
-        self, stream: SessionStream, body: GenerateBody, params: SamplingParams, *, model: str, request_id: str
+        self, stream: SessionStream, body: ContinueBody, params: SamplingParams, *, model: str, request_id: str
     ) -> None:
         """Made when the first delta is there."""
         self._stream = stream
@@ -249,15 +291,16 @@ class Answer:
         """One for each delta, and one with the usage if that is wanted."""
         rest = {"usage": None} if self._usage_wanted else {}
         try:
-            yield {**self._head, "choices": [self._delta(first)], **rest}
+            yield {**self._head, "choices": [self.choice_of(first)], **rest}
             async for delta in self._stream:
-                yield {**self._head, "choices": [self._delta(delta)], **rest}
+                yield {**self._head, "choices": [self.choice_of(delta)], **rest}
             if self._usage_wanted:
                 yield {**self._head, "choices": [], "usage": self.usage.body()}
         finally:
             await self._stream.aclose()
 
-    def _delta(self, delta: SampleDelta) -> dict[str, Any]:
+    def choice_of(self, delta: SampleDelta) -> dict[str, Any]:
+        """Return what a delta adds, and count its tokens."""
         self.usage.add(len(delta.token_ids))
         return self._choice(delta.text, delta.token_ids, delta.logprobs, delta.finish_reason, delta.stop_reason)
 

@@ -24,12 +24,14 @@ from quire.server.errors import ApiError, api_error
 from quire.server.events import EventStream, JsonAnswer, unless_gone
 from quire.server.generation import check_lists
 from quire.server.logprobs import finite
+from quire.server.session_batches import SessionBatch
 from quire.server.session_bodies import (
     AdapterBody,
     Answer,
     CreateBody,
     ForkBody,
     GenerateBody,
+    GenerateManyBody,
     Messages,
     RewindBody,
     Seconds,
@@ -178,6 +180,24 @@ async def upload(
             await asyncio.shield(session.close())
             raise
         return await _held(request, session, ttl=ttl)
+
+
+@router.post("/generate")
+async def generate_many(body: GenerateManyBody, request: Request) -> Response:
+    """Continue several sessions in one batch, each as by itself. Their new tokens stay in them."""
+    context = _context(request)
+    for one in (body, *(body.each or ())):
+        check_lists(context, one)
+    batch = SessionBatch(context, _owner(request), body, request_id=request.state.request_id)
+    request.state.tokens = batch.usage.tokens
+    try:
+        await unless_gone(request, batch.check())
+        if body.stream:
+            return EventStream(batch.chunks(), [batch])
+        return JsonAnswer(await unless_gone(request, batch.whole()))
+    except BaseException:
+        await asyncio.shield(batch.aclose())
+        raise
 
 
 @router.get("/{session_id}")

@@ -13,6 +13,7 @@ from quire.async_llm import AsyncSession, AsyncStream, SampleDelta
 from quire.engine.chat_turns import ReadAnswer
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import FailedPrecondition, NotFound
+from quire.finalizers import unless_exiting
 from quire.outputs import RequestOutput
 from quire.sampling_params import SamplingParams
 from quire.server.context import Context
@@ -116,14 +117,19 @@ class SessionStream(AsyncIterator[SampleDelta]):
             await asyncio.shield(self._end())
             raise
 
+    def take(self) -> AsyncSession:
+        """Have the session from now on. Raises what the first delta would raise of it."""
+        if self._session is None:
+            try:
+                self._held = self._context.sessions.take(self._owner, self.session_id, "generate")
+            except NotFound as error:
+                raise api_error(error, param="session_id") from None
+            check_model(self._context, self._held.session, self._model)
+            self._session = self._held.session
+        return self._session
+
     async def _begin(self) -> AsyncStream:
-        context = self._context
-        try:
-            self._held = context.sessions.take(self._owner, self.session_id, "generate")
-        except NotFound as error:
-            raise api_error(error, param="session_id") from None
-        session = self._session = self._held.session
-        check_model(context, session, self._model)
+        session = self.take()
         if self._messages is not None:
             return session.stream_chat(self._messages, self._params, answer=self._answer)
         if self._prompt is not None:
@@ -163,6 +169,7 @@ class SessionStream(AsyncIterator[SampleDelta]):
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
+    @unless_exiting
     def __del__(self) -> None:
         # Nobody can ask for more; the stream inside ends by itself too.
         held = getattr(self, "_held", None)

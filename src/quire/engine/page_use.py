@@ -1,0 +1,65 @@
+"""Who has the pages: nobody, somebody who can give them up, or somebody who needs them. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from quire.engine.prefix_cache import RadixCache
+from quire.kv.occupancy import num_named
+
+if TYPE_CHECKING:
+    from quire.engine.session_states import SessionStates
+    from quire.kv.paged import PagedKVState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageUse:
+    """Numbers of pages, over all pools of a KV state, slots of recurrent states among them.
+
+    Each page counts once: ``free + evictable + held + pinned == total``.
+    """
+
+    total: int
+    free: int
+    """Nobody's."""
+    evictable: int
+    """Of finished sequences in the prefix cache, of idle sessions that are not pinned, and of recurrent
+    states kept on the way: given up for whoever needs a page, since they can be had again."""
+    held: int
+    """Of requests that run or wait, also where the cache shares them, and of KV caches of the executor."""
+    pinned: int
+    """Of sessions that are pinned or were written into, whoever shares them."""
+
+    @property
+    def usage(self) -> float:
+        """Return the share of pages, in [0, 1], that nobody else can have: those held or pinned."""
+        return (self.held + self.pinned) / self.total if self.total else 0.0
+
+
+def page_use(state: PagedKVState, sessions: SessionStates, cache: RadixCache | None) -> PageUse:
+    """Count the pages as they are now. Call it under the engine's lock, between forwards.
+
+    Cost O(pages, sequences, and entries of page tables), in NumPy.
+    """
+    written = sessions.written()
+    evictable = set() if cache is None else set(cache.ages())
+    pinned = set(written)
+    for session in sessions.sessions.values():
+        seq = session.seq if session.request is None else session.request.work.seq
+        if seq is None:
+            continue
+        if session.pinned or session.modified:
+            pinned.add(seq)
+        elif session.droppable:
+            evictable.add(seq)
+    needed = [seq for seq in state.table.ids if seq in pinned or seq not in evictable]
+    num_needed = num_named(state, needed, with_kept=written)
+    num_pinned = num_named(state, [seq for seq in needed if seq in pinned], with_kept=written)
+    return PageUse(
+        total=state.num_pages,
+        free=state.num_pages - state.num_used_pages,
+        evictable=state.num_used_pages - num_needed,
+        held=num_needed - num_pinned,
+        pinned=num_pinned,
+    )

@@ -1,0 +1,39 @@
+"""Sessions among the prompts of ``LLM.generate``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+from quire.engine.engine import Engine
+from quire.engine.prompts import Prompt, Prompts
+from quire.engine.session import Session
+from quire.errors import InvalidArgument
+
+PromptsOrSessions: TypeAlias = Prompts | Session | Sequence[Prompt | Session]
+"""What ``generate`` takes: one prompt or session, or a list of them."""
+
+
+def split_sessions(prompts: PromptsOrSessions, engine: Engine) -> tuple[list[Session | None], Prompts]:
+    """Return which of the prompts are sessions, empty if none is, and the prompts with nothing in their places.
+
+    ``InvalidArgument`` for a session of another LLM, and for one that is given twice: it goes on in one
+    way at a time.
+    """
+    if isinstance(prompts, Session):
+        prompts = [prompts]
+    if not isinstance(prompts, (list, tuple)) or not any(isinstance(one, Session) for one in prompts):
+        return [], prompts  # type: ignore[return-value]
+    found = [one if isinstance(one, Session) else None for one in prompts]
+    places: dict[int, int] = {}
+    for number, session in enumerate(found):
+        if session is None:
+            continue
+        if not session.belongs_to(engine):
+            raise InvalidArgument(f"prompt {number} is a session of another LLM; its own one can continue it")
+        first = places.setdefault(id(session), number)
+        if first != number:
+            raise InvalidArgument(
+                f"prompt {number} is the same session as prompt {first}; give it once, and forks of it for more branches"
+            )
+    return found, [() if isinstance(one, Session) else one for one in prompts]

@@ -1,0 +1,165 @@
+"""Several sessions that go on together: ``POST /v1/sessions/generate``.
+
+All of them are taken and checked before the first one runs. Then each is a stream as by itself, and the
+engine runs them in one batch. One that fails ends with ``finish_reason`` "error" and leaves the others
+alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from contextlib import aclosing, contextmanager
+from typing import Any, Self
+
+from quire.async_llm import SampleDelta
+from quire.errors import QuireError
+from quire.outputs import RequestOutput
+from quire.server.context import Context
+from quire.server.errors import ApiError, api_error
+from quire.server.generation import Usage, deltas
+from quire.server.session_bodies import Answer, GenerateManyBody, SamplingBody, named_field
+from quire.server.session_streams import SessionStream, continue_completion
+
+FAILED: Mapping[str, Any] = {
+    "text": "",
+    "token_ids": [],
+    "logprobs": None,
+    "finish_reason": "error",
+    "stop_reason": None,
+}
+"""The last choice of a session that failed, apart from its error."""
+
+
+class SessionBatch:
+    """The streams of several sessions of one owner, and the answer that they make together."""
+
+    def __init__(self, context: Context, owner: str, body: GenerateManyBody, *, request_id: str) -> None:
+        """``ApiError`` 400 for parameters out of range, ids that are given twice, and too many of them."""
+        self._context = context
+        self._body = body
+        self._request_id = request_id
+        limit = context.settings.max_sessions
+        if len(body.ids) > limit:
+            raise ApiError(400, f"ids: {len(body.ids)} sessions; this server holds {limit} at most", param="ids")
+        self._params = body.all_params(context.llm.default_params)
+        if len(set(body.ids)) < len(body.ids):
+            twice = Counter(body.ids).most_common(1)[0][0]
+            raise ApiError(
+                400, f"ids: {twice[:60]!r} is given twice; a session goes on in one way at a time", param="ids"
+            )
+        self.streams = [
+            Part(continue_completion(context, owner, name, params, model=body.model))
+            for name, params in zip(body.ids, self._params, strict=True)
+        ]
+        self._answers: list[Answer | None] = [None] * len(self.streams)
+        self.usage = Usage()
+        self._head = {
+            "id": f"cmpl-{request_id}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": context.model_name,
+        }
+
+    async def check(self) -> None:
+        """Take all sessions and check everything, before anything runs.
+
+        ``ApiError`` that says which session it is about: 404 and 409 of sessions, 400 of parameters.
+        """
+        for number, part in enumerate(self.streams):
+            with self._about(number):
+                part.stream.take()
+        for number, (part, params) in enumerate(zip(self.streams, self._params, strict=True)):
+            with self._about(number):
+                await part.stream.take().check_generate(params)
+
+    @contextmanager
+    def _about(self, number: int) -> Iterator[None]:
+        """Say which session an error is about."""
+        try:
+            yield
+        except (ApiError, QuireError) as error:
+            found = api_error(error)
+            field = found.param or named_field(found.message, SamplingBody.model_fields)
+            param = f"ids.{number}" if field in (None, "session_id") else field
+            message = f"ids.{number}: {found.message}"
+            raise ApiError(found.status, message, param=param, code=found.code, headers=found.headers) from error
+
+    async def whole(self) -> dict[str, Any]:
+        """Run all to their ends: one choice for each, in the order of the ids."""
+        async with aclosing(deltas(self.streams)) as found:
+            async for index, delta in found:
+                if delta.finish_reason != "error":
+                    self._answer(index)
+        choices = []
+        for index, part in enumerate(self.streams):
+            choice, answer = FAILED, self._answers[index]
+            if answer is not None:
+                (choice,) = answer.whole()["choices"]
+                self.usage.add(answer.usage.completion)
+            if part.failure:
+                choice = {**choice, "finish_reason": "error"}
+            choices.append(self._choice(index, choice) | {"num_tokens": len(part.stream.session)})
+        return {**self._head, "choices": choices, "usage": self.usage.body()}
+
+    async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
+        """One for each delta, with the session's id in its choice, and one with the usage if it is wanted."""
+        options = self._body.stream_options
+        rest = {"usage": None} if options is not None and options.include_usage else {}
+        async with aclosing(deltas(self.streams)) as found:
+            async for index, delta in found:
+                choice = FAILED if delta.finish_reason == "error" else self._answer(index).choice_of(delta)
+                self.usage.add(len(delta.token_ids))
+                yield {**self._head, "choices": [self._choice(index, choice)], **rest}
+        if rest:
+            yield {**self._head, "choices": [], "usage": self.usage.body()}
+
+    def _answer(self, index: int) -> Answer:
+        """The answer of one session, from its first delta on."""
+        answer = self._answers[index]
+        if answer is None:
+            stream = self.streams[index].stream
+            answer = self._answers[index] = Answer(
+                stream, self._body, self._params[index], model=self._context.model_name, request_id=self._request_id
+            )
+            self.usage.begin(stream.output)
+        return answer
+
+    def _choice(self, index: int, choice: Mapping[str, Any]) -> dict[str, Any]:
+        """A choice with its place and its session, and with its error if that is its end."""
+        failure = self.streams[index].failure if choice["finish_reason"] == "error" else {}
+        return {**choice, "index": index, "session_id": self._body.ids[index], **failure}
+
+    async def aclose(self) -> None:
+        """Cancel what is not finished, and return when all sessions are free."""
+        await asyncio.gather(*(part.aclose() for part in self.streams))
+
+
+class Part:
+    """A session's stream that ends with a delta of ``finish_reason`` "error" instead of raising."""
+
+    def __init__(self, stream: SessionStream) -> None:
+        self.stream = stream
+        self.failure: dict[str, Any] = {}
+        """``error`` as a client is told it, if there is one."""
+
+    @property
+    def output(self) -> RequestOutput:
+        return self.stream.output
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> SampleDelta:
+        if self.failure:
+            raise StopAsyncIteration
+        try:
+            return await anext(self.stream)
+        except QuireError as error:
+            self.failure = api_error(error).body
+            return SampleDelta(text="", token_ids=[], finish_reason="error")
+
+    async def aclose(self) -> None:
+        await self.stream.aclose()

@@ -1,0 +1,93 @@
+"""What lives when a program ends is let go without a word, in whatever order the interpreter empties its modules."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import quire
+
+ROOT = Path(quire.__file__).parent
+
+KEPT_MAIN = """
+import sys
+# What `import __main__` in a module does that nothing empties before the end (dill's does): the program's
+# objects are let go after all modules that they need.
+sys.kept_main = sys.modules["__main__"]
+"""
+
+PROGRAM = """
+from quire import LLM, SamplingParams
+
+llm = LLM("tiny-python", device="cpu", dtype="float32", kv_cache_memory="16MiB")
+held = llm.session("def f(x):\\n")
+pinned = llm.session("class A:\\n", pin=True)
+stream = llm.session("import os\\n").stream(SamplingParams(max_tokens=64, ignore_eos=True))
+next(stream)
+streamed = llm.session("import sys\\n")
+half = streamed.stream(SamplingParams(max_tokens=64, ignore_eos=True))
+next(half)
+cache = llm.executor.create_kv_cache()
+"""
+
+ASYNC_PROGRAM = """
+import asyncio
+from quire import AsyncLLM, SamplingParams
+from quire.server.app import create_app
+from quire.server.serving import Server
+
+loop = asyncio.new_event_loop()
+llm = AsyncLLM("tiny-python", device="cpu", dtype="float32", kv_cache_memory="16MiB")
+server = Server(create_app(llm))
+params = SamplingParams(max_tokens=2000, ignore_eos=True)
+
+async def begin():
+    session = await llm.session("def f(x):\\n")
+    stream, other = session.stream(params), llm.stream("class A:\\n", params)
+    await anext(stream)
+    await anext(other)
+    return session, stream, other
+
+kept = loop.run_until_complete(begin())  # two requests run on in the background
+"""
+
+
+def ended(program: str) -> tuple[int, str]:
+    """Exit status and stderr of a program of its own."""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    return done.returncode, done.stderr
+
+
+def test_sessions_and_streams_alive_at_exit() -> None:
+    assert ended(KEPT_MAIN + PROGRAM) == (0, "")
+
+
+def test_a_stepping_engine_alive_at_exit() -> None:
+    assert ended(KEPT_MAIN + ASYNC_PROGRAM) == (0, "")
+
+
+def test_the_emulation_lets_objects_go_last() -> None:
+    """A finaliser that is not guarded finds its function's module empty, and not without the emulation."""
+    program = "import json\nclass Late:\n    dumps = staticmethod(json.dumps)\n    def __del__(self): self.dumps([])\nlate = Late()\n"
+    assert ended(program) == (0, "")
+    status, said = ended(KEPT_MAIN + program)
+    assert (status, said.count("Exception ignored in")) == (0, 1), said
+
+
+def test_every_finaliser_is_guarded() -> None:
+    found = 0
+    for path in ROOT.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef) and node.name == "__del__":
+                found += 1
+                assert [ast.unparse(one) for one in node.decorator_list] == ["unless_exiting"], f"{path}:{node.lineno}"
+    assert found >= 3

@@ -1,0 +1,63 @@
+"""How OpenMP's threads wait: what Quire asks for where it still can, what the user says, and what ``quire doctor`` tells."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from quire import doctor, waiting
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="GNU's OpenMP comes with torch on Linux")
+
+
+def told(program: str, **given: str) -> tuple[str, str]:
+    """What the runtime says of its settings while it is loaded, and what ``doctor`` makes of them."""
+    kept = {name: value for name, value in os.environ.items() if name not in waiting.VARIABLES}
+    done = subprocess.run(
+        [sys.executable, "-c", f"{program}\nfrom quire.doctor import _waiting; import torch; print(_waiting())"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=240,
+        env=kept | {"OMP_DISPLAY_ENV": "VERBOSE"} | given,
+    )
+    spins = [line.split("'")[1] for line in done.stderr.splitlines() if "GOMP_SPINCOUNT" in line]
+    assert len(spins) == 1, done.stderr
+    return spins[0], done.stdout
+
+
+def test_quire_comes_first() -> None:
+    spins, finding = told("import quire")
+    assert spins == str(waiting.SPINS)
+    assert "set by Quire" in finding
+    assert "ok=True" in finding
+
+
+def test_the_user_has_the_last_word() -> None:
+    spins, finding = told("import quire", OMP_WAIT_POLICY="PASSIVE")
+    assert spins == "0"
+    assert "OMP_WAIT_POLICY=PASSIVE" in finding
+
+
+def test_torch_was_there_before() -> None:
+    spins, finding = told("import torch, quire")
+    assert spins not in ("0", str(waiting.SPINS))
+    assert "ok=False" in finding
+    assert "import quire before torch" in finding
+
+
+@pytest.mark.parametrize("decision", ["quire", "user", "late", "nobody"])
+def test_doctor_tells(decision: waiting.Decision, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting, "DECISION", decision)
+    assert [finding.ok for finding in doctor.examine() if finding.name == "waiting threads"] == [decision != "late"]
+
+
+def test_another_system_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in waiting.VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert waiting.decide() == "nobody"
+    assert not set(waiting.VARIABLES) & set(os.environ)
