@@ -236,7 +236,18 @@ def test_inspect_prints_brackets_as_they_are(
     from quire.kv.statefile import write_state
 
     path = tmp_path / "odd.quire"
-    write_state(path, {"kind": "[/red]", "model": {"architecture": "[bold]x"}}, [], iter(()))
+    metadata = {
+        "kind": "session",
+        "model": {"architecture": "[bold]x", "config": "[/red]", "weights": ""},
+        "adapters": [],
+        "exact": True,
+        "modified": False,
+        "window": None,
+        "tokens": [],
+        "positions": [0, 0],
+        "sequence": None,
+    }
+    write_state(path, metadata, [], iter(()))
     assert run("inspect", str(path), monkeypatch=monkeypatch) == 0
     out = capsys.readouterr().out
     assert "[/red]" in out

@@ -8,113 +8,81 @@ import shutil
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from quire.errors import DataLoss
 from quire.kv.rule_table import Cell, Combination, rules_of, tables
 from quire.kv.rule_text import as_markdown, as_text
+from quire.kv.state_schema import check_metadata
 from quire.kv.statefile import read_state
 from quire.tables import folding_table, print_tables
 
-T = TypeVar("T", dict[str, Any], list[Any])
-
 
 def describe(path: Path) -> dict[str, Any]:
-    """What a state file holds, in JSON types; every checksum has been verified. Raises as ``read_state``."""
+    """What a state file holds, in JSON types; checksums and metadata have been verified. Raises as ``read_state``, and
+    ``InvalidArgument`` for a kind of file that is not known."""
     with read_state(path) as file:
-        metadata = file.metadata
-        rows = _rows(metadata, path)
-        model = metadata.get("model")
+        check_metadata(file.metadata)
+        metadata: Mapping[str, Any] = file.metadata
         return {
             "file": str(path),
-            "kind": metadata.get("kind"),
+            "kind": metadata["kind"],
             "bytes": path.stat().st_size,
             "state_bytes": file.nbytes,
             "tensors": len(file.names),
             "checksums": "verified",
-            "model": dict(model) if isinstance(model, Mapping) else {},
-            "adapters": metadata.get("adapters"),
+            "model": metadata["model"],
+            "adapters": metadata["adapters"],
             "exact": metadata.get("exact"),
             "modified": metadata.get("modified"),
-            "sequences": [_sequence(row) for row in rows],
+            "sequences": [_sequence(tokens, sequence) for tokens, sequence in _rows(metadata, path)],
         }
 
 
-def _rows(metadata: Mapping[str, Any], path: Path) -> list[Mapping[str, Any]]:
-    """The sequences of a file, each with its ``tokens`` and ``sequence``, as a session has them."""
-    if metadata.get("kind") not in ("kv_cache", "kv_cache_with_positions"):
-        return [metadata]
-    sequences, tokens = metadata.get("rows"), metadata.get("tokens")
-    if not isinstance(sequences, list) or not isinstance(tokens, list) or len(sequences) != len(tokens):
-        raise DataLoss(f"state file {str(path)!r} does not say which sequences it holds")
-    return [{"tokens": ids, "sequence": sequence} for ids, sequence in zip(tokens, sequences, strict=True)]
+def _rows(metadata: Mapping[str, Any], path: Path) -> list[tuple[list[int], Mapping[str, Any]]]:
+    """The tokens, [] where they are not known, and the state of each sequence, {} where there is none."""
+    if metadata["kind"] == "session":
+        return [(metadata["tokens"], metadata["sequence"] or {})]
+    sequences, tokens = metadata["rows"], metadata["tokens"]
+    if len(sequences) != len(tokens):
+        raise DataLoss(f"state file {str(path)!r} holds {len(sequences)} sequences, and tokens of {len(tokens)}")
+    return [(ids or [], sequence) for ids, sequence in zip(tokens, sequences, strict=True)]
 
 
-def _sequence(row: Mapping[str, Any]) -> dict[str, Any]:
-    tokens = _typed(row.get("tokens"), list, "tokens")
-    sequence = _typed(row.get("sequence"), dict, "sequence")
-    layers = [_typed(layer, dict, "layer") for layer in _typed(sequence.get("layers"), list, "layers")]
-    held = [_held(one) for one in _typed(sequence.get("held"), list, "held")]
-    recurrent = [_typed(layer, dict, "layer") for layer in _typed(sequence.get("recurrent"), list, "recurrent layers")]
+def _sequence(tokens: list[int], sequence: Mapping[str, Any]) -> dict[str, Any]:
+    layers, recurrent = sequence.get("layers", []), sequence.get("recurrent", [])
     kinds = Counter([*map(_rows_of, layers), *map(_states_of, recurrent)])
     return {
         "num_tokens": len(tokens),
-        "first_tokens": list(tokens[:16]),
-        "positions_held": held,
+        "first_tokens": tokens[:16],
+        # Positions of which the layers of one class have rows.
+        "positions_held": [
+            {"layers": one["layers"], "ranges_start_stop": one["ranges"]} for one in sequence.get("held", [])
+        ],
         "num_layers": len(layers) + len(recurrent),
         "layers": dict(kinds),
-        "rope": sorted({str(layer.get("rope_fingerprint")) for layer in layers if layer.get("rope_fingerprint")}),
+        "rope": sorted({layer["rope_fingerprint"] for layer in layers if layer["rope_fingerprint"]}),
         "window": sequence.get("window"),
         "sink": sequence.get("sink"),
         "kept_recurrent_positions": sequence.get("kept_recurrent_positions", []),
-        "encoder_rows": {one.get("layer"): one.get("rows") for one in _encoders(sequence)},
+        "encoder_rows": {one["layer"]: one["rows"] for one in sequence.get("cross", [])},
     }
-
-
-def _encoders(sequence: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """What the file says of each cross layer."""
-    return [_typed(one, dict, "cross layer") for one in _typed(sequence.get("cross"), list, "cross layers")]
 
 
 def _rows_of(layer: Mapping[str, Any]) -> str:
     """What an attention layer keeps of a token."""
-    if layer.get("kind") == "latent":
-        kept = f"rows of {layer.get('row_dim')}, values of {layer.get('value_dim')}"
+    if layer["kind"] == "latent":
+        kept = f"rows of {layer.get('row_dim')}, values of {layer['value_dim']}"
     else:
-        kept = f"{layer.get('num_kv_heads')} KV heads of {layer.get('head_dim')}/{layer.get('value_dim')}"
-    return f"{layer.get('kind')}{_window(layer)}, {kept}, {layer.get('dtype')}"
+        kept = f"{layer.get('num_kv_heads')} KV heads of {layer.get('head_dim')}/{layer['value_dim']}"
+    window = "" if layer["window"] is None else f" of {layer['window']}"
+    return f"{layer['kind']}{window}, {kept}, {layer['dtype']}"
 
 
 def _states_of(layer: Mapping[str, Any]) -> str:
     """What a recurrent layer keeps of a position."""
-    states = [_typed(one, dict, "state") for one in _typed(layer.get("states"), list, "states of a layer")]
-    shapes = (f"{'x'.join(map(str, _typed(one.get('shape'), list, 'shape')))} {one.get('dtype')}" for one in states)
+    shapes = (f"{'x'.join(map(str, one['shape']))} {one['dtype']}" for one in layer["states"])
     return f"recurrent, states of {' and '.join(shapes)}"
-
-
-def _held(one: Any) -> dict[str, Any]:
-    """Positions of which the layers of one class have rows, as half-open ranges."""
-    one = _typed(one, dict, "held")
-    layers = _typed(one.get("layers"), list, "the layers of held")
-    ranges = [
-        _typed(span, list, "the ranges of held") for span in _typed(one.get("ranges"), list, "the ranges of held")
-    ]
-    if not all(len(span) == 2 and all(type(bound) is int for bound in span) for span in ranges):
-        raise DataLoss(f"the state file holds {ranges!r} as the positions held; pairs of integers are expected")
-    return {"layers": layers, "ranges_start_stop": ranges}
-
-
-def _window(layer: Mapping[str, Any]) -> str:
-    return "" if layer.get("window") is None else f" of {layer['window']}"
-
-
-def _typed(value: Any, kind: type[T], name: str) -> T:
-    """A part of the metadata, empty where there is none; ``DataLoss`` if it is of another type."""
-    if value is None:
-        return kind()
-    if not isinstance(value, kind):
-        raise DataLoss(f"the state file holds {str(value)[:60]!r} as its {name}; a {kind.__name__} is expected")
-    return value
 
 
 def print_description(found: Mapping[str, Any]) -> None:

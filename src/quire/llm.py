@@ -30,6 +30,7 @@ from quire.contracts.layers import sink_refusal, window_refusal
 from quire.engine import bridge, saved
 from quire.engine.beam import BeamSearch, search
 from quire.engine.chat import render_chat, select_template
+from quire.engine.checks import RequestChecks
 from quire.engine.engine import Engine
 from quire.engine.generation import SequenceRequest, SessionState
 from quire.engine.media import NO_MEDIA, Media
@@ -53,7 +54,6 @@ from quire.engine.tokenizer import Tokenizer
 from quire.errors import FailedPrecondition, InvalidArgument, Unsupported
 from quire.interrupts import uninterrupted
 from quire.kv.rules import verbs_of
-from quire.kv.statefile import StateFile, read_state
 from quire.kv.storage import bytes_per_token
 from quire.models.catalogue import resolve_adapter
 from quire.models.families import LoadedModel
@@ -201,7 +201,7 @@ class LLM:
         ids, media = [], []
         for number, prompt in enumerate(listed):
             with naming_prompt(number, len(listed)):
-                tokens, embeddings = self._read(prompt)
+                tokens, embeddings = self._read(prompt, self._engine.checks)
             ids.append(tokens)
             media.append(embeddings)
         texts = [prompt if isinstance(prompt, str) else None for prompt in listed]
@@ -258,6 +258,7 @@ class LLM:
                 conversation,
                 add_generation_prompt=add_generation_prompt,
                 tools=tools,
+                max_bytes=self._engine.checks.max_text_bytes,
                 **tokenizer.special_tokens,
             )
             for conversation in conversations
@@ -378,7 +379,7 @@ class LLM:
             with naming_prompt(number, len(listed)):
                 if isinstance(prompt, (Mapping, ExecutorInputs)):
                     raise Unsupported("beam_search takes text and token ids, and no embeddings")
-                tokens = self._encode(prompt)
+                tokens = self._encode(prompt, self._engine.checks)
                 self._engine.checks.tokens(tokens)
                 self._engine.checks.params(stopping)
                 self._engine.checks.length(tokens.size, stopping)
@@ -435,10 +436,10 @@ class LLM:
                 return session
         if row is not None:
             raise InvalidArgument(f"row {row!r} without a KV cache; give cache=, or leave row out")
-        (tokens, media), key = self._read(prompt), cache_key(cache_salt)
         _check_flag("pin", pin)
+        kept, key = self._window(window, sink), cache_key(cache_salt)
+        tokens, media = self._read(prompt, self._engine.checks if kept is None else None)
         self._engine.checks.tokens(tokens, media)
-        kept = self._window(window, sink)
         with self._engine.lock:  # so that the adapter stays loaded until the session is known to use it
             held = TokenBuffer(tokens, media)
             state = SessionState(held, key, pinned=pin, window=kept, adapter=self._adapter(adapter))
@@ -492,8 +493,7 @@ class LLM:
                 f"load_session takes a path, got {type(path).__name__}; bytes go to session_from_bytes"
             )
         _check_flag("convert_dtype", convert_dtype)
-        with read_state(path) as file:
-            return self._restore(file, convert_dtype, row)
+        return self._restore(path, convert_dtype, row)
 
     def session_from_bytes(
         self, data: bytes | bytearray | memoryview, *, convert_dtype: bool = False, row: int | None = None
@@ -505,13 +505,14 @@ class LLM:
                 f"session_from_bytes takes bytes, got {type(data).__name__}; a path goes to load_session"
             )
         _check_flag("convert_dtype", convert_dtype)
-        with read_state(data) as file:
-            return self._restore(file, convert_dtype, row)
+        return self._restore(data, convert_dtype, row)
 
-    def _restore(self, file: StateFile, convert_dtype: bool, row: int | None) -> Session:
+    def _restore(
+        self, source: str | Path | bytes | bytearray | memoryview, convert_dtype: bool, row: int | None
+    ) -> Session:
         if row is not None and (isinstance(row, bool) or not isinstance(row, int)):
             raise InvalidArgument(f"row must be an integer or None, got {row!r}")
-        with self._engine.lock:
+        with saved.opened(self._engine, source) as file, self._engine.lock:
             loaded = saved.load(self._engine, file, self._parts.identity, convert_dtype=convert_dtype, row=row)
             return self._session(loaded)
 
@@ -678,12 +679,15 @@ class LLM:
             raise InvalidArgument(f"{len(given)} sampling_params for {count} prompts; give one, or one for each")
         return list(given)
 
-    def _read(self, prompt: Prompt) -> tuple[NDArray[np.int64], Media]:
+    def _read(self, prompt: Prompt, checks: RequestChecks | None) -> tuple[NDArray[np.int64], Media]:
         if isinstance(prompt, (Mapping, ExecutorInputs)):
             return read_prompt(prompt, self.model.hidden_size)
-        return self._encode(prompt), NO_MEDIA
+        return self._encode(prompt, checks), NO_MEDIA
 
-    def _encode(self, prompt: Text) -> NDArray[np.int64]:
+    def _encode(self, prompt: Text, checks: RequestChecks | None) -> NDArray[np.int64]:
+        """Token ids of a prompt; a text that ``checks`` know to be too long is not tokenised."""
+        if checks is not None:
+            checks.text(prompt)
         if not isinstance(prompt, str):
             return as_token_ids(prompt)
         if self._parts.tokenizer is None:

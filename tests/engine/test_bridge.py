@@ -486,21 +486,25 @@ def altered(data: bytes, **changes: Any) -> bytes:
     """A state file whose metadata say something else; None takes an entry away."""
     with read_state(data) as file:
         tensors = {name: file.tensor(name) for name in file.names}
-        metadata = {name: value for name, value in {**file.metadata, **changes}.items() if value is not None}
+        metadata = {
+            name: value
+            for name, value in {**file.metadata, **changes}.items()
+            if name not in changes or value is not None
+        }
         return to_bytes(metadata, plan_of(tensors), iter(tensors.items()))
 
 
 @pytest.mark.parametrize(
     ("changes", "error", "match"),
     [
-        ({"modified": 1}, DataLoss, "modified 1"),
-        ({"exact": None}, DataLoss, "exact None"),
+        ({"modified": 1}, DataLoss, "metadata.modified is 1"),
+        ({"exact": None}, DataLoss, "metadata.exact is missing"),
         ({"tokens": [3] * 5}, DataLoss, "does not list as many"),
         ({"tokens": [VOCAB] * 40}, DataLoss, f"0..{VOCAB - 1}"),
         ({"tokens": [3] * 300}, InvalidArgument, "256 slots"),
-        ({"window": [5]}, DataLoss, r"window \[5\]"),
+        ({"window": [5]}, DataLoss, r"metadata.window is \[5\]"),
         ({"window": [9, 2]}, DataLoss, r"\[window, sink\] None, and its session \[9, 2\]"),
-        ({"model": {}}, InvalidArgument, "another model"),
+        ({"model": {"architecture": "x", "config": "", "weights": ""}}, InvalidArgument, "another model"),
         ({"kind": "soup"}, InvalidArgument, "soup"),
         ({"adapters": [[0, "f" * 32]]}, InvalidArgument, "load that adapter first"),
     ],
@@ -520,13 +524,13 @@ def test_sessions_files_that_a_cache_refuses(
 @pytest.mark.parametrize(
     ("changes", "error", "match"),
     [
-        ({"rows": None}, DataLoss, "which rows"),
-        ({"rows": [3]}, DataLoss, "no metadata of its sequence"),
+        ({"rows": None}, DataLoss, "metadata.rows is missing"),
+        ({"rows": [3]}, DataLoss, r"metadata.rows\[0\] is 3"),
         ({"tokens": [None]}, InvalidArgument, "does not tell the tokens of row 0"),
         ({"tokens": [[3]]}, DataLoss, "does not list as many ids"),
         ({"tokens": [[VOCAB] * 40]}, InvalidArgument, f"0..{VOCAB - 1}"),
-        ({"exact": [2]}, DataLoss, "2 as exact"),
-        ({"modified": True}, DataLoss, "modified of the state are True"),
+        ({"exact": [2]}, DataLoss, r"metadata.exact\[0\] is 2"),
+        ({"modified": True}, DataLoss, "metadata.modified is True"),
     ],
 )
 def test_files_of_caches_that_are_no_sessions(

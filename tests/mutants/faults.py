@@ -5,6 +5,7 @@ from tests.mutants import (
     faults_bridge,
     faults_commands,
     faults_executor,
+    faults_hostile,
     faults_kv,
     faults_models,
     faults_outside,
@@ -20,4 +21,5 @@ MUTANTS = (
     *faults_bridge.MUTANTS,
     *faults_commands.MUTANTS,
     *faults_outside.MUTANTS,
+    *faults_hostile.MUTANTS,
 )

@@ -57,7 +57,7 @@ MUTANTS = (
     Mutant(
         name="files-without-their-adapters",
         file="engine/saved.py",
-        old='"adapters": written(state.runs, engine.states.fingerprint_of),',
+        old='"adapters": runs,',
         new='"adapters": [],',
         tests=("engine/test_adapters.py::test_saved_histories",),
     ),

@@ -160,7 +160,7 @@ def test_an_adapter_is_a_model(served: Served, folder: Path) -> None:
     card = load(client, "good", "docs/v1").json()
     assert client.get("/v1/models").json()["data"][1] == card
     assert client.get("/v1/models/docs/v1").json() == card
-    assert (card["id"], card["parent"], card["root"]) == ("docs/v1", "tiny-python", os.path.realpath(folder / "good"))
+    assert (card["id"], card["parent"], card["root"]) == ("docs/v1", "tiny-python", "good")
     assert client.post("/tokenize", json={"prompt": "x", "model": "docs/v1"}).status_code == 200
     assert served.context.adapter_of("docs/v1") == "docs/v1"
     assert unload(client, "docs/v1").json() == {"id": "docs/v1", "deleted": True}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
 import tempfile
 from collections.abc import Iterator
@@ -14,9 +15,12 @@ import pytest
 
 from engine.conftest import make_checkpoint
 from quire import LLM, AsyncLLM, SamplingParams
+from quire.errors import DataLoss
+from quire.server.errors import hiding
 from quire.server.session_files import StateFileResponse, TemporaryFile
 from quire.server.settings import ServerSettings
 from quire.server.stored import StoredBytes
+from state_files import MISSING, NOT_A_NUMBER, changed, fields, metadata_of, of_metadata
 
 from .conftest import OPTIONS, Served, pages_free, serving, wait_for
 from .test_sessions import GREEDY, LONG, PROMPT, info, made, nothing_is_left, ok, post, refused, streaming
@@ -196,3 +200,59 @@ def test_no_download_of_a_busy_or_empty_session(client: httpx.Client) -> None:
     found = client.get(f"/v1/sessions/{empty}/state")
     assert found.status_code == 200
     assert info(client, ok(upload(client, found.content))["id"])["num_tokens"] == 0
+
+
+# -- headers that mean no good -------------------------------------------------------------------------------
+
+
+def test_every_malformed_field_is_the_clients_fault(client: httpx.Client, state: bytes) -> None:
+    for field in fields(metadata_of(state)):
+        for value in (NOT_A_NUMBER, 2**63, {"a": 1}):
+            answer = upload(client, changed(state, field, value))
+            assert answer.status_code == 400, (field, value, answer.text)
+            assert answer.json()["error"]["code"] in ("data_loss", "invalid_argument")
+    assert ok(client.get("/v1/sessions"))["data"] == []
+
+
+def test_a_missing_window(client: httpx.Client, state: bytes) -> None:
+    assert "metadata.window is missing" in refused(upload(client, changed(state, ("window",), MISSING)), 400)
+    assert "metadata.sequence.window is missing" in refused(
+        upload(client, changed(state, ("sequence", "window"), MISSING)), 400
+    )
+
+
+def test_headers_of_containers_are_not_parsed(client: httpx.Client) -> None:
+    bomb = of_metadata('{"kind":"session","tokens":[' + "[]," * 1_000_000 + "0]}")
+    assert "arrays and objects" in refused(upload(client, bomb), 400)
+
+
+# -- where files lie -----------------------------------------------------------------------------------------
+
+
+def test_a_disk_that_is_full(
+    client: httpx.Client, state: bytes, folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    name = made(client, prompt=PROMPT)
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(folder / "quire-state-x" / "state.quire"))
+
+    monkeypatch.setattr("quire.kv.atomic_file.os.fsync", full)
+    answer = client.get(f"/v1/sessions/{name}/state")
+    assert answer.status_code >= 400
+    assert "No space left" in answer.json()["error"]["message"]
+    assert str(tmp_path) not in answer.text
+    monkeypatch.undo()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    monkeypatch.setattr("quire.server.session_files._write", full)
+    answer = upload(client, state)
+    assert answer.json()["error"]["code"] == "resource_exhausted"
+    assert str(tmp_path) not in answer.text
+    client.delete(f"/v1/sessions/{name}")
+
+
+def test_errors_call_a_file_by_another_name(tmp_path: Path) -> None:
+    path = tmp_path / "quire-state-x" / "state.quire"
+    with pytest.raises(DataLoss) as caught, hiding(path, "the file"):
+        raise DataLoss(f"state file {str(path)!r} in {path.parent} is damaged")
+    assert str(caught.value) == "state file 'the file' in the server's directory is damaged"

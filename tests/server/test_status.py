@@ -139,7 +139,7 @@ def test_models(served: Served) -> None:
 def test_another_name(chat_llm: AsyncLLM, chat_folder: Path) -> None:
     with serving(chat_llm, ServerSettings(served_model_name="acme/tiny")) as served:
         card = served.client.get("/v1/models/acme/tiny").json()
-        assert (card["id"], card["root"]) == ("acme/tiny", str(chat_folder))
+        assert (card["id"], card["root"]) == ("acme/tiny", chat_folder.name)
         assert served.client.get(f"/v1/models/{chat_folder}").status_code == 404
 
 

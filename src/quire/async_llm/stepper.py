@@ -15,6 +15,7 @@ from typing import TypeVar
 from quire.engine.beam import BeamSearch
 from quire.engine.engine import Engine
 from quire.engine.generation import SequenceRequest
+from quire.engine.long_texts import given_up_by
 from quire.errors import Cancelled, FailedPrecondition, QuireError
 from quire.interrupts import uninterrupted, wait_for
 from quire.llm import LLM
@@ -191,7 +192,8 @@ class Stepper:
         self._local.call = call
         self._count(1)
         try:
-            return function()
+            with given_up_by(lambda: call.cancelled):
+                return function()
         finally:
             self._count(-1)
             self._local.call = None

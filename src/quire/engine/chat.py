@@ -9,7 +9,9 @@ data only, in a copy, and cannot reach Python.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from datetime import datetime
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -22,13 +24,17 @@ import jinja2.parser
 import jinja2.sandbox
 import jinja2.utils
 
-from quire.errors import InvalidArgument
+from quire.engine import long_texts
+from quire.errors import InvalidArgument, QuireError
 
 if TYPE_CHECKING:
     from quire.engine.tokenizer import Tokenizer
 
 Message: TypeAlias = Mapping[str, Any]
 """``{"role": str, "content": str or [{"type": "text", "text": str}, ...], ...}``, further keys as the template reads."""
+
+SECONDS = 10.0
+"""How long a template may take for the messages of one prompt."""
 
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 """Names under which a message's reasoning is passed; templates read the first, some the second."""
@@ -47,6 +53,7 @@ def render_chat(
     tools: Sequence[Mapping[str, Any]] | None = None,
     bos_token: str | None = None,
     eos_token: str | None = None,
+    max_bytes: int | None = None,
     **extra: Any,
 ) -> str:
     """The prompt for ``messages``. It holds its special tokens: encode it with ``add_special_tokens=False``.
@@ -55,7 +62,8 @@ def render_chat(
     variables of the template. A list of text parts is given as such to a template that walks over parts, otherwise
     joined with newlines. ``tool_calls`` whose ``arguments`` are JSON text (as OpenAI's API has them) are given as objects.
 
-    ``InvalidArgument``: no template (None, a tokenizer without one), a malformed message (named by its index), and
+    ``max_bytes``: a text that is longer is refused as soon as it is. ``InvalidArgument``: that, a template that takes longer than
+    ``SECONDS``, no template (None, a tokenizer without one), a malformed message (named by its index), and
     whatever the template raises, with its message.
     """
     if tokenizer_template is None:
@@ -69,14 +77,27 @@ def render_chat(
         "documents": _plain(extra.get("documents"), "documents"),
         "add_generation_prompt": add_generation_prompt,
     }
+    deadline = _deadline.set(time.monotonic() + SECONDS)
     try:
-        return template.render(variables)
+        pieces, size = [], 0
+        for piece in template.generate(variables):
+            size += len(piece)
+            if max_bytes is not None and size > max_bytes:
+                raise InvalidArgument(
+                    f"the messages make a prompt of more than {max_bytes} bytes, and one that fits has no more"
+                )
+            pieces.append(piece)
+        return "".join(pieces)
+    except QuireError:
+        raise
     except jinja2.TemplateError as error:
         raise InvalidArgument(
             f"the chat template refused the messages: {error.message or type(error).__name__}"
         ) from error
     except Exception as error:  # an operation of the template on data it did not expect
         raise InvalidArgument(f"the chat template failed on the messages: {type(error).__name__}: {error}") from error
+    finally:
+        _deadline.reset(deadline)
 
 
 def encode_chat(
@@ -86,12 +107,20 @@ def encode_chat(
     add_generation_prompt: bool = True,
     tools: Sequence[Mapping[str, Any]] | None = None,
     chat_template: str | None = None,
+    max_bytes: int | None = None,
     **extra: Any,
 ) -> list[int]:
     """Token ids of the prompt for ``messages``, with the template of ``tokenizer`` or ``chat_template``."""
     template = select_template(tokenizer.chat_templates, chat_template, with_tools=tools is not None)
     variables = {**tokenizer.special_tokens, **extra}
-    text = render_chat(template, messages, add_generation_prompt=add_generation_prompt, tools=tools, **variables)
+    text = render_chat(
+        template,
+        messages,
+        add_generation_prompt=add_generation_prompt,
+        tools=tools,
+        max_bytes=max_bytes,
+        **variables,
+    )
     return tokenizer.encode(text, add_special_tokens=False)
 
 
@@ -264,8 +293,30 @@ def _is_key(node: jinja2.nodes.Node) -> bool:
     return False
 
 
+class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """The sandbox, which looks at the clock wherever a template looks into data, as every loop over messages does."""
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        _look()
+        return super().getattr(obj, attribute)
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        _look()
+        return super().getitem(obj, argument)
+
+
+_deadline: ContextVar[float] = ContextVar("deadline")
+
+
+def _look() -> None:
+    """``Cancelled`` if nobody wants the text any more, ``InvalidArgument`` if it takes too long."""
+    long_texts.check()
+    if time.monotonic() > _deadline.get():
+        raise InvalidArgument(f"the chat template takes longer than {SECONDS:g} seconds for the messages; send fewer")
+
+
 def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+    environment = _Environment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = _to_json

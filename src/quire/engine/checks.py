@@ -15,6 +15,7 @@ from quire.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from quire.engine.structured import Grammars
+    from quire.engine.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,9 +26,29 @@ class RequestChecks:
     max_model_len: int
     pool_tokens: int
     """Tokens that the empty pool holds."""
-    has_tokenizer: bool
+    tokenizer: Tokenizer | None = None
     grammars: Grammars | None = None
     """None without a tokenizer."""
+
+    @property
+    def max_text_bytes(self) -> int | None:
+        """Bytes of a text that can fit, at most; None if they cannot be told from its size."""
+        longest = None if self.tokenizer is None else self.tokenizer.longest_token
+        return None if longest is None else min(self.max_model_len, self.pool_tokens) * longest
+
+    def text(self, text: object) -> None:
+        """``InvalidArgument`` for a text that is too long whatever its tokens are, before it is tokenised."""
+        tokens = min(self.max_model_len, self.pool_tokens)
+        # A token stands for a byte at least, so that nothing has to be known of short texts.
+        if not isinstance(text, str) or len(text) * 4 <= tokens or (most := self.max_text_bytes) is None:
+            return
+        size = len(text)
+        if size <= most:
+            size = len(text.encode(errors="replace"))
+        if size > most:
+            raise InvalidArgument(
+                f"the text has at least {size} bytes; {tokens} tokens fit here, and those have at most {most} bytes"
+            )
 
     def tokens(self, tokens: NDArray[np.int64], media: Media = NO_MEDIA) -> None:
         """``InvalidArgument`` for ids that the model does not have, and that stand for no embedding of ``media``."""
@@ -76,7 +97,7 @@ class RequestChecks:
         """Refuse parameters that this model, or a session, cannot serve."""
         if in_session and params.n != 1:
             raise InvalidArgument(f"n is {params.n}; a session continues once (n=1), fork it for more")
-        if params.stop_strings and not self.has_tokenizer:
+        if params.stop_strings and self.tokenizer is None:
             raise Unsupported("stop strings need a tokenizer, and this model has none; use stop_token_ids")
         for name, ids in (("stop_token_ids", params.stop_ids), ("logit_bias", params.token_bias)):
             for token in ids:

@@ -83,7 +83,7 @@ class Engine:
             vocab_size=runner.model.vocab_size,
             max_model_len=max_model_len,
             pool_tokens=max_model_len if runner.state.capacity is None else runner.state.capacity,
-            has_tokenizer=tokenizer is not None,
+            tokenizer=tokenizer,
             grammars=self.grammars,
         )
         self._endless = replace(self.checks, max_model_len=ENDLESS, pool_tokens=ENDLESS)

@@ -12,13 +12,21 @@ from torch import Tensor
 from quire.engine.engine import Engine
 from quire.engine.generation import SessionState
 from quire.engine.request import SlidingWindow, TokenBuffer
-from quire.errors import DataLoss, InvalidArgument, ResourceExhausted
+from quire.errors import DataLoss, FailedPrecondition, InvalidArgument, ResourceExhausted, Unsupported
 from quire.executor import saved_kinds
 from quire.executor.saved_kinds import KV_CACHE, KV_CACHE_WITH_POSITIONS, SESSION
 from quire.kv import sequencefile
-from quire.kv.statefile import StateFile, TensorSpec, write_state
+from quire.kv.state_schema import check_metadata
+from quire.kv.statefile import HeaderLimits, StateFile, TensorSpec, read_state, write_state
 from quire.kv.statefile import to_bytes as container_bytes
 from quire.runner.adapter_history import as_read, written
+
+LONGEST = 1 << 22
+"""Token ids that a file holds at most, unless the model's context is longer: sessions with a window go on for ever."""
+MOST_RUNS = 10_000
+"""Changes of the adapter that a file holds at most."""
+MOST_ROWS = 16
+"""Rows that a KV cache may have of which one is loaded as a session."""
 
 
 class ModelIdentity(Protocol):
@@ -45,16 +53,28 @@ def to_bytes(engine: Engine, state: SessionState, identity: ModelIdentity) -> by
 def parts(
     engine: Engine, state: SessionState, identity: ModelIdentity
 ) -> tuple[dict[str, Any], list[TensorSpec], Iterator[tuple[str, Tensor]]]:
-    """Metadata, plan and tensors of a session."""
+    """Metadata, plan and tensors of a session. ``Unsupported`` for one that is longer than what ``load`` takes,
+    ``FailedPrecondition`` for one of which more than the last token is not computed."""
+    if (0 if state.seq is None else state.computed) < len(state.tokens) - 1:
+        raise FailedPrecondition(
+            "the session's state was dropped while it was to be saved, for the pool is short; call again"
+        )
+    runs, tokens = written(state.runs, engine.states.fingerprint_of), state.tokens.ids.tolist()
+    for count, most, what in (
+        (len(tokens), _longest(engine), "tokens"),
+        (len(runs), MOST_RUNS, "changes of its adapter"),
+    ):
+        if count > most:
+            raise Unsupported(f"the session has {count} {what}; a state file holds at most {most}")
     metadata: dict[str, Any] = {
         "kind": SESSION,
         "model": identity.fields(),
-        "adapters": written(state.runs, engine.states.fingerprint_of),
+        "adapters": runs,
         "exact": state.exact,
         "modified": state.modified,
         "window": None if state.window is None else [state.window.size, state.window.sink],
-        "tokens": state.tokens.ids.tolist(),
-        "positions": [0, len(state.tokens)],
+        "tokens": tokens,
+        "positions": [0, len(tokens)],
         "sequence": None,
     }
     if state.seq is None:
@@ -62,6 +82,25 @@ def parts(
     sequence, plan = sequencefile.describe(engine.runner.state, state.seq)
     metadata["sequence"] = sequence
     return metadata, plan, sequencefile.tensors(engine.runner.state, state.seq)
+
+
+def opened(engine: Engine, source: str | Path | bytes | bytearray | memoryview) -> StateFile:
+    """The file of a session of this engine's model, every byte and all metadata checked. Needs no lock; to be closed."""
+
+    def limits(size: int) -> HeaderLimits:
+        return sequencefile.header_limits(engine.runner.state, _longest(engine), MOST_RUNS, MOST_ROWS, size)
+
+    file = read_state(source, limits=limits)
+    try:
+        check_metadata(file.metadata)
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def _longest(engine: Engine) -> int:
+    return max(LONGEST, engine.max_model_len)
 
 
 def window_of(metadata: Mapping[str, Any]) -> SlidingWindow | None:
@@ -75,59 +114,49 @@ def load(
 ) -> SessionState:
     """The tokens of a saved session, or of a row of a saved KV cache, with their state in the pool. Everything is checked before the
     pool is touched."""
-    metadata, prefix = file.metadata, ""
-    if metadata.get("kind") in (KV_CACHE, KV_CACHE_WITH_POSITIONS):
+    metadata: Mapping[str, Any] = file.metadata
+    prefix = ""
+    if metadata["kind"] in (KV_CACHE, KV_CACHE_WITH_POSITIONS):
         metadata, prefix = saved_kinds.session_of_cache(file, row)
     elif row is not None:
-        raise InvalidArgument(f"row {row}: the state file holds a {metadata.get('kind')!r}, which has no rows")
-    if metadata.get("kind") != SESSION:
-        raise InvalidArgument(
-            f"the state file holds a {metadata.get('kind')!r}, and a {SESSION!r} or a {KV_CACHE!r} is expected"
-        )
-    sequencefile.check_model(metadata.get("model"), identity.fields())
-    for name in ("exact", "modified"):
-        if not isinstance(metadata.get(name), bool):
-            raise DataLoss(f"the state file holds {metadata.get(name)!r} as {name}; true or false is expected")
-    listed = metadata.get("tokens")
-    if not isinstance(listed, list) or not all(
-        isinstance(token, int) and not isinstance(token, bool) and abs(token) < 2**63 for token in listed
-    ):
-        raise DataLoss("the state file has no list of 64-bit tokens")
-    if (positions := metadata.get("positions")) != [0, len(listed)]:
+        raise InvalidArgument(f"row {row}: the state file holds a {metadata['kind']!r}, which has no rows")
+    sequencefile.check_model(metadata["model"], identity.fields())
+    listed = metadata["tokens"]
+    if (positions := metadata["positions"]) != [0, len(listed)]:
         raise DataLoss(f"the state file holds positions {positions!r}; [0, {len(listed)}] is expected")
     tokens = np.array(listed, dtype=np.int64)
     engine.checks.history(tokens)
     adapters = engine.runner.adapters
-    runs = as_read(metadata.get("adapters"), tokens.size, adapters.find, adapters.fingerprints, "the state")
-    sequence = metadata.get("sequence")
+    runs = as_read(metadata["adapters"], tokens.size, adapters.find, adapters.fingerprints, "the state")
+    sequence = metadata["sequence"]
+    # A writer computes all tokens, but for the last one. So nobody who loads a file has to run it.
+    if (length := 0 if sequence is None else sequence["length"]) not in (tokens.size, max(0, tokens.size - 1)):
+        raise DataLoss(
+            f"the state file has the state of {length} tokens and names {tokens.size}; the state of all of them, or of all but the "
+            "last, is expected"
+        )
     # A key of its own: what came from a file, perhaps through another dtype, is nobody else's prefix.
     state = SessionState(TokenBuffer(tokens), ("loaded", engine.runner.new_seq()), window=window_of(metadata))
     state.runs, state.adapter = runs, runs.runs[-1][1]
     if tokens.size:
         engine.checks_of(state).length(tokens.size, None)
     # The embeddings are not in the file, so that what stands for them cannot be computed again.
-    state.modified = state.pinned = bool(metadata["modified"]) or bool((tokens < 0).any())
-    state.exact = bool(metadata["exact"])
-    length = sequence.get("length") if isinstance(sequence, Mapping) else 0
-    if isinstance(length, int) and (tokens[length:] < 0).any():
+    state.modified = state.pinned = metadata["modified"] or bool((tokens < 0).any())
+    state.exact = metadata["exact"]
+    if (tokens[length:] < 0).any():
         raise DataLoss("the state file has no state of tokens that stand for embeddings, which are not in it")
     if sequence is None:
         if file.names:
             raise DataLoss(f"the state file holds tensors {list(file.names)[:3]} and no sequence that they belong to")
         return state
-    if not isinstance(sequence, Mapping):
-        raise DataLoss("the state file has no metadata of the sequence")
     kv = engine.runner.state
     checked = sequencefile.check(kv, file, sequence, prefix, convert_dtype)
     mine = {name for name in file.names if name.startswith(prefix)}
     if surplus := mine - sequencefile.tensor_names(checked, prefix):
         raise InvalidArgument(f"the state file holds unknown tensors: {sorted(surplus)[:3]}")
-    length = int(checked["length"])
     expected = (state.window.size, state.window.sink, "token") if state.window else (None, 0, "token")
     if (found := (checked["window"], checked["sink"], checked["eviction"])) != expected:
         raise DataLoss(f"the state file's sequence has window, sink and eviction {found}, and its session {expected}")
-    if length > tokens.size:
-        raise DataLoss(f"the state file has the state of {length} tokens and names {tokens.size}")
     if length:
         seq = engine.runner.new_seq()
         while True:

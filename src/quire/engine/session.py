@@ -480,12 +480,17 @@ class Session(Labelled):
             self._idle("chat")
             if not isinstance(messages, (list, tuple)) or not messages:
                 raise InvalidArgument("messages must be a list with at least one message; give the new ones only")
-            tokenizer = self._tokenizer("chat")
-            asked = self._turns.ask(messages, self.tokens, tokenizer, answer)
-            rendered = np.array(encode_chat(tokenizer, asked.all_messages), dtype=np.int64)
-            tokens = np.concatenate([self._state.tokens.ids[: asked.start], rendered])
-            self._engine.checks.history(tokens)
+            tokenizer, ids = self._tokenizer("chat"), self.tokens
+            turns, checks = self._turns.up_to(len(ids)), self._engine.checks_of(self._state)
+        # Nobody else waits while a long conversation is rendered and tokenised.
+        asked = turns.ask(messages, ids, tokenizer, answer)
+        rendered = encode_chat(tokenizer, asked.all_messages, max_bytes=checks.max_text_bytes)
+        tokens = np.array([*ids[: asked.start], *rendered], dtype=np.int64)
+        checks.history(tokens)
+        with self._engine.lock:
             self._check_params("chat", tokens.size, params)
+            if self.tokens != ids:
+                raise FailedPrecondition("chat: the session was changed by another thread meanwhile; call again")
             return asked, tokens
 
     # -- pinning ---------------------------------------------------------------------------------------------
@@ -702,6 +707,7 @@ class Session(Labelled):
 
     def _encode(self, text: Prompt) -> tuple[NDArray[np.int64], Media]:
         if isinstance(text, str):
+            self._engine.checks_of(self._state).text(text)
             return np.array(self._tokenizer("text").encode(text, add_special_tokens=False), dtype=np.int64), NO_MEDIA
         if isinstance(text, (Mapping, ExecutorInputs)):
             return read_prompt(text, self._engine.runner.model.hidden_size)

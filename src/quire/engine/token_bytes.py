@@ -33,7 +33,8 @@ def _byte_level_alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
 
 
-_BYTE_OF_CHARACTER = _byte_level_alphabet()
+BYTE_OF_CHARACTER = _byte_level_alphabet()
+"""The byte that each character of a byte-level token stands for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +54,7 @@ class Concatenation:
     def piece(self, token: str, *, first: bool) -> bytes:
         """The bytes of ``token``; ``first``: it is the first one of the text."""
         if self.byte_level:
-            values = [_BYTE_OF_CHARACTER.get(character, -1) for character in token]
+            values = [BYTE_OF_CHARACTER.get(character, -1) for character in token]
             # An added token with a character outside the alphabet stands for itself.
             return token.encode() if -1 in values else bytes(values)
         if self.marker:

@@ -13,11 +13,14 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
+from quire.engine import long_texts
+from quire.engine.text_bounds import longest_token
 from quire.engine.token_bytes import TokenBytes, join_pieces
 from quire.errors import CheckpointError, InvalidArgument, NotFound
 
@@ -131,6 +134,11 @@ class Tokenizer:
         """The highest id plus one, added tokens included."""
         return self.token_bytes.size
 
+    @cached_property
+    def longest_token(self) -> int | None:
+        """Bytes of text that one token stands for, at most; None if they may be any number."""
+        return longest_token(self._backend)
+
     @property
     def adds_bos(self) -> bool:
         return bool(self._prefix)
@@ -162,19 +170,21 @@ class Tokenizer:
         """Token ids of ``text``. Special tokens spelled in the text become their ids.
 
         With ``add_special_tokens`` the tokenizer's post-processor adds its own (BOS, for most models that have one).
-        ``InvalidArgument`` if ``text`` is no text, or holds half a surrogate pair, which UTF-8 cannot express.
+        One long text at a time is tokenised, in whichever thread. ``InvalidArgument`` if ``text`` is no text, or holds half a
+        surrogate pair, which UTF-8 cannot express.
         """
         if not isinstance(text, str):
             raise InvalidArgument(f"text must be a str, got {type(text).__name__}")
         try:
-            text.encode()
+            size = len(text.encode())
         except UnicodeEncodeError as error:
             raise InvalidArgument(
                 f"text must be valid Unicode, got a lone surrogate U+{ord(text[error.start]):04X} at index {error.start}"
             ) from error
         # The call for batches lets other Python threads run meanwhile, the one for single texts does not.
-        found: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
-        return found
+        with long_texts.turn(size):
+            found: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+            return found
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of ``ids``; ids that the tokenizer does not have (a padded vocabulary) have none.

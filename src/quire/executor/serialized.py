@@ -30,14 +30,13 @@ from quire.executor.saved_kinds import (
 from quire.kv import exchange, sequencefile
 from quire.kv.need import pages_for
 from quire.kv.rule_table import POSITIONS_OF_WINDOWS
+from quire.kv.state_schema import check_metadata
 from quire.kv.statefile import StateFile, TensorSpec, read_state, to_bytes
 from quire.runner.adapter_history import as_read, written
 from quire.types import BASE, AdapterRuns, Add, Window
 
 if TYPE_CHECKING:
     from quire.executor.cache import KVCache
-
-MAX_POSITION = 2**31 - 1
 
 
 def dump(cache: KVCache) -> bytes:
@@ -138,21 +137,19 @@ def _run_owed(cache: KVCache, fresh: list[Row], saved: Sequence[SavedRow], opera
 
 def _check(cache: KVCache, file: StateFile, convert_dtype: bool) -> list[SavedRow]:
     """Everything about a file, before the pool is touched."""
-    found, prefixes = file.metadata, [row_prefix(index) for index in range(cache.batch_size)]
-    of_session = found.get("kind") == SESSION
+    check_metadata(file.metadata)
+    found: Mapping[str, Any] = file.metadata
+    prefixes = [row_prefix(index) for index in range(cache.batch_size)]
+    of_session = found["kind"] == SESSION
     if of_session:
         found, prefixes = cache_of_session(found), [""]
-    if found.get("kind") not in (KV_CACHE, KV_CACHE_WITH_POSITIONS):
-        raise InvalidArgument(
-            f"the state holds a {found.get('kind')!r}, and a {KV_CACHE!r} or a {SESSION!r} is expected"
-        )
-    sequencefile.check_model(found.get("model"), cache.pool.identity.fields())
-    if found.get("batch_size") != cache.batch_size:
-        raise InvalidArgument(f"the state has {found.get('batch_size')!r} rows, {cache.batch_size} are expected")
+    sequencefile.check_model(found["model"], cache.pool.identity.fields())
+    if found["batch_size"] != cache.batch_size:
+        raise InvalidArgument(f"the state has {found['batch_size']} rows, {cache.batch_size} are expected")
     rows = _listed(found, "rows", cache.batch_size)
     state = cache.pool.state
     checked = [
-        None if of_session and row is None else sequencefile.check(state, file, row, prefix, convert_dtype)  # type: ignore[arg-type]
+        None if of_session and row is None else sequencefile.check(state, file, row, prefix, convert_dtype)
         for prefix, row in zip(prefixes, rows, strict=True)
     ]
     expected = {
@@ -168,7 +165,7 @@ def _check(cache: KVCache, file: StateFile, convert_dtype: bool) -> list[SavedRo
     following = [n if one is None or not n else int(one[-1]) + 1 for n, one in zip(lengths, places, strict=True)]
     for name, expected_list in (("lengths", lengths), ("next_positions", following)):
         if _listed(found, name, cache.batch_size) != expected_list:
-            raise DataLoss(f"{name} of the state are {found.get(name)!r:.80}, and its rows say {expected_list}")
+            raise DataLoss(f"{name} of the state are {found[name]!r:.80}, and its rows say {expected_list}")
     listed = _listed(found, "tokens", cache.batch_size)
     tokens = [
         _check_tokens(ids, length, cache.pool.vocab_size, owed=of_session)
@@ -205,10 +202,6 @@ def _check_places(
 ) -> list[Ids | None]:
     """The positions of each row's tokens; None: their indices. ``Unsupported`` where this executor's rows have no others, or the
     row has a window."""
-    if (found.get("kind") == KV_CACHE) != ("positions" not in found):
-        raise DataLoss(
-            f"a state of kind {found.get('kind')!r} {'has' if 'positions' in found else 'lacks'} positions of tokens"
-        )
     if "positions" not in found:
         return [None] * cache.batch_size
     if cache.pool.position_refusal:
@@ -220,14 +213,9 @@ def _check_places(
         if value is not None and row is not None and row["window"] is not None:
             raise Unsupported(f"the state has a row with positions of its own: {POSITIONS_OF_WINDOWS}")
         length = 0 if row is None else int(row["length"])
-        listed = value if isinstance(value, list) else []
-        if value is not None and not (
-            len(listed) == length and all(type(one) is int and 0 <= one <= MAX_POSITION for one in listed)
-        ):
-            raise DataLoss(
-                f"positions of a row of {length} tokens are {value!r:.80}; as many in 0..{MAX_POSITION} are expected"
-            )
-        places.append(None if value is None else np.array(listed, dtype=np.int64))
+        if value is not None and len(value) != length:
+            raise DataLoss(f"positions of a row of {length} tokens are {len(value)}; as many are expected")
+        places.append(None if value is None else np.array(value, dtype=np.int64))
     highest = max((int(one.max(initial=0)) for one in places if one is not None), default=0)
     if highest >= cache.pool.max_model_len:
         raise ResourceExhausted(
@@ -238,7 +226,7 @@ def _check_places(
 
 def _check_adapters(cache: KVCache, found: Mapping[str, Any], lengths: Sequence[int]) -> list[AdapterRuns]:
     """Under which adapters the rows were made, all of them loaded; [] where only the base model ran."""
-    if found.get("adapters") == []:
+    if not found["adapters"]:
         return [BASE] * cache.batch_size
     listed = _listed(found, "adapters", cache.batch_size)
     adapters = cache.pool.runner.adapters
@@ -251,21 +239,21 @@ def _check_adapters(cache: KVCache, found: Mapping[str, Any], lengths: Sequence[
     ]
 
 
-def _listed(found: Mapping[str, Any], name: str, count: int) -> list[object]:
-    value = found.get(name)
-    if not isinstance(value, list) or len(value) != count:
-        raise DataLoss(f"{name} of the state are {value!r:.80}; a list of {count} is expected")
+def _listed(found: Mapping[str, Any], name: str, count: int) -> list[Any]:
+    value: list[Any] = found[name]
+    if len(value) != count:
+        raise DataLoss(f"{name} of the state are {len(value)}; a list of {count} is expected")
     return value
 
 
-def _check_tokens(ids: object, length: int, vocab_size: int, *, owed: bool) -> Ids | None:
+def _check_tokens(ids: list[int] | None, length: int, vocab_size: int, *, owed: bool) -> Ids | None:
     """Token ids of a row; None where the writer did not know them. ``owed``: there may be more than ``length``."""
-    if ids is None and not owed:
+    if ids is None:
         return None
-    if not isinstance(ids, list) or not (len(ids) == length or (owed and len(ids) > length)):
+    if len(ids) != length and not (owed and len(ids) > length):
         raise DataLoss(f"the state has {length} tokens in a row and does not list as many ids")
     for token in ids:
-        if isinstance(token, bool) or not isinstance(token, int) or not _is_recorded(token, vocab_size):
+        if not _is_recorded(token, vocab_size):
             raise DataLoss(f"the state names token {token!r}; ids in 0..{vocab_size - 1} are expected")
     return np.array(ids, dtype=np.int64)
 

@@ -25,6 +25,7 @@ from quire.contracts.layers import CrossAttention, LatentAttention
 from quire.errors import DataLoss, FailedPrecondition, InvalidArgument, ResourceExhausted
 from quire.kv.need import SlotRange
 from quire.kv.recurrent import dtype_of
+from quire.kv.schema import MOST
 from quire.kv.sequences import check_id
 from quire.kv.storage import LayerRows, StoredSpec
 from quire.kv.windows import NO_HOLE, Hole, Window, describe_ranges, held, visibility
@@ -334,7 +335,8 @@ def window_of(given: Mapping[str, Any]) -> Window | None:
 
 
 def is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    """Whether it is a number of tokens, or a position, with which an int64 can calculate."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST
 
 
 def ranges_of(one: object) -> list[range]:
@@ -392,7 +394,7 @@ def validate(state: PagedKVState, given: Mapping[str, Any]) -> None:
     if not agree or given.get("layout_hash") != layout_hash(state):
         raise InvalidArgument(f"import: layout {given.get('layout_hash')!r} found, {layout_hash(state)!r} expected")
     length = given.get("length")
-    if not isinstance(length, int) or isinstance(length, bool) or length < 0:
+    if not isinstance(length, int) or not is_count(length):
         raise InvalidArgument(f"import: length {length!r} found, a number of tokens expected")
     _validate_windows(state, given, length)
     kept = given.get("kept_recurrent_positions")

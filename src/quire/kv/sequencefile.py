@@ -6,6 +6,7 @@ validated before the state is touched, and a failed load leaves nothing behind.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -16,6 +17,8 @@ from quire.errors import DataLoss, InvalidArgument
 from quire.interrupts import check as check_interrupts
 from quire.kv import exchange
 from quire.kv.paged import PagedKVState
+from quire.kv.recurrent import bytes_per_state
+from quire.kv.state_header import MAX_CONTAINERS, MAX_HEADER_BYTES, MAX_RANK, HeaderLimits
 from quire.kv.statefile import StateFile, TensorSpec
 from quire.types import SeqId
 
@@ -31,6 +34,28 @@ def describe(state: PagedKVState, seq: SeqId, prefix: str = "") -> tuple[dict[st
         for name, one in group.items()
     ]
     return metadata, plan
+
+
+def header_limits(state: PagedKVState, tokens: int, runs: int, rows: int, size: int) -> HeaderLimits:
+    """What the header of a file of ``size`` bytes may hold that has up to ``rows`` sequences of such a state, with at most ``tokens``
+    token ids and ``runs`` changes of the adapter in all.
+
+    A writer has one description of each layer for each sequence, and three arrays or objects for each tensor. Recurrent states
+    are as many as the bytes of the file can be, and one for each sequence.
+    """
+    layout = json.dumps([exchange.layers_metadata(state), exchange.ids_metadata(state)])
+    tensors = 2 * len(state.stored_specs) * rows
+    if state.recurrent is not None:
+        specs = state.recurrent.specs
+        tensors += sum(len(spec.states) for spec in specs) * (rows + size // bytes_per_state(specs))
+    # For each tensor its name twice, type, shape, offsets and checksum; ``held`` and ``cross`` have fewer parts than there are
+    # layers and tensors.
+    containers = rows * (256 + 2 * (layout.count("[") + layout.count("{"))) + 8 * tensors + runs
+    return HeaderLimits(
+        bytes=min(MAX_HEADER_BYTES, rows * (65_536 + 4 * len(layout)) + 512 * tensors + 12 * tokens + 100 * runs),
+        containers=min(MAX_CONTAINERS, containers),
+        values=rows * (1024 + 2 * layout.count(",")) + (16 + MAX_RANK) * tensors + tokens + 2 * runs,
+    )
 
 
 def is_exact(state: PagedKVState, metadata: Mapping[str, Any]) -> bool:
@@ -52,15 +77,12 @@ def check(
 ) -> dict[str, Any]:
     """Whether this sequence of the file can be loaded; returns its metadata, in this state's dtype.
 
+    ``metadata`` are as ``state_schema`` declares them.
     ``InvalidArgument`` with expected and found; ``DataLoss`` if tensors and metadata contradict each other.
     """
-    if not isinstance(metadata, Mapping):
-        raise DataLoss("the state file has no metadata of the sequence")
-    layers = metadata.get("layers")
-    if not isinstance(layers, list) or not all(isinstance(layer, dict) for layer in layers):
-        raise DataLoss("the state file does not say which layers it holds")
+    layers = metadata["layers"]
     mine = exchange.dtype_name(state.dtype)
-    found = sorted({str(layer.get("dtype")) for layer in layers})
+    found = sorted({layer["dtype"] for layer in layers})
     wanted: dict[str, Any] = dict(metadata)
     if found not in ([], [mine]):
         if not convert_dtype:
@@ -97,14 +119,12 @@ def check(
     return wanted
 
 
-def check_model(found: object, expected: Mapping[str, str]) -> None:
+def check_model(found: Mapping[str, str], expected: Mapping[str, str]) -> None:
     """``InvalidArgument`` with expected and found if the state is another model's."""
-    if not isinstance(found, Mapping):
-        raise DataLoss("the state file does not say which model it belongs to")
     for name, mine in expected.items():
         if found.get(name) != mine:
             raise InvalidArgument(
-                f"the state belongs to another model: {name} {found.get(name)!r} found, {mine!r} expected"
+                f"the state belongs to another model: {name} {found.get(name)!r:.80} found, {mine!r} expected"
             )
 
 

@@ -26,6 +26,8 @@ FORMAT = "quire-state"
 VERSION = 1
 MAX_HEADER_BYTES = 100_000_000
 """The limit of safetensors; more than ten million token ids fit."""
+MAX_CONTAINERS = 1_000_000
+"""Arrays and objects in a header, at most. A tensor has three; a reader of JSON makes an object of each."""
 MAX_METADATA_DEPTH = 64
 MAX_RANK = 64
 
@@ -64,6 +66,17 @@ class TensorSpec:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
+@dataclass(frozen=True, slots=True)
+class HeaderLimits:
+    """What a header may hold at most; looked at before any of it is parsed, for a parser lets no other thread run."""
+
+    bytes: int
+    containers: int
+    """Arrays and objects."""
+    values: int
+    """Commas, of which there is one between two values."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Header:
     """A header that was read and found right."""
@@ -97,12 +110,18 @@ class HeaderDraft:
         for spec in sorted(plan, key=lambda spec: -spec.dtype.itemsize):
             self.spans[spec.name] = (end, end + spec.nbytes)
             end += spec.nbytes
-        self.data_start = len(self.encode(dict.fromkeys(self.specs, _ZEROS)))
+        encoded = self.encode(dict.fromkeys(self.specs, _ZEROS))
+        self.data_start = len(encoded)
         self.file_size = self.data_start + end
         if self.data_start - 8 > MAX_HEADER_BYTES:
             raise InvalidArgument(
                 f"metadata and names of {len(plan)} tensors make a header of {self.data_start - 8} bytes; "
                 f"a state file holds at most {MAX_HEADER_BYTES}"
+            )
+        if (containers := _containers(encoded)) > MAX_CONTAINERS:
+            raise InvalidArgument(
+                f"metadata and {len(plan)} tensors make a header of {containers} arrays and objects; a state file holds at "
+                f"most {MAX_CONTAINERS}"
             )
 
     def encode(self, checksums: Mapping[str, str]) -> bytes:
@@ -200,14 +219,14 @@ def _as_dict(value: object) -> dict[str, JSON]:
 # Decoding
 
 
-def read_header(view: memoryview, label: str, expected_version: int) -> Header:
+def read_header(view: memoryview, label: str, expected_version: int, limits: HeaderLimits | None = None) -> Header:
     """The header of the file whose bytes are ``view``; ``label`` names the file in messages.
 
     The order of checks is part of the format: length, checksum, format and version, and only then what this
     version means. So damage is called damage (``DataLoss``), and an undamaged file of another version is called
     that (``InvalidArgument``).
     """
-    text = _checked_json(view, label)
+    text = _checked_json(view, label, limits or HeaderLimits(MAX_HEADER_BYTES, MAX_CONTAINERS, MAX_HEADER_BYTES))
     table = _parse(_decode(text, label), label)
     fields = table.pop("__metadata__")
     if not isinstance(fields, dict) or not isinstance(fields.get("quire"), str):
@@ -229,18 +248,25 @@ def read_header(view: memoryview, label: str, expected_version: int) -> Header:
     return Header(metadata=metadata, specs=specs, spans=spans, checksums=checksums, data_start=data_start)
 
 
-def _checked_json(view: memoryview, label: str) -> memoryview:
+def _checked_json(view: memoryview, label: str, limits: HeaderLimits) -> memoryview:
     """The bytes of the JSON, after their checksum was verified and before anything of them is parsed."""
     if len(view) < 8:
         raise DataLoss(f"{label} is truncated or no safetensors file: at least 8 bytes expected, {len(view)} found")
     size = int.from_bytes(view[:8], "little")
-    limit = min(MAX_HEADER_BYTES, len(view) - 8)
+    limit = min(limits.bytes, len(view) - 8)
     if size > limit:
         raise DataLoss(
             f"{label} is truncated, damaged or no safetensors file: a header of at most {limit} bytes expected "
             f"in a file of {len(view)}, {size} found"
         )
     end = 8 + size
+    text = bytes(view[8:end])
+    for what, most, found in (
+        ("arrays and objects", limits.containers, _containers(text)),
+        ("values", limits.values, text.count(b",")),
+    ):
+        if found > most:
+            raise DataLoss(f"{label} is malformed: a header of at most {most} {what} expected, {found} found")
     if end < _DIGEST.stop or view[8 : _DIGEST.start] != _PREFIX:
         _refuse_foreign(view[8:end], len(view) - end, label)
     stored = str(view[_DIGEST], "ascii", "replace")
@@ -248,6 +274,11 @@ def _checked_json(view: memoryview, label: str) -> memoryview:
     if stored != computed:
         raise DataLoss(f"{label}: the header is damaged: checksum {stored!r} expected, {computed!r} found")
     return view[8:end]
+
+
+def _containers(text: bytes) -> int:
+    """Arrays and objects in JSON text, or more where strings have brackets; those of the document in it count too."""
+    return text.count(b"[") + text.count(b"{")
 
 
 def _refuse_foreign(text: memoryview, data_len: int, label: str) -> NoReturn:

@@ -17,7 +17,7 @@ import io
 import mmap
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, TypeAlias
@@ -29,9 +29,19 @@ from torch import Tensor
 from quire import interrupts
 from quire.errors import DataLoss, FailedPrecondition, InvalidArgument, NotFound, Unsupported
 from quire.kv.atomic_file import check_regular, os_errors, replacing
-from quire.kv.state_header import JSON, VERSION, HeaderDraft, TensorSpec, checksum, read_header, some
+from quire.kv.state_header import JSON, VERSION, HeaderDraft, HeaderLimits, TensorSpec, checksum, read_header, some
 
-__all__ = ["JSON", "VERSION", "StateFile", "TensorSpec", "plan_of", "read_state", "to_bytes", "write_state"]
+__all__ = [
+    "JSON",
+    "VERSION",
+    "HeaderLimits",
+    "StateFile",
+    "TensorSpec",
+    "plan_of",
+    "read_state",
+    "to_bytes",
+    "write_state",
+]
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
@@ -176,12 +186,17 @@ def _check_sink(target: BinaryIO) -> None:
 
 
 def read_state(
-    source: str | os.PathLike[str] | Buffer, *, expected_version: int = VERSION, verify: bool = True
+    source: str | os.PathLike[str] | Buffer,
+    *,
+    expected_version: int = VERSION,
+    verify: bool = True,
+    limits: Callable[[int], HeaderLimits] | None = None,
 ) -> StateFile:
     """Open a state: a path (memory-mapped) or the bytes of one (kept, not copied).
 
     The header is always checked completely, with its checksum; ``verify`` adds the checksums of the tensors, which
-    reads every byte once.
+    reads every byte once. ``limits``: from the size of the file, in bytes, to what its header may hold at most;
+    None: what the format allows.
 
     Errors: ``DataLoss`` (truncated, altered, malformed, trailing bytes, no safetensors file), ``InvalidArgument``
     (undamaged, but another format or version, or a dtype that is unknown here: expected and found; or no regular
@@ -194,7 +209,7 @@ def read_state(
     else:
         label = "the given state"
         view = _bytes_view(source)
-    state = StateFile(view, label, expected_version)
+    state = StateFile(view, label, expected_version, None if limits is None else limits(len(view)))
     if verify:
         state.verify()
     return state
@@ -209,8 +224,8 @@ class StateFile:
     part ends the process (SIGBUS); ``write_state`` never does that, it replaces files.
     """
 
-    def __init__(self, view: memoryview, label: str, expected_version: int) -> None:
-        self._header = read_header(view, label, expected_version)
+    def __init__(self, view: memoryview, label: str, expected_version: int, limits: HeaderLimits | None = None) -> None:
+        self._header = read_header(view, label, expected_version, limits)
         self._view: memoryview | None = view
         self._label = label
 

@@ -13,7 +13,7 @@ from pydantic import BaseModel, StrictStr
 from quire.errors import AlreadyExists, QuireError
 from quire.models.catalogue import ADAPTER_FILES, bundled_adapters
 from quire.server.context import Context
-from quire.server.errors import ApiError, api_error
+from quire.server.errors import ApiError, api_error, hiding
 from quire.server.status import ModelCard, adapter_card
 
 router = APIRouter(tags=["adapters"])
@@ -55,7 +55,8 @@ async def load_adapter(request: Request, body: LoadAdapterRequest) -> ModelCard:
         raise api_error(AlreadyExists(f"{name!r} is the name of the base model; take another"), param="lora_name")
     path = await asyncio.to_thread(allowed_path, body.lora_path, context.settings.adapter_dir)
     try:
-        info = await context.llm.load_adapter(name, path)
+        with hiding(path, body.lora_path):
+            info = await context.llm.load_adapter(name, path)
     except AlreadyExists as error:
         raise api_error(error, param="lora_name") from error
     context.adapters.add(name)

@@ -12,7 +12,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from quire.async_llm import AsyncLLM
 from quire.server import adapter_routes, chat, completions, errors, session_routes, status, tokens
-from quire.server.context import Context
+from quire.server.context import Context, public_name
 from quire.server.gate import Gate, GateMiddleware
 from quire.server.sessions import Sessions
 from quire.server.settings import ServerSettings
@@ -29,7 +29,7 @@ def create_app(llm: AsyncLLM, settings: ServerSettings | None = None) -> FastAPI
     context = Context(
         llm=llm,
         settings=settings,
-        model_name=settings.served_model_name or llm.config.model,
+        model_name=settings.served_model_name or public_name(llm.config.model),
         gate=gate,
         sessions=Sessions(settings),
         stored=StoredBytes(settings),
@@ -44,6 +44,7 @@ def create_app(llm: AsyncLLM, settings: ServerSettings | None = None) -> FastAPI
             yield
         finally:
             await context.sessions.close_all()
+            context.texts.close()
 
     app = FastAPI(
         title="Quire",

@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from fastapi import APIRouter, Request
+from numpy.typing import NDArray
 from starlette.responses import Response
 
 from quire.async_llm import SampleDelta
@@ -21,9 +23,10 @@ from quire.server.generation import (
     check,
     check_lists,
     check_number,
-    encode_rendered,
+    encode,
     ending,
     grammar_of,
+    in_texts,
     naming,
     prepared,
     sampling_params,
@@ -39,8 +42,16 @@ from quire.server.tools import forced_format, parser_for, schema_for
 
 router = APIRouter()
 
-OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt", "reasoning_effort", "tokenizer_template")
-"""What ``chat_template_kwargs`` may not name: variables that a request gives by fields of their own, and the template itself."""
+OWN_VARIABLES = (
+    "messages",
+    "tools",
+    "documents",
+    "add_generation_prompt",
+    "reasoning_effort",
+    "tokenizer_template",
+    "max_bytes",
+)
+"""What ``chat_template_kwargs`` may not name: variables that a request gives by fields of their own, the template itself, and its limit."""
 
 
 @router.post("/v1/chat/completions", tags=["OpenAI"])
@@ -73,8 +84,12 @@ async def chat_completions(request: Request, body: ChatRequest) -> Response:
     adapter = context.adapter_of(body.model)
     check_number(context, 1, params.n)
     salt = context.salt(request.state.owner, body.cache_salt)
+    # The text is about as long as the body, which brings all that it is made of.
+    rendered = await in_texts(
+        context, request, len(await request.body()), lambda: _rendered(context, body, tokenizer, tools)
+    )
     work, format = await prepared(
-        lambda: _work(context, body, tokenizer, tools, params, adapter, salt, fields), request
+        lambda: _work(context, body, rendered, tokenizer, tools, params, adapter, salt, fields), request
     )
     reply = ChatReply(request, context, body, tools, format)
     return await answer(request, reply, work, stream=stream)
@@ -196,16 +211,16 @@ def _params(context: Context, body: ChatRequest, tools: _Tools) -> tuple[Samplin
 # -- the prompt ----------------------------------------------------------------------------------------------
 
 
-def _work(
-    context: Context,
-    body: ChatRequest,
-    tokenizer: Tokenizer,
-    tools: _Tools,
-    params: SamplingParams,
-    adapter: str | None,
-    salt: str | None,
-    fields: Mapping[str, str],
-) -> tuple[Work, MessageFormat]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Rendered:
+    """A conversation as a prompt."""
+
+    template: str
+    text: str
+    tokens: NDArray[np.int64]
+
+
+def _rendered(context: Context, body: ChatRequest, tokenizer: Tokenizer, tools: _Tools) -> _Rendered:
     with naming(None, "messages"):
         template = select_template(tokenizer.chat_templates, with_tools=tools.given is not None)
         variables: dict[str, Any] = {**tokenizer.special_tokens, **(body.chat_template_kwargs or {})}
@@ -218,14 +233,29 @@ def _work(
             body.messages,
             add_generation_prompt=body.add_generation_prompt is not False,
             tools=tools.given,
+            max_bytes=context.llm.engine.checks.max_text_bytes,
             **variables,
         )
-        tokens = encode_rendered(tokenizer, text)
-    format = _message_format(context, template, params, tools, text)
+        # It holds its special tokens.
+        return _Rendered(template=template, text=text, tokens=encode(tokenizer, text, add_special_tokens=False))
+
+
+def _work(
+    context: Context,
+    body: ChatRequest,
+    rendered: _Rendered,
+    tokenizer: Tokenizer,
+    tools: _Tools,
+    params: SamplingParams,
+    adapter: str | None,
+    salt: str | None,
+    fields: Mapping[str, str],
+) -> tuple[Work, MessageFormat]:
+    format = _message_format(context, rendered.template, params, tools, rendered.text)
     params = _unskipped(_stopping(params, format, tokenizer, context), format, tokenizer)
     with naming(fields, "messages"):
-        check(context, tokens, params)
-    work = Work(llm=context.llm, prompts=[tokens], params=params, adapter=adapter, cache_salt=salt)
+        check(context, rendered.tokens, params)
+    work = Work(llm=context.llm, prompts=[rendered.tokens], params=params, adapter=adapter, cache_salt=salt)
     return work, format
 
 

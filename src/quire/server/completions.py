@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
+import numpy as np
 from fastapi import APIRouter, Request
+from numpy.typing import NDArray
 from starlette.responses import Response
 
 from quire.async_llm import SampleDelta
@@ -22,6 +25,7 @@ from quire.server.generation import (
     encode,
     ending,
     grammar_of,
+    in_texts,
     naming,
     prepared,
     sampling_params,
@@ -54,8 +58,11 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
             reply = CompletionReply(request, context, body, params, [])
             return await answer_in_session(request, reply, source, stream=stream)
     adapter = context.adapter_of(body.model)
+    prompts = _prompts(body.prompt)
+    check_number(context, len(prompts), params.n)
+    tokens = await _encoded(context, request, prompts, fields)
     salt = context.salt(request.state.owner, body.cache_salt)
-    work, prompts = await prepared(lambda: _work(context, body, params, adapter, salt, fields), request)
+    work = await prepared(lambda: _work(context, body, tokens, params, adapter, salt, fields), request)
     reply = CompletionReply(request, context, body, params, prompts)
     return await answer(request, reply, work, stream=stream)
 
@@ -108,26 +115,45 @@ def _session_prompt(body: CompletionRequest) -> str | list[int] | None:
     return prompts[0]
 
 
+def _named(prompts: Sequence[Any], fields: Mapping[str, str]) -> Iterator[tuple[Any, AbstractContextManager[None]]]:
+    """Each with what turns errors into answers about it."""
+    for number, prompt in enumerate(prompts):
+        name = "prompt" if len(prompts) == 1 else f"prompt.{number}"
+        yield prompt, naming({**fields, "prompt": name}, name)
+
+
+async def _encoded(
+    context: Context, request: Request, prompts: Sequence[str | list[int]], fields: Mapping[str, str]
+) -> list[NDArray[np.int64]]:
+    """The tokens of all prompts, of which each can fit."""
+    for prompt, about in _named(prompts, fields):
+        with about:
+            context.llm.engine.checks.text(prompt)
+
+    def encode_all() -> list[NDArray[np.int64]]:
+        found = []
+        for prompt, about in _named(prompts, fields):
+            with about:
+                found.append(encode(context.llm.tokenizer, prompt))
+        return found
+
+    return await in_texts(context, request, sum(map(len, prompts)), encode_all)
+
+
 def _work(
     context: Context,
     body: CompletionRequest,
+    prompts: Sequence[NDArray[np.int64]],
     params: SamplingParams,
     adapter: str | None,
     salt: str | None,
     fields: Mapping[str, str],
-) -> tuple[Work, list[str | list[int]]]:
-    """The prompts, encoded and checked, and as they were given."""
-    prompts = _prompts(body.prompt)
-    check_number(context, len(prompts), params.n)
-    encoded = []
-    for number, prompt in enumerate(prompts):
-        name = "prompt" if len(prompts) == 1 else f"prompt.{number}"
-        with naming({**fields, "prompt": name}, name):
-            tokens = encode(context.llm.tokenizer, prompt)
+) -> Work:
+    """The prompts, checked."""
+    for tokens, about in _named(prompts, fields):
+        with about:
             check(context, tokens, params)
-            encoded.append(tokens)
-    work = Work(llm=context.llm, prompts=encoded, params=params, adapter=adapter, cache_salt=salt)
-    return work, prompts
+    return Work(llm=context.llm, prompts=prompts, params=params, adapter=adapter, cache_salt=salt)
 
 
 class CompletionReply(Reply):

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quire.async_llm import AsyncLLM
 from quire.server.errors import ApiError
 from quire.server.gate import Gate
 from quire.server.settings import ServerSettings
+from quire.server.texts import Texts
 
 if TYPE_CHECKING:
     from quire.server.sessions import Sessions
     from quire.server.stored import StoredBytes
+
+
+def public_name(model: str | Path) -> str:
+    """What clients are told of the place from which a model or an adapter was loaded: of a directory its name alone."""
+    return Path(os.path.abspath(model)).name if os.path.isdir(model) else str(model)
 
 
 @dataclass(slots=True)
@@ -27,6 +35,8 @@ class Context:
     """Counts what is under way; refuses when full or shutting down."""
     sessions: Sessions
     stored: StoredBytes
+    texts: Texts = field(default_factory=Texts)
+    """Where texts are rendered and tokenised."""
     started: float = field(default=0.0)
     """Unix time."""
     adapters: set[str] = field(default_factory=set)

@@ -6,7 +6,9 @@ Routes raise ``ApiError``, or let the errors of Quire through: this is the one p
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -112,6 +114,17 @@ def api_error(error: BaseException, *, param: str | None = None) -> ApiError:
             headers = {"Retry-After": str(RETRY_AFTER)} if status in (429, 503) else None
             return ApiError(status, str(error), param=param, code=code, headers=headers)
     return ApiError(500, "internal error", code="internal_error")
+
+
+@contextmanager
+def hiding(path: Path, name: str) -> Iterator[None]:
+    """Has errors of Quire call what lies at ``path`` by ``name``: where files lie here is nobody's business."""
+    try:
+        yield
+    except QuireError as error:
+        text = str(error).replace(str(path), name).replace(str(path.parent), "the server's directory")
+        error.args = (text, *error.args[1:])
+        raise
 
 
 def error_response(error: ApiError) -> Response:

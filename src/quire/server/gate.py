@@ -13,10 +13,13 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
+import math
 import re
 import secrets
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,13 +36,17 @@ MAX_CONTAINERS = 100_000
 MAX_VALUES = 1_000_000
 """Values in a JSON body, at most: enough for the tokens of the longest contexts."""
 PATIENCE = 30.0
-"""Seconds that a client has to send a body, beside those that its bytes may take."""
+"""Seconds for which the sender of a body may be behind, and so for which it may send nothing."""
 SLOWEST = 16_384
-"""Bytes per second that a body must have beyond that. A place in the gate is not for those who only hold it."""
+"""Bytes per second that a body must have. A place in the gate is not for those who only hold it."""
 READER_SECONDS = 60.0
 """Seconds for which a client may read nothing of an answer that is being sent."""
 LARGE_BODY = 65_536
 """Bytes from which a body is looked at on a worker thread: below, it takes less than a millisecond."""
+BODIES = 32
+"""Bodies of the largest size (``max_body_bytes``) that may be in memory at a time."""
+BODIES_PER_KEY = 8
+"""Those of one key."""
 
 KEYLESS = frozenset({"/health", "/docs", "/redoc", "/openapi.json", "/docs/oauth2-redirect"})
 """Paths that say nothing about anybody's work: a key is not asked for."""
@@ -109,6 +116,57 @@ class Gate:
             task.cancel()
 
 
+class Arrivals:
+    """Counts the bytes of bodies that have come and are not done with, in sum and by owner; state files count as ``StoredBytes``."""
+
+    def __init__(self, limit: int, limit_per_key: int) -> None:
+        """Requests without a key have the limit of the sum alone."""
+        self.limit, self.limit_per_key = limit, limit_per_key
+        self.bytes: Counter[str] = Counter()
+
+    @contextmanager
+    def of(self, owner: str) -> Iterator[Arrival]:
+        """The body of one request, which is counted until this is left."""
+        arrival = Arrival(self, owner)
+        try:
+            yield arrival
+        finally:
+            self.bytes[owner] -= arrival.bytes
+            self.bytes += Counter()  # forgets owners that have none
+
+
+class Arrival:
+    """A body on its way in."""
+
+    def __init__(self, arrivals: Arrivals, owner: str) -> None:
+        self._arrivals = arrivals
+        self._owner = owner
+        self.bytes = 0
+
+    def expect(self, count: int) -> None:
+        """``ApiError`` if a body of so many bytes more cannot come now: 413 if it never can."""
+        arrivals, owner = self._arrivals, self._owner
+        for limit, used, whose in (
+            (arrivals.limit, arrivals.bytes.total(), "this server"),
+            *([(arrivals.limit_per_key, arrivals.bytes[owner], "this key")] if owner else []),
+        ):
+            if self.bytes + count > limit:
+                raise _too_large(f"{whose} may have {limit} bytes of bodies at a time")
+            if used + count > limit:
+                raise ApiError(
+                    429,
+                    f"{whose} has {used} bytes of bodies under way, and may have {limit}; try again later",
+                    code="rate_limit_exceeded",
+                    headers={"Retry-After": str(RETRY_AFTER), "Connection": "close"},
+                )
+
+    def add(self, count: int) -> None:
+        """Count what has come; ``ApiError`` as of ``expect``."""
+        self.expect(count)
+        self.bytes += count
+        self._arrivals.bytes[self._owner] += count
+
+
 class ReaderGone(OSError):
     """The client keeps its connection, and reads nothing."""
 
@@ -138,6 +196,7 @@ class GateMiddleware:
         self._app = app
         self._gate = gate
         self._settings = settings
+        self._bodies = Arrivals(BODIES * settings.body_limit, BODIES_PER_KEY * settings.body_limit)
         # Digests are of one length, so that comparing tells nothing about that of a key either.
         self._keys = [hashlib.sha256(key.encode()).digest() for key in settings.api_key]
 
@@ -158,6 +217,9 @@ class GateMiddleware:
             if message["type"] == "http.response.start":
                 passage.status = message["status"]
                 kept = [pair for pair in message.get("headers", ()) if pair[0].lower() != b"x-request-id"]
+                if _headers(scope, b"transfer-encoding") and not _headers({"headers": kept}, b"connection"):
+                    # Readers of chunks differ in what they take for the end, so nothing is read behind it.
+                    kept.append((b"connection", b"close"))
                 message = {**message, "headers": [*kept, (b"x-request-id", passage.request_id.encode())]}
             try:
                 async with asyncio.timeout(READER_SECONDS):
@@ -175,13 +237,16 @@ class GateMiddleware:
     async def _pass(self, passage: Passage, scope: Scope, receive: Receive, send: Send) -> None:
         counted = False
         try:
-            scope["state"]["owner"] = self._owner(scope)
+            check_framing(scope)
+            owner = scope["state"]["owner"] = self._owner(scope)
             if scope["path"] not in UNCOUNTED:
                 self._gate.enter()
                 counted = True
-            admitted = await self._body(scope, receive)
-            if admitted is not None:
-                await self._app(scope, admitted, send)
+            # What has come is in memory until the answer has gone.
+            with self._bodies.of(owner) as arrival:
+                admitted = await self._body(scope, receive, arrival)
+                if admitted is not None:
+                    await self._app(scope, admitted, send)
         except asyncio.CancelledError:
             if not self._gate.cancelling:
                 raise
@@ -221,28 +286,28 @@ class GateMiddleware:
             headers={"WWW-Authenticate": "Bearer"},
         )
 
-    async def _body(self, scope: Scope, receive: Receive) -> Receive | None:
+    async def _body(self, scope: Scope, receive: Receive, arrival: Arrival) -> Receive | None:
         """What gives the application its body: in one piece, or for an upload as it comes. None if the client has gone."""
         upload = scope["path"] in UPLOADS
         limit = self._settings.upload_limit if upload else self._settings.body_limit
         name = "max_upload_bytes" if upload else "max_body_bytes"
-        too_large = ApiError(413, f"the body is larger than {limit} bytes ({name})", code="request_too_large")
+        too_large = _too_large(f"the body is larger than {limit} bytes ({name})")
         for length in _headers(scope, b"content-length"):
             if not length.isdigit() or int(length[:20]) > limit:
                 raise too_large
-        receive = _in_time(receive)
+            if not upload:
+                arrival.expect(int(length))
+        receive = _in_time(receive, self._settings.upload_seconds if upload else math.inf)
+        receive = _limited(receive, limit, too_large)
         if upload:
-            return _limited(receive, limit, too_large)
-        parts, size = [], 0
+            return receive
+        parts = []
         while True:
             message = await receive()
             if message["type"] == "http.disconnect":
                 return None
-            part = message.get("body", b"")
-            size += len(part)
-            if size > limit:
-                raise too_large
-            parts.append(part)
+            arrival.add(len(message.get("body", b"")))
+            parts.append(message.get("body", b""))
             if not message.get("more_body", False):
                 break
         body = b"".join(parts)
@@ -252,6 +317,19 @@ class GateMiddleware:
         else:
             await asyncio.to_thread(check_json, body)
         return _replayed(body, receive)
+
+
+def check_framing(scope: Scope) -> None:
+    """``ApiError`` 400 for a request of which a proxy before this server may have seen another end than this server does: what
+    follows that end would be a request that nobody sent."""
+    coded = bool(_headers(scope, b"transfer-encoding"))
+    if coded and (_headers(scope, b"content-length") or scope.get("http_version", "1.1") == "1.0"):
+        raise ApiError(
+            400,
+            "Transfer-Encoding together with Content-Length, or in HTTP/1.0, is not taken; send one of them in HTTP/1.1",
+            code="invalid_framing",
+            headers={"Connection": "close"},
+        )
 
 
 def check_json(body: bytes) -> None:
@@ -297,10 +375,12 @@ def _replayed(body: bytes, receive: Receive) -> Receive:
     return replay
 
 
-def _in_time(receive: Receive) -> Receive:
-    """Gives the parts of a body as they come. ``ApiError`` 408 for one that comes too slowly; behind its end nothing is late."""
+def _in_time(receive: Receive, most: float) -> Receive:
+    """Gives the parts of a body as they come. ``ApiError`` 408 for one that comes too slowly, or for longer than ``most`` seconds;
+    behind its end nothing is late."""
     loop = asyncio.get_running_loop()
-    deadline: float | None = loop.time() + PATIENCE
+    end = loop.time() + most
+    deadline: float | None = min(end, loop.time() + PATIENCE)
 
     async def timely() -> Message:
         nonlocal deadline
@@ -310,13 +390,16 @@ def _in_time(receive: Receive) -> Receive:
         except TimeoutError:
             raise ApiError(
                 408,
-                f"the body came too slowly: {PATIENCE:g} seconds are given, and one more for each {SLOWEST} bytes",
+                f"the body came too slowly: it may be {PATIENCE:g} seconds behind {SLOWEST} bytes a second"
+                + (f", and take {most:g} seconds (upload_seconds)" if most < math.inf else ""),
                 code="request_timeout",
                 headers={"Connection": "close"},
             ) from None
         if deadline is not None:
             more = message["type"] == "http.request" and message.get("more_body", False)
-            deadline = deadline + len(message.get("body", b"")) / SLOWEST if more else None
+            # Who was quick may not be silent for long after that.
+            later = min(deadline + len(message.get("body", b"")) / SLOWEST, loop.time() + PATIENCE, end)
+            deadline = later if more else None
         return message
 
     return timely
@@ -336,7 +419,7 @@ def _limited(receive: Receive, limit: int, error: ApiError) -> Receive:
     return limited
 
 
-def _headers(scope: Scope, name: bytes) -> Sequence[bytes]:
+def _headers(scope: Mapping[str, Any], name: bytes) -> Sequence[bytes]:
     return [value for found, value in scope["headers"] if found.lower() == name]
 
 
@@ -346,6 +429,11 @@ def _request_id(scope: Scope) -> str:
     if len(given) == 1 and _ID.fullmatch(given[0]):
         return given[0]
     return f"req-{secrets.token_hex(16)}"
+
+
+def _too_large(message: str) -> ApiError:
+    # What is not read of the body would stand before the next request.
+    return ApiError(413, message, code="request_too_large", headers={"Connection": "close"})
 
 
 def _stopping() -> ApiError:

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from starlette.requests import Request
 
-from quire.async_llm import AsyncLLM, SampleDelta
+from quire.async_llm import AsyncLLM, AsyncSession, SampleDelta
 from quire.engine.token_ids import as_token_ids
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import Cancelled, InvalidArgument, QuireError
@@ -200,18 +200,38 @@ async def prepared(function: Callable[[], T], request: Request) -> T:
     return await unless_gone(request, asyncio.to_thread(function))
 
 
-def encode(tokenizer: Tokenizer | None, prompt: str | Sequence[int]) -> NDArray[np.int64]:
-    """Token ids of a prompt, as ``LLM.generate`` makes them."""
+async def in_texts(context: Context, request: Request, size: int, function: Callable[[], T]) -> T:
+    """Call what renders or tokenises a text of about ``size`` characters on a thread for that, unless the client goes away."""
+    return await unless_gone(request, context.texts.run(size, function))
+
+
+async def encoded(
+    context: Context, text: str, *, add_special_tokens: bool = True, endless: bool = False
+) -> NDArray[np.int64]:
+    """Token ids of a text. One that cannot fit is not tokenised: ``InvalidArgument``; ``endless``: any can, behind a window."""
+    if not endless:
+        context.llm.engine.checks.text(text)
+    tokenizer = context.llm.tokenizer
+    return await context.texts.run(len(text), lambda: encode(tokenizer, text, add_special_tokens=add_special_tokens))
+
+
+async def added(context: Context, session: AsyncSession, given: str | Sequence[int]) -> Sequence[int]:
+    """Token ids of what is to be added to a session."""
+    if not isinstance(given, str):
+        return given
+    endless = session.window is not None
+    return (await encoded(context, given, add_special_tokens=False, endless=endless)).tolist()  # type: ignore[no-any-return]
+
+
+def encode(
+    tokenizer: Tokenizer | None, prompt: str | Sequence[int], *, add_special_tokens: bool = True
+) -> NDArray[np.int64]:
+    """Token ids of a prompt."""
     if not isinstance(prompt, str):
         return as_token_ids(prompt)
     if tokenizer is None:
-        raise InvalidArgument("prompt is text, and this model has no tokenizer; give token ids")
-    return np.array(tokenizer.encode(prompt), dtype=np.int64)
-
-
-def encode_rendered(tokenizer: Tokenizer, text: str) -> NDArray[np.int64]:
-    """Token ids of a rendered conversation, which holds its special tokens."""
-    return np.array(tokenizer.encode(text, add_special_tokens=False), dtype=np.int64)
+        raise InvalidArgument("the text cannot be tokenised, for this model has no tokenizer; give token ids")
+    return np.array(tokenizer.encode(prompt, add_special_tokens=add_special_tokens), dtype=np.int64)
 
 
 def check(context: Context, tokens: NDArray[np.int64], params: SamplingParams) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import re
 import signal
 import socket
 import threading
@@ -64,10 +65,31 @@ def serve(llm: AsyncLLM, settings: ServerSettings | None = None) -> None:
         asyncio.run(llm.close())
 
 
+_BARE_OR_FOLDED = re.compile(rb"(?<!\r)\n|\n[ \t]")
+_HEAD_END = re.compile(rb"\n\r?\n")
+
+
+class StrictConnection(h11.Connection):
+    """h11's, which takes lines that end with a line feed alone, and headers that go on in the next line. A proxy may read both in
+    another way, and pass on as one request what would be two here."""
+
+    def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
+        if self.their_state is h11.IDLE:
+            data = self.trailing_data[0]
+            end = _HEAD_END.search(data)
+            if _BARE_OR_FOLDED.search(data, 0, len(data) if end is None else end.end()):
+                raise h11.RemoteProtocolError("bare line feed or folded line in the head", error_status_hint=400)
+        return super().next_event()
+
+
 class Connection(H11Protocol):
     """Uvicorn's, closed if no request comes: connections that say nothing would stay for ever."""
 
     _head: asyncio.TimerHandle | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.conn = StrictConnection(h11.SERVER)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)

@@ -13,8 +13,10 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from quire.async_llm import AsyncSession
-from quire.errors import Cancelled, QuireError
+from quire.errors import Cancelled
+from quire.kv.atomic_file import os_errors
 from quire.server.context import Context
+from quire.server.errors import hiding
 from quire.server.events import unless_gone
 from quire.server.stored import StoredBytes
 
@@ -60,23 +62,21 @@ async def receive_session(request: Request, context: Context, *, convert_dtype: 
     llm, place = context.llm, TemporaryFile(context.stored, request.state.owner)
     async with place as path:
         try:
-            await _write(path, request.stream())
+            with os_errors("the uploaded state file"):
+                await _write(path, place, request.stream())
         except ClientDisconnect:
             raise Cancelled("the client closed the connection before the file was there") from None
-        place.claim(path.stat().st_size)
-        try:
+        with hiding(path, "the uploaded state file"):
             return await unless_gone(request, llm.load_session(path, convert_dtype=convert_dtype))
-        except QuireError as error:
-            # Where files lie here is nobody's business.
-            error.args = (str(error).replace(str(path), "the uploaded state file"), *error.args[1:])
-            raise
 
 
-async def _write(path: Path, parts: AsyncIterator[bytes]) -> None:
+async def _write(path: Path, place: TemporaryFile, parts: AsyncIterator[bytes]) -> None:
     file = await asyncio.to_thread(path.open, "wb")
-    waiting, size = [], 0
+    waiting, size, arrived = [], 0, 0
     try:
         async for part in parts:
+            arrived += len(part)
+            place.claim(arrived)
             waiting.append(part)
             size += len(part)
             if size >= CHUNK:
@@ -124,7 +124,8 @@ async def saved_session(session: AsyncSession, request: Request, context: Contex
     try:
         held = len(session) if session.window is None else min(len(session), session.window[0])
         place.claim(held * context.llm.bytes_per_token)  # about as many as there will be
-        await unless_gone(request, session.save(path))
+        with hiding(path, name):
+            await unless_gone(request, session.save(path))
         place.claim(path.stat().st_size)
     except BaseException:
         await place.__aexit__()

@@ -22,7 +22,7 @@ from quire.sampling_params import SamplingParams
 from quire.server.context import Context
 from quire.server.errors import ApiError, api_error
 from quire.server.events import EventStream, JsonAnswer, unless_gone
-from quire.server.generation import check_lists
+from quire.server.generation import added, check_lists, encoded
 from quire.server.logprobs import finite
 from quire.server.session_batches import SessionBatch
 from quire.server.session_bodies import (
@@ -70,13 +70,16 @@ async def create(body: CreateBody, request: Request) -> Response:
     context.sessions.lifetime(body.ttl, pinned=body.pin)
     with context.sessions.room(owner):
         with _about("prompt" if body.messages is None else "messages"):
-            session = await unless_gone(request, _made(context, body, adapter, owner))
+            prompt: Any = [] if body.prompt is None else body.prompt
+            if isinstance(prompt, str):
+                prompt = await unless_gone(request, encoded(context, prompt, endless=body.window is not None))
+            session = await unless_gone(request, _made(context, body, prompt, adapter, owner))
         return await _held(request, session, ttl=body.ttl)
 
 
-async def _made(context: Context, body: CreateBody, adapter: str | None, owner: str) -> AsyncSession:
+async def _made(context: Context, body: CreateBody, prompt: Any, adapter: str | None, owner: str) -> AsyncSession:
     session = await context.llm.session(
-        [] if body.prompt is None else body.prompt,
+        prompt,
         adapter=adapter,
         cache_salt=context.salt(owner, body.cache_salt),
         window=body.window,
@@ -291,8 +294,9 @@ async def delete(session_id: str, request: Request) -> Response:
 @router.post("/{session_id}/append")
 async def append(session_id: str, body: TextBody, request: Request) -> Response:
     """Add text (without BOS) or token ids, and run them."""
-    content = body.content()
+    content: Any = body.content()
     with _used(request, session_id, "append") as session, _about("tokens" if body.text is None else "text"):
+        content = await unless_gone(request, added(_context(request), session, content))
         await unless_gone(request, session.append(content))
         return JsonAnswer({"id": session_id, "num_tokens": len(session)})
 
@@ -333,12 +337,9 @@ async def _exhaust(stream: SessionStream) -> None:
 @router.post("/{session_id}/score")
 async def score(session_id: str, body: TextBody, request: Request) -> Response:
     """Log-probabilities of text or tokens behind the session, which stays as it is."""
-    content, tokenizer = body.content(), _context(request).llm.tokenizer
+    content: Any = body.content()
     with _used(request, session_id, "score") as session, _about("tokens" if body.text is None else "text"):
-        if isinstance(content, str):
-            if tokenizer is None:
-                raise InvalidArgument("this model has no tokenizer; give tokens instead of text")
-            content = await asyncio.to_thread(tokenizer.encode, content, add_special_tokens=False)
+        content = await unless_gone(request, added(_context(request), session, content))
         scores = [finite(one) for one in await unless_gone(request, session.score(content))]
     return JsonAnswer({"id": session_id, "tokens": content, "logprobs": scores, "total_logprob": sum(scores)})
 

@@ -18,6 +18,7 @@ from quire.outputs import RequestOutput
 from quire.sampling_params import SamplingParams
 from quire.server.context import Context
 from quire.server.errors import ApiError, api_error
+from quire.server.generation import added
 from quire.server.sessions import HeldSession
 
 
@@ -134,7 +135,7 @@ class SessionStream(AsyncIterator[SampleDelta]):
             return session.stream_chat(self._messages, self._params, answer=self._answer)
         if self._prompt is not None:
             before = len(session)
-            await session.append(self._prompt)
+            await session.append(await added(context, session, self._prompt))
             self._undo = before
         return session.stream(self._params)
 

@@ -49,6 +49,9 @@ class ServerSettings:
         default="16MiB", metadata={"help": "Largest body of a request but uploads of state files."}
     )
     max_upload_bytes: int | str = field(default="4GiB", metadata={"help": "Largest state file that is taken."})
+    upload_seconds: float = field(
+        default=3600.0, metadata={"help": "Seconds that one upload may take, if it is not too slow before."}
+    )
     max_waiting: int = field(
         default=1024, metadata={"help": "Requests under way or waiting, at most; further ones get 429."}
     )
@@ -123,6 +126,7 @@ class ServerSettings:
             raise InvalidArgument(f"share_prefix_cache must be true or false, got {self.share_prefix_cache!r}")
         _check_seconds("session_ttl", self.session_ttl, positive=True)
         _check_seconds("pinned_ttl", self.pinned_ttl, positive=True)
+        _check_seconds("upload_seconds", self.upload_seconds, positive=True)
         _check_seconds("drain_seconds", self.drain_seconds, positive=False)
 
     @property

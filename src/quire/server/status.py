@@ -14,7 +14,7 @@ from starlette.responses import Response
 from quire.async_llm import AsyncLLM
 from quire.engine.named_adapters import AdapterInfo
 from quire.errors import QuireError
-from quire.server.context import Context
+from quire.server.context import Context, public_name
 from quire.server.errors import ApiError
 from quire.server.metrics_text import CONTENT_TYPE, metrics_text
 
@@ -136,7 +136,7 @@ async def model_cards(context: Context) -> list[ModelCard]:
     base = ModelCard(
         id=context.model_name,
         created=int(context.started),
-        root=str(context.llm.config.model),
+        root=public_name(context.llm.config.model),
         max_model_len=context.longest,
     )
     return [base, *(adapter_card(context, info) for info in loaded.values() if info.name != base.id)]
@@ -147,7 +147,7 @@ def adapter_card(context: Context, info: AdapterInfo) -> ModelCard:
     return ModelCard(
         id=info.name,
         created=int(context.started),
-        root=info.path,
+        root=public_name(info.path),
         parent=context.model_name,
         max_model_len=context.longest,
     )

@@ -12,6 +12,7 @@ from quire.engine.chat import encode_chat
 from quire.engine.tokenizer import Tokenizer
 from quire.server.context import Context
 from quire.server.errors import ApiError
+from quire.server.generation import in_texts
 
 router = APIRouter(tags=["tokens"])
 
@@ -78,7 +79,11 @@ async def tokenize(request: Request, body: TokenizeRequest) -> TokenizeResponse:
             param="chat_template",
             code="unsupported",
         )
-    found = await asyncio.to_thread(_encode, tokenizer, body)
+    checks = context.llm.engine.checks
+    checks.text(body.prompt)
+    # The text of messages is about as long as the body, which brings all that it is made of.
+    size = len(await request.body()) if body.prompt is None else len(body.prompt)
+    found = await in_texts(context, request, size, lambda: _encode(tokenizer, body, checks.max_text_bytes))
     return TokenizeResponse(
         count=len(found),
         max_model_len=context.longest,
@@ -112,11 +117,12 @@ def _tokenizer(context: Context) -> Tokenizer:
     return tokenizer
 
 
-def _encode(tokenizer: Tokenizer, body: TokenizeRequest) -> list[int]:
+def _encode(tokenizer: Tokenizer, body: TokenizeRequest, max_bytes: int | None) -> list[int]:
     if body.prompt is not None:
         return tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
     assert body.messages is not None
     reserved = {"messages", "tools", "add_generation_prompt", "chat_template", "tokenizer", "tokenizer_template"}
+    reserved.add("max_bytes")
     for name in body.chat_template_kwargs or {}:
         if name in reserved:
             raise ApiError(
@@ -136,5 +142,6 @@ def _encode(tokenizer: Tokenizer, body: TokenizeRequest) -> list[int]:
         body.messages,
         add_generation_prompt=body.add_generation_prompt,
         tools=body.tools,
+        max_bytes=max_bytes,
         **(body.chat_template_kwargs or {}),
     )

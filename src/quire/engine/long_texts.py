@@ -1,0 +1,61 @@
+"""Work of one thread that others must not have to wait for: calls that were given up, and turns for long texts."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from quire import interrupts
+from quire.errors import Cancelled
+
+LONG = 1 << 18
+"""Bytes from which a text is long: tokenising it takes more than a tenth of a second, and a thousand bytes for each of its own."""
+LOOK = 0.05
+"""Seconds between two looks whether a call that waits for its turn was given up."""
+
+_calls = threading.local()
+_free = threading.Condition()
+_turns: dict[object, None] = {}
+
+
+@contextmanager
+def given_up_by(is_given_up: Callable[[], bool]) -> Iterator[None]:
+    """Let ``check`` on this thread ask ``is_given_up``."""
+    before = getattr(_calls, "is_given_up", None)
+    _calls.is_given_up = is_given_up
+    try:
+        yield
+    finally:
+        _calls.is_given_up = before
+
+
+def check() -> None:
+    """``Cancelled`` if whoever wants what this thread does has given it up. Interrupts take effect here."""
+    interrupts.check()
+    is_given_up = getattr(_calls, "is_given_up", None)
+    if is_given_up is not None and is_given_up():
+        raise Cancelled("the call was given up")
+
+
+@contextmanager
+def turn(size: int) -> Iterator[None]:
+    """Wait until no other thread is at a long text, if one of ``size`` bytes is to be tokenised: it takes memory beyond its size, and
+    cannot be interrupted. ``Cancelled`` if the call is given up before."""
+    check()
+    if size < LONG:
+        yield
+        return
+    mine = object()
+    # An interrupt may come anywhere, so the turn is within, and given back before anything else.
+    try:
+        with _free:
+            while _turns:
+                _free.wait(LOOK)
+                check()
+            _turns[mine] = None
+        yield
+    finally:
+        _turns.pop(mine, None)
+        with _free:
+            _free.notify_all()

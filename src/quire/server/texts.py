@@ -1,0 +1,90 @@
+"""The threads in which a server renders and tokenises: few, short texts before long ones, and none for who has gone."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from quire.engine.long_texts import LONG, given_up_by
+
+SHORT_THREADS = 4
+"""Threads for texts that are not long. For the others there is one."""
+
+T = TypeVar("T")
+
+
+class Lane:
+    """Calls on some threads, the smallest first. On one event loop."""
+
+    def __init__(self, threads: int, name: str) -> None:
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix=name)
+        self._free = threads
+        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
+        self._numbers = itertools.count()
+
+    async def run(self, size: int, function: Callable[[], T]) -> T:
+        """Call ``function`` when it is its turn. If the task is cancelled before, it is not called; if meanwhile, ``long_texts.check``
+        ends it, and its thread is free for others when it has ended."""
+        if not self._free:
+            turn = asyncio.get_running_loop().create_future()
+            heapq.heappush(self._waiting, (size, next(self._numbers), turn))
+            try:
+                await turn
+            except asyncio.CancelledError:
+                if turn.done() and not turn.cancelled():
+                    self._leave()
+                raise
+        else:
+            self._free -= 1
+        given_up = threading.Event()
+
+        def call() -> T:
+            with given_up_by(given_up.is_set):
+                return function()
+
+        work = asyncio.get_running_loop().run_in_executor(self._pool, call)
+        work.add_done_callback(self._ended)
+        try:
+            return await asyncio.shield(work)
+        except asyncio.CancelledError:
+            given_up.set()
+            raise
+
+    def _ended(self, work: asyncio.Future[T]) -> None:
+        if not work.cancelled():
+            work.exception()  # which nobody may ask for any more
+        self._leave()
+
+    def _leave(self) -> None:
+        """Give a thread to who waits with the smallest text, if anybody does."""
+        while self._waiting:
+            turn = heapq.heappop(self._waiting)[2]
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self._free += 1
+
+    def close(self) -> None:
+        """End the threads when they are idle."""
+        self._pool.shutdown(wait=False)
+
+
+class Texts:
+    """The lanes of one server."""
+
+    def __init__(self) -> None:
+        self._short = Lane(SHORT_THREADS, "quire-texts")
+        self._long = Lane(1, "quire-long-texts")
+
+    async def run(self, size: int, function: Callable[[], T]) -> T:
+        """Call ``function``, which handles a text of about ``size`` characters, as ``Lane.run`` does."""
+        return await (self._long if size >= LONG else self._short).run(size, function)
+
+    def close(self) -> None:
+        for lane in (self._short, self._long):
+            lane.close()

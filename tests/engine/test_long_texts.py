@@ -1,0 +1,268 @@
+"""Texts that cannot fit are refused before they are tokenised, and long ones hold up nobody."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import normalizers
+
+from quire import LLM, AsyncLLM, BeamSearchParams
+from quire.engine import chat, long_texts
+from quire.engine import session as session_module
+from quire.engine.chat import render_chat
+from quire.engine.long_texts import LONG, check, given_up_by, turn
+from quire.engine.text_bounds import longest_token
+from quire.engine.tokenizer import Tokenizer
+from quire.errors import Cancelled, FailedPrecondition, InvalidArgument
+from small_tokenizers import BUILDERS, byte_level, saved
+
+BOUNDED = ("byte_level", "sentencepiece", "gemma")
+"""Kinds of which every token stands for a bounded part of a text."""
+USER = {"role": "user", "content": "hello"}
+
+# -- how much a token stands for -----------------------------------------------------------------------------
+
+
+def test_which_tokenizers_have_a_bound() -> None:
+    found = {kind for kind in BUILDERS if longest_token(tokenizers.Tokenizer.from_str(saved(kind))) is not None}
+    assert found == set(BOUNDED)
+
+
+@pytest.mark.parametrize("kind", BOUNDED)
+@given(text=st.text() | st.lists(st.sampled_from(["a", "  ", "fib(n)", "\u212a", "<s>", "→ä", "\n"])).map("".join))
+@settings(deadline=None)
+def test_no_token_stands_for_more(kind: str, text: str) -> None:
+    backend = tokenizers.Tokenizer.from_str(saved(kind))
+    longest = longest_token(backend)
+    assert longest is not None
+    assert len(text.encode()) <= longest * len(backend.encode(text, add_special_tokens=False).ids)
+
+
+@pytest.mark.parametrize("form", ["NFC", "NFKC", "NFD", "NFKD", "Lowercase"])
+def test_normalised_text_may_have_been_longer(form: str) -> None:
+    """With the characters that shrink most in each of them."""
+    plain, normalised = byte_level(), byte_level()
+    normalised.normalizer = getattr(normalizers, form)()
+    text = {
+        "NFC": "\u03b9\u0308\u1fef", "NFKC": "\U0001d6d6\u0308\u0301", "NFD": "\u1fef", "NFKD": "\U0001d433", "Lowercase": "\u212a"
+    }[form]  # fmt: skip
+    before, after = longest_token(plain), longest_token(normalised)
+    assert before is not None
+    assert after is not None
+    shrunk = len(normalizers.Sequence([normalised.normalizer]).normalize_str(text).encode())
+    assert len(text.encode()) > shrunk
+    assert before * len(text.encode()) <= after * shrunk
+
+
+def test_what_drops_text_has_no_bound() -> None:
+    taking, removing, stripping = byte_level(), byte_level(), byte_level()
+    taking.add_special_tokens([tokenizers.AddedToken("<|x|>", rstrip=True, special=True)])
+    removing.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
+        [tokenizers.pre_tokenizers.Split(" ", "removed"), byte_level().pre_tokenizer]
+    )
+    stripping.normalizer = normalizers.Strip()
+    for backend in (taking, removing, stripping):
+        assert longest_token(backend) is None
+
+
+# -- refused before they are tokenised -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def untouched(python_llm: LLM, monkeypatch: pytest.MonkeyPatch) -> LLM:
+    """An LLM that must not tokenise."""
+
+    def encode(self: Tokenizer, text: str, add_special_tokens: bool = True) -> list[int]:
+        raise AssertionError(f"{len(text)} characters are tokenised")
+
+    monkeypatch.setattr(Tokenizer, "encode", encode)
+    return python_llm
+
+
+def too_long(llm: LLM) -> str:
+    most = llm.engine.checks.max_text_bytes
+    assert most is not None
+    return "a" * (most + 1)
+
+
+FACES: dict[str, Callable[[LLM, str], Any]] = {
+    "generate": lambda llm, text: llm.generate(text),
+    "beam_search": lambda llm, text: llm.beam_search(text, BeamSearchParams(beam_width=2)),
+    "session": lambda llm, text: llm.session(text),
+    "append": lambda llm, text: llm.session([5]).append(text),
+    "score": lambda llm, text: llm.session([5]).score(text),
+}
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_a_text_that_cannot_fit_is_not_tokenised(untouched: LLM, face: str) -> None:
+    text = too_long(untouched)
+    with pytest.raises(InvalidArgument, match=f"{len(text)} bytes; 512 tokens fit here"):
+        FACES[face](untouched, text)
+    # Two bytes for each of these characters.
+    with pytest.raises(InvalidArgument, match="tokens fit here"):
+        FACES[face](untouched, "é" * (len(text) // 2 + 1))
+
+
+def test_a_text_at_the_bound_is_tokenised(python_llm: LLM) -> None:
+    text = too_long(python_llm)[1:]
+    with pytest.raises(InvalidArgument, match="the context ends at 512"):
+        python_llm.generate(text)
+
+
+def test_behind_a_window_any_text_fits(python_llm: LLM) -> None:
+    text = too_long(python_llm)
+    with python_llm.session([5], window=16) as session:
+        session.append(text[:2000])
+        assert session._encode(text)[0].size > 512
+
+
+# -- templates -----------------------------------------------------------------------------------------------
+
+LOOPS = "{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+def test_a_prompt_that_cannot_fit_is_not_rendered_to_its_end() -> None:
+    messages = [USER] * 1000
+    assert len(render_chat(LOOPS, messages, max_bytes=5000)) == 5000
+    with pytest.raises(InvalidArgument, match="more than 4999 bytes"):
+        render_chat(LOOPS, messages, max_bytes=4999)
+
+
+def test_templates_have_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where they write nothing."""
+    monkeypatch.setattr(chat, "SECONDS", -1.0)
+    for template in (LOOPS, "{% for m in messages %}{% if m['role'] == 'x' %}x{% endif %}{% endfor %}"):
+        with pytest.raises(InvalidArgument, match="takes longer than"):
+            render_chat(template, [USER])
+
+
+def test_templates_end_with_their_call() -> None:
+    looks = iter([False, False, True])
+    with given_up_by(lambda: next(looks)), pytest.raises(Cancelled):
+        render_chat(LOOPS, [USER] * 10)
+    assert next(looks, None) is None
+
+
+# -- turns ---------------------------------------------------------------------------------------------------
+
+
+def test_one_long_text_at_a_time() -> None:
+    began, ended, given_up = threading.Event(), threading.Event(), threading.Event()
+    results: list[str] = []
+
+    def wait(name: str) -> None:
+        with given_up_by(given_up.is_set):
+            began.set()
+            try:
+                with turn(LONG):
+                    results.append(name)
+            except Cancelled:
+                results.append(f"{name} gave up")
+        ended.set()
+
+    with turn(LONG):
+        thread = threading.Thread(target=wait, args=("second",))
+        thread.start()
+        assert began.wait(60)
+        with turn(LONG - 1):  # short ones wait for nobody
+            assert not results
+        given_up.set()
+        assert ended.wait(60)
+        assert results == ["second gave up"]
+        thread.join()
+    given_up.clear()
+    thread = threading.Thread(target=wait, args=("third",))
+    thread.start()
+    thread.join(60)
+    assert results[1:] == ["third"]
+    assert not long_texts._turns
+
+
+def test_calls_within_calls_are_asked_in_turn() -> None:
+    with given_up_by(lambda: True):
+        with given_up_by(lambda: False):
+            check()
+        with pytest.raises(Cancelled):
+            check()
+    check()
+
+
+def test_a_call_that_was_given_up_does_not_tokenise() -> None:
+    """The event loop's task is cancelled while its text waits for another one."""
+
+    async def run() -> None:
+        async with AsyncLLM("tiny-python", device="cpu", kv_cache_memory="8MiB") as llm:
+            assert llm.tokenizer is not None
+            llm.tokenizer.__dict__["longest_token"] = None  # so that nothing is refused by its size
+            with turn(LONG):
+                task = asyncio.create_task(llm.generate("a" * LONG))
+                await asyncio.sleep(0)
+                while not task.cancelling():
+                    task.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+            assert (await llm.generate("def"))[0].outputs
+
+    asyncio.run(run())
+
+
+# -- sessions ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def talking(python_llm: LLM, monkeypatch: pytest.MonkeyPatch) -> LLM:
+    assert python_llm.tokenizer is not None
+    monkeypatch.setitem(python_llm.tokenizer.chat_templates, "default", LOOPS)
+    return python_llm
+
+
+def test_a_chat_is_rendered_while_others_go_on(talking: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    free: list[bool] = []
+    encode = session_module.encode_chat
+
+    def looking(*args: Any, **options: Any) -> list[int]:
+        def look() -> None:
+            free.append(talking.engine.lock.acquire(blocking=False))
+            if free[-1]:
+                talking.engine.lock.release()
+
+        thread = threading.Thread(target=look)
+        thread.start()
+        thread.join()
+        return encode(*args, **options)
+
+    monkeypatch.setattr(session_module, "encode_chat", looking)
+    with talking.session([5]) as session:
+        session.chat([USER])
+    assert free == [True]
+
+
+def test_a_session_that_changed_while_its_chat_was_rendered(talking: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    encode = session_module.encode_chat
+    with talking.session([5, 6, 7]) as session:
+
+        def rewinding(*args: Any, **options: Any) -> list[int]:
+            session.rewind(to=1)
+            return encode(*args, **options)
+
+        monkeypatch.setattr(session_module, "encode_chat", rewinding)
+        with pytest.raises(FailedPrecondition, match="changed by another thread"):
+            session.chat([USER])
+        assert session.tokens == [5]
+
+
+def test_a_chat_that_cannot_fit_is_not_rendered_to_its_end(talking: LLM, tmp_path: Path) -> None:
+    text = too_long(talking)
+    with talking.session([5]) as session, pytest.raises(InvalidArgument, match=f"more than {len(text) - 1} bytes"):
+        session.chat([{"role": "user", "content": text}])
+    with pytest.raises(InvalidArgument, match=f"more than {len(text) - 1} bytes"):
+        talking.chat([{"role": "user", "content": text}])
