@@ -22,6 +22,7 @@ LAYERS = (
         "metrics",
         "sampling_params",
         "outputs",
+        "signatures",
         "interrupts",
         "orphans",
         "finalizers",

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -20,10 +23,12 @@ from tests.executor.conftest import (
     token,
 )
 
+from quire.contracts.layers import FullAttention, LatentAttention
 from quire.errors import InvalidArgument, NotFound, ResourceExhausted
 from quire.executor.cache import KVCache
 from quire.executor.executor import Executor
 from quire.executor.llm_executor import LlmExecutor
+from quire.executor.pool import CachePool
 from quire.executor.rows import Row
 
 
@@ -82,6 +87,16 @@ def test_contains(ex: Executor) -> None:
         assert not cache.contains(name)
 
 
+def test_no_k_and_v_are_claimed_of_latent_layers() -> None:
+    latent = LatentAttention(num_heads=2, row_dim=4, value_dim=2)
+    attention = FullAttention(num_heads=2, num_kv_heads=1, head_dim=4, value_dim=4)
+    pool: Any = SimpleNamespace(specs=(latent, attention), layer_ids=(0, 2))
+    pool.spec_of = partial(CachePool.spec_of, pool)
+    cache: Any = SimpleNamespace(pool=pool)
+    found = [KVCache.contains(cache, f"kv_cache_{one}_{layer}") for layer in range(4) for one in "kv"]
+    assert found == [False, False, False, False, True, True, False, False]
+
+
 def test_clear(ex: Executor) -> None:
     cache = filled(ex, some_ids(5), some_ids(2))
     copy = cache.deep_copy()
@@ -128,12 +143,12 @@ def test_select_and_broadcast_refusals(llama: Tiny, ex: Executor) -> None:
     caches = (one, two, three, small, dynamic)
     foreign = filled(make_executor(llama), [1], [2])
     for other, b, match in (
-        (object(), 0, "of Quire"),
+        (object(), 0, "other must be a KVCacheInterface; got object"),
         (one, 0, "larger batch"),
         (two, -1, "rows 0..1"),
         (two, 2, "rows 0..1"),
-        (two, True, "rows 0..1"),
-        (two, "0", "rows 0..1"),
+        (two, True, "b must be an integer; got True"),
+        (two, "0", "b must be an integer; got '0'"),
         (small, 0, "capacity 8"),
         (dynamic, 0, "dynamic"),
         (foreign, 0, "another executor"),
@@ -144,7 +159,7 @@ def test_select_and_broadcast_refusals(llama: Tiny, ex: Executor) -> None:
         two.select_and_copy_from(three, 0)
     single = {"small": filled(ex, [1], capacity=8), "dynamic": filled(ex, [1], dynamic=True, capacity=CONTEXT)}
     for target, other, match in (
-        (two, object(), "of Quire"),
+        (two, object(), "other must be a KVCacheInterface"),
         (three, two, "one row"),
         (one, one, "several rows"),
         (two, single["small"], "capacity 8"),
