@@ -135,7 +135,7 @@ class SessionStream(AsyncIterator[SampleDelta]):
             return session.stream_chat(self._messages, self._params, answer=self._answer)
         if self._prompt is not None:
             before = len(session)
-            await session.append(await added(context, session, self._prompt))
+            await session.append(await added(self._context, session, self._prompt))
             self._undo = before
         return session.stream(self._params)
 
