@@ -147,14 +147,12 @@ def as_prompts(prompts: Prompts) -> list[Prompt]:
         prompts = prompts.tolist()
     listable = isinstance(prompts, Sequence) and not isinstance(prompts, (bytes, bytearray))
     if not listable and not (isinstance(prompts, np.ndarray) and prompts.ndim):
-        raise InvalidArgument(
-            f"prompts must be text, token ids, a session, or a list of these, got {type(prompts).__name__}"
-        )
+        raise InvalidArgument(f"prompts must be text, token ids, or a list of these, got {type(prompts).__name__}")
     if len(prompts) and isinstance(prompts[0], (int, np.integer)):
         return [prompts]  # type: ignore[list-item]
     for number, item in enumerate(prompts):
         if not isinstance(item, (str, Sequence, Mapping, ExecutorInputs, np.ndarray, torch.Tensor)):
-            raise InvalidArgument(f"prompt {number} must be text, token ids or a session, got {type(item).__name__}")
+            raise InvalidArgument(f"prompt {number} must be text or token ids, got {type(item).__name__}")
     return list(prompts)  # type: ignore[arg-type]
 
 
