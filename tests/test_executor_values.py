@@ -34,10 +34,15 @@ from quire.contracts.executor import (
     TextData,
     VisionData,
 )
+from quire.contracts.kv_cache import CacheHandle
 from quire.errors import InvalidArgument, NotFound
 
-HANDLE: Any = object()
-"""Stands for a cache handle where a value only carries it."""
+
+class Carried(CacheHandle):
+    """Stands for a cache handle where a value only carries it."""
+
+
+HANDLE: Any = Carried()  # type: ignore[abstract]
 
 
 # -- LiteRT-LM inputs ------------------------------------------------------------------------------------------------
@@ -147,7 +152,7 @@ def test_next_position() -> None:
     with pytest.raises(InvalidArgument, match="1 entries for 2 rows"):
         ExecutorInputs(text=text([1], [2]), next_position=(0,))
     for bad in (-1, (0, -1), True, 1.0, (1.5,)):
-        with pytest.raises(InvalidArgument, match="integer >= 0"):
+        with pytest.raises(InvalidArgument, match="next_position must be an integer"):
             ExecutorInputs(next_position=bad)  # type: ignore[arg-type]
 
 
@@ -205,7 +210,7 @@ def test_prefill_input_sizes() -> None:
     ("field", "bad", "message"),
     [
         ("input_ids", torch.tensor([[1.0]]), "int32 or int64"),
-        ("input_ids", [[1]], "got list"),
+        ("input_ids", [[1]], "must be a Tensor; got list"),
         ("input_ids", torch.ones(1, 1, 2, dtype=torch.int64), r"\[batch, tokens\]"),
         ("attention_mask", torch.ones(1, 3), "bool or integer"),
         ("attention_mask", torch.ones(1, 2, dtype=torch.bool), "has shape"),
@@ -215,9 +220,9 @@ def test_prefill_input_sizes() -> None:
         ("position_ids", torch.tensor([[0, 1]]), "has shape"),
         ("position_ids", torch.tensor([[0.0, 1.0, 2.0]]), "int32 or int64"),
         ("position_ids", torch.tensor([[-1, 0, 1]]), ">= 0; got -1"),
-        ("logits", "some", "last, all, none"),
+        ("logits", "some", "must be 'last' or 'all' or 'none'; got 'some'"),
         ("adapter", -1, "id >= 0"),
-        ("adapter", "french", "id >= 0"),
+        ("adapter", "french", "must be an integer or None; got 'french'"),
     ],
 )
 def test_prefill_input_refusals(field: str, bad: Any, message: str) -> None:
@@ -288,7 +293,7 @@ def test_decode_values() -> None:
     assert (one.batch_size, one.tokens().tolist(), one.tokens().dtype) == (2, [3, 4], torch.int64)
     assert DecodeInput(input_ids=torch.tensor([5]), kv_cache=HANDLE).tokens().tolist() == [5]
     assert one.with_position_ids(torch.tensor([[1], [2]])).position_ids is not None
-    other: Any = object()
+    other: Any = Carried()  # type: ignore[abstract]
     assert one.with_kv_cache(other).kv_cache is other
     with pytest.raises(InvalidArgument, match=r"^forward_verify input token empty$"):
         DecodeInput(input_ids=torch.zeros(1, 0, dtype=torch.int64), kv_cache=HANDLE).tokens("forward_verify")

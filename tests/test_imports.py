@@ -14,7 +14,18 @@ import quire
 
 ROOT = Path(quire.__file__).parent
 LAYERS = (
-    {"types", "errors", "registry", "config", "metrics", "sampling_params", "outputs", "interrupts", "orphans"},
+    {
+        "types",
+        "errors",
+        "registry",
+        "config",
+        "metrics",
+        "sampling_params",
+        "outputs",
+        "signatures",
+        "interrupts",
+        "orphans",
+    },
     {"contracts"},
     {"ops"},
     {"kernels", "kv", "nn"},

@@ -22,7 +22,7 @@ from quire.engine.scheduler import Limits
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import CheckpointError, InvalidArgument, ResourceExhausted, Unsupported
 from quire.executor.executor import Executor
-from quire.executor.factory import Choices, Factory, check_heads, check_length
+from quire.executor.factory import Choices, Factory, check_flash, check_heads, check_length
 from quire.executor.registry import NamedExecutors
 from quire.kernels.low_rank import native_low_rank, native_problem
 from quire.kernels.recurrence import ChunkedRecurrence
@@ -452,6 +452,7 @@ def make_executor(config: ExecutorConfig, choices: Choices) -> Executor:
     state = make_state(
         model.layer_specs, sizes, size, model.dtype, device, ATTENTION_BACKENDS.require(choices.attention_backend)()
     )
+    arguments["fallbacks"] = check_flash(config, state)
     if sizes.window_tokens is not None:
         arguments["prefill_chunk_size"] = sizes.step_tokens
     return Executor(

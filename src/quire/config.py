@@ -317,16 +317,16 @@ class MemoryConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizationConfig:
-    """How far an executor goes for speed. What the device does not support falls back and is listed in its status."""
+    """How far an executor goes for speed. What no executor of this release does is refused when one is made."""
 
-    enable_cuda_graphs: bool = field(default=True, metadata={"help": "Capture decode steps, if supported."})
+    enable_cuda_graphs: bool = field(default=False, metadata={"help": "Capture decode steps; not in this release."})
     enable_kernel_fusion: bool = field(default=True, metadata={"help": "Fuse kernels, if supported."})
     enable_mixed_precision: bool = field(
-        default=False, metadata={"help": "Lower precision where it is safe, if supported."}
+        default=False, metadata={"help": "Lower precision where it is safe; not in this release."}
     )
     optimization_level: int = field(
-        default=2,
-        metadata={"help": "0 eager reference; 1 safe fusions; 2 captured decode; 3 autotuning, within a tolerance."},
+        default=1,
+        metadata={"help": "0 eager reference; 1 safe fusions; not in this release: 2 captured decode, 3 autotuning."},
     )
     custom_flags: Mapping[str, object] = field(
         default_factory=dict, hash=False, metadata={"help": "Further flags by name; this release knows none."}

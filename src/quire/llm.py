@@ -531,12 +531,14 @@ class LLM:
 
     @property
     def executor(self) -> Executor:
-        """The executor contract over the same weights and pages."""
+        """The executor contract over the same weights and pages; a new one after ``shutdown`` and after an error of the device."""
         self._require_open("executor")
         from quire.executor.executor import Executor
 
         with self._engine.lock:
-            if self._executor is None:
+            if self._executor is None or not self._executor.is_usable:
+                if self._executor is not None:
+                    self._executor.shutdown()  # One whose device failed gives its pages back.
                 self._executor = Executor(
                     self._parts.runner,
                     identity=self._parts.identity,

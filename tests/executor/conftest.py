@@ -71,17 +71,17 @@ def assert_close(found: Tensor, expected: Tensor) -> None:
 
 def make_tiny(family: str, path: Path, **fields: Any) -> Tiny:
     """A random model of ``family``, saved to ``path``; ``fields`` are further ones of its configuration."""
-    config = getattr(transformers, f"{family}Config")(
-        vocab_size=VOCAB,
-        hidden_size=WIDTH,
-        intermediate_size=HIDDEN,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=CONTEXT,
-        **fields,
-    )
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": WIDTH,
+        "intermediate_size": HIDDEN,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": CONTEXT,
+    }
+    config = getattr(transformers, f"{family}Config")(**sizes | fields)
     reference = getattr(transformers, f"{family}ForCausalLM")(config).float().eval()
     generator = torch.Generator().manual_seed(len(family))
     with torch.no_grad():

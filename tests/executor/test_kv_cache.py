@@ -128,12 +128,12 @@ def test_select_and_broadcast_refusals(llama: Tiny, ex: Executor) -> None:
     caches = (one, two, three, small, dynamic)
     foreign = filled(make_executor(llama), [1], [2])
     for other, b, match in (
-        (object(), 0, "of Quire"),
+        (object(), 0, "other must be a KVCacheInterface; got object"),
         (one, 0, "larger batch"),
         (two, -1, "rows 0..1"),
         (two, 2, "rows 0..1"),
-        (two, True, "rows 0..1"),
-        (two, "0", "rows 0..1"),
+        (two, True, "b must be an integer; got True"),
+        (two, "0", "b must be an integer; got '0'"),
         (small, 0, "capacity 8"),
         (dynamic, 0, "dynamic"),
         (foreign, 0, "another executor"),
@@ -144,7 +144,7 @@ def test_select_and_broadcast_refusals(llama: Tiny, ex: Executor) -> None:
         two.select_and_copy_from(three, 0)
     single = {"small": filled(ex, [1], capacity=8), "dynamic": filled(ex, [1], dynamic=True, capacity=CONTEXT)}
     for target, other, match in (
-        (two, object(), "of Quire"),
+        (two, object(), "other must be a KVCacheInterface"),
         (three, two, "one row"),
         (one, one, "several rows"),
         (two, single["small"], "capacity 8"),

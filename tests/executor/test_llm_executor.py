@@ -20,7 +20,7 @@ from tests.executor.conftest import (
 )
 from torch import Tensor
 
-from quire.contracts.executor import AudioData, ExecutorInputs, TextData, VisionData
+from quire.contracts.executor import AudioData, ExecutorInputs, ModelAssets, TextData, VisionData
 from quire.errors import FailedPrecondition, InvalidArgument, NotFound, QuireError, ResourceExhausted, Unsupported
 from quire.executor.executor import Executor
 from quire.executor.llm_executor import LlmExecutor
@@ -193,7 +193,7 @@ def test_refusals(llama: Tiny, ex: Executor, llm: LlmExecutor) -> None:
     ):
         with refused(InvalidArgument, ex, cache, match="another executor"):
             call(foreign, None)
-        with refused(InvalidArgument, ex, cache, match="handle or a KV cache"):
+        with refused(InvalidArgument, ex, cache, match="kv_cache must be a CacheHandle or a KVCacheInterface"):
             call(object(), None)
         with refused(NotFound, ex, cache, match="released"):
             call(released, None)
@@ -208,7 +208,7 @@ def test_refusals(llama: Tiny, ex: Executor, llm: LlmExecutor) -> None:
     with refused(InvalidArgument, ex, two, match="one row"):
         llm.sample_tokens(1, inputs([1], [2]), two)
     with refused(Unsupported, ex, cache):
-        llm.load_lora(None)
+        llm.load_lora(ModelAssets(path="nowhere"))
     before = cache.lengths
     assert llm.sample_tokens(0, inputs([1], at=1), cache) == []
     assert cache.lengths == before
@@ -242,7 +242,7 @@ def test_contract_sampling(llama: Tiny, ex: Executor, llm: LlmExecutor) -> None:
         assert found == min(int((sums <= u).sum()), VOCAB - 1)
         ids.append(found)
     assert sampling.seen == [(), tuple(drawn[:1]), tuple(drawn[:2])]
-    with refused(InvalidArgument, ex, cache, match="probabilities"):
+    with refused(InvalidArgument, ex, cache, match="sampling must be a SamplingParams or a RequestSampling"):
         llm.sample_tokens(1, inputs([5]), cache, sampling=object())
 
 
@@ -283,7 +283,7 @@ def test_what_sampling_refuses(ex: Executor, llm: LlmExecutor) -> None:
         SamplingParams(logprobs=1),
         SamplingParams(ignore_eos=True),
     ):
-        with pytest.raises(Unsupported, match="sample_tokens"):
+        with pytest.raises(Unsupported, match="an executor draws exactly as many ids"):
             LlmExecutor(ex, sampling=params)
         with refused(Unsupported, ex, cache):
             llm.sample_tokens(1, inputs([1]), cache, sampling=params)

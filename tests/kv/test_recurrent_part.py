@@ -95,13 +95,13 @@ def test_arguments_of_a_part() -> None:
         ("checkpoint_interval -1", lambda: part(interval=-1)),
         ("2 recurrent layers with ids", lambda: part(ids=[1])),
         ("2 recurrent layers with ids", lambda: part(ids=[1, 1])),
-        ("layer 2 has states", lambda: part(specs=[Recurrent(states=()), SPECS[1]])),
+        ("layer 2 has no states", lambda: part(specs=[Recurrent(states=()), SPECS[1]])),
         (
-            "at least 1, is needed",
+            "sizes of at least 1 are needed",
             lambda: part(specs=[SPECS[0], Recurrent(states=(StateTensor(shape=(0,), dtype="float32"),))]),
         ),
         (
-            "state dtype 'complex64'",
+            "dtype 'complex64'; one of",
             lambda: part(specs=[SPECS[0], Recurrent(states=(StateTensor(shape=(1,), dtype="complex64"),))]),
         ),
     ):

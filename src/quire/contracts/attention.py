@@ -113,6 +113,10 @@ class AttentionBackend(Protocol):
         """Why this backend cannot run such a layer there; empty if it can."""
         ...
 
+    def fuses(self, spec: LayerSpec, device: torch.device) -> bool:
+        """Whether prompts and decodes of such a layer run in kernels that never form the weights of all keys."""
+        ...
+
     def plan(self, plan: ForwardPlan, dtype: torch.dtype) -> Any:
         """What ``run`` needs for this batch, made once per forward and layer class."""
         ...

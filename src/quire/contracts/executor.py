@@ -24,7 +24,7 @@ Rules for every verb:
 Errors common to all verbs:
 
 =========================  ==========================================================================================
-``InvalidArgument``        shape, dtype, range, empty ids, a foreign or stale cache, fingerprint mismatch
+``InvalidArgument``        type, shape, dtype, range, empty ids, a foreign or stale cache, fingerprint mismatch
 ``NotFound``               unknown or unloaded adapter, released cache, absent member of an input
 ``FailedPrecondition``     after ``shutdown``; unload of an adapter that is in use
 ``ResourceExhausted``      capacity of a cache, model maximum or page pool; always before anything is written
@@ -334,7 +334,8 @@ class ModelExecutor(ExecutorBase, Protocol):
         """Free a sequence. Never raises: an unknown id or a second call has no effect; shared pages survive."""
 
     def capabilities(self) -> ExecutorCapabilities:
-        """What this model on this device can do, and the rule table of what is refused. In any state."""
+        """What this model on this device can do, and the rule table of what is refused. In any state. Memory of activations is
+        measured once, by the first call that finds the executor open and room for two tokens."""
 
     def status(self) -> ExecutorStatus:
         """A measured snapshot: state, counts, times, memory. In any state."""
@@ -346,15 +347,17 @@ class ModelExecutor(ExecutorBase, Protocol):
         """The model's metadata, constant for the executor's life. In any state."""
 
     def warmup(self) -> None:
-        """Allocate, capture graphs, measure. Optional and idempotent: everything works without it."""
+        """Measure memory of activations and the speed of decoding. Optional and idempotent: everything works without it."""
 
     def shutdown(self) -> None:
         """End or cancel what runs and free everything. Idempotent and terminal."""
 
-    def supports_batch_size(self, batch_size: int) -> bool:
-        """Whether so many sequences can run now: 1..``max_batch_size``, and the memory estimate fits what is free."""
+    def supports_batch_size(self, batch_size: int, sequence_length: int = 1) -> bool:
+        """Whether so many new sequences of so many tokens can run now: 1..``max_batch_size``, pages and states that are free or
+        would be given up for them suffice, and the activations of a decode fit what memory is free, once they are measured.
+        Gives nothing up."""
 
-    def optimal_batch_size(self) -> int:
+    def optimal_batch_size(self, sequence_length: int = 1) -> int:
         """The best batch now: the largest supported, or the throughput knee that ``warmup`` measured."""
 
 

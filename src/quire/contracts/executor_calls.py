@@ -10,7 +10,7 @@ is consistent in itself; whether there are tokens at all is for the verb to say.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Self, TypeAlias, get_args
+from typing import Self, TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,12 +18,14 @@ from torch import Tensor
 from quire.contracts.executor_inputs import check_token_ids
 from quire.contracts.kv_cache import CacheHandle, KVCacheInterface
 from quire.errors import InvalidArgument, NotFound
+from quire.signatures import checks_arguments
 from quire.types import LogitsWanted
 
 CacheLike: TypeAlias = CacheHandle | KVCacheInterface
 """A handle, or a KV cache itself, which stands for its present content."""
 
 
+@checks_arguments()
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PrefillInput:
     """A batch of prompts, or of further pieces of prompts if ``kv_cache`` is given. ``with_...`` give changed copies."""
@@ -50,8 +52,6 @@ class PrefillInput:
         check_token_ids("input_ids", self.input_ids)
         if self.input_ids.dim() > 2:
             raise InvalidArgument(f"input_ids must be [batch, tokens]; got shape {list(self.input_ids.shape)}")
-        if self.logits not in get_args(LogitsWanted):
-            raise InvalidArgument(f"logits must be one of {', '.join(get_args(LogitsWanted))}; got {self.logits!r}")
         _check_adapter(self.adapter)
         _check_like("attention_mask", self.attention_mask, self.input_ids)
         _check_like("position_ids", self.position_ids, self.input_ids)
@@ -122,8 +122,8 @@ def _batch_size(ids: Tensor) -> int:
 
 
 def _check_adapter(adapter: int | None) -> None:
-    if adapter is not None and (isinstance(adapter, bool) or not isinstance(adapter, int) or adapter < 0):
-        raise InvalidArgument(f"adapter must be an id >= 0 from load_lora, or None; got {adapter!r}")
+    if adapter is not None and adapter < 0:
+        raise InvalidArgument(f"adapter must be an id >= 0 from load_lora, or None; got {adapter}")
 
 
 def _check_like(name: str, tensor: Tensor | None, ids: Tensor) -> None:
@@ -198,6 +198,7 @@ class PrefillOutput:
         return self.logits[torch.arange(rows, device=device), torch.tensor(last, dtype=torch.int64, device=device)]
 
 
+@checks_arguments()
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DecodeInput:
     """One token for each row of a cache."""
@@ -217,8 +218,6 @@ class DecodeInput:
         check_token_ids("input_ids", self.input_ids)
         if self.input_ids.dim() > 2:
             raise InvalidArgument(f"input_ids must be [batch, 1]; got shape {list(self.input_ids.shape)}")
-        if self.kv_cache is None:
-            raise InvalidArgument("a decode needs the kv_cache that it continues; got None")
         _check_adapter(self.adapter)
         _check_like("position_ids", self.position_ids, self.input_ids)
         if self.position_ids is not None:

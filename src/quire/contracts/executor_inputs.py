@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from quire.errors import InvalidArgument, NotFound
+from quire.signatures import checks_arguments
 
 T = TypeVar("T")
 
@@ -35,12 +36,11 @@ END_OF_AUDIO = -4
 
 def check_token_ids(name: str, ids: Tensor) -> None:
     """``InvalidArgument`` unless ``ids`` is an int32 or int64 tensor; a float cannot hold every id."""
-    if not isinstance(ids, Tensor):
-        raise InvalidArgument(f"{name} must be an int32 or int64 tensor; got {type(ids).__name__}")
     if ids.dtype not in (torch.int32, torch.int64):
         raise InvalidArgument(f"{name} must be int32 or int64; got {ids.dtype}")
 
 
+@checks_arguments()
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TextData:
     """Token ids of a batch, padded on the right where ``row_lengths`` says so."""
@@ -78,6 +78,7 @@ class TextData:
         )
 
 
+@checks_arguments()
 @dataclass(frozen=True, kw_only=True, eq=False)
 class VisionData:
     """Embeddings of image tokens, one row per ``VISION_PLACEHOLDER``."""
@@ -94,8 +95,6 @@ class VisionData:
 
     def __post_init__(self) -> None:
         _check_embeddings("vision", self.embeddings, self.per_layer_embeddings, self.end_embedding)
-        if not isinstance(self.bidirectional, bool):
-            raise InvalidArgument(f"vision bidirectional must be True or False; got {self.bidirectional!r}")
 
     @property
     def num_rows(self) -> int:
@@ -103,6 +102,7 @@ class VisionData:
         return _media_rows(self.embeddings, self.per_layer_embeddings)
 
 
+@checks_arguments()
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AudioData:
     """Embeddings of audio tokens, one row per ``AUDIO_PLACEHOLDER``."""
@@ -119,8 +119,6 @@ class AudioData:
     def __post_init__(self) -> None:
         _check_embeddings("audio", self.embeddings, self.per_layer_embeddings, self.end_embedding)
         rows = _media_rows(self.embeddings, self.per_layer_embeddings)
-        if isinstance(self.valid_tokens, bool) or not isinstance(self.valid_tokens, int):
-            raise InvalidArgument(f"valid_tokens must be an integer; got {self.valid_tokens!r}")
         if not -1 <= self.valid_tokens <= rows:
             raise InvalidArgument(f"valid_tokens must be -1 (all) or 0..{rows}; got {self.valid_tokens}")
 
@@ -153,6 +151,7 @@ def _check_embeddings(kind: str, embeddings: Tensor | None, per_layer: Tensor | 
         )
 
 
+@checks_arguments()
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ExecutorInputs:
     """Text, vision and audio of one call, each optional, and where in the cache it begins.
@@ -176,7 +175,7 @@ class ExecutorInputs:
         if given is None:
             return
         positions = given if isinstance(given, tuple) else (given,)
-        if any(isinstance(p, bool) or not isinstance(p, int) or p < 0 for p in positions):
+        if any(p < 0 for p in positions):
             raise InvalidArgument(f"next_position must be an integer >= 0, or a tuple of one per row; got {given!r}")
         if isinstance(given, tuple) and self.text is not None and len(given) != self.text.batch_size:
             raise InvalidArgument(
@@ -263,6 +262,7 @@ def _present(name: str, value: T | None) -> T:
 AssetSource: TypeAlias = Literal["path", "file", "data", "stream"]
 
 
+@checks_arguments()
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ModelAssets:
     """Where the bytes of a model or an adapter come from: exactly one of four."""

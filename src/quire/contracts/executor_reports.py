@@ -9,13 +9,14 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 
-from quire.errors import InvalidArgument
+from quire.errors import FailedPrecondition, InvalidArgument
+from quire.signatures import checks_arguments
 
 
 def _require_at_least(value: object, lowest: int, *names: str) -> None:
     for name in names:
         number = getattr(value, name)
-        if not number >= lowest:
+        if number is not None and not number >= lowest:
             raise InvalidArgument(f"{type(value).__name__}.{name} must be >= {lowest}; got {number}")
 
 
@@ -94,26 +95,28 @@ class ExecutorInfo:
             )
 
 
+@checks_arguments()
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryRequirements:
-    """What a batch needs, in bytes: a linear estimate.
+    """What a batch needs, in bytes: a linear estimate that bounds the measured peak.
 
-    For prompts that run in one forward and want all logits it is, after ``warmup``, within 10 % of the measured peak (25 % where
-    layers are recurrent, whose kernels work on pieces of a fixed length and on the states of all rows) and the unused slots of a
-    page of K and V a row. Prompts that run in several forwards or want fewer logits, and decodes of rows that are S tokens long,
-    do not exceed it by more than that. Hidden states and attention weights that are asked for come on top, and so do recurrent
-    states beyond the present one of each row: that which a forward is writing, and those that are kept to go back to, as far as
-    there is room.
+    For B prompts of S tokens that run in one forward and want all logits it is at most 10 % above the peak (25 % where layers are
+    recurrent, whose kernels work on pieces of a fixed length and on the states of all rows), the logits of 64 tokens and the
+    unused slots of a page of K and V a row aside, and no more than 5 % below it (25 %), 0 where the vocabulary is large. Prompts
+    of different lengths or with fewer logits, and decodes of rows of S >= 2 tokens, need no more than that.
+    On top come, where prompts run in several forwards, the activations of one of these; hidden states and attention weights that
+    are asked for; the logits of prompts of different lengths a second time where an adapter is named; and recurrent states beyond
+    the present one of each row: that which a forward is writing, and those that are kept to go back to, as far as there is room.
     """
 
     parameter_memory: int
     """Sum of actual storage of the weights."""
-    activation_memory_per_token: int
-    """Measured at warmup."""
+    activation_memory_per_token: int | None
+    """Measured; None: not yet, for want of room."""
     kv_cache_memory_per_token: int
     """Per token **per layer**: K and V of all KV heads in the K/V dtype, scales included where it is quantised."""
-    overhead_memory: int
-    """Measured at warmup."""
+    overhead_memory: int | None
+    """Measured; None as above."""
     recurrent_memory_per_row: int = 0
     """(ours) The present states of all recurrent layers of one row, whatever its length."""
 
@@ -132,8 +135,13 @@ class MemoryRequirements:
         """Bytes for ``batch_size`` rows of ``sequence_length`` tokens in a model of ``num_layers`` layers.
 
         parameters + activation * B * S + K/V * B * S * L + overhead, and the recurrent states of B rows where S > 0.
-        ``InvalidArgument`` for a negative argument.
+        ``InvalidArgument`` for a negative argument. ``FailedPrecondition`` where activations are not measured.
         """
+        if self.activation_memory_per_token is None or self.overhead_memory is None:
+            raise FailedPrecondition(
+                "memory of activations is not measured: the pool had no room for two tokens; release caches, and ask for "
+                "capabilities() again"
+            )
         if min(batch_size, sequence_length, num_layers) < 0:
             raise InvalidArgument(
                 "batch_size, sequence_length and num_layers must be >= 0; "

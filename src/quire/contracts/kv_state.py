@@ -9,6 +9,8 @@ Letters: L layers; B entries of the batch; n_i new tokens of entry i; T the sum 
 tensor; Hq, Hkv query and KV heads; Dk, Dv head sizes of K and V; P page size; W, s window and sink of a sequence.
 *Position*: index of a token in its sequence, from 0, for ever. *Slot*: ``page_id * P + offset``. *Forward*: the
 bracket ``begin_forward`` ... ``end_forward``. Sequence ids are any int64, negative ones too.
+An id, a length or a position may be given as anything that ``operator.index`` takes (an integer of NumPy, a tensor
+of one integer), a list of them as a 1-D tensor or array.
 
 Rules for every verb:
 
@@ -30,7 +32,7 @@ Rules for every verb:
 Errors common to all verbs; where several apply, the first in this order is raised:
 
 =========================  ==========================================================================================
-``InvalidArgument``        shapes, dtypes, devices, ranges; lists of different length; a duplicate id in one call; a
+``InvalidArgument``        types, shapes, dtypes, devices, ranges; lists of different length; a duplicate id in one call; a
                            ``layer_id`` that is not of this state; parents that are no tree; an id that exists already
 ``NotFound``               a sequence id that does not exist
 ``Unsupported``            a verb or combination that this kind of layer, device or backend does not have
@@ -100,7 +102,7 @@ class KVState(Protocol):
         a shared prefix lives while anybody uses it. O(pages).
         """
 
-    def fork_sequence(self, parent_id: SeqId, child_id: SeqId, fork_pos: int = -1) -> int:
+    def fork_sequence(self, parent_id: SeqId, child_id: SeqId, fork_pos: int = -1, *, exact: bool = False) -> int:
         """Make ``child_id`` a copy of the parent as it was after its first ``fork_pos`` tokens.
 
         -1 is the present end, 0 an empty child. Legal at every reachable position of every sequence, windowed
@@ -111,22 +113,26 @@ class KVState(Protocol):
         it has no uncommitted nodes and no marks.
 
         Returns the number of tokens that the caller must run on the child to arrive at ``fork_pos``: 0 for
-        attention; with recurrent layers the child stands at the nearest kept state (as ``popn``).
+        attention; with recurrent layers the child stands at the nearest kept state (as ``popn``). (ours) With
+        ``exact=True`` the child stands at ``fork_pos`` itself and the result is 0, or the call is refused.
 
         ``InvalidArgument``: the child exists, position outside -1..length. ``FailedPrecondition``: the parent has
-        uncommitted nodes, or the position is not reachable. O(pages) integers, no bytes.
+        uncommitted nodes, or the position is not reachable; with ``exact``, no state is kept there. O(pages) integers,
+        no bytes.
         """
 
-    def popn(self, seq_id: SeqId, n: int) -> int:
+    def popn(self, seq_id: SeqId, n: int, *, exact: bool = False) -> int:
         """Take back the last ``n`` tokens, 0 <= n <= length; let t = length - n.
 
         Attention: the length becomes t, empty pages go back, the result is 0; other owners of the pages see
         nothing. With recurrent layers the sequence, attention parts included, goes to c, the nearest kept state at
         or before t, and the result is t - c: the tokens c..t-1 that the caller must run again. Kept states after
-        that position are dropped here, not on forks. Any continuation then equals that of a fresh run.
+        that position are dropped here, not on forks. Any continuation then equals that of a fresh run. (ours) With
+        ``exact=True`` the length becomes t itself and the result is 0, or the call is refused.
 
         ``InvalidArgument``: n out of range. ``FailedPrecondition``: uncommitted nodes, or the target lies below
-        what a window has evicted (names the reachable positions). O(pages freed).
+        what a window has evicted (names the reachable positions); with ``exact``, no state is kept at t (names those
+        that are). O(pages freed).
         """
 
     def rewind_cost(self, seq_id: SeqId, pos: int) -> int:
@@ -270,7 +276,8 @@ class KVState(Protocol):
         """(ours) Keep the present recurrent state, so that a rewind to this length replays nothing.
 
         Copies nothing; the page stays. Kept states are never dropped silently. Keeping one twice is one.
-        ``Unsupported``: no recurrent layer (every reachable position is exact already). O(1).
+        ``Unsupported``: no recurrent layer (every reachable position is exact already). ``FailedPrecondition``: the
+        sequence has uncommitted nodes, is being received or imported, or a forward is open. O(1).
         """
 
     def checkpoints(self, seq_id: SeqId) -> list[int]:
@@ -282,7 +289,8 @@ class KVState(Protocol):
     def drop_checkpoint(self, seq_id: SeqId, position: int) -> None:
         """(ours) Give up the checkpoint at ``position``; forks keep theirs.
 
-        ``InvalidArgument``: none is kept there. ``Unsupported``: no recurrent layer. O(1).
+        ``InvalidArgument``: none is kept there. ``Unsupported``: no recurrent layer. ``FailedPrecondition``: as
+        ``checkpoint``. O(1).
         """
 
     # -- moving a state to another process ------------------------------------------------------------------------

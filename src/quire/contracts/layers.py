@@ -10,7 +10,13 @@ import hashlib
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.errors import InvalidArgument
+from quire.signatures import checks_arguments
 
 RopeMode: TypeAlias = Literal["none", "normal", "inline"]
 RopeScaling: TypeAlias = Literal["default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional"]
@@ -192,13 +198,95 @@ class CrossAttention:
         return self.head_dim**-0.5 if self.sm_scale is None else self.sm_scale
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StateTensor:
-    """One tensor of a recurrent state."""
+STATE_DTYPES = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8")
+"""Dtypes of state tensors."""
+
+
+class Listed(Protocol):
+    """A tensor or an array."""
+
+    def tolist(self) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True)
+class InitialValues:
+    """Initial values that are not all the same, as data: equal values are equal and have one hash."""
 
     shape: tuple[int, ...]
     dtype: str
-    initial: float = 0.0
+    """``int64`` or ``float64``."""
+    data: bytes
+
+    @classmethod
+    def of(cls, array: NDArray[Any]) -> InitialValues:
+        """The values of an int64 or float64 array."""
+        return cls(array.shape, str(array.dtype), array.tobytes())
+
+    @property
+    def array(self) -> NDArray[Any]:
+        """The values, read-only."""
+        return np.frombuffer(self.data, dtype=self.dtype).reshape(self.shape)
+
+    def tolist(self) -> Any:
+        """The values as nested lists."""
+        return self.array.tolist()
+
+    def as_json(self) -> dict[str, Any]:
+        """Shape and digest, in JSON types."""
+        return {"shape": list(self.shape), "sha256": hashlib.sha256(self.dtype.encode() + self.data).hexdigest()}
+
+
+@checks_arguments()
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StateTensor:
+    """One tensor of a recurrent state.
+
+    ``InvalidArgument``: a size below 1, a dtype that is none of ``STATE_DTYPES``, initial values that do not broadcast to the
+    shape, that the dtype cannot hold, or that are NaN.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    initial: float | Listed = 0.0
+    """Before any token: a number, or a tensor or array that broadcasts to ``shape``, whose values are copied here. It reads as a
+    number if all values are the same, else as ``InitialValues``."""
+
+    def __post_init__(self) -> None:
+        if min(self.shape, default=1) < 1:
+            raise InvalidArgument(f"StateTensor: shape {self.shape}; sizes of at least 1 are needed")
+        if self.dtype not in STATE_DTYPES:
+            raise InvalidArgument(f"StateTensor: dtype {self.dtype!r}; one of {', '.join(STATE_DTYPES)} is needed")
+        object.__setattr__(self, "initial", _initial_values(self.initial, self.shape, self.dtype))
+
+    def initial_as_json(self) -> float | dict[str, Any]:
+        """The initial values in JSON types: a number, or shape and digest."""
+        return self.initial.as_json() if isinstance(self.initial, InitialValues) else float(self.initial)  # type: ignore[arg-type]
+
+
+def _initial_values(given: float | Listed, shape: tuple[int, ...], dtype: str) -> float | InitialValues:
+    """What ``StateTensor.initial`` becomes; refuses as that says."""
+    found = np.asarray(given if isinstance(given, float | int) else given.tolist())
+    if found.dtype.kind not in "if":
+        raise InvalidArgument(f"StateTensor: initial holds {found.dtype}; integers or floating numbers are needed")
+    try:
+        fits = np.broadcast_shapes(found.shape, shape) == shape
+    except ValueError:
+        fits = False
+    if not fits:
+        raise InvalidArgument(f"StateTensor: initial has shape {found.shape}, which does not broadcast to {shape}")
+    if "int" in dtype:
+        limits = np.iinfo(dtype)
+        wrong = (found != np.floor(found)) | (found < limits.min) | (found > limits.max)
+    else:
+        # Infinity is a value; what would become infinite is not. bfloat16 reaches as far as float32.
+        limit = float(np.finfo("float32" if dtype == "bfloat16" else dtype).max)
+        wrong = np.isnan(found) | (np.isfinite(found) & (np.abs(found) > limit))
+    if wrong.any():
+        raise InvalidArgument(f"StateTensor: initial holds {found[wrong].flat[0]}, which is no value of {dtype}")
+    if (found == found.flat[0]).all():
+        number: float = found.flat[0].item()
+        return number
+    return InitialValues.of(found.astype(np.int64 if found.dtype.kind == "i" else np.float64))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -146,6 +146,7 @@ class Engine:
             fits=lambda adapters: runner.adapters.fits(adapters),
         )
         runner.reclaim = self.reclaim
+        runner.reclaimable = self.states.reclaimable
 
     def checks_of(self, session: SessionState | None) -> RequestChecks:
         """The limits that hold for a session's tokens: with a window neither the context nor the pool ends them, as long as

@@ -15,7 +15,7 @@ from torch import Tensor
 from quire.contracts.layers import LayerSpec, Recurrent
 from quire.errors import FailedPrecondition, InvalidArgument
 from quire.kv.paged import PagedKVState
-from quire.kv.recurrent import dtype_of
+from quire.kv.recurrent import initial_of
 from quire.kv.windows import describe_ranges
 from quire.types import SeqId
 
@@ -38,10 +38,7 @@ def names_of(spec: LayerSpec) -> tuple[str, ...]:
 def initial(spec: LayerSpec) -> dict[str, Tensor]:
     """The states of a recurrent layer before any token."""
     assert isinstance(spec, Recurrent)
-    return {
-        name: torch.full(one.shape, one.initial, dtype=dtype_of(one))
-        for name, one in zip(names_of(spec), spec.states, strict=True)
-    }
+    return {name: initial_of(one) for name, one in zip(names_of(spec), spec.states, strict=True)}
 
 
 def read(kv: PagedKVState, seq: SeqId, layer: int, *, partly: bool, position: int | None = None) -> dict[str, Tensor]:

@@ -372,6 +372,11 @@ class SessionStates:
                 return True
         return False
 
+    def reclaimable(self) -> set[SeqId]:
+        """The sequences that ``reclaim`` could give up."""
+        found = set() if self.cache is None else set(self.cache.ages())
+        return found | {one.seq for one in self.sessions.values() if one.droppable and one.seq is not None}
+
     def written(self) -> set[SeqId]:
         """Sequences of which somebody wrote, or is about to write, the state: what they keep cannot be computed again."""
         found = set()

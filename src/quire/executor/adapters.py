@@ -24,8 +24,6 @@ def read_assets(assets: ModelAssets, model: LoadedModel, admit: Callable[[int, i
     """
     from quire.models import peft, peft_config, peft_files
 
-    if not isinstance(assets, ModelAssets):
-        raise InvalidArgument(f"load_lora takes ModelAssets; got {type(assets).__name__}")
     source = f"the {assets.source} of an adapter"
     if assets.path is not None:
         path, source = Path(assets.path), str(assets.path)

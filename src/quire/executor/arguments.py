@@ -47,6 +47,10 @@ class Request:
     def batch_size(self) -> int:
         return len(self.tokens)
 
+    @property
+    def is_padded(self) -> bool:
+        return any(span != (0, self.columns) for span in self.spans)
+
 
 def resolve_cache(pool: CachePool, given: object) -> tuple[KVCache, tuple[int, ...]]:
     """The cache behind a handle or a cache, and the lengths that are meant. Call it under the lock.
@@ -66,8 +70,6 @@ def resolve_cache(pool: CachePool, given: object) -> tuple[KVCache, tuple[int, .
 
 def prefill_request(pool: CachePool, given: PrefillInput) -> Request:
     """Check a ``PrefillInput`` completely."""
-    if not isinstance(given, PrefillInput):
-        raise InvalidArgument(f"prefill takes a PrefillInput; got {type(given).__name__}")
     spans = given.real_spans()
     tokens = tuple(to_ids(row) for row in given.token_rows())
     for ids in tokens:
@@ -90,8 +92,6 @@ def prefill_request(pool: CachePool, given: PrefillInput) -> Request:
 
 def decode_request(pool: CachePool, given: DecodeInput, verb: str = "decode") -> Request:
     """Check a ``DecodeInput`` completely."""
-    if not isinstance(given, DecodeInput):
-        raise InvalidArgument(f"{verb} takes a DecodeInput; got {type(given).__name__}")
     ids = to_ids(given.tokens(verb))
     require_vocabulary(ids, pool.vocab_size, "input_ids")
     cache, starts = resolve_cache(pool, given.kv_cache)
@@ -121,8 +121,6 @@ def require_adapter(pool: CachePool, adapter: int | None) -> None:
     """``NotFound`` for an id that is not loaded, or no more; ``Unsupported`` if the model can run none."""
     if adapter is None:
         return
-    if isinstance(adapter, bool) or not isinstance(adapter, int):
-        raise InvalidArgument(f"an adapter is named by its id from load_lora, or None; got {adapter!r}")
     if pool.adapter_refusal:
         raise Unsupported(f"adapter {adapter}: {pool.adapter_refusal}")
     pool.runner.adapters.check([adapter])
@@ -186,11 +184,11 @@ def union(asked: Iterable[Asked]) -> Asked:
 
 def tree_of(parents: Sequence[int], count: int, what: str) -> tuple[int, ...]:
     """``parents`` of ``count`` nodes, each below its own index; ``InvalidArgument`` for what is no tree."""
-    if isinstance(parents, str) or not isinstance(parents, Sequence) or len(parents) != count:
-        raise InvalidArgument(f"{what} must be {count} parents, one for each token; got {parents!r}")
+    if len(parents) != count:
+        raise InvalidArgument(f"{what} must be {count} parents, one for each token; got {list(parents)}")
     for node, parent in enumerate(parents):
-        if isinstance(parent, bool) or not isinstance(parent, int) or not -1 <= parent < node:
-            raise InvalidArgument(f"{what}: node {node} has parent {parent!r}; -1 <= parent < {node} is needed")
+        if not -1 <= parent < node:
+            raise InvalidArgument(f"{what}: node {node} has parent {parent}; -1 <= parent < {node} is needed")
     return tuple(parents)
 
 

@@ -24,6 +24,7 @@ from quire.executor import serialized
 from quire.executor.pool import NO_PAGES, CachePool
 from quire.executor.rows import NO_IDS, Ids, Pending, Row, TokenRecord, history
 from quire.kv.state_slots import NULL
+from quire.signatures import checks_arguments
 from quire.types import AdapterRuns, Commit, Pop
 
 P = ParamSpec("P")
@@ -45,6 +46,7 @@ def _locked(method: Callable[Concatenate[KVCache, P], R]) -> Callable[Concatenat
     return wrapper
 
 
+@checks_arguments()
 class KVCache:
     """See ``KVCacheInterface``; made by ``create_kv_cache``. Its methods may be called from any thread.
 
@@ -103,7 +105,7 @@ class KVCache:
 
     def contains(self, name: str) -> bool:
         found = _TENSOR_NAME.fullmatch(name)
-        return found is not None and int(found[1]) in self.pool.layer_ids
+        return found is not None and isinstance(self.pool.spec_of(int(found[1])), KeyValueAttention)
 
     @property
     def adapters(self) -> frozenset[int]:
@@ -310,8 +312,6 @@ class KVCache:
 
     @_locked
     def resize(self, n: int) -> None:
-        if isinstance(n, bool) or not isinstance(n, int):
-            raise InvalidArgument(f"resize takes a number of token slots; got {n!r}")
         if not self.dynamic:
             raise InvalidArgument("KV cache is not dynamic and cannot be resized.")
         if n > self.pool.max_model_len:
@@ -339,8 +339,8 @@ class KVCache:
             )
         if self.batch_size != 1:
             raise InvalidArgument(f"select copies into a cache of one row; this one has {self.batch_size}")
-        if isinstance(b, bool) or not isinstance(b, int) or not 0 <= b < source.batch_size:
-            raise InvalidArgument(f"row {b!r} does not exist; the other cache has rows 0..{source.batch_size - 1}")
+        if not 0 <= b < source.batch_size:
+            raise InvalidArgument(f"row {b} does not exist; the other cache has rows 0..{source.batch_size - 1}")
         self._require_like(source)
         self._copy_rows(source, [b])
 
@@ -427,7 +427,7 @@ def _own(other: KVCacheInterface) -> KVCache:
 def require_kv_layer(pool: CachePool, layer: int) -> None:
     """``InvalidArgument`` for a layer that does not exist, ``Unsupported`` for one without K and V."""
     known = (*pool.layer_ids, *pool.recurrent_ids)
-    if isinstance(layer, bool) or not isinstance(layer, int) or layer not in known:
-        raise InvalidArgument(f"layer {layer!r} does not exist; the model has layers {min(known)}..{max(known)}")
-    if layer in pool.recurrent_ids or not isinstance(pool.specs[pool.layer_ids.index(layer)], KeyValueAttention):
+    if layer not in known:
+        raise InvalidArgument(f"layer {layer} does not exist; the model has layers {min(known)}..{max(known)}")
+    if not isinstance(pool.spec_of(layer), KeyValueAttention):
         raise Unsupported(f"layer {layer} keeps no K and V")

@@ -53,7 +53,8 @@ from quire.executor.handle import Handle, handle_of
 from quire.executor.media import check_modalities
 from quire.executor.operations import Operation, Stopwatch
 from quire.executor.pool import CachePool, Identity
-from quire.executor.results import decode_output, prefill_output
+from quire.executor.results import decode_output, places_for_logits, prefill_output
+from quire.executor.room import has_room
 from quire.executor.sharing import shared_cache
 from quire.executor.transaction import Transaction
 from quire.interrupts import SHIELD, Lock
@@ -61,9 +62,12 @@ from quire.kv.sequences import check_integer
 from quire.metrics import OperationMetrics
 from quire.models.families import LoadedModel
 from quire.runner.local import Runner
+from quire.sampling_params import SamplingParams
+from quire.signatures import checks_arguments
 from quire.types import LogitsWanted
 
 
+@checks_arguments()
 class Executor:
     """See ``ModelExecutor``; ``LlmExecutor`` is the other face of the same object.
 
@@ -86,7 +90,7 @@ class Executor:
         max_batch_size: int = 64,
         prefill_chunk_size: int = 2048,
         lock: Lock | None = None,
-        executor_type: ExecutorType = ExecutorType.CONTINUOUS_BATCH,
+        executor_type: ExecutorType | str = ExecutorType.CONTINUOUS_BATCH,
         modalities: Collection[str] = MODALITIES,
         share_prefixes: bool = False,
         window: int | None = None,
@@ -111,8 +115,10 @@ class Executor:
         self._fallbacks = tuple(fallbacks)
         self._operations = self.pool.operations
         self._metrics = OperationMetrics(self.max_batch_size)
-        self._measured: warmup.Measured | None = None
-        self._closed = False
+        self._activations: warmup.Activations | None = None
+        self._knee = self.max_batch_size
+        """Rows of a decode batch from which more gain little; as many as there may be until it is measured."""
+        self._warm = self._closed = False
 
     # -- KV caches -------------------------------------------------------------------------------------------
 
@@ -141,7 +147,7 @@ class Executor:
             rewinding.truncate(cache, [new_len] * cache.batch_size, operation)
             return handle_of(cache)
 
-    def release_cache(self, cache_id: str) -> None:
+    def release_cache(self, cache_id: object) -> None:
         """See ``ModelExecutor``."""
         with self.lock:
             cache = self.pool.caches.get(cache_id) if isinstance(cache_id, str) else None
@@ -180,7 +186,7 @@ class Executor:
             requests = []
             for index, item in enumerate(inputs):
                 with naming_item("batch_decode", index):
-                    requests.append(decode_request(self.pool, item))
+                    requests.append(decode_request(self.pool, item, operation.verb))
             require_distinct(requests, "batch_decode")
             return self._decode(requests, operation) if requests else []
 
@@ -221,13 +227,13 @@ class Executor:
         acceptance_threshold: float,
         *,
         draft_probabilities: Tensor | None = None,
-        sampling: RequestSampling | None = None,
+        sampling: RequestSampling | SamplingParams | None = None,
         draft_parents: Sequence[int] | None = None,
     ) -> SpeculativeOutput:
-        """See ``ModelExecutor``. Exact mode needs ``sampling``, and only exact mode has it (``InvalidArgument``)."""
+        """See ``ModelExecutor``. Exact mode needs ``sampling``, and only exact mode has it (``InvalidArgument``); ``SamplingParams``
+        are refused with what to make of them."""
         with self.operation("speculative_decode") as operation:
-            if isinstance(input, DecodeInput):
-                self._require_whole_batch([resolve_cache(self.pool, input.kv_cache)[0]], "speculative_decode")
+            self._require_whole_batch([resolve_cache(self.pool, input.kv_cache)[0]], "speculative_decode")
             watch = Stopwatch(self.pool.device)
             output = verification.speculate(
                 self.pool,
@@ -259,12 +265,16 @@ class Executor:
             starts, counts = [part.start for part in parts], [part.count for part in parts]
             forwards = packed(self.pool, parts, starts, counts, self.prefill_chunk_size)
             with Transaction(self.pool, parts, operation, several=True, forwards=forwards) as work:
+                places = places_for_logits(
+                    self.pool, [request for request, _ in placed], wanted, in_pieces=len(forwards) > 1
+                )
                 try:
                     found = work.run(
                         [ids for request, _ in placed for ids in request.tokens],
                         [kind for kind, (request, _) in zip(wanted, placed, strict=True) for _ in request.tokens],
                         budget=self.prefill_chunk_size,
                         asked=union(request.asked for request in requests),
+                        places=None if places is None else lambda: places()[1],
                     )
                 except Cancelled:
                     if keep_chunks:
@@ -280,10 +290,10 @@ class Executor:
         for _, cache in placed:
             for row in cache.rows:
                 cache.mark(row)
-        rows = iter(found)
+        rows, logits = iter(found), [None] * len(placed) if places is None else places()[0]
         outputs = [
-            prefill_output(request, handle_of(cache), kind, [next(rows) for _ in request.tokens])
-            for (request, cache), kind in zip(placed, wanted, strict=True)
+            prefill_output(request, handle_of(cache), kind, [next(rows) for _ in request.tokens], whole)
+            for (request, cache), kind, whole in zip(placed, wanted, logits, strict=True)
         ]
         self._metrics.record_prefill(len(found), watch.seconds())
         return outputs
@@ -354,8 +364,6 @@ class Executor:
         """See ``ExecutorBase``. Waits for the running call; ``FailedPrecondition`` where others that share the runner need it."""
         with self.operation("unload_lora"):
             self._require_adapters("unload_lora")
-            if lora_id is None:
-                raise InvalidArgument("unload_lora takes the id of an adapter; None is the base model")
             require_adapter(self.pool, lora_id)
             self.pool.runner.adapters.unload(lora_id)
 
@@ -393,8 +401,14 @@ class Executor:
     def warmup(self) -> None:
         """See ``ModelExecutor``. Measures activation memory and decode times once, on sequences of its own."""
         with self.operation("warmup"):
-            if self._measured is None:
-                self._measured = warmup.measure(self.pool, self.max_batch_size, self.prefill_chunk_size)
+            self._measure()
+            if not self._warm:
+                self._knee, self._warm = warmup.knee_of(self.pool, self.max_batch_size), True
+
+    def _measure(self) -> None:
+        """Memory of activations, once it can be measured. Call it within an operation."""
+        if self._activations is None:
+            self._activations = warmup.measure(self.pool, self.prefill_chunk_size)
 
     def shutdown(self) -> None:
         """See ``ModelExecutor``. Running calls are cancelled; caches are released; the runner is let go."""
@@ -405,35 +419,36 @@ class Executor:
 
     # -- looking ---------------------------------------------------------------------------------------------
 
-    def supports_batch_size(self, batch_size: int) -> bool:
-        """See ``ModelExecutor``. A row needs a page of its own at least, and a recurrent state."""
-        runner = self.pool.runner_or_none
-        if runner is None or isinstance(batch_size, bool) or not isinstance(batch_size, int):
+    def supports_batch_size(self, batch_size: int, sequence_length: int = 1) -> bool:
+        """See ``ModelExecutor``. Memory of activations counts once it is measured. Waits for a running call."""
+        if batch_size > self.max_batch_size or self.pool.runner_or_none is None:
             return False
-        if not 1 <= batch_size <= self.max_batch_size:
-            return False
-        state = runner.state
-        if state.recurrent is not None and batch_size > state.recurrent.table.num_available:
-            return False
-        return batch_size <= state.num_available_pages() and warmup.fits(self._measured, batch_size, self.pool.device)
+        with self.lock:
+            return has_room(self.pool, batch_size, sequence_length) and warmup.fits(
+                self._activations, batch_size, self.pool.device
+            )
 
-    def optimal_batch_size(self) -> int:
+    def optimal_batch_size(self, sequence_length: int = 1) -> int:
         """See ``ModelExecutor``. 1 where nothing is supported now."""
         # What fits is monotone, so the largest is found by halving.
         low, high = 1, self.max_batch_size
         while low < high:
             middle = (low + high + 1) // 2
-            low, high = (middle, high) if self.supports_batch_size(middle) else (low, middle - 1)
-        return min(low, self._measured.knee) if self._measured is not None else low
+            low, high = (middle, high) if self.supports_batch_size(middle, sequence_length) else (low, middle - 1)
+        return min(low, self._knee)
 
     def info(self) -> ExecutorInfo:
         """See ``ModelExecutor``. The first call may read the weights once, for their digest."""
         return self._facts.info(self.pool)
 
     def capabilities(self) -> ExecutorCapabilities:
-        """See ``ModelExecutor``."""
+        """See ``ModelExecutor``. The first call measures memory of activations, so it runs three short forwards and waits for a
+        running call."""
+        if self.is_usable:
+            with self.operation("capabilities"):
+                self._measure()
         return self._facts.capabilities(
-            self.pool, self.max_batch_size, self.executor_type, self.modalities, self._measured
+            self.pool, self.max_batch_size, self.executor_type, self.modalities, self._activations
         )
 
     def status(self) -> ExecutorStatus:
@@ -450,6 +465,11 @@ class Executor:
             last_operation=summary.last_operation,
             fallbacks=self._fallbacks,
         )
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether it takes calls: it is not shut down, and its device has not failed."""
+        return not self._closed and not self.pool.broken
 
     def _state(self) -> ExecutorState:
         if self._closed:

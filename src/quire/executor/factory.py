@@ -20,10 +20,12 @@ from quire.errors import InvalidArgument, NotFound, Unsupported
 from quire.executor.batches import BATCHING_TYPES, SUPPORTED_TYPES, check_type
 from quire.executor.executor import Executor
 from quire.executor.reports import computable_dtypes, dtype_name, mechanism_of
+from quire.kv.paged import PagedKVState
 from quire.models.catalogue import HUB_NAME, bundled_models
 from quire.models.config import read_config_file
 from quire.models.families import family_of, is_foreign
 from quire.models.loading import DTYPES
+from quire.signatures import checks_arguments
 
 NOT_CAPTURED = "decode is neither compiled nor captured by this release"
 NOT_TUNED = "nothing is tuned, and sums keep their precision, in this release"
@@ -40,8 +42,6 @@ class Choices:
     executor_type: ExecutorType
     attention_backend: str
     page_size: int
-    fallbacks: tuple[str, ...]
-    """What was asked for "if supported" and is not, and what runs instead."""
 
     def arguments(self, config: ExecutorConfig) -> dict[str, Any]:
         """Keyword arguments of ``Executor`` besides the runner and its identity."""
@@ -53,11 +53,11 @@ class Choices:
             "share_prefixes": config.memory_config.enable_kv_cache_sharing,
             "window": config.attention_config.sliding_window_size,
             "sink": options.pop("sliding_window_sink", 0),
-            "fallbacks": self.fallbacks,
         }
         return found | options
 
 
+@checks_arguments()
 class Factory:
     """See ``ExecutorFactory``.
 
@@ -94,8 +94,6 @@ class Factory:
 
     def choices(self, config: ExecutorConfig) -> Choices:
         """Check everything that can be checked without loading, and decide."""
-        if not isinstance(config, ExecutorConfig):
-            raise InvalidArgument(f"an executor is made from an ExecutorConfig; got {type(config).__name__}")
         executor_type = check_type(config.executor_type)
         device = self._resolve_device(config.device)
         known = computable_dtypes(device)
@@ -108,15 +106,13 @@ class Factory:
         model = _model_of(config)
         _check_local_model(config, model)
         attention = config.attention_config
-        backend, fallbacks = _optimized(config)
         return Choices(
             model=model,
             device=device,
             executor_type=executor_type,
-            attention_backend=backend,
+            attention_backend=_backend(config),
             # One page of a whole sequence is a sequence in one piece.
             page_size=attention.block_size if attention.enable_paged_attention else config.max_sequence_length,
-            fallbacks=fallbacks,
         )
 
 
@@ -161,17 +157,38 @@ def check_heads(config: ExecutorConfig, specs: Sequence[KeyValueAttention | Late
         raise InvalidArgument(f"attention_type must be {' or '.join(map(repr, present))}, the model's, got {wanted!r}")
 
 
-def _optimized(config: ExecutorConfig) -> tuple[str, tuple[str, ...]]:
-    """The attention backend, and what falls back."""
+def _backend(config: ExecutorConfig) -> str:
+    """The attention backend. ``Unsupported`` for what no executor of this release does."""
     wanted = config.optimization_config
-    level = wanted.optimization_level
-    fused = level >= 1 and wanted.enable_kernel_fusion and config.attention_config.enable_flash_attention
-    fallbacks = []
-    if level >= 2:
-        name = "enable_cuda_graphs" if wanted.enable_cuda_graphs else "compiled decode"
-        fallbacks.append(f"optimization_level {level}, {name}: {NOT_CAPTURED}; it runs eagerly, as at level 1")
-    if level >= 3:
-        fallbacks.append(f"optimization_level 3: {NOT_TUNED}")
-    if wanted.enable_mixed_precision:
-        fallbacks.append(f"enable_mixed_precision: {NOT_MIXED}")
-    return ("torch" if fused else "reference"), tuple(fallbacks)
+    for asked, name, reason in (
+        (wanted.optimization_level == 2, "optimization_level 2", f"{NOT_CAPTURED}; 0 and 1 are levels"),
+        (wanted.optimization_level == 3, "optimization_level 3", f"{NOT_TUNED}; 0 and 1 are levels"),
+        (wanted.enable_cuda_graphs, "enable_cuda_graphs True", NOT_CAPTURED),
+        (wanted.enable_mixed_precision, "enable_mixed_precision True", NOT_MIXED),
+    ):
+        if asked:
+            raise Unsupported(f"{name}: {reason}")
+    return "torch" if _wants_fused(config) else "reference"
+
+
+def _wants_fused(config: ExecutorConfig) -> bool:
+    wanted = config.optimization_config
+    flash = config.attention_config.enable_flash_attention
+    return wanted.optimization_level >= 1 and wanted.enable_kernel_fusion and flash
+
+
+def check_flash(config: ExecutorConfig, state: PagedKVState) -> tuple[str, ...]:
+    """What falls back of the fused attention that was asked for "if supported": layers that cannot have it.
+
+    ``Unsupported`` where it is demanded and no layer has it."""
+    plain = [
+        layer
+        for layer, spec in zip(state.layer_ids, state.specs, strict=True)
+        if not state.backend.fuses(spec, state.device)
+    ]
+    reason = f"{len(plain)} of {len(state.specs)} attention layers run without fused attention on {state.device}"
+    if config.attention_config.attention_type == AttentionMechanism.FLASH and len(plain) == len(state.specs):
+        raise Unsupported(f"attention_type 'Flash': {reason}")
+    return (
+        (f"enable_flash_attention: {reason}, the first is layer {plain[0]}",) if plain and _wants_fused(config) else ()
+    )

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quire.executor.media import RowMedia, image_mask
 from quire.runner.local import NO_EXTRAS, Extras, StepOutput
-from quire.types import AdapterRuns
+from quire.types import AdapterRuns, Chunk, LogitsWanted
 
 
 class Piece(NamedTuple):
@@ -112,14 +112,34 @@ def pack(
     return forwards
 
 
+def rows_wanted(kind: LogitsWanted, count: int) -> int:
+    """Rows of logits of ``count`` tokens."""
+    return {"all": count, "last": 1, "none": 0}[kind]
+
+
+def places_of(pieces: Sequence[Piece], chunks: Sequence[Chunk], rows: Callable[[], Sequence[Tensor]]) -> list[Tensor]:
+    """Where the logits of the pieces of a forward go: parts of the places of whole rows."""
+    found = []
+    for piece, chunk in zip(pieces, chunks, strict=True):
+        place = rows()[piece.row]
+        every = chunk.logits == "all"
+        found.append(place[piece.begin : piece.end] if every else place[: rows_wanted(chunk.logits, 0)])
+    return found
+
+
 def extras_of(
-    pieces: Sequence[Piece], media: Sequence[RowMedia | None], lengths: Sequence[int], asked: Asked
+    pieces: Sequence[Piece],
+    media: Sequence[RowMedia | None],
+    lengths: Sequence[int],
+    asked: Asked,
+    places: Callable[[], Sequence[Tensor]] | None = None,
 ) -> Extras:
-    """What the runner gets for one forward besides its chunks. ``lengths``: tokens of each piece's row before it."""
+    """What the runner gets for one forward besides its chunks. ``lengths``: tokens of each piece's row before it; ``places``: see
+    ``Extras``."""
     filled = [(piece, found) for piece in pieces if (found := media[piece.row]) is not None]
     embeddings = [found.slice(piece.begin, piece.end) for piece, found in filled]
     if not embeddings and asked == LOGITS_ONLY:
-        return NO_EXTRAS
+        return NO_EXTRAS if places is None else Extras(places=places)
     mask = None
     images = [_within(piece, media) for piece in pieces]
     if any(images):
@@ -129,6 +149,7 @@ def extras_of(
         mask=mask,
         hidden_states=asked.hidden_states,
         attention_weights=asked.attention_weights,
+        places=places,
     )
 
 
@@ -154,33 +175,23 @@ def _within(piece: Piece, media: Sequence[RowMedia | None]) -> list[tuple[int, i
 class Gathered:
     """The result of one row, in the making."""
 
-    count: int
-    """n"""
-    wants_all: bool
-    """Whether logits of all its tokens are wanted."""
-    logits: Tensor | None = None
+    logits: Tensor
+    """What the last forward gave."""
     hidden: list[tuple[Tensor, ...]] = field(default_factory=list)
     weights: list[tuple[Tensor, ...]] = field(default_factory=list)
 
-    def add(self, output: StepOutput, number: int, piece: Piece) -> None:
-        """What chunk ``number`` of a step gave for ``piece``."""
-        rows_RV = output.rows(number)
-        if self.wants_all and len(rows_RV) < self.count:
-            # One tensor for the row from the start, so that pieces are never joined by a copy of all of them.
-            if self.logits is None:
-                self.logits = rows_RV.new_empty(self.count, rows_RV.shape[1])
-            self.logits[piece.begin : piece.end] = rows_RV
-        elif len(rows_RV):
+    def add(self, output: StepOutput, number: int) -> None:
+        """What chunk ``number`` of a step gave for a piece of it."""
+        if len(rows_RV := output.rows(number)):
             self.logits = rows_RV
         if output.hidden_states:
             self.hidden.append(output.hidden_states[number])
         if output.attention_weights:
             self.weights.append(output.attention_weights[number])
 
-    def finished(self, vocab_size: int, device: torch.device) -> RowOutput:
-        logits_RV = torch.empty(0, vocab_size, device=device) if self.logits is None else self.logits
+    def finished(self) -> RowOutput:
         return RowOutput(
-            logits_RV=logits_RV,
+            logits_RV=self.logits,
             hidden_states=tuple(_joined_rows(parts) for parts in zip(*self.hidden, strict=True)),
             attention_weights=tuple(_stacked(parts) for parts in zip(*self.weights, strict=True)),
         )
@@ -196,6 +207,23 @@ def _stacked(parts: Sequence[Tensor]) -> Tensor:
         return parts[0]
     keys = max(part.shape[2] for part in parts)
     return torch.cat([torch.nn.functional.pad(part, (0, keys - part.shape[2])) for part in parts], dim=1)
+
+
+def stacked(rows: Sequence[Tensor]) -> Tensor:
+    """Tensors of one shape as one ``[B, ...]``: a view where they lie one behind the other in memory, as the rows of one forward
+    do, and a copy elsewhere."""
+    first = rows[0]
+    size = first.numel() * first.element_size()
+    together = all(
+        row.is_contiguous()
+        and row.shape == first.shape
+        and row.data_ptr() == first.data_ptr() + index * size
+        and row.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        for index, row in enumerate(rows)
+    )
+    if not together:
+        return torch.stack(list(rows))
+    return first.as_strided((len(rows), *first.shape), (first.numel(), *first.stride()))
 
 
 def batched(rows: Sequence[Tensor], spans: Sequence[tuple[int, int]], columns: int) -> Tensor:

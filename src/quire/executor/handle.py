@@ -16,8 +16,10 @@ from quire.executor import rewinding
 from quire.executor.cache import KVCache, require_kv_layer
 from quire.executor.rows import Pending
 from quire.kv.need import pages_for
+from quire.signatures import checks_arguments
 
 
+@checks_arguments()
 @dataclass(frozen=True, slots=True, eq=False)
 class Handle:
     """See ``CacheHandle``. It holds its cache: pages live as long as any handle of them does."""

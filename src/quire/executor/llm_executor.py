@@ -12,14 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.contracts.executor import ExecutorInputs, ModelAssets, RequestSampling
-from quire.contracts.kv_cache import KVCacheInterface
+from quire.contracts.executor import CacheLike, ExecutorInputs, ModelAssets, RequestSampling
 from quire.errors import Cancelled, InvalidArgument, Unsupported
 from quire.executor.arguments import NO_MASKS, require_adapter, resolve_cache, to_ids
 from quire.executor.cache import KVCache
 from quire.executor.executor import Executor
 from quire.executor.extension import Extension, extensions, packed, require_vocabulary
-from quire.executor.forwards import Piece
+from quire.executor.forwards import Piece, stacked
 from quire.executor.media import media_of_rows
 from quire.executor.operations import Stopwatch
 from quire.executor.rows import Ids
@@ -34,12 +33,14 @@ from quire.executor.sampling import (
 from quire.executor.transaction import Transaction
 from quire.kv.sequences import check_integer
 from quire.sampling_params import SamplingParams
+from quire.signatures import checks_arguments
 
 GREEDY = SamplingParams(temperature=0.0)
 
 Sampling = SamplingParams | RequestSampling
 
 
+@checks_arguments()
 class LlmExecutor:
     """See ``LlmExecutorInterface``. Its caches are those of ``executor``, and usable there.
 
@@ -57,8 +58,6 @@ class LlmExecutor:
         kv_increment_size: int = 16,
         prefill_chunk_size: int | None = None,
     ) -> None:
-        if not isinstance(sampling, SamplingParams):
-            raise InvalidArgument(f"sampling must be SamplingParams; got {type(sampling).__name__}")
         self.executor = executor
         self.sampling = check_params(sampling)
         self.kv_increment_size = check_integer(kv_increment_size, "kv_increment_size", 0)
@@ -87,7 +86,7 @@ class LlmExecutor:
 
     # -- running ---------------------------------------------------------------------------------------------
 
-    def prefill(self, inputs: ExecutorInputs, kv_cache: KVCacheInterface, lora_id: int | None = None) -> None:
+    def prefill(self, inputs: ExecutorInputs, kv_cache: CacheLike, lora_id: int | None = None) -> None:
         """See ``LlmExecutorInterface``."""
         with self.executor.operation("prefill") as operation:
             if inputs.text is None or inputs.text.token_ids.numel() == 0:
@@ -113,7 +112,7 @@ class LlmExecutor:
                 cache.mark(row)
             self.executor.record_prefill(len(tokens), watch.seconds())
 
-    def step(self, inputs: ExecutorInputs, kv_cache: KVCacheInterface, lora_id: int | None = None) -> Tensor:
+    def step(self, inputs: ExecutorInputs, kv_cache: CacheLike, lora_id: int | None = None) -> Tensor:
         """See ``LlmExecutorInterface``."""
         with self.executor.operation("step") as operation:
             tokens, cache, parts = self._decode_parts(inputs, kv_cache, lora_id, 1)
@@ -121,7 +120,7 @@ class LlmExecutor:
             with Transaction(self.executor.pool, parts, operation) as work:
                 rows = work.run(tokens, ["last"] * len(tokens))
                 self._commit(work, cache)
-            logits_B1V = torch.stack([row.logits_RV for row in rows])
+            logits_B1V = stacked([row.logits_RV for row in rows])
             self.executor.record_decode(len(tokens), watch.seconds())
             return logits_B1V
 
@@ -129,7 +128,7 @@ class LlmExecutor:
         self,
         num_steps: int,
         inputs: ExecutorInputs,
-        kv_cache: KVCacheInterface,
+        kv_cache: CacheLike,
         lora_id: int | None = None,
         *,
         sampling: Sampling | None = None,
@@ -146,7 +145,7 @@ class LlmExecutor:
         self,
         num_steps: int,
         inputs: ExecutorInputs,
-        kv_cache: KVCacheInterface,
+        kv_cache: CacheLike,
         lora_id: int | None = None,
         *,
         sampling: Sequence[Sampling] | None = None,
@@ -159,7 +158,7 @@ class LlmExecutor:
         verb: str,
         num_steps: int,
         inputs: ExecutorInputs,
-        kv_cache: KVCacheInterface,
+        kv_cache: CacheLike,
         lora_id: int | None,
         sampling: Sequence[Sampling] | None,
     ) -> list[list[int]]:
@@ -206,7 +205,7 @@ class LlmExecutor:
     # -- checks ----------------------------------------------------------------------------------------------
 
     def _begin(
-        self, inputs: ExecutorInputs, kv_cache: KVCacheInterface, lora_id: int | None, tokens: Sequence[Ids]
+        self, inputs: ExecutorInputs, kv_cache: CacheLike, lora_id: int | None, tokens: Sequence[Ids]
     ) -> tuple[KVCache, tuple[int, ...]]:
         """The cache and where its rows begin; everything about cache, adapter, ids and positions is checked."""
         cache, lengths = resolve_cache(self.executor.pool, kv_cache)
@@ -219,7 +218,7 @@ class LlmExecutor:
         return cache, inputs.start_positions(lengths)
 
     def _decode_parts(
-        self, inputs: ExecutorInputs, kv_cache: KVCacheInterface, lora_id: int | None, count: int
+        self, inputs: ExecutorInputs, kv_cache: CacheLike, lora_id: int | None, count: int
     ) -> tuple[list[Ids], KVCache, list[Extension]]:
         if inputs.vision is not None or inputs.audio is not None:
             raise InvalidArgument("a decode step takes token ids only; give vision and audio data to prefill")

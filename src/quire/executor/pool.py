@@ -152,6 +152,14 @@ class CachePool:
     def state(self) -> PagedKVState:
         return self.runner.state
 
+    def spec_of(self, layer: int) -> KeyValueAttention | LatentAttention | None:
+        """What an attention layer is; None for others."""
+        return self.specs[self.layer_ids.index(layer)] if layer in self.layer_ids else None
+
+    def logits(self, *shape: int) -> torch.Tensor:
+        """A place for logits, float32 ``[*shape, V]``, zeros."""
+        return torch.zeros(*shape, self.vocab_size, device=self.device)
+
     # -- sequences -------------------------------------------------------------------------------------------
 
     def edit(self, *edits: Edit) -> None:
@@ -206,6 +214,13 @@ class CachePool:
             return hook()
         finally:
             self._asks = False
+
+    @property
+    def reclaimable(self) -> set[SeqId]:
+        """Sequences that ``reclaim`` could give up. Call it under the lock."""
+        found = {seq for rows in self._orphans for row in rows for seq in row.seqs if seq in self.state.table}
+        hook = self.runner.reclaimable
+        return found if hook is None else found | set(hook())
 
     def give_back(self) -> bool:
         """What the owner of the runner is given when it is short: what nobody holds, or else recurrent states that only save work,

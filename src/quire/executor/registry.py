@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from quire.contracts.executor import ExecutorMetrics, ModelExecutor
-from quire.errors import InvalidArgument
 from quire.registry import Registry
+from quire.signatures import checks_arguments
 
 
+@checks_arguments()
 class NamedExecutors:
     """See ``ExecutorRegistry``."""
 
@@ -15,8 +16,6 @@ class NamedExecutors:
 
     def register(self, name: str, executor: ModelExecutor) -> ModelExecutor:
         """See ``ExecutorRegistry``."""
-        if not isinstance(name, str):
-            raise InvalidArgument(f"executor name must be a string; got {name!r}")
         return self._items.register(name, executor)
 
     def get(self, name: str) -> ModelExecutor | None:

@@ -27,7 +27,7 @@ from quire.executor.media import NO_PER_LAYER
 from quire.executor.media import refusal as media_refusal
 from quire.executor.pool import NO_PAGES, CachePool
 from quire.executor.verification import LOGITS_OF_SPECULATION
-from quire.executor.warmup import Measured
+from quire.executor.warmup import Activations
 from quire.models.families import LoadedModel
 from quire.models.loading import DTYPES
 from quire.runner.local import Runner
@@ -67,8 +67,8 @@ class ModelFacts:
     parameter_bytes: int
     storage_bytes: int
     """Of the K/V pool and the slots for recurrent states."""
-    backend: str
-    """Name of the attention backend."""
+    fused: bool
+    """Whether some layer attends in kernels that never form the weights."""
 
     @classmethod
     def of(cls, runner: Runner) -> ModelFacts:
@@ -80,7 +80,7 @@ class ModelFacts:
             num_parameters=model.num_parameters,
             parameter_bytes=model.parameter_bytes,
             storage_bytes=runner.state.num_bytes,
-            backend=runner.state.backend.name,
+            fused=any(runner.state.backend.fuses(spec, runner.state.device) for spec in runner.state.specs),
         )
 
     def info(self, pool: CachePool) -> ExecutorInfo:
@@ -106,13 +106,12 @@ class ModelFacts:
         max_batch_size: int,
         executor_type: ExecutorType,
         modalities: Collection[str],
-        measured: Measured | None,
+        activations: Activations | None,
     ) -> ExecutorCapabilities:
         mechanisms = {mechanism_of(spec) for spec in pool.specs}
         if pool.specs:
             mechanisms.add(AttentionMechanism.PAGED)
-        if pool.specs and self.backend != "reference":
-            # PyTorch's fused attention never forms the weights.
+        if self.fused:
             mechanisms.add(AttentionMechanism.FLASH)
         if pool.is_windowed:
             mechanisms.add(AttentionMechanism.SLIDING_WINDOW)
@@ -130,11 +129,11 @@ class ModelFacts:
             supported_devices=present_devices(),
             memory_requirements=MemoryRequirements(
                 parameter_memory=self.parameter_bytes,
-                activation_memory_per_token=measured.bytes_per_token if measured else 0,
+                activation_memory_per_token=activations.bytes_per_token if activations else None,
                 # Rounded up where layers differ; the same for all in the usual model.
                 kv_cache_memory_per_token=-(-sum(pool.page_bytes) // (pool.page_size * pool.num_blocks)),
                 recurrent_memory_per_row=pool.state_bytes,
-                overhead_memory=measured.overhead_bytes if measured else 0,
+                overhead_memory=activations.overhead_bytes if activations else None,
             ),
             layer_kinds=pool.layer_kinds,
             refusals=refusals(pool, executor_type, modalities),

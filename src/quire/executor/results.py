@@ -5,28 +5,61 @@ Letters: B batch rows; S tokens of a row with padding; E model width; Hq query h
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import TypeAlias
 
 import torch
+from torch import Tensor
 
 from quire.contracts.executor import DecodeOutput, PrefillOutput
 from quire.executor.arguments import Request
-from quire.executor.forwards import RowOutput, batched, batched_weights
+from quire.executor.forwards import RowOutput, batched, batched_weights, rows_wanted, stacked
 from quire.executor.handle import Handle
+from quire.executor.pool import CachePool
 from quire.types import LogitsWanted
 
+Places: TypeAlias = tuple[list[Tensor | None], list[Tensor]]
 
-def prefill_output(request: Request, handle: Handle, wanted: LogitsWanted, rows: Sequence[RowOutput]) -> PrefillOutput:
-    """``rows``: one for each row of the request."""
+
+def places_for_logits(
+    pool: CachePool, requests: Sequence[Request], wanted: Sequence[LogitsWanted], *, in_pieces: bool
+) -> Callable[[], Places] | None:
+    """Makes, once, the results of requests ``[B, S, V]`` with zeros at padding, and the place of each row's logits in them.
+
+    A request has none whose rows lie one behind the other by themselves: nothing is padding, and they do not come ``in_pieces``.
+    None if that is so for all of them.
+    """
+    placed = [kind == "all" and (in_pieces or one.is_padded) for one, kind in zip(requests, wanted, strict=True)]
+    if not any(placed):
+        return None
+
+    @cache
+    def make() -> Places:
+        results: list[Tensor | None] = []
+        places: list[Tensor] = []
+        for request, kind, in_one in zip(requests, wanted, placed, strict=True):
+            result = pool.logits(len(request.spans), request.columns) if in_one else None
+            results.append(result)
+            if result is not None:
+                places += [row[a:b] for row, (a, b) in zip(result, request.spans, strict=True)]
+            else:
+                places += [pool.logits(rows_wanted(kind, ids.size)) for ids in request.tokens]
+        return results, places
+
+    return make
+
+
+def prefill_output(
+    request: Request, handle: Handle, wanted: LogitsWanted, rows: Sequence[RowOutput], logits: Tensor | None
+) -> PrefillOutput:
+    """``rows``: one for each row of the request; ``logits``: those of the batch, where the rows' are parts of it."""
     spans, columns = request.spans, request.columns
-    logits, last = None, None
-    if wanted == "last":
-        logits = torch.stack([row.logits_RV for row in rows])
-    elif wanted == "all" and len(rows) == 1 and spans[0] == (0, columns):
-        logits = rows[0].logits_RV[None]
-    elif wanted == "all":
-        logits = batched([row.logits_RV for row in rows], spans, columns)
+    last = None
+    if wanted == "all" and request.is_padded:
         last = tuple(b - 1 for _, b in spans)
+    if logits is None and wanted != "none":
+        logits = stacked([row.logits_RV for row in rows])
     hidden = weights = None
     if request.asked.hidden_states:
         layers = zip(*(row.hidden_states for row in rows), strict=True)
@@ -40,7 +73,7 @@ def prefill_output(request: Request, handle: Handle, wanted: LogitsWanted, rows:
 
 
 def decode_output(request: Request, handle: Handle, rows: Sequence[RowOutput]) -> DecodeOutput:
-    """``rows``: one token of each row of the request. Joined here, so that no two outputs share memory."""
+    """``rows``: one token of each row of the request, which may lie beside those of others."""
     hidden = weights = None
     if request.asked.hidden_states:
         hidden = torch.cat([row.hidden_states[-1] for row in rows])
@@ -48,7 +81,7 @@ def decode_output(request: Request, handle: Handle, rows: Sequence[RowOutput]) -
         layers = zip(*(row.attention_weights for row in rows), strict=True)
         weights = tuple(batched_weights(layer, request.spans, 1) for layer in layers)
     return DecodeOutput(
-        logits=torch.cat([row.logits_RV for row in rows]),
+        logits=stacked([row.logits_RV[0] for row in rows]),
         kv_cache=handle,
         hidden_state=hidden,
         attention_weights=weights,

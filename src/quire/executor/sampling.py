@@ -17,6 +17,7 @@ from quire.errors import FailedPrecondition, InvalidArgument, QuireError, Unsupp
 from quire.executor.rows import Ids
 from quire.ops.sampling import RequestSampler, TokenCounts, probabilities, sample
 from quire.sampling_params import SamplingParams
+from quire.signatures import checks_arguments
 
 _DRAW_FIELDS = frozenset(
     {
@@ -43,12 +44,13 @@ def check_params(params: SamplingParams) -> SamplingParams:
     for name in default.__dataclass_fields__:
         if name not in _DRAW_FIELDS | {"max_tokens"} and getattr(params, name) != getattr(default, name):
             raise Unsupported(
-                f"sample_tokens does not have {name}={getattr(params, name)!r}: it draws exactly num_steps ids; "
+                f"{name}={getattr(params, name)!r}: an executor draws exactly as many ids as it is asked for; "
                 f"leave {name} at {getattr(default, name)!r}"
             )
     return params
 
 
+@checks_arguments()
 class ParamsSampling:
     """``RequestSampling`` from ``SamplingParams``: one request's parameters, generator and tokens.
 
@@ -90,7 +92,7 @@ class ParamsSampling:
         """See ``RequestSampling``."""
         count = logits_RV.shape[0]
         if count > len(drafted) + 1:
-            raise InvalidArgument(f"{count} rows of logits for {len(drafted)} drafts; at most one more is accepted")
+            raise InvalidArgument(f"logits_RV has {count} rows for {len(drafted)} drafts; at most one more is accepted")
         rows = [self._at(drafted[: len(drafted) - count + 1 + row]) for row in range(count)]
         return probabilities(logits_RV, rows).float()
 

@@ -36,15 +36,15 @@ class Verdict:
 
 def check_threshold(threshold: float) -> None:
     """``InvalidArgument`` unless it is a number in [0, 1]."""
-    if isinstance(threshold, bool) or not isinstance(threshold, int | float) or not 0.0 <= threshold <= 1.0:
+    if not 0.0 <= threshold <= 1.0:
         raise InvalidArgument(f"acceptance_threshold must be a number in [0, 1]; got {threshold!r}")
 
 
 def check_draft_probabilities(probabilities: Tensor, drafts: Sequence[int], vocab_size: int) -> Tensor:
     """The rows as float64 ``[k, V]`` on the CPU; ``InvalidArgument`` unless they are distributions that can give the drafts."""
     shape = (len(drafts), vocab_size)
-    if not isinstance(probabilities, Tensor) or not probabilities.is_floating_point():
-        raise InvalidArgument("draft_probabilities must be a floating tensor [k, V]")
+    if not probabilities.is_floating_point():
+        raise InvalidArgument(f"draft_probabilities must be a floating tensor [k, V]; got {probabilities.dtype}")
     if tuple(probabilities.shape) != shape:
         raise InvalidArgument(
             f"draft_probabilities must be {list(shape)}, a row per draft; got {list(probabilities.shape)}"

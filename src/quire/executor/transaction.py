@@ -10,18 +10,29 @@ Letters: N rows of the call; n tokens of a row; R rows of logits; V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import cache, partial
 from itertools import chain
 from types import TracebackType
 from typing import Self
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from quire.errors import QuireError, ResourceExhausted, Unsupported
 from quire.executor.extension import Extension, kept_edits, packed
-from quire.executor.forwards import LOGITS_ONLY, Asked, Gathered, Piece, RowOutput, extras_of
+from quire.executor.forwards import (
+    LOGITS_ONLY,
+    Asked,
+    Gathered,
+    Piece,
+    RowOutput,
+    extras_of,
+    places_of,
+    rows_wanted,
+)
 from quire.executor.media import RowMedia, recorded_ids
 from quire.executor.operations import Operation
 from quire.executor.pool import CachePool
@@ -278,9 +289,10 @@ class Transaction:
         budget: int = 0,
         media: Sequence[RowMedia | None] | None = None,
         asked: Asked = LOGITS_ONLY,
+        places: Callable[[], Sequence[Tensor]] | None = None,
     ) -> list[RowOutput]:
         """Run ``tokens[i]``, with ``media[i]`` at its placeholders, for part i; ``wanted[i]`` says which logits of it are
-        returned.
+        returned, and ``places()[i]`` where they are written (float32 ``[rows, V]``; called when the first forward has run).
 
         At most ``budget`` tokens go into one forward (0: all); a row that does not fit is continued in the next one.
         """
@@ -288,24 +300,33 @@ class Transaction:
         media = [None] * len(tokens) if media is None else media
         blocks = [() if found is None else found.blocks for found in media]
         records = [recorded_ids(ids, found) for ids, found in zip(tokens, media, strict=True)]
-        results = [Gathered(ids.size, kind == "all") for ids, kind in zip(tokens, wanted, strict=True)]
         positions = [part.start + part.num_written for part in self.parts]
-        for pieces in packed(self.pool, self.parts, positions, [ids.size for ids in tokens], budget, blocks):
+        sizes = [ids.size for ids in tokens]
+        forwards = packed(self.pool, self.parts, positions, sizes, budget, blocks)
+        if places is None and len(forwards) > 1:
+            # One tensor for a row from the start, so that pieces are never joined by a copy of all of them.
+            places = cache(lambda: [self.pool.logits(rows_wanted(*one)) for one in zip(wanted, sizes, strict=True)])
+        results = [Gathered(self.pool.logits(0)) for _ in tokens]
+        for pieces in forwards:
             self.operation.check()
             self.operation.num_sequences = len(pieces)
             self._check_room(pieces)
             lengths = [self.parts[piece.row].start + self.parts[piece.row].num_written for piece in pieces]
             step = Step(chunks=tuple(self._chunk(tokens, wanted, piece) for piece in pieces))
-            extras = extras_of(pieces, media, lengths, asked)
+            here = None if places is None else partial(places_of, pieces, step.chunks, places)
+            extras = extras_of(pieces, media, lengths, asked, here)
             if (stand := self._positions(pieces)) is not None:
                 extras = replace(extras, positions=stand)
             output = self._execute(step, extras)
             for number, piece in enumerate(pieces):
-                results[piece.row].add(output, number, piece)
+                results[piece.row].add(output, number)
             for row, begin, end in pieces:
                 self.parts[row].written.append(records[row][begin:end])
             self.pool.note_use()
-        return [result.finished(self.pool.vocab_size, self.pool.device) for result in results]
+        if places is not None:
+            for result, place in zip(results, places(), strict=True):
+                result.logits = place
+        return [result.finished() for result in results]
 
     def arrive(self) -> None:
         """Run the tokens that lead to the rows' starts, which ``run`` does by itself."""

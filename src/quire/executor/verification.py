@@ -33,8 +33,12 @@ from quire.executor.operations import Operation
 from quire.executor.pool import CachePool
 from quire.executor.rows import Ids, path_to
 from quire.executor.transaction import Transaction
-from quire.kv.sequences import check_integer
+from quire.sampling_params import SamplingParams
 
+PARAMS_OF_A_REQUEST = (
+    "a RequestSampling, whose generator and tokens live as long as its request: make one with "
+    "quire.executor.sampling.ParamsSampling(params, prompt_ids, vocab_size=...) and observe() each token"
+)
 LOGITS_OF_SPECULATION = "it gives logits only; take hidden states and attention weights from forward_verify"
 
 
@@ -53,8 +57,6 @@ def checked_requests(
 
 def _request(pool: CachePool, item: DecodeInput, first: DecodeInput, depth: int) -> Request:
     """One input, whose token stands ``depth`` behind the common start."""
-    if not isinstance(item, DecodeInput):
-        raise InvalidArgument(f"forward_verify takes DecodeInputs; got {type(item).__name__}")
     item.tokens("forward_verify")
     request = decode_request(pool, item.with_position_ids(None), "forward_verify")
     indices = [start + depth for start in request.starts]
@@ -157,10 +159,12 @@ def speculate(
     operation: Operation,
     *,
     draft_probabilities: Tensor | None,
-    sampling: RequestSampling | None,
+    sampling: RequestSampling | SamplingParams | None,
     draft_parents: Sequence[int] | None,
 ) -> SpeculativeOutput:
     """See ``ModelExecutor.speculative_decode``."""
+    if isinstance(sampling, SamplingParams):
+        raise InvalidArgument(f"speculative_decode: sampling must be {PARAMS_OF_A_REQUEST}; got SamplingParams")
     speculation.check_threshold(acceptance_threshold)
     request = decode_request(pool, input, "speculative_decode")
     if request.asked != LOGITS_ONLY:
@@ -168,7 +172,7 @@ def speculate(
     if request.batch_size != 1:
         raise InvalidArgument(f"speculation is for one sequence; the cache has {request.batch_size} rows")
     cache, start = _one_row(request)
-    drafts = [check_integer(token, "draft token", 0) for token in draft_tokens]
+    drafts = list(draft_tokens)
     ids = np.array([int(request.tokens[0][0]), *drafts], dtype=np.int64)
     require_vocabulary(ids, pool.vocab_size, "draft_tokens")
     parents = None if draft_parents is None else tree_of(draft_parents, len(drafts), "draft_parents")

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
+from torch import Tensor
 from torch.autograd.profiler import profile
 
 from quire.executor.operations import Stopwatch
 from quire.executor.pool import CachePool
 from quire.kv.need import pages_for
 from quire.models.loading import free_memory
+from quire.runner.local import NO_EXTRAS, Extras
 from quire.types import Chunk, SeqId, Step
 
 LONG_CHUNK, SHORT_CHUNK = 128, 32
@@ -22,17 +25,16 @@ KNEE = 0.9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
-    """What was found."""
+class Activations:
+    """Memory of a forward besides weights, K and V, and recurrent states: so many bytes for a token that wants logits, and so many
+    for any forward."""
 
     bytes_per_token: int
     overhead_bytes: int
-    knee: int
-    """Rows of a decode batch."""
 
 
-def measure(pool: CachePool, max_batch_size: int, chunk_size: int = 0) -> Measured:
-    """Run forwards on sequences that are gone afterwards. What the pool has no room for is not measured.
+def measure(pool: CachePool, chunk_size: int = 0) -> Activations | None:
+    """Run forwards on sequences that are gone afterwards. None: the pool has no room for two tokens.
 
     ``chunk_size``: tokens of a forward at most; <= 0: any number.
     """
@@ -42,13 +44,14 @@ def measure(pool: CachePool, max_batch_size: int, chunk_size: int = 0) -> Measur
         # A forward takes a state at its end, and one at each multiple of the interval before that.
         room = min(room, pool.available_states * pool.state_interval)
     long, short = min(LONG_CHUNK, room), min(SHORT_CHUNK, room // 2)
-    slope = overhead = 0
-    if short:
-        _peak_of_chunk(pool, short)  # the first forward also makes what stays, such as rotary tables
-        high, low = _peak_of_chunk(pool, long), _peak_of_chunk(pool, short)
-        slope = max(0, -(-(high - low) // (long - short)))
-        overhead = max(0, high - slope * long)
-    return Measured(bytes_per_token=slope, overhead_bytes=overhead, knee=_knee(pool, max_batch_size))
+    if not short:
+        return None
+    _peak_of_chunk(pool, short)  # the first forward also makes what stays, such as rotary tables
+    high, low = _peak_of_chunk(pool, long), _peak_of_chunk(pool, short)
+    slope = max(0, -(-(high - low) // (long - short)))
+    # Logits that have places are there once, and those of a few rows twice.
+    high = max(high, _peak_of_chunk(pool, long, placed=True))
+    return Activations(bytes_per_token=slope, overhead_bytes=max(0, high - slope * long))
 
 
 def available_pages(pool: CachePool) -> int:
@@ -58,19 +61,29 @@ def available_pages(pool: CachePool) -> int:
     return pool.state.num_available_pages() if pool.specs else pages_for(pool.max_model_len, 1)
 
 
-def fits(measured: Measured | None, rows: int, device: torch.device) -> bool:
+def fits(activations: Activations | None, rows: int, device: torch.device) -> bool:
     """Whether the activations of a decode of so many rows fit into free memory, as far as that is known."""
     free = free_memory(device)
-    if measured is None or free is None:
+    if activations is None or free is None:
         return True
-    return measured.bytes_per_token * rows + measured.overhead_bytes <= free
+    return activations.bytes_per_token * rows + activations.overhead_bytes <= free
 
 
-def _peak_of_chunk(pool: CachePool, tokens: int) -> int:
+def _peak_of_chunk(pool: CachePool, tokens: int, *, placed: bool = False) -> int:
+    """Of a prompt of which all logits are wanted; ``placed``: in a place of theirs, which counts."""
     seqs = pool.add(1)
+    step = Step(chunks=(Chunk(seqs[0], [0] * tokens, logits="all"),))
+
+    @cache
+    def places() -> list[Tensor]:
+        return [pool.logits(tokens)]
+
+    def run() -> object:
+        extras = Extras(places=places) if placed else NO_EXTRAS
+        return pool.runner.execute(step, extras), places() if placed else None
+
     try:
-        step = Step(chunks=(Chunk(seqs[0], [0] * tokens, logits="all"),))
-        return peak_bytes(lambda: pool.runner.execute(step), pool.device)
+        return peak_bytes(run, pool.device)
     finally:
         pool.remove(seqs)
 
@@ -95,7 +108,8 @@ def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
     return peak
 
 
-def _knee(pool: CachePool, max_batch_size: int) -> int:
+def knee_of(pool: CachePool, max_batch_size: int) -> int:
+    """The smallest batch of decodes with nearly the best throughput."""
     rates: dict[int, float] = {}
     most = min(max_batch_size, available_pages(pool) // pages_for(1 + REPEATS, pool.page_size))
     if pool.recurrent_ids:

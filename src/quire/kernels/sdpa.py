@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.contracts.attention import AttentionState, ForwardPlan, Scoring
-from quire.contracts.layers import LayerSpec
+from quire.contracts.layers import KeyValueAttention, LayerSpec
 from quire.errors import InvalidArgument
 from quire.kernels.blocks import Block, BlockPlanner
 from quire.kernels.calls import (
@@ -54,6 +54,7 @@ from quire.kernels.groups import (
     pages_of,
     waste_bounded,
 )
+from quire.kernels.partial import has_lse_kernel
 from quire.kernels.visibility import Visibility, chains, sink_part, window_part
 from quire.ops.attention import check_sink_query, merge
 
@@ -132,6 +133,12 @@ class SdpaAttention:
             if spec.kind in ("full", "window")
             else f"the torch attention has no layers of kind {spec.kind!r}, only 'full' and 'window'"
         )
+
+    def fuses(self, spec: LayerSpec, device: torch.device) -> bool:
+        """No kernel caps scores; where states are merged it takes one that returns the log-sum-exp (``partial``)."""
+        if isinstance(spec, KeyValueAttention) and (spec.softcap is not None or not spec.sinks):
+            return spec.softcap is None
+        return has_lse_kernel(device)
 
     # -- plan ------------------------------------------------------------------------------------------------
 

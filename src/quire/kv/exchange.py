@@ -89,7 +89,8 @@ def ids_metadata(state: PagedKVState) -> dict[str, Any]:
             {
                 "layer": layer,
                 "states": [
-                    {"shape": list(one.shape), "dtype": one.dtype, "initial": float(one.initial)} for one in spec.states
+                    {"shape": list(one.shape), "dtype": one.dtype, "initial": one.initial_as_json()}
+                    for one in spec.states
                 ],
             }
             for layer, spec in zip(state.recurrent.layer_ids, state.recurrent.specs, strict=True)

@@ -32,7 +32,8 @@ from quire.kv.storage import StoredSpec
 from quire.kv.trees import TokenTreeParents
 from quire.kv.verbs import CHANGES
 from quire.kv.windows import Eviction
-from quire.ops.attention import ReferenceAttention
+from quire.ops.recurrence import ReferenceRecurrence
+from quire.signatures import checks_arguments
 from quire.types import SeqId
 
 
@@ -69,12 +70,14 @@ class HybridPass(AttentionPass):
         return self.states.convolve(layer_id, state_id, x_TC, weight_CW, bias_C)
 
 
+@checks_arguments(but=("spec",))
 @uninterrupted_verbs(*CHANGES)
 class HybridState(PagedKVState):
     """The KV state of a model that has recurrent layers, alone or beside attention.
 
     ``specs`` are of all kinds; layer ids are ``first_layer`` and following. ``num_states``: slots for states, kept ones included; a
-    sequence needs one, and one more in a forward. ``ring``: how many of the last states before the present one are kept while
+    sequence needs one, and one more in a forward (``num_states_for`` adds up). ``recurrence``: what computes recurrences; None: the
+    reference, which is exact and slow (``quire.kernels.recurrence.ChunkedRecurrence`` is fast). ``ring``: how many of the last states before the present one are kept while
     there is room. ``checkpoint_interval``: tokens between checkpoints that are kept by themselves, a multiple of
     ``page_size``; 0: none. The rest is as in ``PagedKVState``.
     """
@@ -84,8 +87,8 @@ class HybridState(PagedKVState):
         specs: Sequence[LayerSpec],
         *,
         num_states: int,
-        recurrence: RecurrenceBackend,
-        backend: AttentionBackend,
+        recurrence: RecurrenceBackend | None = None,
+        backend: AttentionBackend | None = None,
         ring: int = 4,
         checkpoint_interval: int = 0,
         capacity: int = 1,
@@ -129,9 +132,33 @@ class HybridState(PagedKVState):
             ring=ring,
             interval=interval,
             device=self.device,
-            backend=recurrence,
+            backend=ReferenceRecurrence() if recurrence is None else recurrence,
         )
         self.all_specs = list(specs)
+
+    @staticmethod
+    def num_states_for(
+        num_sequences: int,
+        *,
+        max_length: int = 1,
+        checkpoint_interval: int = 0,
+        ring: int = 4,
+        checkpoints: int = 0,
+        tree_nodes: int = 0,
+    ) -> int:
+        """The ``num_states`` with which so many sequences, which share no states, run in one forward and nothing that is kept is
+        given up: of each the present state, what a forward writes, the ring and the checkpoints.
+
+        ``max_length``: tokens of a sequence; ``checkpoint_interval``, ``ring``: those of the state; ``checkpoints``: what the
+        caller keeps besides; ``tree_nodes``: uncommitted nodes at most. All of each sequence; ``InvalidArgument`` below 0.
+        """
+        given = {"num_sequences": num_sequences, "max_length": max_length, "checkpoint_interval": checkpoint_interval}
+        given |= {"ring": ring, "checkpoints": checkpoints, "tree_nodes": tree_nodes}
+        for name, value in given.items():
+            check_integer(value, f"num_states_for: {name}", 1 if name in ("num_sequences", "max_length") else 0)
+        # A forward that ends on a multiple of the interval writes one state for both.
+        multiples = (max_length - 1) // checkpoint_interval if checkpoint_interval else 0
+        return num_sequences * (1 + max(1, tree_nodes) + ring + multiples + checkpoints)
 
     @property
     def states(self) -> RecurrentPass:
@@ -168,31 +195,47 @@ class HybridState(PagedKVState):
         super().remove_sequence(seq_id)
         self.recurrent.table.remove(seq_id)
 
-    def fork_sequence(self, parent_id: SeqId, child_id: SeqId, fork_pos: int = -1) -> int:
+    def fork_sequence(self, parent_id: SeqId, child_id: SeqId, fork_pos: int = -1, *, exact: bool = False) -> int:
         """The child stands at the nearest kept state at or before ``fork_pos`` (-1: the end). Returns the tokens that must be
-        run on it to arrive there. Shares pages and states, copies nothing."""
+        run on it to arrive there; with ``exact`` a fork that would return any is refused (``FailedPrecondition``). Shares pages
+        and states, copies nothing."""
         fork_pos = check_integer(fork_pos, "fork_sequence: position", -1)
         target = kept = fork_pos
         if parent_id in self.table and fork_pos <= (length := self.table.get(parent_id).length):
             target = length if fork_pos == -1 else fork_pos
             kept = self.recurrent.table.nearest(parent_id, target)
         # Checks all that can be wrong, an unknown parent and a position beyond its end included.
+        self.table.check_fork(parent_id, child_id, kept)
+        if exact:
+            self._require_kept(parent_id, target, kept, "fork_sequence")
         super().fork_sequence(parent_id, child_id, kept)
         self.recurrent.table.fork(parent_id, child_id, kept)
         return target - kept
 
-    def popn(self, seq_id: SeqId, n: int) -> int:
+    def popn(self, seq_id: SeqId, n: int, *, exact: bool = False) -> int:
         """Go back to the nearest kept state at or before the present end less ``n`` tokens. Returns the tokens between, which
-        must be run again."""
+        must be run again; with ``exact`` a pop that would return any is refused (``FailedPrecondition``)."""
         n = check_integer(n, "popn: token count", 0)
         kept = target = 0
         if seq_id in self.table and n <= (length := self.table.get(seq_id).length):
             target = length - n
             kept = self.recurrent.table.nearest(seq_id, target)
             n = length - kept
+        self.table.check_pop(seq_id, n)
+        if exact:
+            self._require_kept(seq_id, target, kept, "popn")
         super().popn(seq_id, n)
         self.recurrent.table.pop(seq_id, kept)
         return target - kept
+
+    def _require_kept(self, seq_id: SeqId, target: int, kept: int, verb: str) -> None:
+        """``FailedPrecondition`` unless there is a state at ``target`` itself; ``kept`` is the nearest one."""
+        if target != kept:
+            raise FailedPrecondition(
+                f"{verb}: position {target} of sequence {seq_id} is reachable only by running {target - kept} tokens again from a "
+                f"recurrent state that is kept; go to {kept} and run them, or leave exact=False; states are kept at "
+                f"{self.kept_positions(seq_id)}"
+            )
 
     def rewind_cost(self, seq_id: SeqId, pos: int) -> int:
         """Tokens that must be run again after a pop or fork to ``pos``. Refuses as those do."""
@@ -260,7 +303,9 @@ class HybridState(PagedKVState):
         self.table.require_committed(seq_id, sequence, verb)
 
     def checkpoint(self, seq_id: SeqId) -> None:
-        """Keep the present recurrent state, so that a rewind to this length replays nothing. Copies nothing."""
+        """Keep the present recurrent state, so that a rewind to this length replays nothing. Copies nothing.
+
+        ``FailedPrecondition``: the sequence has uncommitted nodes or is being imported, or a forward is open."""
         self.require_settled(seq_id, "checkpoint")
         self.recurrent.table.keep(seq_id)
 
@@ -270,7 +315,8 @@ class HybridState(PagedKVState):
         return self.recurrent.table.kept(seq_id)
 
     def drop_checkpoint(self, seq_id: SeqId, position: int) -> None:
-        """Give up the checkpoint at ``position``; forks keep theirs. ``InvalidArgument``: none is kept there."""
+        """Give up the checkpoint at ``position``; forks keep theirs. ``InvalidArgument``: none is kept there.
+        ``FailedPrecondition``: as ``checkpoint``."""
         position = check_integer(position, "drop_checkpoint: position", 0)
         if seq_id in self.table and position not in self.recurrent.table.kept(seq_id):
             raise InvalidArgument(
@@ -325,12 +371,12 @@ class HybridState(PagedKVState):
         self, seq_ids: Sequence[SeqId], append_lengths: Sequence[int], token_tree_parents: TokenTreeParents = None
     ) -> int:
         """Pages and states that this ``begin_forward`` would be short of."""
-        need = self.table.plan_forward(seq_ids, append_lengths, token_tree_parents)
+        need = self.table.plan_forward(seq_ids, append_lengths, token_tree_parents, verb="missing_pages")
         return self.table.shortage(need) + self.recurrent.table.shortage(self._state_need(need))
 
     def shortage_in_steps(self, seq_ids: Sequence[SeqId], append_lengths: Sequence[int], most: int) -> int:
         """An upper bound of what these tokens are short of if they come in forwards of ``most`` tokens at most."""
-        states = self._state_need(self.table.plan_forward(seq_ids, append_lengths))
+        states = self._state_need(self.table.plan_forward(seq_ids, append_lengths, verb="shortage_in_steps"))
         return super().shortage_in_steps(seq_ids, append_lengths, most) + self.recurrent.table.shortage(states)
 
     def check(self) -> None:
@@ -349,7 +395,8 @@ class HybridState(PagedKVState):
 
     def spare_states(self, seq_ids: Sequence[SeqId], append_lengths: Sequence[int]) -> int:
         """State slots that are left beside those that this ``begin_forward`` takes; below 0: it is short of so many."""
-        return self.recurrent.table.spare(self._state_need(self.table.plan_forward(seq_ids, append_lengths)))
+        need = self.table.plan_forward(seq_ids, append_lengths, verb="spare_states")
+        return self.recurrent.table.spare(self._state_need(need))
 
     def loose_checkpoints(self) -> dict[int, list[tuple[SeqId, int]]]:
         """Checkpoints (sequence and position) by state slot, of the slots that become free if these are dropped."""
@@ -463,6 +510,7 @@ def check_checkpoints(need: ForwardNeed, checkpoints: Sequence[Sequence[int]]) -
             )
 
 
+@checks_arguments()
 class RecurrentState(HybridState):
     """The KV state of a model that has recurrent layers only."""
 
@@ -471,7 +519,7 @@ class RecurrentState(HybridState):
         specs: Sequence[Recurrent],
         *,
         num_states: int,
-        recurrence: RecurrenceBackend,
+        recurrence: RecurrenceBackend | None = None,
         ring: int = 4,
         checkpoint_interval: int = 0,
         page_size: int = 16,
@@ -487,7 +535,6 @@ class RecurrentState(HybridState):
             specs,
             num_states=num_states,
             recurrence=recurrence,
-            backend=ReferenceAttention(),
             ring=ring,
             checkpoint_interval=checkpoint_interval,
             page_size=page_size,

@@ -33,10 +33,13 @@ from quire.kv.storage import PagedSpec, PagedStorage, StoredSpec
 from quire.kv.trees import TokenTreeParents
 from quire.kv.verbs import CHANGES, AttentionVerbs
 from quire.kv.windows import Eviction, Window
+from quire.ops.attention import ReferenceAttention
 from quire.ops.rope import RotaryTable
+from quire.signatures import checks_arguments
 from quire.types import SeqId
 
 
+@checks_arguments(but=("layer", "spec", "is_open", "rotary_table"))  # which a forward calls for each layer
 @uninterrupted_verbs(*CHANGES)
 class PagedKVState(AttentionVerbs, RefusedVerbs):
     """The KV state of a model whose layers are of full, windowed, latent or cross attention.
@@ -46,7 +49,8 @@ class PagedKVState(AttentionVerbs, RefusedVerbs):
     the same for classes with a window, which need less (None: as many). ``cross_capacity``: rows of encoders over all sequences that
     the pool of cross layers holds; needed if and only if there are such layers. ``first_layer``: the global id of ``specs[0]`` (a pipeline
     stage owns a range); ``layer_ids``: those of all ``specs``, ascending, where they are not a range. ``allow_empty``: there may be
-    no layers, for a state that keeps sequences of a model without attention. Raises ``Unsupported`` for a layer
+    no layers, for a state that keeps sequences of a model without attention. ``backend``: what computes attention; None: the
+    reference, which is exact and slow (``quire.kernels.sdpa.SdpaAttention`` is fast). Raises ``Unsupported`` for a layer
     that it does not have, and ``ResourceExhausted`` if the pools do not fit in memory. One thread at a time.
     """
 
@@ -63,11 +67,12 @@ class PagedKVState(AttentionVerbs, RefusedVerbs):
         page_size: int = 16,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
-        backend: AttentionBackend,
+        backend: AttentionBackend | None = None,
         first_layer: int = 0,
         layer_ids: Sequence[int] | None = None,
         allow_empty: bool = False,
     ) -> None:
+        backend = ReferenceAttention() if backend is None else backend
         if page_size < 1:
             raise InvalidArgument(f"page_size {page_size}; at least 1 is needed")
         for name, tokens in (("capacity", capacity), ("window_capacity", window_capacity)):
@@ -191,17 +196,20 @@ class PagedKVState(AttentionVerbs, RefusedVerbs):
             self.cross.table.remove(seq_id)
         self.imports.pop(seq_id, None)
 
-    def fork_sequence(self, parent_id: SeqId, child_id: SeqId, fork_pos: int = -1) -> int:
+    def fork_sequence(self, parent_id: SeqId, child_id: SeqId, fork_pos: int = -1, *, exact: bool = False) -> int:
         """The child holds the parent's first ``fork_pos`` tokens (-1: all), its window and its encoder rows. Shares pages, copies
-        nothing. Returns 0. ``FailedPrecondition`` for a position that is not ``reachable``."""
+        nothing. Returns 0, so that ``exact`` makes no difference. ``FailedPrecondition`` for a position that is not
+        ``reachable``."""
+        del exact
         self.table.fork(parent_id, child_id, fork_pos)
         if self.cross is not None:
             self.cross.table.fork(parent_id, child_id)
         return 0
 
-    def popn(self, seq_id: SeqId, n: int) -> int:
-        """Take back the last ``n`` tokens. Returns 0: nothing must be run again. ``FailedPrecondition`` below what a window
-        has evicted."""
+    def popn(self, seq_id: SeqId, n: int, *, exact: bool = False) -> int:
+        """Take back the last ``n`` tokens. Returns 0: nothing must be run again, so that ``exact`` makes no difference.
+        ``FailedPrecondition`` below what a window has evicted."""
+        del exact
         self.table.pop(seq_id, n)
         return 0
 
@@ -333,7 +341,9 @@ class PagedKVState(AttentionVerbs, RefusedVerbs):
     ) -> int:
         """Pages that this ``begin_forward`` would be short of, over all classes: copies on write included, pages that
         leave their windows deducted. While a forward is open: as before it."""
-        return self.table.shortage(self.table.plan_forward(seq_ids, append_lengths, token_tree_parents))
+        return self.table.shortage(
+            self.table.plan_forward(seq_ids, append_lengths, token_tree_parents, verb="missing_pages")
+        )
 
     def sequence_length(self, seq_id: SeqId) -> int:
         return self.table.get(seq_id).length

@@ -18,19 +18,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.contracts.layers import Recurrent, StateTensor
+from quire.contracts.layers import InitialValues, Recurrent, StateTensor
 from quire.contracts.recurrence import Recurred, RecurrenceBackend, RecurrencePlan
 from quire.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
 from quire.kv.state_slots import NULL, OpenStates, Slots, StateNeed
 from quire.kv.states import StateTable
 from quire.kv.storage import lazy_zeros
 from quire.types import SeqId
-
-DTYPES = {
-    name: getattr(torch, name)
-    for name in ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8")
-}
-"""Dtypes of state tensors, by their names in ``StateTensor``."""
 
 
 def bytes_per_state(specs: Sequence[Recurrent]) -> int:
@@ -39,11 +33,15 @@ def bytes_per_state(specs: Sequence[Recurrent]) -> int:
 
 
 def dtype_of(tensor: StateTensor) -> torch.dtype:
-    """``InvalidArgument`` for a name that is no dtype of states."""
-    if tensor.dtype not in DTYPES:
-        raise InvalidArgument(f"state dtype {tensor.dtype!r}; one of {', '.join(DTYPES)} is needed")
-    dtype: torch.dtype = DTYPES[tensor.dtype]
+    """The dtype that a state tensor names."""
+    dtype: torch.dtype = getattr(torch, tensor.dtype)
     return dtype
+
+
+def initial_of(tensor: StateTensor) -> Tensor:
+    """The initial values of a state tensor, ``[*shape]``, fresh, on the CPU."""
+    values = tensor.initial.array.copy() if isinstance(tensor.initial, InitialValues) else np.array(tensor.initial)
+    return torch.from_numpy(values).to(dtype_of(tensor)).expand(tensor.shape).clone()
 
 
 class SlotIndex(NamedTuple):
@@ -62,14 +60,15 @@ class StateStorage:
     def __init__(self, specs: Sequence[Recurrent], num_slots: int, device: torch.device) -> None:
         self.num_slots = num_slots
         self.device = device
-        groups: dict[tuple[tuple[int, ...], torch.dtype, float], list[tuple[int, int]]] = {}
+        groups: dict[StateTensor, list[tuple[int, int]]] = {}
         for layer, spec in enumerate(specs):
             for state, tensor in enumerate(spec.states):
-                groups.setdefault((tensor.shape, dtype_of(tensor), tensor.initial), []).append((layer, state))
-        self._groups: list[tuple[Tensor, float]] = []
-        self._rows: dict[tuple[int, int], tuple[Tensor, float]] = {}
-        for (shape, dtype, initial), members in groups.items():
-            tensor_LS = self._allocate((len(members), num_slots, *shape), dtype)
+                groups.setdefault(tensor, []).append((layer, state))
+        self._groups: list[tuple[Tensor, Tensor]] = []
+        self._rows: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        for tensor, members in groups.items():
+            tensor_LS = self._allocate((len(members), num_slots, *tensor.shape), dtype_of(tensor))
+            initial = initial_of(tensor).to(device)
             self._groups.append((tensor_LS, initial))
             for index, member in enumerate(members):
                 self._rows[member] = (tensor_LS[index], initial)
@@ -103,7 +102,7 @@ class StateStorage:
         index = slots if isinstance(slots, SlotIndex) else self.index(slots)
         rows_N = rows_S.index_select(0, index.slots_N)
         if index.initial_N is not None:
-            rows_N.masked_fill_(index.initial_N.view(-1, *[1] * (rows_N.dim() - 1)), initial)
+            torch.where(index.initial_N.view(-1, *[1] * (rows_N.dim() - 1)), initial, rows_N, out=rows_N)
         return rows_N
 
     def write(self, layer: int, state: int, slots_N: Tensor, rows_N: Tensor) -> None:
@@ -119,7 +118,7 @@ class StateStorage:
         for tensor_LS, initial in self._groups:
             rows_LN = tensor_LS.index_select(1, index.slots_N)
             if index.initial_N is not None:
-                rows_LN.masked_fill_(index.initial_N.view(-1, *[1] * (rows_LN.dim() - 2)), initial)
+                torch.where(index.initial_N.view(-1, *[1] * (rows_LN.dim() - 2)), initial, rows_LN, out=rows_LN)
             tensor_LS.index_copy_(1, target_N, rows_LN)
 
 
@@ -152,10 +151,8 @@ class RecurrentPart:
             if given < least:
                 raise InvalidArgument(f"{name} {given}; at least {least} is needed")
         for layer_id, spec in zip(layer_ids, specs, strict=True):
-            if not spec.states or any(min(one.shape, default=1) < 1 for one in spec.states):
-                raise InvalidArgument(
-                    f"layer {layer_id} has states {spec.states}; at least one, of sizes of at least 1, is needed"
-                )
+            if not spec.states:
+                raise InvalidArgument(f"layer {layer_id} has no states; at least one is needed")
         self.specs = list(specs)
         self.layer_ids = list(layer_ids)
         self.device = torch.device(device)

@@ -114,8 +114,8 @@ class SequenceTable:
             pool.release(table.pages)
         del self._sequences[seq_id]
 
-    def fork(self, parent_id: SeqId, child_id: SeqId, pos: int) -> None:
-        """The child shares all pages of the first ``pos`` tokens, a partly filled one too; nothing is copied."""
+    def check_fork(self, parent_id: SeqId, child_id: SeqId, pos: int) -> tuple[Sequence, int]:
+        """The parent, and the length of the child; every refusal of a fork, before anything changes."""
         check_id(child_id)
         if child_id in self._sequences:
             raise InvalidArgument(f"fork_sequence: child {child_id} exists already; a new id is needed")
@@ -130,6 +130,11 @@ class SequenceTable:
         self.require_committed(parent_id, parent, "fork_sequence")
         length = parent.length if pos == -1 else pos
         self.require_reachable(parent_id, parent, length, "fork_sequence")
+        return parent, length
+
+    def fork(self, parent_id: SeqId, child_id: SeqId, pos: int) -> None:
+        """The child shares all pages of the first ``pos`` tokens, a partly filled one too; nothing is copied."""
+        parent, length = self.check_fork(parent_id, child_id, pos)
         size = pages_for(length, self.page_size)
         tables = [table.fork(size) for table in parent.tables]
         for pool, table in zip(self.pools, tables, strict=True):
@@ -146,7 +151,8 @@ class SequenceTable:
         self._recount_cut(child)
         self._sequences[int(child_id)] = child
 
-    def pop(self, seq_id: SeqId, count: int) -> None:
+    def check_pop(self, seq_id: SeqId, count: int) -> Sequence:
+        """The sequence; every refusal of a pop, before anything changes."""
         count = check_integer(count, "popn: token count", 0)
         sequence = self.get(seq_id)
         if count > sequence.length:
@@ -157,6 +163,10 @@ class SequenceTable:
         self.require_ready(seq_id, sequence, "popn")
         self.require_committed(seq_id, sequence, "popn")
         self.require_reachable(seq_id, sequence, sequence.length - count, "popn")
+        return sequence
+
+    def pop(self, seq_id: SeqId, count: int) -> None:
+        sequence = self.check_pop(seq_id, count)
         sequence.length -= count
         sequence.stale_tail |= count > 0
         self._trim(sequence)
@@ -268,32 +278,34 @@ class SequenceTable:
     # -- the bracket -----------------------------------------------------------------------------------------
 
     @staticmethod
-    def check_batch(seq_ids: Seq[SeqId], counts: Seq[int]) -> list[int]:
+    def check_batch(seq_ids: Seq[SeqId], counts: Seq[int], verb: str) -> list[int]:
         """``InvalidArgument`` for what is no batch of any state; the append lengths as plain integers."""
         if len(seq_ids) != len(counts):
             raise InvalidArgument(
-                f"begin_forward: {len(seq_ids)} sequence ids but {len(counts)} append lengths; give one each"
+                f"{verb}: {len(seq_ids)} sequence ids but {len(counts)} append lengths; give one each"
             )
         if len(seq_ids) == 0:
-            raise InvalidArgument("begin_forward: the batch is empty; give at least one sequence")
+            raise InvalidArgument(f"{verb}: the batch is empty; give at least one sequence")
         if len(set(seq_ids)) != len(seq_ids):
             twice = next(seq for seq in seq_ids if list(seq_ids).count(seq) > 1)
-            raise InvalidArgument(f"begin_forward: sequence {twice} is in the batch twice; give each sequence once")
-        return [check_integer(count, "begin_forward: append length", 1) for count in counts]
+            raise InvalidArgument(f"{verb}: sequence {twice} is in the batch twice; give each sequence once")
+        return [check_integer(count, f"{verb}: append length", 1) for count in counts]
 
-    def plan_forward(self, seq_ids: Seq[SeqId], counts: Seq[int], parents: TokenTreeParents = None) -> ForwardNeed:
-        """Check everything but the bracket and free pages; change nothing. Cost O(entries and new nodes).
+    def plan_forward(
+        self, seq_ids: Seq[SeqId], counts: Seq[int], parents: TokenTreeParents = None, *, verb: str = "begin_forward"
+    ) -> ForwardNeed:
+        """Check everything but the bracket and free pages, for ``verb``; change nothing. Cost O(entries and new nodes).
 
         While a forward is open the need is that before it.
         """
-        counts = self.check_batch(seq_ids, counts)
+        counts = self.check_batch(seq_ids, counts, verb)
         pending = [self._sequences[seq_id].nodes if seq_id in self._sequences else 0 for seq_id in seq_ids]
         entries = parents_of_entries(parents, counts, pending)
         sequences = [self.get(seq_id) for seq_id in seq_ids]
         for seq_id, sequence, entry in zip(seq_ids, sequences, entries, strict=True):
-            self.require_ready(seq_id, sequence, "begin_forward")
+            self.require_ready(seq_id, sequence, verb)
             if entry is None:
-                self.require_committed(seq_id, sequence, "begin_forward with ordinary tokens")
+                self.require_committed(seq_id, sequence, f"{verb} with ordinary tokens")
         split = [self._split_tails(index) for index in range(len(self.pools))]
         return ForwardNeed(
             tuple(seq_ids),
@@ -330,7 +342,7 @@ class SequenceTable:
     def shortage_in_steps(self, seq_ids: Seq[SeqId], counts: Seq[int], most: int) -> int:
         """An upper bound of the pages that these tokens are short of if they come in forwards of ``most`` tokens at most,
         over all classes: a window lets go of pages in between."""
-        need = self.plan_forward(seq_ids, counts)
+        need = self.plan_forward(seq_ids, counts, verb="shortage_in_steps")
         sequences = [self._sequences[seq_id] for seq_id in need.seq_ids]
         short = 0
         for index, (part, pool) in enumerate(zip(need.classes, self.pools, strict=True)):
@@ -551,6 +563,16 @@ class SequenceTable:
         parts = [slots_of(pages, part.start, part.stop, self.page_size) for part in rows]
         return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
 
+    def num_free_without(self, gone: Iterable[SeqId]) -> list[int]:
+        """Free pages of each class, those among them that only the sequences of ``gone`` hold."""
+        sequences = [self._sequences[seq_id] for seq_id in gone]
+        found = []
+        for index, pool in enumerate(self.pools):
+            held = [sequence.tables[index].held for sequence in sequences]
+            names = np.bincount(np.concatenate([*held, np.empty(0, dtype=np.int32)]), minlength=pool.num_pages)
+            found.append(pool.num_free + int(((names > 0) & (names == pool.references)).sum()))
+        return found
+
     # -- accounting ------------------------------------------------------------------------------------------
 
     def pages_held(self, seq_ids: Iterable[SeqId]) -> list[int]:
@@ -587,7 +609,9 @@ def check_integer(value: int, what: str, least: int) -> int:
     try:
         number = operator.index(value)
     except TypeError:
-        raise InvalidArgument(f"{what} {value!r} is not an integer") from None
+        number = None
+    if number is None or isinstance(value, bool):
+        raise InvalidArgument(f"{what} {value!r} is not an integer")
     if number < least:
         raise InvalidArgument(f"{what} {number}; at least {least} is needed")
     return number

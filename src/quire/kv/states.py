@@ -52,6 +52,18 @@ class StateTable:
         """Slots that a forward can take: the free ones and those that only rings name."""
         return self.pool.num_free + len(self._yielding(self.pool.num_used))
 
+    def num_available_without(self, gone: Iterable[SeqId]) -> int:
+        """The same once these sequences are removed."""
+        names: Counter[int] = Counter()
+        for seq_id in gone:
+            states = self._sequences[seq_id]
+            names.update([states.present, *states.kept.values(), *states.nodes])
+        references, ringed = self.pool.references, self._ringed
+        slots = (names.keys() | ringed.keys()) - {NULL}
+        return self.pool.num_free + sum(
+            int(references[slot]) == names[slot] + len(ringed.get(slot, ())) for slot in slots
+        )
+
     def position(self, seq_id: SeqId) -> int:
         """Where the present state stands: the length of the sequence."""
         return self._sequences[seq_id].length

@@ -21,6 +21,7 @@ from quire.kv.plans import Masks, check_mask, cut_mask
 from quire.kv.rules import refuse_layer
 from quire.kv.storage import StoredSpec
 from quire.ops.attention import merge
+from quire.signatures import checks_arguments
 
 CHANGES = (
     "clear",
@@ -71,6 +72,7 @@ class OpenState(Protocol):
         ...
 
 
+@checks_arguments()
 class AttentionVerbs(OpenState):
     """What ``PagedKVState`` computes. The contract's docstrings (``contracts.attention_state``) are not repeated here."""
 
@@ -224,12 +226,12 @@ class AttentionVerbs(OpenState):
         return padded(result, q.shape[0], 0.0, out)
 
     def merge(self, o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
-        check_states(o1, lse1, o2, lse2)
+        check_states("merge", o1, lse1, o2, lse2)
         found = merge(AttentionState(o1, lse1), AttentionState(o2, lse2))
         return found.out, found.lse
 
     def merge_attn_output_inplace(self, o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
-        check_states(o1, lse1, o2, lse2)
+        check_states("merge_attn_output_inplace", o1, lse1, o2, lse2)
         found = merge(AttentionState(o1, lse1), AttentionState(o2, lse2))
         o1.copy_(found.out)
         lse1.copy_(found.lse)
@@ -266,21 +268,21 @@ def check_rows(state: OpenState, name: str, tensor: Tensor, inner: tuple[int | N
     check_type(state, name, tensor)
 
 
-def check_states(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> None:
+def check_states(verb: str, o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> None:
     """``InvalidArgument`` unless these are two attention states over the same queries."""
     if o1.dim() != 3 or o1.shape != o2.shape or o1.dtype != o2.dtype or not o1.is_floating_point():
         raise InvalidArgument(
-            f"merge: outputs {o1.dtype} {tuple(o1.shape)} and {o2.dtype} {tuple(o2.shape)}; two of one shape [N, Hq, Dv] "
+            f"{verb}: o1 is {o1.dtype} {tuple(o1.shape)} and o2 {o2.dtype} {tuple(o2.shape)}; two of one shape [N, Hq, Dv] "
             "and floating type are needed"
         )
-    for lse in (lse1, lse2):
+    for name, lse in (("lse1", lse1), ("lse2", lse2)):
         if lse.shape != o1.shape[:2] or lse.dtype not in (torch.float32, torch.float64):
             raise InvalidArgument(
-                f"merge: lse is {lse.dtype} {tuple(lse.shape)}; torch.float32 {tuple(o1.shape[:2])} is needed"
+                f"{verb}: {name} is {lse.dtype} {tuple(lse.shape)}; torch.float32 {tuple(o1.shape[:2])} is needed"
             )
     devices = {tensor.device for tensor in (o1, lse1, o2, lse2)}
     if len(devices) > 1:
-        raise InvalidArgument(f"merge: tensors on {sorted(map(str, devices))}; one device is needed")
+        raise InvalidArgument(f"{verb}: o1, lse1, o2 and lse2 are on {sorted(map(str, devices))}; one device is needed")
 
 
 def padded(result: Tensor, rows: int, fill: float, out: Tensor | None) -> Tensor:

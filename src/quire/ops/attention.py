@@ -153,6 +153,11 @@ class ReferenceAttention:
             else f"the reference attention has no layers of kind {spec.kind!r}, only 'full' and 'window'"
         )
 
+    def fuses(self, spec: LayerSpec, device: torch.device) -> bool:
+        """False: the weights are formed."""
+        del spec, device
+        return False
+
     def plan(self, plan: ForwardPlan, dtype: torch.dtype) -> ForwardPlan:
         del dtype
         return plan

@@ -7,7 +7,7 @@ M placeholders; E model width; V vocabulary; Hq query heads.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 from weakref import WeakSet
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from quire.contracts.model import Model
-from quire.errors import FailedPrecondition, InvalidArgument, Unsupported
+from quire.errors import InvalidArgument, Unsupported
 from quire.interrupts import uninterrupted
 from quire.kv.hybrid import HybridState
 from quire.kv.paged import PagedKVState
@@ -43,6 +43,9 @@ class Extras:
     """``[T]``, >= 0: where the new tokens are rotated. Their indices go on to decide what each sees. None: at their indices."""
     hidden_states: bool = False
     attention_weights: bool = False
+    places: Callable[[], Sequence[Tensor]] | None = None
+    """Gives, per chunk, float32 ``[rows, V]``, where its logits are written, a few rows at a time (all at once where a chunk names
+    an adapter); ``StepOutput`` has none then. It is called when the blocks have run. None: logits are returned."""
 
 
 NO_EXTRAS = Extras()
@@ -83,6 +86,9 @@ class Runner(Protocol):
     """Gives up something that can be had again (a cached sequence, an idle session's state) and says whether it did.
     Whoever owns such things sets it; whoever is short of pages calls it until it has room or nothing is left."""
 
+    reclaimable: Callable[[], Collection[SeqId]] | None
+    """The sequences that ``reclaim`` could give up; changes nothing."""
+
     holders: WeakSet[Holder]
     """The other way round: who is asked by the owner, before it refuses anything."""
     adapters: AdapterPool
@@ -95,6 +101,10 @@ class Runner(Protocol):
     def new_seq(self) -> SeqId:
         """A sequence id that nobody has had."""
         ...
+
+
+HEAD_ROWS = 64
+"""Rows that go through the head at a time where their logits have places: beside those, logits of so many exist."""
 
 
 class LocalRunner:
@@ -110,6 +120,7 @@ class LocalRunner:
         self.device = device
         self._seqs = itertools.count()
         self.reclaim: Callable[[], bool] | None = None
+        self.reclaimable: Callable[[], Collection[SeqId]] | None = None
         self.holders: WeakSet[Holder] = WeakSet()
 
     def new_seq(self) -> SeqId:
@@ -151,6 +162,10 @@ class LocalRunner:
                 x_RE = x_TE if index is None else x_TE.index_select(0, torch.from_numpy(index).to(self.device))
             # Outside of inference mode, so that results are ordinary tensors that a caller may write to.
             with torch.no_grad():
+                if extras.places is not None:
+                    whole = any(adapter is not None for adapter in adapters)
+                    self._head_to(x_RE, extras.places(), starts[-1] if whole else HEAD_ROWS)
+                    starts = (0,) * len(starts)
                 if starts[-1]:
                     logits_RV = self.model.head(x_RE)
                 else:
@@ -165,6 +180,19 @@ class LocalRunner:
         finally:
             self.adapters.deactivate()
         return StepOutput(logits_RV, starts, states, weights)
+
+    def _head_to(self, x_RE: Tensor, places: Sequence[Tensor], most: int) -> None:
+        """Write the logits of all rows to their places, ``most`` rows at a time."""
+        chunk = offset = 0
+        for begin in range(0, len(x_RE), most):
+            logits_RV = self.model.head(x_RE[begin : begin + most])
+            while len(logits_RV):
+                count = min(len(places[chunk]) - offset, len(logits_RV))
+                places[chunk][offset : offset + count] = logits_RV[:count]
+                logits_RV, offset = logits_RV[count:], offset + count
+                if offset == len(places[chunk]):
+                    chunk, offset = chunk + 1, 0
+            del logits_RV  # Else it would be there beside the next ones.
 
     def _begin(self, chunks: Sequence[Chunk]) -> None:
         seqs, counts = [chunk.seq for chunk in chunks], [len(chunk.tokens) for chunk in chunks]
@@ -214,28 +242,15 @@ class LocalRunner:
             )
         return tuple(tuple(pass_.weights[layer][chunk].clone() for layer in layers) for chunk in range(num_chunks))
 
-    def _require_at_once(self, seq: SeqId, position: int) -> None:
-        """``FailedPrecondition`` for a position that is arrived at only by running tokens again: an edit runs none."""
-        if self.state.recurrent is None or position < 0 or seq not in self.state.table:
-            return
-        if position < self.state.sequence_length(seq) and (again := self.state.rewind_cost(seq, position)):
-            raise FailedPrecondition(
-                f"position {position} of sequence {seq} is reachable only by running {again} tokens again from a recurrent state "
-                f"that is kept; go to {position - again} and run them"
-            )
-
     def apply(self, edit: Edit) -> None:
-        """One edit of the sequences."""
+        """One edit of the sequences. An edit runs nothing: ``FailedPrecondition`` for a position that would need it."""
         match edit:
             case Add(seq):
                 self.state.add_sequence(seq)
             case Fork(parent, child, pos):
-                self._require_at_once(parent, pos)
-                self.state.fork_sequence(parent, child, pos)
+                self.state.fork_sequence(parent, child, pos, exact=True)
             case Pop(seq, n):
-                if seq in self.state.table:
-                    self._require_at_once(seq, self.state.sequence_length(seq) - n)
-                self.state.popn(seq, n)
+                self.state.popn(seq, n, exact=True)
             case Remove(seq):
                 self.state.remove_sequence(seq)
             case KeepCheckpoint(seq):

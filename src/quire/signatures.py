@@ -1,0 +1,228 @@
+"""Arguments checked against the annotations of what takes them, a whole class at a time: ``@checks_arguments()``.
+
+The annotations are the declaration: no verb has a line of its own for the types of its arguments. What an annotation
+cannot say (a range, a shape, a dtype) stays with the verb.
+"""
+
+from __future__ import annotations
+
+import collections.abc
+import inspect
+import numbers
+import operator
+import types
+import typing
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import wraps
+from typing import Any, BinaryIO, Literal, TypeAlias, TypeVar, Union
+
+from quire.errors import InvalidArgument
+
+T = TypeVar("T")
+
+Check: TypeAlias = Callable[[Any], Any]
+"""Returns the value as the body gets it; ``_Mismatch`` says what was found instead."""
+
+_WORDS = {int: "an integer", float: "a number", bool: "True or False", str: "a string", types.NoneType: "None"}
+
+
+class _Mismatch(Exception):
+    """What a value is, where it is not what was declared."""
+
+
+def checks_arguments(*, but: Collection[str] = ()) -> Callable[[type[T]], type[T]]:
+    """Let the public methods of a class, its ``__init__`` among them, refuse arguments of other types than annotated.
+
+    ``InvalidArgument`` names the verb, the argument, what it takes and what was given. An integer may be whatever
+    ``operator.index`` takes (a number of NumPy, a tensor of one), and no bool; the body gets a plain ``int``. A sequence
+    of integers may be a 1-D tensor or array. Class methods, properties and names with an underscore stay as they are, and
+    what is named in ``but``.
+    """
+
+    def decorate(cls: type[T]) -> type[T]:
+        for name, member in list(vars(cls).items()):
+            public = name == "__init__" or not (name.startswith("_") or name in but)
+            if isinstance(member, types.FunctionType) and public:
+                setattr(cls, name, _checked(member, cls.__name__ if name == "__init__" else name))
+        return cls
+
+    return decorate
+
+
+def _checked(function: Callable[..., Any], verb: str) -> Callable[..., Any]:
+    order = [one.name for one in inspect.signature(function).parameters.values()][1:]
+    checks: dict[str, Check] = {}
+
+    @wraps(function)
+    def wrapper(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+        if not checks:
+            # At the first call, when every name that an annotation uses is there.
+            hints = typing.get_type_hints(function)
+            checks.update({name: check_of(hint) for name, hint in hints.items() if name != "return"})
+        given = [_accept(checks, verb, name, value) for name, value in zip(order, args, strict=False)]
+        named = {name: _accept(checks, verb, name, value) for name, value in kwargs.items()}
+        return function(self, *given, *args[len(given) :], **named)
+
+    return wrapper
+
+
+def _accept(checks: Mapping[str, Check], verb: str, name: str, value: Any) -> Any:
+    check = checks.get(name)
+    if check is None:
+        return value  # Python itself refuses a name that there is not.
+    try:
+        return check(value)
+    except _Mismatch as found:
+        raise InvalidArgument(f"{verb}: {name} must be {check.__doc__}; got {found}") from None
+
+
+def shown(value: object) -> str:
+    """A value in a few words: tensors and arrays by type and shape."""
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
+        return f"{type(value).__name__} {value.dtype} {list(value.shape)}"
+    if isinstance(value, str | int | float | complex | None):
+        return repr(value) if len(repr(value)) <= 60 else f"{repr(value)[:57]}..."
+    return type(value).__name__
+
+
+# -- annotations -----------------------------------------------------------------------------------------------
+
+
+def check_of(hint: Any) -> Check:
+    """The check of an annotation; its ``__doc__`` says what is accepted."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if hint is None:
+        hint = types.NoneType
+    if hint is Any or hint is object or isinstance(hint, TypeVar):
+        return _named(lambda value: value, "anything")
+    if origin in (Union, types.UnionType):
+        return _any_of([check_of(one) for one in arguments])
+    if origin is Literal:
+        return _test(lambda value: isinstance(value, str) and value in arguments, " or ".join(map(repr, arguments)))
+    if hint is int:
+        return _named(_index, _WORDS[int])
+    if hint is float:
+        return _test(lambda value: isinstance(value, numbers.Real) and not isinstance(value, bool), _WORDS[float])
+    if origin is tuple and Ellipsis not in arguments:
+        return _tuple_of([check_of(one) for one in arguments])
+    if origin in (collections.abc.Sequence, list, tuple):
+        return _sequence_of(check_of(arguments[0]), tuple if origin is tuple else None)
+    if origin in (collections.abc.Iterable, collections.abc.Collection, set, frozenset):
+        return _collection_of(check_of(arguments[0]), origin)
+    if origin in (collections.abc.Mapping, dict):
+        return _mapping_of(check_of(arguments[1]))
+    if origin is collections.abc.Callable:
+        return _test(callable, "callable")
+    if hint is BinaryIO:
+        return _test(lambda value: hasattr(value, "read"), "a binary file")
+    cls = origin or hint
+    if getattr(cls, "_is_protocol", False):
+        members = [name for name in dir(cls) if not name.startswith("_")]
+        # Looked up on the type, so that no property is computed.
+        return _test(lambda value: all(hasattr(type(value), name) for name in members), _class_words(cls))
+    return _test(lambda value: isinstance(value, cls), _WORDS.get(cls) or _class_words(cls))
+
+
+def _class_words(cls: type) -> str:
+    return f"{'an' if cls.__name__[0] in 'AEIOU' else 'a'} {cls.__name__}"
+
+
+def _named(check: Check, words: str) -> Check:
+    check.__doc__ = words
+    return check
+
+
+def _test(accepts: Callable[[Any], bool], words: str) -> Check:
+    def check(value: Any) -> Any:
+        if not accepts(value):
+            raise _Mismatch(shown(value))
+        return value
+
+    return _named(check, words)
+
+
+def _index(value: Any) -> int:
+    if type(value) is int:
+        return value
+    try:
+        if isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool"):
+            raise TypeError
+        return operator.index(value)
+    except TypeError:
+        raise _Mismatch(shown(value)) from None
+
+
+def _any_of(checks: Sequence[Check]) -> Check:
+    def check(value: Any) -> Any:
+        found = []
+        for one in checks:
+            try:
+                return one(value)
+            except _Mismatch as error:
+                found.append(str(error))
+        # Of a list the one that says which item is wrong.
+        raise _Mismatch(max(found, key=len))
+
+    return _named(check, " or ".join(str(one.__doc__) for one in checks))
+
+
+def _items(check: Check, value: Collection[Any]) -> list[Any] | None:
+    """The items as ``check`` gives them; None if they are what they were."""
+    found, same = [], True
+    for index, item in enumerate(value):
+        try:
+            found.append(check(item))
+        except _Mismatch as error:
+            raise _Mismatch(f"{type(value).__name__} with {error} at index {index}") from None
+        same = same and found[-1] is item
+    return None if same else found
+
+
+def _sequence_of(item: Check, kind: type | None) -> Check:
+    def check(value: Any) -> Any:
+        if getattr(value, "ndim", None) == 1 and hasattr(value, "tolist") and item.__doc__ == _WORDS[int]:
+            listed = value.tolist()
+            if all(type(one) is int for one in listed):
+                return listed if kind is None else kind(listed)
+        if isinstance(value, str | bytes | bytearray) or not isinstance(value, Sequence):
+            raise _Mismatch(shown(value))
+        found = _items(item, value)
+        if kind is not None and not isinstance(value, kind):
+            return kind(value if found is None else found)
+        return value if found is None else found if kind is None else kind(found)
+
+    return _named(check, f"a sequence, each item {item.__doc__}")
+
+
+def _tuple_of(items: Sequence[Check]) -> Check:
+    def check(value: Any) -> Any:
+        if not isinstance(value, tuple | list) or len(value) != len(items):
+            raise _Mismatch(shown(value))
+        found = tuple(one(part) for one, part in zip(items, value, strict=True))
+        return value if all(new is old for new, old in zip(found, value, strict=True)) else found
+
+    return _named(
+        check, f"a tuple of {len(items)}, each item {' or '.join(dict.fromkeys(str(one.__doc__) for one in items))}"
+    )
+
+
+def _collection_of(item: Check, origin: Any) -> Check:
+    def check(value: Any) -> Any:
+        if isinstance(value, str | bytes | bytearray) or not isinstance(value, Iterable):
+            raise _Mismatch(shown(value))
+        if not isinstance(value, Collection):
+            return value  # Looking would consume it.
+        found = _items(item, value)
+        return value if found is None else found
+
+    return _named(check, f"a collection, each item {item.__doc__}")
+
+
+def _mapping_of(item: Check) -> Check:
+    def check(value: Any) -> Any:
+        if not isinstance(value, Mapping):
+            raise _Mismatch(shown(value))
+        _items(item, list(value.values()))
+        return value
+
+    return _named(check, f"a mapping, each value {item.__doc__}")
