@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -20,10 +23,12 @@ from tests.executor.conftest import (
     token,
 )
 
+from quire.contracts.layers import FullAttention, LatentAttention
 from quire.errors import InvalidArgument, NotFound, ResourceExhausted
 from quire.executor.cache import KVCache
 from quire.executor.executor import Executor
 from quire.executor.llm_executor import LlmExecutor
+from quire.executor.pool import CachePool
 from quire.executor.rows import Row
 
 
@@ -80,6 +85,16 @@ def test_contains(ex: Executor) -> None:
     assert cache.contains(f"kv_cache_v_{LAYERS - 1}")
     for name in ("", "kv_cache_k_3", "kv_cache_k_00", "kv_cache_k_-1", "kv_cache_q_0", "kv_cache_k_0 ", "k_0"):
         assert not cache.contains(name)
+
+
+def test_no_k_and_v_are_claimed_of_latent_layers() -> None:
+    latent = LatentAttention(num_heads=2, row_dim=4, value_dim=2)
+    attention = FullAttention(num_heads=2, num_kv_heads=1, head_dim=4, value_dim=4)
+    pool: Any = SimpleNamespace(specs=(latent, attention), layer_ids=(0, 2))
+    pool.spec_of = partial(CachePool.spec_of, pool)
+    cache: Any = SimpleNamespace(pool=pool)
+    found = [KVCache.contains(cache, f"kv_cache_{one}_{layer}") for layer in range(4) for one in "kv"]
+    assert found == [False, False, False, False, True, True, False, False]
 
 
 def test_clear(ex: Executor) -> None:

@@ -157,3 +157,14 @@ def test_refusals(ex: Executor) -> None:
     with refused(ResourceExhausted, ex, cache):
         ex.speculative_decode(token(handle, 1), [1] * (CONTEXT - 6), 0.5)
     assert torch.equal(sampling.sampler._generator.get_state(), state)  # type: ignore[union-attr]
+
+
+def test_parameters_are_no_sampling_of_a_request(ex: Executor) -> None:
+    """Their generator would begin anew with each call; the error says what to make of them, and that works."""
+    handle = ex.prefill(prompt([1, 2])).kv_cache
+    given = {"draft_probabilities": torch.full((1, VOCAB), 1 / VOCAB, dtype=torch.float64)}
+    with refused(InvalidArgument, ex, handle.cache, match=r"RequestSampling, whose generator.*ParamsSampling\(params"):
+        ex.speculative_decode(token(handle, 5), [3], 0.5, sampling=SamplingParams(seed=1), **given)
+    sampling = ParamsSampling(SamplingParams(seed=1), [1, 2, 5], vocab_size=VOCAB)
+    output = ex.speculative_decode(token(handle, 5), [3], 0.5, sampling=sampling, **given)
+    assert output.next_probs is not None
