@@ -193,6 +193,23 @@ def test_the_other_face(llama: Tiny, ex: Executor, two: tuple[Adapter, Adapter])
         assert found == [int(step_by_step(llama.model, tokens, [two[0]] * 5)[-1].argmax())]
 
 
+@pytest.mark.parametrize("chunk", [2048, 4])
+def test_padded_prompts_under_an_adapter_that_changes_the_head(
+    llama: Tiny, ex: Executor, two: tuple[Adapter, Adapter], chunk: int
+) -> None:
+    """Their logits are written to their places, and the head's terms belong to the rows of the whole forward."""
+    ex.prefill_chunk_size = chunk
+    a = load(ex, two[0])
+    mask = torch.tensor([[1] * 6, [0] * 4 + [1] * 2])
+    for wanted in ("all", "last"):
+        found = ex.prefill(prompt(IDS[:6], [0] * 4 + IDS[6:8], attention_mask=mask, adapter=a, logits=wanted))
+        for row, ids in enumerate((IDS[:6], IDS[6:8])):
+            expected_TV = step_by_step(llama.model, ids, [two[0]] * len(ids))
+            assert_close(found.last_token_logits()[row], expected_TV[-1])
+            if wanted == "all":
+                assert_close(found.logits[row, 6 - len(ids) :], expected_TV)  # type: ignore[index]
+
+
 def test_mixed_batches_equal_single_runs(llama: Tiny, ex: Executor, two: tuple[Adapter, Adapter]) -> None:
     a, b = (load(ex, one) for one in two)
     names: list[int | None] = [a, None, b, a, None]

@@ -163,8 +163,9 @@ class LocalRunner:
             # Outside of inference mode, so that results are ordinary tensors that a caller may write to.
             with torch.no_grad():
                 if extras.places is not None:
-                    whole = any(adapter is not None for adapter in adapters)
-                    self._head_to(x_RE, extras.places(), starts[-1] if whole else HEAD_ROWS)
+                    # How an adapter changes the head is planned for all rows.
+                    plain = all(adapter is None for adapter in adapters)
+                    self._head_to(x_RE, extras.places(), HEAD_ROWS if plain else max(1, starts[-1]))
                     starts = (0,) * len(starts)
                 if starts[-1]:
                     logits_RV = self.model.head(x_RE)
