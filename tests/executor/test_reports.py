@@ -210,7 +210,7 @@ def test_what_would_be_given_back_is_room(llama: Tiny) -> None:
         assert ex.supports_batch_size(5)
         assert not ex.supports_batch_size(5, 17)
         assert (ex.pool.used_pages, ex.pool.state.num_available_pages()) == (held, free), "asking gives nothing up"
-        pinned = llm.session(pinned=True)
+        pinned = llm.session(pin=True)
         pinned.append(some_ids(30, 2))
         pinned.generate(params)
         most = max(n for n in range(7) if ex.supports_batch_size(n))

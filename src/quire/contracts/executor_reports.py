@@ -102,7 +102,7 @@ class MemoryRequirements:
 
     For B prompts of S tokens that run in one forward and want all logits it is at most 10 % above the peak (25 % where layers are
     recurrent, whose kernels work on pieces of a fixed length and on the states of all rows), the logits of 64 tokens and the
-    unused slots of a page of K and V a row aside, and no more than 5 % below it (25 %), 0 where the vocabulary is large. Prompts
+    unused slots of a page of K and V a row aside, and no more than 10 % below it (25 %), 1 % where the vocabulary is large. Prompts
     of different lengths or with fewer logits, and decodes of rows of S >= 2 tokens, need no more than that.
     On top come, where prompts run in several forwards, the activations of one of these; hidden states and attention weights that
     are asked for; the logits of prompts of different lengths a second time where an adapter is named; and recurrent states beyond

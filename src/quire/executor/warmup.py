@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -97,6 +98,8 @@ def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
         run()
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
+    # The profiler writes lines of its own to stderr, unless it is told not to before it is used first.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     with profile(profile_memory=True) as profiled:
         run()
     live = peak = 0
