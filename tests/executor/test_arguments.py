@@ -187,6 +187,7 @@ def subjects(tinies: dict[str, Tiny], tmp_path_factory: pytest.TempPathFactory) 
         "capacity": lambda: 16,
         "num_states": lambda: 4,
         "num_sequences": lambda: 1,
+        "length": lambda: 1,
     }
     yield {
         "good": good,
