@@ -31,8 +31,8 @@ with LineInput(lambda line: ["/stats", "/save", "/switch"] if " " not in line el
             print("end", flush=True)
             break
 """
-PATIENCE = 20.0
-"""Seconds after which a key is lost."""
+PATIENCE = 5.0
+"""Seconds after which a control key is pressed again."""
 WITHOUT = "sys.modules['readline'] = None"
 
 
@@ -46,29 +46,33 @@ def typed(keys: str, home: Path, *, before: str = "", **environment: str) -> lis
     def take_terminal() -> None:  # so that Ctrl-C is a signal
         fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
-    with subprocess.Popen(
+    process = subprocess.Popen(
         command, stdin=side, stdout=side, stderr=side, env=env, start_new_session=True, preexec_fn=take_terminal
-    ) as process:
-        os.close(side)
-        shown, sent = "", ""
+    )
+    os.close(side)
+    shown, sent = "", ""
 
-        def read_until(mark: str) -> None:
-            nonlocal shown
-            start = len(shown)
-            while mark not in shown[start:]:
-                if not select.select([main], [], [], PATIENCE)[0]:
-                    # CPython misses a signal that comes just before its readline begins to wait for a key.
-                    assert sent.endswith("\x03"), shown
-                    os.write(main, b"\x03")
-                    continue
-                shown += os.read(main, 4096).decode()
+    def read_until(mark: str) -> None:
+        nonlocal shown
+        start = len(shown)
+        while mark not in shown[start:]:
+            if not select.select([main], [], [], PATIENCE)[0]:
+                # CPython's readline misses a control key that comes before it begins to wait for one.
+                assert sent[-1:] in ("\x03", "\x04"), f"no {mark!r} after {sent!r}: {shown!r}"
+                os.write(main, sent[-1:].encode())
+                continue
+            shown += os.read(main, 4096).decode()
 
+    try:
         for line in keys.split("|"):
             read_until("> ")
             os.write(main, line.encode())
             sent = line
         read_until("end")
         process.wait(60)
+    finally:
+        process.kill()
+        process.wait()
         os.close(main)
     assert process.returncode == 0
     said = re.findall(r"(?:^|> |\^C)(got .*?|interrupted|end)(?=\r|$)", shown, re.MULTILINE)

@@ -181,6 +181,8 @@ def test_a_full_context_and_the_ways_on(folder: str, request: pytest.FixtureRequ
             chat.take("/rewind 1")
             assert len(chat._branch.turns) == 3
             chat.take("/drop")
+            chat.take("/rewind 2")  # where the turns that are left began is no longer so
+            assert len(chat._session) == 0
             chat.take("d = 4")
             texts.append(chat._session.text)
         assert texts[0] == texts[1]

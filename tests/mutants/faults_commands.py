@@ -66,13 +66,6 @@ CHATS = (
         new="        return False\n",
         tests=("test_cli.py::test_a_turn_that_an_interrupt_undid_is_none",),
     ),
-    Mutant(
-        name="history-that-others-can-read",
-        file="line_input.py",
-        old="file.touch(mode=0o600)",
-        new="file.touch(mode=0o644)",
-        tests=("test_line_input.py::test_lines_are_edited_completed_and_recalled",),
-    ),
 )
 
 PROGRESS = (
