@@ -272,7 +272,7 @@ def executor_adapters(bed: Bed) -> None:
 
 def refused_adapters(bed: Bed, reason: str) -> None:
     executor = bed.llm.executor
-    refused(bed, lambda: executor.load_lora(None), reason)  # type: ignore[arg-type]
+    refused(bed, lambda: executor.load_lora(ModelAssets(path="nowhere")), reason)
     refused(bed, lambda: executor.unload_lora(1), reason)
 
 

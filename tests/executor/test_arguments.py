@@ -188,6 +188,7 @@ def subjects(tinies: dict[str, Tiny], tmp_path_factory: pytest.TempPathFactory) 
         "num_states": lambda: 4,
         "num_sequences": lambda: 1,
         "length": lambda: 1,
+        "step": lambda: 1,
     }
     yield {
         "good": good,
@@ -247,6 +248,7 @@ SPECIAL: dict[tuple[str, str, str], Callable[[Any], Any]] = (
         (cls, verb, name): lambda _, value=value: value
         for cls in ("PagedKVState", "HybridState")
         for verb, name, value in (
+            ("pages_at_most", "window", (4, 0)),
             ("append_mla_kv", "layer_id", 1),
             ("debug_set_kv", "k", torch.zeros(0, 1, 4)),
             ("debug_set_kv", "v", torch.zeros(0, 1, 4)),

@@ -409,7 +409,7 @@ class KVCache:
             self.settle()
             return serialized.dump(self)
 
-    def load(self, data: bytes, *, convert_dtype: bool = False) -> None:
+    def load(self, data: bytes | bytearray | memoryview, *, convert_dtype: bool = False) -> None:
         # A session's file may have tokens that must be run, so it is a call of the executor like any other.
         with self.pool.operations.running("load") as operation, self.pool.lock:
             self.require_live()

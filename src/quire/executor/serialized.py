@@ -103,10 +103,8 @@ class SavedRow:
         return NO_IDS if self.ids is None else self.ids[self.length :]
 
 
-def load(cache: KVCache, data: bytes, *, convert_dtype: bool, operation: Operation) -> None:
+def load(cache: KVCache, data: bytes | bytearray | memoryview, *, convert_dtype: bool, operation: Operation) -> None:
     """See ``KVCacheInterface.load``. Call it under the lock. Tokens that a session's file has no state of are run."""
-    if not isinstance(data, bytes | bytearray | memoryview):
-        raise InvalidArgument(f"a KV cache is loaded from the bytes of serialize(); got {type(data).__name__}")
     with read_state(data) as file:
         saved = _check(cache, file, convert_dtype)
         fresh = _import_rows(cache, file, saved)

@@ -59,7 +59,8 @@ def available_pages(pool: CachePool) -> int:
     """Free pages, as many as there could be use for where no layer has any; none without a free recurrent state."""
     if pool.recurrent_ids and not pool.available_states:
         return 0
-    return pool.state.num_available_pages() if pool.specs else pages_for(pool.max_model_len, 1)
+    # Of the class that has the fewest: one forward writes all its tokens, whatever a window lets go of later.
+    return min((one.num_free for one in pool.state.table.pools), default=pages_for(pool.max_model_len, 1))
 
 
 def fits(activations: Activations | None, rows: int, device: torch.device) -> bool:
