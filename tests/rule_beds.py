@@ -132,13 +132,15 @@ def refused(bed: Bed, call: Callable[[], object], reason: str) -> None:
             state.num_used_pages,
         )
 
-    bed.llm.executor.pool.sweep()  # caches that nobody has any more are let go of now, and not in between
-    before = books()
-    with pytest.raises(Unsupported) as raised:
-        call()
-    assert reason in str(raised.value), str(raised.value)
-    assert books() == before
-    bed.state.check()
+    # Caches that nobody has any more are let go of now, and not in between, when they are counted.
+    bed.llm.executor.pool.sweep()
+    with bed.llm.engine.lock:
+        before = books()
+        with pytest.raises(Unsupported) as raised:
+            call()
+        assert reason in str(raised.value), str(raised.value)
+        assert books() == before
+        bed.state.check()
 
 
 def keeping(bed: Bed) -> int:

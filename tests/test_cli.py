@@ -297,7 +297,8 @@ def test_models_doctor_capabilities_version(
     assert "LLM(quantization=...)" in table["engine"]
     assert run("capabilities", "--kv-cache-memory", "16MiB", monkeypatch=monkeypatch) == 0
     out = capsys.readouterr().out
-    assert all(name in out for name in table["engine_verbs"])
+    # Words, for the table folds long names.
+    assert [word for name in table["engine_verbs"] for word in name.split() if word not in out] == []
 
 
 def test_capabilities_of_the_state_are_true(llm: LLM) -> None:

@@ -308,5 +308,5 @@ def test_files_that_give_no_bytes(bed: Executor, single: bytes, tmp_path: Path) 
     with refused(CheckpointError, bed, match="closed file"):
         bed.load_lora(assets)
     for given in ({"data": 3}, {"data": "text"}, {"file": "name"}, {"stream": 3}, {"path": 3}):
-        with pytest.raises(InvalidArgument, match=f"model assets: {next(iter(given))} must be"):
+        with pytest.raises(InvalidArgument, match=f"ModelAssets: {next(iter(given))} must be"):
             ModelAssets(**given)  # type: ignore[arg-type]

@@ -1044,6 +1044,6 @@ def test_inspection_shows_the_rows_of_encoders() -> None:
     state = PagedKVState([layer, layer], capacity=8, cross_capacity=32, backend=SdpaAttention())
     state.add_sequence(0)
     state.set_cross_kv(1, 0, torch.zeros(7, 1, 8), torch.zeros(7, 1, 8))
-    shown = _sequence({"tokens": [], "sequence": state.get_checkpoint_metadata(0)})
+    shown = _sequence([], state.get_checkpoint_metadata(0))
     assert shown["encoder_rows"] == {0: None, 1: 7}
     assert shown["layers"] == {"cross, 1 KV heads of 8/8, float32": 2}

@@ -279,7 +279,7 @@ def test_parts_that_are_refused() -> None:
         ("self_attention", (0, q, k, v.half()), {}, "float16"),
         ("self_attention", (0, q[..., :2], k[..., :2], v), {}, "4 columns"),
         ("self_attention", (0, q, k, v), {"out": (q, q)}, "out"),
-        ("cross_attention", (0, q), {"scope": "future"}, "'future'; 'past' or 'all'"),
+        ("cross_attention", (0, q), {"scope": "future"}, "'past' or 'all'; got 'future'"),
         ("cross_attention", (0, q[..., :4]), {}, "(2, 4, 4)"),
         ("cross_attention", (0, q.half()), {}, "float16"),
         ("cross_attention", (0, q), {"out": (torch.zeros(2, 4, 5), torch.zeros(2, 3))}, "out"),
