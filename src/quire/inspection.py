@@ -156,9 +156,10 @@ def print_capabilities(found: Mapping[str, Any], own: Combination, *, as_json: b
             if name != "refusals":
                 facts.add_row(name, _plain(value))
         print_tables(facts)
-    rules["uses"] |= {name: Cell(reason) for name, reason in found["engine_verbs"].items() if reason}
+    uses = rules["uses"]
+    uses |= {name: Cell(why) for name, why in found["engine_verbs"].items() if why or name not in uses}
     kinds = " and ".join(own.kinds)
-    for title, cells in (("KV state", rules["state"]), ("Model, sessions, executor", rules["uses"])):
+    for title, cells in (("KV state", rules["state"]), ("Model, sessions, executor", uses)):
         table = folding_table("verb", "", "how, or why not", title=f"{title}, over {kinds} layers")
         for name, cell in cells.items():
             table.add_row(name, "exact" if cell.works else "no", cell.reason or cell.note)
