@@ -442,7 +442,7 @@ class Executor:
         return self._facts.info(self.pool)
 
     def capabilities(self) -> ExecutorCapabilities:
-        """See ``ModelExecutor``. The first call measures memory of activations, so it runs three short forwards and waits for a
+        """See ``ModelExecutor``. The first call measures memory of activations, so it runs a few short forwards and waits for a
         running call."""
         if self.is_usable:
             with self.operation("capabilities"):
