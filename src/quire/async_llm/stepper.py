@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
+import os
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -21,6 +24,9 @@ logger = logging.getLogger("quire.async")
 
 HAND_OVER = 1e-4
 """Seconds between two steps while a worker may want the engine's lock, which the stepping thread would else take again."""
+
+LAST_STEP = 10.0
+"""Seconds at most that the end of the process waits for a step that is under way."""
 
 T = TypeVar("T")
 
@@ -134,6 +140,7 @@ class Stepper:
         self._engine.wait = self.wait
         self._thread = threading.Thread(target=self._loop, name="quire-steps", daemon=True)
         self._thread.start()
+        _STEPPERS.add(self)
 
     # -- jobs ------------------------------------------------------------------------------------------------
 
@@ -167,9 +174,9 @@ class Stepper:
             self._stopping = True
             self._changed.notify()
 
-    def join(self) -> None:
-        """Until it has stopped."""
-        self._thread.join()
+    def join(self, timeout: float | None = None) -> None:
+        """Until it has stopped, ``timeout`` seconds at most."""
+        self._thread.join(timeout)
 
     def _refusal(self) -> QuireError:
         if self._broken is not None:
@@ -318,3 +325,19 @@ class Stepper:
             self._inbox.clear()
         for job in left:
             self._finish(job, self._refusal())
+
+
+_STEPPERS: weakref.WeakSet[Stepper] = weakref.WeakSet()
+
+
+def _stop_all() -> None:
+    """Let the threads end before the interpreter does: it would break them off inside of torch, which
+    aborts the process."""
+    for stepper in list(_STEPPERS):
+        stepper.stop()
+    for stepper in list(_STEPPERS):
+        stepper.join(LAST_STEP)
+
+
+atexit.register(_stop_all)
+os.register_at_fork(after_in_child=_STEPPERS.clear)  # the threads are the other process's
