@@ -298,6 +298,9 @@ def interrupted_at_random(bed: Bed, rounds: int, seed: int) -> int:
                 rung += 1
             except QuireError as error:
                 raise AssertionError(f"round {number}, {verb.__name__}: {error}") from error
+            # What belongs to nobody any more goes with the next step or call, if its finaliser was interrupted.
+            engine_of(bed.llm).bury()
+            bed.llm.executor.pool.sweep()
             check(bed.llm)
             assert not bed.session._state.busy
             if number % 7 == 0:
