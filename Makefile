@@ -9,6 +9,8 @@ NATIVE := $(wildcard src/quire/kernels/cpu/*.cpp)
 # its tests share is made once.
 WORKERS ?= 2
 export TOKENIZERS_PARALLELISM := false
+# Byte code is kept: many tests start processes, and each would compile all modules again.
+unexport PYTHONDONTWRITEBYTECODE
 # On a terminal pip shows what it downloads, which takes minutes; elsewhere a line says what happens.
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt $(shell test -t 2 || echo -q)
 

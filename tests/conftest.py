@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 
 from hypothesis import settings
@@ -15,3 +16,9 @@ settings.load_profile("ci")
 # A shell that runs its jobs in the background lets them ignore SIGINT, and so would all that the tests start.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_finish() -> None:
+    """Leave libraries and collected tests out of garbage collection: they stay, and looking through them takes 0.5 s each time."""
+    gc.collect()
+    gc.freeze()

@@ -9,6 +9,7 @@ Letters: T tokens, V vocabulary, O output and I input features.
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -94,31 +95,56 @@ def run_exactly(model: Any, tokens_T: Tensor) -> Tensor:
         return run_transformers(copy.deepcopy(model).double(), tokens_T)
 
 
-def float32_error(model: Any, tokens_T: Tensor, exact_TV: Tensor) -> float:
-    """The largest error of transformers' float32 logits, over its kinds of attention and ``ORDERS`` orders of its sums.
+class Float32Bound:
+    """How far off a float32 run may be: what float32 itself explains, as an absolute error of logits.
+
+    Twice what transformers' own float32 runs are off, over its kinds of attention and ``ORDERS`` orders of its sums; and that
+    the inverse frequencies of ``exact_TV`` are off by a rounding, which turns position p by up to p * eps, and that each layer
+    rounds the residual stream once or twice.
 
     One run says little. It is one draw, by the CPU at hand, of an error that some models multiply on the way: the gated norm
     behind a delta rule makes rows of 7e-5 a thousand times as large, and what was rounded in them too. Of forty runs of
     Qwen3-Next in other orders, six times in ten one is more than twice as far off as a given run, but in less than one of
     200 cases more than twice as far as the worst of 32.
+
+    ``error <= bound`` runs as many orders as it takes to decide: the bound only grows with them, so an error below that of
+    the first ones is below that of all. ``float(bound)`` runs them all. The model must stay as it is until then.
     """
-    kinds = ("eager", "sdpa") if model._supports_sdpa else ("eager",)
-    runs = [run_transformers(model, tokens_T, kind) for kind in kinds]
-    for seed in range(ORDERS):
-        with ReorderedSums(seed):
-            runs.append(run_transformers(model, tokens_T))
-    return max(float((logits_TV - exact_TV).abs().max()) for logits_TV in runs)
 
+    def __init__(self, model: Any, tokens_T: Tensor, exact_TV: Tensor) -> None:
+        layers = model.config.get_text_config().num_hidden_layers
+        self._largest = float(exact_TV.abs().max())
+        self._rounding = torch.finfo(torch.float32).eps * (len(tokens_T) + 2 * layers) * self._largest
+        self._worst = 0.0
+        self._more = self._runs(model, tokens_T, exact_TV)
+        next(self._more)
 
-def float32_bound(model: Any, tokens_T: Tensor, exact_TV: Tensor) -> float:
-    """How far off a float32 run may be: what float32 itself explains, as an absolute error of logits.
+    def _runs(self, model: Any, tokens_T: Tensor, exact_TV: Tensor) -> Iterator[None]:
+        """Go through transformers' runs, and keep the worst."""
 
-    Twice what transformers' own runs are off; and that the inverse frequencies of ``exact_TV`` are off by a rounding, which
-    turns position p by up to p * eps, and that each layer rounds the residual stream once or twice.
-    """
-    largest = float(exact_TV.abs().max())
-    layers = model.config.get_text_config().num_hidden_layers
-    bound = 2 * float32_error(model, tokens_T, exact_TV)
-    bound += torch.finfo(torch.float32).eps * (len(tokens_T) + 2 * layers) * largest
-    assert bound < 1e-4 * largest, "the bound itself is too wide to say anything"
-    return bound
+        def add(logits_TV: Tensor) -> None:
+            self._worst = max(self._worst, float((logits_TV - exact_TV).abs().max()))
+            assert self.so_far < 1e-4 * self._largest, "the bound itself is too wide to say anything"
+
+        for kind in ("sdpa", "eager") if model._supports_sdpa else ("eager",):
+            add(run_transformers(model, tokens_T, kind))
+        for seed in range(ORDERS):
+            yield
+            with ReorderedSums(seed):
+                add(run_transformers(model, tokens_T))
+
+    @property
+    def so_far(self) -> float:
+        """The bound by the orders that were run by now, which is no larger than that by all."""
+        return 2 * self._worst + self._rounding
+
+    def __ge__(self, error: float) -> bool:
+        while error > self.so_far:
+            if next(self._more, self) is self:
+                return False
+        return True
+
+    def __float__(self) -> float:
+        for _ in self._more:
+            pass
+        return self.so_far

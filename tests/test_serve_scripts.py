@@ -50,7 +50,7 @@ def narrow(oracle: soak.Oracle, tokens: int, **options: Any) -> Iterator[str]:
 # -- the soak --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("caching", [False, True])
+@pytest.mark.parametrize("caching", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_narrow_pool_loses_nothing(oracle: soak.Oracle, caching: bool) -> None:
     with narrow(oracle, 320, enable_prefix_caching=caching) as url:
         found = soak.run_soak(

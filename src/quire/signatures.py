@@ -51,6 +51,8 @@ def checks_arguments(*, but: Collection[str] = ()) -> Callable[[type[T]], type[T
 
 def _checked(function: Callable[..., Any], verb: str) -> Callable[..., Any]:
     order = [one.name for one in inspect.signature(function).parameters.values()][1:]
+    if not order:
+        return function
     checks: dict[str, Check] = {}
 
     @wraps(function)

@@ -24,7 +24,7 @@ from tests.adapters.peft_models import (
     merged,
     write_adapter,
 )
-from tests.exact import float32_bound, run_exactly
+from tests.exact import Float32Bound, run_exactly
 from torch import Tensor
 
 from quire.models.peft import read_adapter
@@ -68,18 +68,20 @@ SPELLINGS = (
 others is spelled like that of one of these; that each of their modules is adapted, ``test_every_module_...`` tells."""
 
 
-def assert_same(found_TV: Tensor, expected_TV: Tensor, bound: float) -> None:
+def assert_same(found_TV: Tensor, expected_TV: Tensor, bound: Float32Bound) -> None:
     assert found_TV.shape == expected_TV.shape
     error = float((found_TV - expected_TV).abs().max())
-    assert error <= bound, f"error {error:.2e}, expected at most {bound:.2e}"
+    assert error <= bound, f"error {error:.2e}, expected at most {float(bound):.2e}"
 
 
 def check(bed: Bed, adapter: Path, peer: Any, adapted: Any) -> None:
     """The logits under an adapter are those of ``adapted``, however they are computed, and those beside it the base's."""
     exact_TV = run_exactly(adapted, TOKENS_T)
-    bound = float32_bound(adapted.float(), TOKENS_T, exact_TV)
+    bound = Float32Bound(adapted.float(), TOKENS_T, exact_TV)
     base_TV = bed.in_chunks(LENGTH, None)
-    assert float((exact_TV - base_TV).abs().max()) > 1000 * bound, "the adapter changes too little to say anything"
+    assert float((exact_TV - base_TV).abs().max()) > 1000 * bound.so_far, (
+        "the adapter changes too little to say anything"
+    )
     one = bed.runner.adapters.load(read_adapter(adapter, bed.model))
     for chunk in (LENGTH, 5, 1):
         assert_same(bed.in_chunks(chunk, one), exact_TV, bound)
@@ -93,7 +95,7 @@ def check(bed: Bed, adapter: Path, peer: Any, adapted: Any) -> None:
     )
     found = bed.runner.execute(Step(chunks=chunks))
     plain_TV = run_exactly(peer, TOKENS_T)
-    assert_same(found.rows(0), plain_TV, float32_bound(peer, TOKENS_T, plain_TV))
+    assert_same(found.rows(0), plain_TV, Float32Bound(peer, TOKENS_T, plain_TV))
     assert_same(found.rows(1), exact_TV[6:], bound)
     assert_same(found.rows(2), exact_TV[-1:], bound)
     bed.runner.adapters.unload(one)

@@ -1,6 +1,6 @@
 """Tiny models with recurrent layers, their executors, and what every verb must agree with: a fresh run of the same tokens.
 
-Tolerance: what float32 itself explains, measured on transformers' own run (``tests.exact.float32_bound``), twice, since two runs
+Tolerance: what float32 itself explains, measured on transformers' own run (``tests.exact.Float32Bound``), twice, since two runs
 are compared.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import transformers
-from tests.exact import float32_bound, run_exactly
+from tests.exact import Float32Bound, run_exactly
 from tests.executor.conftest import PAGE, FakeIdentity
 from tests.test_parity import FAMILIES, SIZES, VOCAB
 from torch import Tensor
@@ -41,7 +41,7 @@ class Hybrid:
     peer: Any
     tokens: list[int]
     expected_TV: Tensor
-    bound: float
+    bound: Float32Bound
 
     @property
     def has_attention(self) -> bool:
@@ -52,7 +52,7 @@ class Hybrid:
         expected_RV = self.expected_TV[start : start + len(found_RV)]
         assert found_RV.shape == expected_RV.shape
         error = float((found_RV - expected_RV).abs().max())
-        assert error <= self.bound, f"error {error:.2e}, expected at most {self.bound:.2e}"
+        assert error <= self.bound, f"error {error:.2e}, expected at most {float(self.bound):.2e}"
         assert torch.equal(found_RV.argmax(-1), expected_RV.argmax(-1))
 
 
@@ -67,7 +67,7 @@ def make_hybrid(kind: str, path: Path) -> Hybrid:
     peer.save_pretrained(path)
     tokens_T = torch.randint(3, VOCAB, (LENGTH,))
     exact_TV = run_exactly(peer, tokens_T)
-    bound = float32_bound(peer, tokens_T, exact_TV)
+    bound = Float32Bound(peer, tokens_T, exact_TV)
     return Hybrid(kind, load_model(path, dtype="float32"), peer, tokens_T.tolist(), exact_TV, bound)
 
 

@@ -364,9 +364,16 @@ def test_trees_over_several_forwards(form: Form) -> None:
     story.forward([0, 3], [5, 4], form=form)
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("eviction", ["token", "forward"])
-@pytest.mark.parametrize(("size", "sink"), [(6, 2), (9, 0), (5, 4), (20, 6)])
+@pytest.mark.parametrize(
+    ("size", "sink", "eviction", "form"),
+    [
+        # Each window and each way to evict in each form; which go together goes round.
+        pytest.param(*window, eviction, form, marks=() if (number + turn + other) % 2 == 0 else pytest.mark.slow)
+        for number, window in enumerate([(6, 2), (9, 0), (5, 4), (20, 6)])
+        for turn, eviction in enumerate(["token", "forward"])
+        for other, form in enumerate(FORMS)
+    ],
+)
 def test_windows_with_sinks(size: int, sink: int, eviction: Literal["token", "forward"], form: Form) -> None:
     """The sink is seen by a query turned back, in expanded and in absorbed form."""
     story = Story(page_size=4, capacity=200)
@@ -867,7 +874,7 @@ def test_a_state_without_layers() -> None:
 # -- anything at all ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [0, 1, 2, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 12))])
 def test_random_stories(seed: int) -> None:
     picks = random.Random(seed)
     story = Story(

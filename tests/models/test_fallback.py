@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from tests.exact import float32_error, run_exactly
+from tests.exact import Float32Bound, run_exactly
 
 from quire import LLM, SamplingParams
 from quire.contracts.layers import FullAttention, sink_refusal
@@ -67,8 +66,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4-moe": ("Glm4Moe", {**GROUPS, "head_dim": 8}),
     "apertus": ("Apertus", {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}),
 }
-TOLERANCE = LAYERS * math.sqrt(WIDTH) * torch.finfo(torch.float32).eps
-"""What the sums of the layers round, relative to the largest logit, where nothing in the model multiplies an error."""
 
 
 def make(name: str, changes: dict[str, Any], path: Path) -> Any:
@@ -84,15 +81,6 @@ def make(name: str, changes: dict[str, Any], path: Path) -> Any:
     return peer
 
 
-def bound_of(peer: Any, tokens_T: torch.Tensor, exact_TV: torch.Tensor) -> float:
-    """``TOLERANCE``, or twice what transformers' own float32 runs are off where the model multiplies errors: Cohere's norms of
-    q and k have weights of about 3 here, so their scores, and the errors of them, are nine times as large."""
-    largest = float(exact_TV.abs().max())
-    bound = max(TOLERANCE * largest, 2 * float32_error(peer, tokens_T, exact_TV))
-    assert bound < 1e-4 * largest, "the bound itself is too wide to say anything"
-    return bound
-
-
 @pytest.mark.parametrize("which", sorted(MODELS))
 def test_logits_in_pieces_ragged_forked_and_rewound(which: str, tmp_path: Path) -> None:
     peer = make(*MODELS[which], tmp_path)
@@ -100,7 +88,7 @@ def test_logits_in_pieces_ragged_forked_and_rewound(which: str, tmp_path: Path) 
         peer.set_experts_implementation("eager")  # which runs in float64 too
     tokens_T = torch.randint(3, VOCAB, (LENGTH,), generator=torch.Generator().manual_seed(5))
     tokens, expected_TV = tokens_T.tolist(), run_exactly(peer, tokens_T)
-    bound = bound_of(peer, tokens_T, expected_TV)
+    bound = Float32Bound(peer, tokens_T, expected_TV)
     llm = LLM(tmp_path, dtype="float32", page_size=3, kv_cache_memory="4MiB")
     runner = llm.engine.runner
     a, b, c = (runner.new_seq() for _ in range(3))

@@ -16,7 +16,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from tests.exact import EqualSums, float32_bound, run_exactly, run_transformers
+from tests.exact import EqualSums, Float32Bound, run_exactly, run_transformers
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
@@ -160,7 +160,7 @@ def test_ties_in_the_router(tmp_path: Path, name: str) -> None:
         for hook in hooks:
             hook.remove()
         exact_TV = run_exactly(peer, tokens_T)
-        bound = float32_bound(peer, tokens_T, exact_TV)
+        bound = float(Float32Bound(peer, tokens_T, exact_TV))
     assert len(logits) == len(model.blocks)
     assert all(torch.equal(one[:, 0], one[:, other]) for one in logits for other in (1, 2, 5)), "no ties to decide"
     for chunks in CHUNKINGS.values():

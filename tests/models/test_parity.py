@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.exact import float32_bound, run_exactly, run_transformers
+from tests.exact import Float32Bound, run_exactly, run_transformers
 from tests.models.conftest import CASES, Case
 from torch import Tensor
 
@@ -107,7 +107,7 @@ def test_float32_logits_are_as_close_to_float64_as_those_of_transformers(tiny: A
     model = load_model(tiny.path, dtype="float32")
     tokens_T = tokens_for(model.vocab_size)
     exact = run_exactly(tiny.model, tokens_T)
-    bound = float32_bound(tiny.model, tokens_T, exact)
+    bound = Float32Bound(tiny.model, tokens_T, exact)
     for name, chunks in CHUNKINGS.items():
         ours = run(model, tokens_T, chunks)
         assert ours.dtype == torch.float32
@@ -126,7 +126,7 @@ def test_longrope_takes_the_factors_that_the_longest_sequence_needs(
     model = load_model(tiny.path, dtype="float32", max_model_len=length)
     tokens_T = tokens_for(model.vocab_size)[:tokens]
     exact = run_exactly(tiny.model, tokens_T)
-    bound = float32_bound(tiny.model, tokens_T, exact)
+    bound = Float32Bound(tiny.model, tokens_T, exact)
     for chunks in ([tokens], [1] * tokens, [5, tokens - 5]):
         assert error(run(model, tokens_T, chunks), exact) <= bound
 
@@ -140,7 +140,7 @@ def test_longrope_with_a_longer_length_is_another_model(make_tiny: Any) -> None:
     assert long.canonical_config == load_model(tiny.path, dtype="float32").canonical_config
     tokens_T = tokens_for(97)[:16]
     exact = run_exactly(tiny.model, tokens_T)
-    assert error(run(long, tokens_T, [16]), exact) > 100 * float32_bound(tiny.model, tokens_T, exact)
+    assert error(run(long, tokens_T, [16]), exact) > 100 * float(Float32Bound(tiny.model, tokens_T, exact))
 
 
 def test_dynamic_rope_beyond_the_context(make_tiny: Any) -> None:
@@ -154,7 +154,7 @@ def test_dynamic_rope_beyond_the_context(make_tiny: Any) -> None:
     assert load_model(tiny.path, dtype="float32", max_model_len=9).max_position == 16
     tokens_T = tokens_for(model.vocab_size)
     exact = run_exactly(tiny.model, tokens_T)
-    bound = float32_bound(tiny.model, tokens_T, exact)
+    bound = Float32Bound(tiny.model, tokens_T, exact)
     for chunks in CHUNKINGS.values():
         assert error(run(model, tokens_T, chunks), exact) <= bound
     assert error(run(model, tokens_T[:9], [9]), exact[:9]) <= bound

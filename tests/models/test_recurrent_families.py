@@ -21,7 +21,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from tests.exact import float32_bound, run_exactly, run_transformers
+from tests.exact import Float32Bound, run_exactly, run_transformers
 from torch import Tensor
 
 from quire.contracts.layers import FullAttention, LayerSpec, Recurrent
@@ -375,7 +375,7 @@ def test_float32_logits_are_as_close_to_float64_as_those_of_transformers(tiny: T
     model = load_model(tiny.path, dtype="float32")
     tokens_T = tokens_for(model.vocab_size)
     exact = run_exactly(tiny.model, tokens_T)
-    bound = float32_bound(tiny.model, tokens_T, exact)
+    bound = Float32Bound(tiny.model, tokens_T, exact)
     for name, chunks in CHUNKINGS.items():
         ours = run(model, tokens_T, chunks)
         assert ours.dtype == torch.float32
@@ -408,12 +408,12 @@ def test_the_suite_sees_a_state_that_is_lost(make_tiny: Callable[[Case], TinyChe
         model = load_model(tiny.path, dtype="float32")
         tokens_T = tokens_for(model.vocab_size)
         exact = run_exactly(tiny.model, tokens_T)
-        bound = float32_bound(tiny.model, tokens_T, exact)
+        bound = Float32Bound(tiny.model, tokens_T, exact)
         spec = next(one for one in model.layer_specs if isinstance(one, Recurrent))
         for state in range(len(spec.states)):
             found = _run_with_a_loss(model, tokens_T, state)
             assert error(found[:20], exact[:20]) <= bound
-            assert error(found[20:], exact[20:]) > 100 * bound, (name, state)
+            assert error(found[20:], exact[20:]) > 100 * float(bound), (name, state)
 
 
 @torch.inference_mode()

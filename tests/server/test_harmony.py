@@ -347,7 +347,7 @@ def test_time_is_linear(begin: str, body: str) -> None:
         return best
 
     # Eight times the text: 8 if linear, 64 if quadratic.
-    assert seconds(24_000) < 24 * seconds(3_000)
+    assert seconds(12_000) < 24 * seconds(1_500)
 
 
 def test_all_is_streamed_as_it_comes() -> None:

@@ -152,4 +152,4 @@ def test_time_is_linear(body: str) -> None:
         return best
 
     # Four times the text: 4 if linear, 16 if quadratic.
-    assert seconds(100_000) < 8 * seconds(25_000)
+    assert seconds(40_000) < 8 * seconds(10_000)

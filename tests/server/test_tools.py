@@ -652,7 +652,7 @@ def test_time_is_linear(name: str, unit: str, begin: str) -> None:
         return best
 
     # Eight times the text: 8 if linear, 64 if quadratic.
-    assert seconds(16_000) < 24 * seconds(2_000)
+    assert seconds(8_000) < 24 * seconds(1_000)
 
 
 LLAMA = 'Respond in the format {"name": function name, "parameters": dictionary of argument name and its value}.'
