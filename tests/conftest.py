@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import signal
 
+import pytest
 from hypothesis import settings
 
 # The same examples in every run, so that a change is red or green for everybody. How long one takes says how busy the machine is.
@@ -16,6 +17,14 @@ settings.load_profile("ci")
 # A shell that runs its jobs in the background lets them ignore SIGINT, and so would all that the tests start.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of the cases of ``product(n)`` one of n is quick: each value of each parameter is among them, with others in turn."""
+    for item in items:
+        if (found := item.get_closest_marker("product")) and sum(item.callspec.indices.values()) % found.args[0]:  # type: ignore[attr-defined]
+            item.add_marker(pytest.mark.slow)
 
 
 def pytest_collection_finish() -> None:

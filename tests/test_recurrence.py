@@ -253,6 +253,7 @@ def test_example_of_the_convolution(backend: RecurrenceBackend) -> None:
 # -- chains ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.product(4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("delta", [False, True])
 @pytest.mark.parametrize("decay", DECAYS)
@@ -263,6 +264,7 @@ def test_chains(backend: RecurrenceBackend, length: int, decay: str, delta: bool
     assert_close(run(backend, plan, inputs), plan, inputs)
 
 
+@pytest.mark.product(3)
 @pytest.mark.parametrize("delta", [False, True])
 @pytest.mark.parametrize("decay", DECAYS)
 @pytest.mark.parametrize("ratio", [1, 2, 4])
@@ -324,6 +326,7 @@ def test_no_subnormal_numbers_in_products(size: int, rate: float) -> None:
         assert not bool(((found != 0) & (found.abs() < torch.finfo(found.dtype).tiny)).any())
 
 
+@pytest.mark.product(2)
 @pytest.mark.parametrize("delta", [False, True])
 @pytest.mark.parametrize("decay", DECAYS)
 def test_wanted_rows(backend: RecurrenceBackend, decay: str, delta: bool) -> None:
@@ -340,6 +343,7 @@ def test_wanted_rows(backend: RecurrenceBackend, decay: str, delta: bool) -> Non
         assert_close(run(backend, plan, inputs), plan, inputs)
 
 
+@pytest.mark.product(3)
 @pytest.mark.parametrize("delta", [False, True])
 @pytest.mark.parametrize("decay", DECAYS)
 @pytest.mark.parametrize("pieces", [(64, 66), (65, 65), (1, 129), (128, 1, 1), (40, 40, 50), (1,) * 5 + (125,)])
@@ -354,6 +358,7 @@ def test_in_pieces_with_the_state_carried(pieces: tuple[int, ...], decay: str, d
     assert_close(Recurred(torch.cat(outs), state), whole, inputs)
 
 
+@pytest.mark.product(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("delta", [False, True])
 @pytest.mark.parametrize("decay", ["head", "column"])
@@ -421,6 +426,7 @@ TREES: dict[str, list[list[int]]] = {
 }
 
 
+@pytest.mark.product(3)
 @pytest.mark.parametrize("delta", [False, True])
 @pytest.mark.parametrize("decay", DECAYS)
 @pytest.mark.parametrize("tree", sorted(TREES))
@@ -465,6 +471,7 @@ def test_equal_to_paths_run_as_chains() -> None:
 # -- dtypes, layouts, devices ------------------------------------------------------------------------------------
 
 
+@pytest.mark.product(2)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("delta", [False, True])
 @pytest.mark.parametrize("decay", DECAYS)
@@ -505,6 +512,7 @@ def scattered(x: Tensor) -> Tensor:
     return view
 
 
+@pytest.mark.product(3)
 @pytest.mark.parametrize("delta", [False, True])
 @pytest.mark.parametrize("decay", DECAYS)
 @pytest.mark.parametrize("lengths", [(70, 3), (1, 1), (65,)])
@@ -522,6 +530,7 @@ def test_views_of_any_layout(backend: RecurrenceBackend, lengths: tuple[int, ...
     assert_close(run(backend, plan, rows), plan, rows)
 
 
+@pytest.mark.product(3)
 @pytest.mark.parametrize("lengths", [(70, 3), (1, 1), (1,)])
 @pytest.mark.parametrize("decay", DECAYS)
 def test_inputs_stay_and_results_are_fresh(backend: RecurrenceBackend, lengths: tuple[int, ...], decay: str) -> None:
@@ -626,6 +635,7 @@ CONVOLUTIONS: dict[str, RecurrencePlan] = {
 TAPS = (1, 2, 3, 4, 7)
 
 
+@pytest.mark.product(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", sorted(CONVOLUTIONS))
 def test_convolution(backend: RecurrenceBackend, name: str, dtype: torch.dtype) -> None:

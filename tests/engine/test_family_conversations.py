@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tests.test_parity import FAMILIES, SIZES
+from tests.test_parity import FAMILIES, SIZES, STATES
 
 from quire.kv.recurrent import bytes_per_state
 
@@ -38,7 +38,13 @@ EVERY["phi3-longrope"] = (
 )
 
 
-@pytest.fixture(scope="module", params=sorted(EVERY))
+QUICK = STATES | NOT_NATIVE.keys()
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(one, marks=() if one in QUICK else pytest.mark.slow) for one in sorted(EVERY)],
+)
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     name, changes = EVERY[request.param]
     torch.manual_seed(sorted(EVERY).index(request.param) + 1000)

@@ -76,6 +76,7 @@ CALLS: dict[str, Callable[[Executor, Handle, list[int]], Any]] = {
 }
 
 
+@pytest.mark.product(2)
 @pytest.mark.sweep
 @pytest.mark.parametrize("interval", [0, 4])
 @pytest.mark.parametrize("name", CALLS)
@@ -281,16 +282,10 @@ def failing(executor: Executor, after: int) -> Callable[[], None]:
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize(
-    ("name", "start", "ring"),
-    [
-        # Each call from each start, with each ring; which start has which ring goes round.
-        pytest.param(name, start, ring, marks=() if (number + turn + ring) % 2 == 0 else pytest.mark.slow)
-        for number, name in enumerate(CALLS)
-        for turn, start in enumerate([6, 9])
-        for ring in (0, 1)
-    ],
-)
+@pytest.mark.product(2)
+@pytest.mark.parametrize("ring", [0, 1])
+@pytest.mark.parametrize("start", [6, 9])
+@pytest.mark.parametrize("name", CALLS)
 def test_a_failure_in_any_forward_leaves_everything_as_it_was(hybrid: Hybrid, name: str, start: int, ring: int) -> None:
     for after in range(4):
         if not fail_in(hybrid, name, start, after, ring):
@@ -547,6 +542,7 @@ def test_states_are_counted_as_memory(hybrid: Hybrid) -> None:
     assert executor.optimal_batch_size() == 10
 
 
+@pytest.mark.product(3)
 @pytest.mark.parametrize(("rows", "tokens"), [(1, 1), (1, 7), (4, 96), (2, 100), (8, 16), (8, 1)])
 def test_the_memory_estimate_is_within_its_bound(hybrid: Hybrid, rows: int, tokens: int) -> None:
     executor = make_executor(hybrid, tokens=4096)

@@ -225,6 +225,7 @@ class Story:
 # -- forwards ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.product(3)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("page_size", [1, 4, 5, 16])
 def test_prompts_pieces_and_decodes(page_size: int, form: Form) -> None:
@@ -237,6 +238,7 @@ def test_prompts_pieces_and_decodes(page_size: int, form: Form) -> None:
     story.forward([1], [1], form=form)
 
 
+@pytest.mark.product(2)
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("backend", [SdpaAttention(), ReferenceAttention()], ids=lambda one: one.name)
 def test_every_chunking_of_twelve_tokens(backend: AttentionBackend, interleaved: bool) -> None:
@@ -364,16 +366,10 @@ def test_trees_over_several_forwards(form: Form) -> None:
     story.forward([0, 3], [5, 4], form=form)
 
 
-@pytest.mark.parametrize(
-    ("size", "sink", "eviction", "form"),
-    [
-        # Each window and each way to evict in each form; which go together goes round.
-        pytest.param(*window, eviction, form, marks=() if (number + turn + other) % 2 == 0 else pytest.mark.slow)
-        for number, window in enumerate([(6, 2), (9, 0), (5, 4), (20, 6)])
-        for turn, eviction in enumerate(["token", "forward"])
-        for other, form in enumerate(FORMS)
-    ],
-)
+@pytest.mark.product(3)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("eviction", ["token", "forward"])
+@pytest.mark.parametrize(("size", "sink"), [(6, 2), (9, 0), (5, 4), (20, 6)])
 def test_windows_with_sinks(size: int, sink: int, eviction: Literal["token", "forward"], form: Form) -> None:
     """The sink is seen by a query turned back, in expanded and in absorbed form."""
     story = Story(page_size=4, capacity=200)
@@ -582,6 +578,7 @@ def moved(source: Story, target: Story, seq_id: int, new_id: int) -> None:
     target.naive.sequences[new_id] = NaiveSequence(list(kept.rows), kept.length, [], kept.window)
 
 
+@pytest.mark.product(2)
 @pytest.mark.parametrize(("page_size", "other"), [(16, 5), (4, 1), (1, 16), (5, 4)])
 @pytest.mark.parametrize("window", [None, (7, 2, "token"), (8, 0, "forward")])
 def test_export_round_trip(window: tuple[int, int, Any] | None, page_size: int, other: int) -> None:
