@@ -138,6 +138,7 @@ def test_adapters(directory: Path) -> None:
 
 
 class TestWindows:
+    @pytest.mark.slow
     def test_runs_and_reports(self, directory: Path) -> None:
         lengths, window, session_window = [80, 144], 32, 48
         arguments = ["--lengths", "80,144", "--sample", "6", "--slice", "3", "--sink", "4", "--peer", "none"]
@@ -315,6 +316,7 @@ class TestOverheads:
 
 
 class TestRecurrence:
+    @pytest.mark.slow
     def test_runs_and_reports(self) -> None:
         table, result = run_plain("recurrence", "--small")
         kinds = [

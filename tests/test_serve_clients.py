@@ -76,6 +76,7 @@ def test_openai_is_right(
     assert table[3].split() == ["litellm", "None", "0", "not", "installed"]
 
 
+@pytest.mark.slow
 def test_wrong_texts_are_found(clients: Any, reference: Any, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     right = clients.Reference.texts
     monkeypatch.setattr(clients.Reference, "texts", lambda self, *a, **o: [text + "!" for text in right(self, *a, **o)])

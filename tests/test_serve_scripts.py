@@ -72,6 +72,7 @@ class Lying(soak.Oracle):
         return (*tokens[:-1], tokens[-1] + 1), text + "!"
 
 
+@pytest.mark.slow
 def test_wrong_texts_and_tokens_are_found(oracle: soak.Oracle) -> None:
     lying = Lying.__new__(Lying)
     lying.llm = oracle.llm
@@ -84,6 +85,7 @@ def test_wrong_texts_and_tokens_are_found(oracle: soak.Oracle) -> None:
     assert all("instead of" in text for text in found["complaints"])
 
 
+@pytest.mark.slow
 def test_what_stays_behind_is_found(oracle: soak.Oracle) -> None:
     with narrow(oracle, 640) as url:
         # Said to have no prefix cache, it is found to keep pages.
@@ -100,6 +102,7 @@ def test_failures_are_told(oracle: soak.Oracle) -> None:
     assert any(text.startswith("failed ") and "400" in text for text in found["complaints"])
 
 
+@pytest.mark.slow
 def test_growing_memory_is_found(oracle: soak.Oracle, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = iter(range(100, 1000, 20))
     monkeypatch.setattr(ServerProcess, "memory", lambda self: next(sizes) * 2**20)
@@ -262,6 +265,7 @@ def test_what_schemathesis_saw_is_judged(
 # -- slow grammars ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_stream_beside_slow_grammars(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["slow_grammars.py", "--tokens", "40", "--rounds", "2", "--warm-up", "0.2", "--slow", "1"]
     monkeypatch.setattr(sys, "argv", arguments)
