@@ -40,7 +40,7 @@ from quire.engine.generation import SequenceRequest
 from quire.engine.grammar_matcher import GrammarMatcher
 from quire.engine.structured import Grammars
 from quire.errors import QuireError
-from quire.kv.passes import AttentionPass
+from quire.kv.attention_pass import AttentionPass
 from quire.ops.sampling import RequestSampler, SampledTokens
 
 KNOWN = "known: "

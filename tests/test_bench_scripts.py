@@ -37,7 +37,7 @@ from quire.contracts.layers import FullAttention, WindowedAttention
 from quire.engine.prefix_cache import RadixCache
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import InvalidArgument, NotFound, QuireError, Unsupported
-from quire.kv.hybrid import HybridState
+from quire.kv.state import State
 from quire.models.families import FAMILIES
 
 BENCH = Path(__file__).parents[1] / "bench"
@@ -474,7 +474,7 @@ class TestStates:
     def test_a_rewind_that_runs_too_much_is_an_error(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         path = str(drawn("mamba2-small", directory=directory))
         sizes = states.Sizes(tokens=80, back=4, places=1, rounds=1)
-        monkeypatch.setattr(HybridState, "nearest_reachable", lambda self, seq, position: 0)
+        monkeypatch.setattr(State, "nearest_reachable", lambda self, seq, position: 0)
         with pytest.raises(QuireError, match="ran 79 tokens again; at most 32"):
             states.rewinds(path, OPTIONS, sizes, 32)
 

@@ -94,9 +94,9 @@ def imports(module: str) -> dict[str, bool]:
 
 def test_there_are_modules_to_check() -> None:
     assert len(MODULES) > 40
-    assert {"quire", "quire.kv.paged", "quire.kernels.sdpa", "quire.contracts.layers"} <= set(MODULES)
-    assert "quire.kv.exchange" in imports("quire.kv.paged")
-    assert imports("quire.kv.exchange")["quire.kv.paged"] is False
+    assert {"quire", "quire.kv.state", "quire.kernels.sdpa", "quire.contracts.layers"} <= set(MODULES)
+    assert "quire.kv.exchange" in imports("quire.kv.state")
+    assert imports("quire.kv.occupancy")["quire.kv.parts"] is False
 
 
 def below(part: str, other: str) -> bool:

@@ -13,7 +13,7 @@ from quire.contracts.layers import FullAttention, LayerSpec
 from quire.contracts.model import Block, Pass
 from quire.errors import InvalidArgument, QuireError, Unsupported
 from quire.kernels.sdpa import SdpaAttention
-from quire.kv.paged import PagedKVState
+from quire.kv.state import State
 from quire.runner.local import Extras, LocalRunner
 from quire.types import Add, Chunk, Commit, Fork, Pop, Step, TokenTree, Window
 
@@ -45,7 +45,7 @@ class OneLayer:
 
 
 def make_runner(dtype: torch.dtype = torch.float32) -> LocalRunner:
-    state = PagedKVState([SPEC], capacity=64, page_size=4, dtype=dtype, backend=SdpaAttention())
+    state = State([SPEC], capacity=64, page_size=4, dtype=dtype, backend=SdpaAttention())
     return LocalRunner(OneLayer(), state, torch.device("cpu"))
 
 

@@ -27,10 +27,9 @@ from quire.executor.registry import NamedExecutors
 from quire.kernels.low_rank import native_low_rank, native_problem
 from quire.kernels.recurrence import ChunkedRecurrence
 from quire.kernels.sdpa import SdpaAttention
-from quire.kv.hybrid import HybridState
-from quire.kv.need import pages_for
-from quire.kv.paged import PagedKVState
+from quire.kv.forward_need import pages_for
 from quire.kv.recurrent import bytes_per_state
+from quire.kv.state import State
 from quire.kv.storage import bytes_per_token
 from quire.models.catalogue import resolve_model
 from quire.models.families import LoadedModel
@@ -259,29 +258,20 @@ def make_state(
     dtype: torch.dtype,
     device: torch.device,
     backend: AttentionBackend,
-) -> PagedKVState:
+) -> State:
     """The KV state for these layers."""
-    if not sizes.states:
-        return PagedKVState(
-            specs,
-            capacity=sizes.tokens,
-            window_capacity=sizes.window_tokens,
-            page_size=page_size,
-            dtype=dtype,
-            device=device,
-            backend=backend,
-        )
-    return HybridState(
+    pages = any(not isinstance(spec, Recurrent) for spec in specs)
+    return State(
         specs,
-        num_states=sizes.states,
-        recurrence=ChunkedRecurrence(),
+        capacity=sizes.tokens if pages else None,
+        window_capacity=sizes.window_tokens if pages else None,
+        num_states=sizes.states or None,
         ring=ENGINE_RING,
-        capacity=sizes.tokens,
-        window_capacity=sizes.window_tokens,
         page_size=page_size,
         dtype=dtype,
         device=device,
         backend=backend,
+        recurrence=ChunkedRecurrence(),
     )
 
 

@@ -43,13 +43,14 @@ def checks_arguments(*, but: Collection[str] = ()) -> Callable[[type[T]], type[T
         for name, member in list(vars(cls).items()):
             public = name == "__init__" or not (name.startswith("_") or name in but)
             if isinstance(member, types.FunctionType) and public:
-                setattr(cls, name, _checked(member, cls.__name__ if name == "__init__" else name))
+                setattr(cls, name, _checked(member, "" if name == "__init__" else name))
         return cls
 
     return decorate
 
 
 def _checked(function: Callable[..., Any], verb: str) -> Callable[..., Any]:
+    """Check the arguments of ``verb``; empty: of the class itself, by the name of which is made."""
     order = [one.name for one in inspect.signature(function).parameters.values()][1:]
     if not order:
         return function
@@ -61,8 +62,9 @@ def _checked(function: Callable[..., Any], verb: str) -> Callable[..., Any]:
             # At the first call, when every name that an annotation uses is there.
             hints = typing.get_type_hints(function)
             checks.update({name: check_of(hint) for name, hint in hints.items() if name != "return"})
-        given = [_accept(checks, verb, name, value) for name, value in zip(order, args, strict=False)]
-        named = {name: _accept(checks, verb, name, value) for name, value in kwargs.items()}
+        label = verb or type(self).__name__
+        given = [_accept(checks, label, name, value) for name, value in zip(order, args, strict=False)]
+        named = {name: _accept(checks, label, name, value) for name, value in kwargs.items()}
         return function(self, *given, *args[len(given) :], **named)
 
     return wrapper

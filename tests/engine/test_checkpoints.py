@@ -14,7 +14,7 @@ from quire import LLM
 from quire.engine.checkpoints import Checkpoints
 from quire.engine.request import ScheduledRequest, TokenBuffer
 from quire.errors import FailedPrecondition, InvalidArgument, Unsupported
-from quire.kv.hybrid import HybridState
+from quire.kv.state import State
 from quire.types import Add, Chunk, DropCheckpoint, Edit, SeqId, Step
 
 from .conftest import (
@@ -33,13 +33,13 @@ INTERVAL = 16
 
 def kept(llm: LLM, seq: SeqId) -> list[int]:
     state = engine_of(llm).runner.state
-    assert isinstance(state, HybridState)
+    assert isinstance(state, State)
     return state.checkpoints(seq)
 
 
-def states(llm: LLM) -> HybridState:
+def states(llm: LLM) -> State:
     state = engine_of(llm).runner.state
-    assert isinstance(state, HybridState)
+    assert isinstance(state, State)
     return state
 
 

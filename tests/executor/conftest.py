@@ -24,7 +24,7 @@ from quire.executor.cache import KVCache
 from quire.executor.executor import Executor
 from quire.executor.llm_executor import LlmExecutor
 from quire.kernels.sdpa import SdpaAttention
-from quire.kv.paged import PagedKVState
+from quire.kv.state import State
 from quire.models.families import LoadedModel
 from quire.models.loading import load_model
 from quire.runner.local import LocalRunner
@@ -132,7 +132,7 @@ def make_executor(
     name: str = "",
     **kwargs: Any,
 ) -> Executor:
-    state = PagedKVState(
+    state = State(
         tiny.model.layer_specs,
         capacity=tokens,
         window_capacity=window_tokens,

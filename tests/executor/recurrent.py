@@ -24,7 +24,7 @@ from quire.executor.executor import Executor
 from quire.executor.handle import Handle
 from quire.kernels.recurrence import ChunkedRecurrence
 from quire.kernels.sdpa import SdpaAttention
-from quire.kv.hybrid import HybridState
+from quire.kv.state import State
 from quire.models.families import LoadedModel
 from quire.models.loading import load_model
 from quire.runner.local import LocalRunner
@@ -73,14 +73,14 @@ def make_hybrid(kind: str, path: Path) -> Hybrid:
 
 def make_executor(hybrid: Hybrid, *, states: int = 64, ring: int = 1, interval: int = 0, **given: Any) -> Executor:
     tokens, page_size = given.pop("tokens", 1024), given.pop("page_size", PAGE)
-    state = HybridState(
+    state = State(
         hybrid.model.layer_specs,
         num_states=states,
         recurrence=ChunkedRecurrence(),
         backend=SdpaAttention(),
         ring=ring,
         checkpoint_interval=interval,
-        capacity=tokens,
+        capacity=tokens if hybrid.has_attention else None,
         page_size=page_size,
     )
     runner = LocalRunner(hybrid.model, state, torch.device("cpu"))

@@ -54,8 +54,7 @@ from quire.executor.llm_executor import LlmExecutor
 from quire.kernels.low_rank import native_low_rank
 from quire.kernels.recurrence import ChunkedRecurrence
 from quire.kernels.sdpa import SdpaAttention
-from quire.kv.hybrid import HybridState
-from quire.kv.paged import PagedKVState
+from quire.kv.state import State
 from quire.kv.statefile import read_state
 from quire.models.families import LoadedModel
 from quire.models.loading import load_model
@@ -81,20 +80,21 @@ def random_adapter(model: LoadedModel, seed: int, name: str = "", rank: int = RA
 
 
 def executor_of(model: LoadedModel, *, rank_capacity: int = 64, tokens: int = 1024, **given: Any) -> Executor:
-    state: PagedKVState
-    if "recurrent" in {spec.kind for spec in model.layer_specs}:
-        state = HybridState(
+    state: State
+    kinds = {spec.kind for spec in model.layer_specs}
+    if "recurrent" in kinds:
+        state = State(
             model.layer_specs,
             num_states=given.pop("states", 64),
             recurrence=ChunkedRecurrence(),
             backend=SdpaAttention(),
             ring=given.pop("ring", 1),
             checkpoint_interval=given.pop("interval", 0),
-            capacity=tokens,
+            capacity=None if kinds == {"recurrent"} else tokens,
             page_size=PAGE,
         )
     else:
-        state = PagedKVState(model.layer_specs, capacity=tokens, page_size=PAGE, backend=SdpaAttention())
+        state = State(model.layer_specs, capacity=tokens, page_size=PAGE, backend=SdpaAttention())
     device = torch.device("cpu")
     pool = AdapterPool(
         linears_of(model),
@@ -346,7 +346,7 @@ def test_ids_are_never_reused(ex: Executor, two: tuple[Adapter, Adapter]) -> Non
 
 
 def test_a_model_without_sites_refuses_every_verb(llama: Tiny) -> None:
-    state = PagedKVState(llama.model.layer_specs, capacity=64, page_size=PAGE, backend=SdpaAttention())
+    state = State(llama.model.layer_specs, capacity=64, page_size=PAGE, backend=SdpaAttention())
     pool = AdapterPool.without_sites("of this test")
     ex = Executor(LocalRunner(llama.model, state, torch.device("cpu"), pool), identity=FakeIdentity("x"))
     cache: KVCache = ex.prefill(prompt(IDS)).kv_cache.cache  # type: ignore[attr-defined]

@@ -35,8 +35,7 @@ from quire.executor.handle import Handle
 from quire.executor.llm_executor import LlmExecutor
 from quire.executor.registry import NamedExecutors
 from quire.executor.sampling import ParamsSampling
-from quire.kv.hybrid import HybridState, RecurrentState
-from quire.kv.paged import PagedKVState
+from quire.kv.state import State
 from quire.sampling_params import SamplingParams
 from quire.signatures import shown
 
@@ -68,8 +67,7 @@ ATTENTION = FullAttention(num_heads=2, num_kv_heads=1, head_dim=4, value_dim=4)
 RECURRENT = Recurrent(states=(StateTensor(shape=(1, 2, 2), dtype="float32"),))
 INTERNAL = {
     "Executor": {"operation", "record_decode", "record_prefill"},
-    "PagedKVState": {"is_open", "make_pass", "require_written", "rotary_table", "layer", "spec", "index_of"},
-    "HybridState": {"require_settled"},
+    "State": {"rotary_table", "layer", "spec", "index_of", "states_of", "close_pass", "open_pass"},
     "KVCache": {"record", "set_pending", "keep_path", "cut_chain", "mark", "mark_cut", "replace_content"},
 }
 """What other parts of the package call with values of their own."""
@@ -83,14 +81,8 @@ def is_taken(annotation: str, kind: str) -> bool:
     return bool(words & set(TAKEN[kind]))
 
 
-def paged() -> PagedKVState:
-    state = PagedKVState([ATTENTION, LATENT], capacity=64, page_size=4)
-    state.add_sequence(0)
-    return state
-
-
-def mixed() -> HybridState:
-    state = HybridState(
+def mixed() -> State:
+    state = State(
         [ATTENTION, LATENT, RECURRENT],
         num_states=8,
         capacity=64,
@@ -207,9 +199,7 @@ def subjects(tinies: dict[str, Tiny], tmp_path_factory: pytest.TempPathFactory) 
         "ExecutorInputs": (ExecutorInputs, inputs([1])),
         "ModelAssets": (ModelAssets, ModelAssets(path="x")),
         "MemoryRequirements": (MemoryRequirements, None),
-        "PagedKVState": (PagedKVState, paged()),
-        "HybridState": (HybridState, mixed()),
-        "RecurrentState": (RecurrentState, None),
+        "State": (State, mixed()),
     }
     check_pages(ex)
 
@@ -230,9 +220,7 @@ CLASSES = [
     "ExecutorInputs",
     "ModelAssets",
     "MemoryRequirements",
-    "PagedKVState",
-    "HybridState",
-    "RecurrentState",
+    "State",
 ]
 SPECIAL: dict[tuple[str, str, str], Callable[[Any], Any]] = (
     {
@@ -246,7 +234,7 @@ SPECIAL: dict[tuple[str, str, str], Callable[[Any], Any]] = (
     }
     | {
         (cls, verb, name): lambda _, value=value: value
-        for cls in ("PagedKVState", "HybridState")
+        for cls in ("State",)
         for verb, name, value in (
             ("pages_at_most", "window", (4, 0)),
             ("append_mla_kv", "layer_id", 1),
@@ -301,7 +289,7 @@ def test_wrong_types_are_refused_by_name(subjects: dict[str, Any], name: str) ->
                     continue
                 given = {other: make(good) for other, make in required.items()} | {one: value}
                 tried += 1
-                if isinstance(subject, PagedKVState):
+                if isinstance(subject, State):
                     subject.clear()
                     subject.add_sequence(0)
                 try:

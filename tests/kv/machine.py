@@ -1,6 +1,6 @@
 """What the random machine is built of: geometries, ids, and a call that goes to the state and to the oracle.
 
-A step makes one call on ``PagedKVState`` and on the oracle. If the oracle refuses, the state must refuse with the
+A step makes one call on ``State`` and on the oracle. If the oracle refuses, the state must refuse with the
 same class and without a trace; otherwise results agree: stored rows to the bit, attention within a derived bound,
 lengths, pages, nodes and reachable positions exactly. ``check()`` runs after every step.
 """
@@ -19,7 +19,7 @@ from quire.contracts.attention import AttentionBackend
 from quire.contracts.layers import FullAttention, RopeSpec, WindowedAttention
 from quire.errors import QuireError
 from quire.kernels.sdpa import SdpaAttention
-from quire.kv.paged import PagedKVState
+from quire.kv.state import State
 from quire.ops.attention import ReferenceAttention
 
 from .oracle import Oracle
@@ -81,7 +81,7 @@ class Machine(RuleBasedStateMachine):
     specs: list[Spec]
     dtype: torch.dtype
     pair: Pair
-    state: PagedKVState
+    state: State
     oracle: Oracle
 
     # -- calls -----------------------------------------------------------------------------------------------------

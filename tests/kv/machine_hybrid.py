@@ -18,8 +18,8 @@ from torch import Tensor
 
 from quire.contracts.layers import StateTensor
 from quire.errors import InvalidArgument, QuireError, Unsupported
+from quire.kv import state as kv_state
 from quire.kv.exchange import checksum
-from quire.kv.hybrid import HybridState
 
 from .machine import BACKENDS, DTYPES, GEOMETRIES, IDS, PAGES
 from .machine_exchange import ExchangeSteps
@@ -33,7 +33,7 @@ from .pair_hybrid import CHANNELS, HEADS, KEYS, MIXERS, RAW, TAPS, VALUES, Hybri
 
 class HybridSteps(ExchangeSteps):
     pair: HybridPair
-    state: HybridState
+    state: kv_state.State
     oracle: HybridOracle
 
     @initialize(

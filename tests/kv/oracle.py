@@ -93,7 +93,7 @@ class ModelSequence:
 
 
 class Oracle(ForwardVerbs, ExchangeVerbs):
-    """The model of ``PagedKVState``."""
+    """The model of ``State``."""
 
     def __init__(
         self,

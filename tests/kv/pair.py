@@ -13,8 +13,8 @@ from quire.contracts.attention import AttentionBackend
 from quire.contracts.layers import FullAttention, RopeMode, RopeSpec, WindowedAttention
 from quire.errors import QuireError
 from quire.kernels.sdpa import SdpaAttention
-from quire.kv.need import SlotCopy
-from quire.kv.paged import PagedKVState
+from quire.kv.forward_need import SlotCopy
+from quire.kv.state import State
 
 from .oracle import Oracle, rotation_bound
 from .oracle_refusals import ORDER
@@ -101,7 +101,7 @@ class Pair:
     ) -> None:
         self.specs = list(specs or [attention(), attention()])
         self.dtype = dtype
-        self.state = PagedKVState(
+        self.state = State(
             self.specs,
             capacity=capacity,
             window_capacity=window_capacity,

@@ -9,7 +9,7 @@ import torch
 
 from quire.contracts.layers import Recurrent, StateTensor
 from quire.kernels.recurrence import ChunkedRecurrence
-from quire.kv.hybrid import HybridState
+from quire.kv.state import State
 from quire.ops.recurrence import ReferenceRecurrence
 
 from .machine import BACKENDS
@@ -40,7 +40,7 @@ MIXERS: dict[str, list[Recurrent]] = {
 class HybridPair(Pair):
     """As ``Pair``; attention layers first."""
 
-    state: HybridState
+    state: State
     oracle: HybridOracle
 
     def __init__(
@@ -62,7 +62,7 @@ class HybridPair(Pair):
         sizes["window_capacity"] = window_capacity
         super().__init__(specs, **sizes)
         self.recurrent = list(recurrent)
-        self.state = HybridState(
+        self.state = State(
             [*specs, *recurrent],
             num_states=num_states,
             ring=ring,

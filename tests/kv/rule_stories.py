@@ -9,7 +9,7 @@ Letters: T new tokens; Hq, H heads of queries and keys; D head size; R columns o
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,9 +25,8 @@ from quire.contracts.layers import (
     StateTensor,
     WindowedAttention,
 )
-from quire.kv.hybrid import HybridState
-from quire.kv.paged import PagedKVState
 from quire.kv.rule_table import Combination
+from quire.kv.state import State
 from quire.ops.attention import ReferenceAttention, merge
 from quire.ops.recurrence import ReferenceRecurrence
 
@@ -138,6 +137,20 @@ class CountingRecurrence(ReferenceRecurrence):
         return super().linear_attention(*args, **more)
 
 
+def refused_call(state: State, verb: str) -> Callable[[], object]:
+    """A call of a verb that a state does not have, with arguments of the right types."""
+    rows = torch.zeros(3, 2, 8, dtype=state.dtype)
+    given: dict[str, tuple[Any, ...]] = {
+        "set_cross_kv": (0, 0, rows, rows),
+        "linear_attention": (0, rows, rows, rows),
+        "set": (0, 0, rows),
+        "debug_get": (0, 0, 0),
+        "debug_set": (0, 0, 0, rows),
+        "checkpoint": (0,),
+    }
+    return lambda: getattr(state, verb)(*given.get(verb, (0, 0)))
+
+
 class Story:
     """A state with one layer of each kind of a combination, in this order."""
 
@@ -146,21 +159,22 @@ class Story:
         self.kinds = combination.kinds
         self.attention, self.recurrence = CountingAttention(), CountingRecurrence()
         fields: dict[str, Any] = {
-            "capacity": 400,
             "page_size": page_size,
             "dtype": F64,
             "backend": self.attention,
         }
+        if set(self.kinds) != {"recurrent"}:
+            fields["capacity"] = 400
         if "cross" in self.kinds:
             fields["cross_capacity"] = 200
         specs = [SPECS[kind] for kind in self.kinds]
         if combination.own_rotation:
             specs = [FullAttention(**SIZES, caller_rotates=True)]
-        self.state: PagedKVState
+        self.state: State
         if "recurrent" in self.kinds:
-            self.state = HybridState(specs, num_states=60, ring=2, recurrence=self.recurrence, **fields)
+            self.state = State(specs, num_states=60, ring=2, recurrence=self.recurrence, **fields)
         else:
-            self.state = PagedKVState(specs, **fields)
+            self.state = State(specs, **fields)
 
     @property
     def calls(self) -> int:

@@ -29,9 +29,8 @@ from quire.errors import (
 )
 from quire.kernels.sdpa import SdpaAttention, SdpaPlan
 from quire.kv import sequencefile
-from quire.kv.hybrid import HybridState
-from quire.kv.paged import PagedKVState
-from quire.kv.passes import AttentionPass
+from quire.kv.attention_pass import AttentionPass
+from quire.kv.state import State
 from quire.kv.statefile import read_state, to_bytes
 from quire.ops.attention import ReferenceAttention
 from quire.ops.recurrence import ReferenceRecurrence
@@ -103,11 +102,11 @@ class Story:
             "backend": backend or SdpaAttention(),
             "first_layer": first_layer,
         }
-        self.state: PagedKVState
+        self.state: State
         if MIXER in specs:
-            self.state = HybridState(specs, num_states=256, recurrence=ReferenceRecurrence(), **fields)
+            self.state = State(specs, num_states=256, recurrence=ReferenceRecurrence(), **fields)
         else:
-            self.state = PagedKVState(specs, **fields)
+            self.state = State(specs, **fields)
         self.generator = torch.Generator().manual_seed(seed)
         self.held: dict[int, Held] = {}
         self.nodes: dict[int, int] = {}
@@ -138,8 +137,8 @@ class Story:
         given, mine = self.rows(layer, count), self.held[seq_id]
         shared = sum(one is mine for one in self.held.values()) > 1
         after = Held({**mine.rows, layer: given})
-        assert self.state.cross is not None
-        pool = self.state.cross.table.pool
+        assert self.state.encoders is not None
+        pool = self.state.encoders.table.pool
         used = self.pages - (0 if shared and mine.rows else mine.pages(self.state.page_size))
         if used + after.pages(self.state.page_size) > pool.num_pages:
             message = refused(self.state, ResourceExhausted, lambda: self.state.set_cross_kv(layer, seq_id, *given))
@@ -189,7 +188,10 @@ class Story:
             refused(state, FailedPrecondition, lambda: state.open_pass().attend_cross(layer, q))
             return
         out, lse = state.cross_attention(layer, q)
-        for other in (state.cross_attention(layer, q, scope="all"), state.cross_attention(layer, q, scope="past")):
+        for other in (
+            state.cross_attention(layer, q, scope="all"),
+            state.cross_attention(layer, q, scope="past"),
+        ):
             assert same_bits(other[0], out)
             assert same_bits(other[1], lse)
         assert not out[total:].any()
@@ -209,8 +211,8 @@ class Story:
     def check(self) -> None:
         """The books, every row, and what is counted."""
         self.state.check()
-        assert self.state.cross is not None
-        assert self.state.cross.table.pool.num_used == self.pages
+        assert self.state.encoders is not None
+        assert self.state.encoders.table.pool.num_used == self.pages
         for seq_id, one in self.held.items():
             for layer in self.layers:
                 if layer in one.rows:
@@ -230,7 +232,7 @@ def exact(spec: CrossAttention, q_HD: Tensor, rows: Rows, dtype: torch.dtype) ->
     return Exact(out, lse, *state_bounds(q, k, v, lse, scale, False, dtype))
 
 
-def refused(state: PagedKVState, kind: type[QuireError], act: Callable[[], object]) -> str:
+def refused(state: State, kind: type[QuireError], act: Callable[[], object]) -> str:
     """The call raises this very class and leaves no trace; returns what it says."""
     before = snapshot(state)
     with pytest.raises(kind) as raised:
@@ -311,7 +313,7 @@ def test_scale_of_the_call_and_out() -> None:
 
 def test_merge_with_self_attention_is_attention_over_both() -> None:
     """A decoder whose tokens see the encoder and each other in one softmax."""
-    state = PagedKVState(
+    state = State(
         [attention(rotary_dim=0), CrossAttention(num_heads=4, num_kv_heads=2, head_dim=8, value_dim=8)],
         capacity=64,
         cross_capacity=64,
@@ -384,7 +386,7 @@ def test_the_pass_of_a_model_and_its_weights() -> None:
 
 
 def test_pass_of_a_state_without_cross_layers() -> None:
-    state = PagedKVState([attention()], capacity=8, backend=SdpaAttention())
+    state = State([attention()], capacity=8, backend=SdpaAttention())
     state.add_sequence(0)
     state.begin_forward([0], [1])
     with pytest.raises(Unsupported, match="attend_cross: layer 0 is of kind 'full'"):
@@ -419,8 +421,8 @@ def test_forks_share_and_the_last_one_frees() -> None:
     story.check()
     for seq_id in (1, 3):
         story.remove(seq_id)
-    assert state.cross is not None
-    assert state.cross.table.pool.num_used == 3
+    assert state.encoders is not None
+    assert state.encoders.table.pool.num_used == 3
     story.remove(2)
     assert state.empty()
     story.check()
@@ -484,8 +486,8 @@ def test_neither_pop_nor_commit_nor_abort_touches_it() -> None:
     story.forward([0], [1])
     state.clear()
     assert state.empty()
-    assert state.cross is not None
-    assert state.cross.table.pool.num_used == 0
+    assert state.encoders is not None
+    assert state.encoders.table.pool.num_used == 0
 
 
 def test_set_between_two_layers_of_a_forward() -> None:
@@ -510,9 +512,7 @@ def test_set_between_two_layers_of_a_forward() -> None:
 def test_pages_are_counted() -> None:
     story = Story("beside", page_size=4, cross_capacity=9)
     state = story.state
-    plain = PagedKVState(
-        [LAYOUTS["beside"][0], LAYOUTS["beside"][2]], capacity=4096, page_size=4, backend=SdpaAttention()
-    )
+    plain = State([LAYOUTS["beside"][0], LAYOUTS["beside"][2]], capacity=4096, page_size=4, backend=SdpaAttention())
     assert state.num_pages == plain.num_pages + 3
     assert state.num_available_pages() == plain.num_available_pages() == 1024
     assert state.num_bytes == plain.num_bytes + 12 * 4 * (2 * 11 + 1 * 8)
@@ -542,13 +542,13 @@ def test_rows_behind_the_last_one_are_zero() -> None:
         for layer, sizes in zip(order, ((5, 9), (7, 2)), strict=True):
             for seq_id, size in zip((1, 2), sizes, strict=True):
                 story.set(layer, seq_id, size)
-        assert story.state.cross is not None
+        assert story.state.encoders is not None
         for seq_id in (1, 2):
             for layer in story.layers:
                 last = -(-len(story.held[seq_id].rows[layer].k) // 4) * 4
-                slots = story.state.cross.table.slots(seq_id, range(last))
-                assert story.state.cross.stored(layer).k[slots].isfinite().all()
-                assert story.state.cross.stored(layer).v[slots].isfinite().all()
+                slots = story.state.encoders.table.slots(seq_id, range(last))
+                assert story.state.encoders.stored(layer).k[slots].isfinite().all()
+                assert story.state.encoders.stored(layer).v[slots].isfinite().all()
         story.forward([1, 2], [3, 2])
         story.forward([2, 1], [1, 1])
         story.check()
@@ -656,8 +656,8 @@ def overwrite(story: Story, rng: random.Random) -> None:
     start = rng.randint(0, len(old.k) - 1)
     given = story.rows(layer, rng.randint(1, len(old.k) - start))
     shared = sum(one is mine for one in story.held.values()) > 1
-    assert state.cross is not None
-    if shared and mine.pages(state.page_size) > state.cross.table.pool.num_free:
+    assert state.encoders is not None
+    if shared and mine.pages(state.page_size) > state.encoders.table.pool.num_free:
         refused(state, ResourceExhausted, lambda: state.debug_set_kv(seq_id, start, *given, layer=layer))
         return
     state.debug_set_kv(seq_id, start, *given, layer=layer)
@@ -771,7 +771,7 @@ def test_imports_that_do_not_fit() -> None:
     ):
         given = {**metadata, "cross": wrong}
         refused(state, InvalidArgument, partial(state.prepare_import, 0, given))
-    plain = PagedKVState([LAYOUTS["beside"][0]], capacity=64, backend=SdpaAttention())
+    plain = State([LAYOUTS["beside"][0]], capacity=64, backend=SdpaAttention())
     plain.add_sequence(0)
     given = {**plain.get_checkpoint_metadata(0), "cross": []}
     assert "no cross layers" in refused(plain, InvalidArgument, lambda: plain.prepare_import(1, given))
@@ -805,7 +805,7 @@ def test_export_into_given_tensors() -> None:
 
 def test_the_layout_covers_the_geometry() -> None:
     def layout(*specs: LayerSpec, dtype: torch.dtype = torch.float32, page_size: int = 4) -> str:
-        return PagedKVState(
+        return State(
             specs, capacity=8, cross_capacity=8, dtype=dtype, page_size=page_size, backend=SdpaAttention()
         ).get_layout_hash()
 
@@ -817,8 +817,8 @@ def test_the_layout_covers_the_geometry() -> None:
         layout(attention(), WIDE, WIDE),
         layout(attention(), WIDE, dtype=torch.bfloat16),
         layout(attention(), CrossAttention(num_heads=4, num_kv_heads=2, head_dim=6, value_dim=6)),
-        PagedKVState([attention()], capacity=8, backend=SdpaAttention()).get_layout_hash(),
-        PagedKVState(
+        State([attention()], capacity=8, backend=SdpaAttention()).get_layout_hash(),
+        State(
             [attention(), FullAttention(num_heads=4, num_kv_heads=2, head_dim=6, value_dim=5)],
             capacity=8,
             backend=SdpaAttention(),
@@ -870,9 +870,9 @@ def test_construction() -> None:
     ]
     for specs, more, word in cases:
         with pytest.raises(InvalidArgument, match=word):
-            PagedKVState(specs, **fields, **more)
+            State(specs, **fields, **more)
     with pytest.raises(InvalidArgument, match="cross_capacity is missing"):
-        HybridState([MIXER, WIDE], num_states=4, recurrence=ReferenceRecurrence(), **fields)
+        State([MIXER, WIDE], num_states=4, recurrence=ReferenceRecurrence(), **fields)
 
 
 BAD_CALLS: dict[str, tuple[type[QuireError], str, Callable[[Story], object]]] = {
@@ -993,7 +993,7 @@ def test_states_of_cross_layers_only() -> None:
         lambda: state.debug_set_kv(0, 0, *story.rows(0, 2)),
     ):
         assert "layer=" in refused(state, Unsupported, act)
-    mixed = PagedKVState(
+    mixed = State(
         [LatentAttention(num_heads=2, row_dim=6, value_dim=4), WIDE],
         capacity=8,
         cross_capacity=8,
@@ -1031,8 +1031,8 @@ def test_the_count_finds_damage() -> None:
         (lambda table: table.fork(0, 55), "does not exist"),
     ):
         story = told("beside")
-        assert story.state.cross is not None
-        damage(story.state.cross.table)
+        assert story.state.encoders is not None
+        damage(story.state.encoders.table)
         with pytest.raises(QuireError, match=word):
             story.state.check()
 
@@ -1041,7 +1041,7 @@ def test_inspection_shows_the_rows_of_encoders() -> None:
     from quire.inspection import _sequence
 
     layer = CrossAttention(num_heads=2, num_kv_heads=1, head_dim=8, value_dim=8)
-    state = PagedKVState([layer, layer], capacity=8, cross_capacity=32, backend=SdpaAttention())
+    state = State([layer, layer], capacity=8, cross_capacity=32, backend=SdpaAttention())
     state.add_sequence(0)
     state.set_cross_kv(1, 0, torch.zeros(7, 1, 8), torch.zeros(7, 1, 8))
     shown = _sequence([], state.get_checkpoint_metadata(0))

@@ -10,14 +10,15 @@ import pytest
 import torch
 
 from quire.contracts.kv_state import AttentionKVCache, RNNState
-from quire.contracts.layers import CrossAttention, FullAttention, LatentAttention, Recurrent, RopeSpec
+from quire.contracts.layers import CrossAttention, FullAttention, LatentAttention, Recurrent, RopeSpec, StateTensor
 from quire.errors import FailedPrecondition, InvalidArgument, NotFound, QuireError, ResourceExhausted, Unsupported
 from quire.kernels.sdpa import SdpaAttention
-from quire.kv.paged import PagedKVState
 from quire.kv.rules import PAGED_REFUSALS, PAGED_VERBS
+from quire.kv.state import State
 
 from .oracle_exchange import Export
 from .pair import Pair, attention, num_columns, refused, same_bits, split_columns, zeros
+from .rule_stories import refused_call
 
 
 def test_ids_are_any_int64() -> None:
@@ -271,14 +272,15 @@ def test_compute_that_fails_leaves_the_forward_open(monkeypatch: pytest.MonkeyPa
     pair.finish()
 
 
+MEMORY = Recurrent(states=(StateTensor(shape=(2,), dtype="float32"),))
+
+
 @pytest.mark.parametrize("verb", sorted(PAGED_REFUSALS))
 def test_verbs_that_are_not_there_say_so(verb: str) -> None:
     state = Pair().state
-    rows = torch.zeros(3, 2, 8)
-    given = {"k": rows, "v": rows} if verb == "set_cross_kv" else {"layer": 0}
     state.add_sequence(0)
     with pytest.raises(Unsupported, match=f"^{verb}: "):
-        getattr(state, verb)(0, 0, **given)
+        refused_call(state, verb)()
 
 
 def test_every_verb_of_the_contract_is_there() -> None:
@@ -290,14 +292,14 @@ def test_every_verb_of_the_contract_is_there() -> None:
         if not name.startswith("_") and base.__module__.startswith("quire.")
     }
     assert len(names) > 40
-    assert {name for name in names if not callable(getattr(PagedKVState, name, None))} == set()
+    assert {name for name in names if not callable(getattr(State, name, None))} == set()
     assert set(PAGED_VERBS) <= names
     assert not set(PAGED_VERBS) & set(PAGED_REFUSALS)
 
 
 def test_what_a_state_cannot_be_made_of() -> None:
-    def make(*specs: object, **more: object) -> PagedKVState:
-        return PagedKVState(list(specs), **{"capacity": 8, "backend": SdpaAttention(), **more})  # type: ignore[arg-type]
+    def make(*specs: object, **more: object) -> State:
+        return State(list(specs), **{"capacity": 8, "backend": SdpaAttention(), **more})  # type: ignore[arg-type]
 
     rope = RopeSpec(theta=1e4, rotary_dim=8)
     fine = attention()
@@ -319,7 +321,16 @@ def test_what_a_state_cannot_be_made_of() -> None:
         ([fine], {"window_capacity": 0}, InvalidArgument),
         ([fine, LatentAttention(num_heads=1, row_dim=8, value_dim=9)], {}, InvalidArgument),
         ([CrossAttention(num_heads=1, num_kv_heads=1, head_dim=8, value_dim=8)], {}, InvalidArgument),
-        ([Recurrent(states=())], {}, Unsupported),
+        ([fine], {"capacity": None}, InvalidArgument),
+        ([fine], {"num_states": 4}, InvalidArgument),
+        ([fine], {"checkpoint_interval": 16}, InvalidArgument),
+        ([fine, MEMORY], {}, InvalidArgument),
+        ([fine, MEMORY], {"num_states": 0}, InvalidArgument),
+        ([fine, MEMORY], {"num_states": 4, "ring": -1}, InvalidArgument),
+        ([fine, MEMORY], {"num_states": 4, "checkpoint_interval": 7}, InvalidArgument),
+        ([MEMORY], {"num_states": 4}, InvalidArgument),
+        ([MEMORY], {"num_states": 4, "capacity": None, "window_capacity": 8}, InvalidArgument),
+        ([Recurrent(states=())], {"num_states": 4, "capacity": None}, InvalidArgument),
     ):
         with pytest.raises(kind):
             make(*specs, **more)
@@ -327,7 +338,7 @@ def test_what_a_state_cannot_be_made_of() -> None:
 
 
 def test_layer_ids_are_global() -> None:
-    state = PagedKVState([attention()] * 2, capacity=16, backend=SdpaAttention(), first_layer=5)
+    state = State([attention()] * 2, capacity=16, backend=SdpaAttention(), first_layer=5)
     state.add_sequence(0)
     state.begin_forward([0], [2])
     qkv = torch.randn(2, num_columns(state.specs[0]))

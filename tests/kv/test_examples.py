@@ -11,7 +11,7 @@ import torch
 
 from quire.contracts.layers import FullAttention, RopeSpec
 from quire.errors import InvalidArgument, ResourceExhausted
-from quire.kv.need import SlotCopy
+from quire.kv.forward_need import SlotCopy
 
 from .pair import Pair, attention, refused, same_bits, split_columns, zeros
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quire.errors import FailedPrecondition, InvalidArgument
 from quire.kernels.sdpa import SdpaAttention
-from quire.kv.paged import PagedKVState
+from quire.kv.state import State
 
 from .oracle import attention_bound
 from .pair import Pair, attention, num_columns, refused, same_bits, split_columns
@@ -71,7 +71,7 @@ def compositions(total: int) -> list[list[int]]:
     return result
 
 
-def row_bounds(state: PagedKVState, seq_id: int, layer: int, qkv: Tensor) -> Tensor:
+def row_bounds(state: State, seq_id: int, layer: int, qkv: Tensor) -> Tensor:
     """How far each row of a sequence's attention may be from the exact result, ``[T, 1, 1]``."""
     k, v = state.debug_get_kv(seq_id, layer=layer)
     keys = list(zip(k, v, strict=True))
@@ -85,7 +85,7 @@ def test_every_chunking_gives_the_same_rows(dtype: torch.dtype) -> None:
     chunkings = compositions(12)
     assert len(chunkings) == 2**11
     spec = attention()
-    state = PagedKVState([spec], capacity=15 * (len(chunkings) + 1), page_size=5, dtype=dtype, backend=SdpaAttention())
+    state = State([spec], capacity=15 * (len(chunkings) + 1), page_size=5, dtype=dtype, backend=SdpaAttention())
     qkv = torch.randn(12, num_columns(spec), generator=torch.Generator().manual_seed(3)).to(dtype)
     state.add_sequence(-1)
     state.begin_forward([-1], [12])
@@ -116,7 +116,7 @@ def test_every_chunking_gives_the_same_rows(dtype: torch.dtype) -> None:
 def test_chunks_of_a_sequence_alone() -> None:
     """Without neighbours other paths of a backend run than in a batch."""
     spec = attention()
-    state = PagedKVState([spec], capacity=400, page_size=4, backend=SdpaAttention())
+    state = State([spec], capacity=400, page_size=4, backend=SdpaAttention())
     qkv = torch.randn(80, num_columns(spec), generator=torch.Generator().manual_seed(4))
     reference: Tensor | None = None
     for chunks in ([80], [1] * 80, [40, 40], [17, 17, 17, 17, 12], [3, 60, 17], [64, 16], [79, 1]):
@@ -173,7 +173,7 @@ def test_scale_of_the_call_or_of_the_spec() -> None:
         (replace(plain, sm_scale=4 * plain.scale), None, 0.25),
         (replace(plain, sm_scale=9.0), plain.scale, 1.0),
     ):
-        state = PagedKVState([spec], capacity=64, backend=SdpaAttention())
+        state = State([spec], capacity=64, backend=SdpaAttention())
         state.add_sequence(0)
         for count in (9, 1, 20):
             state.begin_forward([0], [count])
@@ -252,7 +252,7 @@ def test_skipped_rows_are_zero_in_recycled_pages() -> None:
     pair.finish()
 
 
-def books(state: PagedKVState) -> list[Any]:
+def books(state: State) -> list[Any]:
     """Who holds which page."""
     tables = [
         (seq_id, state.sequence_length(seq_id), [table.pages.tolist() for table in state.table.get(seq_id).tables])

@@ -1,4 +1,4 @@
-"""``HybridState`` and ``RecurrentState``: every verb on attention and recurrent layers at once, against outputs computed from scratch.
+"""``State``: every verb on attention and recurrent layers at once, against outputs computed from scratch.
 
 A toy model gives each token of each layer a query, key, value, decay and convolution input that depend on the token alone. What
 every layer must return for a token is computed by loops over all tokens before it (its ancestors, in a tree), in float64.
@@ -37,9 +37,8 @@ from quire.errors import (
     ResourceExhausted,
     Unsupported,
 )
-from quire.kv.hybrid import HybridState, RecurrentState
-from quire.kv.paged import PagedKVState
 from quire.kv.rules import LAYER_VERBS, PAGED_REFUSALS, PAGED_VERBS, RECURRENT_VERBS, layer_refusal, verbs_of
+from quire.kv.state import State
 from quire.ops.attention import ReferenceAttention
 from quire.ops.recurrence import ReferenceRecurrence
 
@@ -133,15 +132,15 @@ def expected(layer: int, spec: LayerSpec, tokens: list[int]) -> list[Tensor]:
     return [torch.stack(rows)]
 
 
-def make(kind: str, **given: Any) -> HybridState:
+def make(kind: str, **given: Any) -> State:
     fields: dict[str, Any] = {"num_states": 64, "ring": 2, "page_size": 4, "recurrence": ReferenceRecurrence()} | given
     specs = KINDS[kind]
     if kind == "recurrent":
-        return RecurrentState([spec for spec in specs if isinstance(spec, Recurrent)], **fields)
-    return HybridState(specs, **{"capacity": 256, "dtype": F64, "backend": ReferenceAttention()} | fields)
+        return State([spec for spec in specs if isinstance(spec, Recurrent)], **fields)
+    return State(specs, **{"capacity": 256, "dtype": F64, "backend": ReferenceAttention()} | fields)
 
 
-def run(state: HybridState, kind: str, batch: dict[int, list[int]], trees: Any = None) -> list[list[Tensor]]:
+def run(state: State, kind: str, batch: dict[int, list[int]], trees: Any = None) -> list[list[Tensor]]:
     """One forward; per layer what each of its operations returned."""
     state.begin_forward(list(batch), [len(tokens) for tokens in batch.values()], trees)
     tokens = [token for entry in batch.values() for token in entry]
@@ -150,7 +149,7 @@ def run(state: HybridState, kind: str, batch: dict[int, list[int]], trees: Any =
     return found
 
 
-def outputs(state: HybridState, kind: str, tokens: list[int]) -> list[list[Tensor]]:
+def outputs(state: State, kind: str, tokens: list[int]) -> list[list[Tensor]]:
     opened = state.open_pass()
     found = []
     for layer, spec in enumerate(KINDS[kind]):
@@ -418,7 +417,7 @@ def test_verify_then_go_back(kind: str, accepted: int) -> None:
 # ---- Refusals -------------------------------------------------------------------------------------------------------
 
 
-def snapshot(state: HybridState) -> Any:
+def snapshot(state: State) -> Any:
     states = state.recurrent.table
     return [
         (seq, state.sequence_length(seq), state.pending_nodes(seq), states.kept(seq), states.ring_positions(seq))
@@ -426,7 +425,7 @@ def snapshot(state: HybridState) -> Any:
     ] + [[pool.num_used for pool in [*state.table.pools, states.pool]]]
 
 
-REFUSED: dict[str, tuple[type[QuireError], Callable[[HybridState], object]]] = {
+REFUSED: dict[str, tuple[type[QuireError], Callable[[State], object]]] = {
     "pop beyond the beginning": (InvalidArgument, lambda s: s.popn(0, 13)),
     "pop of a negative count": (InvalidArgument, lambda s: s.popn(0, -1)),
     "pop of an unknown sequence": (NotFound, lambda s: s.popn(9, 1)),
@@ -537,7 +536,7 @@ def test_get_set_and_publish() -> None:
             )
         )
     ]
-    state = RecurrentState(specs, num_states=32, recurrence=ReferenceRecurrence())
+    state = State(specs, num_states=32, recurrence=ReferenceRecurrence())
     for seq in (0, 1, 2):
         state.add_sequence(seq)
 
@@ -571,7 +570,7 @@ def test_get_set_and_publish() -> None:
 
 def test_linear_attention_examples() -> None:
     spec = Recurrent(states=(StateTensor(shape=(1, 1, 1), dtype="float32"),))
-    state = RecurrentState([spec, spec], num_states=8, recurrence=ReferenceRecurrence())
+    state = State([spec, spec], num_states=8, recurrence=ReferenceRecurrence())
     state.add_sequence(0)
     state.begin_forward([0], [3])
 
@@ -647,7 +646,7 @@ def test_export_and_import_into_another_page_size(kind: str, length: int) -> Non
     other.check()
     assert other.checkpoints(7) == state.checkpoints(0)
     for position in [*reversed(state.checkpoints(0)), length]:
-        if any(position in part for part in PagedKVState.reachable(other, 7)):
+        if any(position in part for part in other.table.reachable(other.table.get(7))):
             other.fork_sequence(7, 8, position)
             check_row(run(other, kind, {8: [9]}), 0, kind, [*tokens[:position], 9])
             other.remove_sequence(8)

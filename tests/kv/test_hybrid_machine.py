@@ -1,4 +1,4 @@
-"""All verbs of ``HybridState`` in random order against the oracle, refusals included (see ``machine_hybrid``)."""
+"""All verbs of ``State`` in random order against the oracle, refusals included (see ``machine_hybrid``)."""
 
 from __future__ import annotations
 

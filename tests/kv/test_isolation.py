@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from quire.kernels.sdpa import SdpaAttention
-from quire.kv.paged import PagedKVState
+from quire.kv.state import State
 
 from .oracle_values import Spec
 from .pair import attention, num_columns, same_bits, windowed
@@ -23,12 +23,10 @@ class Twins:
         spec = spec or attention(rotary_dim=0)
         self.spec, self.bad = spec, bad
         self.excluded: int | None = 0
-        self.states = [
-            PagedKVState([spec], capacity=160, page_size=page_size, backend=SdpaAttention()) for _ in range(2)
-        ]
+        self.states = [State([spec], capacity=160, page_size=page_size, backend=SdpaAttention()) for _ in range(2)]
         self.generator = torch.Generator().manual_seed(1)
 
-    def each(self, act: Callable[[PagedKVState], object]) -> None:
+    def each(self, act: Callable[[State], object]) -> None:
         for state in self.states:
             act(state)
 
@@ -268,7 +266,7 @@ class TestIsolation:
 def test_the_past_is_read_before_new_rows_are_written(bad: float, count: int) -> None:
     """What an aborted forward, or an earlier owner of the page, left where new rows will lie is not read as the past."""
     spec = attention(rotary_dim=0)
-    state = PagedKVState([spec], capacity=64, page_size=4, backend=SdpaAttention())
+    state = State([spec], capacity=64, page_size=4, backend=SdpaAttention())
     generator = torch.Generator().manual_seed(2)
     state.add_sequence(0)
     state.begin_forward([0], [6])

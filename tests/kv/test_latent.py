@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from quire.contracts.attention import AttentionBackend
-from quire.contracts.layers import LatentAttention, RopeSpec
+from quire.contracts.layers import LatentAttention, Recurrent, RopeSpec, StateTensor
 from quire.contracts.model import LatentExpansion
 from quire.errors import FailedPrecondition, InvalidArgument, NotFound, QuireError, ResourceExhausted, Unsupported
 from quire.kernels.sdpa import SdpaAttention
 from quire.kv import sequencefile
-from quire.kv.paged import PagedKVState
 from quire.kv.rules import LAYER_VERBS, PAGED_REFUSALS, PAGED_VERBS, layer_refusal, verbs_of
+from quire.kv.state import State
 from quire.kv.statefile import read_state, to_bytes
 from quire.ops.attention import ReferenceAttention
 
@@ -67,7 +67,7 @@ class Story:
         self.expansion = LatentExpansion(
             self.draw(self.spec.num_heads, nope, rank), self.draw(self.spec.num_heads, rank, values)
         )
-        self.state = PagedKVState(
+        self.state = State(
             [self.others[0], self.spec, self.others[2]],
             capacity=capacity,
             page_size=page_size,
@@ -623,7 +623,7 @@ def test_state_file_round_trip() -> None:
 # -- what is refused ---------------------------------------------------------------------------------------------
 
 
-def refused(state: PagedKVState, kind: type[QuireError], act: Callable[[], object], *words: str) -> None:
+def refused(state: State, kind: type[QuireError], act: Callable[[], object], *words: str) -> None:
     """The call raises this very class, says these words, and leaves no trace."""
     before = snapshot(state)
     with pytest.raises(kind) as raised:
@@ -734,19 +734,19 @@ def test_every_cell_of_the_table() -> None:
     assert "debug_get_kv_mla" in verbs_of(["latent"])["debug_get_kv"]
     assert set(verbs_of(["latent"])) == {*PAGED_VERBS, *PAGED_REFUSALS}
     # States of one kind only, without a layer named.
-    pure = PagedKVState([latent()], capacity=8, backend=SdpaAttention())
+    pure = State([latent()], capacity=8, backend=SdpaAttention())
     pure.add_sequence(0)
     refused(pure, Unsupported, lambda: pure.debug_get_kv(0), "debug_get_kv_mla")
     refused(pure, InvalidArgument, lambda: pure.debug_set_kv(0, 0, torch.zeros(1, 0, 1, 8), torch.zeros(1, 0, 1, 8)))
-    plain = PagedKVState([attention()], capacity=8, backend=SdpaAttention())
+    plain = State([attention()], capacity=8, backend=SdpaAttention())
     plain.add_sequence(0)
     refused(plain, Unsupported, lambda: plain.debug_get_kv_mla(0), "debug_get_kv")
-    mixed = PagedKVState([latent(), latent(rank=8)], capacity=8, backend=SdpaAttention())
+    mixed = State([latent(), latent(rank=8)], capacity=8, backend=SdpaAttention())
     mixed.add_sequence(0)
     refused(mixed, InvalidArgument, lambda: mixed.debug_get_kv_mla(0), "layer=")
 
 
-def _calls(state: PagedKVState, layer: int, kind: str) -> dict[str, Callable[[], object]]:
+def _calls(state: State, layer: int, kind: str) -> dict[str, Callable[[], object]]:
     """A well-formed call of each verb, as far as the kind of layer has it."""
     q, k = torch.zeros(1, 4, 8), torch.zeros(1, 2, 8)
     rows, is_latent = torch.zeros(1, 10), kind == "latent"
@@ -773,15 +773,15 @@ def test_what_a_latent_layer_cannot_be() -> None:
         LatentAttention(num_heads=2, row_dim=8, value_dim=5, rope=RopeSpec(theta=1e4, rotary_dim=3)),
     ):
         with pytest.raises(InvalidArgument, match="layer 0"):
-            PagedKVState([spec], capacity=8, backend=SdpaAttention())
+            State([spec], capacity=8, backend=SdpaAttention())
 
 
 # -- which layers there are --------------------------------------------------------------------------------------
 
 
 def test_layer_ids_that_are_no_range() -> None:
-    def make(ids: Sequence[int] | None, page_size: int = 4) -> PagedKVState:
-        return PagedKVState(
+    def make(ids: Sequence[int] | None, page_size: int = 4) -> State:
+        return State(
             [latent(), attention(), windowed(5)], capacity=32, page_size=page_size, backend=SdpaAttention(),
             first_layer=1, layer_ids=ids,
         )  # fmt: skip
@@ -829,40 +829,33 @@ def test_layer_ids_that_are_no_range() -> None:
     assert same_bits(other.debug_get_kv_mla(7), state.debug_get_kv_mla(0))
 
 
-def test_a_state_without_layers() -> None:
-    def make() -> PagedKVState:
-        return PagedKVState([], capacity=8, page_size=4, backend=SdpaAttention(), allow_empty=True)
+def test_a_state_without_attention_layers() -> None:
+    def make() -> State:
+        return State([Recurrent(states=(StateTensor(shape=(2,), dtype="float32"),))], num_states=8, page_size=4)
 
     with pytest.raises(InvalidArgument, match="at least one layer"):
-        PagedKVState([], capacity=8, backend=SdpaAttention())
+        State([], capacity=8, backend=SdpaAttention())
     state = make()
     assert state.empty()
-    assert (state.capacity, state.num_available_pages(), state.num_pages, state.num_used_pages, state.num_bytes) == (
-        None, 0, 0, 0, 0,
-    )  # fmt: skip
+    assert (state.capacity, state.num_available_pages(), state.num_pages, state.num_used_pages) == (None, 8, 8, 0)
     state.largest_step(4, 1)
     state.add_sequence(0)
     assert state.missing_pages([0], [1000]) == state.shortage_in_steps([0], [1000], 10) == 0
     state.begin_forward([0], [1000])
     assert state.get_query_positions().tolist() == list(range(1000))
-    refused(state, InvalidArgument, lambda: state.append_kv(0, torch.zeros(1), torch.zeros(1)), "no attention layers")
+    refused(state, InvalidArgument, lambda: state.append_kv(1, torch.zeros(1), torch.zeros(1)), "layer 1")
     state.end_forward()
-    state.fork_sequence(0, 1, 10)
-    state.popn(0, 990)
-    state.begin_forward([0, 1], [3, 1], [[-1, 0, 0], None])
-    state.end_forward()
-    state.commit_accepted_token_tree_nodes([0], [2])
-    assert (state.sequence_length(0), state.sequence_length(1)) == (12, 11)
-    assert state.reachable(0) == [range(13)]
+    state.fork_sequence(0, 1, 0)
     for verb in (state.debug_get_kv, state.debug_get_kv_mla):
         refused(state, Unsupported, lambda verb=verb: verb(0), "no attention layers")
-    refused(state, Unsupported, lambda: state.enable_sliding_window_for_seq(0, 4), "no attention layer")
+    refused(state, Unsupported, lambda: state.enable_sliding_window_for_seq(0, 4), "recurrent layers only")
     refused(state, NotFound, lambda: state.enable_sliding_window_for_seq(8, 4))
     metadata = state.get_checkpoint_metadata(0)
     other = make()
     other.prepare_import(3, json.loads(json.dumps(metadata)))
+    other.import_page_group(3, 0, state.export_page_group(0, 0))
     other.finish_import(3)
-    assert other.sequence_length(3) == 12
+    assert other.sequence_length(3) == 1000
     state.check()
     state.clear()
     assert state.empty()

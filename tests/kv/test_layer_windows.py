@@ -14,7 +14,7 @@ from torch import Tensor
 from quire.contracts.layers import FullAttention, RopeSpec, WindowedAttention
 from quire.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
 from quire.kernels.sdpa import SdpaAttention
-from quire.kv.paged import PagedKVState
+from quire.kv.state import State
 
 from .oracle_pages import page_count
 from .oracle_values import Spec
@@ -65,7 +65,7 @@ def test_every_chunking_gives_the_same_rows(window: int) -> None:
     whole.begin([0], [9])
     qkv = whole.random(0, 9)
     exact = whole.oracle.attention_with_fused_qkv(0, *split_columns(spec, qkv))
-    state = PagedKVState([spec], capacity=10 * len(chunkings), page_size=2, backend=SdpaAttention())
+    state = State([spec], capacity=10 * len(chunkings), page_size=2, backend=SdpaAttention())
     for seq_id, chunks in enumerate(chunkings):
         state.add_sequence(seq_id)
         done = 0
@@ -198,13 +198,13 @@ def test_available_pages_are_those_of_the_classes_that_keep_everything() -> None
         pair.append(0, 5)
         assert pair.free == expected - 2
     assert (
-        PagedKVState(
+        State(
             [windowed(3)], capacity=999, window_capacity=7, page_size=2, backend=SdpaAttention()
         ).num_available_pages()
         == 4
     )
     with pytest.raises(InvalidArgument, match="window_capacity 0"):
-        PagedKVState([windowed(3)], capacity=9, window_capacity=0, backend=SdpaAttention())
+        State([windowed(3)], capacity=9, window_capacity=0, backend=SdpaAttention())
 
 
 def test_missing_pages_are_counted_over_all_classes() -> None:
@@ -301,7 +301,7 @@ def test_layers_differ_in_everything() -> None:
 
 def test_layers_with_windows_that_cannot_be() -> None:
     def make(spec: Any) -> None:
-        PagedKVState([spec], capacity=8, backend=SdpaAttention())
+        State([spec], capacity=8, backend=SdpaAttention())
 
     fine = windowed(3)
     for wrong, words in (
@@ -320,7 +320,7 @@ def test_layers_with_windows_that_cannot_be() -> None:
 
 def test_the_layout_says_windows() -> None:
     def layout(*specs: Spec) -> str:
-        return PagedKVState(specs, capacity=8, backend=SdpaAttention()).get_layout_hash()
+        return State(specs, capacity=8, backend=SdpaAttention()).get_layout_hash()
 
     hashes = [layout(windowed(3)), layout(windowed(4)), layout(attention()), layout(windowed(3), attention())]
     assert len(set(hashes)) == 4
@@ -330,7 +330,7 @@ def test_the_layout_says_windows() -> None:
 def test_rows_behind_a_null_page_are_never_read() -> None:
     """NaN that has left the window of a layer, in a page that somebody else gets, reaches nobody."""
     spec = windowed(3, rotary_dim=0)
-    state = PagedKVState([spec], capacity=16, page_size=2, backend=SdpaAttention())
+    state = State([spec], capacity=16, page_size=2, backend=SdpaAttention())
     generator = torch.Generator().manual_seed(1)
     state.add_sequence(0)
     state.add_sequence(1)

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.errors import QuireError, ResourceExhausted
-from quire.kv.need import SlotRange, pages_for, slots_of
+from quire.kv.forward_need import SlotRange, pages_for, slots_of
 from quire.kv.pages import NULL_PAGE, PagePool, PageTable
 from quire.kv.sequences import SequenceTable, slot_index
 from quire.kv.storage import PagedStorage, lazy_zeros

@@ -11,7 +11,7 @@ import torch
 from quire.contracts.layers import FullAttention, Recurrent, StateTensor
 from quire.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
 from quire.kv.exchange import layout_hash
-from quire.kv.hybrid import HybridState, RecurrentState
+from quire.kv.state import State
 
 EYE = torch.eye(3, 4)
 
@@ -23,7 +23,7 @@ def tensor(initial: Any, shape: tuple[int, ...] = (2, 3, 4), dtype: str = "float
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16", "int64", "uint8"])
 @pytest.mark.parametrize("initial", [EYE, EYE[None].expand(2, 3, 4), EYE.bfloat16(), EYE.int(), EYE.numpy()])
 def test_a_sequence_begins_with_the_tensor(initial: Any, dtype: str) -> None:
-    state = RecurrentState([Recurrent(states=(tensor(initial, dtype=dtype), tensor(1)))], num_states=8)
+    state = State([Recurrent(states=(tensor(initial, dtype=dtype), tensor(1)))], num_states=8)
     expected = EYE.expand(2, 3, 4).to(getattr(torch, dtype))
     for seq in (0, 1):
         state.add_sequence(seq)
@@ -49,7 +49,7 @@ def test_equal_values_are_equal_specs() -> None:
     assert tensor(torch.full((4,), 0.5)) == tensor(0.5), "the same value everywhere is that number"
     assert tensor(torch.tensor(7), dtype="int64").initial == 7
     hashes = {
-        layout_hash(RecurrentState([Recurrent(states=(tensor(initial),))], num_states=1))
+        layout_hash(State([Recurrent(states=(tensor(initial),))], num_states=1))
         for initial in (0.0, EYE, EYE * 2, EYE.T.contiguous().T)
     }
     assert len(hashes) == 3, "exporter and importer must agree on the values"
@@ -95,12 +95,12 @@ def test_infinity_is_a_value() -> None:
 # -- going back exactly, and how many slots that takes --------------------------------------------------------------------
 
 
-def hybrid(**given: Any) -> HybridState:
+def hybrid(**given: Any) -> State:
     layer = FullAttention(num_heads=1, num_kv_heads=1, head_dim=2, value_dim=2)
-    return HybridState([layer, Recurrent(states=(tensor(0.0),))], capacity=256, page_size=4, **given)
+    return State([layer, Recurrent(states=(tensor(0.0),))], capacity=256, page_size=4, **given)
 
 
-def run(state: HybridState, seqs: list[int], count: int) -> None:
+def run(state: State, seqs: list[int], count: int) -> None:
     state.begin_forward(seqs, [count] * len(seqs))
     state.set(1, 0, torch.zeros(count * len(seqs), 2, 3, 4), per_token=True)
     state.end_forward(skipped=[0])
@@ -162,9 +162,7 @@ def test_as_many_slots_as_said_and_no_fewer(interval: int, ring: int, nodes: int
             for seq in seqs
         )
 
-    needed = HybridState.num_states_for(
-        2, max_length=longest, checkpoint_interval=interval, ring=ring, tree_nodes=nodes
-    )
+    needed = State.num_states_for(2, max_length=longest, checkpoint_interval=interval, ring=ring, tree_nodes=nodes)
     assert story(needed)
     assert not story(needed - 1)
 
@@ -178,8 +176,8 @@ def test_sizes_that_there_are_not() -> None:
         {"tree_nodes": -1},
     ):
         with pytest.raises(InvalidArgument, match="num_states_for: "):
-            HybridState.num_states_for(1, **given)
-    assert HybridState.num_states_for(3, ring=0, checkpoints=2) == 3 * (2 + 2)
+            State.num_states_for(1, **given)
+    assert State.num_states_for(3, ring=0, checkpoints=2) == 3 * (2 + 2)
 
 
 @pytest.mark.parametrize("verb", ["checkpoint", "drop_checkpoint"])
@@ -198,4 +196,4 @@ def test_checkpoints_and_uncommitted_nodes(verb: str) -> None:
         state.checkpoint(0) if verb == "checkpoint" else state.drop_checkpoint(0, 4)
     assert state.checkpoints(0) == [4]
     assert "``FailedPrecondition``" in (getattr(KVState, verb).__doc__ or "")
-    assert "``FailedPrecondition``" in (getattr(HybridState, verb).__doc__ or "")
+    assert "``FailedPrecondition``" in (getattr(State, verb).__doc__ or "")

@@ -10,7 +10,7 @@ import torch
 
 from quire.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
 from quire.kernels.sdpa import SdpaAttention
-from quire.kv.paged import PagedKVState
+from quire.kv.state import State
 
 from .pair import Pair, attention, refused, split_columns
 from .seer import Seer
@@ -149,7 +149,7 @@ def test_every_chunking_gives_the_same_rows(window: int, sink: int, dtype: torch
     """With ``token``, whatever the chunks were."""
     chunkings = compositions(11)
     spec = attention()
-    state = PagedKVState([spec], capacity=12 * (len(chunkings) + 1), page_size=2, dtype=dtype, backend=SdpaAttention())
+    state = State([spec], capacity=12 * (len(chunkings) + 1), page_size=2, dtype=dtype, backend=SdpaAttention())
     pair = Pair([spec], dtype=dtype)
     pair.add(0)
     pair.window(0, window, sink)

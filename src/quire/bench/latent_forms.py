@@ -28,8 +28,8 @@ from quire.bench.latency import synchronize
 from quire.contracts.layers import FullAttention, LatentAttention
 from quire.contracts.model import LatentExpansion
 from quire.kernels.sdpa import SdpaAttention
-from quire.kv.paged import PagedKVState
-from quire.kv.passes import AttentionPass
+from quire.kv.state import State
+from quire.kv.state_pass import StatePass
 
 PAGE = 16
 
@@ -150,11 +150,11 @@ class Stored:
         cell: Cell,
         inputs: Inputs,
         *,
-        append: Callable[[AttentionPass, int], None],
-        attend: Callable[[AttentionPass, int], Tensor],
+        append: Callable[[StatePass, int], None],
+        attend: Callable[[StatePass, int], Tensor],
     ) -> None:
         device, pages = inputs.q_THD.device, -(-(cell.history + cell.tokens) // PAGE)
-        self.state = PagedKVState(
+        self.state = State(
             specs,
             capacity=cell.batch * pages * PAGE,
             page_size=PAGE,
@@ -214,14 +214,14 @@ def absorbed_form(geometry: Geometry, cell: Cell, inputs: Inputs) -> Form:
         sm_scale=geometry.head**-0.5,
     )
 
-    def attend(opened: AttentionPass, layer: int) -> Tensor:
+    def attend(opened: StatePass, layer: int) -> Tensor:
         expansion, q_THD = inputs.expansions[layer], inputs.q_THD
         q_THR = torch.bmm(q_THD[..., :nope].transpose(0, 1), expansion.key_HDR).transpose(0, 1)
         rows_T1R = inputs.rows_TR.unsqueeze(1)
         out_THR = opened.attend(layer, torch.cat((q_THR, q_THD[..., nope:]), -1), rows_T1R, rows_T1R[..., :rank])
         return torch.bmm(out_THR.transpose(0, 1), expansion.value_HRV).transpose(0, 1)
 
-    def append(opened: AttentionPass, layer: int) -> None:
+    def append(opened: StatePass, layer: int) -> None:
         rows_S1R = inputs.history_SR.unsqueeze(1)
         opened.append(layer, rows_S1R, rows_S1R[..., :rank])
 

@@ -19,8 +19,8 @@ from quire.bench.state import LEAST_TOKENS, Row, Timer, held_sequence, possible,
 from quire.contracts.layers import Recurrent
 from quire.engine.checkpoints import Checkpoints
 from quire.errors import InvalidArgument, QuireError, Unsupported
-from quire.kv.hybrid import HybridState
 from quire.kv.recurrent import bytes_per_state
+from quire.kv.state import State
 from quire.llm import LLM
 from quire.runner.local import NO_EXTRAS, Extras, Runner, StepOutput
 from quire.sampling_params import SamplingParams
@@ -99,10 +99,10 @@ class Subject:
     def __init__(self, model: str, options: Mapping[str, Any], interval: int | None, *, cached: bool) -> None:
         self.llm = LLM(model, **{**options, "checkpoint_interval": interval, "enable_prefix_caching": cached})
         state, checkpoints = self.llm.engine.runner.state, self.llm.engine.checkpoints
-        if not isinstance(state, HybridState) or checkpoints is None:
+        if not isinstance(state, State) or checkpoints is None:
             self.llm.close()
             raise Unsupported(f"{model} has no recurrent layers; quire bench state measures the states of attention")
-        self.state: HybridState = state
+        self.state: State = state
         self.checkpoints: Checkpoints = checkpoints
         self.by_engine = interval is None
         self._runner = CountingRunner(self.llm.engine.runner)
@@ -126,7 +126,7 @@ class Subject:
     @property
     def kept_states(self) -> int:
         """State slots that anybody holds."""
-        return self.state.recurrent.table.pool.num_used
+        return self.state.states_of("kept_states").pool.num_used
 
     def prompt(self, tokens: int, seed: int) -> list[int]:
         """Random token ids."""

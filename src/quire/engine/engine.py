@@ -38,7 +38,6 @@ from quire.engine.structured import Grammars
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import FailedPrecondition, InvalidArgument, QuireError
 from quire.interrupts import Lock, check, uninterrupted
-from quire.kv.hybrid import HybridState
 from quire.metrics import EngineMetrics
 from quire.ops.sampling import RequestSampler
 from quire.orphans import Orphans
@@ -105,7 +104,7 @@ class Engine:
         self.states = SessionStates(runner, cache=self.cache, host=self.host, metrics=self.metrics)
         self.pins = Pins(runner.state, self.states.sessions, limits.max_num_batched_tokens)
         self.checkpoints = None
-        if isinstance(runner.state, HybridState):
+        if runner.state.recurrent is not None:
             self.checkpoints = Checkpoints(
                 runner.state,
                 checkpoint_interval,

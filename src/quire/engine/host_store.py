@@ -23,7 +23,7 @@ from torch import Tensor
 
 from quire.errors import ResourceExhausted
 from quire.kv import exchange
-from quire.kv.paged import PagedKVState
+from quire.kv.state import State
 from quire.metrics import Counter, Gauge
 from quire.runner.local import Runner
 from quire.types import Pop, Remove, SeqId, Step
@@ -347,7 +347,7 @@ class HostStore:
         return metadata, groups
 
 
-def shared_part(state: PagedKVState, seq: SeqId) -> float:
+def shared_part(state: State, seq: SeqId) -> float:
     """The part of what a sequence holds that belongs to others too, by pages; by recurrent states where there are no pages."""
     held, shared = state.sequence_pages(seq)
     if not held and state.recurrent is not None:
@@ -355,7 +355,7 @@ def shared_part(state: PagedKVState, seq: SeqId) -> float:
     return shared / held if held else 0.0
 
 
-def stops_of(state: PagedKVState, seq: SeqId) -> tuple[range, ...]:
+def stops_of(state: State, seq: SeqId) -> tuple[range, ...]:
     """Lengths that an export of this sequence can be cut to. Of recurrent states only the present one and checkpoints are in it."""
     found = state.reachable(seq)
     if state.recurrent is None:

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from quire.contracts.layers import LayerSpec, Recurrent
 from quire.errors import FailedPrecondition, InvalidArgument
-from quire.kv.paged import PagedKVState
 from quire.kv.recurrent import initial_of
+from quire.kv.state import State
 from quire.kv.windows import describe_ranges
 from quire.types import SeqId
 
 
-def spec_of(kv: PagedKVState, layer: int) -> LayerSpec:
+def spec_of(kv: State, layer: int) -> LayerSpec:
     """What a layer is, recurrent or not; ``InvalidArgument`` for an unknown one."""
     part = kv.recurrent
     if part is not None and layer in part.layer_ids:
@@ -41,7 +41,7 @@ def initial(spec: LayerSpec) -> dict[str, Tensor]:
     return {name: initial_of(one) for name, one in zip(names_of(spec), spec.states, strict=True)}
 
 
-def read(kv: PagedKVState, seq: SeqId, layer: int, *, partly: bool, position: int | None = None) -> dict[str, Tensor]:
+def read(kv: State, seq: SeqId, layer: int, *, partly: bool, position: int | None = None) -> dict[str, Tensor]:
     """``k [n, Hkv, Dk]`` and ``v [n, Hkv, Dv]``, or ``latent [n, R]``, as stored; or the states of a recurrent layer that are kept at
     ``position`` (None: the present ones).
 
@@ -59,7 +59,7 @@ def read(kv: PagedKVState, seq: SeqId, layer: int, *, partly: bool, position: in
     return found | {"positions": torch.cat([torch.arange(part.start, part.stop, device=device) for part in held])}
 
 
-def _rows(kv: PagedKVState, seq: SeqId, layer: int, start: int, stop: int | None) -> tuple[Tensor, ...]:
+def _rows(kv: State, seq: SeqId, layer: int, start: int, stop: int | None) -> tuple[Tensor, ...]:
     if kv.spec(layer).kind == "latent":
         return (kv.debug_get_kv_mla(seq, start, stop, layer=layer),)
     return kv.debug_get_kv(seq, start, stop, layer=layer)
@@ -92,7 +92,7 @@ def check_names(spec: LayerSpec, layer: int, given: Mapping[str, Tensor | None],
 
 
 def checked(
-    kv: PagedKVState, seq: SeqId, layer: int, start: int, count: int, given: Mapping[str, Tensor | None]
+    kv: State, seq: SeqId, layer: int, start: int, count: int, given: Mapping[str, Tensor | None]
 ) -> dict[str, Tensor]:
     """The tensors to write, those that are not given as they stand. ``InvalidArgument`` for another shape or type and for values
     that are not finite; ``FailedPrecondition`` for rows that a window has let go of."""
@@ -117,7 +117,7 @@ def checked(
     return kept | new
 
 
-def write(kv: PagedKVState, seq: SeqId, layer: int, start: int, tensors: Mapping[str, Tensor]) -> None:
+def write(kv: State, seq: SeqId, layer: int, start: int, tensors: Mapping[str, Tensor]) -> None:
     """Overwrite rows from ``start`` on, or the present states; other sequences keep theirs."""
     spec = spec_of(kv, layer)
     if isinstance(spec, Recurrent):

@@ -10,7 +10,7 @@ from quire.kv.occupancy import num_named
 
 if TYPE_CHECKING:
     from quire.engine.session_states import SessionStates
-    from quire.kv.paged import PagedKVState
+    from quire.kv.state import State
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class PageUse:
         return (self.held + self.pinned) / self.total if self.total else 0.0
 
 
-def page_use(state: PagedKVState, sessions: SessionStates, cache: RadixCache | None) -> PageUse:
+def page_use(state: State, sessions: SessionStates, cache: RadixCache | None) -> PageUse:
     """Count the pages as they are now. Call it under the engine's lock, between forwards.
 
     Cost O(pages, sequences, and entries of page tables), in NumPy.

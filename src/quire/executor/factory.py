@@ -20,7 +20,7 @@ from quire.errors import InvalidArgument, NotFound, Unsupported
 from quire.executor.batches import BATCHING_TYPES, SUPPORTED_TYPES, check_type
 from quire.executor.executor import Executor
 from quire.executor.reports import computable_dtypes, dtype_name, mechanism_of
-from quire.kv.paged import PagedKVState
+from quire.kv.state import State
 from quire.models.catalogue import HUB_NAME, bundled_models
 from quire.models.config import read_config_file
 from quire.models.families import family_of, is_foreign
@@ -177,7 +177,7 @@ def _wants_fused(config: ExecutorConfig) -> bool:
     return wanted.optimization_level >= 1 and wanted.enable_kernel_fusion and flash
 
 
-def check_flash(config: ExecutorConfig, state: PagedKVState) -> tuple[str, ...]:
+def check_flash(config: ExecutorConfig, state: State) -> tuple[str, ...]:
     """What falls back of the fused attention that was asked for "if supported": layers that cannot have it.
 
     ``Unsupported`` where it is demanded and no layer has it."""

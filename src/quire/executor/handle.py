@@ -15,7 +15,7 @@ from quire.errors import FailedPrecondition, InvalidArgument
 from quire.executor import rewinding
 from quire.executor.cache import KVCache, require_kv_layer
 from quire.executor.rows import Pending
-from quire.kv.need import pages_for
+from quire.kv.forward_need import pages_for
 from quire.signatures import checks_arguments
 
 

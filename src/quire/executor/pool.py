@@ -19,10 +19,10 @@ from quire.executor.operations import Operations
 from quire.executor.rows import Row
 from quire.interrupts import Lock
 from quire.kv import windows
-from quire.kv.need import pages_for
-from quire.kv.paged import PagedKVState
+from quire.kv.forward_need import pages_for
 from quire.kv.rule_table import POSITIONS_OF_WINDOWS, position_refusal
 from quire.kv.sequences import check_integer
+from quire.kv.state import State
 from quire.kv.state_slots import NULL
 from quire.orphans import Orphans
 from quire.runner.local import Runner
@@ -149,7 +149,7 @@ class CachePool:
         return self._runner
 
     @property
-    def state(self) -> PagedKVState:
+    def state(self) -> State:
         return self.runner.state
 
     def spec_of(self, layer: int) -> KeyValueAttention | LatentAttention | None:

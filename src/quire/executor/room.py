@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from quire.executor.pool import CachePool
-from quire.kv.need import pages_for
+from quire.kv.forward_need import pages_for
 from quire.kv.windows import Window, window_pages
 
 

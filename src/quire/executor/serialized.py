@@ -28,7 +28,7 @@ from quire.executor.saved_kinds import (
     window_of,
 )
 from quire.kv import exchange, sequencefile
-from quire.kv.need import pages_for
+from quire.kv.forward_need import pages_for
 from quire.kv.rule_table import POSITIONS_OF_WINDOWS
 from quire.kv.state_schema import check_metadata
 from quire.kv.statefile import StateFile, TensorSpec, read_state, to_bytes

@@ -13,7 +13,7 @@ from torch.autograd.profiler import profile
 
 from quire.executor.operations import Stopwatch
 from quire.executor.pool import CachePool
-from quire.kv.need import pages_for
+from quire.kv.forward_need import pages_for
 from quire.models.loading import free_memory
 from quire.runner.local import NO_EXTRAS, Extras
 from quire.types import Chunk, SeqId, Step

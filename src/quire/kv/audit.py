@@ -5,17 +5,13 @@ Letters: P page size.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from quire.errors import QuireError
-from quire.kv.need import OpenForward, Sequence, pages_for
+from quire.kv.forward_need import OpenForward, Sequence, pages_for
+from quire.kv.sequences import SequenceTable
 from quire.kv.windows import describe_ranges, visibility
 from quire.types import SeqId
-
-if TYPE_CHECKING:
-    from quire.kv.sequences import SequenceTable
 
 
 def audit(books: SequenceTable) -> None:

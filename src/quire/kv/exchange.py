@@ -13,8 +13,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,31 +22,41 @@ from torch import Tensor
 
 from quire.contracts.layers import CrossAttention, LatentAttention
 from quire.errors import DataLoss, FailedPrecondition, InvalidArgument, ResourceExhausted
-from quire.kv.need import SlotRange
-from quire.kv.recurrent import dtype_of
+from quire.kv.encoders import EncoderPart
+from quire.kv.forward_need import SlotRange
+from quire.kv.parts import Import, StateParts
+from quire.kv.recurrent import RecurrentPart, dtype_of
 from quire.kv.schema import MOST
 from quire.kv.sequences import check_id
 from quire.kv.storage import LayerRows, StoredSpec
 from quire.kv.windows import NO_HOLE, Hole, Window, describe_ranges, held, visibility
+from quire.signatures import checks_arguments
 from quire.types import SeqId
-
-if TYPE_CHECKING:
-    from quire.kv.cross import CrossPart
-    from quire.kv.paged import PagedKVState
-    from quire.kv.recurrent import RecurrentPart
 
 FORMAT_VERSION = 2
 
 
-@dataclass(slots=True)
-class Import:
-    """An import under way: what was promised and which groups have come."""
+@checks_arguments()
+class ExchangeVerbs(StateParts):
+    """Export and import of sequences (see ``contracts.kv_state``)."""
 
-    rows: dict[int, int]
-    """Rows of each layer with pages; of cross layers only those whose encoder rows were exported."""
-    checksums: dict[tuple[int, str], str]
-    """By layer and name; empty where the writer made none."""
-    done: set[int] = field(default_factory=set)
+    def get_layout_hash(self) -> str:
+        return layout_hash(self)
+
+    def get_checkpoint_metadata(self, seq_id: SeqId) -> dict[str, Any]:
+        return metadata(self, seq_id)
+
+    def export_page_group(self, seq_id: SeqId, group: int, out: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+        return export_group(self, seq_id, group, out)
+
+    def prepare_import(self, seq_id: SeqId, metadata: dict[str, Any]) -> None:
+        prepare(self, seq_id, metadata)
+
+    def import_page_group(self, seq_id: SeqId, group: int, tensors: dict[str, Tensor]) -> None:
+        import_group(self, seq_id, group, tensors)
+
+    def finish_import(self, seq_id: SeqId) -> None:
+        finish(self, seq_id)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -73,12 +82,12 @@ def layer_metadata(spec: StoredSpec, dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-def layers_metadata(state: PagedKVState) -> list[dict[str, Any]]:
+def layers_metadata(state: StateParts) -> list[dict[str, Any]]:
     """Of all layers with pages, by ascending id."""
     return [layer_metadata(spec, state.dtype) for spec in state.stored_specs.values()]
 
 
-def ids_metadata(state: PagedKVState) -> dict[str, Any]:
+def ids_metadata(state: StateParts) -> dict[str, Any]:
     """Which layers a state has, in JSON types: ``layer_ids`` only where those with attention are no range, ``recurrent`` only
     where there are others."""
     ids = list(state.stored_specs)
@@ -105,7 +114,7 @@ def hash_of(layers: list[dict[str, Any]], ids: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def layout_hash(state: PagedKVState) -> str:
+def layout_hash(state: StateParts) -> str:
     """32 hex digits over what must agree between two states that exchange sequences."""
     return hash_of(layers_metadata(state), ids_metadata(state))
 
@@ -124,7 +133,7 @@ class TensorPlan(NamedTuple):
     dtype: torch.dtype
 
 
-def groups_of(state: PagedKVState, rows: Mapping[int, int], kept: Iterable[int]) -> dict[int, dict[str, TensorPlan]]:
+def groups_of(state: StateParts, rows: Mapping[int, int], kept: Iterable[int]) -> dict[int, dict[str, TensorPlan]]:
     """The tensors of every group of a sequence, by layer: ``rows`` of each attention layer that is named there, the present state
     and the ``kept`` ones of each recurrent layer."""
     found: dict[int, dict[str, TensorPlan]] = {}
@@ -155,7 +164,7 @@ def checksum(tensor: Tensor) -> str:
     return str(xxhash.xxh3_64_hexdigest(flat.view(torch.uint8).numpy().data if flat.numel() else b""))
 
 
-def metadata(state: PagedKVState, seq_id: SeqId, *, checksums: bool = True) -> dict[str, Any]:
+def metadata(state: StateParts, seq_id: SeqId, *, checksums: bool = True) -> dict[str, Any]:
     """All that a reader needs to know before the first tensor comes. JSON types only."""
     sequence = state.table.get(seq_id)
     state.table.require_ready(seq_id, sequence, "get_checkpoint_metadata")
@@ -179,7 +188,7 @@ def metadata(state: PagedKVState, seq_id: SeqId, *, checksums: bool = True) -> d
                 },
             }
         )
-    encoders = {} if state.cross is None else {"cross": encoder_rows(state.cross, seq_id)}
+    encoders = {} if state.encoders is None else {"cross": encoder_rows(state.encoders, seq_id)}
     return {
         "format_version": FORMAT_VERSION,
         "layout_hash": layout_hash(state),
@@ -203,18 +212,18 @@ def metadata(state: PagedKVState, seq_id: SeqId, *, checksums: bool = True) -> d
     }
 
 
-def all_rows(state: PagedKVState, seq_id: SeqId) -> dict[int, int]:
+def all_rows(state: StateParts, seq_id: SeqId) -> dict[int, int]:
     """Rows of a sequence in each layer that has some, or could have: cross layers that are not set are left out."""
     found: dict[int, int] = {}
     for index, one in enumerate(state.classes):
         held_rows = sum(map(len, state.table.held(seq_id, index)))
         found |= dict.fromkeys((state.layer_ids[layer] for layer in one.layers), held_rows)
-    if state.cross is not None and (encoding := state.cross.table.get(seq_id)) is not None:
+    if state.encoders is not None and (encoding := state.encoders.table.get(seq_id)) is not None:
         found |= encoding.rows
     return found
 
 
-def encoder_rows(part: CrossPart, seq_id: SeqId) -> list[dict[str, Any]]:
+def encoder_rows(part: EncoderPart, seq_id: SeqId) -> list[dict[str, Any]]:
     """``layer`` and ``rows`` of each cross layer, in JSON types; None: they are not set."""
     return [{"layer": layer, "rows": part.table.rows(seq_id, layer) or None} for layer in part.specs]
 
@@ -229,7 +238,7 @@ def rows_by_layer(given: Mapping[str, Any]) -> dict[int, int]:
 
 
 def export_group(
-    state: PagedKVState, seq_id: SeqId, group: int, out: dict[str, Tensor] | None = None
+    state: StateParts, seq_id: SeqId, group: int, out: dict[str, Tensor] | None = None
 ) -> dict[str, Tensor]:
     """Rows of one layer that are held, in order of position: ``k [n, Hkv, Dk]`` and ``v [n, Hkv, Dv]``, or ``latent [n, row]``, as
     stored. ``FailedPrecondition`` for a cross layer that is not set."""
@@ -254,13 +263,13 @@ def export_group(
     state.table.require_committed(seq_id, sequence, "export_page_group")
     if part is not None and recurrent:
         tensors = part.export(seq_id, group)
-    elif state.cross is not None and group in state.cross.specs:
+    elif state.encoders is not None and group in state.encoders.specs:
         if group not in rows:
             raise FailedPrecondition(
                 f"export_page_group: layer {group} has no encoder rows of sequence {seq_id}; set_cross_kv was not called, so there "
                 "is no such group"
             )
-        tensors = group_tensors(state.cross.specs[group], state.cross.read(seq_id, group, range(rows[group])))
+        tensors = group_tensors(state.encoders.specs[group], state.encoders.read(seq_id, group, range(rows[group])))
     else:
         layer = state.layer(group)
         slots = state.table.slots(layer.class_index, seq_id, state.table.held(seq_id, layer.class_index))
@@ -272,7 +281,7 @@ def export_group(
     return out
 
 
-def prepare(state: PagedKVState, seq_id: SeqId, given: Mapping[str, Any]) -> None:
+def prepare(state: StateParts, seq_id: SeqId, given: Mapping[str, Any]) -> None:
     """Check the metadata and reserve pages; the sequence is *importing* until ``finish``."""
     check_id(seq_id)
     if seq_id in state.table:
@@ -284,24 +293,24 @@ def prepare(state: PagedKVState, seq_id: SeqId, given: Mapping[str, Any]) -> Non
     kept = list(given["kept_recurrent_positions"])
     encoders = {one["layer"]: one["rows"] for one in given.get("cross", []) if one["rows"] is not None}
     state.table.require_closed("prepare_import")
-    if state.cross is not None:
-        state.cross.table.require_room(seq_id, max(encoders.values(), default=0), "prepare_import")
+    if state.encoders is not None:
+        state.encoders.table.require_room(seq_id, max(encoders.values(), default=0), "prepare_import")
     if state.recurrent is not None and (needed := 1 + len(kept)) > (free := state.recurrent.table.num_available):
         raise ResourceExhausted(f"prepare_import: needs {needed} states, {free} free")
     state.table.reserve_import(seq_id, length, holes, window, slid=bool(given["evicted"]))
     if state.recurrent is not None:
         state.recurrent.prepare_import(seq_id, length, kept)
-    if state.cross is not None and encoders:
-        state.cross.table.own(seq_id, max(encoders.values()))
+    if state.encoders is not None and encoders:
+        state.encoders.table.own(seq_id, max(encoders.values()))
         for layer, count in encoders.items():
-            state.cross.table.note(seq_id, layer, count)
+            state.encoders.table.note(seq_id, layer, count)
     for index, one in enumerate(state.classes):
         # Of a page that is held in part the rest is never written, and a kernel reads whole pages.
         one.storage.blank(_rows_between(state, seq_id, index, length))
     state.imports[seq_id] = started
 
 
-def _rows_between(state: PagedKVState, seq_id: SeqId, index: int, length: int) -> list[SlotRange]:
+def _rows_between(state: StateParts, seq_id: SeqId, index: int, length: int) -> list[SlotRange]:
     """The sequence's own pages, in one class, of which some row below the length will not be written."""
     size, pages = state.page_size, state.table.get(seq_id).tables[index].pages
     lacking = np.zeros(pages.size * size, dtype=np.bool_)
@@ -371,7 +380,7 @@ def hole_of(ranges: list[range], length: int, sink: int) -> Hole:
     return found
 
 
-def validate(state: PagedKVState, given: Mapping[str, Any]) -> None:
+def validate(state: StateParts, given: Mapping[str, Any]) -> None:
     """``InvalidArgument`` with expected and found, for the first thing that does not agree."""
     if given.get("format_version") != FORMAT_VERSION:
         raise InvalidArgument(
@@ -408,14 +417,14 @@ def validate(state: PagedKVState, given: Mapping[str, Any]) -> None:
     _validate_encoders(state, given)
 
 
-def _validate_encoders(state: PagedKVState, given: Mapping[str, Any]) -> None:
+def _validate_encoders(state: StateParts, given: Mapping[str, Any]) -> None:
     """Whether each cross layer is said to have rows or none."""
     found = given.get("cross")
-    if state.cross is None:
+    if state.encoders is None:
         if found is not None:
             raise InvalidArgument(f"import: cross {found!r} found, and this state has no cross layers")
         return
-    layers = list(state.cross.specs)
+    layers = list(state.encoders.specs)
     items = found if isinstance(found, list) else []
     fits = [one.get("layer") if isinstance(one, dict) else None for one in items] == layers and all(
         set(one) == {"layer", "rows"} and (one["rows"] is None or (is_count(one["rows"]) and one["rows"] > 0))
@@ -427,7 +436,7 @@ def _validate_encoders(state: PagedKVState, given: Mapping[str, Any]) -> None:
         )
 
 
-def _validate_windows(state: PagedKVState, given: Mapping[str, Any], length: int) -> None:
+def _validate_windows(state: StateParts, given: Mapping[str, Any], length: int) -> None:
     """Whether all is held that a continuation needs."""
     window = window_of(given)
     evicted = given.get("evicted")
@@ -454,7 +463,7 @@ def _validate_windows(state: PagedKVState, given: Mapping[str, Any], length: int
                 )
 
 
-def promised_checksums(state: PagedKVState, given: Mapping[str, Any]) -> dict[tuple[int, str], str]:
+def promised_checksums(state: StateParts, given: Mapping[str, Any]) -> dict[tuple[int, str], str]:
     """Checksums by layer and name; ``InvalidArgument`` unless the groups are this state's layers, each once."""
     groups, rows = given.get("groups"), rows_by_layer(given)
     plans = groups_of(state, rows, given["kept_recurrent_positions"])
@@ -481,7 +490,7 @@ def promised_checksums(state: PagedKVState, given: Mapping[str, Any]) -> dict[tu
     return checksums
 
 
-def import_group(state: PagedKVState, seq_id: SeqId, group: int, tensors: Mapping[str, Tensor]) -> None:
+def import_group(state: StateParts, seq_id: SeqId, group: int, tensors: Mapping[str, Tensor]) -> None:
     """Write one layer's rows; each group once, in any order. ``DataLoss`` if a checksum disagrees."""
     part = state.recurrent
     if part is not None and group in part.layer_ids:
@@ -509,8 +518,8 @@ def import_group(state: PagedKVState, seq_id: SeqId, group: int, tensors: Mappin
                 f"import_page_group: {name} of layer {group} is {given.dtype} {tuple(given.shape)}, expected {state.dtype} {shape}"
             )
     started = _check_import(state, seq_id, group, tensors)
-    if state.cross is not None and group in state.cross.specs:
-        state.cross.fill(seq_id, group, tensors["k"], tensors["v"])
+    if state.encoders is not None and group in state.encoders.specs:
+        state.encoders.fill(seq_id, group, tensors["k"], tensors["v"])
         started.done.add(group)
         return
     layer = state.layer(group)
@@ -524,7 +533,7 @@ def import_group(state: PagedKVState, seq_id: SeqId, group: int, tensors: Mappin
     started.done.add(group)
 
 
-def _check_import(state: PagedKVState, seq_id: SeqId, group: int, tensors: Mapping[str, Tensor]) -> Import:
+def _check_import(state: StateParts, seq_id: SeqId, group: int, tensors: Mapping[str, Tensor]) -> Import:
     """The import under way, if it waits for this group and the tensors are those that were promised."""
     state.table.require_closed("import_page_group")
     started = state.imports.get(seq_id)
@@ -542,7 +551,7 @@ def _check_import(state: PagedKVState, seq_id: SeqId, group: int, tensors: Mappi
 
 
 def _import_states(
-    state: PagedKVState, part: RecurrentPart, seq_id: SeqId, group: int, tensors: Mapping[str, Tensor]
+    state: StateParts, part: RecurrentPart, seq_id: SeqId, group: int, tensors: Mapping[str, Tensor]
 ) -> None:
     """Write one recurrent layer's states."""
     state.table.get(seq_id)
@@ -563,7 +572,7 @@ def _import_states(
     started.done.add(group)
 
 
-def finish(state: PagedKVState, seq_id: SeqId) -> None:
+def finish(state: StateParts, seq_id: SeqId) -> None:
     """Publish the sequence; ``FailedPrecondition`` names the layers that are missing."""
     state.table.get(seq_id)
     state.table.require_closed("finish_import")

@@ -14,33 +14,23 @@ Letters: T new tokens; S slots; Hq heads; R columns of ``c_kv``; Dn, Dr columns 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from quire.contracts.attention import AttentionState
 from quire.contracts.layers import LatentAttention
+from quire.contracts.model import LatentExpansion
 from quire.errors import InvalidArgument, Unsupported
+from quire.kv.attention_pass import AttentionPass
+from quire.kv.layer_classes import Layer
+from quire.kv.parts import StateParts
+from quire.kv.plans import Prepared
 from quire.ops.attention import attention_weights, merge
-from quire.ops.rope import rotate
-
-if TYPE_CHECKING:
-    from quire.contracts.model import LatentExpansion
-    from quire.kv.paged import PagedKVState
-    from quire.kv.passes import AttentionPass, Layer, Prepared
-
-
-def rotate_last(x_THD: Tensor, cos_T1R: Tensor, sin_T1R: Tensor, *, interleaved: bool = False) -> Tensor:
-    """As ``ops.rope.rotate``, of the last columns of every head instead of the first."""
-    rest = x_THD.shape[-1] - cos_T1R.shape[-1]
-    turned = rotate(x_THD[..., rest:], cos_T1R, sin_T1R, interleaved=interleaved)
-    return torch.cat((x_THD[..., :rest], turned), -1) if rest else turned
 
 
 def attend(
     pass_: AttentionPass,
-    state: PagedKVState,
+    state: StateParts,
     layer_id: int,
     q_THD: Tensor,
     rows_TR: Tensor,
@@ -138,7 +128,7 @@ def _absorb(q_THD: Tensor, expansion: LatentExpansion, dtype: torch.dtype) -> Te
 
 def _absorbed_queries(
     pass_: AttentionPass,
-    state: PagedKVState,
+    state: StateParts,
     spec: LatentAttention,
     keys: Prepared,
     q_THD: Tensor,
@@ -154,7 +144,7 @@ def _absorbed_queries(
 
 def _capture(
     pass_: AttentionPass,
-    state: PagedKVState,
+    state: StateParts,
     layer_id: int,
     layer: Layer,
     q_THD: Tensor,

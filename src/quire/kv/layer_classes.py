@@ -1,4 +1,4 @@
-"""The layers of a paged KV state: which are accepted, under which ids, and which share a page table."""
+"""The attention layers of a KV state: which are accepted, under which ids, and which share a page table."""
 
 from __future__ import annotations
 
@@ -6,11 +6,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from quire.contracts.attention import AttentionBackend
-from quire.contracts.layers import CrossAttention, FullAttention, LatentAttention, LayerSpec, WindowedAttention
+from quire.contracts.attention import AttentionBackend, Scoring
+from quire.contracts.layers import (
+    CrossAttention,
+    FullAttention,
+    LatentAttention,
+    LayerSpec,
+    RopeSpec,
+    WindowedAttention,
+)
 from quire.errors import InvalidArgument, Unsupported
-from quire.kv.storage import KeyValueSpec, PagedStorage, StoredSpec
+from quire.kv.rules import refuse_layer
+from quire.kv.storage import KeyValueSpec, PagedSpec, PagedStorage, StoredSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +31,36 @@ class LayerClass:
     layers: tuple[int, ...]
     """Indices into the specs, ascending."""
     storage: PagedStorage
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One layer of the state, ready to run."""
+
+    spec: PagedSpec
+    class_index: int
+    index: int
+    """Among the layers of its class."""
+    k_SHD: Tensor
+    """Of a latent layer ``[S, 1, row]``."""
+    v_SHD: Tensor
+    """Of a latent layer a view of the first columns of ``k_SHD``."""
+    scoring: Scoring
+    sinks_H: Tensor | None
+    """Learned logits, float32."""
+
+    @property
+    def turning(self) -> RopeSpec | None:
+        """The rotation that the state does; None: the caller has rotated, or nobody does."""
+        return self.spec.rope if self.spec.rope_mode != "none" else None
+
+
+def key_value_spec(verb: str, layer_id: int, layer: Layer) -> KeyValueSpec:
+    """The spec of a layer with K and V, for a verb that is about them; ``Unsupported`` for other layers."""
+    spec = layer.spec
+    if isinstance(spec, LatentAttention):
+        refuse_layer(verb, layer_id, spec.kind)
+    return spec
 
 
 def ids_of(count: int, first_layer: int, layer_ids: Sequence[int] | None) -> tuple[int, ...]:
@@ -47,7 +86,7 @@ def describe_ids(ids: Sequence[int]) -> str:
 
 
 def supported(layer_id: int, spec: LayerSpec, backend: AttentionBackend, device: torch.device) -> StoredSpec:
-    """The spec if a paged state can have such a layer; ``InvalidArgument`` or ``Unsupported`` with the reason."""
+    """The spec if a state can have such an attention layer; ``InvalidArgument`` or ``Unsupported`` with the reason."""
     if isinstance(spec, LatentAttention):
         _check_latent(layer_id, spec)
         # Its rows are the key of all heads: to a backend it is attention with one KV head.
@@ -68,7 +107,7 @@ def supported(layer_id: int, spec: LayerSpec, backend: AttentionBackend, device:
         asked = spec
     else:
         raise Unsupported(
-            f"layer {layer_id} is of kind {spec.kind!r}; PagedKVState has layers of kind 'full', 'window', 'latent' and 'cross' only"
+            f"layer {layer_id} is of kind {spec.kind!r}; kinds are 'full', 'window', 'latent', 'cross' and 'recurrent'"
         )
     reason = backend.refusal(asked, device)
     if reason:

@@ -11,10 +11,10 @@ from quire.kv.pages import PageIds, PagePool
 from quire.types import SeqId
 
 if TYPE_CHECKING:
-    from quire.kv.paged import PagedKVState
+    from quire.kv.parts import StateParts
 
 
-def num_named(state: PagedKVState, seq_ids: Collection[SeqId], *, with_kept: Collection[SeqId] = ()) -> int:
+def num_named(state: StateParts, seq_ids: Collection[SeqId], *, with_kept: Collection[SeqId] = ()) -> int:
     """Return how many pages of all pools these sequences cannot go on without, each counted once.
 
     Pages of tokens, pages of encoder rows, and slots of recurrent states: the present state and those
@@ -28,11 +28,11 @@ def num_named(state: PagedKVState, seq_ids: Collection[SeqId], *, with_kept: Col
 
 
 def _others(
-    state: PagedKVState, seq_ids: Collection[SeqId], with_kept: Collection[SeqId]
+    state: StateParts, seq_ids: Collection[SeqId], with_kept: Collection[SeqId]
 ) -> Iterator[tuple[PagePool, Iterator[PageIds]]]:
     """Yield the pools beside those of tokens, each with what every sequence names of it."""
-    if state.cross is not None:
-        encodings = state.cross.table
+    if state.encoders is not None:
+        encodings = state.encoders.table
         found = (encodings.get(seq) for seq in seq_ids)
         yield encodings.pool, (one.pages for one in found if one is not None)
     if state.recurrent is not None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,12 +20,20 @@ from torch import Tensor
 
 from quire.contracts.attention import ForwardPlan, KeyRule
 from quire.errors import InvalidArgument
-from quire.kv.need import ForwardNeed, pages_for, slots_of
+from quire.kv.forward_need import ForwardNeed, pages_for, slots_of
 from quire.kv.pages import PageIds
 from quire.kv.windows import Window, visibility
 
 Masks = tuple[NDArray[np.bool_], ...]
 """One ``[n, keys]`` per entry."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A plan, and what the backend has made of it."""
+
+    plan: ForwardPlan
+    made: Any
 
 
 @dataclass(frozen=True, slots=True)

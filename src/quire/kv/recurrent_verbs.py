@@ -6,35 +6,90 @@ and values.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor
 
 from quire.contracts.layers import Recurrent, StateTensor
 from quire.errors import FailedPrecondition, InvalidArgument, Unsupported
-from quire.kv.recurrent import dtype_of
-from quire.kv.rules import layer_refusal
+from quire.kv.parts import StateParts
+from quire.kv.recurrent import RecurrentPart, dtype_of
+from quire.kv.rules import layer_refusal, refuse
 from quire.kv.sequences import check_integer
-from quire.kv.verbs import check_out, padded
+from quire.kv.state_pass import OpenState
+from quire.kv.tensor_checks import check_out, padded
+from quire.signatures import checks_arguments
 from quire.types import SeqId
 
-if TYPE_CHECKING:
-    from quire.kv.hybrid import HybridState
+
+@checks_arguments()
+class RecurrentVerbs(OpenState):
+    """What a state computes and keeps of recurrent layers. The contract's docstrings are not repeated here."""
+
+    def get(self, layer_id: int, state_id: int, *, per_token: bool = False, out: Tensor | None = None) -> Tensor:
+        return get(self, layer_id, state_id, per_token, out)
+
+    def set(self, layer_id: int, state_id: int, data: Tensor, *, per_token: bool = False) -> None:
+        put(self, layer_id, state_id, data, per_token)
+
+    def linear_attention(
+        self,
+        layer_id: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        sm_scale: float = 1.0,
+        log_decay: Tensor | None = None,
+        beta: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        return linear_attention(self, layer_id, q, k, v, sm_scale, log_decay, beta, out)
+
+    def debug_get(self, layer_id: int, state_id: int, seq_id: SeqId, *, position: int | None = None) -> Tensor:
+        return read(self, layer_id, state_id, seq_id, position)
+
+    def debug_set(self, layer_id: int, state_id: int, seq_id: SeqId, data: Tensor) -> None:
+        overwrite(self, layer_id, state_id, seq_id, data)
+
+    def checkpoint(self, seq_id: SeqId) -> None:
+        """Keep the present recurrent state, so that a rewind to this length replays nothing. Copies nothing.
+
+        ``FailedPrecondition``: the sequence has uncommitted nodes or is being imported, or a forward is open."""
+        part = recurrent_part(self, "checkpoint")
+        self.table.require_settled(seq_id, "checkpoint")
+        part.table.keep(seq_id)
+
+    def drop_checkpoint(self, seq_id: SeqId, position: int) -> None:
+        """Give up the checkpoint at ``position``; forks keep theirs. ``InvalidArgument``: none is kept there.
+        ``FailedPrecondition``: as ``checkpoint``."""
+        table = recurrent_part(self, "drop_checkpoint").table
+        position = check_integer(position, "drop_checkpoint: position", 0)
+        if seq_id in self.table and position not in table.kept(seq_id):
+            raise InvalidArgument(
+                f"drop_checkpoint: no checkpoint of sequence {seq_id} at {position}; there are {table.kept(seq_id)}"
+            )
+        self.table.require_settled(seq_id, "drop_checkpoint")
+        table.drop(seq_id, position)
 
 
-def recurrent_spec(state: HybridState, layer_id: int, verb: str, seq_id: SeqId | None = None) -> Recurrent:
+def recurrent_part(state: StateParts, verb: str) -> RecurrentPart:
+    """Return the recurrent layers; ``Unsupported`` where there are none."""
+    if state.recurrent is None:
+        refuse(verb)
+    return state.recurrent
+
+
+def recurrent_spec(state: OpenState, layer_id: int, verb: str, seq_id: SeqId | None = None) -> Recurrent:
     """The layer, which must be recurrent. ``seq_id``: ``NotFound`` for an unknown one comes before ``Unsupported``."""
-    if layer_id in state.recurrent.layer_ids:
-        return state.recurrent.specs[state.recurrent.layer_ids.index(layer_id)]
+    part = recurrent_part(state, verb)
+    if layer_id in part.layer_ids:
+        return part.specs[part.layer(layer_id)]
     spec = state.spec(layer_id)  # InvalidArgument for an unknown one
     if seq_id is not None:
         state.table.get(seq_id)
     raise Unsupported(f"{verb}: layer {layer_id} is of kind {spec.kind!r}: {layer_refusal(verb, spec.kind)}")
 
 
-def state_tensor(
-    state: HybridState, layer_id: int, state_id: int, verb: str, seq_id: SeqId | None = None
-) -> StateTensor:
+def state_tensor(state: OpenState, layer_id: int, state_id: int, verb: str, seq_id: SeqId | None = None) -> StateTensor:
     """What one state of a layer is. ``seq_id``: see ``recurrent_spec``."""
     state_id = check_integer(state_id, f"{verb}: state", 0)
     spec = recurrent_spec(state, layer_id, verb, seq_id)
@@ -43,10 +98,10 @@ def state_tensor(
     return spec.states[state_id]
 
 
-def get(state: HybridState, layer_id: int, state_id: int, per_token: bool, out: Tensor | None) -> Tensor:
+def get(state: OpenState, layer_id: int, state_id: int, per_token: bool, out: Tensor | None) -> Tensor:
     """See ``RecurrentVerbs.get``."""
     one = state_tensor(state, layer_id, state_id, "get")
-    opened = state.states
+    opened = state.open_pass().recurrent("get")
     rows = state.open_tokens if per_token else len(opened.plan.starts) - 1
     if out is not None:
         shape = (rows, *one.shape)
@@ -58,10 +113,10 @@ def get(state: HybridState, layer_id: int, state_id: int, per_token: bool, out: 
     return found if out is None else out.copy_(found)
 
 
-def put(state: HybridState, layer_id: int, state_id: int, data: Tensor, per_token: bool) -> None:
+def put(state: OpenState, layer_id: int, state_id: int, data: Tensor, per_token: bool) -> None:
     """See ``RecurrentVerbs.set``."""
     one = state_tensor(state, layer_id, state_id, "set")
-    opened = state.states
+    opened = state.open_pass().recurrent("set")
     rows = state.open_tokens if per_token else len(opened.plan.starts) - 1
     if tuple(data.shape) != (rows, *one.shape) or data.dtype != dtype_of(one) or data.device.type != state.device.type:
         raise InvalidArgument(
@@ -72,7 +127,7 @@ def put(state: HybridState, layer_id: int, state_id: int, data: Tensor, per_toke
 
 
 def linear_attention(
-    state: HybridState,
+    state: OpenState,
     layer_id: int,
     q: Tensor,
     k: Tensor,
@@ -136,26 +191,26 @@ def linear_attention(
     return padded(found, rows, 0.0, out)
 
 
-def read(state: HybridState, layer_id: int, state_id: int, seq_id: SeqId, position: int | None) -> Tensor:
+def read(state: OpenState, layer_id: int, state_id: int, seq_id: SeqId, position: int | None) -> Tensor:
     """See ``RecurrentVerbs.debug_get``."""
     if position is not None:
         position = check_integer(position, "debug_get: position", 0)
     state_tensor(state, layer_id, state_id, "debug_get", seq_id)
     sequence = state.table.get(seq_id)
     state.table.require_ready(seq_id, sequence, "debug_get")
-    table = state.recurrent.table
-    if position is not None and table.slot_at(seq_id, position) is None:
+    part = recurrent_part(state, "debug_get")
+    if position is not None and part.table.slot_at(seq_id, position) is None:
         known = state.kept_positions(seq_id)
         raise FailedPrecondition(f"debug_get: no state of sequence {seq_id} is kept at {position}; there are {known}")
-    return state.recurrent.debug_get(layer_id, state_id, seq_id, position)
+    return part.debug_get(layer_id, state_id, seq_id, position)
 
 
-def overwrite(state: HybridState, layer_id: int, state_id: int, seq_id: SeqId, data: Tensor) -> None:
+def overwrite(state: OpenState, layer_id: int, state_id: int, seq_id: SeqId, data: Tensor) -> None:
     """See ``RecurrentVerbs.debug_set``."""
     one = state_tensor(state, layer_id, state_id, "debug_set", seq_id)
     if tuple(data.shape) != one.shape or data.dtype != dtype_of(one):
         raise InvalidArgument(
             f"debug_set: data is {data.dtype} {tuple(data.shape)}; {dtype_of(one)} {one.shape} is needed"
         )
-    state.require_settled(seq_id, "debug_set")
-    state.recurrent.debug_set(layer_id, state_id, seq_id, data.to(state.device))
+    state.table.require_settled(seq_id, "debug_set")
+    recurrent_part(state, "debug_set").debug_set(layer_id, state_id, seq_id, data.to(state.device))

@@ -55,17 +55,18 @@ PAGED_VERBS: tuple[str, ...] = (
 """What paged attention does, exactly."""
 
 _NOT_BUILT = "this release of Quire does not have it"
-_NO_RECURRENT = "the state has no recurrent layers"
+RECURRENT_REFUSAL = "the state has no recurrent layers"
+"""Why a state without such layers has not their verbs."""
 
 PAGED_REFUSALS: dict[str, str] = {
     "set_cross_kv": "the state has no cross layers, which no model of this release has",
-    "linear_attention": _NO_RECURRENT,
-    "get": _NO_RECURRENT,
-    "set": _NO_RECURRENT,
-    "debug_get": _NO_RECURRENT,
-    "debug_set": _NO_RECURRENT,
-    "checkpoint": _NO_RECURRENT,
-    "drop_checkpoint": _NO_RECURRENT,
+    "linear_attention": RECURRENT_REFUSAL,
+    "get": RECURRENT_REFUSAL,
+    "set": RECURRENT_REFUSAL,
+    "debug_get": RECURRENT_REFUSAL,
+    "debug_set": RECURRENT_REFUSAL,
+    "checkpoint": RECURRENT_REFUSAL,
+    "drop_checkpoint": RECURRENT_REFUSAL,
     "disagg_prepare_recv": f"moving a state to another process while it is computed: {_NOT_BUILT}; export and import it",
     "disagg_mark_send": f"moving a state to another process while it is computed: {_NOT_BUILT}; export and import it",
     "disagg_wait": f"moving a state to another process while it is computed: {_NOT_BUILT}",
@@ -196,16 +197,8 @@ def refused(verb: str) -> Callable[..., Any]:
 
 
 class RefusedVerbs:
-    """The verbs of the contract that ``PagedKVState`` does not have."""
+    """The verbs of the contract that no state of this release has."""
 
-    set_cross_kv = refused("set_cross_kv")
-    linear_attention = refused("linear_attention")
-    get = refused("get")
-    set = refused("set")
-    debug_get = refused("debug_get")
-    debug_set = refused("debug_set")
-    checkpoint = refused("checkpoint")
-    drop_checkpoint = refused("drop_checkpoint")
     disagg_prepare_recv = refused("disagg_prepare_recv")
     disagg_mark_send = refused("disagg_mark_send")
     disagg_wait = refused("disagg_wait")

@@ -16,14 +16,14 @@ from torch import Tensor
 from quire.errors import DataLoss, InvalidArgument
 from quire.interrupts import check as check_interrupts
 from quire.kv import exchange
-from quire.kv.paged import PagedKVState
 from quire.kv.recurrent import bytes_per_state
+from quire.kv.state import State
 from quire.kv.state_header import MAX_CONTAINERS, MAX_HEADER_BYTES, MAX_RANK, HeaderLimits
 from quire.kv.statefile import StateFile, TensorSpec
 from quire.types import SeqId
 
 
-def describe(state: PagedKVState, seq: SeqId, prefix: str = "") -> tuple[dict[str, Any], list[TensorSpec]]:
+def describe(state: State, seq: SeqId, prefix: str = "") -> tuple[dict[str, Any], list[TensorSpec]]:
     """The metadata of a sequence and the plan of its tensors, ``{prefix}layer.{i}.k`` and the like."""
     metadata = exchange.metadata(state, seq, checksums=False)
     del metadata["groups"]  # the container has names, shapes and checksums
@@ -36,7 +36,7 @@ def describe(state: PagedKVState, seq: SeqId, prefix: str = "") -> tuple[dict[st
     return metadata, plan
 
 
-def header_limits(state: PagedKVState, tokens: int, runs: int, rows: int, size: int) -> HeaderLimits:
+def header_limits(state: State, tokens: int, runs: int, rows: int, size: int) -> HeaderLimits:
     """What the header of a file of ``size`` bytes may hold that has up to ``rows`` sequences of such a state, with at most ``tokens``
     token ids and ``runs`` changes of the adapter in all.
 
@@ -58,13 +58,13 @@ def header_limits(state: PagedKVState, tokens: int, runs: int, rows: int, size: 
     )
 
 
-def is_exact(state: PagedKVState, metadata: Mapping[str, Any]) -> bool:
+def is_exact(state: State, metadata: Mapping[str, Any]) -> bool:
     """Whether the rows of attention layers were stored in this state's dtype. Recurrent states are taken in their own only."""
     mine = exchange.dtype_name(state.dtype)
     return all(layer["dtype"] == mine for layer in metadata["layers"])
 
 
-def tensors(state: PagedKVState, seq: SeqId, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+def tensors(state: State, seq: SeqId, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
     """The tensors of the plan, gathered layer by layer."""
     recurrent = state.recurrent.layer_ids if state.recurrent is not None else ()
     for layer in sorted((*exchange.all_rows(state, seq), *recurrent)):
@@ -73,7 +73,7 @@ def tensors(state: PagedKVState, seq: SeqId, prefix: str = "") -> Iterator[tuple
 
 
 def check(
-    state: PagedKVState, file: StateFile, metadata: Mapping[str, Any], prefix: str, convert_dtype: bool
+    state: State, file: StateFile, metadata: Mapping[str, Any], prefix: str, convert_dtype: bool
 ) -> dict[str, Any]:
     """Whether this sequence of the file can be loaded; returns its metadata, in this state's dtype.
 
@@ -133,7 +133,7 @@ def tensor_names(checked: Mapping[str, Any], prefix: str = "") -> set[str]:
     return {f"{prefix}layer.{group['group']}.{name}" for group in checked["groups"] for name in group["tensors"]}
 
 
-def load(state: PagedKVState, seq: SeqId, file: StateFile, checked: Mapping[str, Any], prefix: str = "") -> None:
+def load(state: State, seq: SeqId, file: StateFile, checked: Mapping[str, Any], prefix: str = "") -> None:
     """Make ``seq`` from the file; ``checked`` is what ``check`` returned. ``ResourceExhausted`` without room."""
     state.prepare_import(seq, dict(checked))
     try:

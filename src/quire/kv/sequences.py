@@ -18,8 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted
-from quire.kv.audit import audit
-from quire.kv.need import (
+from quire.kv.forward_need import (
     ClassNeed,
     ForwardNeed,
     OpenForward,
@@ -95,6 +94,13 @@ class SequenceTable:
             raise FailedPrecondition(
                 f"{verb}: sequence {seq_id} is being imported; call finish_import or remove_sequence"
             )
+
+    def require_settled(self, seq_id: SeqId, verb: str) -> None:
+        """``FailedPrecondition`` while a forward is open, and for a sequence that is being imported or has uncommitted nodes."""
+        sequence = self.get(seq_id)
+        self.require_closed(verb)
+        self.require_ready(seq_id, sequence, verb)
+        self.require_committed(seq_id, sequence, verb)
 
     # -- edits -----------------------------------------------------------------------------------------------
 
@@ -593,10 +599,6 @@ class SequenceTable:
         """Pages of this sequence, over all classes, that others hold too."""
         tables = self.get(seq_id).tables
         return sum(int((pool.references[table.held] > 1).sum()) for pool, table in zip(self.pools, tables, strict=True))
-
-    def check(self) -> None:
-        """Recount everything; ``QuireError`` names what is broken."""
-        audit(self)
 
 
 def sink_of(sequence: Sequence) -> int:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from quire.contracts.layers import CrossAttention, FullAttention, LatentAttention, WindowedAttention
 from quire.errors import ResourceExhausted
-from quire.kv.need import SlotCopy, SlotRange
+from quire.kv.forward_need import SlotCopy, SlotRange
 from quire.kv.sequences import slot_index
 
 KeyValueSpec: TypeAlias = FullAttention | WindowedAttention

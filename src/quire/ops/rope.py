@@ -182,6 +182,13 @@ def rotate(x_THD: Tensor, cos_T1R: Tensor, sin_T1R: Tensor, *, interleaved: bool
     return out
 
 
+def rotate_last(x_THD: Tensor, cos_T1R: Tensor, sin_T1R: Tensor, *, interleaved: bool = False) -> Tensor:
+    """Rotate the last R columns of every head, as ``rotate`` does the first."""
+    rest = x_THD.shape[-1] - cos_T1R.shape[-1]
+    turned = rotate(x_THD[..., rest:], cos_T1R, sin_T1R, interleaved=interleaved)
+    return torch.cat((x_THD[..., :rest], turned), -1) if rest else turned
+
+
 def _rotate_halves(x_THD: Tensor, cos_T1R: Tensor, sin_T1R: Tensor) -> Tensor:
     """The same sums, half by half into the result: fewer and smaller temporaries, up to three times faster for a long prompt."""
     rotary_dim = cos_T1R.shape[-1]

@@ -19,10 +19,9 @@ from torch import Tensor
 from quire.contracts.model import Model
 from quire.errors import InvalidArgument, Unsupported
 from quire.interrupts import uninterrupted
-from quire.kv.hybrid import HybridState
-from quire.kv.paged import PagedKVState
-from quire.kv.passes import AttentionPass
 from quire.kv.rule_table import position_refusal, weights_refusal
+from quire.kv.state import State
+from quire.kv.state_pass import StatePass
 from quire.runner.adapters import AdapterPool
 from quire.types import Add, Chunk, Commit, DropCheckpoint, Edit, Fork, KeepCheckpoint, Pop, Remove, SeqId, Step, Window
 
@@ -81,7 +80,7 @@ class Runner(Protocol):
     """What executes steps."""
 
     model: Model
-    state: PagedKVState
+    state: State
     reclaim: Callable[[], bool] | None
     """Gives up something that can be had again (a cached sequence, an idle session's state) and says whether it did.
     Whoever owns such things sets it; whoever is short of pages calls it until it has room or nothing is left."""
@@ -110,9 +109,7 @@ HEAD_ROWS = 64
 class LocalRunner:
     """Runs on the device that holds the model and the state."""
 
-    def __init__(
-        self, model: Model, state: PagedKVState, device: torch.device, adapters: AdapterPool | None = None
-    ) -> None:
+    def __init__(self, model: Model, state: State, device: torch.device, adapters: AdapterPool | None = None) -> None:
         """``adapters``: None for a model that no adapter can change."""
         self.adapters = AdapterPool.without_sites() if adapters is None else adapters
         self.model = model
@@ -197,13 +194,8 @@ class LocalRunner:
 
     def _begin(self, chunks: Sequence[Chunk]) -> None:
         seqs, counts = [chunk.seq for chunk in chunks], [len(chunk.tokens) for chunk in chunks]
-        if not any(chunk.checkpoints for chunk in chunks):
-            self.state.begin_forward(seqs, counts, tree_parents(chunks))
-        elif isinstance(self.state, HybridState):
-            kept = [chunk.checkpoints for chunk in chunks]
-            self.state.begin_forward(seqs, counts, tree_parents(chunks), checkpoints=kept)
-        else:
-            raise Unsupported("a chunk with checkpoints: the model has no recurrent layers, whose states they keep")
+        kept = [chunk.checkpoints for chunk in chunks]
+        self.state.begin_forward(seqs, counts, tree_parents(chunks), checkpoints=kept if any(kept) else ())
 
     def _placeholders(self, tokens: Ids, extras: Extras) -> Ids | None:
         """Rows of the batch whose ids are negative; None if there are none. ``InvalidArgument`` unless each has an embedding."""
@@ -217,7 +209,7 @@ class LocalRunner:
             raise InvalidArgument(f"{count} placeholders (negative ids) need embeddings {list(shape)}; got {found}")
         return rows
 
-    def _open_pass(self, extras: Extras) -> AttentionPass:
+    def _open_pass(self, extras: Extras) -> StatePass:
         pass_ = self.state.open_pass()
         if extras.mask is not None:
             pass_.use_mask(extras.mask)
@@ -235,7 +227,7 @@ class LocalRunner:
         rows = torch.from_numpy(placeholders).to(self.device)
         return x_TE.index_copy(0, rows, extras.embeddings.to(x_TE.device, x_TE.dtype))
 
-    def _weights(self, pass_: AttentionPass, num_chunks: int) -> tuple[tuple[Tensor, ...], ...]:
+    def _weights(self, pass_: StatePass, num_chunks: int) -> tuple[tuple[Tensor, ...], ...]:
         layers = sorted(pass_.weights)
         if len(layers) != len(self.model.blocks):
             raise Unsupported(

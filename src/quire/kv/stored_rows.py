@@ -5,26 +5,87 @@ Letters: L layers; n rows; Hkv heads; Dk, Dv head sizes; row columns of a latent
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
 from quire.errors import FailedPrecondition, InvalidArgument, Unsupported
+from quire.kv import encoder_verbs
+from quire.kv.layer_classes import Layer
+from quire.kv.parts import StateParts
 from quire.kv.rules import layer_refusal, refuse_layer
 from quire.kv.sequences import check_integer
 from quire.kv.storage import LayerRows, geometry
-from quire.kv.verbs import check_apart, check_out
+from quire.kv.tensor_checks import check_apart, check_out
 from quire.kv.windows import describe_ranges
+from quire.signatures import checks_arguments
 from quire.types import SeqId
 
-if TYPE_CHECKING:
-    from quire.kv.paged import PagedKVState
-    from quire.kv.passes import Layer
+
+@checks_arguments()
+class RowVerbs(StateParts):
+    """Reading and overwriting what tokens and encoders have left in attention layers."""
+
+    def debug_get_kv(
+        self,
+        seq_id: SeqId,
+        start: int = 0,
+        end: int | None = None,
+        *,
+        layer: int | None = None,
+        relative: bool = False,
+        out: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Rows ``start..end - 1`` as stored: K ``[L, n, Hkv, Dk]``, V ``[L, n, Hkv, Dv]``; without L for one ``layer``.
+        ``Unsupported`` for a latent layer, and where no layer keeps K and V of tokens.
+
+        With ``layer`` a cross layer, rows of its encoder; ``relative`` makes no difference there. ``FailedPrecondition`` if they are
+        not set."""
+        if self.encoders is not None and layer in self.encoders.specs:
+            return encoder_verbs.read(self, self.encoders, layer, seq_id, start, end, out)
+        self._require_token_rows(seq_id, layer, "debug_get_kv")
+        return read(self, seq_id, start, end, layer, relative, out)
+
+    def debug_get_kv_mla(
+        self,
+        seq_id: SeqId,
+        start: int = 0,
+        end: int | None = None,
+        *,
+        layer: int | None = None,
+        relative: bool = False,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """The same of latent layers: ``[L, n, row]``; without L for one ``layer``. ``Unsupported`` for other layers."""
+        self._require_token_rows(seq_id, layer, "debug_get_kv_mla")
+        return read_latent(self, seq_id, start, end, layer, relative, out)
+
+    def debug_set_kv(
+        self, seq_id: SeqId, start: int, k: Tensor, v: Tensor | None = None, *, layer: int | None = None
+    ) -> None:
+        """Overwrite rows from ``start`` on; shared pages are split first, so no other sequence changes. Of latent layers ``k`` is
+        ``[.., n, row]`` and ``v`` None. With ``layer`` a cross layer, rows of its encoder that are set."""
+        if self.encoders is not None and layer in self.encoders.specs:
+            encoder_verbs.overwrite(self, self.encoders, layer, seq_id, start, k, v)
+            return
+        self._require_token_rows(seq_id, layer, "debug_set_kv")
+        overwrite(self, seq_id, start, k, v, layer)
+
+    def _require_token_rows(self, seq_id: SeqId, layer: int | None, verb: str) -> None:
+        """``Unsupported`` where a verb about rows of tokens meets cross layers only."""
+        if self.encoders is None or (layer not in self.encoders.specs if layer is not None else self.specs):
+            return
+        self.table.get(seq_id)
+        if layer is not None:
+            refuse_layer(verb, layer, "cross")
+        raise Unsupported(
+            f"{verb}: the layers of this state keep rows of encoders and none of tokens; name one with layer="
+        )
 
 
 def read(
-    state: PagedKVState,
+    state: StateParts,
     seq_id: SeqId,
     start: int,
     end: int | None,
@@ -32,7 +93,7 @@ def read(
     relative: bool,
     out: tuple[Tensor, Tensor] | None,
 ) -> tuple[Tensor, Tensor]:
-    """See ``PagedKVState.debug_get_kv``."""
+    """See ``RowVerbs.debug_get_kv``."""
     found = gathered(state, seq_id, start, end, layer_id, relative, out, "debug_get_kv")
     k = found[0].k if layer_id is not None else torch.stack([row.k for row in found])
     v = found[0].v if layer_id is not None else torch.stack([row.v for row in found])
@@ -47,7 +108,7 @@ def read(
 
 
 def read_latent(
-    state: PagedKVState,
+    state: StateParts,
     seq_id: SeqId,
     start: int,
     end: int | None,
@@ -55,7 +116,7 @@ def read_latent(
     relative: bool,
     out: Tensor | None,
 ) -> Tensor:
-    """See ``PagedKVState.debug_get_kv_mla``."""
+    """See ``RowVerbs.debug_get_kv_mla``."""
     found = gathered(state, seq_id, start, end, layer_id, relative, None, "debug_get_kv_mla")
     rows = [row.k.squeeze(1) for row in found]
     latent = rows[0] if layer_id is not None else torch.stack(rows)
@@ -66,7 +127,7 @@ def read_latent(
 
 
 def gathered(
-    state: PagedKVState,
+    state: StateParts,
     seq_id: SeqId,
     start: int,
     end: int | None,
@@ -107,10 +168,8 @@ def gathered(
     return found
 
 
-def overwrite(
-    state: PagedKVState, seq_id: SeqId, start: int, k: Tensor, v: Tensor | None, layer_id: int | None
-) -> None:
-    """See ``PagedKVState.debug_set_kv``."""
+def overwrite(state: StateParts, seq_id: SeqId, start: int, k: Tensor, v: Tensor | None, layer_id: int | None) -> None:
+    """See ``RowVerbs.debug_set_kv``."""
     recurrent = not has_rows(state, layer_id)
     layers, count = ([], k.shape[0] if k.dim() else 0) if recurrent else rows_to_set(state, k, v, layer_id)
     start = check_integer(start, "debug_set_kv: start", 0)
@@ -139,7 +198,7 @@ def overwrite(
             storage.write(layer.index, slots, new_k, (v if layer_id is not None else v[row]).to(state.device))
 
 
-def rows_to_set(state: PagedKVState, k: Tensor, v: Tensor | None, layer_id: int | None) -> tuple[list[Layer], int]:
+def rows_to_set(state: StateParts, k: Tensor, v: Tensor | None, layer_id: int | None) -> tuple[list[Layer], int]:
     """The layers that these rows are for, and how many rows of each: latent ones where ``v`` is None. ``InvalidArgument``."""
     if layer_id is not None:
         latent = state.layer(layer_id).spec.kind == "latent"
@@ -171,7 +230,7 @@ def rows_to_set(state: PagedKVState, k: Tensor, v: Tensor | None, layer_id: int 
     return layers, count
 
 
-def require_held(state: PagedKVState, seq_id: SeqId, class_index: int, parts: list[range], verb: str) -> None:
+def require_held(state: StateParts, seq_id: SeqId, class_index: int, parts: list[range], verb: str) -> None:
     """``FailedPrecondition`` if an address of ``parts`` is evicted; says which are held."""
     length = state.table.get(seq_id).length
     kept = state.table.held(seq_id, class_index)
@@ -184,12 +243,12 @@ def require_held(state: PagedKVState, seq_id: SeqId, class_index: int, parts: li
             )
 
 
-def has_rows(state: PagedKVState, layer_id: int | None) -> bool:
+def has_rows(state: StateParts, layer_id: int | None) -> bool:
     """Whether a layer, if one is named, keeps rows of tokens; a recurrent one does not."""
     return state.recurrent is None or layer_id not in state.recurrent.layer_ids
 
 
-def layers_of(state: PagedKVState, layer_id: int | None, verb: str) -> list[Layer]:
+def layers_of(state: StateParts, layer_id: int | None, verb: str) -> list[Layer]:
     """One layer, or all, of the kinds that have the verb; these must then be of one geometry. Empty: none has it."""
     ids = state.layer_ids if layer_id is None else [layer_id]
     layers = [layer for layer in map(state.layer, ids) if not layer_refusal(verb, layer.spec.kind)]
@@ -198,7 +257,7 @@ def layers_of(state: PagedKVState, layer_id: int | None, verb: str) -> list[Laye
     return layers
 
 
-def refuse_layers(state: PagedKVState, layer_id: int | None, verb: str) -> NoReturn:
+def refuse_layers(state: StateParts, layer_id: int | None, verb: str) -> NoReturn:
     """``Unsupported``: this layer does not have the verb, or no layer has."""
     ids = state.layer_ids if layer_id is None else [layer_id]
     if not ids:

@@ -5,76 +5,28 @@ Letters: T new tokens; N >= T rows of a padded tensor; n new tokens of one entry
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from quire.contracts.attention import AttentionState, Scoring
 from quire.contracts.attention_state import AttentionScope
 from quire.contracts.layers import CrossAttention, LatentAttention
 from quire.errors import FailedPrecondition, InvalidArgument, Unsupported
-from quire.kv.passes import AttentionPass, Layer, key_value_spec
+from quire.kv import encoder_verbs
+from quire.kv.layer_classes import key_value_spec
 from quire.kv.plans import Masks, check_mask, cut_mask
-from quire.kv.rules import refuse_layer
-from quire.kv.storage import StoredSpec
+from quire.kv.rules import refuse, refuse_layer
+from quire.kv.state_pass import OpenState
+from quire.kv.tensor_checks import check_out, check_state_out, check_states, check_type, padded, padded_state
 from quire.ops.attention import merge
 from quire.signatures import checks_arguments
-
-CHANGES = (
-    "clear",
-    "add_sequence",
-    "remove_sequence",
-    "fork_sequence",
-    "popn",
-    "enable_sliding_window_for_seq",
-    "commit_accepted_token_tree_nodes",
-    "checkpoint",
-    "drop_checkpoint",
-    "begin_forward",
-    "end_forward",
-    "abort_forward",
-    "set_cross_kv",
-    "debug_set_kv",
-    "debug_set",
-    "set",
-    "prepare_import",
-    "import_page_group",
-    "finish_import",
-)
-"""Verbs that change a state. An interrupt takes effect before or after one."""
-
-
-class OpenState(Protocol):
-    """What the verbs need to know of the state that they belong to."""
-
-    dtype: torch.dtype
-    device: torch.device
-    current_pass: AttentionPass | None
-
-    @property
-    def open_tokens(self) -> int:
-        """T of the open forward; 0 if there is none."""
-        ...
-
-    def open_pass(self) -> AttentionPass:
-        """The open forward; ``FailedPrecondition`` if there is none."""
-        ...
-
-    def layer(self, layer_id: int, verb: str = ...) -> Layer:
-        """A layer that keeps rows of tokens, for a verb; ``InvalidArgument`` for an unknown one, ``Unsupported`` for others."""
-        ...
-
-    def spec(self, layer_id: int) -> StoredSpec:
-        """What the layer is; ``InvalidArgument`` for an unknown one."""
-        ...
+from quire.types import SeqId
 
 
 @checks_arguments()
 class AttentionVerbs(OpenState):
-    """What ``PagedKVState`` computes. The contract's docstrings (``contracts.attention_state``) are not repeated here."""
+    """What a state computes of attention. The contract's docstrings (``contracts.attention_state``) are not repeated here."""
 
     def attention_with_fused_qkv(
         self,
@@ -178,7 +130,7 @@ class AttentionVerbs(OpenState):
         opened = self.open_pass()
         if isinstance(spec, CrossAttention):
             # No row of an encoder is a new token's: both scopes are the same.
-            found = opened.encoders(layer_id, "cross_attention").state(layer_id, q[: self.open_tokens], sm_scale)
+            found = opened.encoder_rows(layer_id, "cross_attention").state(layer_id, q[: self.open_tokens], sm_scale)
             return padded_state(found, q.shape[0], out)
         if scope == "all" and layer_id not in opened.written:
             raise FailedPrecondition(
@@ -237,6 +189,11 @@ class AttentionVerbs(OpenState):
         lse1.copy_(found.lse)
         return o1, lse1
 
+    def set_cross_kv(self, layer_id: int, seq_id: SeqId, k: Tensor, v: Tensor) -> None:
+        if self.encoders is None:
+            refuse("set_cross_kv")
+        encoder_verbs.put(self, self.encoders, layer_id, seq_id, k, v)
+
     def _scoring(self, layer_id: int, sm_scale: float | None) -> Scoring:
         scoring = self.layer(layer_id).scoring
         return scoring if sm_scale is None else replace(scoring, scale=float(sm_scale))
@@ -247,12 +204,6 @@ class AttentionVerbs(OpenState):
         if self.current_pass is None:
             return None
         return cut_mask(mask, self.current_pass.batch, own=of == "own")
-
-
-def check_type(state: OpenState, name: str, tensor: Tensor) -> None:
-    """``InvalidArgument`` unless the tensor has the state's dtype and device."""
-    if tensor.dtype != state.dtype or tensor.device.type != state.device.type:
-        raise InvalidArgument(f"{name} is {tensor.dtype} on {tensor.device}; {state.dtype} on {state.device} is needed")
 
 
 def check_rows(state: OpenState, name: str, tensor: Tensor, inner: tuple[int | None, int | None]) -> None:
@@ -266,76 +217,3 @@ def check_rows(state: OpenState, name: str, tensor: Tensor, inner: tuple[int | N
             f"{name} has shape {tuple(tensor.shape)}; at least {state.open_tokens} rows of [{wanted[0]}, {wanted[1]}] are needed"
         )
     check_type(state, name, tensor)
-
-
-def check_states(verb: str, o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> None:
-    """``InvalidArgument`` unless these are two attention states over the same queries."""
-    if o1.dim() != 3 or o1.shape != o2.shape or o1.dtype != o2.dtype or not o1.is_floating_point():
-        raise InvalidArgument(
-            f"{verb}: o1 is {o1.dtype} {tuple(o1.shape)} and o2 {o2.dtype} {tuple(o2.shape)}; two of one shape [N, Hq, Dv] "
-            "and floating type are needed"
-        )
-    for name, lse in (("lse1", lse1), ("lse2", lse2)):
-        if lse.shape != o1.shape[:2] or lse.dtype not in (torch.float32, torch.float64):
-            raise InvalidArgument(
-                f"{verb}: {name} is {lse.dtype} {tuple(lse.shape)}; torch.float32 {tuple(o1.shape[:2])} is needed"
-            )
-    devices = {tensor.device for tensor in (o1, lse1, o2, lse2)}
-    if len(devices) > 1:
-        raise InvalidArgument(f"{verb}: o1, lse1, o2 and lse2 are on {sorted(map(str, devices))}; one device is needed")
-
-
-def padded(result: Tensor, rows: int, fill: float, out: Tensor | None) -> Tensor:
-    """``result`` in ``out``, of which further rows stay; or with further rows of ``fill``."""
-    tokens = result.shape[0]
-    if out is not None:
-        out[:tokens] = result
-        return out
-    if rows == tokens:
-        return result
-    return torch.cat((result, result.new_full((rows - tokens, *result.shape[1:]), fill)))
-
-
-def padded_state(found: AttentionState, rows: int, out: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
-    """The same for both parts of an attention state."""
-    result, lse = (None, None) if out is None else out
-    return padded(found.out, rows, 0.0, result), padded(found.lse, rows, -torch.inf, lse)
-
-
-def check_state_out(
-    out: tuple[Tensor, Tensor] | None, shape: tuple[int, int, int], dtype: torch.dtype, sources: Sequence[Tensor]
-) -> None:
-    """``InvalidArgument`` unless ``out`` is None or takes an attention state of this shape."""
-    if out is None:
-        return
-    if not isinstance(out, (tuple, list)) or len(out) != 2:
-        raise InvalidArgument("out must be a pair of tensors, for the output and the log-sum-exp")
-    for source in sources:
-        check_out(out[0], shape, dtype, source)
-        check_out(out[1], shape[:2], torch.promote_types(dtype, torch.float32), source)
-    check_apart(out[0], out[1])
-
-
-def check_out(out: Tensor, shape: tuple[int, ...], dtype: torch.dtype, source: Tensor) -> None:
-    """``InvalidArgument`` unless ``out`` can take a result of this shape and type."""
-    if tuple(out.shape) != shape or out.dtype != dtype or out.device != source.device:
-        raise InvalidArgument(
-            f"out is {out.dtype} {tuple(out.shape)} on {out.device}; {dtype} {shape} on {source.device} is needed"
-        )
-    check_apart(out, source)
-
-
-def check_apart(out: Tensor, source: Tensor) -> None:
-    """``InvalidArgument`` if the two share memory."""
-    (low, high), (first, last) = address_range(out), address_range(source)
-    if max(low, first) < min(high, last):
-        raise InvalidArgument("out shares memory with an input; give a tensor of its own")
-
-
-def address_range(tensor: Tensor) -> tuple[int, int]:
-    """First byte of a tensor and one past its last; the range is empty for a tensor without elements."""
-    first = tensor.data_ptr()
-    if tensor.numel() == 0:
-        return first, first
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return first, first + (last + 1) * tensor.element_size()

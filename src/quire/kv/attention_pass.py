@@ -9,7 +9,7 @@ Letters: T new tokens; S slots of a pool; Hq, Hkv heads; Dk, Dv head sizes; P pa
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -18,63 +18,20 @@ from torch import Tensor
 
 from quire.contracts.attention import AttentionState, ForwardPlan, Scoring
 from quire.contracts.layers import LatentAttention, RopeSpec
-from quire.contracts.model import LatentExpansion
-from quire.errors import FailedPrecondition, InvalidArgument, Unsupported
-from quire.kv import latent, plans
-from quire.kv.need import ForwardNeed
+from quire.errors import FailedPrecondition, InvalidArgument
+from quire.kv import plans
+from quire.kv.forward_need import ForwardNeed
+from quire.kv.layer_classes import Layer, key_value_spec
 from quire.kv.pages import PageIds
-from quire.kv.plans import Batch, Masks
-from quire.kv.rules import PAGED_REFUSALS, layer_refusal, refuse_layer
-from quire.kv.storage import KeyValueSpec, PagedSpec
+from quire.kv.parts import StateParts
+from quire.kv.plans import Batch, Masks, Prepared
 from quire.ops.attention import attention_weights, merge
-from quire.ops.rope import rotate
-
-if TYPE_CHECKING:
-    from quire.kv.cross import CrossPass
-    from quire.kv.paged import PagedKVState
+from quire.ops.rope import rotate, rotate_last
 
 Keys: TypeAlias = Literal["fused", "past", "own"]
 """Which keys: all stored ones, those from before this forward, the new tokens only."""
 MaskedKeys: TypeAlias = Literal["masked past", "masked own"]
 """The latter two under the mask of the forward."""
-
-
-@dataclass(frozen=True, slots=True)
-class Layer:
-    """One layer of the state, ready to run."""
-
-    spec: PagedSpec
-    class_index: int
-    index: int
-    """Among the layers of its class."""
-    k_SHD: Tensor
-    """Of a latent layer ``[S, 1, row]``."""
-    v_SHD: Tensor
-    """Of a latent layer a view of the first columns of ``k_SHD``."""
-    scoring: Scoring
-    sinks_H: Tensor | None
-    """Learned logits, float32."""
-
-    @property
-    def turning(self) -> RopeSpec | None:
-        """The rotation that the state does; None: the caller has rotated, or nobody does."""
-        return self.spec.rope if self.spec.rope_mode != "none" else None
-
-
-def key_value_spec(verb: str, layer_id: int, layer: Layer) -> KeyValueSpec:
-    """The spec of a layer with K and V, for a verb that is about them; ``Unsupported`` for other layers."""
-    spec = layer.spec
-    if isinstance(spec, LatentAttention):
-        refuse_layer(verb, layer_id, spec.kind)
-    return spec
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """A plan, and what the backend has made of it."""
-
-    plan: ForwardPlan
-    made: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +46,9 @@ class Raw:
 
 
 class AttentionPass:
-    """The open forward of a ``PagedKVState`` (``contracts.model.Pass``)."""
+    """The open forward over layers of full, windowed and latent attention."""
 
-    def __init__(self, state: PagedKVState, need: ForwardNeed) -> None:
+    def __init__(self, state: StateParts, need: ForwardNeed) -> None:
         self._state = state
         self.batch: Batch = plans.batch_of(need, state.device)
         self._tables: list[list[PageIds]] = [
@@ -110,9 +67,8 @@ class AttentionPass:
         self._max_place = self.batch.max_position
         self._mask: Masks | None = None
         self._relative_T: Tensor | None = None
-        self._encoders: CrossPass | None = None
-        if state.cross is not None:
-            self._encoders = state.cross.begin(need.seq_ids, self.batch, state.backend)
+        self.is_open = True
+        """Whether its forward is still the open one."""
         self.written: set[int] = set()
         self.capturing = False
         """Whether attention weights are kept."""
@@ -158,7 +114,7 @@ class AttentionPass:
         if spec is None:
             return x_THD
         cos, sin = self._rotation(spec, relative)
-        return latent.rotate_last(x_THD, cos, sin, interleaved=spec.interleaved)
+        return rotate_last(x_THD, cos, sin, interleaved=spec.interleaved)
 
     def _sink_queries(self, layer: Layer, q_THD: Tensor) -> Tensor:
         """Queries for the sink part: rotated at their relative positions. ``q`` is as the verb was given it."""
@@ -170,7 +126,7 @@ class AttentionPass:
         # The caller has rotated at the true position: turn back by the number of evicted tokens.
         back_T = torch.from_numpy(self.batch.evicted).to(self._state.device)
         cos, sin = self._state.rotary_table(rope).turn_back(back_T, int(self.batch.evicted.max()))
-        turn = latent.rotate_last if isinstance(layer.spec, LatentAttention) else rotate
+        turn = rotate_last if isinstance(layer.spec, LatentAttention) else rotate
         return turn(q_THD, cos, sin, interleaved=rope.interleaved).to(self._state.dtype)
 
     # -- plans -----------------------------------------------------------------------------------------------
@@ -276,51 +232,6 @@ class AttentionPass:
         key_value_spec("attention_with_shared_kv", source_layer_id, layer)
         return self.cross(source_layer_id, q_THD, "fused", layer.scoring, coarse=True).out.to(q_THD.dtype)
 
-    def attend_latent(self, layer_id: int, q_THD: Tensor, rows_TR: Tensor, expansion: LatentExpansion) -> Tensor:
-        """See ``contracts.model.Pass``."""
-        self._state.layer(layer_id, "append_mla_kv")
-        self._require_open()
-        return latent.attend(self, self._state, layer_id, q_THD, rows_TR, expansion)
-
-    def attend_cross(self, layer_id: int, q_THD: Tensor) -> Tensor:
-        """See ``contracts.model.Pass``."""
-        encoders = self.encoders(layer_id, "attend_cross")
-        self._require_open()
-        out_THD = encoders.attend(layer_id, q_THD)
-        if self.capturing:
-            self.weights[layer_id] = encoders.weights(layer_id, q_THD)
-        return out_THD
-
-    def encoders(self, layer_id: int, verb: str) -> CrossPass:
-        """This forward over the encoder rows of a cross layer; ``Unsupported`` for other layers."""
-        kind = self._state.spec(layer_id).kind
-        if self._encoders is None or kind != "cross":
-            raise Unsupported(f"{verb}: layer {layer_id} is of kind {kind!r}: {layer_refusal('set_cross_kv', kind)}")
-        return self._encoders
-
-    def linear_attention(
-        self,
-        layer_id: int,
-        state_id: int,
-        q_THK: Tensor,
-        k_THK: Tensor,
-        v_THV: Tensor,
-        *,
-        scale: float = 1.0,
-        log_decay: Tensor | None = None,
-        beta_TH: Tensor | None = None,
-    ) -> Tensor:
-        """``Unsupported``: there are no recurrent layers."""
-        del state_id, q_THK, k_THK, v_THV, scale, log_decay, beta_TH
-        raise Unsupported(f"linear_attention of layer {layer_id}: {PAGED_REFUSALS['linear_attention']}")
-
-    def convolve(
-        self, layer_id: int, state_id: int, x_TC: Tensor, weight_CW: Tensor, bias_C: Tensor | None = None
-    ) -> Tensor:
-        """``Unsupported``: there are no recurrent layers."""
-        del state_id, x_TC, weight_CW, bias_C
-        raise Unsupported(f"convolve of layer {layer_id}: {PAGED_REFUSALS['get']}")
-
     def _attend(
         self,
         layer_id: int,
@@ -333,7 +244,7 @@ class AttentionPass:
         masks: Masks | None,
     ) -> Tensor:
         state = self._state
-        self._require_open()
+        self.require_open()
         dtype = q_THD.dtype
         if dtype != state.dtype or k_THD.dtype != state.dtype:
             # Attention reads what is stored, so that a token's result does not depend on where a chunk began.
@@ -358,8 +269,8 @@ class AttentionPass:
             )
         return out_THD if dtype == state.dtype else out_THD.to(dtype)
 
-    def _require_open(self) -> None:
-        if not self._state.is_open(self):
+    def require_open(self) -> None:
+        if not self.is_open:
             # Its slots may belong to somebody else by now.
             raise FailedPrecondition("this forward is over; take the pass of the open one")
 
@@ -373,14 +284,14 @@ class AttentionPass:
     def append(self, layer_id: int, k_THD: Tensor, v_THD: Tensor) -> None:
         """Store the rows of the new tokens, rotated as the layer's mode says."""
         layer = self._state.layer(layer_id)
-        self._require_open()
+        self.require_open()
         if layer.turning is not None and layer.spec.rope_mode == "normal":
             k_THD = self._turn(k_THD, layer.turning)
         self.write(layer_id, layer, k_THD.to(self._state.dtype), v_THD.to(self._state.dtype))
 
     def append_rows(self, layer_id: int, rows_TR: Tensor) -> None:
         """Store the latent rows of the new tokens as they are given."""
-        self._require_open()
+        self.require_open()
         self.write(layer_id, self._state.layer(layer_id), rows_TR.to(self._state.dtype).unsqueeze(1))
 
     def own(

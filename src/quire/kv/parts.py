@@ -1,0 +1,244 @@
+"""What a KV state is made of: sequences, and parts that keep what layers need of each token.
+
+* *Attention*: K and V, or latent rows, of every token, in pages; layers that keep the same positions form a *layer class*
+  with a pool and a storage of its own. The page tables are the sequences' (``sequences.SequenceTable``).
+* *Encoders* (``encoders``): K and V that cross layers read, in pages of a pool of their own.
+* *Recurrent* (``recurrent``): states of fixed size at some of the positions, in slots.
+
+Here they are made and looked up. The verbs are mixed into ``state.State``.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from quire.contracts.attention import AttentionBackend, Scoring
+from quire.contracts.layers import CrossAttention, LatentAttention, LayerSpec, Recurrent, RopeSpec
+from quire.contracts.recurrence import RecurrenceBackend
+from quire.errors import InvalidArgument, Unsupported
+from quire.kv.encoders import EncoderPart
+from quire.kv.forward_need import pages_for
+from quire.kv.layer_classes import Layer, LayerClass, describe_ids, ids_of, supported
+from quire.kv.pages import PagePool
+from quire.kv.recurrent import RecurrentPart
+from quire.kv.rules import layer_refusal, refuse_layer
+from quire.kv.sequences import SequenceTable, check_integer
+from quire.kv.storage import PagedSpec, PagedStorage, StoredSpec
+from quire.ops.attention import ReferenceAttention
+from quire.ops.recurrence import ReferenceRecurrence
+from quire.ops.rope import RotaryTable
+from quire.signatures import checks_arguments
+from quire.types import SeqId
+
+
+@dataclass(slots=True)
+class Import:
+    """An import under way: what was promised and which groups have come."""
+
+    rows: dict[int, int]
+    """Rows of each layer with pages; of cross layers only those whose encoder rows were exported."""
+    checksums: dict[tuple[int, str], str]
+    """By layer and name; empty where the writer made none."""
+    done: set[int] = field(default_factory=set)
+
+
+@checks_arguments(but=("layer", "spec", "rotary_table"))  # which a forward calls for each layer
+class StateParts:
+    """The sequences and the parts of a KV state. See ``State`` for what it is made of."""
+
+    def __init__(
+        self,
+        specs: Sequence[LayerSpec],
+        *,
+        capacity: int | None = None,
+        window_capacity: int | None = None,
+        cross_capacity: int | None = None,
+        num_states: int | None = None,
+        ring: int = 4,
+        checkpoint_interval: int = 0,
+        page_size: int = 16,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        backend: AttentionBackend | None = None,
+        recurrence: RecurrenceBackend | None = None,
+        first_layer: int = 0,
+        layer_ids: Sequence[int] | None = None,
+    ) -> None:
+        """See ``State``."""
+        ids = ids_of(len(specs), first_layer, layer_ids)
+        recurrent = {layer: spec for layer, spec in zip(ids, specs, strict=True) if isinstance(spec, Recurrent)}
+        attention = {layer: spec for layer, spec in zip(ids, specs, strict=True) if layer not in recurrent}
+        if not specs:
+            raise InvalidArgument("a KV state needs at least one layer")
+        _check_pages(page_size, dtype, needed=bool(attention), capacity=capacity, window_capacity=window_capacity)
+        _check_slots(list(recurrent), num_states, ring, checkpoint_interval, page_size)
+        self.backend = ReferenceAttention() if backend is None else backend
+        self.device = torch.device(device)
+        self.dtype = dtype
+        self.page_size = page_size
+        self.first_layer = first_layer
+        self.all_specs: list[LayerSpec] = list(specs)
+        self.stored_specs: dict[int, StoredSpec] = {
+            layer: supported(layer, spec, self.backend, self.device) for layer, spec in attention.items()
+        }
+        """All layers with pages, by global id, ascending."""
+        encoders = {layer: spec for layer, spec in self.stored_specs.items() if isinstance(spec, CrossAttention)}
+        tokens_of = {layer: spec for layer, spec in self.stored_specs.items() if not isinstance(spec, CrossAttention)}
+        self.specs: list[PagedSpec] = list(tokens_of.values())
+        """Those that keep rows of tokens."""
+        self.layer_ids = tuple(tokens_of)
+        """Global ids of ``specs``, ascending."""
+        _check_encoders(list(encoders), cross_capacity)
+        self._pages_of_tokens = pages_for(capacity or 1, page_size)
+        self.classes: list[LayerClass] = []
+        self.table = SequenceTable(self._make_pools(window_capacity), page_size, [one.window for one in self.classes])
+        self._layers = {layer_id: self._layer(index) for index, layer_id in enumerate(self.layer_ids)}
+        self._rotary: dict[RopeSpec, RotaryTable] = {}
+        self.encoders: EncoderPart | None = None
+        """What cross layers read; None: there are no such layers."""
+        if cross_capacity is not None:
+            self.encoders = EncoderPart(
+                encoders, capacity=cross_capacity, page_size=page_size, dtype=dtype, device=self.device
+            )
+        self.recurrent: RecurrentPart | None = None
+        """The states of recurrent layers; None: there are no such layers."""
+        if num_states is not None:
+            self.recurrent = RecurrentPart(
+                list(recurrent.values()),
+                list(recurrent),
+                num_slots=num_states,
+                ring=ring,
+                interval=checkpoint_interval,
+                device=self.device,
+                backend=ReferenceRecurrence() if recurrence is None else recurrence,
+            )
+        self.imports: dict[SeqId, Import] = {}
+
+    def _make_pools(self, window_capacity: int | None) -> list[PagePool]:
+        """Make the layer classes and their storage; return their pools."""
+        members: dict[int | None, list[int]] = {}
+        for index, spec in enumerate(self.specs):
+            members.setdefault(spec.layer_window, []).append(index)
+        pools: list[PagePool] = []
+        for window, layers in members.items():
+            full = window is None or window_capacity is None
+            pools.append(PagePool(self._pages_of_tokens if full else pages_for(window_capacity or 1, self.page_size)))
+            slots = pools[-1].num_pages * self.page_size
+            storage = PagedStorage([self.specs[index] for index in layers], slots, self.dtype, self.device)
+            self.classes.append(LayerClass(window, tuple(layers), storage))
+        return pools
+
+    def _layer(self, index: int) -> Layer:
+        spec = self.specs[index]
+        which = next(number for number, one in enumerate(self.classes) if index in one.layers)
+        place = self.classes[which].layers.index(index)
+        stored = self.classes[which].storage.layers[place]
+        if isinstance(spec, LatentAttention):
+            return Layer(spec, which, place, stored.k, stored.v, Scoring(spec.scale), None)
+        sinks_H = torch.tensor(spec.sinks, dtype=torch.float32, device=self.device) if spec.sinks else None
+        return Layer(spec, which, place, stored.k, stored.v, Scoring(spec.scale, spec.softcap), sinks_H)
+
+    # -- layers ----------------------------------------------------------------------------------------------
+
+    def layer(self, layer_id: int, verb: str = "append_kv") -> Layer:
+        """Return a layer that keeps rows of tokens. ``InvalidArgument`` for one that is not of this state; ``Unsupported`` for a
+        cross or recurrent layer, with the reason why it has not this verb."""
+        found = self._layers.get(layer_id)
+        if found is None:
+            refuse_layer(verb, layer_id, self.spec(layer_id).kind)
+        return found
+
+    def index_of(self, layer_id: int) -> int:
+        """Return where a layer stands in ``specs``; refuses as ``layer``."""
+        self.layer(layer_id)
+        return bisect_left(self.layer_ids, layer_id)
+
+    def spec(self, layer_id: int) -> StoredSpec:
+        """Return what an attention layer is; ``Unsupported`` for a recurrent one, ``InvalidArgument`` for an unknown one."""
+        found = self.stored_specs.get(layer_id)
+        if found is None:
+            recurrent = [] if self.recurrent is None else self.recurrent.layer_ids
+            if layer_id in recurrent:
+                raise Unsupported(f"layer {layer_id} is of kind 'recurrent': {layer_refusal('append_kv', 'recurrent')}")
+            raise InvalidArgument(f"layer {layer_id}; {describe_ids(sorted([*self.stored_specs, *recurrent]))}")
+        return found
+
+    def rotary_table(self, spec: RopeSpec) -> RotaryTable:
+        """Return the table of one set of frequencies, which all layers that use it share."""
+        table = self._rotary.get(spec)
+        if table is None:
+            table = self._rotary[spec] = RotaryTable(spec, self.device)
+        return table
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all pools."""
+        parts = [one.storage for one in self.classes] + [part.storage for part in (self.encoders,) if part is not None]
+        return sum(storage.num_bytes for storage in parts) + (self.recurrent.num_bytes if self.recurrent else 0)
+
+    # -- kept states -----------------------------------------------------------------------------------------
+
+    def checkpoints(self, seq_id: SeqId) -> list[int]:
+        """Return the positions of the checkpoints, ascending, without 0 and without the ring of recent states; none without
+        recurrent layers."""
+        self.table.get(seq_id)
+        return [] if self.recurrent is None else self.recurrent.table.kept(seq_id)
+
+    def kept_positions(self, seq_id: SeqId) -> list[int]:
+        """Return the positions of all recurrent states that are there, ascending: the beginning, checkpoints, ring, the end.
+        Without recurrent layers the beginning and the end."""
+        length = self.table.get(seq_id).length
+        if self.recurrent is None:
+            return sorted({0, length})
+        table = self.recurrent.table
+        return sorted({0, *table.kept(seq_id), *table.ring_positions(seq_id), table.position(seq_id)})
+
+
+def _check_pages(
+    page_size: int, dtype: torch.dtype, *, needed: bool, capacity: int | None, window_capacity: int | None
+) -> None:
+    """``InvalidArgument`` unless these are sizes of pools of pages."""
+    if page_size < 1:
+        raise InvalidArgument(f"page_size {page_size}; at least 1 is needed")
+    if needed and capacity is None:
+        raise InvalidArgument("capacity is missing; give the tokens that attention layers have room for")
+    for name, tokens in (("capacity", capacity), ("window_capacity", window_capacity)):
+        if tokens is not None and tokens < 1:
+            raise InvalidArgument(f"{name} {tokens} tokens; at least 1 is needed")
+        if tokens is not None and not needed:
+            raise InvalidArgument(f"{name} {tokens} tokens, and there is no attention layer that would keep any")
+    if dtype not in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
+        raise InvalidArgument(f"KV dtype {dtype}; float32, float16, bfloat16 or float64 are stored")
+
+
+def _check_encoders(layers: Sequence[int], capacity: int | None) -> None:
+    """``InvalidArgument`` unless there is a capacity if and only if there are cross layers."""
+    if capacity is not None and capacity < 1:
+        raise InvalidArgument(f"cross_capacity {capacity} encoder rows; at least 1 is needed")
+    if layers and capacity is None:
+        raise InvalidArgument(
+            f"layers {list(layers)} are cross layers and cross_capacity is missing; give the encoder rows of all sequences"
+        )
+    if capacity is not None and not layers:
+        raise InvalidArgument(f"cross_capacity {capacity} encoder rows, and there is no cross layer")
+
+
+def _check_slots(layers: Sequence[int], num_states: int | None, ring: int, interval: int, page_size: int) -> None:
+    """``InvalidArgument`` unless there are slots if and only if there are recurrent layers."""
+    check_integer(ring, "ring", 0)
+    if check_integer(interval, "checkpoint_interval", 0) % page_size:
+        raise InvalidArgument(
+            f"checkpoint_interval {interval}; a multiple of the page size {page_size}, or 0 for none, is needed"
+        )
+    if num_states is not None:
+        check_integer(num_states, "num_states", 1)
+    if layers and num_states is None:
+        raise InvalidArgument(f"layers {list(layers)} are recurrent and num_states is missing; see num_states_for")
+    if not layers and (num_states is not None or interval):
+        raise InvalidArgument(
+            f"num_states {num_states} and checkpoint_interval {interval}, and there is no recurrent layer"
+        )

@@ -1,0 +1,385 @@
+"""``State``: the KV state of a model whose layers are of any kinds, as the contract has it (``contracts.kv_state``).
+
+It is sequences and parts (``parts``). **All parts or none**: a verb asks each part whether it can, then each changes. What a
+forward computes is in ``attention_verbs`` and ``recurrent_verbs``, reading and writing what is stored in ``stored_rows``, files
+and transfers in ``exchange``, room in ``state_pools``.
+
+Letters: T new tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import Tensor
+
+from quire.contracts.layers import sink_refusal, window_refusal
+from quire.errors import FailedPrecondition, InvalidArgument, ResourceExhausted, Unsupported
+from quire.interrupts import uninterrupted_verbs
+from quire.kv.attention_verbs import AttentionVerbs
+from quire.kv.audit import audit
+from quire.kv.exchange import ExchangeVerbs
+from quire.kv.forward_need import ForwardNeed
+from quire.kv.recurrent_verbs import RecurrentVerbs
+from quire.kv.rules import RefusedVerbs
+from quire.kv.sequences import check_integer
+from quire.kv.state_pass import StatePass
+from quire.kv.state_pools import StatePools
+from quire.kv.state_slots import StateNeed
+from quire.kv.stored_rows import RowVerbs
+from quire.kv.trees import TokenTreeParents
+from quire.kv.windows import Eviction, Window
+from quire.signatures import checks_arguments
+from quire.types import SeqId
+
+CHANGES = (
+    "clear",
+    "add_sequence",
+    "remove_sequence",
+    "fork_sequence",
+    "popn",
+    "enable_sliding_window_for_seq",
+    "commit_accepted_token_tree_nodes",
+    "checkpoint",
+    "drop_checkpoint",
+    "begin_forward",
+    "end_forward",
+    "abort_forward",
+    "set_cross_kv",
+    "debug_set_kv",
+    "debug_set",
+    "set",
+    "prepare_import",
+    "import_page_group",
+    "finish_import",
+)
+"""Verbs that change a state. An interrupt takes effect before or after one."""
+
+
+@checks_arguments()
+@uninterrupted_verbs(*CHANGES)
+class State(AttentionVerbs, RecurrentVerbs, RowVerbs, ExchangeVerbs, StatePools, RefusedVerbs):
+    """The KV state of a model, whatever its layers are.
+
+    ``specs``: the layers, of which ``first_layer`` is the global id of the first (a pipeline stage owns a range); ``layer_ids``:
+    those of all, ascending, where they are not a range. One thread at a time.
+
+    Attention layers that keep the same positions form a *layer class* with a pool of its own: those of one window, and all
+    without, latent ones among them. ``capacity``: tokens that the pool of each class holds, rounded up to whole pages, needed if
+    there is an attention layer; ``window_capacity``: the same for classes with a window, which need less (None: as many).
+    ``cross_capacity``: rows of encoders over all sequences, needed if and only if there are cross layers. ``backend``: what
+    computes attention; None: the reference, which is exact and slow (``quire.kernels.sdpa.SdpaAttention`` is fast).
+
+    ``num_states``: slots for recurrent states, kept ones included, needed if and only if there are recurrent layers; a sequence
+    needs one, and one more in a forward (``num_states_for`` adds up). ``ring``: how many of the last states before the present
+    one are kept while there is room. ``checkpoint_interval``: tokens between checkpoints that are kept by themselves, a multiple
+    of ``page_size``; 0: none. ``recurrence``: what computes recurrences; None: the reference
+    (``quire.kernels.recurrence.ChunkedRecurrence`` is fast).
+
+    Raises ``Unsupported`` for a layer that the backend does not have, and ``ResourceExhausted`` if the pools do not fit in memory.
+    """
+
+    @staticmethod
+    def num_states_for(
+        num_sequences: int,
+        *,
+        max_length: int = 1,
+        checkpoint_interval: int = 0,
+        ring: int = 4,
+        checkpoints: int = 0,
+        tree_nodes: int = 0,
+    ) -> int:
+        """The ``num_states`` with which so many sequences, which share no states, run in one forward and nothing that is kept is
+        given up: of each the present state, what a forward writes, the ring and the checkpoints.
+
+        ``max_length``: tokens of a sequence; ``checkpoint_interval``, ``ring``: those of the state; ``checkpoints``: what the
+        caller keeps besides; ``tree_nodes``: uncommitted nodes at most. All of each sequence; ``InvalidArgument`` below 0.
+        """
+        given = {"num_sequences": num_sequences, "max_length": max_length, "checkpoint_interval": checkpoint_interval}
+        given |= {"ring": ring, "checkpoints": checkpoints, "tree_nodes": tree_nodes}
+        for name, value in given.items():
+            check_integer(value, f"num_states_for: {name}", 1 if name in ("num_sequences", "max_length") else 0)
+        # A forward that ends on a multiple of the interval writes one state for both.
+        multiples = (max_length - 1) // checkpoint_interval if checkpoint_interval else 0
+        return num_sequences * (1 + max(1, tree_nodes) + ring + multiples + checkpoints)
+
+    # -- sequences -------------------------------------------------------------------------------------------
+
+    def clear(self) -> None:
+        """Drop everything; legal at any time."""
+        self.table.clear()
+        if self.encoders is not None:
+            self.encoders.table.clear()
+        if self.recurrent is not None:
+            self.recurrent.clear()
+        self.close_pass()
+        self.imports.clear()
+
+    def add_sequence(self, seq_id: SeqId) -> None:
+        """Make a sequence of length 0 that holds no page."""
+        self.table.add(seq_id)
+        if self.recurrent is not None:
+            self.recurrent.table.add(seq_id)
+
+    def remove_sequence(self, seq_id: SeqId) -> None:
+        """Forget a sequence; pages and states that nobody else holds are free."""
+        self.table.remove(seq_id)
+        if self.encoders is not None:
+            self.encoders.table.remove(seq_id)
+        if self.recurrent is not None:
+            self.recurrent.table.remove(seq_id)
+        self.imports.pop(seq_id, None)
+
+    def fork_sequence(self, parent_id: SeqId, child_id: SeqId, fork_pos: int = -1, *, exact: bool = False) -> int:
+        """Let the child hold the parent's first ``fork_pos`` tokens (-1: all), its window and its encoder rows. Shares pages and
+        states, copies nothing.
+
+        With recurrent layers the child stands at the nearest kept state; the result is how many tokens must be run on it to
+        arrive. With ``exact`` a fork that would return any is refused. ``FailedPrecondition`` for a position that is not
+        ``reachable``.
+        """
+        target = stop = check_integer(fork_pos, "fork_sequence: position", -1)
+        if parent_id in self.table and fork_pos <= (length := self.table.get(parent_id).length):
+            target = length if fork_pos == -1 else target
+            stop = self._stop(parent_id, target)
+        if target != stop:
+            # Checks all that can be wrong, an unknown parent and a position beyond its end included.
+            self.table.check_fork(parent_id, child_id, stop)
+            self._require_no_rerun(parent_id, target, stop, exact, "fork_sequence")
+        self.table.fork(parent_id, child_id, stop)
+        if self.encoders is not None:
+            self.encoders.table.fork(parent_id, child_id)
+        if self.recurrent is not None:
+            self.recurrent.table.fork(parent_id, child_id, stop)
+        return target - stop
+
+    def popn(self, seq_id: SeqId, n: int, *, exact: bool = False) -> int:
+        """Take back the last ``n`` tokens, with recurrent layers to the nearest kept state at or before that. Returns the tokens
+        between, which must be run again; with ``exact`` a pop that would return any is refused. ``FailedPrecondition`` below what
+        a window has evicted."""
+        n = check_integer(n, "popn: token count", 0)
+        stop = target = 0
+        if seq_id in self.table and n <= (length := self.table.get(seq_id).length):
+            target = length - n
+            stop = self._stop(seq_id, target)
+            n = length - stop
+        if target != stop:
+            self.table.check_pop(seq_id, n)
+            self._require_no_rerun(seq_id, target, stop, exact, "popn")
+        self.table.pop(seq_id, n)
+        if self.recurrent is not None:
+            self.recurrent.table.pop(seq_id, stop)
+        return target - stop
+
+    def _stop(self, seq_id: SeqId, position: int) -> int:
+        """Return where recurrent layers can stand, at ``position`` or before it."""
+        return position if self.recurrent is None else self.recurrent.table.nearest(seq_id, position)
+
+    def _require_no_rerun(self, seq_id: SeqId, target: int, stop: int, exact: bool, verb: str) -> None:
+        """``FailedPrecondition`` if ``exact``, since there is no state at ``target`` itself; ``stop`` is the nearest one."""
+        if exact:
+            raise FailedPrecondition(
+                f"{verb}: position {target} of sequence {seq_id} is reachable only by running {target - stop} tokens again from a "
+                f"recurrent state that is kept; go to {stop} and run them, or leave exact=False; states are kept at "
+                f"{self.kept_positions(seq_id)}"
+            )
+
+    def rewind_cost(self, seq_id: SeqId, pos: int) -> int:
+        """Return the tokens that must be run again after a pop or fork to ``pos``. Refuses as those do."""
+        pos = check_integer(pos, "rewind_cost: position", 0)
+        sequence = self.table.get(seq_id)
+        if pos > sequence.length:
+            raise InvalidArgument(
+                f"rewind_cost: position {pos} of sequence {seq_id} is outside of 0..{sequence.length}"
+            )
+        self.table.require_ready(seq_id, sequence, "rewind_cost")
+        self.table.require_committed(seq_id, sequence, "rewind_cost")
+        stop = self._stop(seq_id, pos)
+        self.table.require_reachable(seq_id, sequence, stop, "rewind_cost")
+        return pos - stop
+
+    def reachable(self, seq_id: SeqId) -> list[range]:
+        """Return the positions that ``popn`` and ``fork_sequence`` can go to, with or without tokens to run again; ascending."""
+        sequence = self.table.get(seq_id)
+        attention = self.table.reachable(sequence)
+        if self.recurrent is None or sequence.reserved is not None:
+            return attention  # One that is being imported stands nowhere yet.
+        kept = self.kept_positions(seq_id)
+        found: list[range] = []
+        for position, following in zip(kept, [*kept[1:], sequence.length + 1], strict=True):
+            if any(position in part for part in attention):
+                if found and found[-1].stop == position:
+                    found[-1] = range(found[-1].start, following)
+                else:
+                    found.append(range(position, following))
+        return found
+
+    def nearest_reachable(self, seq_id: SeqId, position: int) -> int:
+        """Return the latest position, not behind ``position``, that can be gone back to with nothing to run again."""
+        attention = self.table.reachable(self.table.get(seq_id))
+        if self.recurrent is None:
+            return max((min(position, part.stop - 1) for part in attention if part.start <= position), default=0)
+        kept = (one for one in self.kept_positions(seq_id) if one <= position)
+        return max((one for one in kept if any(one in part for part in attention)), default=0)
+
+    def held(self, seq_id: SeqId, layer_id: int) -> list[range]:
+        """Return the positions of which a layer holds rows, ascending; empty ranges are left out."""
+        return self.table.held(seq_id, self.layer(layer_id).class_index)
+
+    def enable_sliding_window_for_seq(
+        self, seq_id: SeqId, window: int | None, sink: int = 0, *, eviction: Eviction = "token"
+    ) -> None:
+        """The sequence keeps its first ``sink`` tokens and the last ``window - sink`` from its next forward on; None: all.
+
+        ``FailedPrecondition`` once something is evicted; ``Unsupported``: a sink, where layers rotate by a rule of their own;
+        any window, where there is no layer that it could concern.
+        """
+        if eviction not in ("token", "forward"):
+            raise InvalidArgument(f"eviction {eviction!r}; 'token' or 'forward' are accepted")
+        wanted: Window | None = None
+        if window is not None:
+            size = check_integer(window, "enable_sliding_window_for_seq: window", 1)
+            kept = check_integer(sink, "enable_sliding_window_for_seq: sink", 0)
+            if kept >= size:
+                raise InvalidArgument(f"window {size} with sink {kept}; 0 <= sink < window is needed")
+            if kept and (reason := sink_refusal(self.specs)):
+                raise Unsupported(f"window {size} with sink {kept}: {reason}")
+            wanted = Window(size, kept, eviction)
+        elif sink != 0:
+            raise InvalidArgument(f"sink {sink} without a window; give a window, or sink=0")
+        if not self.specs:
+            self.table.get(seq_id)
+            raise Unsupported(f"enable_sliding_window_for_seq: {window_refusal(self.all_specs)}")
+        self.table.set_window(seq_id, wanted)
+
+    def commit_accepted_token_tree_nodes(self, seq_ids: Sequence[SeqId], leaf_indices: Sequence[int]) -> None:
+        """Keep, for each sequence, the path from a root to the given node (-1: nothing), forget all other nodes."""
+        kept = self.table.check_commit(seq_ids, leaf_indices)
+        for one, copies in zip(self.classes, self.table.commit(kept), strict=True):
+            one.storage.copy(copies)
+        if self.recurrent is not None:
+            for seq_id, (_, path) in zip(seq_ids, kept, strict=True):
+                self.recurrent.table.commit(seq_id, path)
+
+    def check(self) -> None:
+        """Recount everything; ``QuireError`` names what is broken."""
+        audit(self.table)
+        if self.encoders is not None:
+            self.encoders.table.check(self.table.ids)
+        if self.recurrent is None:
+            return
+        self.recurrent.table.check()
+        for seq_id in self.table.ids:
+            sequence, stands = self.table.get(seq_id), self.recurrent.table.position(seq_id)
+            length = sequence.length if sequence.reserved is None else sequence.reserved
+            if stands != length:
+                raise FailedPrecondition(
+                    f"invariant: the recurrent state of sequence {seq_id} stands at {stands}, its length is {length}"
+                )
+
+    # -- forward ---------------------------------------------------------------------------------------------
+
+    def begin_forward(
+        self,
+        seq_ids: Sequence[SeqId],
+        append_lengths: Sequence[int],
+        token_tree_parents: TokenTreeParents = None,
+        *,
+        checkpoints: Sequence[Sequence[int]] = (),
+    ) -> None:
+        """Announce ``append_lengths[i]`` new tokens, or nodes, for ``seq_ids[i]``; takes pages and states, and plans the forward.
+
+        ``checkpoints`` (beyond the contract): per entry, after how many of its new tokens the recurrent state is kept as a
+        checkpoint, ascending, beside the multiples of ``checkpoint_interval``; empty: after none. Each takes a state slot.
+        ``InvalidArgument`` unless they are in 1..n_i, and for an entry of tree nodes.
+        """
+        need = self.table.plan_forward(seq_ids, append_lengths, token_tree_parents)
+        check_checkpoints(need, checkpoints)
+        if self.recurrent is None and any(checkpoints):
+            raise Unsupported("begin_forward: checkpoints of a state without recurrent layers, whose states they keep")
+        self.table.require_closed("begin_forward")
+        states = None if self.recurrent is None else self._reserve_states(need, checkpoints)
+        opened = self.table.open_forward(need)
+        try:
+            for one, copies, blanks in zip(self.classes, opened.copies, opened.blanks, strict=True):
+                one.storage.copy(copies)
+                one.storage.blank(blanks)
+            begun = None if self.recurrent is None or states is None else self.recurrent.begin(states)
+            self.current_pass = StatePass(self, need, begun)
+        except BaseException:
+            if self.recurrent is not None and self.recurrent.table.forward is not None:
+                self.recurrent.abort()
+            self.table.abort()
+            raise
+
+    def _reserve_states(self, need: ForwardNeed, checkpoints: Sequence[Sequence[int]]) -> StateNeed:
+        """Return what recurrent layers need for a forward; ``ResourceExhausted`` if there are not as many slots."""
+        states = self._state_need(need, checkpoints)
+        table = self.states_of("begin_forward")
+        if short := table.shortage(states):
+            raise ResourceExhausted(
+                f"begin_forward: {short} states more than there are free of {table.pool.num_pages} are needed; remove sequences, "
+                "drop checkpoints or give fewer sequences"
+            )
+        return states
+
+    def end_forward(self, *, skipped: Collection[int] = ()) -> None:
+        """Publish. Every layer that keeps rows of tokens must have been written, or be named in ``skipped``: its rows read as
+        zeros. A cross layer keeps its rows; a recurrent one that did not set its state keeps that."""
+        recurrent = () if self.recurrent is None else self.recurrent.layer_ids
+        skipped = {layer for layer in skipped if layer not in recurrent}
+        opened = self._require_written(skipped)
+        if self.recurrent is not None:
+            self.recurrent.complete()
+        for layer_id in skipped.intersection(self.layer_ids) - opened.written:
+            layer = self.layer(layer_id)
+            for stored in (layer.k_SHD, layer.v_SHD):
+                stored.index_fill_(0, opened.slots[layer.class_index], 0.0)
+        self.table.publish()
+        if self.recurrent is not None:
+            self.recurrent.publish()
+        self.close_pass()
+
+    def _require_written(self, skipped: Collection[int]) -> StatePass:
+        """Return the open forward, in which every layer has been written or is named in ``skipped``."""
+        for layer_id in skipped:
+            self.spec(layer_id)
+        opened = self.open_pass()
+        missing = [layer for layer in self.layer_ids if layer not in opened.written and layer not in skipped]
+        if missing:
+            raise FailedPrecondition(
+                f"end_forward: layers {missing} were not written; run them, or name them in skipped=, or call abort_forward"
+            )
+        return opened
+
+    def abort_forward(self) -> None:
+        """Lengths, trees, states and pages as before ``begin_forward``. What had left every window stays gone, and encoder rows
+        that were set meanwhile stay: they belong to the sequence and not to the forward."""
+        self.table.abort()
+        if self.recurrent is not None:
+            self.recurrent.abort()
+        self.close_pass()
+
+    def get_query_positions(self, *, relative: bool = False) -> Tensor:
+        """int32 ``[T]``: position of each new token; with ``relative`` less the evicted tokens of its query."""
+        opened = self.open_pass()
+        return opened.relative_T.to(torch.int32) if relative else opened.positions_T
+
+
+def check_checkpoints(need: ForwardNeed, checkpoints: Sequence[Sequence[int]]) -> None:
+    """``InvalidArgument`` unless there are none, or for each entry ascending counts of its new tokens."""
+    if checkpoints and len(checkpoints) != len(need.counts):
+        raise InvalidArgument(
+            f"begin_forward: checkpoints for {len(checkpoints)} entries; there are {len(need.counts)}"
+        )
+    for entry, asked in enumerate(checkpoints):
+        count = need.counts[entry]
+        if asked and need.trees[entry] is not None:
+            raise InvalidArgument(
+                f"begin_forward: checkpoints {list(asked)} of entry {entry}, which adds tree nodes: commit them first"
+            )
+        if any(low >= high for low, high in zip([0, *asked], [*asked, count + 1], strict=True)):
+            raise InvalidArgument(
+                f"begin_forward: checkpoints {list(asked)} of entry {entry}; ascending counts in 1..{count} are needed"
+            )
