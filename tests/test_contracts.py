@@ -41,7 +41,7 @@ SIGNATURES: dict[type, dict[str, str]] = {
         "disagg_mark_send": "seq_id, begin, compressed_remote_position_map, receiver",
         "disagg_wait": "seq_id, timeout=None",
         "disagg_cancel": "seq_id",
-        "get_checkpoint_metadata": "seq_id",
+        "get_checkpoint_metadata": "seq_id, *, checksums=True",
         "get_layout_hash": "",
         "export_page_group": "seq_id, group, out=None",
         "prepare_import": "seq_id, metadata",

@@ -1,8 +1,8 @@
 """The KV state: what the tokens so far have left behind, for every sequence and every layer.
 
 ``KVState`` holds the verbs of every kind of state. ``AttentionKVCache`` adds attention over K and V or latent
-rows (verbs in ``attention_state``), ``RNNState`` recurrent state (in ``recurrent_state``). A hybrid state is
-both. Names are those of TVM's ``KVState``, ``AttentionKVCache`` and ``RNNState`` in snake_case; *(ours)* marks
+rows (verbs in ``attention_state``), ``RNNState`` recurrent state (in ``recurrent_state``). ``ModelState`` is
+both, and says what it has room for (``pool_verbs``): what runners, engines and executors hold. Names are those of TVM's ``KVState``, ``AttentionKVCache`` and ``RNNState`` in snake_case; *(ours)* marks
 verbs that TVM does not have.
 
 Letters: L layers; B entries of the batch; n_i new tokens of entry i; T the sum of n_i; N >= T rows of a padded
@@ -52,6 +52,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 from quire.contracts.attention_state import AttentionVerbs
 from quire.contracts.channel import Channel, TransferMessage
+from quire.contracts.pool_verbs import PoolVerbs
 from quire.contracts.recurrent_state import RecurrentVerbs
 from quire.types import SeqId
 
@@ -64,6 +65,8 @@ __all__ = [
     "Channel",
     "Eviction",
     "KVState",
+    "ModelState",
+    "PoolVerbs",
     "RNNState",
     "RecurrentVerbs",
     "TokenTreeParents",
@@ -341,8 +344,8 @@ class KVState(Protocol):
 
     # -- export and import ----------------------------------------------------------------------------------------
 
-    def get_checkpoint_metadata(self, seq_id: SeqId) -> dict[str, object]:
-        """What an export of this sequence consists of, in JSON types.
+    def get_checkpoint_metadata(self, seq_id: SeqId, *, checksums: bool = True) -> dict[str, object]:
+        """What an export of this sequence consists of, in JSON types; without ``checksums`` those are empty.
 
         Format version, layers and kinds, dtypes, geometry, RoPE fingerprint, length, positions held per layer
         class, window, sink and eviction, kept recurrent positions, rows of each cross layer (None: not set), and per
@@ -392,3 +395,7 @@ class AttentionKVCache(KVState, AttentionVerbs, Protocol):
 
 class RNNState(KVState, RecurrentVerbs, Protocol):
     """The state of ``recurrent`` layers: immutable published states, shared by forks, some of them kept."""
+
+
+class ModelState(AttentionKVCache, RNNState, PoolVerbs, Protocol):
+    """The state of a model with layers of any kinds; verbs that none of them has are ``Unsupported``."""

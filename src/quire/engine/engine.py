@@ -104,7 +104,7 @@ class Engine:
         self.states = SessionStates(runner, cache=self.cache, host=self.host, metrics=self.metrics)
         self.pins = Pins(runner.state, self.states.sessions, limits.max_num_batched_tokens)
         self.checkpoints = None
-        if runner.state.recurrent is not None:
+        if runner.state.recurrent_ids:
             self.checkpoints = Checkpoints(
                 runner.state,
                 checkpoint_interval,
@@ -541,8 +541,8 @@ class Engine:
         """Give up one thing that can be had again: a cached sequence, or else an idle session's state, or a recurrent state
         that is kept on the way (before the others where states are what is short)."""
         with self.lock:
-            kept, recurrent = self.checkpoints, self.runner.state.recurrent
-            if kept is not None and recurrent is not None and not recurrent.table.num_available and kept.give_up():
+            kept = self.checkpoints
+            if kept is not None and not self.runner.state.num_available_states and kept.give_up():
                 return True
             if self.bury() or any(holder.give_back() for holder in list(self.runner.holders)):
                 return True
@@ -634,8 +634,7 @@ class Engine:
             metrics.pages_shared.set(state.num_shared_pages())
             metrics.adapters_loaded.set(len(self.runner.adapters.ids))
             metrics.adapters_resident.set(len(self.runner.adapters.resident))
-            if state.recurrent is not None:
-                metrics.checkpoints_kept.set(state.recurrent.table.num_kept)
+            metrics.checkpoints_kept.set(state.num_checkpoints)
             for counter, value in (
                 (metrics.num_preemptions, self.scheduler.num_preemptions),
                 (metrics.copy_on_write_splits, state.num_splits),

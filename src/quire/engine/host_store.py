@@ -21,9 +21,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from quire.contracts.kv_state import ModelState
 from quire.errors import ResourceExhausted
-from quire.kv import exchange
-from quire.kv.state import State
 from quire.metrics import Counter, Gauge
 from quire.runner.local import Runner
 from quire.types import Pop, Remove, SeqId, Step
@@ -236,7 +235,7 @@ class HostStore:
             return False
         try:
             started = time.perf_counter()
-            metadata = exchange.metadata(state, seq, checksums=False)
+            metadata = state.get_checkpoint_metadata(seq, checksums=False)
             nbytes = export_bytes(metadata)
             # What others hold too is likely to be found in the prefix cache, and need not be computed.
             tokens = owner.computed * (1 - shared)
@@ -323,11 +322,11 @@ class HostStore:
 
     def _fitting(self, copy: HostCopy, length: int) -> tuple[dict[str, Any], dict[int, dict[str, Tensor]]]:
         """The copy without the kept recurrent states for which there is no room, or that lie behind ``length``."""
-        part, kept = self.runner.state.recurrent, list(copy.metadata["kept_recurrent_positions"])
-        if part is None or not kept:
+        state, kept = self.runner.state, list(copy.metadata["kept_recurrent_positions"])
+        if not kept:
             return dict(copy.metadata), copy.groups
         # The present state takes a slot, and the next forward one more. Without the one at ``length`` it could not be cut there.
-        room = max(part.table.num_available - 2, int(length < copy.length))
+        room = max(state.num_available_states - 2, int(length < copy.length))
         taken = [position for position in kept if position <= length][-room:] if room else []
         gone = {str(position) for position in set(kept) - set(taken)}
 
@@ -347,18 +346,18 @@ class HostStore:
         return metadata, groups
 
 
-def shared_part(state: State, seq: SeqId) -> float:
+def shared_part(state: ModelState, seq: SeqId) -> float:
     """The part of what a sequence holds that belongs to others too, by pages; by recurrent states where there are no pages."""
-    held, shared = state.sequence_pages(seq)
-    if not held and state.recurrent is not None:
-        held, shared = state.recurrent.table.held_slots(seq)
-    return shared / held if held else 0.0
+    found = state.sequence_pages(seq)
+    if not found.held:
+        found = state.sequence_states(seq)
+    return found.shared / found.held if found.held else 0.0
 
 
-def stops_of(state: State, seq: SeqId) -> tuple[range, ...]:
+def stops_of(state: ModelState, seq: SeqId) -> tuple[range, ...]:
     """Lengths that an export of this sequence can be cut to. Of recurrent states only the present one and checkpoints are in it."""
     found = state.reachable(seq)
-    if state.recurrent is None:
+    if not state.recurrent_ids:
         return tuple(found)
     exported = sorted({0, *state.checkpoints(seq), state.sequence_length(seq)})
     return tuple(range(one, one + 1) for one in exported if any(one in part for part in found))

@@ -12,20 +12,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from quire.contracts.kv_state import ModelState
 from quire.contracts.layers import LayerSpec, Recurrent
 from quire.errors import FailedPrecondition, InvalidArgument
 from quire.kv.recurrent import initial_of
-from quire.kv.state import State
 from quire.kv.windows import describe_ranges
 from quire.types import SeqId
-
-
-def spec_of(kv: State, layer: int) -> LayerSpec:
-    """What a layer is, recurrent or not; ``InvalidArgument`` for an unknown one."""
-    part = kv.recurrent
-    if part is not None and layer in part.layer_ids:
-        return part.specs[part.layer_ids.index(layer)]
-    return kv.spec(layer)
 
 
 def names_of(spec: LayerSpec) -> tuple[str, ...]:
@@ -41,13 +33,13 @@ def initial(spec: LayerSpec) -> dict[str, Tensor]:
     return {name: initial_of(one) for name, one in zip(names_of(spec), spec.states, strict=True)}
 
 
-def read(kv: State, seq: SeqId, layer: int, *, partly: bool, position: int | None = None) -> dict[str, Tensor]:
+def read(kv: ModelState, seq: SeqId, layer: int, *, partly: bool, position: int | None = None) -> dict[str, Tensor]:
     """``k [n, Hkv, Dk]`` and ``v [n, Hkv, Dv]``, or ``latent [n, R]``, as stored; or the states of a recurrent layer that are kept at
     ``position`` (None: the present ones).
 
     ``partly``: a window may have let go of some tokens; then ``positions`` (int64) of those that are held are given too.
     """
-    spec = spec_of(kv, layer)
+    spec = kv.layer_spec(layer)
     if isinstance(spec, Recurrent):
         return {name: kv.debug_get(layer, index, seq, position=position) for index, name in enumerate(names_of(spec))}
     if not partly:
@@ -59,8 +51,8 @@ def read(kv: State, seq: SeqId, layer: int, *, partly: bool, position: int | Non
     return found | {"positions": torch.cat([torch.arange(part.start, part.stop, device=device) for part in held])}
 
 
-def _rows(kv: State, seq: SeqId, layer: int, start: int, stop: int | None) -> tuple[Tensor, ...]:
-    if kv.spec(layer).kind == "latent":
+def _rows(kv: ModelState, seq: SeqId, layer: int, start: int, stop: int | None) -> tuple[Tensor, ...]:
+    if kv.layer_spec(layer).kind == "latent":
         return (kv.debug_get_kv_mla(seq, start, stop, layer=layer),)
     return kv.debug_get_kv(seq, start, stop, layer=layer)
 
@@ -92,11 +84,11 @@ def check_names(spec: LayerSpec, layer: int, given: Mapping[str, Tensor | None],
 
 
 def checked(
-    kv: State, seq: SeqId, layer: int, start: int, count: int, given: Mapping[str, Tensor | None]
+    kv: ModelState, seq: SeqId, layer: int, start: int, count: int, given: Mapping[str, Tensor | None]
 ) -> dict[str, Tensor]:
     """The tensors to write, those that are not given as they stand. ``InvalidArgument`` for another shape or type and for values
     that are not finite; ``FailedPrecondition`` for rows that a window has let go of."""
-    spec = spec_of(kv, layer)
+    spec = kv.layer_spec(layer)
     if isinstance(spec, Recurrent):
         kept = read(kv, seq, layer, partly=False)
     else:
@@ -117,9 +109,9 @@ def checked(
     return kept | new
 
 
-def write(kv: State, seq: SeqId, layer: int, start: int, tensors: Mapping[str, Tensor]) -> None:
+def write(kv: ModelState, seq: SeqId, layer: int, start: int, tensors: Mapping[str, Tensor]) -> None:
     """Overwrite rows from ``start`` on, or the present states; other sequences keep theirs."""
-    spec = spec_of(kv, layer)
+    spec = kv.layer_spec(layer)
     if isinstance(spec, Recurrent):
         for index, name in enumerate(names_of(spec)):
             kv.debug_set(layer, index, seq, tensors[name])

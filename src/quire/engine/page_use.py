@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from quire.engine.prefix_cache import RadixCache
-from quire.kv.occupancy import num_named
 
 if TYPE_CHECKING:
+    from quire.contracts.kv_state import ModelState
     from quire.engine.session_states import SessionStates
-    from quire.kv.state import State
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +36,7 @@ class PageUse:
         return (self.held + self.pinned) / self.total if self.total else 0.0
 
 
-def page_use(state: State, sessions: SessionStates, cache: RadixCache | None) -> PageUse:
+def page_use(state: ModelState, sessions: SessionStates, cache: RadixCache | None) -> PageUse:
     """Count the pages as they are now. Call it under the engine's lock, between forwards.
 
     Cost O(pages, sequences, and entries of page tables), in NumPy.
@@ -53,9 +52,9 @@ def page_use(state: State, sessions: SessionStates, cache: RadixCache | None) ->
             pinned.add(seq)
         elif session.droppable:
             evictable.add(seq)
-    needed = [seq for seq in state.table.ids if seq in pinned or seq not in evictable]
-    num_needed = num_named(state, needed, with_kept=written)
-    num_pinned = num_named(state, [seq for seq in needed if seq in pinned], with_kept=written)
+    needed = [seq for seq in state.sequence_ids() if seq in pinned or seq not in evictable]
+    num_needed = state.num_needed(needed, with_kept=written)
+    num_pinned = state.num_needed([seq for seq in needed if seq in pinned], with_kept=written)
     return PageUse(
         total=state.num_pages,
         free=state.num_pages - state.num_used_pages,

@@ -616,7 +616,7 @@ class Session(Labelled):
     ) -> None:
         engine = self._engine
         recurrent = spec.kind == "recurrent"
-        if recurrent or (engine.runner.state.recurrent is not None and not self.modified):
+        if recurrent or (engine.runner.state.recurrent_ids and not self.modified):
             # States of recurrent layers before the last token are kept: for its logits it runs again, behind what is written.
             self._catch_up("set_kv", length - 1)
             with engine.lock:
@@ -635,7 +635,7 @@ class Session(Labelled):
     def _layer_spec(self, layer: int) -> LayerSpec:
         if not is_integer(layer):
             raise InvalidArgument(f"layer {layer!r}; an integer is needed, as in kv(0)")
-        return layer_memory.spec_of(self._engine.runner.state, layer)
+        return self._engine.runner.state.layer_spec(layer)
 
     def _catch_up(self, verb: str, length: int) -> None:
         """Let the state hold the first ``length`` tokens: all, or all but the last."""

@@ -52,10 +52,10 @@ class SessionStates:
 
     def apply(self, edit: Edit) -> None:
         """Execute an edit now."""
-        recurrent = self.runner.state.recurrent
-        if recurrent is not None and isinstance(edit, (Fork, Pop)):
+        state = self.runner.state
+        if state.recurrent_ids and isinstance(edit, (Fork, Pop)):
             seq = edit.parent if isinstance(edit, Fork) else edit.seq
-            length = recurrent.table.position(seq) if seq in recurrent.table else 0
+            length = state.sequence_length(seq)
             position = edit.pos if isinstance(edit, Fork) else length - edit.n
             self.metrics.checkpoints_used.inc(0 < position < length)
         self.runner.execute(Step(edits=(edit,)))
@@ -230,7 +230,7 @@ class SessionStates:
     ) -> None:
         seq, state = session.seq, self.runner.state
         assert seq is not None
-        recurrent = state.recurrent is not None and layer in state.recurrent.layer_ids
+        recurrent = layer in state.recurrent_ids
         if recurrent and session.computed in state.checkpoints(seq):
             # What is kept here is the state before the write, to which nobody shall come back.
             self.apply(DropCheckpoint(seq, session.computed))
@@ -250,7 +250,7 @@ class SessionStates:
         """Keep the present recurrent state of a session whose state cannot be computed again, in place of the one that was kept so
         before: its last token is run again for each turn, and slots of the ring are anybody's."""
         state, position = self.runner.state, session.computed
-        if state.recurrent is None or session.seq is None or not position:
+        if not state.recurrent_ids or session.seq is None or not position:
             return
         held = state.checkpoints(session.seq)
         if position in held:

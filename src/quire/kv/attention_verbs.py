@@ -25,7 +25,7 @@ from quire.types import SeqId
 
 
 @checks_arguments()
-class AttentionVerbs(OpenState):
+class StateAttention(OpenState):
     """What a state computes of attention. The contract's docstrings (``contracts.attention_state``) are not repeated here."""
 
     def attention_with_fused_qkv(

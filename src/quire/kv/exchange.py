@@ -37,22 +37,22 @@ FORMAT_VERSION = 2
 
 
 @checks_arguments()
-class ExchangeVerbs(StateParts):
+class StateExchange(StateParts):
     """Export and import of sequences (see ``contracts.kv_state``)."""
 
     def get_layout_hash(self) -> str:
         return layout_hash(self)
 
-    def get_checkpoint_metadata(self, seq_id: SeqId) -> dict[str, Any]:
-        return metadata(self, seq_id)
+    def get_checkpoint_metadata(self, seq_id: SeqId, *, checksums: bool = True) -> dict[str, Any]:
+        return metadata(self, seq_id, checksums=checksums)
 
     def export_page_group(self, seq_id: SeqId, group: int, out: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
         return export_group(self, seq_id, group, out)
 
-    def prepare_import(self, seq_id: SeqId, metadata: dict[str, Any]) -> None:
+    def prepare_import(self, seq_id: SeqId, metadata: Mapping[str, object]) -> None:
         prepare(self, seq_id, metadata)
 
-    def import_page_group(self, seq_id: SeqId, group: int, tensors: dict[str, Tensor]) -> None:
+    def import_page_group(self, seq_id: SeqId, group: int, tensors: Mapping[str, Tensor]) -> None:
         import_group(self, seq_id, group, tensors)
 
     def finish_import(self, seq_id: SeqId) -> None:

@@ -167,6 +167,17 @@ class StateParts:
             raise InvalidArgument(f"layer {layer_id}; {describe_ids(sorted([*self.stored_specs, *recurrent]))}")
         return found
 
+    @property
+    def recurrent_ids(self) -> tuple[int, ...]:
+        """Global ids of the recurrent layers, ascending."""
+        return () if self.recurrent is None else tuple(self.recurrent.layer_ids)
+
+    def layer_spec(self, layer_id: int) -> LayerSpec:
+        """Return what a layer is, recurrent or not; ``InvalidArgument`` for an unknown one."""
+        if self.recurrent is not None and layer_id in self.recurrent.layer_ids:
+            return self.recurrent.specs[self.recurrent.layer(layer_id)]
+        return self.spec(layer_id)
+
     def rotary_table(self, spec: RopeSpec) -> RotaryTable:
         """Return the table of one set of frequencies, which all layers that use it share."""
         table = self._rotary.get(spec)

@@ -21,7 +21,7 @@ from quire.types import SeqId
 
 
 @checks_arguments()
-class RecurrentVerbs(OpenState):
+class StateRecurrence(OpenState):
     """What a state computes and keeps of recurrent layers. The contract's docstrings are not repeated here."""
 
     def get(self, layer_id: int, state_id: int, *, per_token: bool = False, out: Tensor | None = None) -> Tensor:

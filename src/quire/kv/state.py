@@ -17,17 +17,17 @@ from torch import Tensor
 from quire.contracts.layers import sink_refusal, window_refusal
 from quire.errors import FailedPrecondition, InvalidArgument, ResourceExhausted, Unsupported
 from quire.interrupts import uninterrupted_verbs
-from quire.kv.attention_verbs import AttentionVerbs
+from quire.kv.attention_verbs import StateAttention
 from quire.kv.audit import audit
-from quire.kv.exchange import ExchangeVerbs
+from quire.kv.exchange import StateExchange
 from quire.kv.forward_need import ForwardNeed
-from quire.kv.recurrent_verbs import RecurrentVerbs
+from quire.kv.recurrent_verbs import StateRecurrence
 from quire.kv.rules import RefusedVerbs
 from quire.kv.sequences import check_integer
 from quire.kv.state_pass import StatePass
 from quire.kv.state_pools import StatePools
 from quire.kv.state_slots import StateNeed
-from quire.kv.stored_rows import RowVerbs
+from quire.kv.stored_rows import StateRows
 from quire.kv.trees import TokenTreeParents
 from quire.kv.windows import Eviction, Window
 from quire.signatures import checks_arguments
@@ -59,7 +59,7 @@ CHANGES = (
 
 @checks_arguments()
 @uninterrupted_verbs(*CHANGES)
-class State(AttentionVerbs, RecurrentVerbs, RowVerbs, ExchangeVerbs, StatePools, RefusedVerbs):
+class State(StateAttention, StateRecurrence, StateRows, StateExchange, StatePools, RefusedVerbs):
     """The KV state of a model, whatever its layers are.
 
     ``specs``: the layers, of which ``first_layer`` is the global id of the first (a pipeline stage owns a range); ``layer_ids``:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+from quire.contracts.pool_verbs import Holding
 from quire.errors import Unsupported
 from quire.kv.forward_need import ForwardNeed, pages_for
+from quire.kv.occupancy import num_named
 from quire.kv.pages import PagePool
 from quire.kv.parts import StateParts
 from quire.kv.rules import RECURRENT_REFUSAL
@@ -111,11 +113,24 @@ class StatePools(StateParts):
         sequences = [self.table.get(seq_id) for seq_id in self.table.ids]
         return sum(sequence.stored - sequence.evicted for sequence in sequences)
 
-    def sequence_pages(self, seq_id: SeqId) -> tuple[int, int]:
-        """(pages that the sequence holds, those of them that others hold too)"""
+    def sequence_ids(self) -> list[SeqId]:
+        """Return the ids of all sequences."""
+        return self.table.ids
+
+    def sequence_states(self, seq_id: SeqId) -> Holding:
+        """Return the slots of recurrent states that a sequence holds."""
+        return Holding(0, 0) if self.recurrent is None else Holding(*self.recurrent.table.held_slots(seq_id))
+
+    def num_needed(self, seq_ids: Collection[SeqId], *, with_kept: Collection[SeqId] = ()) -> int:
+        """Return how many pages these sequences cannot go on without (see ``PoolVerbs``)."""
+        return num_named(self, seq_ids, with_kept=with_kept)
+
+    def sequence_pages(self, seq_id: SeqId) -> Holding:
+        """Return the pages that the sequence holds, and how many of them others hold too."""
         sequence = self.table.get(seq_id)
         held, shared = (0, 0) if self.encoders is None else self.encoders.table.num_pages(seq_id)
-        return sum(table.held.size for table in sequence.tables) + held, self.table.shared_pages(seq_id) + shared
+        pages = sum(table.held.size for table in sequence.tables)
+        return Holding(pages + held, self.table.shared_pages(seq_id) + shared)
 
     def pool_sizes(self) -> list[int]:
         """Return the pages of each class that tokens take, and the slots of recurrent layers if there are any."""
@@ -145,6 +160,16 @@ class StatePools(StateParts):
         return self.table.num_splits + (0 if self.encoders is None else self.encoders.table.num_splits)
 
     # -- states (what a scheduler of checkpoints asks) --------------------------------------------------------
+
+    @property
+    def num_available_states(self) -> int:
+        """Slots for recurrent states that a forward can take now; 0 without recurrent layers."""
+        return 0 if self.recurrent is None else self.recurrent.table.num_available
+
+    @property
+    def num_checkpoints(self) -> int:
+        """Slots that checkpoints name."""
+        return 0 if self.recurrent is None else self.recurrent.table.num_kept
 
     def spare_states(self, seq_ids: Sequence[SeqId], append_lengths: Sequence[int]) -> int:
         """Return the state slots that are left beside those that this ``begin_forward`` takes; below 0: it is short of so many."""

@@ -24,7 +24,7 @@ from quire.types import SeqId
 
 
 @checks_arguments()
-class RowVerbs(StateParts):
+class StateRows(StateParts):
     """Reading and overwriting what tokens and encoders have left in attention layers."""
 
     def debug_get_kv(
@@ -93,7 +93,7 @@ def read(
     relative: bool,
     out: tuple[Tensor, Tensor] | None,
 ) -> tuple[Tensor, Tensor]:
-    """See ``RowVerbs.debug_get_kv``."""
+    """See ``StateRows.debug_get_kv``."""
     found = gathered(state, seq_id, start, end, layer_id, relative, out, "debug_get_kv")
     k = found[0].k if layer_id is not None else torch.stack([row.k for row in found])
     v = found[0].v if layer_id is not None else torch.stack([row.v for row in found])
@@ -116,7 +116,7 @@ def read_latent(
     relative: bool,
     out: Tensor | None,
 ) -> Tensor:
-    """See ``RowVerbs.debug_get_kv_mla``."""
+    """See ``StateRows.debug_get_kv_mla``."""
     found = gathered(state, seq_id, start, end, layer_id, relative, None, "debug_get_kv_mla")
     rows = [row.k.squeeze(1) for row in found]
     latent = rows[0] if layer_id is not None else torch.stack(rows)
@@ -169,7 +169,7 @@ def gathered(
 
 
 def overwrite(state: StateParts, seq_id: SeqId, start: int, k: Tensor, v: Tensor | None, layer_id: int | None) -> None:
-    """See ``RowVerbs.debug_set_kv``."""
+    """See ``StateRows.debug_set_kv``."""
     recurrent = not has_rows(state, layer_id)
     layers, count = ([], k.shape[0] if k.dim() else 0) if recurrent else rows_to_set(state, k, v, layer_id)
     start = check_integer(start, "debug_set_kv: start", 0)

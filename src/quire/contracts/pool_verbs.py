@@ -1,0 +1,171 @@
+"""What a KV state holds and has room for. ``kv_state.ModelState`` is these verbs and all others.
+
+*(ours)*, all of it: whoever schedules asks here and looks at no page. Legal at any time; nothing changes. Lists
+have one number for each pool of pages that tokens take, in one order, and then one for the slots of recurrent
+states if there are recurrent layers. No torch is imported at run time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from quire.contracts.layers import LayerSpec
+from quire.types import SeqId
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Holding(NamedTuple):
+    """What a sequence holds."""
+
+    held: int
+    shared: int
+    """How many of these others hold too."""
+
+
+class PoolVerbs(Protocol):
+    """Sizes, room, and who holds how much."""
+
+    dtype: torch.dtype
+    """Of stored rows."""
+    device: torch.device
+    page_size: int
+    """P"""
+
+    # -- layers ------------------------------------------------------------------------------------------------
+
+    @property
+    def recurrent_ids(self) -> tuple[int, ...]:
+        """Global ids of the recurrent layers, ascending."""
+        ...
+
+    def layer_spec(self, layer_id: int) -> LayerSpec:
+        """Return what a layer is; ``InvalidArgument`` for an unknown one."""
+        ...
+
+    # -- sizes -------------------------------------------------------------------------------------------------
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all pools."""
+        ...
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of all pools, those of encoder rows and the slots of recurrent states among them."""
+        ...
+
+    @property
+    def num_used_pages(self) -> int:
+        """Of ``num_pages`` those that some sequence holds."""
+        ...
+
+    @property
+    def num_splits(self) -> int:
+        """Shared pages that were copied because one of their owners wrote, since the state was made."""
+        ...
+
+    @property
+    def capacity(self) -> int | None:
+        """Tokens of the longest sequence that fits into the empty pools; None: windows leave no limit."""
+        ...
+
+    def pool_sizes(self) -> list[int]:
+        """Return the pages of each pool."""
+        ...
+
+    # -- going back --------------------------------------------------------------------------------------------
+
+    @property
+    def forgets(self) -> bool:
+        """Whether some positions cannot be gone back to, or not without running tokens again."""
+        ...
+
+    @property
+    def endless(self) -> bool:
+        """Whether positions may run on for ever behind a window."""
+        ...
+
+    def nearest_reachable(self, seq_id: SeqId, position: int) -> int:
+        """Return the latest position, not behind ``position``, to go back to with nothing to run again."""
+        ...
+
+    def kept_positions(self, seq_id: SeqId) -> list[int]:
+        """Return the positions of all recurrent states that are there, ascending, with 0 and the end."""
+        ...
+
+    def held(self, seq_id: SeqId, layer_id: int) -> list[range]:
+        """Return the positions of which a layer holds rows, ascending."""
+        ...
+
+    # -- sequences ---------------------------------------------------------------------------------------------
+
+    def sequence_ids(self) -> list[SeqId]:
+        """Return the ids of all sequences."""
+        ...
+
+    def sequence_pages(self, seq_id: SeqId) -> Holding:
+        """Return the pages that a sequence holds."""
+        ...
+
+    def sequence_states(self, seq_id: SeqId) -> Holding:
+        """Return the slots of recurrent states that a sequence holds."""
+        ...
+
+    def num_shared_pages(self) -> int:
+        """Return how many pages more than one sequence holds."""
+        ...
+
+    def num_needed(self, seq_ids: Collection[SeqId], *, with_kept: Collection[SeqId] = ()) -> int:
+        """Return how many pages these sequences cannot go on without, each counted once.
+
+        Of recurrent states the present one and those of uncommitted nodes; checkpoints only save work, but count
+        for the sequences in ``with_kept``. Cost O(pages, and entries of page tables).
+        """
+        ...
+
+    def pages_held(self, seq_ids: Collection[SeqId], kept: Collection[SeqId] = ()) -> list[int]:
+        """Return the pages of each pool that these sequences hold together; what they share counts once.
+
+        Of states those that cannot be given up: present ones, and checkpoints of the sequences in ``kept``.
+        """
+        ...
+
+    # -- room --------------------------------------------------------------------------------------------------
+
+    def pages_at_most(self, length: int, window: tuple[int, int] | None, step: int) -> list[int]:
+        """Return the pages of each pool that a sequence of ``length`` tokens takes at most.
+
+        ``window``: its size and sink; ``step``: tokens that are run at a time.
+        """
+        ...
+
+    def largest_step(self, window: int, sink: int) -> int:
+        """Return the tokens of one forward that fit into the empty pools beside such a window; may be below 1."""
+        ...
+
+    def shortage_in_steps(self, seq_ids: Sequence[SeqId], append_lengths: Sequence[int], most: int) -> int:
+        """Return an upper bound of the pages that these tokens are short of in forwards of at most ``most``."""
+        ...
+
+    # -- recurrent states ----------------------------------------------------------------------------------------
+
+    @property
+    def num_available_states(self) -> int:
+        """Slots for recurrent states that a forward can take now; 0 without recurrent layers."""
+        ...
+
+    @property
+    def num_checkpoints(self) -> int:
+        """Slots that checkpoints name."""
+        ...
+
+    def spare_states(self, seq_ids: Sequence[SeqId], append_lengths: Sequence[int]) -> int:
+        """Return the slots that this ``begin_forward`` leaves; below 0: it is short of so many."""
+        ...
+
+    def loose_checkpoints(self) -> dict[int, list[tuple[SeqId, int]]]:
+        """Return checkpoints (sequence and position) by slot, of the slots that are free without them."""
+        ...
