@@ -265,12 +265,20 @@ def test_decorated_functions_and_verbs() -> None:
     with pytest.raises(Heard):
         act(3)
 
-    @uninterrupted_verbs("change", "of_no_class")
-    class Thing:
+    class Part:
+        def other(self) -> None:
+            send()
+            done.append(5)
+
+    @uninterrupted_verbs("change", "other")
+    class Thing(Part):
         def change(self) -> None:
             send()
             done.append(4)
 
-    with pytest.raises(Heard):
-        Thing().change()
-    assert done == [3, 4]
+    for verb in (Thing().change, Thing().other):
+        with pytest.raises(Heard):
+            verb()
+    assert done == [3, 4, 5]
+    with pytest.raises(AttributeError):
+        uninterrupted_verbs("of_no_class")(Thing)

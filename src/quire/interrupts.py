@@ -144,12 +144,11 @@ def uninterrupted(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def uninterrupted_verbs(*names: str) -> Callable[[type[R]], type[R]]:
-    """Let these methods of a class be ``uninterrupted``, those among them that it defines itself."""
+    """Let these methods of a class, which it may have from others, be ``uninterrupted``."""
 
     def decorate(cls: type[R]) -> type[R]:
         for name in names:
-            if name in vars(cls):
-                setattr(cls, name, uninterrupted(vars(cls)[name]))
+            setattr(cls, name, uninterrupted(getattr(cls, name)))
         return cls
 
     return decorate

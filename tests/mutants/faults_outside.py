@@ -35,7 +35,7 @@ MUTANTS = (
     ),
     Mutant(
         name="imports-outlive-their-sequence",
-        file="kv/paged.py",
+        file="kv/state.py",
         old="        self.imports.pop(seq_id, None)\n",
         new="",
         tests=("kv/test_exchange.py::test_giving_up_gives_back_the_pages",),

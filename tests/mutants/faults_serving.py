@@ -101,7 +101,7 @@ INTERRUPTS = (
     ),
     Mutant(
         name="verbs-of-a-state-in-pieces",
-        file="kv/paged.py",
+        file="kv/state.py",
         old="@uninterrupted_verbs(*CHANGES)\n",
         new="",
         tests=("engine/test_interrupts.py::test_verbs_of_a_state_by_hand",),

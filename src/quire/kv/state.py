@@ -22,7 +22,7 @@ from quire.kv.audit import audit
 from quire.kv.exchange import StateExchange
 from quire.kv.forward_need import ForwardNeed
 from quire.kv.recurrent_verbs import StateRecurrence
-from quire.kv.rules import RefusedVerbs
+from quire.kv.rules import RECURRENT_REFUSAL, RefusedVerbs
 from quire.kv.sequences import check_integer
 from quire.kv.state_pass import StatePass
 from quire.kv.state_pools import StatePools
@@ -297,7 +297,7 @@ class State(StateAttention, StateRecurrence, StateRows, StateExchange, StatePool
         need = self.table.plan_forward(seq_ids, append_lengths, token_tree_parents)
         check_checkpoints(need, checkpoints)
         if self.recurrent is None and any(checkpoints):
-            raise Unsupported("begin_forward: checkpoints of a state without recurrent layers, whose states they keep")
+            raise Unsupported(f"begin_forward with checkpoints: {RECURRENT_REFUSAL}, whose states they keep")
         self.table.require_closed("begin_forward")
         states = None if self.recurrent is None else self._reserve_states(need, checkpoints)
         opened = self.table.open_forward(need)
