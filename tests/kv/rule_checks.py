@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from quire.errors import FailedPrecondition, Unsupported
+from quire.errors import FailedPrecondition, InvalidArgument, Unsupported
 from quire.kv.rule_table import SINK_OF_OWN_ROTATION, Combination
 
 from .rule_stories import Story, encoded, expected, given, recurrent_state
@@ -231,7 +231,14 @@ def cross_rows(story: Story, tokens: list[int]) -> None:
 def moved(story: Story, tokens: list[int]) -> None:
     other = Story(story.combination, page_size=5)
     assert other.state.get_layout_hash() == story.state.get_layout_hash()
+    assert other.state.get_layout() == story.state.get_layout()
     metadata = json.loads(json.dumps(story.state.get_checkpoint_metadata(0)))
+    exported = [story.state.export_page_group(0, layer) for layer in range(len(story.kinds))]
+    planned = other.state.plan_import(metadata)
+    assert [{name: (one.shape, one.dtype) for name, one in planned[layer].items()} for layer in sorted(planned)] == [
+        {name: (tuple(one.shape), one.dtype) for name, one in group.items()} for group in exported
+    ]
+    assert 7 not in other.state.table
     other.state.prepare_import(7, metadata)
     for layer in reversed(range(len(story.kinds))):
         other.state.import_page_group(7, layer, story.state.export_page_group(0, layer))
@@ -240,6 +247,8 @@ def moved(story: Story, tokens: list[int]) -> None:
     story.goes_on(0, tokens)
     unlike = Story(Combination(name="unlike", kinds=("latent",) if story.kinds != ("latent",) else ("full",)))
     assert unlike.state.get_layout_hash() != story.state.get_layout_hash()
+    with pytest.raises(InvalidArgument, match="import: "):
+        unlike.state.plan_import(metadata)
 
 
 def counts(story: Story, tokens: list[int]) -> None:
@@ -345,7 +354,9 @@ EXACT: dict[str, Callable[[Story, list[int]], None]] = {
     "set": recurrent_values,
     "debug_get": recurrent_values,
     "debug_set": recurrent_values,
+    "get_layout": moved,
     "get_layout_hash": moved,
+    "plan_import": moved,
     "get_checkpoint_metadata": moved,
     "export_page_group": moved,
     "prepare_import": moved,

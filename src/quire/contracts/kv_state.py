@@ -48,7 +48,7 @@ scheduler may use these Protocols.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
 
 from quire.contracts.attention_state import AttentionVerbs
 from quire.contracts.channel import Channel, TransferMessage
@@ -57,6 +57,7 @@ from quire.contracts.recurrent_state import RecurrentVerbs
 from quire.types import SeqId
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 __all__ = [
@@ -69,6 +70,7 @@ __all__ = [
     "PoolVerbs",
     "RNNState",
     "RecurrentVerbs",
+    "TensorPlan",
     "TokenTreeParents",
     "TransferMessage",
 ]
@@ -78,6 +80,13 @@ Eviction: TypeAlias = Literal["token", "forward"]
 
 TokenTreeParents: TypeAlias = Sequence[int] | Sequence[Sequence[int] | None]
 """One flat list of T parents (every entry is a tree), or a list of B items, each a list of parents or None."""
+
+
+class TensorPlan(NamedTuple):
+    """One tensor of an export."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
 
 class KVState(Protocol):
@@ -344,7 +353,7 @@ class KVState(Protocol):
 
     # -- export and import ----------------------------------------------------------------------------------------
 
-    def get_checkpoint_metadata(self, seq_id: SeqId, *, checksums: bool = True) -> dict[str, object]:
+    def get_checkpoint_metadata(self, seq_id: SeqId, *, checksums: bool = True) -> dict[str, Any]:
         """What an export of this sequence consists of, in JSON types; without ``checksums`` those are empty.
 
         Format version, layers and kinds, dtypes, geometry, RoPE fingerprint, length, positions held per layer
@@ -359,6 +368,9 @@ class KVState(Protocol):
         Page size, capacity, device and ranks are not part of it.
         """
 
+    def get_layout(self) -> dict[str, Any]:
+        """(ours) What the layout hash is of, in JSON types: ``layers`` with pages, and which ids layers have."""
+
     def export_page_group(self, seq_id: SeqId, group: int, out: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
         """The tensors of one layer (``group`` is its id), in order of position, free of pages.
 
@@ -366,6 +378,12 @@ class KVState(Protocol):
         positions held, or the rows of the encoder of a cross layer. Shared prefixes are resolved. A cross layer that is
         not set is no group (``FailedPrecondition``), as the metadata says. ``InvalidArgument``: no such layer, names or shapes of
         ``out``. ``FailedPrecondition``: uncommitted nodes, receiving or importing. Cost: the bytes of the group.
+        """
+
+    def plan_import(self, metadata: Mapping[str, object]) -> dict[int, dict[str, TensorPlan]]:
+        """(ours) The tensors that an import of this metadata takes, by layer and name; its checksums are not read.
+
+        Changes nothing, and refuses metadata as ``prepare_import`` does.
         """
 
     def prepare_import(self, seq_id: SeqId, metadata: Mapping[str, object]) -> None:

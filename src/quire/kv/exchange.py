@@ -13,13 +13,14 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 import xxhash
 from torch import Tensor
 
+from quire.contracts.kv_state import TensorPlan
 from quire.contracts.layers import CrossAttention, LatentAttention
 from quire.errors import DataLoss, FailedPrecondition, InvalidArgument, ResourceExhausted
 from quire.kv.encoders import EncoderPart
@@ -46,8 +47,15 @@ class StateExchange(StateParts):
     def get_checkpoint_metadata(self, seq_id: SeqId, *, checksums: bool = True) -> dict[str, Any]:
         return metadata(self, seq_id, checksums=checksums)
 
+    def get_layout(self) -> dict[str, Any]:
+        return {**ids_metadata(self), "layers": layers_metadata(self)}
+
     def export_page_group(self, seq_id: SeqId, group: int, out: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
         return export_group(self, seq_id, group, out)
+
+    def plan_import(self, metadata: Mapping[str, Any]) -> dict[int, dict[str, TensorPlan]]:
+        validate(self, metadata)
+        return groups_of(self, rows_by_layer(metadata), metadata["kept_recurrent_positions"])
 
     def prepare_import(self, seq_id: SeqId, metadata: Mapping[str, object]) -> None:
         prepare(self, seq_id, metadata)
@@ -108,15 +116,15 @@ def ids_metadata(state: StateParts) -> dict[str, Any]:
     return found
 
 
-def hash_of(layers: list[dict[str, Any]], ids: Mapping[str, Any]) -> str:
-    """The layout hash of such layers; ``ids`` as of ``ids_metadata``."""
-    text = json.dumps({**ids, "layers": layers}, sort_keys=True)
+def hash_of(layout: Mapping[str, Any]) -> str:
+    """The hash of what ``get_layout`` returns."""
+    text = json.dumps(layout, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def layout_hash(state: StateParts) -> str:
     """32 hex digits over what must agree between two states that exchange sequences."""
-    return hash_of(layers_metadata(state), ids_metadata(state))
+    return hash_of({**ids_metadata(state), "layers": layers_metadata(state)})
 
 
 def group_shapes(spec: StoredSpec, rows: int) -> dict[str, tuple[int, ...]]:
@@ -124,13 +132,6 @@ def group_shapes(spec: StoredSpec, rows: int) -> dict[str, tuple[int, ...]]:
     if isinstance(spec, LatentAttention):
         return {"latent": (rows, spec.row_dim)}
     return {"k": (rows, spec.num_kv_heads, spec.head_dim), "v": (rows, spec.num_kv_heads, spec.value_dim)}
-
-
-class TensorPlan(NamedTuple):
-    """One tensor of a group."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
 
 
 def groups_of(state: StateParts, rows: Mapping[int, int], kept: Iterable[int]) -> dict[int, dict[str, TensorPlan]]:

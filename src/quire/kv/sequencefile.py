@@ -13,40 +13,40 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quire.contracts.kv_state import ModelState
+from quire.contracts.layers import Recurrent
 from quire.errors import DataLoss, InvalidArgument
 from quire.interrupts import check as check_interrupts
 from quire.kv import exchange
 from quire.kv.recurrent import bytes_per_state
-from quire.kv.state import State
 from quire.kv.state_header import MAX_CONTAINERS, MAX_HEADER_BYTES, MAX_RANK, HeaderLimits
 from quire.kv.statefile import StateFile, TensorSpec
 from quire.types import SeqId
 
 
-def describe(state: State, seq: SeqId, prefix: str = "") -> tuple[dict[str, Any], list[TensorSpec]]:
+def describe(state: ModelState, seq: SeqId, prefix: str = "") -> tuple[dict[str, Any], list[TensorSpec]]:
     """The metadata of a sequence and the plan of its tensors, ``{prefix}layer.{i}.k`` and the like."""
-    metadata = exchange.metadata(state, seq, checksums=False)
-    del metadata["groups"]  # the container has names, shapes and checksums
-    rows = exchange.rows_by_layer(metadata)
+    metadata = state.get_checkpoint_metadata(seq, checksums=False)
     plan = [
         TensorSpec(name=f"{prefix}layer.{layer}.{name}", dtype=one.dtype, shape=one.shape)
-        for layer, group in exchange.groups_of(state, rows, metadata["kept_recurrent_positions"]).items()
+        for layer, group in state.plan_import(metadata).items()
         for name, one in group.items()
     ]
+    del metadata["groups"]  # the container has names, shapes and checksums
     return metadata, plan
 
 
-def header_limits(state: State, tokens: int, runs: int, rows: int, size: int) -> HeaderLimits:
+def header_limits(state: ModelState, tokens: int, runs: int, rows: int, size: int) -> HeaderLimits:
     """What the header of a file of ``size`` bytes may hold that has up to ``rows`` sequences of such a state, with at most ``tokens``
     token ids and ``runs`` changes of the adapter in all.
 
     A writer has one description of each layer for each sequence, and three arrays or objects for each tensor. Recurrent states
     are as many as the bytes of the file can be, and one for each sequence.
     """
-    layout = json.dumps([exchange.layers_metadata(state), exchange.ids_metadata(state)])
-    tensors = 2 * len(state.stored_specs) * rows
-    if state.recurrent is not None:
-        specs = state.recurrent.specs
+    found = state.get_layout()
+    layout, tensors = json.dumps(found), 2 * len(found["layers"]) * rows
+    specs = [spec for spec in map(state.layer_spec, state.recurrent_ids) if isinstance(spec, Recurrent)]
+    if specs:
         tensors += sum(len(spec.states) for spec in specs) * (rows + size // bytes_per_state(specs))
     # For each tensor its name twice, type, shape, offsets and checksum; ``held`` and ``cross`` have fewer parts than there are
     # layers and tensors.
@@ -58,22 +58,22 @@ def header_limits(state: State, tokens: int, runs: int, rows: int, size: int) ->
     )
 
 
-def is_exact(state: State, metadata: Mapping[str, Any]) -> bool:
+def is_exact(state: ModelState, metadata: Mapping[str, Any]) -> bool:
     """Whether the rows of attention layers were stored in this state's dtype. Recurrent states are taken in their own only."""
     mine = exchange.dtype_name(state.dtype)
     return all(layer["dtype"] == mine for layer in metadata["layers"])
 
 
-def tensors(state: State, seq: SeqId, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+def tensors(state: ModelState, seq: SeqId, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
     """The tensors of the plan, gathered layer by layer."""
-    recurrent = state.recurrent.layer_ids if state.recurrent is not None else ()
-    for layer in sorted((*exchange.all_rows(state, seq), *recurrent)):
-        for name, tensor in exchange.export_group(state, seq, layer).items():
+    groups = state.get_checkpoint_metadata(seq, checksums=False)["groups"]
+    for layer in [one["group"] for one in groups]:
+        for name, tensor in state.export_page_group(seq, layer).items():
             yield f"{prefix}layer.{layer}.{name}", tensor
 
 
 def check(
-    state: State, file: StateFile, metadata: Mapping[str, Any], prefix: str, convert_dtype: bool
+    state: ModelState, file: StateFile, metadata: Mapping[str, Any], prefix: str, convert_dtype: bool
 ) -> dict[str, Any]:
     """Whether this sequence of the file can be loaded; returns its metadata, in this state's dtype.
 
@@ -90,13 +90,13 @@ def check(
                 f"the state is stored in {', '.join(found)} and this one holds {mine}; pass convert_dtype=True to convert it"
             )
         wanted["layers"] = [{**layer, "dtype": mine} for layer in layers]
-        wanted["layout_hash"] = exchange.hash_of(wanted["layers"], exchange.ids_metadata(state))
-        if metadata.get("layout_hash") != exchange.hash_of(layers, exchange.ids_metadata(state)):
+        layout = state.get_layout()
+        wanted["layout_hash"] = exchange.hash_of({**layout, "layers": wanted["layers"]})
+        if metadata.get("layout_hash") != exchange.hash_of({**layout, "layers": layers}):
             raise DataLoss("the layout hash of the state file does not fit its layers")
-    exchange.validate(state, wanted)
-    rows = exchange.rows_by_layer(wanted)
-    groups = exchange.groups_of(state, rows, wanted["kept_recurrent_positions"])
-    said = {layer: one.get("dtype") for layer, one in zip(state.stored_specs, layers, strict=True)}
+    groups = state.plan_import(wanted)
+    ids = wanted.get("layer_ids") or range(wanted["first_layer"], wanted["first_layer"] + len(layers))
+    said = {layer: one.get("dtype") for layer, one in zip(ids, layers, strict=True)}
     for layer, group in groups.items():
         for name, one in group.items():
             full = f"{prefix}layer.{layer}.{name}"
@@ -133,13 +133,12 @@ def tensor_names(checked: Mapping[str, Any], prefix: str = "") -> set[str]:
     return {f"{prefix}layer.{group['group']}.{name}" for group in checked["groups"] for name in group["tensors"]}
 
 
-def load(state: State, seq: SeqId, file: StateFile, checked: Mapping[str, Any], prefix: str = "") -> None:
+def load(state: ModelState, seq: SeqId, file: StateFile, checked: Mapping[str, Any], prefix: str = "") -> None:
     """Make ``seq`` from the file; ``checked`` is what ``check`` returned. ``ResourceExhausted`` without room."""
     state.prepare_import(seq, dict(checked))
     try:
         with torch.inference_mode():
-            rows = exchange.rows_by_layer(checked)
-            for layer, group in exchange.groups_of(state, rows, checked["kept_recurrent_positions"]).items():
+            for layer, group in state.plan_import(checked).items():
                 found = {
                     name: file.tensor(f"{prefix}layer.{layer}.{name}").to(one.dtype) for name, one in group.items()
                 }
