@@ -41,7 +41,8 @@ from quire.engine.grammar_matcher import GrammarMatcher
 from quire.engine.structured import Grammars
 from quire.errors import QuireError
 from quire.kv.passes import AttentionPass
-from quire.ops.sampling import RequestSampler, SampledTokens
+from quire.ops.request_sampler import RequestSampler
+from quire.ops.sampling import SampledTokens
 
 KNOWN = "known: "
 """Before the name of a kind: the model writes the form by itself."""

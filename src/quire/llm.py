@@ -35,16 +35,8 @@ from quire.engine.engine import Engine
 from quire.engine.generation import SequenceRequest, SessionState
 from quire.engine.media import NO_MEDIA, Media
 from quire.engine.named_adapters import AdapterInfo
-from quire.engine.prompt_sessions import PromptsOrSessions, split_sessions
-from quire.engine.prompts import (
-    PreparedPrompts,
-    Prompt,
-    Prompts,
-    Text,
-    as_prompts,
-    naming_prompt,
-    read_prompt,
-)
+from quire.engine.prompt_sessions import PreparedPrompts, PromptsOrSessions, split_sessions
+from quire.engine.prompts import Prompt, Prompts, Text, as_prompts, naming_prompt, read_prompt
 from quire.engine.request import SlidingWindow, TokenBuffer
 from quire.engine.results import request_output
 from quire.engine.session import Session

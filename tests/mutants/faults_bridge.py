@@ -28,7 +28,7 @@ MUTANTS = (
     ),
     Mutant(
         name="rows-give-up-written-states",
-        file="executor/cache.py",
+        file="executor/cache_rows.py",
         old="            known = 0 if row.origin.modified else known\n",
         new="",
         tests=("engine/test_bridge.py::test_a_written_recurrent_state_is_not_run_again_by_the_executor",),

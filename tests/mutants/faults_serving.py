@@ -59,7 +59,7 @@ INTERRUPTS = (
     ),
     Mutant(
         name="code-of-users-shielded",
-        file="ops/sampling.py",
+        file="ops/request_sampler.py",
         old="made = exposed(partial(processor, list(self._output), logits_V))",
         new="made = partial(processor, list(self._output), logits_V)()",
         tests=("engine/test_interrupts.py::test_a_logits_processor_is_interrupted_where_it_is",),
@@ -94,7 +94,7 @@ INTERRUPTS = (
     ),
     Mutant(
         name="caches-lost-to-the-garbage-collector",
-        file="executor/cache.py",
+        file="executor/cache_rows.py",
         old="        pool.watch(self)\n",
         new="",
         tests=("engine/test_interrupts.py::test_what_nobody_holds_any_more_is_ended_by_the_next_step",),

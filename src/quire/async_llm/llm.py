@@ -17,8 +17,8 @@ from quire.config import EngineConfig
 from quire.engine.engine import Engine
 from quire.engine.generation import SequenceRequest
 from quire.engine.named_adapters import AdapterInfo
-from quire.engine.prompt_sessions import PromptsOrSessions
-from quire.engine.prompts import PreparedPrompts, Prompt, Prompts
+from quire.engine.prompt_sessions import PreparedPrompts, PromptsOrSessions
+from quire.engine.prompts import Prompt, Prompts
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import InvalidArgument
 from quire.executor.executor import Executor

@@ -13,8 +13,7 @@ from quire.async_llm.background import Background
 from quire.async_llm.stepper import Job
 from quire.async_llm.stream import AsyncStream, Prepared
 from quire.engine.chat_turns import ReadAnswer
-from quire.engine.generation import SequenceRequest
-from quire.engine.pins import PinAccount
+from quire.engine.generation import PinAccount, SequenceRequest
 from quire.engine.prompt_sessions import PromptsOrSessions
 from quire.engine.prompts import Prompt, Text
 from quire.engine.results import request_output

@@ -29,9 +29,9 @@ from quire.engine.media import NO_MEDIA, Media
 from quire.engine.page_use import PageUse, page_use
 from quire.engine.pins import Pins, final_length
 from quire.engine.prefix_cache import RadixCache
+from quire.engine.prompt_logprobs import PromptLogprobs
 from quire.engine.prompts import embeddings_of
 from quire.engine.request import ScheduledRequest, TokenBuffer
-from quire.engine.results import PromptLogprobs
 from quire.engine.scheduler import Limits, Scheduled, Scheduler
 from quire.engine.session_states import SessionStates, media_of
 from quire.engine.structured import Grammars
@@ -40,7 +40,7 @@ from quire.errors import FailedPrecondition, InvalidArgument, QuireError
 from quire.interrupts import Lock, check, uninterrupted
 from quire.kv.hybrid import HybridState
 from quire.metrics import EngineMetrics
-from quire.ops.sampling import RequestSampler
+from quire.ops.request_sampler import RequestSampler
 from quire.orphans import Orphans
 from quire.outputs import FinishReason
 from quire.runner.local import Extras, Runner, StepOutput

@@ -26,9 +26,8 @@ from quire.engine.adapter_keys import AdapterNames, Fingerprints, runs_of_sessio
 from quire.engine.chat import encode_chat
 from quire.engine.chat_turns import Asked, ChatTurns, ReadAnswer
 from quire.engine.engine import Engine
-from quire.engine.generation import SequenceRequest, SessionState
+from quire.engine.generation import PinAccount, SequenceRequest, SessionState
 from quire.engine.media import NO_MEDIA, Media
-from quire.engine.pins import PinAccount
 from quire.engine.prompts import Prompt, Text, read_prompt
 from quire.engine.request import TokenBuffer
 from quire.engine.results import request_output

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 from weakref import WeakValueDictionary
 
 import torch
@@ -28,10 +28,6 @@ from quire.orphans import Orphans
 from quire.runner.local import Runner
 from quire.types import AdapterRuns, Add, Edit, Fork, Remove, SeqId, Step, Window
 
-if TYPE_CHECKING:
-    from quire.executor.cache import KVCache
-
-
 NO_PAGES = "the model has recurrent layers only, whose state lies in no pages of tokens"
 
 
@@ -40,6 +36,25 @@ class Identity(Protocol):
 
     def fields(self) -> Mapping[str, str]:
         """``architecture``, ``config`` and ``weights``: equal fields mean that K and V mean the same."""
+        ...
+
+
+class PooledCache(Protocol):
+    """What a pool knows of a cache over it."""
+
+    rows: list[Row]
+    last_access: float | None
+
+    def give_up_states(self) -> int:
+        """Let go of recurrent states that only save work; how many they were."""
+        ...
+
+    def settle(self) -> int:
+        """Let verified chains become ordinary tokens; how many these were."""
+        ...
+
+    def release(self) -> None:
+        """Give the pages back now."""
         ...
 
 
@@ -108,7 +123,7 @@ class CachePool:
         """Whether some layer lets go of tokens."""
         self.dtype: torch.dtype = state.dtype
         self.device: torch.device = state.device
-        self.caches: WeakValueDictionary[str, KVCache] = WeakValueDictionary()
+        self.caches: WeakValueDictionary[str, PooledCache] = WeakValueDictionary()
         self.peak_bytes = 0
         self.position_refusal = position_refusal(runner.model.layer_specs)
         """Why tokens can stand at no positions but their indices; empty: they can."""
@@ -300,11 +315,11 @@ class CachePool:
         there were any."""
         return self._give_up_states(self._by_last_access(), 1) > 0
 
-    def _by_last_access(self) -> Iterator[KVCache]:
+    def _by_last_access(self) -> Iterator[PooledCache]:
         return iter(sorted(self.caches.values(), key=lambda cache: cache.last_access or 0.0))
 
     @staticmethod
-    def _give_up_states(caches: Iterator[KVCache], wanted: int) -> int:
+    def _give_up_states(caches: Iterator[PooledCache], wanted: int) -> int:
         """Let the next of these caches let go of states that only save work, until those are ``wanted``; how many they are. Fewer
         slots may be free by that: others name some of them, too."""
         found = 0
@@ -424,7 +439,7 @@ class CachePool:
 
     # -- the end of caches -----------------------------------------------------------------------------------
 
-    def watch(self, cache: KVCache) -> None:
+    def watch(self, cache: PooledCache) -> None:
         """Free the rows of a cache once nobody holds it: at once, or where that is interrupted at the next ``sweep``."""
         self._watched.watch(cache, partial(self._orphans.append, cache.rows))
 
