@@ -17,8 +17,8 @@ from torch import Tensor
 
 from quire.errors import FailedPrecondition, InvalidArgument, QuireError
 from quire.ops import filters, sampling
-from quire.ops.edits import FAILED
 from quire.ops.filters import Candidates, GivenMasks, Words, candidates, mask_out, num_words, zero_bits
+from quire.ops.logit_edits import FAILED
 from quire.ops.request_sampler import RequestSampler, make_generator
 from quire.ops.sampling import logprobs_of, probabilities, sample
 from quire.sampling_params import SamplingParams

@@ -11,7 +11,7 @@ from tests.exact import TINY_PYTHON
 
 from quire import LLM, FailedPrecondition, InvalidArgument, SamplingParams
 from quire.engine.prompt_logprobs import PromptLogprobs
-from quire.engine.results import request_output
+from quire.engine.request_outputs import request_output
 from quire.engine.scheduler import ALL_LOGITS_CHUNK
 from quire.outputs import Logprob, RequestOutput
 

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from quire.engine.detokenizer import IncrementalDetokenizer
 from quire.engine.engine import DETOKENIZER_CONTEXT, Engine
-from quire.engine.generation import SequenceRequest, SessionState
 from quire.engine.request import TokenBuffer
-from quire.engine.results import by_token
+from quire.engine.request_outputs import by_token
+from quire.engine.sequence_request import SequenceRequest, SessionState
 from quire.errors import InvalidArgument, QuireError
 from quire.interrupts import check, uninterrupted
 from quire.ops.sampling import RankedLogprob, TokenLogprobs, top_logprobs

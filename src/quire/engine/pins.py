@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
-from quire.engine.generation import PinAccount, SessionState
 from quire.engine.request import SlidingWindow
+from quire.engine.sequence_request import PinAccount, SessionState
 from quire.errors import PoolExhausted, QuotaExceeded
 from quire.types import SeqId
 

@@ -18,7 +18,7 @@ from quire.config import MODALITIES
 from quire.contracts.executor import VISION_PLACEHOLDER, AudioData, ExecutorInputs, TextData, VisionData
 from quire.engine.media import NO_MEDIA, Media
 from quire.errors import InvalidArgument, QuireError, Unsupported
-from quire.executor.media import media_of_rows, recorded_ids
+from quire.executor.row_media import media_of_rows, recorded_ids
 
 KEYS = ("prompt_token_ids", "multi_modal_data", "prompt_embeds")
 KINDS = {"image": VisionData, "audio": AudioData}

@@ -20,7 +20,7 @@ from quire.errors import InvalidArgument, ResourceExhausted, Unsupported
 from quire.executor import serialized
 from quire.executor.cache_rows import CacheRows, locked
 from quire.executor.pool import NO_PAGES, CachePool
-from quire.executor.rows import Ids, TokenRecord
+from quire.executor.row import Ids, TokenRecord
 from quire.kv.state_slots import NULL
 from quire.signatures import checks_arguments
 

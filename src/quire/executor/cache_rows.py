@@ -14,7 +14,7 @@ from typing import Concatenate, Final, ParamSpec, Self, TypeVar
 
 from quire.errors import NotFound, QuireError
 from quire.executor.pool import CachePool
-from quire.executor.rows import NO_IDS, Ids, Pending, Row, history
+from quire.executor.row import NO_IDS, Ids, Pending, Row, history
 from quire.signatures import checks_arguments
 from quire.types import AdapterRuns, Commit, Pop
 

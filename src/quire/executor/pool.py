@@ -6,7 +6,7 @@ All caches of one executor share a ``CachePool``. It also knows what stays true 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Protocol
 from weakref import WeakValueDictionary
@@ -15,8 +15,8 @@ import torch
 
 from quire.contracts.layers import KeyValueAttention, LatentAttention, sink_refusal, window_refusal
 from quire.errors import FailedPrecondition, InvalidArgument, QuireError, ResourceExhausted, Unsupported
-from quire.executor.operations import Operations
-from quire.executor.rows import Row
+from quire.executor.row import Row
+from quire.executor.running_calls import Operations
 from quire.interrupts import Lock
 from quire.kv import windows
 from quire.kv.need import pages_for
@@ -24,19 +24,12 @@ from quire.kv.paged import PagedKVState
 from quire.kv.rule_table import POSITIONS_OF_WINDOWS, position_refusal
 from quire.kv.sequences import check_integer
 from quire.kv.state_slots import NULL
+from quire.models.fingerprint import ModelIdentity
 from quire.orphans import Orphans
 from quire.runner.local import Runner
-from quire.types import AdapterRuns, Add, Edit, Fork, Remove, SeqId, Step, Window
+from quire.types import AdapterRuns, Add, Edit, Fork, Remove, SeqId, SetWindow, Step
 
 NO_PAGES = "the model has recurrent layers only, whose state lies in no pages of tokens"
-
-
-class Identity(Protocol):
-    """Which model this is. The digest of the weights may be computed when it is first asked for."""
-
-    def fields(self) -> Mapping[str, str]:
-        """``architecture``, ``config`` and ``weights``: equal fields mean that K and V mean the same."""
-        ...
 
 
 class PooledCache(Protocol):
@@ -71,7 +64,7 @@ class CachePool:
     def __init__(
         self,
         runner: Runner,
-        identity: Identity,
+        identity: ModelIdentity,
         max_model_len: int,
         lock: Lock,
         *,
@@ -187,7 +180,7 @@ class CachePool:
         seqs = [self.runner.new_seq() for _ in range(count)]
         self.edit(*(Add(seq) for seq in seqs))
         if self.window is not None:
-            self.edit(*(Window(seq, self.window, self.sink) for seq in seqs))
+            self.edit(*(SetWindow(seq, self.window, self.sink) for seq in seqs))
         return seqs
 
     def fork(self, parents: Sequence[SeqId], positions: Sequence[int] | None = None) -> list[SeqId]:

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from quire.executor.cache_rows import CacheRows
-from quire.executor.extension import extensions, packed
-from quire.executor.operations import Operation
 from quire.executor.replay import owed_tokens
-from quire.executor.rows import Ids
+from quire.executor.row import Ids
+from quire.executor.row_extension import extensions, packed
+from quire.executor.running_calls import Operation
 from quire.executor.transaction import Transaction
 from quire.types import AdapterRuns
 

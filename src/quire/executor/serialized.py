@@ -17,9 +17,9 @@ from torch import Tensor
 
 from quire.errors import DataLoss, InvalidArgument, NotFound, ResourceExhausted, Unsupported
 from quire.executor.cache_rows import CacheRows
-from quire.executor.operations import Operation
 from quire.executor.rewinding import run_owed
-from quire.executor.rows import LAST_PLACEHOLDER, NO_IDS, Ids, Origin, Row, TokenRecord, history
+from quire.executor.row import LAST_PLACEHOLDER, NO_IDS, Ids, Origin, Row, TokenRecord, history
+from quire.executor.running_calls import Operation
 from quire.executor.saved_kinds import (
     KV_CACHE,
     KV_CACHE_WITH_POSITIONS,
@@ -35,7 +35,7 @@ from quire.kv.rule_table import POSITIONS_OF_WINDOWS
 from quire.kv.state_schema import check_metadata
 from quire.kv.statefile import StateFile, TensorSpec, read_state, to_bytes
 from quire.runner.adapter_history import as_read, written
-from quire.types import BASE, AdapterRuns, Add, Window
+from quire.types import BASE, AdapterRuns, Add, SetWindow
 
 
 def dump(cache: CacheRows) -> bytes:
@@ -276,7 +276,7 @@ def _import_rows(cache: CacheRows, file: StateFile, saved: Sequence[SavedRow]) -
         for row in saved:
             seq = pool.runner.new_seq()
             if row.sequence is None:
-                pool.edit(Add(seq), *(() if row.window is None else (Window(seq, *row.window),)))
+                pool.edit(Add(seq), *(() if row.window is None else (SetWindow(seq, *row.window),)))
             else:
                 sequencefile.load(pool.state, seq, file, row.sequence, row.prefix)
             tokens = None if row.ids is None else TokenRecord(row.ids[: row.length])

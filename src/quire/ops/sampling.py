@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from quire.errors import InvalidArgument, QuireError
-from quire.ops.edits import FAILED, Bans, edited, first_maxima
 from quire.ops.filters import Allowed, GivenMasks, Words, candidates, first_allowed, num_words, take_rows, top_ids
+from quire.ops.logit_edits import FAILED, Bans, edited, first_maxima
 from quire.ops.request_sampler import RequestSampler, check_ids
 
 CHUNK_ELEMENTS = 1 << 24

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quire.contracts.executor import RequestSampling
 from quire.errors import FailedPrecondition, InvalidArgument, QuireError, Unsupported
-from quire.executor.rows import Ids
+from quire.executor.row import Ids
 from quire.ops.request_sampler import RequestSampler, TokenCounts
 from quire.ops.sampling import probabilities, sample
 from quire.sampling_params import SamplingParams

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quire.engine.generation import SequenceRequest
+from quire.engine.sequence_request import SequenceRequest
 from quire.engine.tokenizer import Tokenizer
 from quire.ops.sampling import TokenLogprobs
 from quire.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
