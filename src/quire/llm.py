@@ -35,9 +35,9 @@ from quire.engine.media import NO_MEDIA, Media
 from quire.engine.named_adapters import AdapterInfo
 from quire.engine.prompt_sessions import PreparedPrompts, PromptsOrSessions, split_sessions
 from quire.engine.prompts import Prompt, Prompts, Text, as_prompts, naming_prompt, read_prompt
-from quire.engine.request import SlidingWindow, TokenBuffer
 from quire.engine.request_checks import RequestChecks
 from quire.engine.request_outputs import request_output
+from quire.engine.scheduled_request import SlidingWindow, TokenBuffer
 from quire.engine.sequence_request import SequenceRequest, SessionState
 from quire.engine.session import Session
 from quire.engine.session_labels import checked_labels, checked_name

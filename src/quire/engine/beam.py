@@ -20,8 +20,8 @@ from torch import Tensor
 
 from quire.engine.detokenizer import IncrementalDetokenizer
 from quire.engine.engine import DETOKENIZER_CONTEXT, Engine
-from quire.engine.request import TokenBuffer
 from quire.engine.request_outputs import by_token
+from quire.engine.scheduled_request import TokenBuffer
 from quire.engine.sequence_request import SequenceRequest, SessionState
 from quire.errors import InvalidArgument, QuireError
 from quire.interrupts import check, uninterrupted

@@ -8,7 +8,7 @@ adapter each ran, and how the state came to be what it is (``quire.executor.row.
 from __future__ import annotations
 
 from quire.engine.engine import Engine
-from quire.engine.request import SlidingWindow, TokenBuffer
+from quire.engine.scheduled_request import SlidingWindow, TokenBuffer
 from quire.engine.sequence_request import SessionState
 from quire.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted, Unsupported
 from quire.executor.arguments import resolve_cache

@@ -29,9 +29,9 @@ from quire.engine.pins import Pins, final_length
 from quire.engine.prefix_cache import RadixCache
 from quire.engine.prompt_logprobs import PromptLogprobs
 from quire.engine.prompts import embeddings_of
-from quire.engine.request import ScheduledRequest, TokenBuffer
 from quire.engine.request_checks import RequestChecks
 from quire.engine.sampling_step import SamplingStep
+from quire.engine.scheduled_request import ScheduledRequest, TokenBuffer
 from quire.engine.scheduler import Limits, Scheduled, Scheduler
 from quire.engine.sequence_request import OnLogits, SequenceRequest, SessionState
 from quire.engine.session_states import SessionStates, media_of

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
-from quire.engine.request import SlidingWindow
+from quire.engine.scheduled_request import SlidingWindow
 from quire.engine.sequence_request import PinAccount, SessionState
 from quire.errors import PoolExhausted, QuotaExceeded
 from quire.types import SeqId

@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from quire.engine.engine import Engine
-from quire.engine.request import SlidingWindow, TokenBuffer
+from quire.engine.scheduled_request import SlidingWindow, TokenBuffer
 from quire.engine.sequence_request import SessionState
 from quire.errors import DataLoss, FailedPrecondition, InvalidArgument, ResourceExhausted, Unsupported
 from quire.executor import saved_kinds

@@ -23,7 +23,7 @@ from typing import Protocol
 
 from quire.engine.checkpoints import Checkpoints
 from quire.engine.prefix_cache import RadixCache
-from quire.engine.request import ScheduledRequest, Status, common_prefix
+from quire.engine.scheduled_request import ScheduledRequest, Status, common_prefix
 from quire.errors import PoolExhausted, QuireError, ResourceExhausted
 from quire.types import Add, Chunk, Edit, Fork, LogitsWanted, Remove, SeqId, SetWindow, Step
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from quire.engine.request import ScheduledRequest, SlidingWindow, TokenBuffer
+from quire.engine.scheduled_request import ScheduledRequest, SlidingWindow, TokenBuffer
 from quire.errors import QuireError
 from quire.outputs import FinishReason
 from quire.sampling_params import SamplingParams

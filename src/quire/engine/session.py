@@ -28,8 +28,8 @@ from quire.engine.chat_turns import Asked, ChatTurns, ReadAnswer
 from quire.engine.engine import Engine
 from quire.engine.media import NO_MEDIA, Media
 from quire.engine.prompts import Prompt, Text, read_prompt
-from quire.engine.request import TokenBuffer
 from quire.engine.request_outputs import request_output
+from quire.engine.scheduled_request import TokenBuffer
 from quire.engine.sequence_request import PinAccount, SequenceRequest, SessionState
 from quire.engine.session_labels import Labelled
 from quire.engine.session_repr import session_repr

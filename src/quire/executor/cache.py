@@ -41,7 +41,7 @@ class KVCache(CacheRows):
         state = "released" if self.released else f"batch_size={self.batch_size}, capacity={self.capacity}"
         return f"<KVCache {self.cache_id} {state}>"
 
-    # -- looking -----------------------------------------------------------------------------------------------
+    # -- looking ---------------------------------------------------------------------------------------------
 
     @property
     def num_entries(self) -> int:
@@ -128,7 +128,7 @@ class KVCache(CacheRows):
             last_access=self.last_access,
         )
 
-    # -- changing ----------------------------------------------------------------------------------------------
+    # -- changing --------------------------------------------------------------------------------------------
 
     @locked
     def clear(self) -> None:
@@ -195,7 +195,7 @@ class KVCache(CacheRows):
         seqs = self.pool.fork([row.seq for row in origins])
         self.replace_content([row.like(seq) for seq, row in zip(seqs, origins, strict=True)])
 
-    # -- bytes -------------------------------------------------------------------------------------------------
+    # -- bytes -----------------------------------------------------------------------------------------------
 
     def serialize(self) -> bytes:
         with self.pool.lock:

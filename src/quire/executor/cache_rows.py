@@ -86,7 +86,7 @@ class CacheRows:
             state.sequence_length(row.seq) + (0 if row.chain is None else row.chain.ids.size) for row in self.rows
         )
 
-    # -- changing ----------------------------------------------------------------------------------------------
+    # -- changing --------------------------------------------------------------------------------------------
 
     @locked
     def truncate(self, lengths: Sequence[int]) -> None:
@@ -180,7 +180,7 @@ class CacheRows:
             self.pool.caches.pop(self.cache_id, None)
             self.pool.free(self.rows)
 
-    # -- recurrent states --------------------------------------------------------------------------------------
+    # -- recurrent states ------------------------------------------------------------------------------------
 
     def settle(self) -> int:
         """Verified chains become ordinary tokens, of which only the last states are kept; how many tokens these were."""
