@@ -1,6 +1,6 @@
-"""``CacheRows``: the rows of a KV cache, and how calls change them. ``KVCache`` adds the verbs of its contract.
+"""``CacheRows``: the rows of a KV cache, and how calls change them.
 
-Transactions, rewinds and files are made over these, and a ``KVCache`` is made over those.
+Transactions, rewinds and files work on these. ``KVCache`` adds the verbs of its contract on top.
 """
 
 from __future__ import annotations
