@@ -27,8 +27,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-import quire.engine.drawing
-import quire.ops.edits
+import quire.engine.sampling_step
+import quire.ops.logit_edits
 import quire.ops.sampling
 from checkpoints import DEFAULT_DIRECTORY, SHAPES, checkpoint, text_tokenizer
 from quire import LLM, SamplingParams
@@ -36,12 +36,13 @@ from quire.bench.latency import synchronize
 from quire.bench.reports import Spread, interleave, print_json, print_table, random_prompts
 from quire.engine.detokenizer import IncrementalDetokenizer
 from quire.engine.engine import Engine
-from quire.engine.generation import SequenceRequest
 from quire.engine.grammar_matcher import GrammarMatcher
-from quire.engine.structured import Grammars
+from quire.engine.grammars import Grammars
+from quire.engine.sequence_request import SequenceRequest
 from quire.errors import QuireError
 from quire.kv.attention_pass import AttentionPass
-from quire.ops.sampling import RequestSampler, SampledTokens
+from quire.ops.request_sampler import RequestSampler
+from quire.ops.sampling import SampledTokens
 
 KNOWN = "known: "
 """Before the name of a kind: the model writes the form by itself."""
@@ -84,16 +85,16 @@ class Preferences:
     """Raises the logits of the tokens that a text goes on with; in place of the ``sample`` that the engine draws with."""
 
     def __init__(self) -> None:
-        self._sample = quire.engine.drawing.sample
+        self._sample = quire.engine.sampling_step.sample
         self.texts: dict[int, Iterator[int]] = {}
         """By the identity of a request's sampler."""
 
     def __enter__(self) -> Self:
-        quire.engine.drawing.sample = self
+        quire.engine.sampling_step.sample = self
         return self
 
     def __exit__(self, *_: object) -> None:
-        quire.engine.drawing.sample = self._sample
+        quire.engine.sampling_step.sample = self._sample
 
     def __call__(self, logits_RV: Tensor, samplers: Sequence[RequestSampler], *more: Any) -> SampledTokens:
         preferred = [next(self.texts[id(one)]) for one in samplers]
@@ -240,12 +241,12 @@ def clocks_of(llm: LLM) -> Clocks:
         *((one.storage, ("copy", "blank"), "page copies") for one in state.classes),
         (engine.runner, ("execute",), "model"),
         (Grammars, ("allowed",), "grammar masks"),
-        (quire.ops.edits, ("mask_out",), "grammar masks applied"),
+        (quire.ops.logit_edits, ("mask_out",), "grammar masks applied"),
         (quire.ops.sampling, ("first_allowed",), "grammar masks applied"),
         (GrammarMatcher, ("accept",), "grammar state"),
-        (quire.engine.drawing, ("sample",), SAMPLING),
+        (quire.engine.sampling_step, ("sample",), SAMPLING),
         (IncrementalDetokenizer, ("push",), DETOKENIZER),
-        (engine.drawing, ("_take",), "taking tokens in"),
+        (engine.sampling, ("_take",), "taking tokens in"),
         (engine, ("step",), "the rest of the engine"),
     ):
         for name in names:

@@ -25,8 +25,8 @@ from torch import Tensor
 from quire.contracts.attention import AttentionBackend, AttentionState, ForwardPlan, KeyRule, Scoring
 from quire.contracts.layers import FullAttention, LatentAttention, WindowedAttention
 from quire.errors import InvalidArgument
-from quire.kernels import blocks, calls, partial, sdpa
-from quire.kernels.sdpa import Part, SdpaAttention, SdpaPlan
+from quire.kernels import group_attention, lse_attention, row_blocks, sdpa
+from quire.kernels.sdpa import PartGroups, SdpaAttention, SdpaPlan
 from quire.ops.attention import ReferenceAttention, attention_weights
 
 BACKENDS: dict[str, Callable[[], AttentionBackend]] = {"torch": SdpaAttention, "reference": ReferenceAttention}
@@ -351,7 +351,7 @@ def paths(prepared: SdpaPlan) -> Counter[str]:
     """Which ways through the torch backend a batch takes."""
     found: Counter[str] = Counter()
 
-    def count(label: str, part: Part) -> None:
+    def count(label: str, part: PartGroups) -> None:
         found[f"{label} single"] += part.single
         found[f"{label} incomplete"] += not part.complete
         found[f"{label} blind rows"] += part.blind is not None
@@ -393,9 +393,9 @@ def random_entry(rng: random.Random, kinds: tuple[Kind, ...]) -> Entry:
 
 def use_small_blocks(monkeypatch: pytest.MonkeyPatch, smallest: int, largest: int, unmasked: int) -> None:
     """Blocks and segments that are small enough to be met in a test by loops."""
-    monkeypatch.setattr(blocks, "SMALLEST_BLOCK", smallest)
-    monkeypatch.setattr(blocks, "LARGEST_BLOCK", largest)
-    monkeypatch.setattr(blocks, "UNMASKED_KEYS", unmasked)
+    monkeypatch.setattr(row_blocks, "SMALLEST_BLOCK", smallest)
+    monkeypatch.setattr(row_blocks, "LARGEST_BLOCK", largest)
+    monkeypatch.setattr(row_blocks, "UNMASKED_KEYS", unmasked)
 
 
 @pytest.mark.parametrize("examples", [120, pytest.param(1500, marks=pytest.mark.slow)])
@@ -408,7 +408,7 @@ def test_random_plans(examples: int, monkeypatch: pytest.MonkeyPatch) -> None:
             if rng.random() < 0.7:
                 use_small_blocks(patch, rng.choice([3, 8]), rng.choice([8, 16]), rng.choice([0, 5, 20]))
             patch.setattr(sdpa, "VIEW_KEYS", rng.choice([8, 192]))
-            patch.setattr(partial, "MAX_SCORES", rng.choice([300, 3000, 1 << 26]))
+            patch.setattr(lse_attention, "MAX_SCORES", rng.choice([300, 3000, 1 << 26]))
             kinds = rng.choice(
                 [KINDS, ("chain",), ("chain", "tree", "mask"), ("own", "tree own"), ("past", "tree past")]
             )
@@ -532,7 +532,7 @@ def test_each_feature(feature: str, dtype: torch.dtype, way: str, monkeypatch: p
         use_small_blocks(monkeypatch, 8, 16, 5)
     if way == "no kernel with log-sum-exp":
         # As on a GPU.
-        for module in (partial, calls):
+        for module in (lse_attention, group_attention):
             monkeypatch.setattr(module, "has_lse_kernel", lambda *args: False)
     entries, softcap, learned = FEATURES[feature]
     pools = [((8, 8), 1, True), ((16, 6), 5, False), ((8, 8), 16, True)]
@@ -667,9 +667,9 @@ def test_rows_of_any_stride(count: int, groups: int, window: int) -> None:
 @pytest.mark.parametrize("groups", [1, 3])
 def test_no_more_scores_than_allowed(scores: int, groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Soft caps have no kernel with a log-sum-exp: scores exist, some entries, rows and keys at a time."""
-    monkeypatch.setattr(partial, "MAX_SCORES", scores)
+    monkeypatch.setattr(lse_attention, "MAX_SCORES", scores)
     sizes: list[int] = []
-    explicit = partial.explicit
+    explicit = lse_attention.explicit
 
     def counting(q_BNHD: Tensor, k_BHMD: Tensor, v_BHMD: Tensor, *args: Any, **kwargs: Any) -> AttentionState:
         b, n, heads, _ = q_BNHD.shape
@@ -677,7 +677,7 @@ def test_no_more_scores_than_allowed(scores: int, groups: int, monkeypatch: pyte
         assert b * n == heads * k_BHMD.shape[2] == groups * 2 or k_BHMD.numel() + v_BHMD.numel() <= max(scores, 44)
         return explicit(q_BNHD, k_BHMD, v_BHMD, *args, **kwargs)
 
-    monkeypatch.setattr(partial, "explicit", counting)
+    monkeypatch.setattr(lse_attention, "explicit", counting)
     case = Case(CHUNKS + DECODES, heads=(2, groups), sizes=(16, 6), scoring=Scoring(0.4, 3.0))
     case.check("torch")
     assert max(sizes) <= max(scores, 2 * groups)
@@ -751,11 +751,11 @@ def test_long_windowed_chunks_cost_their_windows(window: int, past: int) -> None
     prepared: SdpaPlan = SdpaAttention().plan(plan, torch.float32)
     needed = int(np.minimum(positions + 1, window).sum())
     # A block of at most 64 rows, or of a quarter of the window, reads so many keys more than each of its rows sees.
-    assert needed <= computed(prepared) <= needed * (1 + max(64, window // 4) / window) + blocks.LARGEST_BLOCK**2
+    assert needed <= computed(prepared) <= needed * (1 + max(64, window // 4) / window) + row_blocks.LARGEST_BLOCK**2
     masks = {id(s.mask): s.mask.numel() for b in prepared.window.blocks for s in b.segments if s.mask is not None}
-    assert sum(masks.values()) <= 16 * blocks.LARGEST_BLOCK * (blocks.UNMASKED_KEYS + blocks.LARGEST_BLOCK)
+    assert sum(masks.values()) <= 16 * row_blocks.LARGEST_BLOCK * (row_blocks.UNMASKED_KEYS + row_blocks.LARGEST_BLOCK)
     assert all(
-        s.stop - s.start <= blocks.UNMASKED_KEYS + 1024
+        s.stop - s.start <= row_blocks.UNMASKED_KEYS + 1024
         for b in prepared.window.blocks
         for s in b.segments
         if s.mask is not None

@@ -6,6 +6,7 @@ import ast
 import json
 import subprocess
 import sys
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,25 @@ WITHOUT_TORCH = (
     "kv.occupancy",
     "engine.page_use",
 )
+CIRCLES_OF_KV = (
+    {"kv.audit", "kv.sequences"},
+    {"kv.cross", "kv.exchange", "kv.latent", "kv.paged", "kv.passes", "kv.rows", "kv.verbs"},
+    {"kv.hybrid", "kv.recurrent_verbs"},
+)
+"""Circles that are there until ``kv`` is divided anew; no other may come."""
+SAME_THING = {
+    "attention": "the contract, the reference, the layer",
+    "recurrence": "the contract, the reference, the kernel",
+    "experts": "the reference, the layer",
+    "low_rank": "the reference, the kernel, the layer",
+    "latent": "the layer, and what a KV state stores of it",
+    "executor": "the contract, and who keeps it",
+    "errors": "what is raised, and how clients see it",
+    "llm": "the LLM, and the one that is awaited",
+    "session": "the session, and the one that is awaited",
+    "AttentionVerbs": "the contract, and who keeps it",
+}
+"""Names of modules and classes that several packages have, and why: they are about one thing."""
 LEVELS = {part: level for level, parts in enumerate(LAYERS) for part in parts}
 PATHS = {".".join(("quire", *path.relative_to(ROOT).with_suffix("").parts)): path for path in ROOT.rglob("*.py")}
 MODULES = {name.removesuffix(".__init__"): path for name, path in PATHS.items()}
@@ -124,6 +144,64 @@ def test_the_rule_can_fail() -> None:
     assert not below("models", "kv")
     assert not below("ops", "kv")
     assert not below("engine", "llm")
+
+
+def circles(graph: Mapping[str, Collection[str]]) -> list[set[str]]:
+    """Return the sets of two or more names each of which reaches all others of its set."""
+
+    def reached(start: str) -> set[str]:
+        found, waiting = set[str](), [start]
+        while waiting:
+            fresh = set(graph[waiting.pop()]) - found
+            found |= fresh
+            waiting += fresh
+        return found
+
+    reach = {name: reached(name) for name in graph}
+    found: list[set[str]] = []
+    for name in sorted(graph):
+        if not any(name in one for one in found):
+            found.append({name} | {other for other in reach[name] if name in reach[other]})
+    return [one for one in found if len(one) > 1]
+
+
+def test_no_imports_form_a_circle() -> None:
+    """Wherever they stand: inside of functions and for type checkers, too."""
+    graph = {module: (imports(module).keys() & MODULES.keys()) - {module} for module in MODULES}
+    found = [{name.removeprefix("quire.") for name in circle} for circle in circles(graph)]
+    assert found == list(CIRCLES_OF_KV), "move what both need down, or type a parameter by a Protocol that lies below"
+
+
+def test_a_circle_is_found() -> None:
+    graph = {"a": ["b"], "b": ["c", "d"], "c": ["a"], "d": ["e"], "e": ["d"], "f": ["a"]}
+    assert circles(graph) == [{"a", "b", "c"}, {"d", "e"}]
+
+
+def named_twice(names: Mapping[str, Collection[str]]) -> dict[str, list[str]]:
+    """Return the modules by each name that several of them have, ``names`` being what each one gives."""
+    found: dict[str, list[str]] = {}
+    for module, given in names.items():
+        for name in given:
+            found.setdefault(name, []).append(module)
+    return {name: modules for name, modules in found.items() if len(modules) > 1}
+
+
+def classes(module: str) -> list[str]:
+    """Return the public classes that a module defines."""
+    found = [node.name for node in ast.parse(MODULES[module].read_text()).body if isinstance(node, ast.ClassDef)]
+    return [name for name in found if not name.startswith("_")]
+
+
+def test_one_word_means_one_thing() -> None:
+    """No two modules have one name, and no two public classes. Benchmarks are no part of the runtime."""
+    plain = [name for name, path in MODULES.items() if path.stem[0] != "_" and not name.startswith("quire.bench.")]
+    found = named_twice({module: [MODULES[module].stem, *classes(module)] for module in plain})
+    assert found.keys() == SAME_THING.keys(), f"call each what it is: {found}"
+
+
+def test_a_name_that_is_given_twice_is_found() -> None:
+    assert "Transaction" in classes("quire.executor.transaction")
+    assert named_twice({"a": ["Row", "x"], "b": ["Row"], "c": ["y"]}) == {"Row": ["a", "b"]}
 
 
 @pytest.mark.parametrize("name", WITHOUT_TORCH)

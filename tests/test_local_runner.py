@@ -15,7 +15,7 @@ from quire.errors import InvalidArgument, QuireError, Unsupported
 from quire.kernels.sdpa import SdpaAttention
 from quire.kv.state import State
 from quire.runner.local import Extras, LocalRunner
-from quire.types import Add, Chunk, Commit, Fork, Pop, Step, TokenTree, Window
+from quire.types import Add, Chunk, Commit, Fork, Pop, SetWindow, Step, TokenTree
 
 HEADS, DIM, VOCAB = 2, 4, 11
 SPEC = FullAttention(num_heads=HEADS, num_kv_heads=HEADS, head_dim=DIM, value_dim=DIM)
@@ -172,12 +172,12 @@ def test_trees_and_their_commit() -> None:
 
 def test_a_window_is_an_edit() -> None:
     runner = added(0)
-    runner.execute(Step(edits=(Window(0, 4, 1),)))
+    runner.execute(Step(edits=(SetWindow(0, 4, 1),)))
     run(runner, Chunk(0, [1, 2, 3, 4, 5, 6]))
     output = run(runner, Chunk(0, [7]), attention_weights=True)
     assert (output.attention_weights[0][0][:, 0] > 0).tolist() == [
         [True, False, False, False, True, True, True]
     ] * HEADS
-    runner.execute(Step(edits=(Add(1), Window(1, 4), Window(1, None))))
+    runner.execute(Step(edits=(Add(1), SetWindow(1, 4), SetWindow(1, None))))
     run(runner, Chunk(1, [1, 2, 3, 4, 5, 6]))
     assert runner.state.cached_length(1) == 6

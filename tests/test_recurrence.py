@@ -26,8 +26,8 @@ from quire.errors import InvalidArgument
 from quire.kernels import decays
 from quire.kernels import recurrence as kernel
 from quire.kernels.decays import weigh
-from quire.kernels.pieces import cut
 from quire.kernels.recurrence import CACHED, CHUNK, PIECE, ChunkedRecurrence
+from quire.kernels.recurrence_groups import cut
 from quire.ops.recurrence import ReferenceRecurrence
 
 BACKENDS: dict[str, RecurrenceBackend] = {"reference": ReferenceRecurrence(), "torch": ChunkedRecurrence()}

@@ -22,7 +22,7 @@ from quire.contracts.executor import LlmExecutorInterface, ModelExecutor
 from quire.contracts.kv_cache import CacheHandle, KVCacheInterface
 from quire.errors import Unsupported
 from quire.inspection import rules_page
-from quire.kernels.partial import has_lse_kernel
+from quire.kernels.lse_attention import has_lse_kernel
 from quire.kv.rule_table import (
     COMBINATIONS,
     DEVICE_ROWS,

@@ -18,7 +18,9 @@ from torch import Tensor
 from quire.errors import FailedPrecondition, InvalidArgument, QuireError
 from quire.ops import filters, sampling
 from quire.ops.filters import Candidates, GivenMasks, Words, candidates, mask_out, num_words, zero_bits
-from quire.ops.sampling import FAILED, RequestSampler, logprobs_of, make_generator, probabilities, sample
+from quire.ops.logit_edits import FAILED
+from quire.ops.request_sampler import RequestSampler, make_generator
+from quire.ops.sampling import logprobs_of, probabilities, sample
 from quire.sampling_params import SamplingParams
 
 F32 = 2.0**-24

@@ -381,5 +381,5 @@ def test_check_fits(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_transformers_is_not_imported() -> None:
-    code = "import sys, quire.engine.tokenizer, quire.engine.chat, quire.engine.detokenizer; print('transformers' in sys.modules)"
+    code = "import sys, quire.engine.tokenizer, quire.engine.chat_rendering, quire.engine.detokenizer; print('transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"

@@ -23,7 +23,7 @@ from quire.engine.tokenizer import Tokenizer
 from quire.errors import CheckpointError, InvalidArgument, ResourceExhausted, Unsupported
 from quire.executor.executor import Executor
 from quire.executor.factory import Choices, Factory, check_flash, check_heads, check_length
-from quire.executor.registry import NamedExecutors
+from quire.executor.named_executors import NamedExecutors
 from quire.kernels.low_rank import native_low_rank, native_problem
 from quire.kernels.recurrence import ChunkedRecurrence
 from quire.kernels.sdpa import SdpaAttention
@@ -31,15 +31,15 @@ from quire.kv.forward_need import pages_for
 from quire.kv.recurrent import bytes_per_state
 from quire.kv.state import State
 from quire.kv.storage import bytes_per_token
+from quire.models.adapter_targets import embedding_of, linears_of, low_rank_refusal
 from quire.models.catalogue import resolve_model
 from quire.models.families import LoadedModel
 from quire.models.fingerprint import ModelFingerprint, model_fingerprint
 from quire.models.loading import free_memory, load_model, resolve_dtype
 from quire.models.peft import read_adapter
-from quire.models.sites import embedding_of, linears_of, low_rank_refusal
 from quire.ops.attention import ReferenceAttention
 from quire.registry import Registry
-from quire.runner.adapters import AdapterPool
+from quire.runner.adapter_pool import AdapterPool
 from quire.runner.local import LocalRunner
 from quire.sampling_params import SamplingParams
 

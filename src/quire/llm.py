@@ -27,26 +27,18 @@ from quire.build import Parts, build
 from quire.config import EngineConfig, parse_bytes
 from quire.contracts.executor import CacheLike, ExecutorInputs
 from quire.contracts.layers import sink_refusal, window_refusal
-from quire.engine import bridge, saved
+from quire.engine import bridge, saved_sessions
 from quire.engine.beam import BeamSearch, search
-from quire.engine.chat import render_chat, select_template
-from quire.engine.checks import RequestChecks
+from quire.engine.chat_rendering import render_chat, select_template
 from quire.engine.engine import Engine
-from quire.engine.generation import SequenceRequest, SessionState
 from quire.engine.media import NO_MEDIA, Media
 from quire.engine.named_adapters import AdapterInfo
-from quire.engine.prompt_sessions import PromptsOrSessions, split_sessions
-from quire.engine.prompts import (
-    PreparedPrompts,
-    Prompt,
-    Prompts,
-    Text,
-    as_prompts,
-    naming_prompt,
-    read_prompt,
-)
-from quire.engine.request import SlidingWindow, TokenBuffer
-from quire.engine.results import request_output
+from quire.engine.prompt_sessions import PreparedPrompts, PromptsOrSessions, split_sessions
+from quire.engine.prompts import Prompt, Prompts, Text, as_prompts, naming_prompt, read_prompt
+from quire.engine.request_checks import RequestChecks
+from quire.engine.request_outputs import request_output
+from quire.engine.scheduled_request import SlidingWindow, TokenBuffer
+from quire.engine.sequence_request import SequenceRequest, SessionState
 from quire.engine.session import Session
 from quire.engine.session_labels import checked_labels, checked_name
 from quire.engine.token_ids import as_token_ids
@@ -512,8 +504,8 @@ class LLM:
     ) -> Session:
         if row is not None and (isinstance(row, bool) or not isinstance(row, int)):
             raise InvalidArgument(f"row must be an integer or None, got {row!r}")
-        with saved.opened(self._engine, source) as file, self._engine.lock:
-            loaded = saved.load(self._engine, file, self._parts.identity, convert_dtype=convert_dtype, row=row)
+        with saved_sessions.opened(self._engine, source) as file, self._engine.lock:
+            loaded = saved_sessions.load(self._engine, file, self._parts.identity, convert_dtype=convert_dtype, row=row)
             return self._session(loaded)
 
     # -- adapters --------------------------------------------------------------------------------------------

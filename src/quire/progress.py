@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from tqdm import tqdm
 
 if TYPE_CHECKING:
-    from quire.engine.generation import SequenceRequest
+    from quire.engine.sequence_request import SequenceRequest
 
 
 class GenerationBar:

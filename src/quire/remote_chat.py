@@ -31,7 +31,7 @@ from quire.bench.serve_client import (
 )
 from quire.errors import InvalidArgument, NotFound, QuireError
 from quire.kv.atomic_file import check_regular
-from quire.terminal_chat import TerminalChat, Turn, messages_of
+from quire.terminal_chat import TerminalChat, TypedTurn, messages_of
 
 if TYPE_CHECKING:
     from quire.engine.session import Session
@@ -302,7 +302,7 @@ class RemoteChat(TerminalChat):
         # Only a refusal leaves no turn. Where either side breaks off, the server may not have noticed yet.
         return isinstance(error, HttpFailure)
 
-    def _begin(self, turns: Sequence[Turn], adapter: str | None) -> Session:
+    def _begin(self, turns: Sequence[TypedTurn], adapter: str | None) -> Session:
         messages = messages_of(turns) if turns and self._templated else None
         session = self._model.session(adapter=adapter, window=self._window, sink=self._sink, messages=messages)
         if turns and not self._templated:

@@ -45,7 +45,7 @@ FIRST = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class TypedTurn:
     """What was said, and what the model answered."""
 
     line: str
@@ -59,7 +59,7 @@ class Branch:
     """One conversation."""
 
     session: Session
-    turns: list[Turn] = field(default_factory=list)
+    turns: list[TypedTurn] = field(default_factory=list)
     loaded: bool = False
     """Whether it began with a state file, whose text is no turn."""
     rebuilt: bool = False
@@ -158,7 +158,7 @@ class TerminalChat:
         answer, count = "", 0
 
         def keep() -> None:
-            branch.turns.append(Turn(line, answer, None if branch.rebuilt else before))
+            branch.turns.append(TypedTurn(line, answer, None if branch.rebuilt else before))
             branch.rebuilt = False
 
         try:
@@ -200,7 +200,7 @@ class TerminalChat:
         del error
         return len(session) == before
 
-    def _begin(self, turns: Sequence[Turn], adapter: str | None) -> Session:
+    def _begin(self, turns: Sequence[TypedTurn], adapter: str | None) -> Session:
         """Return a new session that holds these turns."""
         session = self._llm.session(adapter=adapter, window=self._window, sink=self._sink)
         try:
@@ -214,7 +214,7 @@ class TerminalChat:
             raise
         return session
 
-    def _rebuild(self, branch: Branch, turns: Sequence[Turn]) -> None:
+    def _rebuild(self, branch: Branch, turns: Sequence[TypedTurn]) -> None:
         """Let a conversation be these turns only, computed anew."""
         old = branch.session
         branch.session = self._begin(turns, old.adapter)
@@ -350,7 +350,7 @@ class TerminalChat:
         print(text, file=sys.stderr, flush=True)
 
 
-def messages_of(turns: Sequence[Turn]) -> list[dict[str, str]]:
+def messages_of(turns: Sequence[TypedTurn]) -> list[dict[str, str]]:
     """Return turns as a template has them."""
     return [
         {"role": role, "content": text}

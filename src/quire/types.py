@@ -119,7 +119,7 @@ class Commit:
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class SetWindow:
     """Let a sequence keep its first ``sink`` tokens and the last ``window - sink`` only; None: all."""
 
     seq: SeqId
@@ -149,7 +149,7 @@ class Remove:
     seq: SeqId
 
 
-Edit: TypeAlias = Add | Fork | Pop | Commit | Window | KeepCheckpoint | DropCheckpoint | Remove
+Edit: TypeAlias = Add | Fork | Pop | Commit | SetWindow | KeepCheckpoint | DropCheckpoint | Remove
 
 
 @dataclass(frozen=True, slots=True)

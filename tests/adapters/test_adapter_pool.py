@@ -20,7 +20,7 @@ from quire.contracts.adapters import Adapter, LowRankUpdate
 from quire.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted, Unsupported
 from quire.nn.low_rank import RankRows
 from quire.runner.adapter_memory import arrange
-from quire.runner.adapters import AdapterPool
+from quire.runner.adapter_pool import AdapterPool
 
 
 def adapter(rank: int = 4, name: str = "0.out", seed: int = 0, row: int = 0, outputs: int | None = None) -> Adapter:

@@ -26,7 +26,7 @@ from quire.nn.embedding import Embedding, ScaledEmbedding
 from quire.nn.linear import Linear
 from quire.nn.low_rank import Share, plan_parts, product_dtype
 from quire.ops.low_rank import add_low_rank, embed_under, replace_products
-from quire.runner.adapters import AdapterPool
+from quire.runner.adapter_pool import AdapterPool
 
 VOCABULARY, WIDTH = 50, 24
 SIZES = {"0.qkv": (WIDTH, 40), "0.out": (20, WIDTH), "head": (WIDTH, VOCABULARY)}

@@ -27,8 +27,8 @@ from tests.adapters.peft_models import (
 from tests.exact import Float32Bound, run_exactly
 from torch import Tensor
 
+from quire.models.adapter_targets import EMBED, spelled, targets_of
 from quire.models.peft import read_adapter
-from quire.models.sites import EMBED, sites_of, spelled
 from quire.types import Chunk, Step
 
 pytest.importorskip("peft")
@@ -121,7 +121,7 @@ def test_every_family_is_as_peft_has_it(name: str, tmp_path: Path) -> None:
     """All linear maps that PEFT can adapt, the head among them, and the embedding."""
     peer = make_base(name, tmp_path / "base")
     bed = Bed(tmp_path / "base")
-    sites = spelled(sites_of(bed.model), list(linear_names(peer))).sites
+    sites = spelled(targets_of(bed.model), list(linear_names(peer))).targets
     targets = [*peft_targets(peer, sites), embedding_name(peer)]
     adapted = make_adapter(
         tmp_path / "base", tmp_path / "adapter", peer, target_modules=targets, init_lora_weights=False
@@ -135,11 +135,11 @@ def test_every_module_is_as_if_the_update_were_merged(name: str, tmp_path: Path)
     peer = make_base(name, tmp_path / "base")
     bed = Bed(tmp_path / "base")
     linears = linear_names(peer)
-    sites = spelled(sites_of(bed.model), list(linears))
+    sites = spelled(targets_of(bed.model), list(linears))
     refused = {one for one in linears if one.endswith(REFUSED.get(name, ("none",)))}
-    assert {one for one, site in sites.sites.items() if site.linear != EMBED} == linears.keys() - refused
+    assert {one for one, site in sites.targets.items() if site.linear != EMBED} == linears.keys() - refused
     assert refused <= sites.refused.keys()
-    shapes = {one: shape for one, shape in linears.items() if one in sites.sites}
+    shapes = {one: shape for one, shape in linears.items() if one in sites.targets}
     embedding = embedding_name(peer)
     shapes[embedding] = tuple(peer.get_input_embeddings().weight.shape)
     tensors = write_adapter(tmp_path / "adapter", shapes, embedding)

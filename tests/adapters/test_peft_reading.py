@@ -31,11 +31,11 @@ from torch import Tensor
 
 from quire.contracts.executor import ModelAssets
 from quire.errors import CheckpointError, NotFound, QuireError, ResourceExhausted, Unsupported
-from quire.executor.adapters import read_assets
+from quire.executor.adapter_assets import read_assets
 from quire.models import peft, peft_files
+from quire.models.adapter_targets import ENCODERS, embedding_of, linears_of, low_rank_refusal, targets_of
 from quire.models.loading import load_model
 from quire.models.peft import PREFIX, read_adapter
-from quire.models.sites import ENCODERS, embedding_of, linears_of, low_rank_refusal, sites_of
 from quire.nn.packed import PackedLinear, can_pack
 
 FAMILY = "llama-mqa"
@@ -805,27 +805,27 @@ def test_models_without_adapters(adapter: Path, model: Any) -> None:
         read_adapter(adapter, nameless)  # type: ignore[arg-type]
 
 
-# The sites.
+# The targets.
 
 
 @pytest.mark.parametrize("family", ["llama", "llama-mqa", "qwen2-moe", "falcon-h1", "deepseek-v2"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_linear_maps_by_name(family: str, dtype: str, tmp_path: Path) -> None:
-    """Each site is rows of one map that the model really calls, packed or not, and no two overlap."""
+    """Each target is rows of one map that the model really calls, packed or not, and no two overlap."""
     peer = make_base(family, tmp_path)
     model = load_model(tmp_path, dtype=dtype)
     linears = linears_of(model)
     assert all(linear.name == name for name, linear in linears.items())
     packs = can_pack(model.dtype, model.device)
     assert isinstance(linears["head"], PackedLinear) == packs
-    sites = sites_of(model)
-    assert sites.named("embed") == embedding_name(peer)
-    assert sites.named("head") == "lm_head"
+    targets = targets_of(model)
+    assert targets.named("embed") == embedding_name(peer)
+    assert targets.named("head") == "lm_head"
     rows: dict[str, list[tuple[int, int]]] = {}
-    for site in sites.sites.values():
-        if site.linear != "embed":
-            assert site.ins == linears[site.linear].in_features
-            rows.setdefault(site.linear, []).append((site.row, site.row + site.outs))
+    for target in targets.targets.values():
+        if target.linear != "embed":
+            assert target.ins == linears[target.linear].in_features
+            rows.setdefault(target.linear, []).append((target.row, target.row + target.outs))
     assert rows.keys() <= linears.keys()
     for name, spans in rows.items():
         spans.sort()

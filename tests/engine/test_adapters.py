@@ -25,13 +25,13 @@ from quire.contracts.adapters import Adapter, LowRankUpdate
 from quire.engine.adapter_keys import AdapterKey, fingerprint_runs, prefix_key, runs_of_session, users
 from quire.engine.beam import BeamSearch, search
 from quire.engine.engine import Engine
-from quire.engine.generation import SequenceRequest
+from quire.engine.sequence_request import SequenceRequest
 from quire.errors import DataLoss, FailedPrecondition, InvalidArgument, NotFound, QuireError
 from quire.kernels.low_rank import native_low_rank
 from quire.kv.statefile import read_state, to_bytes
 from quire.llm import cache_key
-from quire.models.sites import embedding_of, linears_of
-from quire.runner.adapters import AdapterPool
+from quire.models.adapter_targets import embedding_of, linears_of
+from quire.runner.adapter_pool import AdapterPool
 from quire.types import BASE, AdapterRuns, Add, Chunk, Remove, Step
 
 from .conftest import GEOMETRY, Checkpoint, MakeLLM, check, engine_of, greedy, random_tokens, record

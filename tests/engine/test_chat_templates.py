@@ -11,7 +11,7 @@ from tests.server.conftest import OPTIONS
 
 from quire import LLM, AsyncLLM, InvalidArgument, NotFound, SamplingParams
 from quire.config import CHAT_TEMPLATES, EngineConfig
-from quire.engine.chat import render_chat
+from quire.engine.chat_rendering import render_chat
 from quire.engine.chat_templates import built_in_template, with_chosen_template
 from quire.engine.tokenizer import Tokenizer
 from quire.models.catalogue import bundled_models

@@ -12,7 +12,7 @@ from tests.engine.test_recurrent_models import tokens_run
 
 from quire import LLM
 from quire.engine.checkpoints import Checkpoints
-from quire.engine.request import ScheduledRequest, TokenBuffer
+from quire.engine.scheduled_request import ScheduledRequest, TokenBuffer
 from quire.errors import FailedPrecondition, InvalidArgument, Unsupported
 from quire.kv.state import State
 from quire.types import Add, Chunk, DropCheckpoint, Edit, SeqId, Step

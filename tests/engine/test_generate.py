@@ -212,7 +212,7 @@ def test_interrupt(make_llm: MakeLLM, llama: Checkpoint, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(engine.runner, "execute", executing)
     if where == "draw":
-        import quire.engine.drawing as module
+        import quire.engine.sampling_step as module
 
         draw = module.sample
 

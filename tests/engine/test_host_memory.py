@@ -14,7 +14,7 @@ import torch
 
 from quire import LLM, SamplingParams
 from quire.engine.host_store import HostStore, MoveCosts, Rate
-from quire.engine.results import request_output
+from quire.engine.request_outputs import request_output
 from quire.errors import QuireError
 from quire.llm import cache_key
 

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from tokenizers import normalizers
 
 from quire import LLM, AsyncLLM, BeamSearchParams
-from quire.engine import chat, long_texts
+from quire.engine import chat_rendering, long_texts
 from quire.engine import session as session_module
-from quire.engine.chat import render_chat
+from quire.engine.chat_rendering import render_chat
 from quire.engine.long_texts import LONG, check, given_up_by, turn
 from quire.engine.text_bounds import longest_token
 from quire.engine.tokenizer import Tokenizer
@@ -139,7 +139,7 @@ def test_a_prompt_that_cannot_fit_is_not_rendered_to_its_end() -> None:
 
 def test_templates_have_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where they write nothing."""
-    monkeypatch.setattr(chat, "SECONDS", -1.0)
+    monkeypatch.setattr(chat_rendering, "SECONDS", -1.0)
     for template in (LOOPS, "{% for m in messages %}{% if m['role'] == 'x' %}x{% endif %}{% endfor %}"):
         with pytest.raises(InvalidArgument, match="takes longer than"):
             render_chat(template, [USER])

@@ -28,8 +28,8 @@ from quire.errors import (
     ResourceExhausted,
     Unsupported,
 )
-from quire.models.sites import linears_of
-from quire.runner.adapters import AdapterPool
+from quire.models.adapter_targets import linears_of
+from quire.runner.adapter_pool import AdapterPool
 
 from .conftest import Checkpoint, MakeLLM, check, engine_of, greedy, random_tokens
 

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from quire import LLM, FailedPrecondition, ResourceExhausted
-from quire.engine.generation import SequenceRequest
-from quire.engine.pins import PinAccount
+from quire.engine.sequence_request import PinAccount, SequenceRequest
 from quire.engine.session import Session
 from quire.errors import PoolExhausted, QuotaExceeded
 

@@ -10,7 +10,8 @@ import torch
 from tests.exact import TINY_PYTHON
 
 from quire import LLM, FailedPrecondition, InvalidArgument, SamplingParams
-from quire.engine.results import PromptLogprobs, request_output
+from quire.engine.prompt_logprobs import PromptLogprobs
+from quire.engine.request_outputs import request_output
 from quire.engine.scheduler import ALL_LOGITS_CHUNK
 from quire.outputs import Logprob, RequestOutput
 

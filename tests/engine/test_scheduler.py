@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from quire.engine.prefix_cache import RadixCache
-from quire.engine.request import ScheduledRequest, Status, TokenBuffer, common_prefix
+from quire.engine.scheduled_request import ScheduledRequest, Status, TokenBuffer, common_prefix
 from quire.engine.scheduler import Limits, Scheduled, Scheduler
 from quire.errors import ResourceExhausted
 from quire.types import BASE, AdapterRuns, Add, Edit, Fork, Pop, Remove

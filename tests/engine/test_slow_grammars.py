@@ -16,10 +16,10 @@ import pytest
 from quire import AsyncLLM, SamplingParams, StructuredOutputs
 from quire.engine import slow_masks
 from quire.engine.engine import Engine
-from quire.engine.generation import SequenceRequest
 from quire.engine.grammar_matcher import GRAMMAR_ENDED, GrammarMatcher
+from quire.engine.grammars import Grammars
+from quire.engine.sequence_request import SequenceRequest
 from quire.engine.slow_masks import SHARE, Coming, SlowMasks
-from quire.engine.structured import Grammars
 from quire.engine.tokenizer import Tokenizer
 from quire.ops.filters import Words
 

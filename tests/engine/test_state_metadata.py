@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire import LLM
-from quire.engine import saved
+from quire.engine import saved_sessions
 from quire.errors import DataLoss, InvalidArgument, QuireError, ResourceExhausted, Unsupported
 from quire.inspection import describe
 from quire.kv.statefile import read_state
@@ -141,8 +141,8 @@ def test_headers_are_as_large_as_the_model_needs(python_llm: LLM, plain: bytes) 
     """Limits are those of the layers, not of the format: the format allows a million arrays and 100 MB."""
     for bomb, what in (
         ("[" + "[]," * 20_000 + "0]", "arrays and objects"),
-        ("[" + "1," * (saved.LONGEST + 100_000) + "0]", "values"),
-        ('"' + "x" * (saved.LONGEST * 12 + 10_000_000) + '"', "bytes"),
+        ("[" + "1," * (saved_sessions.LONGEST + 100_000) + "0]", "values"),
+        ('"' + "x" * (saved_sessions.LONGEST * 12 + 10_000_000) + '"', "bytes"),
     ):
         given = of_metadata(f'{{"kind":"session","tokens":{bomb}}}')
         with pytest.raises(DataLoss, match=f"at most \\d+ {what}"):
@@ -164,7 +164,7 @@ def test_sessions_too_long_for_a_file_are_not_saved(
     python_llm: LLM, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     longest = python_llm.engine.max_model_len
-    monkeypatch.setattr(saved, "LONGEST", 1)
+    monkeypatch.setattr(saved_sessions, "LONGEST", 1)
     tokens = [5] * (longest + 8)
     with python_llm.session(tokens[:16], window=16) as session:
         session.append(tokens[16:])

@@ -17,7 +17,7 @@ import tokenizers
 
 from quire import LLM, InvalidArgument, QuireError, SamplingParams, StructuredOutputs, Unsupported
 from quire.engine.grammar_matcher import GrammarMatcher
-from quire.engine.structured import Grammars, RowGrammars
+from quire.engine.grammars import Grammars, RowGrammars
 from quire.engine.token_bytes import TokenBytes
 from small_tokenizers import saved
 
@@ -589,7 +589,7 @@ def test_grammars_are_compiled_once(
         return compiling(self, wanted)
 
     monkeypatch.setattr(Grammars, "_compile", counting)
-    monkeypatch.setattr("quire.engine.structured.MAX_COMPILED", 3)
+    monkeypatch.setattr("quire.engine.grammars.MAX_COMPILED", 3)
     schema = {"type": "boolean"}
     with caplog.at_level(logging.WARNING):
         for _ in range(3):

@@ -56,10 +56,10 @@ from quire.kernels.recurrence import ChunkedRecurrence
 from quire.kernels.sdpa import SdpaAttention
 from quire.kv.state import State
 from quire.kv.statefile import read_state
+from quire.models.adapter_targets import embedding_of, linears_of
 from quire.models.families import LoadedModel
 from quire.models.loading import load_model
-from quire.models.sites import embedding_of, linears_of
-from quire.runner.adapters import AdapterPool
+from quire.runner.adapter_pool import AdapterPool
 from quire.runner.local import LocalRunner
 from quire.types import AdapterRuns
 

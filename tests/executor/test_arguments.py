@@ -33,8 +33,8 @@ from quire.executor.executor import Executor
 from quire.executor.factory import Factory
 from quire.executor.handle import Handle
 from quire.executor.llm_executor import LlmExecutor
-from quire.executor.registry import NamedExecutors
-from quire.executor.sampling import ParamsSampling
+from quire.executor.named_executors import NamedExecutors
+from quire.executor.request_sampling import ParamsSampling
 from quire.kv.state import State
 from quire.sampling_params import SamplingParams
 from quire.signatures import shown

@@ -38,7 +38,7 @@ from quire.errors import (
 )
 from quire.executor.executor import Executor
 from quire.executor.llm_executor import LlmExecutor
-from quire.executor.registry import NamedExecutors
+from quire.executor.named_executors import NamedExecutors
 
 BYTES_PER_TOKEN = LAYERS * 2 * (8 + 8) * 4
 

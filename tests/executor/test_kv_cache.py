@@ -29,7 +29,7 @@ from quire.executor.cache import KVCache
 from quire.executor.executor import Executor
 from quire.executor.llm_executor import LlmExecutor
 from quire.executor.pool import CachePool
-from quire.executor.rows import Row
+from quire.executor.row import Row
 
 
 def filled(ex: Executor, *rows: list[int], **kwargs: object) -> KVCache:

@@ -24,7 +24,7 @@ from quire.contracts.executor import AudioData, ExecutorInputs, ModelAssets, Tex
 from quire.errors import FailedPrecondition, InvalidArgument, NotFound, QuireError, ResourceExhausted, Unsupported
 from quire.executor.executor import Executor
 from quire.executor.llm_executor import LlmExecutor
-from quire.executor.sampling import ParamsSampling, draw_from
+from quire.executor.request_sampling import ParamsSampling, draw_from
 from quire.sampling_params import SamplingParams
 
 

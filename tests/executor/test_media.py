@@ -35,9 +35,9 @@ from quire.contracts.executor import (
 )
 from quire.errors import Cancelled, InvalidArgument, ResourceExhausted, Unsupported
 from quire.executor.executor import Executor
-from quire.executor.forwards import pack
+from quire.executor.forward_packing import pack
 from quire.executor.llm_executor import LlmExecutor
-from quire.executor.media import image_blocks, image_mask
+from quire.executor.row_media import image_blocks, image_mask
 from quire.sampling_params import SamplingParams
 
 

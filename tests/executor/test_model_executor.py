@@ -32,7 +32,7 @@ from quire.errors import (
     Unsupported,
 )
 from quire.executor.executor import Executor
-from quire.executor.forwards import pack
+from quire.executor.forward_packing import pack
 
 # -- equalities --------------------------------------------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ from tests.executor.test_adapters import RANK, executor_of
 
 from quire.contracts.executor import ModelAssets
 from quire.errors import CheckpointError, InvalidArgument, QuireError, Unsupported
-from quire.executor import adapters
+from quire.executor import adapter_assets
 from quire.executor.executor import Executor
 from quire.models import peft_files
 
@@ -238,7 +238,7 @@ def test_limits_hold_before_anything_is_parsed(
 ) -> None:
     (tmp_path / "one").write_bytes(single)
     monkeypatch.setattr(peft_files, "MAX_BYTES", len(single) - 1)
-    monkeypatch.setattr(adapters, "PIECE", 100)
+    monkeypatch.setattr(adapter_assets, "PIECE", 100)
 
     class Endless(BytesIO):
         given = 0

@@ -20,7 +20,7 @@ from quire.contracts.executor import AttentionMechanism, ExecutorInputs, TextDat
 from quire.errors import Cancelled, FailedPrecondition, InvalidArgument, QuireError, ResourceExhausted, Unsupported
 from quire.executor.cache import KVCache
 from quire.executor.executor import Executor
-from quire.executor.forwards import Piece
+from quire.executor.forward_packing import Piece
 from quire.executor.handle import Handle
 from quire.executor.llm_executor import LlmExecutor
 from quire.executor.replay import states_needed

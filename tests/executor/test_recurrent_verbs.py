@@ -25,7 +25,7 @@ from quire.errors import FailedPrecondition, InvalidArgument
 from quire.executor.executor import Executor
 from quire.executor.handle import Handle
 from quire.executor.llm_executor import LlmExecutor
-from quire.executor.sampling import ParamsSampling
+from quire.executor.request_sampling import ParamsSampling
 from quire.sampling_params import SamplingParams
 
 

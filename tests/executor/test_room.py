@@ -18,8 +18,8 @@ from quire.engine.engine import Engine
 from quire.engine.scheduler import Limits
 from quire.errors import Cancelled, FailedPrecondition, NotFound, QuireError, ResourceExhausted
 from quire.executor.executor import Executor
-from quire.executor.extension import extensions
-from quire.executor.operations import Operation
+from quire.executor.row_extension import extensions
+from quire.executor.running_calls import Operation
 from quire.executor.transaction import Transaction
 from quire.kv.state_slots import NULL
 from quire.sampling_params import SamplingParams

@@ -9,7 +9,7 @@ from hypothesis import given
 
 from quire.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
 from quire.executor.llm_executor import LlmExecutor
-from quire.executor.rows import TokenRecord
+from quire.executor.row import TokenRecord
 from quire.sampling_params import SamplingParams
 
 from .conftest import Tiny, check_pages, inputs, make_executor, refused, some_ids

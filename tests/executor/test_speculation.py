@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quire.errors import InvalidArgument, ResourceExhausted
 from quire.executor.executor import Executor
-from quire.executor.sampling import ParamsSampling, draw_from
+from quire.executor.request_sampling import ParamsSampling, draw_from
 from quire.executor.speculation import judge_by_sampling, judge_by_threshold
 from quire.sampling_params import SamplingParams
 

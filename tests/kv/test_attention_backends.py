@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.contracts.attention import AttentionBackend, AttentionState, ForwardPlan, Scoring
-from quire.kernels import partial as partial_module
-from quire.kernels.groups import MAX_WASTE, CausalGroup, PagedGroup, Rows, is_run, waste_bounded
-from quire.kernels.partial import partial
+from quire.kernels import lse_attention as lse_module
+from quire.kernels.attention_groups import MAX_WASTE, BatchRows, CausalGroup, PagedGroup, is_run, waste_bounded
+from quire.kernels.lse_attention import lse_attention
 from quire.kernels.sdpa import SHORT_CHUNK, VIEW_KEYS, SdpaAttention, SdpaPlan
 from quire.ops.attention import ReferenceAttention, attend, merge
 
@@ -195,7 +195,7 @@ def paths(prepared: SdpaPlan) -> Counter[str]:
     return found
 
 
-def row_list(rows: Rows) -> list[int]:
+def row_list(rows: BatchRows) -> list[int]:
     return list(range(rows.first, rows.stop)) if rows.index is None else rows.index.tolist()
 
 
@@ -484,7 +484,7 @@ def test_the_exponential_of_16_bits(dtype: torch.dtype) -> None:
     exact = torch.exp(-below.double())
     # The key on top has a weight of 1 that is off as much, and sums of 32 terms are rounded in float32.
     for queries, allowed in ((q, coarse), (q.float(), 0.0)):
-        lse = partial(queries, k, k, Scoring(scale=1.0)).lse[:, 0].double()
+        lse = lse_attention(queries, k, k, Scoring(scale=1.0)).lse[:, 0].double()
         rounding = 40 * unit(torch.float32) * torch.exp(lse) / 31
         error = ((torch.exp(lse) - 1) / 31 - exact).abs()
         assert torch.all(error <= allowed * exact + allowed / 31 + rounding)
@@ -496,10 +496,10 @@ def test_the_log_sum_exp_of_float32_queries_is_good_to_float32(
     dtype: torch.dtype, scores: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever the type of K and V is, and in however many pieces they are converted."""
-    monkeypatch.setattr(partial_module, "MAX_SCORES", scores)
+    monkeypatch.setattr(lse_module, "MAX_SCORES", scores)
     for keys in (16, 33, 512):
         zeros = torch.zeros(1, 1, keys, 16, dtype=dtype)
-        state = partial(torch.randn(1, 4, 1, 16), zeros, zeros, Scoring(scale=1.0))
+        state = lse_attention(torch.randn(1, 4, 1, 16), zeros, zeros, Scoring(scale=1.0))
         assert state.out.dtype == torch.float32
         assert float((state.lse.double() - math.log(keys)).abs().max()) <= (keys + 12) * unit(torch.float32)
 
@@ -515,9 +515,11 @@ def test_widened_keys_are_as_float32_keys(kind: str, scores: int, monkeypatch: p
         mask = torch.zeros(2, 1, 5, 19).masked_fill_(torch.rand(2, 1, 5, 19) < 0.4, -math.inf)
         mask[..., 0] = 0.0
     v = {"values in keys": k[..., :12], "short values": v[..., :12], "causal": v[:, :, :5]}.get(kind, v)
-    whole = partial(q, k.float(), v.float(), Scoring(0.3), mask=mask, causal=kind == "causal")
-    monkeypatch.setattr(partial_module, "MAX_SCORES", scores)
-    found = partial(q, k, v, Scoring(0.3), mask=None if mask is None else mask.bfloat16(), causal=kind == "causal")
+    whole = lse_attention(q, k.float(), v.float(), Scoring(0.3), mask=mask, causal=kind == "causal")
+    monkeypatch.setattr(lse_module, "MAX_SCORES", scores)
+    found = lse_attention(
+        q, k, v, Scoring(0.3), mask=None if mask is None else mask.bfloat16(), causal=kind == "causal"
+    )
     bound = 64 * unit(torch.float32) * float(v.float().abs().max())
     assert found.out.shape == whole.out.shape
     assert float((found.out - whole.out).abs().max()) <= bound

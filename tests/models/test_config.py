@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from quire.contracts.layers import FullAttention, WindowedAttention
 from quire.errors import CheckpointError, InvalidArgument, Unsupported
-from quire.models.config import HARMLESS, NEUTRAL
+from quire.models.config_fields import HARMLESS, NEUTRAL
 from quire.models.decoder import DecoderConfig
 from quire.models.families import family_of
 
@@ -113,7 +113,7 @@ def test_harmless_fields_change_nothing(name: str, value: Any) -> None:
 
 
 def test_unknown_fields_are_passed_over_with_a_line_in_the_debug_log(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.DEBUG, logger="quire.models.config"):
+    with caplog.at_level(logging.DEBUG, logger="quire.models.config_fields"):
         assert read(some_private_note=7, use_cache=True) == read()
     assert "some_private_note" in caplog.text
     assert "use_cache" not in caplog.text

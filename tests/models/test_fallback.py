@@ -14,9 +14,9 @@ from quire import LLM, SamplingParams
 from quire.contracts.layers import FullAttention, sink_refusal
 from quire.errors import CheckpointError, InvalidArgument, Unsupported
 from quire.kv.exchange import layer_metadata
-from quire.models.config import read_config_file
+from quire.models.config_fields import read_config_file
 from quire.models.fallback import load_fallback
-from quire.models.probe import Rows
+from quire.models.probe import ProbeCache
 from quire.types import Add, Chunk, Fork, Pop, Step
 
 LAYERS, WIDTH, LENGTH, VOCAB = 4, 48, 26, 101
@@ -173,7 +173,7 @@ def test_layers_and_files_are_the_same_with_and_without_the_refusal_of_sinks() -
 def test_the_comparison_runs_where_the_model_is() -> None:
     device = torch.device("meta")
     spec = FullAttention(num_heads=2, num_kv_heads=1, head_dim=4, value_dim=3)
-    rows = Rows([spec], device)
+    rows = ProbeCache([spec], device)
     for start, stop in ((0, 3), (3, 4)):
         pass_ = rows.open(start, stop, stop - start)
         count = 2 * (stop - start)

@@ -32,7 +32,7 @@ from quire.models.checkpoint import SINGLE_FILE
 from quire.models.families import FAMILIES, Family, LoadedModel
 from quire.models.loading import load_model
 from quire.models.mamba2 import UNBOUNDED
-from quire.models.names import ignorable_names
+from quire.models.tensor_names import ignorable_names
 from quire.ops.recurrence import ReferenceRecurrence
 
 from .conftest import GEOMETRY, Case, TinyCheckpoint

@@ -56,7 +56,7 @@ MUTANTS = (
     ),
     Mutant(
         name="files-without-their-adapters",
-        file="engine/saved.py",
+        file="engine/saved_sessions.py",
         old='"adapters": runs,',
         new='"adapters": [],',
         tests=("engine/test_adapters.py::test_saved_histories",),
@@ -70,7 +70,7 @@ MUTANTS = (
     ),
     Mutant(
         name="executors-share-across-adapters",
-        file="executor/sharing.py",
+        file="executor/prefix_sharing.py",
         old="common = row.runs.agreed(wanted, _common(row.tokens.ids, ids))",
         new="common = _common(row.tokens.ids, ids)",
         tests=("executor/test_adapters.py::test_shared_prefixes_are_of_one_adapter",),
@@ -91,7 +91,7 @@ MUTANTS = (
     ),
     Mutant(
         name="the-first-used-stays",
-        file="runner/adapters.py",
+        file="runner/adapter_pool.py",
         old="            self._first[one] = self._first.pop(one)  # to the end: it is the one used last",
         new="            pass",
         tests=("adapters/test_adapter_pool.py::test_the_one_used_longest_ago_gives_way",),

@@ -7,14 +7,14 @@ from tests.mutants.harness import Mutant
 MUTANTS = (
     Mutant(
         name="prompts-begin-with-salted-rows",
-        file="executor/sharing.py",
+        file="executor/prefix_sharing.py",
         old=" or not row.origin.is_shareable",
         new="",
         tests=("engine/test_bridge.py::test_salted_tokens_and_windows_are_no_prefix_for_prompts",),
     ),
     Mutant(
         name="prompts-begin-with-windowed-rows",
-        file="executor/sharing.py",
+        file="executor/prefix_sharing.py",
         old=" or not pool.has_its_window(row.seq)",
         new="",
         tests=("engine/test_bridge.py::test_salted_tokens_and_windows_are_no_prefix_for_prompts",),
@@ -28,7 +28,7 @@ MUTANTS = (
     ),
     Mutant(
         name="rows-give-up-written-states",
-        file="executor/cache.py",
+        file="executor/cache_rows.py",
         old="            known = 0 if row.origin.modified else known\n",
         new="",
         tests=("engine/test_bridge.py::test_a_written_recurrent_state_is_not_run_again_by_the_executor",),
@@ -105,7 +105,7 @@ MUTANTS = (
     ),
     Mutant(
         name="loaded-embeddings-computed-again",
-        file="engine/saved.py",
+        file="engine/saved_sessions.py",
         old=" or bool((tokens < 0).any())",
         new="",
         tests=("engine/test_media.py::test_saved_and_as_a_cache",),

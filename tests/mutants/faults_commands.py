@@ -21,7 +21,7 @@ TEMPLATES = (
     ),
     Mutant(
         name="any-text-is-a-template",
-        file="engine/chat.py",
+        file="engine/chat_rendering.py",
         old='    if "messages" not in read:\n',
         new="    if not source:\n",
         tests=(

@@ -7,21 +7,21 @@ from tests.mutants.harness import Mutant
 MUTANTS = (
     Mutant(
         name="prefixes-shared-wherever-their-tokens-stand",
-        file="executor/sharing.py",
+        file="executor/prefix_sharing.py",
         old="            common = _common(stood, places[:common])\n",
         new="",
         tests=("executor/test_positions.py::test_prefixes_are_shared_as_far_as_tokens_stand_alike",),
     ),
     Mutant(
         name="rewinds-keep-positions",
-        file="executor/rows.py",
+        file="executor/row.py",
         old="        self.positions = _first(self.positions, length)\n",
         new="",
         tests=("executor/test_positions.py::test_going_back_takes_positions_back",),
     ),
     Mutant(
         name="copies-forget-where-tokens-stand",
-        file="executor/rows.py",
+        file="executor/row.py",
         old="            return Row(seq, tokens, self.runs, positions, mark=self.mark, origin=self.origin)",
         new="            return Row(seq, tokens, self.runs, mark=self.mark, origin=self.origin)",
         tests=("executor/test_positions.py::test_every_copy_of_a_row_goes_on_where_it_stands",),
@@ -35,14 +35,14 @@ MUTANTS = (
     ),
     Mutant(
         name="nodes-stand-behind-the-row-and-not-behind-their-parents",
-        file="executor/extension.py",
+        file="executor/row_extension.py",
         old="before = found[parent] if parent >= 0 else row.next_position(start) - 1",
         new="before = row.next_position(start) - 1",
         tests=("executor/test_positions.py::test_verify_tree_and_speculation",),
     ),
     Mutant(
         name="positions-of-trees-taken-for-those-of-chains",
-        file="executor/extension.py",
+        file="executor/row_extension.py",
         old="usual.append(usual[parent] + 1 if parent >= 0 else start)",
         new="usual.append(start + len(usual))",
         tests=("executor/test_positions.py::test_tree_positions_that_look_like_indices_are_not_taken_for_defaults",),
@@ -70,7 +70,7 @@ MUTANTS = (
     ),
     Mutant(
         name="files-of-adapters-stand-elsewhere-afterwards",
-        file="executor/adapters.py",
+        file="executor/adapter_assets.py",
         old="                assets.file.seek(place)",
         new="                pass",
         tests=("executor/test_packed_adapters.py::test_every_source_gives_the_adapter_of_the_directory",),

@@ -7,7 +7,7 @@ from tests.mutants.harness import Mutant
 MUTANTS = (
     Mutant(
         name="texts-that-cannot-fit-are-tokenised",
-        file="engine/checks.py",
+        file="engine/request_checks.py",
         old="        if size > most:\n",
         new="        if False:\n",
         tests=("engine/test_long_texts.py::test_a_text_that_cannot_fit_is_not_tokenised",),
@@ -21,14 +21,14 @@ MUTANTS = (
     ),
     Mutant(
         name="templates-without-a-clock",
-        file="engine/chat.py",
+        file="engine/chat_rendering.py",
         old="    if time.monotonic() > _deadline.get():\n",
         new="    if False:\n",
         tests=("engine/test_long_texts.py::test_templates_have_a_time",),
     ),
     Mutant(
         name="a-lane-that-loses-its-thread",
-        file="server/texts.py",
+        file="server/text_threads.py",
         old="                if turn.done() and not turn.cancelled():\n                    self._leave()\n",
         new="                pass\n",
         tests=("server/test_texts.py::test_who_has_gone_is_not_worked_for",),
@@ -42,14 +42,14 @@ MUTANTS = (
     ),
     Mutant(
         name="metadata-of-any-shape",
-        file="engine/saved.py",
+        file="engine/saved_sessions.py",
         old="        check_metadata(file.metadata)\n",
         new="        pass\n",
         tests=("engine/test_state_metadata.py::test_every_field_of_a_session",),
     ),
     Mutant(
         name="states-shorter-than-their-tokens",
-        file="engine/saved.py",
+        file="engine/saved_sessions.py",
         old="not in (tokens.size, max(0, tokens.size - 1)):",
         new="> tokens.size:",
         tests=("engine/test_state_metadata.py::test_a_state_shorter_than_its_tokens_is_refused",),

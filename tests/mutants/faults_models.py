@@ -7,7 +7,7 @@ from tests.mutants.harness import Mutant
 KERNELS = (
     Mutant(
         name="rows-behind-the-sink",
-        file="kernels/groups.py",
+        file="kernels/attention_groups.py",
         old="if part.sink and len(group) > 1:",
         new="if False:",
         tests=("test_attention_kernel.py::test_rows_behind_the_sink_are_not_read",),
@@ -21,7 +21,7 @@ KERNELS = (
     ),
     Mutant(
         name="tree-mask-missing",
-        file="kernels/groups.py",
+        file="kernels/attention_groups.py",
         old="torch.from_numpy(visible).to(plan.device), 0.0",
         new="torch.from_numpy(np.ones_like(visible)).to(plan.device), 0.0",
         tests=("test_attention_kernel.py::test_each_feature[usual-trees-float32]",),
@@ -35,7 +35,7 @@ KERNELS = (
     ),
     Mutant(
         name="soft-cap-ignored",
-        file="kernels/partial.py",
+        file="kernels/lse_attention.py",
         old="scores.div_(scoring.softcap).tanh_().mul_(scoring.softcap)",
         new="pass",
         tests=("test_attention_kernel.py::test_each_feature[usual-soft cap-float32]",),
@@ -49,7 +49,7 @@ KERNELS = (
     ),
     Mutant(
         name="padding-reads-another-sequence",
-        file="kernels/groups.py",
+        file="kernels/attention_groups.py",
         old="row[table.size :] = table[0]",
         new="row[table.size :] = tables[0][0]",
         tests=("test_attention_kernel.py::test_sequences_do_not_reach_each_other",),
@@ -101,7 +101,7 @@ ROPE = (
     ),
     Mutant(
         name="longrope-by-the-context-of-the-model",
-        file="models/rope.py",
+        file="models/rope_config.py",
         old="factors=long if context.length > original else short",
         new="factors=long if context.max_position > original else short",
         tests=("models/test_rope_config.py::test_longrope_is_fixed_by_the_longest_sequence",),

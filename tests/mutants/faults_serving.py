@@ -14,7 +14,7 @@ EXECUTOR = (
     ),
     Mutant(
         name="embeddings-of-another-piece",
-        file="executor/media.py",
+        file="executor/row_media.py",
         old="return self.embeddings_mE[first:last]",
         new="return self.embeddings_mE[: last - first]",
         tests=("executor/test_media.py::test_rows_stand_at_their_placeholders",),
@@ -59,7 +59,7 @@ INTERRUPTS = (
     ),
     Mutant(
         name="code-of-users-shielded",
-        file="ops/sampling.py",
+        file="ops/request_sampler.py",
         old="made = exposed(partial(processor, list(self._output), logits_V))",
         new="made = partial(processor, list(self._output), logits_V)()",
         tests=("engine/test_interrupts.py::test_a_logits_processor_is_interrupted_where_it_is",),
@@ -94,7 +94,7 @@ INTERRUPTS = (
     ),
     Mutant(
         name="caches-lost-to-the-garbage-collector",
-        file="executor/cache.py",
+        file="executor/cache_rows.py",
         old="        pool.watch(self)\n",
         new="",
         tests=("engine/test_interrupts.py::test_what_nobody_holds_any_more_is_ended_by_the_next_step",),
@@ -147,8 +147,8 @@ SESSIONS = (
     Mutant(
         name="window-forgotten-when-computed-again",
         file="engine/scheduler.py",
-        old="            if request.window is not None:\n                self._apply(Window",
-        new="            if request.window is not None and not request.num_preemptions:\n                self._apply(Window",
+        old="            if request.window is not None:\n                self._apply(SetWindow",
+        new="            if request.window is not None and not request.num_preemptions:\n                self._apply(SetWindow",
         tests=("test_gaps.py::test_a_session_with_a_window_that_is_preempted_keeps_its_window",),
     ),
     Mutant(
@@ -184,21 +184,21 @@ ENGINE = (
     ),
     Mutant(
         name="grammar-not-applied-to-the-first-token",
-        file="engine/drawing.py",
+        file="engine/sampling_step.py",
         old="for row, request in enumerate(ready) if request.matcher is not None}",
         new="for row, request in enumerate(ready) if request.matcher is not None and request.output_ids}",
         tests=("engine/test_structured.py::test_samples_are_in_the_language",),
     ),
     Mutant(
         name="grammar-not-advanced",
-        file="engine/drawing.py",
+        file="engine/sampling_step.py",
         old="                seconds = request.matcher.accept(token)\n",
         new="                seconds = 0.0\n",
         tests=("engine/test_structured.py::test_samples_are_in_the_language",),
     ),
     Mutant(
         name="masks-of-grammars-shifted-by-a-row",
-        file="engine/structured.py",
+        file="engine/grammars.py",
         old="in zip(masks_MB, matchers.items(), strict=True):",
         new="in zip(np.roll(masks_MB, 1, axis=0), matchers.items(), strict=True):",
         tests=("engine/test_structured.py::test_masks_of_many_are_those_of_each",),
@@ -282,7 +282,7 @@ ENGINE = (
     ),
     Mutant(
         name="held-grammars-have-no-limit",
-        file="engine/structured.py",
+        file="engine/grammars.py",
         old="            if held >= MAX_HELD_MEMORY:\n",
         new="            if False:\n",
         tests=("engine/test_grammar_trial.py::test_what_is_held_has_a_limit",),
@@ -296,7 +296,7 @@ ENGINE = (
     ),
     Mutant(
         name="checked-grammars-forgotten-before-they-run",
-        file="engine/structured.py",
+        file="engine/grammars.py",
         old="            self._held[id(wanted)] = matcher, self._sizes.get(wanted, 0)\n",
         new="            pass\n",
         tests=("engine/test_grammar_trial.py::test_what_was_checked_is_there_while_it_is_asked_for",),

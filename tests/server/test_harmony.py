@@ -18,7 +18,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from quire import AsyncLLM
-from quire.engine.chat import render_chat
+from quire.engine.chat_rendering import render_chat
 from quire.errors import FailedPrecondition
 from quire.models.catalogue import bundled_models
 from quire.server import chat

@@ -135,7 +135,7 @@ def test_one_that_fails_leaves_the_others(served: Served, monkeypatch: pytest.Mo
     names = branches(client, 2)
     before = num_tokens(client, names)
     held = served.context.sessions._held[names[1]].session._session._state
-    drawing = served.llm.engine.drawing
+    drawing = served.llm.engine.sampling
     draw = drawing.draw
 
     def broken(logits: Any, requests: Any) -> None:

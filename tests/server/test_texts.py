@@ -14,7 +14,7 @@ from quire.engine import long_texts
 from quire.engine.long_texts import LONG
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import Cancelled
-from quire.server.texts import SHORT_THREADS, Lane, Texts
+from quire.server.text_threads import SHORT_THREADS, Lane, Texts
 
 from .conftest import Served, wait_for
 from .test_attacks import connected, head

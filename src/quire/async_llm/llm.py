@@ -12,13 +12,13 @@ from typing import Any, Self
 from quire.async_llm.background import Background
 from quire.async_llm.session import AsyncSession, unwrapped
 from quire.async_llm.stepper import BeamJob, Job
-from quire.async_llm.stream import AsyncStream, Prepared
+from quire.async_llm.stream import AsyncStream, PreparedJob
 from quire.config import EngineConfig
 from quire.engine.engine import Engine
-from quire.engine.generation import SequenceRequest
 from quire.engine.named_adapters import AdapterInfo
-from quire.engine.prompt_sessions import PromptsOrSessions
-from quire.engine.prompts import PreparedPrompts, Prompt, Prompts
+from quire.engine.prompt_sessions import PreparedPrompts, PromptsOrSessions
+from quire.engine.prompts import Prompt, Prompts
+from quire.engine.sequence_request import SequenceRequest
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import InvalidArgument
 from quire.executor.executor import Executor
@@ -124,12 +124,12 @@ class AsyncLLM:
         )
 
     def _stream(self, verb: str, prepare: Callable[[], PreparedPrompts], request_id: str | None) -> AsyncStream:
-        async def prepared() -> Prepared:
+        async def prepared() -> PreparedJob:
             found = await self._background.call(verb, prepare)
             if len(found.ids) != 1:
                 raise InvalidArgument(f"{verb} takes one prompt, got {len(found.ids)}; make a stream for each")
             job = Job(self.engine, lambda: self._llm.submit(found, request_id)[0], name=request_id, streams=True)
-            return Prepared(job=job, output=lambda: self._llm.outputs(found, [job.requests])[0])
+            return PreparedJob(job=job, output=lambda: self._llm.outputs(found, [job.requests])[0])
 
         return AsyncStream(self._background, prepared)
 

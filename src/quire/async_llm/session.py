@@ -11,13 +11,12 @@ from torch import Tensor
 
 from quire.async_llm.background import Background
 from quire.async_llm.stepper import Job
-from quire.async_llm.stream import AsyncStream, Prepared
+from quire.async_llm.stream import AsyncStream, PreparedJob
 from quire.engine.chat_turns import ReadAnswer
-from quire.engine.generation import SequenceRequest
-from quire.engine.pins import PinAccount
 from quire.engine.prompt_sessions import PromptsOrSessions
 from quire.engine.prompts import Prompt, Text
-from quire.engine.results import request_output
+from quire.engine.request_outputs import request_output
+from quire.engine.sequence_request import PinAccount, SequenceRequest
 from quire.engine.session import Session
 from quire.executor.cache import KVCache
 from quire.outputs import RequestOutput
@@ -119,7 +118,7 @@ class AsyncSession:
         """As ``Session.stream``: ``async for delta in session.stream()``."""
         session = self._session
 
-        async def prepare() -> Prepared:
+        async def prepare() -> PreparedJob:
             chosen = await self._background.call(
                 "stream", lambda: session._check_params("stream", len(session), params)
             )
@@ -147,7 +146,7 @@ class AsyncSession:
         """As ``Session.stream_chat``."""
         session = self._session
 
-        async def prepare() -> Prepared:
+        async def prepare() -> PreparedJob:
             asked, tokens = await self._background.call("chat", lambda: session._ask(messages, params, answer))
 
             def submit() -> SequenceRequest:
@@ -164,7 +163,7 @@ class AsyncSession:
         """As ``Session.check_generate``."""
         await self._background.call("generate", lambda: self._session.check_generate(params))
 
-    def _prepared(self, submit: Callable[[], SequenceRequest]) -> Prepared:
+    def _prepared(self, submit: Callable[[], SequenceRequest]) -> PreparedJob:
         engine = self._background.llm.engine
 
         def start() -> list[SequenceRequest]:
@@ -172,7 +171,7 @@ class AsyncSession:
                 return [submit()]
 
         job = Job(engine, start, streams=True)
-        return Prepared(job=job, output=lambda: request_output(job.requests, engine.tokenizer))
+        return PreparedJob(job=job, output=lambda: request_output(job.requests, engine.tokenizer))
 
     async def cancel(self) -> bool:
         """End what another task is running on this session, at the next step; False if nothing is."""

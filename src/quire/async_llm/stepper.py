@@ -14,8 +14,8 @@ from typing import TypeVar
 
 from quire.engine.beam import BeamSearch
 from quire.engine.engine import Engine
-from quire.engine.generation import SequenceRequest
 from quire.engine.long_texts import given_up_by
+from quire.engine.sequence_request import SequenceRequest
 from quire.errors import Cancelled, FailedPrecondition, QuireError
 from quire.interrupts import uninterrupted, wait_for
 from quire.llm import LLM

@@ -11,7 +11,7 @@ from typing import Self
 
 from quire.async_llm.background import Background, Listener
 from quire.async_llm.stepper import Job
-from quire.engine.results import by_token
+from quire.engine.request_outputs import by_token
 from quire.errors import FailedPrecondition
 from quire.finalizers import unless_exiting
 from quire.outputs import Logprob, RequestOutput, StreamDelta
@@ -28,7 +28,7 @@ class SampleDelta(StreamDelta):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Prepared:
+class PreparedJob:
     """A job that is ready to start, and what it has brought so far."""
 
     job: Job
@@ -42,10 +42,10 @@ class AsyncStream(AsyncIterator[SampleDelta]):
     step. A consumer that is slower than the engine finds several tokens in a delta.
     """
 
-    def __init__(self, background: Background, prepare: Callable[[], Awaitable[Prepared]]) -> None:
+    def __init__(self, background: Background, prepare: Callable[[], Awaitable[PreparedJob]]) -> None:
         self._background = background
         self._prepare = prepare
-        self._prepared: Prepared | None = None
+        self._prepared: PreparedJob | None = None
         self._listener: Listener | None = None
         self._taken: list[tuple[bool, int, int]] = []
         """What of ``Job.seen`` has become deltas."""

@@ -2,7 +2,7 @@
 
 An adapter changes linear maps by terms of low rank, ``W + s B A``, and may bring tables of its own for the embedding and
 the head. Who reads files makes ``Adapter`` values (``quire.models.peft``); who runs them holds them under ids
-(``quire.runner.adapters``).
+(``quire.runner.adapter_pool``).
 
 Letters: R rank; I input, O output features of the piece of a linear map that an update changes; V vocabulary; E model width;
 T rows of a forward; S rank rows, those of all adapters on the device, one adapter behind the other.

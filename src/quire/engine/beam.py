@@ -20,12 +20,12 @@ from torch import Tensor
 
 from quire.engine.detokenizer import IncrementalDetokenizer
 from quire.engine.engine import DETOKENIZER_CONTEXT, Engine
-from quire.engine.generation import SequenceRequest, SessionState
-from quire.engine.request import TokenBuffer
-from quire.engine.results import by_token
+from quire.engine.request_outputs import by_token
+from quire.engine.scheduled_request import TokenBuffer
+from quire.engine.sequence_request import SequenceRequest, SessionState
 from quire.errors import InvalidArgument, QuireError
 from quire.interrupts import check, uninterrupted
-from quire.ops.sampling import Logprob, TokenLogprobs, top_logprobs
+from quire.ops.sampling import RankedLogprob, TokenLogprobs, top_logprobs
 from quire.outputs import BeamSearchOutput, BeamSearchSequence, FinishReason
 from quire.sampling_params import BeamSearchParams
 
@@ -310,7 +310,7 @@ class BeamSearch:
 
 def best_continuations(
     totals: Sequence[float], ids_RK: Tensor, logprobs_RK: Tensor, count: int
-) -> list[tuple[int, Logprob]]:
+) -> list[tuple[int, RankedLogprob]]:
     """The ``count`` continuations with the largest sums, or all there are: row, and token with its rank in the row.
 
     ``totals``: R sums of the hypotheses so far. ``ids_RK`` int64, ``logprobs_RK`` float32: tokens of each row by rank, without
@@ -325,7 +325,7 @@ def best_continuations(
     places_N = places_N[sums_M[places_N].argsort(descending=True, stable=True)][:count]
     columns = (ids_RK.cpu().flatten()[places_N], logprobs.flatten()[places_N])
     return [
-        (place // num_ranks, Logprob(token, logprob, place % num_ranks + 1))
+        (place // num_ranks, RankedLogprob(token, logprob, place % num_ranks + 1))
         for place, token, logprob in zip(places_N.tolist(), *(column.tolist() for column in columns), strict=True)
     ]
 

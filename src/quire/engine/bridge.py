@@ -2,21 +2,21 @@
 
 A session is a row of tokens of which the first are computed, and a row of a cache is one whose tokens all are; both are a
 sequence in the same state, so that a fork is all there is to it. What a sequence does not say itself goes along: the tokens, under which
-adapter each ran, and how the state came to be what it is (``quire.executor.rows.Origin``).
+adapter each ran, and how the state came to be what it is (``quire.executor.row.Origin``).
 """
 
 from __future__ import annotations
 
 from quire.engine.engine import Engine
-from quire.engine.generation import SessionState
-from quire.engine.request import SlidingWindow, TokenBuffer
+from quire.engine.scheduled_request import SlidingWindow, TokenBuffer
+from quire.engine.sequence_request import SessionState
 from quire.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted, Unsupported
 from quire.executor.arguments import resolve_cache
 from quire.executor.cache import KVCache
 from quire.executor.executor import Executor
-from quire.executor.rows import COMPUTED, Origin, Row, TokenRecord, are_indices, history
+from quire.executor.row import COMPUTED, Origin, Row, TokenRecord, are_indices, history
 from quire.executor.saved_kinds import NO_POSITIONS
-from quire.types import Fork, Window
+from quire.types import Fork, SetWindow
 
 NO_SALT = ("", None)
 """The key of sessions that share prefixes with everybody who gives no ``cache_salt``."""
@@ -38,7 +38,7 @@ def fork_to_cache(engine: Engine, session: SessionState, cache: KVCache) -> None
     pool, length = cache.pool, len(session.tokens)
     if session.seq is None:
         if session.window is not None:
-            pool.edit(Window(cache.rows[0].seq, session.window.size, session.window.sink))
+            pool.edit(SetWindow(cache.rows[0].seq, session.window.size, session.window.sink))
         return
     runs = history(session.runs, length)
     pool.note_adapters([runs])

@@ -7,7 +7,7 @@ from importlib import resources
 from pathlib import Path
 
 from quire.config import CHAT_TEMPLATES
-from quire.engine.chat import check_template
+from quire.engine.chat_rendering import check_template
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import InvalidArgument, NotFound
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from quire.engine.detokenizer import IncrementalDetokenizer
-from quire.engine.generation import SequenceRequest
+from quire.engine.sequence_request import SequenceRequest
 from quire.engine.tokenizer import Tokenizer
 
 ReadAnswer: TypeAlias = Callable[[str], Mapping[str, Any]]

@@ -16,7 +16,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from quire.engine.request import ScheduledRequest
+from quire.engine.scheduled_request import ScheduledRequest
 from quire.types import DropCheckpoint, Edit, SeqId
 
 

@@ -20,26 +20,26 @@ from numpy.typing import NDArray
 
 from quire.engine.adapter_keys import AdapterKey, users
 from quire.engine.checkpoints import Checkpoints
-from quire.engine.checks import RequestChecks
 from quire.engine.detokenizer import IncrementalDetokenizer
-from quire.engine.drawing import Drawing
-from quire.engine.generation import OnLogits, SequenceRequest, SessionState
+from quire.engine.grammars import Grammars
 from quire.engine.host_store import HostStore
 from quire.engine.media import NO_MEDIA, Media
 from quire.engine.page_use import PageUse, page_use
 from quire.engine.pins import Pins, final_length
 from quire.engine.prefix_cache import RadixCache
+from quire.engine.prompt_logprobs import PromptLogprobs
 from quire.engine.prompts import embeddings_of
-from quire.engine.request import ScheduledRequest, TokenBuffer
-from quire.engine.results import PromptLogprobs
+from quire.engine.request_checks import RequestChecks
+from quire.engine.sampling_step import SamplingStep
+from quire.engine.scheduled_request import ScheduledRequest, TokenBuffer
 from quire.engine.scheduler import Limits, Scheduled, Scheduler
+from quire.engine.sequence_request import OnLogits, SequenceRequest, SessionState
 from quire.engine.session_states import SessionStates, media_of
-from quire.engine.structured import Grammars
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import FailedPrecondition, InvalidArgument, QuireError
 from quire.interrupts import Lock, check, uninterrupted
 from quire.metrics import EngineMetrics
-from quire.ops.sampling import RequestSampler
+from quire.ops.request_sampler import RequestSampler
 from quire.orphans import Orphans
 from quire.outputs import FinishReason
 from quire.runner.local import Extras, Runner, StepOutput
@@ -94,7 +94,7 @@ class Engine:
         self.metrics = EngineMetrics()
         self.host = HostStore(runner)
         """State of preempted requests and idle sessions; it keeps none before somebody sets its capacity."""
-        self.drawing = Drawing(
+        self.sampling = SamplingStep(
             eos_ids=self.eos_ids,
             grammars=self.grammars,
             metrics=self.metrics,
@@ -355,7 +355,7 @@ class Engine:
     def step(self) -> list[SequenceRequest]:
         """One forward. Returns the requests that got a token or ended."""
         with self.lock.interruptible:
-            if self.drawing.under_way:
+            if self.sampling.under_way:
                 raise FailedPrecondition(
                     "a step is under way; a logits processor cannot run anything on its own engine"
                 )
@@ -460,7 +460,7 @@ class Engine:
             logits_RV = output.logits_RV
             if rows != list(range(logits_RV.shape[0])):
                 logits_RV = logits_RV.index_select(0, torch.tensor(rows, device=logits_RV.device))
-            self.drawing.draw(logits_RV, ready)
+            self.sampling.draw(logits_RV, ready)
         return changed + ready
 
     def _share_prompt(self, request: SequenceRequest) -> None:

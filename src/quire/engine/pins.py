@@ -7,11 +7,10 @@ and what those that run will hold at their end, is counted anew whenever one of 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
-from quire.engine.generation import SessionState
-from quire.engine.request import SlidingWindow
+from quire.engine.scheduled_request import SlidingWindow
+from quire.engine.sequence_request import PinAccount, SessionState
 from quire.errors import PoolExhausted, QuotaExceeded
 from quire.types import SeqId
 
@@ -39,16 +38,6 @@ class PoolView(Protocol):
     def pages_at_most(self, length: int, window: tuple[int, int] | None, step: int) -> list[int]:
         """Pages of each pool that a sequence of ``length`` tokens holds at most while they are run, ``step`` at a time."""
         ...
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class PinAccount:
-    """Whose pinned sessions count together."""
-
-    share: float
-    """Part of each pool that they may hold."""
-    total: float
-    """Part of each pool that all pinned sessions may hold, those of other accounts and of none among them."""
 
 
 class Pins:

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.errors import AlreadyExists, FailedPrecondition, InvalidArgument, NotFound, QuireError
-from quire.executor.rows import LAST_PLACEHOLDER
+from quire.executor.row import LAST_PLACEHOLDER
 from quire.types import SeqId
 
 TokenIds: TypeAlias = NDArray[np.int64]

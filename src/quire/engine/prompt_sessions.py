@@ -1,17 +1,46 @@
-"""Sessions among the prompts of ``LLM.generate``."""
+"""Sessions among the prompts of ``LLM.generate``, and prompts that have passed all checks."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
+import numpy as np
+from numpy.typing import NDArray
+
 from quire.engine.engine import Engine
+from quire.engine.media import NO_MEDIA, Media
 from quire.engine.prompts import Prompt, Prompts
 from quire.engine.session import Session
 from quire.errors import InvalidArgument
+from quire.sampling_params import SamplingParams
 
 PromptsOrSessions: TypeAlias = Prompts | Session | Sequence[Prompt | Session]
 """What ``generate`` takes: one prompt or session, or a list of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedPrompts:
+    """Prompts that have passed all checks: as token ids, with their texts where they were text."""
+
+    ids: list[NDArray[np.int64]]
+    texts: list[str | None]
+    params: list[SamplingParams]
+    key: Hashable
+    adapter: int | None = None
+    media: Sequence[Media] = ()
+    """The embeddings of each; empty: there are none."""
+    sessions: Sequence[Session | None] = ()
+    """Which session each of them is; None where it is none. Empty if none of them is."""
+
+    def media_of(self, number: int) -> Media:
+        """Those of one prompt."""
+        return self.media[number] if self.media else NO_MEDIA
+
+    def session_of(self, number: int) -> Session | None:
+        """The session that goes on in the place of one prompt."""
+        return self.sessions[number] if self.sessions else None
 
 
 def split_sessions(prompts: PromptsOrSessions, engine: Engine) -> tuple[list[Session | None], Prompts]:

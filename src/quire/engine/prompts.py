@@ -5,10 +5,9 @@ Letters: S tokens of a prompt; M rows of embeddings; E model width.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -19,11 +18,7 @@ from quire.config import MODALITIES
 from quire.contracts.executor import VISION_PLACEHOLDER, AudioData, ExecutorInputs, TextData, VisionData
 from quire.engine.media import NO_MEDIA, Media
 from quire.errors import InvalidArgument, QuireError, Unsupported
-from quire.executor.media import media_of_rows, recorded_ids
-from quire.sampling_params import SamplingParams
-
-if TYPE_CHECKING:
-    from quire.engine.session import Session
+from quire.executor.row_media import media_of_rows, recorded_ids
 
 KEYS = ("prompt_token_ids", "multi_modal_data", "prompt_embeds")
 KINDS = {"image": VisionData, "audio": AudioData}
@@ -34,29 +29,6 @@ EmbedsPrompt: TypeAlias = ExecutorInputs | Mapping[str, Any]
 """Token ids with embeddings at their placeholders, see ``read_prompt``."""
 Prompt: TypeAlias = Text | EmbedsPrompt
 Prompts: TypeAlias = Prompt | Sequence[Prompt]
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedPrompts:
-    """Prompts that have passed all checks: as token ids, with their texts where they were text."""
-
-    ids: list[NDArray[np.int64]]
-    texts: list[str | None]
-    params: list[SamplingParams]
-    key: Hashable
-    adapter: int | None = None
-    media: Sequence[Media] = ()
-    """The embeddings of each; empty: there are none."""
-    sessions: Sequence[Session | None] = ()
-    """Which session each of them is; None where it is none. Empty if none of them is."""
-
-    def media_of(self, number: int) -> Media:
-        """Those of one prompt."""
-        return self.media[number] if self.media else NO_MEDIA
-
-    def session_of(self, number: int) -> Session | None:
-        """The session that goes on in the place of one prompt."""
-        return self.sessions[number] if self.sessions else None
 
 
 def read_prompt(prompt: EmbedsPrompt, hidden_size: int) -> tuple[NDArray[np.int64], Media]:

@@ -23,9 +23,9 @@ from typing import Protocol
 
 from quire.engine.checkpoints import Checkpoints
 from quire.engine.prefix_cache import RadixCache
-from quire.engine.request import ScheduledRequest, Status, common_prefix
+from quire.engine.scheduled_request import ScheduledRequest, Status, common_prefix
 from quire.errors import PoolExhausted, QuireError, ResourceExhausted
-from quire.types import Add, Chunk, Edit, Fork, LogitsWanted, Remove, SeqId, Step, Window
+from quire.types import Add, Chunk, Edit, Fork, LogitsWanted, Remove, SeqId, SetWindow, Step
 
 DUPLICATE_PREFIX = 32
 """A prompt that shares this many tokens more with a prompt being computed than with the cache waits for it."""
@@ -100,7 +100,7 @@ class Scheduled:
 
 
 @dataclass(slots=True)
-class Batch:
+class StepDraft:
     """A step in the making."""
 
     budget: int
@@ -250,7 +250,7 @@ class Scheduler:
         free = max(0, self.limits.max_num_seqs - self._seated)
         budget = self.limits.max_num_batched_tokens
         # One token is left to a prompt: those who wait may wait for its pages.
-        batch = Batch(budget, kept=min(coming, free, budget - 1))
+        batch = StepDraft(budget, kept=min(coming, free, budget - 1))
         failed: list[tuple[ScheduledRequest, QuireError]] = []
         # Whose adapters the step has room for is decided in order of arrival: nobody waits for those who came later.
         for request in self.running:
@@ -294,7 +294,7 @@ class Scheduler:
         adapter = request.next_adapter
         return Chunk(request.seq, ids, adapter=adapter, logits=wants, checkpoints=checkpoints)  # type: ignore[arg-type]
 
-    def _make_room(self, batch: Batch, failed: list[tuple[ScheduledRequest, QuireError]]) -> bool:
+    def _make_room(self, batch: StepDraft, failed: list[tuple[ScheduledRequest, QuireError]]) -> bool:
         """Reclaim, then preempt the youngest, until the running requests fit. Says whether any of them left."""
         left = False
         while batch.requests and (missing := self._state.missing_pages(batch.seqs, batch.counts)):
@@ -357,7 +357,7 @@ class Scheduler:
 
     # -- admission -------------------------------------------------------------------------------------------
 
-    def _admit(self, batch: Batch, failed: list[tuple[ScheduledRequest, QuireError]]) -> None:
+    def _admit(self, batch: StepDraft, failed: list[tuple[ScheduledRequest, QuireError]]) -> None:
         index, seated = 0, self._seated
         while index < len(self.waiting) and batch.budget > 0 and seated < self.limits.max_num_seqs:
             request = self.waiting[index]
@@ -395,7 +395,7 @@ class Scheduler:
             if self._has_adapter(request, batch):
                 batch.add(request, self._count(request, batch))
 
-    def _has_adapter(self, request: ScheduledRequest, batch: Batch) -> bool:
+    def _has_adapter(self, request: ScheduledRequest, batch: StepDraft) -> bool:
         """Whether the adapter of its next token fits beside those of the step."""
         adapter, others = request.next_adapter, batch.adapters
         fits = self._adapters_fit
@@ -404,7 +404,7 @@ class Scheduler:
         batch.held_back = True
         return False
 
-    def _waits_for_adapter(self, request: ScheduledRequest, batch: Batch) -> bool:
+    def _waits_for_adapter(self, request: ScheduledRequest, batch: StepDraft) -> bool:
         """Whether it cannot be admitted for want of room for adapters: its own, or that of one who came before it."""
         return (batch.held_back and bool(request.adapters.ids)) or not self._has_adapter(request, batch)
 
@@ -414,7 +414,7 @@ class Scheduler:
             return self.limits.max_num_batched_tokens
         return max(1, self._state.largest_step(request.window.size, request.window.sink))
 
-    def _count(self, request: ScheduledRequest, batch: Batch) -> int:
+    def _count(self, request: ScheduledRequest, batch: StepDraft) -> int:
         """Tokens of it that the step may still take, all under one adapter."""
         room = batch.budget if request.remaining == 1 else batch.budget - batch.kept
         if request.wants == "all":
@@ -464,7 +464,7 @@ class Scheduler:
         if found is None or not found[1]:
             self._apply(Add(seq))
             if request.window is not None:
-                self._apply(Window(seq, request.window.size, request.window.sink))
+                self._apply(SetWindow(seq, request.window.size, request.window.sink))
             request.computed = 0
         else:
             parent, length = found

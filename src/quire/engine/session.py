@@ -21,18 +21,16 @@ from torch import Tensor
 
 from quire.contracts.executor import ExecutorInputs
 from quire.contracts.layers import LayerSpec
-from quire.engine import bridge, layer_memory, saved
+from quire.engine import bridge, layer_memory, saved_sessions
 from quire.engine.adapter_keys import AdapterNames, Fingerprints, runs_of_session
-from quire.engine.chat import encode_chat
+from quire.engine.chat_rendering import encode_chat
 from quire.engine.chat_turns import Asked, ChatTurns, ReadAnswer
 from quire.engine.engine import Engine
-from quire.engine.generation import SequenceRequest, SessionState
 from quire.engine.media import NO_MEDIA, Media
-from quire.engine.pins import PinAccount
 from quire.engine.prompts import Prompt, Text, read_prompt
-from quire.engine.request import TokenBuffer
-from quire.engine.results import request_output
-from quire.engine.saved import ModelIdentity
+from quire.engine.request_outputs import request_output
+from quire.engine.scheduled_request import TokenBuffer
+from quire.engine.sequence_request import PinAccount, SequenceRequest, SessionState
 from quire.engine.session_labels import Labelled
 from quire.engine.session_repr import session_repr
 from quire.engine.session_stream import SessionStream
@@ -41,6 +39,7 @@ from quire.engine.tokenizer import Tokenizer
 from quire.errors import Cancelled, FailedPrecondition, InvalidArgument
 from quire.finalizers import unless_exiting
 from quire.interrupts import uninterrupted
+from quire.models.fingerprint import ModelIdentity
 from quire.outputs import RequestOutput
 from quire.sampling_params import SamplingParams
 
@@ -520,14 +519,14 @@ class Session(Labelled):
             raise InvalidArgument(f"save takes the name of a file, got {path!r}; to_bytes gives bytes")
         self._compute_to_save("save")
         with self._branch("save") as branch:
-            saved.save(self._engine, branch, self._identity, Path(path))
+            saved_sessions.save(self._engine, branch, self._identity, Path(path))
 
     @uninterrupted
     def to_bytes(self) -> bytes:
         """The state file as bytes."""
         self._compute_to_save("to_bytes")
         with self._branch("to_bytes") as branch:
-            return saved.to_bytes(self._engine, branch, self._identity)
+            return saved_sessions.to_bytes(self._engine, branch, self._identity)
 
     def _compute_to_save(self, verb: str) -> None:
         """All but the last token, and that too if it is an embedding, which the file will not have."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from quire.engine.engine import Engine
-    from quire.engine.generation import SessionState
+    from quire.engine.sequence_request import SessionState
 
 SHOWN = 24
 """Characters of each end of a text that are shown."""

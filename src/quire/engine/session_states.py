@@ -15,11 +15,11 @@ from torch import Tensor
 
 from quire.engine import layer_memory
 from quire.engine.adapter_keys import prefix_key, runs_of_session
-from quire.engine.generation import SequenceRequest, SessionState
 from quire.engine.host_store import HostStore
 from quire.engine.media import Media
 from quire.engine.prefix_cache import RadixCache
-from quire.engine.request import TokenBuffer, common_prefix
+from quire.engine.scheduled_request import TokenBuffer, common_prefix
+from quire.engine.sequence_request import SequenceRequest, SessionState
 from quire.errors import FailedPrecondition, QuireError, ResourceExhausted
 from quire.metrics import EngineMetrics
 from quire.runner.local import Runner

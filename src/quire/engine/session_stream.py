@@ -7,7 +7,7 @@ from functools import partial
 from typing import Self
 
 from quire.engine.engine import Engine
-from quire.engine.generation import SequenceRequest
+from quire.engine.sequence_request import SequenceRequest
 from quire.finalizers import unless_exiting
 from quire.interrupts import SHIELD, check
 from quire.outputs import StreamDelta

@@ -16,11 +16,11 @@ from torch import Tensor
 from quire.contracts.executor import DecodeInput, PrefillInput
 from quire.errors import InvalidArgument, QuireError, Unsupported
 from quire.executor.cache import KVCache
-from quire.executor.extension import require_vocabulary
-from quire.executor.forwards import LOGITS_ONLY, Asked
+from quire.executor.forward_packing import LOGITS_ONLY, WantedOutputs
 from quire.executor.handle import Handle
 from quire.executor.pool import CachePool
-from quire.executor.rows import Ids
+from quire.executor.row import Ids
+from quire.executor.row_extension import require_vocabulary
 
 NO_MASKS = "recurrent layers see the tokens of a row in order, and no mask can change that; give the image with bidirectional=False"
 
@@ -39,7 +39,7 @@ class Request:
     """S"""
     adapter: int | None = None
     """Under which they run; None: the base model."""
-    asked: Asked = LOGITS_ONLY
+    asked: WantedOutputs = LOGITS_ONLY
     positions: tuple[Ids | None, ...] = ()
     """Of each row's tokens, as they were given; None: behind those before them."""
 
@@ -166,17 +166,17 @@ def weights_refusal(pool: CachePool) -> str:
     )
 
 
-def asked_of(pool: CachePool, given: PrefillInput | DecodeInput) -> Asked:
+def asked_of(pool: CachePool, given: PrefillInput | DecodeInput) -> WantedOutputs:
     """What it asks for besides logits. ``Unsupported`` for weights that there are not."""
     if given.output_attentions and (reason := weights_refusal(pool)):
         raise Unsupported(f"attention weights: {reason}")
-    return Asked(hidden_states=given.output_hidden_states, attention_weights=given.output_attentions)
+    return WantedOutputs(hidden_states=given.output_hidden_states, attention_weights=given.output_attentions)
 
 
-def union(asked: Iterable[Asked]) -> Asked:
+def union(asked: Iterable[WantedOutputs]) -> WantedOutputs:
     """What a forward must give so that each gets what it asked for."""
     found = list(asked)
-    return Asked(
+    return WantedOutputs(
         hidden_states=any(one.hidden_states for one in found),
         attention_weights=any(one.attention_weights for one in found),
     )

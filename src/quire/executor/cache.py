@@ -6,12 +6,9 @@ Letters: B rows; n tokens of a row; Hkv KV heads; D head size of K or of V.
 from __future__ import annotations
 
 import re
-import time
-import uuid
 import weakref
-from collections.abc import Callable, Sequence
-from functools import wraps
-from typing import Concatenate, Final, ParamSpec, Self, TypeVar
+from collections.abc import Sequence
+from typing import Final, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,67 +16,26 @@ from torch import Tensor
 
 from quire.contracts.kv_cache import CacheHandleStats, KVCacheInterface
 from quire.contracts.layers import KeyValueAttention
-from quire.errors import InvalidArgument, NotFound, QuireError, ResourceExhausted, Unsupported
+from quire.errors import InvalidArgument, ResourceExhausted, Unsupported
 from quire.executor import serialized
+from quire.executor.cache_rows import CacheRows, locked
 from quire.executor.pool import NO_PAGES, CachePool
-from quire.executor.rows import NO_IDS, Ids, Pending, Row, TokenRecord, history
+from quire.executor.row import Ids, TokenRecord
 from quire.kv.state_slots import NULL
 from quire.signatures import checks_arguments
-from quire.types import AdapterRuns, Commit, Pop
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 _TENSOR_NAME: Final = re.compile(r"kv_cache_[kv]_(0|[1-9][0-9]{0,8})")
 
 
-def _locked(method: Callable[Concatenate[KVCache, P], R]) -> Callable[Concatenate[KVCache, P], R]:
-    """The method, run alone, on a cache that was not released."""
-
-    @wraps(method)
-    def wrapper(self: KVCache, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        with self.pool.lock:
-            self.require_live()
-            self.pool.sweep()
-            return method(self, *args, **kwargs)
-
-    return wrapper
-
-
 @checks_arguments()
-class KVCache:
+class KVCache(CacheRows):
     """See ``KVCacheInterface``; made by ``create_kv_cache``. Its methods may be called from any thread.
 
     ``NotFound`` after ``release`` (or ``Executor.release_cache``).
     """
 
-    def __init__(
-        self,
-        pool: CachePool,
-        rows: list[Row],
-        *,
-        capacity: int,
-        dynamic: bool,
-    ) -> None:
-        self.pool = pool
-        self.rows = rows
-        self.capacity = capacity
-        self.dynamic = dynamic
-        self.cache_id: Final = f"kv-{uuid.uuid4().hex}"
-        self.revision = 0
-        self.last_access: float | None = None
-        self.released = False
-        self.batch: weakref.WeakSet[KVCache] | None = None
-        """The caches that were prefilled in the same call; None: it alone."""
-        pool.caches[self.cache_id] = self
-        pool.watch(self)
-        self._finalizer = weakref.finalize(self, pool.abandon, rows)
-        self._finalizer.atexit = False
-
-    @classmethod
-    def create(cls, pool: CachePool, batch_size: int, capacity: int, dynamic: bool) -> Self:
-        """An empty cache; arguments are checked already."""
-        return cls(pool, [Row(seq) for seq in pool.add(batch_size)], capacity=capacity, dynamic=dynamic)
+    batch: weakref.WeakSet[KVCache] | None = None
+    """The caches that were prefilled in the same call; None: it alone."""
 
     def __repr__(self) -> str:
         state = "released" if self.released else f"batch_size={self.batch_size}, capacity={self.capacity}"
@@ -92,16 +48,8 @@ class KVCache:
         return self.capacity
 
     @property
-    def batch_size(self) -> int:
-        return len(self.rows)
-
-    @property
     def length(self) -> int:
         return max(self.lengths)
-
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        return self._lengths()
 
     def contains(self, name: str) -> bool:
         found = _TENSOR_NAME.fullmatch(name)
@@ -117,11 +65,6 @@ class KVCache:
         given = self.rows[row].positions
         return np.arange(self.lengths[row]) if given is None else given.ids.copy()
 
-    def require_live(self) -> None:
-        """``NotFound`` if it was released."""
-        if self.released:
-            raise NotFound(f"KV cache {self.cache_id} was released; make a new one")
-
     def token_ids(self, row: int) -> Ids | None:
         """A copy of the ids that made a row, or None where they are not known.
 
@@ -130,7 +73,7 @@ class KVCache:
         record = self.rows[row].tokens
         return None if record is None else record.ids.copy()
 
-    @_locked
+    @locked
     def read(self, layer: int, lengths: Sequence[int], *, values: bool) -> Tensor:
         """A gathered copy of K or V of one layer, ``[B, n, Hkv, D]``: the first ``lengths[i]`` tokens of row i, then zeros;
         zeros also where a window has let go of a token."""
@@ -147,7 +90,7 @@ class KVCache:
                     out[index, part.start : end] = rows
         return out
 
-    @_locked
+    @locked
     def pages(self) -> list[NDArray[np.int32]]:
         """A copy of the page table of each row, in the layer class that stands for all; -1 where a window has passed.
 
@@ -158,13 +101,6 @@ class KVCache:
             raise Unsupported(f"block_table: {NO_PAGES}")
         table = self.pool.state.table
         return [table.get(row.seq).tables[self.pool.main_class].pages.copy() for row in self.rows]
-
-    @_locked
-    def _lengths(self) -> tuple[int, ...]:
-        state = self.pool.state
-        return tuple(
-            state.sequence_length(row.seq) + (0 if row.chain is None else row.chain.ids.size) for row in self.rows
-        )
 
     def stats(self) -> CacheHandleStats:
         """What it uses now."""
@@ -194,7 +130,7 @@ class KVCache:
 
     # -- changing --------------------------------------------------------------------------------------------
 
-    @_locked
+    @locked
     def clear(self) -> None:
         self.truncate([0] * len(self.rows))
         for row in self.rows:
@@ -206,111 +142,7 @@ class KVCache:
                 self.pool.remove([row.seq])
                 (row.seq,) = self.pool.add(1)
 
-    @_locked
-    def truncate(self, lengths: Sequence[int]) -> None:
-        """Keep the first ``lengths[i]`` tokens of row i; each is at most the row's length. Runs nothing.
-
-        ``FailedPrecondition``, with all rows as they were, where a window has let go of what a continuation would need, or where
-        tokens must be run again (``rewinding.truncate`` runs them).
-        """
-        self.settle()
-        surplus = [present - length for present, length in zip(self.lengths, lengths, strict=True)]
-        self.pool.require_reachable([row.seq for row in self.rows], lengths)
-        self.pool.edit(*(Pop(row.seq, count) for row, count in zip(self.rows, surplus, strict=True) if count))
-        for row, length, count in zip(self.rows, lengths, surplus, strict=True):
-            if count:
-                self.mark_cut(row, length)
-                self.set_pending(row, None)
-            if row.tokens is not None:
-                row.tokens.size = length
-
-    def record(self, row: Row, start: int, ids: Ids, runs: AdapterRuns, positions: Ids | None = None) -> None:
-        """The row's sequence holds ``ids`` from ``start`` on, and nothing behind them, at ``positions`` (None: their indices); all
-        its tokens ran as ``runs`` say."""
-        row.runs = history(runs, start + ids.size)
-        row.stand(start, positions)
-        if row.tokens is not None:
-            row.tokens.replace_from(start, ids)
-        self.capacity = max(self.capacity, start + ids.size)
-        self.set_pending(row, None)
-        self.touch()
-
-    def set_pending(self, row: Row, pending: Pending | None) -> None:
-        """Let a tree wait beside a row, in the place of one that waited before."""
-        if row.pending is not None:
-            self.pool.remove([row.pending.seq])
-        row.pending = pending
-
-    def keep_path(self, row: Row, node: int) -> None:
-        """The row becomes that of its tree's path to ``node``; the tree is gone."""
-        pending = row.pending
-        if pending is None:
-            raise QuireError("there is no tree to keep a path of")
-        self.pool.edit(Commit((pending.seq,), (node,)))
-        if pending.start < self.pool.state.sequence_length(row.seq):
-            self.mark_cut(row, pending.start)
-        self.pool.remove([row.seq])
-        row.seq, row.pending = pending.seq, None
-        path = pending.path(node)
-        positions = None if pending.positions is None else pending.positions[path]
-        self.record(row, pending.start, pending.ids[path], pending.runs, positions)
-
-    # -- recurrent states ------------------------------------------------------------------------------------
-
-    def settle(self) -> int:
-        """Verified chains become ordinary tokens, of which only the last states are kept; how many tokens these were."""
-        tokens = 0
-        for row in self.rows:
-            if row.chain is not None:
-                self.pool.edit(Commit((row.seq,), (row.chain.ids.size - 1,)))
-                tokens += row.chain.ids.size
-                row.chain = None
-        return tokens
-
-    def cut_chain(self, row: Row, length: int) -> None:
-        """Keep of a row, and of its verified chain, ``length`` tokens, which do not end before the chain begins."""
-        chain = row.chain
-        if chain is None:
-            raise QuireError("there is no chain to cut")
-        self.pool.edit(Commit((row.seq,), (length - chain.start - 1,)))
-        row.chain = None
-        if length < chain.start + chain.ids.size:
-            self.mark_cut(row, length)
-            if row.tokens is not None:
-                row.tokens.size = length
-        self.touch()
-
-    def mark(self, row: Row) -> None:
-        """Keep the present recurrent state of a settled row to come back to, in the place of the one that was marked before. Not
-        where slots are scarce: a mark saves work and nothing else."""
-        row.mark = self.pool.mark(row.seq, row.mark)
-
-    def give_up_states(self) -> int:
-        """Let go of recurrent states that only save work: those inside of verified chains, marks, and what is kept where the tokens
-        that lead to it are known, and the adapters are loaded that they ran under; how many they were."""
-        found = self.settle()
-        state = self.pool.state
-        for row in self.rows:
-            if not (held := state.checkpoints(row.seq)):
-                row.mark = None
-                continue
-            ids = NO_IDS if row.tokens is None else row.tokens.ids
-            known = ids.size if not (ids < 0).any() else int((ids < 0).argmax())
-            known = 0 if row.origin.modified else known
-            known = min([known, *(start for start, adapter in row.runs.runs if not self.pool.is_loaded(adapter))])
-            for position in held:
-                if position <= known or position == row.mark:
-                    state.drop_checkpoint(row.seq, position)
-                    found += 1
-            row.mark = None
-        return found
-
-    def mark_cut(self, row: Row, length: int) -> None:
-        """Handles of this row that are longer than ``length`` are stale from now on."""
-        self.revision += 1
-        row.cut(self.revision, length)
-
-    @_locked
+    @locked
     def resize(self, n: int) -> None:
         if not self.dynamic:
             raise InvalidArgument("KV cache is not dynamic and cannot be resized.")
@@ -318,19 +150,11 @@ class KVCache:
             raise ResourceExhausted(f"resize to {n} slots is beyond the model's maximum of {self.pool.max_model_len}")
         self.capacity = max(self.capacity, n)
 
-    @_locked
-    def deep_copy(self) -> KVCache:
+    @locked
+    def deep_copy(self) -> Self:
         return self.copy_of(self.lengths)
 
-    @_locked
-    def copy_of(self, lengths: Sequence[int]) -> KVCache:
-        """A new cache of the first ``lengths[i]`` tokens of row i. ``FailedPrecondition`` as ``truncate``."""
-        self.settle()
-        seqs = self.pool.fork([row.seq for row in self.rows], lengths)
-        rows = [row.like(seq, length) for seq, row, length in zip(seqs, self.rows, lengths, strict=True)]
-        return KVCache(self.pool, rows, capacity=self.capacity, dynamic=self.dynamic)
-
-    @_locked
+    @locked
     def select_and_copy_from(self, other: KVCacheInterface, b: int) -> None:
         source = _own(other)
         if source.batch_size <= self.batch_size:
@@ -344,7 +168,7 @@ class KVCache:
         self._require_like(source)
         self._copy_rows(source, [b])
 
-    @_locked
+    @locked
     def broadcast_and_copy_from(self, other: KVCacheInterface) -> None:
         source = _own(other)
         if source.batch_size != 1:
@@ -370,36 +194,6 @@ class KVCache:
         origins = [source.rows[index] for index in indices]
         seqs = self.pool.fork([row.seq for row in origins])
         self.replace_content([row.like(seq) for seq, row in zip(seqs, origins, strict=True)])
-
-    def replace_content(self, fresh: Sequence[Row]) -> None:
-        """Swap in new sequences; the old ones are freed and all handles with tokens are stale."""
-        self.pool.remove([seq for row in self.rows for seq in row.seqs])
-        for row, new in zip(self.rows, fresh, strict=True):
-            row.seq, row.tokens = new.seq, new.tokens
-            row.pending = row.chain = None
-            self.mark_cut(row, 0)
-            row.runs, row.positions, row.mark, row.origin = new.runs, new.positions, new.mark, new.origin
-        self.touch()
-
-    def take_over(self, other: KVCache) -> None:
-        """Swap in the rows of another cache with as many, which is released and holds nothing any more."""
-        self.replace_content(other.rows)
-        other.rows.clear()
-        other.release()
-
-    def touch(self) -> None:
-        """A call used it."""
-        self.last_access = time.monotonic()
-
-    def release(self) -> None:
-        """Give the pages back now; a second call has no effect. Forks keep theirs."""
-        with self.pool.lock:
-            if self.released:
-                return
-            self.released = True
-            self._finalizer.detach()
-            self.pool.caches.pop(self.cache_id, None)
-            self.pool.free(self.rows)
 
     # -- bytes -----------------------------------------------------------------------------------------------
 

@@ -33,8 +33,8 @@ from quire.contracts.executor import (
     SpeculativeOutput,
 )
 from quire.errors import Cancelled, FailedPrecondition, InvalidArgument, ResourceExhausted, Unsupported
-from quire.executor import batches, reports, rewinding, verification, warmup
-from quire.executor.adapters import read_assets
+from quire.executor import executor_types, reports, rewinding, verification, warmup
+from quire.executor.adapter_assets import read_assets
 from quire.executor.arguments import (
     Request,
     decode_request,
@@ -47,20 +47,21 @@ from quire.executor.arguments import (
     union,
 )
 from quire.executor.cache import KVCache
-from quire.executor.extension import Extension, extensions, packed
-from quire.executor.forwards import LOGITS_ONLY
+from quire.executor.call_outputs import decode_output, places_for_logits, prefill_output
+from quire.executor.forward_packing import LOGITS_ONLY
 from quire.executor.handle import Handle, handle_of
-from quire.executor.media import check_modalities
-from quire.executor.operations import Operation, Stopwatch
-from quire.executor.pool import CachePool, Identity
-from quire.executor.results import decode_output, places_for_logits, prefill_output
+from quire.executor.pool import CachePool
+from quire.executor.prefix_sharing import shared_cache
 from quire.executor.room import has_room
-from quire.executor.sharing import shared_cache
+from quire.executor.row_extension import Extension, extensions, packed
+from quire.executor.row_media import check_modalities
+from quire.executor.running_calls import Operation, Stopwatch
 from quire.executor.transaction import Transaction
 from quire.interrupts import SHIELD, Lock
 from quire.kv.sequences import check_integer
 from quire.metrics import OperationMetrics
 from quire.models.families import LoadedModel
+from quire.models.fingerprint import ModelIdentity
 from quire.runner.local import Runner
 from quire.sampling_params import SamplingParams
 from quire.signatures import checks_arguments
@@ -85,7 +86,7 @@ class Executor:
         self,
         runner: Runner,
         *,
-        identity: Identity,
+        identity: ModelIdentity,
         max_model_len: int | None = None,
         max_batch_size: int = 64,
         prefill_chunk_size: int = 2048,
@@ -101,7 +102,7 @@ class Executor:
         max_model_len = limit if max_model_len is None else check_integer(max_model_len, "max_model_len", 1)
         if max_model_len > limit:
             raise InvalidArgument(f"max_model_len {max_model_len} is beyond the model's {limit} positions")
-        self.executor_type = batches.check_type(executor_type)
+        self.executor_type = executor_types.check_type(executor_type)
         batch_size = check_integer(max_batch_size, "max_batch_size", 1)
         self.max_batch_size = 1 if self.executor_type is ExecutorType.SEQUENTIAL else batch_size
         self.prefill_chunk_size = prefill_chunk_size
@@ -286,7 +287,7 @@ class Executor:
                 cache.release()
             raise
         if fresh:
-            batches.join([cache for _, cache in placed])
+            executor_types.join([cache for _, cache in placed])
         for _, cache in placed:
             for row in cache.rows:
                 cache.mark(row)
@@ -347,7 +348,7 @@ class Executor:
 
     def _require_whole_batch(self, caches: Sequence[KVCache | None], verb: str) -> None:
         if self.executor_type is ExecutorType.BATCH:
-            batches.require_whole([cache for cache in caches if cache is not None], verb)
+            executor_types.require_whole([cache for cache in caches if cache is not None], verb)
 
     # -- adapters --------------------------------------------------------------------------------------------
 

@@ -17,12 +17,12 @@ from quire.config import ExecutorConfig
 from quire.contracts.executor import AttentionMechanism, ExecutorType
 from quire.contracts.layers import KeyValueAttention, LatentAttention
 from quire.errors import InvalidArgument, NotFound, Unsupported
-from quire.executor.batches import BATCHING_TYPES, SUPPORTED_TYPES, check_type
 from quire.executor.executor import Executor
+from quire.executor.executor_types import BATCHING_TYPES, SUPPORTED_TYPES, check_type
 from quire.executor.reports import computable_dtypes, dtype_name, mechanism_of
 from quire.kv.state import State
 from quire.models.catalogue import HUB_NAME, bundled_models
-from quire.models.config import read_config_file
+from quire.models.config_fields import read_config_file
 from quire.models.families import family_of, is_foreign
 from quire.models.loading import DTYPES
 from quire.signatures import checks_arguments

@@ -14,7 +14,7 @@ from quire.contracts.kv_cache import BlockTable, CacheHandleStats
 from quire.errors import FailedPrecondition, InvalidArgument
 from quire.executor import rewinding
 from quire.executor.cache import KVCache, require_kv_layer
-from quire.executor.rows import Pending
+from quire.executor.row import Pending
 from quire.kv.forward_need import pages_for
 from quire.signatures import checks_arguments
 

@@ -17,12 +17,8 @@ from quire.errors import Cancelled, InvalidArgument, Unsupported
 from quire.executor.arguments import NO_MASKS, require_adapter, resolve_cache, to_ids
 from quire.executor.cache import KVCache
 from quire.executor.executor import Executor
-from quire.executor.extension import Extension, extensions, packed, require_vocabulary
-from quire.executor.forwards import Piece, stacked
-from quire.executor.media import media_of_rows
-from quire.executor.operations import Stopwatch
-from quire.executor.rows import Ids
-from quire.executor.sampling import (
+from quire.executor.forward_packing import Piece, stacked
+from quire.executor.request_sampling import (
     ContractDrawer,
     Drawer,
     ParamsDrawer,
@@ -30,6 +26,10 @@ from quire.executor.sampling import (
     check_params,
     history_for,
 )
+from quire.executor.row import Ids
+from quire.executor.row_extension import Extension, extensions, packed, require_vocabulary
+from quire.executor.row_media import media_of_rows
+from quire.executor.running_calls import Stopwatch
 from quire.executor.transaction import Transaction
 from quire.kv.sequences import check_integer
 from quire.sampling_params import SamplingParams

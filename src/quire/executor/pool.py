@@ -6,17 +6,17 @@ All caches of one executor share a ``CachePool``. It also knows what stays true 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 from weakref import WeakValueDictionary
 
 import torch
 
 from quire.contracts.layers import KeyValueAttention, LatentAttention, sink_refusal, window_refusal
 from quire.errors import FailedPrecondition, InvalidArgument, QuireError, ResourceExhausted, Unsupported
-from quire.executor.operations import Operations
-from quire.executor.rows import Row
+from quire.executor.row import Row
+from quire.executor.running_calls import Operations
 from quire.interrupts import Lock
 from quire.kv import windows
 from quire.kv.forward_need import pages_for
@@ -24,22 +24,30 @@ from quire.kv.rule_table import POSITIONS_OF_WINDOWS, position_refusal
 from quire.kv.sequences import check_integer
 from quire.kv.state import State
 from quire.kv.state_slots import NULL
+from quire.models.fingerprint import ModelIdentity
 from quire.orphans import Orphans
 from quire.runner.local import Runner
-from quire.types import AdapterRuns, Add, Edit, Fork, Remove, SeqId, Step, Window
-
-if TYPE_CHECKING:
-    from quire.executor.cache import KVCache
-
+from quire.types import AdapterRuns, Add, Edit, Fork, Remove, SeqId, SetWindow, Step
 
 NO_PAGES = "the model has recurrent layers only, whose state lies in no pages of tokens"
 
 
-class Identity(Protocol):
-    """Which model this is. The digest of the weights may be computed when it is first asked for."""
+class PooledCache(Protocol):
+    """What a pool knows of a cache over it."""
 
-    def fields(self) -> Mapping[str, str]:
-        """``architecture``, ``config`` and ``weights``: equal fields mean that K and V mean the same."""
+    rows: list[Row]
+    last_access: float | None
+
+    def give_up_states(self) -> int:
+        """Let go of recurrent states that only save work; how many they were."""
+        ...
+
+    def settle(self) -> int:
+        """Let verified chains become ordinary tokens; how many these were."""
+        ...
+
+    def release(self) -> None:
+        """Give the pages back now."""
         ...
 
 
@@ -56,7 +64,7 @@ class CachePool:
     def __init__(
         self,
         runner: Runner,
-        identity: Identity,
+        identity: ModelIdentity,
         max_model_len: int,
         lock: Lock,
         *,
@@ -108,7 +116,7 @@ class CachePool:
         """Whether some layer lets go of tokens."""
         self.dtype: torch.dtype = state.dtype
         self.device: torch.device = state.device
-        self.caches: WeakValueDictionary[str, KVCache] = WeakValueDictionary()
+        self.caches: WeakValueDictionary[str, PooledCache] = WeakValueDictionary()
         self.peak_bytes = 0
         self.position_refusal = position_refusal(runner.model.layer_specs)
         """Why tokens can stand at no positions but their indices; empty: they can."""
@@ -172,7 +180,7 @@ class CachePool:
         seqs = [self.runner.new_seq() for _ in range(count)]
         self.edit(*(Add(seq) for seq in seqs))
         if self.window is not None:
-            self.edit(*(Window(seq, self.window, self.sink) for seq in seqs))
+            self.edit(*(SetWindow(seq, self.window, self.sink) for seq in seqs))
         return seqs
 
     def fork(self, parents: Sequence[SeqId], positions: Sequence[int] | None = None) -> list[SeqId]:
@@ -300,11 +308,11 @@ class CachePool:
         there were any."""
         return self._give_up_states(self._by_last_access(), 1) > 0
 
-    def _by_last_access(self) -> Iterator[KVCache]:
+    def _by_last_access(self) -> Iterator[PooledCache]:
         return iter(sorted(self.caches.values(), key=lambda cache: cache.last_access or 0.0))
 
     @staticmethod
-    def _give_up_states(caches: Iterator[KVCache], wanted: int) -> int:
+    def _give_up_states(caches: Iterator[PooledCache], wanted: int) -> int:
         """Let the next of these caches let go of states that only save work, until those are ``wanted``; how many they are. Fewer
         slots may be free by that: others name some of them, too."""
         found = 0
@@ -424,7 +432,7 @@ class CachePool:
 
     # -- the end of caches -----------------------------------------------------------------------------------
 
-    def watch(self, cache: KVCache) -> None:
+    def watch(self, cache: PooledCache) -> None:
         """Free the rows of a cache once nobody holds it: at once, or where that is interrupted at the next ``sweep``."""
         self._watched.watch(cache, partial(self._orphans.append, cache.rows))
 

@@ -13,9 +13,9 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from quire.errors import FailedPrecondition
-from quire.executor.forwards import Piece
+from quire.executor.forward_packing import Piece
 from quire.executor.pool import CachePool
-from quire.executor.rows import Ids, Row, adapters_between
+from quire.executor.row import Ids, Row, adapters_between
 
 NOTHING: Ids = np.empty(0, dtype=np.int64)
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
-from quire.executor.cache import KVCache
-from quire.executor.extension import extensions, packed
-from quire.executor.operations import Operation
+from quire.executor.cache_rows import CacheRows
 from quire.executor.replay import owed_tokens
-from quire.executor.rows import Ids
+from quire.executor.row import Ids
+from quire.executor.row_extension import extensions, packed
+from quire.executor.running_calls import Operation
 from quire.executor.transaction import Transaction
 from quire.types import AdapterRuns
 
+C = TypeVar("C", bound=CacheRows)
 
-def truncate(cache: KVCache, lengths: Sequence[int], operation: Operation) -> None:
+
+def truncate(cache: CacheRows, lengths: Sequence[int], operation: Operation) -> None:
     """Keep the first ``lengths[i]`` tokens of row i. Call it under the lock.
 
     At once: what must be run again is run before it returns, so that a row is never shorter than it says, and whoever reads,
@@ -36,7 +39,7 @@ def truncate(cache: KVCache, lengths: Sequence[int], operation: Operation) -> No
         work.commit_cuts()
 
 
-def copy_of(cache: KVCache, lengths: Sequence[int], operation: Operation) -> KVCache:
+def copy_of(cache: C, lengths: Sequence[int], operation: Operation) -> C:
     """A new cache of the first ``lengths[i]`` tokens of row i. Call it under the lock."""
     pool = cache.pool
     cache.settle()
@@ -55,7 +58,7 @@ def copy_of(cache: KVCache, lengths: Sequence[int], operation: Operation) -> KVC
     return copy
 
 
-def run_owed(cache: KVCache, owed: Sequence[Ids], runs: Sequence[AdapterRuns], operation: Operation) -> None:
+def run_owed(cache: CacheRows, owed: Sequence[Ids], runs: Sequence[AdapterRuns], operation: Operation) -> None:
     """Let the rows go on with ``owed[i]``, each token under the adapter that ``runs[i]`` says. All rows, or none and the error."""
     pool, origins, counts = cache.pool, cache.lengths, [ids.size for ids in owed]
     parts = extensions(cache, origins, counts)

@@ -10,14 +10,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from torch import Tensor
 
 from quire.errors import DataLoss, InvalidArgument, NotFound, ResourceExhausted, Unsupported
-from quire.executor.operations import Operation
-from quire.executor.rows import LAST_PLACEHOLDER, NO_IDS, Ids, Origin, Row, TokenRecord, history
+from quire.executor.cache_rows import CacheRows
+from quire.executor.rewinding import run_owed
+from quire.executor.row import LAST_PLACEHOLDER, NO_IDS, Ids, Origin, Row, TokenRecord, history
+from quire.executor.running_calls import Operation
 from quire.executor.saved_kinds import (
     KV_CACHE,
     KV_CACHE_WITH_POSITIONS,
@@ -33,13 +35,10 @@ from quire.kv.rule_table import POSITIONS_OF_WINDOWS
 from quire.kv.state_schema import check_metadata
 from quire.kv.statefile import StateFile, TensorSpec, read_state, to_bytes
 from quire.runner.adapter_history import as_read, written
-from quire.types import BASE, AdapterRuns, Add, Window
-
-if TYPE_CHECKING:
-    from quire.executor.cache import KVCache
+from quire.types import BASE, AdapterRuns, Add, SetWindow
 
 
-def dump(cache: KVCache) -> bytes:
+def dump(cache: CacheRows) -> bytes:
     """See ``KVCacheInterface.serialize``. Call it under the lock."""
     state = cache.pool.state
     rows: list[dict[str, Any]] = []
@@ -103,7 +102,7 @@ class SavedRow:
         return NO_IDS if self.ids is None else self.ids[self.length :]
 
 
-def load(cache: KVCache, data: bytes | bytearray | memoryview, *, convert_dtype: bool, operation: Operation) -> None:
+def load(cache: CacheRows, data: bytes | bytearray | memoryview, *, convert_dtype: bool, operation: Operation) -> None:
     """See ``KVCacheInterface.load``. Call it under the lock. Tokens that a session's file has no state of are run."""
     with read_state(data) as file:
         saved = _check(cache, file, convert_dtype)
@@ -118,22 +117,18 @@ def load(cache: KVCache, data: bytes | bytearray | memoryview, *, convert_dtype:
         cache.capacity = max(cache.capacity, *lengths)
 
 
-def _run_owed(cache: KVCache, fresh: list[Row], saved: Sequence[SavedRow], operation: Operation) -> None:
+def _run_owed(cache: CacheRows, fresh: list[Row], saved: Sequence[SavedRow], operation: Operation) -> None:
     """Give the cache these rows, with what is owed to them; if that fails, it stays as it was."""
-    # Transactions are made of caches, so a cache knows them only here.
-    from quire.executor import rewinding
-    from quire.executor.cache import KVCache
-
-    loaded = KVCache(cache.pool, fresh, capacity=cache.pool.max_model_len, dynamic=False)
+    loaded = CacheRows(cache.pool, fresh, capacity=cache.pool.max_model_len, dynamic=False)
     try:
-        rewinding.run_owed(loaded, [row.owed for row in saved], [row.runs for row in saved], operation)
+        run_owed(loaded, [row.owed for row in saved], [row.runs for row in saved], operation)
     except BaseException:
         loaded.release()
         raise
     cache.take_over(loaded)
 
 
-def _check(cache: KVCache, file: StateFile, convert_dtype: bool) -> list[SavedRow]:
+def _check(cache: CacheRows, file: StateFile, convert_dtype: bool) -> list[SavedRow]:
     """Everything about a file, before the pool is touched."""
     check_metadata(file.metadata)
     found: Mapping[str, Any] = file.metadata
@@ -196,7 +191,7 @@ def _check(cache: KVCache, file: StateFile, convert_dtype: bool) -> list[SavedRo
 
 
 def _check_places(
-    cache: KVCache, found: Mapping[str, Any], checked: Sequence[Mapping[str, Any] | None]
+    cache: CacheRows, found: Mapping[str, Any], checked: Sequence[Mapping[str, Any] | None]
 ) -> list[Ids | None]:
     """The positions of each row's tokens; None: their indices. ``Unsupported`` where this executor's rows have no others, or the
     row has a window."""
@@ -222,7 +217,7 @@ def _check_places(
     return places
 
 
-def _check_adapters(cache: KVCache, found: Mapping[str, Any], lengths: Sequence[int]) -> list[AdapterRuns]:
+def _check_adapters(cache: CacheRows, found: Mapping[str, Any], lengths: Sequence[int]) -> list[AdapterRuns]:
     """Under which adapters the rows were made, all of them loaded; [] where only the base model ran."""
     if not found["adapters"]:
         return [BASE] * cache.batch_size
@@ -261,7 +256,7 @@ def _is_recorded(token: int, vocab_size: int) -> bool:
     return 0 <= token < vocab_size or -(2**63) <= token < LAST_PLACEHOLDER
 
 
-def _origin_of(cache: KVCache, found: Mapping[str, Any], index: int, row: Mapping[str, Any] | None) -> Origin:
+def _origin_of(cache: CacheRows, found: Mapping[str, Any], index: int, row: Mapping[str, Any] | None) -> Origin:
     exact, modified = of_row(found, "exact", index, True), of_row(found, "modified", index, False)
     for name, value in (("exact", exact), ("modified", modified)):
         if not isinstance(value, bool):
@@ -270,7 +265,7 @@ def _origin_of(cache: KVCache, found: Mapping[str, Any], index: int, row: Mappin
     return Origin(exact=exact and not converted, modified=modified)
 
 
-def _import_rows(cache: KVCache, file: StateFile, saved: Sequence[SavedRow]) -> list[Row]:
+def _import_rows(cache: CacheRows, file: StateFile, saved: Sequence[SavedRow]) -> list[Row]:
     """The rows of a file as new sequences beside the old ones, without what is owed to them; all, or none and the error."""
     pool = cache.pool
     pages = sum(pages_for(row.length, pool.page_size) for row in saved)
@@ -281,7 +276,7 @@ def _import_rows(cache: KVCache, file: StateFile, saved: Sequence[SavedRow]) -> 
         for row in saved:
             seq = pool.runner.new_seq()
             if row.sequence is None:
-                pool.edit(Add(seq), *(() if row.window is None else (Window(seq, *row.window),)))
+                pool.edit(Add(seq), *(() if row.window is None else (SetWindow(seq, *row.window),)))
             else:
                 sequencefile.load(pool.state, seq, file, row.sequence, row.prefix)
             tokens = None if row.ids is None else TokenRecord(row.ids[: row.length])

@@ -22,22 +22,22 @@ import torch
 from torch import Tensor
 
 from quire.errors import QuireError, ResourceExhausted, Unsupported
-from quire.executor.extension import Extension, kept_edits, packed
-from quire.executor.forwards import (
+from quire.executor.forward_packing import (
     LOGITS_ONLY,
-    Asked,
     Gathered,
     Piece,
     RowOutput,
+    WantedOutputs,
     extras_of,
     places_of,
     rows_wanted,
 )
-from quire.executor.media import RowMedia, recorded_ids
-from quire.executor.operations import Operation
 from quire.executor.pool import CachePool
 from quire.executor.replay import NOTHING, owed_tokens, states_needed
-from quire.executor.rows import Ids, Pending, path_to
+from quire.executor.row import Ids, Pending, path_to
+from quire.executor.row_extension import Extension, kept_edits, packed
+from quire.executor.row_media import RowMedia, recorded_ids
+from quire.executor.running_calls import Operation
 from quire.kv.rule_table import POSITIONS_OF_WINDOWS
 from quire.runner.local import NO_EXTRAS, Extras, StepOutput
 from quire.types import Chunk, LogitsWanted, Pop, Step, TokenTree
@@ -288,7 +288,7 @@ class Transaction:
         *,
         budget: int = 0,
         media: Sequence[RowMedia | None] | None = None,
-        asked: Asked = LOGITS_ONLY,
+        asked: WantedOutputs = LOGITS_ONLY,
         places: Callable[[], Sequence[Tensor]] | None = None,
     ) -> list[RowOutput]:
         """Run ``tokens[i]``, with ``media[i]`` at its placeholders, for part i; ``wanted[i]`` says which logits of it are

@@ -26,18 +26,18 @@ from quire.executor.arguments import (
     union,
 )
 from quire.executor.cache import KVCache
-from quire.executor.extension import Extension, extensions, placed, require_vocabulary
-from quire.executor.forwards import LOGITS_ONLY, Asked, RowOutput
+from quire.executor.forward_packing import LOGITS_ONLY, RowOutput, WantedOutputs
 from quire.executor.handle import Handle, handle_of
-from quire.executor.operations import Operation
 from quire.executor.pool import CachePool
-from quire.executor.rows import Ids, path_to
+from quire.executor.row import Ids, path_to
+from quire.executor.row_extension import Extension, extensions, placed, require_vocabulary
+from quire.executor.running_calls import Operation
 from quire.executor.transaction import Transaction
 from quire.sampling_params import SamplingParams
 
 PARAMS_OF_A_REQUEST = (
     "a RequestSampling, whose generator and tokens live as long as its request: make one with "
-    "quire.executor.sampling.ParamsSampling(params, prompt_ids, vocab_size=...) and observe() each token"
+    "quire.executor.request_sampling.ParamsSampling(params, prompt_ids, vocab_size=...) and observe() each token"
 )
 LOGITS_OF_SPECULATION = "it gives logits only; take hidden states and attention weights from forward_verify"
 
@@ -125,7 +125,7 @@ def _extension(
     return part
 
 
-def _output(found: RowOutput, index: int, keys: int, handle: Handle, asked: Asked) -> DecodeOutput:
+def _output(found: RowOutput, index: int, keys: int, handle: Handle, asked: WantedOutputs) -> DecodeOutput:
     weights = None
     if asked.attention_weights:
         weights = tuple(layer[None, :, index : index + 1, :keys].clone() for layer in found.attention_weights)

@@ -1,6 +1,6 @@
 """Recurrences in chunk-parallel form, on any device.
 
-*Linear attention.* A sequence is cut into pieces of at most ``PIECE`` rows (see ``pieces``), and these into chunks. A chunk is a few
+*Linear attention.* A sequence is cut into pieces of at most ``PIECE`` rows (see ``recurrence_groups``), and these into chunks. A chunk is a few
 matrix products: what its rows read of the state before it, what they read of each other, and the state after it. With the delta rule
 the values are first replaced by what is new in them, which is one triangular system (the WY representation, arXiv:2406.06484, for
 decays arXiv:2412.06464); all decays, by column too, take the same way (see ``decays``). Pieces of single rows (decodes, branching
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from quire.contracts.recurrence import Recurred, RecurrencePlan
 from quire.kernels.decays import Weighed, faded, weigh
-from quire.kernels.pieces import GroupRows, cut
+from quire.kernels.recurrence_groups import GroupRows, cut
 from quire.ops.recurrence import check_convolve, check_linear_attention, promoted, sum_dtype
 
 PIECE = 256

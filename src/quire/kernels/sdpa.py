@@ -6,11 +6,11 @@ The batch is cut into groups that one call serves each:
 * decodes, and apart from them short chunks: pages gathered into a padded tensor, with a mask; a single entry whose
   pages lie in one run is a view of the pool and gathers nothing;
 * long chunks with a past: self attention (causal) merged with attention over the past (no mask), by log-sum-exp;
-* long chunks of which a window, a tree or a mask hides something: blocks of rows (see ``blocks``).
+* long chunks of which a window, a tree or a mask hides something: blocks of rows (see ``row_blocks``).
 
 Pages that nobody sees are in no group: a windowed decode costs its window. A query head group is folded into the query
 rows of a decode, so that K and V are read once per KV head. Where parts are merged, or scores are capped, groups give
-attention states (see ``partial``).
+attention states (see ``lse_attention``).
 
 Letters: T new tokens; S slots; B entries of the batch.
 """
@@ -29,8 +29,20 @@ from torch import Tensor
 from quire.contracts.attention import AttentionState, ForwardPlan, Scoring
 from quire.contracts.layers import KeyValueAttention, LayerSpec
 from quire.errors import InvalidArgument
-from quire.kernels.blocks import Block, BlockPlanner
-from quire.kernels.calls import (
+from quire.kernels.attention_groups import (
+    BatchRows,
+    CausalGroup,
+    LongChunk,
+    PagedGroup,
+    Pool,
+    causal_group,
+    is_run,
+    keys_of,
+    paged_group,
+    pages_of,
+    waste_bounded,
+)
+from quire.kernels.group_attention import (
     blinded,
     exact,
     run_block,
@@ -41,21 +53,9 @@ from quire.kernels.calls import (
     state_of_long,
     state_of_paged,
 )
-from quire.kernels.groups import (
-    CausalGroup,
-    LongChunk,
-    PagedGroup,
-    Pool,
-    Rows,
-    causal_group,
-    is_run,
-    keys_of,
-    paged_group,
-    pages_of,
-    waste_bounded,
-)
-from quire.kernels.partial import has_lse_kernel
-from quire.kernels.visibility import Visibility, chains, sink_part, window_part
+from quire.kernels.lse_attention import has_lse_kernel
+from quire.kernels.row_blocks import BlockPlanner, RowBlock
+from quire.kernels.visibility import VisibleKeys, chains, sink_part, window_part
 from quire.ops.attention import check_sink_query, merge
 
 SHORT_CHUNK = 16
@@ -66,13 +66,13 @@ more call costs less than copying the keys into a padded tensor does."""
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class PartGroups:
     """The groups of one part of the plan, window or sink. A row is in one of them, or sees nothing."""
 
     causal: list[CausalGroup]
     paged: list[PagedGroup]
     long: list[LongChunk]
-    blocks: list[Block]
+    blocks: list[RowBlock]
     complete: bool
     """Every row is in a group, or blind."""
     blind: Tensor | None
@@ -91,8 +91,8 @@ class Part:
 class SdpaPlan:
     plan: ForwardPlan
     dtype: torch.dtype
-    window: Part
-    sink: Part | None
+    window: PartGroups
+    sink: PartGroups | None
     _new_slots: Tensor | None = field(default=None, init=False)
 
     def check(self, q_THD: Tensor, q_sink_THD: Tensor | None) -> None:
@@ -101,7 +101,7 @@ class SdpaPlan:
             # Some kernels misread a mask of another type.
             raise InvalidArgument(f"the batch was planned for {self.dtype}; q is {q_THD.dtype}")
 
-    def fresh(self, part: Part, new: tuple[Tensor, Tensor] | None, pool: Pool) -> tuple[Tensor, Tensor]:
+    def fresh(self, part: PartGroups, new: tuple[Tensor, Tensor] | None, pool: Pool) -> tuple[Tensor, Tensor]:
         """K and V of the new tokens, for the groups that take them from there."""
         if new is not None or not (part.causal or part.long):
             return new or (pool.k_SHD[:0], pool.v_SHD[:0])
@@ -135,7 +135,7 @@ class SdpaAttention:
         )
 
     def fuses(self, spec: LayerSpec, device: torch.device) -> bool:
-        """No kernel caps scores; where states are merged it takes one that returns the log-sum-exp (``partial``)."""
+        """No kernel caps scores; where states are merged it takes one that returns the log-sum-exp (``lse_attention``)."""
         if isinstance(spec, KeyValueAttention) and (spec.softcap is not None or not spec.sinks):
             return spec.softcap is None
         return has_lse_kernel(device)
@@ -153,14 +153,14 @@ class SdpaAttention:
         )
 
     @staticmethod
-    def _part(plan: ForwardPlan, part: Visibility, chain_B: NDArray[np.bool_], dtype: torch.dtype) -> Part:
+    def _part(plan: ForwardPlan, part: VisibleKeys, chain_B: NDArray[np.bool_], dtype: torch.dtype) -> PartGroups:
         prompts: list[int] = []
         decodes: list[int] = []
         short: list[int] = []
         views: list[list[int]] = []
         tables: dict[int, NDArray[np.int32]] = {}
         long: list[LongChunk] = []
-        blocks: list[Block] = []
+        blocks: list[RowBlock] = []
         blind: list[NDArray[np.int64]] = []
         complete = True
         planner = BlockPlanner(plan, part, dtype)
@@ -196,7 +196,7 @@ class SdpaAttention:
         groups = [*views, *waste_bounded(decodes, lengths, slack=512), *waste_bounded(short, lengths, slack=512)]
         paged = [paged_group(group, [tables[entry] for entry in group], plan, part, dtype) for group in groups]
         rows = np.concatenate(blind) if blind else np.empty(0, dtype=np.int64)
-        return Part(
+        return PartGroups(
             causal, paged, long, blocks, complete, torch.from_numpy(rows).to(plan.device) if rows.size else None
         )
 
@@ -240,7 +240,7 @@ class SdpaAttention:
     ) -> AttentionState:
         """See the contract; ``lse`` is float64 for float64 input. Raises as ``run``.
 
-        PyTorch's kernel for CPUs takes a coarser exponential for 16 bits (``partial``); with queries in float32 all is
+        PyTorch's kernel for CPUs takes a coarser exponential for 16 bits (``lse_attention``); with queries in float32 all is
         computed in float32, at about three times the cost.
         """
         plan: SdpaPlan = prepared
@@ -254,7 +254,7 @@ class SdpaAttention:
 
 
 def run_part(
-    plan: SdpaPlan, part: Part, q_THD: Tensor, new: tuple[Tensor, Tensor] | None, pool: Pool, scoring: Scoring
+    plan: SdpaPlan, part: PartGroups, q_THD: Tensor, new: tuple[Tensor, Tensor] | None, pool: Pool, scoring: Scoring
 ) -> Tensor:
     """Attention of one part, with which nothing is merged."""
     k_THD, v_THD = plan.fresh(part, new, pool)
@@ -295,7 +295,7 @@ def run_states(
 
 
 def state_of_part(
-    plan: SdpaPlan, part: Part, q_THD: Tensor, new: tuple[Tensor, Tensor] | None, pool: Pool, scoring: Scoring
+    plan: SdpaPlan, part: PartGroups, q_THD: Tensor, new: tuple[Tensor, Tensor] | None, pool: Pool, scoring: Scoring
 ) -> AttentionState:
     k_THD, v_THD = plan.fresh(part, new, pool)
     if part.single:
@@ -324,7 +324,7 @@ def state_of_part(
     return state if part.blind is None else blinded(state, part.blind)
 
 
-def store(out_T: Tensor, target: Rows, real: Tensor | None, x_R: Tensor) -> None:
+def store(out_T: Tensor, target: BatchRows, real: Tensor | None, x_R: Tensor) -> None:
     """Put the rows of a group, without padding, to their places in the batch."""
     x = x_R if real is None else x_R.index_select(0, real)
     if target.index is None:

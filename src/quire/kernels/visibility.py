@@ -32,7 +32,7 @@ class Columns:
 
 
 @dataclass(frozen=True, slots=True)
-class Visibility:
+class VisibleKeys:
     """One part of the plan, window or sink."""
 
     low: NDArray[np.int64]
@@ -56,12 +56,12 @@ class Visibility:
         return np.flatnonzero(nothing) + start
 
 
-def window_part(plan: ForwardPlan) -> Visibility:
+def window_part(plan: ForwardPlan) -> VisibleKeys:
     """What rows see from their lows on."""
     if plan.plain and (plan.counts == 1).all() and (plan.positions + 1 >= plan.origins + plan.keys).all():
         # Decodes, each of which sees all keys: no more work than need be.
         low = np.zeros_like(plan.keys)
-        return Visibility(low, plan.keys, low, plan.keys, {})
+        return VisibleKeys(low, plan.keys, low, plan.keys, {})
     origins = np.repeat(plan.origins, plan.counts)
     low = np.zeros_like(plan.positions) if plan.lows is None else np.maximum(plan.lows - origins, 0)
     columns = {}
@@ -71,7 +71,7 @@ def window_part(plan: ForwardPlan) -> Visibility:
     return visibility(plan, low, by_position(plan, origins), columns)
 
 
-def sink_part(plan: ForwardPlan) -> Visibility | None:
+def sink_part(plan: ForwardPlan) -> VisibleKeys | None:
     """What rows see of their sinks; None if no row has one."""
     if plan.sinks is None or not (plan.sinks[:, 0] < plan.sinks[:, 1]).any():
         return None
@@ -108,7 +108,7 @@ def by_position(plan: ForwardPlan, origins: NDArray[np.int64]) -> NDArray[np.int
 
 def visibility(
     plan: ForwardPlan, low: NDArray[np.int64], high: NDArray[np.int64], ruled_columns: dict[int, NDArray[np.bool_]]
-) -> Visibility:
+) -> VisibleKeys:
     shown = low < high
     edges = plan.starts[:-1]
     first = np.minimum.reduceat(np.where(shown, low, np.iinfo(np.int64).max), edges)
@@ -119,7 +119,7 @@ def visibility(
         if found is not None:
             columns[entry] = found
             first[entry], stop[entry] = min(first[entry], found.first), max(stop[entry], found.stop)
-    return Visibility(low, high, first, stop, columns)
+    return VisibleKeys(low, high, first, stop, columns)
 
 
 def trim(visible: NDArray[np.bool_], first: int) -> Columns | None:
@@ -130,7 +130,7 @@ def trim(visible: NDArray[np.bool_], first: int) -> Columns | None:
     return Columns(first + int(used[0]), visible[:, used[0] : used[-1] + 1])
 
 
-def chains(plan: ForwardPlan, part: Visibility) -> NDArray[np.bool_]:
+def chains(plan: ForwardPlan, part: VisibleKeys) -> NDArray[np.bool_]:
     """``[B]``: whether the new tokens of an entry are its last keys, and see all keys up to themselves, by position."""
     # No row sees so many by position where a rule decides about the last of them.
     behind = np.repeat(plan.keys - plan.starts[1:], plan.counts) + np.arange(plan.num_tokens) + 1

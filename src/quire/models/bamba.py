@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quire.models.checkpoint import NameTable
-from quire.models.config import ConfigFields, refuse_unsupported
+from quire.models.config_fields import ConfigFields, refuse_unsupported
 from quire.models.decoder import DecoderConfig, Parameters, gated_mlp
 from quire.models.geometry import read_activation, read_geometry, rope_of
-from quire.models.hybrid import (
+from quire.models.hybrid_decoder import (
     HybridDecoder,
     LayerIds,
     MixedBlock,
@@ -24,7 +24,7 @@ from quire.models.hybrid import (
 )
 from quire.models.mamba2 import MambaConfig, check_heads, mamba_names, mamba_of, read_step_limit
 from quire.models.mixture import read_layer_numbers
-from quire.models.names import Names, name_table
+from quire.models.tensor_names import Names, name_table
 from quire.nn.mamba import Mamba2Shape
 from quire.nn.mixers import Mixer
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from quire.models.config import ConfigFields, refuse_unsupported
+from quire.models.config_fields import ConfigFields, refuse_unsupported
 from quire.models.decoder import DecoderConfig
 from quire.models.geometry import read_activation, read_geometry, read_layer_types, read_window, rope_of, windows_of
-from quire.models.names import Names
+from quire.models.tensor_names import Names
 
 COHERE2_NAMES = Names(norms={"attention_norm": "input_layernorm"})
 

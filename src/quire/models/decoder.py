@@ -1,6 +1,6 @@
 """The decoder that every dense and mixture-of-experts family here is a configuration of.
 
-A family reads config.json into a ``DecoderConfig``, says how its checkpoints spell the tensors (``models.names``) and
+A family reads config.json into a ``DecoderConfig``, says how its checkpoints spell the tensors (``models.tensor_names``) and
 builds a ``Decoder``. The objects are chosen when a model is built; a feature that a model does not have costs nothing
 when it runs. What attention is done in a layer (window, rotation, scale, soft cap) is the layer's spec.
 
@@ -47,7 +47,7 @@ HeadNorms: TypeAlias = Literal["none", "shared", "each", "width"]
 """Norms of queries and keys before the rotation: one weight for all heads, one for each head, or one over all heads."""
 ActivationName: TypeAlias = Literal["silu", "gelu", "gelu_tanh"]
 Parameters: TypeAlias = Mapping[str, Tensor]
-"""By the names that ``models.names`` lists."""
+"""By the names that ``models.tensor_names`` lists."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

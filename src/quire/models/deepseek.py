@@ -5,7 +5,7 @@ V2 routes by a softmax, and where ``topk_method`` says so only to the groups wit
 route by sigmoids plus a correction that balances the experts' load and counts for the choice alone. The checkpoints may hold
 further layers behind the last one, which draft tokens; they are not read.
 
-Beyond ``models.names``, a layer has the parameters ``{}.qkv.weight``, whose rows are the queries' (or their latent's), then
+Beyond ``models.tensor_names``, a layer has the parameters ``{}.qkv.weight``, whose rows are the queries' (or their latent's), then
 those of the rows to store; ``{}.query_norm.weight`` and ``{}.query_up.weight`` with a latent for queries;
 ``{}.latent_norm.weight``, ``{}.kv_up.weight``; and with ``attention_bias`` ``{}.query_down.bias``, ``{}.kv_down.bias``.
 """
@@ -21,12 +21,12 @@ from torch import Tensor
 
 from quire.contracts.layers import FullAttention, LatentAttention
 from quire.models.checkpoint import NameTable, Place
-from quire.models.config import ConfigFields, refuse_unsupported
+from quire.models.config_fields import ConfigFields, refuse_unsupported
 from quire.models.decoder import Decoder, DecoderConfig, MlpBuilder, Parameters, linear
-from quire.models.geometry import MAX_LAYERS, Geometry, read_activation, read_geometry, rope_of
+from quire.models.geometry import MAX_LAYERS, DecoderGeometry, read_activation, read_geometry, rope_of
 from quire.models.mixture import MixtureConfig, mixture_names, pass_over_training, read_num_experts
-from quire.models.names import IgnorableNames, ignorable_names, mlp_names, trunk_names
-from quire.models.rope import yarn_magnitude
+from quire.models.rope_config import yarn_magnitude
+from quire.models.tensor_names import IgnorableNames, ignorable_names, mlp_names, trunk_names
 from quire.nn.latent import MultiHeadLatentAttention, QueryUp
 from quire.nn.linear import Linear
 from quire.nn.norm import RMSNorm
@@ -257,7 +257,7 @@ def read_youtu_config(values: Mapping[str, Any], max_model_len: int | None = Non
 
 def _read_sizes(
     fields: ConfigFields, architecture: str, model_type: str, max_model_len: int | None
-) -> tuple[Geometry, LatentSizes]:
+) -> tuple[DecoderGeometry, LatentSizes]:
     """The geometry's ``head_dim`` is that of the columns that RoPE turns."""
     if not fields.present("q_lora_rank"):
         raise fields.error("q_lora_rank", "the width of the queries' latent, or null for none")
@@ -275,7 +275,9 @@ def _read_sizes(
     return geometry, sizes
 
 
-def _common(fields: ConfigFields, geometry: Geometry, sizes: LatentSizes, *, tied: bool, eps: float) -> dict[str, Any]:
+def _common(
+    fields: ConfigFields, geometry: DecoderGeometry, sizes: LatentSizes, *, tied: bool, eps: float
+) -> dict[str, Any]:
     """The fields of any decoder with latent attention. ``tied``, ``eps``: where the configuration does not say."""
     rope = rope_of(fields, geometry, interleaved=fields.flag("rope_interleave", True))
     head_dim = sizes.nope_dim + sizes.rope_dim
@@ -309,7 +311,7 @@ def _magnitude(fields: ConfigFields, factor: float) -> float:
     return 1.0
 
 
-def _dense(fields: ConfigFields, geometry: Geometry, default: int) -> tuple[int, ...]:
+def _dense(fields: ConfigFields, geometry: DecoderGeometry, default: int) -> tuple[int, ...]:
     """``first_k_dense_replace`` layers, from the first on."""
     fields.expect("moe_layer_freq", 1)
     return tuple(range(min(fields.whole("first_k_dense_replace", default), geometry.num_layers)))
@@ -329,7 +331,7 @@ def _read_groups(fields: ConfigFields, num_experts: int, top_k: int, *, least: i
 
 def _corrected_mixture(
     fields: ConfigFields,
-    geometry: Geometry,
+    geometry: DecoderGeometry,
     sizes: LatentSizes,
     dense: tuple[int, ...],
     *,
@@ -354,7 +356,7 @@ def _corrected_mixture(
 
 def _mixture(
     fields: ConfigFields,
-    geometry: Geometry,
+    geometry: DecoderGeometry,
     sizes: LatentSizes,
     num_experts: int,
     routing: Routing,

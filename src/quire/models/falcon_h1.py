@@ -19,12 +19,12 @@ from quire.contracts.model import Pass
 from quire.models.bamba import NORMS, SPELLINGS, pass_over_generation, read_mamba_shape
 from quire.models.blocks import FeedForward, Norm
 from quire.models.checkpoint import NameTable
-from quire.models.config import ConfigFields, refuse_unsupported
+from quire.models.config_fields import ConfigFields, refuse_unsupported
 from quire.models.decoder import DecoderConfig, Parameters, linear
 from quire.models.geometry import read_activation, read_geometry, rope_of
-from quire.models.hybrid import HybridDecoder, LayerIds, attention_of, norm_of, read_numbers, respelled
+from quire.models.hybrid_decoder import HybridDecoder, LayerIds, attention_of, norm_of, read_numbers, respelled
 from quire.models.mamba2 import MambaConfig, mamba_names, mamba_of
-from quire.models.names import Names, name_table
+from quire.models.tensor_names import Names, name_table
 from quire.nn.attention import Attention
 from quire.nn.mamba import Mamba2Mixer
 from quire.nn.mlp import GatedMLP

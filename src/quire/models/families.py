@@ -23,15 +23,15 @@ from quire.models.decoder import Decoder, DecoderConfig, MlpBuilder, gated_mlp
 from quire.models.glm4 import GLM4_NAMES, read_glm4_config
 from quire.models.gpt_oss import gpt_oss_mlp, gpt_oss_spellings, read_gpt_oss_config
 from quire.models.granite import read_granite_config
-from quire.models.hybrid import HybridConfig
+from quire.models.hybrid_decoder import HybridConfig
 from quire.models.mixtral import mixtral_spellings, read_mixtral_config
 from quire.models.mixture import MixtureConfig, mixture_mlp
-from quire.models.names import LLAMA_NAMES, Names, ignorable_names, name_table
 from quire.models.olmo2 import OLMO2_NAMES, read_olmo2_config
 from quire.models.phi3 import PHI3_NAMES, read_phi3_config
 from quire.models.qwen_moe import qwen_moe_spellings, read_qwen2_moe_config, read_qwen3_moe_config
 from quire.models.smollm3 import read_smollm3_config
 from quire.models.stablelm import STABLELM_NAMES, read_stablelm_config
+from quire.models.tensor_names import LLAMA_NAMES, Names, ignorable_names, name_table
 from quire.registry import Registry
 
 C = TypeVar("C")

@@ -11,21 +11,30 @@ import json
 import logging
 import os
 import tempfile
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import xxhash
 
 from quire.errors import CheckpointError, InvalidArgument
 from quire.models.checkpoint import weight_files
-from quire.models.config import read_config_file
+from quire.models.config_fields import read_config_file
 from quire.models.families import LoadedModel, canonical_of
 
 logger = logging.getLogger(__name__)
 
 READ_BYTES = 1 << 24
+
+
+class ModelIdentity(Protocol):
+    """Which model this is. The digest of the weights may be computed when it is first asked for."""
+
+    def fields(self) -> Mapping[str, str]:
+        """``architecture``, ``config`` and ``weights``: equal fields mean that K and V mean the same."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from quire.models.config import ConfigFields, refuse_unsupported
+from quire.models.config_fields import ConfigFields, refuse_unsupported
 from quire.models.decoder import DecoderConfig
 from quire.models.geometry import (
-    Geometry,
+    DecoderGeometry,
     read_activation,
     read_geometry,
     read_layer_types,
@@ -23,7 +23,7 @@ from quire.models.geometry import (
     rope_of,
     windows_of,
 )
-from quire.models.names import Names
+from quire.models.tensor_names import Names
 
 GEMMA_NAMES = Names(
     norms={
@@ -119,7 +119,7 @@ def _read_gemma3(fields: ConfigFields, architecture: str, max_model_len: int | N
     return config
 
 
-def _common(fields: ConfigFields, geometry: Geometry) -> dict[str, Any]:
+def _common(fields: ConfigFields, geometry: DecoderGeometry) -> dict[str, Any]:
     activation = read_activation(fields, "hidden_activation", "gelu_pytorch_tanh")
     # transformers reads the newer of both names only; one that contradicts it is nobody's intention.
     if fields.get("hidden_act") is not None:

@@ -1,6 +1,6 @@
 """What all decoders' configurations have in common: sizes, heads, windows, activations.
 
-Readers of families call these, add what is their own, and call ``config.refuse_unsupported`` last.
+Readers of families call these, add what is their own, and call ``config_fields.refuse_unsupported`` last.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import Any
 
 from quire.contracts.layers import FullAttention, RopeSpec, WindowedAttention
 from quire.errors import CheckpointError, Unsupported
-from quire.models.config import ConfigFields
+from quire.models.config_fields import ConfigFields
 from quire.models.decoder import ActivationName, AttentionSpec
-from quire.models.rope import DEFAULT_ROPE_THETA, read_rope
+from quire.models.rope_config import DEFAULT_ROPE_THETA, read_rope
 
 MAX_LAYERS = 10_000
 """More than any model has; a damaged config.json must not cost memory."""
@@ -31,7 +31,7 @@ WINDOW_KINDS: Mapping[str, bool] = {"full_attention": False, "sliding_attention"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Geometry:
+class DecoderGeometry:
     """Sizes that decide the shapes of weights. Counts of elements."""
 
     architecture: str
@@ -101,7 +101,7 @@ def read_geometry(
     kv_heads_required: bool = False,
     head_dim: int | None = None,
     exact_head_dim: int | None = None,
-) -> Geometry:
+) -> DecoderGeometry:
     """``kv_heads_required``: ``num_key_value_heads`` has to be there (transformers would take a number of its own).
 
     ``head_dim``: the family's where the field is missing; None: the width divided by the heads. ``exact_head_dim``: what
@@ -130,7 +130,7 @@ def read_geometry(
     num_layers = fields.count("num_hidden_layers")
     if num_layers > MAX_LAYERS:
         raise fields.error("num_hidden_layers", f"an integer from 1 to {MAX_LAYERS}")
-    return Geometry(
+    return DecoderGeometry(
         architecture=architecture,
         vocab_size=fields.count("vocab_size"),
         hidden_size=hidden_size,
@@ -205,7 +205,7 @@ def windows_of(fields: ConfigFields, windowed: Sequence[bool], window: int | Non
 
 def rope_of(
     fields: ConfigFields,
-    geometry: Geometry,
+    geometry: DecoderGeometry,
     *,
     layer_type: str | None = None,
     theta_default: float = DEFAULT_ROPE_THETA,

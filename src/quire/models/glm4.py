@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from quire.models.config import ConfigFields, refuse_unsupported
+from quire.models.config_fields import ConfigFields, refuse_unsupported
 from quire.models.decoder import DecoderConfig
 from quire.models.geometry import expect_layer_types, read_activation, read_geometry, rope_of
-from quire.models.names import Names
+from quire.models.tensor_names import Names
 
 GLM4_NAMES = Names(
     norms={

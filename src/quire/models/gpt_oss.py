@@ -18,11 +18,11 @@ from quire.errors import Unsupported
 from quire.models import mxfp4
 from quire.models.blocks import FeedForward
 from quire.models.checkpoint import NameTable, Place
-from quire.models.config import ConfigFields, refuse_unsupported
+from quire.models.config_fields import ConfigFields, refuse_unsupported
 from quire.models.decoder import Parameters
 from quire.models.geometry import read_geometry, read_layer_types, read_window, rope_of, windows_of
 from quire.models.mixture import MixtureConfig, expert_linear, pass_over_training, read_num_experts, router
-from quire.models.names import trunk_names
+from quire.models.tensor_names import trunk_names
 from quire.nn.experts import ClampedGate, Experts, MixtureOfExperts
 from quire.ops.experts import Routing
 

@@ -19,10 +19,10 @@ from quire.contracts.model import Pass
 from quire.models.bamba import pass_over_generation, read_mamba_shape
 from quire.models.blocks import FeedForward, Norm
 from quire.models.checkpoint import NameTable, Place
-from quire.models.config import ConfigFields, refuse_unsupported
+from quire.models.config_fields import ConfigFields, refuse_unsupported
 from quire.models.decoder import AttentionSpec, DecoderConfig, Parameters, gated_mlp
-from quire.models.geometry import Geometry, read_activation, read_geometry, rope_of
-from quire.models.hybrid import (
+from quire.models.geometry import DecoderGeometry, read_activation, read_geometry, rope_of
+from quire.models.hybrid_decoder import (
     HybridDecoder,
     LayerIds,
     MixedBlock,
@@ -34,7 +34,7 @@ from quire.models.hybrid import (
 )
 from quire.models.mamba2 import MambaConfig, mamba_names, mamba_of
 from quire.models.mixture import MixtureConfig, mixture_mlp, pass_over_training, read_num_experts
-from quire.models.names import LLAMA_NAMES, name_table, trunk_names
+from quire.models.tensor_names import LLAMA_NAMES, name_table, trunk_names
 from quire.nn.mixers import Mixer
 from quire.ops.experts import Routing
 
@@ -102,7 +102,7 @@ def read_granite_moe_hybrid_config(values: Mapping[str, Any], max_model_len: int
     return config
 
 
-def _trunk(fields: ConfigFields, geometry: Geometry) -> DecoderConfig:
+def _trunk(fields: ConfigFields, geometry: DecoderGeometry) -> DecoderConfig:
     bias = fields.flag("attention_bias", False)
     shared = fields.count("shared_intermediate_size", 1024)
     common: dict[str, Any] = {
@@ -131,7 +131,7 @@ def _trunk(fields: ConfigFields, geometry: Geometry) -> DecoderConfig:
     )
 
 
-def _layers(fields: ConfigFields, geometry: Geometry) -> tuple[AttentionSpec, ...]:
+def _layers(fields: ConfigFields, geometry: DecoderGeometry) -> tuple[AttentionSpec, ...]:
     """With RoPE if ``position_embedding_type`` says so; missing: without positions."""
     scale = fields.number("attention_multiplier", 1.0)
     fields.expect("position_embedding_type", "rope", "nope")

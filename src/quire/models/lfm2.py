@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.models.checkpoint import NameTable, Place
-from quire.models.config import ConfigFields, refuse_unsupported
+from quire.models.config_fields import ConfigFields, refuse_unsupported
 from quire.models.decoder import DecoderConfig, Parameters, gated_mlp, linear
-from quire.models.geometry import Geometry, read_geometry, rope_of
-from quire.models.hybrid import (
+from quire.models.geometry import DecoderGeometry, read_geometry, rope_of
+from quire.models.hybrid_decoder import (
     HybridConfig,
     HybridDecoder,
     LayerIds,
@@ -26,7 +26,7 @@ from quire.models.hybrid import (
     respelled,
 )
 from quire.models.mixture import read_layer_numbers
-from quire.models.names import Names, name_table
+from quire.models.tensor_names import Names, name_table
 from quire.nn.mixers import Mixer
 from quire.nn.short_conv import ShortConv, ShortConvShape
 
@@ -97,7 +97,7 @@ def read_lfm2_config(values: Mapping[str, Any], max_model_len: int | None = None
     return config
 
 
-def _attending(fields: ConfigFields, geometry: Geometry) -> tuple[int, ...]:
+def _attending(fields: ConfigFields, geometry: DecoderGeometry) -> tuple[int, ...]:
     listed = read_layer_numbers(fields, "full_attn_idxs", geometry.num_layers)
     kinds = fields.get("layer_types")
     if kinds is None:
@@ -105,7 +105,7 @@ def _attending(fields: ConfigFields, geometry: Geometry) -> tuple[int, ...]:
     return read_kinds(fields, geometry.num_layers, KINDS)
 
 
-def _inner_size(fields: ConfigFields, geometry: Geometry) -> int:
+def _inner_size(fields: ConfigFields, geometry: DecoderGeometry) -> int:
     """Two thirds of ``intermediate_size``, times a factor, rounded up to a multiple; or just what it says."""
     adjust = fields.flag("block_auto_adjust_ff_dim", True)
     factor = fields.number("block_ffn_dim_multiplier", 1.0)

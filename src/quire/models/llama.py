@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from quire.errors import Unsupported
-from quire.models.config import ConfigFields, refuse_unsupported
+from quire.models.config_fields import ConfigFields, refuse_unsupported
 from quire.models.decoder import DecoderConfig
 from quire.models.geometry import (
-    Geometry,
+    DecoderGeometry,
     expect_layer_types,
     read_activation,
     read_geometry,
@@ -95,7 +95,7 @@ def read_qwen3_config(values: Mapping[str, Any], max_model_len: int | None = Non
     return config
 
 
-def qwen_windows(fields: ConfigFields, geometry: Geometry) -> tuple[int | None, ...]:
+def qwen_windows(fields: ConfigFields, geometry: DecoderGeometry) -> tuple[int | None, ...]:
     """Windows of the Qwen families: off unless ``use_sliding_window``; then those of ``layer_types``, or of all layers
     from ``max_window_layers`` on (missing: 28)."""
     window = read_window(fields, 4096)
@@ -108,7 +108,7 @@ def qwen_windows(fields: ConfigFields, geometry: Geometry) -> tuple[int | None, 
     return windows_of(fields, windowed, window)
 
 
-def _common(fields: ConfigFields, geometry: Geometry) -> dict[str, Any]:
+def _common(fields: ConfigFields, geometry: DecoderGeometry) -> dict[str, Any]:
     return {
         **geometry.common(),
         "norm_eps": fields.number("rms_norm_eps", DEFAULT_RMS_NORM_EPS),

@@ -17,7 +17,7 @@ import torch
 
 from quire.errors import CheckpointError, InvalidArgument, ResourceExhausted
 from quire.models.checkpoint import Checkpoint, Place, expand, parameter_shapes
-from quire.models.config import read_config_file
+from quire.models.config_fields import read_config_file
 from quire.models.families import LoadedModel, family_of, is_foreign
 from quire.models.processor import Processor
 

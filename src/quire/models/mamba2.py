@@ -18,11 +18,11 @@ from torch import Tensor
 from quire.contracts.model import Pass
 from quire.models.blocks import Norm
 from quire.models.checkpoint import NameTable, Place
-from quire.models.config import ConfigFields, refuse_unsupported
+from quire.models.config_fields import ConfigFields, refuse_unsupported
 from quire.models.decoder import ActivationName, DecoderConfig, Parameters, linear
 from quire.models.geometry import MAX_LAYERS, read_activation
-from quire.models.hybrid import HybridConfig, HybridDecoder, LayerIds, norm_of, read_taps
-from quire.models.names import IgnorableNames
+from quire.models.hybrid_decoder import HybridConfig, HybridDecoder, LayerIds, norm_of, read_taps
+from quire.models.tensor_names import IgnorableNames
 from quire.nn.mamba import Mamba2Mixer, Mamba2Shape, Mamba2Weights
 from quire.nn.norm import GatedRMSNorm
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from quire.models.checkpoint import NameTable
-from quire.models.config import ConfigFields, refuse_unsupported
+from quire.models.config_fields import ConfigFields, refuse_unsupported
 from quire.models.geometry import expect_layer_types, read_activation, read_geometry, read_window, rope_of
 from quire.models.mixture import MixtureConfig, mixture_names, pass_over_training, read_num_experts
 from quire.ops.experts import Routing

@@ -17,9 +17,9 @@ import torch
 
 from quire.models.blocks import FeedForward
 from quire.models.checkpoint import Place
-from quire.models.config import ConfigFields
+from quire.models.config_fields import ConfigFields
 from quire.models.decoder import DecoderConfig, Parameters, gated_mlp, linear
-from quire.models.names import mlp_names, trunk_names
+from quire.models.tensor_names import mlp_names, trunk_names
 from quire.nn.experts import ActivatedGate, ExpertLinear, Experts, MixtureOfExperts, Router, SharedExpert
 from quire.nn.mlp import GatedMLP
 from quire.ops.experts import Routing

@@ -23,11 +23,21 @@ from torch import Tensor
 
 from quire.contracts.adapters import Adapter, LowRankUpdate
 from quire.errors import CheckpointError, NotFound, Unsupported
+from quire.models.adapter_targets import (
+    EMBED,
+    HEAD,
+    AdapterTarget,
+    AdapterTargets,
+    encoder_in,
+    low_rank_refusal,
+    spelled,
+    table_of,
+    targets_of,
+)
 from quire.models.checkpoint import DTYPES
 from quire.models.families import LoadedModel
 from quire.models.peft_config import CONFIG_FILE, LoraConfig, lora_config_of, read_lora_config, shown
 from quire.models.peft_files import WEIGHTS_FILE, FileWeights, PackedAdapter, PackedWeights, Weights
-from quire.models.sites import EMBED, HEAD, Site, Sites, encoder_in, low_rank_refusal, sites_of, spelled, table_of
 
 PICKLED_FILE = "adapter_model.bin"
 PREFIX = "base_model.model."
@@ -66,7 +76,7 @@ class _Update:
 
     name: str
     """The module's, as the model's checkpoint spells it."""
-    site: Site
+    target: AdapterTarget
     a_key: str
     b_key: str
     rank: int
@@ -87,7 +97,7 @@ class _Plan:
     @property
     def rank(self) -> int:
         """The largest rank of a linear map's update."""
-        return max((update.rank for update in self.updates if update.site.linear != EMBED), default=0)
+        return max((update.rank for update in self.updates if update.target.linear != EMBED), default=0)
 
     def numel(self, file: Weights) -> int:
         """How many numbers the adapter has."""
@@ -143,7 +153,7 @@ def _require_sites(model: LoadedModel) -> None:
 def _adapter(
     file: Weights, config: LoraConfig, model: LoadedModel, source: str, admit: Callable[[int, int], None] | None
 ) -> Adapter:
-    plan = _plan(file, config, sites_of(model))
+    plan = _plan(file, config, targets_of(model))
     if admit is not None:
         admit(plan.rank, plan.numel(file) * model.dtype.itemsize)
     for key, linear in plan.copies.items():
@@ -151,36 +161,36 @@ def _adapter(
     return _read(file, plan, model.dtype, source)
 
 
-def _plan(file: Weights, config: LoraConfig, sites: Sites) -> _Plan:
+def _plan(file: Weights, config: LoraConfig, targets: AdapterTargets) -> _Plan:
     """Check all that names, types and shapes tell."""
     modules = _modules(file)
-    names = {site: name for name, site in sites.sites.items()}
-    sites = spelled(sites, modules)
+    names = {target: name for name, target in targets.targets.items()}
+    targets = spelled(targets, modules)
     for module, keys in modules.items():
-        if module not in sites.sites:
-            raise _no_site(file, module, keys, sites)
-    _check_whole(file, config, sites)
+        if module not in targets.targets:
+            raise _no_target(file, module, keys, targets)
+    _check_whole(file, config, targets)
     updates: list[_Update] = []
     tables: dict[str, tuple[str, str]] = {}
     copies: dict[str, str] = {}
     for module, keys in modules.items():
-        site = sites.sites[module]
-        a, b = ("lora_embedding_A", "lora_embedding_B") if site.linear == EMBED else ("lora_A", "lora_B")
+        target = targets.targets[module]
+        a, b = ("lora_embedding_A", "lora_embedding_B") if target.linear == EMBED else ("lora_A", "lora_B")
         if a in keys or b in keys:
-            updates.append(_update(file, module, names[site], site, keys, config))
+            updates.append(_update(file, module, names[target], target, keys, config))
         elif extra := sorted(keys.keys() - {"copy", "whole"}):
             raise CheckpointError(f"{file.name}: {shown(module)} has {extra[0]}; expected {a} and {b} of this module")
         for kind in keys.keys() - {a, b}:
-            if site.linear not in (EMBED, HEAD) or kind not in ("copy", "whole"):
+            if target.linear not in (EMBED, HEAD) or kind not in ("copy", "whole"):
                 raise CheckpointError(f"{file.name}: {shown(keys[kind])} is nothing that PEFT saves for LoRA")
-            shape = (site.ins, site.outs) if site.linear == EMBED else (site.outs, site.ins)
+            shape = (target.ins, target.outs) if target.linear == EMBED else (target.outs, target.ins)
             _check_header(file, keys[kind], shape)
             if kind == "whole" and config.saves(module):
-                tables[site.linear] = (names[site], keys[kind])
+                tables[target.linear] = (names[target], keys[kind])
             else:
-                copies[keys[kind]] = site.linear
-    _check_complete(file, config, sites, {update.site for update in updates}, tables)
-    updates.sort(key=lambda update: (update.site.linear, update.site.row))
+                copies[keys[kind]] = target.linear
+    _check_complete(file, config, targets, {update.target for update in updates}, tables)
+    updates.sort(key=lambda update: (update.target.linear, update.target.row))
     return _Plan(updates=updates, tables=dict(sorted(tables.items())), copies=copies)
 
 
@@ -211,57 +221,59 @@ def _why_foreign(key: str) -> str:
     return "" if key.startswith(PREFIX) or ".lora_" not in key else f": it does not begin with {PREFIX}"
 
 
-def _no_site(file: Weights, module: str, keys: Mapping[str, str], sites: Sites) -> Exception:
+def _no_target(file: Weights, module: str, keys: Mapping[str, str], targets: AdapterTargets) -> Exception:
     """The error for a module that cannot be adapted, or is not there."""
     if encoder := encoder_in(module):
         return Unsupported(
             f"{file.name}: {shown(module)} belongs to {encoder}, an encoder or projector beside the language model, which is not "
             "run here; expected an adapter of the language model alone (exclude_modules of PEFT leaves modules out)"
         )
-    reason = sites.refused.get(module, "")
+    reason = targets.refused.get(module, "")
     if not reason and re.search(r"\.experts(\.|$)", module):
         reason = "it belongs to a mixture's experts"
     if reason:
         saved = " (saved whole)" if "whole" in keys else ""
         return Unsupported(
-            f"{file.name}: {shown(module)}{saved} cannot be adapted: {reason}; what can be: {sites.endings()}"
+            f"{file.name}: {shown(module)}{saved} cannot be adapted: {reason}; what can be: {targets.endings()}"
         )
     return CheckpointError(
         f"{file.name}: the model has no module {shown(module)}, so the adapter was made for another one; expected modules that "
-        f"end in {sites.endings()}"
+        f"end in {targets.endings()}"
     )
 
 
-def _check_whole(file: Weights, config: LoraConfig, sites: Sites) -> None:
+def _check_whole(file: Weights, config: LoraConfig, targets: AdapterTargets) -> None:
     """``Unsupported`` if ``modules_to_save`` names anything but embedding and head."""
     for ending in config.whole:
-        found = [name for name in (*sites.sites, *sites.refused) if name.endswith(ending)]
-        if not found or any(name not in (sites.named(EMBED), sites.named(HEAD)) for name in found):
+        found = [name for name in (*targets.targets, *targets.refused) if name.endswith(ending)]
+        if not found or any(name not in (targets.named(EMBED), targets.named(HEAD)) for name in found):
             raise Unsupported(
                 f"{file.config_name}: modules_to_save names {shown(ending)}; what can be saved whole: "
-                f"{sites.named(EMBED)}, {sites.named(HEAD)}"
+                f"{targets.named(EMBED)}, {targets.named(HEAD)}"
             )
 
 
-def _update(file: Weights, module: str, name: str, site: Site, keys: Mapping[str, str], config: LoraConfig) -> _Update:
-    a, b = ("lora_embedding_A", "lora_embedding_B") if site.linear == EMBED else ("lora_A", "lora_B")
+def _update(
+    file: Weights, module: str, name: str, target: AdapterTarget, keys: Mapping[str, str], config: LoraConfig
+) -> _Update:
+    a, b = ("lora_embedding_A", "lora_embedding_B") if target.linear == EMBED else ("lora_A", "lora_B")
     for kind in (a, b):
         if kind not in keys:
             raise CheckpointError(f"{file.name}: {shown(module)} has no {kind}; expected {a} and {b}")
-    if not _is_target(config, module, site):
+    if not _is_target(config, module, target):
         raise CheckpointError(
             f"{file.name}: {shown(module)} has an update, which {CONFIG_FILE} does not ask for (target_modules, exclude_modules, "
             "layers_to_transform, modules_to_save)"
         )
     rank = config.rank_of(module)
-    _check_header(file, keys[a], (rank, site.ins))
-    _check_header(file, keys[b], (site.outs, rank))
+    _check_header(file, keys[a], (rank, target.ins))
+    _check_header(file, keys[b], (target.outs, rank))
     scale = config.scale_of(module)
-    return _Update(name=name, site=site, a_key=keys[a], b_key=keys[b], rank=rank, scale=scale)
+    return _Update(name=name, target=target, a_key=keys[a], b_key=keys[b], rank=rank, scale=scale)
 
 
-def _is_target(config: LoraConfig, module: str, site: Site) -> bool:
-    return config.targets_module(module, inner=site.linear not in (EMBED, HEAD))
+def _is_target(config: LoraConfig, module: str, target: AdapterTarget) -> bool:
+    return config.targets_module(module, inner=target.linear not in (EMBED, HEAD))
 
 
 def _check_header(file: Weights, key: str, shape: tuple[int, ...]) -> None:
@@ -274,15 +286,21 @@ def _check_header(file: Weights, key: str, shape: tuple[int, ...]) -> None:
 
 
 def _check_complete(
-    file: Weights, config: LoraConfig, sites: Sites, updated: Iterable[Site], tables: Mapping[str, object]
+    file: Weights,
+    config: LoraConfig,
+    targets: AdapterTargets,
+    updated: Iterable[AdapterTarget],
+    tables: Mapping[str, object],
 ) -> None:
     """``CheckpointError`` unless all that the configuration asks for is there, and something is."""
     there = frozenset(updated)
-    missing = [name for name, site in sites.sites.items() if site not in there and _is_target(config, name, site)]
+    missing = [
+        name for name, target in targets.targets.items() if target not in there and _is_target(config, name, target)
+    ]
     missing += [
         name
-        for name, site in sites.sites.items()
-        if site.linear in (EMBED, HEAD) and config.saves(name) and site.linear not in tables
+        for name, target in targets.targets.items()
+        if target.linear in (EMBED, HEAD) and config.saves(name) and target.linear not in tables
     ]
     if missing:
         more = f" and {len(missing) - LISTED} more" if len(missing) > LISTED else ""
@@ -317,19 +335,19 @@ def _is_same_table(one: Tensor, other: Tensor) -> bool:
 
 def _read(file: Weights, plan: _Plan, dtype: torch.dtype, source: str) -> Adapter:
     """The weights, in one piece of memory; ``CheckpointError`` where one is not finite."""
-    sizes = [update.rank * size for update in plan.updates for size in (update.site.ins, update.site.outs)]
+    sizes = [update.rank * size for update in plan.updates for size in (update.target.ins, update.target.outs)]
     memory = torch.empty(sum(sizes), dtype=dtype)
     parts = iter(torch.split(memory, sizes))
     updates, lines = [], []
     for update in plan.updates:
-        site = update.site
+        target = update.target
         a_RI, b_OR = file.read(update.a_key), file.read(update.b_key)
-        kept_RI = next(parts).view(update.rank, site.ins).copy_(a_RI)
-        kept_RO = next(parts).view(update.rank, site.outs).copy_((b_OR.float() * update.scale).T)
+        kept_RI = next(parts).view(update.rank, target.ins).copy_(a_RI)
+        kept_RO = next(parts).view(update.rank, target.outs).copy_((b_OR.float() * update.scale).T)
         lines.append(
             f"{update.name} update {struct.pack('>d', update.scale).hex()} {_described(a_RI)} {_described(b_OR)}\n"
         )
-        updates.append(LowRankUpdate(linear=site.linear, row=site.row, a_RI=kept_RI, b_RO=kept_RO))
+        updates.append(LowRankUpdate(linear=target.linear, row=target.row, a_RI=kept_RI, b_RO=kept_RO))
     if not _is_finite(memory):
         for one, update in zip(updates, plan.updates, strict=True):
             for key, tensor in ((update.a_key, one.a_RI), (update.b_key, one.b_RO)):

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 from quire.errors import CheckpointError, NotFound, Unsupported
-from quire.models.config import ConfigFields
+from quire.models.config_fields import ConfigFields
 from quire.models.peft_patterns import MAX_WAYS, ways_of
 
 CONFIG_FILE = "adapter_config.json"

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from quire.errors import Unsupported
-from quire.models.config import ConfigFields, refuse_unsupported
+from quire.models.config_fields import ConfigFields, refuse_unsupported
 from quire.models.decoder import DecoderConfig
 from quire.models.geometry import expect_layer_types, read_activation, read_geometry, read_window, rope_of
-from quire.models.names import PRE_NORMS, Names
+from quire.models.tensor_names import PRE_NORMS, Names
 
 PHI3_NAMES = Names(norms=PRE_NORMS, qkv=("qkv_proj",), gate_up=("gate_up_proj",))
 

@@ -74,7 +74,7 @@ class Probe:
     def compare(self, model: Model) -> None:
         """``Unsupported`` unless the model gives these logits, in pieces and beside another sequence."""
         device = self.logits_TV.device
-        stored = Rows(self.specs, device)
+        stored = ProbeCache(self.specs, device)
         ids = torch.tensor(self.tokens, device=device)
         cut = TOKENS // 3
         found = []
@@ -244,7 +244,7 @@ class Notes:
         return len(found)
 
 
-class Rows:
+class ProbeCache:
     """K and V of two sequences, for ``Probe.compare``: one goes on, the other begins anew with each pass."""
 
     def __init__(self, specs: Sequence[Spec], device: torch.device) -> None:
@@ -259,9 +259,9 @@ class Rows:
 
 
 class NaivePass:
-    """A ``contracts.model.Pass`` over ``Rows``."""
+    """A ``contracts.model.Pass`` over ``ProbeCache``."""
 
-    def __init__(self, rows: Rows, start: int, stop: int, other: int) -> None:
+    def __init__(self, rows: ProbeCache, start: int, stop: int, other: int) -> None:
         self.rows = rows
         self.start = start
         self.first_T = torch.arange(start, stop, device=rows.device)

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from quire.models.blocks import FeedForward
 from quire.models.checkpoint import NameTable, Place
-from quire.models.config import ConfigFields, refuse_unsupported
+from quire.models.config_fields import ConfigFields, refuse_unsupported
 from quire.models.decoder import DecoderConfig, Parameters, gated_mlp, linear
-from quire.models.geometry import Geometry, read_activation, read_geometry, rope_of
-from quire.models.hybrid import (
+from quire.models.geometry import DecoderGeometry, read_activation, read_geometry, rope_of
+from quire.models.hybrid_decoder import (
     HybridConfig,
     HybridDecoder,
     LayerIds,
@@ -40,7 +40,7 @@ from quire.models.mixture import (
     read_layer_numbers,
     read_num_experts,
 )
-from quire.models.names import LLAMA_NAMES, IgnorableNames, ignorable_names, name_table
+from quire.models.tensor_names import LLAMA_NAMES, IgnorableNames, ignorable_names, name_table
 from quire.nn.delta import DeltaShape, DeltaWeights, GatedDeltaNet
 from quire.nn.mixers import Mixer
 from quire.nn.norm import GatedRMSNorm
@@ -148,11 +148,11 @@ def _without_sections(values: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _geometry(fields: ConfigFields, architecture: str, model_type: str, max_model_len: int | None) -> Geometry:
+def _geometry(fields: ConfigFields, architecture: str, model_type: str, max_model_len: int | None) -> DecoderGeometry:
     return read_geometry(fields, architecture, model_type, max_model_len, kv_heads_required=True, head_dim=256)
 
 
-def _trunk(fields: ConfigFields, geometry: Geometry) -> dict[str, Any]:
+def _trunk(fields: ConfigFields, geometry: DecoderGeometry) -> dict[str, Any]:
     bias = fields.flag("attention_bias", False)
     return {
         **geometry.common(),

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from quire.models.checkpoint import NameTable
-from quire.models.config import ConfigFields, refuse_unsupported
+from quire.models.config_fields import ConfigFields, refuse_unsupported
 from quire.models.geometry import (
-    Geometry,
+    DecoderGeometry,
     expect_layer_types,
     read_activation,
     read_geometry,
@@ -79,7 +79,7 @@ def _window(fields: ConfigFields) -> int | None:
     return None
 
 
-def _qwen2_windows(fields: ConfigFields, geometry: Geometry) -> tuple[int | None, ...]:
+def _qwen2_windows(fields: ConfigFields, geometry: DecoderGeometry) -> tuple[int | None, ...]:
     """Those of ``layer_types``, or of every other layer below ``max_window_layers`` (missing: 28), the first included."""
     window = _window(fields)
     stop = fields.whole("max_window_layers", 28)
@@ -90,7 +90,7 @@ def _qwen2_windows(fields: ConfigFields, geometry: Geometry) -> tuple[int | None
     return windows_of(fields, windowed, window)
 
 
-def _common(fields: ConfigFields, geometry: Geometry) -> dict[str, Any]:
+def _common(fields: ConfigFields, geometry: DecoderGeometry) -> dict[str, Any]:
     """What both read alike. ``norm_topk_prob`` is off where it is missing, and no layer is dense."""
     num_experts, top_k = read_num_experts(fields, "num_experts", "num_local_experts")
     pass_over_training(fields)

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from quire.models.config import ConfigFields, refuse_unsupported
+from quire.models.config_fields import ConfigFields, refuse_unsupported
 from quire.models.decoder import DecoderConfig
 from quire.models.geometry import (
-    Geometry,
+    DecoderGeometry,
     read_activation,
     read_geometry,
     read_layer_types,
@@ -50,7 +50,7 @@ def read_smollm3_config(values: Mapping[str, Any], max_model_len: int | None = N
     return config
 
 
-def _read_rotates(fields: ConfigFields, geometry: Geometry) -> tuple[bool, ...]:
+def _read_rotates(fields: ConfigFields, geometry: DecoderGeometry) -> tuple[bool, ...]:
     interval = fields.count("no_rope_layer_interval", 4)
     given = fields.get("no_rope_layers")
     if given is None:

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from quire.models.config import ConfigFields, refuse_unsupported
+from quire.models.config_fields import ConfigFields, refuse_unsupported
 from quire.models.decoder import DecoderConfig
 from quire.models.geometry import expect_layer_types, read_activation, read_geometry, rope_of
-from quire.models.names import PRE_NORMS, Names
+from quire.models.tensor_names import PRE_NORMS, Names
 
 STABLELM_NAMES = Names(norms=PRE_NORMS, head_norms=("q_layernorm", "k_layernorm"))
 

@@ -27,7 +27,7 @@ class Linear:
     subclass with its own ``product``, put where the plain one was.
 
     ``name``: that of the model's parameter, without ``.weight``, under which adapters find the map; empty: they cannot
-    change it. ``low_rank``: what adapters add, whoever holds them (``quire.runner.adapters``) puts it there and takes it away.
+    change it. ``low_rank``: what adapters add, whoever holds them (``quire.runner.adapter_pool``) puts it there and takes it away.
     """
 
     __slots__ = ("bias", "low_rank", "name", "weight")

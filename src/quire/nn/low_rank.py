@@ -63,7 +63,7 @@ class Product:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RowSet:
     """Rows of a batch that are worked on together."""
 
     source: Index
@@ -87,17 +87,17 @@ def take_rows(x_TI: Tensor, index: Index) -> Tensor:
     return x_TI[index] if isinstance(index, slice) else x_TI.index_select(0, index)
 
 
-def plan_parts(shares: Sequence[Share], device: torch.device) -> tuple[Part, ...]:
+def plan_parts(shares: Sequence[Share], device: torch.device) -> tuple[RowSet, ...]:
     """How PyTorch runs the rows under adapters. Long chunks by themselves, all others together, none twice."""
     short = short_rows(shares)
     return (*long_parts(shares), joint_part(short, device)) if short else long_parts(shares)
 
 
-def long_parts(shares: Sequence[Share]) -> tuple[Part, ...]:
+def long_parts(shares: Sequence[Share]) -> tuple[RowSet, ...]:
     """The long chunks, each by itself."""
     long = [one for one in shares if one.end - one.begin >= LONG_CHUNK]
     return tuple(
-        Part(slice(begin, end), slice(begin, end), None, (Product(first, 1, rank, 0, end - begin),))
+        RowSet(slice(begin, end), slice(begin, end), None, (Product(first, 1, rank, 0, end - begin),))
         for first, rank, begin, end in long
     )
 
@@ -111,7 +111,7 @@ def short_rows(shares: Sequence[Share]) -> list[RankedRows]:
     return [RankedRows(first, rank, rows) for (first, rank), rows in sorted(short.items())]
 
 
-def joint_part(members: Sequence[RankedRows], device: torch.device) -> Part:
+def joint_part(members: Sequence[RankedRows], device: torch.device) -> RowSet:
     """One part of several adapters, given in the order of their rank rows."""
     source: list[int] = []
     target: list[int] = []
@@ -125,7 +125,7 @@ def joint_part(members: Sequence[RankedRows], device: torch.device) -> Part:
             source.extend(member.rows + member.rows[:1] * (width - len(member.rows)))
         products.append(Product(run[0].first, len(run), run[0].rank, begin, len(source)))
     padded = len(kept) < len(source)
-    return Part(
+    return RowSet(
         row_index(source, device),
         row_index(target, device),
         torch.tensor(kept, dtype=torch.int64, device=device) if padded else None,
@@ -168,9 +168,9 @@ class RowPlans:
         self._shares = shares
         self._device = device
         self._kernel = kernel
-        self._plans: dict[frozenset[int], tuple[tuple[Part, ...], Any]] = {}
+        self._plans: dict[frozenset[int], tuple[tuple[RowSet, ...], Any]] = {}
 
-    def plan_of(self, adapters: frozenset[int]) -> tuple[tuple[Part, ...], Any]:
+    def plan_of(self, adapters: frozenset[int]) -> tuple[tuple[RowSet, ...], Any]:
         """Of the rows under these, which share a piece of a map: parts, and the kernel's plan for the rows in no part."""
         if adapters not in self._plans:
             # By row, not by id: rows that are neighbours stay neighbours.
@@ -232,7 +232,7 @@ class RankRows:
         self.b_SO[last:end].zero_()
 
 
-class Piece(NamedTuple):
+class PieceFactors(NamedTuple):
     """One piece of a linear map, ready for the products of one part."""
 
     begin: int
@@ -241,7 +241,7 @@ class Piece(NamedTuple):
     """For each product ``[G, I, R]`` and ``[G, R, O]``, views of the rank rows."""
 
 
-def piece_of(rows: RankRows, part: Part) -> Piece:
+def piece_of(rows: RankRows, part: RowSet) -> PieceFactors:
     """Views of the rank rows that the products of a part read."""
     factors = []
     for product in part.products:
@@ -249,14 +249,14 @@ def piece_of(rows: RankRows, part: Part) -> Piece:
         a_GRI = rows.a_SI[product.first : last].view(product.adapters, product.rank, -1)
         b_GRO = rows.b_SO[product.first : last].view(product.adapters, product.rank, -1)
         factors.append((a_GRI.transpose(1, 2), b_GRO))
-    return Piece(rows.row, rows.row + rows.b_SO.shape[1], tuple(factors))
+    return PieceFactors(rows.row, rows.row + rows.b_SO.shape[1], tuple(factors))
 
 
 class Task(NamedTuple):
     """The rows of a part and the pieces that they go through."""
 
-    part: Part
-    pieces: tuple[Piece, ...]
+    part: RowSet
+    pieces: tuple[PieceFactors, ...]
 
 
 @dataclass(slots=True)
@@ -305,7 +305,7 @@ class LowRankLinear:
         for part, pieces in work.tasks:
             self._add(part, pieces, y_TO, x_TI)
 
-    def _add(self, part: Part, pieces: tuple[Piece, ...], y_TO: Tensor, x_TI: Tensor) -> None:
+    def _add(self, part: RowSet, pieces: tuple[PieceFactors, ...], y_TO: Tensor, x_TI: Tensor) -> None:
         x_NI = take_rows(x_TI, part.source).to(self.dtype)
         y_NO = take_rows(y_TO, part.target)
         for piece in pieces:
@@ -314,7 +314,7 @@ class LowRankLinear:
             y_TO.index_copy_(0, part.target, y_NO)
 
 
-def _products(x_NI: Tensor, part: Part, piece: Piece) -> Tensor:
+def _products(x_NI: Tensor, part: RowSet, piece: PieceFactors) -> Tensor:
     """``x A^T B^T`` of the rows of a part, in the order of its target."""
     inputs, outputs = x_NI.shape[1], piece.end - piece.begin
     factors = [(a_GIR.to(x_NI.dtype), b_GRO.to(x_NI.dtype)) for a_GIR, b_GRO in piece.factors]

@@ -9,181 +9,27 @@ Letters: R rows of logits, V vocabulary; W rows of one chunk of work; K candidat
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from quire.errors import FailedPrecondition, InvalidArgument, QuireError
-from quire.interrupts import exposed
-from quire.ops.edits import FAILED, Bans, edited, first_maxima
-from quire.ops.filters import Allowed, GivenMasks, Ids, Words, candidates, first_allowed, num_words, take_rows, top_ids
-from quire.sampling_params import SamplingParams
+from quire.errors import InvalidArgument, QuireError
+from quire.ops.filters import Allowed, GivenMasks, Words, candidates, first_allowed, num_words, take_rows, top_ids
+from quire.ops.logit_edits import FAILED, Bans, edited, first_maxima
+from quire.ops.request_sampler import RequestSampler, check_ids
 
 CHUNK_ELEMENTS = 1 << 24
 """Logits worked on at a time (128 MB per float64 temporary); more rows go through in several chunks."""
-
-Values = npt.NDArray[np.float32]
-
-
-# ---- One request ----------------------------------------------------------------------------------------------------
-
-
-def make_generator(seed: int | None, index: int = 0, entropy: torch.Generator | None = None) -> torch.Generator:
-    """The CPU generator of sample ``index`` of a request.
-
-    With a seed (any 64-bit integer, signed or unsigned; -1 and 2**64 - 1 are the same) it is seeded with the first 8
-    bytes, little-endian, of ``BLAKE2b(seed as 8 bytes || index as 8 bytes)``, both little-endian, so that neighbouring
-    seeds and indices have unrelated streams; this is fixed for all releases. Without one the seed is drawn from
-    ``entropy``. (PyTorch's CPU generator, MT19937, uses 32 bits of its seed: two given streams are equal by chance with
-    probability 2**-32.)
-    """
-    if index < 0:
-        raise InvalidArgument(f"index of a sample must be >= 0, got {index}")
-    if seed is None:
-        if entropy is None:
-            raise InvalidArgument(
-                "a request without a seed needs `entropy`, a torch.Generator to draw one from; got None for both"
-            )
-        seed = int(torch.randint(2**63 - 1, (), generator=entropy))
-    data = (seed % 2**64).to_bytes(8, "little") + index.to_bytes(8, "little")
-    mixed = int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
-    return torch.Generator().manual_seed(mixed)
-
-
-class TokenCounts:
-    """The distinct tokens of a request and how often the output holds each; one token is added in O(1)."""
-
-    def __init__(self, prompt_ids: Ids) -> None:
-        unique = np.unique(prompt_ids)
-        self._slots = {token: slot for slot, token in enumerate(unique.tolist())}
-        self._ids = unique
-        self._counts = np.zeros(len(unique), dtype=np.float32)
-
-    def add(self, token: int) -> None:
-        slot = self._slots.setdefault(token, len(self._slots))
-        if slot == len(self._ids):
-            self._ids = np.concatenate((self._ids, np.zeros(max(16, slot), dtype=np.int64)))
-            self._counts = np.concatenate((self._counts, np.zeros(len(self._ids) - slot, dtype=np.float32)))
-        self._ids[slot] = token
-        self._counts[slot] += 1
-
-    @property
-    def ids_N(self) -> Ids:
-        """Tokens of prompt and output."""
-        return self._ids[: len(self._slots)]
-
-    @property
-    def counts_N(self) -> Values:
-        """Times in the output, 0 for one that only the prompt holds."""
-        return self._counts[: len(self._slots)]
-
-
-class RequestSampler:
-    """What sampling keeps of one sample of one request: its parameters, its generator, its tokens' counts.
-
-    The caller reports every token that joins the output by ``observe``; ``sample`` only moves the generator.
-    """
-
-    def __init__(
-        self,
-        params: SamplingParams,
-        prompt_ids: Sequence[int] | Ids = (),
-        *,
-        vocab_size: int,
-        index: int = 0,
-        entropy: torch.Generator | None = None,
-    ) -> None:
-        """``index``: which of the request's n samples; ``entropy``: see ``make_generator``.
-
-        ``InvalidArgument`` if the prompt, ``logit_bias`` or ``stop_token_ids`` name a token outside of the vocabulary,
-        or ``logprobs`` is larger than it.
-        """
-        given = np.asarray(prompt_ids)
-        if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
-            raise InvalidArgument(f"prompt must be one list of token ids, got {given.dtype} {list(given.shape)}")
-        prompt = given.astype(np.int64)
-        self.bias_ids_N: Ids = np.fromiter(params.token_bias.keys(), dtype=np.int64)
-        self.bias_N: Values = np.fromiter(params.token_bias.values(), dtype=np.float32)
-        stop_ids = np.array(sorted(params.stop_ids), dtype=np.int64)
-        for name, ids in (("prompt", prompt), ("logit_bias", self.bias_ids_N), ("stop_token_ids", stop_ids)):
-            _check_ids(name, ids, vocab_size)
-        if params.logprobs is not None and params.logprobs > vocab_size:
-            raise InvalidArgument(f"logprobs must be at most the vocabulary size {vocab_size}, got {params.logprobs}")
-        self.params = params
-        self.vocab_size = vocab_size
-        self.counts: TokenCounts | None = None
-        if params.needs_history:
-            # Presence and frequency look at the output only; the prompt matters to repetition alone.
-            self.counts = TokenCounts(prompt if params.repetition_penalty != 1.0 else prompt[:0])
-        self._output: list[int] = []
-        """Tokens drawn so far, if a processor wants to see them."""
-        self._generator = None if params.is_greedy else make_generator(params.seed, index, entropy)
-
-    @property
-    def edits_logits(self) -> bool:
-        return self.counts is not None or len(self.bias_ids_N) > 0 or bool(self.params.logits_processors)
-
-    def observe(self, token_id: int) -> None:
-        """``token_id`` joined the output. ``InvalidArgument`` outside of the vocabulary."""
-        if not 0 <= token_id < self.vocab_size:
-            raise InvalidArgument(f"token id must be in 0..{self.vocab_size - 1}, got {token_id}")
-        if self.counts is not None:
-            self.counts.add(token_id)
-        if self.params.logits_processors:
-            self._output.append(token_id)
-
-    def process(self, logits_V: Tensor) -> Tensor:
-        """What the user's processors make of edited logits ``[V]``, which they may change.
-
-        ``QuireError`` names the processor that raised, or that returned no float32 ``[V]``, or NaN or +inf, or after which
-        every logit is -inf, unless a later one gives a token back.
-        """
-        closed = bool(logits_V.isneginf().all())
-        closed_by = ""
-        for number, processor in enumerate(self.params.logits_processors or ()):
-            name = f"logits_processors[{number}] ({getattr(processor, '__name__', type(processor).__name__)})"
-            try:
-                made = exposed(partial(processor, list(self._output), logits_V))
-            except Exception as error:
-                raise QuireError(f"{name} raised {type(error).__name__}: {error}") from error
-            if not isinstance(made, Tensor):
-                raise QuireError(f"{name} must return logits, a float32 tensor [{self.vocab_size}], got {made!r:.100}")
-            if made.dtype != torch.float32 or list(made.shape) != [self.vocab_size]:
-                raise QuireError(f"{name} must return float32 [{self.vocab_size}], got {made.dtype} {list(made.shape)}")
-            logits_V = made.detach()
-            # NaN and +inf, neither of which is below +inf.
-            bad = (~(logits_V < torch.inf)).nonzero()
-            if len(bad):
-                token = int(bad[0])
-                raise QuireError(f"{name} returned {float(logits_V[token])} as the logit of token {token}")
-            was_closed, closed = closed, bool(logits_V.isneginf().all())
-            if not was_closed:
-                closed_by = name
-        if closed and closed_by:
-            raise QuireError(f"{closed_by} returned -inf as the logit of every token, so that there is none to draw")
-        return logits_V
-
-    def uniform(self) -> float:
-        """The next number of the request's stream: a multiple of 2**-53 in [0, 1)."""
-        if self._generator is None:
-            raise FailedPrecondition(
-                "a greedy request has no random stream; ask for uniform numbers only when temperature > 0"
-            )
-        return float(torch.rand((), dtype=torch.float64, generator=self._generator))
-
 
 # ---- Results --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Logprob:
+class RankedLogprob:
     """Log-probability (natural, float32) of one token under the raw distribution."""
 
     token_id: int
@@ -196,8 +42,8 @@ class Logprob:
 class TokenLogprobs:
     """The chosen token and the most probable ones, by rank; the chosen one is among ``top`` if its rank is."""
 
-    chosen: Logprob
-    top: tuple[Logprob, ...] = ()
+    chosen: RankedLogprob
+    top: tuple[RankedLogprob, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -323,8 +169,8 @@ def logprobs_of(
         top_ids_WK = top_ids(z_WV, max(wanted[row] for row in rows))
         columns = (logprobs_WV.gather(1, ids_W1)[:, 0], rank_W, top_ids_WK, logprobs_WV.gather(1, top_ids_WK))
         for row, chosen, rank, ids, tops in zip(rows, *(column.tolist() for column in columns), strict=True):
-            top = tuple(Logprob(ids[i], tops[i], i + 1) for i in range(wanted[row]))
-            results[row] = TokenLogprobs(Logprob(token_ids[row], chosen, rank), top)
+            top = tuple(RankedLogprob(ids[i], tops[i], i + 1) for i in range(wanted[row]))
+            results[row] = TokenLogprobs(RankedLogprob(token_ids[row], chosen, rank), top)
     return results
 
 
@@ -348,12 +194,6 @@ def top_logprobs(raw_logits_RV: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 # ---- Checks ---------------------------------------------------------------------------------------------------------
-
-
-def _check_ids(name: str, ids: Ids, vocab_size: int) -> None:
-    if len(ids) and not (ids.min() >= 0 and ids.max() < vocab_size):
-        bad = int(ids[(ids < 0) | (ids >= vocab_size)][0])
-        raise InvalidArgument(f"{name}: token ids must be in 0..{vocab_size - 1}, got {bad}")
 
 
 def _check_logits(logits_RV: Tensor) -> tuple[int, int]:
@@ -387,7 +227,7 @@ def _check_batch(
     if len(banned) != num_rows:
         raise InvalidArgument(f"need one list of banned ids for each of {num_rows} rows, got {len(banned)}")
     for row, ids in enumerate(banned):
-        _check_ids(f"banned ids of row {row}", np.asarray(ids, dtype=np.int64), vocab_size)
+        check_ids(f"banned ids of row {row}", np.asarray(ids, dtype=np.int64), vocab_size)
     return banned
 
 

@@ -22,8 +22,21 @@ from quire.interrupts import uninterrupted
 from quire.kv.rule_table import position_refusal, weights_refusal
 from quire.kv.state import State
 from quire.kv.state_pass import StatePass
-from quire.runner.adapters import AdapterPool
-from quire.types import Add, Chunk, Commit, DropCheckpoint, Edit, Fork, KeepCheckpoint, Pop, Remove, SeqId, Step, Window
+from quire.runner.adapter_pool import AdapterPool
+from quire.types import (
+    Add,
+    Chunk,
+    Commit,
+    DropCheckpoint,
+    Edit,
+    Fork,
+    KeepCheckpoint,
+    Pop,
+    Remove,
+    SeqId,
+    SetWindow,
+    Step,
+)
 
 Ids: TypeAlias = np.ndarray[tuple[int], np.dtype[np.int64]]
 
@@ -252,7 +265,7 @@ class LocalRunner:
                 self.state.drop_checkpoint(seq, position)
             case Commit(seqs, leaves):
                 self.state.commit_accepted_token_tree_nodes(seqs, leaves)
-            case Window(seq, window, sink):
+            case SetWindow(seq, window, sink):
                 self.state.enable_sliding_window_for_seq(seq, window, sink)
 
 

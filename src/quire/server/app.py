@@ -16,7 +16,7 @@ from quire.server.context import Context, public_name
 from quire.server.gate import Gate, GateMiddleware
 from quire.server.sessions import Sessions
 from quire.server.settings import ServerSettings
-from quire.server.stored import StoredBytes
+from quire.server.stored_bytes import StoredBytes
 
 
 def create_app(llm: AsyncLLM, settings: ServerSettings | None = None) -> FastAPI:

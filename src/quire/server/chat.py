@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from starlette.responses import Response
 
 from quire.async_llm import SampleDelta
-from quire.engine.chat import render_chat, select_template
+from quire.engine.chat_rendering import render_chat, select_template
 from quire.engine.tokenizer import Tokenizer
 from quire.outputs import RequestOutput
 from quire.sampling_params import SamplingParams

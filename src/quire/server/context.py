@@ -11,11 +11,11 @@ from quire.async_llm import AsyncLLM
 from quire.server.errors import ApiError
 from quire.server.gate import Gate
 from quire.server.settings import ServerSettings
-from quire.server.texts import Texts
+from quire.server.text_threads import Texts
 
 if TYPE_CHECKING:
     from quire.server.sessions import Sessions
-    from quire.server.stored import StoredBytes
+    from quire.server.stored_bytes import StoredBytes
 
 
 def public_name(model: str | Path) -> str:

@@ -16,11 +16,9 @@ import hmac
 import math
 import re
 import secrets
-import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -171,24 +169,6 @@ class ReaderGone(OSError):
     """The client keeps its connection, and reads nothing."""
 
 
-@dataclass(slots=True)
-class Passage:
-    """What becomes known of one request on its way."""
-
-    request_id: str
-    method: str
-    path: str
-    status: int | None = None
-    """Of the answer, once it has begun."""
-    complete: bool = False
-    """Whether all of the answer was handed over."""
-    gone: bool = False
-    """Whether the client closed the connection before that."""
-    error: BaseException | None = None
-    """What the application did not expect."""
-    began: float = field(default_factory=time.monotonic)
-
-
 class GateMiddleware:
     """The gate as ASGI middleware: ``app.add_middleware(GateMiddleware, gate=gate, settings=settings)``."""
 
@@ -204,7 +184,7 @@ class GateMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        passage = Passage(_request_id(scope), scope["method"], scope["path"])
+        passage = logs.Passage(_request_id(scope), scope["method"], scope["path"])
         state = scope.setdefault("state", {})
         state["request_id"], state["owner"] = passage.request_id, ""
 
@@ -234,7 +214,7 @@ class GateMiddleware:
         finally:
             logs.request(passage, state.get("tokens"))
 
-    async def _pass(self, passage: Passage, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _pass(self, passage: logs.Passage, scope: Scope, receive: Receive, send: Send) -> None:
         counted = False
         try:
             check_framing(scope)

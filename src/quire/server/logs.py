@@ -7,14 +7,30 @@ import logging
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import Any
 
 from quire.server.errors import CLIENT_GONE
 
-if TYPE_CHECKING:
-    from quire.server.gate import Passage
-
 logger = logging.getLogger("quire.server")
+
+
+@dataclass(slots=True)
+class Passage:
+    """What becomes known of one request on its way."""
+
+    request_id: str
+    method: str
+    path: str
+    status: int | None = None
+    """Of the answer, once it has begun."""
+    complete: bool = False
+    """Whether all of the answer was handed over."""
+    gone: bool = False
+    """Whether the client closed the connection before that."""
+    error: BaseException | None = None
+    """What the application did not expect."""
+    began: float = field(default_factory=time.monotonic)
 
 
 def request(passage: Passage, tokens: Mapping[str, Any] | None) -> None:

@@ -21,7 +21,7 @@ from quire.server.context import Context
 from quire.server.errors import ApiError, api_error
 from quire.server.generation import Usage, deltas
 from quire.server.session_bodies import Answer, GenerateManyBody, SamplingBody, named_field
-from quire.server.session_streams import SessionStream, continue_completion
+from quire.server.session_streams import ClientSessionStream, continue_completion
 
 FAILED: Mapping[str, Any] = {
     "text": "",
@@ -51,7 +51,7 @@ class SessionBatch:
                 400, f"ids: {twice[:60]!r} is given twice; a session goes on in one way at a time", param="ids"
             )
         self.streams = [
-            Part(continue_completion(context, owner, name, params, model=body.model))
+            MemberStream(continue_completion(context, owner, name, params, model=body.model))
             for name, params in zip(body.ids, self._params, strict=True)
         ]
         self._answers: list[Answer | None] = [None] * len(self.streams)
@@ -137,10 +137,10 @@ class SessionBatch:
         await asyncio.gather(*(part.aclose() for part in self.streams))
 
 
-class Part:
+class MemberStream:
     """A session's stream that ends with a delta of ``finish_reason`` "error" instead of raising."""
 
-    def __init__(self, stream: SessionStream) -> None:
+    def __init__(self, stream: ClientSessionStream) -> None:
         self.stream = stream
         self.failure: dict[str, Any] = {}
         """``error`` as a client is told it, if there is one."""

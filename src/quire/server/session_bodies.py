@@ -18,7 +18,7 @@ from quire.server.errors import ApiError, api_error
 from quire.server.generation import MAX_LOGPROBS, Usage
 from quire.server.logprobs import Offsets, completion_logprobs
 from quire.server.protocol import Body, Stop, StreamOptions
-from quire.server.session_streams import SessionStream
+from quire.server.session_streams import ClientSessionStream
 
 TokenIds = list[int]
 Seconds = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
@@ -255,7 +255,7 @@ class Answer:
     """A generation in the shape of a completion, with the session's id."""
 
     def __init__(
-        self, stream: SessionStream, body: ContinueBody, params: SamplingParams, *, model: str, request_id: str
+        self, stream: ClientSessionStream, body: ContinueBody, params: SamplingParams, *, model: str, request_id: str
     ) -> None:
         """Made when the first delta is there."""
         self._stream = stream

@@ -18,7 +18,7 @@ from quire.kv.atomic_file import os_errors
 from quire.server.context import Context
 from quire.server.errors import hiding
 from quire.server.events import unless_gone
-from quire.server.stored import StoredBytes
+from quire.server.stored_bytes import StoredBytes
 
 CHUNK = 1 << 20
 """Bytes that are read or written at a time."""

@@ -40,7 +40,7 @@ from quire.server.session_bodies import (
     named_field,
 )
 from quire.server.session_files import receive_session, saved_session
-from quire.server.session_streams import SessionStream, continue_completion
+from quire.server.session_streams import ClientSessionStream, continue_completion
 from quire.server.sessions import HeldSession
 
 router = APIRouter(prefix="/v1/sessions", tags=["sessions"])
@@ -329,7 +329,7 @@ async def generate(session_id: str, body: GenerateBody, request: Request) -> Res
     return JsonAnswer(answer.whole())
 
 
-async def _exhaust(stream: SessionStream) -> None:
+async def _exhaust(stream: ClientSessionStream) -> None:
     async for _ in stream:
         pass
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quire.async_llm import AsyncSession
-from quire.engine.pins import PinAccount
+from quire.engine.sequence_request import PinAccount
 from quire.errors import FailedPrecondition, NotFound
 from quire.server.errors import RETRY_AFTER, ApiError
 from quire.server.settings import ServerSettings

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field, StrictBool, StrictInt, StrictStr
 
-from quire.engine.chat import encode_chat
+from quire.engine.chat_rendering import encode_chat
 from quire.engine.tokenizer import Tokenizer
 from quire.server.context import Context
 from quire.server.errors import ApiError

@@ -15,14 +15,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.contracts.attention import ForwardPlan
-from quire.kernels.visibility import Visibility
+from quire.kernels.visibility import VisibleKeys
 
 MAX_WASTE = 1.25
 """A padded group may compute this many times the keys that it needs."""
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class BatchRows:
     """Rows of a group in the batch: a slice where they are neighbours, else an index."""
 
     first: int
@@ -80,11 +80,11 @@ class CausalGroup:
 
     b: int
     n: int
-    rows: Rows
+    rows: BatchRows
     """b * n rows; padding names some row of the same entry."""
     real: Tensor | None
     """Which of the b * n rows are no padding; None: all."""
-    target: Rows
+    target: BatchRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +94,9 @@ class PagedGroup:
     b: int
     n: int
     m: int
-    rows: Rows
+    rows: BatchRows
     real: Tensor | None
-    target: Rows
+    target: BatchRows
     keys: Keys
     mask: Tensor | None
     """``[b, 1, n, m]`` in the dtype of the queries, 0 or -inf."""
@@ -160,7 +160,7 @@ def keys_of(tables: Sequence[NDArray[np.int32]], plan: ForwardPlan, first: int, 
     return Keys(len(tables), m, torch.from_numpy(index.ravel()).to(plan.device), page_size, 0), 0
 
 
-def rows_of(group: list[int], plan: ForwardPlan, part: Visibility) -> Keys:
+def rows_of(group: list[int], plan: ForwardPlan, part: VisibleKeys) -> Keys:
     """The keys of each entry from the first that it sees to the last, and no other row of their pages.
 
     Behind a sink lie rows that have left the window: if one of them is NaN, a weight of 0 does not hide it.
@@ -177,22 +177,22 @@ def rows_of(group: list[int], plan: ForwardPlan, part: Visibility) -> Keys:
     return Keys(len(group), m, torch.from_numpy(index.ravel()).to(plan.device), 1, 0)
 
 
-def padded_rows(group: list[int], n: int, plan: ForwardPlan) -> tuple[Rows, Tensor | None, Rows]:
+def padded_rows(group: list[int], n: int, plan: ForwardPlan) -> tuple[BatchRows, Tensor | None, BatchRows]:
     """Padded rows, which of them are real, and where the real ones go."""
     counts, starts = plan.counts[group], plan.starts[group]
     neighbours = group == list(range(group[0], group[0] + len(group)))
     first, stop = int(starts[0]), int(starts[-1] + counts[-1])
     if neighbours and (counts == n).all():
-        rows = Rows(first, stop, None)
+        rows = BatchRows(first, stop, None)
         return rows, None, rows
     column = np.arange(n)
     padded = row_numbers(group, n, plan)
     real = np.flatnonzero((column < counts[:, None]).ravel())
-    rows = Rows(0, 0, torch.from_numpy(padded.ravel()).to(plan.device))
+    rows = BatchRows(0, 0, torch.from_numpy(padded.ravel()).to(plan.device))
     if neighbours:
-        target = Rows(first, stop, None)
+        target = BatchRows(first, stop, None)
     else:
-        target = Rows(0, 0, torch.from_numpy(padded.ravel()[real]).to(plan.device))
+        target = BatchRows(0, 0, torch.from_numpy(padded.ravel()[real]).to(plan.device))
     exact = real.size == padded.size
     return rows, None if exact else torch.from_numpy(real).to(plan.device), target
 
@@ -209,7 +209,7 @@ def causal_group(group: list[int], plan: ForwardPlan) -> CausalGroup:
 
 
 def paged_group(
-    group: list[int], tables: list[NDArray[np.int32]], plan: ForwardPlan, part: Visibility, dtype: torch.dtype
+    group: list[int], tables: list[NDArray[np.int32]], plan: ForwardPlan, part: VisibleKeys, dtype: torch.dtype
 ) -> PagedGroup:
     """Entries that see something, over their ``tables``: the pages from the first to the last that they see."""
     n = int(plan.counts[group].max())

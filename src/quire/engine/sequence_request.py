@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from quire.engine.request import ScheduledRequest, SlidingWindow, TokenBuffer
+from quire.engine.scheduled_request import ScheduledRequest, SlidingWindow, TokenBuffer
 from quire.errors import QuireError
 from quire.outputs import FinishReason
 from quire.sampling_params import SamplingParams
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
     from quire.engine.detokenizer import IncrementalDetokenizer
     from quire.engine.grammar_matcher import GrammarMatcher
-    from quire.engine.pins import PinAccount
-    from quire.engine.results import PromptLogprobs
-    from quire.ops.sampling import RequestSampler, TokenLogprobs
+    from quire.engine.prompt_logprobs import PromptLogprobs
+    from quire.ops.request_sampler import RequestSampler
+    from quire.ops.sampling import TokenLogprobs
 
 OnLogits = Callable[[int, "Tensor"], None]
 """Called with the position of the first row and float32 logits ``[rows, V]`` of consecutive tokens."""
@@ -89,6 +89,16 @@ class SequenceRequest:
         return self.finish_reason in ("stop", "length") or (
             self.finish_reason == "cancelled" and self.params is not None
         )
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class PinAccount:
+    """Whose pinned sessions count together."""
+
+    share: float
+    """Part of each pool that they may hold."""
+    total: float
+    """Part of each pool that all pinned sessions may hold, those of other accounts and of none among them."""
 
 
 class SessionState:

@@ -8,9 +8,9 @@ from typing import Protocol
 
 from torch import Tensor
 
-from quire.engine.generation import SequenceRequest
 from quire.engine.grammar_matcher import GrammarMatcher
-from quire.engine.structured import Grammars, RowGrammars
+from quire.engine.grammars import Grammars, RowGrammars
+from quire.engine.sequence_request import SequenceRequest
 from quire.errors import QuireError
 from quire.metrics import EngineMetrics
 from quire.ops.sampling import TokenLogprobs, sample
@@ -26,7 +26,7 @@ class Finish(Protocol):
         ...
 
 
-class Drawing:
+class SamplingStep:
     """What happens to requests whose logits are there. ``eos_ids`` end a text; ``finish`` and ``fail`` end a request."""
 
     def __init__(

@@ -25,7 +25,7 @@ from quire.contracts.model import Block, Pass
 from quire.errors import Unsupported
 from quire.models.blocks import FeedForward, Norm
 from quire.models.checkpoint import NameTable, Place
-from quire.models.config import ConfigFields
+from quire.models.config_fields import ConfigFields
 from quire.models.decoder import DecoderConfig, Parameters, linear
 from quire.nn.attention import Attention, NormedAttention
 from quire.nn.embedding import Embedding, ScaledEmbedding

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from quire.contracts.executor import RequestSampling
 from quire.errors import FailedPrecondition, InvalidArgument, QuireError, Unsupported
-from quire.executor.rows import Ids
-from quire.ops.sampling import RequestSampler, TokenCounts, probabilities, sample
+from quire.executor.row import Ids
+from quire.ops.request_sampler import RequestSampler, TokenCounts
+from quire.ops.sampling import probabilities, sample
 from quire.sampling_params import SamplingParams
 from quire.signatures import checks_arguments
 

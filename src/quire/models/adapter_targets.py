@@ -2,7 +2,7 @@
 
 A module of a checkpoint (``model.layers.3.self_attn.k_proj``) is some rows of a linear map here ("3.qkv"); which ones
 says the name table that the model was loaded by. Modules whose weights are used in another form than
-``y = x W^T + b`` on the rows of the batch have no site, and a reason.
+``y = x W^T + b`` on the rows of the batch have no target, and a reason.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ and what leads from them to the language model."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Site:
+class AdapterTarget:
     """Outputs ``row`` to ``row + outs`` of a linear map, or the embedding's table (``ins``: its tokens)."""
 
     linear: str
@@ -76,20 +76,20 @@ class Site:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Sites:
+class AdapterTargets:
     """The modules of a model, in one spelling."""
 
-    sites: Mapping[str, Site]
+    targets: Mapping[str, AdapterTarget]
     refused: Mapping[str, str] = field(default_factory=dict)
     """All others that hold weights, and why adapters cannot change them."""
 
     def named(self, linear: str) -> str:
         """The module of the embedding or of the head."""
-        return next((name for name, site in self.sites.items() if site.linear == linear), "")
+        return next((name for name, target in self.targets.items() if target.linear == linear), "")
 
     def endings(self) -> str:
         """What can be adapted, for error messages."""
-        return ", ".join(sorted({name.rpartition(".")[2] for name in self.sites}))
+        return ", ".join(sorted({name.rpartition(".")[2] for name in self.targets}))
 
 
 def low_rank_refusal(model: Model) -> str:
@@ -137,10 +137,10 @@ def _walk(part: object) -> Iterator[Linear]:
             yield from _walk(getattr(part, name, None))
 
 
-def sites_of(model: LoadedModel) -> Sites:
+def targets_of(model: LoadedModel) -> AdapterTargets:
     """The modules of the model as its checkpoint spells them; one without a name table has none."""
     linears = linears_of(model)
-    sites: dict[str, Site] = {}
+    targets: dict[str, AdapterTarget] = {}
     refused: dict[str, str] = {}
     for name, place in model.places.items():
         module, _, part = name.rpartition(".")
@@ -152,16 +152,16 @@ def sites_of(model: LoadedModel) -> Sites:
         parameter = place.parameter.removesuffix(".weight")
         if parameter == EMBED:
             tokens, width = place.shape
-            sites[module] = Site(linear=EMBED, row=0, outs=width, ins=tokens)
+            targets[module] = AdapterTarget(linear=EMBED, row=0, outs=width, ins=tokens)
         elif parameter in linears and len(place.shape) == 2:
-            sites[module] = Site(linear=parameter, row=place.row, outs=place.shape[0], ins=place.shape[1])
+            targets[module] = AdapterTarget(linear=parameter, row=place.row, outs=place.shape[0], ins=place.shape[1])
         else:
             refused[module] = _reason(place.parameter)
-    found = Sites(sites=sites, refused=refused)
+    found = AdapterTargets(targets=targets, refused=refused)
     if HEAD in linears and not found.named(HEAD) and (embedding := found.named(EMBED)):
         # A tied head has no tensor of its own in the files.
         head = next((head for trunk, head in TRUNKS if embedding.startswith(trunk)), "lm_head")
-        sites[head] = Site(linear=HEAD, row=0, outs=sites[embedding].ins, ins=sites[embedding].outs)
+        targets[head] = AdapterTarget(linear=HEAD, row=0, outs=targets[embedding].ins, ins=targets[embedding].outs)
     return found
 
 
@@ -174,28 +174,28 @@ def encoder_in(module: str) -> str:
     return next((part for part in module.split(".") if part in ENCODERS), "")
 
 
-def spelled(sites: Sites, modules: Collection[str]) -> Sites:
-    """``sites`` in the spelling that fits most of ``modules``, names out of an adapter's file; the checkpoint's of equals."""
-    ours = _trunk(sites.named(EMBED))
+def spelled(targets: AdapterTargets, modules: Collection[str]) -> AdapterTargets:
+    """``targets`` in the spelling that fits most of ``modules``, names out of an adapter's file; the checkpoint's of equals."""
+    ours = _trunk(targets.named(EMBED))
     if ours is None or ours == TRUNKS[-1]:
-        return sites
-    others = (_respelled(sites, ours, theirs) for theirs in TRUNKS)
-    return max((sites, *others), key=lambda one: sum(name in one.sites or name in one.refused for name in modules))
+        return targets
+    others = (_respelled(targets, ours, theirs) for theirs in TRUNKS)
+    return max((targets, *others), key=lambda one: sum(name in one.targets or name in one.refused for name in modules))
 
 
 def _trunk(embedding: str) -> tuple[str, str] | None:
     return next((one for one in TRUNKS if embedding.startswith(one[0])), None)
 
 
-def _respelled(sites: Sites, ours: tuple[str, str], theirs: tuple[str, str]) -> Sites:
+def _respelled(targets: AdapterTargets, ours: tuple[str, str], theirs: tuple[str, str]) -> AdapterTargets:
     def name(module: str) -> str:
         if module == ours[1]:
             return theirs[1]
         return theirs[0] + module.removeprefix(ours[0]) if module.startswith(ours[0]) else module
 
-    return Sites(
-        sites={name(module): site for module, site in sites.sites.items()},
-        refused={name(module): reason for module, reason in sites.refused.items()},
+    return AdapterTargets(
+        targets={name(module): target for module, target in targets.targets.items()},
+        refused={name(module): reason for module, reason in targets.refused.items()},
     )
 
 

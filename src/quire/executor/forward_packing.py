@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quire.executor.media import RowMedia, image_mask
+from quire.executor.row_media import RowMedia, image_mask
 from quire.runner.local import NO_EXTRAS, Extras, StepOutput
 from quire.types import AdapterRuns, Chunk, LogitsWanted
 
@@ -48,14 +48,14 @@ class RowAdapters:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class WantedOutputs:
     """What is wanted of every row besides logits."""
 
     hidden_states: bool = False
     attention_weights: bool = False
 
 
-LOGITS_ONLY = Asked()
+LOGITS_ONLY = WantedOutputs()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -131,7 +131,7 @@ def extras_of(
     pieces: Sequence[Piece],
     media: Sequence[RowMedia | None],
     lengths: Sequence[int],
-    asked: Asked,
+    asked: WantedOutputs,
     places: Callable[[], Sequence[Tensor]] | None = None,
 ) -> Extras:
     """What the runner gets for one forward besides its chunks. ``lengths``: tokens of each piece's row before it; ``places``: see

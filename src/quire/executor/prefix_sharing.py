@@ -12,7 +12,7 @@ import numpy as np
 
 from quire.executor.cache import KVCache
 from quire.executor.pool import CachePool
-from quire.executor.rows import Ids, Row
+from quire.executor.row import Ids, Row
 from quire.types import BASE
 
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from quire.errors import InvalidArgument
-from quire.executor.cache import KVCache
-from quire.executor.forwards import Piece, RowAdapters, pack
+from quire.executor.cache_rows import CacheRows
+from quire.executor.forward_packing import Piece, RowAdapters, pack
 from quire.executor.pool import CachePool
 from quire.executor.replay import NOTHING
-from quire.executor.rows import Ids, Row, are_indices, path_to
+from quire.executor.row import Ids, Row, are_indices, path_to
 from quire.types import BASE, AdapterRuns, Commit, Edit, Pop, SeqId
 
 
@@ -23,7 +23,7 @@ from quire.types import BASE, AdapterRuns, Commit, Edit, Pop, SeqId
 class Extension:
     """One row that a call extends by up to ``count`` tokens from ``start`` on."""
 
-    cache: KVCache
+    cache: CacheRows
     row: Row
     start: int
     count: int
@@ -72,7 +72,7 @@ class Extension:
 
 
 def extensions(
-    cache: KVCache,
+    cache: CacheRows,
     starts: Sequence[int],
     counts: Sequence[int],
     label: str = "",

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from quire.contracts.attention import AttentionState, Scoring
-from quire.kernels.blocks import Block, Segment
-from quire.kernels.groups import CausalGroup, LongChunk, PagedGroup, Pool
-from quire.kernels.partial import has_lse_kernel, partial, same_size
+from quire.kernels.attention_groups import CausalGroup, LongChunk, PagedGroup, Pool
+from quire.kernels.lse_attention import has_lse_kernel, lse_attention, same_size
+from quire.kernels.row_blocks import RowBlock, Segment
 from quire.ops.attention import merge
 
 
@@ -49,7 +49,7 @@ def state_of_causal(
     group: CausalGroup, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, scoring: Scoring
 ) -> AttentionState:
     q, k, v = (group.rows.take(x).view(group.b, group.n, *x.shape[1:]) for x in (q_THD, k_THD, v_THD))
-    return partial(q, k.transpose(1, 2), v.transpose(1, 2), scoring, causal=True)
+    return lse_attention(q, k.transpose(1, 2), v.transpose(1, 2), scoring, causal=True)
 
 
 def run_paged(group: PagedGroup, q_THD: Tensor, pool: Pool, scale: float) -> Tensor:
@@ -70,7 +70,7 @@ def run_paged(group: PagedGroup, q_THD: Tensor, pool: Pool, scale: float) -> Ten
 def state_of_paged(group: PagedGroup, q_THD: Tensor, pool: Pool, scoring: Scoring) -> AttentionState:
     q = group.rows.take(q_THD)
     k, v = group.keys.gather(pool)
-    return partial(q.view(group.b, group.n, *q.shape[1:]), k, v, scoring, mask=group.mask)
+    return lse_attention(q.view(group.b, group.n, *q.shape[1:]), k, v, scoring, mask=group.mask)
 
 
 def state_of_long(
@@ -80,11 +80,11 @@ def state_of_long(
     q = q_NHD.unsqueeze(0)
     k, v = (x.transpose(0, 1).unsqueeze(0) for x in (k_NHD, v_NHD))
     past_k, past_v = chunk.keys.gather(pool)
-    own = partial(q, k, v, scoring, causal=True)
-    return merge(exact(own), partial(q, past_k, past_v, scoring))
+    own = lse_attention(q, k, v, scoring, causal=True)
+    return merge(exact(own), lse_attention(q, past_k, past_v, scoring))
 
 
-def run_block(block: Block, q_NHD: Tensor, pool: Pool, scale: float) -> Tensor:
+def run_block(block: RowBlock, q_NHD: Tensor, pool: Pool, scale: float) -> Tensor:
     """``[n, Hq, Dv]``; rows that see nothing are not defined."""
     if len(block.segments) > 1 or has_lse_kernel(q_NHD.device):
         return state_of_block(block, q_NHD, pool, Scoring(scale)).out
@@ -95,7 +95,7 @@ def run_block(block: Block, q_NHD: Tensor, pool: Pool, scale: float) -> Tensor:
     return out[0].transpose(0, 1)
 
 
-def state_of_block(block: Block, q_NHD: Tensor, pool: Pool, scoring: Scoring) -> AttentionState:
+def state_of_block(block: RowBlock, q_NHD: Tensor, pool: Pool, scoring: Scoring) -> AttentionState:
     k, v = block.keys.gather(pool)
     states = [state_of_segment(segment, q_NHD, k, v, scoring) for segment in block.segments]
     return states[0] if len(states) == 1 else reduce(merge, states[1:], exact(states[0]))
@@ -105,7 +105,7 @@ def state_of_segment(
     segment: Segment, q_NHD: Tensor, k_1HMD: Tensor, v_1HMD: Tensor, scoring: Scoring
 ) -> AttentionState:
     some = slice(segment.start, segment.stop)
-    state = partial(q_NHD.unsqueeze(0), k_1HMD[:, :, some], v_1HMD[:, :, some], scoring, mask=segment.mask)
+    state = lse_attention(q_NHD.unsqueeze(0), k_1HMD[:, :, some], v_1HMD[:, :, some], scoring, mask=segment.mask)
     return state if segment.blind is None else blinded(state, segment.blind)
 
 

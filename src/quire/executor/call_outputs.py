@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quire.contracts.executor import DecodeOutput, PrefillOutput
 from quire.executor.arguments import Request
-from quire.executor.forwards import RowOutput, batched, batched_weights, rows_wanted, stacked
+from quire.executor.forward_packing import RowOutput, batched, batched_weights, rows_wanted, stacked
 from quire.executor.handle import Handle
 from quire.executor.pool import CachePool
 from quire.types import LogitsWanted

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from torch import Tensor
 
 from quire.engine.engine import Engine
-from quire.engine.generation import SessionState
-from quire.engine.request import SlidingWindow, TokenBuffer
+from quire.engine.scheduled_request import SlidingWindow, TokenBuffer
+from quire.engine.sequence_request import SessionState
 from quire.errors import DataLoss, FailedPrecondition, InvalidArgument, ResourceExhausted, Unsupported
 from quire.executor import saved_kinds
 from quire.executor.saved_kinds import KV_CACHE, KV_CACHE_WITH_POSITIONS, SESSION
@@ -19,6 +19,7 @@ from quire.kv import sequencefile
 from quire.kv.state_schema import check_metadata
 from quire.kv.statefile import HeaderLimits, StateFile, TensorSpec, read_state, write_state
 from quire.kv.statefile import to_bytes as container_bytes
+from quire.models.fingerprint import ModelIdentity
 from quire.runner.adapter_history import as_read, written
 
 LONGEST = 1 << 22
@@ -27,14 +28,6 @@ MOST_RUNS = 10_000
 """Changes of the adapter that a file holds at most."""
 MOST_ROWS = 16
 """Rows that a KV cache may have of which one is loaded as a session."""
-
-
-class ModelIdentity(Protocol):
-    """Which model a state belongs to. The weights digest is computed when it is first asked for."""
-
-    def fields(self) -> dict[str, str]:
-        """``architecture``, ``config`` and ``weights``."""
-        ...
 
 
 def save(engine: Engine, state: SessionState, identity: ModelIdentity, path: Path) -> None:

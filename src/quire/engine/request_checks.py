@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 
 from quire.engine.media import NO_MEDIA, Media
 from quire.errors import InvalidArgument, ResourceExhausted, Unsupported
-from quire.executor.rows import LAST_PLACEHOLDER
+from quire.executor.row import LAST_PLACEHOLDER
 from quire.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from quire.engine.structured import Grammars
+    from quire.engine.grammars import Grammars
     from quire.engine.tokenizer import Tokenizer
 
 

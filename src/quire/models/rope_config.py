@@ -14,7 +14,7 @@ from typing import Any, get_args
 
 from quire.contracts.layers import RopeScaling, RopeSpec
 from quire.errors import CheckpointError, InvalidArgument, Unsupported
-from quire.models.config import ConfigFields
+from quire.models.config_fields import ConfigFields
 
 DEFAULT_ROPE_THETA = 10_000.0
 """The base of RoFormer, and of Llama 1 and 2, whose configurations did not write it down."""

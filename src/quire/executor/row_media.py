@@ -27,7 +27,7 @@ from quire.contracts.executor import (
     VisionData,
 )
 from quire.errors import InvalidArgument, Unsupported
-from quire.executor.rows import LAST_PLACEHOLDER, Ids
+from quire.executor.row import LAST_PLACEHOLDER, Ids
 
 NO_PER_LAYER = "the model adds nothing to its layers' inputs; give embeddings only"
 

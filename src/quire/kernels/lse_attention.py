@@ -22,7 +22,7 @@ MAX_SCORES = 1 << 26
 and V, where they must be converted."""
 
 
-def partial(
+def lse_attention(
     q_BNHD: Tensor,
     k_BHMD: Tensor,
     v_BHMD: Tensor,

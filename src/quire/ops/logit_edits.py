@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -15,9 +14,7 @@ from torch import Tensor
 
 from quire.errors import QuireError
 from quire.ops.filters import Ids, Words, mask_out, take_rows
-
-if TYPE_CHECKING:
-    from quire.ops.sampling import RequestSampler
+from quire.ops.request_sampler import RequestSampler
 
 FAILED = -1
 """Stands for the token of a row from which none can be drawn."""

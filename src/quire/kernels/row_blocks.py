@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.contracts.attention import ForwardPlan
-from quire.kernels.groups import Keys, keys_of, pages_of, range_mask
-from quire.kernels.visibility import Columns, Visibility, trim
+from quire.kernels.attention_groups import Keys, keys_of, pages_of, range_mask
+from quire.kernels.visibility import Columns, VisibleKeys, trim
 
 UNMASKED_KEYS = 2048
 """More keys than this that all rows of a block see are a segment without a mask."""
@@ -40,7 +40,7 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class RowBlock:
     """Neighbouring rows of one entry."""
 
     start: int
@@ -68,7 +68,7 @@ class Span(NamedTuple):
 class BlockPlanner:
     """Makes the blocks of one part of one batch. Masks by position that look the same are made once."""
 
-    def __init__(self, plan: ForwardPlan, part: Visibility, dtype: torch.dtype) -> None:
+    def __init__(self, plan: ForwardPlan, part: VisibleKeys, dtype: torch.dtype) -> None:
         self.plan = plan
         self.part = part
         self.dtype = dtype
@@ -81,7 +81,7 @@ class BlockPlanner:
         rows = slice(int(self.plan.starts[entry]), int(self.plan.starts[entry + 1]))
         return int(self.part.high[rows].min() - self.part.low[rows].max()) > UNMASKED_KEYS
 
-    def blocks(self, entry: int) -> list[Block]:
+    def blocks(self, entry: int) -> list[RowBlock]:
         """Of an entry that sees something; rows that see nothing may be in no block."""
         start, stop = int(self.plan.starts[entry]), int(self.plan.starts[entry + 1])
         size = self._size(entry, start, stop)
@@ -101,7 +101,7 @@ class BlockPlanner:
             return LARGEST_BLOCK
         return min(LARGEST_BLOCK, max(SMALLEST_BLOCK, 1 << (max(1, width // 4) - 1).bit_length()))
 
-    def _block(self, entry: int, start: int, stop: int) -> Block | None:
+    def _block(self, entry: int, start: int, stop: int) -> RowBlock | None:
         spans = self._spans(entry, start, stop)
         if not spans:
             return None
@@ -113,7 +113,7 @@ class BlockPlanner:
             Segment(span.first - base, span.stop - base, *self._mask(span, self.part.low[rows], self.part.high[rows]))
             for span in spans
         ]
-        return Block(start, stop, keys, segments)
+        return RowBlock(start, stop, keys, segments)
 
     def _spans(self, entry: int, start: int, stop: int) -> list[Span]:
         """In order of addresses."""

@@ -1,0 +1,46 @@
+"""The log-probabilities of a prompt's tokens, as its chunks are computed.
+
+Letters: R rows of logits; V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from numpy.typing import NDArray
+from torch import Tensor
+
+from quire.errors import QuireError
+from quire.ops.sampling import TokenLogprobs, logprobs_of
+
+
+class PromptLogprobs:
+    """Collects the log-probabilities of a prompt's tokens from the logits of its chunks, which it does not keep."""
+
+    def __init__(self, tokens: NDArray[Any], count: int) -> None:
+        """``count``: how many of the most probable tokens are wanted beside each token of the prompt."""
+        self._tokens = tokens
+        self._count = count
+        self.entries: list[TokenLogprobs] = []
+        """Of the prompt's tokens from the second on, as far as they are known."""
+
+    @property
+    def complete(self) -> bool:
+        return len(self.entries) == len(self._tokens) - 1
+
+    def take(self, position: int, rows_RV: Tensor) -> None:
+        """Logits of the tokens from ``position`` on; each is of its successor. What is known already is passed over.
+
+        ``QuireError`` if they are not finite.
+        """
+        known = len(self.entries)
+        targets = self._tokens[known + 1 : position + rows_RV.shape[0] + 1].tolist()
+        if not targets:
+            return
+        start = known - position
+        found = logprobs_of(rows_RV[start : start + len(targets)].float(), targets, [self._count] * len(targets))
+        for offset, entry in enumerate(found):
+            if entry is None or math.isnan(entry.chosen.logprob):
+                raise QuireError(f"the logits after token {known + offset} of the prompt hold NaN or +inf")
+            self.entries.append(entry)
