@@ -1,6 +1,6 @@
 """What makes two models the same: architecture, computation, weights.
 
-State files, transfers and blended chunks carry a fingerprint, because K and V mean nothing to another model. The digest
+State files carry a fingerprint, because K and V mean nothing to another model. The digest
 of the weights reads every byte once, at several GB/s, so it is computed when first asked for and remembered.
 """
 
