@@ -90,9 +90,7 @@ def test_reasoning_is_streamed_as_it_comes() -> None:
     assert parser.feed("<thi") == parser.feed("nk>\n") == []
     assert [delta.reasoning for delta in parser.feed("One ")] == ["One"]
     assert [delta.reasoning for delta in parser.feed("two")] == [" two"]
-    assert not parser.reasoning_over
     assert [delta.content for delta in parser.feed("\n</think>\nYes")] == ["Yes"]
-    assert parser.reasoning_over
     assert parser.finish() == []
     for call in (parser.finish, lambda: parser.feed("a")):
         with pytest.raises(FailedPrecondition, match="finished"):

@@ -20,7 +20,6 @@ from quire.server.tools import (
     ParsedMessage,
     ToolCall,
     ToolFormat,
-    calls_from_json,
     forced_format,
     parser_for,
     schema_for,
@@ -744,16 +743,18 @@ def test_required_is_an_array_of_calls() -> None:
     text = f'[{{"name": "walk", "parameters": {arguments}}}, {{"name": "find", "parameters": {{"q": "]"}}}}]'
     assert fits(schema, text)
     calls = (ToolCall(name="walk", arguments=arguments), ToolCall(name="find", arguments='{"q": "]"}'))
-    assert calls_from_json(text, "required") == ParsedMessage(content=None, calls=calls)
+    assert forced_format("required").parse(text) == ParsedMessage(content=None, calls=calls)
     assert streamed(forced_format("required"), list(text)).calls == calls
     first = text.index(', {"name": "find"')
-    assert calls_from_json(text[: first + 9], "required") == ParsedMessage(
+    assert forced_format("required").parse(text[: first + 9]) == ParsedMessage(
         content=text[first : first + 9], calls=calls[:1]
     )
     begun = ToolCall(name="walk", arguments=arguments[:-5])
     at = text.index(arguments)
-    assert calls_from_json(text[: at + len(arguments) - 5], "required") == ParsedMessage(content=None, calls=(begun,))
-    assert calls_from_json(text[:at], "required") == ParsedMessage(content=text[:at])
+    assert forced_format("required").parse(text[: at + len(arguments) - 5]) == ParsedMessage(
+        content=None, calls=(begun,)
+    )
+    assert forced_format("required").parse(text[:at]) == ParsedMessage(content=text[:at])
     for wrong in (
         "[]",
         '[{"name": "walk", "parameters": {"node": {"value": "1"}}}]',
@@ -771,15 +772,15 @@ def test_a_named_function_is_its_arguments() -> None:
     text = ' {"node": {"value": 1}}\n'
     assert fits(schema, text.strip())
     assert not fits(schema, '{"node": 1}')
-    assert calls_from_json(text, NAMED).calls == (ToolCall(name="walk", arguments=text.strip()),)
+    assert forced_format(NAMED).parse(text).calls == (ToolCall(name="walk", arguments=text.strip()),)
     whole = ToolCall(name="walk", arguments=text.strip())
-    assert calls_from_json(text + "x", NAMED) == ParsedMessage(content="\nx", calls=(whole,))
+    assert forced_format(NAMED).parse(text + "x") == ParsedMessage(content="\nx", calls=(whole,))
     for size in range(2, len(text.rstrip())):
         begun = ToolCall(name="walk", arguments=text[:size].lstrip())
-        assert calls_from_json(text[:size], NAMED) == ParsedMessage(content=None, calls=(begun,))
+        assert forced_format(NAMED).parse(text[:size]) == ParsedMessage(content=None, calls=(begun,))
         assert streamed(forced_format(NAMED), list(text[:size])).calls == (begun,)
     for odd in ("[]", "", " ", "x"):
-        assert calls_from_json(odd, NAMED) == ParsedMessage(content=odd)
+        assert forced_format(NAMED).parse(odd) == ParsedMessage(content=odd)
 
 
 @pytest.mark.parametrize(

@@ -112,11 +112,6 @@ class KVCache:
         """Ids of the adapters under which content was made; the base model is not among them. Some may be unloaded by now."""
         return frozenset(adapter for row in self.rows for adapter in row.runs.ids)
 
-    def positions(self, row: int) -> Ids:
-        """A copy of the positions at which the tokens of a row were rotated: their indices, unless ``position_ids`` were given."""
-        given = self.rows[row].positions
-        return np.arange(self.lengths[row]) if given is None else given.ids.copy()
-
     def require_live(self) -> None:
         """``NotFound`` if it was released."""
         if self.released:

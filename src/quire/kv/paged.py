@@ -10,7 +10,6 @@ Letters: L layers; B entries of the batch; T new tokens; Hq, Hkv heads; Dk, Dv h
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
@@ -150,11 +149,6 @@ class PagedKVState(AttentionVerbs, RefusedVerbs):
         if found is None:
             refuse_layer(verb, layer_id, self.spec(layer_id).kind)
         return found
-
-    def index_of(self, layer_id: int) -> int:
-        """Where a layer stands in ``specs``; ``InvalidArgument`` outside of this state's layers."""
-        self.layer(layer_id)
-        return bisect_left(self.layer_ids, layer_id)
 
     def spec(self, layer_id: int) -> StoredSpec:
         """What the layer is; ``InvalidArgument`` outside of this state's layers."""

@@ -38,18 +38,6 @@ class ModelFingerprint:
     weights: str
     """XXH3-128, in hex, of the bytes of the safetensors files."""
 
-    def differences(self, other: ModelFingerprint) -> tuple[str, ...]:
-        """Names of the fields that differ; none if it is the same model."""
-        names = ("architecture", "config", "weights")
-        return tuple(name for name in names if getattr(self, name) != getattr(other, name))
-
-    def explain(self, found: ModelFingerprint) -> str:
-        """One clause on what differs in ``found``, for an error message; empty if nothing does."""
-        return "; ".join(
-            f"{name}: expected {getattr(self, name)[:32]}, found {getattr(found, name)[:32]}"
-            for name in self.differences(found)
-        )
-
 
 def model_fingerprint(path: str | os.PathLike[str], model: LoadedModel) -> ModelFingerprint:
     """Fingerprint of ``model``, which was loaded from the directory ``path``.

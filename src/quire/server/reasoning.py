@@ -89,11 +89,6 @@ class StreamingReasoning:
         self._state = "finished"
         return deltas
 
-    @property
-    def reasoning_over(self) -> bool:
-        """Whether all that follows is content."""
-        return self._state in ("content", "finished")
-
     def _read(self, text: str, *, last: bool) -> list[ReasoningDelta]:
         if self._state == "finished":
             raise FailedPrecondition("this parser is finished; a message needs one of its own")

@@ -38,7 +38,6 @@ __all__ = [
     "ToolCall",
     "ToolDelta",
     "ToolFormat",
-    "calls_from_json",
     "forced_format",
     "names_of",
     "parser_for",
@@ -326,11 +325,6 @@ def forced_format(choice: str | Mapping[str, Any]) -> ToolFormat:
         return ToolFormat(name="required", markers=(), grammar=tool_formats.array_of_calls, bare=True)
     name = _chosen(choice, None)
     return ToolFormat(name="named", markers=(), grammar=tool_formats.one_object(name), bare=True)
-
-
-def calls_from_json(text: str, choice: str | Mapping[str, Any]) -> ParsedMessage:
-    """The calls in a text that ``schema_for`` allows, or in the beginning of one."""
-    return forced_format(choice).parse(text)
 
 
 def _chosen(choice: str | Mapping[str, Any], functions: Mapping[str, Any] | None) -> str:
