@@ -1,4 +1,6 @@
-"""What clients of a server share: its address, its refusals, the events of its streams. Standard library only.
+"""What clients of a server share: its address, its refusals, the events of its streams.
+
+Standard library only.
 
 Source of the format of events: the HTML standard, "Server-sent events", section "Interpreting an event stream".
 """

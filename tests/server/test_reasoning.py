@@ -1,4 +1,4 @@
-"""Reasoning apart from the answer, against a reading of the whole text; and streams against the whole text."""
+"""Reasoning apart from the answer, against a reading of the whole text, however the text is cut."""
 
 from __future__ import annotations
 

@@ -196,7 +196,7 @@ def refused(verb: str) -> Callable[..., Any]:
 
 
 class RefusedVerbs:
-    """The verbs that ``PagedKVState`` does not have: of the contract, and those that no state has yet."""
+    """The verbs that ``PagedKVState`` does not have; those of ``disagg`` no state has yet."""
 
     set_cross_kv = refused("set_cross_kv")
     linear_attention = refused("linear_attention")

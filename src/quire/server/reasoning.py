@@ -54,7 +54,10 @@ class ReasoningFormat:
         return prompt.rstrip().endswith(self.opener)
 
     def streaming(self, opened: bool | None = None) -> StreamingReasoning:
-        """A parser for one message. ``opened``: whether it begins inside of the reasoning; None: what the template tells."""
+        """Return a parser for one message.
+
+        ``opened``: whether the message begins inside of the reasoning; None: what the template tells.
+        """
         return StreamingReasoning(self, self.opened if opened is None else opened)
 
 

@@ -80,8 +80,11 @@ class ToolFormat:
     """What stands around the text of an answer; it is no content."""
 
     def streaming(self, tools: Tools | None = None) -> StreamingToolParser:
-        """A parser for one message. ``tools`` tells the types of parameters, for the formats that write values bare, and the names,
-        for those whose calls look like an answer in JSON."""
+        """Return a parser for one message.
+
+        ``tools`` tells the types of parameters, for the formats that write values bare, and the
+        names, for those whose calls look like an answer in JSON.
+        """
         return StreamingToolParser(self, tools)
 
     @property
