@@ -28,12 +28,12 @@ from pathlib import Path
 from typing import Any
 
 from fuzz import chat_copy
-from quire.bench.reports import print_json, print_table
-from quire.bench.serve_client import ServeClient
-from quire.bench.serve_process import server_process
 from quire.errors import InvalidArgument, QuireError
 from quire.llm import LLM
 from quire.sampling_params import SamplingParams
+from quire_bench.reports import print_json, print_table
+from quire_bench.serve_client import ServeClient
+from quire_bench.serve_process import server_process
 
 NAME = "under-test"
 SERVER = ("--device", "cpu", "--dtype", "float32", "--kv-cache-memory", "64MiB", "--served-model-name", NAME)

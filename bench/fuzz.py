@@ -28,11 +28,12 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
-from quire.bench.reports import print_json, print_table
-from quire.bench.serve_client import HttpFailure, ServeClient
-from quire.bench.serve_process import ServerProcess, server_process
+from quire.client import HttpFailure
 from quire.errors import QuireError, Unsupported
 from quire.models.catalogue import bundled_models
+from quire_bench.reports import print_json, print_table
+from quire_bench.serve_client import ServeClient
+from quire_bench.serve_process import ServerProcess, server_process
 
 COMMAND = (sys.executable, "-c", "from schemathesis.cli import schemathesis; schemathesis()")
 SERVER = ("--device", "cpu", "--dtype", "float32", "--kv-cache-memory", "64MiB", "--max-model-len", "128")

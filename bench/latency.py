@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 from checkpoints import DEFAULT_DIRECTORY, checkpoint
-from quire.bench.hardware import measure
-from quire.bench.latency import run_latency
+from quire_bench.hardware import measure
+from quire_bench.latency import run_latency
 
 
 def main() -> None:

@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
-from quire.bench.hardware import measure
-from quire.bench.latent import CellResult, lines, measure_cell
-from quire.bench.latent_forms import GEOMETRIES, Cell
-from quire.bench.reports import print_json, print_table
 from quire.config import parse_bytes
 from quire.errors import QuireError
+from quire_bench.hardware import measure
+from quire_bench.latent import CellResult, lines, measure_cell
+from quire_bench.latent_forms import GEOMETRIES, Cell
+from quire_bench.reports import print_json, print_table
 
 CHUNK = (256, 2048)
 """New tokens of a chunk, and its history."""

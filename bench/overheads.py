@@ -32,8 +32,6 @@ import quire.ops.logit_edits
 import quire.ops.sampling
 from checkpoints import DEFAULT_DIRECTORY, SHAPES, checkpoint, text_tokenizer
 from quire import LLM, SamplingParams
-from quire.bench.latency import synchronize
-from quire.bench.reports import Spread, interleave, print_json, print_table, random_prompts
 from quire.engine.detokenizer import IncrementalDetokenizer
 from quire.engine.engine import Engine
 from quire.engine.grammar_matcher import GrammarMatcher
@@ -43,6 +41,8 @@ from quire.errors import QuireError
 from quire.kv.attention_pass import AttentionPass
 from quire.ops.request_sampler import RequestSampler
 from quire.ops.sampling import SampledTokens
+from quire_bench.latency import synchronize
+from quire_bench.reports import Spread, interleave, print_json, print_table, random_prompts
 
 KNOWN = "known: "
 """Before the name of a kind: the model writes the form by itself."""

@@ -18,11 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.bench.latency import synchronize
-from quire.bench.reports import Comparison, Spread, interleave, print_json, print_table
 from quire.contracts.recurrence import Recurred, RecurrenceBackend, RecurrencePlan
 from quire.kernels.recurrence import CHUNK, ChunkedRecurrence
 from quire.ops.recurrence import ReferenceRecurrence
+from quire_bench.latency import synchronize
+from quire_bench.reports import Comparison, Spread, interleave, print_json, print_table
 
 TARGET = 10.0
 """How many times as fast as the reference a prompt must be."""

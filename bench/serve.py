@@ -21,13 +21,13 @@ from typing import Any
 
 from checkpoints import DEFAULT_DIRECTORY, SHAPES, checkpoint, text_tokenizer
 from quire.async_llm import AsyncLLM
-from quire.bench.reports import Spread, print_json, print_table
-from quire.bench.serve_client import ServeClient
-from quire.bench.serve_load import LoadResult, Record, Target, send_load
-from quire.bench.serve_process import server_process
-from quire.bench.serve_trace import Planned, random_requests
 from quire.errors import InvalidArgument, QuireError
 from quire.sampling_params import SamplingParams
+from quire_bench.reports import Spread, print_json, print_table
+from quire_bench.serve_client import ServeClient
+from quire_bench.serve_load import LoadResult, Record, Target, send_load
+from quire_bench.serve_process import server_process
+from quire_bench.serve_trace import Planned, random_requests
 
 SERVER, ENGINE = "server", "engine"
 LEAST_SHARE = 0.9

@@ -18,9 +18,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from quire import AsyncLLM, SamplingParams
-from quire.bench.reports import print_json, print_table
 from quire.engine import slow_masks
 from quire.errors import ResourceExhausted
+from quire_bench.reports import print_json, print_table
 
 ALONE, BESIDE, WITHIN = "alone", "masks beside the engine", "masks in the steps"
 GRAMMAR = 'start: s\ns: s s | s s s | "x" | ""'

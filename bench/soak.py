@@ -24,13 +24,14 @@ from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from quire.bench.reports import print_json, print_table
-from quire.bench.serve_client import BrokenAnswer, HttpFailure, ServeClient
-from quire.bench.serve_process import ServerProcess, server_process
-from quire.bench.serve_trace import LEAST_ID
+from quire.client import BrokenAnswer, HttpFailure
 from quire.errors import QuireError
 from quire.llm import LLM
 from quire.sampling_params import SamplingParams
+from quire_bench.reports import print_json, print_table
+from quire_bench.serve_client import ServeClient
+from quire_bench.serve_process import ServerProcess, server_process
+from quire_bench.serve_trace import LEAST_ID
 
 PREFIXES, PREFIX_TOKENS = 4, 48
 """Beginnings that half of the prompts share."""

@@ -10,8 +10,8 @@ import argparse
 from pathlib import Path
 
 from checkpoints import DEFAULT_DIRECTORY, checkpoint
-from quire.bench.state import run_state, start_rows
 from quire.errors import QuireError
+from quire_bench.state import run_state, start_rows
 
 
 def main() -> None:

@@ -19,11 +19,12 @@ from typing import Any
 import torch
 
 from checkpoints import DEFAULT_DIRECTORY, DRAWN, drawn
-from quire.bench.hardware import Hardware, measure
-from quire.bench.reports import print_json, print_table
-from quire.bench.reuse import CacheRow, Turn, cache_row, fresh_texts, second_turns
-from quire.bench.state import duration
-from quire.bench.states import (
+from quire.errors import QuireError
+from quire_bench.hardware import Hardware, measure
+from quire_bench.reports import print_json, print_table
+from quire_bench.reuse import CacheRow, Turn, cache_row, fresh_texts, second_turns
+from quire_bench.state import duration
+from quire_bench.states import (
     Rewinds,
     Rewound,
     Sizes,
@@ -34,7 +35,6 @@ from quire.bench.states import (
     fresh_logits,
     rewinds,
 )
-from quire.errors import QuireError
 
 SMALL = Sizes(
     tokens=200, intervals=(0, 32, 64), back=20, places=2, documents=2, branches=3, tail=8, turn=5, answer=6, rounds=1
@@ -101,7 +101,7 @@ def turn_costs(name: str, path: str, options: Options, sizes: Sizes, peer: str) 
     """Second turns at the engine's own interval, printed, as the JSON line has them."""
     other = None
     if peer == "transformers":
-        from quire.bench.peers import TransformersPeer
+        from quire_bench.peers import TransformersPeer
 
         other = TransformersPeer(path, torch.float32, device=options["device"])
     turns = second_turns(path, options, sizes, None, other)

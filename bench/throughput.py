@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 
 from checkpoints import DEFAULT_DIRECTORY, checkpoint
-from quire.bench.latency import PEERS
-from quire.bench.throughput import PEER_BATCHES, run_throughput
 from quire.errors import QuireError
+from quire_bench.latency import PEERS
+from quire_bench.throughput import PEER_BATCHES, run_throughput
 
 
 def main() -> None:

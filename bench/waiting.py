@@ -20,9 +20,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from checkpoints import DEFAULT_DIRECTORY, SHAPES, checkpoint
-from quire.bench.reports import interleave, print_json, print_table
 from quire.errors import QuireError
 from quire.waiting import SPINS, VARIABLES
+from quire_bench.reports import interleave, print_json, print_table
 
 GNUS_DEFAULT = 300_000
 """Rounds that GNU's runtime spins for if nobody says anything, and Quire would not."""
@@ -30,7 +30,7 @@ GNUS_DEFAULT = 300_000
 CHILD = """
 import json, sys, time
 from quire import LLM, SamplingParams
-from quire.bench.reports import random_prompts
+from quire_bench.reports import random_prompts
 path, batch, decode = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 llm = LLM(path, device="cpu", kv_cache_memory="256MiB", enable_prefix_caching=False)
 prompts = list(random_prompts(batch, 128, llm.engine.checks.vocab_size).numpy())

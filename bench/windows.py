@@ -42,8 +42,8 @@ from checkpoints import (
     windowed_config,
 )
 from quire import LLM, SamplingParams
-from quire.bench.latency import PEERS
-from quire.bench.reports import Spread, print_json, print_table, random_prompts
+from quire_bench.latency import PEERS
+from quire_bench.reports import Spread, print_json, print_table, random_prompts
 
 MODELS = ("full", "window", "alternating", "streaming")
 POSITIONS = 32768
@@ -289,7 +289,7 @@ def compare_texts(
         if name != "full" and "full" in texts:
             equal[name]["full"] = common(texts[name], texts["full"])
         if not subject.session and arguments.peer == "transformers":
-            from quire.bench.peers import TransformersPeer
+            from quire_bench.peers import TransformersPeer
 
             steps = min(arguments.peer_tokens, len(made))
             peer = TransformersPeer(subject.path, device=arguments.device)

@@ -719,8 +719,8 @@ def test_a_windowed_decode_costs_its_window(batch: int, fragmented: bool) -> Non
         used.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
         assert prepared.sink is not None
-        assert sum(group.b * group.m for group in prepared.window.paged) <= batch * 144
-        assert sum(group.b * group.m for group in prepared.sink.paged) <= batch * 16
+        assert sum(group.b * group.keys.m for group in prepared.window.paged) <= batch * 144
+        assert sum(group.b * group.keys.m for group in prepared.sink.paged) <= batch * 16
         assert not prepared.window.blocks + prepared.sink.blocks
     assert used[1] <= used[0] + 4096
 

@@ -17,10 +17,11 @@ import torch
 from bench.checkpoints import LAG, SHAPES, checkpoint, predicted_text, variant, windowed_config
 
 from quire import LLM, cli
-from quire.bench import state, throughput
-from quire.bench.hardware import Hardware
-from quire.bench.peers import TransformersPeer
-from quire.bench.throughput import (
+from quire.errors import InvalidArgument, Unsupported
+from quire_bench import state, throughput
+from quire_bench.hardware import Hardware
+from quire_bench.peers import TransformersPeer
+from quire_bench.throughput import (
     CONTINUOUS,
     STATIC,
     Outcome,
@@ -35,7 +36,6 @@ from quire.bench.throughput import (
     workload_flops,
     worth_it,
 )
-from quire.errors import InvalidArgument, Unsupported
 
 BENCH = Path(__file__).parents[1] / "bench"
 QUICK = SHAPES["quick-1m"]

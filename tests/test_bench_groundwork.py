@@ -16,9 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from quire.bench import hardware
-from quire.bench.peers import TransformersPeer
-from quire.bench.reports import (
+from quire.contracts.layers import RopeSpec
+from quire.errors import FailedPrecondition, InvalidArgument, NotFound
+from quire_bench import hardware
+from quire_bench.peers import TransformersPeer
+from quire_bench.reports import (
     Comparison,
     Spread,
     format_table,
@@ -27,8 +29,6 @@ from quire.bench.reports import (
     print_table,
     random_prompts,
 )
-from quire.contracts.layers import RopeSpec
-from quire.errors import FailedPrecondition, InvalidArgument, NotFound
 
 QUICK = SHAPES["quick-1m"]
 LLAMA3 = dataclasses.replace(QUICK, rope=dataclasses.replace(SHAPES["llama-3.2-1b"].rope, original_max_position=1024))

@@ -29,16 +29,16 @@ from bench.checkpoints import (
     windowed_config,
 )
 
-from quire.bench import latent, latent_forms, reuse, states
-from quire.bench.hardware import Hardware, measure
-from quire.bench.peers import TransformersPeer
-from quire.bench.reports import Spread, random_prompts
 from quire.contracts.layers import FullAttention, WindowedAttention
 from quire.engine.prefix_cache import RadixCache
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import InvalidArgument, NotFound, QuireError, Unsupported
 from quire.kv.state import State
 from quire.models.families import FAMILIES
+from quire_bench import latent, latent_forms, reuse, states
+from quire_bench.hardware import Hardware, measure
+from quire_bench.peers import TransformersPeer
+from quire_bench.reports import Spread, random_prompts
 
 BENCH = Path(__file__).parents[1] / "bench"
 QUICK = SHAPES["quick-1m"]

@@ -18,9 +18,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quire.bench.serve_client import BrokenAnswer, EventParser, HttpFailure, ServeClient, ServerAddress
-from quire.bench.serve_load import LoadResult, Record, Target, compare, percentile, run_serve, send_load
-from quire.bench.serve_trace import (
+from quire.client import BrokenAnswer, EventParser, HttpFailure, ServerAddress
+from quire.errors import InvalidArgument, NotFound, QuireError
+from quire_bench.serve_client import ServeClient
+from quire_bench.serve_load import LoadResult, Record, Target, compare, percentile, run_serve, send_load
+from quire_bench.serve_trace import (
     BLOCK,
     LEAST_ID,
     Planned,
@@ -31,7 +33,6 @@ from quire.bench.serve_trace import (
     trace_requests,
     write_trace,
 )
-from quire.errors import InvalidArgument, NotFound, QuireError
 
 Handler = Callable[["Request", asyncio.StreamWriter], Awaitable[None]]
 

@@ -183,7 +183,7 @@ def test_config_file_names_only_what_the_command_has(
 
 
 def test_the_model_of_the_command_line_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from quire.bench import latency
+    from quire_bench import latency
 
     config = tmp_path / "quire.yaml"
     config.write_text("model: another\npage-size: 4\n")
@@ -192,6 +192,17 @@ def test_the_model_of_the_command_line_wins(tmp_path: Path, monkeypatch: pytest.
     assert run("bench", "latency", "--config", str(config), "--model", "mine", monkeypatch=monkeypatch) == 0
     assert run("bench", "latency", "--config", str(config), monkeypatch=monkeypatch) == 0
     assert calls == [("mine", {"page_size": 4}), ("another", {"page_size": 4})]
+
+
+def test_bench_without_its_package(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "quire_bench"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "path", [folder for folder in sys.path if not Path(folder, "quire_bench").exists()])
+    for command in (["latency"], ["throughput"], ["state"], ["serve", "http://127.0.0.1:8000"]):
+        assert run("bench", *command, monkeypatch=monkeypatch) == 2
+        error = capsys.readouterr().err
+        assert "quire bench needs the package quire_bench, which is not installed" in error
+        assert error.count("\n") == 1
 
 
 def test_text_that_the_pipe_cannot_hold() -> None:
@@ -593,7 +604,7 @@ def test_what_the_engine_refuses_is_refused(llm: LLM) -> None:
             lambda: LLM("tiny-python", pipeline_parallel_size=2),
         ],
         "LLM(trust_remote_code=True)": [lambda: LLM("tiny-python", trust_remote_code=True)],
-        "blending": [],  # a contract only: there is nothing to call
+        "blending": [],  # there is nothing to call
     }
     assert set(calls) == set(llm.capabilities()["engine"])
     for refused in calls.values():

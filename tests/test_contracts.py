@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from quire.contracts import blend, executor, kv_cache, kv_state
+from quire.contracts import executor, kv_cache, kv_state
 
 SIGNATURES: dict[type, dict[str, str]] = {
     kv_state.KVState: {
@@ -37,10 +37,6 @@ SIGNATURES: dict[type, dict[str, str]] = {
         "checkpoint": "seq_id",
         "checkpoints": "seq_id",
         "drop_checkpoint": "seq_id, position",
-        "disagg_prepare_recv": "seq_id, length, *, channel",
-        "disagg_mark_send": "seq_id, begin, compressed_remote_position_map, receiver",
-        "disagg_wait": "seq_id, timeout=None",
-        "disagg_cancel": "seq_id",
         "get_checkpoint_metadata": "seq_id, *, checksums=True",
         "get_layout": "",
         "get_layout_hash": "",
@@ -71,7 +67,6 @@ SIGNATURES: dict[type, dict[str, str]] = {
         "debug_get": "layer_id, state_id, seq_id, *, position=None",
         "debug_set": "layer_id, state_id, seq_id, data",
     },
-    kv_state.Channel: {"layout": "property", "send": "message", "receive": "timeout=None", "close": ""},
     kv_cache.KVCacheInterface: {
         "num_entries": "property",
         "batch_size": "property",
@@ -155,22 +150,13 @@ SIGNATURES: dict[type, dict[str, str]] = {
         "list_names": "",
         "get_metrics": "name",
     },
-    blend.BlendRetriever: {"new_request": "full_prompts, indices"},
-    blend.BlendRetrieverTask: {"valid_mask": "property", "result": "layer_id", "close": ""},
-    blend.BlendExecutor: {
-        "prepare": "requests",
-        "blend": (
-            "layer_id, retrieved_k, retrieved_v, valid_mask, original_positions, fresh_q, fresh_k, fresh_v, positions, "
-            "query_start_loc, token_dim"
-        ),
-    },
 }
 """Each Protocol's own members: parameters without ``self`` and types, or ``property``."""
 
 VERBS_BY_SYSTEM: dict[type, str] = {
     kv_state.KVState: """clear add_sequence remove_sequence fork_sequence popn begin_forward end_forward
         enable_sliding_window_for_seq commit_accepted_token_tree_nodes empty num_available_pages total_sequence_length
-        get_query_positions disagg_prepare_recv disagg_mark_send""",
+        get_query_positions""",
     kv_state.AttentionKVCache: """enable_sliding_window_for_seq commit_accepted_token_tree_nodes get_query_positions
         attention_with_fused_qkv self_attention cross_attention append_mla_kv merge_attn_output_inplace
         debug_get_kv debug_get_kv_mla debug_set_kv begin_forward""",
@@ -183,9 +169,6 @@ VERBS_BY_SYSTEM: dict[type, str] = {
         optimal_batch_size supports_batch_size info""",
     executor.ExecutorFactory: "create_executor create_batch_executor validate_config supported_types",
     executor.ExecutorRegistry: "register get remove list_names get_metrics",
-    blend.BlendRetriever: "new_request",
-    blend.BlendRetrieverTask: "result",
-    blend.BlendExecutor: "blend",
 }
 """What a reader who knows the original system looks for, on the Protocol on which they look for it."""
 

@@ -41,8 +41,8 @@ LAYERS = (
     {"llm"},
     {"async_llm"},
     {"server"},
-    {"tables", "line_input"},
-    {"bench", "doctor", "inspection", "terminal_chat", "remote_chat"},
+    {"tables", "line_input", "client"},
+    {"doctor", "inspection", "terminal_chat", "remote_chat"},
     {"exit_codes", "cli_options", "cli_bench", "cli"},
 )
 """From the bottom up: a part may import itself and what lies below it."""
@@ -127,6 +127,17 @@ def test_imports_point_down(module: str) -> None:
         assert name != "quire" or part == "cli", f"{module} imports the package itself"
         if name.startswith("quire."):
             assert below(part, name.split(".")[1]), f"{module} imports {name}, which is not below it"
+
+
+def test_only_the_command_line_measures_and_only_when_it_is_asked_to() -> None:
+    """``quire_bench`` stands over ``quire``, which works without it."""
+    users = {
+        (module, loaded)
+        for module in MODULES
+        for name, loaded in imports(module).items()
+        if name.partition(".")[0] == "quire_bench"
+    }
+    assert users == {("quire.cli_bench", False)}
 
 
 def test_the_rule_can_fail() -> None:

@@ -111,7 +111,9 @@ class Pair:
         self.oracle.held[seq].used = self.oracle.tick()
 
     def finish(self, seq: int) -> None:
-        assert set(self.cache.finish(seq)) == self.oracle.finish(seq)
+        """Nobody owns it any more: it is inserted once more, as cached."""
+        held = self.oracle.held[seq]
+        self.insert(seq, list(held.tokens), held.key, live=False)
 
     def truncate(self, seq: int, length: int) -> None:
         self.cache.truncate(seq, length)
@@ -268,7 +270,7 @@ def test_a_shorter_finished_sequence_is_redundant_itself() -> None:
     cache.insert(1, [5, 6, 7], "k")
     assert cache.insert(2, [5, 6], "k") == [2]
     cache.insert(3, [5], "k", live=True)
-    assert cache.finish(3) == [3]
+    assert cache.insert(3, [5], "k") == [3]
     assert len(cache) == 1
 
 
@@ -312,7 +314,7 @@ def test_a_rewound_sequence_no_longer_matches_what_it_lost() -> None:
     cache.truncate(1, 0)
     assert cache.match([1, 2, 3, 4], "k") is None
     assert cache.length(1) == 0
-    assert cache.finish(1) == [1]
+    assert cache.insert(1, [], "k") == [1]
 
 
 def test_statistics() -> None:
@@ -329,11 +331,9 @@ def test_refusals_name_the_sequence_and_change_nothing() -> None:
     cache = RadixCache()
     cache.insert(1, [1, 2, 3], "k")
     cache.insert(2, [4, 5, 6], "k", live=True)
-    for verb in (cache.finish, cache.remove, cache.length, lambda seq: cache.truncate(seq, 0)):
+    for verb in (cache.remove, cache.length, lambda seq: cache.truncate(seq, 0)):
         with pytest.raises(NotFound, match="sequence 9 is not"):
             verb(9)
-    with pytest.raises(FailedPrecondition, match="sequence 1 is cached"):
-        cache.finish(1)
     with pytest.raises(FailedPrecondition, match="sequence 1 is cached"):
         cache.truncate(1, 1)
     for length in (-1, 4):

@@ -24,7 +24,7 @@ from tests.server.conftest import (
 from tests.test_bench_serve import Request, answer, chunked, stub, text_event
 
 from quire import LLM, AsyncLLM, SamplingParams, cli
-from quire.bench.serve_client import BrokenAnswer, HttpFailure
+from quire.client import BrokenAnswer, HttpFailure
 from quire.errors import InvalidArgument, NotFound, QuireError, ResourceExhausted
 from quire.remote_chat import Link, RemoteChat, RemoteModel, run_remote_chat
 from quire.server.settings import ServerSettings

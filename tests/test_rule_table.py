@@ -26,7 +26,6 @@ from quire.kernels.lse_attention import has_lse_kernel
 from quire.kv.rule_table import (
     COMBINATIONS,
     DEVICE_ROWS,
-    EXECUTOR_VERBS,
     MODELS,
     OTHER_DEVICES,
     STATE_ROWS,
@@ -44,6 +43,38 @@ ROOT = Path(__file__).parents[1]
 EXACT = rule_uses.EXACT | rule_executors.EXACT
 REFUSED = rule_uses.REFUSED | rule_executors.REFUSED
 NAMED = {one.name: one for one in COMBINATIONS}
+EXECUTOR_VERBS: dict[str, tuple[str, ...]] = {
+    "executor: prefill and decode": ("prefill", "decode", "forward", "step"),
+    "executor: batches": ("batch_prefill", "batch_decode"),
+    "executor: sample_tokens": ("sample_tokens", "sample_tokens_batch"),
+    "executor: truncate_kv": ("truncate_kv",),
+    "executor: forward_verify and commit_path": ("forward_verify", "commit_path"),
+    "executor: speculative_decode": ("speculative_decode",),
+    "executor: select, broadcast and copy": (
+        "select_and_copy_from",
+        "broadcast_and_copy_from",
+        "deep_copy",
+        "clone_handle",
+    ),
+    "executor: serialize and load": ("serialize", "load"),
+    "executor: key_cache and value_cache": ("key_cache", "value_cache"),
+    "executor: block_table": ("block_table",),
+    "executor: clear, resize and release": ("create_kv_cache", "clear", "resize", "release_cache"),
+    "executor: cancel": ("cancel",),
+    "executor: reports": (
+        "capabilities",
+        "contains",
+        "info",
+        "metrics",
+        "optimal_batch_size",
+        "shutdown",
+        "status",
+        "supports_batch_size",
+        "warmup",
+    ),
+    "executor: adapters": ("load_lora", "unload_lora"),
+}
+"""The verbs of the contracts of executors and their caches, by the row that is about them."""
 
 
 @pytest.fixture(scope="module", params=KINDS)

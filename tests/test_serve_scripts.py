@@ -17,9 +17,9 @@ from bench import fuzz, slow_grammars, soak
 from tests.server.conftest import serving
 
 from quire import AsyncLLM
-from quire.bench.serve_process import ServerProcess, resident_bytes, server_process
 from quire.engine import slow_masks
 from quire.errors import InvalidArgument, QuireError, Unsupported
+from quire_bench.serve_process import ServerProcess, resident_bytes, server_process
 
 BENCH = Path(__file__).parents[1] / "bench"
 

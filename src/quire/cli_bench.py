@@ -1,20 +1,36 @@
-"""``quire bench``: the benchmarks that come with the package."""
+"""``quire bench``: the command line of the package ``quire_bench``, which measures."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from quire.cli_options import DEFAULT_MODEL, KeyOption, ModelOption, chosen_options, command
-from quire.errors import InvalidArgument
+from quire.errors import InvalidArgument, Unsupported
 
 bench_app = typer.Typer(
     help="Measure tok/s, time to first token and achieved over possible bandwidth: a table, then one JSON line.",
     no_args_is_help=True,
 )
+
+
+@contextmanager
+def _measuring() -> Iterator[None]:
+    """Say in a sentence that ``quire_bench``, which the block imports, is not installed."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name != "quire_bench":
+            raise
+        raise Unsupported(
+            "quire bench needs the package quire_bench, which is not installed; "
+            "pip install . in Quire's folder brings it"
+        ) from error
 
 
 @command(bench_app, "engine", name="latency")
@@ -29,7 +45,8 @@ def bench_latency(
     **options: Any,
 ) -> None:
     """Prefill and decode speed, with what the hardware could do and a peer in the same run."""
-    from quire.bench.latency import run_latency
+    with _measuring():
+        from quire_bench.latency import run_latency
 
     chosen = chosen_options(options)
     configured = chosen.pop("model", DEFAULT_MODEL)
@@ -66,7 +83,8 @@ def bench_throughput(
 
     It takes minutes; fewer --requests, a small --scale and --rounds 1 make it short, as in --requests 32 --scale 0.1 --rounds 1.
     """
-    from quire.bench.throughput import run_throughput
+    with _measuring():
+        from quire_bench.throughput import run_throughput
 
     chosen = chosen_options(options)
     configured = chosen.pop("model", DEFAULT_MODEL)
@@ -90,7 +108,8 @@ def bench_state(
     **options: Any,
 ) -> None:
     """What fork, copy, rewind, save, restore and a second chat turn cost; for a bundled model the start-up too."""
-    from quire.bench.state import run_state, start_rows
+    with _measuring():
+        from quire_bench.state import run_state, start_rows
     from quire.models.catalogue import bundled_models
 
     chosen = chosen_options(options)
@@ -137,7 +156,8 @@ def bench_serve(
     seed: Annotated[int, typer.Option(help="Of lengths, arrivals and tokens.")] = 0,
 ) -> None:
     """Load a server: tokens a second, time to the first token, between tokens and to the end, by percentiles."""
-    from quire.bench.serve_load import run_serve
+    with _measuring():
+        from quire_bench.serve_load import run_serve
 
     run_serve(
         url,

@@ -228,11 +228,6 @@ class EngineConfig:
         if self.trust_remote_code:
             raise _unsupported("trust_remote_code", True, "False: code from a checkpoint is never run")
 
-    @property
-    def kv_cache_bytes(self) -> int | None:
-        """``kv_cache_memory`` as a number of bytes; None: to be measured."""
-        return None if self.kv_cache_memory is None else parse_bytes(self.kv_cache_memory, name="kv_cache_memory")
-
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> EngineConfig:
         """From a mapping such as a YAML file's, with kebab-case or snake_case keys.

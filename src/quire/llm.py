@@ -62,7 +62,7 @@ ENGINE_REFUSALS: dict[str, str] = {
     "LLM(quantization=...)": "quantised weights are not in this release",
     "LLM(tensor_parallel_size=2), LLM(pipeline_parallel_size=2)": "one device runs the whole model in this release",
     "LLM(trust_remote_code=True)": "code of checkpoints is never run",
-    "blending": "blending of cached segments is a contract (quire.contracts.blend) without implementation in this release",
+    "blending": "blending of cached segments is not in this release",
 }
 """What the engine refuses, with the reason, for ``capabilities``."""
 

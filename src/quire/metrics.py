@@ -111,11 +111,6 @@ class LabelledCounter:
         self._lock = lock or threading.Lock()
         self._values = dict.fromkeys(values, 0.0)
 
-    @property
-    def value(self) -> float:
-        """The sum over all label values."""
-        return sum(self._values.values())
-
     def inc(self, label_value: str, amount: float = 1.0) -> None:
         """Add ``amount`` >= 0 to one of the known label values, else ``InvalidArgument``."""
         if label_value not in self._values:
@@ -152,12 +147,6 @@ class Gauge:
         with self._lock:
             self._value = float(value)
 
-    def inc(self, amount: float = 1.0) -> None:
-        """Add a finite ``amount``, negative ones too, else ``InvalidArgument``."""
-        _check_number(self.name, "amount", amount)
-        with self._lock:
-            self._value += amount
-
     def _samples(self) -> tuple[Sample, ...]:
         return (Sample(name=self.name, value=self._value),)
 
@@ -174,14 +163,6 @@ class Histogram:
         self._lock = lock or threading.Lock()
         self._counts = [0] * (len(buckets) + 1)  # the last one: above all bounds
         self._sum = 0.0
-
-    @property
-    def count(self) -> int:
-        return sum(self._counts)
-
-    @property
-    def sum(self) -> float:
-        return self._sum
 
     def observe(self, value: float) -> None:
         """Count a finite ``value``, else ``InvalidArgument``."""
@@ -340,13 +321,6 @@ def percentile(values: Sequence[float], q: float) -> float:
     return float(ordered[below] + (rank - below) * (ordered[above] - ordered[below]))
 
 
-def memory_efficiency(used_bytes: int, allocated_bytes: int) -> float:
-    """``used / allocated``, in [0, 1]; 0.0 if nothing is allocated."""
-    if not 0 <= used_bytes <= allocated_bytes:
-        raise InvalidArgument(f"used_bytes must be in [0, allocated_bytes = {allocated_bytes}], got {used_bytes}")
-    return used_bytes / allocated_bytes if allocated_bytes else 0.0
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperationSummary:
     """Measured figures of the operations so far; latencies in milliseconds, 0.0 where there are no samples."""
@@ -363,10 +337,6 @@ class OperationSummary:
     """Mean number of sequences in a decode call, relative to the largest batch."""
     last_operation: float | None = None
     """Monotonic time, in seconds, when the last operation completed."""
-
-    @property
-    def total_operations(self) -> int:
-        return self.prefill_operations + self.decode_operations
 
 
 class _Latencies:

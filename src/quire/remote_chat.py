@@ -19,7 +19,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
-from quire.bench.serve_client import (
+from quire.client import (
     DONE,
     BrokenAnswer,
     EventParser,

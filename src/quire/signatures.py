@@ -112,7 +112,7 @@ def check_of(hint: Any) -> Check:
     if origin in (collections.abc.Sequence, list, tuple):
         return _sequence_of(check_of(arguments[0]), tuple if origin is tuple else None)
     if origin in (collections.abc.Iterable, collections.abc.Collection, set, frozenset):
-        return _collection_of(check_of(arguments[0]), origin)
+        return _collection_of(check_of(arguments[0]))
     if origin in (collections.abc.Mapping, dict):
         return _mapping_of(check_of(arguments[1]))
     if origin is collections.abc.Callable:
@@ -210,7 +210,7 @@ def _tuple_of(items: Sequence[Check]) -> Check:
     )
 
 
-def _collection_of(item: Check, origin: Any) -> Check:
+def _collection_of(item: Check) -> Check:
     def check(value: Any) -> Any:
         if isinstance(value, str | bytes | bytearray) or not isinstance(value, Iterable):
             raise _Mismatch(shown(value))

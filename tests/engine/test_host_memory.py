@@ -381,7 +381,7 @@ def test_the_copies_of_sessions_make_room_oldest_first(make_llm: MakeLLM, llama:
     # So does that of a session for whose request it waits, as long as it does.
     with engine_of(llm).lock:
         waits = engine_of(llm).submit_run(sessions[2]._state, np.array([*sessions[2].tokens, 5], dtype=np.int32))
-    assert not store._make_room(1 * BYTES_PER_TOKEN, waiting=True)
+    assert not store._make_room(1 * BYTES_PER_TOKEN)
     engine_of(llm).end([waits])
     assert store.holds(sessions[2]._state) == 40
     with parked(llm, request):

@@ -48,6 +48,11 @@ def begin(
     return state.begin(state.plan(ids, counts, [None] * len(ids) if trees is None else trees))
 
 
+def end(state: RecurrentPart) -> None:
+    state.complete()
+    state.publish()
+
+
 # -- storage -------------------------------------------------------------------------------------------------------
 
 
@@ -122,7 +127,7 @@ def test_example_of_get_and_set() -> None:
     )
     state = part(8, specs=[spec], ids=[0])
     for seq_id in range(3):
-        state.add(seq_id)
+        state.table.add(seq_id)
     opened = begin(state, [0, 2], [1, 1])
 
     def fill(first: float, second: float, batch: int) -> list[Tensor]:
@@ -136,29 +141,29 @@ def test_example_of_get_and_set() -> None:
     for index, data in enumerate(fill(2, 3, 2)):
         opened.set(0, index, data)
     assert all(map(torch.equal, now(), before))
-    state.end()
+    end(state)
 
     def debug(seq_id: int) -> list[Tensor]:
         return [state.debug_get(0, index, seq_id)[None] for index in (0, 1)]
 
     for seq_id, values in enumerate([(2, 3), (0, 1), (2, 3)]):
         assert all(map(torch.equal, debug(seq_id), fill(*values, 1)))
-    state.fork(0, 3, 1)
-    state.pop(3, state.nearest(3, 0))
+    state.table.fork(0, 3, 1)
+    state.table.pop(3, state.table.nearest(3, 0))
     assert all(map(torch.equal, debug(3), fill(0, 1, 1)))
     assert all(map(torch.equal, debug(0), fill(2, 3, 1)))
-    state.check()
+    state.table.check()
 
 
 def test_set_takes_the_last_call_and_unset_keeps_its_state() -> None:
     state = part()
-    state.add(1)
+    state.table.add(1)
     opened = begin(state, [1], [2])
     opened.set(HASHED, 0, torch.tensor([[1, 2], [3, 4]]), per_token=True)
     opened.set(HASHED, 0, torch.tensor([[5, 6]]))
-    state.end()
+    end(state)
     begin(state, [1], [1])
-    state.end()
+    end(state)
     assert state.debug_get(HASHED, 0, 1).tolist() == [5, 6]
     assert state.debug_get(MIXER, 1, 1).tolist() == [[[1, 1], [1, 1]]]
     assert state.debug_get(HASHED, 0, 1, position=2).tolist() == [5, 6]
@@ -169,10 +174,10 @@ def test_set_takes_the_last_call_and_unset_keeps_its_state() -> None:
 def test_get_for_each_token_of_a_tree() -> None:
     state = part()
     for seq_id in (1, 2):
-        state.add(seq_id)
+        state.table.add(seq_id)
     opened = begin(state, [1], [2], [[-1, 0]])
     opened.set(HASHED, 0, torch.tensor([[10, 1], [11, 1]]), per_token=True)
-    state.end()
+    end(state)
     opened = begin(state, [2, 1], [2, 4], [None, [1, 2, -1, 1]])
     assert opened.get(HASHED, 0).tolist() == [[7, 7], [7, 7]]
     assert opened.get(HASHED, 0, per_token=True).tolist() == [[7, 7], [0, 0], [11, 1], [0, 0], [7, 7], [11, 1]]
@@ -180,25 +185,25 @@ def test_get_for_each_token_of_a_tree() -> None:
     with pytest.raises(InvalidArgument, match="has a token tree"):
         opened.set(HASHED, 0, torch.zeros(2, 2, dtype=torch.int64))
     # Nothing is set: each node has the state of the last node before this forward.
-    state.end()
-    state.commit(1, [0, 1, 2, 3])
+    end(state)
+    state.table.commit(1, [0, 1, 2, 3])
     assert state.debug_get(HASHED, 0, 1).tolist() == [11, 1]
     assert state.debug_get(HASHED, 0, 1, position=1).tolist() == [10, 1]
-    state.check()
+    state.table.check()
 
 
 def test_states_of_every_token_fill_the_ring() -> None:
     state = part(ring=3, interval=2)
     for seq_id in (1, 2):
-        state.add(seq_id)
+        state.table.add(seq_id)
     opened = begin(state, [1, 2], [5, 1])
     rows = torch.arange(12).view(6, 2)
     opened.set(HASHED, 0, rows, per_token=True)
     state.complete()
-    state.end()
-    state.check()
+    end(state)
+    state.table.check()
     assert state.table.ring_positions(1) == [2, 3, 4]
-    assert state.kept(1) == [2, 4]
+    assert state.table.kept(1) == [2, 4]
     assert [state.debug_get(HASHED, 0, 1, position=held).tolist() for held in (2, 3, 4, 5)] == rows[1:5].tolist()
     # 2 and 4 are in the ring and checkpoints; 3, 5 and the other sequence's state besides.
     assert state.table.pool.num_used == 5
@@ -207,40 +212,40 @@ def test_states_of_every_token_fill_the_ring() -> None:
 
 def test_states_inside_a_chunk_are_kept_only_if_they_are_known() -> None:
     state = part(interval=2)
-    state.add(1)
+    state.table.add(1)
     opened = begin(state, [1], [4])
     opened.set(HASHED, 0, torch.tensor([[1, 1]]))
     run_mixer(opened, torch.ones(4))
-    state.end()
-    assert state.kept(1) == [4]
+    end(state)
+    assert state.table.kept(1) == [4]
     assert state.debug_get(HASHED, 0, 1).tolist() == [1, 1]
     opened = begin(state, [1], [4])
     run_mixer(opened, torch.ones(4))
-    state.end()
-    state.check()
-    assert state.kept(1) == [4, 6, 8]
+    end(state)
+    state.table.check()
+    assert state.table.kept(1) == [4, 6, 8]
 
 
 def test_a_completed_forward_may_go_on() -> None:
     """What was set after ``complete`` counts, and the slots that it took for the ring go back if they are not known any more."""
     state = part(ring=2)
-    state.add(1)
+    state.table.add(1)
     opened = begin(state, [1], [3])
     opened.set(HASHED, 0, torch.ones(3, 2, dtype=torch.int64), per_token=True)
     state.complete()
     opened.set(HASHED, 0, torch.tensor([[8, 9]]))
-    state.end()
-    state.check()
+    end(state)
+    state.table.check()
     assert (state.table.ring_positions(1), state.table.pool.num_used) == ([], 1)
     assert state.debug_get(HASHED, 0, 1).tolist() == [8, 9]
 
 
 def test_a_pass_ends_with_its_forward() -> None:
     state = part()
-    state.add(1)
-    for close in (state.end, state.abort, state.clear, state.table.clear):
+    state.table.add(1)
+    for close in (lambda: end(state), state.abort, state.clear, state.table.clear):
         if 1 not in state.table:
-            state.add(1)
+            state.table.add(1)
         opened = begin(state, [1], [1])
         close()
         for call in (
@@ -250,15 +255,15 @@ def test_a_pass_ends_with_its_forward() -> None:
         ):
             with pytest.raises(FailedPrecondition, match="this forward is over"):
                 call()
-        for verb in (state.end, state.abort, state.complete, state.publish):
+        for verb in (state.abort, state.complete, state.publish):
             with pytest.raises(FailedPrecondition, match="no forward is open"):
                 verb()
-        state.check()
+        state.table.check()
 
 
 def test_refused_arguments_of_a_forward() -> None:
     state = part()
-    state.add(1)
+    state.table.add(1)
     opened = begin(state, [1], [2])
     q_THK, x_TC = torch.ones(2, 1, 2), torch.ones(2, 1)
     whole = torch.zeros(1, 2, dtype=torch.int64)
@@ -281,7 +286,7 @@ def test_refused_arguments_of_a_forward() -> None:
     ):
         with pytest.raises(InvalidArgument, match=message):
             call()
-    state.end()
+    end(state)
     assert state.debug_get(HASHED, 0, 1).tolist() == [7, 7]
 
 
@@ -295,20 +300,20 @@ def test_example_of_linear_attention() -> None:
     def column(*values: float) -> Tensor:
         return torch.tensor(values, dtype=torch.float32).view(-1, 1, 1)
 
-    state.add(1)
+    state.table.add(1)
     opened = begin(state, [1], [3])
     log_decay = torch.tensor([[1.0], [1.0], [0.5]]).log()
     out = opened.linear_attention(0, 0, column(1, 1, 0.5), column(1, 2, 1), column(2, 1, 3), log_decay=log_decay)
     assert out.flatten().tolist() == [2, 4, 2.5]
-    state.end()
+    end(state)
     assert state.debug_get(0, 0, 1).item() == 5
-    state.add(2)
+    state.table.add(2)
     opened = begin(state, [2], [1])
     opened.linear_attention(0, 0, column(1), column(1), column(2), beta_TH=torch.ones(1, 1))
-    state.end()
+    end(state)
     opened = begin(state, [2], [1])
     assert opened.linear_attention(0, 0, column(1), column(1), column(5), beta_TH=torch.ones(1, 1)).item() == 5
-    state.end()
+    end(state)
 
 
 def test_chain_verification_by_pop_and_by_commit() -> None:
@@ -317,19 +322,19 @@ def test_chain_verification_by_pop_and_by_commit() -> None:
     for accepted in range(9):
         state = part(64, ring=8)
         for seq_id in (1, 2, 3):
-            state.add(seq_id)
+            state.table.add(seq_id)
         run(state, 1, tokens[:3])
         run(state, 2, tokens[:3])
         opened = begin(state, [1], [8], [list(range(-1, 7))])
         run_all(opened, tokens[3:], "token")
-        state.end()
-        state.commit(1, list(range(accepted)))
+        end(state)
+        state.table.commit(1, list(range(accepted)))
         run(state, 2, tokens[3:], mode="token")
-        state.pop(2, state.nearest(2, 3 + accepted))
+        state.table.pop(2, state.table.nearest(2, 3 + accepted))
         run(state, 3, tokens[: 3 + accepted])
-        state.check()
+        state.table.check()
         fresh = values_of(state, 3)
-        assert state.position(1) == state.position(2) == state.position(3) == 3 + accepted
+        assert state.table.position(1) == state.table.position(2) == state.table.position(3) == 3 + accepted
         assert values_of(state, 1) == fresh
         assert values_of(state, 2) == fresh
         assert state.table.ring_positions(1) == state.table.ring_positions(2)
@@ -337,18 +342,18 @@ def test_chain_verification_by_pop_and_by_commit() -> None:
 
 def test_forks_share_and_never_see_each_other() -> None:
     state = part(32, ring=2)
-    state.add(1)
+    state.table.add(1)
     run(state, 1, torch.tensor([1.0, 2.0]))
     run(state, 1, torch.tensor([3.0]))
     used = state.table.pool.num_used
-    state.fork(1, 2, 3)
+    state.table.fork(1, 2, 3)
     assert state.table.pool.num_used == used
     before = {held: values_of(state, 2, held) for held in (2, 3)}
     for token in (4.0, 5.0, 6.0):
         run(state, 1, torch.tensor([token]))
     assert {held: values_of(state, 2, held) for held in (2, 3)} == before
     run(state, 2, torch.tensor([9.0]))
-    state.add(3)
+    state.table.add(3)
     run(state, 3, torch.tensor([1.0, 2.0, 3.0, 9.0]))
     assert values_of(state, 2) == values_of(state, 3)
 
@@ -358,10 +363,10 @@ def test_forks_share_and_never_see_each_other() -> None:
 
 def test_debug_set_changes_this_sequence_only() -> None:
     state = part()
-    state.add(1)
+    state.table.add(1)
     run(state, 1, torch.tensor([1.0, 2.0]))
-    state.keep(1)
-    state.fork(1, 2, 2)
+    state.table.keep(1)
+    state.table.fork(1, 2, 2)
     before = values_of(state, 2)
     state.debug_set(HASHED, 0, 1, torch.tensor([5, 5]))
     assert state.debug_get(HASHED, 0, 1).tolist() == [5, 5]
@@ -370,8 +375,8 @@ def test_debug_set_changes_this_sequence_only() -> None:
     slot = state.table.slot_at(1)
     state.debug_set(HASHED, 0, 1, torch.tensor([6, 6]))
     assert state.table.slot_at(1) == slot
-    state.check()
-    state.add(3)
+    state.table.check()
+    state.table.add(3)
     state.debug_set(HASHED, 0, 3, torch.tensor([1, 1]))
     assert state.debug_get(MIXER, 1, 3).tolist() == [[[1, 1], [1, 1]]]
     for data in (torch.zeros(2), torch.zeros(1, 2, dtype=torch.int64)):
@@ -381,23 +386,23 @@ def test_debug_set_changes_this_sequence_only() -> None:
 
 def test_debug_set_without_room() -> None:
     state = part(1)
-    state.add(1)
+    state.table.add(1)
     run(state, 1, torch.tensor([1.0]))
-    state.fork(1, 2, 1)
+    state.table.fork(1, 2, 1)
     before = values_of(state, 1)
     with pytest.raises(ResourceExhausted):
         state.debug_set(HASHED, 0, 1, torch.tensor([5, 5]))
     assert values_of(state, 1) == before
-    state.check()
+    state.table.check()
 
 
 def test_export_and_import() -> None:
     state, other = part(ring=1, interval=2), part(4)
-    state.add(1)
+    state.table.add(1)
     run(state, 1, torch.arange(1.0, 6.0), "token")
-    state.keep(1)
+    state.table.keep(1)
     state.debug_set(HASHED, 0, 1, torch.tensor([5, 5]))
-    assert state.kept(1) == [2, 4, 5]
+    assert state.table.kept(1) == [2, 4, 5]
     groups = {layer: state.export(1, layer) for layer in (HASHED, MIXER)}
     assert set(groups[HASHED]) == {"state.0", "state.0@2", "state.0@4", "state.0@5"}
     assert groups[HASHED]["state.0"].tolist() == [5, 5]
@@ -416,10 +421,10 @@ def test_export_and_import() -> None:
     for layer, tensors in groups.items():
         other.import_group(9, layer, tensors)
     other.finish_import(9)
-    other.check()
+    other.table.check()
     with pytest.raises(FailedPrecondition, match="not being imported"):
         other.import_group(9, HASHED, groups[HASHED])
-    assert other.kept(9) == [2, 4, 5]
+    assert other.table.kept(9) == [2, 4, 5]
     for position in (None, 2, 4, 5):
         assert values_of(other, 9, position) == values_of(state, 1, position)
 
@@ -495,7 +500,7 @@ def run_all(opened: RecurrentPass, tokens_T: Tensor, mode: Mode) -> None:
 
 def run(state: RecurrentPart, seq_id: int, tokens_T: Tensor, mode: Mode = "run") -> None:
     run_all(begin(state, [seq_id], [len(tokens_T)]), tokens_T, mode)
-    state.end()
+    end(state)
 
 
 @dataclass(eq=False)
@@ -608,7 +613,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.sequences) < 5)
     @rule()
     def add(self) -> None:
-        self.state.add(self.next_id)
+        self.state.table.add(self.next_id)
         self.sequences[self.next_id] = Kept()
         self.next_id += 1
         self.did("add")
@@ -625,7 +630,7 @@ class Machine(RuleBasedStateMachine):
     @rule(data=st.data())
     def remove(self, data: st.DataObject) -> None:
         seq_id = data.draw(st.sampled_from(sorted(self.sequences)), "sequence")
-        self.state.remove(seq_id)
+        self.state.table.remove(seq_id)
         del self.sequences[seq_id]
         self.did("remove")
 
@@ -634,9 +639,9 @@ class Machine(RuleBasedStateMachine):
     def fork(self, data: st.DataObject) -> None:
         seq_id, parent = self.chosen(data)
         target = data.draw(st.integers(0, parent.length), "position")
-        position = self.state.nearest(seq_id, target)
+        position = self.state.table.nearest(seq_id, target)
         assert position == max(held for held in parent.positions() if held <= target)
-        self.state.fork(seq_id, self.next_id, position)
+        self.state.table.fork(seq_id, self.next_id, position)
         self.sequences[self.next_id] = Kept(
             position,
             parent.stood(position),
@@ -650,8 +655,8 @@ class Machine(RuleBasedStateMachine):
     @rule(data=st.data())
     def pop(self, data: st.DataObject) -> None:
         seq_id, one = self.chosen(data)
-        position = self.state.nearest(seq_id, data.draw(st.integers(0, one.length), "position"))
-        self.state.pop(seq_id, position)
+        position = self.state.table.nearest(seq_id, data.draw(st.integers(0, one.length), "position"))
+        self.state.table.pop(seq_id, position)
         one.present, one.length = one.stood(position), position
         one.kept = {held: other for held, other in one.kept.items() if held <= position}
         one.ring = {held: other for held, other in one.ring.items() if held < position}
@@ -664,15 +669,15 @@ class Machine(RuleBasedStateMachine):
         missing = sorted(set(range(one.length)) - set(one.positions()))
         if missing:
             position = data.draw(st.sampled_from(missing), "position")
-            self.refused(FailedPrecondition, lambda: self.state.pop(seq_id, position))
-            self.refused(FailedPrecondition, lambda: self.state.fork(seq_id, self.next_id, position))
+            self.refused(FailedPrecondition, lambda: self.state.table.pop(seq_id, position))
+            self.refused(FailedPrecondition, lambda: self.state.table.fork(seq_id, self.next_id, position))
             self.refused(FailedPrecondition, lambda: self.state.debug_get(HASHED, 0, seq_id, position))
 
     @precondition(lambda self: self.settled())
     @rule(data=st.data())
     def keep(self, data: st.DataObject) -> None:
         seq_id, one = self.chosen(data)
-        self.state.keep(seq_id)
+        self.state.table.keep(seq_id)
         if one.length and one.present is not None:
             one.kept[one.length] = one.present
         self.did("keep")
@@ -687,11 +692,11 @@ class Machine(RuleBasedStateMachine):
         if one.kept and data.draw(st.booleans()):
             position = data.draw(st.sampled_from(sorted(one.kept)), "checkpoint")
         if position in one.kept:
-            self.state.drop(seq_id, position)
+            self.state.table.drop(seq_id, position)
             del one.kept[position]
             self.did("drop")
         else:
-            self.refused(InvalidArgument, lambda: self.state.drop(seq_id, position))
+            self.refused(InvalidArgument, lambda: self.state.table.drop(seq_id, position))
 
     @precondition(lambda self: self.settled())
     @rule(data=st.data(), number=st.integers(0, 1000))
@@ -756,24 +761,24 @@ class Machine(RuleBasedStateMachine):
             len(entry.tokens) if entry.tree is not None else len(self.multiples(entry)) + 1 for entry in entries
         )
         room = self.slots - len(self.used()) + len(self.yielding())
-        assert self.state.shortage(need) == max(0, wanted - room)
+        assert self.state.table.shortage(need) == max(0, wanted - room)
         if not self.take(wanted):
             self.refused(ResourceExhausted, lambda: self.state.begin(need))
             return
         opened = self.state.begin(need)
-        self.state.check()
-        assert self.state.shortage(need) == max(0, wanted - room)
+        self.state.table.check()
+        assert self.state.table.shortage(need) == max(0, wanted - room)
         self.check_values()
         self.fill(opened, entries, modes, data.draw(st.randoms(use_true_random=False), "order"))
         self.check_values()
         if data.draw(st.integers(0, 4), "abort") == 4:
             if data.draw(st.booleans(), "late"):
                 self.state.complete()
-                self.state.check()
+                self.state.table.check()
             self.state.abort()
             self.did("abort")
             return
-        self.state.end()
+        end(self.state)
         self.publish(entries, modes, wanted)
         self.did("tree" if any(entry.tree is not None for entry in entries) else "chains")
 
@@ -867,7 +872,7 @@ class Machine(RuleBasedStateMachine):
         while leaf >= 0:
             path.insert(0, leaf)
             leaf = one.parents[leaf]
-        self.state.commit(seq_id, path)
+        self.state.table.commit(seq_id, path)
         passed = [(one.length + place, one.nodes[node]) for place, node in enumerate(path, start=1)]
         one.nodes, one.parents = [], []
         for position, held in passed:
@@ -893,8 +898,8 @@ class Machine(RuleBasedStateMachine):
     def check_values(self) -> None:
         """What can be read while a forward is open, too: all is as before it."""
         for seq_id, one in self.sequences.items():
-            assert self.state.position(seq_id) == one.length
-            assert self.state.kept(seq_id) == sorted(one.kept)
+            assert self.state.table.position(seq_id) == one.length
+            assert self.state.table.kept(seq_id) == sorted(one.kept)
             assert self.state.table.ring_positions(seq_id) == sorted(one.ring)
             assert self.state.table.nodes(seq_id) == len(one.nodes)
             assert values_of(self.state, seq_id) == one.now()
@@ -906,14 +911,14 @@ class Machine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if hasattr(self, "state"):
             for seq_id in list(self.sequences):
-                self.state.remove(seq_id)
-            self.state.check()
+                self.state.table.remove(seq_id)
+            self.state.table.check()
             assert self.state.table.pool.num_used == 0
 
     def check_invariants(self, settings: Any, output: Any, runtimes: Any) -> None:
         super().check_invariants(settings, output, runtimes)
         if hasattr(self, "state"):
-            self.state.check()
+            self.state.table.check()
             self.check_values()
             table = self.state.table
             assert table.pool.num_used == len(self.used())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from tests.models.conftest import CASES
 from quire.errors import CheckpointError, InvalidArgument
 from quire.models import fingerprint
 from quire.models.checkpoint import SINGLE_FILE, weight_files
-from quire.models.fingerprint import cache_file, file_digest, model_fingerprint, weights_digest
+from quire.models.fingerprint import ModelFingerprint, cache_file, file_digest, model_fingerprint, weights_digest
 from quire.models.loading import load_model
 
 
@@ -29,27 +30,29 @@ def flip_last_byte(file: Path) -> None:
     file.write_bytes(content)
 
 
+def differences(one: ModelFingerprint, other: ModelFingerprint) -> tuple[str, ...]:
+    """Names of the fields that differ."""
+    return tuple(field.name for field in fields(one) if getattr(one, field.name) != getattr(other, field.name))
+
+
 def test_it_tells_models_apart(single_file: Path) -> None:
     first = model_fingerprint(single_file, load_model(single_file, dtype="float32"))
     assert first == model_fingerprint(single_file, load_model(single_file, dtype="bfloat16"))
-    assert first.differences(first) == ()
-    assert first.explain(first) == ""
 
     flip_last_byte(single_file / SINGLE_FILE)
     other = model_fingerprint(single_file, load_model(single_file))
-    assert first.differences(other) == ("weights",)
-    assert first.explain(other) == f"weights: expected {first.weights}, found {other.weights}"
+    assert differences(first, other) == ("weights",)
 
     config = single_file / "config.json"
     values = json.loads(config.read_text())
     config.write_text(json.dumps({**values, "rms_norm_eps": 0.5, "transformers_version": "0"}))
-    assert other.differences(model_fingerprint(single_file, load_model(single_file))) == ("config",)
+    assert differences(other, model_fingerprint(single_file, load_model(single_file))) == ("config",)
 
 
 def test_a_length_that_decides_frequencies_is_part_of_it(make_tiny: Any) -> None:
     path = make_tiny(next(case for case in CASES if case.name == "phi3-longrope")).path
     found = [model_fingerprint(path, load_model(path, max_model_len=length)) for length in (16, 17, 128, None)]
-    assert found[0].differences(found[1]) == ("config",)
+    assert differences(found[0], found[1]) == ("config",)
     assert found[1] == found[2] == found[3]
 
 

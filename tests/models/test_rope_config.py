@@ -428,9 +428,8 @@ def test_the_first_name_of_longrope() -> None:
 
 def test_olmo_3_scales_its_full_layers_only() -> None:
     values = next(case.values for case in CASES if case.name == "olmo-3-full")
-    reading = {"layer_type": "sliding_attention", "theta_default": 5e5, "theta_field": "rope_theta"}
+    reading = {"layer_type": "sliding_attention", "theta_default": 5e5}
     assert read(values, 128, **reading) == RopeSpec(theta=5e5, rotary_dim=128)
-    assert read({**values, "rope_theta": 7e5}, 128, **reading) == RopeSpec(theta=7e5, rotary_dim=128)
 
 
 # Every scaling

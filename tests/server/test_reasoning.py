@@ -1,4 +1,4 @@
-"""Reasoning apart from the answer, against a reading of the whole text; and streams against ``parse``."""
+"""Reasoning apart from the answer, against a reading of the whole text, however the text is cut."""
 
 from __future__ import annotations
 
@@ -45,7 +45,11 @@ def expected(format: ReasoningFormat, text: str, opened: bool) -> tuple[str | No
     return reasoning.strip() or None, content.lstrip()
 
 
-def streamed(format: ReasoningFormat, pieces: list[str], opened: bool) -> tuple[str | None, str]:
+def parsed(format: ReasoningFormat, text: str, opened: bool | None = None) -> tuple[str | None, str]:
+    return streamed(format, [text], opened)
+
+
+def streamed(format: ReasoningFormat, pieces: list[str], opened: bool | None) -> tuple[str | None, str]:
     parser = format.streaming(opened)
     deltas = [delta for piece in pieces for delta in parser.feed(piece)] + parser.finish()
     assert all(bool(delta.reasoning) != bool(delta.content) for delta in deltas)
@@ -61,7 +65,7 @@ def cut(text: str, places: list[int]) -> list[str]:
 
 @given(TEXTS, st.booleans(), st.lists(st.integers(0, 200), max_size=8), st.sampled_from([THINK, BRACKETS]))
 def test_any_text_however_it_is_cut(text: str, opened: bool, places: list[int], format: ReasoningFormat) -> None:
-    assert format.parse(text, opened) == expected(format, text, opened)
+    assert parsed(format, text, opened) == expected(format, text, opened)
     assert streamed(format, cut(text, places), opened) == expected(format, text, opened)
     assert streamed(format, list(text), opened) == expected(format, text, opened)
 
@@ -82,7 +86,7 @@ def test_any_text_however_it_is_cut(text: str, opened: bool, places: list[int], 
     ],
 )
 def test_examples(text: str, opened: bool, reasoning: str | None, content: str) -> None:
-    assert THINK.parse(text, opened) == (reasoning, content)
+    assert parsed(THINK, text, opened) == (reasoning, content)
 
 
 def test_reasoning_is_streamed_as_it_comes() -> None:
@@ -90,9 +94,7 @@ def test_reasoning_is_streamed_as_it_comes() -> None:
     assert parser.feed("<thi") == parser.feed("nk>\n") == []
     assert [delta.reasoning for delta in parser.feed("One ")] == ["One"]
     assert [delta.reasoning for delta in parser.feed("two")] == [" two"]
-    assert not parser.reasoning_over
     assert [delta.content for delta in parser.feed("\n</think>\nYes")] == ["Yes"]
-    assert parser.reasoning_over
     assert parser.finish() == []
     for call in (parser.finish, lambda: parser.feed("a")):
         with pytest.raises(FailedPrecondition, match="finished"):
@@ -127,7 +129,7 @@ def test_the_template_tells(architecture: str, template: str | None, name: str |
     assert (format and format.name) == name
     if format is not None:
         assert format.opened is opened
-        assert format.parse(f"a{format.closer}b")[0] == ("a" if opened else None)
+        assert parsed(format, f"a{format.closer}b")[0] == ("a" if opened else None)
 
 
 def test_the_prompt_tells_better() -> None:

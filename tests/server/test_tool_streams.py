@@ -20,6 +20,7 @@ from tests.server.test_tools import (
     format_of,
     granite,
     lfm2,
+    parsed,
     streamed,
     tools_of,
 )
@@ -53,7 +54,7 @@ def written(write: Any, value: str) -> str:
 def test_arguments_are_given_as_they_are_written(write: Any, parts: list[str], place: int) -> None:
     """All but an escape that is not whole."""
     format, text = format_of(WRITERS[write]), written(write, "".join(parts))
-    (whole,) = format.parse(text).calls
+    (whole,) = parsed(format, text).calls
     begin = text.index(whole.arguments)
     size = 1 + place % len(whole.arguments)
     known = emitted(format, text[: begin + size])
@@ -90,7 +91,7 @@ def test_strings_are_given_as_they_are_written(write: Any, parts: list[str], pla
     begin = text.index("=") + 2 if write is lfm2 else text.index(value)
     size = begin + 1 + place % (text.rindex("x") + 1 - begin)
     known = emitted(format, text[:size], tools)
-    assert format.parse(text, tools).calls[0].arguments.startswith(known)
+    assert parsed(format, text, tools).calls[0].arguments.startswith(known)
     assert known.startswith('{"q": "')
     now = json.loads(known + '"}', strict=False)["q"]
     assert value.startswith(now)
@@ -153,14 +154,14 @@ def test_messages_show_calls_being_written() -> None:
 def test_a_malformed_call_gets_all_of_it(write: Any, values: dict[str, Any], place: int, places: list[int]) -> None:
     """A control character in a string passes; anywhere else the arguments are the call as it is written, up to its end."""
     format, text = format_of(WRITERS[write]), write([("find", values)])
-    (whole,) = format.parse(text).calls
+    (whole,) = parsed(format, text).calls
     assume(not any(end in whole.arguments for end in ENDS))
     begin = text.index(whole.arguments)
     at = begin + 1 + place % (len(whole.arguments) - 1)
     before = re.sub(r"\\.", "", text[begin:at], flags=re.DOTALL)
     assume(not before.endswith("\\"))
     broken = text[:at] + "\x01" + text[at:]
-    message = format.parse(broken)
+    message = parsed(format, broken)
     found = [place for end in ENDS if (place := broken.find(end, begin)) >= 0]
     end = begin + len(whole.arguments) + 1 if before.count('"') % 2 else min(found, default=len(broken))
     assert [(call.name, call.arguments) for call in message.calls] == [("find", broken[begin:end])]
@@ -175,7 +176,7 @@ def test_a_prefix_of_the_text_is_a_prefix_of_the_calls(
     write: Any, calls: list[Any], place: int, places: list[int]
 ) -> None:
     format, text, tools = format_of(WRITERS[write]), write(calls), tools_of(calls)
-    whole = format.parse(text, tools).calls
+    whole = parsed(format, text, tools).calls
     size = place % (len(text) + 1)
     parser = format.streaming(tools)
     known: list[str] = []
@@ -189,7 +190,7 @@ def test_a_prefix_of_the_text_is_a_prefix_of_the_calls(
     assert [call.arguments for call in whole[: max(len(known) - 1, 0)]] == known[:-1]
     assert not known or whole[len(known) - 1].arguments.startswith(known[-1])
     # At the end nothing of it changes.
-    ended = format.parse(text[:size], tools).calls
+    ended = parsed(format, text[:size], tools).calls
     assert len(ended) >= len(known)
     assert all(call.arguments.startswith(start) for call, start in zip(ended, known, strict=False))
 
@@ -200,7 +201,7 @@ def test_a_prefix_of_the_text_is_a_prefix_of_the_calls(
 def read(source: str) -> Any:
     """The value of a literal; a failure if it is none."""
     text = f"<|tool_call_start|>[f(a={source})]<|tool_call_end|>"
-    message = format_of("lfm2").parse(text)
+    message = parsed(format_of("lfm2"), text)
     assert streamed(format_of("lfm2"), list(text)) == message
     try:
         values = json.loads(message.calls[0].arguments)

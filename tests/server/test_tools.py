@@ -6,6 +6,7 @@ import json
 import re
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -17,10 +18,8 @@ from hypothesis import strategies as st
 from quire.errors import FailedPrecondition, InvalidArgument, Unsupported
 from quire.server.tool_reader import MAX_DEPTH, Malformed, Reader
 from quire.server.tools import (
-    ParsedMessage,
     ToolCall,
     ToolFormat,
-    calls_from_json,
     forced_format,
     parser_for,
     schema_for,
@@ -46,6 +45,19 @@ def every_format() -> list[ToolFormat]:
 def cut(text: str, places: list[int]) -> list[str]:
     edges = [0, *sorted(place % (len(text) + 1) for place in places), len(text)]
     return [text[begin:end] for begin, end in pairwise(edges)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParsedMessage:
+    """A message and the calls in it."""
+
+    content: str | None
+    """The text around the calls; None if there are calls only."""
+    calls: tuple[ToolCall, ...] = ()
+
+
+def parsed(format: ToolFormat, text: str, tools: Any = None) -> ParsedMessage:
+    return streamed(format, [text], tools)
 
 
 def streamed(format: ToolFormat, pieces: list[str], tools: Any = None) -> ParsedMessage:
@@ -220,7 +232,7 @@ def test_what_templates_write(write: Callable[[Calls], str], content: str, calls
         assume(len({name for name, _ in calls}) == len(calls))
         assume(not any("</" in bare(value) for _, values in calls for value in values.values()))
     text, tools = content + write(calls), tools_of(calls)
-    message = format.parse(text, tools)
+    message = parsed(format, text, tools)
     assert [(call.name, json.loads(call.arguments)) for call in message.calls] == calls
     assert message.content == (content.rstrip() or None)
     if write not in TRANSLATED:
@@ -234,10 +246,10 @@ def test_a_call_that_is_cut_short_stays_one(write: Callable[[Calls], str]) -> No
     format = format_of(WRITERS[write])
     calls: Calls = [("find", {"q": 'a </b> "c\\ 😀', "n": {"m": [1, 2.5, None]}})]
     text = "Well. " + write(calls)
-    (whole,) = format.parse(text).calls
+    (whole,) = parsed(format, text).calls
     seen: list[bool] = []
     for size in range(len(text) + 1):
-        message = format.parse(text[:size])
+        message = parsed(format, text[:size])
         assert streamed(format, list(text[:size])) == message
         seen.append(bool(message.calls))
         if not message.calls:
@@ -304,7 +316,7 @@ SOUP = st.lists(st.sampled_from(FRAGMENTS), max_size=14).map("".join)
 @given(SOUP, st.lists(st.integers(0, 1000), max_size=10))
 def test_any_text_however_it_is_cut(text: str, places: list[int]) -> None:
     for format in every_format():
-        message = format.parse(text)
+        message = parsed(format, text)
         assert streamed(format, cut(text, places)) == message
         assert streamed(format, list(text)) == message
         if not message.calls:
@@ -324,7 +336,7 @@ def test_what_is_around_a_call_does_not_change_it(text: str) -> None:
     format = format_of("hermes")
     assume("<tool_call>" not in text)
     call = hermes([("f", {"a": "</tool_call>"})])
-    message = format.parse(text + call + text)
+    message = parsed(format, text + call + text)
     assert [each.name for each in message.calls] == ["f"]
     assert message.content == ((text + "\n" + text).rstrip() or None)
 
@@ -504,7 +516,7 @@ def test_json_is_what_python_reads(opener: str, parts: list[str], places: list[i
     ],
 )  # fmt: skip
 def test_examples(name: str, text: str, content: Any, calls: list[tuple[str, str]]) -> None:
-    message = format_of(name).parse(text)
+    message = parsed(format_of(name), text)
     assert message.content == (text if content is ... else content)
     assert [(call.name, call.arguments) for call in message.calls] == calls
     assert streamed(format_of(name), list(text)) == message
@@ -514,15 +526,15 @@ def test_depth_is_limited() -> None:
     def nested(depth: int) -> str:
         return '<tool_call>{"name": "f", "arguments": {"a": ' + "[" * depth + "]" * depth + "}}</tool_call>"
 
-    assert len(format_of("hermes").parse(nested(MAX_DEPTH - 2)).calls) == 1
+    assert len(parsed(format_of("hermes"), nested(MAX_DEPTH - 2)).calls) == 1
     for depth in (MAX_DEPTH - 1, 50_000):
-        message = format_of("hermes").parse(nested(depth))
+        message = parsed(format_of("hermes"), nested(depth))
         written = nested(depth).partition('"arguments": ')[2].removesuffix("</tool_call>")
         assert message == ParsedMessage(content=None, calls=(ToolCall(name="f", arguments=written),))
     # Before a call has begun there is nothing that could stay.
     for depth in (MAX_DEPTH - 1, 50_000):
         text = '<tool_call>{"x": ' + "[" * depth + "]" * depth + ', "name": "f", "arguments": {}}</tool_call>'
-        message = format_of("hermes").parse(text)
+        message = parsed(format_of("hermes"), text)
         assert message == (
             ParsedMessage(content=None, calls=(ToolCall(name="f", arguments="{}"),))
             if depth < MAX_DEPTH
@@ -532,8 +544,8 @@ def test_depth_is_limited() -> None:
     def python(depth: int) -> str:
         return "<|tool_call_start|>[f(a=" + "[" * depth + "]" * depth + ")]"
 
-    assert json.loads(format_of("lfm2").parse(python(MAX_DEPTH - 1)).calls[0].arguments)
-    (call,) = format_of("lfm2").parse(python(50_000)).calls
+    assert json.loads(parsed(format_of("lfm2"), python(MAX_DEPTH - 1)).calls[0].arguments)
+    (call,) = parsed(format_of("lfm2"), python(50_000)).calls
     assert call.arguments == '{"a": ' + "[" * 50_000 + "]" * 50_000 + ")]"
 
 
@@ -570,8 +582,10 @@ def test_depth_is_limited() -> None:
 )
 def test_bare_values_get_the_types_of_the_schema(schema: Any, text: str, value: Any) -> None:
     function = {"name": "f", "parameters": {"properties": {"x": schema}}}
-    message = format_of("qwen3_coder").parse(
-        f"<function=f><parameter=x>{text}</parameter></function>", [{"type": "function", "function": function}]
+    message = parsed(
+        format_of("qwen3_coder"),
+        f"<function=f><parameter=x>{text}</parameter></function>",
+        [{"type": "function", "function": function}],
     )
     assert json.loads(message.calls[0].arguments) == {"x": value}
     assert type(json.loads(message.calls[0].arguments)["x"]) is type(value)
@@ -586,7 +600,7 @@ def test_json_that_names_no_offered_tool_is_an_answer() -> None:
             assert [call.name for call in streamed(format, pieces).calls] == ["Bob"]
     for text in ('{"name": "f", "parameters": {}}', '<|python_tag|>{"name": "Bob", "parameters": {}}'):
         assert len(streamed(format, list(text), tools).calls) == 1
-    assert not format.parse('<|python_tag|>[{"name": "Bob", "parameters": {}}]', tools).calls
+    assert not parsed(format, '<|python_tag|>[{"name": "Bob", "parameters": {}}]', tools).calls
 
 
 def test_a_stream_gives_content_and_arguments_as_they_come() -> None:
@@ -693,7 +707,7 @@ def test_the_template_tells_then_the_architecture(architecture: str, template: s
 def test_formats_by_name() -> None:
     for name in NAMES:
         assert format_of(name).name == name
-        assert all(format_of(name).parse(marker).content == marker for marker in format_of(name).markers)
+        assert all(parsed(format_of(name), marker).content == marker for marker in format_of(name).markers)
     assert format_of("deepseek_v31").name == "deepseek_v3"
     assert parser_for({}, None) is None
     with pytest.raises(InvalidArgument, match=r"'pythonic'.*hermes.*mistral"):
@@ -744,16 +758,18 @@ def test_required_is_an_array_of_calls() -> None:
     text = f'[{{"name": "walk", "parameters": {arguments}}}, {{"name": "find", "parameters": {{"q": "]"}}}}]'
     assert fits(schema, text)
     calls = (ToolCall(name="walk", arguments=arguments), ToolCall(name="find", arguments='{"q": "]"}'))
-    assert calls_from_json(text, "required") == ParsedMessage(content=None, calls=calls)
+    assert parsed(forced_format("required"), text) == ParsedMessage(content=None, calls=calls)
     assert streamed(forced_format("required"), list(text)).calls == calls
     first = text.index(', {"name": "find"')
-    assert calls_from_json(text[: first + 9], "required") == ParsedMessage(
+    assert parsed(forced_format("required"), text[: first + 9]) == ParsedMessage(
         content=text[first : first + 9], calls=calls[:1]
     )
     begun = ToolCall(name="walk", arguments=arguments[:-5])
     at = text.index(arguments)
-    assert calls_from_json(text[: at + len(arguments) - 5], "required") == ParsedMessage(content=None, calls=(begun,))
-    assert calls_from_json(text[:at], "required") == ParsedMessage(content=text[:at])
+    assert parsed(forced_format("required"), text[: at + len(arguments) - 5]) == ParsedMessage(
+        content=None, calls=(begun,)
+    )
+    assert parsed(forced_format("required"), text[:at]) == ParsedMessage(content=text[:at])
     for wrong in (
         "[]",
         '[{"name": "walk", "parameters": {"node": {"value": "1"}}}]',
@@ -771,15 +787,15 @@ def test_a_named_function_is_its_arguments() -> None:
     text = ' {"node": {"value": 1}}\n'
     assert fits(schema, text.strip())
     assert not fits(schema, '{"node": 1}')
-    assert calls_from_json(text, NAMED).calls == (ToolCall(name="walk", arguments=text.strip()),)
+    assert parsed(forced_format(NAMED), text).calls == (ToolCall(name="walk", arguments=text.strip()),)
     whole = ToolCall(name="walk", arguments=text.strip())
-    assert calls_from_json(text + "x", NAMED) == ParsedMessage(content="\nx", calls=(whole,))
+    assert parsed(forced_format(NAMED), text + "x") == ParsedMessage(content="\nx", calls=(whole,))
     for size in range(2, len(text.rstrip())):
         begun = ToolCall(name="walk", arguments=text[:size].lstrip())
-        assert calls_from_json(text[:size], NAMED) == ParsedMessage(content=None, calls=(begun,))
+        assert parsed(forced_format(NAMED), text[:size]) == ParsedMessage(content=None, calls=(begun,))
         assert streamed(forced_format(NAMED), list(text[:size])).calls == (begun,)
     for odd in ("[]", "", " ", "x"):
-        assert calls_from_json(odd, NAMED) == ParsedMessage(content=odd)
+        assert parsed(forced_format(NAMED), odd) == ParsedMessage(content=odd)
 
 
 @pytest.mark.parametrize(

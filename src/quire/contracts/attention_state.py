@@ -136,7 +136,7 @@ class AttentionVerbs(Protocol):
         Once per sequence and layer, inside or outside a forward, whose ``abort_forward`` leaves them; S may differ
         between layers. Shared by forks, whose layers count as written too, never popped, counted in no length; gone
         with the last holder. A layer that is set after a fork is set on that side only, for which the rows of the
-        other layers are copied once. ``FailedPrecondition``: written already; a sequence that is being received or
+        other layers are copied once. ``FailedPrecondition``: written already; a sequence that is being
         imported. ``ResourceExhausted``: pages for encoder rows. O(S).
         """
 

@@ -15,7 +15,7 @@ of one integer), a list of them as a 1-D tensor or array.
 Rules for every verb:
 
 * **Check, then change.** A call is checked completely, then it changes. A refused call leaves no trace: no page,
-  length, tree, table, window, checkpoint, mark or counter differs. Exhaustion is found before a page is taken.
+  length, tree, table, window, checkpoint or counter differs. Exhaustion is found before a page is taken.
 * **Results** are fresh tensors that belong to the caller. ``out=`` (a tensor, or a tuple of tensors) is written in
   place and returned; it has the exact shape, dtype and device of the result and shares no memory with an input,
   else ``InvalidArgument``.
@@ -36,7 +36,7 @@ Errors common to all verbs; where several apply, the first in this order is rais
                            ``layer_id`` that is not of this state; parents that are no tree; an id that exists already
 ``NotFound``               a sequence id that does not exist
 ``Unsupported``            a verb or combination that this kind of layer, device or backend does not have
-``FailedPrecondition``     a forward is open, or none is; uncommitted tree nodes; a sequence that is being received or
+``FailedPrecondition``     a forward is open, or none is; uncommitted tree nodes; a sequence that is being
                            imported; a position that is no longer reachable
 ``ResourceExhausted``      not enough pages; says how many are needed and how many are free
 =========================  ==========================================================================================
@@ -51,7 +51,6 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
 
 from quire.contracts.attention_state import AttentionVerbs
-from quire.contracts.channel import Channel, TransferMessage
 from quire.contracts.pool_verbs import PoolVerbs
 from quire.contracts.recurrent_state import RecurrentVerbs
 from quire.types import SeqId
@@ -63,7 +62,6 @@ if TYPE_CHECKING:
 __all__ = [
     "AttentionKVCache",
     "AttentionVerbs",
-    "Channel",
     "Eviction",
     "KVState",
     "ModelState",
@@ -72,7 +70,6 @@ __all__ = [
     "RecurrentVerbs",
     "TensorPlan",
     "TokenTreeParents",
-    "TransferMessage",
 ]
 
 Eviction: TypeAlias = Literal["token", "forward"]
@@ -95,7 +92,7 @@ class KVState(Protocol):
     # -- sequences ---------------------------------------------------------------------------------------------
 
     def clear(self) -> None:
-        """Drop everything: sequences, an open forward, pending trees, receptions, imports, marks.
+        """Drop everything: sequences, an open forward, pending trees, imports.
 
         Legal at any time, refuses nothing. Afterwards the state is as new: all pages free, ``empty()`` true.
         O(sequences).
@@ -110,7 +107,7 @@ class KVState(Protocol):
     def remove_sequence(self, seq_id: SeqId) -> None:
         """Forget a sequence; a page is free when its last reference goes.
 
-        Legal with uncommitted nodes; ends a reception, an import or a mark. Forks of the sequence are untouched:
+        Legal with uncommitted nodes; ends an import. Forks of the sequence are untouched:
         a shared prefix lives while anybody uses it. O(pages).
         """
 
@@ -122,7 +119,7 @@ class KVState(Protocol):
         copied: whoever first writes into a shared page gets a copy of that page's valid slots then, the last owner
         writes in place. So a fork takes no page and cannot fail for lack of one. No write of one side is ever seen
         by the other. The child takes over window, encoder states and, up to the position, kept recurrent states;
-        it has no uncommitted nodes and no marks.
+        it has no uncommitted nodes.
 
         Returns the number of tokens that the caller must run on the child to arrive at ``fork_pos``: 0 for
         attention; with recurrent layers the child stands at the nearest kept state (as ``popn``). (ours) With
@@ -239,9 +236,8 @@ class KVState(Protocol):
         ``ceil(s / P) + ceil((W - s + n) / P) + 1`` pages (n new tokens or nodes, pending ones included).
 
         ``InvalidArgument``: lists differ in length, empty batch, n_i < 1, duplicate id, a parent not in
-        -1..own index - 1; a chunk that crosses the end of an active mark (recurrent layers). ``FailedPrecondition``:
-        a forward is open; ordinary tokens for a sequence with uncommitted nodes, a tree while a mark is active; a
-        sequence that is being received or imported. ``ResourceExhausted``, also when kept recurrent states fill
+        -1..own index - 1. ``FailedPrecondition``: a forward is open; ordinary tokens for a sequence with uncommitted
+        nodes; a sequence that is being imported. ``ResourceExhausted``, also when kept recurrent states fill
         the pool. O(B + T + pages taken), plus one copy of at most P - 1 slots for each page that splits.
         """
 
@@ -289,7 +285,7 @@ class KVState(Protocol):
 
         Copies nothing; the page stays. Kept states are never dropped silently. Keeping one twice is one.
         ``Unsupported``: no recurrent layer (every reachable position is exact already). ``FailedPrecondition``: the
-        sequence has uncommitted nodes, is being received or imported, or a forward is open. O(1).
+        sequence has uncommitted nodes, is being imported, or a forward is open. O(1).
         """
 
     def checkpoints(self, seq_id: SeqId) -> list[int]:
@@ -305,52 +301,6 @@ class KVState(Protocol):
         ``checkpoint``. O(1).
         """
 
-    # -- moving a state to another process ------------------------------------------------------------------------
-
-    def disagg_prepare_recv(self, seq_id: SeqId, length: int, *, channel: Channel) -> tuple[int, ...]:
-        """On the receiver: reserve slots for the next ``length`` >= 1 tokens; return the compressed position map.
-
-        The map is ``[num_runs, begin_1, len_1, begin_2, len_2, ...]``: run r stands for slots begin_r ...
-        begin_r + len_r - 1 of the receiver, and the runs in order cover the tokens in order. Neighbours that
-        continue each other are one run. begin -1 means "not stored" for len tokens. With several layer classes
-        their maps follow one another, by first layer, each with its own count; a recurrent class is
-        ``[1, page_id, 1]``. The sequence is then *receiving*: only queries, ``disagg_wait``, ``disagg_cancel`` and
-        ``remove_sequence`` are legal on it; other sequences go on.
-
-        ``InvalidArgument``: length < 1, a channel opened for another layout (expected and found).
-        ``FailedPrecondition``: open forward, uncommitted nodes, receiving already. Cost as ``begin_forward``.
-        """
-
-    def disagg_mark_send(
-        self, seq_id: SeqId, begin: int, compressed_remote_position_map: Sequence[int], receiver: Channel
-    ) -> None:
-        """On the sender: send token p >= ``begin`` to entry p - begin of the map, over the channel end ``receiver``.
-
-        Tokens that are cached already go at once, the others layer by layer in the forward that computes them. The
-        mark ends with the last entry of the map; later tokens are not sent, and no token need remain to be run.
-        Recurrent states are sent at the end of the map, position begin + its length. While the mark is active,
-        trees and a ``popn`` below what was sent raise ``FailedPrecondition``.
-
-        ``InvalidArgument``: malformed map, not 0 <= begin <= length, or the end lies at or before the length and
-        a recurrent layer keeps no state there. ``FailedPrecondition``: a mark is active, uncommitted nodes.
-        O(runs) here, the bytes of the rows on the channel.
-        """
-
-    def disagg_wait(self, seq_id: SeqId, timeout: float | None = None) -> None:
-        """(ours) Return when everything has arrived (receiver: the length grows) or was delivered (sender).
-
-        ``timeout`` in seconds; None is the channel's own. ``DataLoss`` says how many layers had arrived: the peer
-        died, was silent too long, or bytes were damaged. ``Cancelled`` after ``disagg_cancel`` on either side. In
-        both cases the receiver's sequence is as before ``disagg_prepare_recv``, with its pages back, and the
-        sender's sequence is untouched, its mark gone. ``FailedPrecondition``: no transfer.
-        """
-
-    def disagg_cancel(self, seq_id: SeqId) -> None:
-        """(ours) End the transfer of this sequence on both sides; nothing of it is published.
-
-        Late messages are dropped by their transfer id. ``FailedPrecondition``: no transfer.
-        """
-
     # -- export and import ----------------------------------------------------------------------------------------
 
     def get_checkpoint_metadata(self, seq_id: SeqId, *, checksums: bool = True) -> dict[str, Any]:
@@ -359,7 +309,7 @@ class KVState(Protocol):
         Format version, layers and kinds, dtypes, geometry, RoPE fingerprint, length, positions held per layer
         class, window, sink and eviction, kept recurrent positions, rows of each cross layer (None: not set), and per
         group names, shapes, bytes, checksums.
-        ``FailedPrecondition``: uncommitted nodes, receiving or importing.
+        ``FailedPrecondition``: uncommitted nodes, importing.
         """
 
     def get_layout_hash(self) -> str:
@@ -377,7 +327,7 @@ class KVState(Protocol):
         ``k [n, Hkv, Dk]`` and ``v [n, Hkv, Dv]``; ``latent [n, row]``; ``state.i`` and ``state.i@position``; n
         positions held, or the rows of the encoder of a cross layer. Shared prefixes are resolved. A cross layer that is
         not set is no group (``FailedPrecondition``), as the metadata says. ``InvalidArgument``: no such layer, names or shapes of
-        ``out``. ``FailedPrecondition``: uncommitted nodes, receiving or importing. Cost: the bytes of the group.
+        ``out``. ``FailedPrecondition``: uncommitted nodes, importing. Cost: the bytes of the group.
         """
 
     def plan_import(self, metadata: Mapping[str, object]) -> dict[int, dict[str, TensorPlan]]:

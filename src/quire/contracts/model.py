@@ -1,7 +1,7 @@
 """What a model is to whoever runs it, and what a forward is to a model.
 
 A model is ``embed``, a list of ``blocks``, ``head``. The runner owns the loop over blocks, so pipeline
-stages, blending and tracing need no hook inside. A model knows no KV state: its blocks see a ``Pass``.
+stages and tracing need no hook inside. A model knows no KV state: its blocks see a ``Pass``.
 
 Letters: T new tokens of the whole ragged batch, R rows for which logits are wanted, E model width, V vocabulary,
 Hq, Hkv query and KV heads, D, Dk, Dv head sizes.

@@ -239,7 +239,7 @@ class HostStore:
             nbytes = export_bytes(metadata)
             # What others hold too is likely to be found in the prefix cache, and need not be computed.
             tokens = owner.computed * (1 - shared)
-            if nbytes > self.capacity or not self.worth_moving(tokens, nbytes) or not self._make_room(nbytes, waiting):
+            if nbytes > self.capacity or not self.worth_moving(tokens, nbytes) or not self._make_room(nbytes):
                 return False
             layers = [int(group["group"]) for group in metadata["groups"]]
             # One layer after the other, so that what is gathered on the device never is a second copy of everything.
@@ -254,7 +254,7 @@ class HostStore:
         self._bytes_out.inc(nbytes)
         return True
 
-    def _make_room(self, nbytes: int, waiting: bool) -> bool:
+    def _make_room(self, nbytes: int) -> bool:
         """Forget the copies of idle sessions, oldest first, until there is room. They are computed again."""
         if self.used + nbytes <= self.capacity:
             return True

@@ -283,22 +283,16 @@ class RadixCache:
         self._cached.pop(seq, None)
         return [other.seq for other in redundant] + ([] if live else self._retire(entry))
 
-    def finish(self, seq: SeqId) -> list[SeqId]:
-        """Nobody owns ``seq`` any more: it becomes cached, the most recently used.
-
-        Returns ``[seq]`` if another sequence holds all of its tokens, or it has none: then it is forgotten, and the
-        caller removes it from the KV state. Otherwise ``[]``. Raises ``NotFound``, or ``FailedPrecondition`` if it is
-        cached already.
-        """
-        entry = self._live_entry(seq, "finished")
-        return self._retire(entry)
-
     def truncate(self, seq: SeqId, length: int) -> None:
         """A live sequence was rewound to its first ``length`` tokens.
 
         Raises ``NotFound``, ``FailedPrecondition`` if it is cached, ``InvalidArgument`` unless 0 <= length <= its length.
         """
-        entry = self._live_entry(seq, "truncated")
+        entry = self._entry(seq)
+        if not entry.live:
+            raise FailedPrecondition(
+                f"sequence {seq} is cached; only a live one can be truncated (insert it with live=True)"
+            )
         if not 0 <= length <= entry.node.end:
             raise InvalidArgument(
                 f"sequence {seq} holds {entry.node.end} tokens and cannot be truncated to {length}; "
@@ -357,14 +351,6 @@ class RadixCache:
         if self._reach is None:
             return list(_sequences_above(node))
         return [] if live else list(node.sequences.values())
-
-    def _live_entry(self, seq: SeqId, verb: str) -> _Entry:
-        entry = self._entry(seq)
-        if not entry.live:
-            raise FailedPrecondition(
-                f"sequence {seq} is cached; only a live one can be {verb} (insert it with live=True)"
-            )
-        return entry
 
     def _retire(self, entry: _Entry) -> list[SeqId]:
         """Make ``entry`` cached, or forget and return it if it is redundant."""

@@ -89,11 +89,10 @@ class CausalGroup:
 
 @dataclass(frozen=True, slots=True)
 class PagedGroup:
-    """b entries of up to n tokens over m keys."""
+    """b entries of up to n tokens over m keys, which ``keys`` counts."""
 
     b: int
     n: int
-    m: int
     rows: BatchRows
     real: Tensor | None
     target: BatchRows
@@ -221,7 +220,7 @@ def paged_group(
     rows = padded_rows(group, n, plan)
     ruled = [(place, entry) for place, entry in enumerate(group) if entry in part.columns]
     if n == 1 and keys.pages is None and not ruled:
-        return PagedGroup(1, 1, keys.m, *rows, keys, None)
+        return PagedGroup(1, 1, *rows, keys, None)
     numbers = row_numbers(group, n, plan)
     low, high = part.low[numbers] - base[:, None], part.high[numbers] - base[:, None]
     mask = range_mask(low, high, keys.m, dtype, plan.device).unsqueeze(1)
@@ -232,7 +231,7 @@ def paged_group(
         mask[place, 0, :, columns.first - shift : columns.stop - shift].masked_fill_(
             torch.from_numpy(visible).to(plan.device), 0.0
         )
-    return PagedGroup(len(group), n, keys.m, *rows, keys, mask)
+    return PagedGroup(len(group), n, *rows, keys, mask)
 
 
 def range_mask(

@@ -10,7 +10,6 @@ Here they are made and looked up. The verbs are mixed into ``state.State``.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -151,11 +150,6 @@ class StateParts:
         if found is None:
             refuse_layer(verb, layer_id, self.spec(layer_id).kind)
         return found
-
-    def index_of(self, layer_id: int) -> int:
-        """Return where a layer stands in ``specs``; refuses as ``layer``."""
-        self.layer(layer_id)
-        return bisect_left(self.layer_ids, layer_id)
 
     def spec(self, layer_id: int) -> StoredSpec:
         """Return what an attention layer is; ``Unsupported`` for a recurrent one, ``InvalidArgument`` for an unknown one."""

@@ -187,10 +187,6 @@ class RecurrentPart:
         """See ``StateTable.plan``."""
         return self.table.plan(seq_ids, counts, trees)
 
-    def shortage(self, need: StateNeed) -> int:
-        """See ``StateTable.shortage``."""
-        return self.table.shortage(need)
-
     def begin(self, need: StateNeed) -> RecurrentPass:
         """Take the slots and open the forward. ``ResourceExhausted`` before anything changes."""
         opened = self.table.open(need)
@@ -211,11 +207,6 @@ class RecurrentPart:
         self.table.publish(inside=self._open_pass().inside_known)
         self.current_pass = None
 
-    def end(self) -> None:
-        """``complete`` and ``publish``."""
-        self.complete()
-        self.publish()
-
     def abort(self) -> None:
         """All states are as before ``begin``, less what rings have given up for it."""
         self._open_pass()
@@ -227,44 +218,9 @@ class RecurrentPart:
             raise FailedPrecondition("no forward is open; call begin_forward first")
         return self.current_pass
 
-    # -- sequences (see StateTable) --------------------------------------------------------------------------
-
-    def add(self, seq_id: SeqId) -> None:
-        self.table.add(seq_id)
-
-    def remove(self, seq_id: SeqId) -> None:
-        self.table.remove(seq_id)
-
     def clear(self) -> None:
         self.table.clear()
         self.current_pass = None
-
-    def fork(self, parent_id: SeqId, child_id: SeqId, position: int) -> None:
-        self.table.fork(parent_id, child_id, position)
-
-    def pop(self, seq_id: SeqId, position: int) -> None:
-        self.table.pop(seq_id, position)
-
-    def nearest(self, seq_id: SeqId, position: int) -> int:
-        return self.table.nearest(seq_id, position)
-
-    def position(self, seq_id: SeqId) -> int:
-        return self.table.position(seq_id)
-
-    def keep(self, seq_id: SeqId) -> None:
-        self.table.keep(seq_id)
-
-    def kept(self, seq_id: SeqId) -> list[int]:
-        return self.table.kept(seq_id)
-
-    def drop(self, seq_id: SeqId, position: int) -> None:
-        self.table.drop(seq_id, position)
-
-    def commit(self, seq_id: SeqId, path: Sequence[int]) -> None:
-        self.table.commit(seq_id, path)
-
-    def check(self) -> None:
-        self.table.check()
 
     # -- looking in from outside -----------------------------------------------------------------------------
 

@@ -331,39 +331,6 @@ USES: dict[str, Callable[[Combination], Cell]] = {
 
 USE_ROWS: tuple[str, ...] = tuple(USES)
 
-EXECUTOR_VERBS: dict[str, tuple[str, ...]] = {
-    "executor: prefill and decode": ("prefill", "decode", "forward", "step"),
-    "executor: batches": ("batch_prefill", "batch_decode"),
-    "executor: sample_tokens": ("sample_tokens", "sample_tokens_batch"),
-    "executor: truncate_kv": ("truncate_kv",),
-    "executor: forward_verify and commit_path": ("forward_verify", "commit_path"),
-    "executor: speculative_decode": ("speculative_decode",),
-    "executor: select, broadcast and copy": (
-        "select_and_copy_from",
-        "broadcast_and_copy_from",
-        "deep_copy",
-        "clone_handle",
-    ),
-    "executor: serialize and load": ("serialize", "load"),
-    "executor: key_cache and value_cache": ("key_cache", "value_cache"),
-    "executor: block_table": ("block_table",),
-    "executor: clear, resize and release": ("create_kv_cache", "clear", "resize", "release_cache"),
-    "executor: cancel": ("cancel",),
-    "executor: reports": (
-        "capabilities",
-        "contains",
-        "info",
-        "metrics",
-        "optimal_batch_size",
-        "shutdown",
-        "status",
-        "supports_batch_size",
-        "warmup",
-    ),
-    "executor: adapters": ("load_lora", "unload_lora"),
-}
-"""The verbs of the contracts of executors and their caches, by the row that is about them."""
-
 
 def use_cell(use: str, found: Combination) -> Cell:
     """One of ``USE_ROWS`` on a model with such layers."""

@@ -199,7 +199,7 @@ def refused(verb: str) -> Callable[..., Any]:
 
 
 class RefusedVerbs:
-    """The verbs of the contract that no state of this release has."""
+    """The verbs that no state of this release has."""
 
     disagg_prepare_recv = refused("disagg_prepare_recv")
     disagg_mark_send = refused("disagg_mark_send")

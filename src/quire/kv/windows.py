@@ -44,8 +44,6 @@ class Window:
 class Visibility:
     """What windows leave to the queries of one entry."""
 
-    evicted_T: Positions
-    """e of each query: its relative position is q - e."""
     lows_T: Positions
     """Lowest position of the window part."""
     sinks_T2: NDArray[np.int64] | None
@@ -56,14 +54,14 @@ def visibility(q_T: Positions, base: int, window: Window | None, layer_window: i
     """Windows of a sequence and of a layer, for queries at ``q_T`` in a forward that began at ``base``."""
     layer_lows_T = np.zeros_like(q_T) if layer_window is None else np.maximum(q_T + 1 - layer_window, 0)
     if window is None:
-        return Visibility(np.zeros_like(q_T), layer_lows_T, None)
+        return Visibility(layer_lows_T, None)
     evicted_T = window.evicted(q_T, base)
     cut_T = evicted_T > 0
     lows_T = np.maximum(layer_lows_T, np.where(cut_T, evicted_T + window.sink, 0))
     first_T = np.minimum(layer_lows_T, window.sink)
     stop_T = np.where(cut_T, window.sink, first_T)
     sinks_T2 = np.stack((first_T, stop_T), 1) if bool((stop_T > first_T).any()) else None
-    return Visibility(evicted_T, lows_T, sinks_T2)
+    return Visibility(lows_T, sinks_T2)
 
 
 @dataclass(frozen=True, slots=True)

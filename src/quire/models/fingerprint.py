@@ -1,6 +1,6 @@
 """What makes two models the same: architecture, computation, weights.
 
-State files, transfers and blended chunks carry a fingerprint, because K and V mean nothing to another model. The digest
+State files carry a fingerprint, because K and V mean nothing to another model. The digest
 of the weights reads every byte once, at several GB/s, so it is computed when first asked for and remembered.
 """
 
@@ -46,18 +46,6 @@ class ModelFingerprint:
     """SHA-256, in hex, of the canonical JSON of what decides the logits. Not the context length, not the dtype."""
     weights: str
     """XXH3-128, in hex, of the bytes of the safetensors files."""
-
-    def differences(self, other: ModelFingerprint) -> tuple[str, ...]:
-        """Names of the fields that differ; none if it is the same model."""
-        names = ("architecture", "config", "weights")
-        return tuple(name for name in names if getattr(self, name) != getattr(other, name))
-
-    def explain(self, found: ModelFingerprint) -> str:
-        """One clause on what differs in ``found``, for an error message; empty if nothing does."""
-        return "; ".join(
-            f"{name}: expected {getattr(self, name)[:32]}, found {getattr(found, name)[:32]}"
-            for name in self.differences(found)
-        )
 
 
 def model_fingerprint(path: str | os.PathLike[str], model: LoadedModel) -> ModelFingerprint:

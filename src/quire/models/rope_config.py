@@ -52,7 +52,6 @@ def read_rope(
     max_model_len: int | None = None,
     layer_type: str | None = None,
     theta_default: float = DEFAULT_ROPE_THETA,
-    theta_field: str | None = None,
     partial_default: float | None = None,
     interleaved: bool = False,
 ) -> RopeSpec:
@@ -68,8 +67,8 @@ def read_rope(
     ``max_model_len`` tokens, which is ``rope_theta`` itself up to ``max_position``. The other scalings do not look at it.
 
     ``layer_type``: for models whose types of layers differ; ``rope_parameters`` is then an object by type
-    (``CheckpointError`` for one that is not). In the older spelling the base is in ``theta_field``
-    (``THETA_FIELDS`` says which one, unless given), and ``rope_scaling`` is for full attention only.
+    (``CheckpointError`` for one that is not). In the older spelling the base is in a field of its
+    own (``THETA_FIELDS``), and ``rope_scaling`` is for full attention only.
 
     ``theta_default``, ``partial_default``: what the family takes where ``rope_theta`` and ``partial_rotary_factor``
     are missing. With ``partial_default`` None its heads turn as a whole, and another fraction than 1 is refused
@@ -85,9 +84,8 @@ def read_rope(
     if layer_type is not None:
         new, new_name = _of_layer_type(fields, new, layer_type), f"rope_parameters.{layer_type}"
         old = old if layer_type == SCALED_LAYERS else {}
-        theta_field = theta_field or THETA_FIELDS.get(layer_type)
     beside = {
-        "rope_theta": theta_field or "rope_theta",
+        "rope_theta": THETA_FIELDS.get(layer_type or "", "rope_theta"),
         "partial_rotary_factor": "partial_rotary_factor",
         "original_max_position_embeddings": "original_max_position_embeddings",
     }

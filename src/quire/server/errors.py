@@ -81,7 +81,7 @@ class ApiError(Exception):
     """An answer instead of a result.
 
     ``message`` says what was given and what is accepted, ``param`` is the path of the field that it is about ("messages.0.role"),
-    ``code`` is for programs ("model_not_found"). ``type`` follows from the status unless given.
+    ``code`` is for programs ("model_not_found"). ``type`` follows from the status.
     """
 
     def __init__(
@@ -91,12 +91,11 @@ class ApiError(Exception):
         *,
         param: str | None = None,
         code: str | None = None,
-        type: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
-        self.type = type or TYPES.get(status) or ("server_error" if status >= 500 else "invalid_request_error")
+        self.type = TYPES.get(status) or ("server_error" if status >= 500 else "invalid_request_error")
         self.headers = dict(headers or {})
 
     @property

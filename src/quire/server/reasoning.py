@@ -6,7 +6,7 @@ templates the prompt ends with the first marker: the message then begins inside 
 
 What holds for every text:
 
-- A stream gives what ``parse`` gives, however its text is cut.
+- What a stream gives does not depend on how its text is cut.
 - Reasoning is in one place only, at the beginning. Markers anywhere else are content.
 - Reasoning that was cut short is reasoning, with no content.
 - White space around the reasoning is the format's. A message without reasoning is content, unchanged.
@@ -53,16 +53,11 @@ class ReasoningFormat:
         """Whether a message that follows ``prompt`` (the text of it, special tokens included) begins inside of the reasoning."""
         return prompt.rstrip().endswith(self.opener)
 
-    def parse(self, text: str, opened: bool | None = None) -> tuple[str | None, str]:
-        """The reasoning in ``text`` (None if there is none) and the content after it.
-
-        ``opened``: whether the message begins inside of the reasoning; None: what the template tells."""
-        parser = self.streaming(opened)
-        deltas = parser.feed(text) + parser.finish()
-        return "".join(delta.reasoning for delta in deltas) or None, "".join(delta.content for delta in deltas)
-
     def streaming(self, opened: bool | None = None) -> StreamingReasoning:
-        """A parser for one message; ``opened`` as in ``parse``."""
+        """Return a parser for one message.
+
+        ``opened``: whether the message begins inside of the reasoning; None: what the template tells.
+        """
         return StreamingReasoning(self, self.opened if opened is None else opened)
 
 
@@ -88,11 +83,6 @@ class StreamingReasoning:
         deltas = self._read("", last=True)
         self._state = "finished"
         return deltas
-
-    @property
-    def reasoning_over(self) -> bool:
-        """Whether all that follows is content."""
-        return self._state in ("content", "finished")
 
     def _read(self, text: str, *, last: bool) -> list[ReasoningDelta]:
         if self._state == "finished":

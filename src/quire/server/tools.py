@@ -2,7 +2,7 @@
 
 What holds for every format and every text:
 
-- A stream gives what ``parse`` gives, however its text is cut.
+- What a stream gives does not depend on how its text is cut.
 - A call begins as soon as its name is known and its arguments have opened (where the name comes last, or the arguments are a
   string, when it is whole). From then on its arguments are given as they are written, and it stays a call, also if its text
   turns malformed or ends.
@@ -33,12 +33,10 @@ from quire.server.tool_formats import Offered, Schemas
 from quire.server.tool_reader import Malformed, Reader, Steps, ToolCall, overlap
 
 __all__ = [
-    "ParsedMessage",
     "StreamingToolParser",
     "ToolCall",
     "ToolDelta",
     "ToolFormat",
-    "calls_from_json",
     "forced_format",
     "names_of",
     "parser_for",
@@ -53,15 +51,6 @@ Tools = Sequence[Mapping[str, Any]]
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _SCHEMA_MAPS = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
 _DATA = ("const", "enum", "default", "examples", "example")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ParsedMessage:
-    """A message and the calls in it."""
-
-    content: str | None
-    """The text around the calls; None if there are calls only."""
-    calls: tuple[ToolCall, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,24 +79,12 @@ class ToolFormat:
     wrappers: tuple[str, ...] = ()
     """What stands around the text of an answer; it is no content."""
 
-    def parse(self, text: str, tools: Tools | None = None) -> ParsedMessage:
-        """The calls in ``text``. ``tools`` tells the types of parameters, for the formats that write values bare, and the names, for
-        those whose calls look like an answer in JSON."""
-        parser = self.streaming(tools)
-        deltas = parser.feed(text) + parser.finish()
-        content = "".join(delta.content for delta in deltas)
-        names = [delta.name for delta in deltas if delta.name is not None]
-        arguments: list[list[str]] = [[] for _ in names]
-        for delta in deltas:
-            if delta.index is not None:
-                arguments[delta.index].append(delta.arguments)
-        calls = tuple(
-            ToolCall(name=name, arguments="".join(pieces)) for name, pieces in zip(names, arguments, strict=True)
-        )
-        return ParsedMessage(content=None if calls and not content else content, calls=calls)
-
     def streaming(self, tools: Tools | None = None) -> StreamingToolParser:
-        """A parser for one message."""
+        """Return a parser for one message.
+
+        ``tools`` tells the types of parameters, for the formats that write values bare, and the
+        names, for those whose calls look like an answer in JSON.
+        """
         return StreamingToolParser(self, tools)
 
     @property
@@ -326,11 +303,6 @@ def forced_format(choice: str | Mapping[str, Any]) -> ToolFormat:
         return ToolFormat(name="required", markers=(), grammar=tool_formats.array_of_calls, bare=True)
     name = _chosen(choice, None)
     return ToolFormat(name="named", markers=(), grammar=tool_formats.one_object(name), bare=True)
-
-
-def calls_from_json(text: str, choice: str | Mapping[str, Any]) -> ParsedMessage:
-    """The calls in a text that ``schema_for`` allows, or in the beginning of one."""
-    return forced_format(choice).parse(text)
 
 
 def _chosen(choice: str | Mapping[str, Any], functions: Mapping[str, Any] | None) -> str:

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.bench.hardware import Hardware
-from quire.bench.latent_forms import FORMS, GEOMETRIES, Cell, Geometry, Inputs, expand
-from quire.bench.reports import Spread, interleave
 from quire.contracts.model import LatentExpansion
 from quire.errors import InvalidArgument
+from quire_bench.hardware import Hardware
+from quire_bench.latent_forms import FORMS, GEOMETRIES, Cell, Geometry, Inputs, expand
+from quire_bench.reports import Spread, interleave
 
 HEADS_CHECKED = 2
 """Heads of the first sequence whose results are compared with float64."""

@@ -17,14 +17,14 @@ from typing import Any, TypeVar
 
 import torch
 
-from quire.bench.latency import synchronize
-from quire.bench.reports import print_json, print_table, random_prompts
 from quire.contracts.executor import ExecutorInputs, TextData
 from quire.engine.session import Session
 from quire.errors import FailedPrecondition, InvalidArgument, QuireError, ResourceExhausted, Unsupported
 from quire.executor.llm_executor import LlmExecutor
 from quire.llm import LLM
 from quire.sampling_params import SamplingParams
+from quire_bench.latency import synchronize
+from quire_bench.reports import print_json, print_table, random_prompts
 
 T = TypeVar("T")
 

@@ -20,15 +20,15 @@ from typing import Any
 
 import torch
 
-from quire.bench import latency
-from quire.bench.hardware import Hardware, measure
-from quire.bench.latency import matrix_parameters, synchronize
-from quire.bench.reports import Comparison, interleave, print_json, print_table, random_prompts
 from quire.contracts.layers import FullAttention, LatentAttention, WindowedAttention
 from quire.errors import InvalidArgument, QuireError, Unsupported
 from quire.llm import LLM
 from quire.models.catalogue import resolve_model
 from quire.sampling_params import SamplingParams
+from quire_bench import latency
+from quire_bench.hardware import Hardware, measure
+from quire_bench.latency import matrix_parameters, synchronize
+from quire_bench.reports import Comparison, interleave, print_json, print_table, random_prompts
 
 SHORTEST, LONGEST = 100, 1024
 """Tokens of a prompt, and of a text, at scale 1."""
@@ -134,7 +134,7 @@ PeerWay = Callable[[Workload, int], Outcome]
 
 def peer_ways(path: Path, dtype: torch.dtype, device: torch.device) -> dict[str, PeerWay]:
     """Those of ``transformers``, by name."""
-    from quire.bench.peers import TransformersPeer
+    from quire_bench.peers import TransformersPeer
 
     peer = TransformersPeer(path, dtype, device=str(device))
 

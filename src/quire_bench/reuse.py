@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from quire.bench.reports import Spread, interleave
-from quire.bench.states import Sizes, Subject, greedy
 from quire.errors import QuireError
 from quire.outputs import RequestOutput
+from quire_bench.reports import Spread, interleave
+from quire_bench.states import Sizes, Subject, greedy
 
 if TYPE_CHECKING:
-    from quire.bench.peers import TransformersPeer
+    from quire_bench.peers import TransformersPeer
 
 
 def common(a: Sequence[int], b: Sequence[int]) -> int:

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList
 
-from quire.bench.reports import random_prompts
 from quire.errors import InvalidArgument, Unsupported
+from quire_bench.reports import random_prompts
 
 CONTINUOUS_PAGE = 256
 """Tokens of a page of the continuous batching, which is its own default."""

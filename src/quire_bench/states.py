@@ -14,8 +14,6 @@ from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
-from quire.bench.reports import Spread, random_prompts
-from quire.bench.state import LEAST_TOKENS, Row, Timer, held_sequence, possible, state_rows
 from quire.contracts.layers import Recurrent
 from quire.engine.checkpoints import Checkpoints
 from quire.errors import InvalidArgument, QuireError, Unsupported
@@ -25,6 +23,8 @@ from quire.llm import LLM
 from quire.runner.local import NO_EXTRAS, Extras, Runner, StepOutput
 from quire.sampling_params import SamplingParams
 from quire.types import Add, Chunk, SeqId, Step
+from quire_bench.reports import Spread, random_prompts
+from quire_bench.state import LEAST_TOKENS, Row, Timer, held_sequence, possible, state_rows
 
 LONG = 2.0
 """Seconds of a rewind after which it is not done again."""

@@ -17,13 +17,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from quire.bench.hardware import Hardware, measure
-from quire.bench.reports import interleave, print_json, print_table, random_prompts
 from quire.contracts.layers import FullAttention, LatentAttention
 from quire.errors import InvalidArgument, Unsupported
 from quire.llm import LLM
 from quire.models.catalogue import resolve_model
 from quire.sampling_params import SamplingParams
+from quire_bench.hardware import Hardware, measure
+from quire_bench.reports import interleave, print_json, print_table, random_prompts
 
 PEERS = ("none", "transformers")
 
@@ -76,7 +76,7 @@ class PeerSubject:
     """``transformers``' generate."""
 
     def __init__(self, path: Path, dtype: torch.dtype, device: torch.device) -> None:
-        from quire.bench.peers import TransformersPeer
+        from quire_bench.peers import TransformersPeer
 
         self._peer = TransformersPeer(path, dtype, device=str(device))
 

@@ -19,10 +19,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from quire.bench.reports import Spread, print_json, print_table
-from quire.bench.serve_client import BrokenAnswer, HttpFailure, ServeClient
-from quire.bench.serve_trace import Planned, TraceRow, random_requests, read_trace, trace_requests
+from quire.client import BrokenAnswer, HttpFailure
 from quire.errors import InvalidArgument, QuireError
+from quire_bench.reports import Spread, print_json, print_table
+from quire_bench.serve_client import ServeClient
+from quire_bench.serve_trace import Planned, TraceRow, random_requests, read_trace, trace_requests
 
 PERCENTILES = (50, 90, 99)
 TIMES = ("ttft", "itl", "tpot", "e2e")
