@@ -75,7 +75,14 @@ def _accept(checks: Mapping[str, Check], verb: str, name: str, value: Any) -> An
     try:
         return check(value)
     except _Mismatch as found:
-        raise InvalidArgument(f"{verb}: {name} must be {check.__doc__}; got {found}") from None
+        message = f"{verb}: {name} must be {check.__doc__}; got {found}"
+        raise InvalidArgument(message, field=name, given=value, allowed=str(check.__doc__)) from None
+
+
+def require_bool(name: str, value: object) -> None:
+    """``InvalidArgument`` for what is neither True nor False."""
+    if not isinstance(value, bool):
+        raise InvalidArgument(field=name, given=value, allowed=_WORDS[bool])
 
 
 def shown(value: object) -> str:

@@ -17,8 +17,9 @@ from quire.engine.tokenizer import Tokenizer
 from quire.outputs import RequestOutput
 from quire.sampling_params import SamplingParams
 from quire.server.context import Context
-from quire.server.errors import ApiError
+from quire.server.errors import ApiError, naming
 from quire.server.generation import (
+    ARGUMENTS,
     Work,
     check,
     check_lists,
@@ -27,7 +28,6 @@ from quire.server.generation import (
     ending,
     grammar_of,
     in_texts,
-    naming,
     prepared,
     sampling_params,
 )
@@ -160,11 +160,11 @@ class _Tools:
         one_call = body.parallel_tool_calls is False
         if not tools:
             return cls(given=None, forced=None, schema=None, one_call=False)
-        with naming(None, "tools"):
+        with naming({}, "tools"):
             schema = schema_for(tools, "required")  # also says what is wrong with them
         forced = None if choice in ("none", "auto") else choice
         if isinstance(forced, dict):
-            with naming(None, "tool_choice"):
+            with naming({}, "tool_choice"):
                 schema = schema_for(tools, forced)
         elif one_call:
             schema |= {"maxItems": 1}
@@ -198,6 +198,7 @@ def _params(context: Context, body: ChatRequest, tools: _Tools) -> tuple[Samplin
         # Unless the model's generation_config.json says otherwise, an answer may fill the context.
         max_tokens = defaults.max_tokens if defaults.max_tokens != SamplingParams().max_tokens else None
     fields = {
+        **ARGUMENTS,
         "structured_outputs": source,
         "prompt": "messages",
         "logprobs": "top_logprobs",
@@ -221,7 +222,7 @@ class _Rendered:
 
 
 def _rendered(context: Context, body: ChatRequest, tokenizer: Tokenizer, tools: _Tools) -> _Rendered:
-    with naming(None, "messages"):
+    with naming({}, "messages"):
         template = select_template(tokenizer.chat_templates, with_tools=tools.given is not None)
         variables: dict[str, Any] = {**tokenizer.special_tokens, **(body.chat_template_kwargs or {})}
         if body.reasoning_effort is not None:

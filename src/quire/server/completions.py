@@ -16,8 +16,9 @@ from quire.engine.tokenizer import Tokenizer
 from quire.outputs import RequestOutput
 from quire.sampling_params import SamplingParams
 from quire.server.context import Context
-from quire.server.errors import ApiError
+from quire.server.errors import ApiError, naming
 from quire.server.generation import (
+    ARGUMENTS,
     Work,
     check,
     check_lists,
@@ -26,7 +27,6 @@ from quire.server.generation import (
     ending,
     grammar_of,
     in_texts,
-    naming,
     prepared,
     sampling_params,
 )
@@ -72,7 +72,7 @@ def _params(context: Context, body: CompletionRequest) -> tuple[SamplingParams, 
     check_lists(context, body)
     defaults = context.llm.default_params
     grammar, source = grammar_of(body)
-    fields = {"structured_outputs": source}
+    fields = {**ARGUMENTS, "structured_outputs": source}
     max_tokens = defaults.max_tokens if body.max_tokens is None else body.max_tokens
     if max_tokens == 0 and body.echo:
         max_tokens = 1  # so that there is something to run; it is not sent

@@ -7,9 +7,8 @@ worker threads.
 from __future__ import annotations
 
 import asyncio
-import re
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Protocol, Self, TypeVar
 
@@ -24,7 +23,7 @@ from quire.errors import Cancelled, InvalidArgument, QuireError
 from quire.outputs import CompletionOutput, FinishReason, RequestOutput
 from quire.sampling_params import SamplingParams
 from quire.server.context import Context
-from quire.server.errors import ApiError, api_error
+from quire.server.errors import ApiError, naming
 from quire.server.events import unless_gone
 from quire.server.protocol import GenerationBody
 
@@ -57,8 +56,11 @@ PLAIN_FIELDS = (
 )
 """Fields of a body that are those of ``SamplingParams``."""
 
-NAMED = (*PLAIN_FIELDS, "max_tokens", "logprobs", "structured_outputs", "prompt", "cache_salt", "messages")
-_FIELD = re.compile(rf"\b({'|'.join(NAMED)})\b")
+ARGUMENTS: Mapping[str, str] = {
+    name: name
+    for name in (*PLAIN_FIELDS, "max_tokens", "logprobs", "structured_outputs", "prompt", "cache_salt", "messages")
+}
+"""The field of a body that each argument comes from, where no call has it from another one."""
 
 T = TypeVar("T")
 
@@ -71,18 +73,6 @@ class Source(Protocol):
     def __aiter__(self) -> Self: ...
     async def __anext__(self) -> SampleDelta: ...
     async def aclose(self) -> None: ...
-
-
-@contextmanager
-def naming(fields: Mapping[str, str] | None, default: str | None = None) -> Iterator[None]:
-    """Turns errors into answers about the field that their message names first, as ``fields`` say that the client calls it; without
-    ``fields``, where messages may begin with anything, about ``default``."""
-    try:
-        yield
-    except QuireError as error:
-        found = None if fields is None else _FIELD.search(str(error))
-        param = default if found is None or fields is None else fields.get(found[1], found[1])
-        raise api_error(error, param=param) from error
 
 
 # -- parameters ----------------------------------------------------------------------------------------------
@@ -136,7 +126,7 @@ def sampling_params(
     with naming(fields):
         for name, count in (("logprobs", logprobs), ("prompt_logprobs", body.prompt_logprobs)):
             if count is not None and not 0 <= count <= MAX_LOGPROBS:
-                raise InvalidArgument(f"{name} must be an integer in [0, {MAX_LOGPROBS}], got {count}")
+                raise InvalidArgument(field=name, given=count, allowed=f"an integer in [0, {MAX_LOGPROBS}]")
         return defaults.replace(max_tokens=max_tokens, logprobs=logprobs, structured_outputs=grammar, **given)
 
 

@@ -20,8 +20,11 @@ from quire.outputs import RequestOutput
 from quire.server.context import Context
 from quire.server.errors import ApiError, api_error
 from quire.server.generation import Usage, deltas
-from quire.server.session_bodies import Answer, GenerateManyBody, SamplingBody, named_field
+from quire.server.session_bodies import Answer, GenerateManyBody, SamplingBody
 from quire.server.session_streams import SessionStream, continue_completion
+
+FIELDS: Mapping[str, str] = {name: name for name in SamplingBody.model_fields}
+"""Errors about others, such as the prompt that a session is, are about the session."""
 
 FAILED: Mapping[str, Any] = {
     "text": "",
@@ -81,9 +84,8 @@ class SessionBatch:
         try:
             yield
         except (ApiError, QuireError) as error:
-            found = api_error(error)
-            field = found.param or named_field(found.message, SamplingBody.model_fields)
-            param = f"ids.{number}" if field in (None, "session_id") else field
+            found = api_error(error, FIELDS)
+            param = f"ids.{number}" if found.param in (None, "session_id") else found.param
             message = f"ids.{number}: {found.message}"
             raise ApiError(found.status, message, param=param, code=found.code, headers=found.headers) from error
 

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field, WithJsonSchema
 
 from quire.async_llm import SampleDelta
 from quire.engine.tokenizer import Tokenizer
-from quire.errors import InvalidArgument
 from quire.outputs import Logprob
 from quire.sampling_params import SamplingParams
-from quire.server.errors import ApiError, api_error
-from quire.server.generation import MAX_LOGPROBS, Usage
+from quire.server.errors import ApiError, naming
+from quire.server.generation import ARGUMENTS, MAX_LOGPROBS, Usage
 from quire.server.logprobs import Offsets, completion_logprobs
 from quire.server.protocol import Body, Stop, StreamOptions
 from quire.server.session_streams import SessionStream
@@ -129,7 +128,7 @@ class SamplingBody(Body):
     def params(self, defaults: SamplingParams) -> SamplingParams:
         """``ApiError`` 400, with the field's name, for what is out of range or known and not there."""
         self._refuse_unsupported()
-        names = [field.name for field in dataclasses.fields(SamplingParams)]
+        names = (field.name for field in dataclasses.fields(SamplingParams))
         given = {name: value for name in names if (value := getattr(self, name, None)) is not None}
         if self.max_completion_tokens is not None:
             if self.max_tokens not in (None, self.max_completion_tokens):
@@ -144,10 +143,8 @@ class SamplingBody(Body):
             raise ApiError(
                 400, f"logprobs must be an integer in [0, {MAX_LOGPROBS}], got {self.logprobs}", param="logprobs"
             )
-        try:
+        with naming(ARGUMENTS):
             return defaults.replace(**given)
-        except InvalidArgument as error:
-            raise api_error(error, param=named_field(str(error), names)) from None
 
     def _refuse_unsupported(self) -> None:
         extra = self.model_extra or {}
@@ -242,13 +239,6 @@ def labels_of(texts: Sequence[str] | None) -> dict[str, str]:
             )
         labels[name] = value
     return labels
-
-
-def named_field(message: str, names: Iterable[str]) -> str | None:
-    """The field that an error message begins with, if it does."""
-    words = message.replace("each token id in ", "").replace("each key of ", "").split()
-    name = words[0].split(".")[0].split("[")[0].rstrip(":") if words else ""
-    return name if name in names else None
 
 
 class Answer:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
@@ -20,7 +20,7 @@ from quire.engine.session_labels import checked_labels, checked_name
 from quire.errors import FailedPrecondition, InvalidArgument, Unsupported
 from quire.sampling_params import SamplingParams
 from quire.server.context import Context
-from quire.server.errors import ApiError, api_error
+from quire.server.errors import ApiError, naming
 from quire.server.events import EventStream, JsonAnswer, unless_gone
 from quire.server.generation import added, check_lists, encoded
 from quire.server.logprobs import finite
@@ -37,7 +37,6 @@ from quire.server.session_bodies import (
     Seconds,
     TextBody,
     labels_of,
-    named_field,
 )
 from quire.server.session_files import receive_session, saved_session
 from quire.server.session_streams import SessionStream, continue_completion
@@ -50,8 +49,8 @@ SHARES = (0.0, 0.25, 0.5, 0.75)
 MAX_POSITIONS = 64
 """Positions that a request may name."""
 
-FIELDS = frozenset({*CreateBody.model_fields, *GenerateBody.model_fields})
-"""What messages of errors may begin with."""
+FIELDS = {name: name for name in (*CreateBody.model_fields, *GenerateBody.model_fields) if name != "prompt"}
+"""What else an error may be about than what is run, which has other names here: text, tokens, messages."""
 
 RewindTo = Annotated[list[int] | None, Query(description="Positions of which the cost of a rewind is told.")]
 Ttl = Annotated[Seconds | None, Query(description="Seconds without use after which the session is closed.")]
@@ -426,10 +425,6 @@ def _used(request: Request, session_id: str, verb: str) -> Iterator[AsyncSession
         yield held.session
 
 
-@contextmanager
-def _about(param: str | None) -> Iterator[None]:
-    """Refused arguments are those of this field, unless the message begins with another one."""
-    try:
-        yield
-    except (InvalidArgument, Unsupported) as error:
-        raise api_error(error, param=named_field(str(error), FIELDS) or param) from None
+def _about(param: str | None) -> AbstractContextManager[None]:
+    """Refused arguments are those of this field, unless the error is about another one."""
+    return naming(FIELDS, param, (InvalidArgument, Unsupported))
