@@ -278,7 +278,7 @@ class AttentionConfig:
         if windowed:
             check_int("sliding_window_size", self.sliding_window_size, 1, also="(attention_type is SlidingWindow)")
         elif self.sliding_window_size is not None:
-            allowed = f"None where attention_type is {self.attention_type!r} and not 'SlidingWindow'"
+            allowed = "None unless attention_type is 'SlidingWindow'"
             raise InvalidArgument(field="sliding_window_size", given=self.sliding_window_size, allowed=allowed)
 
 

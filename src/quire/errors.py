@@ -11,7 +11,7 @@ import pickle
 from collections.abc import Sequence
 from typing import Any
 
-MAX_SHOWN = 200
+MAX_SHOWN = 500
 """Characters of a value that a message repeats, at most."""
 
 
@@ -32,13 +32,13 @@ class QuireError(Exception):
         self.args = (f"{what}: {self}",)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Give what pickling and copying keep: a value that cannot be pickled as the message shows it."""
+        """Return what copies and pickles keep: of a value that has no pickle what is shown."""
         state = dict(self.__dict__)
         try:
             pickle.dumps(self.given)
         except Exception:  # whatever the value raises
             state["given"] = _shown(self.given)
-        return _rebuilt, (type(self), self.args, state)
+        return type(self), self.args, state
 
     def __str__(self) -> str:
         # KeyError would otherwise print the repr of the message.
@@ -98,16 +98,8 @@ class CheckpointError(QuireError, ValueError):
 
 
 def _shown(value: object) -> str:
-    """Show a value in a message: tensors and arrays by type and shape, others as far as ``MAX_SHOWN``."""
+    """Show a value in a message: tensors and arrays by shape, what has no form of its own by class."""
     if hasattr(value, "dtype") and hasattr(value, "shape"):
         return f"{type(value).__name__} {value.dtype} {list(value.shape)}"
-    text = repr(value)
+    text = repr(value) if type(value).__repr__ is not object.__repr__ else type(value).__name__
     return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 3]}..."
-
-
-def _rebuilt(kind: type[QuireError], args: tuple[Any, ...], state: dict[str, Any]) -> QuireError:
-    """Make an error again, whatever its class takes."""
-    error = kind.__new__(kind, *args)
-    error.args = args
-    error.__dict__.update(state)
-    return error

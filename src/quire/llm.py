@@ -245,10 +245,8 @@ class LLM:
         self._require_open("chat")
         chosen = self._adapter(adapter)
         if not isinstance(messages, (list, tuple)) or not messages:
-            raise InvalidArgument(
-                "messages must be a list of messages, or a list of such lists, with at least one message",
-                field="messages",
-            )
+            allowed = "a list of messages, or a list of such lists, with at least one message"
+            raise InvalidArgument(field="messages", given=messages, allowed=allowed)
         conversations: Sequence[Messages] = [messages] if isinstance(messages[0], Mapping) else messages
         params = self._params_for(sampling_params, len(conversations))
         tokenizer = self._parts.tokenizer

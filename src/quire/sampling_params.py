@@ -15,7 +15,7 @@ from numbers import Integral, Real
 from typing import Any, Literal, Self, TypeAlias, cast
 
 from quire.errors import InvalidArgument
-from quire.signatures import require_bool
+from quire.signatures import require_bool, require_text
 
 LogitsProcessor: TypeAlias = Callable[[list[int], Any], Any]
 """``(token_ids, logits) -> logits``: the tokens generated so far, float32 ``torch.Tensor`` [V] in and out."""
@@ -389,13 +389,7 @@ def _bias(name: str, value: object) -> dict[int, float] | None:
 def _text(name: str, value: object) -> str:
     if not isinstance(value, str) or not value:
         raise InvalidArgument(field=name, given=value, allowed="a non-empty string")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise InvalidArgument(
-            f"{name} must be valid Unicode, got a lone surrogate U+{ord(value[error.start]):04X} at index {error.start}",
-            field=name,
-        ) from None
+    require_text(name, value)
     return value
 
 

@@ -85,6 +85,17 @@ def require_bool(name: str, value: object) -> None:
         raise InvalidArgument(field=name, given=value, allowed=_WORDS[bool])
 
 
+def require_text(name: str, value: object) -> bytes:
+    """Return a text in UTF-8; ``InvalidArgument`` for what is none, as with half a surrogate pair."""
+    if not isinstance(value, str):
+        raise InvalidArgument(field=name, given=value, allowed="a str")
+    try:
+        return value.encode()
+    except UnicodeEncodeError as error:
+        found = f"a lone surrogate U+{ord(value[error.start]):04X} at index {error.start}"
+        raise InvalidArgument(f"{name} must be valid Unicode, got {found}", field=name) from None
+
+
 def shown(value: object) -> str:
     """A value in a few words: tensors and arrays by type and shape."""
     if hasattr(value, "dtype") and hasattr(value, "shape"):

@@ -134,9 +134,7 @@ class BlendRetrieverResult:
                 f"valid_mask must be int32 [N] on the CPU; got {mask.dtype} {list(mask.shape)} on {mask.device}"
             )
         if positions.shape != mask.shape or positions.dtype != torch.int64:
-            raise InvalidArgument(
-                f"original_positions must be int64 {list(mask.shape)}; got {positions.dtype} {list(positions.shape)}"
-            )
+            raise InvalidArgument(field="original_positions", given=positions, allowed=f"int64 {list(mask.shape)}")
         if self.k is None or self.v is None:
             if self.k is not None or self.v is not None:
                 raise InvalidArgument("k and v must both be given, or both be None")
@@ -146,9 +144,8 @@ class BlendRetrieverResult:
         tokens = mask.shape[0]
         for name, tensor in (("k", self.k), ("v", self.v)):
             if tensor.dim() != 3 or tokens not in tensor.shape[:2]:
-                raise InvalidArgument(
-                    f"{name} must be [{tokens}, heads, dim] or [heads, {tokens}, dim]; got {list(tensor.shape)}"
-                )
+                allowed = f"[{tokens}, heads, dim] or [heads, {tokens}, dim]"
+                raise InvalidArgument(field=name, given=tensor, allowed=allowed)
         if not self.k.device == self.v.device == positions.device:
             raise InvalidArgument(
                 f"k, v and original_positions must share a device; got {self.k.device}, {self.v.device}, {positions.device}"

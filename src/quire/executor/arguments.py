@@ -58,9 +58,7 @@ def resolve_cache(pool: CachePool, given: object) -> tuple[KVCache, tuple[int, .
     ``InvalidArgument``: foreign or stale. ``NotFound``: released. ``FailedPrecondition``: a node of a tree.
     """
     if not isinstance(given, Handle | KVCache):
-        raise InvalidArgument(
-            f"kv_cache must be a handle or a KV cache of this executor; got {type(given).__name__}", field="kv_cache"
-        )
+        raise InvalidArgument(field="kv_cache", given=given, allowed="a handle or a KV cache of this executor")
     cache = given.cache if isinstance(given, Handle) else given
     if cache.pool is not pool:
         raise InvalidArgument(

@@ -16,7 +16,7 @@ from quire.engine.tokenizer import Tokenizer
 from quire.outputs import RequestOutput
 from quire.sampling_params import SamplingParams
 from quire.server.context import Context
-from quire.server.errors import ApiError, naming
+from quire.server.errors import bad_field, naming
 from quire.server.generation import (
     ARGUMENTS,
     Work,
@@ -46,7 +46,7 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
     context: Context = request.app.state.context
     refuse_unsupported(body)
     if body.echo and context.llm.tokenizer is None:
-        raise ApiError(400, "echo needs a tokenizer, and this model has none", param="echo")
+        raise bad_field("echo", "echo needs a tokenizer, and this model has none")
     params, fields = _params(context, body)
     stream = bool(body.stream)
     if body.session_id is not None:
@@ -87,15 +87,13 @@ def _params(context: Context, body: CompletionRequest) -> tuple[SamplingParams, 
 def _prompts(prompt: Any) -> list[str | list[int]]:
     """One prompt or many, as a list. ``ApiError`` 400 with the place of what is none of them."""
     if prompt is None:
-        raise ApiError(400, "prompt is missing: text, token ids, or a list of either is needed", param="prompt")
+        raise bad_field("prompt", "prompt is missing: text, token ids, or a list of either is needed")
     listed = [prompt] if isinstance(prompt, str) or (isinstance(prompt, list) and _are_ids(prompt)) else prompt
     if not isinstance(listed, list) or not listed:
-        raise ApiError(400, f"prompt must be text, token ids, or a list of either, got {prompt!r:.60}", param="prompt")
+        raise bad_field("prompt", f"prompt must be text, token ids, or a list of either, got {prompt!r:.60}")
     for number, item in enumerate(listed):
         if not isinstance(item, str) and not (isinstance(item, list) and _are_ids(item)):
-            raise ApiError(
-                400, f"prompt.{number} must be text or token ids, got {item!r:.60}", param=f"prompt.{number}"
-            )
+            raise bad_field(f"prompt.{number}", f"prompt.{number} must be text or token ids, got {item!r:.60}")
     return listed
 
 
@@ -106,12 +104,12 @@ def _are_ids(items: Sequence[Any]) -> bool:
 def _session_prompt(body: CompletionRequest) -> str | list[int] | None:
     for name in ("echo", "cache_salt"):
         if getattr(body, name):
-            raise ApiError(400, f"{name} cannot be given with session_id: {IN_SESSION}", param=name)
+            raise bad_field(name, f"{name} cannot be given with session_id: {IN_SESSION}")
     if body.prompt is None or body.prompt in ("", []):
         return None
     prompts = _prompts(body.prompt)
     if len(prompts) != 1:
-        raise ApiError(400, f"a session goes on with one prompt, got {len(prompts)}", param="prompt")
+        raise bad_field("prompt", f"a session goes on with one prompt, got {len(prompts)}")
     return prompts[0]
 
 

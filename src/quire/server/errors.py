@@ -106,12 +106,18 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
 
+def bad_field(param: str, message: str, *, code: str | None = None) -> ApiError:
+    """Return the answer to a body of which one field cannot be taken."""
+    return ApiError(400, message, param=param, code=code)
+
+
 def api_error(
     error: BaseException, fields: Mapping[str, str] = MappingProxyType({}), *, param: str | None = None
 ) -> ApiError:
-    """Return what a client is told about ``error``. The message of what is not meant for clients stays in the log.
+    """Return what a client is told about ``error``; what is not meant for clients stays in the log.
 
-    ``fields`` says which field of the body an argument comes from. Of an error about none of them ``param`` says it.
+    ``fields`` says which field of the body an argument comes from, ``param`` which one it is where
+    the error is about none of them.
     """
     if isinstance(error, ApiError):
         return error
@@ -127,7 +133,7 @@ def api_error(
 def naming(
     fields: Mapping[str, str], default: str | None = None, of: tuple[type[QuireError], ...] = (QuireError,)
 ) -> Iterator[None]:
-    """Turn errors ``of`` these classes into answers about one of ``fields``, or else about ``default``."""
+    """Turn errors ``of`` these classes into answers about one of ``fields``, or ``default``."""
     try:
         yield
     except of as error:

@@ -23,7 +23,7 @@ from quire.errors import Cancelled, InvalidArgument, QuireError
 from quire.outputs import CompletionOutput, FinishReason, RequestOutput
 from quire.sampling_params import SamplingParams
 from quire.server.context import Context
-from quire.server.errors import ApiError, naming
+from quire.server.errors import bad_field, naming
 from quire.server.events import unless_gone
 from quire.server.protocol import GenerationBody
 
@@ -97,17 +97,13 @@ def check_lists(context: Context, body: Lists) -> None:
         stop = [stop]
     characters = sum(len(text) for text in stop if isinstance(text, str)) if isinstance(stop, list) else 0
     if characters > MAX_STOP_CHARACTERS:
-        raise ApiError(
-            400, f"stop has {characters} characters; at most {MAX_STOP_CHARACTERS} are looked for", param="stop"
-        )
+        raise bad_field("stop", f"stop has {characters} characters; at most {MAX_STOP_CHARACTERS} are looked for")
     for name, items in (("stop_token_ids", body.stop_token_ids), ("logit_bias", body.logit_bias)):
         if items is not None and len(items) > size:
-            raise ApiError(400, f"{name} has {len(items)} entries; the model has {size} tokens", param=name)
+            raise bad_field(name, f"{name} has {len(items)} entries; the model has {size} tokens")
     for key in body.logit_bias or ():
         if len(key) > MAX_DIGITS:
-            raise ApiError(
-                400, f"each key of logit_bias must be a token id, got {key[:MAX_DIGITS]!r}...", param="logit_bias"
-            )
+            raise bad_field("logit_bias", f"each key of logit_bias must be a token id, got {key[:MAX_DIGITS]!r}...")
 
 
 def sampling_params(
@@ -141,15 +137,14 @@ def grammar_of(body: GenerationBody) -> tuple[Mapping[str, Any] | None, str]:
         wanted.append(({"json_object": True}, "response_format"))
     elif answer is not None and answer.type == "json_schema":
         if answer.json_schema is None or answer.json_schema.schema_ is None:
-            raise ApiError(
-                400,
+            raise bad_field(
+                "response_format.json_schema",
                 'response_format of type "json_schema" needs json_schema: {"name": ..., "schema": {...}}',
-                param="response_format.json_schema",
             )
         wanted.append(({"json": answer.json_schema.schema_}, "response_format"))
     if len(wanted) > 1:
-        raise ApiError(
-            400, "structured_outputs and response_format both give a form; give one of them", param="structured_outputs"
+        raise bad_field(
+            "structured_outputs", "structured_outputs and response_format both give a form; give one of them"
         )
     return wanted[0] if wanted else (None, "structured_outputs")
 
@@ -236,10 +231,9 @@ def check_number(context: Context, prompts: int, n: int) -> None:
     """One body may not ask for more than many of them may."""
     limit = context.settings.max_waiting
     if prompts * n > limit:
-        raise ApiError(
-            400,
+        raise bad_field(
+            "n" if n > 1 else "prompt",
             f"{prompts} prompts with n={n} are {prompts * n} generations; at most {limit} may be asked for at a time",
-            param="n" if n > 1 else "prompt",
         )
 
 

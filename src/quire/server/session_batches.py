@@ -18,7 +18,7 @@ from quire.async_llm import SampleDelta
 from quire.errors import QuireError
 from quire.outputs import RequestOutput
 from quire.server.context import Context
-from quire.server.errors import ApiError, api_error
+from quire.server.errors import ApiError, api_error, bad_field
 from quire.server.generation import Usage, deltas
 from quire.server.session_bodies import Answer, GenerateManyBody, SamplingBody
 from quire.server.session_streams import SessionStream, continue_completion
@@ -46,13 +46,11 @@ class SessionBatch:
         self._request_id = request_id
         limit = context.settings.max_sessions
         if len(body.ids) > limit:
-            raise ApiError(400, f"ids: {len(body.ids)} sessions; this server holds {limit} at most", param="ids")
+            raise bad_field("ids", f"ids: {len(body.ids)} sessions; this server holds {limit} at most")
         self._params = body.all_params(context.llm.default_params)
         if len(set(body.ids)) < len(body.ids):
             twice = Counter(body.ids).most_common(1)[0][0]
-            raise ApiError(
-                400, f"ids: {twice[:60]!r} is given twice; a session goes on in one way at a time", param="ids"
-            )
+            raise bad_field("ids", f"ids: {twice[:60]!r} is given twice; a session goes on in one way at a time")
         self.streams = [
             Part(continue_completion(context, owner, name, params, model=body.model))
             for name, params in zip(body.ids, self._params, strict=True)

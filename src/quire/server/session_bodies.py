@@ -13,7 +13,7 @@ from quire.async_llm import SampleDelta
 from quire.engine.tokenizer import Tokenizer
 from quire.outputs import Logprob
 from quire.sampling_params import SamplingParams
-from quire.server.errors import ApiError, naming
+from quire.server.errors import ApiError, bad_field, naming
 from quire.server.generation import ARGUMENTS, MAX_LOGPROBS, Usage
 from quire.server.logprobs import Offsets, completion_logprobs
 from quire.server.protocol import Body, Stop, StreamOptions
@@ -68,7 +68,7 @@ class TextBody(StrictBody):
         """``ApiError`` unless exactly one is given."""
         if (self.text is None) == (self.tokens is None):
             found = "neither" if self.text is None else "both"
-            raise ApiError(400, f"text or tokens is needed, one of them; got {found}", param="text")
+            raise bad_field("text", f"text or tokens is needed, one of them; got {found}")
         return self.text if self.text is not None else self.tokens or []
 
 
@@ -132,17 +132,14 @@ class SamplingBody(Body):
         given = {name: value for name in names if (value := getattr(self, name, None)) is not None}
         if self.max_completion_tokens is not None:
             if self.max_tokens not in (None, self.max_completion_tokens):
-                raise ApiError(
-                    400,
+                raise bad_field(
+                    "max_completion_tokens",
                     f"max_tokens is {self.max_tokens} and max_completion_tokens {self.max_completion_tokens}; they are the same "
                     "thing, give one of them",
-                    param="max_completion_tokens",
                 )
             given["max_tokens"] = self.max_completion_tokens
         if self.logprobs is not None and self.logprobs > MAX_LOGPROBS:
-            raise ApiError(
-                400, f"logprobs must be an integer in [0, {MAX_LOGPROBS}], got {self.logprobs}", param="logprobs"
-            )
+            raise bad_field("logprobs", f"logprobs must be an integer in [0, {MAX_LOGPROBS}], got {self.logprobs}")
         with naming(ARGUMENTS):
             return defaults.replace(**given)
 
@@ -152,11 +149,9 @@ class SamplingBody(Body):
             value = extra.get(name)
             if value is None or any(type(value) is type(one) and value == one for one in harmless):
                 continue
-            raise ApiError(
-                400, f"{name} is not supported in a session: {advice}", param=name, code="unsupported_parameter"
-            )
+            raise bad_field(name, f"{name} is not supported in a session: {advice}", code="unsupported_parameter")
         if unknown := sorted(extra.keys() - UNSUPPORTED.keys()):
-            raise ApiError(400, f"{unknown[0]}: there is no such field in this call", param=unknown[0])
+            raise bad_field(unknown[0], f"{unknown[0]}: there is no such field in this call")
 
 
 class ContinueBody(SamplingBody):
@@ -170,7 +165,7 @@ class ContinueBody(SamplingBody):
     def _refuse_unsupported(self) -> None:
         super()._refuse_unsupported()
         if self.stream_options is not None and not self.stream:
-            raise ApiError(400, "stream_options is for requests with stream=true", param="stream_options")
+            raise bad_field("stream_options", "stream_options is for requests with stream=true")
 
 
 class GenerateBody(ContinueBody):
@@ -196,9 +191,7 @@ class GenerateManyBody(ContinueBody):
         if self.each is None:
             return [common] * len(self.ids)
         if len(self.each) != len(self.ids):
-            raise ApiError(
-                400, f"each has {len(self.each)} entries for {len(self.ids)} ids; give one for each", param="each"
-            )
+            raise bad_field("each", f"each has {len(self.each)} entries for {len(self.ids)} ids; give one for each")
         found = []
         for number, one in enumerate(self.each):
             try:
@@ -234,9 +227,7 @@ def labels_of(texts: Sequence[str] | None) -> dict[str, str]:
     for text in texts or ():
         name, equals, value = text.partition("=")
         if not equals or name in labels:
-            raise ApiError(
-                400, f"each label must be name=value, of a name of its own; got {text[:80]!r}", param="label"
-            )
+            raise bad_field("label", f"each label must be name=value, of a name of its own; got {text[:80]!r}")
         labels[name] = value
     return labels
 
