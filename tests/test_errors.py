@@ -134,7 +134,7 @@ REFUSED: list[tuple[Callable[[], Any], str, Any, str]] = [
         3,
         "embeddings [M, E] or VisionData",
     ),
-    (lambda: checked_labels({"a": "\n"}), "labels.a", None, ""),
+    (lambda: checked_labels({"a": "\n"}), "labels.a", "\n", "at most 512 printable characters"),
     (lambda: schema_for([TOOL, TOOL], "required"), "tools.1.function.name", None, ""),
 ]
 

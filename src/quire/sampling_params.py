@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any, Literal, Self, TypeAlias, cast
 
+from quire.config import check_int
 from quire.errors import InvalidArgument
 from quire.signatures import require_bool, require_text
 
@@ -314,11 +315,9 @@ class BeamSearchParams:
 
 
 def _integer(name: str, value: object, low: int, high: int | None = None) -> int:
-    number = int(value) if isinstance(value, Integral) and not isinstance(value, bool) else None
-    if number is None or number < low or (high is not None and number > high):
-        allowed = f"an integer >= {low}" if high is None else f"an integer in [{low}, {high}]"
-        raise InvalidArgument(field=name, given=value, allowed=allowed)
-    return number
+    number = int(value) if isinstance(value, Integral) and not isinstance(value, bool) else value
+    check_int(name, number, low, high)
+    return cast(int, number)
 
 
 def _number(name: str, value: object, low: float, high: float = math.inf, *, open_low: bool = False) -> float:

@@ -102,22 +102,15 @@ class RequestChecks:
         if in_session and params.n != 1:
             raise InvalidArgument(f"n is {params.n}; a session continues once (n=1), fork it for more", field="n")
         if params.stop_strings and self.tokenizer is None:
-            raise Unsupported(
-                "stop strings need a tokenizer, and this model has none; use stop_token_ids", field="stop"
-            )
+            raise Unsupported("stop strings need a tokenizer, and there is none; use stop_token_ids", field="stop")
         for name, ids in (("stop_token_ids", params.stop_ids), ("logit_bias", params.token_bias)):
             for token in ids:
                 if not 0 <= token < self.vocab_size:
-                    raise InvalidArgument(
-                        f"{name}: token id {token} is outside of the model's vocabulary, 0..{self.vocab_size - 1}",
-                        field=name,
-                    )
+                    raise InvalidArgument(field=name, given=token, allowed=f"token ids in 0..{self.vocab_size - 1}")
         for name, count in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
             if count is not None and count > self.vocab_size:
                 raise InvalidArgument(field=name, given=count, allowed=f"at most {self.vocab_size}, the vocabulary")
         if params.grammar is not None:
             if self.grammars is None:
-                raise Unsupported(
-                    "structured_outputs need a tokenizer, and this model has none", field="structured_outputs"
-                )
+                raise Unsupported("structured_outputs need a tokenizer, and there is none", field="structured_outputs")
             self.grammars.check(params.grammar)

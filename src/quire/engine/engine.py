@@ -181,9 +181,7 @@ class Engine:
         session whose account has a limit.
         """
         if session is not None and adapter is not None:
-            raise InvalidArgument(
-                f"adapter {adapter} and a session: a session has its own; switch that, and give None", field="adapter"
-            )
+            raise InvalidArgument(f"adapter {adapter} and a session, which has its own; give None", field="adapter")
         if session is None:
             self.checks.tokens(tokens, media)
         else:

@@ -97,9 +97,7 @@ def _as_inputs(prompt: Mapping[str, Any]) -> ExecutorInputs:
         raise InvalidArgument(f"a prompt has no {', '.join(unknown)}; {', '.join(KEYS)} are accepted", field=unknown[0])
     if "prompt_embeds" in prompt:
         if len(prompt) > 1:
-            raise InvalidArgument(
-                "prompt_embeds stand for the whole prompt; leave the other keys out", field="prompt_embeds"
-            )
+            raise InvalidArgument("prompt_embeds are the whole prompt; leave the other keys out", field="prompt_embeds")
         embeds = prompt["prompt_embeds"]
         if not isinstance(embeds, Tensor) or embeds.dim() != 2 or not len(embeds):
             allowed = "a floating tensor [S, E] of at least one token"

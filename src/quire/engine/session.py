@@ -480,9 +480,7 @@ class Session(Labelled):
         with self._engine.lock:
             self._idle("chat")
             if not isinstance(messages, (list, tuple)) or not messages:
-                raise InvalidArgument(
-                    "messages must be a list with at least one message; give the new ones only", field="messages"
-                )
+                raise InvalidArgument(field="messages", given=messages, allowed="a list of at least one new message")
             tokenizer, ids = self._tokenizer("chat"), self.tokens
             turns, checks = self._turns.up_to(len(ids)), self._engine.checks_of(self._state)
         # Nobody else waits while a long conversation is rendered and tokenised.

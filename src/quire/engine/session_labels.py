@@ -44,7 +44,7 @@ class Labelled:
 def checked_name(name: object) -> str | None:
     """The name of a session. ``InvalidArgument`` unless it is None or 1 to ``MAX_NAME`` printable characters."""
     if name is not None and not _is_text(name, MAX_NAME):
-        raise InvalidArgument(f"name must be 1 to {MAX_NAME} printable characters, got {_shown(name)}", field="name")
+        raise InvalidArgument(field="name", given=name, allowed=f"1 to {MAX_NAME} printable characters")
     return name  # type: ignore[return-value]
 
 
@@ -57,21 +57,13 @@ def checked_labels(labels: object) -> Mapping[str, str]:
         raise InvalidArgument(f"labels has {len(labels)} entries; at most {MAX_LABELS} are kept", field="labels")
     for name, value in labels.items():
         if not _is_text(name, MAX_LABEL_NAME) or "=" in name:
-            raise InvalidArgument(
-                f'labels: each name must be 1 to {MAX_LABEL_NAME} printable characters without "=", got {_shown(name)}',
-                field="labels",
-            )
+            allowed = f'each name must be 1 to {MAX_LABEL_NAME} printable characters without "="'
+            raise InvalidArgument(f"labels: {allowed}, got {name!r:.60}", field="labels")
         if value != "" and not _is_text(value, MAX_LABEL_VALUE):
-            raise InvalidArgument(
-                f"labels: the value of {name!r} must be at most {MAX_LABEL_VALUE} printable characters, got {_shown(value)}",
-                field=f"labels.{name}",
-            )
+            allowed = f"at most {MAX_LABEL_VALUE} printable characters"
+            raise InvalidArgument(field=f"labels.{name}", given=value, allowed=allowed)
     return MappingProxyType(dict(labels))
 
 
 def _is_text(value: object, most: int) -> bool:
     return isinstance(value, str) and 0 < len(value) <= most and value.isprintable()
-
-
-def _shown(value: object) -> str:
-    return f"{value[:40]!r} ({len(value)} characters)" if isinstance(value, str) else f"{value!r:.40}"

@@ -61,9 +61,7 @@ def resolve_cache(pool: CachePool, given: object) -> tuple[KVCache, tuple[int, .
         raise InvalidArgument(field="kv_cache", given=given, allowed="a handle or a KV cache of this executor")
     cache = given.cache if isinstance(given, Handle) else given
     if cache.pool is not pool:
-        raise InvalidArgument(
-            f"KV cache {cache.cache_id} belongs to another executor; use serialize and load", field="kv_cache"
-        )
+        raise InvalidArgument(f"KV cache {cache.cache_id} is of another executor; serialize and load", field="kv_cache")
     if isinstance(given, Handle):
         given.require_committed()
         return cache, given.lengths
@@ -190,9 +188,7 @@ def tree_of(parents: Sequence[int], count: int, what: str) -> tuple[int, ...]:
         raise InvalidArgument(field=what, given=list(parents), allowed=f"{count} parents, one for each token")
     for node, parent in enumerate(parents):
         if not -1 <= parent < node:
-            raise InvalidArgument(
-                f"{what}: node {node} has parent {parent}; -1 <= parent < {node} is needed", field=f"{what}.{node}"
-            )
+            raise InvalidArgument(field=f"{what}.{node}", given=parent, allowed=f"in -1..{node - 1}")
     return tuple(parents)
 
 
@@ -220,8 +216,6 @@ def given_positions(
         return tuple(rows)
     for row, (start, given) in enumerate(zip(starts, rows, strict=True)):
         if not np.array_equal(given, np.arange(start, start + given.size)):
-            raise Unsupported(
-                f"position_ids of row {row}, which must count from {start}: {pool.position_refusal}",
-                field="position_ids",
-            )
+            message = f"position_ids of row {row}, which must count from {start}: {pool.position_refusal}"
+            raise Unsupported(message, field="position_ids")
     return (None,) * len(starts)

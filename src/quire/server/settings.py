@@ -97,7 +97,7 @@ class ServerSettings:
             # The key itself is not repeated: error messages end up in logs.
             if not isinstance(key, str) or not _KEY.fullmatch(key):
                 raise InvalidArgument(
-                    "api_key must be visible ASCII characters without spaces, at least one", field="api_key"
+                    "api_key must be visible ASCII, at least one character, no space", field="api_key"
                 )
         name = self.served_model_name
         if name is not None and (not isinstance(name, str) or not name.strip() or not name.isprintable()):

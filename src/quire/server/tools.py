@@ -363,7 +363,7 @@ def _functions(tools: Tools) -> dict[str, dict[str, Any]]:
             raise InvalidArgument(field=f"tools.{index}.function.parameters", given=schema, allowed="a JSON schema")
         if schema and schema.get("type", "object") != "object":
             field = f"tools.{index}.function.parameters.type"
-            raise InvalidArgument(field=field, given=schema["type"], allowed="that of an object")
+            raise InvalidArgument(field=field, given=schema["type"], allowed="'object'")
         functions[name] = {"type": "object", **schema} if schema else {"type": "object", "properties": {}}
     if not functions:
         raise InvalidArgument("tools is empty; expected at least one tool to call", field="tools")
