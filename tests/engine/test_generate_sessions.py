@@ -111,7 +111,7 @@ def test_refusals_come_before_anything_runs(make_llm: MakeLLM, llama: Checkpoint
     with pytest.raises(FailedPrecondition, match="prompt 1: generate: the session is generating"):
         llm.generate([one, two], greedy(2))
     stream.close()
-    with pytest.raises(InvalidArgument, match="prompts.0 must be text or token ids, got <Session of"):
+    with pytest.raises(InvalidArgument, match=r"prompts\.0 must be text or token ids, got <Session of"):
         llm.beam_search([one], BeamSearchParams(beam_width=2, max_tokens=2))  # type: ignore[list-item]
 
 
