@@ -204,31 +204,31 @@ def test_arguments_of_tool_calls_as_json_text() -> None:
     assert call["tool_calls"][0]["function"]["arguments"] == '{"x": "é"}'  # type: ignore[index]
     for bad in ("{", "[1]"):
         call["tool_calls"] = [{"function": {"name": "f", "arguments": bad}}]
-        with pytest.raises(InvalidArgument, match=r"messages\[0\].tool_calls\[0\].function.arguments must be"):
+        with pytest.raises(InvalidArgument, match=r"messages\.0\.tool_calls\.0\.function\.arguments must be"):
             render_chat(template, [call])
 
 
 @pytest.mark.parametrize(
     ("messages", "found"),
     [
-        ("hi", "messages must be a list of messages, got str"),
-        (USER, "messages must be a list of messages, got dict"),
+        ("hi", "messages must be a list of messages, got 'hi'"),
+        (USER, "messages must be a list of messages, got {'role': 'user'"),
         ([], "at least one message"),
-        ([USER, "hi"], r"messages\[1\] must be an object with 'role' and 'content', got str"),
-        ([{"content": "a"}], r"messages\[0\].role must be a non-empty string .* got None"),
-        ([{"role": 3, "content": "a"}], r"messages\[0\].role must be .* got 3"),
-        ([USER, {"role": "user"}], r"messages\[1\] has no content"),
-        ([{"role": "assistant", "content": None}], r"messages\[0\] has no content"),
-        ([{"role": "user", "content": 3}], r"messages\[0\].content must be a string or a list of text parts, got int"),
+        ([USER, "hi"], r"messages\.1 must be an object with 'role' and 'content', got 'hi'"),
+        ([{"content": "a"}], r"messages\.0\.role must be a non-empty string .* got None"),
+        ([{"role": 3, "content": "a"}], r"messages\.0\.role must be .* got 3"),
+        ([USER, {"role": "user"}], r"messages\.1 has no content"),
+        ([{"role": "assistant", "content": None}], r"messages\.0 has no content"),
+        ([{"role": "user", "content": 3}], r"messages\.0\.content must be a string or a list of text parts, got 3"),
         (
             [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {}}]}],
-            r"messages\[0\].content\[1\] must be .* got type 'image_url'",
+            r"messages\.0\.content\.1 must be .* got {'type': 'image_url'",
         ),
-        ([{"role": "user", "content": [{"type": "text"}]}], r"messages\[0\].content\[0\] must be"),
-        ([{"role": "user", "content": ["a"]}], r"messages\[0\].content\[0\] must be .* got str"),
-        ([{"role": "assistant", "tool_calls": "f"}], r"messages\[0\].tool_calls must be a list of objects"),
-        ([{"role": "user", "content": "a", "extra": object()}], r"messages\[0\].extra must be JSON data"),
-        ([{"role": "user", "content": "a", 3: 4}], r"messages\[0\] must have strings as keys, got 3"),
+        ([{"role": "user", "content": [{"type": "text"}]}], r"messages\.0\.content\.0 must be"),
+        ([{"role": "user", "content": ["a"]}], r"messages\.0\.content\.0 must be .* got 'a'"),
+        ([{"role": "assistant", "tool_calls": "f"}], r"messages\.0\.tool_calls must be a list of objects"),
+        ([{"role": "user", "content": "a", "extra": object()}], r"messages\.0\.extra must be JSON data"),
+        ([{"role": "user", "content": "a", 3: 4}], r"messages\.0 must have strings as keys, got 3"),
     ],
 )
 def test_malformed_messages_are_named(messages: Any, found: str) -> None:
@@ -237,7 +237,7 @@ def test_malformed_messages_are_named(messages: Any, found: str) -> None:
 
 
 def test_malformed_tools_and_variables_are_named() -> None:
-    for tools, found in (("f", "tools must be a list"), ([print], r"tools\[0\] must be a JSON schema")):
+    for tools, found in (("f", "tools must be a list"), ([print], r"tools\.0 must be a JSON schema")):
         with pytest.raises(InvalidArgument, match=found):
             render_chat(CHATML, [USER], tools=tools)  # type: ignore[arg-type]
     with pytest.raises(InvalidArgument, match="callback must be JSON data"):

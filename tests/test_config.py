@@ -369,7 +369,7 @@ def test_values_of_options_are_checked() -> None:
         ("sliding_window_sink", (-1, 4, True, None), r"an integer in \[0, 3\]"),
     ):
         for value in values:
-            with pytest.raises(InvalidArgument, match=rf"executor_options\['{name}'\] must be {message}"):
+            with pytest.raises(InvalidArgument, match=rf"executor_options\.{name} must be {message}"):
                 ExecutorConfig(model_info="m", attention_config=windowed, executor_options={name: value})
     with pytest.raises(InvalidArgument, match="belongs to attention_type 'SlidingWindow', got 1 with 'MultiHead'"):
         ExecutorConfig(model_info="m", executor_options={"sliding_window_sink": 1})

@@ -116,7 +116,7 @@ def command(
 
         def run(**given: Any) -> None:
             # Inside of typer, which would turn an interrupt and a closed pipe into exit codes of its own.
-            with one_sentence():
+            with one_sentence([parameter.name for parameter in added]):
                 function(**given)
 
         run.__name__, run.__doc__ = function.__name__, function.__doc__

@@ -21,7 +21,7 @@ DONE = "[DONE]"
 class HttpFailure(QuireError):
     """An answer with a status of 400 or above. ``status`` holds it, ``param`` and ``code`` what OpenAI's error object says."""
 
-    def __init__(self, message: str, status: int, *, param: str | None = None, code: str | None = None) -> None:
+    def __init__(self, message: str, status: int = 0, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
         self.status, self.param, self.code = status, param, code
 

@@ -17,6 +17,7 @@ from decimal import Decimal
 from typing import Any, TypeVar
 
 from quire.errors import InvalidArgument, Unsupported
+from quire.signatures import require_bool
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 ATTENTION_BACKENDS = ("auto", "torch", "reference")
@@ -50,32 +51,32 @@ def parse_bytes(value: int | str, *, name: str = "size") -> int:
     KiB to TiB are powers of 1024, KB to TB powers of 1000, in any case; "4G" could be either and is refused.
     ``name`` is how the error calls the value. Raises ``InvalidArgument``.
     """
-    accepted = f"{name} must be a number of bytes >= 0, or a string such as '4GiB' (units: {', '.join(_UNITS)})"
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value
     match = _SIZE.fullmatch(value) if isinstance(value, str) else None
     factor = _UNITS_FOLDED.get(match[2].lower() or "b") if match else None
     if match is None or factor is None:
-        raise InvalidArgument(f"{accepted}, got {value!r}")
+        allowed = f"a number of bytes >= 0, or a string such as '4GiB' (units: {', '.join(_UNITS)})"
+        raise InvalidArgument(field=name, given=value, allowed=allowed)
     return int(Decimal(match[1]) * factor)
 
 
 def named_paths(value: object) -> dict[str, str]:
     """Names and where what they name is: a mapping, or strings like "NAME=WHERE". ``InvalidArgument`` for anything else."""
-    accepted = "adapters must be a mapping of names to directories, or a list of 'NAME=WHERE'"
+    allowed = "a mapping of names to directories, or a list of 'NAME=WHERE'"
     if isinstance(value, Mapping):
         pairs = list(value.items())
     elif isinstance(value, (list, tuple)) and all(isinstance(one, str) and "=" in one for one in value):
         pairs = [tuple(one.split("=", 1)) for one in value]
     else:
-        raise InvalidArgument(f"{accepted}, got {value!r}")
+        raise InvalidArgument(field="adapters", given=value, allowed=allowed)
     found: dict[str, str] = {}
     for name, path in pairs:
         where = os.fspath(path) if isinstance(path, os.PathLike) else path
         if not isinstance(name, str) or not isinstance(where, str) or not name.strip() or not where.strip():
-            raise InvalidArgument(f"{accepted}, neither empty; got {value!r}")
+            raise InvalidArgument(field="adapters", given=value, allowed=f"{allowed}, neither empty")
         if name in found:
-            raise InvalidArgument(f"adapter {name!r} is given twice; give each name once")
+            raise InvalidArgument(f"adapter {name!r} is given twice; give each name once", field="adapters")
         found[name] = where
     return found
 
@@ -187,25 +188,24 @@ class EngineConfig:
         _check_device("device", self.device)
         _set_dtypes(self)
         for name in ("max_num_seqs", "max_num_batched_tokens", "page_size"):
-            _check_int(name, getattr(self, name), 1)
+            check_int(name, getattr(self, name), 1)
         if self.max_model_len is not None:
-            _check_int("max_model_len", self.max_model_len, 1, also="or None")
+            check_int("max_model_len", self.max_model_len, 1, also="or None")
         if self.checkpoint_interval is not None:
-            _check_int("checkpoint_interval", self.checkpoint_interval, 0, also="or None")
+            check_int("checkpoint_interval", self.checkpoint_interval, 0, also="or None")
             if self.checkpoint_interval % self.page_size:
-                raise InvalidArgument(
-                    f"checkpoint_interval must be a multiple of page_size {self.page_size}, 0 or None, got {self.checkpoint_interval}"
-                )
+                allowed = f"a multiple of page_size {self.page_size}, 0 or None"
+                raise InvalidArgument(field="checkpoint_interval", given=self.checkpoint_interval, allowed=allowed)
         if self.kv_cache_memory is not None:
             _set_bytes(self, "kv_cache_memory")
-        _check_real("gpu_memory_utilization", self.gpu_memory_utilization, above=0, up_to=1)
-        _check_bool("enable_prefix_caching", self.enable_prefix_caching)
+        check_real("gpu_memory_utilization", self.gpu_memory_utilization, above=0, up_to=1)
+        require_bool("enable_prefix_caching", self.enable_prefix_caching)
         if self.revision is not None:
             _check_name("revision", self.revision)
-        _check_int("seed", self.seed, 0, 2**63 - 1)
+        check_int("seed", self.seed, 0, 2**63 - 1)
         if self.host_memory is not None:
             object.__setattr__(self, "host_memory", parse_bytes(self.host_memory, name="host_memory"))
-        _check_int("adapter_ranks", self.adapter_ranks, 1)
+        check_int("adapter_ranks", self.adapter_ranks, 1)
         if self.adapter_memory is not None:
             object.__setattr__(self, "adapter_memory", parse_bytes(self.adapter_memory, name="adapter_memory"))
         if self.adapters is not None:
@@ -218,13 +218,13 @@ class EngineConfig:
             raise _unsupported("attention_backend", self.attention_backend, _one_of(ATTENTION_BACKENDS))
         for name in ("tensor_parallel_size", "pipeline_parallel_size"):
             size = getattr(self, name)
-            _check_int(name, size, 1)
+            check_int(name, size, 1)
             if size > 1:
                 raise _unsupported(name, size, "1")
         for name in ("speculative", "quantization"):
             if (value := getattr(self, name)) is not None:
                 raise _unsupported(name, value, "None")
-        _check_bool("trust_remote_code", self.trust_remote_code)
+        require_bool("trust_remote_code", self.trust_remote_code)
         if self.trust_remote_code:
             raise _unsupported("trust_remote_code", True, "False: code from a checkpoint is never run")
 
@@ -263,20 +263,18 @@ class AttentionConfig:
 
     def __post_init__(self) -> None:
         _check_choice("attention_type", self.attention_type, ATTENTION_TYPES)
-        _check_bool("enable_flash_attention", self.enable_flash_attention)
-        _check_bool("enable_paged_attention", self.enable_paged_attention)
-        _check_int("block_size", self.block_size, 1 if self.enable_paged_attention else None)
+        require_bool("enable_flash_attention", self.enable_flash_attention)
+        require_bool("enable_paged_attention", self.enable_paged_attention)
+        check_int("block_size", self.block_size, 1 if self.enable_paged_attention else None)
         for kind, name in (("Flash", "enable_flash_attention"), ("Paged", "enable_paged_attention")):
             if self.attention_type == kind and not getattr(self, name):
-                raise InvalidArgument(f"{name} must be True where attention_type is {kind!r}, got False")
+                raise InvalidArgument(field=name, given=False, allowed=f"True where attention_type is {kind!r}")
         windowed = self.attention_type == "SlidingWindow"
         if windowed:
-            _check_int("sliding_window_size", self.sliding_window_size, 1, also="(attention_type is SlidingWindow)")
+            check_int("sliding_window_size", self.sliding_window_size, 1, also="(attention_type is SlidingWindow)")
         elif self.sliding_window_size is not None:
-            raise InvalidArgument(
-                f"sliding_window_size must be None unless attention_type is 'SlidingWindow', got "
-                f"{self.sliding_window_size!r} with {self.attention_type!r}"
-            )
+            allowed = "None unless attention_type is 'SlidingWindow'"
+            raise InvalidArgument(field="sliding_window_size", given=self.sliding_window_size, allowed=allowed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -298,11 +296,11 @@ class MemoryConfig:
     )
 
     def __post_init__(self) -> None:
-        _check_bool("enable_memory_pooling", self.enable_memory_pooling)
+        require_bool("enable_memory_pooling", self.enable_memory_pooling)
         if self.memory_pool_size is not None:
             _set_bytes(self, "memory_pool_size")
-        _check_bool("enable_kv_cache_sharing", self.enable_kv_cache_sharing)
-        _check_real("max_memory_usage", self.max_memory_usage, above=0, up_to=100, unit=" percent")
+        require_bool("enable_kv_cache_sharing", self.enable_kv_cache_sharing)
+        check_real("max_memory_usage", self.max_memory_usage, above=0, up_to=100, unit=" percent")
 
     @property
     def pool_bytes(self) -> int | None:
@@ -329,8 +327,8 @@ class OptimizationConfig:
 
     def __post_init__(self) -> None:
         for name in ("enable_cuda_graphs", "enable_kernel_fusion", "enable_mixed_precision"):
-            _check_bool(name, getattr(self, name))
-        _check_int("optimization_level", self.optimization_level, 0, 3)
+            require_bool(name, getattr(self, name))
+        check_int("optimization_level", self.optimization_level, 0, 3)
         _set_options(self, "custom_flags", CUSTOM_FLAGS)
 
 
@@ -370,36 +368,36 @@ class ExecutorConfig:
         _check_device("device", self.device)
         _set_dtypes(self)
         _check_choice("executor_type", self.executor_type, EXECUTOR_TYPES)
-        _check_int("max_batch_size", self.max_batch_size, 1)
-        _check_int("max_sequence_length", self.max_sequence_length, 1, longest)
+        check_int("max_batch_size", self.max_batch_size, 1)
+        check_int("max_sequence_length", self.max_sequence_length, 1, longest)
         for name, cls in (
             ("attention_config", AttentionConfig),
             ("memory_config", MemoryConfig),
             ("optimization_config", OptimizationConfig),
         ):
             if not isinstance(value := getattr(self, name), cls):
-                raise InvalidArgument(f"{name} must be of class {cls.__name__}, got {value!r}")
+                raise InvalidArgument(field=name, given=value, allowed=f"of class {cls.__name__}")
         _set_options(self, "executor_options", EXECUTOR_OPTIONS)
         self._check_options()
 
     def _check_options(self) -> None:
         options = self.executor_options
         if "prefill_chunk_size" in options:
-            _check_int("executor_options['prefill_chunk_size']", options["prefill_chunk_size"], None)
+            check_int("executor_options.prefill_chunk_size", options["prefill_chunk_size"], None)
         if "modalities" in options:
             given = options["modalities"]
             if not isinstance(given, list | tuple | set | frozenset) or any(one not in MODALITIES for one in given):
-                raise InvalidArgument(
-                    f"executor_options['modalities'] must be a list of {_one_of(MODALITIES)}, got {given!r}"
-                )
+                allowed = f"a list of {_one_of(MODALITIES)}"
+                raise InvalidArgument(field="executor_options.modalities", given=given, allowed=allowed)
         if "sliding_window_sink" in options:
             window = self.attention_config.sliding_window_size
             if window is None:
                 raise InvalidArgument(
-                    "executor_options['sliding_window_sink'] belongs to attention_type 'SlidingWindow', got "
-                    f"{options['sliding_window_sink']!r} with {self.attention_config.attention_type!r}"
+                    "executor_options.sliding_window_sink belongs to attention_type 'SlidingWindow', got "
+                    f"{options['sliding_window_sink']!r} with {self.attention_config.attention_type!r}",
+                    field="executor_options.sliding_window_sink",
                 )
-            _check_int("executor_options['sliding_window_sink']", options["sliding_window_sink"], 0, window - 1)
+            check_int("executor_options.sliding_window_sink", options["sliding_window_sink"], 0, window - 1)
 
     def _check_model(self) -> int | None:
         """The model's longest sequence where ``model_info`` says it."""
@@ -408,10 +406,8 @@ class ExecutorConfig:
             return None
         longest = getattr(self.model_info, "max_sequence_length", None)
         if not isinstance(longest, int) or isinstance(longest, bool):
-            raise InvalidArgument(
-                "model_info must be a model's name or directory, or metadata with an integer max_sequence_length, "
-                f"got {self.model_info!r}"
-            )
+            allowed = "a model's name or directory, or metadata with an integer max_sequence_length"
+            raise InvalidArgument(field="model_info", given=self.model_info, allowed=allowed)
         return longest
 
 
@@ -424,41 +420,37 @@ def _one_of(choices: Sequence[str]) -> str:
 
 
 def _unsupported(name: str, value: object, accepted: str) -> Unsupported:
-    return Unsupported(f"{name}={value!r} is not supported by this release; accepted: {accepted}")
+    message = f"{name}={value!r} is not supported by this release; accepted: {accepted}"
+    return Unsupported(message, field=name, given=value, allowed=accepted)
 
 
-def _check_int(name: str, value: object, low: int | None, high: int | None = None, *, also: str = "") -> None:
+def check_int(name: str, value: object, low: int | None, high: int | None = None, *, also: str = "") -> None:
     above, below = -math.inf if low is None else low, math.inf if high is None else high
     if isinstance(value, int) and not isinstance(value, bool) and above <= value <= below:
         return
     span = "" if low is None else f" >= {low}" if high is None else f" in [{low}, {high}]"
-    raise InvalidArgument(f"{name} must be an integer{span}{also and ' ' + also}, got {value!r}")
+    raise InvalidArgument(field=name, given=value, allowed=f"an integer{span}{also and ' ' + also}")
 
 
-def _check_real(name: str, value: object, *, above: float, up_to: float, unit: str = "") -> None:
+def check_real(name: str, value: object, *, above: float, up_to: float, unit: str = "") -> None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not (is_number and math.isfinite(value) and above < value <= up_to):  # type: ignore[arg-type, operator]
-        raise InvalidArgument(f"{name} must be a number in ({above}, {up_to}]{unit}, got {value!r}")
-
-
-def _check_bool(name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise InvalidArgument(f"{name} must be True or False, got {value!r}")
+        raise InvalidArgument(field=name, given=value, allowed=f"a number in ({above}, {up_to}]{unit}")
 
 
 def _check_name(name: str, value: object) -> None:
     if not isinstance(value, str) or not value.strip():
-        raise InvalidArgument(f"{name} must be a non-empty string, got {value!r}")
+        raise InvalidArgument(field=name, given=value, allowed="a non-empty string")
 
 
 def _check_choice(name: str, value: object, choices: Sequence[str]) -> None:
     if not isinstance(value, str) or value not in choices:
-        raise InvalidArgument(f"{name} must be {_one_of(choices)}, got {value!r}")
+        raise InvalidArgument(field=name, given=value, allowed=_one_of(choices))
 
 
 def _check_device(name: str, value: object) -> None:
     if not isinstance(value, str) or not _DEVICE.fullmatch(value):
-        raise InvalidArgument(f"{name} must be 'auto', 'cpu', 'cuda' or 'cuda:N', got {value!r}")
+        raise InvalidArgument(field=name, given=value, allowed="'auto', 'cpu', 'cuda' or 'cuda:N'")
 
 
 # These also put a value into its one form. A frozen dataclass lets its own __post_init__ do so in this way only.
@@ -476,7 +468,7 @@ def _set_path(config: object, name: str) -> None:
 def _set_bytes(config: object, name: str) -> None:
     size = parse_bytes(getattr(config, name), name=name)
     if size < 1:
-        raise InvalidArgument(f"{name} must be at least 1 byte, got {getattr(config, name)!r}")
+        raise InvalidArgument(field=name, given=getattr(config, name), allowed="at least 1 byte")
     object.__setattr__(config, name, size)
 
 
@@ -497,9 +489,10 @@ def _set_dtypes(config: object) -> None:
 def _set_options(config: object, name: str, known: Sequence[str]) -> None:
     value = getattr(config, name)
     if not isinstance(value, Mapping):
-        raise InvalidArgument(f"{name} must be a mapping, got {value!r}")
+        raise InvalidArgument(field=name, given=value, allowed="a mapping")
     if unknown := [key for key in value if key not in known]:
-        raise InvalidArgument(f"{name} has no {unknown[0]!r}; accepted: {', '.join(known) or 'none in this release'}")
+        accepted = ", ".join(known) or "none in this release"
+        raise InvalidArgument(f"{name} has no {unknown[0]!r}; accepted: {accepted}", field=name)
     object.__setattr__(config, name, dict(value))  # a copy: the caller may change his
 
 
@@ -511,13 +504,17 @@ def _from_mapping(cls: type[T], mapping: Mapping[str, Any]) -> T:
     for key, value in mapping.items():
         name = key.replace("-", "_") if isinstance(key, str) else key
         if name not in known:
-            raise InvalidArgument(f"unknown configuration key {key!r}; known: {', '.join(known)}")
+            raise InvalidArgument(f"unknown configuration key {key!r}; known: {', '.join(known)}", field=str(name))
         if name in values:
-            raise InvalidArgument(f"configuration key {name!r} is given twice, in kebab-case and in snake_case")
+            raise InvalidArgument(
+                f"configuration key {name!r} is given twice, in kebab-case and in snake_case", field=name
+            )
         values[name] = value
     required = [f.name for f in dataclasses.fields(cls) if _is_required(f)]  # type: ignore[arg-type]
     if missing := [name for name in required if name not in values]:
-        raise InvalidArgument(f"configuration key {missing[0]!r} is missing; required: {', '.join(required)}")
+        raise InvalidArgument(
+            f"configuration key {missing[0]!r} is missing; required: {', '.join(required)}", field=missing[0]
+        )
     return cls(**values)
 
 

@@ -7,11 +7,38 @@ raised has changed nothing. The classes also derive from the builtin that a call
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Sequence
+from typing import Any
+
+MAX_SHOWN = 500
+"""Characters of a value that a message repeats, at most."""
 
 
 class QuireError(Exception):
-    """Base class; raised itself only when an internal invariant or the device broke."""
+    """Base class; raised itself only when an internal invariant or the device broke.
+
+    ``field`` is the argument that the error is about, as a dotted path ("structured_outputs.json",
+    "messages.3.content"); None if it is about none. ``given`` is its value, and ``allowed`` says what is
+    accepted in its place. The message is made of these three, unless there is one that says more.
+    """
+
+    def __init__(self, message: str = "", *, field: str | None = None, given: object = None, allowed: str = "") -> None:
+        super().__init__(message if message or not allowed else f"{field} must be {allowed}, got {_shown(given)}")
+        self.field, self.given, self.allowed = field, given, allowed
+
+    def about(self, what: str) -> None:
+        """Say in front of the message what it is about."""
+        self.args = (f"{what}: {self}",)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return what copies and pickles keep: of a value that has no pickle what is shown."""
+        state = dict(self.__dict__)
+        try:
+            pickle.dumps(self.given)
+        except Exception:  # whatever the value raises
+            state["given"] = _shown(self.given)
+        return type(self), self.args, state
 
     def __str__(self) -> str:
         # KeyError would otherwise print the repr of the message.
@@ -68,3 +95,11 @@ class BlendLoadError(DataLoss):
 
 class CheckpointError(QuireError, ValueError):
     """A model checkpoint that cannot be loaded: missing, misshapen, surplus or damaged tensors or files."""
+
+
+def _shown(value: object) -> str:
+    """Show a value in a message: tensors and arrays by shape, what has no form of its own by class."""
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
+        return f"{type(value).__name__} {value.dtype} {list(value.shape)}"
+    text = repr(value) if type(value).__repr__ is not object.__repr__ else type(value).__name__
+    return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 3]}..."

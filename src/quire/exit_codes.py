@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
@@ -12,12 +12,14 @@ from quire.errors import QuireError
 
 
 @contextmanager
-def one_sentence() -> Iterator[None]:
-    """Turn what can go wrong into one line on stderr and an exit code."""
+def one_sentence(options: Collection[str] = ()) -> Iterator[None]:
+    """Turn what can go wrong into an exit code and a line on stderr that names one of ``options``."""
     try:
         yield
     except QuireError as error:
-        _fail(" ".join(str(error).split()), 2)
+        name = (error.field or "").split(".")[0]
+        option = f"--{name.replace('_', '-')}: " if name in options else ""
+        _fail(option + " ".join(str(error).split()), 2)
     except KeyboardInterrupt:
         print(file=sys.stderr)
         _fail("interrupted", 130)

@@ -53,6 +53,7 @@ from quire.models.loading import free_memory
 from quire.outputs import BeamSearchOutput, RequestOutput
 from quire.progress import GenerationBar
 from quire.sampling_params import BeamSearchParams, SamplingParams
+from quire.signatures import require_bool
 
 if TYPE_CHECKING:
     from quire.executor.executor import Executor
@@ -186,7 +187,8 @@ class LLM:
         sessions, given = split_sessions(prompts, self._engine)
         if sessions and None not in sessions and (adapter is not None or cache_salt is not None):
             raise InvalidArgument(
-                f"adapter={adapter!r} and cache_salt={cache_salt!r} for sessions only: a session has its own; leave them out"
+                f"adapter={adapter!r} and cache_salt={cache_salt!r} for sessions only: a session has its own; leave them out",
+                field="adapter" if cache_salt is None else "cache_salt",
             )
         listed = as_prompts(given)
         params = self._params_for(sampling_params, len(listed))
@@ -235,9 +237,8 @@ class LLM:
         self._require_open("chat")
         chosen = self._adapter(adapter)
         if not isinstance(messages, (list, tuple)) or not messages:
-            raise InvalidArgument(
-                "messages must be a list of messages, or a list of such lists, with at least one message"
-            )
+            allowed = "a list of messages, or a list of such lists, with at least one message"
+            raise InvalidArgument(field="messages", given=messages, allowed=allowed)
         conversations: Sequence[Messages] = [messages] if isinstance(messages[0], Mapping) else messages
         params = self._params_for(sampling_params, len(conversations))
         tokenizer = self._parts.tokenizer
@@ -364,7 +365,7 @@ class LLM:
         self._require_open("beam_search")
         chosen = self._adapter(adapter)
         if not isinstance(params, BeamSearchParams):
-            raise InvalidArgument(f"beam_search takes BeamSearchParams, got {type(params).__name__}")
+            raise InvalidArgument(f"beam_search takes BeamSearchParams, got {type(params).__name__}", field="params")
         listed, key, stopping = as_prompts(prompts), cache_key(cache_salt), params.sampling()
         searches: list[BeamSearch] = []
         for number, prompt in enumerate(listed):
@@ -419,7 +420,7 @@ class LLM:
                 window=window is not None,
                 sink=sink != 0,
             )
-            _check_flag("pin", pin)
+            require_bool("pin", pin)
             with self._engine.lock:
                 forked = bridge.fork_to_session(self._engine, cache, row)
                 forked.pinned |= pin
@@ -427,8 +428,8 @@ class LLM:
                 session.name, session.labels = called, labelled
                 return session
         if row is not None:
-            raise InvalidArgument(f"row {row!r} without a KV cache; give cache=, or leave row out")
-        _check_flag("pin", pin)
+            raise InvalidArgument(f"row {row!r} without a KV cache; give cache=, or leave row out", field="row")
+        require_bool("pin", pin)
         kept, key = self._window(window, sink), cache_key(cache_salt)
         tokens, media = self._read(prompt, self._engine.checks if kept is None else None)
         self._engine.checks.tokens(tokens, media)
@@ -449,20 +450,21 @@ class LLM:
     def _window(self, window: int | None, sink: int) -> SlidingWindow | None:
         for name, value in (("window", window), ("sink", sink)):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-                raise InvalidArgument(f"{name} is {value!r}; an integer is needed")
+                raise InvalidArgument(field=name, given=value, allowed="an integer")
         if window is None:
             if sink != 0:
-                raise InvalidArgument(f"sink is {sink} without a window; give a window, or sink=0")
+                raise InvalidArgument(f"sink is {sink} without a window; give a window, or sink=0", field="sink")
             return None
         longest = self._engine.max_model_len
         if not 0 <= sink < window or window > longest:
             raise InvalidArgument(
-                f"window {window} with sink {sink}; 0 <= sink < window <= {longest} (the context) is needed"
+                f"window {window} with sink {sink}; 0 <= sink < window <= {longest} (the context) is needed",
+                field="window",
             )
         if reason := window_refusal(self._engine.runner.model.layer_specs):
-            raise Unsupported(f"window {window}: {reason}")
+            raise Unsupported(f"window {window}: {reason}", field="window")
         if sink and (reason := sink_refusal(self._engine.runner.model.layer_specs)):
-            raise Unsupported(f"window {window} with sink {sink}: {reason}")
+            raise Unsupported(f"window {window} with sink {sink}: {reason}", field="sink")
         return SlidingWindow(window, sink)
 
     def _session(self, state: SessionState) -> Session:
@@ -482,9 +484,9 @@ class LLM:
         self._require_open("load_session")
         if not isinstance(path, (str, Path)):
             raise InvalidArgument(
-                f"load_session takes a path, got {type(path).__name__}; bytes go to session_from_bytes"
+                f"load_session takes a path, got {type(path).__name__}; bytes go to session_from_bytes", field="path"
             )
-        _check_flag("convert_dtype", convert_dtype)
+        require_bool("convert_dtype", convert_dtype)
         return self._restore(path, convert_dtype, row)
 
     def session_from_bytes(
@@ -494,16 +496,16 @@ class LLM:
         self._require_open("session_from_bytes")
         if not isinstance(data, (bytes, bytearray, memoryview)):
             raise InvalidArgument(
-                f"session_from_bytes takes bytes, got {type(data).__name__}; a path goes to load_session"
+                f"session_from_bytes takes bytes, got {type(data).__name__}; a path goes to load_session", field="data"
             )
-        _check_flag("convert_dtype", convert_dtype)
+        require_bool("convert_dtype", convert_dtype)
         return self._restore(data, convert_dtype, row)
 
     def _restore(
         self, source: str | Path | bytes | bytearray | memoryview, convert_dtype: bool, row: int | None
     ) -> Session:
         if row is not None and (isinstance(row, bool) or not isinstance(row, int)):
-            raise InvalidArgument(f"row must be an integer or None, got {row!r}")
+            raise InvalidArgument(field="row", given=row, allowed="an integer or None")
         with saved_sessions.opened(self._engine, source) as file, self._engine.lock:
             loaded = saved_sessions.load(self._engine, file, self._parts.identity, convert_dtype=convert_dtype, row=row)
             return self._session(loaded)
@@ -520,7 +522,7 @@ class LLM:
         """
         self._require_open("load_adapter")
         if not isinstance(path, (str, Path)):
-            raise InvalidArgument(f"load_adapter takes the path of a directory, got {path!r}")
+            raise InvalidArgument(f"load_adapter takes the path of a directory, got {path!r}", field="path")
         return self._adapters.load(name, path.expanduser() if isinstance(path, Path) else resolve_adapter(path))
 
     def unload_adapter(self, name: str) -> None:
@@ -666,11 +668,11 @@ class LLM:
         if isinstance(given, SamplingParams):
             return [given] * count
         if not isinstance(given, (list, tuple)) or not all(isinstance(item, SamplingParams) for item in given):
-            raise InvalidArgument(
-                f"sampling_params must be SamplingParams or a list of them, got {type(given).__name__}"
-            )
+            raise InvalidArgument(field="sampling_params", given=given, allowed="SamplingParams or a list of them")
         if len(given) != count:
-            raise InvalidArgument(f"{len(given)} sampling_params for {count} prompts; give one, or one for each")
+            raise InvalidArgument(
+                f"{len(given)} sampling_params for {count} prompts; give one, or one for each", field="sampling_params"
+            )
         return list(given)
 
     def _read(self, prompt: Prompt, checks: RequestChecks | None) -> tuple[NDArray[np.int64], Media]:
@@ -687,23 +689,20 @@ class LLM:
         if self._parts.tokenizer is None:
             if not prompt:
                 return np.empty(0, dtype=np.int64)
-            raise InvalidArgument("this model has no tokenizer; give token ids instead of text")
+            raise InvalidArgument("this model has no tokenizer; give token ids instead of text", field="prompt")
         return np.array(self._parts.tokenizer.encode(prompt), dtype=np.int64)
 
 
 def cache_key(salt: str | None) -> Hashable:
     """What may share cached state, beside adapters: the salt."""
     if salt is not None and not isinstance(salt, str):
-        raise InvalidArgument(f"cache_salt must be a string, got {type(salt).__name__}")
+        raise InvalidArgument(field="cache_salt", given=salt, allowed="a string")
     return ("", salt)
 
 
 def _refuse_beside(given: str, **others: bool) -> None:
     """``InvalidArgument`` for other arguments that are there, too, and in whose place ``given`` stands."""
     if surplus := [name for name, is_there in others.items() if is_there]:
-        raise InvalidArgument(f"{', '.join(surplus)} beside {given}: what it holds says this already; leave it out")
-
-
-def _check_flag(name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise InvalidArgument(f"{name} must be True or False, got {value!r}")
+        raise InvalidArgument(
+            f"{', '.join(surplus)} beside {given}: what it holds says this already; leave it out", field=surplus[0]
+        )

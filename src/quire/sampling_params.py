@@ -14,7 +14,9 @@ from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any, Literal, Self, TypeAlias, cast
 
+from quire.config import check_int
 from quire.errors import InvalidArgument
+from quire.signatures import require_bool, require_text
 
 LogitsProcessor: TypeAlias = Callable[[list[int], Any], Any]
 """``(token_ids, logits) -> logits``: the tokens generated so far, float32 ``torch.Tensor`` [V] in and out."""
@@ -67,13 +69,13 @@ class StructuredOutputs:
     """The text is one of these; kept as a tuple without duplicates."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.json_object, bool):
-            raise InvalidArgument(f"structured_outputs.json_object must be True or False, got {self.json_object!r}")
+        require_bool("structured_outputs.json_object", self.json_object)
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         given = [name for name, value in values.items() if value is not None and value is not False]
         if len(given) != 1:
             raise InvalidArgument(
-                f"structured_outputs must have exactly one of json, json_object, regex, grammar, choice; got {given or 'none'}"
+                f"structured_outputs must have exactly one of {', '.join(values)}; got {given or 'none'}",
+                field="structured_outputs",
             )
         object.__setattr__(self, "json", None if self.json is None else _schema("structured_outputs.json", self.json))
         for name in ("regex", "grammar"):
@@ -82,19 +84,21 @@ class StructuredOutputs:
         if self.choice is not None:
             if not _is_collection(self.choice) or not self.choice:
                 raise InvalidArgument(
-                    f"structured_outputs.choice must be a list of at least one string, got {self.choice!r}"
+                    field="structured_outputs.choice", given=self.choice, allowed="a list of at least one string"
                 )
             if len(self.choice) > MAX_CHOICES:
                 raise InvalidArgument(
-                    f"structured_outputs.choice must have at most {MAX_CHOICES} strings, got {len(self.choice)}; use a regex or a grammar"
+                    f"structured_outputs.choice must have at most {MAX_CHOICES} strings, got {len(self.choice)}; use a regex or a grammar",
+                    field="structured_outputs.choice",
                 )
-            items = [_text("each string in structured_outputs.choice", item) for item in self.choice]
+            items = [_text(f"structured_outputs.choice.{number}", item) for number, item in enumerate(self.choice)]
             object.__setattr__(self, "choice", tuple(dict.fromkeys(items)))
         texts = [text for text in (self.json, self.regex, self.grammar) if isinstance(text, str)]
         characters = sum(map(len, [*texts, *(self.choice or ())]))
         if characters > MAX_GRAMMAR_CHARACTERS:
             raise InvalidArgument(
-                f"structured_outputs.{given[0]} has {characters} characters; at most {MAX_GRAMMAR_CHARACTERS} are accepted"
+                f"structured_outputs.{given[0]} has {characters} characters; at most {MAX_GRAMMAR_CHARACTERS} are accepted",
+                field=f"structured_outputs.{given[0]}",
             )
 
 
@@ -180,12 +184,10 @@ class SamplingParams:
             "logits_processors": _processors("logits_processors", self.logits_processors),
         }
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
-            if not isinstance(getattr(self, name), bool):
-                raise InvalidArgument(f"{name} must be True or False, got {getattr(self, name)!r}")
+            require_bool(name, getattr(self, name))
         if checked["max_tokens"] is not None and checked["min_tokens"] > checked["max_tokens"]:
-            raise InvalidArgument(
-                f"min_tokens must be in 0..max_tokens ({checked['max_tokens']}), got {checked['min_tokens']}"
-            )
+            allowed = f"in 0..max_tokens ({checked['max_tokens']})"
+            raise InvalidArgument(field="min_tokens", given=self.min_tokens, allowed=allowed)
         for name, value in checked.items():
             object.__setattr__(self, name, value)
 
@@ -249,7 +251,8 @@ class SamplingParams:
         try:
             return cls(**given)
         except InvalidArgument as error:
-            raise InvalidArgument(f"generation_config.json: {error}") from None
+            error.about("generation_config.json")
+            raise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -291,10 +294,10 @@ class BeamSearchParams:
             "stop_token_ids": _token_ids("stop_token_ids", self.stop_token_ids),
         }
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
-            if not isinstance(getattr(self, name), bool):
-                raise InvalidArgument(f"{name} must be True or False, got {getattr(self, name)!r}")
+            require_bool(name, getattr(self, name))
         if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
-            raise InvalidArgument(f'early_stopping must be True, False or "never", got {self.early_stopping!r}')
+            allowed = 'True, False or "never"'
+            raise InvalidArgument(field="early_stopping", given=self.early_stopping, allowed=allowed)
         for name, value in checked.items():
             object.__setattr__(self, name, value)
 
@@ -312,11 +315,9 @@ class BeamSearchParams:
 
 
 def _integer(name: str, value: object, low: int, high: int | None = None) -> int:
-    number = int(value) if isinstance(value, Integral) and not isinstance(value, bool) else None
-    if number is None or number < low or (high is not None and number > high):
-        allowed = f"an integer >= {low}" if high is None else f"an integer in [{low}, {high}]"
-        raise InvalidArgument(f"{name} must be {allowed}, got {value!r}")
-    return number
+    number = int(value) if isinstance(value, Integral) and not isinstance(value, bool) else value
+    check_int(name, number, low, high)
+    return cast(int, number)
 
 
 def _number(name: str, value: object, low: float, high: float = math.inf, *, open_low: bool = False) -> float:
@@ -333,7 +334,7 @@ def _number(name: str, value: object, low: float, high: float = math.inf, *, ope
             allowed = f"a finite number {'>' if open_low else '>='} {low:g}"
         else:
             allowed = f"a number in {'(' if open_low else '['}{low:g}, {high:g}]"
-        raise InvalidArgument(f"{name} must be {allowed}, got {value!r}")
+        raise InvalidArgument(field=name, given=value, allowed=allowed)
     return number
 
 
@@ -352,9 +353,9 @@ def _strings(name: str, value: object) -> str | tuple[str, ...] | None:
         else None
     )
     if items is None or not all(isinstance(item, str) and item for item in items):
-        raise InvalidArgument(f"{name} must be a non-empty string or a list of non-empty strings, got {value!r}")
+        raise InvalidArgument(field=name, given=value, allowed="a non-empty string or a list of non-empty strings")
     if len(items) > MAX_STOP_STRINGS:
-        raise InvalidArgument(f"{name} must hold at most {MAX_STOP_STRINGS} strings, got {len(items)}")
+        raise InvalidArgument(f"{name} must hold at most {MAX_STOP_STRINGS} strings, got {len(items)}", field=name)
     return value if isinstance(value, str) else cast(tuple[str, ...], items)
 
 
@@ -362,35 +363,32 @@ def _token_ids(name: str, value: object) -> tuple[int, ...] | None:
     if value is None:
         return None
     if not _is_collection(value):
-        raise InvalidArgument(f"{name} must be a list of token ids, got {value!r}")
-    return tuple(_integer(f"each token id in {name}", item, 0) for item in cast(Collection[object], value))
+        raise InvalidArgument(field=name, given=value, allowed="a list of token ids")
+    return tuple(_integer(f"{name}.{number}", item, 0) for number, item in enumerate(cast(Collection[object], value)))
 
 
 def _bias(name: str, value: object) -> dict[int, float] | None:
     if value is None:
         return None
     if not isinstance(value, Mapping):
-        raise InvalidArgument(f"{name} must map token ids to numbers in [-100, 100], got {value!r}")
+        raise InvalidArgument(field=name, given=value, allowed="a mapping of token ids to numbers in [-100, 100]")
     biases: dict[int, float] = {}
     for key, bias in value.items():
         # No vocabulary has ids of more digits, and Python refuses to read numbers of thousands of them.
         is_decimal = isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= 20
-        token = _integer(f"each key of {name}", int(key) if is_decimal else key, 0)
+        token = int(key) if is_decimal else key
+        if not isinstance(token, Integral) or isinstance(token, bool) or token < 0:
+            raise InvalidArgument(f"each key of {name} must be an integer >= 0, got {key!r}", field=name)
         if token in biases:
-            raise InvalidArgument(f"{name} names token {token} twice; each token may be named once")
-        biases[token] = _number(f"{name}[{token}]", bias, -100.0, 100.0)
+            raise InvalidArgument(f"{name} names token {token} twice; each token may be named once", field=name)
+        biases[int(token)] = _number(f"{name}.{token}", bias, -100.0, 100.0)
     return biases
 
 
 def _text(name: str, value: object) -> str:
     if not isinstance(value, str) or not value:
-        raise InvalidArgument(f"{name} must be a non-empty string, got {value!r}")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise InvalidArgument(
-            f"{name} must be valid Unicode, got a lone surrogate U+{ord(value[error.start]):04X} at index {error.start}"
-        ) from None
+        raise InvalidArgument(field=name, given=value, allowed="a non-empty string")
+    require_text(name, value)
     return value
 
 
@@ -402,21 +400,22 @@ def _schema(name: str, value: object) -> str:
         try:
             value = of_class()
         except Exception as error:  # whatever the class raises is the caller's mistake
-            raise InvalidArgument(f"{name}: {whose} has no JSON schema: {error}") from error
+            raise InvalidArgument(f"{name}: {whose} has no JSON schema: {error}", field=name) from error
     if isinstance(value, Mapping):
         try:
             return _text(name, json.dumps(dict(value), ensure_ascii=False, allow_nan=False))
         except (TypeError, ValueError, RecursionError) as error:
-            raise InvalidArgument(f"{name} must be a JSON schema; what was given is no JSON: {error}") from None
+            raise InvalidArgument(
+                f"{name} must be a JSON schema; what was given is no JSON: {error}", field=name
+            ) from None
     if not isinstance(value, str):
-        raise InvalidArgument(
-            f"{name} must be a JSON schema as a dict, as JSON text or as a pydantic model's class, got {value!r}"
-        )
+        allowed = "a JSON schema as a dict, as JSON text or as a pydantic model's class"
+        raise InvalidArgument(field=name, given=value, allowed=allowed)
     try:
         json.loads(_text(name, value))
     except (ValueError, RecursionError) as error:
         raise InvalidArgument(
-            f"{name} must be a JSON schema; the text is no JSON: {error}, got {value[:100]!r}"
+            f"{name} must be a JSON schema; the text is no JSON: {error}, got {value[:100]!r}", field=name
         ) from None
     return value
 
@@ -426,11 +425,10 @@ def _structured(name: str, value: object) -> StructuredOutputs | None:
         return value
     known = [f.name for f in dataclasses.fields(StructuredOutputs)]
     if not isinstance(value, Mapping):
-        raise InvalidArgument(
-            f"{name} must be StructuredOutputs or a dict with one of {', '.join(known)}, got {value!r}"
-        )
+        allowed = f"StructuredOutputs or a dict with one of {', '.join(known)}"
+        raise InvalidArgument(field=name, given=value, allowed=allowed)
     if unknown := [key for key in value if key not in known]:
-        raise InvalidArgument(f"{name} has no field {unknown[0]!r}; its fields are {', '.join(known)}")
+        raise InvalidArgument(f"{name} has no field {unknown[0]!r}; its fields are {', '.join(known)}", field=name)
     return StructuredOutputs(**value)
 
 
@@ -438,5 +436,5 @@ def _processors(name: str, value: object) -> tuple[LogitsProcessor, ...] | None:
     if value is None:
         return None
     if not isinstance(value, (list, tuple)) or not all(callable(item) for item in value):
-        raise InvalidArgument(f"{name} must be a list of callables (token_ids, logits) -> logits, got {value!r}")
+        raise InvalidArgument(field=name, given=value, allowed="a list of callables (token_ids, logits) -> logits")
     return tuple(value)

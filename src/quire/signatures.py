@@ -77,7 +77,25 @@ def _accept(checks: Mapping[str, Check], verb: str, name: str, value: Any) -> An
     try:
         return check(value)
     except _Mismatch as found:
-        raise InvalidArgument(f"{verb}: {name} must be {check.__doc__}; got {found}") from None
+        message = f"{verb}: {name} must be {check.__doc__}; got {found}"
+        raise InvalidArgument(message, field=name, given=value, allowed=str(check.__doc__)) from None
+
+
+def require_bool(name: str, value: object) -> None:
+    """``InvalidArgument`` for what is neither True nor False."""
+    if not isinstance(value, bool):
+        raise InvalidArgument(field=name, given=value, allowed=_WORDS[bool])
+
+
+def require_text(name: str, value: object) -> bytes:
+    """Return a text in UTF-8; ``InvalidArgument`` for what is none, as with half a surrogate pair."""
+    if not isinstance(value, str):
+        raise InvalidArgument(field=name, given=value, allowed="a str")
+    try:
+        return value.encode()
+    except UnicodeEncodeError as error:
+        found = f"a lone surrogate U+{ord(value[error.start]):04X} at index {error.start}"
+        raise InvalidArgument(f"{name} must be valid Unicode, got {found}", field=name) from None
 
 
 def shown(value: object) -> str:

@@ -235,9 +235,7 @@ class TransformersPeer:
 
     def _checked(self, prompts_BS: Tensor) -> Tensor:
         if prompts_BS.ndim != 2 or not prompts_BS.numel() or prompts_BS.dtype != torch.int64:
-            raise InvalidArgument(
-                f"prompts must be int64 of shape [B, S], got {prompts_BS.dtype} of shape {list(prompts_BS.shape)}"
-            )
+            raise InvalidArgument(field="prompts", given=prompts_BS, allowed="int64 of shape [B, S]")
         lowest, highest = int(prompts_BS.min()), int(prompts_BS.max())
         if lowest < 0 or highest >= self.vocab_size:
             raise InvalidArgument(f"tokens must be in 0..{self.vocab_size - 1}, got {lowest}..{highest}")

@@ -99,7 +99,7 @@ def test_refusals_come_before_anything_runs(make_llm: MakeLLM, llama: Checkpoint
         (InvalidArgument, "prompt 1: max_tokens .* passes the end of the context", [two, one], greedy(CONTEXT - 15)),
         (InvalidArgument, "prompt 0: n is 2; a session continues once", [one, two], drawn(1).replace(n=2)),
         (InvalidArgument, "1 sampling_params for 2 prompts", [one, two], [greedy(2)]),
-        (InvalidArgument, "prompt 1 must be text or token ids, got NoneType", [one, None], greedy(2)),
+        (InvalidArgument, "prompts.1 must be text or token ids, got None", [one, None], greedy(2)),
         (InvalidArgument, "prompt 1: token id 97 is outside", [one, [97]], greedy(2)),
     ]
     for kind, message, prompts, params in kinds:
@@ -111,7 +111,7 @@ def test_refusals_come_before_anything_runs(make_llm: MakeLLM, llama: Checkpoint
     with pytest.raises(FailedPrecondition, match="prompt 1: generate: the session is generating"):
         llm.generate([one, two], greedy(2))
     stream.close()
-    with pytest.raises(InvalidArgument, match="prompt 0 must be text or token ids, got Session"):
+    with pytest.raises(InvalidArgument, match=r"prompts\.0 must be text or token ids, got <Session of"):
         llm.beam_search([one], BeamSearchParams(beam_width=2, max_tokens=2))  # type: ignore[list-item]
 
 

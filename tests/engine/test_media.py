@@ -269,7 +269,7 @@ def test_windowed_sessions(small: LLM) -> None:
         ({"prompt_token_ids": [[1, 2]]}, InvalidArgument, "row of integers"),
         ({"prompt_token_ids": [1], "image": 3}, InvalidArgument, "no image; prompt_token_ids, multi_modal_data"),
         ({"prompt_token_ids": [1], "multi_modal_data": {"video": 3}}, InvalidArgument, "image and audio"),
-        ({"prompt_token_ids": [1], "multi_modal_data": {"image": 3}}, InvalidArgument, "got int"),
+        ({"prompt_token_ids": [1], "multi_modal_data": {"image": 3}}, InvalidArgument, "multi_modal_data.image must be .* got 3"),
         ({}, InvalidArgument, "needs prompt_token_ids"),
         ({"prompt_embeds": rows_of(2), "prompt_token_ids": [1]}, InvalidArgument, "leave the other keys out"),
         ({"prompt_embeds": rows_of(0)}, InvalidArgument, "at least one token"),

@@ -202,7 +202,7 @@ def test_bad_values(small: LLM) -> None:
     for value in (-1, 1.5, True, "2"):
         with pytest.raises(InvalidArgument, match="prompt_logprobs"):
             SamplingParams(prompt_logprobs=value)  # type: ignore[arg-type]
-    with pytest.raises(InvalidArgument, match=f"prompt_logprobs {VOCAB + 1}; at most {VOCAB}"):
+    with pytest.raises(InvalidArgument, match=f"prompt_logprobs must be at most {VOCAB}, .* got {VOCAB + 1}"):
         small.generate(PROMPT, greedy(1, prompt_logprobs=VOCAB + 1))
     (output,) = small.generate(PROMPT[:3], greedy(1, prompt_logprobs=VOCAB))
     assert output.prompt_logprobs is not None

@@ -456,7 +456,7 @@ CIRCULAR["properties"] = CIRCULAR
         ({"regex": LONE}, "surrogate U\\+D800"),
         ({"choice": []}, "choice"),
         ({"choice": "abc"}, "choice"),
-        ({"choice": ["a", ""]}, "each string in structured_outputs.choice"),
+        ({"choice": ["a", ""]}, "structured_outputs.choice.1 must be a non-empty string"),
         ({"choice": [1]}, "choice"),
         ({"json": 5}, "json must be"),
         ({"json": "{"}, "no JSON"),

@@ -93,9 +93,9 @@ def test_limits() -> None:
         ({"": "v"}, "each name must be"),
         ({"a=b": "v"}, 'without "="'),
         ({5: "v"}, "each name must be"),
-        ({"a": "v" * 513}, "the value of 'a' must be at most 512"),
-        ({"a": None}, "the value of 'a'"),
-        ({"a": "\x00"}, "the value of 'a'"),
+        ({"a": "v" * 513}, "labels.a must be at most 512"),
+        ({"a": None}, "labels.a must be"),
+        ({"a": "\x00"}, "labels.a must be"),
         (None, "mapping"),
     ):
         with pytest.raises(InvalidArgument, match=reason):

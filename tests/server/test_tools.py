@@ -802,14 +802,14 @@ def test_a_named_function_is_its_arguments() -> None:
     ("tools", "choice", "message"),
     [
         ([], "required", "tools is empty"),
-        (TOOLS, "auto", "tool_choice is 'auto'"),
-        (TOOLS, {"type": "function"}, "tool_choice is"),
+        (TOOLS, "auto", "tool_choice must be .*, got 'auto'"),
+        (TOOLS, {"type": "function"}, "tool_choice must be .*, got {"),
         (TOOLS, {"type": "function", "function": {"name": "fly"}}, "'fly'.*now, walk, find"),
-        ([{"type": "retrieval"}], "required", r"tools\[0\] is"),
-        ([tool("now"), tool("a b")], "required", r"tools\[1\].function.name is 'a b'"),
+        ([{"type": "retrieval"}], "required", r"tools\.0 must be .*, got {'type': 'retrieval'}"),
+        ([tool("now"), tool("a b")], "required", r"tools\.1\.function\.name must be .*, got 'a b'"),
         ([tool("now"), tool("now")], "required", "another tool"),
-        ([tool("now", [1])], "required", r"tools\[0\].function.parameters is \[1\]"),
-        ([tool("now", {"type": "string"})], "required", "type 'string'"),
+        ([tool("now", [1])], "required", r"tools\.0\.function\.parameters must be .*, got \[1\]"),
+        ([tool("now", {"type": "string"})], "required", "parameters.type must be 'object', got 'string'"),
     ],
 )
 def test_what_cannot_be_forced(tools: Any, choice: Any, message: str) -> None:

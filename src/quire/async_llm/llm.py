@@ -258,4 +258,4 @@ class AsyncLLM:
 
 def _check_name(request_id: str | None) -> None:
     if request_id is not None and (not isinstance(request_id, str) or not request_id):
-        raise InvalidArgument(f"request_id must be a non-empty string, got {request_id!r}")
+        raise InvalidArgument(field="request_id", given=request_id, allowed="a non-empty string")

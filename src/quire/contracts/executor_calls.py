@@ -176,9 +176,8 @@ class PrefillOutput:
             return
         rows, columns = self.logits.shape[:2]
         if len(self.last_indices) != rows or not all(0 <= i < columns for i in self.last_indices):
-            raise InvalidArgument(
-                f"last_indices must be {rows} indices below {columns}, one per row; got {self.last_indices}"
-            )
+            allowed = f"{rows} indices below {columns}, one per row"
+            raise InvalidArgument(field="last_indices", given=self.last_indices, allowed=allowed)
 
     def last_token_logits(self) -> Tensor:
         """float32 ``[B, V]``, fresh: the distribution after the last *real* token of each row.

@@ -58,9 +58,8 @@ class TextData:
             return
         rows, longest = self.token_ids.shape
         if len(self.row_lengths) != rows or not all(1 <= length <= longest for length in self.row_lengths):
-            raise InvalidArgument(
-                f"row_lengths must be {rows} lengths in 1..{longest}, one per row; got {self.row_lengths}"
-            )
+            allowed = f"{rows} lengths in 1..{longest}, one per row"
+            raise InvalidArgument(field="row_lengths", given=self.row_lengths, allowed=allowed)
 
     @property
     def batch_size(self) -> int:
@@ -140,10 +139,7 @@ def _check_embeddings(kind: str, embeddings: Tensor | None, per_layer: Tensor | 
     named = (("embeddings", embeddings, 2), ("per_layer_embeddings", per_layer, 3), ("end_embedding", end, 1))
     for name, tensor, rank in named:
         if tensor is not None and (tensor.dim() != rank or not tensor.is_floating_point()):
-            raise InvalidArgument(
-                f"{kind} {name} must be a floating tensor of rank {rank}; "
-                f"got {tensor.dtype} of shape {list(tensor.shape)}"
-            )
+            raise InvalidArgument(field=f"{kind}.{name}", given=tensor, allowed=f"a floating tensor of rank {rank}")
     if embeddings is not None and per_layer is not None and embeddings.shape[0] != per_layer.shape[1]:
         raise InvalidArgument(
             f"{kind} embeddings have {embeddings.shape[0]} rows, per-layer ones {per_layer.shape[1]}; "

@@ -75,9 +75,8 @@ class BeamSearch:
         """``key`` and ``adapter`` as of ``Engine.submit``. ``InvalidArgument`` if there are more beams than sequences that the engine
         runs in a step; ``NotFound`` for an adapter that is not loaded."""
         if params.beam_width > (most := engine.scheduler.limits.max_num_seqs):
-            raise InvalidArgument(
-                f"beam_width must be at most {most}, the engine's max_num_seqs, got {params.beam_width}"
-            )
+            allowed = f"at most {most}, the engine's max_num_seqs"
+            raise InvalidArgument(field="beam_width", given=params.beam_width, allowed=allowed)
         with engine.lock:
             engine.runner.adapters.check([adapter])
         self._engine = engine

@@ -67,7 +67,7 @@ def render_chat(
     whatever the template raises, with its message.
     """
     if tokenizer_template is None:
-        raise InvalidArgument(_NO_TEMPLATE)
+        raise InvalidArgument(_NO_TEMPLATE, field="messages")
     template, reads_parts = _compile(tokenizer_template)
     variables = {
         **{name: text for name, text in (("bos_token", bos_token), ("eos_token", eos_token)) if text is not None},
@@ -84,18 +84,19 @@ def render_chat(
             size += len(piece)
             if max_bytes is not None and size > max_bytes:
                 raise InvalidArgument(
-                    f"the messages make a prompt of more than {max_bytes} bytes, and one that fits has no more"
+                    f"the messages make a prompt of more than {max_bytes} bytes, and one that fits has no more",
+                    field="messages",
                 )
             pieces.append(piece)
         return "".join(pieces)
     except QuireError:
         raise
     except jinja2.TemplateError as error:
-        raise InvalidArgument(
-            f"the chat template refused the messages: {error.message or type(error).__name__}"
-        ) from error
+        reason = error.message or type(error).__name__
+        raise InvalidArgument(f"the chat template refused the messages: {reason}", field="messages") from error
     except Exception as error:  # an operation of the template on data it did not expect
-        raise InvalidArgument(f"the chat template failed on the messages: {type(error).__name__}: {error}") from error
+        reason = f"{type(error).__name__}: {error}"
+        raise InvalidArgument(f"the chat template failed on the messages: {reason}", field="messages") from error
     finally:
         _deadline.reset(deadline)
 
@@ -140,7 +141,7 @@ def select_template(templates: Mapping[str, str], chosen: str | None = None, *, 
             "the tokenizer has several chat templates and no default: choose one with chat_template, "
             f"{sorted(templates)} or a Jinja file"
         )
-    raise InvalidArgument(_NO_TEMPLATE)
+    raise InvalidArgument(_NO_TEMPLATE, field="messages")
 
 
 # ---- messages ----
@@ -148,24 +149,28 @@ def select_template(templates: Mapping[str, str], chosen: str | None = None, *, 
 
 def _plain_messages(messages: Sequence[Message], *, keep_parts: bool) -> list[dict[str, Any]]:
     if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
-        raise InvalidArgument(f"messages must be a list of messages, got {type(messages).__name__}")
+        raise InvalidArgument(field="messages", given=messages, allowed="a list of messages")
     if not messages:
-        raise InvalidArgument("messages must hold at least one message, got none")
-    return [_plain_message(message, f"messages[{i}]", keep_parts=keep_parts) for i, message in enumerate(messages)]
+        raise InvalidArgument("messages must hold at least one message, got none", field="messages")
+    return [_plain_message(message, f"messages.{i}", keep_parts=keep_parts) for i, message in enumerate(messages)]
 
 
 def _plain_message(message: Message, where: str, *, keep_parts: bool) -> dict[str, Any]:
     if not isinstance(message, Mapping):
-        raise InvalidArgument(f"{where} must be an object with 'role' and 'content', got {type(message).__name__}")
+        raise InvalidArgument(field=where, given=message, allowed="an object with 'role' and 'content'")
     # Clients send "content": null and the like; templates handle a missing key, and print None for a null.
     plain: dict[str, Any] = {k: v for k, v in _plain_mapping(message, where).items() if v is not None}
     role = plain.get("role")
     if not isinstance(role, str) or not role:
-        raise InvalidArgument(f"{where}.role must be a non-empty string such as 'user', got {message.get('role')!r}")
+        raise InvalidArgument(
+            field=f"{where}.role", given=message.get("role"), allowed="a non-empty string such as 'user'"
+        )
     if "content" in plain:
         plain["content"] = _plain_content(plain["content"], f"{where}.content", keep_parts=keep_parts)
     elif not (role == "assistant" and plain.get("tool_calls")):
-        raise InvalidArgument(f"{where} has no content; only an assistant's message with tool_calls may have none")
+        raise InvalidArgument(
+            f"{where} has no content; only an assistant's message with tool_calls may have none", field=where
+        )
     if "tool_calls" in plain:
         plain["tool_calls"] = _parse_tool_calls(plain["tool_calls"], f"{where}.tool_calls")
     reasoning = next((plain[key] for key in _REASONING_FIELDS if key in plain), None)
@@ -178,47 +183,45 @@ def _plain_content(content: Any, where: str, *, keep_parts: bool) -> str | list[
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise InvalidArgument(f"{where} must be a string or a list of text parts, got {type(content).__name__}")
+        raise InvalidArgument(field=where, given=content, allowed="a string or a list of text parts")
     for i, part in enumerate(content):
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            found = f"type {part.get('type')!r}" if isinstance(part, dict) else type(part).__name__
-            raise InvalidArgument(f"{where}[{i}] must be {{'type': 'text', 'text': string}}, got {found}")
+            raise InvalidArgument(field=f"{where}.{i}", given=part, allowed="{'type': 'text', 'text': string}")
     return content if keep_parts else "\n".join(part["text"] for part in content)
 
 
 def _parse_tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
     """Tool calls with their arguments as objects: templates write them with ``tojson`` or walk over them."""
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-        raise InvalidArgument(f"{where} must be a list of objects, got {calls!r:.80}")
+        raise InvalidArgument(field=where, given=calls, allowed="a list of objects")
     for i, call in enumerate(calls):
         function = call.get("function", call)
         if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
             continue
+        field = f"{where}.{i}.function.arguments"
         try:
             arguments = json.loads(function["arguments"] or "{}")
         except ValueError as error:
-            raise InvalidArgument(f"{where}[{i}].function.arguments must be JSON, got an error: {error}") from error
+            raise InvalidArgument(f"{field} must be JSON, got an error: {error}", field=field) from error
         if not isinstance(arguments, dict):
-            raise InvalidArgument(
-                f"{where}[{i}].function.arguments must be a JSON object, got {function['arguments']!r:.80}"
-            )
+            raise InvalidArgument(field=field, given=function["arguments"], allowed="a JSON object")
         function["arguments"] = arguments
     return calls
 
 
 def _plain_tools(tools: Sequence[Mapping[str, Any]]) -> list[Any]:
     if isinstance(tools, str | Mapping) or not isinstance(tools, Sequence):
-        raise InvalidArgument(f"tools must be a list of JSON schemas, got {type(tools).__name__}")
+        raise InvalidArgument(field="tools", given=tools, allowed="a list of JSON schemas")
     for i, tool in enumerate(tools):
         if not isinstance(tool, Mapping):
-            raise InvalidArgument(f"tools[{i}] must be a JSON schema of a function, got {type(tool).__name__}")
-    return [_plain(tool, f"tools[{i}]") for i, tool in enumerate(tools)]
+            raise InvalidArgument(field=f"tools.{i}", given=tool, allowed="a JSON schema of a function")
+    return [_plain(tool, f"tools.{i}") for i, tool in enumerate(tools)]
 
 
 def _plain_mapping(value: Mapping[str, Any], where: str) -> dict[str, Any]:
     for key in value:
         if not isinstance(key, str):
-            raise InvalidArgument(f"{where} must have strings as keys, got {key!r}")
+            raise InvalidArgument(f"{where} must have strings as keys, got {key!r}", field=where)
     return {str(key): _plain(item, f"{where}.{key}") for key, item in value.items()}
 
 
@@ -233,10 +236,9 @@ def _plain(value: Any, where: str) -> Any:
     if isinstance(value, Mapping):
         return _plain_mapping(value, where)
     if isinstance(value, list | tuple):
-        return [_plain(item, f"{where}[{i}]") for i, item in enumerate(value)]
-    raise InvalidArgument(
-        f"{where} must be JSON data (object, list, string, number, true, false, null), got {type(value)}"
-    )
+        return [_plain(item, f"{where}.{i}") for i, item in enumerate(value)]
+    allowed = "JSON data (object, list, string, number, true, false, null)"
+    raise InvalidArgument(field=where, given=value, allowed=allowed)
 
 
 # ---- templates ----
@@ -312,7 +314,9 @@ def _look() -> None:
     """``Cancelled`` if nobody wants the text any more, ``InvalidArgument`` if it takes too long."""
     long_texts.check()
     if time.monotonic() > _deadline.get():
-        raise InvalidArgument(f"the chat template takes longer than {SECONDS:g} seconds for the messages; send fewer")
+        raise InvalidArgument(
+            f"the chat template takes longer than {SECONDS:g} seconds for the messages; send fewer", field="messages"
+        )
 
 
 def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:

@@ -180,7 +180,7 @@ class Engine:
         session whose account has a limit.
         """
         if session is not None and adapter is not None:
-            raise InvalidArgument(f"adapter {adapter} and a session: a session has its own; switch that, and give None")
+            raise InvalidArgument(f"adapter {adapter} and a session, which has its own; give None", field="adapter")
         if session is None:
             self.checks.tokens(tokens, media)
         else:
@@ -191,7 +191,8 @@ class Engine:
         if params.prompt_logprobs is not None and session is not None and session.modified:
             raise FailedPrecondition(
                 "prompt_logprobs run all tokens of a session again, and a state that set_kv wrote into cannot be computed "
-                "again; ask for them before set_kv"
+                "again; ask for them before set_kv",
+                field="prompt_logprobs",
             )
         limit = self.checks_of(session).length(tokens.size, params)
         with self.lock:
@@ -254,7 +255,7 @@ class Engine:
             raise FailedPrecondition("the LLM is closed; make a new one")
         name = f"request-{next(self._ids)}" if request_id is None else request_id
         if name in self._by_id:
-            raise InvalidArgument(f"request id {name!r} is in use; give a new one")
+            raise InvalidArgument(f"request id {name!r} is in use; give a new one", field="request_id")
         # A cancel that came too late for the last request of this name is not meant for the new one.
         self._cancelled.discard(name)
         return name

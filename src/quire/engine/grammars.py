@@ -155,6 +155,13 @@ class Grammars:
                 self._trial.close()
 
     def _get(self, wanted: StructuredOutputs) -> LLMatcher:
+        try:
+            return self._found(wanted)
+        except QuireError as error:
+            error.field = f"structured_outputs.{field_of(wanted)}"
+            raise
+
+    def _found(self, wanted: StructuredOutputs) -> LLMatcher:
         found = self._known(wanted)
         if found is not None:
             return found

@@ -55,7 +55,8 @@ class Media:
         if ids.size and ids.min() < 0 and any(token not in self.rows for token in ids[ids < 0].tolist()):
             raise FailedPrecondition(
                 "an embedding that must be run is gone: neither state files nor KV caches have them; append a token behind it, or "
-                "give the prompt anew"
+                "give the prompt anew",
+                field="prompt",
             )
 
 

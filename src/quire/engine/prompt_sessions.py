@@ -59,10 +59,13 @@ def split_sessions(prompts: PromptsOrSessions, engine: Engine) -> tuple[list[Ses
         if session is None:
             continue
         if not session.belongs_to(engine):
-            raise InvalidArgument(f"prompt {number} is a session of another LLM; its own one can continue it")
+            raise InvalidArgument(
+                f"prompt {number} is a session of another LLM; its own one can continue it", field=f"prompts.{number}"
+            )
         first = places.setdefault(id(session), number)
         if first != number:
             raise InvalidArgument(
-                f"prompt {number} is the same session as prompt {first}; give it once, and forks of it for more branches"
+                f"prompt {number} is the same session as prompt {first}; give it once, and forks of it for more branches",
+                field=f"prompts.{number}",
             )
     return found, [() if isinstance(one, Session) else one for one in prompts]

@@ -42,13 +42,14 @@ def read_prompt(prompt: EmbedsPrompt, hidden_size: int) -> tuple[NDArray[np.int6
     inputs = prompt if isinstance(prompt, ExecutorInputs) else _as_inputs(prompt)
     rows = () if inputs.text is None else inputs.text.token_rows()
     if len(rows) != 1:
-        raise InvalidArgument(f"a prompt with embeddings is one row of token ids; got {len(rows)}")
+        raise InvalidArgument(f"a prompt with embeddings is one row of token ids; got {len(rows)}", field="prompt")
     if inputs.next_position is not None:
-        raise InvalidArgument(f"next_position {inputs.next_position!r}: a prompt begins at 0; leave it None")
+        raise InvalidArgument(field="next_position", given=inputs.next_position, allowed="None: a prompt begins at 0")
     if inputs.vision is not None and inputs.vision.bidirectional:
         raise Unsupported(
             "vision bidirectional: prompts and sessions see each token's past only; prefill a KV cache of the executor, and take it "
-            "by session(cache=...)"
+            "by session(cache=...)",
+            field="vision.bidirectional",
         )
     ids = rows[0].cpu().numpy()
     (media,) = media_of_rows(inputs, [ids], MODALITIES, hidden_size)
@@ -65,34 +66,36 @@ def read_prompt(prompt: EmbedsPrompt, hidden_size: int) -> tuple[NDArray[np.int6
 
 def _as_inputs(prompt: Mapping[str, Any]) -> ExecutorInputs:
     if unknown := sorted(str(key) for key in prompt if key not in KEYS):
-        raise InvalidArgument(f"a prompt has no {', '.join(unknown)}; {', '.join(KEYS)} are accepted")
+        raise InvalidArgument(f"a prompt has no {', '.join(unknown)}; {', '.join(KEYS)} are accepted", field=unknown[0])
     if "prompt_embeds" in prompt:
         if len(prompt) > 1:
-            raise InvalidArgument("prompt_embeds stand for the whole prompt; leave the other keys out")
+            raise InvalidArgument("prompt_embeds are the whole prompt; leave the other keys out", field="prompt_embeds")
         embeds = prompt["prompt_embeds"]
         if not isinstance(embeds, Tensor) or embeds.dim() != 2 or not len(embeds):
-            raise InvalidArgument("prompt_embeds must be a floating tensor [S, E] of at least one token")
+            allowed = "a floating tensor [S, E] of at least one token"
+            raise InvalidArgument(field="prompt_embeds", given=embeds, allowed=allowed)
         ids = torch.full((1, len(embeds)), VISION_PLACEHOLDER)
         return ExecutorInputs(text=TextData(token_ids=ids), vision=VisionData(embeddings=embeds))
     if "prompt_token_ids" not in prompt:
-        raise InvalidArgument("a prompt needs prompt_token_ids, or prompt_embeds alone")
+        raise InvalidArgument("a prompt needs prompt_token_ids, or prompt_embeds alone", field="prompt_token_ids")
     data = prompt.get("multi_modal_data") or {}
     if not isinstance(data, Mapping) or not set(data) <= set(KINDS):
-        raise InvalidArgument(f"multi_modal_data must be a mapping of {' and '.join(KINDS)}; got {str(data)[:60]!r}")
+        raise InvalidArgument(field="multi_modal_data", given=data, allowed=f"a mapping of {' and '.join(KINDS)}")
     given = {}
     for name, kind in KINDS.items():
         value = data.get(name)
         if value is not None and not isinstance(value, (Tensor, kind)):
-            raise InvalidArgument(
-                f"multi_modal_data: {name} must be embeddings [M, E] or {kind.__name__}; got {type(value).__name__}"
-            )
+            allowed = f"embeddings [M, E] or {kind.__name__}"
+            raise InvalidArgument(field=f"multi_modal_data.{name}", given=value, allowed=allowed)
         given[name] = kind(embeddings=value) if isinstance(value, Tensor) else value
     try:
         ids = torch.as_tensor(prompt["prompt_token_ids"])
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:
-        raise InvalidArgument(f"prompt_token_ids must be a row of integers: {error}") from None
+        raise InvalidArgument(
+            f"prompt_token_ids must be a row of integers: {error}", field="prompt_token_ids"
+        ) from None
     if ids.dim() != 1 or not ids.numel():
-        raise InvalidArgument(f"prompt_token_ids must be a row of integers, got shape {list(ids.shape)}")
+        raise InvalidArgument(field="prompt_token_ids", given=ids, allowed="a row of integers")
     return ExecutorInputs(
         text=TextData(token_ids=ids[None]),
         vision=cast(VisionData | None, given["image"]),
@@ -119,12 +122,12 @@ def as_prompts(prompts: Prompts) -> list[Prompt]:
         prompts = prompts.tolist()
     listable = isinstance(prompts, Sequence) and not isinstance(prompts, (bytes, bytearray))
     if not listable and not (isinstance(prompts, np.ndarray) and prompts.ndim):
-        raise InvalidArgument(f"prompts must be text, token ids, or a list of these, got {type(prompts).__name__}")
+        raise InvalidArgument(field="prompts", given=prompts, allowed="text, token ids, or a list of these")
     if len(prompts) and isinstance(prompts[0], (int, np.integer)):
         return [prompts]  # type: ignore[list-item]
     for number, item in enumerate(prompts):
         if not isinstance(item, (str, Sequence, Mapping, ExecutorInputs, np.ndarray, torch.Tensor)):
-            raise InvalidArgument(f"prompt {number} must be text or token ids, got {type(item).__name__}")
+            raise InvalidArgument(field=f"prompts.{number}", given=item, allowed="text or token ids")
     return list(prompts)  # type: ignore[arg-type]
 
 
@@ -135,5 +138,5 @@ def naming_prompt(number: int, count: int) -> Iterator[None]:
         yield
     except QuireError as error:
         if count > 1:
-            error.args = (f"prompt {number}: {error}",)
+            error.about(f"prompt {number}")
         raise

@@ -67,48 +67,50 @@ class RequestChecks:
         """``Unsupported`` if log-probabilities are asked for of what is no token."""
         if params.prompt_logprobs is not None and tokens.size and int(tokens.min()) < 0:
             raise Unsupported(
-                "prompt_logprobs of a prompt with embeddings: an embedding has no probability; leave them out"
+                "prompt_logprobs of a prompt with embeddings: an embedding has no probability; leave them out",
+                field="prompt_logprobs",
             )
 
     def length(self, length: int, params: SamplingParams | None) -> int:
         """Refuse what can never run; return the length at which the sequence must end."""
         if length < 1:
-            raise InvalidArgument("the prompt is empty; give at least one token")
+            raise InvalidArgument("the prompt is empty; give at least one token", field="prompt")
         new = 0 if params is None else (params.max_tokens or 1)
         if length + (1 if params else 0) > self.max_model_len:
             raise InvalidArgument(
                 f"the prompt has {length} tokens, and the context ends at {self.max_model_len}"
-                + ("; at least one token must be left to generate" if params else "")
+                + ("; at least one token must be left to generate" if params else ""),
+                field="prompt",
             )
         if length + new > self.max_model_len:
             raise InvalidArgument(
                 f"max_tokens {new} after a prompt of {length} tokens passes the end of the context at {self.max_model_len}; "
-                f"max_tokens up to {self.max_model_len - length}, or None for as many as fit, is accepted"
+                f"max_tokens up to {self.max_model_len - length}, or None for as many as fit, is accepted",
+                field="max_tokens",
             )
         # The last sampled token is never computed.
         if length + max(new - 1, 0) > self.pool_tokens:
             raise ResourceExhausted(
                 f"{length} prompt tokens and {new} new ones need more than the {self.pool_tokens} tokens that the whole KV pool "
-                "holds; give a larger kv_cache_memory, or fewer tokens"
+                "holds; give a larger kv_cache_memory, or fewer tokens",
+                field="prompt",
             )
         return min(self.max_model_len, self.pool_tokens + 1)
 
     def params(self, params: SamplingParams, *, in_session: bool = False) -> None:
         """Refuse parameters that this model, or a session, cannot serve."""
         if in_session and params.n != 1:
-            raise InvalidArgument(f"n is {params.n}; a session continues once (n=1), fork it for more")
+            raise InvalidArgument(f"n is {params.n}; a session continues once (n=1), fork it for more", field="n")
         if params.stop_strings and self.tokenizer is None:
-            raise Unsupported("stop strings need a tokenizer, and this model has none; use stop_token_ids")
+            raise Unsupported("stop strings need a tokenizer, and there is none; use stop_token_ids", field="stop")
         for name, ids in (("stop_token_ids", params.stop_ids), ("logit_bias", params.token_bias)):
             for token in ids:
                 if not 0 <= token < self.vocab_size:
-                    raise InvalidArgument(
-                        f"{name}: token id {token} is outside of the model's vocabulary, 0..{self.vocab_size - 1}"
-                    )
+                    raise InvalidArgument(field=name, given=token, allowed=f"token ids in 0..{self.vocab_size - 1}")
         for name, count in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
             if count is not None and count > self.vocab_size:
-                raise InvalidArgument(f"{name} {count}; at most {self.vocab_size} (the vocabulary) are there")
+                raise InvalidArgument(field=name, given=count, allowed=f"at most {self.vocab_size}, the vocabulary")
         if params.grammar is not None:
             if self.grammars is None:
-                raise Unsupported("structured_outputs need a tokenizer, and this model has none")
+                raise Unsupported("structured_outputs need a tokenizer, and there is none", field="structured_outputs")
             self.grammars.check(params.grammar)

@@ -212,7 +212,7 @@ class Session(Labelled):
         self._idle(verb)
         chosen = self._defaults() if params is None else params
         if not isinstance(chosen, SamplingParams):
-            raise InvalidArgument(f"{verb} takes SamplingParams, got {type(chosen).__name__}")
+            raise InvalidArgument(f"{verb} takes SamplingParams, got {type(chosen).__name__}", field="params")
         self._engine.checks.params(chosen, in_session=True)
         return chosen
 
@@ -237,7 +237,7 @@ class Session(Labelled):
         with self._engine.lock:
             state = self._idle("use_adapter")
             if name is not None and not isinstance(name, str):
-                raise InvalidArgument(f"use_adapter takes the name of an adapter or None, got {name!r}")
+                raise InvalidArgument(field="name", given=name, allowed="the name of an adapter or None")
             adapter = None if name is None else self._names.id_of(name)
             self._engine.states.change(state, len(self), adapter)
 
@@ -290,7 +290,9 @@ class Session(Labelled):
     def score(self, text: Text) -> list[float]:
         """Log-probability of each of these tokens, after the session and each other. The session is unchanged."""
         if isinstance(text, (Mapping, ExecutorInputs)):
-            raise InvalidArgument("score takes text or token ids: an embedding has no probability; append it instead")
+            raise InvalidArgument(
+                "score takes text or token ids: an embedding has no probability; append it instead", field="text"
+            )
         new, _ = self._encode(text)
         with self._engine.lock:
             state = self._idle("score")
@@ -344,9 +346,9 @@ class Session(Labelled):
         """
         with self._engine.lock:
             state = self._idle("fork")
-            length = self._position("fork at", at) if at is not None else len(self)
+            length = self._position("at", at) if at is not None else len(self)
             if n is not None and (not is_integer(n) or n < 1):
-                raise InvalidArgument(f"fork n={n!r}; an integer of at least 1 is needed")
+                raise InvalidArgument(field="n", given=n, allowed="an integer of at least 1")
             children = [self._child(state, length) for _ in range(1 if n is None else n)]
             return children[0] if n is None else children
 
@@ -381,11 +383,11 @@ class Session(Labelled):
         with self._engine.lock:
             state = self._idle("rewind")
             if (to is None) == (n is None):
-                raise InvalidArgument(f"rewind takes to= or n=, one of them; got to={to!r}, n={n!r}")
+                raise InvalidArgument(f"rewind takes to= or n=, one of them; got to={to!r}, n={n!r}", field="to")
             if to is not None:
-                length = self._position("rewind to", to)
+                length = self._position("to", to)
             else:
-                length = len(self) - self._position("rewind n", n)
+                length = len(self) - self._position("n", n)
             cost = self._cost(length)
             self._engine.states.change(state, length, state.adapter)
             self._turns.cut(length)
@@ -398,13 +400,12 @@ class Session(Labelled):
         model's windows have let go of what lies before ``to``."""
         with self._engine.lock:
             self._idle("rewind_cost")
-            return self._cost(self._position("rewind_cost to", to))
+            return self._cost(self._position("to", to))
 
     def _position(self, name: str, value: object) -> int:
         if not is_integer(value) or not 0 <= int(value) <= len(self):  # type: ignore[call-overload]
-            raise InvalidArgument(
-                f"{name}={value!r}; an integer in 0..{len(self)} (the tokens of the session) is needed"
-            )
+            allowed = f"an integer in 0..{len(self)}, the tokens of the session"
+            raise InvalidArgument(field=name, given=value, allowed=allowed)
         return int(value)  # type: ignore[call-overload, no-any-return]
 
     def _cost(self, length: int) -> int:
@@ -478,7 +479,7 @@ class Session(Labelled):
         with self._engine.lock:
             self._idle("chat")
             if not isinstance(messages, (list, tuple)) or not messages:
-                raise InvalidArgument("messages must be a list with at least one message; give the new ones only")
+                raise InvalidArgument(field="messages", given=messages, allowed="a list of at least one new message")
             tokenizer, ids = self._tokenizer("chat"), self.tokens
             turns, checks = self._turns.up_to(len(ids)), self._engine.checks_of(self._state)
         # Nobody else waits while a long conversation is rendered and tokenised.
@@ -516,7 +517,7 @@ class Session(Labelled):
     def save(self, path: str | Path) -> None:
         """Write the state file: under a temporary name, synced, renamed. What is not computed yet is computed first."""
         if not isinstance(path, (str, Path)) or not str(path):
-            raise InvalidArgument(f"save takes the name of a file, got {path!r}; to_bytes gives bytes")
+            raise InvalidArgument(f"save takes the name of a file, got {path!r}; to_bytes gives bytes", field="path")
         self._compute_to_save("save")
         with self._branch("save") as branch:
             saved_sessions.save(self._engine, branch, self._identity, Path(path))
@@ -633,7 +634,7 @@ class Session(Labelled):
 
     def _layer_spec(self, layer: int) -> LayerSpec:
         if not is_integer(layer):
-            raise InvalidArgument(f"layer {layer!r}; an integer is needed, as in kv(0)")
+            raise InvalidArgument(field="layer", given=layer, allowed="an integer, as in kv(0)")
         return self._engine.runner.state.layer_spec(layer)
 
     def _catch_up(self, verb: str, length: int) -> None:

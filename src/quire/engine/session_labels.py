@@ -44,7 +44,7 @@ class Labelled:
 def checked_name(name: object) -> str | None:
     """The name of a session. ``InvalidArgument`` unless it is None or 1 to ``MAX_NAME`` printable characters."""
     if name is not None and not _is_text(name, MAX_NAME):
-        raise InvalidArgument(f"name must be 1 to {MAX_NAME} printable characters, got {_shown(name)}")
+        raise InvalidArgument(field="name", given=name, allowed=f"1 to {MAX_NAME} printable characters")
     return name  # type: ignore[return-value]
 
 
@@ -52,24 +52,18 @@ def checked_labels(labels: object) -> Mapping[str, str]:
     """A copy of the labels of a session that nobody can write to. ``InvalidArgument`` unless they are strings by strings, and
     within the limits; a name holds no "=", which ends it where labels are searched for."""
     if not isinstance(labels, Mapping):
-        raise InvalidArgument(f"labels must be a mapping of strings, got {type(labels).__name__}")
+        raise InvalidArgument(field="labels", given=labels, allowed="a mapping of strings")
     if len(labels) > MAX_LABELS:
-        raise InvalidArgument(f"labels has {len(labels)} entries; at most {MAX_LABELS} are kept")
+        raise InvalidArgument(f"labels has {len(labels)} entries; at most {MAX_LABELS} are kept", field="labels")
     for name, value in labels.items():
         if not _is_text(name, MAX_LABEL_NAME) or "=" in name:
-            raise InvalidArgument(
-                f'labels: each name must be 1 to {MAX_LABEL_NAME} printable characters without "=", got {_shown(name)}'
-            )
+            allowed = f'each name must be 1 to {MAX_LABEL_NAME} printable characters without "="'
+            raise InvalidArgument(f"labels: {allowed}, got {name!r:.60}", field="labels")
         if value != "" and not _is_text(value, MAX_LABEL_VALUE):
-            raise InvalidArgument(
-                f"labels: the value of {name!r} must be at most {MAX_LABEL_VALUE} printable characters, got {_shown(value)}"
-            )
+            allowed = f"at most {MAX_LABEL_VALUE} printable characters"
+            raise InvalidArgument(field=f"labels.{name}", given=value, allowed=allowed)
     return MappingProxyType(dict(labels))
 
 
 def _is_text(value: object, most: int) -> bool:
     return isinstance(value, str) and 0 < len(value) <= most and value.isprintable()
-
-
-def _shown(value: object) -> str:
-    return f"{value[:40]!r} ({len(value)} characters)" if isinstance(value, str) else f"{value!r:.40}"

@@ -23,6 +23,7 @@ from quire.engine import long_texts
 from quire.engine.text_bounds import longest_token
 from quire.engine.token_bytes import TokenBytes, join_pieces
 from quire.errors import CheckpointError, InvalidArgument, NotFound
+from quire.signatures import require_text
 
 _logger = logging.getLogger(__name__)
 
@@ -173,16 +174,8 @@ class Tokenizer:
         One long text at a time is tokenised, in whichever thread. ``InvalidArgument`` if ``text`` is no text, or holds half a
         surrogate pair, which UTF-8 cannot express.
         """
-        if not isinstance(text, str):
-            raise InvalidArgument(f"text must be a str, got {type(text).__name__}")
-        try:
-            size = len(text.encode())
-        except UnicodeEncodeError as error:
-            raise InvalidArgument(
-                f"text must be valid Unicode, got a lone surrogate U+{ord(text[error.start]):04X} at index {error.start}"
-            ) from error
         # The call for batches lets other Python threads run meanwhile, the one for single texts does not.
-        with long_texts.turn(size):
+        with long_texts.turn(len(require_text("text", text))):
             found: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
             return found
 

@@ -58,10 +58,10 @@ def resolve_cache(pool: CachePool, given: object) -> tuple[KVCache, tuple[int, .
     ``InvalidArgument``: foreign or stale. ``NotFound``: released. ``FailedPrecondition``: a node of a tree.
     """
     if not isinstance(given, Handle | KVCache):
-        raise InvalidArgument(f"kv_cache must be a handle or a KV cache of this executor; got {type(given).__name__}")
+        raise InvalidArgument(field="kv_cache", given=given, allowed="a handle or a KV cache of this executor")
     cache = given.cache if isinstance(given, Handle) else given
     if cache.pool is not pool:
-        raise InvalidArgument(f"KV cache {cache.cache_id} belongs to another executor; use serialize and load")
+        raise InvalidArgument(f"KV cache {cache.cache_id} is of another executor; serialize and load", field="kv_cache")
     if isinstance(given, Handle):
         given.require_committed()
         return cache, given.lengths
@@ -122,7 +122,7 @@ def require_adapter(pool: CachePool, adapter: int | None) -> None:
     if adapter is None:
         return
     if pool.adapter_refusal:
-        raise Unsupported(f"adapter {adapter}: {pool.adapter_refusal}")
+        raise Unsupported(f"adapter {adapter}: {pool.adapter_refusal}", field="adapter", given=adapter)
     pool.runner.adapters.check([adapter])
 
 
@@ -141,7 +141,8 @@ def require_distinct(requests: Sequence[Request], verb: str) -> None:
         if first != index:
             raise InvalidArgument(
                 f"{verb}: items {first} and {index} continue the same cache {request.cache.cache_id}; "
-                "give each cache once, or clone_handle"
+                "give each cache once, or clone_handle",
+                field="kv_cache",
             )
 
 
@@ -151,8 +152,7 @@ def naming_item(verb: str, index: int) -> Iterator[None]:
     try:
         yield
     except QuireError as error:
-        if error.args:
-            error.args = (f"{verb} item {index}: {error.args[0]}", *error.args[1:])
+        error.about(f"{verb} item {index}")
         raise
 
 
@@ -169,7 +169,7 @@ def weights_refusal(pool: CachePool) -> str:
 def asked_of(pool: CachePool, given: PrefillInput | DecodeInput) -> WantedOutputs:
     """What it asks for besides logits. ``Unsupported`` for weights that there are not."""
     if given.output_attentions and (reason := weights_refusal(pool)):
-        raise Unsupported(f"attention weights: {reason}")
+        raise Unsupported(f"attention weights: {reason}", field="output_attentions")
     return WantedOutputs(hidden_states=given.output_hidden_states, attention_weights=given.output_attentions)
 
 
@@ -185,16 +185,16 @@ def union(asked: Iterable[WantedOutputs]) -> WantedOutputs:
 def tree_of(parents: Sequence[int], count: int, what: str) -> tuple[int, ...]:
     """``parents`` of ``count`` nodes, each below its own index; ``InvalidArgument`` for what is no tree."""
     if len(parents) != count:
-        raise InvalidArgument(f"{what} must be {count} parents, one for each token; got {list(parents)}")
+        raise InvalidArgument(field=what, given=list(parents), allowed=f"{count} parents, one for each token")
     for node, parent in enumerate(parents):
         if not -1 <= parent < node:
-            raise InvalidArgument(f"{what}: node {node} has parent {parent}; -1 <= parent < {node} is needed")
+            raise InvalidArgument(field=f"{what}.{node}", given=parent, allowed=f"in -1..{node - 1}")
     return tuple(parents)
 
 
 def _require_rows(found: int, starts: Sequence[int]) -> None:
     if found != len(starts):
-        raise InvalidArgument(f"input_ids have {found} rows, and the KV cache has {len(starts)}")
+        raise InvalidArgument(f"input_ids have {found} rows, and the KV cache has {len(starts)}", field="input_ids")
 
 
 def given_positions(
@@ -216,5 +216,6 @@ def given_positions(
         return tuple(rows)
     for row, (start, given) in enumerate(zip(starts, rows, strict=True)):
         if not np.array_equal(given, np.arange(start, start + given.size)):
-            raise Unsupported(f"position_ids of row {row}, which must count from {start}: {pool.position_refusal}")
+            message = f"position_ids of row {row}, which must count from {start}: {pool.position_refusal}"
+            raise Unsupported(message, field="position_ids")
     return (None,) * len(starts)

@@ -142,9 +142,8 @@ def _check_local_model(config: ExecutorConfig, model: str) -> None:
 def check_length(config: ExecutorConfig, limit: int) -> None:
     """``InvalidArgument`` if sequences may become longer than the model's."""
     if config.max_sequence_length > limit:
-        raise InvalidArgument(
-            f"max_sequence_length must be an integer in [1, {limit}], the model's, got {config.max_sequence_length}"
-        )
+        allowed = f"an integer in [1, {limit}], the model's"
+        raise InvalidArgument(field="max_sequence_length", given=config.max_sequence_length, allowed=allowed)
 
 
 def check_heads(config: ExecutorConfig, specs: Sequence[KeyValueAttention | LatentAttention]) -> None:

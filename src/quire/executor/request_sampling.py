@@ -138,9 +138,8 @@ class ContractDrawer:
 
     def __init__(self, sampling: RequestSampling) -> None:
         if not callable(getattr(sampling, "probabilities", None)) or not callable(getattr(sampling, "uniform", None)):
-            raise InvalidArgument(
-                f"sampling must be SamplingParams or have probabilities() and uniform(); got {type(sampling).__name__}"
-            )
+            allowed = "SamplingParams or have probabilities() and uniform()"
+            raise InvalidArgument(field="sampling", given=sampling, allowed=allowed)
         self._sampling = sampling
         self._drawn: list[int] = []
 

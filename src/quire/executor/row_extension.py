@@ -141,4 +141,4 @@ def require_vocabulary(ids: Ids, vocab_size: int, what: str, *, placeholders: bo
     """``InvalidArgument`` if an id lies outside of 0..V-1. ``placeholders``: negative ones were checked already."""
     bad = ids[(ids >= vocab_size) | ((ids < 0) & (not placeholders))]
     if bad.size:
-        raise InvalidArgument(f"{what}: token id {int(bad[0])} is outside of 0..{vocab_size - 1}")
+        raise InvalidArgument(f"{what}: token id {int(bad[0])} is outside of 0..{vocab_size - 1}", field=what)

@@ -46,9 +46,8 @@ def check_draft_probabilities(probabilities: Tensor, drafts: Sequence[int], voca
     if not probabilities.is_floating_point():
         raise InvalidArgument(f"draft_probabilities must be a floating tensor [k, V]; got {probabilities.dtype}")
     if tuple(probabilities.shape) != shape:
-        raise InvalidArgument(
-            f"draft_probabilities must be {list(shape)}, a row per draft; got {list(probabilities.shape)}"
-        )
+        allowed = f"{list(shape)}, a row per draft"
+        raise InvalidArgument(field="draft_probabilities", given=probabilities, allowed=allowed)
     p_kV = probabilities.detach().to("cpu", torch.float64)
     # What a softmax in the given precision may miss 1 by: one rounding per term and per level of a pairwise sum.
     tolerance = torch.finfo(probabilities.dtype).eps * (4 + math.ceil(math.log2(vocab_size + 1)))

@@ -46,7 +46,7 @@ def checked_requests(
     pool: CachePool, inputs: Sequence[DecodeInput], parents: Sequence[int] | None
 ) -> tuple[list[Request], tuple[int, ...] | None]:
     """The inputs of ``forward_verify`` and their tree, checked completely; None: a chain."""
-    tree = None if parents is None else tree_of(parents, len(inputs), "forward_verify: parents")
+    tree = None if parents is None else tree_of(parents, len(inputs), "parents")
     requests = []
     for index, item in enumerate(inputs):
         with naming_item("forward_verify", index):

@@ -13,7 +13,7 @@ from pydantic import BaseModel, StrictStr
 from quire.errors import AlreadyExists, QuireError
 from quire.models.catalogue import ADAPTER_FILES, bundled_adapters
 from quire.server.context import Context
-from quire.server.errors import ApiError, api_error, hiding
+from quire.server.errors import ApiError, api_error, bad_field, hiding
 from quire.server.status import ModelCard, adapter_card
 
 router = APIRouter(tags=["adapters"])
@@ -48,9 +48,7 @@ async def load_adapter(request: Request, body: LoadAdapterRequest) -> ModelCard:
     context: Context = request.app.state.context
     name = body.lora_name
     if not name.strip() or not name.isprintable() or len(name) > MAX_NAME:
-        raise ApiError(
-            400, f"lora_name must be 1 to {MAX_NAME} printable characters, got {name[:40]!r}", param="lora_name"
-        )
+        raise bad_field("lora_name", f"lora_name must be 1 to {MAX_NAME} printable characters, got {name[:40]!r}")
     if name == context.model_name:
         raise api_error(AlreadyExists(f"{name!r} is the name of the base model; take another"), param="lora_name")
     path = await asyncio.to_thread(allowed_path, body.lora_path, context.settings.adapter_dir)

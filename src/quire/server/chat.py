@@ -17,8 +17,9 @@ from quire.engine.tokenizer import Tokenizer
 from quire.outputs import RequestOutput
 from quire.sampling_params import SamplingParams
 from quire.server.context import Context
-from quire.server.errors import ApiError
+from quire.server.errors import bad_field, naming
 from quire.server.generation import (
+    ARGUMENTS,
     Work,
     check,
     check_lists,
@@ -27,7 +28,6 @@ from quire.server.generation import (
     ending,
     grammar_of,
     in_texts,
-    naming,
     prepared,
     sampling_params,
 )
@@ -62,7 +62,7 @@ async def chat_completions(request: Request, body: ChatRequest) -> Response:
     _check_fields(body)
     tokenizer = context.llm.tokenizer
     if tokenizer is None:
-        raise ApiError(400, "a chat needs a tokenizer with a chat template, and this model has none", param="messages")
+        raise bad_field("messages", "a chat needs a tokenizer with a chat template, and this model has none")
     stream = bool(body.stream)
     tools = _Tools.of(body)
     params, fields = _params(context, body, tools)
@@ -100,20 +100,18 @@ async def chat_completions(request: Request, body: ChatRequest) -> Response:
 
 def _check_fields(body: ChatRequest) -> None:
     if body.top_logprobs is not None and not body.logprobs:
-        raise ApiError(400, "top_logprobs needs logprobs=true", param="top_logprobs")
+        raise bad_field("top_logprobs", "top_logprobs needs logprobs=true")
     if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
-        raise ApiError(
-            400,
+        raise bad_field(
+            "max_completion_tokens",
             f"max_tokens is {body.max_tokens} and max_completion_tokens {body.max_completion_tokens}, which are the same; "
             "give one of them",
-            param="max_completion_tokens",
         )
     for name in body.chat_template_kwargs or ():
         if name in OWN_VARIABLES:
-            raise ApiError(
-                400,
+            raise bad_field(
+                f"chat_template_kwargs.{name}",
                 f"chat_template_kwargs may not hold {name}; it is given by a field of the request, if at all",
-                param=f"chat_template_kwargs.{name}",
             )
 
 
@@ -127,9 +125,9 @@ def _check_session(body: ChatRequest) -> None:
     }
     for name, value in given.items():
         if value:
-            raise ApiError(400, f"{name} cannot be given with session_id; leave it out", param=name)
+            raise bad_field(name, f"{name} cannot be given with session_id; leave it out")
     if body.add_generation_prompt is False:
-        raise ApiError(400, "a session always answers; leave add_generation_prompt out", param="add_generation_prompt")
+        raise bad_field("add_generation_prompt", "a session always answers; leave add_generation_prompt out")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -148,23 +146,22 @@ class _Tools:
     def of(cls, body: ChatRequest) -> _Tools:
         choice: Any = body.tool_choice if body.tool_choice is not None else ("auto" if body.tools else "none")
         if choice not in ("none", "auto", "required") and not isinstance(choice, dict):
-            raise ApiError(
-                400,
+            raise bad_field(
+                "tool_choice",
                 'tool_choice must be "none", "auto", "required" or {"type": "function", "function": {"name": ...}}, '
                 f"got {choice!r:.80}",
-                param="tool_choice",
             )
         if not body.tools and choice != "none":
-            raise ApiError(400, "tool_choice needs tools; give some", param="tool_choice")
+            raise bad_field("tool_choice", "tool_choice needs tools; give some")
         tools = [tool.model_dump(exclude_unset=True) for tool in body.tools or ()]
         one_call = body.parallel_tool_calls is False
         if not tools:
             return cls(given=None, forced=None, schema=None, one_call=False)
-        with naming(None, "tools"):
+        with naming({}, "tools"):
             schema = schema_for(tools, "required")  # also says what is wrong with them
         forced = None if choice in ("none", "auto") else choice
         if isinstance(forced, dict):
-            with naming(None, "tool_choice"):
+            with naming({}, "tool_choice"):
                 schema = schema_for(tools, forced)
         elif one_call:
             schema |= {"maxItems": 1}
@@ -183,10 +180,8 @@ def _params(context: Context, body: ChatRequest, tools: _Tools) -> tuple[Samplin
     defaults = context.llm.default_params
     grammar, source = grammar_of(body)
     if grammar is not None and tools.given is not None:
-        raise ApiError(
-            400,
-            f'{source} and tools both say what the text must be; give one of them, or tool_choice="none"',
-            param=source,
+        raise bad_field(
+            source, f'{source} and tools both say what the text must be; give one of them, or tool_choice="none"'
         )
     if tools.schema is not None:
         grammar, source = {"json": tools.schema}, "tools"
@@ -198,6 +193,7 @@ def _params(context: Context, body: ChatRequest, tools: _Tools) -> tuple[Samplin
         # Unless the model's generation_config.json says otherwise, an answer may fill the context.
         max_tokens = defaults.max_tokens if defaults.max_tokens != SamplingParams().max_tokens else None
     fields = {
+        **ARGUMENTS,
         "structured_outputs": source,
         "prompt": "messages",
         "logprobs": "top_logprobs",
@@ -221,7 +217,7 @@ class _Rendered:
 
 
 def _rendered(context: Context, body: ChatRequest, tokenizer: Tokenizer, tools: _Tools) -> _Rendered:
-    with naming(None, "messages"):
+    with naming({}, "messages"):
         template = select_template(tokenizer.chat_templates, with_tools=tools.given is not None)
         variables: dict[str, Any] = {**tokenizer.special_tokens, **(body.chat_template_kwargs or {})}
         if body.reasoning_effort is not None:
@@ -280,11 +276,10 @@ def _message_format(
     elif tools.given is None:
         calls = None if own is None or params.grammar is not None else own.without_calls
     elif own is None:
-        raise ApiError(
-            400,
+        raise bad_field(
+            "tools",
             "it is not known how this model writes tool calls, so it cannot choose to make them; "
             'tool_choice "required", a named function and "none" work, and the server can be told with --tool-call-parser',
-            param="tools",
         )
     # A text of a given form has no place for reasoning.
     reasoning = None if params.grammar is not None else reasoning_for(config, template)

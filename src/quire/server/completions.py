@@ -16,8 +16,9 @@ from quire.engine.tokenizer import Tokenizer
 from quire.outputs import RequestOutput
 from quire.sampling_params import SamplingParams
 from quire.server.context import Context
-from quire.server.errors import ApiError
+from quire.server.errors import bad_field, naming
 from quire.server.generation import (
+    ARGUMENTS,
     Work,
     check,
     check_lists,
@@ -26,7 +27,6 @@ from quire.server.generation import (
     ending,
     grammar_of,
     in_texts,
-    naming,
     prepared,
     sampling_params,
 )
@@ -46,7 +46,7 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
     context: Context = request.app.state.context
     refuse_unsupported(body)
     if body.echo and context.llm.tokenizer is None:
-        raise ApiError(400, "echo needs a tokenizer, and this model has none", param="echo")
+        raise bad_field("echo", "echo needs a tokenizer, and this model has none")
     params, fields = _params(context, body)
     stream = bool(body.stream)
     if body.session_id is not None:
@@ -72,7 +72,7 @@ def _params(context: Context, body: CompletionRequest) -> tuple[SamplingParams, 
     check_lists(context, body)
     defaults = context.llm.default_params
     grammar, source = grammar_of(body)
-    fields = {"structured_outputs": source}
+    fields = {**ARGUMENTS, "structured_outputs": source}
     max_tokens = defaults.max_tokens if body.max_tokens is None else body.max_tokens
     if max_tokens == 0 and body.echo:
         max_tokens = 1  # so that there is something to run; it is not sent
@@ -87,15 +87,13 @@ def _params(context: Context, body: CompletionRequest) -> tuple[SamplingParams, 
 def _prompts(prompt: Any) -> list[str | list[int]]:
     """One prompt or many, as a list. ``ApiError`` 400 with the place of what is none of them."""
     if prompt is None:
-        raise ApiError(400, "prompt is missing: text, token ids, or a list of either is needed", param="prompt")
+        raise bad_field("prompt", "prompt is missing: text, token ids, or a list of either is needed")
     listed = [prompt] if isinstance(prompt, str) or (isinstance(prompt, list) and _are_ids(prompt)) else prompt
     if not isinstance(listed, list) or not listed:
-        raise ApiError(400, f"prompt must be text, token ids, or a list of either, got {prompt!r:.60}", param="prompt")
+        raise bad_field("prompt", f"prompt must be text, token ids, or a list of either, got {prompt!r:.60}")
     for number, item in enumerate(listed):
         if not isinstance(item, str) and not (isinstance(item, list) and _are_ids(item)):
-            raise ApiError(
-                400, f"prompt.{number} must be text or token ids, got {item!r:.60}", param=f"prompt.{number}"
-            )
+            raise bad_field(f"prompt.{number}", f"prompt.{number} must be text or token ids, got {item!r:.60}")
     return listed
 
 
@@ -106,12 +104,12 @@ def _are_ids(items: Sequence[Any]) -> bool:
 def _session_prompt(body: CompletionRequest) -> str | list[int] | None:
     for name in ("echo", "cache_salt"):
         if getattr(body, name):
-            raise ApiError(400, f"{name} cannot be given with session_id: {IN_SESSION}", param=name)
+            raise bad_field(name, f"{name} cannot be given with session_id: {IN_SESSION}")
     if body.prompt is None or body.prompt in ("", []):
         return None
     prompts = _prompts(body.prompt)
     if len(prompts) != 1:
-        raise ApiError(400, f"a session goes on with one prompt, got {len(prompts)}", param="prompt")
+        raise bad_field("prompt", f"a session goes on with one prompt, got {len(prompts)}")
     return prompts[0]
 
 

@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -104,15 +105,38 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
 
-def api_error(error: BaseException, *, param: str | None = None) -> ApiError:
-    """What a client is told about ``error``. The message of what is not meant for clients stays in the log."""
+def bad_field(param: str, message: str, *, code: str | None = None) -> ApiError:
+    """Return the answer to a body of which one field cannot be taken."""
+    return ApiError(400, message, param=param, code=code)
+
+
+def api_error(
+    error: BaseException, fields: Mapping[str, str] = MappingProxyType({}), *, param: str | None = None
+) -> ApiError:
+    """Return what a client is told about ``error``; what is not meant for clients stays in the log.
+
+    ``fields`` says which field of the body an argument comes from, ``param`` which one it is where
+    the error is about none of them.
+    """
     if isinstance(error, ApiError):
         return error
     for kind, status, code in STATUSES:
         if isinstance(error, kind):
             headers = {"Retry-After": str(RETRY_AFTER)} if status in (429, 503) else None
-            return ApiError(status, str(error), param=param, code=code, headers=headers)
+            field = (getattr(error, "field", None) or "").split(".")[0]
+            return ApiError(status, str(error), param=fields.get(field, param), code=code, headers=headers)
     return ApiError(500, "internal error", code="internal_error")
+
+
+@contextmanager
+def naming(
+    fields: Mapping[str, str], default: str | None = None, of: tuple[type[QuireError], ...] = (QuireError,)
+) -> Iterator[None]:
+    """Turn errors ``of`` these classes into answers about one of ``fields``, or ``default``."""
+    try:
+        yield
+    except of as error:
+        raise api_error(error, fields, param=default) from error
 
 
 @contextmanager

@@ -7,9 +7,8 @@ worker threads.
 from __future__ import annotations
 
 import asyncio
-import re
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Protocol, Self, TypeVar
 
@@ -24,7 +23,7 @@ from quire.errors import Cancelled, InvalidArgument, QuireError
 from quire.outputs import CompletionOutput, FinishReason, RequestOutput
 from quire.sampling_params import SamplingParams
 from quire.server.context import Context
-from quire.server.errors import ApiError, api_error
+from quire.server.errors import bad_field, naming
 from quire.server.events import unless_gone
 from quire.server.protocol import GenerationBody
 
@@ -57,8 +56,11 @@ PLAIN_FIELDS = (
 )
 """Fields of a body that are those of ``SamplingParams``."""
 
-NAMED = (*PLAIN_FIELDS, "max_tokens", "logprobs", "structured_outputs", "prompt", "cache_salt", "messages")
-_FIELD = re.compile(rf"\b({'|'.join(NAMED)})\b")
+ARGUMENTS: Mapping[str, str] = {
+    name: name
+    for name in (*PLAIN_FIELDS, "max_tokens", "logprobs", "structured_outputs", "prompt", "cache_salt", "messages")
+}
+"""The field of a body that each argument comes from, where no call has it from another one."""
 
 T = TypeVar("T")
 
@@ -71,18 +73,6 @@ class Source(Protocol):
     def __aiter__(self) -> Self: ...
     async def __anext__(self) -> SampleDelta: ...
     async def aclose(self) -> None: ...
-
-
-@contextmanager
-def naming(fields: Mapping[str, str] | None, default: str | None = None) -> Iterator[None]:
-    """Turns errors into answers about the field that their message names first, as ``fields`` say that the client calls it; without
-    ``fields``, where messages may begin with anything, about ``default``."""
-    try:
-        yield
-    except QuireError as error:
-        found = None if fields is None else _FIELD.search(str(error))
-        param = default if found is None or fields is None else fields.get(found[1], found[1])
-        raise api_error(error, param=param) from error
 
 
 # -- parameters ----------------------------------------------------------------------------------------------
@@ -107,17 +97,13 @@ def check_lists(context: Context, body: Lists) -> None:
         stop = [stop]
     characters = sum(len(text) for text in stop if isinstance(text, str)) if isinstance(stop, list) else 0
     if characters > MAX_STOP_CHARACTERS:
-        raise ApiError(
-            400, f"stop has {characters} characters; at most {MAX_STOP_CHARACTERS} are looked for", param="stop"
-        )
+        raise bad_field("stop", f"stop has {characters} characters; at most {MAX_STOP_CHARACTERS} are looked for")
     for name, items in (("stop_token_ids", body.stop_token_ids), ("logit_bias", body.logit_bias)):
         if items is not None and len(items) > size:
-            raise ApiError(400, f"{name} has {len(items)} entries; the model has {size} tokens", param=name)
+            raise bad_field(name, f"{name} has {len(items)} entries; the model has {size} tokens")
     for key in body.logit_bias or ():
         if len(key) > MAX_DIGITS:
-            raise ApiError(
-                400, f"each key of logit_bias must be a token id, got {key[:MAX_DIGITS]!r}...", param="logit_bias"
-            )
+            raise bad_field("logit_bias", f"each key of logit_bias must be a token id, got {key[:MAX_DIGITS]!r}...")
 
 
 def sampling_params(
@@ -136,7 +122,7 @@ def sampling_params(
     with naming(fields):
         for name, count in (("logprobs", logprobs), ("prompt_logprobs", body.prompt_logprobs)):
             if count is not None and not 0 <= count <= MAX_LOGPROBS:
-                raise InvalidArgument(f"{name} must be an integer in [0, {MAX_LOGPROBS}], got {count}")
+                raise InvalidArgument(field=name, given=count, allowed=f"an integer in [0, {MAX_LOGPROBS}]")
         return defaults.replace(max_tokens=max_tokens, logprobs=logprobs, structured_outputs=grammar, **given)
 
 
@@ -151,15 +137,14 @@ def grammar_of(body: GenerationBody) -> tuple[Mapping[str, Any] | None, str]:
         wanted.append(({"json_object": True}, "response_format"))
     elif answer is not None and answer.type == "json_schema":
         if answer.json_schema is None or answer.json_schema.schema_ is None:
-            raise ApiError(
-                400,
+            raise bad_field(
+                "response_format.json_schema",
                 'response_format of type "json_schema" needs json_schema: {"name": ..., "schema": {...}}',
-                param="response_format.json_schema",
             )
         wanted.append(({"json": answer.json_schema.schema_}, "response_format"))
     if len(wanted) > 1:
-        raise ApiError(
-            400, "structured_outputs and response_format both give a form; give one of them", param="structured_outputs"
+        raise bad_field(
+            "structured_outputs", "structured_outputs and response_format both give a form; give one of them"
         )
     return wanted[0] if wanted else (None, "structured_outputs")
 
@@ -246,10 +231,9 @@ def check_number(context: Context, prompts: int, n: int) -> None:
     """One body may not ask for more than many of them may."""
     limit = context.settings.max_waiting
     if prompts * n > limit:
-        raise ApiError(
-            400,
+        raise bad_field(
+            "n" if n > 1 else "prompt",
             f"{prompts} prompts with n={n} are {prompts * n} generations; at most {limit} may be asked for at a time",
-            param="n" if n > 1 else "prompt",
         )
 
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, WithJsonSchema
 
-from quire.server.errors import ApiError
+from quire.server.errors import bad_field
 
 _TEXT = {"type": "string"}
 _IDS = {"type": "array", "items": {"type": "integer"}}
@@ -207,15 +207,14 @@ def refuse_unsupported(body: GenerationBody) -> None:
         # By type too: 1 is not True.
         if value is None or any(type(value) is type(other) and value == other for other in usual.get(name, harmless)):
             continue
-        raise ApiError(400, f"{name} is not supported: {advice}", param=name, code="unsupported_parameter")
+        raise bad_field(name, f"{name} is not supported: {advice}", code="unsupported_parameter")
     options = body.stream_options
     if options is not None:
         if not body.stream:
-            raise ApiError(400, "stream_options is for requests with stream=true", param="stream_options")
+            raise bad_field("stream_options", "stream_options is for requests with stream=true")
         if (options.model_extra or {}).get("include_obfuscation"):
-            raise ApiError(
-                400,
+            raise bad_field(
+                "stream_options.include_obfuscation",
                 "stream_options.include_obfuscation is not supported: leave it out",
-                param="stream_options.include_obfuscation",
                 code="unsupported_parameter",
             )

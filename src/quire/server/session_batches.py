@@ -18,10 +18,13 @@ from quire.async_llm import SampleDelta
 from quire.errors import QuireError
 from quire.outputs import RequestOutput
 from quire.server.context import Context
-from quire.server.errors import ApiError, api_error
+from quire.server.errors import ApiError, api_error, bad_field
 from quire.server.generation import Usage, deltas
-from quire.server.session_bodies import Answer, GenerateManyBody, SamplingBody, named_field
+from quire.server.session_bodies import Answer, GenerateManyBody, SamplingBody
 from quire.server.session_streams import ClientSessionStream, continue_completion
+
+FIELDS: Mapping[str, str] = {name: name for name in SamplingBody.model_fields}
+"""Errors about others, such as the prompt that a session is, are about the session."""
 
 FAILED: Mapping[str, Any] = {
     "text": "",
@@ -43,13 +46,11 @@ class SessionBatch:
         self._request_id = request_id
         limit = context.settings.max_sessions
         if len(body.ids) > limit:
-            raise ApiError(400, f"ids: {len(body.ids)} sessions; this server holds {limit} at most", param="ids")
+            raise bad_field("ids", f"ids: {len(body.ids)} sessions; this server holds {limit} at most")
         self._params = body.all_params(context.llm.default_params)
         if len(set(body.ids)) < len(body.ids):
             twice = Counter(body.ids).most_common(1)[0][0]
-            raise ApiError(
-                400, f"ids: {twice[:60]!r} is given twice; a session goes on in one way at a time", param="ids"
-            )
+            raise bad_field("ids", f"ids: {twice[:60]!r} is given twice; a session goes on in one way at a time")
         self.streams = [
             MemberStream(continue_completion(context, owner, name, params, model=body.model))
             for name, params in zip(body.ids, self._params, strict=True)
@@ -81,9 +82,8 @@ class SessionBatch:
         try:
             yield
         except (ApiError, QuireError) as error:
-            found = api_error(error)
-            field = found.param or named_field(found.message, SamplingBody.model_fields)
-            param = f"ids.{number}" if field in (None, "session_id") else field
+            found = api_error(error, FIELDS)
+            param = f"ids.{number}" if found.param in (None, "session_id") else found.param
             message = f"ids.{number}: {found.message}"
             raise ApiError(found.status, message, param=param, code=found.code, headers=found.headers) from error
 

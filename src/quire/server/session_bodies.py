@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field, WithJsonSchema
 
 from quire.async_llm import SampleDelta
 from quire.engine.tokenizer import Tokenizer
-from quire.errors import InvalidArgument
 from quire.outputs import Logprob
 from quire.sampling_params import SamplingParams
-from quire.server.errors import ApiError, api_error
-from quire.server.generation import MAX_LOGPROBS, Usage
+from quire.server.errors import ApiError, bad_field, naming
+from quire.server.generation import ARGUMENTS, MAX_LOGPROBS, Usage
 from quire.server.logprobs import Offsets, completion_logprobs
 from quire.server.protocol import Body, Stop, StreamOptions
 from quire.server.session_streams import ClientSessionStream
@@ -69,7 +68,7 @@ class TextBody(StrictBody):
         """``ApiError`` unless exactly one is given."""
         if (self.text is None) == (self.tokens is None):
             found = "neither" if self.text is None else "both"
-            raise ApiError(400, f"text or tokens is needed, one of them; got {found}", param="text")
+            raise bad_field("text", f"text or tokens is needed, one of them; got {found}")
         return self.text if self.text is not None else self.tokens or []
 
 
@@ -129,25 +128,20 @@ class SamplingBody(Body):
     def params(self, defaults: SamplingParams) -> SamplingParams:
         """``ApiError`` 400, with the field's name, for what is out of range or known and not there."""
         self._refuse_unsupported()
-        names = [field.name for field in dataclasses.fields(SamplingParams)]
+        names = (field.name for field in dataclasses.fields(SamplingParams))
         given = {name: value for name in names if (value := getattr(self, name, None)) is not None}
         if self.max_completion_tokens is not None:
             if self.max_tokens not in (None, self.max_completion_tokens):
-                raise ApiError(
-                    400,
+                raise bad_field(
+                    "max_completion_tokens",
                     f"max_tokens is {self.max_tokens} and max_completion_tokens {self.max_completion_tokens}; they are the same "
                     "thing, give one of them",
-                    param="max_completion_tokens",
                 )
             given["max_tokens"] = self.max_completion_tokens
         if self.logprobs is not None and self.logprobs > MAX_LOGPROBS:
-            raise ApiError(
-                400, f"logprobs must be an integer in [0, {MAX_LOGPROBS}], got {self.logprobs}", param="logprobs"
-            )
-        try:
+            raise bad_field("logprobs", f"logprobs must be an integer in [0, {MAX_LOGPROBS}], got {self.logprobs}")
+        with naming(ARGUMENTS):
             return defaults.replace(**given)
-        except InvalidArgument as error:
-            raise api_error(error, param=named_field(str(error), names)) from None
 
     def _refuse_unsupported(self) -> None:
         extra = self.model_extra or {}
@@ -155,11 +149,9 @@ class SamplingBody(Body):
             value = extra.get(name)
             if value is None or any(type(value) is type(one) and value == one for one in harmless):
                 continue
-            raise ApiError(
-                400, f"{name} is not supported in a session: {advice}", param=name, code="unsupported_parameter"
-            )
+            raise bad_field(name, f"{name} is not supported in a session: {advice}", code="unsupported_parameter")
         if unknown := sorted(extra.keys() - UNSUPPORTED.keys()):
-            raise ApiError(400, f"{unknown[0]}: there is no such field in this call", param=unknown[0])
+            raise bad_field(unknown[0], f"{unknown[0]}: there is no such field in this call")
 
 
 class ContinueBody(SamplingBody):
@@ -173,7 +165,7 @@ class ContinueBody(SamplingBody):
     def _refuse_unsupported(self) -> None:
         super()._refuse_unsupported()
         if self.stream_options is not None and not self.stream:
-            raise ApiError(400, "stream_options is for requests with stream=true", param="stream_options")
+            raise bad_field("stream_options", "stream_options is for requests with stream=true")
 
 
 class GenerateBody(ContinueBody):
@@ -199,9 +191,7 @@ class GenerateManyBody(ContinueBody):
         if self.each is None:
             return [common] * len(self.ids)
         if len(self.each) != len(self.ids):
-            raise ApiError(
-                400, f"each has {len(self.each)} entries for {len(self.ids)} ids; give one for each", param="each"
-            )
+            raise bad_field("each", f"each has {len(self.each)} entries for {len(self.ids)} ids; give one for each")
         found = []
         for number, one in enumerate(self.each):
             try:
@@ -237,18 +227,9 @@ def labels_of(texts: Sequence[str] | None) -> dict[str, str]:
     for text in texts or ():
         name, equals, value = text.partition("=")
         if not equals or name in labels:
-            raise ApiError(
-                400, f"each label must be name=value, of a name of its own; got {text[:80]!r}", param="label"
-            )
+            raise bad_field("label", f"each label must be name=value, of a name of its own; got {text[:80]!r}")
         labels[name] = value
     return labels
-
-
-def named_field(message: str, names: Iterable[str]) -> str | None:
-    """The field that an error message begins with, if it does."""
-    words = message.replace("each token id in ", "").replace("each key of ", "").split()
-    name = words[0].split(".")[0].split("[")[0].rstrip(":") if words else ""
-    return name if name in names else None
 
 
 class Answer:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
@@ -20,7 +20,7 @@ from quire.engine.session_labels import checked_labels, checked_name
 from quire.errors import FailedPrecondition, InvalidArgument, Unsupported
 from quire.sampling_params import SamplingParams
 from quire.server.context import Context
-from quire.server.errors import ApiError, api_error
+from quire.server.errors import ApiError, bad_field, naming
 from quire.server.events import EventStream, JsonAnswer, unless_gone
 from quire.server.generation import added, check_lists, encoded
 from quire.server.logprobs import finite
@@ -37,7 +37,6 @@ from quire.server.session_bodies import (
     Seconds,
     TextBody,
     labels_of,
-    named_field,
 )
 from quire.server.session_files import receive_session, saved_session
 from quire.server.session_streams import ClientSessionStream, continue_completion
@@ -50,8 +49,8 @@ SHARES = (0.0, 0.25, 0.5, 0.75)
 MAX_POSITIONS = 64
 """Positions that a request may name."""
 
-FIELDS = frozenset({*CreateBody.model_fields, *GenerateBody.model_fields})
-"""What messages of errors may begin with."""
+FIELDS = {name: name for name in (*CreateBody.model_fields, *GenerateBody.model_fields) if name != "prompt"}
+"""What errors may be about beside a prompt, which has other names here: text, tokens, messages."""
 
 RewindTo = Annotated[list[int] | None, Query(description="Positions of which the cost of a rewind is told.")]
 Ttl = Annotated[Seconds | None, Query(description="Seconds without use after which the session is closed.")]
@@ -65,7 +64,7 @@ async def create(body: CreateBody, request: Request) -> Response:
     """Make a session: empty, of a prompt, or of the first messages of a chat."""
     context = _context(request)
     if body.prompt is not None and body.messages is not None:
-        raise ApiError(400, "prompt and messages are both given; give one of them", param="messages")
+        raise bad_field("messages", "prompt and messages are both given; give one of them")
     adapter, owner = context.adapter_of(body.model), _owner(request)
     context.sessions.lifetime(body.ttl, pinned=body.pin)
     with context.sessions.room(owner):
@@ -133,9 +132,7 @@ async def overview(
     """Summaries of all sessions of this API key, the oldest first."""
     context = _context(request)
     if tokens:
-        raise ApiError(
-            400, "a list has no tokens and texts; GET /v1/sessions/{id} has those of one session", param="tokens"
-        )
+        raise bad_field("tokens", "a list has no tokens and texts; GET /v1/sessions/{id} has those of one session")
     held = context.sessions.of(_owner(request))
     if after is not None:
         mark = context.sessions.get(_owner(request), after)
@@ -209,9 +206,7 @@ async def describe(session_id: str, request: Request, rewind_to: RewindTo = None
     context = _context(request)
     held = context.sessions.get(_owner(request), session_id)
     if rewind_to is not None and len(rewind_to) > MAX_POSITIONS:
-        raise ApiError(
-            400, f"rewind_to names {len(rewind_to)} positions; at most {MAX_POSITIONS} are told", param="rewind_to"
-        )
+        raise bad_field("rewind_to", f"rewind_to names {len(rewind_to)} positions; at most {MAX_POSITIONS} are told")
     with _about("rewind_to"):
         found = await _described(context, held, rewind_to, tokens)
     if found is None:
@@ -374,7 +369,7 @@ async def rewind(session_id: str, body: RewindBody, request: Request) -> Respons
     """Go back. ``replayed``: tokens that must be run again before new ones can be."""
     if (body.to is None) == (body.n is None):
         found = "neither" if body.to is None else "both"
-        raise ApiError(400, f"to or n is needed, one of them; got {found}", param="to")
+        raise bad_field("to", f"to or n is needed, one of them; got {found}")
     with _used(request, session_id, "rewind") as session, _about("n" if body.to is None else "to"):
         replayed = await session.rewind(body.to, body.n)
         return JsonAnswer({"id": session_id, "num_tokens": len(session), "replayed": replayed})
@@ -426,10 +421,6 @@ def _used(request: Request, session_id: str, verb: str) -> Iterator[AsyncSession
         yield held.session
 
 
-@contextmanager
-def _about(param: str | None) -> Iterator[None]:
-    """Refused arguments are those of this field, unless the message begins with another one."""
-    try:
-        yield
-    except (InvalidArgument, Unsupported) as error:
-        raise api_error(error, param=named_field(str(error), FIELDS) or param) from None
+def _about(param: str | None) -> AbstractContextManager[None]:
+    """Refused arguments are those of this field, unless the error is about another one."""
+    return naming(FIELDS, param, (InvalidArgument, Unsupported))

@@ -17,7 +17,7 @@ from quire.finalizers import unless_exiting
 from quire.outputs import RequestOutput
 from quire.sampling_params import SamplingParams
 from quire.server.context import Context
-from quire.server.errors import ApiError, api_error
+from quire.server.errors import api_error, bad_field
 from quire.server.generation import added
 from quire.server.sessions import HeldSession
 
@@ -62,7 +62,7 @@ class ClientSessionStream(AsyncIterator[SampleDelta]):
         model: str | None,
     ) -> None:
         if prompt is not None and messages is not None:
-            raise ApiError(400, "prompt and messages are both given; give one of them", param="messages")
+            raise bad_field("messages", "prompt and messages are both given; give one of them")
         self.session_id = session_id
         self._context = context
         self._owner = owner
@@ -181,9 +181,8 @@ class ClientSessionStream(AsyncIterator[SampleDelta]):
 def check_model(context: Context, session: AsyncSession, model: str | None) -> None:
     """``ApiError`` 400 if a request names another model than that under which the session goes on."""
     if model is not None and context.adapter_of(model) != session.adapter:
-        raise ApiError(
-            400,
+        raise bad_field(
+            "model",
             f"the session goes on under {session.adapter or context.model_name!r}, not under {model[:60]!r}; leave model out or "
             "change the session with POST /v1/sessions/{id}/adapter",
-            param="model",
         )

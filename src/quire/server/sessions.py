@@ -20,7 +20,7 @@ from typing import Any
 from quire.async_llm import AsyncSession
 from quire.engine.sequence_request import PinAccount
 from quire.errors import FailedPrecondition, NotFound
-from quire.server.errors import RETRY_AFTER, ApiError
+from quire.server.errors import RETRY_AFTER, ApiError, bad_field
 from quire.server.settings import ServerSettings
 
 logger = logging.getLogger("quire.server")
@@ -79,9 +79,7 @@ class Sessions:
         limit, each = self._settings.max_sessions, self._settings.sessions_per_key
         whose = " for an API key" if owner else ""
         if count > each:
-            raise ApiError(
-                400, f"n={count}; this server holds {each} sessions at most{whose}", param="n", code="session_limit"
-            )
+            raise bad_field("n", f"n={count}; this server holds {each} sessions at most{whose}", code="session_limit")
         more = f"{count} more session{'s' if count > 1 else ''} would be more than the"
         own = [held for held in self._held.values() if held.owner == owner]
         if len(own) + self._reserved[owner] + count > each:
@@ -111,7 +109,7 @@ class Sessions:
             return self._settings.session_ttl if ttl is None else ttl
         most = self._settings.pinned_ttl
         if ttl is not None and ttl > most:
-            raise ApiError(400, f"ttl must be at most {most:g} seconds for a pinned session, got {ttl:g}", param="ttl")
+            raise bad_field("ttl", f"ttl must be at most {most:g} seconds for a pinned session, got {ttl:g}")
         return most if ttl is None else ttl
 
     def create(self, owner: str, session: AsyncSession, *, parent: str | None = None, ttl: float) -> str:

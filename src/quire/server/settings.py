@@ -8,9 +8,10 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from quire.config import parse_bytes
+from quire.config import check_int, check_real, parse_bytes
 from quire.errors import InvalidArgument
 from quire.server import harmony, tools
+from quire.signatures import require_bool
 
 PARSERS = (*tools.NAMES, *harmony.NAMES)
 """What ``tool_call_parser`` may be."""
@@ -88,42 +89,43 @@ class ServerSettings:
 
     def __post_init__(self) -> None:
         if not isinstance(self.host, str) or not self.host.strip():
-            raise InvalidArgument(f"host must be an address or a name, got {self.host!r}")
-        _check_int("port", self.port, 0, 65535)
+            raise InvalidArgument(field="host", given=self.host, allowed="an address or a name")
+        check_int("port", self.port, 0, 65535)
         for listed in ("api_key", "allowed_origin", "adapter_dir"):
             _set_tuple(self, listed)
         for key in self.api_key:
             # The key itself is not repeated: error messages end up in logs.
             if not isinstance(key, str) or not _KEY.fullmatch(key):
-                raise InvalidArgument("api_key must be visible ASCII characters without spaces, at least one")
+                raise InvalidArgument(
+                    "api_key must be visible ASCII, at least one character, no space", field="api_key"
+                )
         name = self.served_model_name
         if name is not None and (not isinstance(name, str) or not name.strip() or not name.isprintable()):
-            raise InvalidArgument(f"served_model_name must be printable text, not empty, got {name!r}")
+            raise InvalidArgument(field="served_model_name", given=name, allowed="printable text, not empty")
         if self.tool_call_parser is not None and self.tool_call_parser not in PARSERS:
-            raise InvalidArgument(
-                f"tool_call_parser must be one of {', '.join(PARSERS)}, got {self.tool_call_parser!r}"
-            )
+            allowed = f"one of {', '.join(PARSERS)}"
+            raise InvalidArgument(field="tool_call_parser", given=self.tool_call_parser, allowed=allowed)
         for origin in self.allowed_origin:
             if not isinstance(origin, str) or not _ORIGIN.fullmatch(origin):
-                raise InvalidArgument(f"allowed_origin must be * or like https://host:port, got {origin!r}")
+                raise InvalidArgument(field="allowed_origin", given=origin, allowed="* or like https://host:port")
         for folder in self.adapter_dir:
             if not isinstance(folder, (str, Path)) or not os.path.isdir(folder):
-                raise InvalidArgument(f"adapter_dir must be a directory, got {str(folder)!r}")
+                raise InvalidArgument(field="adapter_dir", given=str(folder), allowed="a directory")
         object.__setattr__(self, "adapter_dir", tuple(map(Path, self.adapter_dir)))
         for limit in ("max_body_bytes", "max_upload_bytes", "max_stored_bytes", "max_stored_bytes_per_key"):
             if limit.endswith("_per_key") and getattr(self, limit) is None:
                 continue
             size = parse_bytes(getattr(self, limit), name=limit)
-            _check_int(limit, size, 1)
+            check_int(limit, size, 1)
             object.__setattr__(self, limit, size)
         for count in ("max_waiting", "max_sessions"):
-            _check_int(count, getattr(self, count), 1)
+            check_int(count, getattr(self, count), 1)
         for share in ("max_pinned_share", "max_pinned_share_per_key"):
-            _check_share(share, getattr(self, share))
+            if getattr(self, share) is not None or not share.endswith("_per_key"):
+                check_real(share, getattr(self, share), above=0, up_to=1)
         if self.max_sessions_per_key is not None:
-            _check_int("max_sessions_per_key", self.max_sessions_per_key, 1)
-        if not isinstance(self.share_prefix_cache, bool):
-            raise InvalidArgument(f"share_prefix_cache must be true or false, got {self.share_prefix_cache!r}")
+            check_int("max_sessions_per_key", self.max_sessions_per_key, 1)
+        require_bool("share_prefix_cache", self.share_prefix_cache)
         _check_seconds("session_ttl", self.session_ttl, positive=True)
         _check_seconds("pinned_ttl", self.pinned_ttl, positive=True)
         _check_seconds("upload_seconds", self.upload_seconds, positive=True)
@@ -171,24 +173,11 @@ class ServerSettings:
 def _set_tuple(settings: ServerSettings, name: str) -> None:
     value = getattr(settings, name)
     if not isinstance(value, (list, tuple)):
-        raise InvalidArgument(f"{name} must be a list, got {type(value).__name__}")
+        raise InvalidArgument(f"{name} must be a list, got {type(value).__name__}", field=name)
     object.__setattr__(settings, name, tuple(value))
-
-
-def _check_int(name: str, value: object, least: int, most: int | None = None) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least or (most is not None and value > most):
-        accepted = f"an integer >= {least}" if most is None else f"an integer in [{least}, {most}]"
-        raise InvalidArgument(f"{name} must be {accepted}, got {value!r}")
-
-
-def _check_share(name: str, value: object) -> None:
-    if value is None and name.endswith("_per_key"):
-        return
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1:
-        raise InvalidArgument(f"{name} must be a number in (0, 1], got {value!r}")
 
 
 def _check_seconds(name: str, value: object, *, positive: bool) -> None:
     good = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     if not good or value < 0 or (positive and value == 0):  # type: ignore[operator]
-        raise InvalidArgument(f"{name} must be a finite number {'>' if positive else '>='} 0, got {value!r}")
+        raise InvalidArgument(field=name, given=value, allowed=f"a finite number {'>' if positive else '>='} 0")

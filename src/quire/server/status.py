@@ -15,7 +15,7 @@ from quire.async_llm import AsyncLLM
 from quire.engine.named_adapters import AdapterInfo
 from quire.errors import QuireError
 from quire.server.context import Context, public_name
-from quire.server.errors import ApiError
+from quire.server.errors import ApiError, bad_field
 from quire.server.metrics_text import CONTENT_TYPE, metrics_text
 
 router = APIRouter()
@@ -121,10 +121,9 @@ async def model(request: Request, model: str) -> ModelCard:
 @router.post("/v1/embeddings", tags=["models"], responses={200: {"description": "Never."}})
 async def embeddings(body: EmbeddingRequest) -> None:
     """Refused: the models that run here generate text."""
-    raise ApiError(
-        400,
+    raise bad_field(
+        "model",
         "embeddings: no model that this server can run has them; /v1/completions and /v1/chat/completions generate text",
-        param="model",
         code="unsupported",
     )
 

@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field, StrictBool, StrictInt, StrictStr
 from quire.engine.chat_rendering import encode_chat
 from quire.engine.tokenizer import Tokenizer
 from quire.server.context import Context
-from quire.server.errors import ApiError
+from quire.server.errors import bad_field
 from quire.server.generation import in_texts
 
 router = APIRouter(tags=["tokens"])
@@ -64,20 +64,16 @@ async def tokenize(request: Request, body: TokenizeRequest) -> TokenizeResponse:
     tokenizer = _tokenizer(context)
     if (body.prompt is None) == (body.messages is None):
         given = "neither" if body.prompt is None else "both"
-        raise ApiError(400, f"either prompt or messages must be given, got {given}", param="prompt")
+        raise bad_field("prompt", f"either prompt or messages must be given, got {given}")
     if body.continue_final_message:
-        raise ApiError(
-            400,
+        raise bad_field(
+            "continue_final_message",
             "continue_final_message is not supported; render the messages yourself and send a prompt",
-            param="continue_final_message",
             code="unsupported",
         )
     if body.chat_template is not None:
-        raise ApiError(
-            400,
-            "chat_template is not taken from requests; the model's is used",
-            param="chat_template",
-            code="unsupported",
+        raise bad_field(
+            "chat_template", "chat_template is not taken from requests; the model's is used", code="unsupported"
         )
     checks = context.llm.engine.checks
     checks.text(body.prompt)
@@ -100,10 +96,9 @@ async def detokenize(request: Request, body: DetokenizeRequest) -> DetokenizeRes
     tokenizer = _tokenizer(context)
     for index, token in enumerate(body.tokens):
         if token >= tokenizer.vocab_size:
-            raise ApiError(
-                400,
+            raise bad_field(
+                f"tokens.{index}",
                 f"tokens[{index}] is {token}; ids must be in [0, {tokenizer.vocab_size})",
-                param=f"tokens.{index}",
                 code="invalid_argument",
             )
     text = await asyncio.to_thread(tokenizer.decode, body.tokens, skip_special_tokens=False)
@@ -113,7 +108,7 @@ async def detokenize(request: Request, body: DetokenizeRequest) -> DetokenizeRes
 def _tokenizer(context: Context) -> Tokenizer:
     tokenizer = context.llm.tokenizer
     if tokenizer is None:
-        raise ApiError(400, "this model has no tokenizer; it takes token ids", param="model", code="unsupported")
+        raise bad_field("model", "this model has no tokenizer; it takes token ids", code="unsupported")
     return tokenizer
 
 
@@ -125,16 +120,14 @@ def _encode(tokenizer: Tokenizer, body: TokenizeRequest, max_bytes: int | None) 
     reserved.add("max_bytes")
     for name in body.chat_template_kwargs or {}:
         if name in reserved:
-            raise ApiError(
-                400,
+            raise bad_field(
+                f"chat_template_kwargs.{name}",
                 f"chat_template_kwargs must not have {name!r}; that is a field of its own",
-                param=f"chat_template_kwargs.{name}",
             )
     if body.add_special_tokens:
-        raise ApiError(
-            400,
+        raise bad_field(
+            "add_special_tokens",
             "add_special_tokens must be false for messages; the chat template spells its special tokens",
-            param="add_special_tokens",
             code="unsupported",
         )
     return encode_chat(

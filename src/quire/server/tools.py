@@ -309,11 +309,10 @@ def _chosen(choice: str | Mapping[str, Any], functions: Mapping[str, Any] | None
     function = choice.get("function") if isinstance(choice, Mapping) and choice.get("type") == "function" else None
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(name, str):
-        raise InvalidArgument(
-            f'tool_choice is {choice!r}; expected "required" or {{"type": "function", "function": {{"name": ...}}}}'
-        )
+        allowed = '"required" or {"type": "function", "function": {"name": ...}}'
+        raise InvalidArgument(field="tool_choice", given=choice, allowed=allowed)
     if functions is not None and name not in functions:
-        raise InvalidArgument(f"tool_choice names {name!r}; the tools are {', '.join(functions)}")
+        raise InvalidArgument(f"tool_choice names {name!r}; the tools are {', '.join(functions)}", field="tool_choice")
     return name
 
 
@@ -323,25 +322,23 @@ def _functions(tools: Tools) -> dict[str, dict[str, Any]]:
     for index, tool in enumerate(tools):
         function = tool.get("function") if isinstance(tool, Mapping) and tool.get("type") == "function" else None
         if not isinstance(function, Mapping):
-            raise InvalidArgument(f'tools[{index}] is {tool!r}; expected {{"type": "function", "function": {{...}}}}')
+            allowed = '{"type": "function", "function": {...}}'
+            raise InvalidArgument(field=f"tools.{index}", given=tool, allowed=allowed)
         name, schema = function.get("name"), function.get("parameters")
         if not isinstance(name, str) or not _NAME.fullmatch(name):
-            raise InvalidArgument(
-                f"tools[{index}].function.name is {name!r}; expected 1 to 64 letters, digits, dots, dashes and underscores"
-            )
+            allowed = "1 to 64 letters, digits, dots, dashes and underscores"
+            raise InvalidArgument(field=f"tools.{index}.function.name", given=name, allowed=allowed)
         if name in functions:
-            raise InvalidArgument(
-                f"tools[{index}].function.name is {name!r}, as that of another tool; expected each once"
-            )
+            field = f"tools.{index}.function.name"
+            raise InvalidArgument(f"{field} is {name!r}, as that of another tool; expected each once", field=field)
         if schema is not None and not isinstance(schema, Mapping):
-            raise InvalidArgument(f"tools[{index}].function.parameters is {schema!r}; expected a JSON schema")
+            raise InvalidArgument(field=f"tools.{index}.function.parameters", given=schema, allowed="a JSON schema")
         if schema and schema.get("type", "object") != "object":
-            raise InvalidArgument(
-                f"tools[{index}].function.parameters has the type {schema['type']!r}; expected the schema of an object"
-            )
+            field = f"tools.{index}.function.parameters.type"
+            raise InvalidArgument(field=field, given=schema["type"], allowed="'object'")
         functions[name] = {"type": "object", **schema} if schema else {"type": "object", "properties": {}}
     if not functions:
-        raise InvalidArgument("tools is empty; expected at least one tool to call")
+        raise InvalidArgument("tools is empty; expected at least one tool to call", field="tools")
     return functions
 
 

@@ -1,0 +1,492 @@
+"""Which field an answer calls wrong (``param``), with status and code, for many bad bodies: whatever messages say.
+
+And that no module of the server decides anything by what a message says.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import quire.server
+
+from .conftest import Served
+
+LONG = "x " * 9000
+"""More tokens than the context has."""
+HUGE = LONG * 50
+"""More bytes than the tokens of the context can have."""
+MESSAGES = [{"role": "user", "content": "x"}]
+FUNCTION = {"type": "function", "function": {"name": "f"}}
+PLACES: dict[str, tuple[str, dict[str, Any]]] = {
+    "completion": ("/v1/completions", {"prompt": "x"}),
+    "chat": ("/v1/chat/completions", {"messages": MESSAGES}),
+    "completion in a session": ("/v1/completions", {"session_id": "ID"}),
+    "chat in a session": ("/v1/chat/completions", {"messages": MESSAGES, "session_id": "ID"}),
+    "session": ("/v1/sessions/ID/generate", {}),
+    "session with a prompt": ("/v1/sessions/ID/generate", {"prompt": "x"}),
+    "session with messages": ("/v1/sessions/ID/generate", {"messages": MESSAGES}),
+    "sessions": ("/v1/sessions/generate", {"ids": ["ID"]}),
+}
+
+EVERYWHERE: list[dict[str, Any]] = [
+    {"n": 0},
+    {"n": -3},
+    {"n": 2000},
+    {"n": "two"},
+    {"temperature": -1},
+    {"temperature": float("nan")},
+    {"temperature": "hot"},
+    {"top_p": 0},
+    {"top_p": 1.5},
+    {"top_k": -2},
+    {"min_p": 1.5},
+    {"seed": 2**65},
+    {"max_tokens": 0},
+    {"max_tokens": -1},
+    {"max_tokens": 10**6},
+    {"min_tokens": -1},
+    {"min_tokens": 9, "max_tokens": 4},
+    {"stop": ""},
+    {"stop": ["a", ""]},
+    {"stop": ["x"] * 300},
+    {"stop": "x" * 20000},
+    {"stop_token_ids": [-1]},
+    {"stop_token_ids": [5, 99999]},
+    {"presence_penalty": 3},
+    {"frequency_penalty": -3},
+    {"repetition_penalty": 0},
+    {"logit_bias": {"x": 1}},
+    {"logit_bias": {"-1": 1}},
+    {"logit_bias": {"5": 101}},
+    {"logit_bias": {"5": 1, "05": 1}},
+    {"logit_bias": {"99999": 1}},
+    {"logit_bias": {"1111111111111111111111111111111111111111": 1}},
+    {"logprobs": 21},
+    {"logprobs": -1},
+    {"prompt_logprobs": 21},
+    {"prompt_logprobs": -1},
+    {"ignore_eos": "yes"},
+    {"include_stop_str_in_output": 3},
+    {"skip_special_tokens": "no"},
+    {"structured_outputs": {}},
+    {"structured_outputs": {"json": "{"}},
+    {"structured_outputs": {"json": 3}},
+    {"structured_outputs": {"json": {"type": "prompt"}}},
+    {"structured_outputs": {"json_object": "yes"}},
+    {"structured_outputs": {"regex": "("}},
+    {"structured_outputs": {"regex": ""}},
+    {"structured_outputs": {"regex": 3}},
+    {"structured_outputs": {"regex": "prompt("}},
+    {"structured_outputs": {"regex": "[^\\x00-\\U0010ffff]"}},
+    {"structured_outputs": {"grammar": "start: ("}},
+    {"structured_outputs": {"grammar": "start: x[temperature=1]\nx[temperature=1]: /a/"}},
+    {"structured_outputs": {"grammar": "x" * 1000001}},
+    {"structured_outputs": {"choice": []}},
+    {"structured_outputs": {"choice": ["a", ""]}},
+    {"structured_outputs": {"choice": ["a", "\ud800"]}},
+    {"structured_outputs": {"choice": ["a"] * 10001}},
+    {"structured_outputs": {"choice": "abc"}},
+    {"structured_outputs": {"regex": "a", "json": {}}},
+    {"structured_outputs": {"messages": "x"}},
+    {"model": "another"},
+    {"model": 3},
+    {"cache_salt": 3},
+    {"best_of": 2},
+    {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}},
+    {"stream_options": {}},
+]
+"""Each is refused by the name of its first field."""
+OTHERS: dict[str, list[tuple[Any, Any]]] = {
+    "/v1/completions": [
+        ({}, (400, None, "prompt")),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": []}, (400, None, "prompt")),
+        ({"prompt": {}}, (400, None, "prompt")),
+        ({"prompt": 3}, (400, None, "prompt")),
+        ({"prompt": [1.5]}, (400, None, "prompt.0")),
+        ({"prompt": ["a", 1]}, (400, None, "prompt.1")),
+        ({"prompt": ["a", ""]}, "prompt.1"),
+        ({"prompt": [[1], [True]]}, (400, None, "prompt.1")),
+        ({"prompt": [99999]}, "prompt"),
+        ({"prompt": [[1], [-1]]}, "prompt.1"),
+        ({"prompt": [10**30]}, "prompt"),
+        ({"prompt": [2**40]}, "prompt"),
+        ({"prompt": "\ud800"}, "prompt"),
+        ({"prompt": ["a", "\ud800"]}, "prompt.1"),
+        ({"prompt": [5] * 4096}, "prompt"),
+        ({"prompt": [[5], [5] * 5000]}, "prompt.1"),
+        ({"prompt": LONG}, "prompt"),
+        ({"prompt": ["x", LONG]}, "prompt.1"),
+        ({"prompt": ["x", "y"], "max_tokens": 10**6}, "max_tokens"),
+        ({"prompt": ["x", "y"], "logit_bias": {"99999": 1}}, "logit_bias"),
+        ({"prompt": ["a"] * 2000}, (400, None, "prompt")),
+        ({"prompt": HUGE}, "prompt"),
+        ({"prompt": "x", "echo": True, "session_id": "ID"}, (400, None, "echo")),
+        ({"prompt": ["x", "y"], "session_id": "ID"}, (400, None, "prompt")),
+        ({"prompt": [10**9], "session_id": "ID"}, "session_id"),
+        ({"prompt": [10**30], "session_id": "ID"}, "session_id"),
+        ({"prompt": [-1], "session_id": "ID"}, "session_id"),
+        ({"prompt": "\ud800", "session_id": "ID"}, "session_id"),
+        ({"prompt": LONG, "session_id": "ID"}, "prompt"),
+        ({"prompt": [5] * 5000, "session_id": "ID"}, "prompt"),
+        ({"prompt": HUGE, "session_id": "ID"}, "session_id"),
+        ({"session_id": "session-unknown"}, (404, "not_found", "session_id")),
+        ({"session_id": "EMPTY"}, "prompt"),
+        ({"session_id": "BUSY"}, (409, "failed_precondition", "session_id")),
+        ({"prompt": "x", "session_id": "BUSY"}, (409, "failed_precondition", "session_id")),
+    ],
+    "/v1/chat/completions": [
+        ({}, "messages"),
+        ({"messages": []}, "messages"),
+        ({"messages": "x"}, "messages"),
+        ({"messages": ["x"]}, "messages.0"),
+        ({"messages": [{"content": "x"}]}, "messages"),
+        ({"messages": [{"role": "user"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": 3}]}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
+        ({"messages": [{"role": "user", "content": "\udc00"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": LONG}]}, "messages"),
+        ({"messages": [{"role": "user", "content": HUGE}]}, "messages"),
+        ({"messages": [{"role": "assistant", "tool_calls": 3}]}, "messages"),
+        (
+            {
+                "messages": [
+                    {"role": "assistant", "tool_calls": [{"function": {"name": "temperature", "arguments": "{"}}]}
+                ]
+            },
+            "messages",
+        ),
+        ({"messages": MESSAGES, "top_logprobs": 1}, (400, None, "top_logprobs")),
+        ({"messages": MESSAGES, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"messages": MESSAGES, "logprobs": True, "top_logprobs": -1}, "top_logprobs"),
+        ({"messages": MESSAGES, "max_completion_tokens": 3, "max_tokens": 4}, (400, None, "max_completion_tokens")),
+        ({"messages": MESSAGES, "tools": [{"type": "x"}]}, "tools.0.type"),
+        ({"messages": MESSAGES, "tools": [{"type": "function", "function": {"name": "no stop"}}]}, "tools"),
+        ({"messages": MESSAGES, "tools": [FUNCTION, FUNCTION], "tool_choice": "required"}, "tools"),
+        ({"messages": MESSAGES, "tools": [FUNCTION], "tool_choice": "x"}, (400, None, "tool_choice")),
+        (
+            {"messages": MESSAGES, "tools": [FUNCTION], "tool_choice": {"type": "function", "function": {"name": "g"}}},
+            "tool_choice",
+        ),
+        ({"messages": MESSAGES, "tool_choice": "required"}, (400, None, "tool_choice")),
+        (
+            {
+                "messages": MESSAGES,
+                "tools": [FUNCTION],
+                "tool_choice": "required",
+                "structured_outputs": {"regex": "a"},
+            },
+            (400, None, "structured_outputs"),
+        ),
+        ({"messages": MESSAGES, "tools": [FUNCTION], "tool_choice": "required", "max_tokens": 10**6}, "max_tokens"),
+        (
+            {
+                "messages": MESSAGES,
+                "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}],
+            },
+            "tools",
+        ),
+        (
+            {
+                "messages": MESSAGES,
+                "tools": [
+                    {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "x"}}}}}
+                ],
+                "tool_choice": "required",
+            },
+            "tools",
+        ),
+        ({"messages": MESSAGES, "chat_template_kwargs": {"messages": 1}}, (400, None, "chat_template_kwargs.messages")),
+        (
+            {"messages": MESSAGES, "chat_template_kwargs": {"a": {"b": 1}}, "documents": [{"temperature": 1}], "n": 0},
+            "n",
+        ),
+        ({"messages": [], "session_id": "ID"}, "messages"),
+        ({"messages": [{"role": "user"}], "session_id": "ID"}, "messages"),
+        ({"messages": [{"role": "user", "content": HUGE}], "session_id": "ID"}, "messages"),
+        ({"messages": [{"role": "user", "content": LONG}], "session_id": "ID"}, "messages"),
+        ({"messages": [{"role": "user", "content": "\udc00"}], "session_id": "ID"}, "session_id"),
+        ({"messages": MESSAGES, "session_id": "session-unknown"}, (404, "not_found", "session_id")),
+        ({"messages": MESSAGES, "session_id": "BUSY"}, (409, "failed_precondition", "session_id")),
+        ({"messages": MESSAGES, "tools": [FUNCTION], "session_id": "ID"}, (400, None, "tools")),
+    ],
+    "/v1/sessions": [
+        ({"prompt": 5}, "prompt"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"prompt": [10**30]}, "prompt"),
+        ({"prompt": [3] * 5000}, "prompt"),
+        ({"prompt": LONG}, "prompt"),
+        ({"prompt": HUGE}, "prompt"),
+        ({"prompt": "\ud800"}, "prompt"),
+        ({"ttl": 0}, "ttl"),
+        ({"name": ""}, "name"),
+        ({"name": "a\nb"}, "name"),
+        ({"labels": {"a": 5}}, "labels.a"),
+        ({"labels": {"a=b": "c"}}, "labels"),
+        ({"labels": {"a": "\n"}}, "labels"),
+        ({"labels": {str(number): "" for number in range(17)}}, "labels"),
+        ({"pin": 1}, "pin"),
+        ({"window": 0}, "window"),
+        ({"window": 4, "sink": 4}, "window"),
+        ({"window": 4, "sink": -1}, "window"),
+        ({"sink": 3}, "sink"),
+        ({"window": 10**6}, "window"),
+        ({"window": "x"}, "window"),
+        ({"model": "another"}, (404, "model_not_found", "model")),
+        ({"cache_salt": 5}, "cache_salt"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user"}]}, "messages"),
+        ({"messages": [{"content": "temperature"}]}, "messages"),
+        ({"prompt": "a", "messages": MESSAGES}, (400, None, "messages")),
+        ({"messages": [{"role": "user", "content": HUGE}]}, "messages"),
+        ({"messages": [{"role": "user", "content": LONG}]}, "messages"),
+        ({"ttl": 1000000000.0, "pin": True}, (400, None, "ttl")),
+    ],
+    "/v1/sessions/ID/append": [
+        ({}, (400, None, "text")),
+        ({"text": "\ud800"}, "text"),
+        ({"text": 5}, "text"),
+        ({"text": LONG}, "text"),
+        ({"text": HUGE}, "text"),
+        ({"tokens": [-5]}, "tokens"),
+        ({"tokens": [10**9]}, "tokens"),
+        ({"tokens": [10**30]}, "tokens"),
+        ({"tokens": [3] * 5000}, "tokens"),
+    ],
+    "/v1/sessions/BUSY/append": [
+        ({"text": "x"}, (409, "failed_precondition", None)),
+    ],
+    "/v1/sessions/ID/score": [
+        ({}, (400, None, "text")),
+        ({"text": "\ud800"}, "text"),
+        ({"text": LONG}, "text"),
+        ({"text": HUGE}, "text"),
+        ({"tokens": [-5]}, "tokens"),
+        ({"tokens": [10**9]}, "tokens"),
+        ({"tokens": [3] * 5000}, "tokens"),
+    ],
+    "/v1/sessions/EMPTY/score": [
+        ({"text": "a"}, "text"),
+    ],
+    "/v1/sessions/EMPTY/generate": [
+        ({}, None),
+        ({"prompt": ""}, "prompt"),
+    ],
+    "/v1/sessions/BUSY/generate": [
+        ({}, (409, "failed_precondition", None)),
+    ],
+    "/v1/sessions/ID/generate": [
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": LONG}]}, "messages"),
+        ({"messages": [{"role": "user", "content": HUGE}]}, "messages"),
+        ({"messages": [{"role": "user", "content": "\udc00"}]}, "messages"),
+        ({"prompt": "\ud800"}, "prompt"),
+        ({"prompt": LONG}, "prompt"),
+        ({"prompt": HUGE}, "prompt"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"prompt": [10**9]}, "prompt"),
+        ({"prompt": [3] * 5000}, "prompt"),
+        ({"prompt": "a", "messages": MESSAGES}, (400, None, "messages")),
+    ],
+    "/v1/sessions/ID/fork": [
+        ({"at": 10**6}, "at"),
+        ({"at": -1}, "at"),
+        ({"n": 0}, "n"),
+        ({"n": 5000}, (400, "session_limit", "n")),
+        ({"name": ""}, "name"),
+        ({"labels": {"": ""}}, "labels"),
+        ({"ttl": 0}, "ttl"),
+    ],
+    "/v1/sessions/ID/rewind": [
+        ({}, (400, None, "to")),
+        ({"to": 1, "n": 1}, (400, None, "to")),
+        ({"to": 10**6}, "to"),
+        ({"to": -1}, "to"),
+        ({"n": -1}, "n"),
+        ({"n": 10**6}, "n"),
+    ],
+    "/v1/sessions/ID/adapter": [
+        ({}, "name"),
+        ({"name": "another"}, (404, "model_not_found", "name")),
+    ],
+    "/v1/sessions/session-unknown/append": [
+        ({"text": "x"}, (404, "not_found", None)),
+    ],
+    "GET /v1/sessions/ID?rewind_to=99999": [
+        (None, "rewind_to"),
+    ],
+    "GET /v1/sessions/ID?rewind_to=-1": [
+        (None, "rewind_to"),
+    ],
+    "GET /v1/sessions?tokens=true": [
+        (None, (400, None, "tokens")),
+    ],
+    "/v1/sessions/state?name=": [
+        (b"", "name"),
+    ],
+    "/v1/sessions/state?label=task": [
+        (b"", (400, None, "label")),
+    ],
+    "/v1/sessions/state?label==1": [
+        (b"", "labels"),
+    ],
+    "/v1/sessions/state?label=a=%0A": [
+        (b"", "labels"),
+    ],
+    "/v1/sessions/state": [
+        (b"nothing", (400, "data_loss", None)),
+    ],
+    "/v1/sessions/generate": [
+        ({"ids": []}, "ids"),
+        ({"ids": ["ID", "ID"]}, (400, None, "ids")),
+        ({"ids": ["ID", "session-unknown"]}, (404, "not_found", "ids.1")),
+        ({"ids": ["ID", "EMPTY"]}, "ids.1"),
+        ({"ids": ["ID", "BUSY"]}, (409, "failed_precondition", "ids.1")),
+        ({"ids": ["ID"], "each": []}, (400, None, "each")),
+        ({"ids": ["ID"], "each": [{"temperature": -1}]}, "each.0.temperature"),
+        ({"ids": ["ID"], "each": [{"min_tokens": 9, "max_tokens": 3}]}, "each.0.min_tokens"),
+        ({"ids": ["ID"], "each": [{"max_tokens": 10**6}]}, "max_tokens"),
+        ({"ids": ["ID"], "each": [{"n": 2}]}, "n"),
+        ({"ids": ["ID"], "each": [{"logprobs": 21}]}, (400, None, "each.0.logprobs")),
+        ({"ids": ["ID"], "each": [{"stop": 3}]}, "each.0.stop"),
+        ({"ids": ["ID"], "each": [{"stop": ""}]}, "each.0.stop"),
+        ({"ids": ["ID"], "each": [{"stop_token_ids": [99999]}]}, "stop_token_ids"),
+        ({"ids": ["ID"], "each": [{"structured_outputs": {"regex": "("}}]}, "structured_outputs"),
+        ({"ids": ["ID"], "each": [{"structured_outputs": {"regex": ""}}]}, "each.0.structured_outputs"),
+        ({"ids": ["ID"], "each": [{"max_completion_tokens": 0}]}, "each.0.max_tokens"),
+        ({"ids": ["ID"], "each": [{"tools": [1]}]}, (400, "unsupported_parameter", "each.0.tools")),
+        ({"ids": ["ID"], "each": [{"logit_bias": {"x": 1}}]}, "each.0.logit_bias"),
+        ({"ids": ["ID"], "prompt": "a"}, (400, "unsupported_parameter", "prompt")),
+    ],
+    "/tokenize": [
+        ({"prompt": "x", "messages": MESSAGES}, (400, None, "prompt")),
+        ({"prompt": HUGE}, None),
+        ({"prompt": "\ud800"}, None),
+        ({"messages": []}, None),
+        ({"messages": [{"role": "user"}]}, None),
+        ({"messages": MESSAGES, "chat_template_kwargs": {"messages": 1}}, (400, None, "chat_template_kwargs.messages")),
+    ],
+    "/detokenize": [
+        ({"tokens": [-1]}, "tokens.0"),
+        ({"tokens": [99999]}, "tokens.0"),
+        ({"tokens": [10**30]}, "tokens.0"),
+    ],
+}
+"""``param`` of an answer with 400 and "invalid_argument", or status, code and ``param``."""
+
+
+Names = dict[str, str]
+
+
+def answered(served: Served, names: Names, path: str, body: Any) -> tuple[int, str | None, str | None]:
+    """Status, code and ``param`` of an answer; ``names`` are those of sessions."""
+    sent = body if isinstance(body, bytes) else json.dumps(body)
+    for name, session in names.items():
+        path = path.replace(name, session)
+        sent = sent if isinstance(sent, bytes) else sent.replace(f'"{name}"', f'"{session}"')
+    method, _, path = path.rpartition(" ")
+    answer = served.client.request(
+        method or "POST", path, content=sent, headers={"Content-Type": "application/json"} if body is not None else {}
+    )
+    error = answer.json()["error"]
+    return answer.status_code, error["code"], error["param"]
+
+
+@pytest.fixture(scope="module")
+def names(chat_served: Served) -> Names:
+    """A session with two tokens, and one without."""
+    bodies: dict[str, dict[str, Any]] = {"ID": {"prompt": "def f"}, "EMPTY": {}}
+    return {name: chat_served.client.post("/v1/sessions", json=body).json()["id"] for name, body in bodies.items()}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_parameters_everywhere(chat_served: Served, names: Names, place: str) -> None:
+    path, base = PLACES[place]
+    found = [answered(chat_served, names, path, {**base, **body}) for body in EVERYWHERE]
+    assert [param for _, _, param in found] == [next(iter(body)) for body in EVERYWHERE]
+    assert {status for status, _, _ in found} == {400, 404}
+
+
+def test_other_fields(chat_served: Served, names: Names) -> None:
+    client = chat_served.client
+    busy = client.post("/v1/sessions", json={"prompt": "def f"}).json()["id"]
+    wrong = []
+    with client.stream(
+        "POST", f"/v1/sessions/{busy}/generate", json={"max_tokens": 2000, "ignore_eos": True, "stream": True}
+    ):
+        for path, cases in OTHERS.items():
+            for body, expected in cases:
+                found = answered(chat_served, {**names, "BUSY": busy}, path, body)
+                if found != (expected if isinstance(expected, tuple) else (400, "invalid_argument", expected)):
+                    wrong.append((path, str(body)[:80], found, expected))
+    assert wrong == []
+
+
+# -- and no module of the server looks into messages -----------------------------------------------------------
+
+
+def readings(text: str) -> list[int]:
+    """The lines in which a module may decide something by the message of an error.
+
+    A message may become that of an answer, be part of another one, and have paths replaced in it.
+    """
+    tree = list(ast.walk(ast.parse(text)))
+    errors = {"error", *(node.name for node in tree if isinstance(node, ast.ExceptHandler))}
+    for node in tree:
+        match node:
+            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call(func=ast.Name(id="api_error"))):
+                errors.add(name)
+
+    def is_prose(node: ast.AST) -> bool:
+        match node:
+            case ast.Attribute(value=ast.Name(id=name), attr="message" | "args"):
+                return name in errors
+            case ast.Call(func=ast.Name(id="str" | "repr"), args=[ast.Name(id=name)]):
+                return name in errors
+        return False
+
+    def is_read(node: ast.AST) -> bool:
+        match node:
+            case ast.Compare(left=left, comparators=others):
+                return any(map(is_prose, (left, *others)))
+            case ast.Call(func=ast.Name(id="ApiError")) | ast.Call(func=ast.Attribute(attr="replace")):
+                return False
+            case ast.Call(func=ast.Attribute(value=value), args=arguments):
+                return any(map(is_prose, (value, *arguments)))
+            case ast.Call(args=arguments):
+                return any(map(is_prose, arguments))
+            case ast.Subscript(value=value):
+                return is_prose(value) and not isinstance(node.slice, ast.Slice)
+        return False
+
+    return [node.lineno for node in tree if is_read(node)]
+
+
+@pytest.mark.parametrize("path", sorted(Path(quire.server.__file__).parent.glob("*.py")), ids=lambda path: path.stem)
+def test_nothing_is_decided_by_messages(path: Path) -> None:
+    assert readings(path.read_text()) == []
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("FIELD.search(str(error))", 1),
+        ("named_field(str(error), names)", 1),
+        ("'prompt' in error.message", 1),
+        ("error.message.partition(':')", 1),
+        ("str(error).startswith('prompt')", 1),
+        ("error.args[0]", 1),
+        ("str(error) == 'busy'", 1),
+        ("ApiError(400, str(error), param=error.field)", 0),
+        ("f'ids.0: {error.message}'", 0),
+        ("str(error).replace(path, name)", 0),
+    ],
+)
+def test_what_is_found_in_modules(line: str, found: int) -> None:
+    assert len(readings(f"try:\n    go()\nexcept QuireError as error:\n    {line}\n")) == found
