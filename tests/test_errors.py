@@ -11,14 +11,14 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-import quire.bench.serve_client
 import torch
-from quire.engine.chat import render_chat
 
+import quire.client
 import quire.engine.grammar_trial  # which have errors of their own
 from quire import SamplingParams
 from quire.config import AttentionConfig, EngineConfig, ExecutorConfig
 from quire.contracts.executor import DecodeInput, TextData
+from quire.engine.chat_rendering import render_chat
 from quire.engine.prompts import as_prompts, read_prompt
 from quire.engine.session_labels import checked_labels
 from quire.errors import MAX_SHOWN, Cancelled, InvalidArgument, QuireError
@@ -69,7 +69,7 @@ def test_copies_and_pickles_are_whole(kind: type[QuireError], carry: Callable[[Q
 def test_what_classes_add_is_carried_too() -> None:
     cancelled = pickle.loads(pickle.dumps(Cancelled("the call was cancelled", [1, 2])))
     assert (str(cancelled), cancelled.token_ids, cancelled.field) == ("the call was cancelled", [1, 2], None)
-    failure = quire.bench.serve_client.HttpFailure("the server answered 400", 400, param="n", code="invalid_argument")
+    failure = quire.client.HttpFailure("the server answered 400", 400, param="n", code="invalid_argument")
     found = pickle.loads(pickle.dumps(failure))
     assert (found.status, found.param, found.code, str(found)) == (400, "n", "invalid_argument", str(failure))
 

@@ -35,7 +35,6 @@ from tests.executor.test_serialize import rewritten
 from torch import Tensor
 
 from quire.errors import DataLoss, InvalidArgument, ResourceExhausted, Unsupported
-from quire.executor.cache import KVCache
 from quire.executor.executor import Executor
 from quire.executor.llm_executor import LlmExecutor
 from quire.kv.rule_table import POSITIONS_OF_RECURRENT, POSITIONS_OF_WINDOWS
@@ -53,12 +52,6 @@ SHIFTED = [position + 30 for position in range(17)]
 
 def at(*rows: Sequence[int]) -> dict[str, Tensor]:
     return {"position_ids": torch.tensor(rows)}
-
-
-def positions_of(cache: KVCache, row: int) -> list[int]:
-    """Positions at which the tokens of a row were rotated: their indices, unless ``position_ids`` were given."""
-    given = cache.rows[row].positions
-    return list(range(cache.lengths[row])) if given is None else given.ids.tolist()
 
 
 def oracle(tiny: Tiny, ids: Sequence[int], positions: Sequence[int]) -> Tensor:
@@ -90,7 +83,7 @@ def test_prefill_and_what_follows_are_those_of_transformers(
             found.append(logits(output))
             cache, cut = output.kv_cache, cut + size
         assert_close(torch.cat(found), oracle(tiny, IDS, positions))
-        assert positions_of(cache.cache, 0) == positions
+        assert cache.cache.positions(0).tolist() == positions
     run, places, handle = list(IDS), list(positions), cache
     for given in (77, None, 3):  # given, one behind it, given
         run.append(given or 50)
@@ -99,7 +92,7 @@ def test_prefill_and_what_follows_are_those_of_transformers(
         output = executor.decode(token(handle, run[-1], **more))
         assert_close(output.logits[0], oracle(tiny, run, places)[-1])
         handle = output.kv_cache
-    assert positions_of(handle.cache, 0) == places
+    assert handle.cache.positions(0).tolist() == places
     handle.cache.release()
 
 
@@ -161,7 +154,7 @@ def test_verify_tree_and_speculation(llama: Tiny, ex: Executor) -> None:
         for index, output in enumerate(outputs):
             expected = oracle(llama, [*IDS, *drafts[: index + 1]], [*JUMPS, *stand[: index + 1]])
             assert_close(output.logits[0], expected[-1])
-        assert positions_of(start.cache, 0) == [*JUMPS, *stand]
+        assert start.cache.positions(0).tolist() == [*JUMPS, *stand]
         start = ex.truncate_kv(outputs[-1].kv_cache, 17)
     # A tree: two nodes behind the row, one behind each; one node of the second level says where it stands.
     parents = [-1, -1, 0, 1]
@@ -173,7 +166,7 @@ def test_verify_tree_and_speculation(llama: Tiny, ex: Executor) -> None:
     ):
         assert_close(outputs[node].logits[0], oracle(llama, [*IDS, *path], [*JUMPS, *stand])[-1])
     kept = ex.commit_path(outputs[3].kv_cache)
-    assert positions_of(kept.cache, 0) == [*JUMPS, 15, 70]
+    assert kept.cache.positions(0).tolist() == [*JUMPS, 15, 70]
     run, places = [*IDS, 6, 8, 9], [*JUMPS, 15, 70, 71]
     assert_close(ex.decode(token(kept, 9)).logits[0], oracle(llama, run, places)[-1])
     # Speculation: the target's favourites behind a given position are accepted, and stand behind it.
@@ -185,7 +178,7 @@ def test_verify_tree_and_speculation(llama: Tiny, ex: Executor) -> None:
     found = ex.speculative_decode(token(start, 9, **at([50])), run[18:], 1.0)
     assert list(found.accepted_tokens) == run[18:]
     assert_close(found.next_logits[0], oracle(llama, run, places)[-1])
-    assert positions_of(found.kv_cache.cache, 0) == places
+    assert found.kv_cache.cache.positions(0).tolist() == places
 
 
 def test_tree_positions_that_look_like_indices_are_not_taken_for_defaults(llama: Tiny, ex: Executor) -> None:
@@ -194,7 +187,7 @@ def test_tree_positions_that_look_like_indices_are_not_taken_for_defaults(llama:
     for output, one, stand in zip(outputs, (1, 2), (5, 6), strict=True):
         assert_close(output.logits[0], oracle(llama, [*IDS[:5], one], [*range(5), stand])[-1])
     kept = ex.commit_path(outputs[1].kv_cache)
-    assert positions_of(kept.cache, 0) == [*range(5), 6]
+    assert kept.cache.positions(0).tolist() == [*range(5), 6]
 
 
 # -- kept with the row -------------------------------------------------------------------------------------------------------
@@ -221,25 +214,25 @@ def test_every_copy_of_a_row_goes_on_where_it_stands(llama: Tiny, ex: Executor) 
         found = face.step(inputs(*[[8]] * len(rows)), made)
         for row, places in enumerate(rows):
             assert_close(found[row, 0], oracle(llama, [*IDS, 8], [*places, places[-1] + 1])[-1])
-            assert positions_of(made, row) == [*places, places[-1] + 1]
+            assert made.positions(row).tolist() == [*places, places[-1] + 1]
     ids = llm.sample_tokens(3, inputs([8]), one)
     run, places = [*IDS, 8, 8], [*SHIFTED, 47, 48]
     for found_id in ids:
         assert found_id == int(oracle(llama, run, places)[-1].argmax())
         run, places = [*run, found_id], [*places, places[-1] + 1]
-    assert positions_of(one, 0) == places[:-1]
+    assert one.positions(0).tolist() == places[:-1]
 
 
 def test_going_back_takes_positions_back(llama: Tiny, ex: Executor) -> None:
     output = ex.prefill(prompt(IDS, **at(JUMPS)))
     cache, old = output.kv_cache.cache, output.kv_cache
     cut = ex.truncate_kv(old, 8)
-    assert positions_of(cache, 0) == JUMPS[:8]
+    assert cache.positions(0).tolist() == JUMPS[:8]
     found = ex.decode(token(cut, 8))
     assert_close(found.logits[0], oracle(llama, [*IDS[:8], 8], [*JUMPS[:8], JUMPS[7] + 1])[-1])
     # An older handle: a rewind. Then to where the row's positions are its indices: nothing is kept of the others.
     again = ex.decode(token(cut, 9, **at([3])))
-    assert positions_of(cache, 0) == [*JUMPS[:8], 3]
+    assert cache.positions(0).tolist() == [*JUMPS[:8], 3]
     assert_close(again.logits[0], oracle(llama, [*IDS[:8], 9], [*JUMPS[:8], 3])[-1])
     LlmExecutor(ex).prefill(inputs(IDS[5:7], at=5), cache)
     assert cache.rows[0].positions is None
@@ -255,7 +248,7 @@ def test_a_call_that_fails_leaves_positions_as_they_were(llama: Tiny, ex: Execut
     with pytest.raises(Exception, match="failed while computing"):
         ex.decode(token(short, 1, **at([90])))
     monkeypatch.undo()
-    assert positions_of(handle.cache, 0) == JUMPS[:12]
+    assert handle.cache.positions(0).tolist() == JUMPS[:12]
     found = ex.decode(token(short, 8))
     assert_close(found.logits[0], oracle(llama, [*IDS[:12], 8], [*JUMPS[:12], JUMPS[11] + 1])[-1])
 
@@ -274,7 +267,7 @@ def test_prefixes_are_shared_as_far_as_tokens_stand_alike(llama: Tiny) -> None:
         more = {} if given is None else at(given)
         output = ex.prefill(prompt(IDS, logits="last", **more))
         assert_close(logits(output)[-1], oracle(llama, IDS, given or list(range(17)))[-1])
-        assert positions_of(output.kv_cache.cache, 0) == (given or list(range(17)))
+        assert output.kv_cache.cache.positions(0).tolist() == (given or list(range(17)))
         fresh = ex.pool.state.num_used_pages - before
         assert fresh == 5 - shares // 4, "pages of 4 tokens that are its own; a shared one is copied when it is written"
         output.kv_cache.cache.release()
@@ -295,7 +288,7 @@ def test_files_say_where_tokens_stand_and_old_readers_refuse_them(ex: Executor, 
     assert found["next_positions"] == [15, 17]
     other = ex.create_kv_cache(batch_size=2)
     other.load(data)
-    assert [positions_of(other, row) for row in (0, 1)] == [JUMPS, list(range(17))]
+    assert [other.positions(row).tolist() for row in (0, 1)] == [JUMPS, list(range(17))]
     assert other.serialize() == data
     ordinary = ex.truncate_kv(other, 5)
     with read_state(ordinary.cache.serialize()) as file:

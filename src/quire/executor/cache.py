@@ -60,6 +60,12 @@ class KVCache(CacheRows):
         """Ids of the adapters under which content was made; the base model is not among them. Some may be unloaded by now."""
         return frozenset(adapter for row in self.rows for adapter in row.runs.ids)
 
+    def positions(self, row: int) -> Ids:
+        """Return a copy of the positions at which the tokens of a row were rotated: their indices,
+        unless ``position_ids`` were given."""
+        given = self.rows[row].positions
+        return np.arange(self.lengths[row]) if given is None else given.ids.copy()
+
     def token_ids(self, row: int) -> Ids | None:
         """A copy of the ids that made a row, or None where they are not known.
 
