@@ -343,6 +343,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, A
     return output, json.loads(text.splitlines()[0])
 
 
+@pytest.mark.slow
 class TestTraining:
     def test_makes_an_adapter_of_the_form_that_is_shipped(self, trained: tuple[Path, dict[str, Any]]) -> None:
         output, _ = trained

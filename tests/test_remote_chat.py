@@ -128,7 +128,7 @@ def held_tokens(chat: TerminalChat, served: Served) -> list[int]:
     return list(session.tokens)
 
 
-@pytest.mark.parametrize("folder", ["plain_folder", "chat_folder"])
+@pytest.mark.parametrize("folder", [pytest.param("plain_folder", marks=pytest.mark.slow), "chat_folder"])
 def test_a_full_context_and_the_ways_on(folder: str, request: pytest.FixtureRequest) -> None:
     """The refusal names them, and each of them works; with a window the context never fills."""
     path, short = request.getfixturevalue(folder), {**OPTIONS, "max_model_len": 64}
