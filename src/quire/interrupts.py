@@ -102,9 +102,9 @@ class Shield:
             self._deliver()
 
     def _install(self) -> None:
-        for number in _SIGNALS:
-            handler = _signal.getsignal(number)
-            if callable(handler) and handler is not self._keeper:
+        # SIG_DFL is 0, so that hardly any signal is looked at twice: this runs at each verb.
+        for number, handler in zip(_SIGNALS, map(_signal.getsignal, _SIGNALS), strict=True):
+            if handler and callable(handler) and handler is not self._keeper:
                 self._handlers[number] = handler
                 _signal.signal(number, self._keeper)
 
