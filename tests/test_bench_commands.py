@@ -277,6 +277,7 @@ class TestThroughput:
     # The dtype by name: "auto" is float32 where the CPU would emulate bfloat16, and pages are twice as large then.
     OPTIONS: ClassVar[dict[str, Any]] = {"device": "cpu", "dtype": "bfloat16", "kv_cache_memory": "4MiB"}
 
+    @pytest.mark.slow
     def test_runs_and_reports(self, path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         result = run_throughput(
             str(path),

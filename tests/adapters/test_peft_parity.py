@@ -129,7 +129,9 @@ def test_every_family_is_as_peft_has_it(name: str, tmp_path: Path) -> None:
     check(bed, tmp_path / "adapter", peer, adapted)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(one, marks=() if one in SPELLINGS else pytest.mark.slow) for one in NAMES]
+)
 def test_every_module_is_as_if_the_update_were_merged(name: str, tmp_path: Path) -> None:
     """All linear maps of transformers but those that are named above: none is forgotten, none is another one's."""
     peer = make_base(name, tmp_path / "base")

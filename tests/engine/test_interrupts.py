@@ -232,7 +232,7 @@ def bed(make_llm: MakeLLM, model: Checkpoint, tmp_path: Path) -> Bed:
 
 
 def sweep(bed: Bed, verb: Callable[[Bed], None], stride: int, closer: tuple[str, ...] = ()) -> int:
-    """Interrupt a verb at every ``stride``-th of its lines, and at every fifth of the files ``closer``; how often that took
+    """Interrupt a verb at every ``stride``-th of its lines, and at every eighth of the files ``closer``; how often that took
     effect. Which lines these are differs from verb to verb."""
     if verb is look_and_write and not hasattr(bed.llm._engine.runner.state, "layer_ids"):
         pytest.skip("no attention layer to write into")
@@ -244,7 +244,7 @@ def sweep(bed: Bed, verb: Callable[[Bed], None], stride: int, closer: tuple[str,
     raised = 0
     first = rng.randrange(stride)
     for number, line in enumerate(counts):
-        if number % stride != first and (line[0].co_filename not in closer or number % 5 != first % 5):
+        if number % stride != first and (line[0].co_filename not in closer or number % 8 != first % 8):
             continue
         fresh(bed)
         what = f"{verb.__name__}, interrupted at {line[0].co_filename}:{line[1]}"
@@ -261,7 +261,7 @@ def sweep(bed: Bed, verb: Callable[[Bed], None], stride: int, closer: tuple[str,
 @pytest.mark.parametrize("verb", VERBS, ids=lambda verb: verb.__name__)
 def test_a_sample_of_all_lines(bed: Bed, verb: Callable[[Bed], None]) -> None:
     plain = bed.model.path.name == "llama"
-    assert sweep(bed, verb, 151 if plain else 311, HANDS_OVER if plain else ()) > 1
+    assert sweep(bed, verb, 211 if plain else 401, HANDS_OVER if plain else ()) > 1
 
 
 @pytest.mark.slow

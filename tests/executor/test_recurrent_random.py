@@ -144,6 +144,7 @@ class Machine:
 VERBS = ("decode", "prefill", "truncate", "verify", "tree", "speculate", "sample", "clone", "reload", "release")
 
 
+@pytest.mark.product(2)
 @pytest.mark.parametrize(
     "given",
     [

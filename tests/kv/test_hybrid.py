@@ -361,7 +361,7 @@ def test_conversations_for_long() -> None:
     )
 
 
-@pytest.mark.product(2)
+@pytest.mark.product(4)
 @pytest.mark.parametrize("kind", sorted(KINDS))
 @pytest.mark.parametrize("chunk", [1, 2, 3, 7, 40])
 def test_every_chunking_gives_the_same(kind: str, chunk: int) -> None:

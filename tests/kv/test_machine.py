@@ -78,8 +78,8 @@ def refused_classes() -> set[type[QuireError]]:
 
 def test_short() -> None:
     reset()
-    run_machine(48, 45, derandomize=True)
-    assert Machine.operations >= 2000
+    run_machine(24, 45, derandomize=True)
+    assert Machine.operations >= 1000
     assert set(Machine.verbs) >= DONE_IN_EVERY_RUN
     assert refused_classes() >= REFUSED_IN_EVERY_RUN
 

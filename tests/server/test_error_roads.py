@@ -116,6 +116,7 @@ def assert_is(error: dict[str, Any], kind: type[QuireError], where: Any) -> None
     assert error["message"] == ("internal error" if status == 500 else REASON), where
 
 
+@pytest.mark.product(2)
 @pytest.mark.parametrize("place", ["forward", "schedule"])
 @pytest.mark.parametrize("kind", EXPECTED, ids=lambda kind: kind.__name__)
 def test_what_fails_before_a_token_has_its_status(
@@ -140,6 +141,7 @@ def test_what_fails_before_a_token_has_its_status(
     assert client.get(f"/v1/sessions/{session}").json()["tokens"] == before
 
 
+@pytest.mark.product(2)
 @pytest.mark.parametrize("kind", EXPECTED, ids=lambda kind: kind.__name__)
 def test_what_fails_behind_a_token_ends_a_stream(
     chat_served: Served, session: str, monkeypatch: pytest.MonkeyPatch, kind: type[QuireError]
