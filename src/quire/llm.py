@@ -23,6 +23,8 @@ import torch
 from numpy.typing import NDArray
 from tqdm import tqdm
 
+from quire.branches.history import TokenHistory
+from quire.branches.media import NO_MEDIA, Media
 from quire.build import Parts, build
 from quire.config import EngineConfig, parse_bytes
 from quire.contracts.executor import CacheLike, ExecutorInputs
@@ -31,13 +33,11 @@ from quire.engine import bridge, saved_sessions
 from quire.engine.beam import BeamSearch, search
 from quire.engine.chat_rendering import render_chat, select_template
 from quire.engine.engine import Engine
-from quire.engine.media import NO_MEDIA, Media
 from quire.engine.named_adapters import AdapterInfo
 from quire.engine.prompt_sessions import PreparedPrompts, PromptsOrSessions, split_sessions
 from quire.engine.prompts import Prompt, Prompts, Text, as_prompts, naming_prompt, read_prompt
 from quire.engine.request_checks import RequestChecks
 from quire.engine.request_outputs import request_output
-from quire.engine.scheduled_request import SlidingWindow, TokenBuffer
 from quire.engine.sequence_request import SequenceRequest, SessionState
 from quire.engine.session import Session
 from quire.engine.session_labels import checked_labels, checked_name
@@ -47,6 +47,7 @@ from quire.errors import FailedPrecondition, InvalidArgument, Unsupported
 from quire.interrupts import uninterrupted
 from quire.kv.rules import verbs_of
 from quire.kv.storage import bytes_per_token
+from quire.kv.windows import Window
 from quire.models.catalogue import resolve_adapter
 from quire.models.families import LoadedModel
 from quire.models.loading import free_memory
@@ -434,8 +435,8 @@ class LLM:
         tokens, media = self._read(prompt, self._engine.checks if kept is None else None)
         self._engine.checks.tokens(tokens, media)
         with self._engine.lock:  # so that the adapter stays loaded until the session is known to use it
-            held = TokenBuffer(tokens, media)
-            state = SessionState(held, key, pinned=pin, window=kept, adapter=self._adapter(adapter))
+            held = TokenHistory(tokens, media)
+            state = SessionState(tokens=held, key=key, pinned=pin, window=kept, adapter=self._adapter(adapter))
             if tokens.size:
                 self._engine.checks_of(state).length(tokens.size, None)
             session = self._session(state)
@@ -447,7 +448,7 @@ class LLM:
             raise
         return session
 
-    def _window(self, window: int | None, sink: int) -> SlidingWindow | None:
+    def _window(self, window: int | None, sink: int) -> Window | None:
         for name, value in (("window", window), ("sink", sink)):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
                 raise InvalidArgument(field=name, given=value, allowed="an integer")
@@ -465,7 +466,7 @@ class LLM:
             raise Unsupported(f"window {window}: {reason}", field="window")
         if sink and (reason := sink_refusal(self._engine.runner.model.layer_specs)):
             raise Unsupported(f"window {window} with sink {sink}: {reason}", field="sink")
-        return SlidingWindow(window, sink)
+        return Window(window, sink)
 
     def _session(self, state: SessionState) -> Session:
         return Session(

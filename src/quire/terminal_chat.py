@@ -55,7 +55,7 @@ class TypedTurn:
 
 
 @dataclass(slots=True)
-class Branch:
+class ChatBranch:
     """One conversation."""
 
     session: Session
@@ -84,7 +84,7 @@ class TerminalChat:
         self._params = params
         self._window, self._sink = window, sink
         self._templated = llm.tokenizer is not None and bool(llm.tokenizer.chat_templates)
-        self._branches: dict[str, Branch] = {"main": Branch(self._begin([], adapter))}
+        self._branches: dict[str, ChatBranch] = {"main": ChatBranch(self._begin([], adapter))}
         self._name = "main"
         self._commands: dict[str, Callable[[str], bool]] = {
             "/fork": self._fork,
@@ -102,7 +102,7 @@ class TerminalChat:
         }
 
     @property
-    def _branch(self) -> Branch:
+    def _branch(self) -> ChatBranch:
         return self._branches[self._name]
 
     @property
@@ -214,7 +214,7 @@ class TerminalChat:
             raise
         return session
 
-    def _rebuild(self, branch: Branch, turns: Sequence[TypedTurn]) -> None:
+    def _rebuild(self, branch: ChatBranch, turns: Sequence[TypedTurn]) -> None:
         """Let a conversation be these turns only, computed anew."""
         old = branch.session
         branch.session = self._begin(turns, old.adapter)
@@ -297,7 +297,7 @@ class TerminalChat:
         name = Path(path).stem
         while name in self._branches:
             name += "'"
-        self._branches[name], self._name = Branch(session, loaded=True), name
+        self._branches[name], self._name = ChatBranch(session, loaded=True), name
         if len(text) > SHOWN:
             self._say(f"[{len(text) - SHOWN:,} characters before; /text shows them]")
         self._say(text[-SHOWN:])

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.executor.conftest import forget_tokens
 
 from quire import LLM, AsyncLLM, DataLoss, FailedPrecondition, InvalidArgument, LlmExecutor, NotFound, ResourceExhausted
 from quire.contracts.executor import DecodeInput, ExecutorInputs, PrefillInput, TextData
@@ -401,14 +402,14 @@ def test_a_state_from_another_dtype_stays_marked(make_llm: MakeLLM, llama: Check
         cache.load(data)
     cache.load(data, convert_dtype=True)
     converted = llm.session_from_bytes(data, convert_dtype=True)
-    assert not converted._state.exact
+    assert not converted._state.origin.exact
     for session in (
         llm.session(cache=cache),
         llm.session(cache=converted.as_cache()),
         llm.session_from_bytes(cache.serialize()),
     ):
-        assert not session._state.exact
-    assert llm.session(cache=llm.session(PROMPT).as_cache())._state.exact
+        assert not session._state.origin.exact
+    assert llm.session(cache=llm.session(PROMPT).as_cache())._state.origin.exact
 
 
 def test_windows_go_along(small: LLM) -> None:
@@ -554,7 +555,7 @@ def test_what_is_refused_leaves_no_trace(small: LLM, make_llm: MakeLLM, llama: C
     released = small.session(PROMPT).as_cache()
     released.release()
     unknown = small.session(PROMPT).as_cache()
-    unknown.rows[0].tokens = None
+    forget_tokens(unknown.rows[0])
     foreign = make_llm(llama).session(PROMPT).as_cache()
     sessions = len(engine_of(small).states.sessions)
     before = (free_pages(small), len(small.executor.pool.caches), list(engine_of(small).runner.state.table.ids))

@@ -11,8 +11,9 @@ import pytest
 from tests.engine.test_recurrent_models import tokens_run
 
 from quire import LLM
+from quire.branches.history import TokenHistory
 from quire.engine.checkpoints import Checkpoints
-from quire.engine.scheduled_request import ScheduledRequest, TokenBuffer
+from quire.engine.scheduled_request import ScheduledRequest
 from quire.errors import FailedPrecondition, InvalidArgument, Unsupported
 from quire.kv.state import State
 from quire.types import Add, Chunk, DropCheckpoint, Edit, SeqId, Step
@@ -295,7 +296,7 @@ def policy(slots: Slots, interval: int, ages: dict[SeqId, int]) -> tuple[Checkpo
 
 
 def request(length: int, computed: int, seq: SeqId = 0, **changes: Any) -> ScheduledRequest:
-    return ScheduledRequest(TokenBuffer(range(length)), seq=seq, computed=computed, reusable=True, **changes)
+    return ScheduledRequest(tokens=TokenHistory(range(length)), seq=seq, computed=computed, reusable=True, **changes)
 
 
 def test_what_saves_least_goes_first_and_of_equals_the_oldest() -> None:
@@ -323,11 +324,11 @@ def test_nothing_is_given_up_where_states_are_not_short() -> None:
 
 def test_wishes_are_multiples_branches_and_never_the_beginning() -> None:
     made, _ = policy(Slots(100, {0: []}), 16, {})
-    assert made.wishes([request(100, 0, branches={0, 5, 40, 77})], [64]) == [(5, 16, 32, 40, 48, 64)]
+    assert made.wishes([request(100, 0, partings={0, 5, 40, 77})], [64]) == [(5, 16, 32, 40, 48, 64)]
     assert made.wishes([request(100, 15)], [1]) == [(1,)]
     assert made.wishes([request(100, 16)], [1]) == [()]
     made, _ = policy(Slots(100, {0: []}), 0, {})
-    assert made.wishes([request(100, 30, branches={31, 77})], [64]) == [(1, 47)]
+    assert made.wishes([request(100, 30, partings={31, 77})], [64]) == [(1, 47)]
     lonely = request(100, 0)
     lonely.reusable = False
     assert made.wishes([lonely], [64]) == [()]

@@ -413,9 +413,9 @@ def test_a_session_that_is_not_exact_is_dropped(make_llm: MakeLLM, llama: Checkp
     llm = make_llm(llama)
     store = force(llm)
     session = llm.session_from_bytes(data, convert_dtype=True)
-    assert not session._state.exact
+    assert not session._state.origin.exact
     squeeze(llm)
-    assert (session.num_computed, store.used, session._state.exact) == (0, 0, True)
+    assert (session.num_computed, store.used, session._state.origin.exact) == (0, 0, True)
     assert_near(session.logits(), llama.logits(random_tokens(30))[-1])
 
 

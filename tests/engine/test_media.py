@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from quire import LLM, AsyncLLM, BeamSearchParams, FailedPrecondition, InvalidArgument, SamplingParams, Unsupported
+from quire.branches.media import NO_MEDIA
 from quire.contracts.executor import AudioData, ExecutorInputs, TextData, VisionData
-from quire.engine.media import NO_MEDIA
 from quire.engine.prompts import read_prompt
 from quire.errors import QuireError
 from quire.executor.llm_executor import LlmExecutor

@@ -7,8 +7,9 @@ from collections.abc import Callable, Collection, Sequence
 import numpy as np
 import pytest
 
+from quire.branches.history import TokenHistory, common_prefix
 from quire.engine.prefix_cache import RadixCache
-from quire.engine.scheduled_request import ScheduledRequest, Status, TokenBuffer, common_prefix
+from quire.engine.scheduled_request import ScheduledRequest, Status
 from quire.engine.scheduler import Limits, Scheduled, Scheduler
 from quire.errors import ResourceExhausted
 from quire.types import BASE, AdapterRuns, Add, Edit, Fork, Pop, Remove
@@ -113,7 +114,7 @@ class World:
 
     def submit(self, tokens: Sequence[int] | int, **options: object) -> ScheduledRequest:
         ids = np.arange(tokens) + 1000 * self.next if isinstance(tokens, int) else np.array(tokens)
-        request = ScheduledRequest(TokenBuffer(ids), **options)  # type: ignore[arg-type]
+        request = ScheduledRequest(tokens=TokenHistory(ids), **options)  # type: ignore[arg-type]
         self.next += 1
         self.scheduler.submit(request)
         return request
@@ -148,7 +149,7 @@ def counts(scheduled: Scheduled) -> list[int]:
 
 
 def test_token_buffer() -> None:
-    buffer = TokenBuffer([1, 2])
+    buffer = TokenHistory([1, 2])
     for token in range(40):
         buffer.append(token)
     buffer.extend([5, 6])
@@ -157,9 +158,9 @@ def test_token_buffer() -> None:
     buffer.truncate(1)
     buffer.append(9)
     assert buffer.ids.tolist() == [1, 9]
-    assert len(TokenBuffer()) == 0
+    assert len(TokenHistory()) == 0
     source = np.arange(3, dtype=np.int32)
-    TokenBuffer(source).ids[0] = 9
+    TokenHistory(source).ids[0] = 9
     assert source[0] == 0
 
 
@@ -279,7 +280,7 @@ def test_waiting_requests_with_state_give_it_up() -> None:
     world = World(num_pages=6, caching=False)
     runner = world.submit(16)
     world.step()
-    waiting = ScheduledRequest(TokenBuffer(range(9)), seq=77, computed=8)
+    waiting = ScheduledRequest(tokens=TokenHistory(range(9)), seq=77, computed=8)
     world.pages.apply(Add(77))
     world.pages.held[77], world.pages.lengths[77] = [object(), object()], 8
     world.scheduler.limits = Limits(max_num_seqs=1, max_num_batched_tokens=64)
@@ -373,7 +374,7 @@ def at_most(count: int) -> Callable[[Collection[int]], bool]:
 @pytest.mark.parametrize("wants", ["last", "all", "none"])
 def test_a_chunk_ends_where_the_adapter_changes(wants: str) -> None:
     world = World(budget=9)
-    request = world.submit(20, adapters=under((0, None), (6, 1), (16, 2)), wants=wants)
+    request = world.submit(20, runs=under((0, None), (6, 1), (16, 2)), wants=wants)
     chunks = [world.step().step.chunks[0] for _ in range(4)]
     assert [len(chunk.tokens) for chunk in chunks] == [6, 9, 1, 4]
     assert [chunk.adapter for chunk in chunks] == [None, 1, 1, 2]
@@ -385,8 +386,8 @@ def test_a_chunk_ends_where_the_adapter_changes(wants: str) -> None:
 
 def test_adapters_that_do_not_fit_together_take_turns() -> None:
     world = World(fits=at_most(1))
-    first, second = world.submit(5, adapters=one(1)), world.submit(5, adapters=one(2))
-    base, third = world.submit(5), world.submit(5, adapters=one(1))
+    first, second = world.submit(5, runs=one(1)), world.submit(5, runs=one(2))
+    base, third = world.submit(5), world.submit(5, runs=one(1))
     assert world.step().requests == (first, base), "the third would overtake the second"
     assert (second.seq, third.seq) == (None, None), "who waits holds nothing"
     fourth = world.submit(5)
@@ -400,7 +401,7 @@ def test_adapters_that_do_not_fit_together_take_turns() -> None:
 
 def test_who_is_not_ready_keeps_no_room_for_its_adapter() -> None:
     world = World(fits=at_most(1))
-    first, second = world.submit(5, adapters=one(1)), world.submit(5, adapters=one(2))
+    first, second = world.submit(5, runs=one(1)), world.submit(5, runs=one(2))
     assert world.step().requests == (first,)
     ready = [False]
     first.is_ready = lambda: ready[0]
@@ -412,9 +413,9 @@ def test_who_is_not_ready_keeps_no_room_for_its_adapter() -> None:
 
 def test_a_running_request_that_waits_for_its_adapter_is_not_overtaken() -> None:
     world = World(fits=at_most(1))
-    first, changing = world.submit(4, adapters=one(1)), world.submit(8, adapters=under((0, None), (3, 2)))
+    first, changing = world.submit(4, runs=one(1)), world.submit(8, runs=under((0, None), (3, 2)))
     assert world.step().requests == (first, changing)
-    late, base = world.submit(4, adapters=one(1)), world.submit(4)
+    late, base = world.submit(4, runs=one(1)), world.submit(4)
     for _ in range(3):
         assert changing not in world.step().requests
     assert (late.status, base.status, changing.computed) == (Status.WAITING, Status.RUNNING, 3)
@@ -428,13 +429,13 @@ def test_a_running_request_that_waits_for_its_adapter_is_not_overtaken() -> None
 def test_what_was_found_may_end_under_an_adapter_that_does_not_fit() -> None:
     world = World(fits=at_most(1))
     runs, prompt = under((0, 1), (8, 2)), list(range(20))
-    done = world.submit(prompt, adapters=runs, key="runs")
+    done = world.submit(prompt, runs=runs, key="runs")
     while done.remaining != 1 or done.computed < 20:
         world.step()
     world.finish(done)
-    busy = world.submit(5, adapters=one(1))
+    busy = world.submit(5, runs=one(1))
     world.step()
-    waiting = world.submit(prompt, adapters=runs, key="runs")
+    waiting = world.submit(prompt, runs=runs, key="runs")
     for _ in range(3):
         assert world.step().requests == (busy,)
     assert (waiting.seq, waiting.computed, waiting.status) == (None, 0, Status.WAITING)
@@ -454,7 +455,7 @@ def test_random_adapters_finish_in_order() -> None:
         for prompt, extra in rng.integers(1, 15, (14, 2)):
             adapters = [None if one_ == 0 else int(one_) for one_ in rng.integers(0, 6, 2)]
             runs = one(adapters[0]) if trial % 2 else one(adapters[0]).then(int(rng.integers(0, prompt)), adapters[1])
-            targets[world.submit(int(prompt), adapters=runs)] = int(prompt + extra)
+            targets[world.submit(int(prompt), runs=runs)] = int(prompt + extra)
         order: list[int] = []
         for _ in range(3000):
             scheduled = world.step()
@@ -463,8 +464,8 @@ def test_random_adapters_finish_in_order() -> None:
             assert len(used) <= most
             for request, chunk in zip(scheduled.requests, scheduled.step.chunks, strict=True):
                 start = request.computed - len(chunk.tokens)
-                assert {request.adapters.at(at) for at in range(start, request.computed)} == {chunk.adapter}
-                if request.adapters.ids and request.priority not in order:
+                assert {request.runs.at(at) for at in range(start, request.computed)} == {chunk.adapter}
+                if request.runs.ids and request.priority not in order:
                     order.append(request.priority)
                 if len(request.tokens) > targets[request]:
                     world.finish(request)

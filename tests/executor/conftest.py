@@ -13,16 +13,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
 from torch import Tensor
 
+from quire.branches.history import UNKNOWN, TokenHistory
 from quire.contracts.executor import DecodeInput, ExecutorInputs, PrefillInput, TextData
 from quire.errors import QuireError
 from quire.executor.cache import KVCache
 from quire.executor.executor import Executor
 from quire.executor.llm_executor import LlmExecutor
+from quire.executor.row import Row
 from quire.kernels.sdpa import SdpaAttention
 from quire.kv.state import State
 from quire.models.families import LoadedModel
@@ -225,3 +228,8 @@ def refused(kind: type[QuireError], executor: Executor, *caches: KVCache, match:
         yield
     assert caught.type is kind
     assert snapshot(executor, *caches) == before
+
+
+def forget_tokens(row: Row) -> None:
+    """As after loading a file that does not tell them."""
+    row.tokens = TokenHistory(np.full(len(row.tokens), UNKNOWN))

@@ -7,6 +7,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tests.executor.conftest import (
@@ -23,6 +24,7 @@ from tests.executor.conftest import (
     token,
 )
 
+from quire.branches.history import TokenHistory
 from quire.contracts.layers import FullAttention, LatentAttention
 from quire.errors import InvalidArgument, NotFound, ResourceExhausted
 from quire.executor.cache import KVCache
@@ -177,6 +179,7 @@ def test_copies_of_a_long_cache_take_no_page(llama: Tiny) -> None:
     state, length = ex.pool.state, 32_768
     state.begin_forward([cache.rows[0].seq], [length])
     state.end_forward(skipped=range(LAYERS))
+    cache.rows[0].tokens, cache.rows[0].computed = TokenHistory(np.zeros(length)), length
     used = ex.pool.used_pages
     assert used == length // PAGE
     copies = [cache.deep_copy() for _ in range(20)]
@@ -253,7 +256,7 @@ def test_released(ex: Executor) -> None:
 def test_cuts_equal_a_list_of_all_of_them() -> None:
     """The monotone stack against every cut that was ever made."""
     generator = torch.Generator().manual_seed(1)
-    row, history = Row(0), []
+    row, history = Row(seq=0), []
     for revision in range(1, 200):
         length = int(torch.randint(20, (), generator=generator))
         row.cut(revision, length)

@@ -11,6 +11,7 @@ from tests.executor.conftest import (
     VOCAB,
     Tiny,
     assert_close,
+    forget_tokens,
     inputs,
     make_executor,
     prompt,
@@ -288,7 +289,7 @@ def test_what_sampling_refuses(ex: Executor, llm: LlmExecutor) -> None:
         with refused(Unsupported, ex, cache):
             llm.sample_tokens(1, inputs([1]), cache, sampling=params)
     llm.prefill(inputs([1, 2]), cache)
-    cache.rows[0].tokens = None
+    forget_tokens(cache.rows[0])
     with pytest.raises(FailedPrecondition, match="not known"):
         llm.sample_tokens(1, inputs([1]), cache, sampling=SamplingParams(repetition_penalty=1.1))
     assert cache.length == 2

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.executor.conftest import PAGE, RECURRENT_KINDS, inputs, some_ids
+from tests.executor.conftest import PAGE, RECURRENT_KINDS, forget_tokens, inputs, some_ids
 from tests.executor.recurrent import LENGTH, Hybrid, check, make_executor, prompt, token
 from tests.executor.test_memory import few_rows, peak_of
 
@@ -196,7 +196,7 @@ def test_states_that_cannot_be_had_again_are_not_given_up(hybrid: Hybrid) -> Non
     ids = hybrid.tokens
     handle = executor.prefill(prompt(ids[:20], logits="none")).kv_cache
     # As after loading a file that does not tell them.
-    handle.cache.rows[0].tokens = None
+    forget_tokens(handle.cache.rows[0])
     known = executor.prefill(prompt(ids[:10], logits="none")).kv_cache
     others: list[Handle] = []
     for _ in range(9 - 3 - 1):

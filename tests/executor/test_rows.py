@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 
+from quire.branches.history import TokenHistory
 from quire.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
 from quire.executor.llm_executor import LlmExecutor
-from quire.executor.row import TokenRecord
 from quire.sampling_params import SamplingParams
 
-from .conftest import Tiny, check_pages, inputs, make_executor, refused, some_ids
+from .conftest import Tiny, check_pages, forget_tokens, inputs, make_executor, refused, some_ids
 
 LISTS = st.lists(st.integers(0, 96), max_size=40)
 STEPS = st.lists(st.tuples(st.sampled_from(["write", "fork", "cut"]), st.integers(0, 7), st.integers(0, 99), LISTS))
@@ -21,7 +21,7 @@ STEPS = st.lists(st.tuples(st.sampled_from(["write", "fork", "cut"]), st.integer
 @given(LISTS, STEPS)
 def test_records_against_lists(first: list[int], steps: list[tuple[str, int, int, list[int]]]) -> None:
     """Whatever forks share, no write of one shows in another."""
-    records, lists = [TokenRecord(np.array(first, dtype=np.int64))], [list(first)]
+    records, lists = [TokenHistory(np.array(first, dtype=np.int64))], [list(first)]
     for verb, which, position, ids in steps:
         index = which % len(records)
         start = position % (len(lists[index]) + 1)
@@ -38,7 +38,7 @@ def test_records_against_lists(first: list[int], steps: list[tuple[str, int, int
 
 
 def test_a_fork_copies_at_the_first_write_only() -> None:
-    record = TokenRecord(np.arange(1000))
+    record = TokenHistory(np.arange(1000))
     forks = [record.fork() for _ in range(3)]
     assert all(np.shares_memory(fork.ids, record.ids) for fork in forks)
     forks[0].replace_from(1000, np.array([7]))
@@ -59,7 +59,7 @@ def test_refused_sampling_keeps_the_tokens_of_a_rewound_row(llama: Tiny) -> None
         llm.sample_tokens_batch(4, inputs([1], at=2), cache, sampling=[])
     with refused(InvalidArgument, executor, cache, match="sampling must be"):
         llm.sample_tokens(4, inputs([1], at=2), cache, sampling="greedy")  # type: ignore[arg-type]
-    cache.rows[0].tokens = None
+    forget_tokens(cache.rows[0])
     with pytest.raises(FailedPrecondition, match="repetition_penalty"):
         llm.sample_tokens(4, inputs([1], at=2), cache, sampling=SamplingParams(repetition_penalty=1.5))
     assert cache.lengths == (16,)

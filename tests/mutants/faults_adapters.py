@@ -43,7 +43,7 @@ MUTANTS = (
     Mutant(
         name="sessions-lend-what-another-adapter-computed",
         file="engine/session_states.py",
-        old="        shared = session.runs.agreed(work.adapters, common)",
+        old="        shared = session.runs.agreed(work.runs, common)",
         new="        shared = common",
         tests=("engine/test_adapters.py::test_a_chat_that_parts_from_the_session", "engine/test_adapters.py"),
     ),
@@ -71,8 +71,8 @@ MUTANTS = (
     Mutant(
         name="executors-share-across-adapters",
         file="executor/prefix_sharing.py",
-        old="common = row.runs.agreed(wanted, _common(row.tokens.ids, ids))",
-        new="common = _common(row.tokens.ids, ids)",
+        old="common = row.runs.agreed(wanted, common_prefix(row.tokens.ids, ids))",
+        new="common = common_prefix(row.tokens.ids, ids)",
         tests=("executor/test_adapters.py::test_shared_prefixes_are_of_one_adapter",),
     ),
     Mutant(

@@ -8,14 +8,14 @@ MUTANTS = (
     Mutant(
         name="prompts-begin-with-salted-rows",
         file="executor/prefix_sharing.py",
-        old=" or not row.origin.is_shareable",
+        old=" not row.origin.is_shareable or",
         new="",
         tests=("engine/test_bridge.py::test_salted_tokens_and_windows_are_no_prefix_for_prompts",),
     ),
     Mutant(
         name="prompts-begin-with-windowed-rows",
         file="executor/prefix_sharing.py",
-        old=" or not pool.has_its_window(row.seq)",
+        old=" or row.window != pool.row_window",
         new="",
         tests=("engine/test_bridge.py::test_salted_tokens_and_windows_are_no_prefix_for_prompts",),
     ),
@@ -36,7 +36,7 @@ MUTANTS = (
     Mutant(
         name="cleared-rows-keep-the-window-of-a-session",
         file="executor/cache.py",
-        old="            if not self.pool.has_its_window(row.seq):",
+        old="            if row.window != self.pool.row_window:",
         new="            if False:",
         tests=("engine/test_bridge.py::test_salted_tokens_and_windows_are_no_prefix_for_prompts",),
     ),
@@ -57,8 +57,8 @@ MUTANTS = (
     Mutant(
         name="written-rows-become-plain-sessions",
         file="engine/bridge.py",
-        old="= origin.exact, fixed, fixed",
-        new="= origin.exact, False, False",
+        old="Origin(exact=origin.exact, modified=fixed), fixed",
+        new="Origin(exact=origin.exact, modified=False), False",
         tests=("engine/test_bridge.py::test_a_state_that_was_written_into",),
     ),
     Mutant(
@@ -85,15 +85,15 @@ MUTANTS = (
     Mutant(
         name="sessions-lose-embeddings",
         file="engine/session_states.py",
-        old="TokenBuffer(work.tokens.ids[:count], work.tokens.media)",
-        new="TokenBuffer(work.tokens.ids[:count])",
+        old="tokens = work.tokens.fork(count)",
+        new="tokens = TokenHistory(work.tokens.ids[:count])",
         tests=("engine/test_media.py::test_sessions_at_random",),
     ),
     Mutant(
         name="forks-lose-embeddings",
         file="engine/session.py",
-        old="TokenBuffer(parent.tokens.ids[:length], parent.tokens.media)",
-        new="TokenBuffer(parent.tokens.ids[:length])",
+        old="tokens=parent.tokens.fork(length)",
+        new="tokens=TokenHistory(parent.tokens.ids[:length])",
         tests=("engine/test_media.py::test_sessions_at_random",),
     ),
     Mutant(

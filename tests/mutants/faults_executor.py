@@ -8,7 +8,7 @@ MUTANTS = (
     Mutant(
         name="prefixes-shared-wherever-their-tokens-stand",
         file="executor/prefix_sharing.py",
-        old="            common = _common(stood, places[:common])\n",
+        old="            common = common_prefix(stood, places[:common])\n",
         new="",
         tests=("executor/test_positions.py::test_prefixes_are_shared_as_far_as_tokens_stand_alike",),
     ),
@@ -22,8 +22,8 @@ MUTANTS = (
     Mutant(
         name="copies-forget-where-tokens-stand",
         file="executor/row.py",
-        old="            return Row(seq, tokens, self.runs, positions, mark=self.mark, origin=self.origin)",
-        new="            return Row(seq, tokens, self.runs, mark=self.mark, origin=self.origin)",
+        old="positions=_first(None if self.positions is None else self.positions.fork(), length)",
+        new="positions=None",
         tests=("executor/test_positions.py::test_every_copy_of_a_row_goes_on_where_it_stands",),
     ),
     Mutant(
@@ -57,8 +57,8 @@ MUTANTS = (
     Mutant(
         name="positions-in-a-row-with-a-window",
         file="executor/transaction.py",
-        old="if part.positions is not None and self.pool.state.table.get(part.row.seq).window is not None:",
-        new="if part.positions is not None and self.pool.window is not None:",
+        old="if part.positions is not None and part.row.window is not None:",
+        new="if part.positions is not None and self.pool.row_window is not None:",
         tests=("executor/test_positions.py::test_a_row_with_a_window_of_its_own",),
     ),
     Mutant(

@@ -335,8 +335,8 @@ CHECKPOINTS = (
     Mutant(
         name="checkpoint-one-token-late",
         file="engine/checkpoints.py",
-        old="found = {position - start for position in request.branches if start < position <= stop}",
-        new="found = {position - start + 1 for position in request.branches if start < position < stop}",
+        old="found = {position - start for position in request.partings if start < position <= stop}",
+        new="found = {position - start + 1 for position in request.partings if start < position < stop}",
         tests=("engine/test_checkpoints.py::test_where_prompts_part_a_state_is_kept",),
     ),
     Mutant(
@@ -356,7 +356,7 @@ CHECKPOINTS = (
     Mutant(
         name="branch-not-noted",
         file="engine/scheduler.py",
-        old="request.branches.add(request.known)",
+        old="request.partings.add(request.known)",
         new="pass",
         tests=("engine/test_checkpoints.py::test_where_prompts_part_a_state_is_kept",),
     ),

@@ -18,10 +18,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from quire.branches.history import TokenHistory
 from quire.engine.detokenizer import IncrementalDetokenizer
 from quire.engine.engine import DETOKENIZER_CONTEXT, Engine
 from quire.engine.request_outputs import by_token
-from quire.engine.scheduled_request import TokenBuffer
 from quire.engine.sequence_request import SequenceRequest, SessionState
 from quire.errors import InvalidArgument, QuireError
 from quire.interrupts import check, uninterrupted
@@ -105,7 +105,7 @@ class BeamSearch:
             self._run([Beam(Hypothesis(), self._state(self._prompt))])
 
     def _state(self, tokens: NDArray[np.int64]) -> SessionState:
-        self._states.append(SessionState(TokenBuffer(tokens), self._key, adapter=self._adapter))
+        self._states.append(SessionState(tokens=TokenHistory(tokens), key=self._key, adapter=self._adapter))
         return self._states[-1]
 
     def advance(self) -> None:

@@ -7,15 +7,19 @@ adapter each ran, and how the state came to be what it is (``quire.executor.row.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from quire.branches.branch import COMPUTED, Origin
+from quire.branches.history import TokenHistory
 from quire.engine.engine import Engine
-from quire.engine.scheduled_request import SlidingWindow, TokenBuffer
 from quire.engine.sequence_request import SessionState
 from quire.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted, Unsupported
 from quire.executor.arguments import resolve_cache
 from quire.executor.cache import KVCache
 from quire.executor.executor import Executor
-from quire.executor.row import COMPUTED, Origin, Row, TokenRecord, are_indices, history
+from quire.executor.row import Row, are_indices
 from quire.executor.saved_kinds import NO_POSITIONS
+from quire.kv.windows import Window
 from quire.types import Fork, SetWindow
 
 NO_SALT = ("", None)
@@ -39,12 +43,14 @@ def fork_to_cache(engine: Engine, session: SessionState, cache: KVCache) -> None
     if session.seq is None:
         if session.window is not None:
             pool.edit(SetWindow(cache.rows[0].seq, session.window.size, session.window.sink))
+            cache.rows[0].window = session.window
         return
-    runs = history(session.runs, length)
+    runs = session.runs_before(length)
     pool.note_adapters([runs])
-    origin = Origin(exact=session.exact, modified=session.modified, private=session.key != NO_SALT)
+    origin = replace(session.origin, private=session.key != NO_SALT)
     (seq,) = pool.fork([session.seq])
-    cache.replace_content([Row(seq, TokenRecord(session.tokens.ids), runs, origin=origin)])
+    row = Row(seq=seq, tokens=session.tokens.fork(), computed=length, runs=runs, window=session.window, origin=origin)
+    cache.replace_content([row])
     cache.capacity = max(cache.capacity, length)
     engine.metrics.forks.inc()
 
@@ -58,22 +64,25 @@ def fork_to_session(engine: Engine, given: object, row: int | None) -> SessionSt
     """
     cache, picked, length = _resolve(engine, given, row)
     source, pool = cache.rows[picked], cache.pool
-    if source.tokens is None:
+    if not source.tokens.is_known:
         raise InvalidArgument(
             f"the tokens of row {picked} are not known (it was loaded without them), and a session goes by its tokens"
         )
     if source.positions is not None and not are_indices(source.positions.ids[:length], 0):
         raise Unsupported(f"row {picked} {NO_POSITIONS}")
-    runs = history(source.runs, length)
+    runs = source.runs_before(length)
     if gone := sorted(one for one in runs.ids if not pool.is_loaded(one)):
         raise NotFound(
             f"row {picked} ran under adapter {gone[0]}, which was unloaded; its session could not be computed again"
         )
-    tokens, window = source.tokens.ids[:length], _window_of(engine, source, picked)
+    tokens, window = source.tokens.ids[:length], _window_of(source, picked)
     engine.checks.history(tokens)
     # A key of its own: what rows have been through (files, other dtypes, writes) is nobody else's prefix.
     state = SessionState(
-        TokenBuffer(tokens), ("cache", engine.runner.new_seq()), window=window, adapter=runs.at(max(length - 1, 0))
+        tokens=TokenHistory(tokens),
+        key=("cache", engine.runner.new_seq()),
+        window=window,
+        adapter=runs.at(max(length - 1, 0)),
     )
     state.runs = runs
     if length:
@@ -82,7 +91,7 @@ def fork_to_session(engine: Engine, given: object, row: int | None) -> SessionSt
     origin = source.origin if length else COMPUTED
     # A cache does not keep the embeddings that stood at placeholders.
     fixed = origin.modified or bool((tokens < 0).any())
-    state.exact, state.modified, state.pinned = origin.exact, fixed, fixed
+    state.origin, state.pinned = Origin(exact=origin.exact, modified=fixed), fixed
     position = engine.runner.state.nearest_reachable(source.seq, length)
     if fixed and position < length:
         raise FailedPrecondition(
@@ -116,10 +125,7 @@ def _resolve(engine: Engine, given: object, row: int | None) -> tuple[KVCache, i
     return cache, row, lengths[row]
 
 
-def _window_of(engine: Engine, row: Row, index: int) -> SlidingWindow | None:
-    window = engine.runner.state.table.get(row.seq).window
-    if window is None:
-        return None
-    if window.eviction != "token":
-        raise Unsupported(f"row {index} lets go of tokens by {window.eviction!r}; a session does by 'token'")
-    return SlidingWindow(window.size, window.sink)
+def _window_of(row: Row, index: int) -> Window | None:
+    if row.window is not None and row.window.eviction != "token":
+        raise Unsupported(f"row {index} lets go of tokens by {row.window.eviction!r}; a session does by 'token'")
+    return row.window

@@ -85,7 +85,7 @@ class Checkpoints:
         if not request.reusable:
             return ()
         start, stop = request.computed, request.computed + count
-        found = {position - start for position in request.branches if start < position <= stop}
+        found = {position - start for position in request.partings if start < position <= stop}
         if self.interval:
             found.update(
                 position - start

@@ -18,12 +18,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from quire.branches.history import TokenHistory
+from quire.branches.media import NO_MEDIA, Media
 from quire.engine.adapter_keys import AdapterKey, users
 from quire.engine.checkpoints import Checkpoints
 from quire.engine.detokenizer import IncrementalDetokenizer
 from quire.engine.grammars import Grammars
 from quire.engine.host_store import HostStore
-from quire.engine.media import NO_MEDIA, Media
 from quire.engine.page_use import PageUse, page_use
 from quire.engine.pins import Pins, final_length
 from quire.engine.prefix_cache import RadixCache
@@ -31,7 +32,7 @@ from quire.engine.prompt_logprobs import PromptLogprobs
 from quire.engine.prompts import embeddings_of
 from quire.engine.request_checks import RequestChecks
 from quire.engine.sampling_step import SamplingStep
-from quire.engine.scheduled_request import ScheduledRequest, TokenBuffer
+from quire.engine.scheduled_request import ScheduledRequest
 from quire.engine.scheduler import Limits, Scheduled, Scheduler
 from quire.engine.sequence_request import OnLogits, SequenceRequest, SessionState
 from quire.engine.session_states import SessionStates, media_of
@@ -202,8 +203,10 @@ class Engine:
             runs = BASE.then(0, adapter)
             prefix = self.states.prefix_key(key, runs)
             name = self._name(request_id)
-            buffers = [TokenBuffer(tokens, media) for _ in range(params.n)]
-            samples = [self._sample(name, index, one, params, prefix, runs, limit) for index, one in enumerate(buffers)]
+            prompt = TokenHistory(tokens, media)
+            samples = [
+                self._sample(name, index, prompt.fork(), params, prefix, runs, limit) for index in range(params.n)
+            ]
             leader = samples[0]
             leader.siblings = samples[1:]
             if params.prompt_logprobs is not None:
@@ -240,7 +243,7 @@ class Engine:
         with self.lock:
             self.pins.check(session, len(tokens), session.account)
             work = ScheduledRequest(
-                TokenBuffer(tokens, media),
+                tokens=TokenHistory(tokens, media),
                 reusable=True,
                 wants="none" if on_logits is None else ("all" if all_logits else "last"),
                 fresh_from=fresh_from,
@@ -264,7 +267,7 @@ class Engine:
         self,
         name: str,
         index: int,
-        tokens: TokenBuffer,
+        tokens: TokenHistory,
         params: SamplingParams,
         key: Hashable,
         runs: AdapterRuns,
@@ -287,7 +290,7 @@ class Engine:
             )
         return SequenceRequest(
             name,
-            ScheduledRequest(tokens, key=key, adapters=runs, reusable=self.cache is not None),
+            ScheduledRequest(tokens=tokens, key=key, runs=runs, reusable=self.cache is not None),
             len(tokens),
             params,
             index=index,
@@ -573,7 +576,7 @@ class Engine:
         with self.lock:
             self.bury()
             requests = [request for samples in self._by_id.values() for request in samples if not request.finished]
-            plain = {one.request_id for one in requests if one.session is None and adapter_id in one.work.adapters.ids}
+            plain = {one.request_id for one in requests if one.session is None and adapter_id in one.work.runs.ids}
             held = [*self.states.sessions.values(), *(one.session for one in requests if one.session is not None)]
             sessions = {id(one) for one in held if adapter_id in one.runs.ids}
             return users(len(plain), len(sessions))

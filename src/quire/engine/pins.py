@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
-from quire.engine.scheduled_request import SlidingWindow
 from quire.engine.sequence_request import PinAccount, SessionState
 from quire.errors import PoolExhausted, QuotaExceeded
+from quire.kv.windows import Window
 from quire.types import SeqId
 
 
@@ -114,5 +114,5 @@ def final_length(prompt: int, max_tokens: int | None, limit: int) -> int:
     return limit if max_tokens is None else min(limit, prompt + max_tokens - 1)
 
 
-def _sizes(window: SlidingWindow | None) -> tuple[int, int] | None:
+def _sizes(window: Window | None) -> tuple[int, int] | None:
     return None if window is None else (window.size, window.sink)

@@ -24,8 +24,8 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.branches.history import LAST_PLACEHOLDER
 from quire.errors import AlreadyExists, FailedPrecondition, InvalidArgument, NotFound, QuireError
-from quire.executor.row import LAST_PLACEHOLDER
 from quire.types import SeqId
 
 TokenIds: TypeAlias = NDArray[np.int64]
@@ -45,7 +45,7 @@ def as_token_ids(tokens: Sequence[int] | NDArray[Any]) -> TokenIds:
     """Token ids ``[T]`` as int64: an int64 array as it is (a view), a list or another integer array converted.
 
     Raises ``InvalidArgument`` for anything that is not one row of integers in [0, 2^31), or, of an array, below -4: these are
-    made from the data of an image or an embedding (``quire.engine.media``). A placeholder does not tell such data apart, so it must
+    made from the data of an image or an embedding (``quire.branches.media``). A placeholder does not tell such data apart, so it must
     never match.
     """
     if isinstance(tokens, np.ndarray):

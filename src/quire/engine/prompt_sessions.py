@@ -9,8 +9,8 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.branches.media import NO_MEDIA, Media
 from quire.engine.engine import Engine
-from quire.engine.media import NO_MEDIA, Media
 from quire.engine.prompts import Prompt, Prompts
 from quire.engine.session import Session
 from quire.errors import InvalidArgument

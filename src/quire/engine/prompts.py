@@ -14,9 +14,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from quire.branches.media import NO_MEDIA, Media
 from quire.config import MODALITIES
 from quire.contracts.executor import VISION_PLACEHOLDER, AudioData, ExecutorInputs, TextData, VisionData
-from quire.engine.media import NO_MEDIA, Media
 from quire.errors import InvalidArgument, QuireError, Unsupported
 from quire.executor.row_media import media_of_rows, recorded_ids
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.engine.media import NO_MEDIA, Media
+from quire.branches.history import LAST_PLACEHOLDER
+from quire.branches.media import NO_MEDIA, Media
 from quire.errors import InvalidArgument, ResourceExhausted, Unsupported
-from quire.executor.row import LAST_PLACEHOLDER
 from quire.sampling_params import SamplingParams
 
 if TYPE_CHECKING:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
+from quire.branches.branch import Origin
+from quire.branches.history import TokenHistory
 from quire.engine.engine import Engine
-from quire.engine.scheduled_request import SlidingWindow, TokenBuffer
 from quire.engine.sequence_request import SessionState
 from quire.errors import DataLoss, FailedPrecondition, InvalidArgument, ResourceExhausted, Unsupported
 from quire.executor import saved_kinds
@@ -19,6 +21,7 @@ from quire.kv import sequencefile
 from quire.kv.state_schema import check_metadata
 from quire.kv.statefile import HeaderLimits, StateFile, TensorSpec, read_state, write_state
 from quire.kv.statefile import to_bytes as container_bytes
+from quire.kv.windows import Window
 from quire.models.fingerprint import ModelIdentity
 from quire.runner.adapter_history import as_read, written
 
@@ -63,7 +66,7 @@ def parts(
         "kind": SESSION,
         "model": identity.fields(),
         "adapters": runs,
-        "exact": state.exact,
+        "exact": state.origin.exact,
         "modified": state.modified,
         "window": None if state.window is None else [state.window.size, state.window.sink],
         "tokens": tokens,
@@ -96,10 +99,10 @@ def _longest(engine: Engine) -> int:
     return max(LONGEST, engine.max_model_len)
 
 
-def window_of(metadata: Mapping[str, Any]) -> SlidingWindow | None:
+def window_of(metadata: Mapping[str, Any]) -> Window | None:
     """The session's window; ``DataLoss`` for what is none."""
     found = saved_kinds.window_of(metadata)
-    return None if found is None else SlidingWindow(*found)
+    return None if found is None else Window(*found)
 
 
 def load(
@@ -129,13 +132,15 @@ def load(
             "last, is expected"
         )
     # A key of its own: what came from a file, perhaps through another dtype, is nobody else's prefix.
-    state = SessionState(TokenBuffer(tokens), ("loaded", engine.runner.new_seq()), window=window_of(metadata))
+    state = SessionState(
+        tokens=TokenHistory(tokens), key=("loaded", engine.runner.new_seq()), window=window_of(metadata)
+    )
     state.runs, state.adapter = runs, runs.runs[-1][1]
     if tokens.size:
         engine.checks_of(state).length(tokens.size, None)
     # The embeddings are not in the file, so that what stands for them cannot be computed again.
-    state.modified = state.pinned = metadata["modified"] or bool((tokens < 0).any())
-    state.exact = metadata["exact"]
+    state.pinned = metadata["modified"] or bool((tokens < 0).any())
+    state.origin = Origin(exact=metadata["exact"], modified=state.pinned)
     if (tokens[length:] < 0).any():
         raise DataLoss("the state file has no state of tokens that stand for embeddings, which are not in it")
     if sequence is None:
@@ -160,6 +165,7 @@ def load(
                 if not engine.reclaim():
                     raise
         state.seq, state.computed = seq, length
-        state.exact &= sequencefile.is_exact(kv, sequence)
+        exact = state.origin.exact and sequencefile.is_exact(kv, sequence)
+        state.origin = replace(state.origin, exact=exact)
     engine.metrics.state_bytes_loaded.inc(file.nbytes)
     return state

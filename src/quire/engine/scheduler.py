@@ -21,9 +21,10 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Protocol
 
+from quire.branches.history import common_prefix
 from quire.engine.checkpoints import Checkpoints
 from quire.engine.prefix_cache import RadixCache
-from quire.engine.scheduled_request import ScheduledRequest, Status, common_prefix
+from quire.engine.scheduled_request import ScheduledRequest, Status
 from quire.errors import PoolExhausted, QuireError, ResourceExhausted
 from quire.types import Add, Chunk, Edit, Fork, LogitsWanted, Remove, SeqId, SetWindow, Step
 
@@ -191,7 +192,7 @@ class Scheduler:
     def _note_branches(self, request: ScheduledRequest) -> None:
         """Where it parts from others that are under way, a state is to be kept by whoever gets there; and before its last token,
         which whoever has the same tokens runs again (a request that wants no logits ends there)."""
-        request.branches.add(len(request.tokens) - (request.wants != "none"))
+        request.partings.add(len(request.tokens) - (request.wants != "none"))
         if not request.cacheable or len(request.tokens) <= DUPLICATE_PREFIX:
             return
         alike = self._alike.setdefault((request.key, request.tokens.ids[:DUPLICATE_PREFIX].tobytes()), {})
@@ -199,8 +200,8 @@ class Scheduler:
             common = common_prefix(request.tokens.ids, other.tokens.ids)
             common = min(common, len(request.tokens) - 1, len(other.tokens) - 1)
             if common >= DUPLICATE_PREFIX:
-                other.branches.add(common)
-                request.branches.add(common)
+                other.partings.add(common)
+                request.partings.add(common)
         alike[request] = None
 
     def _forget_branches(self, request: ScheduledRequest) -> None:
@@ -406,7 +407,7 @@ class Scheduler:
 
     def _waits_for_adapter(self, request: ScheduledRequest, batch: StepDraft) -> bool:
         """Whether it cannot be admitted for want of room for adapters: its own, or that of one who came before it."""
-        return (batch.held_back and bool(request.adapters.ids)) or not self._has_adapter(request, batch)
+        return (batch.held_back and bool(request.runs.ids)) or not self._has_adapter(request, batch)
 
     def _most(self, request: ScheduledRequest) -> int:
         """Tokens of it that a step may take beside its window, if it slides; any number if it does not."""
@@ -419,7 +420,7 @@ class Scheduler:
         room = batch.budget if request.remaining == 1 else batch.budget - batch.kept
         if request.wants == "all":
             room = min(room, batch.rows)
-        if (end := request.adapters.end(request.computed)) is not None:
+        if (end := request.runs.end(request.computed)) is not None:
             room = min(room, end - request.computed)
         return max(0, min(request.remaining, room, self._most(request)))
 
@@ -472,7 +473,7 @@ class Scheduler:
             request.computed = length
         if self._checkpoints is not None and request.computed < request.known:
             # Here this prompt parts from another: who comes next with the same beginning will find a state.
-            request.branches.add(request.known)
+            request.partings.add(request.known)
         request.seq = seq
         self._note_reuse(request)
 

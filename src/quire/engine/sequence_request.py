@@ -7,7 +7,8 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from quire.engine.scheduled_request import ScheduledRequest, SlidingWindow, TokenBuffer
+from quire.branches.branch import Branch
+from quire.engine.scheduled_request import ScheduledRequest
 from quire.errors import QuireError
 from quire.outputs import FinishReason
 from quire.sampling_params import SamplingParams
@@ -101,44 +102,27 @@ class PinAccount:
     """Part of each pool that all pinned sessions may hold, those of other accounts and of none among them."""
 
 
-class SessionState:
-    """What a session is between its requests: tokens, and the sequence that holds the state of the first of them."""
+@dataclass(eq=False, slots=True, kw_only=True)
+class SessionState(Branch):
+    """What a session is between its requests."""
 
-    def __init__(
-        self,
-        tokens: TokenBuffer,
-        key: Hashable,
-        *,
-        pinned: bool = False,
-        window: SlidingWindow | None = None,
-        adapter: int | None = None,
-    ) -> None:
-        self.tokens = tokens
-        self.key = key
-        """What may share a prefix with it, beside the adapters: the salt."""
-        self.adapter = adapter
-        """Under which it goes on; None: the base model."""
-        self.runs = BASE.then(0, adapter)
-        """Under which adapter each of its tokens is run; the last one always under ``adapter``."""
-        self.seq: SeqId | None = None
-        self.computed = 0
-        """Tokens whose state ``seq`` holds."""
-        self.pinned = pinned
-        """The state must not be given up."""
-        self.account: PinAccount | None = None
-        """Among whose pinned sessions it counts."""
-        self.window = window
-        """What its sequence keeps of its tokens; None: all."""
-        self.modified = False
-        """Somebody wrote into the state: it must not feed the prefix cache, nor be recomputed."""
-        self.anchor: int | None = None
-        """Where the recurrent state of a modified session is kept so that it can go back to it: it cannot be computed again."""
-        self.exact = True
-        """False if the state went through another dtype."""
-        self.request: SequenceRequest | None = None
-        """The request that works on the sequence now."""
-        self.logits: Tensor | None = None
-        """Logits of the next token, float32 ``[V]``, if somebody asked for them since the tokens changed."""
+    key: Hashable
+    """What may share a prefix with it, beside the adapters: the salt."""
+    adapter: int | None = None
+    """Under which it goes on, as its last token does; None: the base model."""
+    pinned: bool = False
+    """The state must not be given up."""
+    account: PinAccount | None = None
+    """Among whose pinned sessions it counts."""
+    anchor: int | None = None
+    """Where the recurrent state of a modified session is kept so that it can go back to it: it cannot be computed again."""
+    request: SequenceRequest | None = None
+    """The request that works on the sequence now."""
+    logits: Tensor | None = None
+    """Logits of the next token, float32 ``[V]``, if they were asked for since the tokens changed."""
+
+    def __post_init__(self) -> None:
+        self.runs = BASE.then(0, self.adapter)
 
     @property
     def busy(self) -> bool:

@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from quire.branches.media import NO_MEDIA, Media
 from quire.contracts.executor import ExecutorInputs
 from quire.contracts.layers import LayerSpec
 from quire.engine import bridge, layer_memory, saved_sessions
@@ -26,10 +27,8 @@ from quire.engine.adapter_keys import AdapterNames, Fingerprints, runs_of_sessio
 from quire.engine.chat_rendering import encode_chat
 from quire.engine.chat_turns import Asked, ChatTurns, ReadAnswer
 from quire.engine.engine import Engine
-from quire.engine.media import NO_MEDIA, Media
 from quire.engine.prompts import Prompt, Text, read_prompt
 from quire.engine.request_outputs import request_output
-from quire.engine.scheduled_request import TokenBuffer
 from quire.engine.sequence_request import PinAccount, SequenceRequest, SessionState
 from quire.engine.session_labels import Labelled
 from quire.engine.session_repr import session_repr
@@ -282,7 +281,7 @@ class Session(Labelled):
         self._wait(request)
         # Others may have changed the session since.
         work = request.work
-        if state.runs == work.adapters and np.array_equal(state.tokens.ids, work.tokens.ids):
+        if state.runs == work.runs and np.array_equal(state.tokens.ids, work.tokens.ids):
             state.logits = rows[-1]
         return rows[-1].clone()
 
@@ -326,7 +325,7 @@ class Session(Labelled):
         """A fork of the session's state for one call."""
         with self._engine.lock:
             state = self._idle(verb)
-            branch = SessionState(TokenBuffer(state.tokens.ids, state.tokens.media), state.key, window=state.window)
+            branch = SessionState(tokens=state.tokens.fork(), key=state.key, window=state.window)
             self._engine.states.fork(state, branch, len(self))
         try:
             yield branch
@@ -354,8 +353,8 @@ class Session(Labelled):
 
     def _child(self, parent: SessionState, length: int) -> Session:
         state = SessionState(
-            TokenBuffer(parent.tokens.ids[:length], parent.tokens.media),
-            parent.key,
+            tokens=parent.tokens.fork(length),
+            key=parent.key,
             pinned=parent.pinned,
             window=parent.window,
         )

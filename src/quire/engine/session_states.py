@@ -8,17 +8,19 @@ memory. The caller holds the engine's lock.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from quire.branches.branch import COMPUTED
+from quire.branches.history import common_prefix
+from quire.branches.media import Media
 from quire.engine import layer_memory
 from quire.engine.adapter_keys import prefix_key, runs_of_session
 from quire.engine.host_store import HostStore
-from quire.engine.media import Media
 from quire.engine.prefix_cache import RadixCache
-from quire.engine.scheduled_request import TokenBuffer, common_prefix
 from quire.engine.sequence_request import SequenceRequest, SessionState
 from quire.errors import FailedPrecondition, QuireError, ResourceExhausted
 from quire.metrics import EngineMetrics
@@ -134,8 +136,7 @@ class SessionStates:
         if parent.seq is None:
             self.host.share(parent, child, length)
         length = self.reach(parent, length)
-        child.exact = parent.exact or not length
-        child.modified = parent.modified and length > 0
+        child.origin = parent.origin if length else COMPUTED
         child.window = parent.window
         child.anchor = None if parent.anchor is None or parent.anchor > length else parent.anchor
         if parent.seq is not None and length:
@@ -187,7 +188,7 @@ class SessionStates:
         seq = self.runner.new_seq()
         self.apply(Fork(parent, seq, position))
         self.remove(session.seq)
-        session.seq, session.computed, session.exact = seq, position, True
+        session.seq, session.computed, session.origin = seq, position, COMPUTED
 
     def found(self, session: SessionState, length: int) -> tuple[SeqId, int] | None:
         """A sequence in the prefix cache, the session's own aside, and at how many of the session's first ``length`` tokens it can
@@ -217,7 +218,7 @@ class SessionStates:
             raise
         if self.cache is not None and session.seq in self.cache:
             self.cache.remove(session.seq)
-        session.modified = True
+        session.origin = replace(session.origin, modified=True)
         session.logits = None
 
     def _write(
@@ -268,7 +269,7 @@ class SessionStates:
     def _let_go(self, session: SessionState) -> None:
         if session.seq is not None:
             self.remove(session.seq)
-        session.seq, session.computed, session.exact = None, 0, True
+        session.seq, session.computed, session.origin = None, 0, replace(session.origin, exact=True)
 
     # -- lending to requests --------------------------------------------------------------------------------
 
@@ -278,9 +279,9 @@ class SessionStates:
         work = request.work
         common = common_prefix(session.tokens.ids, work.tokens.ids)
         last = len(work.tokens) + len(request.tail) - 1
-        work.adapters = session.runs.then(min(common, last), session.adapter)
-        work.key = self.prefix_key(session.key, work.adapters)
-        shared = session.runs.agreed(work.adapters, common)
+        work.runs = session.runs.then(min(common, last), session.adapter)
+        work.key = self.prefix_key(session.key, work.runs)
+        shared = session.runs.agreed(work.runs, common)
         wanted = min(shared, len(work.tokens) - 1)
         work.known = min(wanted, session.computed)
         self.rewind(session, wanted)
@@ -314,11 +315,11 @@ class SessionStates:
         session.computed = work.computed if session.seq is not None else 0
         if request.succeeded:
             count = len(work.tokens) if request.kept is None else request.num_prompt + request.kept
-            tokens = TokenBuffer(work.tokens.ids[:count], work.tokens.media)
+            tokens = work.tokens.fork(count)
             tokens.extend(request.tail)
             session.tokens, session.logits = tokens, None
-            session.runs = runs_of_session(work.adapters, len(tokens), session.adapter)
-            self._return_to(session, request, work.adapters.agreed(session.runs, count))
+            session.runs = runs_of_session(work.runs, len(tokens), session.adapter)
+            self._return_to(session, request, work.runs.agreed(session.runs, count))
         elif request.finish_reason == "error" and not (session.pinned or session.modified):
             # Whatever broke, the state may be broken too.
             self.drop(session)
@@ -366,7 +367,7 @@ class SessionStates:
         for session in self.sessions.values():
             if session.droppable:
                 # What went through another dtype becomes exact if it is computed again.
-                if session.exact:
+                if session.origin.exact:
                     self.host.save(session, waiting=False)
                 self._let_go(session)
                 return True

@@ -13,13 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.branches.history import Ids
 from quire.contracts.executor import DecodeInput, PrefillInput
 from quire.errors import InvalidArgument, QuireError, Unsupported
 from quire.executor.cache import KVCache
 from quire.executor.forward_packing import LOGITS_ONLY, WantedOutputs
 from quire.executor.handle import Handle
 from quire.executor.pool import CachePool
-from quire.executor.row import Ids
 from quire.executor.row_extension import require_vocabulary
 
 NO_MASKS = "recurrent layers see the tokens of a row in order, and no mask can change that; give the image with bidirectional=False"

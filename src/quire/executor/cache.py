@@ -14,13 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from quire.branches.history import Ids
 from quire.contracts.kv_cache import CacheHandleStats, KVCacheInterface
 from quire.contracts.layers import KeyValueAttention
 from quire.errors import InvalidArgument, ResourceExhausted, Unsupported
 from quire.executor import serialized
 from quire.executor.cache_rows import CacheRows, locked
 from quire.executor.pool import NO_PAGES, CachePool
-from quire.executor.row import Ids, TokenRecord
 from quire.kv.state_slots import NULL
 from quire.signatures import checks_arguments
 
@@ -71,8 +71,8 @@ class KVCache(CacheRows):
 
         What stands at a placeholder is below -4 and made from its data: equal ids mean equal content.
         """
-        record = self.rows[row].tokens
-        return None if record is None else record.ids.copy()
+        held = self.rows[row].tokens
+        return held.ids.copy() if held.is_known else None
 
     @locked
     def read(self, layer: int, lengths: Sequence[int], *, values: bool) -> Tensor:
@@ -137,11 +137,10 @@ class KVCache(CacheRows):
         for row in self.rows:
             # An empty row is not cut, and a tree may wait beside it.
             self.set_pending(row, None)
-            row.tokens = TokenRecord()
-            if not self.pool.has_its_window(row.seq):
+            if row.window != self.pool.row_window:
                 # It came with a session, and a cleared cache is as a new one.
                 self.pool.remove([row.seq])
-                (row.seq,) = self.pool.add(1)
+                (row.seq,), row.window = self.pool.add(1), self.pool.row_window
 
     @locked
     def resize(self, n: int) -> None:

@@ -12,9 +12,10 @@ from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Concatenate, Final, ParamSpec, Self, TypeVar
 
+from quire.branches.history import Ids
 from quire.errors import NotFound, QuireError
 from quire.executor.pool import CachePool
-from quire.executor.row import NO_IDS, Ids, Pending, Row, history
+from quire.executor.row import Pending, Row
 from quire.signatures import checks_arguments
 from quire.types import AdapterRuns, Commit, Pop
 
@@ -64,7 +65,12 @@ class CacheRows:
     @classmethod
     def create(cls, pool: CachePool, batch_size: int, capacity: int, dynamic: bool) -> Self:
         """An empty cache; arguments are checked already."""
-        return cls(pool, [Row(seq) for seq in pool.add(batch_size)], capacity=capacity, dynamic=dynamic)
+        return cls(
+            pool,
+            [Row(seq=seq, window=pool.row_window) for seq in pool.add(batch_size)],
+            capacity=capacity,
+            dynamic=dynamic,
+        )
 
     @property
     def batch_size(self) -> int:
@@ -81,10 +87,7 @@ class CacheRows:
 
     @locked
     def _lengths(self) -> tuple[int, ...]:
-        state = self.pool.state
-        return tuple(
-            state.sequence_length(row.seq) + (0 if row.chain is None else row.chain.ids.size) for row in self.rows
-        )
+        return tuple(row.computed for row in self.rows)
 
     # -- changing --------------------------------------------------------------------------------------------
 
@@ -103,17 +106,15 @@ class CacheRows:
             if count:
                 self.mark_cut(row, length)
                 self.set_pending(row, None)
-            if row.tokens is not None:
-                row.tokens.size = length
 
     def record(self, row: Row, start: int, ids: Ids, runs: AdapterRuns, positions: Ids | None = None) -> None:
         """The row's sequence holds ``ids`` from ``start`` on, and nothing behind them, at ``positions`` (None: their indices); all
         its tokens ran as ``runs`` say."""
-        row.runs = history(runs, start + ids.size)
+        row.tokens.replace_from(start, ids)
+        row.computed, row.runs = row.tokens.size, runs
+        row.runs = row.runs_before(row.computed)
         row.stand(start, positions)
-        if row.tokens is not None:
-            row.tokens.replace_from(start, ids)
-        self.capacity = max(self.capacity, start + ids.size)
+        self.capacity = max(self.capacity, row.computed)
         self.set_pending(row, None)
         self.touch()
 
@@ -149,9 +150,9 @@ class CacheRows:
         """Swap in new sequences; the old ones are freed and all handles with tokens are stale."""
         self.pool.remove([seq for row in self.rows for seq in row.seqs])
         for row, new in zip(self.rows, fresh, strict=True):
-            row.seq, row.tokens = new.seq, new.tokens
             row.pending = row.chain = None
             self.mark_cut(row, 0)
+            row.seq, row.tokens, row.computed, row.window = new.seq, new.tokens, new.computed, new.window
             row.runs, row.positions, row.mark, row.origin = new.runs, new.positions, new.mark, new.origin
         self.touch()
 
@@ -201,8 +202,6 @@ class CacheRows:
         row.chain = None
         if length < chain.start + chain.ids.size:
             self.mark_cut(row, length)
-            if row.tokens is not None:
-                row.tokens.size = length
         self.touch()
 
     def mark(self, row: Row) -> None:
@@ -219,7 +218,7 @@ class CacheRows:
             if not (held := state.checkpoints(row.seq)):
                 row.mark = None
                 continue
-            ids = NO_IDS if row.tokens is None else row.tokens.ids
+            ids = row.tokens.ids
             known = ids.size if not (ids < 0).any() else int((ids < 0).argmax())
             known = 0 if row.origin.modified else known
             known = min([known, *(start for start, adapter in row.runs.runs if not self.pool.is_loaded(adapter))])

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.branches.history import Ids
 from quire.contracts.executor import CacheLike, ExecutorInputs, ModelAssets, RequestSampling
 from quire.errors import Cancelled, InvalidArgument, Unsupported
 from quire.executor.arguments import NO_MASKS, require_adapter, resolve_cache, to_ids
@@ -26,7 +27,6 @@ from quire.executor.request_sampling import (
     check_params,
     history_for,
 )
-from quire.executor.row import Ids
 from quire.executor.row_extension import Extension, extensions, packed, require_vocabulary
 from quire.executor.row_media import media_of_rows
 from quire.executor.running_calls import Stopwatch

@@ -13,17 +13,18 @@ from weakref import WeakValueDictionary
 
 import torch
 
+from quire.branches.branch import Branch
 from quire.contracts.layers import KeyValueAttention, LatentAttention, sink_refusal, window_refusal
 from quire.errors import FailedPrecondition, InvalidArgument, QuireError, ResourceExhausted, Unsupported
 from quire.executor.row import Row
 from quire.executor.running_calls import Operations
 from quire.interrupts import Lock
-from quire.kv import windows
 from quire.kv.forward_need import pages_for
 from quire.kv.rule_table import POSITIONS_OF_WINDOWS, position_refusal
 from quire.kv.sequences import check_integer
 from quire.kv.state import State
 from quire.kv.state_slots import NULL
+from quire.kv.windows import Window
 from quire.models.fingerprint import ModelIdentity
 from quire.orphans import Orphans
 from quire.runner.local import Runner
@@ -104,15 +105,17 @@ class CachePool:
             self.state_interval, self.keeps_last_state = table.interval, table.ring > 0
         self.main_class = next((index for index, one in enumerate(state.classes) if one.window is None), 0)
         """The layer class whose page table stands for a sequence: one that keeps all tokens, if there is any."""
-        self.window = None if window is None else check_integer(window, "window", 1)
-        self.sink = check_integer(sink, "sink", 0)
-        if self.sink and (self.window is None or self.sink >= self.window):
+        window = None if window is None else check_integer(window, "window", 1)
+        sink = check_integer(sink, "sink", 0)
+        if sink and (window is None or sink >= window):
             raise InvalidArgument(f"sink {sink} with window {window}; 0 <= sink < window is needed")
-        if self.window is not None and (reason := window_refusal(runner.model.layer_specs)):
+        if window is not None and (reason := window_refusal(runner.model.layer_specs)):
             raise Unsupported(f"window {window}: {reason}")
-        if self.sink and (reason := sink_refusal(runner.model.layer_specs)):
-            raise Unsupported(f"sink {self.sink}: {reason}")
-        self.is_windowed = self.window is not None or any(one.window is not None for one in state.classes)
+        if sink and (reason := sink_refusal(runner.model.layer_specs)):
+            raise Unsupported(f"sink {sink}: {reason}")
+        self.row_window = None if window is None else Window(window, sink)
+        """What each new row keeps; None: all of its tokens."""
+        self.is_windowed = window is not None or any(one.window is not None for one in state.classes)
         """Whether some layer lets go of tokens."""
         self.dtype: torch.dtype = state.dtype
         self.device: torch.device = state.device
@@ -120,7 +123,7 @@ class CachePool:
         self.peak_bytes = 0
         self.position_refusal = position_refusal(runner.model.layer_specs)
         """Why tokens can stand at no positions but their indices; empty: they can."""
-        if self.window is not None and not self.position_refusal:
+        if window is not None and not self.position_refusal:
             self.position_refusal = POSITIONS_OF_WINDOWS
         self.adapter_refusal = runner.adapters.refusal
         """Why the model can run no adapter; empty: it can."""
@@ -179,8 +182,8 @@ class CachePool:
         """New empty sequences."""
         seqs = [self.runner.new_seq() for _ in range(count)]
         self.edit(*(Add(seq) for seq in seqs))
-        if self.window is not None:
-            self.edit(*(SetWindow(seq, self.window, self.sink) for seq in seqs))
+        if (window := self.row_window) is not None:
+            self.edit(*(SetWindow(seq, window.size, window.sink) for seq in seqs))
         return seqs
 
     def fork(self, parents: Sequence[SeqId], positions: Sequence[int] | None = None) -> list[SeqId]:
@@ -340,14 +343,9 @@ class CachePool:
         """What identifies an adapter that a cache names, loaded or not."""
         return self._fingerprints[adapter]
 
-    def has_its_window(self, seq: SeqId) -> bool:
-        """Whether a sequence keeps what new ones of this pool keep, and not what the window of a session lets it keep."""
-        window = None if self.window is None else windows.Window(self.window, self.sink)
-        return self.state.table.get(seq).window == window
-
-    def lets_go(self, seq: SeqId) -> bool:
-        """Whether some layer forgets tokens of a sequence: by the model's windows, or by the sequence's own."""
-        return self.is_windowed or self.state.table.get(seq).window is not None
+    def lets_go(self, branch: Branch) -> bool:
+        """Whether some layer forgets tokens of a branch: by the model's windows, or by the branch's own."""
+        return self.is_windowed or branch.window is not None
 
     def missing_full_pages(self, seqs: Sequence[SeqId], counts: Sequence[int]) -> int:
         """As ``missing_pages``, for what keeps all tokens, for as many forwards as it takes; copies of shared tails aside."""

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from quire.branches.history import Ids, common_prefix
 from quire.executor.cache import KVCache
 from quire.executor.pool import CachePool
-from quire.executor.row import Ids, Row
+from quire.executor.row import Row
 from quire.types import BASE
 
 
@@ -31,7 +32,7 @@ def shared_cache(
         places = np.arange(limit) if given is None else given[:limit]
         parent, length = _longest(pool, ids[:limit], adapter, places) if limit else (None, 0)
         if parent is None:
-            rows.append(Row(pool.add(1)[0]))
+            rows.append(Row(seq=pool.add(1)[0], window=pool.row_window))
         else:
             rows.append(parent.like(pool.fork([parent.seq], [length])[0], length))
         lengths.append(length)
@@ -44,21 +45,14 @@ def _longest(pool: CachePool, ids: Ids, adapter: int | None, places: Ids) -> tup
     wanted = BASE.then(0, adapter)
     for cache in list(pool.caches.values()):
         for row in cache.rows:
-            if row.tokens is None or not row.origin.is_shareable or not pool.has_its_window(row.seq):
+            if not row.origin.is_shareable or row.window != pool.row_window:
                 continue
-            common = row.runs.agreed(wanted, _common(row.tokens.ids, ids))
+            common = row.runs.agreed(wanted, common_prefix(row.tokens.ids, ids))
             stood = np.arange(common) if row.positions is None else row.positions.ids[:common]
-            common = _common(stood, places[:common])
+            common = common_prefix(stood, places[:common])
             if common > best[1]:
                 cache.settle()
                 length = pool.state.nearest_reachable(row.seq, common)
                 if length > best[1]:
                     best = (row, length)
     return best
-
-
-def _common(a: Ids, b: Ids) -> int:
-    """Equal first ids."""
-    size = min(a.size, b.size)
-    differs = np.flatnonzero(a[:size] != b[:size])
-    return int(differs[0]) if differs.size else size

@@ -12,10 +12,11 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from quire.branches.history import UNKNOWN, Ids
 from quire.errors import FailedPrecondition
 from quire.executor.forward_packing import Piece
 from quire.executor.pool import CachePool
-from quire.executor.row import Ids, Row, adapters_between
+from quire.executor.row import Row, adapters_between
 
 NOTHING: Ids = np.empty(0, dtype=np.int64)
 
@@ -32,13 +33,13 @@ def owed_tokens(pool: CachePool, row: Row, start: int, label: str = "") -> Ids:
     origin = state.nearest_reachable(row.seq, start)
     if origin == start:
         return NOTHING
-    ids = None if row.tokens is None else row.tokens.ids[origin:start]
+    ids = row.tokens.ids[origin:start]
     gone = sorted(adapters_between(row.runs, origin, start) - set(pool.runner.adapters.ids))
-    if ids is not None and ids.min() >= 0 and not gone and not row.origin.modified:
+    if ids.min() >= 0 and not gone and not row.origin.modified:
         return ids.copy()
     if row.origin.modified:
         why = "its state was written into and cannot be computed again"
-    elif ids is None:
+    elif (ids == UNKNOWN).any():
         why = "its tokens are not recorded"
     elif gone:
         why = f"they ran under adapter {gone[0]}, which was unloaded"

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.branches.history import Ids
 from quire.contracts.executor import RequestSampling
 from quire.errors import FailedPrecondition, InvalidArgument, QuireError, Unsupported
-from quire.executor.row import Ids
 from quire.ops.request_sampler import RequestSampler, TokenCounts
 from quire.ops.sampling import probabilities, sample
 from quire.sampling_params import SamplingParams

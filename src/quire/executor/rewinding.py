@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeVar
 
+from quire.branches.history import Ids
 from quire.executor.cache_rows import CacheRows
 from quire.executor.replay import owed_tokens
-from quire.executor.row import Ids
 from quire.executor.row_extension import extensions, packed
 from quire.executor.running_calls import Operation
 from quire.executor.transaction import Transaction

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from quire.executor.pool import CachePool
 from quire.kv.forward_need import pages_for
-from quire.kv.windows import Window, window_pages
+from quire.kv.windows import window_pages
 
 
 def has_room(pool: CachePool, rows: int, tokens: int) -> bool:
@@ -16,11 +16,10 @@ def has_room(pool: CachePool, rows: int, tokens: int) -> bool:
     if state.recurrent is not None and rows * min(2, tokens) > state.recurrent.table.num_available_without(gone):
         # One that a row has and one that its next token writes.
         return False
-    window = None if pool.window is None else Window(pool.window, pool.sink)
     chunk = min(tokens, pool.chunk_size) if pool.chunk_size > 0 else tokens
     for one, free in zip(state.classes, state.table.num_free_without(gone), strict=True):
         needed = pages_for(tokens, pool.page_size)
-        bound = window_pages(window, one.window, chunk, pool.page_size)
+        bound = window_pages(pool.row_window, one.window, chunk, pool.page_size)
         if rows * (needed if bound is None else min(needed, bound)) > free:
             return False
     return True

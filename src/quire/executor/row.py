@@ -9,53 +9,12 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
+from quire.branches.branch import COMPUTED, Branch
+from quire.branches.history import Ids, TokenHistory
 from quire.types import BASE, AdapterRuns, SeqId
-
-Ids: TypeAlias = NDArray[np.int64]
-
-NO_IDS: Final[Ids] = np.empty(0, dtype=np.int64)
-
-LAST_PLACEHOLDER = -4
-"""Recorded ids below this one are made from the data at placeholders."""
-
-
-class TokenRecord:
-    """The token ids of a row, or the positions of its tokens: an array that grows by doubling. A fork shares it until one of both
-    writes."""
-
-    def __init__(self, ids: Ids | None = None) -> None:
-        self._buffer: Ids = np.empty(0, dtype=np.int64) if ids is None else ids.copy()
-        self._shared = False
-        self.size = self._buffer.size
-
-    @property
-    def ids(self) -> Ids:
-        """A view, valid until the record changes."""
-        return self._buffer[: self.size]
-
-    def replace_from(self, start: int, ids: Ids) -> None:
-        """Ids from ``start`` on become ``ids``."""
-        size, capacity = start + ids.size, self._buffer.size
-        if size > capacity:
-            capacity = max(size, 2 * capacity, 16)
-        if self._shared or capacity > self._buffer.size:
-            own = np.empty(capacity, dtype=np.int64)
-            own[:start] = self._buffer[:start]
-            self._buffer, self._shared = own, False
-        self._buffer[start:size] = ids
-        self.size = size
-
-    def fork(self) -> TokenRecord:
-        """A record of the same ids that copies nothing now."""
-        twin = TokenRecord()
-        twin._buffer, twin.size = self._buffer, self.size
-        twin._shared = self._shared = True
-        return twin
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,11 +46,6 @@ def path_to(parents: Sequence[int], node: int) -> list[int]:
     return found[::-1]
 
 
-def history(runs: AdapterRuns, length: int) -> AdapterRuns:
-    """That of the first ``length`` tokens; of none the base model's, so that it names no adapter."""
-    return runs.cut(length) if length else BASE
-
-
 def adapters_between(runs: AdapterRuns, begin: int, end: int) -> frozenset[int]:
     """Of the tokens ``begin..end - 1``; the base model is not among them."""
     return frozenset(
@@ -101,38 +55,12 @@ def adapters_between(runs: AdapterRuns, begin: int, end: int) -> frozenset[int]:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """How a row's state came to be what it is, where its tokens alone do not say it."""
-
-    exact: bool = True
-    """False if it went through another dtype."""
-    modified: bool = False
-    """Whether somebody wrote into it, so that its tokens, run again, would give another one."""
-    private: bool = False
-    """Whether it is a session's whose tokens have a salt of their own."""
-
-    @property
-    def is_shareable(self) -> bool:
-        """Whether the prompts of others may begin with it."""
-        return self.exact and not (self.modified or self.private)
-
-
-COMPUTED = Origin()
-"""The state is what the tokens give."""
-
-
-@dataclass(slots=True)
-class Row:
+@dataclass(eq=False, slots=True, kw_only=True)
+class Row(Branch):
     """One sequence of a cache."""
 
     seq: SeqId
-    tokens: TokenRecord | None = field(default_factory=TokenRecord)
-    """The ids, those of placeholders made from their data. None: they are not known, as after loading a file that does not
-    tell."""
-    runs: AdapterRuns = BASE
-    """Under which adapter each token ran."""
-    positions: TokenRecord | None = None
+    positions: TokenHistory | None = None
     """The position at which each token was rotated, where the caller gave one that is not its index; None: each at its index."""
     cuts: list[tuple[int, int]] = field(default_factory=list)
     """(revision, length), both strictly increasing: a later cut at or below an earlier one replaces it."""
@@ -142,7 +70,6 @@ class Row:
     behind any of them (``KVCache.settle`` ends that). Only where layers are recurrent."""
     mark: int | None = None
     """Where the executor has kept a recurrent state of this row to come back to; None: nowhere."""
-    origin: Origin = COMPUTED
 
     @property
     def seqs(self) -> list[SeqId]:
@@ -170,7 +97,7 @@ class Row:
         if positions is None or (self.positions is None and are_indices(positions, start)):
             return
         if self.positions is None:
-            self.positions = TokenRecord(np.arange(start))
+            self.positions = TokenHistory(np.arange(start))
         self.positions.replace_from(start, positions)
 
     def cut(self, revision: int, length: int) -> None:
@@ -180,9 +107,11 @@ class Row:
         while self.cuts and self.cuts[-1][1] >= length:
             self.cuts.pop()
         self.cuts.append((revision, length))
-        self.runs = history(self.runs, length)
+        self.runs = self.runs_before(length)
         self.positions = _first(self.positions, length)
         self.origin = self.origin if length else COMPUTED
+        self.tokens.truncate(length)
+        self.computed = length
 
     def was_cut(self, revision: int, length: int) -> bool:
         """Whether anything below ``length`` is gone or different since ``revision``."""
@@ -192,19 +121,21 @@ class Row:
 
     def like(self, seq: SeqId, length: int | None = None) -> Row:
         """A row for a fork of this one's sequence: the same tokens, or the first ``length`` of them, and no history of cuts."""
-        tokens = None if self.tokens is None else self.tokens.fork()
-        positions = None if self.positions is None else self.positions.fork()
-        if length is None:
-            return Row(seq, tokens, self.runs, positions, mark=self.mark, origin=self.origin)
-        if tokens is not None:
-            tokens.size = length
-        mark = self.mark if self.mark is not None and self.mark <= length else None
-        origin = self.origin if length else COMPUTED
-        return Row(seq, tokens, history(self.runs, length), _first(positions, length), mark=mark, origin=origin)
+        length = self.computed if length is None else length
+        return Row(
+            seq=seq,
+            tokens=self.tokens.fork(length),
+            computed=length,
+            runs=self.runs if length == self.computed else self.runs_before(length),
+            window=self.window,
+            positions=_first(None if self.positions is None else self.positions.fork(), length),
+            mark=self.mark if self.mark is not None and self.mark <= length else None,
+            origin=self.origin if length else COMPUTED,
+        )
 
 
-def _first(positions: TokenRecord | None, length: int) -> TokenRecord | None:
-    """Those of the first ``length`` tokens; None where each stands at its index, so that equal rows are equal values."""
+def _first(positions: TokenHistory | None, length: int) -> TokenHistory | None:
+    """Those of the first ``length`` tokens; None where each stands at its index."""
     if positions is None or are_indices(positions.ids[:length], 0):
         return None
     positions.size = length

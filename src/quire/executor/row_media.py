@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.branches.history import LAST_PLACEHOLDER, Ids
 from quire.config import MODALITIES
 from quire.contracts.executor import (
     AUDIO_PLACEHOLDER,
@@ -27,7 +28,6 @@ from quire.contracts.executor import (
     VisionData,
 )
 from quire.errors import InvalidArgument, Unsupported
-from quire.executor.row import LAST_PLACEHOLDER, Ids
 
 NO_PER_LAYER = "the model adds nothing to its layers' inputs; give embeddings only"
 

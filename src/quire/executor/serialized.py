@@ -15,10 +15,13 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from quire.branches.branch import Origin
+from quire.branches.history import LAST_PLACEHOLDER, UNKNOWN, Ids, TokenHistory
 from quire.errors import DataLoss, InvalidArgument, NotFound, ResourceExhausted, Unsupported
 from quire.executor.cache_rows import CacheRows
+from quire.executor.replay import NOTHING
 from quire.executor.rewinding import run_owed
-from quire.executor.row import LAST_PLACEHOLDER, NO_IDS, Ids, Origin, Row, TokenRecord, history
+from quire.executor.row import Row
 from quire.executor.running_calls import Operation
 from quire.executor.saved_kinds import (
     KV_CACHE,
@@ -34,8 +37,9 @@ from quire.kv.forward_need import pages_for
 from quire.kv.rule_table import POSITIONS_OF_WINDOWS
 from quire.kv.state_schema import check_metadata
 from quire.kv.statefile import StateFile, TensorSpec, read_state, to_bytes
+from quire.kv.windows import Window
 from quire.runner.adapter_history import as_read, written
-from quire.types import BASE, AdapterRuns, Add, SetWindow
+from quire.types import BASE, AdapterRuns, Add, SeqId, SetWindow
 
 
 def dump(cache: CacheRows) -> bytes:
@@ -61,7 +65,7 @@ def dump(cache: CacheRows) -> bytes:
         "lengths": list(cache.lengths),
         "next_positions": [row.next_position(length) for row, length in zip(cache.rows, cache.lengths, strict=True)],
         **({"positions": positions} if is_placed else {}),
-        "tokens": [None if row.tokens is None else row.tokens.ids.tolist() for row in cache.rows],
+        "tokens": [row.tokens.ids.tolist() if row.tokens.is_known else None for row in cache.rows],
         "exact": [row.origin.exact for row in cache.rows],
         "modified": [row.origin.modified for row in cache.rows],
         "rows": rows,
@@ -86,8 +90,7 @@ class SavedRow:
     """All token ids; None where the writer did not know them."""
     positions: Ids | None
     """Where they stand; None: at their indices."""
-    window: tuple[int, int] | None
-    """Size and sink of that of a row without a sequence, which else says it itself."""
+    window: Window | None
     runs: AdapterRuns
     origin: Origin
 
@@ -96,10 +99,18 @@ class SavedRow:
         """Tokens whose state the file has."""
         return 0 if self.sequence is None else int(self.sequence["length"])
 
+    def computed(self, seq: SeqId) -> Row:
+        """Return the row of these tokens, whose state is in ``seq``."""
+        ids = np.full(self.length, UNKNOWN) if self.ids is None else self.ids[: self.length]
+        found = Row(seq=seq, tokens=TokenHistory(ids), computed=self.length, runs=self.runs, origin=self.origin)
+        found.runs, found.window = found.runs_before(self.length), self.window
+        found.stand(0, self.positions)
+        return found
+
     @property
     def owed(self) -> Ids:
         """The tokens behind these, which a session computes when it needs them."""
-        return NO_IDS if self.ids is None else self.ids[self.length :]
+        return NOTHING if self.ids is None else self.ids[self.length :]
 
 
 def load(cache: CacheRows, data: bytes | bytearray | memoryview, *, convert_dtype: bool, operation: Operation) -> None:
@@ -180,7 +191,7 @@ def _check(cache: CacheRows, file: StateFile, convert_dtype: bool) -> list[Saved
             prefix=prefix,
             ids=ids,
             positions=positions,
-            window=window_of(file.metadata) if row is None else None,
+            window=_window_of(file, row),
             runs=runs,
             origin=_origin_of(cache, found, index, row),
         )
@@ -232,6 +243,14 @@ def _check_adapters(cache: CacheRows, found: Mapping[str, Any], lengths: Sequenc
     ]
 
 
+def _window_of(file: StateFile, row: Mapping[str, Any] | None) -> Window | None:
+    """The window of a row, which its sequence says, or the session of one that has none."""
+    if row is None:
+        found = window_of(file.metadata)
+        return None if found is None else Window(*found)
+    return None if row["window"] is None else Window(row["window"], row["sink"], row["eviction"])
+
+
 def _listed(found: Mapping[str, Any], name: str, count: int) -> list[Any]:
     value: list[Any] = found[name]
     if len(value) != count:
@@ -276,13 +295,12 @@ def _import_rows(cache: CacheRows, file: StateFile, saved: Sequence[SavedRow]) -
         for row in saved:
             seq = pool.runner.new_seq()
             if row.sequence is None:
-                pool.edit(Add(seq), *(() if row.window is None else (SetWindow(seq, *row.window),)))
+                pool.edit(
+                    Add(seq), *(() if row.window is None else (SetWindow(seq, row.window.size, row.window.sink),))
+                )
             else:
                 sequencefile.load(pool.state, seq, file, row.sequence, row.prefix)
-            tokens = None if row.ids is None else TokenRecord(row.ids[: row.length])
-            runs = history(row.runs, row.length)
-            fresh.append(Row(seq, tokens, runs, origin=row.origin))
-            fresh[-1].stand(0, row.positions)
+            fresh.append(row.computed(seq))
     except BaseException:
         with suppress(NotFound):
             pool.remove([row.seq for row in fresh])

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.branches.history import Ids
 from quire.errors import QuireError, ResourceExhausted, Unsupported
 from quire.executor.forward_packing import (
     LOGITS_ONLY,
@@ -34,7 +35,7 @@ from quire.executor.forward_packing import (
 )
 from quire.executor.pool import CachePool
 from quire.executor.replay import NOTHING, owed_tokens, states_needed
-from quire.executor.row import Ids, Pending, path_to
+from quire.executor.row import Pending, path_to
 from quire.executor.row_extension import Extension, kept_edits, packed
 from quire.executor.row_media import RowMedia, recorded_ids
 from quire.executor.running_calls import Operation
@@ -94,7 +95,7 @@ class Transaction:
             part.owed = owed_tokens(self.pool, part.row, part.start, part.label)
         self.pool.note_adapters([part.runs for part in self.parts])
         several = self.several or any(part.owed.size for part in self.parts)
-        self._lets_go = several and any(self.pool.lets_go(part.row.seq) for part in self.parts)
+        self._lets_go = several and any(self.pool.lets_go(part.row) for part in self.parts)
         kept = [part for part in self.parts if self.aside or part.rewinds or self._needs_a_way_back(part)]
         forks = self.pool.fork([part.row.seq for part in kept], [part.origin for part in kept])
         for part, seq in zip(kept, forks, strict=True):
@@ -115,7 +116,7 @@ class Transaction:
                 f"{label}{part.depth} tokens from position {part.start} on are beyond the model's maximum of "
                 f"{self.pool.max_model_len}"
             )
-        if part.positions is not None and self.pool.state.table.get(part.row.seq).window is not None:
+        if part.positions is not None and part.row.window is not None:
             raise Unsupported(f"{label}position_ids: {POSITIONS_OF_WINDOWS}")
         if part.positions is not None and (last := int(part.positions.max(initial=0))) >= self.pool.max_model_len:
             raise ResourceExhausted(
@@ -276,8 +277,6 @@ class Transaction:
     @staticmethod
     def _cut(part: Extension, length: int) -> None:
         part.cache.mark_cut(part.row, length)
-        if part.row.tokens is not None:
-            part.row.tokens.size = length
 
     # -- running ---------------------------------------------------------------------------------------------
 

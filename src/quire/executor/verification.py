@@ -13,6 +13,7 @@ from dataclasses import replace
 import numpy as np
 from torch import Tensor
 
+from quire.branches.history import Ids
 from quire.contracts.executor import CacheLike, DecodeInput, DecodeOutput, RequestSampling, SpeculativeOutput
 from quire.errors import InvalidArgument, Unsupported
 from quire.executor import speculation
@@ -29,7 +30,7 @@ from quire.executor.cache import KVCache
 from quire.executor.forward_packing import LOGITS_ONLY, RowOutput, WantedOutputs
 from quire.executor.handle import Handle, handle_of
 from quire.executor.pool import CachePool
-from quire.executor.row import Ids, path_to
+from quire.executor.row import path_to
 from quire.executor.row_extension import Extension, extensions, placed, require_vocabulary
 from quire.executor.running_calls import Operation
 from quire.executor.transaction import Transaction

@@ -1,0 +1,65 @@
+"""``Branch``: a history of tokens of which the first ``computed`` are in the KV state. No torch.
+
+Requests, sessions and rows of KV caches are branches. They differ in who owns them and in what may be
+given up. What is left to run of a branch is ``len(tokens) - computed``; preempting it is
+``computed = 0``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from quire.branches.history import TokenHistory
+from quire.kv.windows import Window
+from quire.types import BASE, AdapterRuns, SeqId
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """How a branch's state came to be, where its tokens alone do not say it."""
+
+    exact: bool = True
+    """False if the state went through another dtype."""
+    modified: bool = False
+    """Whether the state was written into, so that running its tokens again would give another one."""
+    private: bool = False
+    """Whether the tokens have a salt of their own, so that no other branch may share them."""
+
+    @property
+    def is_shareable(self) -> bool:
+        """Whether other prompts may begin with this state."""
+        return self.exact and not (self.modified or self.private)
+
+
+COMPUTED = Origin()
+"""The state is what the tokens give."""
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Branch:
+    """A history, and the sequence of the KV state that holds its first tokens."""
+
+    tokens: TokenHistory = field(default_factory=TokenHistory)
+    runs: AdapterRuns = BASE
+    """Under which adapter each token runs, also those to come."""
+    window: Window | None = None
+    """What its sequence keeps of its tokens; None: all of them."""
+    seq: SeqId | None = None
+    """The sequence; None while nothing of the branch is in the pool."""
+    computed: int = 0
+    """Tokens whose state ``seq`` holds."""
+    origin: Origin = COMPUTED
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that are not computed yet."""
+        return len(self.tokens) - self.computed
+
+    @property
+    def modified(self) -> bool:
+        """Whether its state cannot be had again by running its tokens."""
+        return self.origin.modified
+
+    def runs_before(self, length: int) -> AdapterRuns:
+        """Return the adapters of the first ``length`` tokens; of none the base model."""
+        return self.runs.cut(length) if length else BASE
