@@ -1,4 +1,4 @@
-"""What is left behind by objects that nobody holds any more: sessions that were not closed, streams that were not ended."""
+"""What is left behind by objects that are gone: sessions that were not closed, streams that were not ended, KV caches."""
 
 from __future__ import annotations
 
@@ -6,25 +6,49 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 
+from quire.interrupts import Lock
+
+End = Callable[[], object]
+
 
 class Orphans:
-    """Remembers what is to be done once an object is gone.
+    """Remembers what to call once an object is gone.
 
-    The garbage collector only appends to a list, in C: it may come in the middle of anything, and no signal can come between
-    the object's end and the note of it, as it could in ``__del__``.
+    The garbage collector may come in the middle of anything, also between the bytecodes of a finaliser. ``watch`` lets it
+    append to a list only, in C, so that no signal can come between the object's end and the note of it. ``leave`` is for
+    finalisers: it ends at once what can be ended at once.
     """
 
-    def __init__(self) -> None:
-        self._ends: dict[weakref.ref[object], Callable[[], object]] = {}
+    def __init__(self, lock: Lock, ready: Callable[[], bool] = lambda: True) -> None:
+        """``lock``: what the ends need. ``ready``: whether they can be called now by a thread that has it."""
+        self._lock = lock
+        self._ready = ready
+        self._ends: dict[weakref.ref[object], End] = {}
         self._gone: deque[weakref.ref[object]] = deque()
+        self._left: deque[End] = deque()
 
-    def watch(self, owner: object, end: Callable[[], object]) -> None:
-        """``take`` returns ``end`` once nobody holds ``owner``. ``end`` must not hold it, and may be called twice."""
+    def watch(self, owner: object, end: End) -> None:
+        """Let ``bury`` call ``end`` once ``owner`` is gone. ``end`` must not hold it, and may be called twice."""
         self._ends[weakref.ref(owner, self._gone.append)] = end
 
-    def take(self) -> list[Callable[[], object]]:
-        """Return what is to be called for the objects that are gone since the last time."""
-        found = []
+    def leave(self, end: End) -> None:
+        """Call ``end`` now if no thread is at work, which may be this very one; else the next ``bury`` does it."""
+        self._left.append(end)
+        if self._lock.owned or not self._lock.acquire(blocking=False):
+            return
+        try:
+            self.bury()
+        finally:
+            self._lock.release(deliver=False)
+
+    def bury(self) -> bool:
+        """End what belongs to objects that are gone; return whether there was anything. Call it under the lock."""
+        if not (self._gone or self._left) or not self._ready():
+            return False
+        found = False
         while self._gone:
-            found.append(self._ends.pop(self._gone.popleft()))
+            self._left.append(self._ends.pop(self._gone.popleft()))
+        while self._left:
+            # An end says False where nothing was left to give back.
+            found |= self._left.popleft()() is not False
         return found

@@ -74,8 +74,7 @@ class CountingRunner:
 
     def __init__(self, inner: Runner) -> None:
         self.inner = inner
-        self.model, self.state, self.reclaim, self.holders = inner.model, inner.state, inner.reclaim, inner.holders
-        self.reclaimable = inner.reclaimable
+        self.model, self.state, self.room = inner.model, inner.state, inner.room
         self.adapters = inner.adapters
         self.tokens = 0
 

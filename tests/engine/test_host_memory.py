@@ -70,7 +70,7 @@ def swaps(llm: LLM) -> tuple[int, int]:
 
 def squeeze(llm: LLM) -> None:
     """Take every page that idle sessions and finished requests hold."""
-    while engine_of(llm).reclaim():
+    while engine_of(llm).runner.room.make():
         pass
 
 

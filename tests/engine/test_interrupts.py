@@ -199,7 +199,7 @@ def fresh(bed: Bed) -> None:
 def assert_whole(bed: Bed, what: str) -> None:
     """All books are right, nothing is under way, and the session and the model go on as ever."""
     engine = engine_of(bed.llm)
-    engine.bury()  # what belongs to nobody any more
+    engine.orphans.bury()  # what belongs to nobody any more
     assert not engine._by_id, what
     assert not engine._requests, what
     assert engine.scheduler.idle, what
@@ -300,7 +300,7 @@ def interrupted_at_random(bed: Bed, rounds: int, seed: int) -> int:
             except QuireError as error:
                 raise AssertionError(f"round {number}, {verb.__name__}: {error}") from error
             # What belongs to nobody any more goes with the next step or call, if its finaliser was interrupted.
-            engine_of(bed.llm).bury()
+            engine_of(bed.llm).orphans.bury()
             bed.llm.executor.pool.sweep()
             check(bed.llm)
             assert not bed.session._state.busy
@@ -494,7 +494,7 @@ def test_cancelled_tasks(model: Checkpoint, tmp_path: Path) -> None:
             cancelled = await each(llm)
             engine, state = llm.engine, llm.engine.runner.state
             await llm.reset_prefix_cache()
-            engine.bury()
+            engine.orphans.bury()
             assert not engine._by_id
             assert not engine.states.sessions
             assert state.empty()

@@ -127,7 +127,7 @@ class Traffic:
                 self.sessions.append(held)
 
     def give_up(self) -> None:
-        self.engine.reclaim()
+        self.engine.runner.room.make()
 
     def step(self) -> None:
         verbs = [self.session, self.generate, self.begin, self.end, self.give_up]
@@ -155,7 +155,7 @@ def checked(llm: LLM, seed: int, steps: int) -> None:
         seen |= {name for name in ("free", "evictable", "held", "pinned") if getattr(found, name)}
     assert seen == {"free", "evictable", "held", "pinned"}, "the traffic shows all four"
     before = engine.page_use()
-    while engine.reclaim():
+    while engine.runner.room.make():
         pass
     after = engine.page_use()
     assert (after.held, after.pinned) == (before.held, before.pinned), "what is needed stays"

@@ -33,6 +33,7 @@ from quire.errors import (
 )
 from quire.executor.executor import Executor
 from quire.executor.forward_packing import pack
+from quire.runner.room import Rank
 
 # -- equalities --------------------------------------------------------------------------------------------------------
 
@@ -369,13 +370,15 @@ def test_reclaim_is_asked_before_refusing(llama: Tiny) -> None:
     ex = make_executor(llama, tokens=3 * PAGE)
     cached = [ex.prefill(prompt(some_ids(PAGE))).kv_cache for _ in range(2)]
 
-    def reclaim() -> bool:
-        if not cached:
-            return False
-        ex.release_cache(cached.pop().cache_id)
-        return True
+    class Owner:
+        def give_up(self, rank: Rank) -> bool:
+            if rank is not Rank.IDLE or not cached:
+                return False
+            ex.release_cache(cached.pop().cache_id)
+            return True
 
-    ex.pool.runner.reclaim = reclaim
+    owner = Owner()
+    ex.pool.runner.room.join(owner)  # type: ignore[arg-type]
     handle = ex.prefill(prompt(some_ids(2 * PAGE))).kv_cache
     assert len(cached) == 1, "no more than is needed"
     with pytest.raises(ResourceExhausted):

@@ -219,11 +219,21 @@ def test_what_would_be_given_back_is_room(llama: Tiny) -> None:
         ex.pool.state.check()
 
 
+class LooseSequences(list[int]):
+    """An owner that could give up these sequences."""
+
+    __hash__ = object.__hash__  # type: ignore[assignment]
+
+    def loose(self) -> list[int]:
+        return self
+
+
 def test_states_that_would_be_given_back_are_room(hybrid: Hybrid) -> None:
     executor = make_recurrent(hybrid, states=6)
     caches = [executor.prefill(prompt([1, 2, 3])).kv_cache for _ in range(2)]
     before = executor.optimal_batch_size()
-    executor.pool.runner.reclaimable = lambda: [caches[0].cache.rows[0].seq]
+    owner = LooseSequences([caches[0].cache.rows[0].seq])
+    executor.pool.runner.room.join(owner)  # type: ignore[arg-type]
     assert executor.optimal_batch_size() == before + 1
     table = executor.pool.state.recurrent.table
     gone = [caches[0].cache.rows[0].seq]

@@ -22,7 +22,9 @@ from quire.executor.row_extension import extensions
 from quire.executor.running_calls import Operation
 from quire.executor.transaction import Transaction
 from quire.kv.state_slots import NULL
+from quire.runner.room import Rank
 from quire.sampling_params import SamplingParams
+from quire.types import SeqId
 
 NEW = 3
 """Tokens of a request of the engine."""
@@ -81,7 +83,7 @@ def test_states_stay_while_pages_are_what_is_short(hybrid: Hybrid) -> None:
     handle = executor.prefill(prompt(ids[:20], logits="none")).kv_cache
     executor.forward_verify([token(handle, one) for one in ids[20:]])
     assert handle.cache.rows[0].chain is not None
-    assert not executor.pool.give_back()
+    assert not executor.pool.runner.room.make()
     assert handle.cache.rows[0].chain is not None
 
 
@@ -115,7 +117,7 @@ def test_an_abandoned_cache_is_room_for_an_engine(hybrid: Hybrid) -> None:
 def test_a_pool_gives_back_between_forwards_until_it_is_closed(hybrid: Hybrid) -> None:
     executor = make_executor(hybrid, states=4)
     pool, runner = executor.pool, executor.pool.runner
-    assert list(runner.holders) == [pool]
+    assert list(runner.room._givers) == [pool]
     handle = executor.prefill(prompt(hybrid.tokens[:6], logits="none")).kv_cache
     executor.decode(token(handle, hybrid.tokens[6]))
     # A mark at 6, which is no more than two of four slots.
@@ -124,19 +126,19 @@ def test_a_pool_gives_back_between_forwards_until_it_is_closed(hybrid: Hybrid) -
     block = runner.model.blocks[-1]
 
     def asking(*given: Any) -> Any:
-        found.append(pool.give_back())
+        found.append(runner.room.make())
         return block(*given)
 
     runner.model.blocks[-1] = asking  # type: ignore[index]
     executor.decode(token(handle.cache, hybrid.tokens[7]))
     runner.model.blocks[-1] = block  # type: ignore[index]
     assert found == [False]
-    assert pool.give_back()
+    assert runner.room.make()
     assert executor.pool.state.checkpoints(handle.cache.rows[0].seq) == []
-    assert not pool.give_back()
+    assert not runner.room.make()
     executor.shutdown()
-    assert list(runner.holders) == []
-    assert not pool.give_back()
+    assert list(runner.room._givers) == []
+    assert not runner.room.make()
 
 
 def test_a_call_that_asks_for_room_keeps_the_states_that_it_goes_back_to(hybrid: Hybrid) -> None:
@@ -145,15 +147,22 @@ def test_a_call_that_asks_for_room_keeps_the_states_that_it_goes_back_to(hybrid:
     handle = executor.prefill(prompt(hybrid.tokens[:6], logits="none")).kv_cache
     asked = []
 
-    def owner() -> bool:
-        asked.append(pool.give_back())
-        return False
+    class Owner:
+        """Another one, which has nothing to give up."""
 
-    pool.runner.reclaim = owner
+        def give_up(self, rank: Rank) -> bool:
+            asked.append(rank)
+            return False
+
+        def loose(self) -> list[SeqId]:
+            return []
+
+    owner = Owner()
+    pool.runner.room.join(owner)
     assert pool.state.checkpoints(handle.cache.rows[0].seq) == [6]
     with pool.lock:
         assert not pool.reclaim()
-    assert asked == [False]
+    assert asked == list(Rank)
     assert pool.state.checkpoints(handle.cache.rows[0].seq) == [6]
 
 

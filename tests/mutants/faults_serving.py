@@ -95,7 +95,7 @@ INTERRUPTS = (
     Mutant(
         name="caches-lost-to-the-garbage-collector",
         file="executor/cache_rows.py",
-        old="        pool.watch(self)\n",
+        old="        pool.orphans.watch(self, end)\n",
         new="",
         tests=("engine/test_interrupts.py::test_what_nobody_holds_any_more_is_ended_by_the_next_step",),
     ),

@@ -44,6 +44,7 @@ from quire.ops.request_sampler import RequestSampler
 from quire.orphans import Orphans
 from quire.outputs import FinishReason
 from quire.runner.local import Extras, Runner, StepOutput
+from quire.runner.room import Rank
 from quire.sampling_params import SamplingParams
 from quire.types import BASE, AdapterRuns, Fork, SeqId
 
@@ -133,21 +134,20 @@ class Engine:
         self.closed = False
         self.wait: Callable[[Sequence[SequenceRequest]], None] | None = None
         """Waits until these requests are finished. Whoever steps the engine in the background sets it, and ``run`` waits."""
-        self.orphans = Orphans()
+        self.orphans = Orphans(self.lock)
         """Sessions and requests of objects that nobody holds any more. The next step ends them."""
         self.scheduler = Scheduler(
             runner.state,
             limits=limits,
             apply=self.states.apply,
-            reclaim=self.reclaim,
+            reclaim=runner.room.make,
             new_seq=runner.new_seq,
             cache=self.cache,
             saved=self.host,
             checkpoints=self.checkpoints,
             fits=lambda adapters: runner.adapters.fits(adapters),
         )
-        runner.reclaim = self.reclaim
-        runner.reclaimable = self.states.reclaimable
+        runner.room.join(self)
 
     def checks_of(self, session: SessionState | None) -> RequestChecks:
         """The limits that hold for a session's tokens: with a window neither the context nor the pool ends them, as long as
@@ -363,7 +363,7 @@ class Engine:
                 raise FailedPrecondition(
                     "a step is under way; a logits processor cannot run anything on its own engine"
                 )
-            self.bury()
+            self.orphans.bury()
             changed = self._cancel_pending()
             try:
                 scheduled = self.scheduler.schedule()
@@ -541,16 +541,24 @@ class Engine:
 
     # -- sessions and what is given up -------------------------------------------------------------------------
 
-    def reclaim(self) -> bool:
-        """Give up one thing that can be had again: a cached sequence, or else an idle session's state, or a recurrent state
-        that is kept on the way (before the others where states are what is short)."""
-        with self.lock:
-            kept = self.checkpoints
-            if kept is not None and not self.runner.state.num_available_states and kept.give_up():
-                return True
-            if self.bury() or any(holder.give_back() for holder in list(self.runner.holders)):
-                return True
-            return self.states.reclaim() or (kept is not None and kept.give_up())
+    def give_up(self, rank: Rank) -> bool:
+        """See ``Giver``."""
+        kept = self.checkpoints
+        match rank:
+            case Rank.ORPHANS:
+                return self.orphans.bury()
+            case Rank.SCARCE_STATES:
+                return kept is not None and not self.runner.state.num_available_states and kept.give_up()
+            case Rank.PREFIXES:
+                return self.states.evict()
+            case Rank.IDLE:
+                return self.states.drop_idle()
+            case Rank.STATES:
+                return kept is not None and kept.give_up()
+
+    def loose(self) -> set[SeqId]:
+        """See ``Giver``."""
+        return self.states.loose()
 
     def _ages(self) -> dict[SeqId, int]:
         """Sequences of the engine, the least recently used first, but those of which somebody wrote the state."""
@@ -574,7 +582,7 @@ class Engine:
         """Who uses an adapter, as in "2 requests and 1 session use it": requests that wait or run, and open sessions that go on
         under it or have tokens that would have to be run under it again. Empty if nobody does."""
         with self.lock:
-            self.bury()
+            self.orphans.bury()
             requests = [request for samples in self._by_id.values() for request in samples if not request.finished]
             plain = {one.request_id for one in requests if one.session is None and adapter_id in one.work.runs.ids}
             held = [*self.states.sessions.values(), *(one.session for one in requests if one.session is not None)]
@@ -598,22 +606,6 @@ class Engine:
                 self._finish(session.request, "cancelled")
             self.states.forget(session)
 
-    def abandon(self, end: Callable[[], object]) -> None:
-        """Call ``end`` of an object that nobody holds any more, for its finaliser. The garbage collector may come in the middle of
-        anything: while somebody is at work, which may be this very thread, the next step does it (``orphans``)."""
-        if not self.lock.owned and self.lock.acquire(blocking=False):
-            try:
-                end()
-            finally:
-                self.lock.release(deliver=False)
-
-    def bury(self) -> bool:
-        """End what belongs to nobody any more; returns whether there was anything. Each step begins with it."""
-        found = self.orphans.take()
-        for end in found:
-            end()
-        return bool(found)
-
     def page_use(self) -> PageUse:
         """Return who has the pages now. Counted when it is asked for, not in each step."""
         with self.lock:
@@ -622,7 +614,7 @@ class Engine:
     def snapshot(self) -> dict[str, float]:
         """All metrics by name, gauges as of now."""
         with self.lock:
-            self.bury()
+            self.orphans.bury()
             metrics, state = self.metrics, self.runner.state
             metrics.num_requests_running.set(self.num_running)
             metrics.num_requests_waiting.set(self.num_waiting)

@@ -162,7 +162,7 @@ def load(
                 sequencefile.load(kv, seq, file, checked, prefix)
                 break
             except ResourceExhausted:
-                if not engine.reclaim():
+                if not engine.runner.room.make():
                     raise
         state.seq, state.computed = seq, length
         exact = state.origin.exact and sequencefile.is_exact(kv, sequence)

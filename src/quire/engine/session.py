@@ -629,7 +629,7 @@ class Session(Labelled):
                     f"set_kv: before its only token the session has no state of layer {layer} of its own; append a token"
                 )
             found = layer_memory.checked(engine.runner.state, state.seq, layer, start, count, tensors)
-            engine.states.overwrite(state, layer, start, found, engine.reclaim)
+            engine.states.overwrite(state, layer, start, found)
 
     def _layer_spec(self, layer: int) -> LayerSpec:
         if not is_integer(layer):
@@ -680,7 +680,7 @@ class Session(Labelled):
     def __del__(self) -> None:
         # Nobody can use it any more.
         if not getattr(self, "_closed", True):
-            self._engine.abandon(self._end)
+            self._engine.orphans.leave(self._end)
 
     # -- helpers ---------------------------------------------------------------------------------------------
 
@@ -692,7 +692,7 @@ class Session(Labelled):
 
     def _idle(self, verb: str) -> SessionState:
         state = self._open(verb)
-        self._engine.bury()  # a stream that nobody holds any more
+        self._engine.orphans.bury()  # a stream that nobody holds any more
         if state.busy:
             raise FailedPrecondition(f"{verb}: the session is generating; finish or close its stream first")
         self._engine.states.hold(state)

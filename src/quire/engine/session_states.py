@@ -7,7 +7,7 @@ memory. The caller holds the engine's lock.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -204,15 +204,14 @@ class SessionStates:
         layer: int,
         start: int,
         tensors: Mapping[str, Tensor],
-        reclaim: Callable[[], bool],
     ) -> None:
         """Overwrite what a layer remembers of a session, whose sequence then stands for itself: pinned, and no prefix for
-        others. ``reclaim`` makes room; ``ResourceExhausted`` if it cannot, and nothing is changed then."""
+        others. ``ResourceExhausted`` if no room can be made, and nothing is changed then."""
         if session.seq is None:
             raise QuireError("the session has no state that could be written")
         pinned, session.pinned = session.pinned, True  # so that room is made at the cost of others
         try:
-            self._write(session, layer, start, tensors, reclaim)
+            self._write(session, layer, start, tensors)
         except BaseException:
             session.pinned = pinned
             raise
@@ -227,7 +226,6 @@ class SessionStates:
         layer: int,
         start: int,
         tensors: Mapping[str, Tensor],
-        reclaim: Callable[[], bool],
     ) -> None:
         seq, state = session.seq, self.runner.state
         assert seq is not None
@@ -241,7 +239,7 @@ class SessionStates:
                     layer_memory.write(state, seq, layer, start, tensors)
                     return
                 except ResourceExhausted:
-                    if not reclaim():
+                    if not self.runner.room.make():
                         raise
         finally:
             if recurrent:
@@ -358,23 +356,26 @@ class SessionStates:
 
     # -- what is given up ------------------------------------------------------------------------------------
 
-    def reclaim(self) -> bool:
-        """Give up one thing that can be had again: a cached sequence, or else an idle session's state."""
-        seq = self.cache.evict() if self.cache is not None else None
+    def evict(self) -> bool:
+        """Give up the cached sequence that was used longest ago; return whether there was any."""
+        seq = None if self.cache is None else self.cache.evict()
         if seq is not None:
             self.apply(Remove(seq))
-            return True
-        for session in self.sessions.values():
-            if session.droppable:
-                # What went through another dtype becomes exact if it is computed again.
-                if session.origin.exact:
-                    self.host.save(session, waiting=False)
-                self._let_go(session)
-                return True
-        return False
+        return seq is not None
 
-    def reclaimable(self) -> set[SeqId]:
-        """The sequences that ``reclaim`` could give up."""
+    def drop_idle(self) -> bool:
+        """Give up the state of the idle session that was used longest ago; return whether there was any."""
+        idle = next((session for session in self.sessions.values() if session.droppable), None)
+        if idle is None:
+            return False
+        # What went through another dtype becomes exact if it is computed again.
+        if idle.origin.exact:
+            self.host.save(idle, waiting=False)
+        self._let_go(idle)
+        return True
+
+    def loose(self) -> set[SeqId]:
+        """Return the sequences that these two could give up."""
         found = set() if self.cache is None else set(self.cache.ages())
         return found | {one.seq for one in self.sessions.values() if one.droppable and one.seq is not None}
 

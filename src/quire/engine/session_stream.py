@@ -82,7 +82,7 @@ class SessionStream(Iterator[StreamDelta]):
     def __del__(self) -> None:
         # Nobody can ask for more.
         if not getattr(self, "_over", True):
-            self._engine.abandon(self._end)
+            self._engine.orphans.leave(self._end)
 
     def __enter__(self) -> Self:
         return self

@@ -9,7 +9,7 @@ import time
 import uuid
 import weakref
 from collections.abc import Callable, Sequence
-from functools import wraps
+from functools import partial, wraps
 from typing import Concatenate, Final, ParamSpec, Self, TypeVar
 
 from quire.branches.history import Ids
@@ -58,8 +58,9 @@ class CacheRows:
         self.last_access: float | None = None
         self.released = False
         pool.caches[self.cache_id] = self
-        pool.watch(self)
-        self._finalizer = weakref.finalize(self, pool.abandon, rows)
+        end = partial(pool.free, rows)
+        pool.orphans.watch(self, end)
+        self._finalizer = weakref.finalize(self, pool.orphans.leave, end)
         self._finalizer.atexit = False
 
     @classmethod

@@ -35,6 +35,7 @@ from quire.contracts.executor import (
 from quire.errors import Cancelled, FailedPrecondition, InvalidArgument, ResourceExhausted, Unsupported
 from quire.executor import executor_types, reports, rewinding, verification, warmup
 from quire.executor.adapter_assets import read_assets
+from quire.executor.admission import has_room
 from quire.executor.arguments import (
     Request,
     decode_request,
@@ -52,7 +53,6 @@ from quire.executor.forward_packing import LOGITS_ONLY
 from quire.executor.handle import Handle, handle_of
 from quire.executor.pool import CachePool
 from quire.executor.prefix_sharing import shared_cache
-from quire.executor.room import has_room
 from quire.executor.row_extension import Extension, extensions, packed
 from quire.executor.row_media import check_modalities
 from quire.executor.running_calls import Operation, Stopwatch

@@ -5,9 +5,8 @@ All caches of one executor share a ``CachePool``. It also knows what stays true 
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Protocol
 from weakref import WeakValueDictionary
 
@@ -28,6 +27,7 @@ from quire.kv.windows import Window
 from quire.models.fingerprint import ModelIdentity
 from quire.orphans import Orphans
 from quire.runner.local import Runner
+from quire.runner.room import Rank
 from quire.types import AdapterRuns, Add, Edit, Fork, Remove, SeqId, SetWindow, Step
 
 NO_PAGES = "the model has recurrent layers only, whose state lies in no pages of tokens"
@@ -59,7 +59,7 @@ class CachePool:
     ``window``, ``sink``: what each sequence keeps, its last ``window - sink`` tokens and its first ``sink``; None: all.
     ``chunk_size``: tokens of a forward at most where tokens are run again; <= 0: any number.
 
-    Until ``close`` it is one of the runner's holders: whoever owns the runner asks it for room (``give_back``).
+    Until ``close`` it gives up what others need more (``runner.room``).
     """
 
     def __init__(
@@ -132,15 +132,12 @@ class CachePool:
         self.replayed_tokens = 0
         """Tokens that completed calls have run again to go back to a position."""
         self._runner: Runner | None = runner
-        self._orphans: deque[list[Row]] = deque()
-        self._watched = Orphans()
-        self._asks = False
-        """Whether a call of a cache of this pool asks the owner of the runner for room at this moment."""
+        self.orphans = Orphans(lock, self._between_forwards)
         self.operations = Operations()
         """The calls that are inside, of the executor and of handles."""
         self.broken = ""
         """Why nothing can run any more; empty while it can."""
-        runner.holders.add(self)
+        runner.room.join(self)
 
     @property
     def runner(self) -> Runner:
@@ -214,33 +211,23 @@ class CachePool:
     # -- room ------------------------------------------------------------------------------------------------
 
     def reclaim(self) -> bool:
-        """Give up what nobody holds, or ask the owner of the runner to give something up; whether there was any."""
-        if self.sweep():
-            return True
-        hook = self.runner.reclaim
-        if hook is None:
-            return False
-        self._asks = True
-        try:
-            return hook()
-        finally:
-            self._asks = False
+        """Make room by giving up one thing of any owner; return whether there was any. Call it under the lock."""
+        return self.runner.room.make(self)
 
-    @property
-    def reclaimable(self) -> set[SeqId]:
-        """Sequences that ``reclaim`` could give up. Call it under the lock."""
-        found = {seq for rows in self._orphans for row in rows for seq in row.seqs if seq in self.state.table}
-        hook = self.runner.reclaimable
-        return found if hook is None else found | set(hook())
-
-    def give_back(self) -> bool:
-        """What the owner of the runner is given when it is short: what nobody holds, or else recurrent states that only save work,
-        unless pages must be what it is short of; whether there was any. Call it under the lock."""
-        runner = self._runner
-        # A call that asks the owner has states of its own that it goes back to; what else there is it has taken before it asked.
-        if runner is None or self._asks or runner.state.table.forward is not None:
+    def give_up(self, rank: Rank) -> bool:
+        """See ``Giver``."""
+        if self._runner is None or not self._between_forwards():
             return False
-        return self.sweep() or (self._states_are_short and self.reclaim_states())
+        if rank is Rank.ORPHANS:
+            return self.sweep()
+        return rank is Rank.SCARCE_STATES and self._states_are_short and self.reclaim_states()
+
+    def loose(self) -> Collection[SeqId]:
+        """See ``Giver``. What orphans hold is given back before anybody counts."""
+        return ()
+
+    def _between_forwards(self) -> bool:
+        return self._runner is None or self.state.table.forward is None
 
     @property
     def _states_are_short(self) -> bool:
@@ -430,45 +417,15 @@ class CachePool:
 
     # -- the end of caches -----------------------------------------------------------------------------------
 
-    def watch(self, cache: PooledCache) -> None:
-        """Free the rows of a cache once nobody holds it: at once, or where that is interrupted at the next ``sweep``."""
-        self._watched.watch(cache, partial(self._orphans.append, cache.rows))
-
-    def abandon(self, rows: list[Row]) -> None:
-        """A cache's last reference is gone. Called by the garbage collector, so at any point of any thread.
-
-        The pages go back at once if nobody is at work. Otherwise whoever is will do it before it leaves: this very
-        thread may be in the middle of a change of the page tables.
-        """
-        self._orphans.append(rows)
-        if self.lock.owned or not self.lock.acquire(blocking=False):
-            return
-        try:
-            self.sweep()
-        finally:
-            self.lock.release(deliver=False)
-
-    def free(self, rows: list[Row]) -> None:
-        """Give the pages of a released cache back. Call it under the lock."""
-        self._orphans.append(rows)
-        self.sweep()
+    def free(self, rows: list[Row]) -> bool:
+        """Give the pages of rows back, which may be gone already; return whether there were any."""
+        left = [] if self._runner is None else [seq for row in rows for seq in row.seqs if seq in self.state.table]
+        self.remove(left)
+        return bool(left)
 
     def sweep(self) -> bool:
-        """Give back the pages of caches that nobody holds; whether there were any. Call it under the lock."""
-        if self._runner is None:
-            self._orphans.clear()
-            return False
-        for note in self._watched.take():
-            note()
-        if not self._orphans or self.state.table.forward is not None:
-            return False
-        found = False
-        while self._orphans:
-            rows = self._orphans.popleft()
-            left = [seq for row in rows for seq in row.seqs if seq in self.state.table]
-            self.remove(left)
-            found |= bool(left)
-        return found
+        """Give back the pages of caches that are gone; return whether there were any. Call it under the lock."""
+        return self.orphans.bury()
 
     def close(self) -> None:
         """Release all caches and let the runner go."""
@@ -477,5 +434,5 @@ class CachePool:
         for cache in list(self.caches.values()):
             cache.release()
         self.sweep()
-        self._runner.holders.discard(self)
+        self._runner.room.leave(self)
         self._runner = None

@@ -7,10 +7,9 @@ M placeholders; E model width; V vocabulary; Hq query heads.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
-from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -23,6 +22,7 @@ from quire.kv.rule_table import position_refusal, weights_refusal
 from quire.kv.state import State
 from quire.kv.state_pass import StatePass
 from quire.runner.adapter_pool import AdapterPool
+from quire.runner.room import Room
 from quire.types import (
     Add,
     Chunk,
@@ -80,29 +80,13 @@ class StepOutput:
         return self.logits_RV[self.starts[chunk] : self.starts[chunk + 1]]
 
 
-class Holder(Protocol):
-    """Whoever holds sequences of a runner beside its owner, some of them only to save work."""
-
-    def give_back(self) -> bool:
-        """Give up something that nobody misses, or that only saves work; whether there was any. Called under the runner's lock,
-        between forwards."""
-        ...
-
-
 class Runner(Protocol):
     """What executes steps."""
 
     model: Model
     state: State
-    reclaim: Callable[[], bool] | None
-    """Gives up something that can be had again (a cached sequence, an idle session's state) and says whether it did.
-    Whoever owns such things sets it; whoever is short of pages calls it until it has room or nothing is left."""
-
-    reclaimable: Callable[[], Collection[SeqId]] | None
-    """The sequences that ``reclaim`` could give up; changes nothing."""
-
-    holders: WeakSet[Holder]
-    """The other way round: who is asked by the owner, before it refuses anything."""
+    room: Room
+    """Who gives up what can be had again. An owner of sequences joins it; a caller that is short of pages asks it."""
     adapters: AdapterPool
     """The adapters that chunks may name."""
 
@@ -129,9 +113,7 @@ class LocalRunner:
         self.state = state
         self.device = device
         self._seqs = itertools.count()
-        self.reclaim: Callable[[], bool] | None = None
-        self.reclaimable: Callable[[], Collection[SeqId]] | None = None
-        self.holders: WeakSet[Holder] = WeakSet()
+        self.room = Room()
 
     def new_seq(self) -> SeqId:
         """See ``Runner``."""

@@ -12,7 +12,8 @@ def has_room(pool: CachePool, rows: int, tokens: int) -> bool:
     runner would give up for them. Recurrent states of other caches that only save work count as taken. Call it under the lock."""
     if rows < 1 or not 1 <= tokens <= pool.max_model_len:
         return False
-    state, gone = pool.state, pool.reclaimable
+    pool.sweep()
+    state, gone = pool.state, pool.runner.room.loose()
     if state.recurrent is not None and rows * min(2, tokens) > state.recurrent.table.num_available_without(gone):
         # One that a row has and one that its next token writes.
         return False

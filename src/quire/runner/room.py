@@ -1,0 +1,63 @@
+"""``Room``: what is given up, and in which order, when a forward is short of pages or states. No torch."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Collection
+from typing import Protocol
+from weakref import WeakSet
+
+from quire.types import SeqId
+
+
+class Rank(enum.Enum):
+    """Kinds of things that can be given up, in the order in which they are."""
+
+    ORPHANS = "what belongs to an object that is gone"
+    SCARCE_STATES = "recurrent states that only save work, while states are what is short"
+    PREFIXES = "finished sequences that are kept for prompts to begin with"
+    IDLE = "the state of idle sessions, which may be copied to host memory"
+    STATES = "recurrent states that only save work"
+
+
+class Giver(Protocol):
+    """An owner of sequences some of which can be had again."""
+
+    def give_up(self, rank: Rank) -> bool:
+        """Give up one thing of this rank; return whether there was any."""
+        ...
+
+    def loose(self) -> Collection[SeqId]:
+        """Return the sequences that it could give up. Changes nothing."""
+        ...
+
+
+class Room:
+    """The givers of one runner. It holds none of them. The caller has the runner's lock, between forwards."""
+
+    def __init__(self) -> None:
+        self._givers: WeakSet[Giver] = WeakSet()
+
+    def join(self, giver: Giver) -> None:
+        """Ask ``giver``, too, from now on."""
+        self._givers.add(giver)
+
+    def leave(self, giver: Giver) -> None:
+        """Ask ``giver`` no more."""
+        self._givers.discard(giver)
+
+    def make(self, asker: Giver | None = None) -> bool:
+        """Give up one thing, of the first rank that has any; return whether there was any.
+
+        Of ``asker`` only orphans are given up: a call that asks may go back to states of its own.
+        """
+        return any(
+            giver.give_up(rank)
+            for rank in Rank
+            for giver in list(self._givers)
+            if giver is not asker or rank is Rank.ORPHANS
+        )
+
+    def loose(self) -> set[SeqId]:
+        """Return the sequences that ``make`` could give up."""
+        return {seq for giver in list(self._givers) for seq in giver.loose()}
