@@ -38,7 +38,7 @@ class Shield:
     """The state of the process's only shield, ``SHIELD``. Reentrant; ``with SHIELD:`` costs a few microseconds, inside of another
     one a fraction of one."""
 
-    __slots__ = ("_depth", "_exposed", "_handlers", "_keeper", "_waiting")
+    __slots__ = ("_depth", "_exposed", "_handlers", "_keeper", "_seen", "_taken", "_waiting")
 
     def __init__(self) -> None:
         self._depth = 0
@@ -47,6 +47,10 @@ class Shield:
         """The depth at which signals are not kept: outside of all blocks, or where code of a user runs."""
         self._handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
         """Whose place ours has taken, or had: what is kept goes to them."""
+        self._seen: list[object] = []
+        """The handlers of all signals as they were found last."""
+        self._taken: list[tuple[int, Callable[[int, FrameType | None], Any]]] = []
+        """Those of them that are written in Python, by number."""
         self._waiting: deque[int] = deque()
         self._keeper = self._keep  # one object, to know it again
 
@@ -102,11 +106,17 @@ class Shield:
             self._deliver()
 
     def _install(self) -> None:
-        # SIG_DFL is 0, so that hardly any signal is looked at twice: this runs at each verb.
-        for number, handler in zip(_SIGNALS, map(_signal.getsignal, _SIGNALS), strict=True):
-            if handler and callable(handler) and handler is not self._keeper:
-                self._handlers[number] = handler
-                _signal.signal(number, self._keeper)
+        # This runs at each verb, and hardly ever finds others than the time before.
+        if (found := list(map(_signal.getsignal, _SIGNALS))) != self._seen:
+            self._taken = [
+                (number, handler)
+                for number, handler in zip(_SIGNALS, found, strict=True)
+                if callable(handler) and handler is not self._keeper
+            ]
+            self._handlers.update(self._taken)
+            self._seen = found  # last: a handler that raises in between leaves nothing out
+        for number, _ in self._taken:
+            _signal.signal(number, self._keeper)
 
     def _restore(self) -> None:
         for number, handler in self._handlers.items():

@@ -175,7 +175,11 @@ def _index(value: Any) -> int:
 
 
 def _any_of(checks: Sequence[Check]) -> Check:
+    none = any(one.__doc__ == _WORDS[types.NoneType] for one in checks)
+
     def check(value: Any) -> Any:
+        if value is None and none:
+            return None
         found = []
         for one in checks:
             try:

@@ -113,6 +113,7 @@ class LocalRunner:
         self.state = state
         self.device = device
         self._seqs = itertools.count()
+        self._no_logits = torch.empty(0, model.vocab_size, device=device)
         self.room = Room()
 
     def new_seq(self) -> SeqId:
@@ -122,6 +123,10 @@ class LocalRunner:
     @uninterrupted
     def execute(self, step: Step, extras: Extras = NO_EXTRAS) -> StepOutput:
         """See ``Runner``. If compute fails the forward is undone: lengths and pages are as after the edits."""
+        if not step.chunks:
+            for edit in step.edits:
+                self.apply(edit)
+            return StepOutput(self._no_logits, (0,))
         check_chunks(step.chunks)
         adapters = [chunk.adapter for chunk in step.chunks]
         self.adapters.check(adapters)
@@ -137,8 +142,6 @@ class LocalRunner:
         placeholders = self._placeholders(tokens, extras)
         for edit in step.edits:
             self.apply(edit)
-        if not step.chunks:
-            return StepOutput(torch.empty(0, self.model.vocab_size, device=self.device), (0,))
         self._begin(step.chunks)
         try:
             index, starts = logits_rows(step.chunks)
