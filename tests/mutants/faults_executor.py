@@ -57,7 +57,7 @@ MUTANTS = (
     Mutant(
         name="positions-in-a-row-with-a-window",
         file="executor/transaction.py",
-        old="if part.positions is not None and self.pool.state.table.get(part.row.seq).window is not None:",
+        old="if part.positions is not None and self.pool.state.window(part.row.seq) is not None:",
         new="if part.positions is not None and self.pool.window is not None:",
         tests=("executor/test_positions.py::test_a_row_with_a_window_of_its_own",),
     ),

@@ -117,7 +117,7 @@ def _resolve(engine: Engine, given: object, row: int | None) -> tuple[KVCache, i
 
 
 def _window_of(engine: Engine, row: Row, index: int) -> SlidingWindow | None:
-    window = engine.runner.state.table.get(row.seq).window
+    window = engine.runner.state.window(row.seq)
     if window is None:
         return None
     if window.eviction != "token":

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from quire.executor.pool import CachePool
-from quire.kv.forward_need import pages_for
-from quire.kv.windows import Window, window_pages
 
 
 def has_room(pool: CachePool, rows: int, tokens: int) -> bool:
@@ -13,14 +11,9 @@ def has_room(pool: CachePool, rows: int, tokens: int) -> bool:
     if rows < 1 or not 1 <= tokens <= pool.max_model_len:
         return False
     state, gone = pool.state, pool.reclaimable
-    if state.recurrent is not None and rows * min(2, tokens) > state.recurrent.table.num_available_without(gone):
+    window = None if pool.window is None else (pool.window, pool.sink)
+    needed = state.pages_at_most(tokens, window, min(tokens, pool.chunk_size) if pool.chunk_size > 0 else tokens)
+    if pool.recurrent_ids:
         # One that a row has and one that its next token writes.
-        return False
-    window = None if pool.window is None else Window(pool.window, pool.sink)
-    chunk = min(tokens, pool.chunk_size) if pool.chunk_size > 0 else tokens
-    for one, free in zip(state.classes, state.table.num_free_without(gone), strict=True):
-        needed = pages_for(tokens, pool.page_size)
-        bound = window_pages(window, one.window, chunk, pool.page_size)
-        if rows * (needed if bound is None else min(needed, bound)) > free:
-            return False
-    return True
+        needed[-1] = min(2, tokens)
+    return all(rows * pages <= free for pages, free in zip(needed, state.free_pages(gone), strict=True))

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from quire.contracts.layers import sink_refusal, window_refusal
+from quire.contracts.pool_verbs import Eviction
 from quire.errors import FailedPrecondition, InvalidArgument, ResourceExhausted, Unsupported
 from quire.interrupts import uninterrupted_verbs
 from quire.kv.attention_verbs import StateAttention
@@ -29,7 +30,7 @@ from quire.kv.state_pools import StatePools
 from quire.kv.state_slots import StateNeed
 from quire.kv.stored_rows import StateRows
 from quire.kv.trees import TokenTreeParents
-from quire.kv.windows import Eviction, Window
+from quire.kv.windows import Window
 from quire.signatures import checks_arguments
 from quire.types import SeqId
 
@@ -288,12 +289,7 @@ class State(StateAttention, StateRecurrence, StateRows, StateExchange, StatePool
         *,
         checkpoints: Sequence[Sequence[int]] = (),
     ) -> None:
-        """Announce ``append_lengths[i]`` new tokens, or nodes, for ``seq_ids[i]``; takes pages and states, and plans the forward.
-
-        ``checkpoints`` (beyond the contract): per entry, after how many of its new tokens the recurrent state is kept as a
-        checkpoint, ascending, beside the multiples of ``checkpoint_interval``; empty: after none. Each takes a state slot.
-        ``InvalidArgument`` unless they are in 1..n_i, and for an entry of tree nodes.
-        """
+        """Announce ``append_lengths[i]`` new tokens, or nodes, for ``seq_ids[i]``; takes pages and states, and plans the forward."""
         need = self.table.plan_forward(seq_ids, append_lengths, token_tree_parents)
         check_checkpoints(need, checkpoints)
         if self.recurrent is None and any(checkpoints):

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from functools import cached_property
 
-from quire.contracts.pool_verbs import Holding
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.contracts.pool_verbs import Holding, SequenceUse, Shortage, StateGeometry
 from quire.errors import Unsupported
 from quire.kv.forward_need import ForwardNeed, pages_for
 from quire.kv.occupancy import num_named
@@ -55,6 +59,37 @@ class StatePools(StateParts):
         """Pages and states that sequences hold."""
         return sum(pool.num_used for pool in self._pools())
 
+    @cached_property
+    def _page_bytes(self) -> list[int]:
+        """Bytes of a page, or slot, of each of ``_pools``."""
+        sizes = [one.storage.num_bytes for one in self.classes]
+        sizes += [part.storage.num_bytes for part in (self.encoders, self.recurrent) if part is not None]
+        return [size // pool.num_pages for size, pool in zip(sizes, self._pools(), strict=True)]
+
+    @property
+    def num_used_bytes(self) -> int:
+        """Bytes of the pages and states that sequences hold."""
+        return sum(pool.num_used * size for pool, size in zip(self._pools(), self._page_bytes, strict=True))
+
+    @cached_property
+    def geometry(self) -> StateGeometry:
+        """Sizes of what the layers keep."""
+        states = None if self.recurrent is None else self.recurrent.table
+        return StateGeometry(
+            specs=tuple(self.specs),
+            layer_ids=self.layer_ids,
+            windows=tuple(one.window for one in self.classes),
+            page_bytes=tuple(self._page_bytes[: len(self.classes)]),
+            state_bytes=0 if states is None else self._page_bytes[-1],
+            interval=0 if states is None else states.interval,
+            ring=0 if states is None else states.ring,
+        )
+
+    def unfused_layers(self) -> list[int]:
+        """Return the ids of the layers that attend in steps that form the weights."""
+        layers = zip(self.layer_ids, self.specs, strict=True)
+        return [layer for layer, spec in layers if not self.backend.fuses(spec, self.device)]
+
     def _counting_pools(self) -> list[PagePool]:
         """Pools of the classes that keep all tokens, or of all if none does."""
         keeping = [pool for pool, one in zip(self.table.pools, self.classes, strict=True) if one.window is None]
@@ -98,6 +133,67 @@ class StatePools(StateParts):
         need = self.table.plan_forward(seq_ids, append_lengths, token_tree_parents, verb="missing_pages")
         states = 0 if self.recurrent is None else self.recurrent.table.shortage(self._state_need(need))
         return self.table.shortage(need) + states
+
+    def page_shortage(
+        self, seq_ids: Sequence[SeqId], append_lengths: Sequence[int], token_tree_parents: TokenTreeParents = None
+    ) -> Shortage:
+        """Return the pages that this ``begin_forward`` is short of, states aside."""
+        need = self.table.plan_forward(seq_ids, append_lengths, token_tree_parents)
+        missing = self.table.shortage(need)
+        return Shortage(missing, missing > 0 and self.table.never_fits(need))
+
+    def full_page_shortage(self, seq_ids: Sequence[SeqId], append_lengths: Sequence[int]) -> Shortage:
+        """Return the pages that these tokens are short of in a class that keeps all tokens, in any number of forwards."""
+        if self.capacity is None:
+            return Shortage(0, False)
+        needed = self.table.num_full_pages(seq_ids, append_lengths)
+        return Shortage(max(0, needed - self.num_available_pages()), needed * self.page_size > self.capacity)
+
+    def free_pages(self, without: Collection[SeqId] = ()) -> list[int]:
+        """Return the pages of each class that are free once these sequences are removed; of states those that can be had."""
+        states = [] if self.recurrent is None else [self.recurrent.table.num_available_without(without)]
+        return [*self.table.num_free_without(without), *states]
+
+    def shares_tail(self, seq_id: SeqId) -> bool:
+        """Return whether another sequence holds the partly filled last page too."""
+        return self.table.shares_tail(seq_id)
+
+    def pages_freed(self, seq_id: SeqId, child_id: SeqId) -> int:
+        """Return the pages that are free, or the child's own, once ``seq_id`` is removed."""
+        return self.table.num_freed(seq_id, child_id)
+
+    def states_freed(self, seq_id: SeqId) -> int:
+        """Return the slots that a forward can take in addition once ``seq_id`` is removed."""
+        return 0 if self.recurrent is None else self.recurrent.table.num_freed(seq_id)
+
+    @property
+    def forward_is_open(self) -> bool:
+        """Whether a forward is open."""
+        return self.table.forward is not None
+
+    def has_sequence(self, seq_id: SeqId) -> bool:
+        """Return whether there is such a sequence."""
+        return seq_id in self.table
+
+    def window(self, seq_id: SeqId) -> Window | None:
+        """Return the window of a sequence; None: it keeps all tokens."""
+        return self.table.get(seq_id).window
+
+    def page_table(self, seq_id: SeqId) -> NDArray[np.int32]:
+        """Return a copy of a sequence's page table in the first class, one that keeps all tokens if there is one."""
+        if not self.classes:
+            raise Unsupported("page_table: no layer keeps rows of tokens")
+        first = next((index for index, one in enumerate(self.classes) if one.window is None), 0)
+        return self.table.get(seq_id).tables[first].pages.copy()
+
+    def sequence_use(self, seq_id: SeqId) -> SequenceUse:
+        """Return what the tokens of a sequence take."""
+        pages, rows, num_bytes = 0, 0, self.sequence_states(seq_id).held * self.geometry.state_bytes
+        for index, table in enumerate(self.table.get(seq_id).tables):
+            held = table.held.size
+            pages, num_bytes = pages + held, num_bytes + held * self._page_bytes[index]
+            rows += sum(len(part) for part in self.table.held(seq_id, index))
+        return SequenceUse(pages, rows, num_bytes)
 
     def sequence_length(self, seq_id: SeqId) -> int:
         return self.table.get(seq_id).length
@@ -165,6 +261,11 @@ class StatePools(StateParts):
     def num_available_states(self) -> int:
         """Slots for recurrent states that a forward can take now; 0 without recurrent layers."""
         return 0 if self.recurrent is None else self.recurrent.table.num_available
+
+    @property
+    def num_free_states(self) -> int:
+        """Slots that hold no state; 0 without recurrent layers."""
+        return 0 if self.recurrent is None else self.recurrent.table.pool.num_free
 
     @property
     def num_checkpoints(self) -> int:
