@@ -166,7 +166,8 @@ class KVState(Protocol):
         tokens; keys stay where they were written. Recurrent and cross layers are not concerned.
 
         ``InvalidArgument``: window < 1, sink < 0, sink >= window. ``FailedPrecondition``: evicted already,
-        uncommitted nodes. ``Unsupported``: no layer that a window could concern. O(1).
+        uncommitted nodes. ``Unsupported``: no layer that a window could concern; a sink, where layers rotate by a rule of
+        their own. O(1).
         """
 
     # -- queries: legal at any time, change nothing, O(1) or O(sequences) -----------------------------------------
@@ -292,7 +293,7 @@ class KVState(Protocol):
     def checkpoints(self, seq_id: SeqId) -> list[int]:
         """(ours) Ascending positions of the kept checkpoints, without 0 and without the ring of recent states.
 
-        ``Unsupported``: no recurrent layer.
+        None without recurrent layers.
         """
 
     def drop_checkpoint(self, seq_id: SeqId, position: int) -> None:

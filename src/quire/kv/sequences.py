@@ -345,21 +345,6 @@ class SequenceTable:
             for part, pool, own in zip(need.classes, self.pools, taken, strict=True)
         )
 
-    def never_fits(self, need: ForwardNeed) -> bool:
-        """Return whether ``need`` is more than some pool has."""
-        classes = zip(need.classes, self.pools, strict=True)
-        return any(part.pages - part.freed > pool.num_pages for part, pool in classes)
-
-    def num_full_pages(self, seq_ids: Seq[SeqId], counts: Seq[int]) -> int:
-        """Return the pages that these tokens take in a class that keeps all tokens; sequences with a window aside."""
-        needed = 0
-        for seq_id, count in zip(seq_ids, counts, strict=True):
-            sequence = self.get(seq_id)
-            if sequence.window is None:
-                length = sequence.length
-                needed += pages_for(length + count, self.page_size) - pages_for(length, self.page_size)
-        return needed
-
     def shortage_in_steps(self, seq_ids: Seq[SeqId], counts: Seq[int], most: int) -> int:
         """An upper bound of the pages that these tokens are short of if they come in forwards of ``most`` tokens at most,
         over all classes: a window lets go of pages in between."""
@@ -596,17 +581,6 @@ class SequenceTable:
             found.append(pool.num_free + int(((names > 0) & (names == pool.references)).sum()))
         return found
 
-    def num_freed(self, seq_id: SeqId, child_id: SeqId) -> int:
-        """Return the pages that are free, or the child's own, once ``seq_id`` is removed; the child is a fork of it as it was made."""
-        child = self.get(child_id)
-        freed, partly = 0, child.length % self.page_size != 0
-        for pool, pages, kept in zip(self.pools, self.get(seq_id).tables, child.tables, strict=True):
-            behind = pages.pages[kept.size :]
-            freed += int((pool.references[behind[behind >= 0]] == 1).sum())
-            # The last common page is written by the child; with two holders, it is its own once the other is gone.
-            freed += int(partly and pool.references[pages.pages[kept.size - 1]] == 2)
-        return freed
-
     # -- accounting ------------------------------------------------------------------------------------------
 
     def pages_held(self, seq_ids: Iterable[SeqId]) -> list[int]:
@@ -622,14 +596,6 @@ class SequenceTable:
         whole = pages_for(length, self.page_size)
         bounds = [window_pages(window, layer_window, step, self.page_size) for layer_window in self.layer_windows]
         return [whole if bound is None else min(whole, bound) for bound in bounds]
-
-    def shares_tail(self, seq_id: SeqId) -> bool:
-        """Return whether another sequence holds the partly filled last page too."""
-        sequence = self.get(seq_id)
-        if sequence.length % self.page_size == 0:
-            return False
-        held = zip(self.pools, sequence.tables, strict=True)
-        return any(bool(pool.references[pages.pages[-1]] > 1) for pool, pages in held)
 
     def shared_pages(self, seq_id: SeqId) -> int:
         """Pages of this sequence, over all classes, that others hold too."""
