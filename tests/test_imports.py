@@ -60,7 +60,6 @@ WITHOUT_TORCH = (
     "engine.prefix_cache",
     "engine.pins",
     "engine.grammar_trial",
-    "kv.occupancy",
     "engine.page_use",
 )
 SAME_THING = {
@@ -111,7 +110,7 @@ def test_there_are_modules_to_check() -> None:
     assert len(MODULES) > 40
     assert {"quire", "quire.kv.state", "quire.kernels.sdpa", "quire.contracts.layers"} <= set(MODULES)
     assert "quire.kv.exchange" in imports("quire.kv.state")
-    assert imports("quire.kv.occupancy")["quire.kv.parts"] is False
+    assert imports("quire.contracts.kv_state")["quire.contracts.model"] is False
 
 
 def below(part: str, other: str) -> bool:

@@ -118,13 +118,13 @@ def build(config: EngineConfig, *, progress: bool = False) -> Parts:
         seed=config.seed,
     )
     held: list[str] = []
-    if state.specs:
+    if state.layer_ids:
         windows = f" and {sizes.window_tokens} tokens of windowed layers" if sizes.window_tokens is not None else ""
         pages = pages_for(sizes.tokens, config.page_size)
         held.append(f"{pages} pages of {config.page_size} tokens{windows} in {name_of(kv_dtype)}")
-    if state.recurrent is not None:
+    if state.recurrent_ids:
         every = f", kept every {interval} tokens" if interval else ""
-        held.append(f"{sizes.states} recurrent states of {bytes_per_state(state.recurrent.specs):,} bytes{every}")
+        held.append(f"{sizes.states} recurrent states of {state.geometry.state_bytes:,} bytes{every}")
     notes = (
         f"{model.architecture}, {model.num_parameters / 1e6:.1f}M parameters in {name_of(model.dtype)} on {device}",
         f"KV pool: {' and '.join(held)}, {state.num_bytes / 2**20:.0f} MiB",

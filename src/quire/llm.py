@@ -46,7 +46,6 @@ from quire.engine.tokenizer import Tokenizer
 from quire.errors import FailedPrecondition, InvalidArgument, Unsupported
 from quire.interrupts import uninterrupted
 from quire.kv.rules import verbs_of
-from quire.kv.storage import bytes_per_token
 from quire.kv.windows import Window
 from quire.models.catalogue import resolve_adapter
 from quire.models.families import LoadedModel
@@ -583,7 +582,7 @@ class LLM:
     def bytes_per_token(self) -> int:
         """Bytes of KV state of one token, over all layers."""
         state = self._engine.runner.state
-        return bytes_per_token(state.specs, state.dtype)
+        return sum(state.geometry.page_bytes) // state.page_size
 
     @property
     def config(self) -> EngineConfig:
@@ -622,7 +621,7 @@ class LLM:
             "num_pages_held": use.held,
             "num_pages_pinned": use.pinned,
             "kv_cache_usage": use.usage,
-            "num_sequences": len(self._engine.runner.state.table),
+            "num_sequences": len(self._engine.runner.state.sequence_ids()),
             "num_adapters": len(self._adapters.infos()),
             "executor": None if self._executor is None else self._executor.status(),
         }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -266,6 +267,19 @@ def test_cuts_equal_a_list_of_all_of_them() -> None:
                 expected = any(rev > made and cut < covered for rev, cut in history)
                 assert row.was_cut(made, covered) == expected
     assert len(row.cuts) <= 20
+
+
+def test_memory_is_free_once_its_last_holder_is_gone(llama: Tiny) -> None:
+    """Not at the next garbage collection: pools are large."""
+    ex = make_executor(llama, tokens=64)
+    handle = ex.prefill(prompt(some_ids(20))).kv_cache
+    state = weakref.ref(ex.pool.state)
+    gc.disable()
+    try:
+        del handle, ex
+        assert state() is None
+    finally:
+        gc.enable()
 
 
 def test_repr_says_what_it_is(ex: Executor) -> None:

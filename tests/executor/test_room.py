@@ -317,7 +317,7 @@ def test_slots_that_go_with_a_sequence_are_counted_exactly(hybrid: Hybrid) -> No
                 handle = executor.decode(token(handle, hybrid.tokens[9])).kv_cache
                 others = [handle.clone_handle()] if shared else []
                 pool, seq = executor.pool, handle.cache.rows[0].seq
-                expected, before = pool.freed_states_without(seq), pool.available_states
+                expected, before = pool.state.states_freed(seq), pool.available_states
                 slots = pool.state.recurrent.table.held_slots(seq)[0]  # type: ignore[union-attr]
                 assert NULL < expected <= slots
                 executor.release_cache(handle.cache_id)

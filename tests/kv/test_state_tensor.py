@@ -196,4 +196,3 @@ def test_checkpoints_and_uncommitted_nodes(verb: str) -> None:
         state.checkpoint(0) if verb == "checkpoint" else state.drop_checkpoint(0, 4)
     assert state.checkpoints(0) == [4]
     assert "``FailedPrecondition``" in (getattr(KVState, verb).__doc__ or "")
-    assert "``FailedPrecondition``" in (getattr(State, verb).__doc__ or "")

@@ -48,16 +48,18 @@ scheduler may use these Protocols.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from quire.contracts.attention_state import AttentionVerbs
-from quire.contracts.pool_verbs import PoolVerbs
+from quire.contracts.pool_verbs import Eviction, PoolVerbs, TokenTreeParents
 from quire.contracts.recurrent_state import RecurrentVerbs
 from quire.types import SeqId
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+    from quire.contracts.model import OpenPass
 
 __all__ = [
     "AttentionKVCache",
@@ -71,12 +73,6 @@ __all__ = [
     "TensorPlan",
     "TokenTreeParents",
 ]
-
-Eviction: TypeAlias = Literal["token", "forward"]
-"""When a token leaves the window of a sequence: at each query (``token``), or once per forward (TVM's rule)."""
-
-TokenTreeParents: TypeAlias = Sequence[int] | Sequence[Sequence[int] | None]
-"""One flat list of T parents (every entry is a tree), or a list of B items, each a list of parents or None."""
 
 
 class TensorPlan(NamedTuple):
@@ -170,7 +166,8 @@ class KVState(Protocol):
         tokens; keys stay where they were written. Recurrent and cross layers are not concerned.
 
         ``InvalidArgument``: window < 1, sink < 0, sink >= window. ``FailedPrecondition``: evicted already,
-        uncommitted nodes. ``Unsupported``: no layer that a window could concern. O(1).
+        uncommitted nodes. ``Unsupported``: no layer that a window could concern; a sink, where layers rotate by a rule of
+        their own. O(1).
         """
 
     # -- queries: legal at any time, change nothing, O(1) or O(sequences) -----------------------------------------
@@ -220,6 +217,8 @@ class KVState(Protocol):
         seq_ids: Sequence[SeqId],
         append_lengths: Sequence[int],
         token_tree_parents: TokenTreeParents | None = None,
+        *,
+        checkpoints: Sequence[Sequence[int]] = (),
     ) -> None:
         """Announce n_i new tokens for sequence i; reserves, while ``end_forward`` publishes.
 
@@ -235,8 +234,11 @@ class KVState(Protocol):
         Lengths read as before until ``end_forward``. Once it slides, a sequence never holds more than
         ``ceil(s / P) + ceil((W - s + n) / P) + 1`` pages (n new tokens or nodes, pending ones included).
 
+        (ours) ``checkpoints``: per entry, ascending, after how many of its new tokens, 1..n_i, the recurrent state is
+        kept as a checkpoint, beside the multiples of the interval; empty: after none. Each takes a slot.
+
         ``InvalidArgument``: lists differ in length, empty batch, n_i < 1, duplicate id, a parent not in
-        -1..own index - 1. ``FailedPrecondition``: a forward is open; ordinary tokens for a sequence with uncommitted
+        -1..own index - 1, checkpoints of a tree. ``FailedPrecondition``: a forward is open; ordinary tokens for a sequence with uncommitted
         nodes; a sequence that is being imported. ``ResourceExhausted``, also when kept recurrent states fill
         the pool. O(B + T + pages taken), plus one copy of at most P - 1 slots for each page that splits.
         """
@@ -291,7 +293,7 @@ class KVState(Protocol):
     def checkpoints(self, seq_id: SeqId) -> list[int]:
         """(ours) Ascending positions of the kept checkpoints, without 0 and without the ring of recent states.
 
-        ``Unsupported``: no recurrent layer.
+        None without recurrent layers.
         """
 
     def drop_checkpoint(self, seq_id: SeqId, position: int) -> None:
@@ -367,3 +369,7 @@ class RNNState(KVState, RecurrentVerbs, Protocol):
 
 class ModelState(AttentionKVCache, RNNState, PoolVerbs, Protocol):
     """The state of a model with layers of any kinds; verbs that none of them has are ``Unsupported``."""
+
+    def open_pass(self) -> OpenPass:
+        """Return the open forward; ``FailedPrecondition`` if there is none."""
+        ...

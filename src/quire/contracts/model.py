@@ -9,10 +9,12 @@ Hq, Hkv query and KV heads, D, Dk, Dv head sizes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.contracts.layers import LayerSpec
@@ -84,6 +86,27 @@ class Pass(Protocol):
     ) -> Tensor:
         """The causal depthwise convolution with a state ``[W - 1, C]`` of a recurrent layer: ``[T, C]``. See
         ``contracts.recurrence.RecurrenceBackend``."""
+        ...
+
+
+class OpenPass(Pass, Protocol):
+    """A pass, and what a runner asks of it before and after the blocks run."""
+
+    @property
+    def weights(self) -> Mapping[int, Sequence[Tensor]]:
+        """By layer, per entry float32 ``[Hq, n, keys]``, of what ran after ``capture_weights``."""
+        ...
+
+    def use_mask(self, mask: Tensor) -> None:
+        """Use one mask in all layers: flat bool, entry by entry row-major ``[n, keys]``, columns by address."""
+        ...
+
+    def use_positions(self, positions: NDArray[np.int64]) -> None:
+        """Rotate the new tokens at these positions ``[T]`` instead of their indices; call it before the first layer runs."""
+        ...
+
+    def capture_weights(self) -> None:
+        """Keep the attention weights of every layer from now on."""
         ...
 
 

@@ -21,7 +21,6 @@ from quire.errors import InvalidArgument, ResourceExhausted, Unsupported
 from quire.executor import serialized
 from quire.executor.cache_rows import CacheRows, locked
 from quire.executor.pool import NO_PAGES, CachePool
-from quire.kv.state_slots import NULL
 from quire.signatures import checks_arguments
 
 _TENSOR_NAME: Final = re.compile(r"kv_cache_[kv]_(0|[1-9][0-9]{0,8})")
@@ -80,11 +79,10 @@ class KVCache(CacheRows):
         zeros also where a window has let go of a token."""
         self.settle()
         state = self.pool.state
-        found = state.layer(layer)
-        stored_SHD = found.v_SHD if values else found.k_SHD
-        out = stored_SHD.new_zeros(len(self.rows), max(lengths), *stored_SHD.shape[1:])
+        none_0HD = state.debug_get_kv(self.rows[0].seq, 0, 0, layer=layer)[values]
+        out = none_0HD.new_zeros(len(self.rows), max(lengths), *none_0HD.shape[1:])
         for index, (row, length) in enumerate(zip(self.rows, lengths, strict=True)):
-            for part in state.table.held(row.seq, found.class_index):
+            for part in state.held(row.seq, layer):
                 end = min(part.stop, length)
                 if part.start < end:
                     rows = state.debug_get_kv(row.seq, part.start, end, layer=layer)[values]
@@ -100,8 +98,7 @@ class KVCache(CacheRows):
         self.settle()
         if not self.pool.specs:
             raise Unsupported(f"block_table: {NO_PAGES}")
-        table = self.pool.state.table
-        return [table.get(row.seq).tables[self.pool.main_class].pages.copy() for row in self.rows]
+        return [self.pool.state.page_table(row.seq) for row in self.rows]
 
     def stats(self) -> CacheHandleStats:
         """What it uses now."""
@@ -109,16 +106,9 @@ class KVCache(CacheRows):
         with self.pool.lock:
             self.require_live()
             self.settle()
-            table, part = self.pool.state.table, self.pool.state.recurrent
             for row in self.rows:
-                if part is not None:
-                    memory += len(set(part.table.slots(row.seq).values()) - {NULL}) * self.pool.state_bytes
-                for index, (pages, size) in enumerate(
-                    zip(table.get(row.seq).tables, self.pool.page_bytes, strict=True)
-                ):
-                    blocks += pages.held.size
-                    memory += pages.held.size * size
-                    used += sum(len(part) for part in table.held(row.seq, index))
+                use = self.pool.state.sequence_use(row.seq)
+                blocks, used, memory = blocks + use.pages, used + use.rows, memory + use.num_bytes
             tokens = sum(self.lengths)
         slots = blocks * self.pool.page_size
         return CacheHandleStats(

@@ -59,9 +59,9 @@ class CacheRows:
         self.released = False
         pool.caches[self.cache_id] = self
         end = partial(pool.free, rows)
-        pool.orphans.watch(self, end)
         self._finalizer = weakref.finalize(self, pool.orphans.leave, end)
         self._finalizer.atexit = False
+        pool.orphans.watch(self, end)  # noted first, for it comes last
 
     @classmethod
     def create(cls, pool: CachePool, batch_size: int, capacity: int, dynamic: bool) -> Self:

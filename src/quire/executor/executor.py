@@ -35,7 +35,6 @@ from quire.contracts.executor import (
 from quire.errors import Cancelled, FailedPrecondition, InvalidArgument, ResourceExhausted, Unsupported
 from quire.executor import executor_types, reports, rewinding, verification, warmup
 from quire.executor.adapter_assets import read_assets
-from quire.executor.admission import has_room
 from quire.executor.arguments import (
     Request,
     decode_request,
@@ -425,7 +424,7 @@ class Executor:
         if batch_size > self.max_batch_size or self.pool.runner_or_none is None:
             return False
         with self.lock:
-            return has_room(self.pool, batch_size, sequence_length) and warmup.fits(
+            return self.pool.has_room(batch_size, sequence_length) and warmup.fits(
                 self._activations, batch_size, self.pool.device
             )
 

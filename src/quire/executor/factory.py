@@ -15,12 +15,12 @@ import torch
 
 from quire.config import ExecutorConfig
 from quire.contracts.executor import AttentionMechanism, ExecutorType
+from quire.contracts.kv_state import ModelState
 from quire.contracts.layers import KeyValueAttention, LatentAttention
 from quire.errors import InvalidArgument, NotFound, Unsupported
 from quire.executor.executor import Executor
 from quire.executor.executor_types import BATCHING_TYPES, SUPPORTED_TYPES, check_type
 from quire.executor.reports import computable_dtypes, dtype_name, mechanism_of
-from quire.kv.state import State
 from quire.models.catalogue import HUB_NAME, bundled_models
 from quire.models.config_fields import read_config_file
 from quire.models.families import family_of, is_foreign
@@ -176,17 +176,13 @@ def _wants_fused(config: ExecutorConfig) -> bool:
     return wanted.optimization_level >= 1 and wanted.enable_kernel_fusion and flash
 
 
-def check_flash(config: ExecutorConfig, state: State) -> tuple[str, ...]:
+def check_flash(config: ExecutorConfig, state: ModelState) -> tuple[str, ...]:
     """What falls back of the fused attention that was asked for "if supported": layers that cannot have it.
 
     ``Unsupported`` where it is demanded and no layer has it."""
-    plain = [
-        layer
-        for layer, spec in zip(state.layer_ids, state.specs, strict=True)
-        if not state.backend.fuses(spec, state.device)
-    ]
-    reason = f"{len(plain)} of {len(state.specs)} attention layers run without fused attention on {state.device}"
-    if config.attention_config.attention_type == AttentionMechanism.FLASH and len(plain) == len(state.specs):
+    plain, attending = state.unfused_layers(), len(state.geometry.specs)
+    reason = f"{len(plain)} of {attending} attention layers run without fused attention on {state.device}"
+    if config.attention_config.attention_type == AttentionMechanism.FLASH and len(plain) == attending:
         raise Unsupported(f"attention_type 'Flash': {reason}")
     return (
         (f"enable_flash_attention: {reason}, the first is layer {plain[0]}",) if plain and _wants_fused(config) else ()

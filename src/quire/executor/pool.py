@@ -5,7 +5,6 @@ All caches of one executor share a ``CachePool``. It also knows what stays true 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Protocol
 from weakref import WeakValueDictionary
@@ -13,16 +12,14 @@ from weakref import WeakValueDictionary
 import torch
 
 from quire.branches.branch import Branch
+from quire.contracts.kv_state import ModelState
 from quire.contracts.layers import KeyValueAttention, LatentAttention, sink_refusal, window_refusal
 from quire.errors import FailedPrecondition, InvalidArgument, QuireError, ResourceExhausted, Unsupported
 from quire.executor.row import Row
 from quire.executor.running_calls import Operations
 from quire.interrupts import Lock
-from quire.kv.forward_need import pages_for
 from quire.kv.rule_table import POSITIONS_OF_WINDOWS, position_refusal
 from quire.kv.sequences import check_integer
-from quire.kv.state import State
-from quire.kv.state_slots import NULL
 from quire.kv.windows import Window
 from quire.models.fingerprint import ModelIdentity
 from quire.orphans import Orphans
@@ -73,38 +70,30 @@ class CachePool:
         sink: int = 0,
         chunk_size: int = 0,
     ) -> None:
-        state = runner.state
+        state, geometry = runner.state, runner.state.geometry
         self.lock = lock
         self.chunk_size = chunk_size
         self.identity = identity
         self.max_model_len = max_model_len
         self.vocab_size = runner.model.vocab_size
         self.hidden_size = runner.model.hidden_size
-        self.specs: tuple[KeyValueAttention | LatentAttention, ...] = tuple(state.specs)
+        self.specs: tuple[KeyValueAttention | LatentAttention, ...] = geometry.specs
         """Of the layers with attention."""
-        self.layer_ids = tuple(state.layer_ids)
+        self.layer_ids = geometry.layer_ids
         """Their global ids, ascending."""
-        self.recurrent_ids: tuple[int, ...] = () if state.recurrent is None else tuple(state.recurrent.layer_ids)
+        self.recurrent_ids: tuple[int, ...] = state.recurrent_ids
         """Those of recurrent layers."""
         self.num_blocks = len(runner.model.blocks)
         self.layer_kinds = tuple(sorted({spec.kind for spec in runner.model.layer_specs}))
         self.page_size = state.page_size
-        self.page_bytes = tuple(
-            one.storage.num_bytes // pool.num_pages for one, pool in zip(state.classes, state.table.pools, strict=True)
-        )
+        self.page_bytes = geometry.page_bytes
         """Of a page of each layer class."""
-        self.state_bytes = 0
+        self.state_bytes = geometry.state_bytes
         """Of the states of all recurrent layers at one position."""
-        self.state_interval = 0
+        self.state_interval = geometry.interval
         """Tokens between recurrent states that are kept by themselves; 0: none is."""
-        self.keeps_last_state = True
+        self.keeps_last_state = geometry.ring > 0 or not self.recurrent_ids
         """Whether a forward can always be undone by taking its tokens back."""
-        if state.recurrent is not None:
-            table = state.recurrent.table
-            self.state_bytes = state.recurrent.num_bytes // table.pool.num_pages
-            self.state_interval, self.keeps_last_state = table.interval, table.ring > 0
-        self.main_class = next((index for index, one in enumerate(state.classes) if one.window is None), 0)
-        """The layer class whose page table stands for a sequence: one that keeps all tokens, if there is any."""
         window = None if window is None else check_integer(window, "window", 1)
         sink = check_integer(sink, "sink", 0)
         if sink and (window is None or sink >= window):
@@ -115,7 +104,7 @@ class CachePool:
             raise Unsupported(f"sink {sink}: {reason}")
         self.row_window = None if window is None else Window(window, sink)
         """What each new row keeps; None: all of its tokens."""
-        self.is_windowed = window is not None or any(one.window is not None for one in state.classes)
+        self.is_windowed = window is not None or any(one is not None for one in geometry.windows)
         """Whether some layer lets go of tokens."""
         self.dtype: torch.dtype = state.dtype
         self.device: torch.device = state.device
@@ -132,7 +121,8 @@ class CachePool:
         self.replayed_tokens = 0
         """Tokens that completed calls have run again to go back to a position."""
         self._runner: Runner | None = runner
-        self.orphans = Orphans(lock, self._between_forwards)
+        # Holds the state and not this pool, whose memory is free once its last holder is gone.
+        self.orphans = Orphans(lock, lambda: not state.forward_is_open)
         self.operations = Operations()
         """The calls that are inside, of the executor and of handles."""
         self.broken = ""
@@ -157,7 +147,7 @@ class CachePool:
         return self._runner
 
     @property
-    def state(self) -> State:
+    def state(self) -> ModelState:
         return self.runner.state
 
     def spec_of(self, layer: int) -> KeyValueAttention | LatentAttention | None:
@@ -214,9 +204,26 @@ class CachePool:
         """Make room by giving up one thing of any owner; return whether there was any. Call it under the lock."""
         return self.runner.room.make(self)
 
+    def has_room(self, rows: int, tokens: int) -> bool:
+        """Return whether so many new rows can come to hold ``tokens`` each, in what is free or could be given up for them.
+
+        Nothing is given up to find out. States of caches that only save work count as taken. Call it under the lock.
+        """
+        if rows < 1 or not 1 <= tokens <= self.max_model_len:
+            return False
+        self.sweep()
+        window = None if self.row_window is None else (self.row_window.size, self.row_window.sink)
+        step = min(tokens, self.chunk_size) if self.chunk_size > 0 else tokens
+        needed = self.state.pages_at_most(tokens, window, step)
+        if self.recurrent_ids:
+            # One that a row has and one that its next token writes.
+            needed[-1] = min(2, tokens)
+        free = self.state.free_pages(self.runner.room.loose())
+        return all(rows * pages <= there for pages, there in zip(needed, free, strict=True))
+
     def give_up(self, rank: Rank) -> bool:
         """See ``Giver``."""
-        if self._runner is None or not self._between_forwards():
+        if self._runner is None or self.state.forward_is_open:
             return False
         if rank is Rank.ORPHANS:
             return self.sweep()
@@ -226,19 +233,14 @@ class CachePool:
         """See ``Giver``. What orphans hold is given back before anybody counts."""
         return ()
 
-    def _between_forwards(self) -> bool:
-        return self._runner is None or self.state.table.forward is None
-
     @property
     def _states_are_short(self) -> bool:
         """Whether states rather than pages are what a call of the owner lacks: at most half of the slots can be had, or more than
         half of the pages of each class are free."""
-        state = self.state
-        if state.recurrent is None:
+        if not self.recurrent_ids:
             return False
-        if 2 * self.available_states <= state.recurrent.table.pool.num_pages:
-            return True
-        return all(2 * pool.num_free > pool.num_pages for pool in state.table.pools)
+        *free, (states, slots) = zip(self.state.free_pages(), self.state.pool_sizes(), strict=True)
+        return 2 * states <= slots or all(2 * pages > size for pages, size in free)
 
     def missing_pages(
         self, seqs: Sequence[SeqId], counts: Sequence[int], trees: Sequence[tuple[int, ...] | None] | None = None
@@ -246,26 +248,20 @@ class CachePool:
         """Pages that are missing for ``counts[i]`` more tokens of each, when nothing more can be given up; nothing is given up for
         more than there is. Recurrent states are not counted."""
         parents = trees if trees is not None and any(tree is not None for tree in trees) else None
-        table = self.state.table
-        while missing := table.shortage(need := table.plan_forward(seqs, counts, parents)):
-            never = any(
-                part.pages - part.freed > pool.num_pages for part, pool in zip(need.classes, table.pools, strict=True)
-            )
-            if never or not self.reclaim():
-                return missing
+        while (short := self.state.page_shortage(seqs, counts, parents)).missing:
+            if short.never or not self.reclaim():
+                return short.missing
         return 0
 
     @property
     def available_states(self) -> int:
         """Slots for recurrent states that a forward can take now; 0 without recurrent layers."""
-        part = self.state.recurrent
-        return 0 if part is None else part.table.num_available
+        return self.state.num_available_states
 
     def missing_states(self, needed: int) -> int:
         """Slots for recurrent states that are missing of so many, when nothing more can be given up; nothing is given up for more
         than there are."""
-        part = self.state.recurrent
-        never = part is None or needed > part.table.pool.num_pages
+        never = not self.recurrent_ids or needed > self.state.pool_sizes()[-1]
         caches = self._by_last_access()
         while (missing := needed - self.available_states) > 0:
             if never or not (self._give_up_states(caches, missing) or self.reclaim()):
@@ -274,14 +270,13 @@ class CachePool:
 
     def is_roomy(self, states: int) -> bool:
         """Whether so many slots for recurrent states may be held only to save work: half of the free ones."""
-        part = self.state.recurrent
-        return part is not None and 2 * states <= part.table.pool.num_free
+        return bool(self.recurrent_ids) and 2 * states <= self.state.num_free_states
 
     def mark(self, seq: SeqId, old: int | None) -> int | None:
         """Keep the present recurrent state of a sequence, if there is room to save work, and let go of the one that was kept so
         at ``old``. Returns the position that stands for ``old`` from now on."""
         state = self.state
-        if state.recurrent is None:
+        if not self.recurrent_ids:
             return None
         position, held = state.sequence_length(seq), state.checkpoints(seq)
         if position == 0 or position in held:
@@ -336,50 +331,10 @@ class CachePool:
 
     def missing_full_pages(self, seqs: Sequence[SeqId], counts: Sequence[int]) -> int:
         """As ``missing_pages``, for what keeps all tokens, for as many forwards as it takes; copies of shared tails aside."""
-        size, needed = self.page_size, 0
-        for seq, count in zip(seqs, counts, strict=True):
-            sequence = self.state.table.get(seq)
-            if sequence.window is None:
-                needed += pages_for(sequence.length + count, size) - pages_for(sequence.length, size)
-        pools, classes = self.state.table.pools, self.state.classes
-        keeping = [pool for pool, one in zip(pools, classes, strict=True) if one.window is None]
-        never = any(needed > pool.num_pages for pool in keeping)
-        while True:
-            missing = max((needed - pool.num_free for pool in keeping), default=0)
-            if missing <= 0 or never or not self.reclaim():
-                return max(0, missing)
-
-    def shares_tail(self, seq: SeqId) -> bool:
-        """Whether somebody else holds the partly filled last page of a sequence."""
-        table = self.state.table
-        sequence = table.get(seq)
-        if sequence.length % self.page_size == 0:
-            return False
-        held = zip(table.pools, sequence.tables, strict=True)
-        return any(bool(pool.references[pages.pages[-1]] > 1) for pool, pages in held)
-
-    def freed_without(self, seq: SeqId, fork: SeqId, start: int) -> int:
-        """Pages that are free, or need not be copied, once ``seq`` is gone, of which ``fork`` holds ``start`` tokens."""
-        table = self.state.table
-        freed = 0
-        for pool, pages, kept in zip(table.pools, table.get(seq).tables, table.get(fork).tables, strict=True):
-            behind = pages.pages[kept.size :]
-            freed += int((pool.references[behind[behind >= 0]] == 1).sum())
-            # The last common page is written by the fork; with two holders, it is its own once the other is gone.
-            freed += int(start % self.page_size != 0 and pool.references[pages.pages[kept.size - 1]] == 2)
-        return freed
-
-    def freed_states_without(self, seq: SeqId) -> int:
-        """Slots for recurrent states that can be had in addition once ``seq``, which has no uncommitted nodes, is gone."""
-        part = self.state.recurrent
-        if part is None:
-            return 0
-        table = part.table
-        firm = [table.slot_at(seq), *(table.slot_at(seq, position) for position in table.kept(seq))]
-        slots = table.slots(seq)
-        named = Counter([*firm, *(slots[position] for position in table.ring_positions(seq))])
-        # What only rings name can be had already.
-        return sum(slot not in (None, NULL) and int(table.pool.references[slot]) == named[slot] for slot in set(firm))
+        while (short := self.state.full_page_shortage(seqs, counts)).missing:
+            if short.never or not self.reclaim():
+                return short.missing
+        return 0
 
     def require_free(self, pages: int, states: int, what: str) -> None:
         """``ResourceExhausted`` unless so many pages, and slots for recurrent states, can be had."""
@@ -405,11 +360,7 @@ class CachePool:
     def used_bytes(self) -> int:
         """Bytes of these pages and of recurrent states."""
         runner = self._runner
-        if runner is None:
-            return 0
-        pages = sum(pool.num_used * size for pool, size in zip(runner.state.table.pools, self.page_bytes, strict=True))
-        part = runner.state.recurrent
-        return pages + (0 if part is None else part.table.pool.num_used * self.state_bytes)
+        return 0 if runner is None else runner.state.num_used_bytes
 
     def note_use(self) -> None:
         """Remember the most bytes of pages and states that were in use."""
@@ -419,7 +370,7 @@ class CachePool:
 
     def free(self, rows: list[Row]) -> bool:
         """Give the pages of rows back, which may be gone already; return whether there were any."""
-        left = [] if self._runner is None else [seq for row in rows for seq in row.seqs if seq in self.state.table]
+        left = [] if self._runner is None else [seq for row in rows for seq in row.seqs if self.state.has_sequence(seq)]
         self.remove(left)
         return bool(left)
 

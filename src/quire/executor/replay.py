@@ -28,7 +28,7 @@ def owed_tokens(pool: CachePool, row: Row, start: int, label: str = "") -> Ids:
     ``FailedPrecondition``: they are not known, or ran under an adapter that is not loaded any more.
     """
     state = pool.state
-    if state.recurrent is None or start >= state.sequence_length(row.seq):
+    if not pool.recurrent_ids or start >= state.sequence_length(row.seq):
         return NOTHING
     origin = state.nearest_reachable(row.seq, start)
     if origin == start:
@@ -56,7 +56,7 @@ def owed_tokens(pool: CachePool, row: Row, start: int, label: str = "") -> Ids:
 def kept_positions(pool: CachePool, row: Row) -> list[int]:
     """Where a row can go back to with nothing to run again, ascending."""
     state = pool.state
-    positions = state.recurrent.table.slots(row.seq) if state.recurrent is not None else ()
+    positions = state.kept_positions(row.seq)
     return [position for position in positions if state.nearest_reachable(row.seq, position) == position]
 
 

@@ -80,7 +80,7 @@ class ModelFacts:
             num_parameters=model.num_parameters,
             parameter_bytes=model.parameter_bytes,
             storage_bytes=runner.state.num_bytes,
-            fused=any(runner.state.backend.fuses(spec, runner.state.device) for spec in runner.state.specs),
+            fused=len(runner.state.unfused_layers()) < len(runner.state.geometry.specs),
         )
 
     def info(self, pool: CachePool) -> ExecutorInfo:

@@ -136,12 +136,12 @@ class Transaction:
         """
         if not self.several or part.start == 0 or part.count == 0:
             return False
-        return self._lets_go or self.pool.shares_tail(part.row.seq)
+        return self._lets_go or self.pool.state.shares_tail(part.row.seq)
 
     def _keep_starts(self, parts: Sequence[Extension]) -> None:
         """Keep the recurrent states of those of these rows that have no other version to come back to; they stand at their starts."""
         state = self.pool.state
-        if state.recurrent is None:
+        if not self.pool.recurrent_ids:
             return
         for part in parts:
             if part.old_seq is None and part.start and part.count and part.parents is None:
@@ -174,7 +174,7 @@ class Transaction:
         given_up = [] if self.aside else [part for part in required if part.rewinds]
         if missing > sum(self._freed_without_old(part) for part in given_up):
             state = self.pool.state
-            pages = sum(pool.num_pages for pool in state.table.pools)
+            pages = sum(state.pool_sizes()[: len(self.pool.page_bytes)])
             raise ResourceExhausted(
                 f"no room for {self._tokens()}: {missing} pages of {state.page_size} "
                 f"tokens are missing, {state.num_available_pages()} of {pages} are free; release or clear caches"
@@ -213,7 +213,7 @@ class Transaction:
         """Slots that can be had in addition once the versions before the rewinds of these parts are gone."""
         if self.aside:
             return 0
-        return sum(self.pool.freed_states_without(part.row.seq) for part in parts if part.rewinds)
+        return sum(self.pool.state.states_freed(part.row.seq) for part in parts if part.rewinds)
 
     def _missing(self) -> int:
         """Pages that the whole call is short of.
@@ -268,7 +268,7 @@ class Transaction:
 
     def _freed_without_old(self, part: Extension) -> int:
         """Pages that are free, or need not be copied, once the version before the rewind is gone."""
-        return self.pool.freed_without(part.row.seq, part.seq, part.origin)
+        return self.pool.state.pages_freed(part.row.seq, part.seq)
 
     def _mark_rewound(self, part: Extension) -> None:
         if part.rewinds:
@@ -492,7 +492,7 @@ class Transaction:
         state = self.pool.state
         length = state.sequence_length(part.seq)
         end = min(length, part.start)
-        if state.recurrent is not None:
+        if self.pool.recurrent_ids:
             end = state.nearest_reachable(part.seq, end)
         if end < length:
             self.pool.edit(Pop(part.seq, length - end))

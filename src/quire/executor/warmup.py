@@ -60,7 +60,8 @@ def available_pages(pool: CachePool) -> int:
     if pool.recurrent_ids and not pool.available_states:
         return 0
     # Of the class that has the fewest: one forward writes all its tokens, whatever a window lets go of later.
-    return min((one.num_free for one in pool.state.table.pools), default=pages_for(pool.max_model_len, 1))
+    pages = pool.state.free_pages()[: len(pool.page_bytes)]
+    return min(pages, default=pages_for(pool.max_model_len, 1))
 
 
 def fits(activations: Activations | None, rows: int, device: torch.device) -> bool:

@@ -163,11 +163,9 @@ class StateParts:
 
     @property
     def recurrent_ids(self) -> tuple[int, ...]:
-        """Global ids of the recurrent layers, ascending."""
         return () if self.recurrent is None else tuple(self.recurrent.layer_ids)
 
     def layer_spec(self, layer_id: int) -> LayerSpec:
-        """Return what a layer is, recurrent or not; ``InvalidArgument`` for an unknown one."""
         if self.recurrent is not None and layer_id in self.recurrent.layer_ids:
             return self.recurrent.specs[self.recurrent.layer(layer_id)]
         return self.spec(layer_id)
@@ -181,26 +179,18 @@ class StateParts:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all pools."""
         parts = [one.storage for one in self.classes] + [part.storage for part in (self.encoders,) if part is not None]
         return sum(storage.num_bytes for storage in parts) + (self.recurrent.num_bytes if self.recurrent else 0)
 
     # -- kept states -----------------------------------------------------------------------------------------
 
     def checkpoints(self, seq_id: SeqId) -> list[int]:
-        """Return the positions of the checkpoints, ascending, without 0 and without the ring of recent states; none without
-        recurrent layers."""
         self.table.get(seq_id)
         return [] if self.recurrent is None else self.recurrent.table.kept(seq_id)
 
     def kept_positions(self, seq_id: SeqId) -> list[int]:
-        """Return the positions of all recurrent states that are there, ascending: the beginning, checkpoints, ring, the end.
-        Without recurrent layers the beginning and the end."""
         length = self.table.get(seq_id).length
-        if self.recurrent is None:
-            return sorted({0, length})
-        table = self.recurrent.table
-        return sorted({0, *table.kept(seq_id), *table.ring_positions(seq_id), table.position(seq_id)})
+        return sorted({0, length}) if self.recurrent is None else list(self.recurrent.table.slots(seq_id))
 
 
 def _check_pages(

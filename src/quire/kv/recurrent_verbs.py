@@ -25,10 +25,27 @@ class StateRecurrence(OpenState):
     """What a state computes and keeps of recurrent layers. The contract's docstrings are not repeated here."""
 
     def get(self, layer_id: int, state_id: int, *, per_token: bool = False, out: Tensor | None = None) -> Tensor:
-        return get(self, layer_id, state_id, per_token, out)
+        one = state_tensor(self, layer_id, state_id, "get")
+        opened = self.open_pass().recurrent("get")
+        rows = self.open_tokens if per_token else len(opened.plan.starts) - 1
+        if out is not None:
+            shape = (rows, *one.shape)
+            if tuple(out.shape) != shape or out.dtype != dtype_of(one) or out.device.type != self.device.type:
+                raise InvalidArgument(
+                    f"get: out is {out.dtype} {tuple(out.shape)} on {out.device}; {dtype_of(one)} {shape} on {self.device} is needed"
+                )
+        found = opened.get(layer_id, state_id, per_token=per_token)
+        return found if out is None else out.copy_(found)
 
     def set(self, layer_id: int, state_id: int, data: Tensor, *, per_token: bool = False) -> None:
-        put(self, layer_id, state_id, data, per_token)
+        one = state_tensor(self, layer_id, state_id, "set")
+        opened = self.open_pass().recurrent("set")
+        shape = (self.open_tokens if per_token else len(opened.plan.starts) - 1, *one.shape)
+        if tuple(data.shape) != shape or data.dtype != dtype_of(one) or data.device.type != self.device.type:
+            raise InvalidArgument(
+                f"set: data is {data.dtype} {tuple(data.shape)} on {data.device}; {dtype_of(one)} {shape} on {self.device} is needed"
+            )
+        opened.set(layer_id, state_id, data, per_token=per_token)
 
     def linear_attention(
         self,
@@ -42,25 +59,87 @@ class StateRecurrence(OpenState):
         beta: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        return linear_attention(self, layer_id, q, k, v, sm_scale, log_decay, beta, out)
+        verb = "linear_attention"
+        one = state_tensor(self, layer_id, 0, verb)
+        if len(one.shape) != 3 or one.dtype != "float32":
+            raise Unsupported(
+                f"{verb}: state 0 of layer {layer_id} is {one.dtype} {one.shape}; float32 [heads, Dk, Dv] is needed"
+            )
+        heads, key_dim, value_dim = one.shape
+        tokens = self.open_tokens
+        if q.dim() != 3 or q.shape[2] != key_dim or q.shape[1] < 1 or q.shape[1] % heads or q.shape[0] < tokens:
+            raise InvalidArgument(
+                f"{verb}: q has shape {tuple(q.shape)}; at least {tokens} rows of [a multiple of {heads}, {key_dim}] are needed"
+            )
+        rows = q.shape[0]
+        wanted: list[tuple[str, Tensor | None, list[tuple[int, ...]]]] = [
+            ("k", k, [(rows, heads, key_dim)]),
+            ("v", v, [(rows, heads, value_dim)]),
+            ("log_decay", log_decay, [(rows, heads), (rows, heads, key_dim)]),
+            ("beta", beta, [(rows, heads)]),
+        ]
+        given = {"q": q}
+        for name, tensor, shapes in wanted:
+            if tensor is None:
+                continue
+            if tuple(tensor.shape) not in shapes:
+                raise InvalidArgument(
+                    f"{verb}: {name} has shape {tuple(tensor.shape)}; {' or '.join(map(str, shapes))} is needed"
+                )
+            given[name] = tensor
+        for name, tensor in given.items():
+            if not tensor.is_floating_point() or tensor.device.type != self.device.type:
+                raise InvalidArgument(
+                    f"{verb}: {name} is {tensor.dtype} on {tensor.device}; floats on {self.device} are needed"
+                )
+        if not q.dtype == k.dtype == v.dtype:
+            raise InvalidArgument(f"{verb}: q, k and v are {q.dtype}, {k.dtype} and {v.dtype}; the same is needed")
+        if log_decay is not None and bool((log_decay[:tokens] > 0).any()):
+            raise InvalidArgument(f"{verb}: log_decay holds a number above 0; a decay is at most 1")
+        if out is not None:
+            for tensor in given.values():
+                check_out(out, (rows, q.shape[1], value_dim), q.dtype, tensor)
+        found = self.open_pass().linear_attention(
+            layer_id,
+            0,
+            q[:tokens],
+            k[:tokens],
+            v[:tokens],
+            scale=sm_scale,
+            log_decay=None if log_decay is None else log_decay[:tokens],
+            beta_TH=None if beta is None else beta[:tokens],
+        )
+        return padded(found, rows, 0.0, out)
 
     def debug_get(self, layer_id: int, state_id: int, seq_id: SeqId, *, position: int | None = None) -> Tensor:
-        return read(self, layer_id, state_id, seq_id, position)
+        if position is not None:
+            position = check_integer(position, "debug_get: position", 0)
+        state_tensor(self, layer_id, state_id, "debug_get", seq_id)
+        sequence = self.table.get(seq_id)
+        self.table.require_ready(seq_id, sequence, "debug_get")
+        part = recurrent_part(self, "debug_get")
+        if position is not None and part.table.slot_at(seq_id, position) is None:
+            known = self.kept_positions(seq_id)
+            raise FailedPrecondition(
+                f"debug_get: no state of sequence {seq_id} is kept at {position}; there are {known}"
+            )
+        return part.debug_get(layer_id, state_id, seq_id, position)
 
     def debug_set(self, layer_id: int, state_id: int, seq_id: SeqId, data: Tensor) -> None:
-        overwrite(self, layer_id, state_id, seq_id, data)
+        one = state_tensor(self, layer_id, state_id, "debug_set", seq_id)
+        if tuple(data.shape) != one.shape or data.dtype != dtype_of(one):
+            raise InvalidArgument(
+                f"debug_set: data is {data.dtype} {tuple(data.shape)}; {dtype_of(one)} {one.shape} is needed"
+            )
+        self.table.require_settled(seq_id, "debug_set")
+        recurrent_part(self, "debug_set").debug_set(layer_id, state_id, seq_id, data.to(self.device))
 
     def checkpoint(self, seq_id: SeqId) -> None:
-        """Keep the present recurrent state, so that a rewind to this length replays nothing. Copies nothing.
-
-        ``FailedPrecondition``: the sequence has uncommitted nodes or is being imported, or a forward is open."""
         part = recurrent_part(self, "checkpoint")
         self.table.require_settled(seq_id, "checkpoint")
         part.table.keep(seq_id)
 
     def drop_checkpoint(self, seq_id: SeqId, position: int) -> None:
-        """Give up the checkpoint at ``position``; forks keep theirs. ``InvalidArgument``: none is kept there.
-        ``FailedPrecondition``: as ``checkpoint``."""
         table = recurrent_part(self, "drop_checkpoint").table
         position = check_integer(position, "drop_checkpoint: position", 0)
         if seq_id in self.table and position not in table.kept(seq_id):
@@ -96,121 +175,3 @@ def state_tensor(state: OpenState, layer_id: int, state_id: int, verb: str, seq_
     if state_id >= len(spec.states):
         raise InvalidArgument(f"{verb}: layer {layer_id} has states 0..{len(spec.states) - 1}, got {state_id}")
     return spec.states[state_id]
-
-
-def get(state: OpenState, layer_id: int, state_id: int, per_token: bool, out: Tensor | None) -> Tensor:
-    """See ``RecurrentVerbs.get``."""
-    one = state_tensor(state, layer_id, state_id, "get")
-    opened = state.open_pass().recurrent("get")
-    rows = state.open_tokens if per_token else len(opened.plan.starts) - 1
-    if out is not None:
-        shape = (rows, *one.shape)
-        if tuple(out.shape) != shape or out.dtype != dtype_of(one) or out.device.type != state.device.type:
-            raise InvalidArgument(
-                f"get: out is {out.dtype} {tuple(out.shape)} on {out.device}; {dtype_of(one)} {shape} on {state.device} is needed"
-            )
-    found = opened.get(layer_id, state_id, per_token=per_token)
-    return found if out is None else out.copy_(found)
-
-
-def put(state: OpenState, layer_id: int, state_id: int, data: Tensor, per_token: bool) -> None:
-    """See ``RecurrentVerbs.set``."""
-    one = state_tensor(state, layer_id, state_id, "set")
-    opened = state.open_pass().recurrent("set")
-    rows = state.open_tokens if per_token else len(opened.plan.starts) - 1
-    if tuple(data.shape) != (rows, *one.shape) or data.dtype != dtype_of(one) or data.device.type != state.device.type:
-        raise InvalidArgument(
-            f"set: data is {data.dtype} {tuple(data.shape)} on {data.device}; {dtype_of(one)} {(rows, *one.shape)} on "
-            f"{state.device} is needed"
-        )
-    opened.set(layer_id, state_id, data, per_token=per_token)
-
-
-def linear_attention(
-    state: OpenState,
-    layer_id: int,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sm_scale: float,
-    log_decay: Tensor | None,
-    beta: Tensor | None,
-    out: Tensor | None,
-) -> Tensor:
-    """See ``RecurrentVerbs.linear_attention``."""
-    verb = "linear_attention"
-    one = state_tensor(state, layer_id, 0, verb)
-    if len(one.shape) != 3 or one.dtype != "float32":
-        raise Unsupported(
-            f"{verb}: state 0 of layer {layer_id} is {one.dtype} {one.shape}; float32 [heads, Dk, Dv] is needed"
-        )
-    heads, key_dim, value_dim = one.shape
-    tokens = state.open_tokens
-    if q.dim() != 3 or q.shape[2] != key_dim or q.shape[1] < 1 or q.shape[1] % heads or q.shape[0] < tokens:
-        raise InvalidArgument(
-            f"{verb}: q has shape {tuple(q.shape)}; at least {tokens} rows of [a multiple of {heads}, {key_dim}] are needed"
-        )
-    rows = q.shape[0]
-    wanted: list[tuple[str, Tensor | None, list[tuple[int, ...]]]] = [
-        ("k", k, [(rows, heads, key_dim)]),
-        ("v", v, [(rows, heads, value_dim)]),
-        ("log_decay", log_decay, [(rows, heads), (rows, heads, key_dim)]),
-        ("beta", beta, [(rows, heads)]),
-    ]
-    given = {"q": q}
-    for name, tensor, shapes in wanted:
-        if tensor is None:
-            continue
-        if tuple(tensor.shape) not in shapes:
-            raise InvalidArgument(
-                f"{verb}: {name} has shape {tuple(tensor.shape)}; {' or '.join(map(str, shapes))} is needed"
-            )
-        given[name] = tensor
-    for name, tensor in given.items():
-        if not tensor.is_floating_point() or tensor.device.type != state.device.type:
-            raise InvalidArgument(
-                f"{verb}: {name} is {tensor.dtype} on {tensor.device}; floats on {state.device} are needed"
-            )
-    if not q.dtype == k.dtype == v.dtype:
-        raise InvalidArgument(f"{verb}: q, k and v are {q.dtype}, {k.dtype} and {v.dtype}; the same is needed")
-    if log_decay is not None and bool((log_decay[:tokens] > 0).any()):
-        raise InvalidArgument(f"{verb}: log_decay holds a number above 0; a decay is at most 1")
-    if out is not None:
-        for tensor in given.values():
-            check_out(out, (rows, q.shape[1], value_dim), q.dtype, tensor)
-    found = state.open_pass().linear_attention(
-        layer_id,
-        0,
-        q[:tokens],
-        k[:tokens],
-        v[:tokens],
-        scale=sm_scale,
-        log_decay=None if log_decay is None else log_decay[:tokens],
-        beta_TH=None if beta is None else beta[:tokens],
-    )
-    return padded(found, rows, 0.0, out)
-
-
-def read(state: OpenState, layer_id: int, state_id: int, seq_id: SeqId, position: int | None) -> Tensor:
-    """See ``RecurrentVerbs.debug_get``."""
-    if position is not None:
-        position = check_integer(position, "debug_get: position", 0)
-    state_tensor(state, layer_id, state_id, "debug_get", seq_id)
-    sequence = state.table.get(seq_id)
-    state.table.require_ready(seq_id, sequence, "debug_get")
-    part = recurrent_part(state, "debug_get")
-    if position is not None and part.table.slot_at(seq_id, position) is None:
-        known = state.kept_positions(seq_id)
-        raise FailedPrecondition(f"debug_get: no state of sequence {seq_id} is kept at {position}; there are {known}")
-    return part.debug_get(layer_id, state_id, seq_id, position)
-
-
-def overwrite(state: OpenState, layer_id: int, state_id: int, seq_id: SeqId, data: Tensor) -> None:
-    """See ``RecurrentVerbs.debug_set``."""
-    one = state_tensor(state, layer_id, state_id, "debug_set", seq_id)
-    if tuple(data.shape) != one.shape or data.dtype != dtype_of(one):
-        raise InvalidArgument(
-            f"debug_set: data is {data.dtype} {tuple(data.shape)}; {dtype_of(one)} {one.shape} is needed"
-        )
-    state.table.require_settled(seq_id, "debug_set")
-    recurrent_part(state, "debug_set").debug_set(layer_id, state_id, seq_id, data.to(state.device))

@@ -570,12 +570,14 @@ class SequenceTable:
         return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
 
     def num_free_without(self, gone: Iterable[SeqId]) -> list[int]:
-        """Free pages of each class, those among them that only the sequences of ``gone`` hold."""
+        """Return the free pages of each class once the sequences of ``gone`` are removed."""
         sequences = [self._sequences[seq_id] for seq_id in gone]
+        if not sequences:
+            return [pool.num_free for pool in self.pools]
         found = []
         for index, pool in enumerate(self.pools):
             held = [sequence.tables[index].held for sequence in sequences]
-            names = np.bincount(np.concatenate([*held, np.empty(0, dtype=np.int32)]), minlength=pool.num_pages)
+            names = np.bincount(np.concatenate(held), minlength=pool.num_pages)
             found.append(pool.num_free + int(((names > 0) & (names == pool.references)).sum()))
         return found
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from quire.contracts.layers import sink_refusal, window_refusal
+from quire.contracts.pool_verbs import Eviction
 from quire.errors import FailedPrecondition, InvalidArgument, ResourceExhausted, Unsupported
 from quire.interrupts import uninterrupted_verbs
 from quire.kv.attention_verbs import StateAttention
@@ -29,7 +30,7 @@ from quire.kv.state_pools import StatePools
 from quire.kv.state_slots import StateNeed
 from quire.kv.stored_rows import StateRows
 from quire.kv.trees import TokenTreeParents
-from quire.kv.windows import Eviction, Window
+from quire.kv.windows import Window
 from quire.signatures import checks_arguments
 from quire.types import SeqId
 
@@ -60,7 +61,7 @@ CHANGES = (
 @checks_arguments()
 @uninterrupted_verbs(*CHANGES)
 class State(StateAttention, StateRecurrence, StateRows, StateExchange, StatePools, RefusedVerbs):
-    """The KV state of a model, whatever its layers are.
+    """The KV state of a model, whatever its layers are. The contract's docstrings are not repeated here.
 
     ``specs``: the layers, of which ``first_layer`` is the global id of the first (a pipeline stage owns a range); ``layer_ids``:
     those of all, ascending, where they are not a range. One thread at a time.
@@ -107,7 +108,6 @@ class State(StateAttention, StateRecurrence, StateRows, StateExchange, StatePool
     # -- sequences -------------------------------------------------------------------------------------------
 
     def clear(self) -> None:
-        """Drop everything; legal at any time."""
         self.table.clear()
         if self.encoders is not None:
             self.encoders.table.clear()
@@ -117,13 +117,11 @@ class State(StateAttention, StateRecurrence, StateRows, StateExchange, StatePool
         self.imports.clear()
 
     def add_sequence(self, seq_id: SeqId) -> None:
-        """Make a sequence of length 0 that holds no page."""
         self.table.add(seq_id)
         if self.recurrent is not None:
             self.recurrent.table.add(seq_id)
 
     def remove_sequence(self, seq_id: SeqId) -> None:
-        """Forget a sequence; pages and states that nobody else holds are free."""
         self.table.remove(seq_id)
         if self.encoders is not None:
             self.encoders.table.remove(seq_id)
@@ -132,13 +130,6 @@ class State(StateAttention, StateRecurrence, StateRows, StateExchange, StatePool
         self.imports.pop(seq_id, None)
 
     def fork_sequence(self, parent_id: SeqId, child_id: SeqId, fork_pos: int = -1, *, exact: bool = False) -> int:
-        """Let the child hold the parent's first ``fork_pos`` tokens (-1: all), its window and its encoder rows. Shares pages and
-        states, copies nothing.
-
-        With recurrent layers the child stands at the nearest kept state; the result is how many tokens must be run on it to
-        arrive. With ``exact`` a fork that would return any is refused. ``FailedPrecondition`` for a position that is not
-        ``reachable``.
-        """
         target = stop = check_integer(fork_pos, "fork_sequence: position", -1)
         if parent_id in self.table and fork_pos <= (length := self.table.get(parent_id).length):
             target = length if fork_pos == -1 else target
@@ -155,9 +146,6 @@ class State(StateAttention, StateRecurrence, StateRows, StateExchange, StatePool
         return target - stop
 
     def popn(self, seq_id: SeqId, n: int, *, exact: bool = False) -> int:
-        """Take back the last ``n`` tokens, with recurrent layers to the nearest kept state at or before that. Returns the tokens
-        between, which must be run again; with ``exact`` a pop that would return any is refused. ``FailedPrecondition`` below what
-        a window has evicted."""
         n = check_integer(n, "popn: token count", 0)
         stop = target = 0
         if seq_id in self.table and n <= (length := self.table.get(seq_id).length):
@@ -186,7 +174,6 @@ class State(StateAttention, StateRecurrence, StateRows, StateExchange, StatePool
             )
 
     def rewind_cost(self, seq_id: SeqId, pos: int) -> int:
-        """Return the tokens that must be run again after a pop or fork to ``pos``. Refuses as those do."""
         pos = check_integer(pos, "rewind_cost: position", 0)
         sequence = self.table.get(seq_id)
         if pos > sequence.length:
@@ -200,7 +187,6 @@ class State(StateAttention, StateRecurrence, StateRows, StateExchange, StatePool
         return pos - stop
 
     def reachable(self, seq_id: SeqId) -> list[range]:
-        """Return the positions that ``popn`` and ``fork_sequence`` can go to, with or without tokens to run again; ascending."""
         sequence = self.table.get(seq_id)
         attention = self.table.reachable(sequence)
         if self.recurrent is None or sequence.reserved is not None:
@@ -216,7 +202,6 @@ class State(StateAttention, StateRecurrence, StateRows, StateExchange, StatePool
         return found
 
     def nearest_reachable(self, seq_id: SeqId, position: int) -> int:
-        """Return the latest position, not behind ``position``, that can be gone back to with nothing to run again."""
         attention = self.table.reachable(self.table.get(seq_id))
         if self.recurrent is None:
             return max((min(position, part.stop - 1) for part in attention if part.start <= position), default=0)
@@ -224,17 +209,11 @@ class State(StateAttention, StateRecurrence, StateRows, StateExchange, StatePool
         return max((one for one in kept if any(one in part for part in attention)), default=0)
 
     def held(self, seq_id: SeqId, layer_id: int) -> list[range]:
-        """Return the positions of which a layer holds rows, ascending; empty ranges are left out."""
         return self.table.held(seq_id, self.layer(layer_id).class_index)
 
     def enable_sliding_window_for_seq(
         self, seq_id: SeqId, window: int | None, sink: int = 0, *, eviction: Eviction = "token"
     ) -> None:
-        """The sequence keeps its first ``sink`` tokens and the last ``window - sink`` from its next forward on; None: all.
-
-        ``FailedPrecondition`` once something is evicted; ``Unsupported``: a sink, where layers rotate by a rule of their own;
-        any window, where there is no layer that it could concern.
-        """
         if eviction not in ("token", "forward"):
             raise InvalidArgument(f"eviction {eviction!r}; 'token' or 'forward' are accepted")
         wanted: Window | None = None
@@ -254,7 +233,6 @@ class State(StateAttention, StateRecurrence, StateRows, StateExchange, StatePool
         self.table.set_window(seq_id, wanted)
 
     def commit_accepted_token_tree_nodes(self, seq_ids: Sequence[SeqId], leaf_indices: Sequence[int]) -> None:
-        """Keep, for each sequence, the path from a root to the given node (-1: nothing), forget all other nodes."""
         kept = self.table.check_commit(seq_ids, leaf_indices)
         for one, copies in zip(self.classes, self.table.commit(kept), strict=True):
             one.storage.copy(copies)
@@ -263,7 +241,6 @@ class State(StateAttention, StateRecurrence, StateRows, StateExchange, StatePool
                 self.recurrent.table.commit(seq_id, path)
 
     def check(self) -> None:
-        """Recount everything; ``QuireError`` names what is broken."""
         audit(self.table)
         if self.encoders is not None:
             self.encoders.table.check(self.table.ids)
@@ -288,12 +265,6 @@ class State(StateAttention, StateRecurrence, StateRows, StateExchange, StatePool
         *,
         checkpoints: Sequence[Sequence[int]] = (),
     ) -> None:
-        """Announce ``append_lengths[i]`` new tokens, or nodes, for ``seq_ids[i]``; takes pages and states, and plans the forward.
-
-        ``checkpoints`` (beyond the contract): per entry, after how many of its new tokens the recurrent state is kept as a
-        checkpoint, ascending, beside the multiples of ``checkpoint_interval``; empty: after none. Each takes a state slot.
-        ``InvalidArgument`` unless they are in 1..n_i, and for an entry of tree nodes.
-        """
         need = self.table.plan_forward(seq_ids, append_lengths, token_tree_parents)
         check_checkpoints(need, checkpoints)
         if self.recurrent is None and any(checkpoints):
@@ -325,8 +296,6 @@ class State(StateAttention, StateRecurrence, StateRows, StateExchange, StatePool
         return states
 
     def end_forward(self, *, skipped: Collection[int] = ()) -> None:
-        """Publish. Every layer that keeps rows of tokens must have been written, or be named in ``skipped``: its rows read as
-        zeros. A cross layer keeps its rows; a recurrent one that did not set its state keeps that."""
         recurrent = () if self.recurrent is None else self.recurrent.layer_ids
         skipped = {layer for layer in skipped if layer not in recurrent}
         opened = self._require_written(skipped)
@@ -354,15 +323,12 @@ class State(StateAttention, StateRecurrence, StateRows, StateExchange, StatePool
         return opened
 
     def abort_forward(self) -> None:
-        """Lengths, trees, states and pages as before ``begin_forward``. What had left every window stays gone, and encoder rows
-        that were set meanwhile stay: they belong to the sequence and not to the forward."""
         self.table.abort()
         if self.recurrent is not None:
             self.recurrent.abort()
         self.close_pass()
 
     def get_query_positions(self, *, relative: bool = False) -> Tensor:
-        """int32 ``[T]``: position of each new token; with ``relative`` less the evicted tokens of its query."""
         opened = self.open_pass()
         return opened.relative_T.to(torch.int32) if relative else opened.positions_T
 

@@ -125,6 +125,14 @@ class StateTable:
         slots.update(slot for seq_id in kept for slot in self._sequences[seq_id].kept.values())
         return len(slots - {NULL})
 
+    def num_freed(self, seq_id: SeqId) -> int:
+        """Return the slots that a forward can take in addition once ``seq_id``, without uncommitted nodes, is removed."""
+        states = self._sequences[seq_id]
+        firm = [states.present, *states.kept.values()]
+        named = Counter([*firm, *states.ring.values()])
+        # What only rings name can be had already.
+        return sum(slot != NULL and int(self.pool.references[slot]) == named[slot] for slot in set(firm))
+
     # -- edits -----------------------------------------------------------------------------------------------
 
     def add(self, seq_id: SeqId) -> None:

@@ -25,7 +25,10 @@ from quire.types import SeqId
 
 @checks_arguments()
 class StateRows(StateParts):
-    """Reading and overwriting what tokens and encoders have left in attention layers."""
+    """Reading and overwriting what tokens and encoders have left in attention layers.
+
+    The contract's docstrings (``contracts.attention_state``) are not repeated here.
+    """
 
     def debug_get_kv(
         self,
@@ -37,15 +40,20 @@ class StateRows(StateParts):
         relative: bool = False,
         out: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Rows ``start..end - 1`` as stored: K ``[L, n, Hkv, Dk]``, V ``[L, n, Hkv, Dv]``; without L for one ``layer``.
-        ``Unsupported`` for a latent layer, and where no layer keeps K and V of tokens.
-
-        With ``layer`` a cross layer, rows of its encoder; ``relative`` makes no difference there. ``FailedPrecondition`` if they are
-        not set."""
         if self.encoders is not None and layer in self.encoders.specs:
             return encoder_verbs.read(self, self.encoders, layer, seq_id, start, end, out)
         self._require_token_rows(seq_id, layer, "debug_get_kv")
-        return read(self, seq_id, start, end, layer, relative, out)
+        found = gathered(self, seq_id, start, end, layer, relative, out, "debug_get_kv")
+        k = found[0].k if layer is not None else torch.stack([row.k for row in found])
+        v = found[0].v if layer is not None else torch.stack([row.v for row in found])
+        if out is None:
+            return k, v
+        for given, value in zip(out, (k, v), strict=True):
+            check_out(given, tuple(value.shape), self.dtype, value)
+        check_apart(out[0], out[1])
+        out[0].copy_(k)
+        out[1].copy_(v)
+        return out
 
     def debug_get_kv_mla(
         self,
@@ -57,20 +65,49 @@ class StateRows(StateParts):
         relative: bool = False,
         out: Tensor | None = None,
     ) -> Tensor:
-        """The same of latent layers: ``[L, n, row]``; without L for one ``layer``. ``Unsupported`` for other layers."""
         self._require_token_rows(seq_id, layer, "debug_get_kv_mla")
-        return read_latent(self, seq_id, start, end, layer, relative, out)
+        found = gathered(self, seq_id, start, end, layer, relative, None, "debug_get_kv_mla")
+        rows = [row.k.squeeze(1) for row in found]
+        latent = rows[0] if layer is not None else torch.stack(rows)
+        if out is None:
+            return latent
+        check_out(out, tuple(latent.shape), self.dtype, latent)
+        return out.copy_(latent)
 
     def debug_set_kv(
         self, seq_id: SeqId, start: int, k: Tensor, v: Tensor | None = None, *, layer: int | None = None
     ) -> None:
-        """Overwrite rows from ``start`` on; shared pages are split first, so no other sequence changes. Of latent layers ``k`` is
-        ``[.., n, row]`` and ``v`` None. With ``layer`` a cross layer, rows of its encoder that are set."""
         if self.encoders is not None and layer in self.encoders.specs:
             encoder_verbs.overwrite(self, self.encoders, layer, seq_id, start, k, v)
             return
         self._require_token_rows(seq_id, layer, "debug_set_kv")
-        overwrite(self, seq_id, start, k, v, layer)
+        recurrent = not has_rows(self, layer)
+        layers, count = ([], k.shape[0] if k.dim() else 0) if recurrent else rows_to_set(self, k, v, layer)
+        start = check_integer(start, "debug_set_kv: start", 0)
+        sequence = self.table.get(seq_id)
+        if start + count > sequence.length:
+            raise InvalidArgument(
+                f"debug_set_kv: rows {start}..{start + count} of sequence {seq_id}, whose length is {sequence.length}"
+            )
+        if recurrent:
+            refuse_layers(self, layer, "debug_set_kv")
+        self.table.require_closed("debug_set_kv")
+        self.table.require_ready(seq_id, sequence, "debug_set_kv")
+        classes = sorted({one.class_index for one in layers})
+        part = range(start, start + count)
+        for index in classes:
+            require_held(self, seq_id, index, [part] if part else [], "debug_set_kv")
+        owned = self.table.own_pages(seq_id, part.start, part.stop, classes)
+        for kept, copies in zip(self.classes, owned, strict=True):
+            kept.storage.copy(copies)
+        for row, one in enumerate(layers):
+            slots = torch.from_numpy(self.table.slots(one.class_index, seq_id, [part])).to(self.device)
+            new_k = (k if layer is not None else k[row]).to(self.device)
+            storage = self.classes[one.class_index].storage
+            if v is None:
+                storage.write(one.index, slots, new_k.unsqueeze(1))
+            else:
+                storage.write(one.index, slots, new_k, (v if layer is not None else v[row]).to(self.device))
 
     def _require_token_rows(self, seq_id: SeqId, layer: int | None, verb: str) -> None:
         """``Unsupported`` where a verb about rows of tokens meets cross layers only."""
@@ -82,48 +119,6 @@ class StateRows(StateParts):
         raise Unsupported(
             f"{verb}: the layers of this state keep rows of encoders and none of tokens; name one with layer="
         )
-
-
-def read(
-    state: StateParts,
-    seq_id: SeqId,
-    start: int,
-    end: int | None,
-    layer_id: int | None,
-    relative: bool,
-    out: tuple[Tensor, Tensor] | None,
-) -> tuple[Tensor, Tensor]:
-    """See ``StateRows.debug_get_kv``."""
-    found = gathered(state, seq_id, start, end, layer_id, relative, out, "debug_get_kv")
-    k = found[0].k if layer_id is not None else torch.stack([row.k for row in found])
-    v = found[0].v if layer_id is not None else torch.stack([row.v for row in found])
-    if out is None:
-        return k, v
-    for given, value in zip(out, (k, v), strict=True):
-        check_out(given, tuple(value.shape), state.dtype, value)
-    check_apart(out[0], out[1])
-    out[0].copy_(k)
-    out[1].copy_(v)
-    return out
-
-
-def read_latent(
-    state: StateParts,
-    seq_id: SeqId,
-    start: int,
-    end: int | None,
-    layer_id: int | None,
-    relative: bool,
-    out: Tensor | None,
-) -> Tensor:
-    """See ``StateRows.debug_get_kv_mla``."""
-    found = gathered(state, seq_id, start, end, layer_id, relative, None, "debug_get_kv_mla")
-    rows = [row.k.squeeze(1) for row in found]
-    latent = rows[0] if layer_id is not None else torch.stack(rows)
-    if out is None:
-        return latent
-    check_out(out, tuple(latent.shape), state.dtype, latent)
-    return out.copy_(latent)
 
 
 def gathered(
@@ -166,36 +161,6 @@ def gathered(
         slots = state.table.slots(layer.class_index, seq_id, parts)
         found.append(state.classes[layer.class_index].storage.read(layer.index, slots))
     return found
-
-
-def overwrite(state: StateParts, seq_id: SeqId, start: int, k: Tensor, v: Tensor | None, layer_id: int | None) -> None:
-    """See ``StateRows.debug_set_kv``."""
-    recurrent = not has_rows(state, layer_id)
-    layers, count = ([], k.shape[0] if k.dim() else 0) if recurrent else rows_to_set(state, k, v, layer_id)
-    start = check_integer(start, "debug_set_kv: start", 0)
-    sequence = state.table.get(seq_id)
-    if start + count > sequence.length:
-        raise InvalidArgument(
-            f"debug_set_kv: rows {start}..{start + count} of sequence {seq_id}, whose length is {sequence.length}"
-        )
-    if recurrent:
-        refuse_layers(state, layer_id, "debug_set_kv")
-    state.table.require_closed("debug_set_kv")
-    state.table.require_ready(seq_id, sequence, "debug_set_kv")
-    classes = sorted({layer.class_index for layer in layers})
-    part = range(start, start + count)
-    for index in classes:
-        require_held(state, seq_id, index, [part] if part else [], "debug_set_kv")
-    for one, copies in zip(state.classes, state.table.own_pages(seq_id, part.start, part.stop, classes), strict=True):
-        one.storage.copy(copies)
-    for row, layer in enumerate(layers):
-        slots = torch.from_numpy(state.table.slots(layer.class_index, seq_id, [part])).to(state.device)
-        new_k = (k if layer_id is not None else k[row]).to(state.device)
-        storage = state.classes[layer.class_index].storage
-        if v is None:
-            storage.write(layer.index, slots, new_k.unsqueeze(1))
-        else:
-            storage.write(layer.index, slots, new_k, (v if layer_id is not None else v[row]).to(state.device))
 
 
 def rows_to_set(state: StateParts, k: Tensor, v: Tensor | None, layer_id: int | None) -> tuple[list[Layer], int]:

@@ -10,24 +10,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-Eviction: TypeAlias = Literal["token", "forward"]
+from quire.contracts.pool_verbs import SequenceWindow
+
 Positions: TypeAlias = NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
-class Window:
-    """The window of one sequence; ``0 <= sink < size``."""
+class Window(SequenceWindow):
+    """The window of one sequence, and what its queries see.
 
-    size: int
-    sink: int = 0
-    eviction: Eviction = "token"
-    """``token``: each query sees the sink and the last size - sink positions, whatever the chunks were. ``forward``: a
-    query sees what was left of the cache when its forward began, and its own chunk (the rule of TVM)."""
+    ``token``: each query sees the sink and the last size - sink positions, whatever the chunks were. ``forward``: a
+    query sees what was left of the cache when its forward began, and its own chunk (the rule of TVM).
+    """
+
+    __slots__ = ()
 
     def evicted(self, q_T: Positions, base: int) -> Positions:
         """e of each query in a forward that began at ``base`` committed tokens."""

@@ -15,12 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.contracts.model import Model
+from quire.contracts.kv_state import ModelState
+from quire.contracts.model import Model, OpenPass
 from quire.errors import InvalidArgument, Unsupported
 from quire.interrupts import uninterrupted
 from quire.kv.rule_table import position_refusal, weights_refusal
-from quire.kv.state import State
-from quire.kv.state_pass import StatePass
 from quire.runner.adapter_pool import AdapterPool
 from quire.runner.room import Room
 from quire.types import (
@@ -84,7 +83,7 @@ class Runner(Protocol):
     """What executes steps."""
 
     model: Model
-    state: State
+    state: ModelState
     room: Room
     """Who gives up what can be had again. An owner of sequences joins it; a caller that is short of pages asks it."""
     adapters: AdapterPool
@@ -106,7 +105,9 @@ HEAD_ROWS = 64
 class LocalRunner:
     """Runs on the device that holds the model and the state."""
 
-    def __init__(self, model: Model, state: State, device: torch.device, adapters: AdapterPool | None = None) -> None:
+    def __init__(
+        self, model: Model, state: ModelState, device: torch.device, adapters: AdapterPool | None = None
+    ) -> None:
         """``adapters``: None for a model that no adapter can change."""
         self.adapters = AdapterPool.without_sites() if adapters is None else adapters
         self.model = model
@@ -130,7 +131,7 @@ class LocalRunner:
         check_chunks(step.chunks)
         adapters = [chunk.adapter for chunk in step.chunks]
         self.adapters.check(adapters)
-        if extras.mask is not None and self.state.recurrent is not None:
+        if extras.mask is not None and self.state.recurrent_ids:
             raise Unsupported(
                 "a mask: recurrent layers see the tokens of a sequence in order, and no mask can change that; leave it out"
             )
@@ -170,7 +171,7 @@ class LocalRunner:
                 weights = self._weights(pass_, len(step.chunks)) if extras.attention_weights else ()
             self.state.end_forward()
         except BaseException:
-            if self.state.table.forward is not None:
+            if self.state.forward_is_open:
                 self.state.abort_forward()
             raise
         finally:
@@ -207,7 +208,7 @@ class LocalRunner:
             raise InvalidArgument(f"{count} placeholders (negative ids) need embeddings {list(shape)}; got {found}")
         return rows
 
-    def _open_pass(self, extras: Extras) -> StatePass:
+    def _open_pass(self, extras: Extras) -> OpenPass:
         pass_ = self.state.open_pass()
         if extras.mask is not None:
             pass_.use_mask(extras.mask)
@@ -225,7 +226,7 @@ class LocalRunner:
         rows = torch.from_numpy(placeholders).to(self.device)
         return x_TE.index_copy(0, rows, extras.embeddings.to(x_TE.device, x_TE.dtype))
 
-    def _weights(self, pass_: StatePass, num_chunks: int) -> tuple[tuple[Tensor, ...], ...]:
+    def _weights(self, pass_: OpenPass, num_chunks: int) -> tuple[tuple[Tensor, ...], ...]:
         layers = sorted(pass_.weights)
         if len(layers) != len(self.model.blocks):
             raise Unsupported(
