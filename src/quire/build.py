@@ -118,7 +118,7 @@ def build(config: EngineConfig, *, progress: bool = False) -> Parts:
         seed=config.seed,
     )
     held: list[str] = []
-    if state.layer_ids:
+    if state.geometry.specs:
         windows = f" and {sizes.window_tokens} tokens of windowed layers" if sizes.window_tokens is not None else ""
         pages = pages_for(sizes.tokens, config.page_size)
         held.append(f"{pages} pages of {config.page_size} tokens{windows} in {name_of(kv_dtype)}")

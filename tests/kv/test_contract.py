@@ -1,12 +1,51 @@
-"""``State`` is what the contracts promise: mypy compares the signatures, and every name is there."""
+"""``State`` is what the contracts promise, and no module beside it uses more than that.
+
+mypy compares the signatures; here every name must be there. Whoever holds a state is typed by the contract, so mypy
+refuses what the contract does not have; here the names are looked for in the text, also where a type is ``Any``.
+"""
 
 from __future__ import annotations
 
+import ast
 import inspect
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+import pytest
+
+import quire
 from quire.contracts.kv_state import ModelState
+from quire.contracts.layers import CrossAttention, FullAttention, Recurrent, StateTensor
 from quire.kv.state import State
+
+ROOT = Path(quire.__file__).parent
+OUTSIDE = sorted(
+    path.relative_to(ROOT).as_posix()
+    for path in ROOT.rglob("*.py")
+    if not path.is_relative_to(ROOT / "kv") and not path.is_relative_to(ROOT / "models")
+)
+"""All modules but the state's own. Models may not import ``quire.kv`` at all (``tests/test_imports.py``)."""
+BOOKS = {"table", "recurrent", "classes"}
+"""Parts of a state: nothing else outside has attributes of these names."""
+INTERNAL = {
+    "encoders",
+    "layer_classes",
+    "pages",
+    "parts",
+    "recurrent",
+    "sequences",
+    "state",
+    "state_pass",
+    "state_pools",
+    "state_slots",
+    "states",
+    "storage",
+}
+"""Modules of ``quire.kv`` that hold what a state is made of; plain functions may be imported from them."""
+MAKER = ("build.py", "State")
+"""The one module that may import the class, and makes states."""
 
 if TYPE_CHECKING:
 
@@ -14,10 +53,94 @@ if TYPE_CHECKING:
         return state
 
 
+def members() -> set[str]:
+    return {name for base in ModelState.__mro__ for name in vars(base) if not name.startswith("_")}
+
+
 def test_every_member_of_the_contract_is_there() -> None:
-    promised = {name for base in ModelState.__mro__ for name in vars(base) if not name.startswith("_")}
+    promised = members()
     annotated = {name for base in ModelState.__mro__ for name in inspect.get_annotations(base)}
     assert {"begin_forward", "linear_attention", "num_needed"} <= promised
     assert "page_size" in annotated
     missing = sorted(name for name in promised if not hasattr(State, name))
     assert not missing
+
+
+@cache
+def hidden() -> set[str]:
+    """Return the names of a state that the contract does not have."""
+    attention = FullAttention(num_heads=1, num_kv_heads=1, head_dim=2, value_dim=2)
+    cross = CrossAttention(num_heads=1, num_kv_heads=1, head_dim=2, value_dim=2)
+    mixer = Recurrent(states=(StateTensor(shape=(1,), dtype="float32"),))
+    state = State([attention, cross, mixer], capacity=1, cross_capacity=1, num_states=1)
+    annotated = {name for base in ModelState.__mro__ for name in inspect.get_annotations(base)}
+    refused = {name for name in dir(state) if name.startswith("disagg_")}
+    return {name for name in dir(state) if not name.startswith("__")} - members() - annotated - refused
+
+
+def reaches(module: str, text: str) -> Iterator[str]:
+    """Yield what a module outside of ``quire.kv`` takes from behind the contract."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Attribute):
+            receiver = getattr(node.value, "attr", getattr(node.value, "id", ""))
+            if node.attr in BOOKS or (receiver in ("state", "_state", "kv", "_kv") and node.attr in hidden()):
+                yield f"{module}:{node.lineno}: {ast.unparse(node)}"
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("quire.kv"):
+            part = (node.module or "").removeprefix("quire.kv").removeprefix(".")
+            names = [alias.name for alias in node.names]
+            taken = [one for one in names if (one in INTERNAL if not part else part in INTERNAL and not one.islower())]
+            yield from (f"{module}:{node.lineno}: {one} of {node.module}" for one in taken if (module, one) != MAKER)
+        elif isinstance(node, ast.Import):
+            modules = [alias.name for alias in node.names if alias.name.startswith("quire.kv.")]
+            yield from (f"{module}:{node.lineno}: {one}" for one in modules if one.rpartition(".")[2] in INTERNAL)
+
+
+def test_what_is_hidden() -> None:
+    assert hidden() >= BOOKS | {"specs", "backend", "encoders", "layer_ids", "layer", "current_pass", "_pools"}
+    assert not hidden() & {"geometry", "window", "check", "page_size", "begin_forward", "fork_sequence"}
+    assert {"runner/local.py", "executor/pool.py", "engine/bridge.py", "build.py", "llm.py"} <= set(OUTSIDE)
+    assert {path.stem for path in (ROOT / "kv").glob("*.py")} >= INTERNAL
+
+
+@pytest.mark.parametrize("module", OUTSIDE)
+def test_no_module_reaches_behind_the_contract(module: str) -> None:
+    assert not list(reaches(module, (ROOT / module).read_text())), "ask the state by a verb of contracts.pool_verbs"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "window = engine.runner.state.table.get(seq).window",
+        "free = [pool.num_free for pool in books.table.pools]",
+        "part = pool.state.recurrent",
+        "windows = [one.window for one in state.classes]",
+        "fused = self._state.backend.fuses(spec, device)",
+        "layer = state.layer(3)",
+        "size = kv._page_bytes",
+        "from quire.kv.state import State",
+        "from quire.kv.states import StateTable",
+        "from quire.kv.sequences import SequenceTable, check_integer",
+        "from quire.kv.state_slots import NULL",
+        "from quire.kv import exchange, state",
+        "import quire.kv.states",
+    ],
+)
+def test_a_reach_is_found(line: str) -> None:
+    assert len(list(reaches("executor/pool.py", line))) == 1
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "length = self.state.sequence_length(seq)",
+        "window = state.window(seq)",
+        "from quire.kv.sequences import check_integer",
+        "from quire.kv import exchange, sequencefile",
+        "from quire.kv.windows import Window",
+        "from rich.table import Table",
+        "state.seq = session.state.seq",
+    ],
+)
+def test_what_is_no_reach(line: str) -> None:
+    assert not list(reaches("executor/pool.py", line))
+    assert not list(reaches("build.py", "from quire.kv.state import State"))

@@ -234,7 +234,10 @@ class PoolVerbs(Protocol):
         """
 
     def states_freed(self, seq_id: SeqId) -> int:
-        """Return the slots that a forward can take in addition once ``seq_id``, without uncommitted nodes, is removed."""
+        """Return the slots that a forward can take in addition once ``seq_id``, without uncommitted nodes, is removed.
+
+        A lower bound: those that the rings of other sequences name too are not counted.
+        """
 
     def pages_at_most(self, length: int, window: tuple[int, int] | None, step: int) -> list[int]:
         """Return the pages of each pool that a sequence of ``length`` tokens takes at most.

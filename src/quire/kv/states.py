@@ -126,7 +126,7 @@ class StateTable:
         return len(slots - {NULL})
 
     def num_freed(self, seq_id: SeqId) -> int:
-        """Return the slots that a forward can take in addition once ``seq_id``, without uncommitted nodes, is removed."""
+        """Return the slots that are free once ``seq_id``, without uncommitted nodes, is removed, and cannot be had before."""
         states = self._sequences[seq_id]
         firm = [states.present, *states.kept.values()]
         named = Counter([*firm, *states.ring.values()])
