@@ -1,4 +1,4 @@
-"""What is left behind by objects that nobody holds any more: sessions that were not closed, streams that were not ended."""
+"""Cleanup after unreferenced objects, such as unclosed sessions and unfinished streams."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Callable
 
 
 class Orphans:
-    """Remembers what is to be done once an object is gone.
+    """Remembers cleanups for objects that may be collected.
 
-    The garbage collector only appends to a list, in C: it may come in the middle of anything, and no signal can come between
-    the object's end and the note of it, as it could in ``__del__``.
+    The garbage collector may run at any point, so it only appends to a list, in C. Unlike in
+    ``__del__``, no signal can come between an object's end and this note of it.
     """
 
     def __init__(self) -> None:
@@ -19,11 +19,12 @@ class Orphans:
         self._gone: deque[weakref.ref[object]] = deque()
 
     def watch(self, owner: object, end: Callable[[], object]) -> None:
-        """``take`` returns ``end`` once nobody holds ``owner``. ``end`` must not hold it, and may be called twice."""
+        """Make ``take`` return ``end``, which must not hold ``owner``, perhaps twice, after its
+        end."""
         self._ends[weakref.ref(owner, self._gone.append)] = end
 
     def take(self) -> list[Callable[[], object]]:
-        """Return what is to be called for the objects that are gone since the last time."""
+        """Return the cleanups of the objects collected since the last call."""
         found = []
         while self._gone:
             found.append(self._ends.pop(self._gone.popleft()))

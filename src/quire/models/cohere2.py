@@ -17,7 +17,7 @@ COHERE2_NAMES = Names(norms={"attention_norm": "input_layernorm"})
 
 
 def read_cohere2_config(values: Mapping[str, Any], max_model_len: int | None = None) -> DecoderConfig:
-    """Read ``Cohere2ForCausalLM``; ``sliding_window_pattern`` (4) spaces full layers, without
+    """Read ``Cohere2ForCausalLM``: every ``sliding_window_pattern``-th layer (4) is full, no
     RoPE."""
     fields = ConfigFields(values)
     # Published configurations hold these fields, equal in all models of the family.

@@ -74,8 +74,8 @@ class ConfigReader(Protocol[C_co]):
     """A function from ``config.json`` to a family's configuration."""
 
     def __call__(self, values: Mapping[str, Any], max_model_len: int | None = None) -> C_co:
-        """Read the values; ``max_model_len`` (None: all positions) fixes a length-dependent
-        RoPE."""
+        """Read the values; ``max_model_len`` fixes a length-dependent RoPE (None: all
+        positions)."""
         ...
 
 

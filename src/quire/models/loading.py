@@ -107,8 +107,7 @@ def resolve_dtype(
 
     A name is used as it is. "auto" means the checkpoint's dtype, but float32, with a logged
     warning, on a CPU that would emulate it by conversions. bfloat16 is fast with AVX512-BF16 or AMX
-    (on Arm: as oneDNN reports), float16 with AVX512-FP16. ``processor`` is the CPU; None: this
-    machine's.
+    (on Arm: as oneDNN reports), float16 with AVX512-FP16. ``processor`` None is this machine's CPU.
     """
     _check_dtype_name(requested)
     if requested != "auto":

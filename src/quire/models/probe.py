@@ -255,8 +255,8 @@ class ProbeCache:
         self.v = [torch.empty(0, device=device)] * len(specs)
 
     def open(self, start: int, stop: int, other: int) -> NaivePass:
-        """Open a pass: positions ``start..stop - 1`` of the first, ``other`` tokens of the
-        second."""
+        """Open a pass: positions ``start..stop - 1`` of the first sequence, ``other`` tokens of the
+        next."""
         return NaivePass(self, start, stop, other)
 
 

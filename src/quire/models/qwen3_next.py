@@ -65,8 +65,8 @@ class DeltaConfig(HybridConfig):
 
 
 class DeltaModel(HybridDecoder[DeltaConfig]):
-    """``ForCausalLM`` of Qwen3Next, Qwen3_5, Qwen3_5Moe; ``ForConditionalGeneration`` of the
-    latter."""
+    """``ForCausalLM`` of Qwen3Next and Qwen3_5(Moe); ``ForConditionalGeneration`` of
+    Qwen3_5(Moe)."""
 
     def __init__(self, config: DeltaConfig, parameters: Parameters, values: Mapping[str, Any]) -> None:
         super().__init__(config, parameters, values, _block)
