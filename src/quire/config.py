@@ -46,8 +46,7 @@ T = TypeVar("T")
 
 
 def parse_bytes(value: int | str, *, name: str = "size") -> int:
-    """Parse an integer >= 0 or text like ``"4GiB"``, ``"1.5 GB"``, ``"4096"`` to bytes, rounded
-    down.
+    """Parse bytes: an integer >= 0 or text like ``"4GiB"``, ``"1.5 GB"``, ``"4096"``; round down.
 
     KiB to TiB are powers of 1024 and KB to TB of 1000, in any case; "4G" is ambiguous and refused.
     Raise ``InvalidArgument``, which calls the value ``name``.
@@ -92,8 +91,8 @@ def field_help(cls: type[Any]) -> dict[str, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """The arguments of ``LLM(...)``; raises ``InvalidArgument``, or ``Unsupported`` for later
-    ones."""
+    """The arguments of ``LLM(...)``. Raises ``InvalidArgument``, or ``Unsupported`` if not yet
+    there."""
 
     model: str = field(metadata={"help": "A bundled model, a local directory, or a Hugging Face id."})
     device: str = field(default="auto", metadata={"help": "auto, cpu, cuda, or cuda:N."})

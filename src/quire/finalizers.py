@@ -15,8 +15,7 @@ def unless_exiting(method: Callable[Concatenate[T, P], None]) -> Callable[Concat
     """Make a method do nothing once the interpreter shuts down.
 
     Modules are emptied then. If a program's objects go last, because for example ``dill`` holds
-    ``__main__``, a finaliser finds None in place of functions and classes. The process's end frees
-    its resources anyway.
+    ``__main__``, a finaliser finds None in place of functions and classes. The process frees all.
     """
     exiting = sys.is_finalizing  # in a closure, which outlives this module's names
 

@@ -169,7 +169,7 @@ class Lock:
         """``with lock.interruptible:`` is ``with lock:`` whose wait is a check point."""
 
     def acquire(self, blocking: bool = True, timeout: float = -1, *, checks: bool = False) -> bool:
-        """Acquire as ``threading.RLock`` does; ``checks`` lets a signal's exception end it."""
+        """Acquire as ``threading.RLock`` does; with ``checks`` a signal's error ends the wait."""
         SHIELD.__enter__()
         taken = False
         try:

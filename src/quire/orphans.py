@@ -19,8 +19,8 @@ class Orphans:
         self._gone: deque[weakref.ref[object]] = deque()
 
     def watch(self, owner: object, end: Callable[[], object]) -> None:
-        """Make ``take`` return ``end``, which must not hold ``owner``, perhaps twice, after its
-        end."""
+        """Make ``take`` return ``end`` once ``owner`` is collected. ``end`` must not hold
+        ``owner``, and may be called twice."""
         self._ends[weakref.ref(owner, self._gone.append)] = end
 
     def take(self) -> list[Callable[[], object]]:

@@ -113,7 +113,7 @@ class BeamSearchOutput:
     """None if token ids were given."""
     prompt_token_ids: list[int]
     sequences: list[BeamSearchSequence]
-    """At most ``beam_width``; ``finish_reason`` tells of errors and cancels."""
+    """At most ``beam_width``; ``finish_reason`` tells which an error or a cancel cut short."""
     num_cached_tokens: int = 0
     """Prompt tokens with reused state."""
     error: str | None = None

@@ -18,8 +18,7 @@ class Registry(Generic[T]):
         self._items: dict[str, T] = {}
 
     def register(self, name: str, item: T) -> T:
-        """Add and return ``item``; ``InvalidArgument`` without a name, ``AlreadyExists`` if
-        taken."""
+        """Keep and return ``item``; ``InvalidArgument`` if unnamed, ``AlreadyExists`` if taken."""
         if not name:
             raise InvalidArgument(f"{self.kind} name must not be empty")
         if name in self._items:

@@ -54,16 +54,14 @@ class Hardware(TypedDict):
 
 
 def measure(*, device: str = "cpu", threads: int = 0, buffer_bytes: int = 0, seconds: float = 20.0) -> Hardware:
-    """Measure bandwidths and multiplication peaks of ``device`` in about ``seconds``.
-
-    The time excludes making buffers.
+    """Measure bandwidths and multiplication peaks of ``device``.
 
     Args:
         device: ``cpu`` or a CUDA device.
         threads: CPU threads, 0 for torch's own number; restored afterwards.
         buffer_bytes: size of the bandwidth buffers; 0 takes four times the largest cache, at
             least 1 GiB and at most an eighth of the free memory.
-        seconds: time for all measurements together; each is repeated at least twice.
+        seconds: time for all measurements, without making buffers; each runs at least twice.
 
     Raises:
         InvalidArgument: a number out of range.

@@ -1,9 +1,7 @@
-"""Cost and accuracy of the forms of latent attention (MLA), beside the hardware's limits.
+"""Cost and accuracy of latent attention's (MLA's) forms, beside the hardware's limits.
 
-``bench.latent_forms`` has the forms.
-
-Letters: T new tokens; S tokens of a history; H heads; R rank of the latent; Dn, Dr columns of a
-head without and with positions; Dv value size.
+``bench.latent_forms`` has the forms. Letters: T new tokens; S tokens of a history; H heads; R rank
+of the latent; Dn, Dr columns of a head without and with positions; Dv value size.
 """
 
 from __future__ import annotations
@@ -81,9 +79,8 @@ def plain(q_THD: Tensor, k_SHD: Tensor, v_SHD: Tensor, scale: float) -> Tensor:
 def exact_and_bound(geometry: Geometry, cell: Cell, inputs: Inputs) -> tuple[Tensor, float]:
     """Return some heads of the first sequence in float64, and the bound on a form's error.
 
-    The error is a share of the largest result. The bound is twice plain attention's error in the
-    inputs' precision, times (R + Dr) / (Dn + Dr) for the absorbed form's longer sums, plus one
-    rounding of the result.
+    The error is a share of the largest result. The bound is a rounding plus twice plain attention's
+    error in this precision, times (R + Dr) / (Dn + Dr) for the absorbed form's longer sums.
     """
     rows_SR = torch.cat((inputs.history_SR, inputs.rows_TR[: cell.tokens]))
     expansion = LatentExpansion(*(part[:HEADS_CHECKED] for part in astuple(inputs.expansions[0])))
@@ -141,8 +138,8 @@ class CellResult:
 def measure_cell(
     cell: Cell, *, dtype: torch.dtype, device: torch.device, rounds: int, most_bytes: int, hardware: Hardware
 ) -> CellResult:
-    """Measure the forms of a cell in turn. Chunks and prompts have one layer. Decodes have the
-    geometry's, or as many as fit expanded into ``most_bytes``. Unknown: ``InvalidArgument``."""
+    """Measure a cell's forms in turn: for several tokens in one layer, else in as many of the
+    geometry's as fit expanded into ``most_bytes``. Raise ``InvalidArgument`` for an unknown one."""
     if cell.geometry not in GEOMETRIES:
         raise InvalidArgument(f"geometry {cell.geometry!r}; there are {', '.join(GEOMETRIES)}")
     geometry = GEOMETRIES[cell.geometry]

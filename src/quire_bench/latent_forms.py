@@ -140,8 +140,7 @@ class Form(Protocol):
     """A way to compute the attention of all layers."""
 
     def step(self) -> tuple[Tensor, float]:
-        """Return the last layer's ``[T, H, Dv]`` and all layers' seconds; store nothing for
-        good."""
+        """Return the last layer's ``[T, H, Dv]`` and all layers' seconds; store nothing."""
         ...
 
 

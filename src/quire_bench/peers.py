@@ -127,8 +127,7 @@ class TransformersPeer:
         return Generation(tokens=tokens, prefill_seconds=first, decode_seconds=tuple(rest))
 
     def decode(self, batch: int, prompt_len: int, steps: int, *, seed: int = 0) -> Generation:
-        """Call :meth:`generate` for
-        ``random_prompts(batch, prompt_len, vocab_size, seed=seed)``."""
+        """Call :meth:`generate` for :func:`random_prompts` of these sizes and ``seed``."""
         return self.generate(random_prompts(batch, prompt_len, self.vocab_size, seed=seed), steps)
 
     @torch.inference_mode()
@@ -136,8 +135,7 @@ class TransformersPeer:
         """Make ``lengths[i]`` new tokens for prompt i with ``generate``, ``batch`` prompts at a
         time.
 
-        Each batch is padded on the left and runs to its longest text, so requests for similar
-        numbers of tokens go together.
+        A batch is padded on the left and runs to its longest text; similar requests share one.
         """
         self._check_requests(prompts, lengths, batch)
         order = sorted(range(len(prompts)), key=lambda index: (lengths[index], len(prompts[index])))

@@ -235,9 +235,8 @@ def second_turns(
     interval: int | None = None,
     peer: TransformersPeer | None = None,
 ) -> list[Turn]:
-    """Measure turns after the answer, after half of it (a shortened chat), and in the history.
-
-    The first of them runs in all rounds, and by ``peer`` (of the same checkpoint).
+    """Measure turns after the answer, after half of it (a shortened chat), and in the history. The
+    first of them runs in all rounds, and by ``peer`` (of the same checkpoint).
 
     Raises:
         QuireError: one ran more than its new tokens and one interval.

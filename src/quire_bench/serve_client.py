@@ -1,8 +1,7 @@
-"""A small HTTP/1.1 client on asyncio streams, for JSON and server-sent events.
+"""A small HTTP/1.1 client on asyncio streams, for JSON and server-sent events; stdlib only.
 
 A load generator shares its machine with the measured server, so its cost is part of the result.
-httpx takes 2.5 times the CPU time of this client for a stream of 64 events, and 10 times for a
-whole answer. Standard library only.
+httpx takes 2.5 times the CPU time for a stream of 64 events, and 10 times for a whole answer.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from quire.errors import InvalidArgument, NotFound
 LARGEST_HEAD = 64 * 1024
 """Bytes of a status line with its headers."""
 IDLE_SECONDS = 2.0
-"""Limit of idle time for reusing a connection: uvicorn closes it after 5 s."""
+"""Longest idle time of a reused connection in seconds: uvicorn closes them after 5 s."""
 
 
 class _Connection:

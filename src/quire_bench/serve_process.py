@@ -56,8 +56,7 @@ def server_process(
         late = threading.Timer(seconds, process.kill)
         late.start()
         try:
-            # Its only output on stdout is its address, once it accepts requests; then the pipe
-            # ends.
+            # Stdout gets only its address, once it accepts requests; then the pipe ends.
             said = ""
             found = None
             while found is None and (line := process.stdout.readline()):

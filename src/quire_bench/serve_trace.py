@@ -139,8 +139,8 @@ def synthetic_trace(
     """Draw conversations that share a system prompt; each turn carries all earlier text.
 
     ``turns``, ``user_tokens`` and ``answer_tokens`` are closed ranges. ``rate`` conversations begin
-    per second. Between an answer and the next turn pass ``think_seconds`` on average. Timestamps do
-    not include the time of answers.
+    each second. After an answer, which takes no time, the next turn waits ``think_seconds`` on
+    average.
     """
     ranges = (("turns", turns), ("user_tokens", user_tokens), ("answer_tokens", answer_tokens))
     for name, (least, most) in ranges:
@@ -162,8 +162,7 @@ def synthetic_trace(
             at += draw.expovariate(1 / think_seconds) if turn and think_seconds else 0.0
             length += draw.randint(*user_tokens)
             full = length // BLOCK
-            # A full block keeps its number in all later turns; another gets a new one when it
-            # grows.
+            # A full block keeps its number in later turns; another gets a new one when it grows.
             fresh = range(unused, unused + full - len(blocks))
             unused += len(fresh)
             blocks += fresh

@@ -152,7 +152,7 @@ def deep_copy_row(llm: LLM, timer: Timer, name: str, ids: Sequence[int], count: 
 
 
 def fork_rows(llm: LLM, timer: Timer, session: Session, count: int) -> list[Row]:
-    """Measure forks of the session and, by the KV state's verbs, of its sequence; then popn."""
+    """Measure forks of the session and of its sequence, and taking tokens back from such a fork."""
     runner = llm.engine.runner
     state, children = runner.state, list[Session]()
     used, splits = state.num_used_pages, state.num_splits

@@ -347,7 +347,7 @@ def report(
 def peer_result(
     name: str, own: Outcome, work: Workload, outcomes: Mapping[str, Outcome], comparison: Comparison, trial: Trial
 ) -> dict[str, Any]:
-    """Compare a way's time and texts with Quire's on all requests, or on its trial's."""
+    """Compare a way's time and texts with Quire's, on all requests or only its trial's."""
     ran = name in outcomes
     tokens, members = (outcomes[name].tokens, range(len(work))) if ran else (trial.tokens, trial.members)
     median = comparison.spread(name).median if ran else trial.rate * work.new_tokens

@@ -41,7 +41,7 @@ class Bamba(HybridDecoder[MambaConfig]):
 
 
 def read_bamba_config(values: Mapping[str, Any], max_model_len: int | None = None) -> MambaConfig:
-    """Read ``BambaForCausalLM``: ``attn_layer_indices`` lists blocks with attention (or null)."""
+    """Read ``BambaForCausalLM``; without ``attn_layer_indices`` no block has attention."""
     fields = ConfigFields(values)
     geometry = read_geometry(fields, "BambaForCausalLM", "bamba", max_model_len, kv_heads_required=True)
     # Older configurations count the rotated columns; transformers rotates half in any case.

@@ -48,7 +48,7 @@ class Place:
     """Element type of a parameter that must not be rounded to the model's; None: the model's."""
 
     def stored(self, name: str) -> dict[str, tuple[int, ...]]:
-        """Map the checkpoint's tensors for this place, which ``name`` has, to their shapes."""
+        """Map the checkpoint's tensor ``name`` for this place, and its scales, to their shapes."""
         if self.scales:
             blocks = (*self.shape[:-1], self.shape[-1] // mxfp4.BLOCK)
             return {name: (*blocks, mxfp4.BLOCK_BYTES), self.scales: blocks}
@@ -194,10 +194,8 @@ class Checkpoint:
         return min(spellings, key=lambda places: sum(name not in self.tensors for name in _stored(places)))
 
     def check(self, places: Mapping[str, Place], ignorable: Container[str] = ()) -> None:
-        """Raise ``CheckpointError`` unless the files hold exactly these places, as floats.
-
-        The files may also hold ``ignorable`` names, which are not read.
-        """
+        """Raise ``CheckpointError`` unless the files hold exactly these tensors, shapes and types,
+        and perhaps ``ignorable`` names, which are not read."""
         stored = _stored(places)
         missing = [name for name in stored if name not in self.tensors]
         if missing:

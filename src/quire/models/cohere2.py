@@ -17,8 +17,7 @@ COHERE2_NAMES = Names(norms={"attention_norm": "input_layernorm"})
 
 
 def read_cohere2_config(values: Mapping[str, Any], max_model_len: int | None = None) -> DecoderConfig:
-    """Read ``Cohere2ForCausalLM``: every ``sliding_window_pattern``-th layer (4) is full, no
-    RoPE."""
+    """Read ``Cohere2ForCausalLM``; each ``sliding_window_pattern``-th layer (4) has no window."""
     fields = ConfigFields(values)
     # Published configurations hold these fields, equal in all models of the family.
     fields.expect("position_embedding_type", "rope_gptj", "rope", "rotary")

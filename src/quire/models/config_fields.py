@@ -87,7 +87,7 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "quantization_config": (),
     "compression_config": (),
 }
-"""Fields of computations that are missing here, with their neutral values; null is one."""
+"""Fields of unsupported computations, with their neutral values; null is always neutral."""
 
 HARMLESS: frozenset[str] = frozenset(
     {

@@ -99,8 +99,8 @@ class DecoderConfig:
 
     @property
     def context(self) -> int:
-        """Longest sequence in tokens: ``max_position``, or, if longer, what a ``dynamic`` RoPE was
-        made for."""
+        """Longest sequence in tokens: ``max_position``, or the longer one that a ``dynamic`` RoPE
+        was made for."""
         made_for = [
             spec.rope.length for spec in self.layers if spec.rope is not None and spec.rope.scaling == "dynamic"
         ]

@@ -184,8 +184,7 @@ def _trunk(config: AnyLatentConfig) -> dict[str, Place]:
 
 
 def latent_mixture_ignorable_names(config: LatentMixtureConfig) -> IgnorableNames:
-    """Return the usual names, drafting layers', and empty shared experts', which transformers
-    writes."""
+    """Add names of drafting layers, and of the empty shared experts that transformers writes."""
     usual = ignorable_names(config)
     last = config.num_layers
     drafts = tuple(f"model.layers.{layer}." for layer in range(last, last + config.draft_layers))

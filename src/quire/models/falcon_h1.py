@@ -1,6 +1,6 @@
 """Falcon-H1 (arXiv:2507.22448): attention and a Mamba-2 mixer side by side in every block.
 
-A multiplier follows every projection. Block i has layers 2i (attention) and 2i + 1 (recurrent).
+Every projection has a multiplier. Block i has layers 2i (attention) and 2i + 1 (recurrent).
 
 Letters: T tokens, E model width, F inner width of the MLP, Z columns of a mixer's projection.
 """
@@ -64,8 +64,7 @@ class MultipliedMLP(GatedMLP):
 
 
 class SideBySideBlock:
-    """``h = x + m * mixer(i * n) + a * attention(j * n)``, ``n = norm(x)``, and then
-    ``h + mlp(norm(h))``."""
+    """``h = x + m * mixer(i * n) + a * attention(j * n)``, ``h + mlp(norm(h))``; n: ``norm(x)``."""
 
     __slots__ = ("attention", "config", "mixer", "mlp", "mlp_norm", "norm")
 

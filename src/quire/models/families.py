@@ -1,7 +1,6 @@
 """The registry that maps an architecture in ``config.json`` to the code that builds it.
 
-A family is a file with three functions (read the configuration, name the tensors, build the model)
-and a line here.
+A family has a file (configuration reader, tensor names, model builder) and a line here.
 """
 
 from __future__ import annotations
@@ -74,8 +73,7 @@ class ConfigReader(Protocol[C_co]):
     """A function from ``config.json`` to a family's configuration."""
 
     def __call__(self, values: Mapping[str, Any], max_model_len: int | None = None) -> C_co:
-        """Read the values; ``max_model_len`` fixes a length-dependent RoPE (None: all
-        positions)."""
+        """Read ``values``; a RoPE may depend on ``max_model_len`` (None: all positions)."""
         ...
 
 
@@ -86,7 +84,7 @@ class Family(Generic[C]):
     state_kinds: tuple[str, ...]
     """Kinds of layer state, as in ``LayerSpec.kind``."""
     read_config: ConfigReader[C]
-    """Reads ``config.json``; ``CheckpointError`` for a bad value, ``Unsupported`` for an option."""
+    """Reads config.json. Bad values are ``CheckpointError``, missing features ``Unsupported``."""
     num_layers: Callable[[C], int]
     spellings: Callable[[C], Sequence[NameTable]]
     """Name tables of all spellings in which checkpoints of the family occur; commonest first."""
@@ -246,10 +244,8 @@ def canonical_of(values: Mapping[str, Any], max_model_len: int | None) -> str:
 
 
 def family_of(values: Mapping[str, Any]) -> Family[Any]:
-    """Return the family that ``architectures`` in config.json names.
-
-    Raise ``CheckpointError`` unless it is exactly one, ``Unsupported`` with the known if unknown.
-    """
+    """Return the family that ``architectures`` in config.json names. Raise ``CheckpointError``
+    unless it is exactly one name, and ``Unsupported`` with the known names if it is unknown."""
     names = values.get("architectures")
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         found = repr(names) if "architectures" in values else "missing"

@@ -33,7 +33,7 @@ class ModelIdentity(Protocol):
     """The identity of a model. The first request may compute the digest of the weights."""
 
     def fields(self) -> Mapping[str, str]:
-        """Return ``architecture``, ``config`` and ``weights``; equal fields mean equal K and V."""
+        """Return ``architecture``, ``config``, ``weights``; K and V agree where all are equal."""
         ...
 
 
@@ -49,10 +49,8 @@ class ModelFingerprint:
 
 
 def model_fingerprint(path: str | os.PathLike[str], model: LoadedModel) -> ModelFingerprint:
-    """Return the fingerprint of ``model``, which was loaded from the directory ``path``.
-
-    Raise ``InvalidArgument`` if it now describes another model, ``CheckpointError`` if unreadable.
-    """
+    """Return the fingerprint of ``model``, loaded from ``path``. Raise ``InvalidArgument`` if that
+    directory now has another model, and ``CheckpointError`` if it is unreadable."""
     path = Path(path)
     values = read_config_file(path)
     if canonical_of(values, model.max_model_len) != model.canonical_config:

@@ -76,7 +76,7 @@ def read_gemma2_config(values: Mapping[str, Any], max_model_len: int | None = No
 
 
 def read_gemma3_config(values: Mapping[str, Any], max_model_len: int | None = None) -> DecoderConfig:
-    """Read ``Gemma3ForCausalLM``: windows but in each ``sliding_window_pattern``-th layer (6)."""
+    """Read ``Gemma3ForCausalLM``; each ``sliding_window_pattern``-th layer (6) has no window."""
     return _read_gemma3(ConfigFields(values), "Gemma3ForCausalLM", max_model_len)
 
 

@@ -155,9 +155,7 @@ def read_activation(fields: ConfigFields, name: str = "hidden_act", default: str
 
 def read_layer_types(fields: ConfigFields, num_layers: int) -> tuple[bool, ...] | None:
     """Return for each layer whether ``layer_types`` gives it a window; None without that field.
-
-    Raise ``Unsupported`` for a kind of layer other than full and sliding attention.
-    """
+    Raise ``Unsupported`` for a kind of layer other than full and sliding attention."""
     kinds = fields.get("layer_types")
     if kinds is None:
         return None

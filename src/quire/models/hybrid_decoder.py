@@ -235,7 +235,7 @@ def respelled(table: Mapping[str, Place], spellings: Mapping[str, str]) -> dict[
 
 
 def read_kinds(fields: ConfigFields, num_blocks: int, known: Mapping[str, bool]) -> tuple[int, ...]:
-    """Return the blocks with attention by ``layer_types``; raise ``Unsupported`` for others."""
+    """Read the blocks with attention from ``layer_types``; unknown kinds are ``Unsupported``."""
     kinds = fields.get("layer_types")
     if not isinstance(kinds, list) or len(kinds) != num_blocks:
         raise fields.error("layer_types", f"a list of {num_blocks} strings")
@@ -254,7 +254,7 @@ def read_taps(fields: ConfigFields, name: str, default: int) -> int:
 
 
 def read_numbers(fields: ConfigFields, name: str, default: Sequence[float]) -> tuple[float, ...]:
-    """Read finite numbers above 0, as many as in ``default``, which replaces null or nothing."""
+    """Read as many finite numbers above 0 as ``default`` has; null or missing gives ``default``."""
     value = fields.get(name)
     if value is None:
         return tuple(default)

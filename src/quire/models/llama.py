@@ -80,7 +80,7 @@ def read_qwen2_config(values: Mapping[str, Any], max_model_len: int | None = Non
 
 
 def read_qwen3_config(values: Mapping[str, Any], max_model_len: int | None = None) -> DecoderConfig:
-    """Read ``Qwen3ForCausalLM``: head norms, biases by ``attention_bias``, ``head_dim`` (128)."""
+    """Read ``Qwen3ForCausalLM``: head norms, ``attention_bias``, a default ``head_dim`` of 128."""
     fields = ConfigFields(values)
     geometry = read_geometry(fields, "Qwen3ForCausalLM", "qwen3", max_model_len, kv_heads_required=True, head_dim=128)
     bias = fields.flag("attention_bias", False)

@@ -59,7 +59,7 @@ class BareBlock:
     __slots__ = ("_dtype", "mixer", "norm")
 
     def __init__(self, norm: Norm, mixer: Mamba2Mixer) -> None:
-        """Set the parts; the residual stream, which ``norm`` reads, may be wider than the mixer."""
+        """Set the parts; ``norm`` may read a residual stream of wider dtype than the mixer's."""
         self.norm = norm
         self.mixer = mixer
         self._dtype = mixer.conv_CW.dtype
@@ -158,10 +158,8 @@ def _block(config: MambaConfig, block: int, ids: LayerIds, parameters: Parameter
 
 
 def read_step_limit(fields: ConfigFields) -> tuple[float, float | None]:
-    """Read the least and greatest time step of ``time_step_limit``; missing or null: no bounds.
-
-    transformers 5 writes infinity as an object, ``{"__float__": "Infinity"}``.
-    """
+    """Read the bounds of ``time_step_limit``; missing or null: none. transformers 5 writes infinity
+    as an object, ``{"__float__": "Infinity"}``."""
     value = fields.get("time_step_limit")
     if value is None:
         return 0.0, None

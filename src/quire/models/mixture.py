@@ -54,7 +54,7 @@ class MixtureConfig(DecoderConfig):
 
 
 def read_num_experts(fields: ConfigFields, name: str, other_name: str) -> tuple[int, int]:
-    """Read the experts of a layer and of a token; ``other_name`` is another name of the first."""
+    """Read the numbers of experts per layer and token; ``other_name`` also names the first."""
     if fields.get(name) is None and fields.get(other_name) is not None:
         name, other_name = other_name, name
     num_experts = fields.count(name)
@@ -93,7 +93,8 @@ def mixture_mlp(config: MixtureConfig, layer: int, parameters: Parameters) -> Fe
 
 
 def router(config: MixtureConfig, layer: int, parameters: Parameters) -> Router:
-    """Build a router from ``{layer}.router``: ``.weight [X, E]``, ``.bias``, ``.correction``."""
+    """Build a router of ``{layer}.router``: ``.weight [X, E]``, maybe ``.bias``,
+    ``.correction [X]``."""
     name = f"{layer}.router"
     return Router(
         parameters[f"{name}.weight"],
@@ -104,7 +105,7 @@ def router(config: MixtureConfig, layer: int, parameters: Parameters) -> Router:
 
 
 def expert_linear(config: MixtureConfig, parameters: Parameters, name: str, outs: int, ins: int) -> ExpertLinear:
-    """Build X maps from ``{name}.weight``, viewed as ``[X, outs, ins]``, and ``.bias``."""
+    """Build X maps: ``{name}.weight``, viewed as ``[X, outs, ins]``, and ``.bias [X, outs]``."""
     weight = parameters[f"{name}.weight"].view(config.num_experts, outs, ins)
     return ExpertLinear(weight, parameters.get(f"{name}.bias"))
 

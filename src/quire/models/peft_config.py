@@ -199,7 +199,7 @@ def read_lora_config(path: Path) -> LoraConfig:
 
 
 def lora_config_of(text: bytes, source: str) -> LoraConfig:
-    """Read the text of ``adapter_config.json``, which errors call ``source``."""
+    """Read the text of ``adapter_config.json`` as ``read_lora_config``; errors name ``source``."""
     if len(text) > MAX_CONFIG_BYTES:
         raise CheckpointError(f"{source} has more than {MAX_CONFIG_BYTES} bytes; expected at most so many")
     try:

@@ -123,10 +123,8 @@ class PackedAdapter:
 
 
 def unpack(data: bytes, source: str) -> PackedAdapter:
-    """Return the two files of a packed adapter (``FORMS``); ``source`` names it in errors.
-
-    Raise ``CheckpointError`` for another form, damage, missing files, several adapters, or length.
-    """
+    """Return the two files of a packed adapter (``FORMS``) named ``source``. ``CheckpointError``:
+    another form, damage, missing files, several adapters, or a part that is too long."""
     if data.startswith(b"PK\x03\x04"):
         return _unzipped(data, source)
     config = _header_of(data, source).get("__metadata__", {}).get(CONFIG_KEY)

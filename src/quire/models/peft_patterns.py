@@ -126,7 +126,8 @@ def _repeat(least: int, most: int, item: Any) -> tuple[Ways, Ways]:
 
 
 def _branch(alternatives: Sequence[Any]) -> tuple[Ways, Ways]:
-    """Count alternatives; those with literal heads that begin the same head match together."""
+    """Count the ways of alternatives. Several can match at one place only if their literal heads
+    are prefixes of one head."""
     heads = [_head(one) for one in alternatives]
     both = [_sequence(one) for one in alternatives]
     asserted = NONE

@@ -2,8 +2,8 @@
 
 ``watch`` runs the model on a few tokens with an attention function that notes each layer's
 arguments. Instead of masks it gets their rules, so windows and chunks of any length are seen.
-``Probe.compare`` runs the finished model in pieces, two sequences at a time, and compares with the
-model's own logits.
+``Probe.compare`` runs the model in pieces, two sequences at a time, and compares with its own
+logits.
 
 Letters: T new tokens, M keys, V vocabulary, Hq, Hkv query and KV heads, Dk, Dv head sizes.
 """
@@ -73,7 +73,7 @@ class Probe:
     logits_TV: Tensor
 
     def compare(self, model: Model) -> None:
-        """Raise ``Unsupported`` unless ``model`` gives these logits in pieces and in a batch."""
+        """Raise ``Unsupported`` unless ``model``, run in pieces of a batch, gives these logits."""
         device = self.logits_TV.device
         stored = ProbeCache(self.specs, device)
         ids = torch.tensor(self.tokens, device=device)
@@ -255,8 +255,7 @@ class ProbeCache:
         self.v = [torch.empty(0, device=device)] * len(specs)
 
     def open(self, start: int, stop: int, other: int) -> NaivePass:
-        """Open a pass: positions ``start..stop - 1`` of the first sequence, ``other`` tokens of the
-        next."""
+        """Open a pass: positions ``start..stop - 1`` of one, ``other`` tokens of a new sequence."""
         return NaivePass(self, start, stop, other)
 
 
@@ -334,7 +333,7 @@ class NaivePass:
 
 
 def watch(causal: Any, length: int, what: str) -> Probe:
-    """Run the model alone, then with noting attention; raise ``Unsupported`` if it differs."""
+    """Run the model alone and with noting attention; raise ``Unsupported`` if ours cannot serve."""
     register()
     device = causal.get_input_embeddings().weight.device
     vocab = causal.get_output_embeddings().weight.shape[0]

@@ -65,8 +65,8 @@ class DeltaConfig(HybridConfig):
 
 
 class DeltaModel(HybridDecoder[DeltaConfig]):
-    """``ForCausalLM`` of Qwen3Next and Qwen3_5(Moe); ``ForConditionalGeneration`` of
-    Qwen3_5(Moe)."""
+    """``Qwen3NextForCausalLM``; ``Qwen3_5ForCausalLM``, ``Qwen3_5MoeForCausalLM`` and both
+    ``ForConditionalGeneration``."""
 
     def __init__(self, config: DeltaConfig, parameters: Parameters, values: Mapping[str, Any]) -> None:
         super().__init__(config, parameters, values, _block)
@@ -342,7 +342,7 @@ def _delta_net(config: DeltaConfig, block: int, layer_id: int, parameters: Param
 
 
 def gather_parts_(weight_RE: Tensor, heads: int, parts: Sequence[int]) -> None:
-    """Sort rows in place from heads of parts to parts of heads; one weight is copied at a time."""
+    """Reorder rows in place from head-major to part-major; it costs a copy of one weight."""
     rows = torch.arange(len(weight_RE), device=weight_RE.device).view(heads, sum(parts))
     order = torch.cat([part.flatten() for part in torch.split(rows, list(parts), dim=1)])
     weight_RE.copy_(weight_RE.index_select(0, order))

@@ -29,7 +29,7 @@ SCALED_LAYERS = "full_attention"
 """The type of layer of ``rope_scaling`` in models whose types differ (Gemma 3, OLMo 3)."""
 
 THETA_FIELDS: Mapping[str, str] = {"sliding_attention": "rope_local_base_freq"}
-"""By type of layer, the base's field beside ``rope_scaling``, if special (Gemma 3)."""
+"""By type of layer, the field of a base other than ``rope_theta`` (older files of Gemma 3)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,8 +73,8 @@ def read_rope(
 
     ``theta_default``, ``partial_default``: the family's ``rope_theta`` and
     ``partial_rotary_factor`` if missing. With ``partial_default`` None whole heads rotate, and
-    fractions other than 1 are refused, except in ``proportional``: its fraction counts pairs, and
-    RoPE has all columns.
+    fractions other than 1 are refused. ``proportional`` is an exception: its fraction counts pairs,
+    and RoPE has all columns.
 
     Raise ``Unsupported`` with the name of a scaling or parameter that is not computed, and
     ``CheckpointError`` if a parameter is missing or out of range, or if the spellings disagree.

@@ -4,8 +4,7 @@ The parameters of a ``Decoder`` in layer ``{}``: ``embed``, ``norm``, ``head`` (
 ``{}.qkv``, ``{}.out``, ``{}.q_norm``, ``{}.k_norm``, ``{}.sinks`` (no suffix); norms by placement
 out of ``{}.attention_norm``, ``{}.attention_out_norm``, ``{}.mlp_norm``, ``{}.mlp_out_norm``; a
 dense MLP's ``{}.gate_up``, ``{}.down``. Each has ``.weight`` and, if configured, ``.bias``. The
-rows of ``qkv`` are all query heads, all key heads, all value heads; those of ``gate_up`` are gate,
-then up.
+rows of ``qkv`` are all query heads, key heads, value heads; those of ``gate_up`` are gate, then up.
 """
 
 from __future__ import annotations
