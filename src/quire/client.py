@@ -105,7 +105,7 @@ class EventParser:
 
 
 def event_object(event: str) -> dict[str, Any]:
-    """Return an event's JSON object; raise ``BrokenAnswer`` if it is none or an error."""
+    """Return an event's JSON object; raise ``BrokenAnswer`` for others and for a server's error."""
     try:
         found = json.loads(event)
     except ValueError:

@@ -29,7 +29,7 @@ CUSTOM_FLAGS: tuple[str, ...] = ()
 """Accepted names in ``OptimizationConfig.custom_flags``; none in this release."""
 EXECUTOR_OPTIONS = ("prefill_chunk_size", "modalities", "sliding_window_sink")
 """Accepted names in ``ExecutorConfig.executor_options``: tokens of a prompt per forward (an
-integer; <= 0: all), encoders ("vision", "audio") and first tokens that a window keeps."""
+integer; <= 0: all), a list of encoders ("vision", "audio"), first tokens that a window keeps."""
 EXECUTOR_TYPES = ("Sequential", "Batch", "ContinuousBatch", "Speculative", "PipelineParallel", "TensorParallel")
 MODALITIES = ("vision", "audio")
 
@@ -91,8 +91,8 @@ def field_help(cls: type[Any]) -> dict[str, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """The arguments of ``LLM(...)``. Raises ``InvalidArgument``, or ``Unsupported`` if not yet
-    there."""
+    """The arguments of ``LLM(...)``. Bad values raise ``InvalidArgument``, and options that this
+    release lacks raise ``Unsupported``."""
 
     model: str = field(metadata={"help": "A bundled model, a local directory, or a Hugging Face id."})
     device: str = field(default="auto", metadata={"help": "auto, cpu, cuda, or cuda:N."})
@@ -311,7 +311,7 @@ class MemoryConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizationConfig:
-    """Speed options of an executor. It refuses those that this release lacks when it is made."""
+    """Speed options of an executor. Its constructor refuses those that this release lacks."""
 
     enable_cuda_graphs: bool = field(default=False, metadata={"help": "Capture decode steps; not in this release."})
     enable_kernel_fusion: bool = field(default=True, metadata={"help": "Fuse kernels, if supported."})
@@ -338,7 +338,7 @@ class ExecutorConfig:
     """The parts of an executor.
 
     ``model_info`` is a model as ``EngineConfig.model`` names it, or metadata with an integer
-    ``max_sequence_length``, the limit of the configured one (checked at loading for a name).
+    ``max_sequence_length``, which bounds the requested one (for a name, at loading).
     """
 
     model_info: object = field(metadata={"help": "The model: a name or directory, or the metadata of one."})

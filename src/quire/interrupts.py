@@ -44,7 +44,7 @@ class Shield:
 
     def __init__(self) -> None:
         self._depth = 0
-        """Nested blocks around the main thread."""
+        """Number of shielded blocks around the main thread's code."""
         self._exposed = 0
         """The depth at which signals are not kept: outside all blocks, or in user code."""
         self._handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
@@ -65,7 +65,7 @@ class Shield:
         self.leave()
 
     def leave(self, *, deliver: bool = True) -> None:
-        """End a block. ``deliver=False`` leaves signals waiting: finalisers lose exceptions."""
+        """End a block. ``deliver=False`` lets signals wait: a finaliser loses exceptions."""
         if get_ident() == threading.main_thread().ident:
             self._depth -= 1
             if not self._depth:

@@ -90,7 +90,7 @@ class Counter:
         return self._value
 
     def inc(self, amount: float = 1.0) -> None:
-        """Add ``amount`` >= 0; raise ``InvalidArgument`` for another."""
+        """Add a finite ``amount`` >= 0; raise ``InvalidArgument`` for others."""
         _check_number(self.name, "amount", amount, non_negative=True)
         with self._lock:
             self._value += amount

@@ -43,8 +43,8 @@ PATIENCE = 5.0
 
 
 class Link:
-    """Calls to a server, one connection each. They raise ``HttpFailure`` and ``BrokenAnswer``, and
-    ``QuireError`` if it cannot be reached."""
+    """Calls to a server, one connection each. They raise ``HttpFailure``, ``BrokenAnswer``, and
+    ``QuireError`` if the server cannot be reached."""
 
     def __init__(self, url: str, *, api_key: str | None = None, timeout: float = 600.0) -> None:
         """Set the address; ``timeout`` is in seconds without any byte from the server."""

@@ -50,7 +50,7 @@ def checks_arguments(*, but: Collection[str] = ()) -> Callable[[type[T]], type[T
 
 
 def _checked(function: Callable[..., Any], verb: str) -> Callable[..., Any]:
-    """Check the arguments of ``verb``; empty: of the class itself, named by its instances."""
+    """Check the arguments of ``verb``, or of the instance's class if that is empty."""
     order = [one.name for one in inspect.signature(function).parameters.values()][1:]
     if not order:
         return function

@@ -83,7 +83,7 @@ class Chunk:
     """Id of a loaded adapter for all of these tokens; None: the base model."""
     logits: LogitsWanted = "last"
     checkpoints: tuple[int, ...] = ()
-    """Numbers of these tokens, ascending, after which recurrent states are kept."""
+    """Counts of these tokens after which recurrent states are kept, ascending."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Measured memory bandwidth and matrix multiplication of this machine, the base of all shares.
+"""Memory bandwidth and matrix multiplication of this machine, measured as limits of results.
 
 Run it for a table and one JSON line: ``python bench/hardware.py [--device cuda] [--threads N]``.
 """
@@ -111,7 +111,7 @@ def parse_size(text: str) -> int:
 
 
 def best_seconds(function: Callable[[], object], *, budget: float, synchronize: Callable[[], None]) -> float:
-    """Time at least two runs after a warm-up, as many as ``budget`` allows; return the best."""
+    """Time at least two runs after a warm-up, more within ``budget`` seconds; return the best."""
     function()
     synchronize()
     best, spent, runs = math.inf, 0.0, 0

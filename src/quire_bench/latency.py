@@ -30,7 +30,7 @@ PEERS = ("none", "transformers")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """One generation: new tokens of each sequence, and seconds to the first and of each later."""
+    """One generation: new tokens of each sequence, seconds to the first and per later step."""
 
     tokens: tuple[tuple[int, ...], ...]
     prefill_seconds: float

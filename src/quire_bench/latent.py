@@ -1,4 +1,4 @@
-"""Cost and accuracy of latent attention's (MLA's) forms, beside the hardware's limits.
+"""Cost and accuracy of latent attention (MLA) in its forms, beside the hardware's limits.
 
 ``bench.latent_forms`` has the forms. Letters: T new tokens; S tokens of a history; H heads; R rank
 of the latent; Dn, Dr columns of a head without and with positions; Dv value size.
@@ -138,8 +138,8 @@ class CellResult:
 def measure_cell(
     cell: Cell, *, dtype: torch.dtype, device: torch.device, rounds: int, most_bytes: int, hardware: Hardware
 ) -> CellResult:
-    """Measure a cell's forms in turn: for several tokens in one layer, else in as many of the
-    geometry's as fit expanded into ``most_bytes``. Raise ``InvalidArgument`` for an unknown one."""
+    """Measure a cell's forms in turn: for several tokens in one layer, else in as many layers as
+    fit expanded into ``most_bytes``. Raise ``InvalidArgument`` for an unknown geometry."""
     if cell.geometry not in GEOMETRIES:
         raise InvalidArgument(f"geometry {cell.geometry!r}; there are {', '.join(GEOMETRIES)}")
     geometry = GEOMETRIES[cell.geometry]

@@ -135,7 +135,7 @@ class TransformersPeer:
         """Make ``lengths[i]`` new tokens for prompt i with ``generate``, ``batch`` prompts at a
         time.
 
-        A batch is padded on the left and runs to its longest text; similar requests share one.
+        A batch is padded on the left and runs to its longest text, so similar requests share one.
         """
         self._check_requests(prompts, lengths, batch)
         order = sorted(range(len(prompts)), key=lambda index: (lengths[index], len(prompts[index])))

@@ -139,9 +139,9 @@ class Turn:
     whole: Spread
     """A run of the whole prompt, divided by these seconds, round by round."""
     peer: Spread | None
-    """Seconds of transformers; None: not measured."""
+    """The same of transformers; None: not measured."""
     equal: Mapping[str, str]
-    """Equal tokens and their number, by compared run."""
+    """Equal tokens out of how many, by the compared run."""
 
     @property
     def met(self) -> bool:

@@ -36,7 +36,7 @@ HISTORY = 2000
 TURN, ANSWER = 20, 16
 """Tokens of the second turn's prompt, and of each answer."""
 QUICK = 20
-"""Measurements of quick verbs for each of slow ones."""
+"""Measurements of a quick verb per measurement of a slow one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

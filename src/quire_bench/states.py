@@ -40,7 +40,7 @@ class Sizes:
     intervals: tuple[int, ...] = (0, 64, 256, 1024)
     """Tokens between checkpoints; 0: no automatic ones."""
     back: int = 100
-    """Distance of the longer short rewind."""
+    """Tokens of the longer one of the short rewinds."""
     places: int = 2
     """Random positions of further rewinds."""
     documents: int = 3
@@ -209,9 +209,9 @@ class Rewound:
     what: str
     position: int
     run_again: int
-    """Tokens run, with the one before ``position``, which every session runs for its logits."""
+    """Tokens run again, with the one before ``position``: every session runs it for logits."""
     announced: int
-    """Tokens to run again by the rewind's own result."""
+    """Tokens to run again, as the rewind returned them."""
     seconds: Spread
 
 

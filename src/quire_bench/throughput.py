@@ -38,7 +38,7 @@ BUDGET_SECONDS = 300.0
 SAMPLE_REQUESTS, SAMPLE_SCALE, SAMPLE_BATCH = 32, 0.05, 16
 """Sizes of the measurement that chooses the scale."""
 SLOWER = 3.0
-"""Ways of the peer slower by this factor than the best one in its trial run no rounds."""
+"""A way of the peer that is this many times slower than the best in trials runs no rounds."""
 
 QUIRE, STATIC, CONTINUOUS = "quire", "transformers, static batches", "transformers, continuous batching"
 RATIO = "time / quire"

@@ -7,8 +7,8 @@ behind the last one draft tokens and are not read. Sources: arXiv:2405.04434, ar
 
 A layer's parameters beyond ``models.tensor_names``: ``{}.qkv.weight`` (rows of queries or their
 latent, then the rows to store), ``{}.latent_norm.weight``, ``{}.kv_up.weight``; for a latent of
-queries ``{}.query_norm.weight``, ``{}.query_up.weight``; biases of ``{}.query_down`` and
-``{}.kv_down``.
+queries ``{}.query_norm.weight``, ``{}.query_up.weight``; with ``attention_bias``
+``{}.query_down.bias`` and ``{}.kv_down.bias``.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ def _trunk(config: AnyLatentConfig) -> dict[str, Place]:
 
 
 def latent_mixture_ignorable_names(config: LatentMixtureConfig) -> IgnorableNames:
-    """Add names of drafting layers, and of the empty shared experts that transformers writes."""
+    """Add to the usual names those of drafting layers and of transformers' empty shared experts."""
     usual = ignorable_names(config)
     last = config.num_layers
     drafts = tuple(f"model.layers.{layer}." for layer in range(last, last + config.draft_layers))

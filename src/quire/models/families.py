@@ -59,7 +59,7 @@ class LoadedModel(Model, Protocol):
     config: dict[str, Any]
     """``config.json`` as it was read."""
     canonical_config: str
-    """Canonical JSON of what decides the logits, equal for all spellings of the same model."""
+    """Canonical JSON of the fields that decide the logits, equal for all spellings of a model."""
     places: NameTable
     """The checkpoint's tensor names and the parameter rows that they fill; empty if
     ``transformers`` loaded them."""
@@ -236,7 +236,7 @@ def is_foreign(values: Mapping[str, Any]) -> bool:
 
 
 def canonical_of(values: Mapping[str, Any], max_model_len: int | None) -> str:
-    """Return canonical JSON of what decides the logits of the model in ``values`` (config.json)."""
+    """Return canonical JSON of the fields in ``values`` (config.json) that decide the logits."""
     if is_foreign(values):
         kept = {name: value for name, value in values.items() if name not in VOLATILE}
         return json.dumps({"fallback": kept}, sort_keys=True, separators=(",", ":"))

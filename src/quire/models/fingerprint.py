@@ -33,7 +33,8 @@ class ModelIdentity(Protocol):
     """The identity of a model. The first request may compute the digest of the weights."""
 
     def fields(self) -> Mapping[str, str]:
-        """Return ``architecture``, ``config``, ``weights``; K and V agree where all are equal."""
+        """Return ``architecture``, ``config``, ``weights``; equal ones mean exchangeable K and
+        V."""
         ...
 
 
@@ -43,7 +44,7 @@ class ModelFingerprint:
 
     architecture: str
     config: str
-    """SHA-256 (hex) of the canonical JSON of what decides the logits, without context and dtype."""
+    """SHA-256 (hex) of the canonical JSON that decides the logits, without context and dtype."""
     weights: str
     """XXH3-128 (hex) of the bytes of the safetensors files."""
 

@@ -1,7 +1,7 @@
 """Granite 4: Mamba-2 mixers, and attention in a few blocks, mostly without positions.
 
-An MLP for all tokens is alone or beside experts. Embeddings, scores, residual branches and logits
-have multipliers. Source: transformers and the models' cards.
+Each block has an MLP for all tokens, alone or beside experts. Embeddings, scores, residual branches
+and logits have multipliers. Source: transformers and the models' cards.
 
 Letters: T tokens, E model width.
 """

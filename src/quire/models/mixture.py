@@ -93,7 +93,7 @@ def mixture_mlp(config: MixtureConfig, layer: int, parameters: Parameters) -> Fe
 
 
 def router(config: MixtureConfig, layer: int, parameters: Parameters) -> Router:
-    """Build a router of ``{layer}.router``: ``.weight [X, E]``, maybe ``.bias``,
+    """Build a router: ``{layer}.router.weight [X, E]``, maybe ``.bias [X]``,
     ``.correction [X]``."""
     name = f"{layer}.router"
     return Router(

@@ -187,7 +187,7 @@ def _unzipped(data: bytes, source: str) -> PackedAdapter:
 
 
 def _member(archive: zipfile.ZipFile, info: zipfile.ZipInfo, source: str, limit: int) -> bytes:
-    """Return a file of an archive; raise ``CheckpointError`` above ``limit`` bytes."""
+    """Return an archive's file of at most ``limit`` bytes by its entry, which bounds the read."""
     if info.file_size > limit:
         raise CheckpointError(f"{source}: {shown(info.filename)} has {info.file_size} bytes; expected at most {limit}")
     if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):

@@ -73,7 +73,7 @@ class Probe:
     logits_TV: Tensor
 
     def compare(self, model: Model) -> None:
-        """Raise ``Unsupported`` unless ``model``, run in pieces of a batch, gives these logits."""
+        """Raise ``Unsupported`` unless ``model`` gives these logits piece by piece in a batch."""
         device = self.logits_TV.device
         stored = ProbeCache(self.specs, device)
         ids = torch.tensor(self.tokens, device=device)

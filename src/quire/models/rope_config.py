@@ -77,7 +77,8 @@ def read_rope(
     and RoPE has all columns.
 
     Raise ``Unsupported`` with the name of a scaling or parameter that is not computed, and
-    ``CheckpointError`` if a parameter is missing or out of range, or if the spellings disagree.
+    ``CheckpointError`` if a parameter is missing or out of range, or if two spellings disagree: the
+    one used in training is unknown.
     """
     if max_model_len is not None and max_model_len < 1:
         raise InvalidArgument(f"max_model_len {max_model_len}; at least 1 is needed")
