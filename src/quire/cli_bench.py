@@ -81,7 +81,7 @@ def bench_throughput(
 ) -> None:
     """Measure tokens per second of many requests, beside a peer's continuous and static batches.
 
-    It takes minutes. Fewer requests make it short: --requests 32 --scale 0.1 --rounds 1.
+    It takes minutes. Smaller numbers make it short: --requests 32 --scale 0.1 --rounds 1.
     """
     with _measuring():
         from quire_bench.throughput import run_throughput

@@ -36,7 +36,7 @@ class QuireError(Exception):
         state = dict(self.__dict__)
         try:
             pickle.dumps(self.given)
-        except Exception:  # any exception of the value
+        except Exception:  # the value may raise anything
             state["given"] = _shown(self.given)
         return type(self), self.args, state
 

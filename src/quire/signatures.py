@@ -182,7 +182,7 @@ def _any_of(checks: Sequence[Check]) -> Check:
                 return one(value)
             except _Mismatch as error:
                 found.append(str(error))
-        # Report the longest message: a list's names the wrong item.
+        # Report the longest message: that of a list names the wrong item.
         raise _Mismatch(max(found, key=len))
 
     return _named(check, " or ".join(str(one.__doc__) for one in checks))

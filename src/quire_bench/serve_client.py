@@ -134,7 +134,7 @@ class ServeClient:
         """Yield an answer's body in pieces as they come. Close it (``aclosing``) to hang up."""
         connection: _Connection | None = None
         ended = False
-        # Each wait has its own timeout, which must not interrupt the caller's code between pieces.
+        # The deadline covers each wait alone: it must not interrupt the caller between pieces.
         deadline = asyncio.get_running_loop().time() + self._timeout
         try:
             async with asyncio.timeout_at(deadline):

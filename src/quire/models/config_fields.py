@@ -208,7 +208,7 @@ class ConfigFields:
     def expect(self, name: str, *accepted: object) -> None:
         """Raise ``Unsupported`` unless the field is missing, null or one of ``accepted``."""
         value = self.get(name)
-        # Python's True equals 1; in a configuration it does not.
+        # In Python True equals 1; in a configuration they differ.
         if value is None or any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in accepted):
             return
         expected = " or ".join(json.dumps(one) for one in (*accepted, None))

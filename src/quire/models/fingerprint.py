@@ -33,8 +33,7 @@ class ModelIdentity(Protocol):
     """The identity of a model. The first request may compute the digest of the weights."""
 
     def fields(self) -> Mapping[str, str]:
-        """Return ``architecture``, ``config``, ``weights``; equal ones mean exchangeable K and
-        V."""
+        """Return ``architecture``, ``config``, ``weights``; equal values mean equal K and V."""
         ...
 
 

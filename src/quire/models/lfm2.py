@@ -72,7 +72,7 @@ def read_lfm2_config(values: Mapping[str, Any], max_model_len: int | None = None
             values[new] = values.pop(old)
     fields = ConfigFields(values)
     geometry = read_geometry(fields, "Lfm2ForCausalLM", "lfm2", max_model_len, kv_heads_required=True)
-    # No code reads these; transformers computes them in any case.
+    # transformers does not read these fields; it always computes the accepted values.
     fields.expect("block_use_swiglu", True)
     fields.expect("use_pos_enc", True)
     for name in ("block_dim", "conv_dim", "conv_dim_out"):

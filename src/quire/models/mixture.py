@@ -93,8 +93,8 @@ def mixture_mlp(config: MixtureConfig, layer: int, parameters: Parameters) -> Fe
 
 
 def router(config: MixtureConfig, layer: int, parameters: Parameters) -> Router:
-    """Build a router: ``{layer}.router.weight [X, E]``, maybe ``.bias [X]``,
-    ``.correction [X]``."""
+    """Build a layer's router from ``{layer}.router.weight [X, E]`` and, if there are any,
+    ``.bias [X]`` and ``.correction [X]``."""
     name = f"{layer}.router"
     return Router(
         parameters[f"{name}.weight"],

@@ -154,7 +154,7 @@ def _header_of(data: bytes, source: str) -> dict[str, Any]:
 
 
 def _unzipped(data: bytes, source: str) -> PackedAdapter:
-    # Each entry of the directory begins so. Count them first: parsing many would take too long.
+    # Each entry of the archive's directory begins so. Count before parsing, which could take long.
     if len(list(islice(re.finditer(rb"PK\x01\x02", data), MAX_MEMBERS + 1))) > MAX_MEMBERS:
         raise CheckpointError(
             f"{source} is a zip archive of more than {MAX_MEMBERS} files; expected those of one adapter"
