@@ -387,7 +387,7 @@ class OperationMetrics:
             self._last_operation = self._clock()
 
     def record_decode(self, num_sequences: int, seconds: float, tokens: int) -> None:
-        """Record a completed call for ``num_sequences`` >= 1, with ``seconds`` and ``tokens``.
+        """Record a completed call for ``num_sequences`` >= 1: ``seconds``, and ``tokens`` in all.
 
         A decode step generates 1 token per sequence, a speculative call 1 + accepted, a verify 1.
         """

@@ -180,7 +180,7 @@ def _experts(fields: ConfigFields, *, renormalise: bool) -> dict[str, Any]:
 
 
 def _config(fields: ConfigFields, trunk: DecoderConfig, *, interleaved: bool) -> DeltaConfig:
-    """Complete it; by default each ``full_attention_interval``-th block (4) has attention."""
+    """Complete the values; by default each ``full_attention_interval``-th block (4) attends."""
     # transformers does not read these fields; it always computes the accepted values.
     fields.expect("attn_output_gate", True)
     fields.expect("mamba_ssm_dtype", "float32")
