@@ -83,7 +83,7 @@ def __getattr__(name: str) -> Any:
     if name in _LAZY:
         try:
             module = import_module(_LAZY[name])
-        except AttributeError as error:  # `from quire import` would say that there is no such name
+        except AttributeError as error:  # `from quire import` would report a missing name
             raise ImportError(f"{_LAZY[name]} cannot be imported: {error}") from error
         return getattr(module, name)
     raise AttributeError(f"module 'quire' has no attribute {name!r}")

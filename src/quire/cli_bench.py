@@ -1,4 +1,4 @@
-"""``quire bench``: the command line of the package ``quire_bench``, which measures."""
+"""``quire bench``: the command line of the benchmarks in the package ``quire_bench``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ bench_app = typer.Typer(
 
 @contextmanager
 def _measuring() -> Iterator[None]:
-    """Say in a sentence that ``quire_bench``, which the block imports, is not installed."""
+    """Report in a sentence that ``quire_bench``, which the block imports, is not installed."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -44,7 +44,7 @@ def bench_latency(
     peer: Annotated[str, typer.Option(help="Compare with: none, transformers.")] = "none",
     **options: Any,
 ) -> None:
-    """Prefill and decode speed, with what the hardware could do and a peer in the same run."""
+    """Measure prefill and decode speed beside the hardware's peak and a peer, in one run."""
     with _measuring():
         from quire_bench.latency import run_latency
 
@@ -79,9 +79,9 @@ def bench_throughput(
     seed: Annotated[int, typer.Option(help="Of the random lengths and tokens.")] = 0,
     **options: Any,
 ) -> None:
-    """Tokens a second of many requests at once, against a peer's continuous and static batches in the same run.
+    """Measure tokens per second of many requests, beside a peer's continuous and static batches.
 
-    It takes minutes; fewer --requests, a small --scale and --rounds 1 make it short, as in --requests 32 --scale 0.1 --rounds 1.
+    It takes minutes. Smaller numbers make it short: --requests 32 --scale 0.1 --rounds 1.
     """
     with _measuring():
         from quire_bench.throughput import run_throughput
@@ -107,7 +107,7 @@ def bench_state(
     rounds: Annotated[int, typer.Option(help="Repetitions of what is slow; quick verbs have 20 times as many.")] = 5,
     **options: Any,
 ) -> None:
-    """What fork, copy, rewind, save, restore and a second chat turn cost; for a bundled model the start-up too."""
+    """Measure fork, copy, rewind, save, restore and a second turn; start-up of bundled models."""
     with _measuring():
         from quire_bench.state import run_state, start_rows
     from quire.models.catalogue import bundled_models
@@ -155,7 +155,7 @@ def bench_serve(
     rounds: Annotated[int, typer.Option(help="Rounds; with a peer they are interleaved.")] = 1,
     seed: Annotated[int, typer.Option(help="Of lengths, arrivals and tokens.")] = 0,
 ) -> None:
-    """Load a server: tokens a second, time to the first token, between tokens and to the end, by percentiles."""
+    """Load a server: tokens per second, and percentiles of times to first, next and last token."""
     with _measuring():
         from quire_bench.serve_load import run_serve
 

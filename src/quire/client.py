@@ -1,8 +1,7 @@
-"""What clients of a server share: its address, its refusals, the events of its streams.
+"""The common parts of a server's clients: its address, its errors, the events of its streams.
 
-Standard library only.
-
-Source of the format of events: the HTML standard, "Server-sent events", section "Interpreting an event stream".
+Standard library only. Source of the format of events: the HTML standard, "Server-sent events",
+section "Interpreting an event stream".
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ DONE = "[DONE]"
 
 
 class HttpFailure(QuireError):
-    """An answer with a status of 400 or above. ``status`` holds it, ``param`` and ``code`` what OpenAI's error object says."""
+    """An answer of ``status`` 400 or above; ``param`` and ``code`` are those of OpenAI's error."""
 
     def __init__(self, message: str, status: int = 0, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -27,12 +26,12 @@ class HttpFailure(QuireError):
 
 
 class BrokenAnswer(QuireError, ConnectionError):
-    """An answer that ended early or is not HTTP/1.1, JSON or a stream of events, or an error inside of a stream."""
+    """An answer cut short, or not in HTTP/1.1, JSON or event form, or an error inside a stream."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerAddress:
-    """Where a server is: ``http://host[:port][/prefix]``."""
+    """The address of a server: ``http://host[:port][/prefix]``."""
 
     tls: bool
     host: str
@@ -42,7 +41,7 @@ class ServerAddress:
 
     @classmethod
     def parse(cls, url: str) -> ServerAddress:
-        """``http://localhost:8000``, with or without ``/v1`` at its end. ``InvalidArgument`` for anything else."""
+        """Parse ``http://localhost:8000`` or ``.../v1``; raise ``InvalidArgument`` for others."""
         try:
             parts = urlsplit(url)
             port = parts.port
@@ -58,13 +57,13 @@ class ServerAddress:
 
     @property
     def authority(self) -> str:
-        """As the Host header has it."""
+        """The address in the form of the Host header."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return host if self.port == (443 if self.tls else 80) else f"{host}:{self.port}"
 
 
 def check_key(api_key: str | None) -> str | None:
-    """The key, if a header can hold it; else ``InvalidArgument``."""
+    """Return the key; raise ``InvalidArgument`` if a header cannot hold it."""
     if api_key is not None and not (api_key and api_key.isascii() and api_key.isprintable()):
         raise InvalidArgument(
             "api_key holds nothing, or characters that a header cannot hold; printable ASCII is accepted"
@@ -73,7 +72,7 @@ def check_key(api_key: str | None) -> str | None:
 
 
 def failure(status: int, body: bytes) -> HttpFailure:
-    """What an answer with an error status says, in OpenAI's shape or any other."""
+    """Return an error answer as an exception, from OpenAI's shape or any other."""
     try:
         found = json.loads(body)["error"]
         message, param, code = str(found["message"]), found.get("param"), found.get("code")
@@ -83,14 +82,14 @@ def failure(status: int, body: bytes) -> HttpFailure:
 
 
 class EventParser:
-    """Bytes of a ``text/event-stream``, in any pieces, into the data of its events. Names, ids and comments are passed over."""
+    """Parses pieces of a ``text/event-stream`` into data; drops names, ids and comments."""
 
     def __init__(self) -> None:
         self._rest = b""
         self._data: list[str] = []
 
     def feed(self, piece: bytes) -> list[str]:
-        """The events that this piece completes."""
+        """Return the data of the events that this piece completes."""
         lines = (self._rest + piece).split(b"\n")
         self._rest = lines.pop()
         events: list[str] = []
@@ -106,7 +105,7 @@ class EventParser:
 
 
 def event_object(event: str) -> dict[str, Any]:
-    """One event's JSON object. ``BrokenAnswer`` if it is none, or an error that the server sent inside of the stream."""
+    """Return an event's JSON object; raise ``BrokenAnswer`` for others and for a server's error."""
     try:
         found = json.loads(event)
     except ValueError:

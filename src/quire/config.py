@@ -1,8 +1,8 @@
-"""Configuration: frozen values, checked when they are made, each field with its help text.
+"""Configuration: frozen values, checked when they are made, with a help text for each field.
 
-The CLI derives its options from these dataclasses and a YAML file maps onto them. What this release does not have is
-refused here by name, before a model is touched. What depends on the machine or on the model (whether a device is
-present, whether a length fits) is checked by whoever builds; nothing here imports torch.
+The CLI derives its options from these dataclasses, and a YAML file maps onto them. Options that
+this release lacks are refused here by name, before a model is touched. The builder checks what
+depends on machine or model (presence of a device, lengths). This module does not import torch.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from quire.signatures import require_bool
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 ATTENTION_BACKENDS = ("auto", "torch", "reference")
 CHAT_TEMPLATES = ("chatml", "plain")
-"""Chat templates that come with the package."""
+"""Chat templates in the package."""
 ATTENTION_TYPES = ("MultiHead", "MultiQuery", "GroupedQuery", "Flash", "Paged", "SlidingWindow")
 
 CUSTOM_FLAGS: tuple[str, ...] = ()
-"""Names that ``OptimizationConfig.custom_flags`` may have; none in this release."""
+"""Accepted names in ``OptimizationConfig.custom_flags``; none in this release."""
 EXECUTOR_OPTIONS = ("prefill_chunk_size", "modalities", "sliding_window_sink")
-"""Names that ``ExecutorConfig.executor_options`` may have: tokens of a prompt in one forward (an integer; <= 0: all), for which
-of "vision" and "audio" there is an encoder (a list), and how many first tokens a sequence with a window keeps."""
+"""Accepted names in ``ExecutorConfig.executor_options``: tokens of a prompt per forward (an
+integer; <= 0: all), a list of encoders ("vision", "audio"), first tokens that a window keeps."""
 EXECUTOR_TYPES = ("Sequential", "Batch", "ContinuousBatch", "Speculative", "PipelineParallel", "TensorParallel")
 MODALITIES = ("vision", "audio")
 
@@ -46,10 +46,10 @@ T = TypeVar("T")
 
 
 def parse_bytes(value: int | str, *, name: str = "size") -> int:
-    """A number of bytes: an integer >= 0, or a string like ``"4GiB"``, ``"1.5 GB"``, ``"4096"`` (rounded down).
+    """Parse bytes: an integer >= 0 or text like ``"4GiB"``, ``"1.5 GB"``, ``"4096"``; round down.
 
-    KiB to TiB are powers of 1024, KB to TB powers of 1000, in any case; "4G" could be either and is refused.
-    ``name`` is how the error calls the value. Raises ``InvalidArgument``.
+    KiB to TiB are powers of 1024 and KB to TB of 1000, in any case; "4G" is ambiguous and refused.
+    Raise ``InvalidArgument``, which calls the value ``name``.
     """
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value
@@ -62,7 +62,7 @@ def parse_bytes(value: int | str, *, name: str = "size") -> int:
 
 
 def named_paths(value: object) -> dict[str, str]:
-    """Names and where what they name is: a mapping, or strings like "NAME=WHERE". ``InvalidArgument`` for anything else."""
+    """Parse a mapping of names to paths, or "NAME=WHERE" texts; else raise ``InvalidArgument``."""
     allowed = "a mapping of names to directories, or a list of 'NAME=WHERE'"
     if isinstance(value, Mapping):
         pairs = list(value.items())
@@ -82,7 +82,7 @@ def named_paths(value: object) -> dict[str, str]:
 
 
 def field_help(cls: type[Any]) -> dict[str, str]:
-    """Field name to help text of a configuration dataclass, in order of definition."""
+    """Map the fields of a configuration dataclass to their help texts, in order of definition."""
     return {f.name: f.metadata["help"] for f in dataclasses.fields(cls)}
 
 
@@ -91,7 +91,8 @@ def field_help(cls: type[Any]) -> dict[str, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """The arguments of ``LLM(...)``. ``InvalidArgument`` for a bad value, ``Unsupported`` for what is not there yet."""
+    """The arguments of ``LLM(...)``. Bad values raise ``InvalidArgument``, and options that this
+    release lacks raise ``Unsupported``."""
 
     model: str = field(metadata={"help": "A bundled model, a local directory, or a Hugging Face id."})
     device: str = field(default="auto", metadata={"help": "auto, cpu, cuda, or cuda:N."})
@@ -230,9 +231,9 @@ class EngineConfig:
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> EngineConfig:
-        """From a mapping such as a YAML file's, with kebab-case or snake_case keys.
+        """Build from a mapping, such as a YAML file's, with kebab-case or snake_case keys.
 
-        Raises ``InvalidArgument`` for a key that is unknown or given in both forms, and for a missing ``model``.
+        Raise ``InvalidArgument`` for an unknown or repeated key, or if ``model`` is missing.
         """
         return _from_mapping(cls, mapping)
 
@@ -242,10 +243,10 @@ class EngineConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionConfig:
-    """How an executor attends.
+    """The attention of an executor.
 
-    ``attention_type``: MultiHead takes whatever sharing of heads the model has; MultiQuery and GroupedQuery demand it; Flash
-    and Paged demand what their flags enable; SlidingWindow lets each sequence keep its last tokens only.
+    ``attention_type``: MultiHead accepts the model's sharing of heads; MultiQuery and GroupedQuery
+    require it; Flash and Paged require their flags; SlidingWindow keeps a sequence's last tokens.
     """
 
     attention_type: str = field(default="MultiHead", metadata={"help": f"One of: {', '.join(ATTENTION_TYPES)}."})
@@ -279,7 +280,7 @@ class AttentionConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryConfig:
-    """Where an executor's memory comes from."""
+    """The memory of an executor."""
 
     enable_memory_pooling: bool = field(
         default=True, metadata={"help": "Take pages and scratch from one pool that is allocated beforehand."}
@@ -310,7 +311,7 @@ class MemoryConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizationConfig:
-    """How far an executor goes for speed. What no executor of this release does is refused when one is made."""
+    """Speed options of an executor. Its constructor refuses those that this release lacks."""
 
     enable_cuda_graphs: bool = field(default=False, metadata={"help": "Capture decode steps; not in this release."})
     enable_kernel_fusion: bool = field(default=True, metadata={"help": "Fuse kernels, if supported."})
@@ -334,10 +335,10 @@ class OptimizationConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ExecutorConfig:
-    """What an executor is made from.
+    """The parts of an executor.
 
-    ``model_info`` is a model as ``EngineConfig.model`` names it, or the metadata of one: any object with an integer
-    ``max_sequence_length``, against which the one asked for is checked here (for a name, when it is loaded).
+    ``model_info`` is a model as ``EngineConfig.model`` names it, or metadata with an integer
+    ``max_sequence_length``, which bounds the requested one (for a name, at loading).
     """
 
     model_info: object = field(metadata={"help": "The model: a name or directory, or the metadata of one."})
@@ -400,7 +401,7 @@ class ExecutorConfig:
             check_int("executor_options.sliding_window_sink", options["sliding_window_sink"], 0, window - 1)
 
     def _check_model(self) -> int | None:
-        """The model's longest sequence where ``model_info`` says it."""
+        """Return the model's longest sequence if ``model_info`` has it."""
         if isinstance(self.model_info, str | os.PathLike):
             _set_path(self, "model_info")
             return None
@@ -453,11 +454,11 @@ def _check_device(name: str, value: object) -> None:
         raise InvalidArgument(field=name, given=value, allowed="'auto', 'cpu', 'cuda' or 'cuda:N'")
 
 
-# These also put a value into its one form. A frozen dataclass lets its own __post_init__ do so in this way only.
+# These also normalise a value; a frozen dataclass can change its fields only in this way.
 
 
 def _set_path(config: object, name: str) -> None:
-    """A path object becomes a string."""
+    """Convert a path object to a string."""
     value = getattr(config, name)
     if isinstance(value, os.PathLike):
         value = os.fspath(value)
@@ -473,7 +474,7 @@ def _set_bytes(config: object, name: str) -> None:
 
 
 def _set_dtypes(config: object) -> None:
-    """``dtype`` and, where there is one, ``kv_dtype``; torch's own dtype objects are taken by their names."""
+    """Check ``dtype`` and, if there is one, ``kv_dtype``; convert torch's dtypes to names."""
     for name in ("dtype", "kv_dtype"):
         if not hasattr(config, name):
             continue
@@ -493,7 +494,7 @@ def _set_options(config: object, name: str, known: Sequence[str]) -> None:
     if unknown := [key for key in value if key not in known]:
         accepted = ", ".join(known) or "none in this release"
         raise InvalidArgument(f"{name} has no {unknown[0]!r}; accepted: {accepted}", field=name)
-    object.__setattr__(config, name, dict(value))  # a copy: the caller may change his
+    object.__setattr__(config, name, dict(value))  # the caller may change the original
 
 
 def _from_mapping(cls: type[T], mapping: Mapping[str, Any]) -> T:

@@ -1,4 +1,4 @@
-"""What this machine has and what Quire makes of it."""
+"""A report on this machine and on Quire's use of it."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class Finding:
     value: str
     ok: bool = True
     advice: str = ""
-    """What to do if it is not well."""
+    """The remedy if ``ok`` is false."""
 
 
 def versions() -> dict[str, str]:
-    """Versions of what matters for a result."""
+    """Return the versions of the packages that affect results."""
     found = {"quire": _version("quire"), "python": platform.python_version()}
     for name in ("torch", "numpy", "tokenizers", "safetensors", "transformers"):
         found[name] = _version(name)
@@ -41,7 +41,7 @@ def _version(name: str) -> str:
 
 
 def examine() -> list[Finding]:
-    """Look at everything; never raises for something that is missing."""
+    """Examine everything; report missing parts instead of raising."""
     findings = [Finding("versions", ", ".join(f"{name} {value}" for name, value in versions().items()))]
     python_ok = sys.version_info >= (3, 11)
     findings.append(
@@ -154,7 +154,7 @@ def _model_cache() -> Finding:
 
 
 def print_findings(findings: list[Finding]) -> None:
-    """A table on stdout."""
+    """Print a table on stdout."""
     table = folding_table("", "what", "found", "what to do", box=None)
     for finding in findings:
         table.add_row("ok" if finding.ok else "!!", finding.name, finding.value, "" if finding.ok else finding.advice)

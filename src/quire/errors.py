@@ -1,8 +1,8 @@
 """Every error that Quire raises on purpose.
 
-One rule for all of them: the message says what was given and what would be accepted, and the call that
-raised has changed nothing. The classes also derive from the builtin that a caller would expect, so
-``except ValueError`` works as it does with other engines.
+One rule holds for all: the message gives the value and the accepted ones, and the failed call has
+changed nothing. Each class also derives from the builtin that a caller expects, so
+``except ValueError`` works as with other engines.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from collections.abc import Sequence
 from typing import Any
 
 MAX_SHOWN = 500
-"""Characters of a value that a message repeats, at most."""
+"""Longest part of a value that a message repeats, in characters."""
 
 
 class QuireError(Exception):
-    """Base class; raised itself only when an internal invariant or the device broke.
+    """Base class; raised itself only for a broken internal invariant or device.
 
-    ``field`` is the argument that the error is about, as a dotted path ("structured_outputs.json",
-    "messages.3.content"); None if it is about none. ``given`` is its value, and ``allowed`` says what is
-    accepted in its place. The message is made of these three, unless there is one that says more.
+    ``field`` is the argument at fault as a dotted path ("structured_outputs.json",
+    "messages.3.content"), or None. ``given`` is its value and ``allowed`` describes the accepted
+    ones. The message is made of these three unless a fuller one is given.
     """
 
     def __init__(self, message: str = "", *, field: str | None = None, given: object = None, allowed: str = "") -> None:
@@ -28,15 +28,15 @@ class QuireError(Exception):
         self.field, self.given, self.allowed = field, given, allowed
 
     def about(self, what: str) -> None:
-        """Say in front of the message what it is about."""
+        """Put the subject in front of the message."""
         self.args = (f"{what}: {self}",)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Return what copies and pickles keep: of a value that has no pickle what is shown."""
+        """Return the parts for copies and pickles; replace a value without pickle by its text."""
         state = dict(self.__dict__)
         try:
             pickle.dumps(self.given)
-        except Exception:  # whatever the value raises
+        except Exception:  # the value may raise anything
             state["given"] = _shown(self.given)
         return type(self), self.args, state
 
@@ -46,7 +46,7 @@ class QuireError(Exception):
 
 
 class InvalidArgument(QuireError, ValueError):
-    """A malformed argument: shape, dtype, range, an id that exists already where a new one is needed."""
+    """A malformed argument: shape, dtype, range, or an existing id in place of a new one."""
 
 
 class AlreadyExists(InvalidArgument):
@@ -62,15 +62,15 @@ class FailedPrecondition(QuireError, RuntimeError):
 
 
 class ResourceExhausted(QuireError, MemoryError):
-    """Pages, capacity or the model's maximum length ran out; always raised before anything is written."""
+    """Pages, capacity or the model's maximum length ran out; raised before anything is written."""
 
 
 class PoolExhausted(ResourceExhausted):
-    """Others hold what the call needs, and nothing of it can be taken from them now; later the same call may succeed."""
+    """Others hold needed resources that cannot be taken now; the same call may succeed later."""
 
 
 class QuotaExceeded(ResourceExhausted):
-    """The caller holds as much as one may; the call can succeed once the caller has given something back."""
+    """The caller holds its maximum; the call can succeed after the caller frees something."""
 
 
 class Unsupported(QuireError, NotImplementedError):
@@ -78,7 +78,7 @@ class Unsupported(QuireError, NotImplementedError):
 
 
 class Cancelled(QuireError):
-    """The running call was cancelled; ``token_ids`` holds what had been sampled until then."""
+    """The running call was cancelled; ``token_ids`` holds the tokens sampled before."""
 
     def __init__(self, message: str, token_ids: Sequence[int] = ()) -> None:
         super().__init__(message)
@@ -90,15 +90,15 @@ class DataLoss(QuireError):
 
 
 class BlendLoadError(DataLoss):
-    """A layer that a blend retriever had promised could not be loaded."""
+    """Loading failed for a layer that a blend retriever had promised."""
 
 
 class CheckpointError(QuireError, ValueError):
-    """A model checkpoint that cannot be loaded: missing, misshapen, surplus or damaged tensors or files."""
+    """A model checkpoint with missing, misshapen, surplus or damaged tensors or files."""
 
 
 def _shown(value: object) -> str:
-    """Show a value in a message: tensors and arrays by shape, what has no form of its own by class."""
+    """Show a value in a message: tensors and arrays by shape, objects without repr by class."""
     if hasattr(value, "dtype") and hasattr(value, "shape"):
         return f"{type(value).__name__} {value.dtype} {list(value.shape)}"
     text = repr(value) if type(value).__repr__ is not object.__repr__ else type(value).__name__

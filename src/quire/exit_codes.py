@@ -1,4 +1,4 @@
-"""What can go wrong in a command, as one sentence on stderr and an exit code."""
+"""A command's failures as one sentence on stderr and an exit code."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from quire.errors import QuireError
 
 @contextmanager
 def one_sentence(options: Collection[str] = ()) -> Iterator[None]:
-    """Turn what can go wrong into an exit code and a line on stderr that names one of ``options``."""
+    """Turn an error into an exit code and a line on stderr that names one of ``options``."""
     try:
         yield
     except QuireError as error:
@@ -31,7 +31,7 @@ def one_sentence(options: Collection[str] = ()) -> Iterator[None]:
     except UnicodeError as error:
         _fail(f"text is not in the encoding of the terminal or pipe ({error}); PYTHONIOENCODING=utf-8 may help", 2)
     except BrokenPipeError:
-        _drop_output()  # whoever read it is gone
+        _drop_output()  # the reader is gone
         sys.exit(141)
     except OSError as error:
         reason = error.strerror or str(error) or type(error).__name__
@@ -44,7 +44,7 @@ def one_sentence(options: Collection[str] = ()) -> Iterator[None]:
 
 
 def _drop_output() -> None:
-    """Let what is still buffered for stdout go nowhere, so that the interpreter has nothing to complain about at exit."""
+    """Discard buffered output for stdout, so that the interpreter reports no error at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

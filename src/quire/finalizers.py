@@ -1,4 +1,4 @@
-"""What runs when nobody holds an object any more, and must not when the interpreter goes down."""
+"""Finalisers of unreferenced objects that do nothing at interpreter shutdown."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ T = TypeVar("T")
 
 
 def unless_exiting(method: Callable[Concatenate[T, P], None]) -> Callable[Concatenate[T, P], None]:
-    """Let a method do nothing once the interpreter goes down.
+    """Make a method do nothing once the interpreter shuts down.
 
-    Modules are emptied then. Where somebody still holds ``__main__``, as ``dill`` does, a program's
-    objects go last, and a finaliser finds None where functions and classes were. What it would give
-    back goes with the process.
+    Modules are emptied then. If a program's objects go last, because for example ``dill`` holds
+    ``__main__``, a finaliser finds None in place of functions and classes. The process frees all.
     """
     exiting = sys.is_finalizing  # in a closure, which outlives this module's names
 

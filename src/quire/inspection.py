@@ -1,4 +1,4 @@
-"""State files and rule tables, described for people and as JSON."""
+"""Descriptions of state files and rule tables, for people and as JSON."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from quire.tables import folding_table, print_tables
 
 
 def describe(path: Path) -> dict[str, Any]:
-    """What a state file holds, in JSON types; checksums and metadata have been verified. Raises as ``read_state``, and
-    ``InvalidArgument`` for a kind of file that is not known."""
+    """Return a state file's content in JSON types, with checksums and metadata verified. Raise
+    errors of ``read_state``, and ``InvalidArgument`` for an unknown kind of file."""
     with read_state(path) as file:
         check_metadata(file.metadata)
         metadata: Mapping[str, Any] = file.metadata
@@ -40,7 +40,7 @@ def describe(path: Path) -> dict[str, Any]:
 
 
 def _rows(metadata: Mapping[str, Any], path: Path) -> list[tuple[list[int], Mapping[str, Any]]]:
-    """The tokens, [] where they are not known, and the state of each sequence, {} where there is none."""
+    """Return each sequence's tokens ([] if unknown) and state ({} if it has none)."""
     if metadata["kind"] == "session":
         return [(metadata["tokens"], metadata["sequence"] or {})]
     sequences, tokens = metadata["rows"], metadata["tokens"]
@@ -55,7 +55,7 @@ def _sequence(tokens: list[int], sequence: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "num_tokens": len(tokens),
         "first_tokens": tokens[:16],
-        # Positions of which the layers of one class have rows.
+        # Ranges of positions with rows in the layers of one class.
         "positions_held": [
             {"layers": one["layers"], "ranges_start_stop": one["ranges"]} for one in sequence.get("held", [])
         ],
@@ -70,7 +70,7 @@ def _sequence(tokens: list[int], sequence: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rows_of(layer: Mapping[str, Any]) -> str:
-    """What an attention layer keeps of a token."""
+    """Describe an attention layer's state per token."""
     if layer["kind"] == "latent":
         kept = f"rows of {layer.get('row_dim')}, values of {layer['value_dim']}"
     else:
@@ -80,13 +80,13 @@ def _rows_of(layer: Mapping[str, Any]) -> str:
 
 
 def _states_of(layer: Mapping[str, Any]) -> str:
-    """What a recurrent layer keeps of a position."""
+    """Describe a recurrent layer's state per position."""
     shapes = (f"{'x'.join(map(str, one['shape']))} {one['dtype']}" for one in layer["states"])
     return f"recurrent, states of {' and '.join(shapes)}"
 
 
 def print_description(found: Mapping[str, Any]) -> None:
-    """Tables on stdout."""
+    """Print tables on stdout."""
     table = folding_table("", "", box=None, show_header=False, title=str(found["file"]))
     model = found["model"]
     table.add_row("kind", str(found["kind"]))
@@ -123,7 +123,7 @@ def print_description(found: Mapping[str, Any]) -> None:
 
 
 def print_capabilities(found: Mapping[str, Any], own: Combination, *, as_json: bool) -> None:
-    """What ``LLM.capabilities`` says and the rules of the model's own combination of layers, on stdout."""
+    """Print ``LLM.capabilities`` and the rules of the model's own combination of layers."""
     executor = None if found["executor"] is None else dataclasses.asdict(found["executor"])
     rules = rules_of(own)
     if as_json:
@@ -174,7 +174,7 @@ def print_capabilities(found: Mapping[str, Any], own: Combination, *, as_json: b
 
 
 def print_rules(*, markdown: bool) -> None:
-    """The whole rule table on stdout: as the page ``docs/rules.md``, or for the width of this terminal."""
+    """Print the whole rule table as the page ``docs/rules.md``, or for this terminal's width."""
     if markdown:
         print(rules_page(), end="")
     else:
@@ -182,7 +182,7 @@ def print_rules(*, markdown: bool) -> None:
 
 
 def rules_page() -> str:
-    """The text of ``docs/rules.md``."""
+    """Return the text of ``docs/rules.md``."""
     from quire.llm import ENGINE_REFUSALS
 
     return as_markdown(ENGINE_REFUSALS)

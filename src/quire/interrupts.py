@@ -1,16 +1,18 @@
-"""Signals that wait for a safe place: Ctrl-C takes effect between steps, never inside a change of the state.
+"""Delayed signals: Ctrl-C takes effect between steps, never inside a change of the state.
 
-Python runs a signal's handler on the main thread between any two bytecodes, so its exception may come out of any
-line: after pages are taken and before a sequence knows them. Inside ``SHIELD`` a signal is kept instead. Its handler
-runs when the outermost shielded block ends, or where the code inside says ``check()``: between two steps, between two
-forwards of a call, between two tensors of a file. There an exception means what an error of that step would mean, and the
-same ``finally`` clauses undo it. All signals with handlers written in Python are kept, so alarms that raise are safe too.
+Python runs a signal's handler on the main thread between any two bytecodes, so its exception may
+occur at any line: for example after pages are taken and before a sequence knows them. Inside
+``SHIELD`` a signal is kept. Its handler runs at the end of the outermost shielded block, or at a
+``check()`` in it: between two steps, two forwards of a call, or two tensors of a file. An exception
+there acts like an error of that step, and the same ``finally`` clauses undo the step. All signals
+with Python handlers are kept, so alarms that raise are safe too.
 
-Who changes the state takes a ``Lock``, whose holder is shielded; so nobody can forget it. A verb that hands something
-over between two locked parts is ``uninterrupted`` as a whole. Code of users inside (logits processors) runs in ``exposed``.
+Code that changes the state takes a ``Lock``, which shields its holder, so the shield cannot be
+forgotten. A verb that passes something between two locked parts is ``uninterrupted`` as a whole.
+User code inside (logits processors) runs in ``exposed``.
 
-Other threads run no handlers: for them nothing here does anything. What cannot be kept: an exception that another thread
-injects (``PyThreadState_SetAsyncExc``), a debugger that quits, and SIGKILL.
+Other threads run no handlers, so for them this module does nothing. It cannot keep exceptions
+injected by another thread (``PyThreadState_SetAsyncExc``), a debugger's quit, or SIGKILL.
 """
 
 from __future__ import annotations
@@ -29,30 +31,30 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 POLL_SECONDS = 0.05
-"""How often the main thread looks for signals while it waits for a lock or an event."""
+"""Interval at which the main thread looks for signals while it waits for a lock or an event."""
 
 _SIGNALS = sorted(int(number) for number in _signal.valid_signals())
 
 
 class Shield:
-    """The state of the process's only shield, ``SHIELD``. Reentrant; ``with SHIELD:`` costs a few microseconds, inside of another
-    one a fraction of one."""
+    """The process's only shield, ``SHIELD``. It is reentrant. ``with SHIELD:`` costs a few
+    microseconds, or a fraction of one inside another."""
 
     __slots__ = ("_depth", "_exposed", "_handlers", "_keeper", "_seen", "_taken", "_waiting")
 
     def __init__(self) -> None:
         self._depth = 0
-        """Blocks that the main thread is inside of."""
+        """Number of shielded blocks around the main thread's code."""
         self._exposed = 0
-        """The depth at which signals are not kept: outside of all blocks, or where code of a user runs."""
+        """The depth at which signals are not kept: outside all blocks, or in user code."""
         self._handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
-        """Whose place ours has taken, or had: what is kept goes to them."""
+        """Handlers that ours has replaced, now or before; they get the kept signals."""
         self._seen: list[object] = []
         """The handlers of all signals as they were found last."""
         self._taken: list[tuple[int, Callable[[int, FrameType | None], Any]]] = []
         """Those of them that are written in Python, by number."""
         self._waiting: deque[int] = deque()
-        self._keeper = self._keep  # one object, to know it again
+        self._keeper = self._keep  # one object, for comparison by identity
 
     def __enter__(self) -> Self:
         if get_ident() == threading.main_thread().ident:
@@ -67,7 +69,7 @@ class Shield:
         self.leave()
 
     def leave(self, *, deliver: bool = True) -> None:
-        """The end of a block. Without ``deliver`` signals go on waiting: in a finaliser their exceptions would be lost."""
+        """End a block. ``deliver=False`` lets signals wait: a finaliser loses exceptions."""
         if get_ident() == threading.main_thread().ident:
             self._depth -= 1
             if not self._depth:
@@ -77,16 +79,16 @@ class Shield:
 
     @property
     def outermost(self) -> bool:
-        """Whether the main thread is inside of one block and not of several."""
+        """Whether exactly one block surrounds the main thread."""
         return self._depth == self._exposed + 1
 
     def check(self) -> None:
-        """Run the handlers of the signals that wait, here."""
+        """Run the handlers of the waiting signals here."""
         if self._waiting and get_ident() == threading.main_thread().ident:
             self._deliver()
 
     def expose(self, function: Callable[[], R]) -> R:
-        """Call code of a user, in which signals are not kept."""
+        """Call user code, in which signals are not kept."""
         if not self._depth or get_ident() != threading.main_thread().ident:
             return function()
         before, self._exposed = self._exposed, self._depth
@@ -97,7 +99,7 @@ class Shield:
             self._exposed = before
 
     def _keep(self, number: int, frame: FrameType | None) -> None:
-        """The handler in the place of all others."""
+        """Handle a signal in place of its own handler: keep it, or deliver it outside blocks."""
         self._waiting.append(number)
         if not self._depth:
             # Between the first line of a block and its end: nothing has begun, or all is done.
@@ -106,7 +108,7 @@ class Shield:
             self._deliver()
 
     def _install(self) -> None:
-        # This runs at each verb, and hardly ever finds others than the time before.
+        # This runs at each verb and hardly ever finds other handlers than last time.
         if (found := list(map(_signal.getsignal, _SIGNALS))) != self._seen:
             self._taken = [
                 (number, handler)
@@ -120,7 +122,7 @@ class Shield:
 
     def _restore(self) -> None:
         for number, handler in self._handlers.items():
-            # Who has put another one there inside of the block keeps it.
+            # A handler installed inside the block stays.
             if _signal.getsignal(number) is self._keeper:
                 _signal.signal(number, handler)
 
@@ -129,7 +131,7 @@ class Shield:
             return
         number = self._waiting.popleft()
         while number in self._waiting:
-            # Ctrl-C pressed again and again is one interrupt.
+            # Repeated Ctrl-C is one interrupt.
             self._waiting.remove(number)
         try:
             self._handlers[number](number, sys._getframe(1))
@@ -154,7 +156,7 @@ def uninterrupted(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def uninterrupted_verbs(*names: str) -> Callable[[type[R]], type[R]]:
-    """Let these methods of a class, which it may have from others, be ``uninterrupted``."""
+    """Make these methods of a class, inherited ones included, ``uninterrupted``."""
 
     def decorate(cls: type[R]) -> type[R]:
         for name in names:
@@ -165,19 +167,19 @@ def uninterrupted_verbs(*names: str) -> Callable[[type[R]], type[R]]:
 
 
 class Lock:
-    """A reentrant lock whose holder is shielded: a change made under it happens whole.
+    """A reentrant lock that shields its holder: a change made under it happens whole.
 
-    The main thread waits for it in pieces. A signal that comes meanwhile takes effect at once where the thread is in no other
-    shielded block, or with ``interruptible``; else when the lock's block ends.
+    The main thread waits for it in pieces. A signal during the wait takes effect at once outside
+    other shielded blocks or with ``interruptible``, else at the end of the lock's block.
     """
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self.interruptible = _Interruptible(self)
-        """``with lock.interruptible:`` is ``with lock:`` and a check point while it waits: for whom nothing is at stake yet."""
+        """``with lock.interruptible:`` is ``with lock:`` whose wait is a check point."""
 
     def acquire(self, blocking: bool = True, timeout: float = -1, *, checks: bool = False) -> bool:
-        """As of ``threading.RLock``; ``checks``: raise what a signal that comes meanwhile raises, and do not have it then."""
+        """Acquire as ``threading.RLock`` does; with ``checks`` a signal's error ends the wait."""
         SHIELD.__enter__()
         taken = False
         try:
@@ -198,13 +200,13 @@ class Lock:
         return True
 
     def release(self, *, deliver: bool = True) -> None:
-        """As of ``threading.RLock``; ``deliver`` as of ``Shield.leave``."""
+        """Release as ``threading.RLock`` does; ``deliver`` is that of ``Shield.leave``."""
         self._lock.release()
         SHIELD.leave(deliver=deliver)
 
     @property
     def owned(self) -> bool:
-        """Whether this thread holds it."""
+        """Whether this thread holds the lock."""
         return self._lock._is_owned()  # type: ignore[attr-defined, no-any-return]
 
     def __enter__(self) -> Self:

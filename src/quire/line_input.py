@@ -1,6 +1,6 @@
-"""Lines that a person types, or that a pipe brings.
+"""Lines from a person or a pipe.
 
-On a terminal they can be edited, recalled and completed, by ``readline``.
+On a terminal ``readline`` lets them be edited, recalled and completed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import TypeAlias
 
 Complete: TypeAlias = Callable[[str], Iterable[str]]
-"""From a line up to the cursor to what its last word could become."""
+"""A function from the line up to the cursor to completions of its last word."""
 
 HISTORY_LENGTH = 1000
 
@@ -29,9 +29,9 @@ class LineInput:
         self._readline = _readline() if is_typed() and sys.stdout.isatty() else None
 
     def read(self, prompt: str) -> str:
-        """Return the next line. A pipe sees no prompt.
+        """Return the next line. Show no prompt to a pipe.
 
-        ``EOFError`` at the end, ``KeyboardInterrupt`` for Ctrl-C.
+        Raise ``EOFError`` at the end and ``KeyboardInterrupt`` for Ctrl-C.
         """
         if self._readline is not None:
             return input(prompt)
@@ -57,13 +57,13 @@ class LineInput:
         if (readline := self._readline) is not None:
             readline.set_completer(None)
             if (file := history_file()) is not None:
-                with suppress(OSError):  # a chat is not spoiled by a home that cannot be written
+                with suppress(OSError):  # a chat goes on without a writable home
                     file.parent.mkdir(parents=True, exist_ok=True)
                     file.touch(mode=0o600)
                     readline.write_history_file(file)
 
     def _completion(self, word: str, state: int) -> str | None:
-        """Return the candidate of this number, as ``readline`` asks for them."""
+        """Return candidate number ``state`` for ``readline``."""
         assert self._readline is not None
         if state == 0:
             line = self._readline.get_line_buffer()[: self._readline.get_endidx()]
@@ -77,9 +77,9 @@ def is_typed() -> bool:
 
 
 def history_file() -> Path | None:
-    """Return where lines are remembered: ``QUIRE_HISTORY``, or a file among the user's state.
+    """Return the history's file: ``QUIRE_HISTORY``, or a file in the user's state directory.
 
-    None, for nowhere, if that variable is empty.
+    Return None if that variable is empty.
     """
     named = os.environ.get("QUIRE_HISTORY")
     if named is not None:
@@ -89,12 +89,12 @@ def history_file() -> Path | None:
 
 
 def paths(beginning: str) -> list[str]:
-    """Return the files and folders whose names begin so, folders with a slash."""
+    """Return the paths with this beginning, folders with a slash at the end."""
     return [found + "/" if os.path.isdir(found) else found for found in glob.glob(glob.escape(beginning) + "*")]
 
 
 def _readline() -> ModuleType | None:
-    """Return the module, which not every Python has. Once it is imported, ``input`` uses it."""
+    """Return the module, or None if Python lacks it. Once it is imported, ``input`` uses it."""
     try:
         import readline
     except ImportError:

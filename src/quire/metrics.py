@@ -1,8 +1,8 @@
-"""What is counted and measured: the engine's metrics, and those of an executor's operations.
+"""Metrics of the engine, and of an executor's operations.
 
-The engine's carry vLLM's names with the prefix ``quire:``, so that existing dashboards need only the prefix changed.
-Nothing here depends on a metrics library: ``collect`` gives families (name, type, help, samples) in the Prometheus
-data model, to be written out by whoever serves them.
+The engine's have vLLM's names with the prefix ``quire:``, so dashboards need only another prefix.
+This module needs no metrics library: ``collect`` returns families (name, type, help, samples) in
+the Prometheus data model, and a server writes them out.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from quire.errors import InvalidArgument
 
 MetricType: TypeAlias = Literal["counter", "gauge", "histogram"]
 
-# vLLM's buckets, in seconds. Between tokens three finer ones: small models decode faster than vLLM's first, 10 ms.
+# vLLM's buckets in seconds. Three finer ones between tokens: small models are faster than 10 ms.
 FIRST_TOKEN_BUCKETS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
     *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
@@ -52,7 +52,7 @@ REFUSAL_ERRORS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One number under its full name, as Prometheus has it (``..._bucket``, ``..._sum``, ``..._count``)."""
+    """A number with its full Prometheus name (``..._bucket``, ``..._sum``, ``..._count``)."""
 
     name: str
     labels: tuple[tuple[str, str], ...] = ()
@@ -76,7 +76,7 @@ class MetricFamily:
 
 
 class Counter:
-    """A number that only grows. All metrics are thread-safe; those of one engine share a lock, for a consistent view."""
+    """A growing number. All metrics are thread-safe; one engine's share a lock for consistency."""
 
     type: MetricType = "counter"
 
@@ -90,7 +90,7 @@ class Counter:
         return self._value
 
     def inc(self, amount: float = 1.0) -> None:
-        """Add ``amount`` >= 0, else ``InvalidArgument``."""
+        """Add a finite ``amount`` >= 0; raise ``InvalidArgument`` for others."""
         _check_number(self.name, "amount", amount, non_negative=True)
         with self._lock:
             self._value += amount
@@ -100,7 +100,7 @@ class Counter:
 
 
 class LabelledCounter:
-    """A counter for each value of one label. The values are known beforehand, and start at 0."""
+    """A counter for each value of one label. The values are known beforehand and start at 0."""
 
     type: MetricType = "counter"
 
@@ -112,7 +112,7 @@ class LabelledCounter:
         self._values = dict.fromkeys(values, 0.0)
 
     def inc(self, label_value: str, amount: float = 1.0) -> None:
-        """Add ``amount`` >= 0 to one of the known label values, else ``InvalidArgument``."""
+        """Add ``amount`` >= 0 to a known label value; raise ``InvalidArgument`` for others."""
         if label_value not in self._values:
             raise InvalidArgument(
                 f"{self.name} has no {self.label} {label_value!r}; known: {', '.join(map(repr, self._values))}"
@@ -142,7 +142,7 @@ class Gauge:
         return self._value
 
     def set(self, value: float) -> None:
-        """Replace the value by a finite one, else ``InvalidArgument``."""
+        """Replace the value; raise ``InvalidArgument`` unless the new one is finite."""
         _check_number(self.name, "value", value)
         with self._lock:
             self._value = float(value)
@@ -152,7 +152,7 @@ class Gauge:
 
 
 class Histogram:
-    """Counts of observations up to each bound (inclusive), with their sum. ``buckets``: ascending finite upper bounds."""
+    """Counts of values up to each of ``buckets`` (ascending, finite, inclusive), and a sum."""
 
     type: MetricType = "histogram"
 
@@ -165,7 +165,7 @@ class Histogram:
         self._sum = 0.0
 
     def observe(self, value: float) -> None:
-        """Count a finite ``value``, else ``InvalidArgument``."""
+        """Count ``value``; raise ``InvalidArgument`` unless it is finite."""
         _check_number(self.name, "value", value)
         with self._lock:
             self._counts[bisect_left(self.buckets, value)] += 1
@@ -185,7 +185,7 @@ Metric: TypeAlias = Counter | LabelledCounter | Gauge | Histogram
 
 
 class EngineMetrics:
-    """Everything that an engine counts. Attributes are the names without prefix and unit: ``metrics.forks.inc()``."""
+    """All metrics of an engine by their names without prefix and unit: ``metrics.forks.inc()``."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -194,7 +194,7 @@ class EngineMetrics:
         self._define_state()
 
     def _define_requests(self) -> None:
-        """The names that vLLM has."""
+        """Define the metrics that vLLM has too."""
         self.num_requests_running = self._gauge("num_requests_running", "Requests in the running batch.")
         self.num_requests_waiting = self._gauge("num_requests_waiting", "Requests waiting to be admitted.")
         self.kv_cache_usage = self._gauge(
@@ -222,7 +222,7 @@ class EngineMetrics:
         )
 
     def _define_state(self) -> None:
-        """What the state's own verbs count."""
+        """Define the metrics of the state's own verbs."""
         self.forks = self._counter("forks_total", "Sequences made by forking.")
         self.rewinds = self._counter("rewinds_total", "Rewinds of sequences.")
         self.tokens_replayed = self._counter(
@@ -278,7 +278,7 @@ class EngineMetrics:
         return metric
 
     def collect(self) -> list[MetricFamily]:
-        """All metrics at one moment, histograms with their buckets (cumulative, as Prometheus wants them)."""
+        """Return all metrics at one moment, histograms with Prometheus' cumulative buckets."""
         with self._lock:
             return [
                 MetricFamily(name=metric.name, type=metric.type, help=metric.help, samples=metric._samples())
@@ -286,10 +286,10 @@ class EngineMetrics:
             ]
 
     def snapshot(self) -> dict[str, float]:
-        """All numbers at one moment, by full name.
+        """Return all numbers at one moment by full name.
 
-        A labelled counter has its sum under the plain name beside ``name{label="value"}``; a histogram has
-        ``name_sum`` and ``name_count`` (``collect`` has its buckets).
+        A labelled counter has its sum under the plain name beside ``name{label="value"}``; a
+        histogram has ``name_sum`` and ``name_count``. Buckets are only in ``collect``.
         """
         values: dict[str, float] = {}
         for family in self.collect():
@@ -306,9 +306,9 @@ class EngineMetrics:
 
 
 def percentile(values: Sequence[float], q: float) -> float:
-    """The ``q`` quantile (0 <= q <= 1) of ``values``, linearly interpolated between order statistics; 0.0 of none.
+    """Return the ``q`` quantile (0 <= q <= 1) of ``values`` by linear interpolation; 0.0 of none.
 
-    The default method of numpy: rank ``q * (n - 1)``, so that ``percentile(range(1, 11), 0.99)`` is 9.91.
+    This is numpy's default, rank ``q * (n - 1)``: ``percentile(range(1, 11), 0.99)`` is 9.91.
     """
     if not 0.0 <= q <= 1.0:
         raise InvalidArgument(f"q must be in [0, 1], got {q}")
@@ -323,7 +323,7 @@ def percentile(values: Sequence[float], q: float) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperationSummary:
-    """Measured figures of the operations so far; latencies in milliseconds, 0.0 where there are no samples."""
+    """Figures of the operations so far; latencies in milliseconds, 0.0 without samples."""
 
     prefill_operations: int = 0
     decode_operations: int = 0
@@ -332,11 +332,11 @@ class OperationSummary:
     p95_prefill_latency: float = 0.0
     p95_decode_latency: float = 0.0
     throughput_tps: float = 0.0
-    """Tokens generated in a busy second, prefill included in the busy time."""
+    """Tokens generated per busy second; the busy time includes prefill."""
     batch_utilization: float = 0.0
-    """Mean number of sequences in a decode call, relative to the largest batch."""
+    """Mean number of sequences in a decode call, divided by the largest batch."""
     last_operation: float | None = None
-    """Monotonic time, in seconds, when the last operation completed."""
+    """Monotonic time in seconds at the end of the last operation."""
 
 
 class _Latencies:
@@ -361,9 +361,9 @@ class _Latencies:
 class OperationMetrics:
     """Counts and times an executor's operations; thread-safe.
 
-    An operation is one sequence's prefill or one sequence's decode step: a batch of 8 counts 8, each with the
-    latency of the call. A verify or speculative call counts one decode. The executor records completed calls only, with
-    seconds taken around device-synchronised execution.
+    An operation is one sequence's prefill or decode step: a batch of 8 counts 8, each with the
+    call's latency. A verify or speculative call counts one decode. The executor records only
+    completed calls, with seconds of device-synchronised execution.
     """
 
     def __init__(self, max_batch_size: int, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -379,7 +379,7 @@ class OperationMetrics:
         self._last_operation: float | None = None
 
     def record_prefill(self, num_sequences: int, seconds: float) -> None:
-        """One completed call that ran the prompts of ``num_sequences`` >= 1 sequences in ``seconds``."""
+        """Record a completed call that ran prompts of ``num_sequences`` >= 1 in ``seconds``."""
         _check_operation(num_sequences, seconds, 0)
         with self._lock:
             self._prefill.add(num_sequences, seconds)
@@ -387,9 +387,9 @@ class OperationMetrics:
             self._last_operation = self._clock()
 
     def record_decode(self, num_sequences: int, seconds: float, tokens: int) -> None:
-        """One completed call for ``num_sequences`` >= 1 sequences in ``seconds``, which generated ``tokens`` in all.
+        """Record a completed call for ``num_sequences`` >= 1: ``seconds``, and ``tokens`` in all.
 
-        A decode step generates 1 for each sequence, a speculative call 1 + accepted, a bare verify 1.
+        A decode step generates 1 token per sequence, a speculative call 1 + accepted, a verify 1.
         """
         _check_operation(num_sequences, seconds, tokens)
         with self._lock:
@@ -400,7 +400,7 @@ class OperationMetrics:
             self._last_operation = self._clock()
 
     def summary(self) -> OperationSummary:
-        """All figures at one moment."""
+        """Return all figures at one moment."""
         with self._lock:
             mean_batch = self._decode.count / self._decode_calls if self._decode_calls else 0.0
             return OperationSummary(

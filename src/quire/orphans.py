@@ -1,4 +1,4 @@
-"""What is left behind by objects that are gone: sessions that were not closed, streams that were not ended, KV caches."""
+"""Work that is left when an object is garbage-collected: open sessions, running streams, KV caches."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ End = Callable[[], object]
 class Orphans:
     """Remembers what to call once an object is gone.
 
-    The garbage collector may come in the middle of anything, also between the bytecodes of a finaliser. ``watch`` lets it
-    append to a list only, in C, so that no signal can come between the object's end and the note of it. ``leave`` is for
-    finalisers: it ends at once what can be ended at once.
+    The garbage collector may run in the middle of anything, also between two bytecodes of a
+    finaliser. ``watch`` makes it append to a list only, in C, so that no signal comes between the
+    object's end and the note of it. ``leave`` is for finalisers: it ends at once what it can.
     """
 
     def __init__(self, lock: Lock, ready: Callable[[], bool] = lambda: True) -> None:
-        """``lock``: what the ends need. ``ready``: whether they can be called now by a thread that has it."""
+        """``lock``: what the ends need. ``ready``: whether a thread that has it can call them now."""
         self._lock = lock
         self._ready = ready
         self._ends: dict[weakref.ref[object], End] = {}
@@ -28,11 +28,14 @@ class Orphans:
         self._left: deque[End] = deque()
 
     def watch(self, owner: object, end: End) -> None:
-        """Let ``bury`` call ``end`` once ``owner`` is gone. ``end`` must not hold it, and may be called twice."""
+        """Let ``bury`` call ``end`` once ``owner`` is gone.
+
+        ``end`` must not hold the owner, and may be called twice.
+        """
         self._ends[weakref.ref(owner, self._gone.append)] = end
 
     def leave(self, end: End) -> None:
-        """Call ``end`` now if no thread is at work, which may be this very one; else the next ``bury`` does it."""
+        """Call ``end`` now if no thread is at work, this one included; else let ``bury`` call it."""
         self._left.append(end)
         if self._lock.owned or not self._lock.acquire(blocking=False):
             return
@@ -42,13 +45,16 @@ class Orphans:
             self._lock.release(deliver=False)
 
     def bury(self) -> bool:
-        """End what belongs to objects that are gone; return whether there was anything. Call it under the lock."""
+        """End what objects that are gone have left; return whether there was anything.
+
+        Call it under the lock.
+        """
         if not (self._gone or self._left) or not self._ready():
             return False
         found = False
         while self._gone:
             self._left.append(self._ends.pop(self._gone.popleft()))
         while self._left:
-            # An end says False where nothing was left to give back.
+            # An end returns False where nothing was left to give back.
             found |= self._left.popleft()() is not False
         return found

@@ -1,4 +1,4 @@
-"""What a request returns. No torch."""
+"""The results of a request. No torch."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class CompletionOutput:
     """All emitted tokens, a stop token or the tokens of a stop string included."""
     finish_reason: FinishReason | None
     stop_reason: str | int | None = None
-    """The stop string or stop token id that ended it, or "context" at the end of the context."""
+    """The stop string or stop token id at its end, or "context" at the end of the context."""
     cumulative_logprob: float | None = None
     logprobs: list[dict[int, Logprob]] | None = None
     """For each token: the chosen one and the most likely ones, by id."""
     error: str | None = None
-    """Why, if ``finish_reason`` is "error"."""
+    """The reason if ``finish_reason`` is "error"."""
     failure: QuireError | None = field(default=None, repr=False, compare=False)
-    """The same as an exception, for programs that raise it or look at its class."""
+    """The same as an exception, for programs that raise it or use its class."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,14 +69,14 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool = True
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-    """For each token of the prompt: itself and the most likely ones in its place, by id; None for the first token. None if
-    they were not asked for, or the prompt was not run to its end."""
+    """For each token of the prompt, itself and the likeliest in its place, by id (first: None).
+    None if not asked for, or if the prompt did not run to its end."""
     num_cached_tokens: int = 0
-    """Tokens of the prompt that did not have to be computed."""
+    """Prompt tokens with reused state."""
     num_replayed_tokens: int = 0
-    """Tokens of the prompt that had been computed before and had to be again, since their state is not kept everywhere."""
+    """Prompt tokens computed again, because their former state was not kept everywhere."""
     cache_note: str = ""
-    """Why these, in a sentence; empty if there are none."""
+    """The reason for replayed tokens in a sentence; empty if there are none."""
     metrics: RequestMetrics = field(
         default_factory=lambda: RequestMetrics(arrival_time=0.0, first_token_time=None, finished_time=None)
     )
@@ -91,40 +91,40 @@ class BeamSearchSequence:
     token_ids: list[int]
     """The continuation, with the token that ended it."""
     text: str
-    """Of the prompt and the continuation, as in vLLM."""
+    """Text of the prompt and the continuation, as in vLLM."""
     output_text: str
-    """Of the continuation, without a stop token or stop string that ended it."""
+    """Text of the continuation, without the stop token or stop string that ended it."""
     logprobs: list[dict[int, Logprob]]
-    """For each token of the continuation: itself."""
+    """For each token of the continuation, its own log-probability."""
     cum_logprob: float
     """Sum of these log-probabilities."""
     score: float
     """``cum_logprob / len(token_ids) ** length_penalty``."""
     finish_reason: FinishReason | None
     stop_reason: str | int | None = None
-    """The stop string or token id that ended it."""
+    """The stop string or token id at its end."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BeamSearchOutput:
-    """A prompt and the continuations that a beam search found, by score, the best first."""
+    """A prompt and the continuations that a beam search found, sorted by score, best first."""
 
     prompt: str | None
     """None if token ids were given."""
     prompt_token_ids: list[int]
     sequences: list[BeamSearchSequence]
-    """At most ``beam_width``. Those that an error or a cancel cut short have that as ``finish_reason``."""
+    """At most ``beam_width``; ``finish_reason`` tells which an error or a cancel cut short."""
     num_cached_tokens: int = 0
-    """Tokens of the prompt that did not have to be computed."""
+    """Prompt tokens with reused state."""
     error: str | None = None
-    """What ended the search before its time, if something went wrong."""
+    """The error that ended the search early."""
     failure: QuireError | None = field(default=None, repr=False, compare=False)
     """The same as an exception."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StreamDelta:
-    """What one step of a stream added."""
+    """The additions of one step of a stream."""
 
     text: str
     token_ids: list[int]

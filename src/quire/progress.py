@@ -1,4 +1,4 @@
-"""How far prompts have come, on stderr. Where that is no terminal nothing is shown unasked."""
+"""Progress of prompts on stderr. Without a terminal it is shown only on request."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ if TYPE_CHECKING:
 
 
 class GenerationBar:
-    """Prompts that are answered, of all; and while prompts are run, how many of their tokens were."""
+    """A bar of answered prompts; while prompts run, also their processed tokens."""
 
     def __init__(self, requests: Sequence[Sequence[SequenceRequest]], *, show: bool | None, step_tokens: int) -> None:
-        """``requests``: the samples of each prompt.
+        """Watch ``requests``, the samples of each prompt.
 
-        ``show`` None: on a terminal, if there are several prompts, or more tokens than one step runs
-        (``step_tokens``).
+        ``show`` None: on a terminal, for several prompts or more than ``step_tokens`` tokens.
         """
         self._requests = requests
         self._total = sum(samples[0].num_prompt for samples in requests)
@@ -31,7 +30,7 @@ class GenerationBar:
         self._said: str | None = None
 
     def advance(self) -> None:
-        """Show what has happened since."""
+        """Show the progress since the last call."""
         done = sum(samples[0].num_prompt_run for samples in self._requests)
         said = f"prompt tokens {done:,}/{self._total:,}" if done < self._total else ""
         if said != self._said:
@@ -40,16 +39,16 @@ class GenerationBar:
         self._bar.update(sum(all(one.finished for one in samples) for samples in self._requests) - self._bar.n)
 
     def close(self) -> None:
-        """Show the end, and leave the line."""
+        """Show the final state and leave the line."""
         self.advance()
         self._bar.close()
 
 
 @contextmanager
 def prompt_pieces(tokens: Sequence[int], step_tokens: int) -> Iterator[Iterator[Sequence[int]]]:
-    """Give the pieces of a prompt, to append one after the other.
+    """Yield the pieces of a prompt, to be appended one after the other.
 
-    It is one piece, or on a terminal several of ``step_tokens`` with a bar that disappears at the end.
+    It is one piece, or on a terminal several of ``step_tokens`` with a temporary bar.
     """
     show = sys.stderr.isatty() and len(tokens) > step_tokens
     size = step_tokens if show else len(tokens)

@@ -1,4 +1,4 @@
-"""Names to things: models, attention backends, executors."""
+"""Registries by name: models, attention backends, executors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Registry(Generic[T]):
         self._items: dict[str, T] = {}
 
     def register(self, name: str, item: T) -> T:
-        """Keep ``item`` under ``name`` and return it. ``InvalidArgument`` if empty, ``AlreadyExists`` if taken."""
+        """Keep and return ``item``; ``InvalidArgument`` if unnamed, ``AlreadyExists`` if taken."""
         if not name:
             raise InvalidArgument(f"{self.kind} name must not be empty")
         if name in self._items:
@@ -27,18 +27,18 @@ class Registry(Generic[T]):
         return item
 
     def get(self, name: str) -> T | None:
-        """The item, or None for an unknown name."""
+        """Return the item, or None for an unknown name."""
         return self._items.get(name)
 
     def require(self, name: str) -> T:
-        """The item; ``NotFound`` lists what is there."""
+        """Return the item; raise ``NotFound`` with the known names."""
         try:
             return self._items[name]
         except KeyError:
             raise NotFound(f"{self.kind} {name!r} not found. Available: {self.list_names()}") from None
 
     def remove(self, name: str) -> T | None:
-        """Forget and return the item (which is not shut down), or None."""
+        """Remove and return the item without shutting it down; None if unknown."""
         return self._items.pop(name, None)
 
     def list_names(self) -> list[str]:

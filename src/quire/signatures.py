@@ -1,7 +1,7 @@
-"""Arguments checked against the annotations of what takes them, a whole class at a time: ``@checks_arguments()``.
+"""Checks of arguments against annotations, for whole classes: ``@checks_arguments()``.
 
-The annotations are the declaration: no verb has a line of its own for the types of its arguments. What an annotation
-cannot say (a range, a shape, a dtype) stays with the verb.
+The annotations are the declaration: no verb has its own code for argument types. Each verb still
+checks what an annotation cannot express (a range, a shape, a dtype).
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from quire.errors import InvalidArgument
 T = TypeVar("T")
 
 Check: TypeAlias = Callable[[Any], Any]
-"""Returns the value as the body gets it; ``_Mismatch`` says what was found instead."""
+"""Returns the converted value, or raises ``_Mismatch`` with a description of the wrong one."""
 
 _WORDS = {int: "an integer", float: "a number", bool: "True or False", str: "a string", types.NoneType: "None"}
 
 
 class _Mismatch(Exception):
-    """What a value is, where it is not what was declared."""
+    """The description of a value of the wrong type."""
 
 
 def checks_arguments(*, but: Collection[str] = ()) -> Callable[[type[T]], type[T]]:
-    """Let the public methods of a class, its ``__init__`` among them, refuse arguments of other types than annotated.
+    """Make a class's public methods and ``__init__`` refuse arguments of wrong types.
 
-    ``InvalidArgument`` names the verb, the argument, what it takes and what was given. An integer may be whatever
-    ``operator.index`` takes (a number of NumPy, a tensor of one), and no bool; the body gets a plain ``int``. A sequence
-    of integers may be a 1-D tensor or array. Class methods, properties and names with an underscore stay as they are, and
-    what is named in ``but``.
+    ``InvalidArgument`` names the verb, the argument, its type and the given value. An integer may
+    be anything that ``operator.index`` takes (a NumPy number, a tensor of one) but no bool; the
+    body gets a plain ``int``. A sequence of integers may be a 1-D tensor or array. Class methods,
+    properties, names with an underscore and those in ``but`` stay unchanged.
     """
 
     def decorate(cls: type[T]) -> type[T]:
@@ -50,7 +50,7 @@ def checks_arguments(*, but: Collection[str] = ()) -> Callable[[type[T]], type[T
 
 
 def _checked(function: Callable[..., Any], verb: str) -> Callable[..., Any]:
-    """Check the arguments of ``verb``; empty: of the class itself, by the name of which is made."""
+    """Check the arguments of ``verb``, or of the instance's class if that is empty."""
     order = [one.name for one in inspect.signature(function).parameters.values()][1:]
     if not order:
         return function
@@ -59,7 +59,7 @@ def _checked(function: Callable[..., Any], verb: str) -> Callable[..., Any]:
     @wraps(function)
     def wrapper(self: Any, /, *args: Any, **kwargs: Any) -> Any:
         if not checks:
-            # At the first call, when every name that an annotation uses is there.
+            # At the first call, when all names in the annotations exist.
             hints = typing.get_type_hints(function)
             checks.update({name: check_of(hint) for name, hint in hints.items() if name != "return"})
         label = verb or type(self).__name__
@@ -73,7 +73,7 @@ def _checked(function: Callable[..., Any], verb: str) -> Callable[..., Any]:
 def _accept(checks: Mapping[str, Check], verb: str, name: str, value: Any) -> Any:
     check = checks.get(name)
     if check is None:
-        return value  # Python itself refuses a name that there is not.
+        return value  # Python itself refuses an unknown name.
     try:
         return check(value)
     except _Mismatch as found:
@@ -82,13 +82,13 @@ def _accept(checks: Mapping[str, Check], verb: str, name: str, value: Any) -> An
 
 
 def require_bool(name: str, value: object) -> None:
-    """``InvalidArgument`` for what is neither True nor False."""
+    """Raise ``InvalidArgument`` unless the value is True or False."""
     if not isinstance(value, bool):
         raise InvalidArgument(field=name, given=value, allowed=_WORDS[bool])
 
 
 def require_text(name: str, value: object) -> bytes:
-    """Return a text in UTF-8; ``InvalidArgument`` for what is none, as with half a surrogate pair."""
+    """Return a text in UTF-8; raise ``InvalidArgument`` for others and for lone surrogates."""
     if not isinstance(value, str):
         raise InvalidArgument(field=name, given=value, allowed="a str")
     try:
@@ -99,7 +99,7 @@ def require_text(name: str, value: object) -> bytes:
 
 
 def shown(value: object) -> str:
-    """A value in a few words: tensors and arrays by type and shape."""
+    """Return a value in a few words: tensors and arrays by type and shape."""
     if hasattr(value, "dtype") and hasattr(value, "shape"):
         return f"{type(value).__name__} {value.dtype} {list(value.shape)}"
     if isinstance(value, str | int | float | complex | None):
@@ -107,11 +107,11 @@ def shown(value: object) -> str:
     return type(value).__name__
 
 
-# -- annotations -----------------------------------------------------------------------------------------------
+# -- annotations ----------------------------------------------------------------------------
 
 
 def check_of(hint: Any) -> Check:
-    """The check of an annotation; its ``__doc__`` says what is accepted."""
+    """Return the check of an annotation; its ``__doc__`` describes accepted values."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if hint is None:
         hint = types.NoneType
@@ -186,14 +186,14 @@ def _any_of(checks: Sequence[Check]) -> Check:
                 return one(value)
             except _Mismatch as error:
                 found.append(str(error))
-        # Of a list the one that says which item is wrong.
+        # Report the longest message: that of a list names the wrong item.
         raise _Mismatch(max(found, key=len))
 
     return _named(check, " or ".join(str(one.__doc__) for one in checks))
 
 
 def _items(check: Check, value: Collection[Any]) -> list[Any] | None:
-    """The items as ``check`` gives them; None if they are what they were."""
+    """Return the items as ``check`` converts them; None if all are unchanged."""
     found, same = [], True
     for index, item in enumerate(value):
         try:

@@ -1,4 +1,4 @@
-"""Tables for a terminal of any width: nothing is cut, a long name goes on in the next line."""
+"""Tables for terminals of any width: long names wrap instead of being cut."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def folding_table(*columns: str, title: str | None = None, **options: Any) -> Ta
 
 
 def print_tables(*tables: Table) -> None:
-    """Print to stdout. Brackets are no markup: names come from files."""
+    """Print to stdout without markup: names from files may contain brackets."""
     from rich.console import Console
 
     console = Console(markup=False)

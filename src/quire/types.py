@@ -1,7 +1,7 @@
-"""Values that all layers exchange: what is decided, and what runs. No torch here.
+"""Values that all layers exchange: decisions and batches. No torch here.
 
-A ``Step`` is a complete decision: edits of sequences, then one ragged batch of chunks. The scheduler makes
-it, every rank replays it, a log shows it. All of these are frozen.
+A ``Step`` is a complete decision: edits of sequences, then one ragged batch of chunks. The
+scheduler makes it, every rank replays it, and a log shows it. All these types are frozen.
 """
 
 from __future__ import annotations
@@ -14,46 +14,46 @@ SeqId: TypeAlias = int
 """Name of a sequence in a KV state: any int64, chosen by the caller."""
 
 LogitsWanted: TypeAlias = Literal["last", "all", "none"]
-"""Which rows of a chunk go through the head."""
+"""The rows of a chunk that go through the head."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterRuns:
-    """Under which adapter each token of a sequence is run: what its K, V and recurrent states depend on, beside the tokens.
+    """The adapter of each token of a sequence. With the tokens it decides K, V and states.
 
-    ``runs`` are (from position, adapter id or None for the base model), the first from 0 on, positions and neighbours
-    different: so equal histories are equal values.
+    ``runs`` are pairs (first position, adapter id or None for the base model). The first starts at
+    0, and neighbours differ, so equal histories are equal values.
     """
 
     runs: tuple[tuple[int, int | None], ...] = ((0, None),)
 
     def at(self, position: int) -> int | None:
-        """The adapter of the token at ``position``; behind the last run it goes on for ever."""
+        """Return the adapter of the token at ``position``; the last run has no end."""
         return next(adapter for start, adapter in reversed(self.runs) if start <= position)
 
     def end(self, position: int) -> int | None:
-        """Where the run of the token at ``position`` ends; None: nowhere."""
+        """Return the end of the run that holds ``position``; None for the last run."""
         return next((start for start, _ in self.runs if start > position), None)
 
     def then(self, position: int, adapter: int | None) -> AdapterRuns:
-        """This history of the tokens before ``position``, and ``adapter`` from there on."""
+        """Return this history before ``position``, followed by ``adapter``."""
         kept = tuple(run for run in self.runs if run[0] < position)
         if kept and kept[-1][1] == adapter:
             return AdapterRuns(kept)
         return AdapterRuns((*kept, (position if kept else 0, adapter)))
 
     def cut(self, length: int) -> AdapterRuns:
-        """The history of the first ``length`` tokens; its last run goes on."""
+        """Return the history of the first ``length`` tokens; its last run stays open."""
         return AdapterRuns(tuple(run for run in self.runs if run[0] < length) or self.runs[:1])
 
     def agreed(self, other: AdapterRuns, length: int) -> int:
-        """How many of the first ``length`` tokens have the same adapter in both, from the first on."""
+        """Count the leading tokens, of ``length``, with equal adapters in both histories."""
         edges = sorted({start for start, _ in (*self.runs, *other.runs)})
         return next((start for start in edges if start < length and self.at(start) != other.at(start)), length)
 
     @property
     def ids(self) -> frozenset[int]:
-        """All adapters, the base model aside."""
+        """All adapters except the base model."""
         return frozenset(adapter for _, adapter in self.runs if adapter is not None)
 
 
@@ -63,7 +63,7 @@ BASE = AdapterRuns()
 
 @dataclass(frozen=True, slots=True)
 class TokenTree:
-    """Parents of the new tokens of one chunk, one each: -1 is a root, otherwise an index below the own one.
+    """The parent of each new token of a chunk: -1 for a root, else a smaller index.
 
     Indices count all uncommitted nodes of the sequence, those of earlier chunks first.
     """
@@ -73,17 +73,17 @@ class TokenTree:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """n >= 1 new tokens of one sequence: a prompt, a piece of one, the next token, a draft, a tree."""
+    """n >= 1 new tokens of a sequence: a prompt or a part, the next token, a draft, a tree."""
 
     seq: SeqId
     tokens: Sequence[int]
-    """Ids; a negative one is a placeholder, for which the runner is given an embedding."""
+    """Ids; a negative one stands for an embedding that the runner is given."""
     tree: TokenTree | None = None
     adapter: int | None = None
-    """Id of a loaded adapter, under which all of them run; None: the base model."""
+    """Id of a loaded adapter for all of these tokens; None: the base model."""
     logits: LogitsWanted = "last"
     checkpoints: tuple[int, ...] = ()
-    """After how many of these tokens the state of recurrent layers is kept as a checkpoint, ascending."""
+    """Counts of these tokens after which recurrent states are kept, ascending."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,7 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class SetWindow:
-    """Let a sequence keep its first ``sink`` tokens and the last ``window - sink`` only; None: all."""
+    """Make a sequence keep only its first ``sink`` and last ``window - sink`` tokens; None: all."""
 
     seq: SeqId
     window: int | None
@@ -129,14 +129,14 @@ class SetWindow:
 
 @dataclass(frozen=True, slots=True)
 class KeepCheckpoint:
-    """Keep the present state of a sequence's recurrent layers, to come back to it."""
+    """Keep the present state of a sequence's recurrent layers for later rewinds."""
 
     seq: SeqId
 
 
 @dataclass(frozen=True, slots=True)
 class DropCheckpoint:
-    """Give up the recurrent state that a sequence keeps at ``position``; its forks keep theirs."""
+    """Drop the recurrent state that a sequence keeps at ``position``; its forks keep theirs."""
 
     seq: SeqId
     position: int

@@ -1,13 +1,13 @@
-"""How long the threads of one computation spin while they wait for each other, before they sleep.
+"""A limit on how long waiting threads of one computation spin before they sleep.
 
-PyTorch computes with OpenMP's threads, on Linux with GNU's, which spin for 300,000 rounds by default.
-That is longer than a time slice: on a machine with other work the thread that is waited for may have
-no processor because the waiting one has it. 3,000 rounds, a tenth of a millisecond, reach from one
-operation to the next, so that a quiet machine hardly notices the difference (to sleep at once makes a
-decode step up to 1.9 times as long there). docs/log.md has the figures, ``bench/waiting.py`` measures.
+PyTorch computes with OpenMP's threads, on Linux with GNU's, which spin for 300,000 rounds by
+default. That exceeds a time slice: on a busy machine a waiting thread may occupy the processor that
+the awaited thread needs. 3,000 rounds (0.1 ms) last from one operation to the next, so a quiet
+machine hardly notices them. Sleeping at once would make its decode steps up to 1.9 times as long.
+docs/log.md has the figures; ``bench/waiting.py`` measures them.
 
-The runtime reads its environment once, when torch is loaded. So ``import quire``, which loads no torch,
-sets the number there, unless the user has said something about it.
+OpenMP reads its environment once, when torch is loaded. So ``import quire``, which loads no torch,
+sets the number there unless the user has set one of these variables.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ SPINS = 3000
 """Rounds of a waiting thread before it sleeps."""
 
 VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "KMP_LIBRARY")
-"""Who sets one of these has decided: the standard's, GNU's, and two of LLVM's and Intel's."""
+"""Variables by which the user decides: the standard's, GNU's, and two of LLVM's and Intel's."""
 
 Decision = Literal["quire", "user", "late", "nobody"]
 
 
 def decide() -> Decision:
-    """Limit the spinning where that can take effect, and return who has decided how threads wait.
+    """Limit the spinning if possible, and return who decides about it.
 
-    "user": the environment says something. "late": torch was loaded before, and has read what it reads.
-    "nobody": another system than Linux, with another runtime, which was not measured.
+    "user": the environment has a setting. "late": torch was loaded before and has read it.
+    "nobody": a system other than Linux, with another runtime, which was not measured.
     """
     if any(name in os.environ for name in VARIABLES):
         return "user"
@@ -42,4 +42,4 @@ def decide() -> Decision:
 
 
 DECISION = decide()
-"""As it was made when Quire was imported."""
+"""The decision at the import of Quire."""

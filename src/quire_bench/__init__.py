@@ -1,1 +1,1 @@
-"""Benchmarks: what Quire does, what the hardware could do, what a peer does in the same run."""
+"""Benchmarks: Quire's speed beside the hardware's peak and a peer in the same run."""

@@ -1,5 +1,4 @@
-"""What this machine can do: memory bandwidth and matrix multiplication, measured, so that results can be stated
-as a share of what is possible.
+"""Memory bandwidth and matrix multiplication of this machine, measured as limits of results.
 
 Run it for a table and one JSON line: ``python bench/hardware.py [--device cuda] [--threads N]``.
 """
@@ -24,14 +23,14 @@ from torch import Tensor
 from quire.errors import FailedPrecondition, InvalidArgument
 
 GEMM_SIZES = (1024, 2048, 4096, 8192)
-"""Sides of the square matrices; the larger ones are skipped where they would take too long."""
+"""Sides of the square matrices; large ones that would take too long are skipped."""
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 _COLUMNS = 4096
 
 
 class Hardware(TypedDict):
-    """Measured limits. GB/s are 10^9 bytes per second, TFLOP/s 10^12 operations (a multiplication and an addition)."""
+    """Measured limits: GB/s of 10^9 bytes, TFLOP/s of 10^12 multiplications and additions."""
 
     device: str
     threads: int
@@ -40,29 +39,29 @@ class Hardware(TypedDict):
     buffer_bytes: int
     """Bytes of the buffers of the bandwidth measurements."""
     cache_bytes: int
-    """The largest cache of the device; 0 where it is not known."""
+    """Size of the device's largest cache; 0 if unknown."""
     exceeds_cache: bool
-    """Whether the buffers are at least twice the cache: otherwise the bandwidths are partly the cache's."""
+    """Whether buffers have twice the cache or more; else bandwidths are partly the cache's."""
     copy_gbps: float
     """Copy, bytes read plus bytes written."""
     read_gbps: float
-    """The best of the following: what reading weights can reach."""
+    """The best of the following: the limit for reading weights."""
     read_methods_gbps: dict[str, float]
     gemm_tflops: dict[str, dict[str, float]]
-    """By dtype and side."""
+    """TFLOP/s by dtype and side."""
     peak_tflops: dict[str, float]
-    """The best side of each dtype."""
+    """The best side's TFLOP/s by dtype."""
 
 
 def measure(*, device: str = "cpu", threads: int = 0, buffer_bytes: int = 0, seconds: float = 20.0) -> Hardware:
-    """Measures bandwidths and multiplication peaks of ``device`` in about ``seconds`` (making buffers comes on top).
+    """Measure bandwidths and multiplication peaks of ``device``.
 
     Args:
         device: ``cpu`` or a CUDA device.
         threads: CPU threads, 0 for torch's own number; restored afterwards.
-        buffer_bytes: size of the buffers of the bandwidth measurements; 0 takes four times the largest cache, at
-            least 1 GiB and at most an eighth of the memory that is free.
-        seconds: time for all measurements together; each is repeated at least twice.
+        buffer_bytes: size of the bandwidth buffers; 0 takes four times the largest cache, at
+            least 1 GiB and at most an eighth of the free memory.
+        seconds: time for all measurements, without making buffers; each runs at least twice.
 
     Raises:
         InvalidArgument: a number out of range.
@@ -99,20 +98,20 @@ def measure(*, device: str = "cpu", threads: int = 0, buffer_bytes: int = 0, sec
 
 
 def default_buffer_bytes(cache: int, free: int) -> int:
-    """Four times the cache and at least 1 GiB, if an eighth of the free memory allows it (0: not known)."""
+    """Return four times the cache, at least 1 GiB, at most 1/8 of free memory (0: unknown)."""
     wanted = max(1 << 30, 4 * cache)
     return min(wanted, max(free // 8, 1 << 24)) if free else wanted
 
 
 def parse_size(text: str) -> int:
-    """Bytes of a size as Linux writes it: ``480M``, ``2048K``, ``64``; 0 for anything else."""
+    """Parse a size as Linux writes it (``480M``, ``2048K``, ``64``) to bytes; 0 for others."""
     units = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
     number, unit = (text[:-1], text[-1]) if text[-1:] in units else (text, "")
     return int(number) * units.get(unit, 1) if number.isdigit() else 0
 
 
 def best_seconds(function: Callable[[], object], *, budget: float, synchronize: Callable[[], None]) -> float:
-    """Shortest of at least two runs after one for warming up, and of as many as fit into ``budget`` seconds."""
+    """Time at least two runs after a warm-up, more within ``budget`` seconds; return the best."""
     function()
     synchronize()
     best, spent, runs = math.inf, 0.0, 0
@@ -133,7 +132,7 @@ def _copy_gbps(device: torch.device, size: int, budget: float) -> float:
 
 
 def _read_gbps(device: torch.device, size: int, budget: float) -> dict[str, float]:
-    """Reading alone, in the ways that decoding reads weights: products with one vector, and a plain sum."""
+    """Measure reading in decoding's ways: products with one vector, and a plain sum."""
     rates: dict[str, float] = {}
     for name, dtype in _DTYPES.items():
         matrix = torch.full((max(1, size // (_COLUMNS * dtype.itemsize)), _COLUMNS), 0.5, dtype=dtype, device=device)
@@ -211,7 +210,7 @@ def _device_name(device: torch.device) -> str:
 
 
 def main() -> None:
-    """Measures and prints."""
+    """Measure and print."""
     parser = argparse.ArgumentParser(description="Measures memory bandwidth and matrix multiplication.")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0 is torch's own number")

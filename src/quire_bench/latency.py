@@ -1,6 +1,6 @@
-"""Prefill and decode speed of one model, interleaved with a peer, as a share of what the hardware can do.
+"""Prefill and decode speed of one model, interleaved with a peer, as a share of the peak.
 
-Times are medians of rounds; on a shared machine only the ratios of interleaved rounds mean something.
+Times are medians of rounds. On a shared machine only ratios of interleaved rounds mean something.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PEERS = ("none", "transformers")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """One generation: new tokens of each sequence, seconds to the first, seconds of each later step."""
+    """One generation: new tokens of each sequence, seconds to the first and per later step."""
 
     tokens: tuple[tuple[int, ...], ...]
     prefill_seconds: float
@@ -38,7 +38,7 @@ class Run:
 
 
 class Subject(Protocol):
-    """Something that generates greedily."""
+    """A model that generates greedily."""
 
     def generate(self, prompts_BS: Tensor, steps: int) -> Run: ...
 
@@ -50,7 +50,7 @@ class QuireSubject:
         self.llm = llm
 
     def generate(self, prompts_BS: Tensor, steps: int) -> Run:
-        """``steps`` greedy tokens for each prompt; the time of every engine step."""
+        """Generate ``steps`` greedy tokens for each prompt, and time every engine step."""
         engine = self.llm.engine
         params = SamplingParams(temperature=0, max_tokens=steps, ignore_eos=True)
         synchronize(engine.runner.state.device)
@@ -102,9 +102,9 @@ def run_latency(
     peer: str = "none",
     hardware: Hardware | None = None,
 ) -> dict[str, Any]:
-    """Measure, print a table and one JSON line, return what the line holds.
+    """Measure, print a table and one JSON line, and return the line's content.
 
-    ``InvalidArgument`` for counts below 1, ``Unsupported`` for a peer that is not installed.
+    Raise ``InvalidArgument`` for counts below 1, and ``Unsupported`` if the peer is not installed.
     """
     check(decode=decode, context=context, rounds=rounds, peer=peer)
     llm = LLM(model, **{"enable_prefix_caching": False, "max_num_batched_tokens": 4096, **engine_options})
@@ -183,20 +183,20 @@ def compare(
 
 
 def matrix_parameters(llm: LLM) -> int:
-    """Parameters that every token is multiplied with: all but the embedding and the head."""
+    """Count the parameters that multiply every token: all but the embedding and the head."""
     model = llm.model
     return model.num_parameters - model.vocab_size * model.hidden_size * (1 if model.tied else 2)
 
 
 def decode_bytes(llm: LLM, batch: int, length: int) -> int:
-    """Bytes that a decode step must read: the matrices and the head once, K and V of every sequence."""
+    """Count the bytes read by a decode step: matrices and head once, each sequence's K and V."""
     model = llm.model
     weights = (matrix_parameters(llm) + model.vocab_size * model.hidden_size) * model.dtype.itemsize
     return int(weights + batch * length * llm.bytes_per_token)
 
 
 def prefill_flops(llm: LLM, length: int) -> float:
-    """Multiplications and additions of a prompt: the matrices, attention over half of the square, the head of one row."""
+    """Count a prompt's operations: matrices, attention to half of the square, one row's head."""
     model = llm.model
     attention = sum(
         2 * spec.num_heads * (spec.head_dim + spec.value_dim) * length * length / 2
@@ -207,7 +207,7 @@ def prefill_flops(llm: LLM, length: int) -> float:
 
 
 def check(*, decode: int, context: int, rounds: int, peer: str) -> None:
-    """Refuse what cannot be measured."""
+    """Refuse impossible measurements."""
     for name, value, least in (("decode", decode, 2), ("context", context, 1), ("rounds", rounds, 1)):
         if value < least:
             raise InvalidArgument(f"{name} {value}; at least {least} is needed")

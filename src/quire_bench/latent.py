@@ -1,7 +1,7 @@
-"""What latent attention (MLA) costs in its forms (``bench.latent_forms``), beside what the hardware allows, and how exact it is.
+"""Cost and accuracy of latent attention (MLA) in its forms, beside the hardware's limits.
 
-Letters: T new tokens; S tokens of a history; H heads; R rank of the latent; Dn, Dr columns of a head without and with positions;
-Dv value size.
+``bench.latent_forms`` has the forms. Letters: T new tokens; S tokens of a history; H heads; R rank
+of the latent; Dn, Dr columns of a head without and with positions; Dv value size.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from quire_bench.latent_forms import FORMS, GEOMETRIES, Cell, Geometry, Inputs, 
 from quire_bench.reports import Spread, interleave
 
 HEADS_CHECKED = 2
-"""Heads of the first sequence whose results are compared with float64."""
+"""Heads of the first sequence that are compared with float64."""
 MOST_OPERATIONS = 4e11
-"""Of one step of a form; where it takes more it is not measured."""
+"""Most operations of a measured step of a form."""
 
 
-# -- what is possible, and what is right ---------------------------------------------------------------------------
+# -- limits and exact results -------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What one layer of a form must read and compute at least."""
+    """The least that one layer of a form must read and compute."""
 
     stored_bytes: int
-    """Of the state, for all sequences of the cell."""
+    """Bytes of the state, for all sequences of the cell."""
     read_bytes: int
-    """Of the state and of the maps."""
+    """Bytes of the state and of the maps."""
     operations: float
     """Multiplications and additions."""
 
 
 def work_of(form: str, geometry: Geometry, cell: Cell, itemsize: int) -> Work:
-    """See ``Work``."""
+    """Return the work of one layer of a form."""
     new, expansion = cell.batch * cell.tokens, 2.0 * geometry.expansion_size
     by_rows = 2.0 * geometry.heads * (geometry.row + geometry.rank)
     by_heads = 2.0 * geometry.heads * (geometry.head + geometry.value)
@@ -50,7 +50,7 @@ def work_of(form: str, geometry: Geometry, cell: Cell, itemsize: int) -> Work:
         operations = cell.pairs * by_rows + new * expansion
     elif form == "latent":
         own = cell.batch * cell.tokens * (cell.tokens + 1) // 2
-        # New rows are expanded; queries are absorbed as well where there is a past.
+        # New rows are expanded; with a past, queries are absorbed as well.
         operations = own * by_heads + (cell.pairs - own) * by_rows + new * expansion * (2 if cell.history else 1)
     elif form == "expanded":
         stored = cell.keys * geometry.heads * (geometry.head + geometry.value) * itemsize
@@ -61,14 +61,14 @@ def work_of(form: str, geometry: Geometry, cell: Cell, itemsize: int) -> Work:
 
 
 def possible_seconds(work: Work, hardware: Hardware, dtype: torch.dtype) -> float:
-    """Of one layer, if nothing held up reading or computing; a dtype whose peak is not known counts as float32."""
+    """Return one layer's least seconds by the peaks; an unknown dtype has float32's."""
     peaks = hardware["peak_tflops"]
     peak = peaks.get(str(dtype).removeprefix("torch."), peaks["float32"])
     return max(work.read_bytes / (hardware["read_gbps"] * 1e9), work.operations / (peak * 1e12))
 
 
 def plain(q_THD: Tensor, k_SHD: Tensor, v_SHD: Tensor, scale: float) -> Tensor:
-    """Attention ``[T, H, Dv]`` of the last T of S tokens, written down plainly."""
+    """Attend by the plain formula, ``[T, H, Dv]`` of the last T of S tokens."""
     new, keys = len(q_THD), len(k_SHD)
     scores_HTS = torch.einsum("thd,shd->hts", q_THD, k_SHD) * scale
     later_TS = torch.ones(new, keys, dtype=torch.bool, device=q_THD.device).triu(keys - new + 1)
@@ -77,10 +77,10 @@ def plain(q_THD: Tensor, k_SHD: Tensor, v_SHD: Tensor, scale: float) -> Tensor:
 
 
 def exact_and_bound(geometry: Geometry, cell: Cell, inputs: Inputs) -> tuple[Tensor, float]:
-    """Some heads of the first sequence in float64, and how far off a form may be, as a share of the largest of them.
+    """Return some heads of the first sequence in float64, and the bound on a form's error.
 
-    Twice what plain attention of the inputs' precision is off, for each sum that the absorbed form has of R + Dr products where the
-    plain one has Dn + Dr; and one rounding of the result.
+    The error is a share of the largest result. The bound is a rounding plus twice plain attention's
+    error in this precision, times (R + Dr) / (Dn + Dr) for the absorbed form's longer sums.
     """
     rows_SR = torch.cat((inputs.history_SR, inputs.rows_TR[: cell.tokens]))
     expansion = LatentExpansion(*(part[:HEADS_CHECKED] for part in astuple(inputs.expansions[0])))
@@ -93,11 +93,11 @@ def exact_and_bound(geometry: Geometry, cell: Cell, inputs: Inputs) -> tuple[Ten
 
 
 def astuple(expansion: LatentExpansion) -> tuple[Tensor, Tensor]:
-    """Its tensors."""
+    """Return both tensors."""
     return expansion.key_HDR, expansion.value_HRV
 
 
-# -- one cell ------------------------------------------------------------------------------------------------------
+# -- one cell ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,14 +107,14 @@ class Measured:
     form: str
     work: Work
     seconds: Spread | None = None
-    """None: it was not measured, for the reason in ``skipped``."""
+    """None: not measured, for the reason in ``skipped``."""
     skipped: str = ""
     to_latent: Spread | None = None
-    """Its time over that of *latent*, round by round."""
+    """Its time divided by that of *latent*, round by round."""
     read_gbps: float = 0.0
-    """Bytes that must be read, by the time."""
+    """Bytes that must be read, divided by the time."""
     of_possible: float = 0.0
-    """What the hardware would take at least, by the time."""
+    """The hardware's least time, divided by the time."""
     error: float = 0.0
     """The largest difference from float64, as a share of the largest result."""
 
@@ -126,7 +126,7 @@ class CellResult:
     cell: Cell
     layers: int
     bound: float
-    """Of the errors."""
+    """The bound on the errors."""
     forms: Sequence[Measured] = field(default_factory=list)
 
     @property
@@ -138,8 +138,8 @@ class CellResult:
 def measure_cell(
     cell: Cell, *, dtype: torch.dtype, device: torch.device, rounds: int, most_bytes: int, hardware: Hardware
 ) -> CellResult:
-    """The forms of a cell in turn. As many layers as the geometry has, or as let the expanded form fit into ``most_bytes``;
-    one where the step has more than single tokens. ``InvalidArgument`` for an unknown geometry."""
+    """Measure a cell's forms in turn: for several tokens in one layer, else in as many layers as
+    fit expanded into ``most_bytes``. Raise ``InvalidArgument`` for an unknown geometry."""
     if cell.geometry not in GEOMETRIES:
         raise InvalidArgument(f"geometry {cell.geometry!r}; there are {', '.join(GEOMETRIES)}")
     geometry = GEOMETRIES[cell.geometry]
@@ -181,7 +181,7 @@ def measure_cell(
 
 
 def _skipped(work: Work, layers: int, most_bytes: int) -> str:
-    """Why a form is not measured; empty: it is."""
+    """Return why a form is not measured; empty if it is."""
     if work.stored_bytes * layers > most_bytes:
         return f"{work.stored_bytes * layers / 2**30:.1f} GiB"
     if work.operations * layers > MOST_OPERATIONS:
@@ -190,7 +190,7 @@ def _skipped(work: Work, layers: int, most_bytes: int) -> str:
 
 
 def lines(result: CellResult) -> list[dict[str, Any]]:
-    """For the table."""
+    """Return rows for the table."""
     cell = result.cell
     found = []
     for one in result.forms:

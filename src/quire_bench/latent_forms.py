@@ -1,16 +1,19 @@
-"""Latent attention (MLA) in its forms: over latent rows, and over the keys and values of all heads.
+"""Latent attention (MLA) in its forms: over latent rows, and over all heads' keys and values.
 
-* *latent*: what the KV state does. One row per token is stored; decodes attend in absorbed form, the tokens of a prompt to each other in
-  expanded form, to a past in absorbed form (``kv.latent``).
-* *absorbed*: all tokens attend to the rows. A decode is the same as *latent* and is left out.
-* *expanded*: keys and values of all heads are stored, as ``transformers`` does, and new rows are expanded.
-* *anew*: rows are stored, and all of a sequence's are expanded at each decode, out of one contiguous tensor, without any pages.
+* *latent*: the KV state's form. One row per token is stored. Decodes attend in absorbed form.
+  Tokens of a prompt attend to each other in expanded form, and to a past in absorbed form
+  (``kv.latent``).
+* *absorbed*: all tokens attend to the rows. A decode equals *latent* and is left out.
+* *expanded*: keys and values of all heads are stored, as in ``transformers``; new rows are
+  expanded.
+* *anew*: rows are stored in a contiguous tensor without pages; each decode expands all of them.
 
-Only the attention of some layers is measured, from queries and rows to the values of each head: what comes before and after, the
-rotation included, is the same in all forms. A forward is planned before the clock starts, as one plan serves all layers of a model.
+Only attention is measured, from queries and rows to each head's values. The other parts, RoPE
+included, are equal in all forms. A forward is planned before the clock starts, since one plan
+serves all layers of a model.
 
-Letters: T new tokens; S tokens of a history; H heads; R rank of the latent; Dn, Dr columns of a head without and with positions,
-Dk = Dn + Dr; Dv value size.
+Letters: T new tokens; S tokens of a history; H heads; R rank of the latent; Dn, Dr columns of a
+head without and with positions, Dk = Dn + Dr; Dv value size.
 """
 
 from __future__ import annotations
@@ -52,7 +55,7 @@ class Geometry:
 
     @property
     def head(self) -> int:
-        """Dk"""
+        """Columns of a head, Dk."""
         return self.nope + self.rotary
 
     @property
@@ -66,7 +69,7 @@ GEOMETRIES = {
     "v3": Geometry(heads=128, layers=2),
     "small": Geometry(heads=4, rank=16, rotary=8, nope=16, value=12, layers=2),
 }
-"""Of DeepSeek-V2-Lite and DeepSeek-V3, with fewer layers; and a tiny one."""
+"""Sizes of DeepSeek-V2-Lite and DeepSeek-V3 with fewer layers, and tiny ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +87,7 @@ class Cell:
 
     @property
     def pairs(self) -> int:
-        """Keys that a query sees, over all queries."""
+        """Pairs of a query and a key that it sees."""
         return self.batch * (self.tokens * self.history + self.tokens * (self.tokens + 1) // 2)
 
     @property
@@ -95,13 +98,13 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Inputs:
-    """Random queries, rows and maps; every sequence has the same history, in memory of its own."""
+    """Random queries, rows and maps; all sequences have equal histories in separate memory."""
 
     q_THD: Tensor
     rows_TR: Tensor
     history_SR: Tensor
     expansions: Sequence[LatentExpansion]
-    """Of each layer; equal, in memory of their own."""
+    """The maps of each layer, equal, in separate memory."""
 
     @classmethod
     def draw(cls, geometry: Geometry, cell: Cell, layers: int, dtype: torch.dtype, device: torch.device) -> Inputs:
@@ -122,7 +125,7 @@ class Inputs:
 
 
 def expand(rows_TR: Tensor, expansion: LatentExpansion) -> tuple[Tensor, Tensor]:
-    """K ``[T, H, Dk]`` and V ``[T, H, Dv]``."""
+    """Expand rows to K ``[T, H, Dk]`` and V ``[T, H, Dv]``."""
     heads, nope, rank = expansion.key_HDR.shape
     c_TR, shared_TD = rows_TR[:, :rank], rows_TR[:, rank:]
     nope_THD = (c_TR @ expansion.key_HDR.view(-1, rank).T).view(-1, heads, nope)
@@ -130,14 +133,14 @@ def expand(rows_TR: Tensor, expansion: LatentExpansion) -> tuple[Tensor, Tensor]
     return k_THD, torch.matmul(c_TR, expansion.value_HRV).transpose(0, 1).contiguous()
 
 
-# -- forms ---------------------------------------------------------------------------------------------------------
+# -- forms -------------------------------------------------------------------------------------
 
 
 class Form(Protocol):
     """A way to compute the attention of all layers."""
 
     def step(self) -> tuple[Tensor, float]:
-        """The last layer's ``[T, H, Dv]``, and the seconds of all layers. Stores nothing that stays."""
+        """Return the last layer's ``[T, H, Dv]`` and all layers' seconds; store nothing."""
         ...
 
 
@@ -173,7 +176,7 @@ class Stored:
                 self.state.end_forward()
 
     def step(self) -> tuple[Tensor, float]:
-        """See ``Form``."""
+        """Attend in all layers; see ``Form``."""
         state, cell = self.state, self.cell
         state.begin_forward(list(range(cell.batch)), [cell.tokens] * cell.batch)
         try:
@@ -254,7 +257,7 @@ class ExpandedAnew:
         self.layers = [one_BSR.clone() for _ in inputs.expansions]
 
     def step(self) -> tuple[Tensor, float]:
-        """See ``Form``."""
+        """Attend in all layers; see ``Form``."""
         device = self.inputs.q_THD.device
         synchronize(device)
         started = time.perf_counter()

@@ -22,17 +22,17 @@ from quire.errors import InvalidArgument, Unsupported
 from quire_bench.reports import random_prompts
 
 CONTINUOUS_PAGE = 256
-"""Tokens of a page of the continuous batching, which is its own default."""
+"""Tokens of a page of the continuous batching, by its own default."""
 CPU_BATCH_TOKENS = 512
-"""Most tokens of a step of the continuous batching on a CPU. Its attention there is one dense product with a mask, each new
-token against the state of all requests, so that its own default of 8,192 would compute mostly what the mask throws away."""
+"""Most tokens of a step of the continuous batching on a CPU. There its attention is a dense masked
+product with the states of all requests; its default of 8,192 would compute mostly waste."""
 
 Prompts = Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prefill:
-    """One pass over prompts: its time, and the logits of the last tokens, ``[B, V]`` on the CPU."""
+    """One pass over prompts: its time, and the last tokens' logits ``[B, V]`` on the CPU."""
 
     logits: Tensor
     seconds: float
@@ -40,18 +40,18 @@ class Prefill:
 
 @dataclass(frozen=True, kw_only=True)
 class Generation:
-    """Greedy text of a batch with the time at which each step's logits were there."""
+    """Greedy text of a batch with the times of each step's logits."""
 
     tokens: tuple[tuple[int, ...], ...]
     """New tokens of each sequence."""
     prefill_seconds: float
-    """From the call to the logits of the first new token, the library's own preparation included."""
+    """From the call to the first new token's logits, with the library's preparation."""
     decode_seconds: tuple[float, ...]
-    """From the logits of one new token to those of the next; one entry less than there are new tokens."""
+    """From one new token's logits to the next one's; one entry less than new tokens."""
 
     @property
     def seconds_per_token(self) -> float:
-        """Median time of a decode step, for the whole batch.
+        """Median time of a decode step for the whole batch.
 
         Raises:
             InvalidArgument: only one token was made, so there was no decode step.
@@ -66,20 +66,20 @@ class Served:
     """Greedy texts of many requests, in their order."""
 
     tokens: tuple[tuple[int, ...], ...]
-    """New tokens of each, as many as were wanted."""
+    """New tokens of each, as many as requested."""
     seconds: float
-    """From handing them over to the last token of the last one."""
+    """From the submission to the last token of the last request."""
 
 
 class TransformersPeer:
-    """A checkpoint run by ``transformers``: ``generate``, greedy, dynamic cache, SDPA attention, no end token."""
+    """A checkpoint in ``transformers``: greedy, dynamic cache, SDPA attention, no end token."""
 
     def __init__(self, path: str | Path, dtype: torch.dtype = torch.bfloat16, *, device: str = "cpu") -> None:
         self.device = torch.device(device)
         # Any: its methods are untyped, and a decorator hides the signature of `to`.
         model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa")
         self.model: Any = model.to(self.device).eval()
-        # Nothing may end a text early or bend its logits.
+        # Nothing may end a text early or change its logits.
         generation = self.model.generation_config
         generation.eos_token_id = generation.bos_token_id = None
         generation.pad_token_id = 0
@@ -92,7 +92,7 @@ class TransformersPeer:
 
     @torch.inference_mode()
     def prefill(self, prompts_BS: Tensor) -> Prefill:
-        """Runs prompts ``[B, S]`` through the model once, with a new cache."""
+        """Run prompts ``[B, S]`` through the model once, with a new cache."""
         prompts_BS = self._checked(prompts_BS)
         self._synchronize()
         started = time.perf_counter()
@@ -102,7 +102,7 @@ class TransformersPeer:
 
     @torch.inference_mode()
     def generate(self, prompts_BS: Tensor, steps: int) -> Generation:
-        """Makes ``steps`` new tokens for each of the prompts ``[B, S]``.
+        """Make ``steps`` new tokens for each of the prompts ``[B, S]``.
 
         Raises:
             InvalidArgument: no steps, or prompts that are not a matrix of known tokens.
@@ -127,15 +127,15 @@ class TransformersPeer:
         return Generation(tokens=tokens, prefill_seconds=first, decode_seconds=tuple(rest))
 
     def decode(self, batch: int, prompt_len: int, steps: int, *, seed: int = 0) -> Generation:
-        """:meth:`generate` for ``random_prompts(batch, prompt_len, vocab_size, seed=seed)``."""
+        """Call :meth:`generate` for :func:`random_prompts` of these sizes and ``seed``."""
         return self.generate(random_prompts(batch, prompt_len, self.vocab_size, seed=seed), steps)
 
     @torch.inference_mode()
     def serve_static(self, prompts: Prompts, lengths: Sequence[int], batch: int) -> Served:
-        """Makes ``lengths[i]`` new tokens for prompt i with ``generate``, ``batch`` prompts at a time.
+        """Make ``lengths[i]`` new tokens for prompt i with ``generate``, ``batch`` prompts at a
+        time.
 
-        Each batch is padded on the left and runs to the longest of its texts, so requests that want about the same number
-        of tokens go together.
+        A batch is padded on the left and runs to its longest text, so similar requests share one.
         """
         self._check_requests(prompts, lengths, batch)
         order = sorted(range(len(prompts)), key=lambda index: (lengths[index], len(prompts[index])))
@@ -163,9 +163,9 @@ class TransformersPeer:
         return Served(tokens=tuple(tokens), seconds=time.perf_counter() - started)
 
     def serve_continuous(self, prompts: Prompts, lengths: Sequence[int], concurrency: int) -> Served:
-        """The same with the library's continuous batching, of which at most ``concurrency`` requests run at once.
+        """Serve by the library's continuous batching, with up to ``concurrency`` requests at once.
 
-        Its cache holds as much as these can fill, and is there before the clock starts.
+        Its cache fits these and is made before the clock starts.
 
         Raises:
             Unsupported: this version of the library has none, or it fails here; with the reason.
@@ -173,11 +173,11 @@ class TransformersPeer:
         self._check_requests(prompts, lengths, concurrency)
         logger = logging.getLogger("ContinuousBatchingLogger")
         level = logger.level
-        # It has a handler of its own and tells each time what it would like to have; what fails is raised here.
+        # Its handler prints advice each time; failures are raised here.
         logger.setLevel(logging.CRITICAL)
         try:
             return self._serve_continuous(prompts, lengths, concurrency)
-        except Exception as error:  # whatever a foreign library's thread may raise
+        except Exception as error:  # any exception of a foreign library's thread
             raise Unsupported(
                 f"transformers' continuous batching does not run here: {type(error).__name__}: {error}"
             ) from error
@@ -195,10 +195,10 @@ class TransformersPeer:
         config = library.ContinuousBatchingConfig(
             max_requests_per_batch=concurrency,
             page_size=CONTINUOUS_PAGE,
-            # It takes in no request while less than 15 % are free.
+            # It admits no request while less than 15 % are free.
             num_blocks=1 + -(-sum(pages[:concurrency]) * 20 // 17),
             max_batch_tokens=CPU_BATCH_TOKENS if self.device.type == "cpu" else None,
-            # Where there is no GPU there are no flash kernels either, whatever is installed.
+            # Without a GPU, installed flash kernels cannot run.
             auto_switch_to_flash=self.device.type == "cuda",
         )
         greedy = library.GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
@@ -247,7 +247,7 @@ class TransformersPeer:
 
 
 class _Clock(LogitsProcessor):
-    """Changes no logits; notes when they are there."""
+    """Changes no logits; notes their times."""
 
     def __init__(self, synchronize: Callable[[], None]) -> None:
         self.stamps: list[float] = []

@@ -1,7 +1,7 @@
 """Fair comparisons and their presentation: prompts, interleaved rounds, tables, one JSON line.
 
-A machine's speed drifts with its temperature and its neighbours, so two candidates are not measured one after the
-other: :func:`interleave` runs them in turn, and the ratio is taken within each round.
+A machine's speed drifts with its temperature and other work. So :func:`interleave` runs candidates
+in turn, and ratios are taken within each round.
 
 Letters: B sequences, S prompt tokens.
 """
@@ -22,7 +22,7 @@ from quire.errors import InvalidArgument
 
 
 def random_prompts(batch: int, prompt_len: int, vocab_size: int, *, seed: int = 0) -> Tensor:
-    """Token ids, int64 ``[B, S]``, without the three lowest ids, which are often special."""
+    """Draw token ids, int64 ``[B, S]``, without the three lowest, which are often special."""
     for name, value, least in (("batch", batch, 1), ("prompt_len", prompt_len, 1), ("vocab_size", vocab_size, 4)):
         if value < least:
             raise InvalidArgument(f"{name} must be {least} or greater, got {value}")
@@ -39,7 +39,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """Of at least one value."""
+        """Return the spread of at least one value."""
         return cls(median=statistics.median(values), least=min(values), most=max(values))
 
     def __str__(self) -> str:
@@ -48,26 +48,26 @@ class Spread:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Result of :func:`interleave`; the order of the names is that of the call."""
+    """Result of :func:`interleave`, with names in the order of the call."""
 
     seconds: dict[str, tuple[float, ...]]
-    """By name, one entry a round."""
+    """Seconds by name, one entry per round."""
     ratios: dict[str, Spread]
-    """By name, its seconds over the first one's of the same round: above 1 is slower than the first."""
+    """Seconds by name over the first one's in the same round; above 1 is slower."""
 
     def spread(self, name: str) -> Spread:
-        """Seconds of ``name``."""
+        """Return the spread of the seconds of ``name``."""
         return Spread.of(self.seconds[name])
 
 
 def interleave(functions: Mapping[str, Callable[[], float | None]], rounds: int, *, warmup: int = 1) -> Comparison:
-    """Runs the functions in turn (A, B, A, B, ...), ``rounds`` times each, after ``warmup`` rounds that do not count.
+    """Run the functions in turn (A, B, A, B, ...), ``rounds`` times after ``warmup`` rounds.
 
-    A function that returns a number says its own seconds (a part of what it does, or a time measured inside); for one
-    that returns None the time of the call is taken.
+    A function may return its own seconds (of a part, or measured inside). If it returns None, the
+    time of the call counts.
 
     Raises:
-        InvalidArgument: no functions or no rounds, or a function returned something that is not a positive time.
+        InvalidArgument: no functions or no rounds, or a result that is no positive time.
     """
     if not functions or rounds < 1 or warmup < 0:
         raise InvalidArgument(
@@ -94,9 +94,9 @@ def interleave(functions: Mapping[str, Callable[[], float | None]], rounds: int,
 
 
 def format_table(rows: Sequence[Mapping[str, object]]) -> str:
-    """Rows under the names of their columns, in order of first appearance; floats to four digits, numbers to the right.
+    """Return rows under column names in order of first appearance; floats have four digits.
 
-    A column that a row lacks stays blank.
+    Numbers are aligned to the right. A column that a row lacks stays blank.
     """
     columns = list(dict.fromkeys(name for row in rows for name in row))
     cells = [[_cell(row.get(name, "")) for name in columns] for row in rows]
@@ -117,13 +117,13 @@ def _cell(value: object) -> str:
 
 
 def print_table(rows: Sequence[Mapping[str, object]]) -> None:
-    """Prints :func:`format_table`; nothing for no rows."""
+    """Print :func:`format_table`; nothing for no rows."""
     if rows:
         print(format_table(rows), flush=True)
 
 
 def print_json(values: Mapping[str, object]) -> None:
-    """Prints one line of JSON; dataclasses become objects."""
+    """Print one line of JSON; dataclasses become objects."""
     print(json.dumps(values, default=_plain), flush=True)
 
 

@@ -1,6 +1,6 @@
-"""What the prefix cache finds of prompts of models with recurrent layers: against the memory of checkpoints, and in second turns.
+"""Reuse by the prefix cache for recurrent models: against checkpoints' memory, and in second turns.
 
-Texts are compared with those of runs that reuse nothing, so the models should run in float32.
+Texts are compared with those of runs without reuse, so the models should run in float32.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
 
 
 def common(a: Sequence[int], b: Sequence[int]) -> int:
-    """Equal leading tokens."""
+    """Count equal leading tokens."""
     both = min(len(a), len(b))
     return next((index for index in range(both) if a[index] != b[index]), both)
 
 
-# -- memory against hits -------------------------------------------------------------------------------------------
+# -- memory against hits ------------------------------------------------------------------------
 
 
 def workload(subject: Subject, sizes: Sizes) -> list[list[int]]:
-    """The documents, then prompts that leave them at random positions, in random order."""
+    """Return the documents, then prompts that leave them at random positions, in random order."""
     draw = random.Random(1)
     documents = [subject.prompt(sizes.tokens, seed=10 + index) for index in range(sizes.documents)]
     branches = [
@@ -45,7 +45,7 @@ def workload(subject: Subject, sizes: Sizes) -> list[list[int]]:
 
 
 def shared_tokens(prompts: Sequence[Sequence[int]]) -> int:
-    """Tokens of the prompts, but for the last of each, with which an earlier one begins, too."""
+    """Count prompt tokens, without each last one, that an earlier prompt begins with too."""
     return sum(
         max((common(ids[:-1], earlier) for earlier in prompts[:index]), default=0) for index, ids in enumerate(prompts)
     )
@@ -62,29 +62,29 @@ class CacheRow:
     shared_tokens: int
     reused_tokens: int
     replayed_tokens: int
-    """As the requests report them."""
+    """Counts by the requests' reports."""
     states: int
-    """Held after the last prompt, those at the ends of prompts and where prompts part among them."""
+    """States held after the last prompt, also those at ends and forks of prompts."""
     bytes: int
-    """Of these."""
+    """Bytes of these states."""
     lost: int
-    """Cached sequences and checkpoints that were given up for want of room: above 0 it is the pool that is measured."""
+    """Cached sequences and checkpoints dropped for room; above 0 the pool is the limit."""
     seconds: float
     texts: tuple[tuple[int, ...], ...]
 
     @property
     def hit_rate(self) -> float:
-        """Reused tokens of all that there are."""
+        """Reused tokens divided by all prompt tokens."""
         return self.reused_tokens / self.prompt_tokens
 
     @property
     def of_shared(self) -> float:
-        """Reused tokens of those that could be."""
+        """Reused tokens divided by the reusable ones."""
         return self.reused_tokens / self.shared_tokens if self.shared_tokens else 0.0
 
 
 def cache_row(model: str, options: Mapping[str, Any], sizes: Sizes, interval: int | None) -> CacheRow:
-    """The prompts of the workload one after the other, each with a short answer."""
+    """Run the prompts of the workload in order, each with a short answer."""
     with Subject(model, options, interval, cached=True) as subject:
         prompts = workload(subject, sizes)
         outputs = list[RequestOutput]()
@@ -110,14 +110,14 @@ def cache_row(model: str, options: Mapping[str, Any], sizes: Sizes, interval: in
 
 
 def fresh_texts(model: str, options: Mapping[str, Any], sizes: Sizes) -> tuple[tuple[int, ...], ...]:
-    """The answers of the workload without a prefix cache."""
+    """Return the answers of the workload without a prefix cache."""
     with Subject(model, options, 0, cached=False) as subject:
         params = greedy(sizes.reply)
         outputs = [subject.llm.generate(ids, params, use_tqdm=False)[0] for ids in workload(subject, sizes)]
         return tuple(tuple(output.outputs[0].token_ids) for output in outputs)
 
 
-# -- second turns --------------------------------------------------------------------------------------------------
+# -- second turns ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,29 +128,29 @@ class Turn:
     interval: int
     prompt_tokens: int
     new_tokens: int
-    """Tokens of its prompt that the first turn did not have."""
+    """Prompt tokens that the first turn did not have."""
     run_tokens: int
-    """Of its prompt, counted where steps are executed."""
+    """Prompt tokens that ran, counted where steps are executed."""
     cached_tokens: int
     replayed_tokens: int
-    """As the request reports them."""
+    """Counts by the request's report."""
     seconds: Spread
-    """To the first token."""
+    """Seconds to the first token."""
     whole: Spread
-    """What a run of the whole prompt takes, over these, round by round."""
+    """A run of the whole prompt, divided by these seconds, round by round."""
     peer: Spread | None
-    """What it takes transformers; None: that was not measured."""
+    """The same of transformers; None: not measured."""
     equal: Mapping[str, str]
-    """By what the answer is compared with: equal tokens of how many."""
+    """Equal tokens out of how many, by the compared run."""
 
     @property
     def met(self) -> bool:
-        """Whether no more was run than what is new, and one interval."""
+        """Whether only the new tokens and at most one interval ran."""
         return self.interval > 0 and self.run_tokens <= self.new_tokens + self.interval
 
 
 class Chat:
-    """A first turn, and turns that go on with it, with everything before given up or not."""
+    """A first turn and turns after it, with or without the cached state."""
 
     def __init__(self, subject: Subject, sizes: Sizes) -> None:
         self.subject = subject
@@ -159,15 +159,15 @@ class Chat:
         self.new = subject.prompt(sizes.turn, seed=8)
         self.first = [*self.history, *self.answer(self.history).outputs[0].token_ids]
         self.texts: dict[str, Sequence[int]] = {}
-        """The last answers, by who made them."""
+        """The last answers, by their makers."""
         self.found: tuple[RequestOutput, int] | None = None
-        """The last turn on a first one, and how many tokens of its prompt ran."""
+        """The last turn on a first one, and the number of its prompt tokens that ran."""
 
     def answer(self, ids: Sequence[int]) -> RequestOutput:
         return self.subject.llm.generate(list(ids), greedy(self.sizes.answer), use_tqdm=False)[0]
 
     def warm(self, turn: Sequence[int]) -> float:
-        """Seconds to the first token, after the first turn."""
+        """Return the seconds to the first token after the first turn."""
         self.subject.llm.reset_prefix_cache()
         self.answer(self.history)
         before = self.subject.tokens_run
@@ -178,12 +178,12 @@ class Chat:
         return self._noted("warm", output)
 
     def cold(self, turn: Sequence[int]) -> float:
-        """Seconds to the first token, with nothing before."""
+        """Return the seconds to the first token with an empty cache."""
         self.subject.llm.reset_prefix_cache()
         return self._noted("whole", self.answer(turn))
 
     def by_peer(self, turn: Sequence[int], peer: TransformersPeer) -> float:
-        """Seconds that transformers takes to the first token."""
+        """Return transformers' seconds to the first token."""
         made = peer.generate(torch.tensor([list(turn)]), self.sizes.answer)
         self.texts["transformers"] = made.tokens[0]
         return made.prefill_seconds
@@ -195,7 +195,7 @@ class Chat:
         return seconds
 
     def measure(self, what: str, length: int, rounds: int = 1, peer: TransformersPeer | None = None) -> Turn:
-        """The turn that keeps ``length`` tokens of the first one, so many times.
+        """Measure the turn that keeps ``length`` tokens of the first one, in ``rounds``.
 
         Raises:
             QuireError: it ran more than its new tokens and one interval.
@@ -235,8 +235,8 @@ def second_turns(
     interval: int | None = None,
     peer: TransformersPeer | None = None,
 ) -> list[Turn]:
-    """Turns that go on after the answer, after a part of it (as of a chat that shortens what it has said), and from a place in the
-    history. The first of them in all rounds, and by ``peer`` (of the same checkpoint), too.
+    """Measure turns after the answer, after half of it (a shortened chat), and in the history. The
+    first of them runs in all rounds, and by ``peer`` (of the same checkpoint).
 
     Raises:
         QuireError: one ran more than its new tokens and one interval.

@@ -1,7 +1,7 @@
-"""A small HTTP/1.1 client on asyncio streams, for JSON and server-sent events. Standard library only.
+"""A small HTTP/1.1 client on asyncio streams, for JSON and server-sent events; stdlib only.
 
-A load generator shares its machine with the server that it measures, so its own cost is part of what it reports. httpx takes 2.5
-times the CPU time of this for a stream of 64 events, and 10 times for a whole answer; and nothing here has to be installed.
+A load generator shares its machine with the measured server, so its cost is part of the result.
+httpx takes 2.5 times the CPU time for a stream of 64 events, and 10 times for a whole answer.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from quire.errors import InvalidArgument, NotFound
 LARGEST_HEAD = 64 * 1024
 """Bytes of a status line with its headers."""
 IDLE_SECONDS = 2.0
-"""A connection that has been idle for longer is not used again: the server may be closing it (uvicorn does after 5 s)."""
+"""Longest idle time of a reused connection in seconds: uvicorn closes them after 5 s."""
 
 
 class _Connection:
-    """One connection: a request at a time."""
+    """A connection, for one request at a time."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader, self.writer = reader, writer
         self.idle_since = time.monotonic()
         self._left: int | None = 0
-        """Bytes of the body that are left; None for a chunked body; -1 until the connection ends."""
+        """Bytes left of the body; None for a chunked body; -1 until the connection ends."""
         self.reusable = False
 
     @property
@@ -42,7 +42,7 @@ class _Connection:
         return not closed and time.monotonic() - self.idle_since < IDLE_SECONDS
 
     async def start(self, request: bytes) -> tuple[int, dict[str, str]]:
-        """Send, and read up to the body: status and headers, their names in small letters."""
+        """Send, and read up to the body; return status and headers with lower-case names."""
         self.reusable = False
         self.writer.write(request)
         await self.writer.drain()
@@ -72,7 +72,7 @@ class _Connection:
         return status, headers
 
     async def piece(self) -> bytes:
-        """The next bytes of the body, as they come; empty at its end."""
+        """Return the next bytes of the body as they come; empty at its end."""
         if self._left is None:
             line = await self.reader.readuntil(b"\r\n")
             try:
@@ -96,14 +96,14 @@ class _Connection:
 
 
 class ServeClient:
-    """Requests to one server. Connections are kept for the next request; a task that is cancelled, or a stream that is closed
-    early, closes its connection at once.
+    """Requests to one server, on connections that are kept for later requests.
 
-    Errors: ``HttpFailure``, ``BrokenAnswer``, ``OSError`` for a server that cannot be reached, ``TimeoutError``.
+    A cancelled task or a stream closed early closes its connection at once. Errors:
+    ``HttpFailure``, ``BrokenAnswer``, ``OSError`` for an unreachable server, ``TimeoutError``.
     """
 
     def __init__(self, url: str, *, api_key: str | None = None, timeout: float = 600.0) -> None:
-        """``timeout``: seconds for one answer, or for one stream from its request to its end."""
+        """Set the server; ``timeout`` is in seconds for one answer, or one stream to its end."""
         if not timeout > 0:
             raise InvalidArgument(f"timeout {timeout}; seconds above 0 are accepted")
         self.address = ServerAddress.parse(url)
@@ -131,10 +131,10 @@ class ServeClient:
     async def pieces(
         self, method: str, path: str, body: bytes = b"", *, content_type: str = "application/json"
     ) -> AsyncGenerator[bytes, None]:
-        """The bytes of an answer's body as they come. Close it (``aclosing``) to hang up."""
+        """Yield an answer's body in pieces as they come. Close it (``aclosing``) to hang up."""
         connection: _Connection | None = None
         ended = False
-        # Around every wait and not around all of them: between two pieces the caller's code runs, which is not to be interrupted.
+        # The deadline covers each wait alone: it must not interrupt the caller between pieces.
         deadline = asyncio.get_running_loop().time() + self._timeout
         try:
             async with asyncio.timeout_at(deadline):
@@ -164,7 +164,7 @@ class ServeClient:
                     connection.writer.transport.abort()
 
     async def fetch(self, method: str, path: str, body: Mapping[str, Any] | bytes | None = None) -> bytes:
-        """The whole body of an answer. ``body``: what is sent as JSON, or bytes that are sent as they are."""
+        """Return the whole body of an answer; ``body`` is sent as JSON, or unchanged if bytes."""
         raw = isinstance(body, bytes)
         data = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
         found = bytearray()
@@ -175,7 +175,7 @@ class ServeClient:
         return bytes(found)
 
     async def json(self, method: str, path: str, body: Mapping[str, Any] | bytes | None = None) -> dict[str, Any]:
-        """The object in an answer's body."""
+        """Return the object in an answer's body."""
         found = await self.fetch(method, path, body)
         try:
             value = json.loads(found)
@@ -186,7 +186,7 @@ class ServeClient:
         return value
 
     async def events(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
-        """The objects of a stream, up to ``[DONE]``. ``BrokenAnswer`` if it ends without. Close it to hang up."""
+        """Yield a stream's objects up to ``[DONE]``; without it raise ``BrokenAnswer``."""
         parser = EventParser()
         done = False
         async with aclosing(self.pieces("POST", path, json.dumps(body).encode())) as pieces:
@@ -200,7 +200,7 @@ class ServeClient:
             raise BrokenAnswer("the stream ended without [DONE]")
 
     async def model(self) -> str:
-        """The first model that the server lists. ``NotFound`` if it lists none."""
+        """Return the server's first model; raise ``NotFound`` if it lists none."""
         listed = (await self.json("GET", "/v1/models")).get("data") or []
         if not listed:
             raise NotFound(f"the server at {self.address.authority} lists no models; name one")

@@ -1,8 +1,8 @@
-"""``quire bench serve``: load on an OpenAI-compatible server, what its users see of it, and a second server in the same run.
+"""``quire bench serve``: load on an OpenAI-compatible server, as its users see it.
 
-Requests arrive when their plan says, whether or not earlier ones are answered, unless ``concurrency`` bounds how many are under
-way. Times run from the moment a request is sent. Two servers take turns, round by round, with the same requests; every round
-draws other tokens, so that no prefix cache knows them from the round before.
+Requests arrive by plan, whether or not earlier ones are answered, unless ``concurrency`` limits the
+running ones. Times begin when a request is sent. A second server takes turns with the first, round
+by round, with the same requests. Every round draws other tokens, so no prefix cache knows them.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from quire_bench.serve_trace import Planned, TraceRow, random_requests, read_tra
 
 PERCENTILES = (50, 90, 99)
 TIMES = ("ttft", "itl", "tpot", "e2e")
-"""To the first token, between pieces of text, per token after the first, to the end."""
+"""Times to the first token, between pieces of text, per token after the first, to the end."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Record:
-    """What became of one request. Times in seconds from its sending."""
+    """The outcome of one request. Times are in seconds from its sending."""
 
     error: str | None = None
-    """None if it was answered; else the status, or "timeout", "connection" or "broken"."""
+    """None for an answer; else the status, or "timeout", "connection" or "broken"."""
     detail: str = ""
     """The error's message."""
     ttft: float | None = None
     gaps: tuple[float, ...] = ()
-    """Between pieces of text."""
+    """Times between pieces of text."""
     e2e: float = 0.0
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -56,7 +56,7 @@ class Record:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadResult:
-    """What one round on one server showed."""
+    """The result of one round on one server."""
 
     seconds: float
     """From the first request's arrival to the last answer's end."""
@@ -68,18 +68,18 @@ class LoadResult:
 
     @property
     def errors(self) -> dict[str, int]:
-        """How many requests failed, by kind of failure."""
+        """Number of failed requests by kind of failure."""
         return dict(Counter(record.error for record in self.records if record.error is not None))
 
     def times(self, name: str) -> list[float]:
-        """All measurements of one of ``TIMES``, in seconds."""
+        """Return all measurements of one of ``TIMES`` in seconds."""
         if name == "itl":
             return [gap for record in self.answered for gap in record.gaps]
         found = [getattr(record, name) for record in self.answered]
         return [value for value in found if value is not None]
 
     def summary(self) -> dict[str, Any]:
-        """Counts, rates a second, and for each of ``TIMES`` mean and percentiles in milliseconds."""
+        """Return counts, rates per second, and means and percentiles of ``TIMES`` in ms."""
         done = self.answered
         prompt = sum(record.prompt_tokens for record in done)
         output = sum(record.output_tokens for record in done)
@@ -104,7 +104,7 @@ class LoadResult:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Linear between the two nearest of at least one value, as numpy's default."""
+    """Interpolate linearly between the nearest of one or more values, as numpy does."""
     ordered = sorted(values)
     at = (len(ordered) - 1) * share / 100
     low = math.floor(at)
@@ -112,12 +112,12 @@ def percentile(values: Sequence[float], share: float) -> float:
     return ordered[low] + (ordered[high] - ordered[low]) * (at - low)
 
 
-# -- one request -----------------------------------------------------------------------------------------------------
+# -- one request -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Target:
-    """A server, and how it is asked."""
+    """A server and the form of its requests."""
 
     client: ServeClient
     model: str
@@ -127,7 +127,7 @@ class Target:
     """Further fields of the request."""
 
     def body(self, planned: Planned) -> dict[str, Any]:
-        """What is sent for a request."""
+        """Return the body of a request."""
         body: dict[str, Any] = {"model": self.model, "prompt": list(planned.prompt), "temperature": 0}
         body |= {"max_tokens": planned.output_tokens, "stream": self.stream}
         if self.stream:
@@ -137,7 +137,7 @@ class Target:
         return body | dict(self.extra)
 
     async def ask(self, planned: Planned) -> Record:
-        """Send one request and wait for its end. What goes wrong is in the record."""
+        """Send one request and wait for its end; record errors."""
         started = time.perf_counter()
         try:
             if self.stream:
@@ -182,14 +182,14 @@ def _with_usage(record: Record, usage: Any) -> Record:
         raise BrokenAnswer(f"the server does not say how many tokens there were: usage is {usage!r}") from None
 
 
-# -- many requests ---------------------------------------------------------------------------------------------------
+# -- many requests -----------------------------------------------------------------------------
 
 
 async def send_load(
     plan: Sequence[Planned], ask: Callable[[Planned], Any], *, concurrency: int | None = None
 ) -> LoadResult:
-    """Send every request of a plan when it arrives; ``ask`` is ``Target.ask`` or the like. At most ``concurrency`` are under way
-    at a time, later ones wait for their turn in the order of their arrival."""
+    """Send every request of a plan at its time; ``ask`` is ``Target.ask`` or the like. Run at most
+    ``concurrency`` at a time; the others wait in order of arrival."""
     gate = nullcontext() if concurrency is None else asyncio.Semaphore(concurrency)
     loop = asyncio.get_running_loop()
     records: list[Record] = [Record()] * len(plan)
@@ -231,14 +231,16 @@ def run_serve(
     seed: int = 0,
     timeout: float = 600.0,
 ) -> dict[str, Any]:
-    """Measure one server, or two in turn; print a table and one JSON line, return what the line holds.
+    """Measure one server, or two in turn; print a table and one JSON line; return its content.
 
-    ``model``: by default the first that a server lists. ``vocab_size``: prompts are random token ids below it, so it must not be
-    above the model's. ``trace``: a file or rows in Mooncake's format, of which the first ``requests`` are sent, in place of random
-    requests; ``scale`` and ``speed`` as in ``trace_requests``. ``warmup``: requests before each server's first round, which do
-    not count. ``ignore_eos`` is a field that OpenAI's own servers do not know.
+    ``model``: by default the first that a server lists. ``vocab_size``: random token ids of prompts
+    stay below it, so it must not exceed the model's. ``trace``: a file or rows in Mooncake's format
+    in place of random requests, of which the first ``requests`` are sent; ``scale`` and ``speed``
+    are those of ``trace_requests``. ``warmup``: uncounted requests before each server's first
+    round. ``ignore_eos`` is unknown to OpenAI's own servers.
 
-    ``InvalidArgument`` or ``NotFound`` for bad arguments, ``QuireError`` if a server cannot be reached or answers nothing at all.
+    Raise ``InvalidArgument`` or ``NotFound`` for bad arguments, and ``QuireError`` if a server
+    cannot be reached or answers nothing at all.
     """
     checks = (("rounds", rounds, 1), ("warmup", warmup, 0), ("requests", requests, 1), ("concurrency", concurrency, 1))
     for name, value, least in checks:
@@ -320,8 +322,8 @@ def run_serve(
 
 
 def compare(ours: Sequence[Mapping[str, Any]], theirs: Sequence[Mapping[str, Any]]) -> dict[str, Spread]:
-    """The second server's numbers over the first one's of the same round: of rates, and of the medians and 99th percentiles of
-    times."""
+    """Divide the second server's numbers by the first one's of the same round: rates, and medians
+    and 99th percentiles of times."""
 
     def numbers(summary: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
         for name in ("requests_per_second", "output_tokens_per_second", "total_tokens_per_second"):

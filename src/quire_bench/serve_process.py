@@ -1,4 +1,4 @@
-"""``quire serve`` in a process of its own, for what measures or strains a server."""
+"""``quire serve`` in its own process, for measurements and stress tests."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ STOP_SECONDS = 60.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerProcess:
-    """A server that takes requests."""
+    """A server that accepts requests."""
 
     url: str
     pid: int
     log: Path
-    """What it says on stderr; gone with the server."""
+    """Its output on stderr; deleted with the server."""
 
     def memory(self) -> int | None:
-        """Bytes of its resident memory; None where /proc does not tell."""
+        """Return its resident bytes; None if /proc does not tell."""
         return resident_bytes(self.pid)
 
 
@@ -38,10 +38,10 @@ class ServerProcess:
 def server_process(
     model: str, options: Sequence[str] = (), *, command: Sequence[str] = COMMAND, seconds: float = 120.0
 ) -> Iterator[ServerProcess]:
-    """Start ``quire serve MODEL`` on a free port of this machine, and stop it at the end of the block.
+    """Start ``quire serve MODEL`` on a free local port; stop it at the end of the block.
 
-    ``options``: further flags, like ``("--dtype", "float32")``. ``QuireError`` with what it said if it does not take requests within
-    ``seconds``, or does not stop when it is told to.
+    ``options`` are further flags, like ``("--dtype", "float32")``. Raise ``QuireError`` with the
+    output if it accepts no requests within ``seconds``, or does not stop when asked.
     """
     with tempfile.TemporaryDirectory(prefix="quire-serve-") as directory:
         log = Path(directory, "stderr.txt")
@@ -56,7 +56,7 @@ def server_process(
         late = threading.Timer(seconds, process.kill)
         late.start()
         try:
-            # It says its address once it takes requests, and nothing else on stdout; the end of the pipe is its own end.
+            # Stdout gets only its address, once it accepts requests; then the pipe ends.
             said = ""
             found = None
             while found is None and (line := process.stdout.readline()):
@@ -86,7 +86,7 @@ def server_process(
 
 
 def resident_bytes(pid: int) -> int | None:
-    """Bytes of resident memory of a process; None where /proc does not tell."""
+    """Return the resident bytes of a process; None if /proc does not tell."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:

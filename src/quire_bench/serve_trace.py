@@ -1,9 +1,11 @@
-"""What a load generator sends, and when: random requests, and traces of conversations in Mooncake's format.
+"""Plans of a load generator: random requests, and conversations' traces in Mooncake's format.
 
-A trace has one JSON object a line: ``timestamp`` (milliseconds from the start), ``input_length`` and ``output_length`` (tokens) and
-``hash_ids``, one number for every ``BLOCK`` tokens of the prompt, the last of which may be partly filled. Two requests that
-begin with the same numbers begin with the same tokens, so a turn of a conversation carries the numbers of the turn before it.
-Source: Qin et al., "Mooncake: A KVCache-centric Disaggregated Architecture for LLM Serving", 2024, and the traces published with it.
+A line of a trace is a JSON object with ``timestamp`` (milliseconds from the start),
+``input_length`` and ``output_length`` (tokens), and ``hash_ids``: a number for every ``BLOCK``
+tokens of the prompt, the last perhaps partly filled. Requests that begin with equal numbers begin
+with equal tokens, so a turn carries the numbers of the turn before. Source: Qin et al., "Mooncake:
+A KVCache-centric Disaggregated Architecture for LLM Serving", 2024, and the traces published with
+it.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from quire.errors import InvalidArgument, NotFound
 BLOCK = 512
 """Tokens of one entry of ``hash_ids``."""
 LEAST_ID = 256
-"""Random tokens begin here: lower ids are often special or single bytes."""
+"""The lowest random token: lower ids are often special or single bytes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,14 +30,14 @@ class Planned:
     """One request."""
 
     at: float
-    """Seconds from the start at which it arrives."""
+    """Arrival in seconds from the start."""
     prompt: tuple[int, ...]
     output_tokens: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TraceRow:
-    """One line of a trace. ``InvalidArgument`` for what no trace can hold."""
+    """One line of a trace. ``InvalidArgument`` for values that no trace can hold."""
 
     timestamp: float
     """Milliseconds."""
@@ -70,8 +72,8 @@ def random_requests(
     vocab_size: int,
     seed: int,
 ) -> list[Planned]:
-    """Lengths drawn evenly from ranges with both ends, arrivals of a Poisson process of ``rate`` requests a second; infinite: all
-    at once. The lengths of a seed do not depend on the rate."""
+    """Draw lengths evenly from closed ranges, and arrivals of a Poisson process of ``rate`` per
+    second (infinite: all at once). A seed's lengths do not depend on the rate."""
     _check_vocabulary(vocab_size)
     if requests < 1:
         raise InvalidArgument(f"requests {requests}; at least 1 is accepted")
@@ -94,10 +96,10 @@ def random_requests(
 def trace_requests(
     rows: Sequence[TraceRow], *, vocab_size: int, scale: float = 1.0, speed: float = 1.0, salt: int = 0
 ) -> list[Planned]:
-    """The requests of a trace: each ``hash_ids`` entry stands for a block of random tokens of its own.
+    """Return the requests of a trace, with a random block of tokens for each ``hash_ids`` entry.
 
-    ``scale`` shortens prompts, blocks and texts alike, so that a trace fits a small model; ``speed`` 2 sends it in half the time.
-    Another ``salt`` makes other tokens, which share nothing with those of the first.
+    ``scale`` shortens prompts, blocks and texts alike, to fit a small model. ``speed`` 2 halves the
+    time. Another ``salt`` gives other tokens, without common prefixes.
     """
     _check_vocabulary(vocab_size)
     block = round(BLOCK * scale) if math.isfinite(scale) else 0
@@ -134,10 +136,11 @@ def synthetic_trace(
     rate: float = 1.0,
     seed: int = 0,
 ) -> list[TraceRow]:
-    """Conversations that share a system prompt, and whose turns carry all that was said before.
+    """Draw conversations that share a system prompt; each turn carries all earlier text.
 
-    ``turns``, ``user_tokens`` and ``answer_tokens`` are ranges with both ends; ``rate`` conversations begin each second, and between an
-    answer and the next turn pass ``think_seconds`` on average. A row's time does not know how long an answer takes.
+    ``turns``, ``user_tokens`` and ``answer_tokens`` are closed ranges. ``rate`` conversations begin
+    each second. After an answer, which takes no time, the next turn waits ``think_seconds`` on
+    average.
     """
     ranges = (("turns", turns), ("user_tokens", user_tokens), ("answer_tokens", answer_tokens))
     for name, (least, most) in ranges:
@@ -159,7 +162,7 @@ def synthetic_trace(
             at += draw.expovariate(1 / think_seconds) if turn and think_seconds else 0.0
             length += draw.randint(*user_tokens)
             full = length // BLOCK
-            # A block that is full by now keeps its number in all later turns; one that is not gets another when it grows.
+            # A full block keeps its number in later turns; another gets a new one when it grows.
             fresh = range(unused, unused + full - len(blocks))
             unused += len(fresh)
             blocks += fresh
@@ -177,7 +180,7 @@ def synthetic_trace(
 
 
 def read_trace(path: str | Path, *, limit: int | None = None) -> list[TraceRow]:
-    """The first ``limit`` rows of a file. ``NotFound``, or ``InvalidArgument`` with the line that is wrong."""
+    """Read the first ``limit`` rows; raise ``NotFound``, or ``InvalidArgument`` with the line."""
     rows: list[TraceRow] = []
     try:
         with open(path, encoding="utf-8") as lines:
@@ -196,7 +199,7 @@ def read_trace(path: str | Path, *, limit: int | None = None) -> list[TraceRow]:
 
 
 def write_trace(rows: Iterable[TraceRow], path: str | Path) -> None:
-    """One line of JSON for each row."""
+    """Write one line of JSON for each row."""
     Path(path).write_text("".join(json.dumps(asdict(row)) + "\n" for row in rows), encoding="utf-8")
 
 

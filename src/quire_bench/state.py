@@ -1,6 +1,6 @@
-"""What the state costs: fork, deep copy, rewind, save and restore of a long sequence; a second chat turn; start-up.
+"""Costs of the state: fork, copy, rewind, save and restore; a second chat turn; start-up.
 
-What a model cannot do here (go back behind its windows, say) has a row that says why.
+If a model cannot do something here (rewind behind its windows, say), its row gives the reason.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ T = TypeVar("T")
 
 LEAST_TOKENS = 32
 BACK = 16
-"""Tokens that a rewind goes back by."""
+"""Tokens of a rewind."""
 HISTORY = 2000
-"""Tokens before the second turn of the chat; fewer where the context ends before."""
+"""Tokens before the second turn of the chat, or fewer in a short context."""
 TURN, ANSWER = 20, 16
 """Tokens of the second turn's prompt, and of each answer."""
 QUICK = 20
-"""How many times as often as slow ones quick verbs are measured."""
+"""Measurements of a quick verb per measurement of a slow one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One measurement, in seconds; None where there is none."""
+    """One measurement in seconds; None without one."""
 
     what: str
     median_seconds: float | None = None
@@ -49,7 +49,7 @@ class Row:
     note: str = ""
 
     def shown(self) -> dict[str, str]:
-        """For the table."""
+        """Return the cells of a table."""
         return {
             "what": self.what,
             "median": duration(self.median_seconds),
@@ -59,7 +59,7 @@ class Row:
 
 
 def duration(seconds: float | None) -> str:
-    """To three digits, in a unit that suits it; blank for None."""
+    """Format to three digits in a fitting unit; blank for None."""
     if seconds is None:
         return ""
     factor, unit = next((pair for pair in ((1.0, "s"), (1e3, "ms")) if seconds * pair[0] >= 1), (1e6, "µs"))
@@ -68,17 +68,17 @@ def duration(seconds: float | None) -> str:
 
 
 def nothing() -> None:
-    """For calls that need nothing prepared."""
+    """Prepare nothing."""
 
 
 class Timer:
-    """Times calls, each after what it needs has been made."""
+    """Times calls, each after its preparation."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     def seconds(self, call: Callable[[], object]) -> float:
-        """Of one call, with all that it started on the device."""
+        """Time one call, with all that it started on the device."""
         synchronize(self.device)
         started = time.perf_counter()
         call()
@@ -94,7 +94,7 @@ class Timer:
         prepare: Callable[[], T],
         note: Callable[[], str] = lambda: "",
     ) -> Row:
-        """``count`` calls, each with what ``prepare`` makes, which is not timed."""
+        """Time ``count`` calls, each on a result of ``prepare``, which is not timed."""
         times = []
         for _ in range(count):
             given = prepare()
@@ -103,18 +103,18 @@ class Timer:
 
 
 def possible(what: str, measure: Callable[[], Row]) -> Row:
-    """The row, or one that says why there is none."""
+    """Return the row, or one with the reason why there is none."""
     try:
         return measure()
     except (FailedPrecondition, ResourceExhausted, Unsupported) as error:
         return Row(what=what, note=f"not measured: {error}")
 
 
-# -- one long sequence ---------------------------------------------------------------------------------------------
+# -- one long sequence -------------------------------------------------------------------------
 
 
 def state_rows(llm: LLM, tokens: int, rounds: int) -> list[Row]:
-    """Fork, deep copy, rewind, save and restore of one sequence of ``tokens`` tokens."""
+    """Measure fork, deep copy, rewind, save and restore of a sequence of ``tokens`` tokens."""
     ids = random_prompts(1, tokens, llm.model.vocab_size)[0].tolist()
     timer, quick = Timer(llm.model.device), QUICK * rounds
     # First, so that the pool need not hold the tokens twice.
@@ -132,7 +132,7 @@ def state_rows(llm: LLM, tokens: int, rounds: int) -> list[Row]:
 
 
 def deep_copy_row(llm: LLM, timer: Timer, name: str, ids: Sequence[int], count: int) -> Row:
-    """LiteRT-LM's verb, on a cache with all tokens but the last."""
+    """Measure LiteRT-LM's verb on a cache with all tokens but the last."""
     state, copies = llm.engine.runner.state, list[Any]()
     cache = llm.executor.create_kv_cache(capacity=len(ids))
     try:
@@ -152,7 +152,7 @@ def deep_copy_row(llm: LLM, timer: Timer, name: str, ids: Sequence[int], count: 
 
 
 def fork_rows(llm: LLM, timer: Timer, session: Session, count: int) -> list[Row]:
-    """Forks of the session, and of its sequence by the KV state's own verbs; taking tokens back from such a fork."""
+    """Measure forks of the session and of its sequence, and taking tokens back from such a fork."""
     runner = llm.engine.runner
     state, children = runner.state, list[Session]()
     used, splits = state.num_used_pages, state.num_splits
@@ -177,7 +177,7 @@ def fork_rows(llm: LLM, timer: Timer, session: Session, count: int) -> list[Row]
     rows.append(
         timer.row("fork_sequence", count, fork, prepare=runner.new_seq, note=lambda: "the verb of the KV state")
     )
-    # Windows leave at least what the last forward ran within reach, which is one token or more.
+    # Windows keep at least the last forward within reach, which is one token or more.
     back = min(BACK, state.sequence_length(parent) - first_position(llm, session))
     forks = iter(sequences)
     rows.append(timer.row(f"popn of {back}", count, lambda seq: state.popn(seq, back), prepare=lambda: next(forks)))
@@ -187,7 +187,7 @@ def fork_rows(llm: LLM, timer: Timer, session: Session, count: int) -> list[Row]
 
 
 def rewind_row(llm: LLM, timer: Timer, session: Session, count: int) -> Row:
-    """Going back in a fork of the session, as far as its windows allow without running anything again."""
+    """Measure rewinds in a fork of the session, as far as windows allow without new runs."""
     lowest = first_position(llm, session)
     back = min(BACK, len(session) - lowest)
     children: list[Session] = []
@@ -210,7 +210,7 @@ def rewind_row(llm: LLM, timer: Timer, session: Session, count: int) -> Row:
 
 
 def file_rows(llm: LLM, timer: Timer, session: Session, path: Path, rounds: int, prefill: float) -> list[Row]:
-    """Saves and restores; the session is closed in between."""
+    """Measure saves and restores; the session is closed in between."""
     saved = timer.row(
         "save",
         rounds,
@@ -233,7 +233,7 @@ def file_rows(llm: LLM, timer: Timer, session: Session, path: Path, rounds: int,
 
 
 def held_sequence(session: Session) -> int:
-    """Its sequence in the KV state, which a pinned session that has run keeps."""
+    """Return a session's sequence, which a pinned session keeps after a run."""
     seq = session.sequence_id
     if seq is None:
         raise QuireError("the session has no state in the pool")
@@ -241,15 +241,15 @@ def held_sequence(session: Session) -> int:
 
 
 def first_position(llm: LLM, session: Session) -> int:
-    """The first of the positions, up to the last one, that can all be gone back to; 0 without windows."""
+    """Return the start of the last run of reachable positions; 0 without windows."""
     return llm.engine.runner.state.reachable(held_sequence(session))[-1].start
 
 
-# -- a chat, and start-up ------------------------------------------------------------------------------------------
+# -- a chat, and start-up ----------------------------------------------------------------------
 
 
 def chat_row(llm: LLM, history: int) -> Row:
-    """A second turn on a long history."""
+    """Measure a second turn on a long history."""
     vocab = llm.model.vocab_size
     ids = random_prompts(1, history, vocab, seed=7)[0].tolist()
     one = SamplingParams(temperature=0, max_tokens=ANSWER, ignore_eos=True)
@@ -266,7 +266,7 @@ def chat_row(llm: LLM, history: int) -> Row:
 
 
 def second_turn_row(llm: LLM) -> Row:
-    """The same, with as long a history as fits into the context with both turns."""
+    """Measure a second turn on the longest history that fits with both turns."""
     longest = llm.engine.max_model_len
     history = min(HISTORY, longest - 2 * ANSWER - TURN)
     if history < 1:
@@ -275,7 +275,7 @@ def second_turn_row(llm: LLM) -> Row:
 
 
 def start_rows(rounds: int, model: str | None = None) -> list[Row]:
-    """Import time apart from torch's, and the first token of ``quire generate``; None is its default model."""
+    """Measure import time without torch's, and ``quire generate`` to the first token."""
     code = "import time, torch; t = time.perf_counter(); import quire; from quire import LLM; print(time.perf_counter() - t)"
     command = [sys.executable, "-m", "quire.cli", "generate", "def main():", "--max-tokens", "4"]
     command += [] if model is None else ["--model", model]
@@ -309,7 +309,7 @@ def start_rows(rounds: int, model: str | None = None) -> list[Row]:
     ]
 
 
-# -- all of it -----------------------------------------------------------------------------------------------------
+# -- all of it ---------------------------------------------------------------------------------
 
 
 def run_state(
@@ -321,15 +321,15 @@ def run_state(
     start: Callable[[int], list[Row]] | None = None,
     facts: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Measure, print a table and one JSON line, return what the line holds.
+    """Measure, print a table and one JSON line, and return the line's content.
 
     Args:
         model: as for ``LLM``.
         engine_options: keywords of ``LLM``.
         tokens: of the long sequence.
-        rounds: repetitions of what is slow; quick verbs have ``QUICK`` times as many.
-        start: measures the start-up, in so many rounds; None leaves it out.
-        facts: what else the line says.
+        rounds: repetitions of slow verbs; quick ones have ``QUICK`` times as many.
+        start: measures the start-up in this many rounds; None leaves it out.
+        facts: further content of the line.
 
     Raises:
         InvalidArgument: too few tokens or rounds, or more tokens than the model's context.

@@ -1,7 +1,8 @@
-"""What recurrent states cost: their size, forks, copies and files; rewinds against the interval of their checkpoints.
+"""Costs of recurrent states: size, forks, copies, files; rewinds by checkpoint interval.
 
-Tokens are *run again* whose state had been there before, because the nearest kept state lies before them; they are counted where
-steps are executed. Logits are compared with those of runs that reuse nothing, so the models should run in float32.
+Tokens are *run again* if the nearest kept state lies before them, though their state existed once;
+they are counted where steps are executed. Logits are compared with those of runs without reuse, so
+the models should run in float32.
 """
 
 from __future__ import annotations
@@ -27,32 +28,32 @@ from quire_bench.reports import Spread, random_prompts
 from quire_bench.state import LEAST_TOKENS, Row, Timer, held_sequence, possible, state_rows
 
 LONG = 2.0
-"""Seconds of a rewind after which it is not done again."""
+"""Seconds above which a rewind is not repeated."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """How much is measured: tokens, but for the numbers of places, documents, branches and rounds."""
+    """Extent of the measurements: tokens, and numbers of places, documents, branches, rounds."""
 
     tokens: int = 2000
-    """Of the session, the documents and the history."""
+    """Tokens of the session, the documents and the history."""
     intervals: tuple[int, ...] = (0, 64, 256, 1024)
-    """Between checkpoints; 0: none are kept by themselves."""
+    """Tokens between checkpoints; 0: no automatic ones."""
     back: int = 100
-    """How far the longer one of the short rewinds goes."""
+    """Tokens of the longer one of the short rewinds."""
     places: int = 2
-    """Random positions to which a session is rewound besides."""
+    """Random positions of further rewinds."""
     documents: int = 3
     branches: int = 8
     """Prompts that leave each document at random positions."""
     tail: int = 64
-    """Of such a prompt after it has left."""
+    """Tokens of such a prompt after it has left."""
     reply: int = 4
-    """Of the answer to each of these prompts."""
+    """Tokens of the answer to each of these prompts."""
     turn: int = 20
-    """Of the second turn's own prompt."""
+    """Tokens of the second turn's own prompt."""
     answer: int = 16
-    """To each turn."""
+    """Tokens of the answer to each turn."""
     rounds: int = 3
 
     def __post_init__(self) -> None:
@@ -66,11 +67,11 @@ class Sizes:
             raise InvalidArgument(f"intervals {list(self.intervals)}; at least one is needed, each 0 (none) or greater")
 
 
-# -- one model -----------------------------------------------------------------------------------------------------
+# -- one model ---------------------------------------------------------------------------------
 
 
 class CountingRunner:
-    """Another runner, and how many tokens it has run."""
+    """A wrapped runner that counts the tokens it runs."""
 
     def __init__(self, inner: Runner) -> None:
         self.inner = inner
@@ -79,11 +80,11 @@ class CountingRunner:
         self.tokens = 0
 
     def new_seq(self) -> SeqId:
-        """See ``Runner``."""
+        """Return a new id; see ``Runner``."""
         return self.inner.new_seq()
 
     def execute(self, step: Step, extras: Extras = NO_EXTRAS) -> StepOutput:
-        """See ``Runner``."""
+        """Execute and count; see ``Runner``."""
         self.tokens += sum(len(chunk.tokens) for chunk in step.chunks)
         return self.inner.execute(step, extras)
 
@@ -91,8 +92,8 @@ class CountingRunner:
 class Subject:
     """A model with recurrent layers, at one interval.
 
-    ``interval``: tokens between its checkpoints; 0: none are kept by themselves; None: the engine chooses. ``Unsupported`` for a model
-    without recurrent layers.
+    ``interval`` is in tokens between checkpoints; 0: no automatic ones; None: the engine chooses.
+    Raise ``Unsupported`` for a model without recurrent layers.
     """
 
     def __init__(self, model: str, options: Mapping[str, Any], interval: int | None, *, cached: bool) -> None:
@@ -109,26 +110,26 @@ class Subject:
 
     @property
     def tokens_run(self) -> int:
-        """By the engine, so far."""
+        """Tokens run by the engine so far."""
         return self._runner.tokens
 
     @property
     def interval(self) -> int:
-        """Tokens between the checkpoints that are kept by themselves; 0: none are."""
+        """Tokens between automatic checkpoints; 0 without them."""
         return self.checkpoints.interval
 
     @property
     def state_bytes(self) -> int:
-        """Of the recurrent state at one position, all layers."""
+        """Bytes of the recurrent state at one position, all layers."""
         return bytes_per_state([spec for spec in self.llm.model.layer_specs if isinstance(spec, Recurrent)])
 
     @property
     def kept_states(self) -> int:
-        """State slots that anybody holds."""
+        """State slots in use."""
         return self.state.states_of("kept_states").pool.num_used
 
     def prompt(self, tokens: int, seed: int) -> list[int]:
-        """Random token ids."""
+        """Draw random token ids."""
         found: list[int] = random_prompts(1, tokens, self.llm.model.vocab_size, seed=seed)[0].tolist()
         return found
 
@@ -140,12 +141,12 @@ class Subject:
 
 
 def greedy(tokens: int) -> SamplingParams:
-    """So many of the best tokens."""
+    """Return parameters for exactly ``tokens`` greedy tokens."""
     return SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
 
 
 class AtInterval(Protocol):
-    """Something that was measured at an interval."""
+    """A measurement at an interval."""
 
     @property
     def interval(self) -> int: ...
@@ -155,17 +156,17 @@ M = TypeVar("M", bound=AtInterval)
 
 
 def at_intervals(sizes: Sizes, measure: Callable[[int | None], M]) -> list[M]:
-    """``measure`` at each interval and at the engine's own, each once, by interval."""
+    """Call ``measure`` once at each interval and at the engine's own; sort by interval."""
     own = measure(None)
     others = [measure(interval) for interval in sizes.intervals if interval != own.interval]
     return sorted([own, *others], key=lambda one: one.interval)
 
 
-# -- what one state costs ------------------------------------------------------------------------------------------
+# -- costs of one state ------------------------------------------------------------------------
 
 
 def cost_rows(subject: Subject, sizes: Sizes, copy_gbps: float) -> list[Row]:
-    """Fork, copy, rewind, save and restore of a session, and a checkpoint; with what copying one state would take."""
+    """Measure a session's verbs and a checkpoint; add the time of copying one state."""
     size = subject.state_bytes
     limit = Row(
         what="copying one state, if forks did",
@@ -177,7 +178,7 @@ def cost_rows(subject: Subject, sizes: Sizes, copy_gbps: float) -> list[Row]:
 
 
 def checkpoint_row(subject: Subject, sizes: Sizes) -> Row:
-    """Keeping the present state of a sequence."""
+    """Measure keeping the present state of a sequence."""
     state, timer = subject.state, Timer(subject.llm.model.device)
     with subject.llm.session(subject.prompt(LEAST_TOKENS, seed=5), pin=True) as session:
         seq = held_sequence(session)
@@ -196,20 +197,20 @@ def checkpoint_row(subject: Subject, sizes: Sizes) -> Row:
         )
 
 
-# -- rewinds -------------------------------------------------------------------------------------------------------
+# -- rewinds -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rewound:
-    """A session taken back to ``position``, until the logits of the token after it are there."""
+    """A session rewound to ``position``, up to the logits of the token after it."""
 
     interval: int
     what: str
     position: int
     run_again: int
-    """Tokens, the one before ``position`` included, which every session runs for its logits."""
+    """Tokens run again, with the one before ``position``: every session runs it for logits."""
     announced: int
-    """What the rewind said that has to be run again to arrive."""
+    """Tokens to run again, as the rewind returned them."""
     seconds: Spread
 
 
@@ -223,13 +224,13 @@ class Rewinds:
     logits: Mapping[int, Tensor]
     """``[V]``, of the token after each position."""
     checkpoints: int
-    """How many the session kept."""
+    """Number of checkpoints kept by the session."""
     bytes: int
-    """Of these."""
+    """Bytes of these checkpoints."""
 
 
 def rewinds(model: str, options: Mapping[str, Any], sizes: Sizes, interval: int | None) -> Rewinds:
-    """Short rewinds, one behind a checkpoint and some to random positions, each in a fork of the same session.
+    """Measure rewinds, each in a fork of one session: short, behind a checkpoint, random.
 
     Raises:
         QuireError: more tokens had to be run again than lie between two checkpoints.
@@ -240,7 +241,7 @@ def rewinds(model: str, options: Mapping[str, Any], sizes: Sizes, interval: int 
             kept = subject.state.checkpoints(held_sequence(session))
             places = random.Random(0).sample(range(1, sizes.tokens), sizes.places)
             wanted = [("by 1", sizes.tokens - 1), (f"by {sizes.back}", sizes.tokens - sizes.back)]
-            # The last token is run for its logits: the one after a checkpoint needs nothing else.
+            # The last token runs for its logits; right after a checkpoint nothing else does.
             wanted += [("behind a checkpoint", kept[-1] + 1)] if kept else []
             wanted += [("to a random position", place) for place in sorted(places)]
             logits: dict[int, Tensor] = {}
@@ -277,7 +278,7 @@ def rewinds(model: str, options: Mapping[str, Any], sizes: Sizes, interval: int 
 
 
 def fresh_logits(model: str, options: Mapping[str, Any], sizes: Sizes) -> Tensor:
-    """Logits ``[S, V]`` after each of the S tokens of the same session, of one run of all of them."""
+    """Return logits ``[S, V]`` after each of the session's S tokens, in one run of all."""
     with Subject(model, options, 0, cached=False) as subject:
         runner = subject.llm.engine.runner
         seq = runner.new_seq()
@@ -286,7 +287,7 @@ def fresh_logits(model: str, options: Mapping[str, Any], sizes: Sizes) -> Tensor
 
 
 def compared(logits: Mapping[int, Tensor], fresh_SV: Tensor) -> dict[str, Any]:
-    """How often the best token is the same, and the largest difference as a share of the largest logit."""
+    """Count equal best tokens, and find the largest difference over the largest logit."""
     pairs = [(own_V, fresh_SV[position - 1]) for position, own_V in logits.items()]
     apart = [float((own_V - fresh_V).abs().max() / fresh_V.abs().max()) for own_V, fresh_V in pairs]
     same = sum(int(own_V.argmax()) == int(fresh_V.argmax()) for own_V, fresh_V in pairs)

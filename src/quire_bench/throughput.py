@@ -1,10 +1,9 @@
-"""Many requests at once: tokens a second of Quire's engine, against ``transformers``' continuous batching and static batches.
+"""Throughput of many requests: Quire against ``transformers``' continuous and static batches.
 
-The workload is that of nano-vllm's benchmark: prompts and texts of 100 to 1,024 random tokens each, uniformly drawn, greedy and
-without an end token. ``scale`` shortens both alike, so that it fits a machine. All requests are handed over at once.
-
-Each way of the peer runs at the best of a few batch sizes, found on some of the requests. Those worth it then run in turn with
-Quire on all of them, and the texts are compared.
+The workload is nano-vllm's: prompts and texts of 100 to 1,024 random tokens, uniformly drawn,
+greedy and without an end token. ``scale`` shortens both alike to fit a machine. All requests are
+submitted at once. Each way of the peer runs at the best of a few batch sizes, found on some
+requests. Fast enough ways then run in turn with Quire on all requests, and the texts are compared.
 """
 
 from __future__ import annotations
@@ -35,11 +34,11 @@ SHORTEST, LONGEST = 100, 1024
 LEAST_SCALE = 0.01
 PEER_BATCHES = (8, 16, 32, 64)
 BUDGET_SECONDS = 300.0
-"""What the default scale aims at, for everything that is run."""
+"""Target of the default scale for all runs together."""
 SAMPLE_REQUESTS, SAMPLE_SCALE, SAMPLE_BATCH = 32, 0.05, 16
-"""The measurement that chooses the scale."""
+"""Sizes of the measurement that chooses the scale."""
 SLOWER = 3.0
-"""A way of the peer that is so many times slower than the other one, as its trial shows, is left out of the rounds."""
+"""A way of the peer that is this many times slower than the best in trials runs no rounds."""
 
 QUIRE, STATIC, CONTINUOUS = "quire", "transformers, static batches", "transformers, continuous batching"
 RATIO = "time / quire"
@@ -47,7 +46,7 @@ RATIO = "time / quire"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
-    """Requests: the prompts, and how many new tokens each wants."""
+    """Requests: prompts, and the number of new tokens of each."""
 
     prompts: tuple[tuple[int, ...], ...]
     lengths: tuple[int, ...]
@@ -69,13 +68,13 @@ class Workload:
         return max(len(prompt) + new for prompt, new in zip(self.prompts, self.lengths, strict=True))
 
     def middle(self, count: int) -> list[int]:
-        """``count`` requests that want a middling number of tokens, which are like all of them on average."""
+        """Return ``count`` requests with medium numbers of tokens, close to the average."""
         order = sorted(range(len(self)), key=lambda index: (self.lengths[index], len(self.prompts[index])))
         first = (len(order) - count) // 2
         return order[first : first + count]
 
     def only(self, members: Sequence[int]) -> Workload:
-        """Some of the requests."""
+        """Return some of the requests."""
         return Workload(
             prompts=tuple(self.prompts[index] for index in members),
             lengths=tuple(self.lengths[index] for index in members),
@@ -83,7 +82,7 @@ class Workload:
 
 
 def make_workload(requests: int, scale: float, vocab_size: int, *, seed: int = 0) -> Workload:
-    """The same seed draws the same lengths at every scale, but for the scale."""
+    """Draw requests; a seed's lengths are equal at all scales except for the factor."""
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.randint(SHORTEST, LONGEST + 1, (2, requests), generator=generator)
     sizes, lengths = ([max(1, round(length * scale)) for length in row] for row in drawn.tolist())
@@ -129,11 +128,11 @@ class QuireSubject:
 
 
 PeerWay = Callable[[Workload, int], Outcome]
-"""A way of the peer to serve requests, with the size of its batches."""
+"""A way of the peer to serve requests with a given batch size."""
 
 
 def peer_ways(path: Path, dtype: torch.dtype, device: torch.device) -> dict[str, PeerWay]:
-    """Those of ``transformers``, by name."""
+    """Return the ways of ``transformers`` by name."""
     from quire_bench.peers import TransformersPeer
 
     peer = TransformersPeer(path, dtype, device=str(device))
@@ -149,28 +148,28 @@ def peer_ways(path: Path, dtype: torch.dtype, device: torch.device) -> dict[str,
     return {STATIC: static, CONTINUOUS: continuous}
 
 
-# -- choosing ------------------------------------------------------------------------------------------------------
+# -- choosing ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trial:
-    """One way of the peer at its best batch size, on as many requests."""
+    """One way of the peer at its best batch size, on that many requests."""
 
     batch: int
     rate: float
-    """Seconds for each new token."""
+    """Seconds per new token."""
     members: Sequence[int]
     tokens: tuple[tuple[int, ...], ...]
 
 
 def try_batches(way: PeerWay, work: Workload, batches: Sequence[int]) -> Trial:
-    """The best batch size: from small to large, until one is slower than the one before."""
+    """Find the best batch size, from small to large, until one is slower than the last."""
     best: Trial | None = None
     for batch in sorted({min(batch, len(work)) for batch in batches}):
         members = work.middle(batch)
         some = work.only(members)
         if best is None:
-            way(some, batch)  # the first run of all pays for what is made once
+            way(some, batch)  # the first run pays for one-time work
         outcome = way(some, batch)
         rate = outcome.seconds / some.new_tokens
         if best is not None and rate >= best.rate:
@@ -182,12 +181,12 @@ def try_batches(way: PeerWay, work: Workload, batches: Sequence[int]) -> Trial:
 
 
 def worth_it(rates: Mapping[str, float]) -> list[str]:
-    """Names whose seconds for each token are not more than ``SLOWER`` times those of the best."""
+    """Return the names with at most ``SLOWER`` times the best seconds per token."""
     return [name for name, rate in rates.items() if rate <= SLOWER * min(rates.values())]
 
 
 def round_scale(scale: float, context: int) -> float:
-    """Within what is possible, rounded down to hundredths."""
+    """Limit to the possible range and round down to hundredths."""
     hundredths = math.floor(100 * min(scale, 1.0, context / (2 * LONGEST)) + 1e-9)
     return max(LEAST_SCALE, hundredths / 100)
 
@@ -195,7 +194,7 @@ def round_scale(scale: float, context: int) -> float:
 def choose_scale(
     ours: QuireSubject, ways: dict[str, PeerWay], requests: int, rounds: int, *, seed: int, notes: dict[str, str]
 ) -> float:
-    """The scale at which all of it takes about ``BUDGET_SECONDS``, by a short measurement. Ways that fail leave ``ways``."""
+    """Choose the scale for about ``BUDGET_SECONDS`` in all; drop failing ways from ``ways``."""
     context = ours.llm.engine.max_model_len
     work = make_workload(
         min(requests, SAMPLE_REQUESTS), round_scale(SAMPLE_SCALE, context), ours.llm.model.vocab_size, seed=seed
@@ -210,14 +209,14 @@ def choose_scale(
             notes[name] = str(error)
             del ways[name]
     kept = worth_it(rates) if rates else []
-    # Those that are kept run their trials, which are about one round, and the rounds.
+    # Kept ways run their trials, which take about one round, and the rounds.
     each = (rounds + 1) * (own + sum(rates[name] for name in kept))
     each += sum(rate for name, rate in rates.items() if name not in kept)
     full_tokens = requests * (SHORTEST + LONGEST) / 2
     return round_scale(BUDGET_SECONDS / (each * full_tokens), context)
 
 
-# -- running -------------------------------------------------------------------------------------------------------
+# -- running -----------------------------------------------------------------------------------
 
 
 def run_throughput(
@@ -232,10 +231,10 @@ def run_throughput(
     peer_batches: Sequence[int] = PEER_BATCHES,
     hardware: Hardware | None = None,
 ) -> dict[str, Any]:
-    """Measure, print a table and one JSON line, return what the line holds.
+    """Measure, print a table and one JSON line, and return the line's content.
 
-    ``InvalidArgument`` for numbers out of range and for requests that pass the model's context, ``Unsupported`` for a peer that
-    is not installed.
+    Raise ``InvalidArgument`` for numbers out of range or requests beyond the model's context, and
+    ``Unsupported`` for a peer that is not installed.
     """
     check(requests=requests, scale=scale, rounds=rounds, seed=seed, peer=peer, peer_batches=peer_batches)
     with LLM(model, **engine_options) as llm:
@@ -264,7 +263,7 @@ def run_throughput(
 def run_trials(
     ways: Mapping[str, PeerWay], work: Workload, batches: Sequence[int], notes: dict[str, str]
 ) -> dict[str, Trial]:
-    """By name; why one could not run is noted."""
+    """Return the trials by name; note why others could not run."""
     trials: dict[str, Trial] = {}
     for name, way in ways.items():
         try:
@@ -277,7 +276,7 @@ def run_trials(
 def run_rounds(
     ours: QuireSubject, ways: Mapping[str, PeerWay], trials: Mapping[str, Trial], work: Workload, rounds: int
 ) -> tuple[dict[str, Outcome], Comparison]:
-    """All requests, in turn; the last outcome of each, and the times."""
+    """Run all requests in turn; return each one's last outcome and the times."""
     last: dict[str, Outcome] = {}
 
     def timed(name: str) -> Callable[[], float]:
@@ -293,7 +292,7 @@ def run_rounds(
     return last, comparison
 
 
-# -- reporting -----------------------------------------------------------------------------------------------------
+# -- reporting ---------------------------------------------------------------------------------
 
 
 def report(
@@ -305,7 +304,7 @@ def report(
     notes: Mapping[str, str],
     found: Hardware,
 ) -> dict[str, Any]:
-    """Prints the table; returns what the JSON line says about the run."""
+    """Print the table; return the run's part of the JSON line."""
     own, seconds = outcomes[QUIRE], comparison.spread(QUIRE).median
     state, dtype = llm.engine.runner.state, str(llm.model.dtype).removeprefix("torch.")
     tflops, peak = workload_flops(llm, work) / seconds / 1e12, found["peak_tflops"].get(dtype, 0.0)
@@ -348,7 +347,7 @@ def report(
 def peer_result(
     name: str, own: Outcome, work: Workload, outcomes: Mapping[str, Outcome], comparison: Comparison, trial: Trial
 ) -> dict[str, Any]:
-    """Time and texts of a way of the peer against Quire's: of all requests, or of its trial if that is all it ran."""
+    """Compare a way's time and texts with Quire's, on all requests or only its trial's."""
     ran = name in outcomes
     tokens, members = (outcomes[name].tokens, range(len(work))) if ran else (trial.tokens, trial.members)
     median = comparison.spread(name).median if ran else trial.rate * work.new_tokens
@@ -364,7 +363,7 @@ def peer_result(
 
 
 def rates(name: str, work: Workload, seconds: float) -> dict[str, Any]:
-    """What every row of the table has."""
+    """Return the common cells of every row."""
     return {
         "runs": name,
         "seconds": seconds,
@@ -374,8 +373,8 @@ def rates(name: str, work: Workload, seconds: float) -> dict[str, Any]:
 
 
 def workload_flops(llm: LLM, work: Workload) -> float:
-    """Multiplications and additions that the requests need: matrices, attention to what is visible, a head for each new token.
-    0 for models with experts, of whose matrices each token uses only some."""
+    """Count the requests' operations: matrices, visible attention, a head per new token. Return 0
+    for models with experts, of which each token uses only some."""
     model = llm.model
     if any("expert" in name and value for name, value in model.config.items()):
         return 0.0
@@ -391,18 +390,18 @@ def workload_flops(llm: LLM, work: Workload) -> float:
 
 
 def visible_pairs(length: int, window: int | None) -> int:
-    """Pairs of a token and one that it sees, itself included."""
+    """Count pairs of a token and one that it sees, itself included."""
     near = length if window is None else min(window, length)
     return near * (near + 1) // 2 + (length - near) * near
 
 
-# -- refusing ------------------------------------------------------------------------------------------------------
+# -- refusing ----------------------------------------------------------------------------------
 
 
 def check(
     *, requests: int, scale: float | None, rounds: int, seed: int, peer: str, peer_batches: Sequence[int]
 ) -> None:
-    """Refuse what cannot be measured."""
+    """Refuse impossible measurements."""
     latency.check(decode=2, context=1, rounds=rounds, peer=peer)
     if requests < 1:
         raise InvalidArgument(f"requests {requests}; at least 1 is needed")

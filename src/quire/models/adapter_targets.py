@@ -1,8 +1,8 @@
-"""Where adapters can change a model: its linear maps by name, and what checkpoints call them.
+"""Where adapters can change a model: its linear maps by name, and their names in checkpoints.
 
-A module of a checkpoint (``model.layers.3.self_attn.k_proj``) is some rows of a linear map here ("3.qkv"); which ones
-says the name table that the model was loaded by. Modules whose weights are used in another form than
-``y = x W^T + b`` on the rows of the batch have no target, and a reason.
+A module of a checkpoint (``model.layers.3.self_attn.k_proj``) is a range of rows of a linear map
+here ("3.qkv"); the name table that loaded the model gives the range. Adapters cannot target a
+module whose weight is used in another form than ``y = x W^T + b``; such a module has a reason.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from quire.nn.linear import Linear
 EMBED, HEAD = "embed", "head"
 """The names of the embedding's table and of the head, in updates and tables of adapters."""
 WALKED = ("quire.nn.", "quire.models.")
-"""Where the classes of a model's parts come from."""
+"""Packages that define the classes of a model's parts."""
 TRUNKS: tuple[tuple[str, str], ...] = (
     ("model.language_model.", "lm_head"),
     ("language_model.model.", "language_model.lm_head"),
     ("model.", "lm_head"),
 )
-"""How module names of a language model with an encoder beside it begin, and its head's: today's transformers, files of
-older versions, and its text model alone."""
+"""Prefix of the module names, and name of the head, of a language model beside an encoder: those of
+today's transformers, of older files, and of the text model alone."""
 RESPELLED: Mapping[str, str] = {"backbone.embedding": "backbone.embeddings"}
-"""Names of tensors in files whose modules are called otherwise."""
+"""Tensor names in files, mapped to the names of their modules where the two differ."""
 REASONS: tuple[tuple[str, str], ...] = (
     (".experts.", "it is one of a mixture's experts"),
     (".router.", "it is the router of a mixture of experts"),
@@ -39,7 +39,7 @@ REASONS: tuple[tuple[str, str], ...] = (
     (".mixer.project.", "its rows stand in another order here"),
     (".mixer.rates.", "its rows stand in another order here"),
 )
-"""Parts of the names of parameters that adapters cannot change, and why not."""
+"""Parts of the names of parameters that adapters cannot change, with the reason."""
 ENCODERS = frozenset(
     {
         "audio_model",
@@ -61,13 +61,13 @@ ENCODERS = frozenset(
         "visual",
     }
 )
-"""Parts of the names of modules beside a language model, as transformers and others call them: encoders of images and sound,
-and what leads from them to the language model."""
+"""Name parts of modules beside a language model, as transformers and others call them: encoders of
+images and sound, and the projections from them to the language model."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdapterTarget:
-    """Outputs ``row`` to ``row + outs`` of a linear map, or the embedding's table (``ins``: its tokens)."""
+    """Outputs ``row`` to ``row + outs`` of a linear map, or the embedding (``ins`` tokens)."""
 
     linear: str
     row: int
@@ -77,23 +77,23 @@ class AdapterTarget:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdapterTargets:
-    """The modules of a model, in one spelling."""
+    """The modules of a model in one spelling."""
 
     targets: Mapping[str, AdapterTarget]
     refused: Mapping[str, str] = field(default_factory=dict)
-    """All others that hold weights, and why adapters cannot change them."""
+    """The other modules that hold weights, with the reason why adapters cannot change them."""
 
     def named(self, linear: str) -> str:
-        """The module of the embedding or of the head."""
+        """Return the name of the embedding's or the head's module; empty if there is none."""
         return next((name for name, target in self.targets.items() if target.linear == linear), "")
 
     def endings(self) -> str:
-        """What can be adapted, for error messages."""
+        """List the last parts of the names of adaptable modules, for error messages."""
         return ", ".join(sorted({name.rpartition(".")[2] for name in self.targets}))
 
 
 def low_rank_refusal(model: Model) -> str:
-    """Why the model can have no adapters; empty: it can."""
+    """Return why the model can have no adapters; empty if it can."""
     if getattr(model, "fallback", False):
         return (
             "adapters: this architecture is not native and runs through transformers' layers (the fallback), which they "
@@ -104,13 +104,13 @@ def low_rank_refusal(model: Model) -> str:
 
 
 def embedding_of(model: Model) -> Embedding | None:
-    """The embedding that adapters can change; None: the model has none of ours."""
+    """Return the embedding that adapters can change, or None if the model's is not ours."""
     found = getattr(model, "embedding", None)
     return found if isinstance(found, Embedding) else None
 
 
 def linears_of(model: Model) -> dict[str, Linear]:
-    """All named linear maps, "head" among them, as they are now (packed ones too)."""
+    """Return all named linear maps by name, "head" and packed ones included."""
     found: dict[str, Linear] = {}
     for linear in _named(model):
         if found.setdefault(linear.name, linear) is not linear:
@@ -124,7 +124,7 @@ def _named(model: Model) -> Iterator[Linear]:
 
 
 def _walk(part: object) -> Iterator[Linear]:
-    """Named linear maps of ``part`` and of what it holds."""
+    """Yield the named linear maps of ``part`` and of the objects that it holds."""
     if isinstance(part, Linear):
         if part.name:
             yield part
@@ -138,7 +138,7 @@ def _walk(part: object) -> Iterator[Linear]:
 
 
 def targets_of(model: LoadedModel) -> AdapterTargets:
-    """The modules of the model as its checkpoint spells them; one without a name table has none."""
+    """Return the model's modules in its checkpoint's spelling; none without a name table."""
     linears = linears_of(model)
     targets: dict[str, AdapterTarget] = {}
     refused: dict[str, str] = {}
@@ -170,12 +170,13 @@ def _reason(parameter: str) -> str:
 
 
 def encoder_in(module: str) -> str:
-    """The part of the name that says that it stands beside the language model; empty: none does."""
+    """Return the part of the name that marks a module of an encoder; empty if there is none."""
     return next((part for part in module.split(".") if part in ENCODERS), "")
 
 
 def spelled(targets: AdapterTargets, modules: Collection[str]) -> AdapterTargets:
-    """``targets`` in the spelling that fits most of ``modules``, names out of an adapter's file; the checkpoint's of equals."""
+    """Return ``targets`` in the spelling that matches most names of an adapter's ``modules``. Among
+    equals, prefer the checkpoint's own."""
     ours = _trunk(targets.named(EMBED))
     if ours is None or ours == TRUNKS[-1]:
         return targets
@@ -200,7 +201,7 @@ def _respelled(targets: AdapterTargets, ours: tuple[str, str], theirs: tuple[str
 
 
 def table_of(model: LoadedModel, linear: str) -> Tensor:
-    """The table ``[V, E]`` of the embedding or of the head, in rows, whatever form the head has."""
+    """Return the table ``[V, E]`` of the embedding or the head as plain rows, even if packed."""
     maps, embedding = linears_of(model), embedding_of(model)
     assert embedding is not None
     if linear == EMBED or model.tied:

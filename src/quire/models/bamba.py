@@ -1,6 +1,6 @@
-"""Bamba (IBM, Princeton, CMU, UIUC): Llama blocks in most of which a Mamba-2 mixer stands for attention.
+"""Bamba (IBM, Princeton, CMU, UIUC): Llama blocks, most with a Mamba-2 mixer for attention.
 
-Source: transformers and the model's card. Half of each query and key head turns.
+Half of each query and key head rotates. Source: transformers and the model's card.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from quire.nn.mixers import Mixer
 
 NORMS: Mapping[str, str] = {"attention_norm": "input_layernorm", "mlp_norm": "pre_ff_layernorm"}
 SPELLINGS: Mapping[str, str] = {".mlp.": ".feed_forward.", "model.norm.": "model.final_layernorm."}
-"""What Llama calls them, and what Bamba and Falcon-H1 do."""
+"""Names of modules in Bamba and Falcon-H1 for Llama's."""
 
 
 class Bamba(HybridDecoder[MambaConfig]):
@@ -41,10 +41,10 @@ class Bamba(HybridDecoder[MambaConfig]):
 
 
 def read_bamba_config(values: Mapping[str, Any], max_model_len: int | None = None) -> MambaConfig:
-    """``BambaForCausalLM``: ``attn_layer_indices`` names the blocks that attend; missing or null: none does."""
+    """Read ``BambaForCausalLM``; without ``attn_layer_indices`` no block has attention."""
     fields = ConfigFields(values)
     geometry = read_geometry(fields, "BambaForCausalLM", "bamba", max_model_len, kv_heads_required=True)
-    # Older configurations count the columns that turn; transformers turns half of them whatever they say.
+    # Older configurations count the rotated columns; transformers rotates half in any case.
     fields.expect("attn_rotary_emb", geometry.head_dim // 2)
     attending = tuple(sorted(read_layer_numbers(fields, "attn_layer_indices", geometry.num_layers)))
     bias = fields.flag("attention_bias", False)
@@ -78,7 +78,7 @@ def read_bamba_config(values: Mapping[str, Any], max_model_len: int | None = Non
 
 
 def bamba_spellings(config: MambaConfig) -> Sequence[NameTable]:
-    """One way."""
+    """Return the one name table of Bamba."""
     table = only_attending(config, respelled(name_table(config.trunk, Names(norms=NORMS)), SPELLINGS))
     for block in config.recurrent:
         table |= mamba_names(config, f"model.layers.{block}.mamba", str(block))
@@ -97,7 +97,7 @@ def _block(config: MambaConfig, block: int, ids: LayerIds, parameters: Parameter
 
 
 def read_mamba_shape(fields: ConfigFields, width: int) -> Mamba2Shape:
-    """The sizes of a mixer of this width, in the fields that Bamba and Falcon-H1 share."""
+    """Read a mixer of this width from the fields that Bamba and Falcon-H1 share."""
     num_heads = fields.count("mamba_n_heads", 128)
     least, greatest = read_step_limit(fields)
     if fields.get("mamba_d_head") in (None, "auto"):
@@ -118,6 +118,6 @@ def read_mamba_shape(fields: ConfigFields, width: int) -> Mamba2Shape:
 
 
 def pass_over_generation(fields: ConfigFields) -> None:
-    """Fields that only decide how many logits ``generate`` asks for, how a prompt is cut, and a training loss."""
+    """Pass over fields for the number of logits, the prompt's chunks and a training loss."""
     for name in ("num_logits_to_keep", "mamba_chunk_size", "z_loss_coefficient"):
         fields.get(name)

@@ -1,7 +1,7 @@
 """Decoder blocks: where the norms stand and how the residual stream is joined.
 
-Each class is one arrangement, so a model runs the arrangement that it has and asks nothing per call. Attention and
-MLP give fresh tensors, and the residual is added in place into what they made, never into the caller's x.
+Each class is one arrangement, so a model makes no choice per call. Attention and MLP return fresh
+tensors. The residual is added to these in place, never to the caller's x.
 
 Letters: T new tokens, E model width.
 """
@@ -18,18 +18,18 @@ from quire.contracts.model import Pass
 from quire.nn.attention import Attention
 
 Norm: TypeAlias = Callable[[Tensor], Tensor]
-"""``[..., E]`` to a fresh ``[..., E]``."""
+"""A map of ``[..., E]`` to a fresh ``[..., E]``."""
 
 
 class FeedForward(Protocol):
-    """What stands between two attentions: a gated MLP, or experts."""
+    """The part of a block that follows attention: a gated MLP, or experts."""
 
     def __call__(self, x_TE: Tensor) -> Tensor:
-        """``[T, E]`` to a fresh ``[T, E]``; each row for itself."""
+        """Map ``[T, E]`` to a fresh ``[T, E]``, each row by itself."""
         ...
 
     def pack(self) -> None:
-        """Replace each linear map by its packed form (``quire.nn.packed``), where there is one."""
+        """Replace each linear map by its packed form (``quire.nn.packed``) where it has one."""
         ...
 
 
@@ -45,7 +45,7 @@ class PreNormBlock:
         self.mlp = mlp
 
     def __call__(self, x_TE: Tensor, pass_: Pass) -> Tensor:
-        """``[T, E]`` to a fresh ``[T, E]``; ``x`` stays as it is."""
+        """Map ``[T, E]`` to a fresh ``[T, E]``; leave ``x`` unchanged."""
         h_TE = self.attention(self.attention_norm(x_TE), pass_).add_(x_TE)
         return self.mlp(self.mlp_norm(h_TE)).add_(h_TE)
 
@@ -62,7 +62,7 @@ class ScaledBlock(PreNormBlock):
         self.scale = scale
 
     def __call__(self, x_TE: Tensor, pass_: Pass) -> Tensor:
-        """``[T, E]`` to a fresh ``[T, E]``; ``x`` stays as it is."""
+        """Map ``[T, E]`` to a fresh ``[T, E]``; leave ``x`` unchanged."""
         h_TE = torch.add(x_TE, self.attention(self.attention_norm(x_TE), pass_), alpha=self.scale)
         return torch.add(h_TE, self.mlp(self.mlp_norm(h_TE)), alpha=self.scale)
 
@@ -79,13 +79,13 @@ class PostNormBlock:
         self.mlp_out_norm = mlp_out_norm
 
     def __call__(self, x_TE: Tensor, pass_: Pass) -> Tensor:
-        """``[T, E]`` to a fresh ``[T, E]``; ``x`` stays as it is."""
+        """Map ``[T, E]`` to a fresh ``[T, E]``; leave ``x`` unchanged."""
         h_TE = self.attention_out_norm(self.attention(x_TE, pass_)).add_(x_TE)
         return self.mlp_out_norm(self.mlp(h_TE)).add_(h_TE)
 
 
 class SandwichBlock(PreNormBlock):
-    """``h = x + norm(attention(norm(x)))``, then ``h + norm(mlp(norm(h)))`` (Gemma 2 and 3, GLM-4)."""
+    """``h = x + norm(attention(norm(x)))``, ``h + norm(mlp(norm(h)))`` (Gemma 2 and 3, GLM-4)."""
 
     __slots__ = ("attention_out_norm", "mlp_out_norm")
 
@@ -103,13 +103,13 @@ class SandwichBlock(PreNormBlock):
         self.mlp_out_norm = mlp_out_norm
 
     def __call__(self, x_TE: Tensor, pass_: Pass) -> Tensor:
-        """``[T, E]`` to a fresh ``[T, E]``; ``x`` stays as it is."""
+        """Map ``[T, E]`` to a fresh ``[T, E]``; leave ``x`` unchanged."""
         h_TE = self.attention_out_norm(self.attention(self.attention_norm(x_TE), pass_)).add_(x_TE)
         return self.mlp_out_norm(self.mlp(self.mlp_norm(h_TE))).add_(h_TE)
 
 
 class ParallelBlock:
-    """``x + attention(n) + mlp(n)`` with ``n = norm(x)`` (Cohere, StableLM with parallel residual)."""
+    """``x + attention(n) + mlp(n)``, ``n = norm(x)`` (Cohere, StableLM with parallel residual)."""
 
     __slots__ = ("attention", "mlp", "norm")
 
@@ -119,10 +119,10 @@ class ParallelBlock:
         self.mlp = mlp
 
     def __call__(self, x_TE: Tensor, pass_: Pass) -> Tensor:
-        """``[T, E]`` to a fresh ``[T, E]``; ``x`` stays as it is."""
+        """Map ``[T, E]`` to a fresh ``[T, E]``; leave ``x`` unchanged."""
         n_TE = self.norm(x_TE)
         return self.attention(n_TE, pass_).add_(x_TE).add_(self.mlp(n_TE))
 
 
 DecoderBlock: TypeAlias = PreNormBlock | PostNormBlock | ParallelBlock
-"""Whatever a decoder may be made of: it has ``attention`` and ``mlp``."""
+"""Any block of a decoder; all have ``attention`` and ``mlp``."""

@@ -1,4 +1,4 @@
-"""Where the name of a model or an adapter leads: a bundled one, a local directory, or a repository of the Hugging Face Hub."""
+"""Finding a model or adapter by name: bundled, in a local directory, or on the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from quire.errors import InvalidArgument, NotFound
 from quire.models.families import FAMILIES
 
 ALLOWED_FILES = ("*.safetensors", "*.json", "*.jinja", "tokenizer*")
-"""What is fetched of a repository: weights, their index, configurations, tokenizer, chat templates."""
+"""Files fetched of a repository: weights, index, configurations, tokenizer, chat templates."""
 IGNORED_FILES = ("consolidated*", "original/*", "onnx/*", "openvino/*")
 """Second copies of the same weights in other layouts."""
 
 ADAPTER_FILE = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER_FILES = (ADAPTER_FILE, ADAPTER_WEIGHTS)
-"""What is fetched of an adapter's repository, and what it must hold."""
+"""The files fetched of an adapter's repository, which must hold both."""
 LISTED = 4
-"""Names in an error message."""
+"""Names listed in an error message."""
 
 HUB_NAME = re.compile(r"[A-Za-z0-9_][\w.-]*(/[A-Za-z0-9_][\w.-]*)?")
 
 
 def bundled_models() -> dict[str, Path]:
-    """Name and directory of each model that comes with the package."""
+    """Map the name of each bundled model to its directory."""
     data = resources.files("quire") / "data"
-    if not isinstance(data, Path) or not data.is_dir():  # Inside of a zip file nothing can be memory-mapped.
+    if not isinstance(data, Path) or not data.is_dir():  # Files inside a zip file cannot be memory-mapped.
         return {}
     return {entry.name: entry for entry in sorted(data.iterdir()) if (entry / "config.json").is_file()}
 
 
 def bundled_adapters() -> dict[str, Path]:
-    """Name and directory of each adapter that comes with the package."""
+    """Map the name of each bundled adapter to its directory."""
     data = resources.files("quire") / "data"
     if not isinstance(data, Path) or not data.is_dir():
         return {}
@@ -43,26 +43,25 @@ def bundled_adapters() -> dict[str, Path]:
 
 
 def registered_architectures() -> dict[str, tuple[str, ...]]:
-    """Name of each architecture in config.json that can be loaded, and the kinds of layer state that it has."""
+    """Map each loadable architecture of config.json to its kinds of layer state."""
     return {name: FAMILIES.require(name).state_kinds for name in FAMILIES}
 
 
 def resolve_model(name: str, revision: str | None = None) -> Path:
-    """The checkpoint directory for ``name``: a bundled model, else a local directory, else a Hub repository.
+    """Return the checkpoint directory of a bundled model, a local directory or a Hub repository.
 
-    ``./name`` is always local. A repository is downloaded, at ``revision`` (branch, tag or commit), unless it is in
-    the Hub's cache; ``HF_HOME``, ``HF_TOKEN`` and ``HF_HUB_OFFLINE`` are respected.
-
-    ``NotFound`` says why a name leads nowhere and what is bundled; ``InvalidArgument`` for an empty name, or for a
-    revision of something that has none.
+    The first match wins; ``./name`` is always local. A repository that is not in the Hub's cache is
+    downloaded at ``revision`` (branch, tag or commit). ``HF_HOME``, ``HF_TOKEN`` and
+    ``HF_HUB_OFFLINE`` are respected. Raise ``NotFound`` with the reason and the bundled names, and
+    ``InvalidArgument`` for an empty name or for a revision of a directory.
     """
     return _resolve("model", name, revision, bundled_models(), "a checkpoint directory", ALLOWED_FILES)
 
 
 def resolve_adapter(name: str) -> Path:
-    """The PEFT directory for ``name``: a bundled adapter, else a local directory, else a Hub repository; as ``resolve_model``.
+    """Return an adapter's PEFT directory, found in the order of ``resolve_model``.
 
-    ``NotFound`` also for a repository that holds no adapter, or one in another format.
+    Raise ``NotFound`` also for a repository without an adapter, or with one in another format.
     """
     return _resolve("adapter", name, None, bundled_adapters(), "a PEFT directory", ADAPTER_FILES)
 
@@ -89,7 +88,7 @@ def _resolve(
 
 
 def _why_no_adapter(name: str, path: Path) -> str:
-    """What is wrong with a repository of which not all ``ADAPTER_FILES`` came."""
+    """Return a message about a repository that lacks some of ``ADAPTER_FILES``."""
     missing = next(file for file in ADAPTER_FILES if not (path / file).is_file())
     there = _files_of(name)
     expected = f"an adapter's repository holds {' and '.join(ADAPTER_FILES)}, as PEFT saves them"
@@ -108,12 +107,12 @@ def _why_no_adapter(name: str, path: Path) -> str:
 
 
 def _files_of(name: str) -> list[str]:
-    """Of a repository; none where the Hub cannot be asked, or will not say."""
+    """List a repository's files; none if the Hub cannot be reached or refuses."""
     from huggingface_hub import list_repo_files
 
     try:
         return list(list_repo_files(name))
-    except Exception:  # whatever went wrong, there is a message without it
+    except Exception:  # the message does without them
         return []
 
 
@@ -135,6 +134,6 @@ def _download(kind: str, name: str, revision: str | None, files: Sequence[str], 
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
         reason = "not in the local Hugging Face cache, and the Hub cannot be reached (offline?)"
         raise NotFound(f"{kind} {name!r}: {reason}; expected {accepted}") from error
-    except (OSError, ValueError) as error:  # Failed requests, a full disk, a name that the Hub would not take.
+    except (OSError, ValueError) as error:  # Failed requests, a full disk, a name that the Hub refuses.
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise NotFound(f"{kind} {name!r} could not be fetched ({reason}); expected {accepted}") from error

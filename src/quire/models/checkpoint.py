@@ -1,9 +1,9 @@
-"""Reading a Hugging Face checkpoint: safetensors files, their index, and where each tensor goes.
+"""Reading a Hugging Face checkpoint: safetensors files, their index, and each tensor's place.
 
-A family writes down a ``NameTable``: the name of each checkpoint tensor, and the ``Place`` in one of the model's
-parameters that it fills. Several tensors may share a parameter (the rows of q, k and v in one fused projection): it
-is allocated once and filled slice by slice, so a checkpoint needs no more memory than its model. Everything that can
-be wrong with the files is found in their headers, before a byte of a weight is read.
+A family defines a ``NameTable``. It maps each checkpoint tensor to the ``Place`` that it fills in a
+parameter of the model. Several tensors may share a parameter (q, k and v in one fused projection).
+A parameter is allocated once and filled slice by slice, so loading needs no more memory than the
+model. All faults of the files are found in their headers, before any weight is read.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ INDEX_FILE = "model.safetensors.index.json"
 DTYPES: Mapping[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Element types of weights, by their safetensors names."""
 BYTES = "U8"
-"""The element type of MXFP4 blocks and scales. Other quantised weights need kernels of their own."""
+"""Element type of MXFP4 blocks and scales. Other quantised weights need their own kernels."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """Rows ``row`` to ``row + shape[0]`` of a parameter, for one checkpoint tensor that fills this shape."""
+    """Rows ``row`` to ``row + shape[0]`` of a parameter, filled by one tensor of this shape."""
 
     parameter: str
     shape: tuple[int, ...]
     row: int = 0
     transposed: bool = False
-    """The checkpoint has the last two dimensions the other way round."""
+    """Whether the checkpoint swaps the last two dimensions."""
     scales: str = ""
-    """The tensor with the scales of this one, which is in MXFP4 (``models.mxfp4``); empty: it is in a float type."""
+    """The tensor with the scales of an MXFP4 tensor (``models.mxfp4``); empty for floats."""
     dtype: torch.dtype | None = None
-    """Of the parameter, where it must not be rounded to the model's; None: the model's."""
+    """Element type of a parameter that must not be rounded to the model's; None: the model's."""
 
     def stored(self, name: str) -> dict[str, tuple[int, ...]]:
-        """The tensors that the checkpoint has for this place, which belongs to ``name``, and their shapes."""
+        """Map the checkpoint's tensor ``name`` for this place, and its scales, to their shapes."""
         if self.scales:
             blocks = (*self.shape[:-1], self.shape[-1] // mxfp4.BLOCK)
             return {name: (*blocks, mxfp4.BLOCK_BYTES), self.scales: blocks}
@@ -58,12 +58,12 @@ class Place:
 
 
 NameTable: TypeAlias = Mapping[str, Place]
-"""Checkpoint tensor name to place. ``{}`` in a name stands for every layer, in the parameter's too."""
+"""Checkpoint tensor name to place. ``{}`` in names and parameters stands for every layer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorHeader:
-    """What a safetensors file says about one tensor."""
+    """The header of one tensor in a safetensors file."""
 
     file: Path
     shape: tuple[int, ...]
@@ -71,7 +71,7 @@ class TensorHeader:
 
 
 def expand(table: NameTable, num_layers: int) -> dict[str, Place]:
-    """The table with one row per layer for each name that holds ``{}``."""
+    """Return the table with one row per layer for each name that holds ``{}``."""
     places = {}
     for name, place in table.items():
         for layer in range(num_layers) if "{}" in name else (0,):
@@ -82,7 +82,7 @@ def expand(table: NameTable, num_layers: int) -> dict[str, Place]:
 
 
 def parameter_shapes(places: Mapping[str, Place]) -> dict[str, tuple[int, ...]]:
-    """Shape of every parameter. ``QuireError`` if a table leaves a row unfilled or fills it twice."""
+    """Return every parameter's shape; raise ``QuireError`` for rows unfilled or filled twice."""
     shapes: dict[str, tuple[int, ...]] = {}
     for name, place in sorted(places.items(), key=lambda item: (item[1].parameter, item[1].row)):
         rows, *rest = shapes.get(place.parameter, (0, *place.shape[1:]))
@@ -93,7 +93,7 @@ def parameter_shapes(places: Mapping[str, Place]) -> dict[str, tuple[int, ...]]:
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """``weight_map`` of a sharded checkpoint: tensor name to file name. ``CheckpointError`` when it is malformed."""
+    """Return the index's map of tensor to file names; raise ``CheckpointError`` if malformed."""
     file = path / INDEX_FILE
     try:
         index = json.loads(file.read_text(encoding="utf-8"))
@@ -112,8 +112,8 @@ def read_index(path: Path) -> dict[str, str]:
 
 
 def weight_files(path: Path) -> tuple[Path, ...]:
-    """The safetensors files that make up the checkpoint, by name. As in transformers, a single file goes before an
-    index. ``CheckpointError`` when there are none or one is missing."""
+    """List the checkpoint's safetensors files by name; a single file goes before an index, as in
+    transformers. Raise ``CheckpointError`` if there are none or one is missing."""
     if (path / SINGLE_FILE).is_file():
         return (path / SINGLE_FILE,)
     if not (path / INDEX_FILE).is_file():
@@ -139,9 +139,9 @@ def _some(names: Collection[str], limit: int = 4) -> str:
 
 
 class Checkpoint:
-    """The open files of one checkpoint; a context manager. What ``check`` has seen is what ``load`` reads.
+    """The open files of one checkpoint; a context manager. ``load`` reads what ``check`` saw.
 
-    ``CheckpointError`` from the constructor: no or missing files, damaged ones, an index that is not what they hold.
+    The constructor raises ``CheckpointError`` for missing or damaged files, or a wrong index.
     """
 
     def __init__(self, path: Path) -> None:
@@ -190,14 +190,12 @@ class Checkpoint:
             raise CheckpointError(f"{file} holds {_some(unlisted)}, which {INDEX_FILE} does not list")
 
     def choose(self, spellings: Sequence[Mapping[str, Place]]) -> Mapping[str, Place]:
-        """The spelling that these files have: the one of which the fewest tensors are missing, the first of equals."""
+        """Return the spelling with the fewest missing tensors, the first among equals."""
         return min(spellings, key=lambda places: sum(name not in self.tensors for name in _stored(places)))
 
     def check(self, places: Mapping[str, Place], ignorable: Container[str] = ()) -> None:
-        """``CheckpointError`` unless the files hold exactly the tensors of ``places``, in these shapes and as floats.
-
-        ``ignorable``: names that may be there and are not read.
-        """
+        """Raise ``CheckpointError`` unless the files hold exactly these tensors, shapes and types,
+        and perhaps ``ignorable`` names, which are not read."""
         stored = _stored(places)
         missing = [name for name in stored if name not in self.tensors]
         if missing:
@@ -216,7 +214,7 @@ class Checkpoint:
                 raise CheckpointError(f"{header.file}: {name} has dtype {header.dtype}; expected one of {list(dtypes)}")
 
     def dtype(self, places: Mapping[str, Place]) -> torch.dtype:
-        """The element type of most weights, whatever config.json says (a few norms may be kept in another one)."""
+        """Return the element type of most weights. A few norms may be kept in another one."""
         elements = dict.fromkeys(DTYPES, 0)
         for name, place in places.items():
             if not place.scales:
@@ -226,10 +224,10 @@ class Checkpoint:
     def load(
         self, places: Mapping[str, Place], *, dtype: torch.dtype, device: torch.device, progress: bool = False
     ) -> dict[str, Tensor]:
-        """Parameters by name, of ``dtype`` (unless their places say another) on ``device``, read through a memory map.
-        Call ``check`` first.
+        """Read the parameters by name onto ``device`` through a memory map, after ``check``.
 
-        ``progress`` shows a bar over bytes on stderr if that is a terminal. ``ResourceExhausted`` when they do not fit.
+        They have ``dtype`` unless their places give another. ``progress`` shows a bar over bytes on
+        stderr if that is a terminal. Raise ``ResourceExhausted`` if the weights do not fit.
         """
         kept = {place.parameter: place.dtype for place in places.values() if place.dtype is not None}
         parameters = allocate(parameter_shapes(places), dtype, device, kept)
@@ -256,7 +254,7 @@ class Checkpoint:
 
 
 def _stored(places: Mapping[str, Place]) -> dict[str, tuple[tuple[int, ...], Collection[str]]]:
-    """Every tensor that the files have to hold: its shape, and the element types that it may have."""
+    """Map every tensor that the files must hold to its shape and accepted element types."""
     return {
         stored: (shape, (BYTES,) if place.scales else tuple(DTYPES))
         for name, place in places.items()
@@ -270,8 +268,8 @@ def allocate(
     device: torch.device,
     kept: Mapping[str, torch.dtype] = MappingProxyType({}),
 ) -> dict[str, Tensor]:
-    """Uninitialised parameters, of ``dtype`` but for those that ``kept`` names. ``ResourceExhausted`` with the bytes that
-    are wanted when memory does not suffice."""
+    """Return uninitialised parameters of ``dtype``, or of the type in ``kept``. Raise
+    ``ResourceExhausted`` with the wanted bytes if memory does not suffice."""
     try:
         return {
             name: torch.empty(tuple(shape), dtype=kept.get(name, dtype), device=device)

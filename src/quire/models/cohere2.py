@@ -1,7 +1,6 @@
-"""Cohere2 (Command R7B, Command A): attention and MLP side by side below one LayerNorm, three layers with a window and
-rotation to one with neither.
+"""Cohere2 (Command R7B, Command A): attention and MLP in parallel after one LayerNorm.
 
-Sources: arXiv:2504.00698 and transformers.
+Three layers have a window and RoPE, the fourth neither. Sources: arXiv:2504.00698, transformers.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ COHERE2_NAMES = Names(norms={"attention_norm": "input_layernorm"})
 
 
 def read_cohere2_config(values: Mapping[str, Any], max_model_len: int | None = None) -> DecoderConfig:
-    """``Cohere2ForCausalLM``: every ``sliding_window_pattern``-th layer (4) sees everything and rotates nothing."""
+    """Read ``Cohere2ForCausalLM``; each ``sliding_window_pattern``-th layer (4) has no window."""
     fields = ConfigFields(values)
-    # Published configurations say in these what all models of the family do.
+    # Published configurations hold these fields, equal in all models of the family.
     fields.expect("position_embedding_type", "rope_gptj", "rope", "rotary")
     fields.expect("order_of_interleaved_layers", "local_attn_first")
     fields.expect("use_parallel_block", True)

@@ -1,10 +1,10 @@
-"""From ``config.json`` to the geometry of a decoder.
+"""Typed access to ``config.json``, and refusal of features that are not computed.
 
-Every field that decides what is computed is read, or is refused by name when it has a value that this runtime does
-not compute. ``NEUTRAL`` lists the fields of other models (and of options that are not there) with the values at which
-they change nothing; anything else in them raises ``Unsupported``. ``HARMLESS`` lists the fields that are known not to
-change the logits. A field in neither list is passed over with a line in the debug log: configurations carry too many
-private fields to refuse them all, and a field that adds weights shows up as tensors that no name table expects.
+Every field that decides the computation is read, or refused by name. ``NEUTRAL`` lists fields of
+other models and of missing options with the values that change nothing; other values raise
+``Unsupported``. ``HARMLESS`` lists fields known not to change the logits. Fields in neither list
+are passed over with a line in the debug log: configurations carry too many private fields to refuse
+them all. A field that adds weights shows up as tensors without a place in the name table.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "quantization_config": (),
     "compression_config": (),
 }
-"""Fields that change the computation in a way that we lack, with the values at which they do not. ``null`` is one."""
+"""Fields of unsupported computations, with their neutral values; null is always neutral."""
 
 HARMLESS: frozenset[str] = frozenset(
     {
@@ -145,14 +145,14 @@ HARMLESS: frozenset[str] = frozenset(
         "pruned_heads",
     }
 )
-"""Known not to change the logits of a decoder. ``pretraining_tp`` only split the same products into slices."""
+"""Fields that do not change a decoder's logits. ``pretraining_tp`` only slices the products."""
 
 
 class ConfigFields:
-    """The fields of one ``config.json``, read by type; remembers what was read.
+    """The typed fields of one ``config.json``, with a record of those that were read.
 
-    Every reader raises ``CheckpointError`` that names the file, the field, its value and what is expected. A default
-    is used when the field is missing or null; without one, the field is required.
+    Readers raise ``CheckpointError`` with the file, the field, its value and the expected one. The
+    default replaces a missing or null field. A field without default is required.
     """
 
     def __init__(self, values: Mapping[str, Any], source: str = "config.json") -> None:
@@ -161,7 +161,7 @@ class ConfigFields:
         self._read: set[str] = set()
 
     def get(self, name: str) -> Any:
-        """The raw value; None when missing."""
+        """Return the raw value; None if it is missing."""
         self._read.add(name)
         return self.values.get(name)
 
@@ -173,7 +173,7 @@ class ConfigFields:
         return CheckpointError(f"{self.source}: {name} is {found}; expected {expected}")
 
     def count(self, name: str, default: int | None = None) -> int:
-        """An integer of 1 or more."""
+        """Read an integer of 1 or more."""
         value = self.get(name)
         if value is None and default is not None:
             return default
@@ -182,7 +182,7 @@ class ConfigFields:
         return value
 
     def whole(self, name: str, default: int | None = None) -> int:
-        """An integer of 0 or more."""
+        """Read an integer of 0 or more."""
         value = self.get(name)
         if value is None and default is not None:
             return default
@@ -191,7 +191,7 @@ class ConfigFields:
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
-        """A finite number above 0."""
+        """Read a finite number above 0."""
         value = self.get(name)
         if value is None and default is not None:
             return default
@@ -200,15 +200,15 @@ class ConfigFields:
         return float(value)
 
     def optional_number(self, name: str, default: float | None) -> float | None:
-        """A finite number above 0, or None where the field is null; ``default`` where it is missing."""
+        """Read a finite number above 0; null gives None, a missing field ``default``."""
         if not self.present(name):
             return default
         return None if self.get(name) is None else self.number(name)
 
     def expect(self, name: str, *accepted: object) -> None:
-        """``Unsupported`` unless the field is missing, null or one of ``accepted``."""
+        """Raise ``Unsupported`` unless the field is missing, null or one of ``accepted``."""
         value = self.get(name)
-        # In Python true equals 1, in a configuration it is another kind of value.
+        # In Python True equals 1; in a configuration they differ.
         if value is None or any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in accepted):
             return
         expected = " or ".join(json.dumps(one) for one in (*accepted, None))
@@ -223,7 +223,7 @@ class ConfigFields:
         return value
 
     def mapping(self, name: str) -> Mapping[str, Any]:
-        """A JSON object; empty when missing."""
+        """Read a JSON object; empty if it is missing."""
         value = self.get(name)
         if value is None:
             return {}
@@ -236,7 +236,7 @@ class ConfigFields:
 
 
 def read_config_file(path: Path) -> dict[str, Any]:
-    """``config.json`` of the checkpoint directory ``path``. ``CheckpointError`` when it is missing or no JSON object."""
+    """Read ``config.json`` in ``path``; raise ``CheckpointError`` if it is no JSON object."""
     file = path / "config.json"
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
@@ -252,10 +252,10 @@ def read_config_file(path: Path) -> dict[str, Any]:
 
 
 def refuse_unsupported(fields: ConfigFields) -> None:
-    """``Unsupported`` for the first field that asks for something that this family does not compute.
+    """Raise ``Unsupported`` for the first field with a computation that the family lacks.
 
-    Call it after everything else was read. A field that the family has read is its own affair; one of ``NEUTRAL`` that
-    it has not read must be neutral; any other is passed over.
+    Call it after all other fields were read. An unread field of ``NEUTRAL`` must have a neutral
+    value; other unread fields are passed over.
     """
     unread = frozenset(fields.unread())
     for name, neutral in NEUTRAL.items():

@@ -1,8 +1,8 @@
-"""The decoder that every dense and mixture-of-experts family here is a configuration of.
+"""The decoder of all dense and mixture-of-experts families.
 
-A family reads config.json into a ``DecoderConfig``, says how its checkpoints spell the tensors (``models.tensor_names``) and
-builds a ``Decoder``. The objects are chosen when a model is built; a feature that a model does not have costs nothing
-when it runs. What attention is done in a layer (window, rotation, scale, soft cap) is the layer's spec.
+A family reads config.json into a ``DecoderConfig``, spells its checkpoints' tensors
+(``models.tensor_names``) and builds a ``Decoder``. Building a model chooses its objects, so absent
+features cost nothing at run time. The spec of a layer holds its window, RoPE, scale and soft cap.
 
 Letters: T new tokens, R rows for the head, E model width, V vocabulary.
 """
@@ -42,19 +42,19 @@ AttentionSpec: TypeAlias = FullAttention | WindowedAttention
 NormKind: TypeAlias = Literal["rms", "offset_rms", "layer"]
 """``offset_rms``: the stored weight is the difference to 1 (Gemma)."""
 Placement: TypeAlias = Literal["pre", "post", "sandwich", "parallel"]
-"""Where the norms stand: see the classes of ``models.blocks``."""
+"""Arrangement of the norms; see the classes of ``models.blocks``."""
 HeadNorms: TypeAlias = Literal["none", "shared", "each", "width"]
-"""Norms of queries and keys before the rotation: one weight for all heads, one for each head, or one over all heads."""
+"""Norms of queries and keys before RoPE: one for all heads, one per head, one over all heads."""
 ActivationName: TypeAlias = Literal["silu", "gelu", "gelu_tanh"]
 Parameters: TypeAlias = Mapping[str, Tensor]
-"""By the names that ``models.tensor_names`` lists."""
+"""Tensors by the names of ``models.tensor_names``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecoderConfig:
-    """What a decoder computes. Sizes are counts of elements.
+    """The computation of a decoder. Sizes count elements.
 
-    A family with experts adds its fields in a subclass and hands ``Decoder`` the function that builds its MLPs.
+    A family with experts adds fields in a subclass and gives ``Decoder`` a builder of its MLPs.
     """
 
     architecture: str
@@ -63,14 +63,14 @@ class DecoderConfig:
     intermediate_size: int
     """Inner width of the dense MLP."""
     layers: tuple[AttentionSpec, ...]
-    """Attention of each layer. Learned sinks are weights: ``Decoder`` puts them into its own specs."""
+    """Attention of each layer, without learned sinks: these are weights, which ``Decoder`` adds."""
     max_position: int
     max_model_len: int | None = None
-    """What a RoPE that depends on length was fixed for; None: ``max_position``."""
+    """The length that a RoPE depending on length was fixed for; None: ``max_position``."""
     norm: NormKind = "rms"
     norm_eps: float
     norm_bias: bool = False
-    """Of the norms over the model width."""
+    """Biases of the norms over the model width."""
     placement: Placement = "pre"
     head_norms: HeadNorms = "none"
     activation: ActivationName = "silu"
@@ -82,7 +82,7 @@ class DecoderConfig:
     round_embedding_scale: bool = False
     """Round the scale to the model's dtype first, as Gemma's training did."""
     residual_scale: float = 1.0
-    """Of what attention and MLP add to the residual stream."""
+    """Factor of the outputs of attention and MLP before they join the residual stream."""
     logit_scale: float = 1.0
     logit_softcap: float | None = None
     """Logits become ``cap * tanh(logits / cap)``, after the scale."""
@@ -99,18 +99,18 @@ class DecoderConfig:
 
     @property
     def context(self) -> int:
-        """Tokens that a sequence may have: ``max_position``, or as many as a RoPE was made for that has no end of its
-        own (``dynamic``, which stretches to whatever it is asked for)."""
+        """Longest sequence in tokens: ``max_position``, or the longer one that a ``dynamic`` RoPE
+        was made for."""
         made_for = [
             spec.rope.length for spec in self.layers if spec.rope is not None and spec.rope.scaling == "dynamic"
         ]
         return max(self.max_position, *made_for) if made_for else self.max_position
 
     def canonical(self) -> str:
-        """JSON of what decides the logits, keys sorted, without what is at its default.
+        """Return JSON of the fields that decide the logits, without defaults, keys sorted.
 
-        So a field that a later version adds does not change it. The context length is a limit and not in it; what a
-        RoPE made of it is in the layers.
+        A field added by a later version leaves it unchanged. The context length is only a limit and
+        left out; its effect on RoPE is in the layers.
         """
         plain = _plain(self)
         plain.pop("max_position"), plain.pop("max_model_len", None)
@@ -118,7 +118,7 @@ class DecoderConfig:
 
 
 def _plain(value: Any) -> Any:
-    """JSON types for a dataclass of numbers, names, tuples and dataclasses."""
+    """Convert a dataclass of numbers, names, tuples and dataclasses to JSON types."""
     if isinstance(value, RopeSpec):
         return value.as_json()
     if isinstance(value, tuple):
@@ -131,23 +131,23 @@ def _plain(value: Any) -> Any:
 
 C = TypeVar("C", bound=DecoderConfig)
 MlpBuilder: TypeAlias = Callable[[C, int, Parameters], FeedForward]
-"""Configuration, layer, parameters: the feed-forward part of that layer."""
+"""Builder of a layer's feed-forward part from configuration, layer and parameters."""
 
 
 def linear(parameters: Parameters, name: str) -> Linear:
-    """The linear map of ``name.weight`` and, where there is one, ``name.bias``."""
+    """Return the linear map of ``name.weight`` and, if there is one, ``name.bias``."""
     return Linear(parameters[f"{name}.weight"], parameters.get(f"{name}.bias"), name)
 
 
 def gated_mlp(config: DecoderConfig, layer: int, parameters: Parameters) -> FeedForward:
-    """The dense MLP of a layer: parameters ``{layer}.gate_up`` and ``{layer}.down``."""
+    """Build a layer's dense MLP from ``{layer}.gate_up`` and ``{layer}.down``."""
     return GatedMLP(
         linear(parameters, f"{layer}.gate_up"), linear(parameters, f"{layer}.down"), activation=config.activation
     )
 
 
 class Decoder(Generic[C]):
-    """A decoder-only transformer; implements ``quire.models.families.LoadedModel``. Weights only."""
+    """The weights of a decoder-only transformer; implements ``models.families.LoadedModel``."""
 
     def __init__(
         self,
@@ -156,9 +156,9 @@ class Decoder(Generic[C]):
         values: Mapping[str, Any],
         mlp: MlpBuilder[C] = gated_mlp,
     ) -> None:
-        """``parameters``: those of the family's name table. ``values``: config.json as it was read.
+        """Build the layers from ``parameters``, those of the family's name table.
 
-        ``mlp`` builds the feed-forward part of each layer.
+        ``values`` is config.json as read. ``mlp`` builds the feed-forward part of each layer.
         """
         specs = tuple(_with_sinks(spec, parameters.get(f"{i}.sinks")) for i, spec in enumerate(config.layers))
         self.architecture = config.architecture
@@ -183,13 +183,13 @@ class Decoder(Generic[C]):
         self.dtype = self.embedding.weight.dtype
         self.device = self.embedding.weight.device
         self.num_parameters = sum(tensor.numel() for tensor in parameters.values())
-        """Counted once where embedding and head are one tensor."""
+        """A tensor shared by embedding and head counts once."""
         self.parameter_bytes = sum(tensor.nbytes for tensor in parameters.values())
 
     def pack(self) -> bool:
-        """Lay the weights out for this machine's kernels, where that helps; says whether it did.
+        """Lay the weights out for this machine's kernels where that helps; return whether it did.
 
-        The head of a tied model gets a copy of its own: the embedding is read by rows.
+        The head of a tied model gets its own copy, since the embedding is read by rows.
         """
         if not can_pack(self.dtype, self.device):
             return False
@@ -202,11 +202,11 @@ class Decoder(Generic[C]):
         return True
 
     def embed(self, tokens_T: Tensor) -> Tensor:
-        """int64 ``[T]`` to a fresh ``[T, E]``."""
+        """Map int64 ``[T]`` to a fresh ``[T, E]``."""
         return self.embedding(tokens_T)
 
     def head(self, x_RE: Tensor) -> Tensor:
-        """``[R, E]`` to float32 logits ``[R, V]``; the product itself is in the model's dtype, the rest in float32."""
+        """Map ``[R, E]`` to float32 logits ``[R, V]``; only the product is in the model's dtype."""
         logits_RV = self.lm_head(self.norm(x_RE)).float()
         if self._logit_scale != 1.0:
             logits_RV.mul_(self._logit_scale)

@@ -1,13 +1,14 @@
-"""DeepSeek-V2 (arXiv:2405.04434), DeepSeek-V3 (arXiv:2412.19437), GLM-4-MoE-Lite and Youtu: multi-head latent attention, and
-but for Youtu many small experts beside one or a few that all tokens share.
+"""DeepSeek-V2 and V3, GLM-4-MoE-Lite and Youtu: decoders with multi-head latent attention.
 
-V2 routes by a softmax, and where ``topk_method`` says so only to the groups with the best experts. V3 and GLM-4-MoE-Lite
-route by sigmoids plus a correction that balances the experts' load and counts for the choice alone. The checkpoints may hold
-further layers behind the last one, which draft tokens; they are not read.
+All but Youtu have many small experts beside one or a few shared ones. V2 routes by a softmax, and
+with some ``topk_method`` only to the best groups of experts. V3 and GLM-4-MoE-Lite route by
+sigmoids plus a correction, which balances the experts' load and affects only the choice. Layers
+behind the last one draft tokens and are not read. Sources: arXiv:2405.04434, arXiv:2412.19437.
 
-Beyond ``models.tensor_names``, a layer has the parameters ``{}.qkv.weight``, whose rows are the queries' (or their latent's), then
-those of the rows to store; ``{}.query_norm.weight`` and ``{}.query_up.weight`` with a latent for queries;
-``{}.latent_norm.weight``, ``{}.kv_up.weight``; and with ``attention_bias`` ``{}.query_down.bias``, ``{}.kv_down.bias``.
+A layer's parameters beyond ``models.tensor_names``: ``{}.qkv.weight`` (rows of queries or their
+latent, then the rows to store), ``{}.latent_norm.weight``, ``{}.kv_up.weight``; for a latent of
+queries ``{}.query_norm.weight``, ``{}.query_up.weight``; with ``attention_bias``
+``{}.query_down.bias`` and ``{}.kv_down.bias``.
 """
 
 from __future__ import annotations
@@ -33,23 +34,23 @@ from quire.nn.norm import RMSNorm
 from quire.ops.experts import Routing
 
 LATENT_NORM_EPS = 1e-6
-"""Of the norms of latents, whatever ``rms_norm_eps`` says: so the authors' code and transformers have it."""
+"""Epsilon of the latents' norms; the authors' code and transformers ignore ``rms_norm_eps``."""
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
-"""What an expert's gate, up and down are called."""
+"""Names of an expert's gate, up and down projections."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LatentSizes:
-    """Sizes of latent attention, counts of elements. Those of heads in expanded form are in the layers' specs."""
+    """Sizes of latent attention in elements. The layers' specs hold those of expanded heads."""
 
     query_rank: int
-    """Width of the queries' latent; 0: there is none."""
+    """Width of the queries' latent; 0 without one."""
     rank: int
     """Width of ``c_kv``."""
     nope_dim: int
-    """Columns of query and key heads that have no position."""
+    """Columns of query and key heads without position."""
     rope_dim: int
-    """Columns of query and key heads that have; one ``k_pe`` of them is shared by all heads."""
+    """Columns of query and key heads with position; all heads share one ``k_pe`` of this width."""
 
     @property
     def row_dim(self) -> int:
@@ -59,24 +60,22 @@ class LatentSizes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LatentConfig(DecoderConfig):
-    """A decoder with latent attention. ``layers`` describe its heads in expanded form; what is stored says ``latent_specs``.
-
-    ``qkv_bias``: of the maps from the model width into the latents.
-    """
+    """A decoder with latent attention. ``layers`` describe expanded heads, ``latent_specs`` the
+    stored rows. ``qkv_bias`` is that of the maps from the model width into the latents."""
 
     latent: LatentSizes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LatentMixtureConfig(MixtureConfig):
-    """The same with experts."""
+    """A decoder with latent attention and experts."""
 
     latent: LatentSizes
     draft_layers: int = 0
-    """Layers that the checkpoint may have behind the last one. They decide no logits."""
+    """Drafting layers that the checkpoint may hold behind the last one. They decide no logits."""
 
     def canonical(self) -> str:
-        """See ``DecoderConfig``; without the layers that draft."""
+        """Return JSON as ``DecoderConfig`` does, without the drafting layers."""
         return MixtureConfig.canonical(replace(self, draft_layers=0))
 
 
@@ -85,7 +84,7 @@ L = TypeVar("L", bound=AnyLatentConfig)
 
 
 def latent_specs(config: AnyLatentConfig) -> tuple[LatentAttention, ...]:
-    """What each layer stores: one row per token, of which the first columns are the value."""
+    """Return each layer's stored state: one row per token, which begins with the value."""
     sizes = config.latent
     return tuple(
         LatentAttention(
@@ -131,7 +130,7 @@ def _attention(
 
 
 def _bias(config: AnyLatentConfig, layer: int, parameters: Parameters) -> Tensor | None:
-    """Of the queries and the rows to store; queries that have no latent have no bias."""
+    """Join the biases of queries and stored rows; queries without a latent have zeros."""
     if not config.qkv_bias:
         return None
     rows = parameters[f"{layer}.kv_down.bias"]
@@ -145,12 +144,12 @@ def _bias(config: AnyLatentConfig, layer: int, parameters: Parameters) -> Tensor
 
 
 def latent_spellings(config: LatentConfig) -> Sequence[NameTable]:
-    """Of a dense decoder."""
+    """Return the name table of a dense decoder."""
     return ({**_trunk(config), **mlp_names(config)},)
 
 
 def latent_mixture_spellings(config: LatentMixtureConfig) -> Sequence[NameTable]:
-    """Each expert by itself, or stacked."""
+    """Return one name table for single experts and one for stacked experts."""
     trunk = _trunk(config)
     return tuple(
         mixture_names(config, projections=projections, shared="shared_experts", trunk=trunk)
@@ -159,7 +158,7 @@ def latent_mixture_spellings(config: LatentMixtureConfig) -> Sequence[NameTable]
 
 
 def _trunk(config: AnyLatentConfig) -> dict[str, Place]:
-    """All but the MLPs: Llama's names, except for what makes queries, keys and values."""
+    """Return all names but the MLPs': Llama's, with other queries, keys and values."""
     sizes, spec, width = config.latent, config.layers[0], config.hidden_size
     query_rows = spec.num_heads * spec.head_dim
     first_rows = sizes.query_rank or query_rows
@@ -185,7 +184,7 @@ def _trunk(config: AnyLatentConfig) -> dict[str, Place]:
 
 
 def latent_mixture_ignorable_names(config: LatentMixtureConfig) -> IgnorableNames:
-    """As everywhere; layers that draft; and shared experts of width 0, which transformers writes."""
+    """Add to the usual names those of drafting layers and of transformers' empty shared experts."""
     usual = ignorable_names(config)
     last = config.num_layers
     drafts = tuple(f"model.layers.{layer}." for layer in range(last, last + config.draft_layers))
@@ -201,12 +200,12 @@ def latent_mixture_ignorable_names(config: LatentMixtureConfig) -> IgnorableName
 
 
 def read_deepseek_v2_config(values: Mapping[str, Any], max_model_len: int | None = None) -> LatentMixtureConfig:
-    """``DeepseekV2ForCausalLM``. The weights of the chosen experts are those of the softmax, whatever their sum."""
+    """Read ``DeepseekV2ForCausalLM``; experts keep their softmax weights without renormalising."""
     fields = ConfigFields(values)
     geometry, sizes = _read_sizes(fields, "DeepseekV2ForCausalLM", "deepseek_v2", max_model_len)
     fields.expect("rope_interleave", True)
     fields.expect("scoring_func", "softmax")
-    fields.expect("norm_topk_prob", False)  # The authors' code and transformers compute other things with it.
+    fields.expect("norm_topk_prob", False)  # The authors' code and transformers disagree about it.
     fields.expect("topk_method", "greedy", "group_limited_greedy")
     num_experts, top_k = read_num_experts(fields, "n_routed_experts", "num_experts")
     groups = {}
@@ -219,7 +218,7 @@ def read_deepseek_v2_config(values: Mapping[str, Any], max_model_len: int | None
 
 
 def read_deepseek_v3_config(values: Mapping[str, Any], max_model_len: int | None = None) -> LatentMixtureConfig:
-    """``DeepseekV3ForCausalLM``: sigmoids, groups by their two best experts, a correction."""
+    """Read ``DeepseekV3ForCausalLM``: sigmoids, groups by their best two experts, a correction."""
     fields = ConfigFields(values)
     geometry, sizes = _read_sizes(fields, "DeepseekV3ForCausalLM", "deepseek_v3", max_model_len)
     dense = _dense(fields, geometry, 3)
@@ -229,7 +228,7 @@ def read_deepseek_v3_config(values: Mapping[str, Any], max_model_len: int | None
 
 
 def read_glm4_moe_lite_config(values: Mapping[str, Any], max_model_len: int | None = None) -> LatentMixtureConfig:
-    """``Glm4MoeLiteForCausalLM``: as DeepSeek-V3; ``mlp_layer_types`` says which layers are dense (missing: the first)."""
+    """Read ``Glm4MoeLiteForCausalLM``, DeepSeek-V3 with ``mlp_layer_types`` (first layer dense)."""
     fields = ConfigFields(values)
     geometry, sizes = _read_sizes(fields, "Glm4MoeLiteForCausalLM", "glm4_moe_lite", max_model_len)
     kinds = fields.get("mlp_layer_types")
@@ -247,7 +246,7 @@ def read_glm4_moe_lite_config(values: Mapping[str, Any], max_model_len: int | No
 
 
 def read_youtu_config(values: Mapping[str, Any], max_model_len: int | None = None) -> LatentConfig:
-    """``YoutuForCausalLM``: latent attention and plain MLPs; embedding and head are one where nothing is said."""
+    """Read ``YoutuForCausalLM``: latent attention, plain MLPs, tied embedding by default."""
     fields = ConfigFields(values)
     geometry, sizes = _read_sizes(fields, "YoutuForCausalLM", "youtu", max_model_len)
     config = LatentConfig(**_common(fields, geometry, sizes, tied=True, eps=1e-6))
@@ -258,7 +257,7 @@ def read_youtu_config(values: Mapping[str, Any], max_model_len: int | None = Non
 def _read_sizes(
     fields: ConfigFields, architecture: str, model_type: str, max_model_len: int | None
 ) -> tuple[DecoderGeometry, LatentSizes]:
-    """The geometry's ``head_dim`` is that of the columns that RoPE turns."""
+    """Read the sizes; the geometry's ``head_dim`` counts the columns that RoPE rotates."""
     if not fields.present("q_lora_rank"):
         raise fields.error("q_lora_rank", "the width of the queries' latent, or null for none")
     sizes = LatentSizes(
@@ -278,7 +277,7 @@ def _read_sizes(
 def _common(
     fields: ConfigFields, geometry: DecoderGeometry, sizes: LatentSizes, *, tied: bool, eps: float
 ) -> dict[str, Any]:
-    """The fields of any decoder with latent attention. ``tied``, ``eps``: where the configuration does not say."""
+    """Return the fields of any decoder with latent attention; ``tied`` and ``eps`` are defaults."""
     rope = rope_of(fields, geometry, interleaved=fields.flag("rope_interleave", True))
     head_dim = sizes.nope_dim + sizes.rope_dim
     spec = FullAttention(
@@ -303,7 +302,7 @@ def _common(
 
 
 def _magnitude(fields: ConfigFields, factor: float) -> float:
-    """What YaRN makes of queries and of keys in all columns (``mscale_all_dim``); ``read_rope`` has checked the fields."""
+    """Return YaRN's factor of queries and keys in all columns (``mscale_all_dim``)."""
     for name in ("rope_parameters", "rope_scaling"):
         weight = fields.mapping(name).get("mscale_all_dim")
         if weight:
@@ -312,13 +311,13 @@ def _magnitude(fields: ConfigFields, factor: float) -> float:
 
 
 def _dense(fields: ConfigFields, geometry: DecoderGeometry, default: int) -> tuple[int, ...]:
-    """``first_k_dense_replace`` layers, from the first on."""
+    """Return the first ``first_k_dense_replace`` layers."""
     fields.expect("moe_layer_freq", 1)
     return tuple(range(min(fields.whole("first_k_dense_replace", default), geometry.num_layers)))
 
 
 def _read_groups(fields: ConfigFields, num_experts: int, top_k: int, *, least: int) -> dict[str, Any]:
-    """``least``: experts that a group must have."""
+    """Read the groups of experts; each must have ``least`` experts or more."""
     groups, top_groups = fields.count("n_group"), fields.count("topk_group")
     if num_experts % groups or num_experts // groups < least:
         raise fields.error("n_group", f"a divisor of n_routed_experts ({num_experts}), groups of {least} or more")
@@ -338,7 +337,7 @@ def _corrected_mixture(
     scale: float,
     eps: float = 1e-6,
 ) -> LatentMixtureConfig:
-    """Of DeepSeek-V3's kind."""
+    """Return a mixture with DeepSeek-V3's routing."""
     fields.expect("scoring_func", "sigmoid")
     fields.expect("topk_method", "noaux_tc")
     num_experts, top_k = read_num_experts(fields, "n_routed_experts", "num_local_experts")

@@ -1,7 +1,6 @@
-"""Falcon-H1 (arXiv:2507.22448): attention and a Mamba-2 mixer beside each other in every block, and a multiplier wherever
-something is projected.
+"""Falcon-H1 (arXiv:2507.22448): attention and a Mamba-2 mixer side by side in every block.
 
-Block i has the layers 2i (attention) and 2i + 1 (the recurrent one).
+Every projection has a multiplier. Block i has layers 2i (attention) and 2i + 1 (recurrent).
 
 Letters: T tokens, E model width, F inner width of the MLP, Z columns of a mixer's projection.
 """
@@ -32,20 +31,20 @@ from quire.nn.mlp import GatedMLP
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FalconH1Config(MambaConfig):
-    """Multipliers. That of the keys is in the scale of the scores, those of embedding and logits are the trunk's."""
+    """Multipliers. The scores' scale holds the keys'; the trunk holds embedding's and logits'."""
 
     attention_in: float
     attention_out: float
     mixer_in: float
     mixer_out: float
     projections: tuple[float, ...]
-    """Of the mixer's gate, x, B, C and time steps, as they are projected."""
+    """Multipliers of the mixer's gate, x, B, C and time steps, in the order of the projection."""
     mlp_gate: float
     mlp_down: float
 
     def own_fields(self) -> dict[str, Any]:
         names = ("attention_in", "attention_out", "mixer_in", "mixer_out", "projections", "mlp_gate", "mlp_down")
-        # Spelled out, since a class with slots is another one than the one that super() was compiled for.
+        # super() fails here: a class with slots replaces the one that super() was compiled for.
         return {**MambaConfig.own_fields(self), **{name: getattr(self, name) for name in names}}
 
 
@@ -58,14 +57,14 @@ class MultipliedMLP(GatedMLP):
     down_multiplier: float
 
     def __call__(self, x_TE: Tensor) -> Tensor:
-        """``[T, E]`` to a fresh ``[T, E]``."""
+        """Map ``[T, E]`` to a fresh ``[T, E]``."""
         gate_TF, up_TF = self.gate_up(x_TE).chunk(2, dim=-1)
         y_TE = self.down(self.activation(gate_TF.mul_(self.gate_multiplier)).mul_(up_TF))
         return y_TE.mul_(self.down_multiplier)
 
 
 class SideBySideBlock:
-    """``h = x + m * mixer(i * n) + a * attention(j * n)`` with ``n = norm(x)``, then ``h + mlp(norm(h))``."""
+    """``h = x + m * mixer(i * n) + a * attention(j * n)``, ``h + mlp(norm(h))``; n: ``norm(x)``."""
 
     __slots__ = ("attention", "config", "mixer", "mlp", "mlp_norm", "norm")
 
@@ -86,14 +85,14 @@ class SideBySideBlock:
         self.mlp = mlp
 
     def __call__(self, x_TE: Tensor, pass_: Pass) -> Tensor:
-        """``[T, E]`` to a fresh ``[T, E]``; ``x`` stays as it is."""
+        """Map ``[T, E]`` to a fresh ``[T, E]``; leave ``x`` unchanged."""
         config, n_TE = self.config, self.norm(x_TE)
         h_TE = torch.add(x_TE, self.mixer(n_TE * config.mixer_in, pass_), alpha=config.mixer_out)
         h_TE.add_(self.attention(n_TE * config.attention_in, pass_), alpha=config.attention_out)
         return self.mlp(self.mlp_norm(h_TE)).add_(h_TE)
 
     def pack(self) -> None:
-        """Replace each linear map by its packed form, where there is one."""
+        """Replace each linear map by its packed form where it has one."""
         self.attention.pack()
         self.mixer.pack()
         self.mlp.pack()
@@ -107,10 +106,10 @@ class FalconH1(HybridDecoder[FalconH1Config]):
 
 
 def read_falcon_h1_config(values: Mapping[str, Any], max_model_len: int | None = None) -> FalconH1Config:
-    """``FalconH1ForCausalLM``: every multiplier is 1 where it is missing."""
+    """Read ``FalconH1ForCausalLM``; a missing multiplier is 1."""
     fields = ConfigFields(values)
     geometry = read_geometry(fields, "FalconH1ForCausalLM", "falcon_h1", max_model_len, kv_heads_required=True)
-    # In every block, whatever these say.
+    # Every block has attention and an MLP; the fields may say nothing else.
     fields.expect("attn_layer_indices", list(range(geometry.num_layers)))
     fields.expect("mamba_use_mlp", True)
     pass_over_generation(fields)
@@ -162,7 +161,7 @@ def read_falcon_h1_config(values: Mapping[str, Any], max_model_len: int | None =
 
 
 def falcon_h1_spellings(config: FalconH1Config) -> Sequence[NameTable]:
-    """One way."""
+    """Return the one name table of Falcon-H1."""
     table = respelled(name_table(config.trunk, Names(norms=NORMS)), SPELLINGS)
     return ({**table, **mamba_names(config, "model.layers.{}.mamba", "{}")},)
 
@@ -185,7 +184,7 @@ def _block(config: FalconH1Config, block: int, ids: LayerIds, parameters: Parame
 
 
 def _scales(config: FalconH1Config, like: Tensor) -> Tensor | None:
-    """The multipliers of the mixer's projection, one for each column; None if all are 1."""
+    """Return the multipliers of the mixer's columns ``[Z]``; None if all are 1."""
     shape = config.mixer
     if set(config.projections) == {1.0}:
         return None

@@ -1,10 +1,10 @@
-"""Any other decoder of ``transformers``, with its own layers and our attention and KV state.
+"""Any other decoder of ``transformers``: its layers with our attention and KV state.
 
-transformers lets an attention function be named. Ours hands q, k and v, rotated by the model, to the pass that comes with the
-call. What each layer wants (heads, scale, window, soft cap, learned sinks) is found by watching one forward; and whether nothing
-else decides the result, by comparing logits with the model's own before it is given out (``models.probe``). So a model either
-runs exactly or is refused, with the reason, when it is loaded. Slower than the native families: Python of the model, one
-block, no packed weights.
+transformers accepts a named attention function. Ours hands the rotated q, k and v to the pass of
+the call. Watching one forward finds each layer's spec (heads, scale, window, soft cap, learned
+sinks). Comparing logits with the model's own shows that nothing else decides the result
+(``models.probe``). So a model runs exactly, or loading refuses it with the reason. It is slower
+than a native family: it has the model's Python code, one block, and no packed weights.
 
 Letters: T new tokens, R rows for the head, E model width, V vocabulary, Hq, Hkv heads, D head size.
 """
@@ -31,12 +31,12 @@ logger = logging.getLogger(__name__)
 
 
 class FallbackModel:
-    """A ``transformers`` decoder behind ``quire.contracts.model.Model``. One block: the loop over layers is its own."""
+    """A ``transformers`` decoder as ``contracts.model.Model``: one block loops over its layers."""
 
     fallback = True
 
     def __init__(self, causal: Any, specs: Sequence[LayerSpec], values: Mapping[str, Any]) -> None:
-        """``causal``: the model, its attention set to ours. ``values``: config.json as it was read."""
+        """Wrap ``causal``, which has our attention set; ``values`` is config.json as read."""
         self.causal = causal
         self.core = causal.base_model
         self.architecture = type(causal).__name__
@@ -59,11 +59,11 @@ class FallbackModel:
         self._given = GivenHidden()
 
     def pack(self) -> bool:
-        """Nothing is packed."""
+        """Return False: nothing is packed."""
         return False
 
     def embed(self, tokens_T: Tensor) -> Tensor:
-        """int64 ``[T]`` to ``[T, E]``."""
+        """Map int64 ``[T]`` to ``[T, E]``."""
         x_TE: Tensor = self.embedding(tokens_T)
         return x_TE
 
@@ -78,7 +78,7 @@ class FallbackModel:
         return out_TE
 
     def head(self, x_RE: Tensor) -> Tensor:
-        """``[R, E]`` to float32 logits ``[R, V]``, with whatever the model does around its head."""
+        """Map ``[R, E]`` to float32 logits ``[R, V]``, with all of the model's code at its head."""
         self._given.x_1RE = x_RE.unsqueeze(0)
         with replaced_core(self.causal, self._given):
             logits: Tensor = self.causal(inputs_embeds=self._given.x_1RE, use_cache=False).logits[0]
@@ -87,38 +87,38 @@ class FallbackModel:
 
 
 class GivenHidden(torch.nn.Module):
-    """Stands in for the layers of a model: returns what it was given."""
+    """A stand-in for a model's layers that returns given hidden states."""
 
     x_1RE: Tensor | None = None
 
     @property
     def decoder(self) -> GivenHidden:
-        """For models that call a part of their base model."""
+        """Itself, for models that call a part of their base model."""
         return self
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As the base model's, without computing anything."""
+        """Return the given states in the form of the base model's result; compute nothing."""
         del args, kwargs
         return HiddenOnly((self.x_1RE,))
 
 
 class HiddenOnly(tuple[Any, ...]):
-    """What a base model returns, with nothing but the hidden states: a tuple of them alone, whose other fields
-    (``router_logits``, ``past_key_values``, ...) read as None, whichever the model has."""
+    """A base model's result with hidden states alone: a tuple of them. All other fields
+    (``router_logits``, ``past_key_values``, ...) read as None."""
 
     @property
     def last_hidden_state(self) -> Any:
         return self[0]
 
     def __getattr__(self, name: str) -> None:
-        """None, for what is not there."""
+        """Return None for fields that are not there."""
         if name.startswith("__"):
             raise AttributeError(name)
 
 
 @contextmanager
 def replaced_core(causal: Any, core: torch.nn.Module) -> Iterator[None]:
-    """Let the model's head run behind other layers than its own."""
+    """Run the model's head behind other layers than its own."""
     name = causal.base_model_prefix
     own = getattr(causal, name)
     setattr(causal, name, core)
@@ -130,7 +130,7 @@ def replaced_core(causal: Any, core: torch.nn.Module) -> Iterator[None]:
 
 @contextmanager
 def without_progress_bars() -> Iterator[None]:
-    """transformers draws a bar while it loads, also where nobody looks at a terminal. The user's settings come back."""
+    """Suppress transformers' progress bars while it loads; restore the user's settings after."""
     import huggingface_hub.utils
     import transformers.utils.logging
 
@@ -144,14 +144,14 @@ def without_progress_bars() -> Iterator[None]:
         yield
     finally:
         if was_on:
-            # Which switches both on.
+            # This switches both on.
             settings.enable_progress_bar()
             if hub_was_off:
                 hub.disable_progress_bars()
 
 
 def context_length(config: Any) -> int:
-    """Positions that the model has; ``Unsupported`` if its configuration does not say."""
+    """Return the model's number of positions; raise ``Unsupported`` if no field has it."""
     text = config.get_text_config(decoder=True)
     for name in ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"):
         value = getattr(text, name, None)
@@ -161,10 +161,10 @@ def context_length(config: Any) -> int:
 
 
 def load_fallback(path: Path, values: Mapping[str, Any], *, dtype: torch.dtype, device: torch.device) -> FallbackModel:
-    """The checkpoint through ``transformers``.
+    """Load the checkpoint through ``transformers``.
 
-    ``Unsupported`` with the reason if ``transformers`` is not there, does not know the architecture, or computes something
-    that our attention and state do not.
+    Raise ``Unsupported`` with the reason if ``transformers`` is missing, does not know the
+    architecture, or computes something that our attention and state do not.
     """
     names = values.get("architectures")
     what = repr(names[0]) if isinstance(names, list) and names else "the model"
@@ -185,7 +185,7 @@ def load_fallback(path: Path, values: Mapping[str, Any], *, dtype: torch.dtype, 
             f"architecture {what}: transformers {transformers.__version__} does not know it: {first_line(error)}"
         ) from error
     refuse_other_kinds(config, what, getattr(found, "__name__", ""))
-    # Before the weights are read, which may take minutes.
+    # Check before reading the weights, which may take minutes.
     if not getattr(found, "_supports_attention_backend", False):
         raise Unsupported(
             f"architecture {what}: its attention cannot be replaced (transformers has no attention interface for it)"
@@ -209,7 +209,7 @@ def load_fallback(path: Path, values: Mapping[str, Any], *, dtype: torch.dtype, 
 
 
 def refuse_other_kinds(config: Any, what: str, found: str) -> None:
-    """``Unsupported`` for what is no decoder of attention layers."""
+    """Raise ``Unsupported`` unless the model is a decoder of attention layers."""
     if getattr(config, "is_encoder_decoder", False):
         raise Unsupported(f"architecture {what} is an encoder with a decoder; only decoders run")
     if repr(found) != what:

@@ -1,6 +1,6 @@
-"""Which architectures there are: the one registry from a name in ``config.json`` to the code that builds it.
+"""The registry that maps an architecture in ``config.json`` to the code that builds it.
 
-A family is one file with three functions (read the configuration, name the tensors, build the model) and a line here.
+A family has a file (configuration reader, tensor names, model builder) and a line here.
 """
 
 from __future__ import annotations
@@ -40,54 +40,54 @@ M = TypeVar("M", bound=MixtureConfig)
 
 
 VOLATILE = frozenset({"_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache"})
-"""Fields of config.json that decide no logits, whatever the architecture."""
+"""Fields of config.json that decide no logits in any architecture."""
 
 
 class LoadedModel(Model, Protocol):
-    """A model that came from a checkpoint."""
+    """A model read from a checkpoint."""
 
     dtype: torch.dtype
-    """Of weights and activations."""
+    """Element type of weights and activations."""
     device: torch.device
     num_parameters: int
     tied: bool
-    """Whether the head is the embedding."""
+    """Whether embedding and head are one tensor."""
     parameter_bytes: int
     """Bytes of weights on ``device``; tied weights count once, or twice if the head was packed."""
     max_model_len: int | None
-    """What a RoPE that depends on length was fixed for, as ``load_model`` was told; None: ``max_position``."""
+    """The length for which ``load_model`` fixed a length-dependent RoPE; None: ``max_position``."""
     config: dict[str, Any]
     """``config.json`` as it was read."""
     canonical_config: str
-    """Canonical JSON of what decides the logits; the same for every spelling of the same model."""
+    """Canonical JSON of the fields that decide the logits, equal for all spellings of a model."""
     places: NameTable
-    """What the tensors of its checkpoint are called and which rows of which parameters they fill; empty where
+    """The checkpoint's tensor names and the parameter rows that they fill; empty if
     ``transformers`` loaded them."""
 
     def pack(self) -> bool:
-        """Lay the weights out for this machine's kernels, where that helps; says whether it did."""
+        """Lay the weights out for this machine's kernels if that helps; return whether it did."""
         ...
 
 
 class ConfigReader(Protocol[C_co]):
-    """From ``config.json`` to a family's configuration."""
+    """A function from ``config.json`` to a family's configuration."""
 
     def __call__(self, values: Mapping[str, Any], max_model_len: int | None = None) -> C_co:
-        """``max_model_len``: the longest sequence that will run, for a RoPE that depends on it; None: all positions."""
+        """Read ``values``; a RoPE may depend on ``max_model_len`` (None: all positions)."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family(Generic[C]):
-    """How checkpoints of one architecture become models. ``C`` is the family's type of configuration."""
+    """The way from checkpoints of one architecture to models; ``C`` is its configuration's type."""
 
     state_kinds: tuple[str, ...]
     """Kinds of layer state, as in ``LayerSpec.kind``."""
     read_config: ConfigReader[C]
-    """From ``config.json``; ``CheckpointError`` for bad values, ``Unsupported`` for what is not computed."""
+    """Reads config.json. Bad values are ``CheckpointError``, missing features ``Unsupported``."""
     num_layers: Callable[[C], int]
     spellings: Callable[[C], Sequence[NameTable]]
-    """The names of all tensors, in each way in which checkpoints of the family are written, the commonest first."""
+    """Name tables of all spellings in which checkpoints of the family occur; commonest first."""
     ignorable_names: Callable[[C], Container[str]]
     build: Callable[[C, Mapping[str, Tensor], Mapping[str, Any]], LoadedModel]
 
@@ -98,7 +98,7 @@ FAMILIES: Registry[Family[Any]] = Registry("architecture")
 def dense(
     read_config: ConfigReader[DecoderConfig], names: Names = LLAMA_NAMES, state_kinds: tuple[str, ...] = ("full",)
 ) -> Family[DecoderConfig]:
-    """A family of decoders without experts."""
+    """Return a family of decoders without experts."""
     return Family(
         state_kinds=state_kinds,
         read_config=read_config,
@@ -112,7 +112,7 @@ def dense(
 def mixture(
     read_config: ConfigReader[M], spellings: Callable[[M], Sequence[NameTable]], mlp: MlpBuilder[M]
 ) -> Family[M]:
-    """A family of decoders with experts. ``mlp`` builds the feed-forward part of a layer."""
+    """Return a family of decoders with experts; ``mlp`` builds a layer's feed-forward part."""
     return Family(
         state_kinds=WINDOWED,
         read_config=read_config,
@@ -124,7 +124,7 @@ def mixture(
 
 
 def latent_mixture(read_config: ConfigReader[deepseek.LatentMixtureConfig]) -> Family[deepseek.LatentMixtureConfig]:
-    """A family of decoders with latent attention and experts."""
+    """Return a family of decoders with latent attention and experts."""
     return Family(
         state_kinds=LATENT,
         read_config=read_config,
@@ -142,7 +142,7 @@ def recurrent(
     ignorable: Callable[[Any], Container[str]] = lambda config: ignorable_names(config.trunk),
     state_kinds: tuple[str, ...] = ("full", "recurrent"),
 ) -> Family[Any]:
-    """A family with recurrent layers, alone or beside attention."""
+    """Return a family with recurrent layers, alone or beside attention."""
     return Family(
         state_kinds=state_kinds,
         read_config=read_config,
@@ -230,13 +230,13 @@ for _name, _read in (
 
 
 def is_foreign(values: Mapping[str, Any]) -> bool:
-    """Whether config.json names exactly one architecture and it is none of ours."""
+    """Return whether config.json names exactly one architecture, which is none of ours."""
     names = values.get("architectures")
     return isinstance(names, list) and len(names) == 1 and isinstance(names[0], str) and names[0] not in FAMILIES
 
 
 def canonical_of(values: Mapping[str, Any], max_model_len: int | None) -> str:
-    """Canonical JSON of what decides the logits of the model that ``values`` (config.json) describe."""
+    """Return canonical JSON of the fields in ``values`` (config.json) that decide the logits."""
     if is_foreign(values):
         kept = {name: value for name, value in values.items() if name not in VOLATILE}
         return json.dumps({"fallback": kept}, sort_keys=True, separators=(",", ":"))
@@ -244,10 +244,8 @@ def canonical_of(values: Mapping[str, Any], max_model_len: int | None) -> str:
 
 
 def family_of(values: Mapping[str, Any]) -> Family[Any]:
-    """The family that ``architectures`` in config.json names.
-
-    ``CheckpointError`` if it does not name exactly one, ``Unsupported`` (with the list of known ones) if it is unknown.
-    """
+    """Return the family that ``architectures`` in config.json names. Raise ``CheckpointError``
+    unless it is exactly one name, and ``Unsupported`` with the known names if it is unknown."""
     names = values.get("architectures")
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         found = repr(names) if "architectures" in values else "missing"

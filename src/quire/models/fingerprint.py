@@ -1,7 +1,7 @@
-"""What makes two models the same: architecture, computation, weights.
+"""Fingerprints of models: architecture, computation, weights.
 
-State files carry a fingerprint, because K and V mean nothing to another model. The digest
-of the weights reads every byte once, at several GB/s, so it is computed when first asked for and remembered.
+State files carry a fingerprint, because K and V mean nothing to another model. The digest of the
+weights reads every byte once at several GB/s, so it is computed at the first request and cached.
 """
 
 from __future__ import annotations
@@ -30,29 +30,27 @@ READ_BYTES = 1 << 24
 
 
 class ModelIdentity(Protocol):
-    """Which model this is. The digest of the weights may be computed when it is first asked for."""
+    """The identity of a model. The first request may compute the digest of the weights."""
 
     def fields(self) -> Mapping[str, str]:
-        """``architecture``, ``config`` and ``weights``: equal fields mean that K and V mean the same."""
+        """Return ``architecture``, ``config``, ``weights``; equal values mean equal K and V."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelFingerprint:
-    """Equal fingerprints: the same tokens give the same K and V, up to rounding."""
+    """Models with equal fingerprints give the same K and V for the same tokens, up to rounding."""
 
     architecture: str
     config: str
-    """SHA-256, in hex, of the canonical JSON of what decides the logits. Not the context length, not the dtype."""
+    """SHA-256 (hex) of the canonical JSON that decides the logits, without context and dtype."""
     weights: str
-    """XXH3-128, in hex, of the bytes of the safetensors files."""
+    """XXH3-128 (hex) of the bytes of the safetensors files."""
 
 
 def model_fingerprint(path: str | os.PathLike[str], model: LoadedModel) -> ModelFingerprint:
-    """Fingerprint of ``model``, which was loaded from the directory ``path``.
-
-    ``InvalidArgument`` if that directory now describes another model; ``CheckpointError`` if it cannot be read.
-    """
+    """Return the fingerprint of ``model``, loaded from ``path``. Raise ``InvalidArgument`` if that
+    directory now has another model, and ``CheckpointError`` if it is unreadable."""
     path = Path(path)
     values = read_config_file(path)
     if canonical_of(values, model.max_model_len) != model.canonical_config:
@@ -67,13 +65,13 @@ def model_fingerprint(path: str | os.PathLike[str], model: LoadedModel) -> Model
 
 
 def weights_digest(path: Path) -> str:
-    """XXH3-128 of the weights in hex: of the file's bytes, or of the files' digests in the order of their names."""
+    """Return XXH3-128 (hex) of the file's bytes, or of the files' digests ordered by name."""
     digests = [file_digest(file) for file in weight_files(path)]
     return digests[0] if len(digests) == 1 else xxhash.xxh3_128_hexdigest("".join(digests).encode())
 
 
 def file_digest(file: Path) -> str:
-    """XXH3-128 of one file in hex, out of the cache where path, size and modification time are the same."""
+    """Return XXH3-128 (hex) of a file, cached by path, size and modification time."""
     try:
         real = file.resolve(strict=True)
         before = real.stat()
@@ -98,13 +96,13 @@ def file_digest(file: Path) -> str:
 
 
 def cache_file() -> Path:
-    """``quire/digests.json`` in ``$XDG_CACHE_HOME``, or in ``~/.cache``."""
+    """Return ``quire/digests.json`` in ``$XDG_CACHE_HOME``, or in ``~/.cache``."""
     base = os.environ.get("XDG_CACHE_HOME") or str(Path("~/.cache").expanduser())
     return Path(base) / "quire" / "digests.json"
 
 
 def _read_cache() -> dict[str, Any]:
-    """What is there; empty if it is missing or damaged, as everything in it can be computed again."""
+    """Read the cache; empty if missing or damaged, as every entry can be computed again."""
     try:
         cache = json.loads(cache_file().read_text(encoding="utf-8"))
     except (OSError, ValueError, RuntimeError):
@@ -117,7 +115,7 @@ def _is_digest(value: object) -> bool:
 
 
 def _remember(key: str, entry: dict[str, Any]) -> None:
-    """Add an entry through a temporary file. Two writers at once may lose one of two entries, and never the file."""
+    """Add an entry through a temporary file. Parallel writers may lose entries, never the file."""
     temporary = None
     try:
         target = cache_file()

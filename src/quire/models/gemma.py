@@ -1,8 +1,8 @@
-"""Gemma 2 and Gemma 3 (text): norms before and after each part, weights stored as their difference to 1, embeddings
-scaled by the root of the width, windows that alternate with full attention.
+"""Gemma 2 and Gemma 3 (text): sandwich norms, and full attention that alternates with windows.
 
-Gemma 2 caps attention scores and logits; Gemma 3 normalises query and key heads instead and has a base of the rotation
-for each kind of layer. Sources: arXiv:2408.00118, arXiv:2503.19786 and transformers.
+Norm weights are stored as their difference to 1. Embeddings are scaled by the root of the width.
+Gemma 2 caps attention scores and logits. Gemma 3 normalises query and key heads instead, and has a
+RoPE base for each kind of layer. Sources: arXiv:2408.00118, arXiv:2503.19786 and transformers.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ GEMMA3_NAMES = replace(
     head="language_model.lm_head",
     others=("vision_tower.", "multi_modal_projector."),
 )
-"""In a checkpoint that also reads images."""
+"""Names in a checkpoint that also reads images."""
 
 GEMMA3_TEXT_DEFAULTS: Mapping[str, Any] = {
     "vocab_size": 262_208,
@@ -51,11 +51,11 @@ GEMMA3_TEXT_DEFAULTS: Mapping[str, Any] = {
     "num_key_value_heads": 4,
     "max_position_embeddings": 131_072,
 }
-"""transformers wrote into ``text_config`` only what differs from these."""
+"""Defaults of ``text_config``: transformers wrote only values that differ from these."""
 
 
 def read_gemma2_config(values: Mapping[str, Any], max_model_len: int | None = None) -> DecoderConfig:
-    """``Gemma2ForCausalLM``: every other layer has a window, the first one does."""
+    """Read ``Gemma2ForCausalLM``; every other layer has a window, beginning with the first."""
     fields = ConfigFields(values)
     geometry = read_geometry(fields, "Gemma2ForCausalLM", "gemma2", max_model_len, kv_heads_required=True, head_dim=256)
     windowed = read_layer_types(fields, geometry.num_layers)
@@ -76,13 +76,13 @@ def read_gemma2_config(values: Mapping[str, Any], max_model_len: int | None = No
 
 
 def read_gemma3_config(values: Mapping[str, Any], max_model_len: int | None = None) -> DecoderConfig:
-    """``Gemma3ForCausalLM``: every ``sliding_window_pattern``-th layer (6) sees everything, the others have a window."""
+    """Read ``Gemma3ForCausalLM``; each ``sliding_window_pattern``-th layer (6) has no window."""
     return _read_gemma3(ConfigFields(values), "Gemma3ForCausalLM", max_model_len)
 
 
 def read_gemma3_with_vision_config(values: Mapping[str, Any], max_model_len: int | None = None) -> DecoderConfig:
-    """``Gemma3ForConditionalGeneration``: the language model in ``text_config``. Its encoder of images is not loaded;
-    what it makes of an image can come as embeddings."""
+    """Read ``text_config`` of ``Gemma3ForConditionalGeneration``. The image encoder is not loaded;
+    its outputs can come as embeddings."""
     fields = ConfigFields(values)
     if fields.get("model_type") not in (None, "gemma3"):
         raise fields.error("model_type", "'gemma3', which goes with Gemma3ForConditionalGeneration")
@@ -121,7 +121,7 @@ def _read_gemma3(fields: ConfigFields, architecture: str, max_model_len: int | N
 
 def _common(fields: ConfigFields, geometry: DecoderGeometry) -> dict[str, Any]:
     activation = read_activation(fields, "hidden_activation", "gelu_pytorch_tanh")
-    # transformers reads the newer of both names only; one that contradicts it is nobody's intention.
+    # transformers reads only the newer of both names; a contradicting one must be a mistake.
     if fields.get("hidden_act") is not None:
         fields.expect("hidden_act", fields.get("hidden_activation") or "gelu_pytorch_tanh")
     bias = fields.flag("attention_bias", False)

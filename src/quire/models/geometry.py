@@ -1,6 +1,6 @@
-"""What all decoders' configurations have in common: sizes, heads, windows, activations.
+"""The parts that all decoders' configurations share: sizes, heads, windows, activations.
 
-Readers of families call these, add what is their own, and call ``config_fields.refuse_unsupported`` last.
+A family's reader calls these, adds its own fields, and ends with ``refuse_unsupported``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from quire.models.decoder import ActivationName, AttentionSpec
 from quire.models.rope_config import DEFAULT_ROPE_THETA, read_rope
 
 MAX_LAYERS = 10_000
-"""More than any model has; a damaged config.json must not cost memory."""
+"""A bound above any model's, so that a damaged config.json does not cost memory."""
 
 ACTIVATION_NAMES: Mapping[str, ActivationName] = {
     "silu": "silu",
@@ -24,15 +24,15 @@ ACTIVATION_NAMES: Mapping[str, ActivationName] = {
     "gelu": "gelu",
     "gelu_pytorch_tanh": "gelu_tanh",
 }
-"""What ``hidden_act`` may be, and our name for it."""
+"""Accepted values of ``hidden_act``, with our names for them."""
 
 WINDOW_KINDS: Mapping[str, bool] = {"full_attention": False, "sliding_attention": True}
-"""What an entry of ``layer_types`` may be, and whether such a layer has a window."""
+"""Accepted entries of ``layer_types``; True for a layer with a window."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecoderGeometry:
-    """Sizes that decide the shapes of weights. Counts of elements."""
+    """Sizes that decide the shapes of weights, in elements."""
 
     architecture: str
     vocab_size: int
@@ -46,7 +46,7 @@ class DecoderGeometry:
     max_model_len: int | None
 
     def common(self) -> dict[str, Any]:
-        """The fields of ``DecoderConfig`` that are here under the same name."""
+        """Return the fields that ``DecoderConfig`` has under the same name."""
         return {
             "architecture": self.architecture,
             "vocab_size": self.vocab_size,
@@ -64,9 +64,9 @@ class DecoderGeometry:
         sm_scale: float | None = None,
         softcap: float | None = None,
     ) -> tuple[AttentionSpec, ...]:
-        """One spec per layer. ``ropes``, ``windows``: of every layer, or one for each layer; None: without.
+        """Return one spec per layer from one rope and window for all, or one for each (None: none).
 
-        A window that no position can leave is none.
+        A window that no position can leave is left out.
         """
         if isinstance(ropes, RopeSpec):
             ropes = (ropes,) * self.num_layers
@@ -102,11 +102,9 @@ def read_geometry(
     head_dim: int | None = None,
     exact_head_dim: int | None = None,
 ) -> DecoderGeometry:
-    """``kv_heads_required``: ``num_key_value_heads`` has to be there (transformers would take a number of its own).
-
-    ``head_dim``: the family's where the field is missing; None: the width divided by the heads. ``exact_head_dim``: what
-    other fields make it, with which this one has to agree.
-    """
+    """Read the sizes. transformers has its own default of ``num_key_value_heads``, so a family may
+    require that field. ``head_dim`` is the default of its field (None: the width divided by the
+    heads). ``exact_head_dim`` is the value that other fields imply, which its field must equal."""
     if fields.get("model_type") not in (None, model_type):
         raise fields.error("model_type", f"{model_type!r}, which goes with {architecture}")
     hidden_size, num_heads = fields.count("hidden_size"), fields.count("num_attention_heads")
@@ -145,7 +143,7 @@ def read_geometry(
 
 
 def read_activation(fields: ConfigFields, name: str = "hidden_act", default: str = "silu") -> ActivationName:
-    """The gate's activation. ``Unsupported`` names the field for one that is not computed."""
+    """Read the gate's activation; raise ``Unsupported`` with the field for an unknown one."""
     value = fields.get(name)
     value = default if value is None else value
     if not isinstance(value, str) or value not in ACTIVATION_NAMES:
@@ -156,10 +154,8 @@ def read_activation(fields: ConfigFields, name: str = "hidden_act", default: str
 
 
 def read_layer_types(fields: ConfigFields, num_layers: int) -> tuple[bool, ...] | None:
-    """Which layers have windows, by ``layer_types``; None where the field is missing.
-
-    ``Unsupported`` for a kind of layer other than full and sliding attention.
-    """
+    """Return for each layer whether ``layer_types`` gives it a window; None without that field.
+    Raise ``Unsupported`` for a kind of layer other than full and sliding attention."""
     kinds = fields.get("layer_types")
     if kinds is None:
         return None
@@ -174,7 +170,7 @@ def read_layer_types(fields: ConfigFields, num_layers: int) -> tuple[bool, ...] 
 
 
 def expect_layer_types(fields: ConfigFields, windowed: Sequence[bool]) -> None:
-    """``Unsupported`` if ``layer_types`` is there and says another thing than what the family computes."""
+    """Raise ``Unsupported`` if ``layer_types`` is there and differs from the family's layers."""
     found = read_layer_types(fields, len(windowed))
     for layer, (one, expected) in enumerate(zip(found or windowed, windowed, strict=True)):
         if one != expected:
@@ -186,14 +182,14 @@ def expect_layer_types(fields: ConfigFields, windowed: Sequence[bool]) -> None:
 
 
 def read_window(fields: ConfigFields, default: int | None) -> int | None:
-    """``sliding_window`` in tokens; null is none, and ``default`` is the family's where the field is missing."""
+    """Read ``sliding_window`` in tokens: None for null, ``default`` for a missing field."""
     if not fields.present("sliding_window"):
         return default
     return None if fields.get("sliding_window") is None else fields.count("sliding_window")
 
 
 def windows_of(fields: ConfigFields, windowed: Sequence[bool], window: int | None) -> tuple[int | None, ...]:
-    """The window of each layer. ``CheckpointError`` for a layer that should have one where there is none."""
+    """Return each layer's window; raise ``CheckpointError`` if a windowed layer has none."""
     if window is None and any(windowed):
         layer = list(windowed).index(True)
         raise CheckpointError(
@@ -212,7 +208,7 @@ def rope_of(
     partial_default: float | None = None,
     interleaved: bool = False,
 ) -> RopeSpec:
-    """``read_rope`` for the sizes and the length that ``geometry`` holds."""
+    """Call ``read_rope`` with the sizes and the length of ``geometry``."""
     return read_rope(
         fields,
         geometry.head_dim,

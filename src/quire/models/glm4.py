@@ -1,4 +1,4 @@
-"""GLM-4 (0414): norms before and after each part, half of each head rotates, in neighbouring pairs.
+"""GLM-4 (0414): sandwich norms; half of each head rotates, in neighbouring pairs.
 
 Sources: arXiv:2406.12793 and transformers.
 """
@@ -25,8 +25,8 @@ GLM4_NAMES = Names(
 
 
 def read_glm4_config(values: Mapping[str, Any], max_model_len: int | None = None) -> DecoderConfig:
-    """``Glm4ForCausalLM``: q, k and v have biases unless ``attention_bias`` is false, o never; a missing ``head_dim``
-    is 128."""
+    """Read ``Glm4ForCausalLM``. q, k and v have biases unless ``attention_bias`` is false; o has
+    none. A missing ``head_dim`` is 128."""
     fields = ConfigFields(values)
     geometry = read_geometry(fields, "Glm4ForCausalLM", "glm4", max_model_len, kv_heads_required=True, head_dim=128)
     expect_layer_types(fields, (False,) * geometry.num_layers)

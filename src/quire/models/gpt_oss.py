@@ -1,9 +1,9 @@
-"""gpt-oss (arXiv:2508.10925): experts behind a router with a bias, attention with learned sinks, and every other
-layer with a window.
+"""gpt-oss (arXiv:2508.10925): experts, attention with learned sinks, windows in every other layer.
 
-The experts' gate and up columns take turns, both are clamped, and every projection has a bias. Checkpoints stack the
-experts, as ``[X, in, out]`` in a float type, or as ``[X, out, in]`` in MXFP4, which is how the models are published.
-We keep ``[X, out, in]`` in the model's dtype in both cases; the values of MXFP4 are exact in bfloat16 and float32.
+The router and every projection have a bias. Gate and up columns of an expert alternate, and both
+are clamped. Checkpoints stack the experts: as ``[X, in, out]`` in a float type, or as
+``[X, out, in]`` in MXFP4, as published. We keep ``[X, out, in]`` in the model's dtype in both
+cases. The values of MXFP4 are exact in bfloat16 and float32.
 
 Letters: X experts, E model width, F inner width of an expert, Hq query heads.
 """
@@ -27,7 +27,7 @@ from quire.nn.experts import ClampedGate, Experts, MixtureOfExperts
 from quire.ops.experts import Routing
 
 QUANTISATIONS = ("mxfp4",)
-"""What ``quant_method`` in ``quantization_config`` may be."""
+"""Accepted values of ``quant_method`` in ``quantization_config``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,8 +39,8 @@ class GptOssConfig(MixtureConfig):
 
 
 def read_gpt_oss_config(values: Mapping[str, Any], max_model_len: int | None = None) -> GptOssConfig:
-    """``GptOssForCausalLM``: without ``layer_types`` the first layer has a window (missing: 128), the second none, and
-    so on. RoPE has to be there: transformers would take a YaRN of its own."""
+    """Read ``GptOssForCausalLM``. Without ``layer_types``, even layers have a window (default 128).
+    RoPE's fields are required, because transformers has a YaRN of its own as their default."""
     fields = ConfigFields(values)
     geometry = read_geometry(fields, "GptOssForCausalLM", "gpt_oss", max_model_len, kv_heads_required=True, head_dim=64)
     if fields.get("rope_parameters") is None and fields.get("rope_scaling") is None:
@@ -80,7 +80,7 @@ def read_gpt_oss_config(values: Mapping[str, Any], max_model_len: int | None = N
 
 
 def gpt_oss_spellings(config: GptOssConfig) -> tuple[NameTable, ...]:
-    """In MXFP4, where the sizes allow it, or in a float type."""
+    """Return name tables for MXFP4, if the sizes allow it, and for a float type."""
     sizes = (config.hidden_size, config.expert_size)
     quantised = (True,) if all(size % mxfp4.BLOCK == 0 for size in sizes) else ()
     return tuple(_name_table(config, one) for one in (*quantised, False))
@@ -108,7 +108,7 @@ def _name_table(config: GptOssConfig, quantised: bool) -> dict[str, Place]:
 
 
 def gpt_oss_mlp(config: GptOssConfig, layer: int, parameters: Parameters) -> FeedForward:
-    """The experts of a layer."""
+    """Build the router and experts of a layer."""
     experts = Experts(
         expert_linear(config, parameters, f"{layer}.experts.gate_up", 2 * config.expert_size, config.hidden_size),
         expert_linear(config, parameters, f"{layer}.experts.down", config.hidden_size, config.expert_size),

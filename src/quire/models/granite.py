@@ -14,7 +14,7 @@ from quire.models.geometry import expect_layer_types, read_activation, read_geom
 
 
 def read_granite_config(values: Mapping[str, Any], max_model_len: int | None = None) -> DecoderConfig:
-    """``GraniteForCausalLM``: every multiplier is 1 where it is missing, that of the scores too."""
+    """Read ``GraniteForCausalLM``; a missing multiplier is 1, that of the scores too."""
     fields = ConfigFields(values)
     geometry = read_geometry(fields, "GraniteForCausalLM", "granite", max_model_len)
     expect_layer_types(fields, (False,) * geometry.num_layers)

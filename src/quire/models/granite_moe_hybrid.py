@@ -1,7 +1,7 @@
-"""Granite 4: Mamba-2 mixers and, in a few blocks, attention (mostly without positions); experts beside an MLP that all
-tokens go through, or that MLP alone; multipliers on embeddings, scores, residual branches and logits.
+"""Granite 4: Mamba-2 mixers, and attention in a few blocks, mostly without positions.
 
-Source: transformers and the models' cards.
+Each block has an MLP for all tokens, alone or beside experts. Embeddings, scores, residual branches
+and logits have multipliers. Source: transformers and the models' cards.
 
 Letters: T tokens, E model width.
 """
@@ -39,13 +39,13 @@ from quire.nn.mixers import Mixer
 from quire.ops.experts import Routing
 
 KINDS: Mapping[str, bool] = {"full_attention": True, "attention": True, "linear_attention": False, "mamba": False}
-"""What an entry of ``layer_types`` may be, and whether such a block attends."""
+"""Accepted entries of ``layer_types``; True for a block with attention."""
 DENSE_NAMES = replace(LLAMA_NAMES, gate_up=("input_linear",), down="output_linear")
 MIXTURES: tuple[tuple[str, str, str], ...] = (
     ("router.layer.weight", "input_linear.weight", "output_linear.weight"),
     ("router.weight", "experts.gate_up_proj", "experts.down_proj"),
 )
-"""What router and stacked experts are called below ``block_sparse_moe``: as they are published, and by transformers 5."""
+"""Names of router and stacked experts in ``block_sparse_moe``: published ones, transformers 5's."""
 
 
 class ScaledMixedBlock(MixedBlock):
@@ -58,7 +58,7 @@ class ScaledMixedBlock(MixedBlock):
         self.scale = scale
 
     def __call__(self, x_TE: Tensor, pass_: Pass) -> Tensor:
-        """``[T, E]`` to a fresh ``[T, E]``; ``x`` stays as it is."""
+        """Map ``[T, E]`` to a fresh ``[T, E]``; leave ``x`` unchanged."""
         h_TE = torch.add(x_TE, self.mixer(self.mixer_norm(x_TE), pass_), alpha=self.scale)
         return torch.add(h_TE, self.mlp(self.mlp_norm(h_TE)), alpha=self.scale)
 
@@ -71,9 +71,9 @@ class GraniteMoeHybrid(HybridDecoder[MambaConfig]):
 
 
 def read_granite_moe_hybrid_config(values: Mapping[str, Any], max_model_len: int | None = None) -> MambaConfig:
-    """``GraniteMoeHybridForCausalLM``: every multiplier is 1 where it is missing, that of the scores too.
+    """Read ``GraniteMoeHybridForCausalLM``; a missing multiplier is 1, that of the scores too.
 
-    ``intermediate_size`` is the experts' width, ``shared_intermediate_size`` that of the MLP for all tokens.
+    ``intermediate_size`` is the experts' width; ``shared_intermediate_size`` is that of the MLP.
     """
     if values.get("layer_types") is None:
         values = {**values, "layer_types": values.get("layers_block_type")}
@@ -132,7 +132,7 @@ def _trunk(fields: ConfigFields, geometry: DecoderGeometry) -> DecoderConfig:
 
 
 def _layers(fields: ConfigFields, geometry: DecoderGeometry) -> tuple[AttentionSpec, ...]:
-    """With RoPE if ``position_embedding_type`` says so; missing: without positions."""
+    """Return the layers, with RoPE only if ``position_embedding_type`` asks for it."""
     scale = fields.number("attention_multiplier", 1.0)
     fields.expect("position_embedding_type", "rope", "nope")
     if fields.get("position_embedding_type") == "rope":
@@ -141,7 +141,7 @@ def _layers(fields: ConfigFields, geometry: DecoderGeometry) -> tuple[AttentionS
 
 
 def granite_moe_hybrid_spellings(config: MambaConfig) -> Sequence[NameTable]:
-    """As published, and as transformers 5 calls its own parameters; without experts one way."""
+    """Return the published names and transformers 5's; one table if there are no experts."""
     trunk = config.trunk
     mixers: dict[str, Place] = {}
     for block in config.recurrent:

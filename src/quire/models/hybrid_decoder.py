@@ -1,11 +1,11 @@
 """Decoders whose blocks have a recurrent mixer instead of attention, or beside it.
 
-A family reads config.json into a ``HybridConfig``, says how its checkpoints spell the tensors and hands ``HybridDecoder``
-the function that builds a block. The trunk (embedding, head, norms, MLPs, and the attention of blocks that attend) is
-that of ``models.decoder``.
+A family reads config.json into a ``HybridConfig``, spells its checkpoints' tensors, and gives
+``HybridDecoder`` the builder of a block. ``models.decoder`` has the trunk: embedding, head, norms,
+MLPs, and the attention of some blocks.
 
-Layers are numbered as they come: block by block, in a block attention first, then the recurrent mixer. So where each block
-has one of them, a layer's id is its block's; where each has both (Falcon-H1), block i has the layers 2i and 2i + 1.
+Layers are numbered block by block, attention before the recurrent mixer. With one layer in each
+block, its id is the block's. With both (Falcon-H1), block i has the layers 2i and 2i + 1.
 
 Letters: T new tokens, R rows for the head, E model width, V vocabulary.
 """
@@ -37,11 +37,11 @@ from quire.nn.packed import can_pack, packed
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HybridConfig:
-    """What a hybrid computes."""
+    """The computation of a hybrid."""
 
     trunk: DecoderConfig
-    """Everything but the recurrent mixers. ``layers``: one spec for each block, whether it attends or not; empty where
-    none attends. Norms are root mean square."""
+    """All parts but the recurrent mixers. ``layers`` has a spec for every block, or none if no
+    block has attention. Norms are root mean square."""
     num_blocks: int
     attending: tuple[int, ...]
     """The blocks with attention, ascending."""
@@ -49,12 +49,12 @@ class HybridConfig:
     """The blocks with a recurrent mixer, ascending."""
     mixer: MixerShape
     gated_attention: bool = False
-    """Whether a sigmoid of the input gates what attention gives."""
+    """Whether a sigmoid of the input gates the output of attention."""
     wide_residual: bool = False
-    """Whether the residual stream is in float32 whatever the weights are."""
+    """Whether the residual stream is in float32 for any dtype of the weights."""
 
     def canonical(self) -> str:
-        """JSON of what decides the logits, keys sorted."""
+        """Return JSON of the fields that decide the logits, keys sorted."""
         plain = {
             "trunk": json.loads(self.trunk.canonical()),
             "blocks": [self.num_blocks, self.attending, self.recurrent],
@@ -66,19 +66,19 @@ class HybridConfig:
         return json.dumps(plain, sort_keys=True, separators=(",", ":"))
 
     def own_fields(self) -> dict[str, Any]:
-        """What a family adds to ``canonical``, in JSON types."""
+        """Return the fields that a family adds to ``canonical``, in JSON types."""
         return {}
 
 
 class LayerIds(NamedTuple):
-    """The layers of a block; None: it has none of the kind."""
+    """Ids of a block's layers; None for a kind that the block lacks."""
 
     attention: int | None
     recurrent: int | None
 
 
 def layer_ids(config: HybridConfig) -> tuple[LayerIds, ...]:
-    """Those of every block."""
+    """Return the layer ids of every block."""
     found: list[LayerIds] = []
     count = 0
     for block in range(config.num_blocks):
@@ -92,7 +92,7 @@ class HybridBlock(Block, Protocol):
     """One block of a hybrid."""
 
     def pack(self) -> None:
-        """Replace each linear map by its packed form, where there is one."""
+        """Replace each linear map by its packed form where it has one."""
         ...
 
 
@@ -108,7 +108,7 @@ class MixedBlock:
         self.mlp = mlp
 
     def __call__(self, x_TE: Tensor, pass_: Pass) -> Tensor:
-        """``[T, E]`` to a fresh ``[T, E]``; ``x`` stays as it is."""
+        """Map ``[T, E]`` to a fresh ``[T, E]``; leave ``x`` unchanged."""
         h_TE = self.mixer(self.mixer_norm(x_TE), pass_).add_(x_TE)
         return self.mlp(self.mlp_norm(h_TE)).add_(h_TE)
 
@@ -120,14 +120,14 @@ class MixedBlock:
 
 C = TypeVar("C", bound=HybridConfig)
 BlockBuilder: TypeAlias = Callable[[C, int, LayerIds, Parameters], HybridBlock]
-"""Configuration, number of the block, ids of its layers, parameters: the block."""
+"""Builder of a block from configuration, block number, layer ids and parameters."""
 
 
 class HybridDecoder(Generic[C]):
-    """A decoder with recurrent layers; implements ``quire.models.families.LoadedModel``. Weights only."""
+    """The weights of a decoder with recurrent layers; a ``models.families.LoadedModel``."""
 
     def __init__(self, config: C, parameters: Parameters, values: Mapping[str, Any], block: BlockBuilder[C]) -> None:
-        """``parameters``: those of the family's name table. ``values``: config.json as it was read."""
+        """Build the blocks from ``parameters`` of the name table; ``values`` is config.json."""
         trunk = config.trunk
         self.architecture = trunk.architecture
         self.vocab_size = trunk.vocab_size
@@ -152,13 +152,13 @@ class HybridDecoder(Generic[C]):
         self.lm_head = Linear(parameters["embed.weight" if self.tied else "head.weight"], name="head")
         self._logit_scale = trunk.logit_scale
         self.num_parameters = sum(tensor.numel() for tensor in parameters.values())
-        """Counted once where embedding and head are one tensor."""
+        """A tensor shared by embedding and head counts once."""
         self.parameter_bytes = sum(tensor.nbytes for tensor in parameters.values())
 
     def pack(self) -> bool:
-        """Lay the weights out for this machine's kernels, where that helps; says whether it did.
+        """Lay the weights out for this machine's kernels where that helps; return whether it did.
 
-        The head of a tied model gets a copy of its own: the embedding is read by rows.
+        The head of a tied model gets its own copy, since the embedding is read by rows.
         """
         if not can_pack(self.dtype, self.device):
             return False
@@ -170,12 +170,12 @@ class HybridDecoder(Generic[C]):
         return True
 
     def embed(self, tokens_T: Tensor) -> Tensor:
-        """int64 ``[T]`` to a fresh ``[T, E]``, in float32 where the residual stream is."""
+        """Map int64 ``[T]`` to a fresh ``[T, E]`` in the residual stream's type."""
         x_TE = self.embedding(tokens_T)
         return x_TE.float() if self._wide else x_TE
 
     def head(self, x_RE: Tensor) -> Tensor:
-        """``[R, E]`` to float32 logits ``[R, V]``; the product itself is in the model's dtype, the rest in float32."""
+        """Map ``[R, E]`` to float32 logits ``[R, V]``; only the product is in the model's dtype."""
         logits_RV = self.lm_head(self.norm(x_RE).to(self.dtype)).float()
         return logits_RV if self._logit_scale == 1.0 else logits_RV.mul_(self._logit_scale)
 
@@ -191,7 +191,7 @@ def _specs(config: HybridConfig, ids: Sequence[LayerIds], dtype: torch.dtype) ->
 
 
 def norm_of(config: HybridConfig, parameters: Parameters, name: str) -> Norm:
-    """The norm ``{name}.weight``, over the model width or over each head."""
+    """Return the norm ``{name}.weight``, over the model width or over each head."""
     weight = parameters[f"{name}.weight"]
     if config.wide_residual:
         weight = weight.float()
@@ -202,8 +202,8 @@ def norm_of(config: HybridConfig, parameters: Parameters, name: str) -> Norm:
 
 
 def attention_of(config: HybridConfig, block: int, layer_id: int, parameters: Parameters) -> Attention:
-    """The attention of a block: parameters ``{block}.qkv``, ``{block}.out`` and, where heads are normed, ``{block}.q_norm``
-    and ``{block}.k_norm``."""
+    """Build a block's attention from ``{block}.qkv`` and ``{block}.out``, and for normed heads
+    ``{block}.q_norm`` and ``{block}.k_norm``."""
     spec = config.trunk.layers[block]
     qkv, out = linear(parameters, f"{block}.qkv"), linear(parameters, f"{block}.out")
     if config.trunk.head_norms == "none":
@@ -214,7 +214,7 @@ def attention_of(config: HybridConfig, block: int, layer_id: int, parameters: Pa
 
 
 def only_attending(config: HybridConfig, table: Mapping[str, Place]) -> dict[str, Place]:
-    """A decoder's name table without the attention of blocks that have none."""
+    """Return a decoder's name table without attention in blocks that have none."""
     kept: dict[str, Place] = {}
     for name, place in table.items():
         if ".self_attn." not in name:
@@ -226,7 +226,7 @@ def only_attending(config: HybridConfig, table: Mapping[str, Place]) -> dict[str
 
 
 def respelled(table: Mapping[str, Place], spellings: Mapping[str, str]) -> dict[str, Place]:
-    """The table with the first part of each name that ``spellings`` knows replaced."""
+    """Replace in each name the first part that ``spellings`` has."""
     found: dict[str, Place] = {}
     for name, place in table.items():
         theirs = next((part for part in spellings if part in name), "")
@@ -235,7 +235,7 @@ def respelled(table: Mapping[str, Place], spellings: Mapping[str, str]) -> dict[
 
 
 def read_kinds(fields: ConfigFields, num_blocks: int, known: Mapping[str, bool]) -> tuple[int, ...]:
-    """The blocks that attend, by ``layer_types``. ``Unsupported`` for a kind that is not among the known ones."""
+    """Read the blocks with attention from ``layer_types``; unknown kinds are ``Unsupported``."""
     kinds = fields.get("layer_types")
     if not isinstance(kinds, list) or len(kinds) != num_blocks:
         raise fields.error("layer_types", f"a list of {num_blocks} strings")
@@ -246,7 +246,7 @@ def read_kinds(fields: ConfigFields, num_blocks: int, known: Mapping[str, bool])
 
 
 def read_taps(fields: ConfigFields, name: str, default: int) -> int:
-    """Taps of a convolution, 2 or more: with one there is no state."""
+    """Read the taps of a convolution, 2 or more: with one there is no state."""
     taps = fields.count(name, default)
     if taps < 2:
         raise fields.error(name, "an integer of 2 or more")
@@ -254,7 +254,7 @@ def read_taps(fields: ConfigFields, name: str, default: int) -> int:
 
 
 def read_numbers(fields: ConfigFields, name: str, default: Sequence[float]) -> tuple[float, ...]:
-    """A list of so many finite numbers above 0; ``default`` where the field is missing or null."""
+    """Read as many finite numbers above 0 as ``default`` has; null or missing gives ``default``."""
     value = fields.get(name)
     if value is None:
         return tuple(default)

@@ -31,7 +31,7 @@ from quire.nn.mixers import Mixer
 from quire.nn.short_conv import ShortConv, ShortConvShape
 
 KINDS: Mapping[str, bool] = {"full_attention": True, "conv": False}
-"""What an entry of ``layer_types`` may be, and whether such a block attends."""
+"""Accepted entries of ``layer_types``; True for a block with attention."""
 NAMES = Names(
     norms={"attention_norm": "operator_norm", "mlp_norm": "ffn_norm"},
     out="out_proj",
@@ -40,7 +40,7 @@ NAMES = Names(
     down="w2",
 )
 SPELLINGS: Mapping[str, str] = {".mlp.": ".feed_forward.", "model.norm.": "model.embedding_norm."}
-"""What Llama calls them, and what LFM2 does."""
+"""Names of modules in LFM2 for Llama's."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +49,7 @@ class Lfm2Config(HybridConfig):
 
     mixer: ShortConvShape
     conv_bias: bool = False
-    """Of the convolutions and the projections around them."""
+    """Biases of the convolutions and the projections around them."""
 
     def own_fields(self) -> dict[str, Any]:
         return {"conv_bias": self.conv_bias}
@@ -63,17 +63,16 @@ class Lfm2(HybridDecoder[Lfm2Config]):
 
 
 def read_lfm2_config(values: Mapping[str, Any], max_model_len: int | None = None) -> Lfm2Config:
-    """``Lfm2ForCausalLM``: which blocks attend is in ``layer_types``, or in ``full_attn_idxs`` (missing: all).
-
-    ``block_ff_dim`` and ``tie_embedding`` are older names that go before the newer ones, as in transformers.
-    """
+    """Read ``Lfm2ForCausalLM``. ``layer_types`` or ``full_attn_idxs`` (missing: all) list the
+    blocks with attention. The older ``block_ff_dim`` and ``tie_embedding`` win over the newer
+    names, as in transformers."""
     values = dict(values)
     for old, new in (("block_ff_dim", "intermediate_size"), ("tie_embedding", "tie_word_embeddings")):
         if values.get(old) is not None:
             values[new] = values.pop(old)
     fields = ConfigFields(values)
     geometry = read_geometry(fields, "Lfm2ForCausalLM", "lfm2", max_model_len, kv_heads_required=True)
-    # Nobody reads these; they say what transformers computes anyway.
+    # transformers does not read these fields; it always computes the accepted values.
     fields.expect("block_use_swiglu", True)
     fields.expect("use_pos_enc", True)
     for name in ("block_dim", "conv_dim", "conv_dim_out"):
@@ -106,7 +105,7 @@ def _attending(fields: ConfigFields, geometry: DecoderGeometry) -> tuple[int, ..
 
 
 def _inner_size(fields: ConfigFields, geometry: DecoderGeometry) -> int:
-    """Two thirds of ``intermediate_size``, times a factor, rounded up to a multiple; or just what it says."""
+    """Return the MLP's width: ``intermediate_size``, or 2/3 of it, scaled and rounded up."""
     adjust = fields.flag("block_auto_adjust_ff_dim", True)
     factor = fields.number("block_ffn_dim_multiplier", 1.0)
     multiple = fields.count("block_multiple_of", 256)
@@ -120,7 +119,7 @@ def _inner_size(fields: ConfigFields, geometry: DecoderGeometry) -> int:
 
 
 def lfm2_spellings(config: Lfm2Config) -> Sequence[NameTable]:
-    """One way."""
+    """Return the one name table of LFM2."""
     table = only_attending(config, respelled(name_table(config.trunk, NAMES), SPELLINGS))
     width, shape = config.trunk.hidden_size, config.mixer
     for block in config.recurrent:

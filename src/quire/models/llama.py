@@ -1,8 +1,8 @@
-"""Llama 2 and 3, Mistral, Qwen2, Qwen3: pre-norm blocks, rotary attention over grouped heads, SwiGLU.
+"""Llama 2 and 3, Mistral, Qwen2, Qwen3: pre-norm blocks, RoPE over grouped heads, SwiGLU.
 
-They differ in which projections have biases, in a norm of each query and key head (Qwen3), in windows, and in what a
-missing field of config.json means. Sources: the models' reports (arXiv:2302.13971, 2310.06825, 2407.10671, 2505.09388)
-and transformers.
+They differ in biases, windows, norms of query and key heads (Qwen3), and defaults of missing
+fields. Sources: the models' reports (arXiv:2302.13971, 2310.06825, 2407.10671, 2505.09388) and
+transformers.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from quire.models.geometry import (
 )
 
 DEFAULT_RMS_NORM_EPS = 1e-6
-"""What transformers takes in all four families when config.json does not say."""
+"""The default of transformers in all four families."""
 
 
 def read_llama_config(values: Mapping[str, Any], max_model_len: int | None = None) -> DecoderConfig:
-    """``LlamaForCausalLM``: biases by ``attention_bias`` (q, k, v and o) and ``mlp_bias``."""
+    """Read ``LlamaForCausalLM``: biases by ``attention_bias`` (q, k, v and o) and ``mlp_bias``."""
     fields = ConfigFields(values)
     geometry = read_geometry(fields, "LlamaForCausalLM", "llama", max_model_len)
     window = read_window(fields, None)
@@ -52,7 +52,7 @@ def read_llama_config(values: Mapping[str, Any], max_model_len: int | None = Non
 
 
 def read_mistral_config(values: Mapping[str, Any], max_model_len: int | None = None) -> DecoderConfig:
-    """``MistralForCausalLM`` without biases. A missing ``sliding_window`` means 4,096, as in transformers."""
+    """Read ``MistralForCausalLM``: no biases; ``sliding_window`` 4,096 by default."""
     fields = ConfigFields(values)
     geometry = read_geometry(fields, "MistralForCausalLM", "mistral", max_model_len, kv_heads_required=True)
     window = read_window(fields, 4096)
@@ -66,7 +66,7 @@ def read_mistral_config(values: Mapping[str, Any], max_model_len: int | None = N
 
 
 def read_qwen2_config(values: Mapping[str, Any], max_model_len: int | None = None) -> DecoderConfig:
-    """``Qwen2ForCausalLM``: q, k and v always have biases, o never, whatever ``attention_bias`` says."""
+    """Read ``Qwen2ForCausalLM``: q, k and v have biases, o none, for any ``attention_bias``."""
     fields = ConfigFields(values)
     fields.get("attention_bias")
     geometry = read_geometry(fields, "Qwen2ForCausalLM", "qwen2", max_model_len, kv_heads_required=True)
@@ -80,7 +80,7 @@ def read_qwen2_config(values: Mapping[str, Any], max_model_len: int | None = Non
 
 
 def read_qwen3_config(values: Mapping[str, Any], max_model_len: int | None = None) -> DecoderConfig:
-    """``Qwen3ForCausalLM``: norms of query and key heads; biases by ``attention_bias``; a missing ``head_dim`` is 128."""
+    """Read ``Qwen3ForCausalLM``: head norms, ``attention_bias``, a default ``head_dim`` of 128."""
     fields = ConfigFields(values)
     geometry = read_geometry(fields, "Qwen3ForCausalLM", "qwen3", max_model_len, kv_heads_required=True, head_dim=128)
     bias = fields.flag("attention_bias", False)
@@ -96,8 +96,8 @@ def read_qwen3_config(values: Mapping[str, Any], max_model_len: int | None = Non
 
 
 def qwen_windows(fields: ConfigFields, geometry: DecoderGeometry) -> tuple[int | None, ...]:
-    """Windows of the Qwen families: off unless ``use_sliding_window``; then those of ``layer_types``, or of all layers
-    from ``max_window_layers`` on (missing: 28)."""
+    """Return the windows of a Qwen family: none unless ``use_sliding_window``. They belong to the
+    layers of ``layer_types``, or to all layers from ``max_window_layers`` on (default 28)."""
     window = read_window(fields, 4096)
     first = fields.whole("max_window_layers", 28)
     if not fields.flag("use_sliding_window", False):

@@ -1,7 +1,7 @@
-"""A checkpoint directory becomes a model.
+"""Building a model from a checkpoint directory.
 
-Order matters: configuration, headers and memory are checked first, so a directory that cannot be loaded costs
-milliseconds and no memory, whatever its size.
+Configuration, headers and memory are checked first. A directory that cannot be loaded thus costs
+milliseconds and no memory, independent of its size.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ DTYPES: Mapping[str, torch.dtype] = {
     "float16": torch.float16,
     "half": torch.float16,
 }
-"""What ``dtype`` may be, besides "auto"."""
+"""Accepted values of ``dtype`` besides "auto"."""
 
 
 def load_model(
@@ -41,17 +41,17 @@ def load_model(
     progress: bool = False,
     max_model_len: int | None = None,
 ) -> LoadedModel:
-    """The model in the checkpoint directory ``path``, with its weights on ``device``.
+    """Load the model in the checkpoint directory ``path``, with its weights on ``device``.
 
-    ``dtype``: see ``resolve_dtype``. ``progress``: a bar over bytes on stderr, when that is a terminal.
-    ``max_model_len``: the longest sequence that will run, which decides the frequencies of a RoPE that depends on
-    length; None: the model's context length. It changes nothing for other models.
+    ``dtype``: see ``resolve_dtype``. ``progress`` shows a bar over bytes if stderr is a terminal.
+    ``max_model_len`` is the longest sequence that will run (None: the context length). It sets the
+    frequencies of a RoPE that depends on length, and changes nothing in other models.
+    ``transformers``, if installed, runs architectures that are not native (``models.fallback``).
 
-    An architecture that is not native runs through ``transformers`` if that is installed (see ``models.fallback``).
-
-    ``CheckpointError`` when the directory or a file in it is missing, damaged or not what ``config.json`` says;
-    ``Unsupported`` for an architecture or an option that is not computed; ``ResourceExhausted`` when the weights do not
-    fit; ``InvalidArgument`` for an unknown dtype or device. The first three name the file, what was found and what was expected.
+    Raise ``CheckpointError`` if the directory or a file is missing, damaged or contradicts
+    ``config.json``, ``Unsupported`` for an architecture or option that is not computed, and
+    ``ResourceExhausted`` if the weights do not fit. These name the file, the found and the
+    expected. Raise ``InvalidArgument`` for an unknown dtype or device.
     """
     path = Path(path)
     if not os.path.isdir(path):
@@ -77,7 +77,7 @@ def load_model(
         parameters = checkpoint.load(places, dtype=resolved, device=device, progress=progress)
     model = family.build(config, parameters, values)
     model.places = places
-    # From here on the model alone holds the plain weights, so that each goes when its packed form is there.
+    # From here on only the model holds the plain weights; packing frees them one by one.
     del parameters
     if model.pack():
         logger.info("%s: weights are packed for this CPU's bfloat16 kernels", path)
@@ -85,7 +85,7 @@ def load_model(
 
 
 def _load_foreign(path: Path, values: Mapping[str, Any], device: torch.device, dtype: str) -> LoadedModel:
-    """An architecture that is not native, through ``transformers``."""
+    """Load an architecture that is not native through ``transformers``."""
     from quire.models.fallback import load_fallback
 
     named = values.get("dtype", values.get("torch_dtype"))
@@ -103,11 +103,11 @@ def _load_foreign(path: Path, values: Mapping[str, Any], device: torch.device, d
 def resolve_dtype(
     requested: str, checkpoint_dtype: torch.dtype, device: torch.device, processor: Processor | None = None
 ) -> torch.dtype:
-    """The dtype to run in. ``InvalidArgument`` for a name that is none. ``processor``: the CPU, this machine's if None.
+    """Return the dtype to run in; raise ``InvalidArgument`` for an unknown name.
 
-    A name is obeyed. "auto" is the checkpoint's, except on a CPU that would have to emulate it: then float32, and a
-    warning in the log. bfloat16 counts as fast with AVX512-BF16 or AMX (on Arm, with what oneDNN calls supported),
-    float16 with AVX512-FP16; without them their products are conversions to float32 and back.
+    A name is used as it is. "auto" means the checkpoint's dtype, but float32, with a logged
+    warning, on a CPU that would emulate it by conversions. bfloat16 is fast with AVX512-BF16 or AMX
+    (on Arm: as oneDNN reports), float16 with AVX512-FP16. ``processor`` None is this machine's CPU.
     """
     _check_dtype_name(requested)
     if requested != "auto":
@@ -134,7 +134,7 @@ def _device(device: str | torch.device) -> torch.device:
 
 
 def _check_memory(path: Path, places: Mapping[str, Place], dtype: torch.dtype, device: torch.device) -> None:
-    """``ResourceExhausted`` when the weights are larger than the free memory. A CPU would otherwise overcommit and die."""
+    """Raise ``ResourceExhausted`` if the weights exceed free memory; a CPU would overcommit."""
     needed = sum(torch.Size(shape).numel() for shape in parameter_shapes(places).values()) * dtype.itemsize
     free = free_memory(device)
     if free is not None and needed > free:
@@ -145,7 +145,7 @@ def _check_memory(path: Path, places: Mapping[str, Place], dtype: torch.dtype, d
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Bytes that can be allocated on ``device``, within the control group's limit; None where nothing tells."""
+    """Return the bytes free on ``device`` within the control group's limit; None if unknown."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     if device.type != "cpu":
@@ -157,6 +157,6 @@ def free_memory(device: torch.device) -> int | None:
     except OSError:
         return None
     with suppress(OSError, ValueError):
-        # "max" without a limit. What the group's page cache holds can be reclaimed, so its use is not subtracted.
+        # "max": no limit. The group's page cache can be reclaimed, so its use does not count.
         limits.append(int(Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii")))
     return min(limits, default=None)

@@ -1,7 +1,8 @@
-"""Mamba-2 (arXiv:2405.21060): blocks of one mixer each and nothing else; and what other families with such mixers share.
+"""Mamba-2 (arXiv:2405.21060): blocks of one mixer each; and code for all Mamba-2 mixers.
 
-The parameters of a mixer, where ``{}`` is the block: ``{}.mixer.project``, ``{}.mixer.conv``, ``{}.mixer.out`` (``.weight``, and
-``.bias`` where there is one), ``{}.mixer.norm.weight``, ``{}.mixer.step_bias``, ``{}.mixer.log_a``, ``{}.mixer.skip``.
+A mixer's parameters in block ``{}``: ``{}.mixer.project``, ``{}.mixer.conv``, ``{}.mixer.out``
+(``.weight``, perhaps ``.bias``), ``{}.mixer.norm.weight``, ``{}.mixer.step_bias``,
+``{}.mixer.log_a``, ``{}.mixer.skip``.
 
 Letters: T tokens, E model width, Z columns of a mixer's projection.
 """
@@ -27,7 +28,7 @@ from quire.nn.mamba import Mamba2Mixer, Mamba2Shape, Mamba2Weights
 from quire.nn.norm import GatedRMSNorm
 
 UNBOUNDED = 1 << 20
-"""Tokens in a sequence of a model that knows no positions and whose configuration names no length."""
+"""Longest sequence in tokens of a model without positions and without a configured length."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,16 +37,16 @@ class MambaConfig(HybridConfig):
 
     mixer: Mamba2Shape
     activation: ActivationName
-    """After the convolution."""
+    """The activation after the convolution."""
     project_bias: bool = False
     out_bias: bool = False
     conv_bias: bool = True
     gated_norm: bool = True
-    """Whether what a mixer made is normed together with its gate; otherwise it is only gated."""
+    """Whether a mixer's output is normed together with its gate; otherwise it is only gated."""
     gate_first: bool = True
     """Whether the gate comes before that norm."""
     norm_groups: int = 1
-    """Parts of the channels that are normed each by itself."""
+    """Groups of channels, each normed by itself."""
 
     def own_fields(self) -> dict[str, Any]:
         names = ("activation", "project_bias", "out_bias", "conv_bias", "gated_norm", "gate_first", "norm_groups")
@@ -58,17 +59,17 @@ class BareBlock:
     __slots__ = ("_dtype", "mixer", "norm")
 
     def __init__(self, norm: Norm, mixer: Mamba2Mixer) -> None:
-        """``norm``: of the residual stream, which may be wider than the mixer's weights."""
+        """Set the parts; ``norm`` may read a residual stream of wider dtype than the mixer's."""
         self.norm = norm
         self.mixer = mixer
         self._dtype = mixer.conv_CW.dtype
 
     def __call__(self, x_TE: Tensor, pass_: Pass) -> Tensor:
-        """``[T, E]`` to a fresh ``[T, E]``; ``x`` stays as it is."""
+        """Map ``[T, E]`` to a fresh ``[T, E]``; leave ``x`` unchanged."""
         return self.mixer(self.norm(x_TE).to(self._dtype), pass_) + x_TE
 
     def pack(self) -> None:
-        """Replace each linear map by its packed form, where there is one."""
+        """Replace each linear map by its packed form where it has one."""
         self.mixer.pack()
 
 
@@ -80,7 +81,7 @@ class Mamba2Model(HybridDecoder[MambaConfig]):
 
 
 def read_mamba2_config(values: Mapping[str, Any], max_model_len: int | None = None) -> MambaConfig:
-    """``Mamba2ForCausalLM``. A missing size is what transformers takes."""
+    """Read ``Mamba2ForCausalLM`` with the defaults of transformers for missing sizes."""
     fields = ConfigFields(values)
     if fields.get("model_type") not in (None, "mamba2"):
         raise fields.error("model_type", "'mamba2', which goes with Mamba2ForCausalLM")
@@ -98,7 +99,7 @@ def read_mamba2_config(values: Mapping[str, Any], max_model_len: int | None = No
         greatest_step=greatest,
     )
     check_heads(fields, shape, int(fields.number("expand", 2) * hidden_size), "num_heads", "n_groups")
-    # These decide how weights were drawn at the start, and how a long prompt is cut into pieces.
+    # These decide how weights are drawn before training, and how a long prompt is cut.
     for name in ("time_step_rank", "time_step_min", "time_step_max", "time_step_floor", "rescale_prenorm_residual"):
         fields.get(name)
     fields.get("chunk_size")
@@ -132,7 +133,7 @@ def read_mamba2_config(values: Mapping[str, Any], max_model_len: int | None = No
 
 
 def mamba2_spellings(config: MambaConfig) -> Sequence[NameTable]:
-    """As transformers writes it, and with the embedding's older name."""
+    """Return transformers' names, and those with the embedding's older name."""
     width, vocab_size = config.trunk.hidden_size, config.trunk.vocab_size
     table = {
         "backbone.norm_f.weight": Place(parameter="norm.weight", shape=(width,)),
@@ -146,7 +147,7 @@ def mamba2_spellings(config: MambaConfig) -> Sequence[NameTable]:
 
 
 def mamba2_ignorable_names(config: MambaConfig) -> IgnorableNames:
-    """A head that the same file says is the embedding."""
+    """Return the head's name if the head is tied: a file may hold it a second time."""
     return IgnorableNames(names=frozenset({"lm_head.weight"} if config.trunk.tie_embeddings else ()))
 
 
@@ -157,10 +158,8 @@ def _block(config: MambaConfig, block: int, ids: LayerIds, parameters: Parameter
 
 
 def read_step_limit(fields: ConfigFields) -> tuple[float, float | None]:
-    """``time_step_limit``: the least and the greatest time step, without bounds where it is missing or null.
-
-    transformers 5 writes infinity as an object, ``{"__float__": "Infinity"}``.
-    """
+    """Read the bounds of ``time_step_limit``; missing or null: none. transformers 5 writes infinity
+    as an object, ``{"__float__": "Infinity"}``."""
     value = fields.get("time_step_limit")
     if value is None:
         return 0.0, None
@@ -177,9 +176,9 @@ def read_step_limit(fields: ConfigFields) -> tuple[float, float | None]:
 
 
 def check_heads(fields: ConfigFields, shape: Mamba2Shape, width: int, heads: str, groups: str) -> None:
-    """``CheckpointError`` unless heads make up the mixer's width and groups share out the heads.
+    """Raise ``CheckpointError`` unless heads fill the mixer's width and groups divide the heads.
 
-    ``heads``, ``groups``: what the family calls the fields of both counts.
+    ``heads`` and ``groups`` are the family's names of both fields.
     """
     if shape.width != width:
         raise fields.error(heads, f"{width} (the mixer's width) divided by the size of a head ({shape.head_dim})")
@@ -188,7 +187,7 @@ def check_heads(fields: ConfigFields, shape: Mamba2Shape, width: int, heads: str
 
 
 def mamba_names(config: MambaConfig, prefix: str, block: str) -> dict[str, Place]:
-    """The tensors of a mixer below ``prefix``; ``block`` is its number, or ``{}`` for all."""
+    """Return the names of a mixer below ``prefix``; ``block`` is its number, or ``{}`` for all."""
     shape, width = config.mixer, config.trunk.hidden_size
     table: dict[str, Place] = {}
 
@@ -214,7 +213,7 @@ def mamba_names(config: MambaConfig, prefix: str, block: str) -> dict[str, Place
 def mamba_of(
     config: MambaConfig, block: int, layer_id: int, parameters: Parameters, scale_Z: Tensor | None = None
 ) -> Mamba2Mixer:
-    """The mixer of a block. ``scale_Z``: what the columns of its projection are multiplied by."""
+    """Build a block's mixer; ``scale_Z`` holds factors of its projection's columns."""
     name, shape = f"{block}.mixer", config.mixer
     weights = Mamba2Weights(
         project=linear(parameters, f"{name}.project"),

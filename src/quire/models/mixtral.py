@@ -1,7 +1,7 @@
-"""Mixtral (arXiv:2401.04088): Mistral with eight experts in each layer, of which a token takes two.
+"""Mixtral (arXiv:2401.04088): Mistral with eight experts in each layer; a token takes two.
 
-transformers and the published checkpoints write each expert's projections as tensors of their own (``w1``, ``w3``,
-``w2``); transformers 5 can also write its own form, in which they are stacked.
+Published checkpoints have a tensor for each projection of each expert (``w1``, ``w3``, ``w2``), as
+transformers writes them. transformers 5 can also stack them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from quire.ops.experts import Routing
 
 
 def read_mixtral_config(values: Mapping[str, Any], max_model_len: int | None = None) -> MixtureConfig:
-    """``MixtralForCausalLM``: no biases; one window for all layers, off by default."""
+    """Read ``MixtralForCausalLM``: no biases; one window for all layers, off by default."""
     fields = ConfigFields(values)
     geometry = read_geometry(fields, "MixtralForCausalLM", "mixtral", max_model_len, kv_heads_required=True)
     window = read_window(fields, None)
@@ -39,5 +39,5 @@ def read_mixtral_config(values: Mapping[str, Any], max_model_len: int | None = N
 
 
 def mixtral_spellings(config: MixtureConfig) -> tuple[NameTable, ...]:
-    """Each expert by itself, or stacked."""
+    """Return one name table for single experts and one for stacked experts."""
     return mixture_names(config, block="block_sparse_moe", projections=("w1", "w3", "w2")), mixture_names(config)

@@ -1,9 +1,9 @@
-"""Decoders in which some or all layers have experts: their configuration, the names of their weights, their MLPs.
+"""Decoders with experts in some or all layers: configuration, names of weights, and MLPs.
 
-The parameters of such a layer: ``{}.router``, ``{}.experts.gate_up`` and ``{}.experts.down``, in which the rows of all
-experts follow each other (of ``gate_up`` each expert's gate, then its up); with a shared expert also ``{}.shared.gate_up``,
-``{}.shared.down`` and, if it has a gate, ``{}.shared_gate``. Each has ``.weight``. A routing with a correction has
-``{}.router.correction``.
+Such a layer has the parameters ``{}.router``, ``{}.experts.gate_up`` and ``{}.experts.down``, with
+the rows of one expert after the other (in ``gate_up`` its gate, then its up). A shared expert adds
+``{}.shared.gate_up``, ``{}.shared.down`` and, for a gate, ``{}.shared_gate``. All have ``.weight``.
+A routing with a correction has ``{}.router.correction``.
 
 Letters: X experts, E model width, F inner width of an expert.
 """
@@ -25,36 +25,36 @@ from quire.nn.mlp import GatedMLP
 from quire.ops.experts import Routing
 
 MAX_EXPERTS = 4096
-"""More than any layer has; a damaged config.json must not cost memory."""
+"""A bound above any layer's, so that a damaged config.json does not cost memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MixtureConfig(DecoderConfig):
-    """A decoder with experts. ``mlp_bias`` and ``intermediate_size`` belong to the layers that have none."""
+    """A decoder with experts. Layers without them use ``mlp_bias`` and ``intermediate_size``."""
 
     num_experts: int
     expert_size: int
-    """F, a count of elements."""
+    """F, in elements."""
     routing: Routing
     dense_layers: tuple[int, ...] = ()
     """Layers with one plain MLP instead."""
     shared_size: int = 0
-    """Inner width of the expert that all tokens share; 0: there is none."""
+    """Inner width of the expert that all tokens share; 0 without one."""
     shared_gate: bool = True
     """Whether each token weighs the shared expert by a sigmoid of its own."""
     correction: bool = False
-    """Whether the router has a correction of its scores for the choice (``quire.ops.experts.route``)."""
+    """Whether the router corrects its scores for the choice (``quire.ops.experts.route``)."""
 
     @property
     def mixed_layers(self) -> tuple[str, ...]:
-        """For a name table: ``{}`` if all layers have experts, else the numbers of those that do."""
+        """Layer parts of names: ``{}`` if all layers have experts, else those layers' numbers."""
         if not self.dense_layers:
             return ("{}",)
         return tuple(str(layer) for layer in range(self.num_layers) if layer not in self.dense_layers)
 
 
 def read_num_experts(fields: ConfigFields, name: str, other_name: str) -> tuple[int, int]:
-    """Experts of a layer, and how many of them a token takes. ``other_name``: what configurations also call the first."""
+    """Read the numbers of experts per layer and token; ``other_name`` also names the first."""
     if fields.get(name) is None and fields.get(other_name) is not None:
         name, other_name = other_name, name
     num_experts = fields.count(name)
@@ -69,13 +69,13 @@ def read_num_experts(fields: ConfigFields, name: str, other_name: str) -> tuple[
 
 
 def pass_over_training(fields: ConfigFields) -> None:
-    """Fields that only decide what a training step computes: losses of the router, noise on its input."""
+    """Pass over fields of training alone: losses of the router, noise on its input."""
     for name in ("output_router_logits", "router_aux_loss_coef", "router_jitter_noise"):
         fields.get(name)
 
 
 def mixture_mlp(config: MixtureConfig, layer: int, parameters: Parameters) -> FeedForward:
-    """The feed-forward part of a layer: experts, or the plain MLP of a dense layer."""
+    """Build the feed-forward part of a layer: experts, or a dense layer's plain MLP."""
     if layer in config.dense_layers:
         return gated_mlp(config, layer, parameters)
     experts = Experts(
@@ -93,7 +93,8 @@ def mixture_mlp(config: MixtureConfig, layer: int, parameters: Parameters) -> Fe
 
 
 def router(config: MixtureConfig, layer: int, parameters: Parameters) -> Router:
-    """The router of a layer: ``{layer}.router.weight [X, E]`` and, where there are, ``.bias [X]`` and ``.correction [X]``."""
+    """Build a layer's router from ``{layer}.router.weight [X, E]`` and, if there are any,
+    ``.bias [X]`` and ``.correction [X]``."""
     name = f"{layer}.router"
     return Router(
         parameters[f"{name}.weight"],
@@ -104,7 +105,7 @@ def router(config: MixtureConfig, layer: int, parameters: Parameters) -> Router:
 
 
 def expert_linear(config: MixtureConfig, parameters: Parameters, name: str, outs: int, ins: int) -> ExpertLinear:
-    """X linear maps out of ``{name}.weight``, whose elements are those of ``[X, outs, ins]``, and ``.bias [X, outs]``."""
+    """Build X maps: ``{name}.weight``, viewed as ``[X, outs, ins]``, and ``.bias [X, outs]``."""
     weight = parameters[f"{name}.weight"].view(config.num_experts, outs, ins)
     return ExpertLinear(weight, parameters.get(f"{name}.bias"))
 
@@ -117,11 +118,11 @@ def mixture_names(
     shared: str = "shared_expert",
     trunk: Mapping[str, Place] | None = None,
 ) -> dict[str, Place]:
-    """Every tensor of a checkpoint and the rows that it fills; ``{}`` is the layer.
+    """Map every tensor of a checkpoint to the rows that it fills; ``{}`` is the layer.
 
-    ``block``: what a layer's mixture is called. ``projections``: what each expert's gate, up and down are called; None:
-    the checkpoint stacks those of all experts, gate and up in one tensor. ``shared``: what the shared expert is called.
-    ``trunk``: all but the MLPs; None: Llama's.
+    ``block`` and ``shared`` are the names of a layer's mixture and of the shared expert.
+    ``projections`` are those of an expert's gate, up and down; None: the checkpoint stacks all
+    experts, with gate and up in one tensor. ``trunk`` has all but the MLPs; None: Llama's.
     """
     table = {**(trunk_names(config) if trunk is None else trunk), **mlp_names(config, layers=config.dense_layers)}
     for layer in config.mixed_layers:
@@ -129,7 +130,7 @@ def mixture_names(
         gate = Place(parameter=f"{layer}.router.weight", shape=(config.num_experts, config.hidden_size))
         table[f"{prefix}.gate.weight"] = gate
         if config.correction:
-            # In half precision its rounding would turn choices over.
+            # In half precision its rounding would change choices.
             place = Place(parameter=f"{layer}.router.correction", shape=(config.num_experts,), dtype=torch.float32)
             table[f"{prefix}.gate.e_score_correction_bias"] = place
         if projections is None:
@@ -180,7 +181,7 @@ def _shared_expert(config: MixtureConfig, layer: str, prefix: str) -> dict[str, 
 
 
 def read_layer_numbers(fields: ConfigFields, name: str, num_layers: int) -> Collection[int]:
-    """A list of layers; empty where the field is missing or null."""
+    """Read a list of layers; empty if the field is missing or null."""
     value = fields.get(name)
     if value is None:
         return ()

@@ -1,7 +1,7 @@
-"""Weights in MXFP4 (OCP Microscaling Formats 1.0): blocks of 32 four-bit numbers that share a power of two.
+"""Weights in MXFP4 (OCP Microscaling Formats 1.0): blocks of 32 four-bit numbers with one scale.
 
-gpt-oss is published in it. We run such weights in the model's dtype: bfloat16 and float32 hold every value exactly,
-so nothing is lost but memory (4.25 bits become 16 or 32).
+The scale is a power of two. gpt-oss is published in MXFP4. We run its weights in the model's dtype.
+bfloat16 and float32 hold every value exactly, at 16 or 32 bits instead of 4.25.
 
 Letters: N rows in all leading dimensions, G blocks of a row.
 """
@@ -18,18 +18,18 @@ BLOCK = 32
 BLOCK_BYTES = 16
 """Bytes of a block's numbers: two in a byte, the low half first."""
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""By the lower three bits; the fourth is the sign (E2M1)."""
+"""Values by the lower three bits; the fourth bit is the sign (E2M1)."""
 SCALE_BIAS = 127
 """A scale byte s means ``2 ** (s - 127)`` (E8M0)."""
 MAX_SCALE = 252
-"""The largest scale byte with which 6, the largest number, is finite in float32; 255 means not a number."""
+"""The largest scale byte that keeps 6, the largest number, finite in float32; 255 is NaN."""
 
 
 def unpack(name: str, blocks_NGB: Tensor, scales_NG: Tensor, out: Tensor) -> None:
-    """uint8 ``[X, ..., G, 16]`` and ``[X, ..., G]`` into ``out [X, ..., G * 32]`` of any float type, exactly.
+    """Write uint8 ``[X, ..., G, 16]`` times ``[X, ..., G]`` to ``out [X, ..., G * 32]``, exactly.
 
-    One ``X`` at a time, as the copies on the way are several times as large as the blocks. ``CheckpointError`` for a
-    scale that no model can mean, ``Unsupported`` where the type of ``out`` cannot hold a value; ``name`` is for them.
+    Unpack one ``X`` at a time, as the copies are several times as large. Raise ``CheckpointError``
+    with ``name`` for an impossible scale, ``Unsupported`` if ``out`` cannot hold a value.
     """
     signed = torch.tensor([*MAGNITUDES, *(-one for one in MAGNITUDES)], device=out.device)
     # Both numbers of each possible byte.

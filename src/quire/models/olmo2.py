@@ -1,4 +1,4 @@
-"""OLMo 2: norms after attention and MLP instead of before, and one norm over all query heads and one over all key heads.
+"""OLMo 2: norms after attention and MLP; one norm over all query heads, one over all key heads.
 
 Sources: arXiv:2501.00656 and transformers.
 """
@@ -19,7 +19,7 @@ OLMO2_NAMES = Names(
 
 
 def read_olmo2_config(values: Mapping[str, Any], max_model_len: int | None = None) -> DecoderConfig:
-    """``Olmo2ForCausalLM``: biases of q, k, v and o by ``attention_bias``."""
+    """Read ``Olmo2ForCausalLM``: biases of q, k, v and o by ``attention_bias``."""
     fields = ConfigFields(values)
     geometry = read_geometry(fields, "Olmo2ForCausalLM", "olmo2", max_model_len)
     expect_layer_types(fields, (False,) * geometry.num_layers)

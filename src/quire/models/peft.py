@@ -1,7 +1,7 @@
-"""Adapters that PEFT saved: ``adapter_config.json`` and ``adapter_model.safetensors``, in a directory or packed (``peft_files``).
+"""Adapters saved by PEFT: ``adapter_config.json`` and ``adapter_model.safetensors``.
 
-Configuration, names and shapes are checked before a weight is read, so a directory that does not fit costs milliseconds.
-What PEFT would compute with it is computed, or it is refused by name.
+They lie in a directory or are packed (``peft_files``). Configuration, names and shapes are checked
+before weights are read, so a wrong directory costs milliseconds. Options are computed or refused.
 
 Letters: R rank; I input, O output features of a module; V vocabulary; E model width.
 """
@@ -49,8 +49,8 @@ KINDS: Mapping[str, str] = {
     ".base_layer.weight": "copy",
     ".weight": "whole",
 }
-"""How the name of a tensor ends, behind its module's, and what that is; the first that fits. A copy is one of the base
-model's tables, which PEFT saves beside an update of it; "whole" may be that too."""
+"""Kinds of tensors by the ends of their names behind the module; the first match counts. A "copy"
+is a base model's table, which PEFT saves beside its update; "whole" may be one too."""
 OTHERS: Mapping[str, str] = {
     ".lora_magnitude_vector": "DoRA",
     ".lora_diag": "KaSA",
@@ -59,23 +59,23 @@ OTHERS: Mapping[str, str] = {
     ".token_adapter.": "single trained tokens",
     ".trainable_tokens_": "single trained tokens",
 }
-"""Parts of the names of tensors that belong to methods that are not supported, and what to call them."""
+"""Name parts of tensors of unsupported methods, with the names of the methods."""
 NAMED_UPDATE = re.compile(r"\.lora_(?:embedding_)?[AB]\.(?!(?:weight|bias)\Z)([^.]+)(?:\.weight)?\Z")
 """The end of a tensor's name with an adapter's name in it, which PEFT leaves out of files."""
 LISTED = 4
-"""Names in an error message."""
+"""Names listed in an error message."""
 ROWS = 512
 """Rows of a table that are compared at a time."""
 FINGERPRINT_HEAD = "quire-adapter 1\n"
-"""What fingerprints begin with; another rule gets another number."""
+"""The first line of the fingerprinted text; another rule needs another number."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Update:
-    """A module's update in the file: the names of its tensors, and what the configuration says of it."""
+    """A module's update in the file: names of its tensors and configured values."""
 
     name: str
-    """The module's, as the model's checkpoint spells it."""
+    """The module's name in the spelling of the model's checkpoint."""
     target: AdapterTarget
     a_key: str
     b_key: str
@@ -85,14 +85,14 @@ class _Update:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Plan:
-    """What is to be read."""
+    """The parts of the file to read."""
 
     updates: Sequence[_Update]
-    """In the order of the linear maps' names and rows."""
+    """Updates sorted by linear map and row."""
     tables: Mapping[str, tuple[str, str]]
-    """"embed" and "head" to the modules' names, and to the tensors that take their place."""
+    """"embed" and "head" to the module's name and the tensor that replaces the table."""
     copies: Mapping[str, str]
-    """Tensors that must be the base model's "embed" or "head", which they are mapped to."""
+    """Tensors that must equal the base model's "embed" or "head", to which they are mapped."""
 
     @property
     def rank(self) -> int:
@@ -100,7 +100,7 @@ class _Plan:
         return max((update.rank for update in self.updates if update.target.linear != EMBED), default=0)
 
     def numel(self, file: Weights) -> int:
-        """How many numbers the adapter has."""
+        """Count the numbers of the adapter."""
         keys = [key for update in self.updates for key in (update.a_key, update.b_key)]
         keys += [key for _, key in self.tables.values()]
         return sum(math.prod(file.shapes[key]) for key in keys)
@@ -109,15 +109,15 @@ class _Plan:
 def read_adapter(
     path: str | os.PathLike[str], model: LoadedModel, *, admit: Callable[[int, int], None] | None = None
 ) -> Adapter:
-    """The adapter in the directory ``path``, checked against ``model``, in the model's dtype on the CPU.
+    """Read the adapter in the directory ``path``, checked against ``model``, onto the CPU.
 
-    What the base model of an adapter was called is not compared with anything: names, shapes and copies of tables are.
-    ``admit``: called before any weight is read with the largest rank of its linear maps and the bytes that it will take
-    on the host; what it raises is passed on.
+    It has the model's dtype. Names, shapes and copies of tables must match; the base model's name
+    is not compared. ``admit`` is called before weights are read, with the largest rank of the
+    linear maps and the adapter's bytes on the host; its exceptions are passed on.
 
-    ``NotFound``: there is no such directory, or no adapter in it. ``Unsupported``: the model can have none, or the adapter asks
-    for something that is not computed, by its name. ``CheckpointError``: it is damaged or made for another model, with what
-    was found and what was expected.
+    Raise ``NotFound`` without such a directory or an adapter in it, and ``Unsupported`` if the
+    model can have no adapter or an option is not computed. Raise ``CheckpointError`` with the found
+    and the expected for a damaged adapter or one of another model.
     """
     _require_sites(model)
     path = Path(path)
@@ -135,7 +135,7 @@ def read_adapter(
 def read_packed_adapter(
     packed: PackedAdapter, model: LoadedModel, source: str, *, admit: Callable[[int, int], None] | None = None
 ) -> Adapter:
-    """The adapter in both files of ``packed``, which came from ``source``; as ``read_adapter``."""
+    """Read the adapter in both files of ``packed`` from ``source``, as ``read_adapter`` does."""
     _require_sites(model)
     config = lora_config_of(packed.config, packed.config_name)
     with PackedWeights(packed.weights, packed.weights_name, packed.config_name) as file:
@@ -143,7 +143,7 @@ def read_packed_adapter(
 
 
 def _require_sites(model: LoadedModel) -> None:
-    """``Unsupported`` for a model that can have no adapters."""
+    """Raise ``Unsupported`` for a model that can have no adapters."""
     if reason := low_rank_refusal(model):
         raise Unsupported(reason)
     if not model.places:
@@ -162,7 +162,7 @@ def _adapter(
 
 
 def _plan(file: Weights, config: LoraConfig, targets: AdapterTargets) -> _Plan:
-    """Check all that names, types and shapes tell."""
+    """Check all names, types and shapes."""
     modules = _modules(file)
     names = {target: name for name, target in targets.targets.items()}
     targets = spelled(targets, modules)
@@ -195,7 +195,7 @@ def _plan(file: Weights, config: LoraConfig, targets: AdapterTargets) -> _Plan:
 
 
 def _modules(file: Weights) -> dict[str, dict[str, str]]:
-    """The tensors of each module, by what they are."""
+    """Return the tensors of each module by kind."""
     if not file.shapes:
         raise CheckpointError(f"{file.name} holds no tensors; expected those of an adapter")
     modules: dict[str, dict[str, str]] = {}
@@ -215,14 +215,14 @@ def _modules(file: Weights) -> dict[str, dict[str, str]]:
 
 
 def _why_foreign(key: str) -> str:
-    """What of the name is not PEFT's form; empty where nothing of it is."""
+    """Return why the name does not have PEFT's form; empty if nothing is known."""
     if named := NAMED_UPDATE.search(key):
         return f": the name of the adapter, {shown(named[1])}, stands in it, which PEFT leaves out of files"
     return "" if key.startswith(PREFIX) or ".lora_" not in key else f": it does not begin with {PREFIX}"
 
 
 def _no_target(file: Weights, module: str, keys: Mapping[str, str], targets: AdapterTargets) -> Exception:
-    """The error for a module that cannot be adapted, or is not there."""
+    """Return the error for a module that is missing or cannot be adapted."""
     if encoder := encoder_in(module):
         return Unsupported(
             f"{file.name}: {shown(module)} belongs to {encoder}, an encoder or projector beside the language model, which is not "
@@ -243,7 +243,7 @@ def _no_target(file: Weights, module: str, keys: Mapping[str, str], targets: Ada
 
 
 def _check_whole(file: Weights, config: LoraConfig, targets: AdapterTargets) -> None:
-    """``Unsupported`` if ``modules_to_save`` names anything but embedding and head."""
+    """Raise ``Unsupported`` if ``modules_to_save`` names anything but embedding and head."""
     for ending in config.whole:
         found = [name for name in (*targets.targets, *targets.refused) if name.endswith(ending)]
         if not found or any(name not in (targets.named(EMBED), targets.named(HEAD)) for name in found):
@@ -292,7 +292,7 @@ def _check_complete(
     updated: Iterable[AdapterTarget],
     tables: Mapping[str, object],
 ) -> None:
-    """``CheckpointError`` unless all that the configuration asks for is there, and something is."""
+    """Raise ``CheckpointError`` for an empty file or if a configured tensor is missing."""
     there = frozenset(updated)
     missing = [
         name for name, target in targets.targets.items() if target not in there and _is_target(config, name, target)
@@ -310,7 +310,7 @@ def _check_complete(
 
 
 def _check_copy(file: Weights, key: str, table_VE: Tensor) -> None:
-    """``CheckpointError`` unless the tensor is the model's, up to what rounding the same table to both types changes."""
+    """Raise ``CheckpointError`` unless the tensor is the model's table, up to rounding."""
     copy_VE = file.read(key)
     parts = (slice(begin, begin + ROWS) for begin in range(0, len(copy_VE), ROWS))
     if not all(_is_same_table(copy_VE[part], table_VE[part].cpu()) for part in parts):
@@ -320,21 +320,21 @@ def _check_copy(file: Weights, key: str, table_VE: Tensor) -> None:
 
 
 def _is_same_table(one: Tensor, other: Tensor) -> bool:
-    """Whether both can be the same numbers, rounded to their types. Where the types are the same, so are the numbers."""
+    """Return whether both can be the same numbers, rounded to their types if these differ."""
     if one.dtype == other.dtype:
         return torch.equal(one, other)
     infos = [torch.finfo(tensor.dtype) for tensor in (one, other)]
-    largest = min(info.max for info in infos)  # what one of them cannot hold is infinite there
+    largest = min(info.max for info in infos)  # a larger number is infinite in one of the types
     first, second = (tensor.double().clamp(-largest, largest) for tensor in (one, other))
-    # Half a step of a number is eps / 2 of its power of two, which is no larger than the rounded number, or half of the
-    # smallest subnormal.
+    # The rounding error is at most eps / 2 of the number's power of two, which the rounded number
+    # reaches, or half of the smallest subnormal.
     size = torch.maximum(first.abs(), second.abs())
     steps = sum(info.eps for info in infos) / 2 * size + sum(info.tiny * info.eps for info in infos) / 2
     return bool(((first - second).abs() <= steps).all())
 
 
 def _read(file: Weights, plan: _Plan, dtype: torch.dtype, source: str) -> Adapter:
-    """The weights, in one piece of memory; ``CheckpointError`` where one is not finite."""
+    """Read the weights into one block of memory; raise ``CheckpointError`` if any is not finite."""
     sizes = [update.rank * size for update in plan.updates for size in (update.target.ins, update.target.outs)]
     memory = torch.empty(sum(sizes), dtype=dtype)
     parts = iter(torch.split(memory, sizes))
@@ -364,19 +364,19 @@ def _read(file: Weights, plan: _Plan, dtype: torch.dtype, source: str) -> Adapte
 
 
 def _fingerprint(lines: Iterable[str]) -> str:
-    """What makes two adapters the same, in the checkpoint's terms; ``docs/statefile.md`` says how others compute it."""
+    """Return the adapter's identity in the checkpoint's terms; ``docs/statefile.md`` defines it."""
     return xxhash.xxh3_128_hexdigest((FINGERPRINT_HEAD + "".join(sorted(lines, key=str.encode))).encode())
 
 
 def _described(tensor: Tensor) -> str:
-    """Type, shape and XXH3-128 of the bytes of a tensor as it is stored."""
+    """Return type, shape and XXH3-128 of the bytes of a tensor as it is stored."""
     raw: Any = tensor.contiguous().view(torch.uint8).numpy()
     dtype = next(name for name, one in DTYPES.items() if one == tensor.dtype)
     return f"{dtype} {'x'.join(map(str, tensor.shape))} {xxhash.xxh3_128_hexdigest(raw)}"
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    return not tensor.numel() or all(map(torch.isfinite, torch.aminmax(tensor)))  # aminmax hands NaN on
+    return not tensor.numel() or all(map(torch.isfinite, torch.aminmax(tensor)))  # aminmax passes NaN on
 
 
 def _not_finite(file: Weights, key: str, dtype: torch.dtype) -> CheckpointError:

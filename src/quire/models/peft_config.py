@@ -1,8 +1,8 @@
-"""``adapter_config.json`` as PEFT writes it: ranks, scales, and which modules of a model they are for.
+"""``adapter_config.json`` as PEFT writes it: ranks, scales, and target modules.
 
-Every field of PEFT's ``LoraConfig`` (0.21) is read, or is known to decide nothing when a model runs (``HARMLESS``), or must
-be empty: null, false, or an empty list, object or string. What it asks for otherwise is refused by name, and so is a
-field that nobody here knows. Names of modules are matched as PEFT matches them.
+Each field of PEFT's ``LoraConfig`` (0.21) is read, does not change a run (``HARMLESS``), or must be
+empty: null, false, or an empty list, object or string. Other values and unknown fields are refused
+by name. Module names match as in PEFT.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from quire.models.peft_patterns import MAX_WAYS, ways_of
 
 CONFIG_FILE = "adapter_config.json"
 DEFAULT_RANK, DEFAULT_ALPHA = 8, 8
-"""What PEFT takes where the file does not say."""
+"""PEFT's defaults."""
 ALL_LINEAR = "all-linear"
 HARMLESS: frozenset[str] = frozenset(
     {
@@ -41,8 +41,8 @@ HARMLESS: frozenset[str] = frozenset(
         "runtime_config",
     }
 )
-"""Training, the start of training, versions; details of options that are off; and the base model's name, which says less
-than shapes: the same weights have many names and paths."""
+"""Fields of training, initialisation, versions and inactive options, and the base model's name. The
+name says less than shapes: the same weights have many names and paths."""
 REFUSED: Mapping[str, str] = {
     "alora_invocation_tokens": "activated LoRA",
     "arrow_config": "Arrow (routing between adapters)",
@@ -60,60 +60,60 @@ REFUSED: Mapping[str, str] = {
     "use_qalora": "QA-LoRA",
     "velora_config": "VeLoRA",
 }
-"""Options that change what is computed, or may, and what to call them."""
+"""Options that change the computation, or may, with their names."""
 KEPT_BASE = ("gaussian", "eva", "orthogonal", "mica")
-"""Starts of training, beside PEFT's own two, that leave the base weights as they are."""
+"""Initialisations, besides PEFT's own two, that leave the base weights unchanged."""
 CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""Those that change them: the saved update belongs to other weights than the model's."""
+"""Initialisations that change the base weights: the saved update belongs to other weights."""
 
 MAX_CONFIG_BYTES = 4 << 20
-"""Of the file; as many names as are accepted, of 1,000 characters each."""
+"""Limit of the file's bytes: as many names as are accepted, of 1,000 characters each."""
 MAX_NAMES = 4096
 """Names or expressions in one list or object."""
 SHOWN = 120
-"""Characters of names and values out of files in messages."""
+"""Characters of a file's names and values in messages."""
 
 Held = TypeVar("Held", bound=Sized)
 Names: TypeAlias = tuple[str, ...] | str
-"""Endings of names of modules; or one regular expression for a whole name."""
+"""Endings of module names, or one regular expression for a whole name."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoraConfig:
-    """What the file says. Names of modules are those below ``base_model.model.``."""
+    """The values of the file. Module names are those below ``base_model.model.``."""
 
     rank: int
     alpha: float
     root_scaled: bool = False
-    """rsLoRA (arXiv:2312.03732): the scale is ``alpha / sqrt(rank)`` instead of ``alpha / rank``."""
+    """rsLoRA (arXiv:2312.03732): the scale is ``alpha / sqrt(rank)``, not ``alpha / rank``."""
     targets: Names
     excluded: Names = ()
     layers: tuple[int, ...] = ()
     """The layers whose modules are targets; empty: all."""
     layer_lists: tuple[str, ...] = ()
-    """What a list of layers may be called; empty: anything."""
+    """Accepted names of a list of layers; empty: any."""
     ranks: Mapping[str, int] = field(default_factory=dict)
-    """By regular expressions for ends of names: ranks of their own, and alphas."""
+    """Ranks and alphas by regular expressions for ends of names."""
     alphas: Mapping[str, float] = field(default_factory=dict)
     whole: tuple[str, ...] = ()
     """Ends of the names of modules that are saved whole (``modules_to_save``)."""
     _compiled: dict[str, re.Pattern[str]] = field(default_factory=dict, repr=False, compare=False)
 
     def rank_of(self, module: str) -> int:
-        """The rank of its update."""
+        """Return the rank of the module's update."""
         return self.ranks.get(self._pattern_for(self.ranks, module), self.rank)
 
     def scale_of(self, module: str) -> float:
-        """What the product of its matrices is multiplied by."""
+        """Return the factor of the product of the module's matrices."""
         alpha, rank = self.alphas.get(self._pattern_for(self.alphas, module), self.alpha), self.rank_of(module)
         return alpha / (math.sqrt(rank) if self.root_scaled else rank)
 
     def saves(self, module: str) -> bool:
-        """Whether it is saved whole."""
+        """Return whether the module is saved whole."""
         return module.endswith(self.whole)
 
     def targets_module(self, module: str, *, inner: bool) -> bool:
-        """Whether it has an update. ``inner``: it is a linear map, and not the head."""
+        """Return whether the module has an update; ``inner`` marks linear maps but the head."""
         if self._excludes(module):
             return False
         if isinstance(self.targets, str):
@@ -135,30 +135,30 @@ class LoraConfig:
         return any(self._expression(_whole_pattern(one)).match(module) for one in self.whole)
 
     def _layer_of(self, module: str) -> int | None:
-        """The first number in the name; behind one of ``layer_lists`` where there are."""
+        """Return the name's first number, behind a name in ``layer_lists`` if that has any."""
         patterns = [_layer_pattern(one) for one in self.layer_lists] or [r".*?\.[^.]*\.(?P<idx>\d+)\."]
         found = next((match for pattern in patterns if (match := self._expression(pattern).match(module))), None)
         return None if found is None else int(found["idx"])
 
     def _pattern_for(self, patterns: Mapping[str, object], module: str) -> str:
-        """The first pattern for an end of the name; the name itself if there is none."""
+        """Return the first pattern that matches the name's end; the name itself if none does."""
         return next((one for one in patterns if self._expression(_end_pattern(one)).match(module)), module)
 
     def _expression(self, pattern: str) -> re.Pattern[str]:
-        """Compiled, once: there may be more than ``re`` keeps."""
+        """Compile a pattern once: there may be more than ``re`` keeps."""
         if pattern not in self._compiled:
             self._compiled[pattern] = re.compile(pattern)
         return self._compiled[pattern]
 
 
 def shown(value: object) -> str:
-    """A name or a value out of a file for a message: on one line, without control characters, cut to ``SHOWN``."""
+    """Return a file's name or value for a message: one line, no control characters, shortened."""
     text = repr(value[: SHOWN + 1] if isinstance(value, str) else value)
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
 def told(error: object) -> str:
-    """The same for what a library says, which may quote files."""
+    """Return a library's message, which may quote files, in the form of ``shown``."""
     return shown(str(error))[1:].removesuffix("'").removesuffix('"')
 
 
@@ -175,10 +175,10 @@ def _whole_pattern(name: str) -> str:
 
 
 def read_lora_config(path: Path) -> LoraConfig:
-    """``adapter_config.json`` in the directory ``path``.
+    """Read ``adapter_config.json`` in the directory ``path``.
 
-    ``NotFound`` if it is not there, ``CheckpointError`` if it is malformed, ``Unsupported`` for a method or an option that is
-    not computed, by its name.
+    Raise ``NotFound`` if it is missing, ``CheckpointError`` if it is malformed, and ``Unsupported``
+    with the name of a method or option that is not computed.
     """
     file = path / CONFIG_FILE
     if not os.path.exists(file):
@@ -188,7 +188,7 @@ def read_lora_config(path: Path) -> LoraConfig:
         raise NotFound(
             f"{path} holds no adapter: it has no {CONFIG_FILE}; expected a directory that PEFT saved{there}{more}"
         )
-    if not file.is_file():  # reading a pipe could wait for ever
+    if not file.is_file():  # reading a pipe could wait forever
         raise CheckpointError(f"{file} is no regular file; expected one that PEFT saved")
     try:
         with file.open("rb") as opened:
@@ -199,7 +199,7 @@ def read_lora_config(path: Path) -> LoraConfig:
 
 
 def lora_config_of(text: bytes, source: str) -> LoraConfig:
-    """What an ``adapter_config.json`` says; ``source`` names it in errors. As ``read_lora_config``."""
+    """Read the text of ``adapter_config.json`` as ``read_lora_config``; errors name ``source``."""
     if len(text) > MAX_CONFIG_BYTES:
         raise CheckpointError(f"{source} has more than {MAX_CONFIG_BYTES} bytes; expected at most so many")
     try:
@@ -212,7 +212,7 @@ def lora_config_of(text: bytes, source: str) -> LoraConfig:
 
 
 def parse_lora_config(values: Mapping[str, Any], source: str = CONFIG_FILE) -> LoraConfig:
-    """See ``read_lora_config``; ``source`` names the file in errors."""
+    """Read parsed values; see ``read_lora_config``. ``source`` names the file in errors."""
     fields = _LoraFields(values, source)
     fields.check_method()
     targets = fields.targets("target_modules")
@@ -242,14 +242,14 @@ def parse_lora_config(values: Mapping[str, Any], source: str = CONFIG_FILE) -> L
 
 
 class _LoraFields(ConfigFields):
-    """The fields by type. ``CheckpointError`` for one of another type."""
+    """The fields by type. A wrong type raises ``CheckpointError``."""
 
     def error(self, name: str, expected: str) -> CheckpointError:
         found = shown(self.values[name]) if name in self.values else "missing"
         return CheckpointError(f"{self.source}: {name} is {found}; expected {expected}")
 
     def check_method(self) -> None:
-        """``Unsupported`` unless it is plain LoRA for a causal language model."""
+        """Raise ``Unsupported`` unless the method is plain LoRA for a causal language model."""
         kind = self.get("peft_type")
         if kind != "LORA":
             raise Unsupported(f"{self.source}: peft_type is {shown(kind)}, which is not supported; expected 'LORA'")
@@ -273,7 +273,7 @@ class _LoraFields(ConfigFields):
             )
 
     def refuse_others(self) -> None:
-        """``Unsupported`` for what nobody has read, unless it is harmless or empty."""
+        """Raise ``Unsupported`` for an unread field that is neither harmless nor empty."""
         for name in self.unread():
             value = self.values[name]
             if name in HARMLESS or value is None or value is False or value in ("", [], {}):
@@ -289,15 +289,15 @@ class _LoraFields(ConfigFields):
             raise Unsupported(f"{self.source}: {label} is {text}: {what}; expected null or false")
 
     def finite(self, name: str, default: float) -> float:
-        """Any finite number."""
+        """Read any finite number."""
         return default if self.get(name) is None else self._finite(self.get(name), name)
 
     def finite_in(self, name: str, key: str) -> float:
-        """The same in an object."""
+        """Read a finite number of an object."""
         return self._finite(self.mapping(name)[key], f"{name}[{shown(key)}]")
 
     def count_in(self, name: str, key: str) -> int:
-        """An integer of 1 or more in an object."""
+        """Read an integer of 1 or more of an object."""
         label = f"{name}[{shown(key)}]"
         return _LoraFields({label: self.mapping(name)[key]}, self.source).count(label)
 
@@ -307,7 +307,7 @@ class _LoraFields(ConfigFields):
         return float(value)
 
     def strings(self, name: str, *, single: bool = False) -> tuple[str, ...]:
-        """A list of strings that are not empty; nothing where it is null. ``single``: or one string."""
+        """Read a list of nonempty strings (null: none), or with ``single`` perhaps one string."""
         value = self.get(name)
         if value is None or value == "":
             return ()
@@ -318,11 +318,11 @@ class _LoraFields(ConfigFields):
         return tuple(self._few(name, value))
 
     def patterns(self, name: str) -> Mapping[str, Any]:
-        """An object whose keys are regular expressions."""
+        """Read an object whose keys are regular expressions."""
         return self._few(name, self.mapping(name))
 
     def targets(self, name: str) -> Names:
-        """Names as ``names``; ``Unsupported`` where there are none and PEFT would take some."""
+        """Read names; raise ``Unsupported`` if there are none and PEFT would choose some."""
         if self.get(name) is None:
             found = "null" if self.present(name) else "missing"
             raise Unsupported(
@@ -337,12 +337,12 @@ class _LoraFields(ConfigFields):
         return values
 
     def names(self, name: str) -> Names:
-        """A list of strings, or one regular expression."""
+        """Read a list of strings, or one regular expression."""
         value = self.get(name)
         return value if isinstance(value, str) else self.strings(name)
 
     def layers(self, name: str) -> tuple[int, ...]:
-        """A layer or a list of layers."""
+        """Read a layer or a list of layers."""
         value = self.get(name)
         listed = [] if value is None else value if isinstance(value, list) else [value]
         if any(isinstance(one, bool) or not isinstance(one, int) or one < 0 for one in listed):
@@ -350,7 +350,7 @@ class _LoraFields(ConfigFields):
         return tuple(listed)
 
     def check_patterns(self, config: LoraConfig) -> None:
-        """``CheckpointError`` for what is no regular expression, ``Unsupported`` for one that could take too long to match."""
+        """Raise ``CheckpointError`` for a bad expression, ``Unsupported`` for a slow one."""
         found = {"rank_pattern": {one: _end_pattern(one) for one in config.ranks}}
         found["alpha_pattern"] = {one: _end_pattern(one) for one in config.alphas}
         found["modules_to_save"] = {one: _whole_pattern(one) for one in config.whole}

@@ -1,7 +1,7 @@
-"""The two files of an adapter, its configuration and its weights: in a directory, or packed into one sequence of bytes.
+"""The two files of an adapter, configuration and weights: in a directory, or packed into bytes.
 
-Packed adapters are read in memory: no file is written, nothing in them is executed, and of a zip archive only the two files are
-unpacked. What is too long is refused before it is parsed.
+Packed adapters are read in memory: no file is written and nothing is executed. Only the two files
+of a zip archive are unpacked. Parts that are too long are refused before they are parsed.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from quire.models.peft_config import CONFIG_FILE, MAX_CONFIG_BYTES, shown, told
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_KEY = "adapter_config"
-"""In the metadata of a safetensors file that is an adapter by itself: the text of ``adapter_config.json``."""
+"""Metadata key for the text of ``adapter_config.json`` in a self-contained safetensors file."""
 MAX_BYTES = 1 << 31
-"""Of a packed adapter, and of its weights when they are unpacked. One of rank 64 for all linear maps of a model of 70 billion
-weights has 1.6e9."""
+"""Limit in bytes of a packed adapter and of its unpacked weights. Rank 64 for all linear maps of a
+model of 70 billion weights takes 1.6e9."""
 MAX_HEADER_BYTES = 8 << 20
-"""Of the header of a packed adapter that is one safetensors file; a tensor takes about 150 of it."""
+"""Limit of the header of an adapter in one safetensors file; a tensor takes about 150 bytes."""
 MAX_MEMBERS = 1000
 """Files in a zip archive."""
 FORMS = f"a zip archive of a directory that PEFT saved, or a safetensors file whose metadata has {CONFIG_KEY!r}"
@@ -42,15 +42,15 @@ class Weights(Protocol):
     """The tensors of an adapter by name; a context manager."""
 
     name: str
-    """What errors call it."""
+    """Name of the weights in errors."""
     config_name: str
-    """What errors call the configuration beside it."""
+    """Name of the configuration in errors."""
     shapes: Mapping[str, tuple[int, ...]]
     dtypes: Mapping[str, str]
-    """As safetensors calls them."""
+    """Element types by their safetensors names."""
 
     def read(self, key: str) -> Tensor:
-        """Return a tensor as it is stored, on the CPU. ``CheckpointError`` if it cannot be read."""
+        """Return a tensor as stored, on the CPU; raise ``CheckpointError`` if it cannot be read."""
         ...
 
     def __enter__(self) -> Self: ...
@@ -59,7 +59,7 @@ class Weights(Protocol):
 
 
 class FileWeights:
-    """``Weights`` in a safetensors file, which is mapped and not read. ``CheckpointError`` if it is damaged."""
+    """``Weights`` in a memory-mapped safetensors file; ``CheckpointError`` if it is damaged."""
 
     def __init__(self, path: Path) -> None:
         self.name, self.config_name = str(path), str(path.parent / CONFIG_FILE)
@@ -87,7 +87,7 @@ class FileWeights:
 
 
 class PackedWeights:
-    """``Weights`` in the bytes of a safetensors file. ``CheckpointError`` if they are damaged."""
+    """``Weights`` in the bytes of a safetensors file; ``CheckpointError`` if they are damaged."""
 
     def __init__(self, data: bytes, name: str, config_name: str) -> None:
         self.name, self.config_name = name, config_name
@@ -111,22 +111,20 @@ class PackedWeights:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackedAdapter:
-    """Both files of an adapter, out of one sequence of bytes."""
+    """Both files of an adapter, taken from one sequence of bytes."""
 
     config: bytes
     """The text of ``adapter_config.json``."""
     weights: bytes
     """A safetensors file."""
     config_name: str
-    """What errors call the two."""
+    """Names of the two files in errors."""
     weights_name: str
 
 
 def unpack(data: bytes, source: str) -> PackedAdapter:
-    """Return the two files of a packed adapter (``FORMS``); ``source`` names it in errors.
-
-    ``CheckpointError``: neither form, damaged, incomplete, more than one adapter, or too long in one of its parts.
-    """
+    """Return the two files of a packed adapter (``FORMS``) named ``source``. ``CheckpointError``:
+    another form, damage, missing files, several adapters, or a part that is too long."""
     if data.startswith(b"PK\x03\x04"):
         return _unzipped(data, source)
     config = _header_of(data, source).get("__metadata__", {}).get(CONFIG_KEY)
@@ -140,7 +138,7 @@ def unpack(data: bytes, source: str) -> PackedAdapter:
 
 
 def _header_of(data: bytes, source: str) -> dict[str, Any]:
-    """The JSON at the beginning of a safetensors file; the rest of it is not looked at."""
+    """Return the JSON at the beginning of a safetensors file; do not look at the rest."""
     end = 8 + int.from_bytes(data[:8], "little")
     if not 8 < end <= len(data):
         raise CheckpointError(f"{source} is no valid safetensors file, or is cut short; expected {FORMS}")
@@ -156,7 +154,7 @@ def _header_of(data: bytes, source: str) -> dict[str, Any]:
 
 
 def _unzipped(data: bytes, source: str) -> PackedAdapter:
-    # Each entry of the directory at the end begins so; a longer one would be parsed before anybody could count it.
+    # Each entry of the archive's directory begins so. Count before parsing, which could take long.
     if len(list(islice(re.finditer(rb"PK\x01\x02", data), MAX_MEMBERS + 1))) > MAX_MEMBERS:
         raise CheckpointError(
             f"{source} is a zip archive of more than {MAX_MEMBERS} files; expected those of one adapter"
@@ -189,7 +187,7 @@ def _unzipped(data: bytes, source: str) -> PackedAdapter:
 
 
 def _member(archive: zipfile.ZipFile, info: zipfile.ZipInfo, source: str, limit: int) -> bytes:
-    """A file of an archive, of at most ``limit`` bytes, which it is not longer than its entry says."""
+    """Return an archive's file of at most ``limit`` bytes by its entry, which bounds the read."""
     if info.file_size > limit:
         raise CheckpointError(f"{source}: {shown(info.filename)} has {info.file_size} bytes; expected at most {limit}")
     if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):

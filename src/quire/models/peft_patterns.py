@@ -1,11 +1,11 @@
-"""Regular expressions out of files: an upper bound of the work of matching them, before any is matched.
+"""Bounds on the work of matching regular expressions from files, computed before any match.
 
-Python's matcher tries the ways in which an expression can match one after the other, while no other thread runs. A few
-characters can ask for more ways than anybody waits for: ``((\\w|\\.)+)+!``. So the ways are counted in the parsed
-expression, and what has too many is not matched.
+Python's matcher tries the ways to match one after the other, and blocks all other threads. A few
+characters can ask for endless work: ``((\\w|\\.)+)+!``. So the ways are counted in the parsed
+expression, and an expression with too many is not matched.
 
-The count is a polynomial: coefficient ``k`` counts ways with ``k`` repeats of open length. ``k`` of these share a name
-of ``n`` characters in at most ``C(n + k, k)`` ways.
+The count is a polynomial: coefficient ``k`` counts ways with ``k`` repeats of open length, which
+share a name of ``n`` characters in at most ``C(n + k, k)`` ways.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from typing import Any, TypeAlias
 MAX_LENGTH = 2000
 """Characters of an expression."""
 NAME_LENGTH = 64
-"""Characters of a module's name that count: models' names are about as long."""
+"""Characters of a module's name that count; models' names are about as long."""
 MAX_WAYS = 2_000_000
-"""Of all expressions of a file together: some hundredths of a second for each module, where all that is tried fails late.
-Four open repeats one after the other have 814,385."""
+"""Limit for all expressions of a file: some hundredths of a second per module if all ways fail
+late. Four open repeats in a row have 814,385."""
 FEW = 8
-"""A repeat of so many lengths or more is an open one."""
+"""A repeat of this many lengths or more counts as open."""
 
 Ways: TypeAlias = tuple[int, ...]
 
 try:
     _parser: Any = import_module("re._parser")
-except ImportError:  # it belongs to the standard library, but is private there
+except ImportError:  # in the standard library, but private
     _parser = None
 
 
 def ways_of(pattern: str) -> int:
-    """In how many ways the expression may match a name, at most. ``ValueError``: it repeats something that itself matches in
-    several ways, or nothing. ``re.error``, ``OverflowError``, ``RecursionError``: it is no expression."""
+    """Bound the ways to match a name. ``ValueError``: it repeats something empty or ambiguous;
+    ``re.error``, ``OverflowError``, ``RecursionError``: it is no expression."""
     if len(pattern) > MAX_LENGTH:
         raise ValueError(f"it has {len(pattern)} characters; at most {MAX_LENGTH} are read")
     re.compile(pattern)
@@ -68,7 +68,7 @@ def _product(one: Ways, other: Ways) -> Ways:
             found[i + k] += a * b
     while len(found) > 1 and not found[-1]:
         found.pop()
-    # More than this is refused, however much more.
+    # Larger counts are refused alike.
     return tuple(min(count, MAX_WAYS + 1) for count in found[: NAME_LENGTH + 1])
 
 
@@ -78,7 +78,7 @@ OPEN: Ways = (0, 1)
 
 
 def _sequence(items: Sequence[Any]) -> tuple[Ways, Ways]:
-    """The ways of items one after the other, and those that are tried inside of assertions."""
+    """Count the ways of consecutive items, and those that are tried inside assertions."""
     ways, asserted = ONE, NONE
     for item in items:
         more, inside = _item(item)
@@ -100,7 +100,7 @@ def _item(item: Any) -> tuple[Ways, Ways]:
     if kind == "GROUPREF_EXISTS":
         return _branch([one for one in given[1:] if one is not None])
     if kind in ("ASSERT", "ASSERT_NOT"):
-        # What stands behind an assertion goes back to none of its ways but the first.
+        # After an assertion, matching goes back only to its first way.
         ways, asserted = _sequence(given[1])
         return ONE, _add(ways, asserted)
     return ONE, NONE
@@ -126,7 +126,8 @@ def _repeat(least: int, most: int, item: Any) -> tuple[Ways, Ways]:
 
 
 def _branch(alternatives: Sequence[Any]) -> tuple[Ways, Ways]:
-    """Of several alternatives those match at one place whose beginnings in letters begin the longest of them."""
+    """Count the ways of alternatives. Several can match at one place only if their literal heads
+    are prefixes of one head."""
     heads = [_head(one) for one in alternatives]
     both = [_sequence(one) for one in alternatives]
     asserted = NONE
@@ -144,10 +145,10 @@ def _branch(alternatives: Sequence[Any]) -> tuple[Ways, Ways]:
 
 
 def _head(items: Sequence[Any]) -> str:
-    """The characters that it must begin with, as far as they stand there, in lower case."""
+    """Return the literal characters at the beginning, in lower case."""
     found = ""
     for kind, given in items:
-        if str(kind) != "LITERAL" or given > 127:  # others may be equal to it where case is ignored
+        if str(kind) != "LITERAL" or given > 127:  # ignoring case, others may be equal to it
             break
         found += chr(given).lower()
     return found

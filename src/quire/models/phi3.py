@@ -1,4 +1,4 @@
-"""Phi-3 and Phi-4 (mini and the small ones): Llama with fused projections, and rotations that reach far (longrope).
+"""Phi-3 and Phi-4 (mini and the small ones): Llama with fused projections and longrope.
 
 Sources: arXiv:2404.14219 and transformers.
 """
@@ -20,7 +20,7 @@ PHI3_SCALINGS = ("default", "longrope")
 
 
 def read_phi3_config(values: Mapping[str, Any], max_model_len: int | None = None) -> DecoderConfig:
-    """``Phi3ForCausalLM``: no biases; all layers have the window, where there is one."""
+    """Read ``Phi3ForCausalLM``: no biases; a window, if there is one, in all layers."""
     fields = ConfigFields(values)
     geometry = read_geometry(fields, "Phi3ForCausalLM", "phi3", max_model_len)
     window = read_window(fields, None)

@@ -1,8 +1,9 @@
-"""Finding out what attention a ``transformers`` model wants, and that nothing else decides its logits.
+"""Finding the attention of a ``transformers`` model, and that nothing else decides its logits.
 
-``watch`` runs the model once on a few tokens with an attention function that notes what each layer asks for; masks are not made
-but handed through as the rule that they would be made from, so that a window or a chunked rule is seen however long it is.
-``Probe.compare`` then runs the finished model in pieces, two sequences at a time, and compares with the model's own logits.
+``watch`` runs the model on a few tokens with an attention function that notes each layer's
+arguments. Instead of masks it gets their rules, so windows and chunks of any length are seen.
+``Probe.compare`` runs the model in pieces, two sequences at a time, and compares with its own
+logits.
 
 Letters: T new tokens, M keys, V vocabulary, Hq, Hkv query and KV heads, Dk, Dv head sizes.
 """
@@ -26,7 +27,7 @@ from quire.ops.attention import masked_scores, weigh
 ATTENTION = "quire"
 """Name of our attention function in transformers."""
 WATCHED = "quire_watched"
-"""The one that notes what layers ask for."""
+"""Name of the attention function that notes the layers' arguments."""
 
 TOKENS = 24
 """Tokens of the probe."""
@@ -49,22 +50,22 @@ IGNORED = frozenset(
         "past_key_values",
     ]
 )
-"""Arguments of an attention call that are known and do not change it: a window is in the mask's rule."""
+"""Arguments of an attention call without effect here; the mask's rule has the window."""
 
 Spec = FullAttention | WindowedAttention
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What a mask would have been made from."""
+    """The rule that a mask would be made from."""
 
     sees: Callable[..., Any]
-    """(batch, head, query, key) to whether the query sees the key; takes tensors."""
+    """Maps (batch, head, query, key) to whether the query sees the key; takes tensors."""
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """What was found, and what the model itself computes."""
+    """The specs that were found, and the model's own logits."""
 
     what: str
     specs: tuple[Spec, ...]
@@ -72,7 +73,7 @@ class Probe:
     logits_TV: Tensor
 
     def compare(self, model: Model) -> None:
-        """``Unsupported`` unless the model gives these logits, in pieces and beside another sequence."""
+        """Raise ``Unsupported`` unless ``model`` gives these logits piece by piece in a batch."""
         device = self.logits_TV.device
         stored = ProbeCache(self.specs, device)
         ids = torch.tensor(self.tokens, device=device)
@@ -96,7 +97,7 @@ class Probe:
     def _check(self, found_TV: Tensor) -> None:
         expected = self.logits_TV
         dtype = torch.float32 if expected.dtype == torch.float32 else expected.dtype
-        # As for the native families: rounding errors of one layer grow like the root of its width, those of layers add up.
+        # As for native families: a layer's error grows with the root of its width; layers add up.
         width = max(spec.num_heads * spec.head_dim for spec in self.specs)
         bound = 4 * len(self.specs) * math.sqrt(width) * torch.finfo(dtype).eps
         error = float((found_TV.float() - expected.float()).abs().max() / expected.float().abs().max())
@@ -108,7 +109,7 @@ class Probe:
 
 
 def register() -> None:
-    """Make our attention functions known to transformers; again is harmless."""
+    """Register our attention functions in transformers; repeated calls are harmless."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -118,7 +119,7 @@ def register() -> None:
 
 
 def keep_rule(*args: Any, mask_function: Callable[..., Any], **kwargs: Any) -> Rule:
-    """In place of a mask: what it would be made from."""
+    """Return the rule of a mask in place of the mask."""
     del args, kwargs
     return Rule(mask_function)
 
@@ -126,7 +127,7 @@ def keep_rule(*args: Any, mask_function: Callable[..., Any], **kwargs: Any) -> R
 def attend_in_pass(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """q, k, v ``[1, H, T, D]`` to ``[1, T, Hq, Dv]`` through the pass that came with the call."""
+    """Map q, k, v ``[1, H, T, D]`` to ``[1, T, Hq, Dv]`` through the pass of the call."""
     pass_ = kwargs.get("quire_pass")
     if pass_ is None:
         raise Unsupported(f"{type(module).__name__} does not hand on the arguments of its model's call")
@@ -138,7 +139,7 @@ def attend_in_pass(
 def attend_and_note(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """The same for ``watch``: notes what the layer wants and attends naively."""
+    """Attend naively for ``watch``, and note the layer's arguments."""
     notes: Notes | None = kwargs.get("quire_watch")
     if notes is None:
         raise Unsupported(f"{type(module).__name__} does not hand on the arguments of its model's call")
@@ -149,7 +150,7 @@ def attend_and_note(
 
 
 def naive(spec: Spec, q_THD: Tensor, k_MHD: Tensor, v_MHD: Tensor, q_T: Tensor, k_M: Tensor) -> Tensor:
-    """Attention of queries at positions ``q_T`` over keys at ``k_M``, by the reference."""
+    """Attend from positions ``q_T`` to keys at ``k_M`` by the reference."""
     visible_TM = k_M <= q_T.unsqueeze(1)
     if spec.layer_window is not None:
         visible_TM &= k_M > q_T.unsqueeze(1) - spec.layer_window
@@ -159,7 +160,7 @@ def naive(spec: Spec, q_THD: Tensor, k_MHD: Tensor, v_MHD: Tensor, q_T: Tensor, 
 
 
 class Notes:
-    """What the layers asked for, by layer."""
+    """The attention specs that were seen, by layer."""
 
     def __init__(self, what: str, length: int) -> None:
         self.what = what
@@ -170,7 +171,7 @@ class Notes:
         return Unsupported(f"architecture {self.what}: {reason}")
 
     def note(self, module: Any, query: Tensor, key: Tensor, value: Tensor, rule: Any, kwargs: dict[str, Any]) -> Spec:
-        """The spec of the layer that made this call."""
+        """Return the spec of the layer that made this call."""
         layer = getattr(module, "layer_idx", None)
         if not isinstance(layer, int):
             raise self.refuse(f"{type(module).__name__} does not say which layer it is")
@@ -206,7 +207,7 @@ class Notes:
         return spec
 
     def window_of(self, layer: int, module: Any, rule: Any) -> int | None:
-        """The layer's window; None: it sees everything before. Refuses every other rule."""
+        """Return the layer's window, None for full attention; refuse every other rule."""
         if rule is None:
             if not getattr(module, "is_causal", True):
                 raise self.refuse(f"layer {layer} is not causal")
@@ -230,7 +231,7 @@ class Notes:
         return None if window > last else window
 
     def _width(self, layer: int, rule: Rule, query: int) -> int:
-        """How many keys, itself the last, a query sees; refuses if they are no such run."""
+        """Count the keys that a query sees; refuse unless they are a run that ends with itself."""
         keys = torch.arange(query + 3)
         try:
             seen = torch.as_tensor(rule.sees(torch.tensor(0), torch.tensor(0), torch.tensor(query), keys)).expand(
@@ -245,7 +246,7 @@ class Notes:
 
 
 class ProbeCache:
-    """K and V of two sequences, for ``Probe.compare``: one goes on, the other begins anew with each pass."""
+    """K and V of two sequences for ``Probe.compare``: one continues, one restarts each pass."""
 
     def __init__(self, specs: Sequence[Spec], device: torch.device) -> None:
         self.specs = list(specs)
@@ -254,7 +255,7 @@ class ProbeCache:
         self.v = [torch.empty(0, device=device)] * len(specs)
 
     def open(self, start: int, stop: int, other: int) -> NaivePass:
-        """A forward of positions ``start..stop - 1`` of the first and of ``other`` tokens of a new sequence."""
+        """Open a pass: positions ``start..stop - 1`` of one, ``other`` tokens of a new sequence."""
         return NaivePass(self, start, stop, other)
 
 
@@ -298,15 +299,15 @@ class NaivePass:
         )
 
     def attend_shared(self, source_layer_id: int, q_THD: Tensor) -> Tensor:
-        """Not asked for by the models that are probed."""
+        """Raise ``Unsupported``; the probed models have no such layers."""
         raise Unsupported(f"layer {source_layer_id} is shared; the fallback has no shared layers")
 
     def attend_latent(self, layer_id: int, q_THD: Tensor, rows_TR: Tensor, expansion: LatentExpansion) -> Tensor:
-        """Not asked for by the models that are probed."""
+        """Raise ``Unsupported``; the probed models have no such layers."""
         raise Unsupported(f"layer {layer_id} has latent rows; the fallback keeps K and V")
 
     def attend_cross(self, layer_id: int, q_THD: Tensor) -> Tensor:
-        """Not asked for by the models that are probed."""
+        """Raise ``Unsupported``; the probed models have no such layers."""
         raise Unsupported(f"layer {layer_id} reads an encoder; the fallback has decoders only")
 
     def linear_attention(
@@ -321,18 +322,18 @@ class NaivePass:
         log_decay: Tensor | None = None,
         beta_TH: Tensor | None = None,
     ) -> Tensor:
-        """Not asked for by the models that are probed."""
+        """Raise ``Unsupported``; the probed models have no such layers."""
         raise Unsupported(f"layer {layer_id} is recurrent; the fallback keeps K and V")
 
     def convolve(
         self, layer_id: int, state_id: int, x_TC: Tensor, weight_CW: Tensor, bias_C: Tensor | None = None
     ) -> Tensor:
-        """Not asked for by the models that are probed."""
+        """Raise ``Unsupported``; the probed models have no such layers."""
         raise Unsupported(f"layer {layer_id} is recurrent; the fallback keeps K and V")
 
 
 def watch(causal: Any, length: int, what: str) -> Probe:
-    """Run the model once by itself and once with noting attention. ``Unsupported`` for what cannot be ours."""
+    """Run the model alone and with noting attention; raise ``Unsupported`` if ours cannot serve."""
     register()
     device = causal.get_input_embeddings().weight.device
     vocab = causal.get_output_embeddings().weight.shape[0]

@@ -1,4 +1,4 @@
-"""What the CPU multiplies without converting it first."""
+"""The element types that the CPU multiplies without conversion."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ import torch
 
 X86 = frozenset({"x86_64", "amd64"})
 CONVERTING_ISAS = frozenset({"AVX512_CORE", "AVX512_CORE_VNNI"})
-"""Values of ``ONEDNN_MAX_CPU_ISA`` under which oneDNN takes bfloat16 and converts it to float32.
+"""Values of ``ONEDNN_MAX_CPU_ISA`` under which oneDNN accepts bfloat16, converting it to float32.
 
-Under lower ones it says itself that it does not take it.
+Under lower values oneDNN reports that it does not accept bfloat16.
 """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Processor:
-    """A kind of CPU, as far as the choice of a dtype depends on it."""
+    """The properties of a CPU that decide the choice of a dtype."""
 
     machine: str
-    """As ``platform.machine()`` names it, in any case."""
+    """The name by ``platform.machine()``, in any case."""
     bfloat16_instructions: bool
-    """Whether it has AVX512-BF16 or AMX. Is not looked at on Arm."""
+    """Whether it has AVX512-BF16 or AMX; ignored on Arm."""
     onednn_bfloat16: bool
-    """Whether oneDNN takes bfloat16 here. On x86 it does from AVX-512 on, where it converts."""
+    """Whether oneDNN accepts bfloat16. On x86 it does from AVX-512 on, where it converts."""
     onednn_float16: bool
-    """Whether oneDNN takes float16 here, which on x86 needs AVX512-FP16."""
+    """Whether oneDNN accepts float16, which on x86 needs AVX512-FP16."""
 
     @classmethod
     def here(cls) -> Processor:
-        """Return the kind of this machine's CPU, or of the one that ``ONEDNN_MAX_CPU_ISA`` makes of it."""
+        """Return the kind of this machine's CPU, limited by ``ONEDNN_MAX_CPU_ISA``."""
         instructions = _probe(torch.cpu, "_is_avx512_bf16_supported") or _probe(torch.cpu, "_is_amx_tile_supported")
         used = os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper() not in CONVERTING_ISAS
         return cls(
@@ -53,6 +53,6 @@ class Processor:
 
 
 def _probe(owner: object, name: str) -> bool:
-    """Ask torch about the CPU. These functions are private; a version without one has no fast path to ask about."""
+    """Ask torch about the CPU; a version without the private function has no fast path either."""
     ask: Callable[[], bool] | None = getattr(owner, name, None)
     return bool(ask()) if ask is not None else False

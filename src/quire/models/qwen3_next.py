@@ -1,11 +1,11 @@
-"""Qwen3-Next and Qwen3.5 (text): gated delta nets in three of four blocks, gated attention in the fourth; weights of norms
-stored as their difference to 1, a quarter of each head turns.
+"""Qwen3-Next and Qwen3.5 (text): gated delta nets, and gated attention in every fourth block.
 
-Qwen3-Next and Qwen3.5-MoE have experts with one that all tokens share, Qwen3.5 has plain MLPs. Sources: transformers,
-the models' cards, arXiv:2412.06464 (the delta net), arXiv:2505.06708 (the gate of attention).
+Norm weights are stored as their difference to 1, and a quarter of each head rotates. Qwen3-Next and
+Qwen3.5-MoE have experts, one of them shared by all tokens; Qwen3.5 has plain MLPs. Sources:
+transformers, the models' cards, arXiv:2412.06464 (delta net), arXiv:2505.06708 (attention's gate).
 
-The parameters of a delta net, where ``{}`` is the block: ``{}.mixer.project``, ``{}.mixer.rates``, ``{}.mixer.conv``,
-``{}.mixer.norm``, ``{}.mixer.out`` (``.weight``), ``{}.mixer.step_bias``, ``{}.mixer.log_a``.
+A delta net's parameters in block ``{}``: ``{}.mixer.step_bias``, ``{}.mixer.log_a``, and with
+``.weight`` ``{}.mixer.project``, ``.rates``, ``.conv``, ``.norm`` and ``.out``.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ from quire.nn.norm import GatedRMSNorm
 from quire.ops.experts import Routing
 
 KINDS: Mapping[str, bool] = {"full_attention": True, "linear_attention": False}
-"""What an entry of ``layer_types`` may be, and whether such a block attends."""
+"""Accepted entries of ``layer_types``; True for a block with attention."""
 VISION_PREFIX = "model.language_model."
-"""In a checkpoint that also reads images."""
+"""Prefix in a checkpoint that also reads images."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,21 +58,22 @@ class DeltaConfig(HybridConfig):
 
     mixer: DeltaShape
     interleaved: bool
-    """Whether the checkpoint has one projection whose rows are, for each key head, query, key, values, gates (Qwen3-Next);
-    otherwise it has one each of queries, keys and values, of gates, and of both rates."""
+    """Whether one projection of the checkpoint holds query, key, values and gates, key head by key
+    head (Qwen3-Next). Otherwise queries, keys and values, gates, and both rates have one each."""
     prefix: str = "model."
-    """How the names of all tensors but the head's begin."""
+    """Prefix of the names of all tensors but the head's."""
 
 
 class DeltaModel(HybridDecoder[DeltaConfig]):
-    """``Qwen3NextForCausalLM``; ``Qwen3_5ForCausalLM``, ``Qwen3_5MoeForCausalLM`` and both ``ForConditionalGeneration``."""
+    """``Qwen3NextForCausalLM``; ``Qwen3_5ForCausalLM``, ``Qwen3_5MoeForCausalLM`` and both
+    ``ForConditionalGeneration``."""
 
     def __init__(self, config: DeltaConfig, parameters: Parameters, values: Mapping[str, Any]) -> None:
         super().__init__(config, parameters, values, _block)
 
 
 def read_qwen3_next_config(values: Mapping[str, Any], max_model_len: int | None = None) -> DeltaConfig:
-    """``Qwen3NextForCausalLM``: experts in every ``decoder_sparse_step``-th block but those of ``mlp_only_layers``."""
+    """Read ``Qwen3NextForCausalLM``: experts by ``decoder_sparse_step`` and ``mlp_only_layers``."""
     fields = ConfigFields(values)
     geometry = _geometry(fields, "Qwen3NextForCausalLM", "qwen3_next", max_model_len)
     step = fields.count("decoder_sparse_step", 1)
@@ -87,30 +88,30 @@ def read_qwen3_next_config(values: Mapping[str, Any], max_model_len: int | None 
 
 
 def read_qwen3_5_config(values: Mapping[str, Any], max_model_len: int | None = None) -> DeltaConfig:
-    """``Qwen3_5ForCausalLM``."""
+    """Read ``Qwen3_5ForCausalLM``."""
     return _read_dense(ConfigFields(_without_sections(values)), "Qwen3_5ForCausalLM", max_model_len)
 
 
 def read_qwen3_5_moe_config(values: Mapping[str, Any], max_model_len: int | None = None) -> DeltaConfig:
-    """``Qwen3_5MoeForCausalLM``: experts in every block."""
+    """Read ``Qwen3_5MoeForCausalLM``: experts in every block."""
     return _read_mixture(ConfigFields(_without_sections(values)), "Qwen3_5MoeForCausalLM", max_model_len)
 
 
 def read_qwen3_5_with_vision_config(values: Mapping[str, Any], max_model_len: int | None = None) -> DeltaConfig:
-    """``Qwen3_5ForConditionalGeneration``: the language model in ``text_config``, for text. Its encoder of images is not
-    loaded, and no token has a place in height and width."""
+    """Read ``text_config`` of ``Qwen3_5ForConditionalGeneration``, for text. The image encoder is
+    not loaded, and no token has a position in height and width."""
     text = _text_of(values, "qwen3_5", "Qwen3_5ForConditionalGeneration")
     return replace(_read_dense(text, "Qwen3_5ForConditionalGeneration", max_model_len), prefix=VISION_PREFIX)
 
 
 def read_qwen3_5_moe_with_vision_config(values: Mapping[str, Any], max_model_len: int | None = None) -> DeltaConfig:
-    """``Qwen3_5MoeForConditionalGeneration``: the same with experts."""
+    """Read ``text_config`` of ``Qwen3_5MoeForConditionalGeneration``, with experts."""
     text = _text_of(values, "qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration")
     return replace(_read_mixture(text, "Qwen3_5MoeForConditionalGeneration", max_model_len), prefix=VISION_PREFIX)
 
 
 def _text_of(values: Mapping[str, Any], model_type: str, architecture: str) -> ConfigFields:
-    """The fields of ``text_config``; those beside it are read or refused."""
+    """Return the fields of ``text_config``; read or refuse those beside it."""
     fields = ConfigFields(values)
     if fields.get("model_type") not in (None, model_type):
         raise fields.error("model_type", f"{model_type!r}, which goes with {architecture}")
@@ -129,10 +130,10 @@ def _read_dense(fields: ConfigFields, architecture: str, max_model_len: int | No
 
 
 def _read_mixture(fields: ConfigFields, architecture: str, max_model_len: int | None) -> DeltaConfig:
-    # No block has a plain MLP; where the field is missing nothing reads what stands for it.
+    # No block has a plain MLP, so the value that replaces a missing field is not used.
     fields = ConfigFields({"intermediate_size": 1, **fields.values}, fields.source)
     geometry = _geometry(fields, architecture, "qwen3_5_moe_text", max_model_len)
-    # Every block has experts, whatever these say.
+    # Every block has experts; the fields may say nothing else.
     fields.expect("mlp_only_layers", [])
     fields.expect("decoder_sparse_step", 1)
     trunk = MixtureConfig(**_trunk(fields, geometry), **_experts(fields, renormalise=True))
@@ -140,7 +141,7 @@ def _read_mixture(fields: ConfigFields, architecture: str, max_model_len: int | 
 
 
 def _without_sections(values: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration without the shares of a head that turn by time, height and width: for text they are one position."""
+    """Drop the head's shares that rotate by time, height and width: text has one position."""
     found = dict(values)
     for name in ("rope_parameters", "rope_scaling"):
         if isinstance(found.get(name), dict):
@@ -179,8 +180,8 @@ def _experts(fields: ConfigFields, *, renormalise: bool) -> dict[str, Any]:
 
 
 def _config(fields: ConfigFields, trunk: DecoderConfig, *, interleaved: bool) -> DeltaConfig:
-    """Which blocks attend: ``layer_types``, or every ``full_attention_interval``-th (missing: 4)."""
-    # Nobody reads these; they say what transformers computes anyway.
+    """Complete the values; by default each ``full_attention_interval``-th block (4) attends."""
+    # transformers does not read these fields; it always computes the accepted values.
     fields.expect("attn_output_gate", True)
     fields.expect("mamba_ssm_dtype", "float32")
     interval = fields.count("full_attention_interval", 4)
@@ -211,7 +212,7 @@ def _config(fields: ConfigFields, trunk: DecoderConfig, *, interleaved: bool) ->
 
 
 def delta_spellings(config: DeltaConfig) -> Sequence[NameTable]:
-    """Each expert by itself, or stacked; without experts one way."""
+    """Return tables for single and for stacked experts; one table if there are no experts."""
     trunk = config.trunk
     if isinstance(trunk, MixtureConfig):
         single = mixture_names(trunk, projections=("gate_proj", "up_proj", "down_proj"))
@@ -227,7 +228,7 @@ def _prefixed(config: DeltaConfig, name: str) -> str:
 
 
 def delta_ignorable_names(config: DeltaConfig) -> IgnorableNames:
-    """What every decoder may ignore, the layer that predicts several tokens, and the encoder of images."""
+    """Return the ignorable names, also of the multi-token predictor and the image encoder."""
     found = ignorable_names(config.trunk, replace(LLAMA_NAMES, trunk=config.prefix))
     return IgnorableNames(names=found.names, prefixes=(*found.prefixes, "mtp.", "model.visual."))
 
@@ -246,7 +247,7 @@ def _mixers(config: DeltaConfig) -> dict[str, Place]:
 
 
 def _attention_names(config: DeltaConfig, block: int) -> dict[str, Place]:
-    """Half of the rows of ``q_proj`` are gates."""
+    """Return an attention's names; half of the rows of ``q_proj`` are gates."""
     trunk, spec = config.trunk, config.trunk.layers[block]
     table: dict[str, Place] = {}
     prefix = f"model.layers.{block}.self_attn"
@@ -267,7 +268,7 @@ def _attention_names(config: DeltaConfig, block: int) -> dict[str, Place]:
 
 
 class _Rows(NamedTuple):
-    """A tensor whose rows are some of a parameter's."""
+    """A tensor that fills some rows of a parameter."""
 
     theirs: str
     ours: str
@@ -322,7 +323,7 @@ def _delta_net(config: DeltaConfig, block: int, layer_id: int, parameters: Param
     name, shape = f"{block}.mixer", config.mixer
     project, rates = linear(parameters, f"{name}.project"), linear(parameters, f"{name}.rates")
     if config.interleaved:
-        # Adapters know the rows in the checkpoint's order only.
+        # Adapters know the rows only in the checkpoint's order.
         project.name = rates.name = ""
         served = shape.num_value_heads // shape.num_key_heads
         values = served * shape.value_dim
@@ -341,10 +342,7 @@ def _delta_net(config: DeltaConfig, block: int, layer_id: int, parameters: Param
 
 
 def gather_parts_(weight_RE: Tensor, heads: int, parts: Sequence[int]) -> None:
-    """Rows that are head after head, in each one part after the other, become part after part, in each head after head.
-
-    In place, as this is the model's own memory; a copy of one weight at a time is what it costs.
-    """
+    """Reorder rows in place from head-major to part-major; it costs a copy of one weight."""
     rows = torch.arange(len(weight_RE), device=weight_RE.device).view(heads, sum(parts))
     order = torch.cat([part.flatten() for part in torch.split(rows, list(parts), dim=1)])
     weight_RE.copy_(weight_RE.index_select(0, order))

@@ -1,8 +1,8 @@
-"""Qwen2-MoE (arXiv:2407.10671) and Qwen3-MoE (arXiv:2505.09388): many small experts, in some or all layers.
+"""Qwen2-MoE (arXiv:2407.10671) and Qwen3-MoE (arXiv:2505.09388): many small experts per layer.
 
-In Qwen2-MoE all tokens also share one expert, whose share each token weighs with a sigmoid of its own; Qwen3-MoE has
-norms of query and key heads instead. transformers and the published checkpoints write each expert's projections as
-tensors of their own; transformers 5 can also write its own form, in which they are stacked.
+Some or all layers have experts. Qwen2-MoE also has an expert shared by all tokens, which each token
+weighs with its own sigmoid. Qwen3-MoE has norms of query and key heads instead. Published
+checkpoints have a tensor for each projection of each expert; transformers 5 can also stack them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from quire.ops.experts import Routing
 
 
 def read_qwen2_moe_config(values: Mapping[str, Any], max_model_len: int | None = None) -> MixtureConfig:
-    """``Qwen2MoeForCausalLM``: biases of q, k and v by ``qkv_bias`` (missing: there are)."""
+    """Read ``Qwen2MoeForCausalLM``; q, k and v have biases unless ``qkv_bias`` is false."""
     fields = ConfigFields(values)
     geometry = read_geometry(fields, "Qwen2MoeForCausalLM", "qwen2_moe", max_model_len, kv_heads_required=True)
     config = MixtureConfig(
@@ -47,10 +47,10 @@ def read_qwen2_moe_config(values: Mapping[str, Any], max_model_len: int | None =
 
 
 def read_qwen3_moe_config(values: Mapping[str, Any], max_model_len: int | None = None) -> MixtureConfig:
-    """``Qwen3MoeForCausalLM``: norms of query and key heads; biases of q, k, v and o by ``attention_bias``."""
+    """Read ``Qwen3MoeForCausalLM``: head norms; biases of q, k, v and o by ``attention_bias``."""
     fields = ConfigFields(values)
     geometry = read_geometry(fields, "Qwen3MoeForCausalLM", "qwen3_moe", max_model_len, kv_heads_required=True)
-    # All layers or none, whatever max_window_layers says; as in transformers.
+    # All layers or none, as in transformers; max_window_layers changes nothing.
     window = _window(fields)
     fields.get("max_window_layers")
     expect_layer_types(fields, (window is not None,) * geometry.num_layers)
@@ -67,12 +67,12 @@ def read_qwen3_moe_config(values: Mapping[str, Any], max_model_len: int | None =
 
 
 def qwen_moe_spellings(config: MixtureConfig) -> tuple[NameTable, ...]:
-    """Each expert by itself, or stacked."""
+    """Return one name table for single experts and one for stacked experts."""
     return mixture_names(config, projections=("gate_proj", "up_proj", "down_proj")), mixture_names(config)
 
 
 def _window(fields: ConfigFields) -> int | None:
-    """``sliding_window`` (missing: 4,096) if ``use_sliding_window``. Otherwise nobody reads it; transformers writes 0."""
+    """Read ``sliding_window`` (default 4,096) if ``use_sliding_window``; else pass over it."""
     if fields.flag("use_sliding_window", False):
         return read_window(fields, 4096)
     fields.get("sliding_window")
@@ -80,7 +80,7 @@ def _window(fields: ConfigFields) -> int | None:
 
 
 def _qwen2_windows(fields: ConfigFields, geometry: DecoderGeometry) -> tuple[int | None, ...]:
-    """Those of ``layer_types``, or of every other layer below ``max_window_layers`` (missing: 28), the first included."""
+    """Return windows by ``layer_types``, or of even layers below ``max_window_layers`` (28)."""
     window = _window(fields)
     stop = fields.whole("max_window_layers", 28)
     windowed = read_layer_types(fields, geometry.num_layers)
@@ -91,7 +91,7 @@ def _qwen2_windows(fields: ConfigFields, geometry: DecoderGeometry) -> tuple[int
 
 
 def _common(fields: ConfigFields, geometry: DecoderGeometry) -> dict[str, Any]:
-    """What both read alike. ``norm_topk_prob`` is off where it is missing, and no layer is dense."""
+    """Return the common fields; ``norm_topk_prob`` is off and no layer dense by default."""
     num_experts, top_k = read_num_experts(fields, "num_experts", "num_local_experts")
     pass_over_training(fields)
     step = fields.count("decoder_sparse_step", 1)

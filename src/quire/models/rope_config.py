@@ -1,7 +1,7 @@
-"""RoPE in ``config.json``: two spellings, seven scalings, one ``RopeSpec`` in which everything is a number.
+"""RoPE in ``config.json``: two spellings and seven scalings become one numeric ``RopeSpec``.
 
-transformers 5 writes one object ``rope_parameters``, or one for each type of layer inside of it; before, there were
-``rope_theta``, ``rope_scaling`` and ``rope_local_base_freq`` side by side. Either is read, and both if they agree.
+transformers 5 writes one object ``rope_parameters``, or one in it per type of layer. Older files
+have ``rope_theta``, ``rope_scaling``, ``rope_local_base_freq``. Both are read, and must agree.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ ROPE_SCALINGS: tuple[str, ...] = get_args(RopeScaling)
 """The rules for frequencies that ``quire.ops.rope`` computes."""
 
 OTHER_NAMES: Mapping[str, str] = {"su": "longrope"}
-"""What scalings were called in older configurations (the first of Phi-3)."""
+"""Names of scalings in older configurations (the first of Phi-3)."""
 
 SCALED_LAYERS = "full_attention"
-"""The type of layer that a ``rope_scaling`` is for where types differ (Gemma 3, OLMo 3)."""
+"""The type of layer of ``rope_scaling`` in models whose types differ (Gemma 3, OLMo 3)."""
 
 THETA_FIELDS: Mapping[str, str] = {"sliding_attention": "rope_local_base_freq"}
-"""The field of the base beside ``rope_scaling``, by type of layer, where it is not ``rope_theta`` (Gemma 3)."""
+"""By type of layer, the field of a base other than ``rope_theta`` (older files of Gemma 3)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Context:
-    """What a scaling may need beside its own parameters. Lengths in tokens."""
+    """Values that a scaling may need besides its parameters; lengths in tokens."""
 
     head_dim: int
     max_position: int
@@ -55,27 +55,30 @@ def read_rope(
     partial_default: float | None = None,
     interleaved: bool = False,
 ) -> RopeSpec:
-    """The RoPE of a model, or of its layers of one type.
+    """Read the RoPE of a model, or of its layers of one type.
 
-    ``head_dim``: columns of the heads that RoPE is given (MLA: the rotated part). ``max_position``: the model's
-    ``max_position_embeddings``.
+    ``head_dim``: columns of the heads that RoPE is given (MLA: the rotated part). ``max_position``:
+    the model's ``max_position_embeddings``.
 
-    ``max_model_len``: the longest sequence, in tokens, that this model will be run with; None is ``max_position``.
-    It fixes what depends on the length, for every token and once for all (vLLM's rule; transformers changes the
-    frequencies as a sequence grows, under keys that are stored already): ``longrope`` takes its long factors if
-    ``max_model_len`` is above ``original_max_position_embeddings``, else the short ones, and ``dynamic`` the base for
-    ``max_model_len`` tokens, which is ``rope_theta`` itself up to ``max_position``. The other scalings do not look at it.
+    ``max_model_len``: the longest sequence in tokens that will run; None: ``max_position``. It
+    fixes length-dependent parts once, for every token, as in vLLM; transformers changes the
+    frequencies under stored keys as a sequence grows. ``longrope`` takes its long factors if
+    ``max_model_len`` exceeds ``original_max_position_embeddings``, else the short ones. ``dynamic``
+    takes the base for ``max_model_len`` tokens, ``rope_theta`` up to ``max_position``. Other
+    scalings ignore the length.
 
-    ``layer_type``: for models whose types of layers differ; ``rope_parameters`` is then an object by type
-    (``CheckpointError`` for one that is not). In the older spelling the base is in a field of its
-    own (``THETA_FIELDS``), and ``rope_scaling`` is for full attention only.
+    ``layer_type``: for models with different types of layers. ``rope_parameters`` must then be an
+    object by type, else ``CheckpointError``. In the older spelling the base has its own field
+    (``THETA_FIELDS``), and ``rope_scaling`` is for full attention only.
 
-    ``theta_default``, ``partial_default``: what the family takes where ``rope_theta`` and ``partial_rotary_factor``
-    are missing. With ``partial_default`` None its heads turn as a whole, and another fraction than 1 is refused
-    (``proportional`` apart, where the fraction is one of pairs and all columns belong to RoPE).
+    ``theta_default``, ``partial_default``: the family's ``rope_theta`` and
+    ``partial_rotary_factor`` if missing. With ``partial_default`` None whole heads rotate, and
+    fractions other than 1 are refused. ``proportional`` is an exception: its fraction counts pairs,
+    and RoPE has all columns.
 
-    ``Unsupported`` names a scaling or a parameter that we do not compute. ``CheckpointError``: a parameter is missing
-    or out of range, or two spellings disagree, as nobody can say which of them the weights were trained with.
+    Raise ``Unsupported`` with the name of a scaling or parameter that is not computed, and
+    ``CheckpointError`` if a parameter is missing or out of range, or if two spellings disagree: the
+    one used in training is unknown.
     """
     if max_model_len is not None and max_model_len < 1:
         raise InvalidArgument(f"max_model_len {max_model_len}; at least 1 is needed")
@@ -112,7 +115,7 @@ def read_rope(
 
 
 def _of_layer_type(fields: ConfigFields, given: Mapping[str, Any], layer_type: str) -> Mapping[str, Any]:
-    """The parameters of one type of layer; empty where they are missing or null."""
+    """Return the parameters of one type of layer; empty if they are missing or null."""
     flat = [name for name, value in given.items() if not (value is None or isinstance(value, dict))]
     if flat:
         raise CheckpointError(
@@ -127,7 +130,7 @@ def _of_layer_type(fields: ConfigFields, given: Mapping[str, Any], layer_type: s
 
 
 def _join(fields: ConfigFields, name: str, given: Mapping[str, Any], beside: Mapping[str, str]) -> dict[str, Any]:
-    """``given`` with the parameters that older configurations keep beside it, under ``beside``'s names."""
+    """Join ``given`` with parameters that older files keep beside it, named by ``beside``."""
     joined = dict(given)
     for key, outer in beside.items():
         value = fields.get(outer)
@@ -153,7 +156,7 @@ def _rope_spec(rope: ConfigFields, context: _Context) -> RopeSpec:
     theta = rope.number("rope_theta", context.theta_default)
     plain = RopeSpec(theta=theta, rotary_dim=_rotary_dim(rope, context, kind), interleaved=context.interleaved)
     spec = _READERS[kind](rope, plain, context)
-    # What no reader has asked for belongs to a rule that we do not know.
+    # Parameters that no reader asks for belong to an unknown rule.
     surplus = [name for name in rope.unread() if rope.values[name] is not None]
     if surplus:
         raise Unsupported(f"{rope.source}: {surplus} with RoPE scaling {kind!r}; expected none of them")
@@ -161,7 +164,7 @@ def _rope_spec(rope: ConfigFields, context: _Context) -> RopeSpec:
 
 
 def _rotary_dim(rope: ConfigFields, context: _Context, kind: str) -> int:
-    """The columns that turn: a fraction of the head, rounded down as in transformers."""
+    """Return the columns that rotate: a fraction of the head, rounded down as in transformers."""
     fraction = rope.number("partial_rotary_factor", context.partial_default or 1.0)
     if fraction > 1:
         raise rope.error("partial_rotary_factor", "at most 1")
@@ -181,7 +184,7 @@ def _rotary_dim(rope: ConfigFields, context: _Context, kind: str) -> int:
 def _read_default(rope: ConfigFields, plain: RopeSpec, context: _Context) -> RopeSpec:
     rope.get(
         "original_max_position_embeddings"
-    )  # Says how the model was trained (Phi-3 for 4,096), and decides nothing.
+    )  # Tells how the model was trained (Phi-3 for 4,096), and decides nothing.
     return plain
 
 
@@ -191,7 +194,7 @@ def _read_linear(rope: ConfigFields, plain: RopeSpec, context: _Context) -> Rope
 
 
 def _read_dynamic(rope: ConfigFields, plain: RopeSpec, context: _Context) -> RopeSpec:
-    """The original length is the model's context: transformers knows no other for this rule."""
+    """Read the rule with the model's context as original length, the only one in transformers."""
     if rope.count("original_max_position_embeddings", context.max_position) != context.max_position:
         raise rope.error(
             "original_max_position_embeddings", f"max_position_embeddings ({context.max_position}), which dynamic takes"
@@ -231,18 +234,18 @@ def _read_yarn(rope: ConfigFields, plain: RopeSpec, context: _Context) -> RopeSp
 
 
 def yarn_magnitude(factor: float, weight: float = 1.0) -> float:
-    """YaRN's rule for how much larger queries and keys have to be in a context that is ``factor`` times longer.
+    """Return YaRN's factor of queries and keys for a context ``factor`` times longer.
 
-    DeepSeek's MLA multiplies its scale of the scores by the square of it, with ``mscale_all_dim`` as the weight.
+    DeepSeek's MLA multiplies the scale of the scores by its square, weighted by ``mscale_all_dim``.
     """
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
 def _yarn_attention_factor(rope: ConfigFields, factor: float) -> float:
-    """``mscale`` weighs what rotated columns need, ``mscale_all_dim`` what the scale of the scores does already.
+    """Return ``mscale``'s factor of rotated columns over ``mscale_all_dim``'s of the scores.
 
-    0 is as good as missing. One without the other is computed differently by DeepSeek's code (where ``mscale`` is 1 and
-    ``mscale_all_dim`` 0 by default) and by transformers (which takes neither), and is refused unless both give the same.
+    0 equals missing. With one missing, DeepSeek's code (defaults 1 and 0) and transformers (which
+    ignores both) may differ; then the configuration is refused.
     """
     weights = []
     for name in ("mscale", "mscale_all_dim"):

@@ -1,6 +1,6 @@
-"""SmolLM3: Llama in which some layers rotate nothing (NoPE).
+"""SmolLM3: Llama with some layers without RoPE (NoPE).
 
-Sources: the model's card, arXiv:2501.18795 (RoPE and NoPE by turns) and transformers.
+Sources: the model's card, arXiv:2501.18795 (alternating RoPE and NoPE) and transformers.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from quire.models.geometry import (
 
 
 def read_smollm3_config(values: Mapping[str, Any], max_model_len: int | None = None) -> DecoderConfig:
-    """``SmolLM3ForCausalLM``: a layer rotates where ``no_rope_layers`` has a 1; missing: every
-    ``no_rope_layer_interval``-th layer (4) does not. With ``use_sliding_window`` the layers of ``layer_types``, or
-    those without rotation, have a window."""
+    """Read ``SmolLM3ForCausalLM``. Layers with a 1 in ``no_rope_layers`` rotate; by default all but
+    every ``no_rope_layer_interval``-th (4) do. With ``use_sliding_window`` the layers of
+    ``layer_types``, or those without RoPE, have a window."""
     fields = ConfigFields(values)
     geometry = read_geometry(fields, "SmolLM3ForCausalLM", "smollm3", max_model_len, kv_heads_required=True)
     rotates = _read_rotates(fields, geometry)

@@ -1,6 +1,6 @@
-"""StableLM 2 and StableLM 3B: LayerNorm, a quarter of each head rotates; some have norms of heads and parallel residuals.
+"""StableLM 2 and StableLM 3B: LayerNorm; a quarter of each head rotates.
 
-Sources: arXiv:2402.17834 and transformers.
+Some have norms of heads and parallel residuals. Sources: arXiv:2402.17834 and transformers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ STABLELM_NAMES = Names(norms=PRE_NORMS, head_norms=("q_layernorm", "k_layernorm"
 
 
 def read_stablelm_config(values: Mapping[str, Any], max_model_len: int | None = None) -> DecoderConfig:
-    """``StableLmForCausalLM``: biases of q, k and v by ``use_qkv_bias``."""
+    """Read ``StableLmForCausalLM``: biases of q, k and v by ``use_qkv_bias``."""
     fields = ConfigFields(values)
     geometry = read_geometry(fields, "StableLmForCausalLM", "stablelm", max_model_len, kv_heads_required=True)
     expect_layer_types(fields, (False,) * geometry.num_layers)

@@ -1,10 +1,10 @@
-"""How checkpoints spell the tensors of a decoder, and the parameters that they fill.
+"""Names of a decoder's tensors in checkpoints, and the parameters that they fill.
 
-The parameters of ``models.decoder.Decoder``, where ``{}`` is the layer: ``embed``, ``norm``, ``head`` (unless tied);
-``{}.qkv``, ``{}.out``, ``{}.q_norm``, ``{}.k_norm``, ``{}.sinks`` (no suffix); the norms of its placement out of
-``{}.attention_norm``, ``{}.attention_out_norm``, ``{}.mlp_norm``, ``{}.mlp_out_norm``; and for a dense MLP
-``{}.gate_up``, ``{}.down``. Each has ``.weight`` and, where the configuration says so, ``.bias``. The rows of ``qkv``
-are those of all query heads, all key heads, all value heads; the rows of ``gate_up`` are gate, then up.
+The parameters of a ``Decoder`` in layer ``{}``: ``embed``, ``norm``, ``head`` (unless tied);
+``{}.qkv``, ``{}.out``, ``{}.q_norm``, ``{}.k_norm``, ``{}.sinks`` (no suffix); norms by placement
+out of ``{}.attention_norm``, ``{}.attention_out_norm``, ``{}.mlp_norm``, ``{}.mlp_out_norm``; a
+dense MLP's ``{}.gate_up``, ``{}.down``. Each has ``.weight`` and, if configured, ``.bias``. The
+rows of ``qkv`` are all query heads, key heads, value heads; those of ``gate_up`` are gate, then up.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from quire.models.checkpoint import Place
 from quire.models.decoder import DecoderConfig, Placement
 
 PRE_NORMS: Mapping[str, str] = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
-"""Llama's names for the norms of a block, which most families took over."""
+"""Llama's names for the norms of a block, which most families adopted."""
 
 
 BLOCK_NORMS: Mapping[Placement, tuple[str, ...]] = {
@@ -25,39 +25,39 @@ BLOCK_NORMS: Mapping[Placement, tuple[str, ...]] = {
     "sandwich": ("attention_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm"),
     "parallel": ("attention_norm",),
 }
-"""The norms over the model width that a block has."""
+"""The norms over the model width in a block."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Names:
-    """The spelling of one family. Names of a layer's parts stand below ``{trunk}layers.{}.``."""
+    """The spelling of one family. Names of a layer's parts follow ``{trunk}layers.{}.``."""
 
     norms: Mapping[str, str]
-    """Our name to the checkpoint's, for the norms over the model width in a block; more than it has do no harm."""
+    """Our names of a block's norms over the model width, to the checkpoint's; extras are fine."""
     trunk: str = "model."
     head: str = "lm_head"
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
-    """Below ``self_attn``. One name: the projections are stored as one, in that order."""
+    """Names in ``self_attn``. One name: one tensor stores the projections in this order."""
     out: str = "o_proj"
     head_norms: tuple[str, str] = ("q_norm", "k_norm")
-    """Of queries and keys, below ``self_attn``; a norm for each head is stored as ``norms.0``, ``norms.1``, ..."""
+    """Norms of queries and keys in ``self_attn``; those per head are ``norms.0``, ``norms.1``."""
     gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
-    """Below ``mlp``. One name: both are stored as one, gate first."""
+    """Names in ``mlp``. One name: one tensor stores both, gate first."""
     down: str = "down_proj"
     others: tuple[str, ...] = ()
-    """How the names of tensors begin that are in the checkpoint and belong to other models (encoders of images)."""
+    """Prefixes of tensors in the checkpoint that belong to other models (encoders of images)."""
 
 
 LLAMA_NAMES = Names(norms=PRE_NORMS)
 
 
 def name_table(config: DecoderConfig, names: Names = LLAMA_NAMES) -> dict[str, Place]:
-    """Every tensor of a dense decoder's checkpoint and the rows that it fills; ``{}`` is the layer."""
+    """Map each tensor of a dense decoder's checkpoint to its place; ``{}`` is the layer."""
     return {**trunk_names(config, names), **mlp_names(config, names)}
 
 
 def trunk_names(config: DecoderConfig, names: Names = LLAMA_NAMES) -> dict[str, Place]:
-    """All but the MLPs: embedding, head, norms, attention."""
+    """Return the names of embedding, head, norms and attention: all but the MLPs."""
     width, spec = config.hidden_size, config.layers[0]
     layer = f"{names.trunk}layers.{{}}."
     table = {f"{names.trunk}embed_tokens.weight": Place(parameter="embed.weight", shape=(config.vocab_size, width))}
@@ -93,7 +93,7 @@ def trunk_names(config: DecoderConfig, names: Names = LLAMA_NAMES) -> dict[str, 
 def mlp_names(
     config: DecoderConfig, names: Names = LLAMA_NAMES, layers: Collection[int] | None = None
 ) -> dict[str, Place]:
-    """The dense MLPs, of ``layers`` only where some layers have experts instead."""
+    """Return the names of the dense MLPs; ``layers`` limits them if other layers have experts."""
     width, inner = config.hidden_size, config.intermediate_size
     table: dict[str, Place] = {}
     for layer in ("{}",) if layers is None else sorted(layers):
@@ -106,7 +106,7 @@ def mlp_names(
 def _stacked(
     prefix: str, names: tuple[str, ...], parameter: str, rows: tuple[int, ...], columns: int, bias: bool
 ) -> dict[str, Place]:
-    """A linear map whose rows the checkpoint keeps in as many tensors as there are ``names``, or in one."""
+    """Return the names of a linear map stored in one tensor per name, or in a single one."""
     table, row = {}, 0
     for name, count in zip(names, rows if len(names) > 1 else (sum(rows),), strict=True):
         table[f"{prefix}{name}.weight"] = Place(parameter=f"{parameter}.weight", shape=(count, columns), row=row)
@@ -118,7 +118,7 @@ def _stacked(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class IgnorableNames:
-    """Names of tensors that a checkpoint may hold and that are not read; ``name in ignorable`` is all that it is for."""
+    """Names of tensors that a checkpoint may hold unread; used as ``name in ignorable``."""
 
     names: frozenset[str]
     prefixes: tuple[str, ...] = ()
@@ -128,7 +128,7 @@ class IgnorableNames:
 
 
 def ignorable_names(config: DecoderConfig, names: Names = LLAMA_NAMES) -> IgnorableNames:
-    """Frequencies, which config.json decides; a head that the same file says is the embedding; other models' tensors."""
+    """Return the names of RoPE's frequencies, a tied head, and other models' tensors."""
     ignored = {f"{names.trunk}rotary_emb.inv_freq"}
     ignored |= {f"{names.trunk}layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in range(config.num_layers)}
     if config.tie_embeddings:
