@@ -29,8 +29,8 @@ from bench.checkpoints import (
     windowed_config,
 )
 
+from quire.branches.prefix_cache import RadixCache
 from quire.contracts.layers import FullAttention, WindowedAttention
-from quire.engine.prefix_cache import RadixCache
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import InvalidArgument, NotFound, QuireError, Unsupported
 from quire.kv.state import State

@@ -431,7 +431,7 @@ def test_options_are_copied() -> None:
 
 def test_bookkeeping_needs_no_torch() -> None:
     code = (
-        "import sys, quire.config, quire.metrics, quire.engine.prefix_cache; "
+        "import sys, quire.config, quire.metrics, quire.branches.prefix_cache; "
         "quire.config.EngineConfig(model='m'); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -10,7 +10,7 @@ from tests.engine.conftest import BYTES_PER_TOKEN, check, engine_of, greedy, mak
 from tests.kv.pair import Pair
 
 from quire import LLM
-from quire.engine.prefix_cache import RadixCache
+from quire.branches.prefix_cache import RadixCache
 
 
 @pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0], [1, 0, 2]])

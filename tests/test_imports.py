@@ -57,7 +57,7 @@ WITHOUT_TORCH = (
     "kv.states",
     "branches.branch",
     "engine.scheduler",
-    "engine.prefix_cache",
+    "branches.prefix_cache",
     "engine.pins",
     "engine.grammar_trial",
     "engine.page_use",
@@ -141,6 +141,16 @@ def test_only_the_command_line_measures_and_only_when_it_is_asked_to() -> None:
     assert users == {("quire.cli_bench", False)}
 
 
+def test_engine_and_executor_meet_in_branches() -> None:
+    """An annotation aside, as of what ``Session.as_cache`` returns."""
+    pairs = [(module, name) for module in MODULES for name, loaded in imports(module).items() if loaded]
+    parts = {(module.split(".")[1], name.split(".")[1]) for module, name in pairs if "." in module and "." in name}
+    assert {("engine", "branches"), ("executor", "branches")} <= parts
+    assert (
+        not {("engine", "executor"), ("executor", "engine"), ("branches", "engine"), ("branches", "executor")} & parts
+    )
+
+
 def test_the_rule_can_fail() -> None:
     assert below("kv", "ops")
     assert below("kv", "kv")
@@ -205,7 +215,7 @@ def test_one_word_means_one_thing() -> None:
 
 
 def test_a_name_that_is_given_twice_is_found() -> None:
-    assert "Transaction" in classes("quire.executor.transaction")
+    assert "Transaction" in classes("quire.branches.transaction")
     assert named_twice({"a": ["Row", "x"], "b": ["Row"], "c": ["y"]}) == {"Row": ["a", "b"]}
 
 

@@ -29,7 +29,7 @@ from quire.build import Parts, build
 from quire.config import EngineConfig, parse_bytes
 from quire.contracts.executor import CacheLike, ExecutorInputs
 from quire.contracts.layers import sink_refusal, window_refusal
-from quire.engine import bridge, saved_sessions
+from quire.engine import row_sessions, saved_sessions
 from quire.engine.beam import BeamSearch, search
 from quire.engine.chat_rendering import render_chat, select_template
 from quire.engine.engine import Engine
@@ -421,8 +421,10 @@ class LLM:
                 sink=sink != 0,
             )
             require_bool("pin", pin)
+            from quire.executor.arguments import resolve_row
+
             with self._engine.lock:
-                forked = bridge.fork_to_session(self._engine, cache, row)
+                forked = row_sessions.fork_to_session(self._engine, *resolve_row(self._engine.runner, cache, row))
                 forked.pinned |= pin
                 session = self._session(forked)
                 session.name, session.labels = called, labelled

@@ -21,8 +21,8 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from quire import LLM, BeamSearchParams, SamplingParams, Session
+from quire.branches.adapter_keys import AdapterKey, fingerprint_runs, prefix_key, runs_of_session, users
 from quire.contracts.adapters import Adapter, LowRankUpdate
-from quire.engine.adapter_keys import AdapterKey, fingerprint_runs, prefix_key, runs_of_session, users
 from quire.engine.beam import BeamSearch, search
 from quire.engine.engine import Engine
 from quire.engine.sequence_request import SequenceRequest

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from quire import LLM, SamplingParams
-from quire.engine.host_store import HostStore, MoveCosts, Rate
+from quire.branches.host_store import HostStore, MoveCosts, Rate
 from quire.engine.request_outputs import request_output
 from quire.errors import QuireError
 from quire.llm import cache_key

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from quire.branches.history import TokenHistory, common_prefix
-from quire.engine.prefix_cache import RadixCache
+from quire.branches.prefix_cache import RadixCache
 from quire.engine.scheduled_request import ScheduledRequest, Status
 from quire.engine.scheduler import Limits, Scheduled, Scheduler
 from quire.errors import ResourceExhausted

@@ -20,12 +20,12 @@ import transformers
 from torch import Tensor
 
 from quire.branches.history import UNKNOWN, TokenHistory
+from quire.branches.row import Row
 from quire.contracts.executor import DecodeInput, ExecutorInputs, PrefillInput, TextData
 from quire.errors import QuireError
 from quire.executor.cache import KVCache
 from quire.executor.executor import Executor
 from quire.executor.llm_executor import LlmExecutor
-from quire.executor.row import Row
 from quire.kernels.sdpa import SdpaAttention
 from quire.kv.state import State
 from quire.models.families import LoadedModel

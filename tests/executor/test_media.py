@@ -23,6 +23,8 @@ from tests.executor.conftest import (
 )
 from torch import Tensor
 
+from quire.branches.forward_packing import pack
+from quire.branches.row_media import image_blocks, image_mask
 from quire.contracts.executor import (
     AUDIO_PLACEHOLDER,
     END_OF_AUDIO,
@@ -35,9 +37,7 @@ from quire.contracts.executor import (
 )
 from quire.errors import Cancelled, InvalidArgument, ResourceExhausted, Unsupported
 from quire.executor.executor import Executor
-from quire.executor.forward_packing import pack
 from quire.executor.llm_executor import LlmExecutor
-from quire.executor.row_media import image_blocks, image_mask
 from quire.sampling_params import SamplingParams
 
 

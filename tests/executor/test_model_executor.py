@@ -22,6 +22,7 @@ from tests.executor.conftest import (
     token,
 )
 
+from quire.branches.forward_packing import pack
 from quire.contracts.executor import DecodeInput, ExecutorState, ModelAssets, PrefillInput
 from quire.errors import (
     FailedPrecondition,
@@ -32,7 +33,6 @@ from quire.errors import (
     Unsupported,
 )
 from quire.executor.executor import Executor
-from quire.executor.forward_packing import pack
 from quire.runner.room import Rank
 
 # -- equalities --------------------------------------------------------------------------------------------------------

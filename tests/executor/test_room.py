@@ -14,13 +14,13 @@ from tests.executor.conftest import PAGE, FakeIdentity
 from tests.executor.recurrent import LENGTH, Hybrid, check, fresh, make_executor, prompt, token
 from tests.executor.test_recurrent_limits import Broken, at, error_of, facts, failing, untouched
 
+from quire.branches.row_extension import extensions
+from quire.branches.running_calls import Operation
+from quire.branches.transaction import Transaction
 from quire.engine.engine import Engine
 from quire.engine.scheduler import Limits
 from quire.errors import Cancelled, FailedPrecondition, NotFound, QuireError, ResourceExhausted
 from quire.executor.executor import Executor
-from quire.executor.row_extension import extensions
-from quire.executor.running_calls import Operation
-from quire.executor.transaction import Transaction
 from quire.kv.state_slots import NULL
 from quire.runner.room import Rank
 from quire.sampling_params import SamplingParams

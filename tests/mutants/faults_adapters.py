@@ -21,7 +21,7 @@ MUTANTS = (
     ),
     Mutant(
         name="prefixes-shared-by-all-adapters",
-        file="engine/adapter_keys.py",
+        file="branches/adapter_keys.py",
         old="return AdapterKey(salt, fingerprint_runs(runs, fingerprint_of)) if runs.ids else salt",
         new="return salt",
         tests=("engine/test_adapters.py::test_cached_prefixes_belong_to_fingerprints",),
@@ -63,14 +63,14 @@ MUTANTS = (
     ),
     Mutant(
         name="replays-under-the-wrong-adapter",
-        file="executor/transaction.py",
+        file="branches/transaction.py",
         old="adapter=self.parts[row].runs.at(self.parts[row].origin + begin),",
         new="adapter=self.parts[row].runs.at(self.parts[row].start),",
         tests=("executor/test_adapters.py::test_replay_runs_each_token_under_its_own",),
     ),
     Mutant(
         name="executors-share-across-adapters",
-        file="executor/prefix_sharing.py",
+        file="branches/prefix_sharing.py",
         old="common = row.runs.agreed(wanted, common_prefix(row.tokens.ids, ids))",
         new="common = common_prefix(row.tokens.ids, ids)",
         tests=("executor/test_adapters.py::test_shared_prefixes_are_of_one_adapter",),

@@ -345,14 +345,14 @@ STATES = (
     ),
     Mutant(
         name="host-copy-cut-where-no-state-is-kept",
-        file="engine/host_store.py",
+        file="branches/host_store.py",
         old="    return tuple(range(one, one + 1) for one in exported if any(one in part for part in found))",
         new="    return tuple(found)",
         tests=("engine/test_host_recurrent.py::test_what_was_moved_is_cut_at_kept_states",),
     ),
     Mutant(
         name="what-comes-back-takes-every-state-slot",
-        file="engine/host_store.py",
+        file="branches/host_store.py",
         old="room = max(state.num_available_states - 2, int(length < copy.length))",
         new="room = len(kept)",
         tests=("engine/test_host_recurrent.py::test_states_for_which_there_is_no_room_stay_behind",),

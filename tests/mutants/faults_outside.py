@@ -77,7 +77,7 @@ MUTANTS = (
     ),
     Mutant(
         name="starts-of-a-failed-call-stay-kept",
-        file="executor/transaction.py",
+        file="branches/transaction.py",
         old="            self._undo(part)\n        self._drop_starts()\n",
         new="            self._undo(part)\n",
         tests=("executor/test_recurrent_limits.py::test_a_failing_call_keeps_no_state_of_where_it_began",),

@@ -14,7 +14,7 @@ EXECUTOR = (
     ),
     Mutant(
         name="embeddings-of-another-piece",
-        file="executor/row_media.py",
+        file="branches/row_media.py",
         old="return self.embeddings_mE[first:last]",
         new="return self.embeddings_mE[: last - first]",
         tests=("executor/test_media.py::test_rows_stand_at_their_placeholders",),
@@ -28,14 +28,14 @@ EXECUTOR = (
     ),
     Mutant(
         name="nodes-verified-as-a-chain",
-        file="executor/transaction.py",
+        file="branches/transaction.py",
         old="tree = None if part.parents is None else TokenTree(part.parents)",
         new="tree = None if part.parents is None else TokenTree(tuple(range(-1, len(part.parents) - 1)))",
         tests=("executor/test_trees.py::test_each_path_equals_that_path_alone",),
     ),
     Mutant(
         name="way-back-not-kept-under-windows",
-        file="executor/transaction.py",
+        file="branches/transaction.py",
         old="return self._lets_go or self.pool.state.shares_tail(part.row.seq)",
         new="return self.pool.state.shares_tail(part.row.seq)",
         tests=("executor/test_windows.py::test_a_failure_in_a_late_forward_is_undone",),
@@ -94,8 +94,8 @@ INTERRUPTS = (
     ),
     Mutant(
         name="caches-lost-to-the-garbage-collector",
-        file="executor/cache_rows.py",
-        old="        pool.orphans.watch(self, end)\n",
+        file="branches/cache_rows.py",
+        old="        pool.orphans.watch(self, end)  # noted first, for it comes last\n",
         new="",
         tests=("engine/test_interrupts.py::test_what_nobody_holds_any_more_is_ended_by_the_next_step",),
     ),
@@ -118,14 +118,14 @@ INTERRUPTS = (
 SESSIONS = (
     Mutant(
         name="matches-beyond-the-reach-of-a-window",
-        file="engine/prefix_cache.py",
+        file="branches/prefix_cache.py",
         old="(position := self._reach(seq, min(length, below.end))) > found",
         new="(position := min(length, below.end)) > found",
         tests=("test_gaps.py::test_under_windows_a_match_is_where_some_sequence_can_be_forked",),
     ),
     Mutant(
         name="covered-sequences-forgotten-under-windows",
-        file="engine/prefix_cache.py",
+        file="branches/prefix_cache.py",
         old="return [] if live else list(node.sequences.values())",
         new="return list(_sequences_above(node))",
         tests=("test_gaps.py::test_under_windows_a_longer_sequence_does_not_replace_a_shorter_one",),
@@ -324,7 +324,7 @@ ENGINE = (
     ),
     Mutant(
         name="swapped-state-of-the-whole-copy",
-        file="engine/host_store.py",
+        file="branches/host_store.py",
         old="            if length < copy.length:\n",
         new="            if length > copy.length:\n",
         tests=("engine/test_host_memory.py::test_rewind_and_fork_of_a_session_that_was_moved",),

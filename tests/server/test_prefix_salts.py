@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from quire import AsyncLLM
-from quire.engine.adapter_keys import AdapterKey
+from quire.branches.adapter_keys import AdapterKey
 from quire.server.settings import ServerSettings
 
 from .conftest import Served, pages_free, serving, wait_for

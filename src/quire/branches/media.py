@@ -1,6 +1,6 @@
 """Embeddings of images or sounds in a history of tokens: how it remembers them. No torch at run time.
 
-In a history the id of a placeholder is made from the data that stands there (``quire.executor.row_media.recorded_ids``), as in rows of KV
+In a history the id of a placeholder is made from the data that stands there (``quire.branches.row_media.recorded_ids``), as in rows of KV
 caches: below -4, 62 bits of a SHA-256. So whatever compares histories (the prefix cache, sessions, requests of one batch) takes equal data
 for equal and nothing else. The data themselves are kept beside it, by these ids, for as long as somebody may run the tokens again.
 

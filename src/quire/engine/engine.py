@@ -18,16 +18,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from quire.branches.adapter_keys import AdapterKey, users
 from quire.branches.history import TokenHistory
+from quire.branches.host_store import HostStore
 from quire.branches.media import NO_MEDIA, Media
-from quire.engine.adapter_keys import AdapterKey, users
+from quire.branches.prefix_cache import RadixCache
 from quire.engine.checkpoints import Checkpoints
 from quire.engine.detokenizer import IncrementalDetokenizer
 from quire.engine.grammars import Grammars
-from quire.engine.host_store import HostStore
 from quire.engine.page_use import PageUse, page_use
 from quire.engine.pins import Pins, final_length
-from quire.engine.prefix_cache import RadixCache
 from quire.engine.prompt_logprobs import PromptLogprobs
 from quire.engine.prompts import embeddings_of
 from quire.engine.request_checks import RequestChecks

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from quire.engine.prefix_cache import RadixCache
+from quire.branches.prefix_cache import RadixCache
 
 if TYPE_CHECKING:
     from quire.contracts.kv_state import ModelState

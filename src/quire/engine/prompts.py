@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.branches.media import NO_MEDIA, Media
+from quire.branches.row_media import media_of_rows, recorded_ids
 from quire.config import MODALITIES
 from quire.contracts.executor import VISION_PLACEHOLDER, AudioData, ExecutorInputs, TextData, VisionData
 from quire.errors import InvalidArgument, QuireError, Unsupported
-from quire.executor.row_media import media_of_rows, recorded_ids
 
 KEYS = ("prompt_token_ids", "multi_modal_data", "prompt_embeds")
 KINDS = {"image": VisionData, "audio": AudioData}

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from quire.branches import saved_kinds
 from quire.branches.branch import Origin
 from quire.branches.history import TokenHistory
+from quire.branches.saved_kinds import KV_CACHE, KV_CACHE_WITH_POSITIONS, SESSION
 from quire.engine.engine import Engine
 from quire.engine.sequence_request import SessionState
 from quire.errors import DataLoss, FailedPrecondition, InvalidArgument, ResourceExhausted, Unsupported
-from quire.executor import saved_kinds
-from quire.executor.saved_kinds import KV_CACHE, KV_CACHE_WITH_POSITIONS, SESSION
 from quire.kv import sequencefile
 from quire.kv.state_schema import check_metadata
 from quire.kv.statefile import HeaderLimits, StateFile, TensorSpec, read_state, write_state

@@ -24,7 +24,7 @@ class ScheduledRequest(Branch):
     """What the scheduler needs to know. The engine's request holds one of these and adds text and sampling."""
 
     key: Hashable = None
-    """What may share a prefix: salt and adapters (``quire.engine.adapter_keys``)."""
+    """What may share a prefix: salt and adapters (``quire.branches.adapter_keys``)."""
     wants: LogitsWanted = "last"
     """``last``: logits of the last token, once all are computed. ``all``: of every token. ``none``: no logits."""
     cacheable: bool = True

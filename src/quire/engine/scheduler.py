@@ -22,8 +22,8 @@ from itertools import islice
 from typing import Protocol
 
 from quire.branches.history import common_prefix
+from quire.branches.prefix_cache import RadixCache
 from quire.engine.checkpoints import Checkpoints
-from quire.engine.prefix_cache import RadixCache
 from quire.engine.scheduled_request import ScheduledRequest, Status
 from quire.errors import PoolExhausted, QuireError, ResourceExhausted
 from quire.types import Add, Chunk, Edit, Fork, LogitsWanted, Remove, SeqId, SetWindow, Step

@@ -19,11 +19,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from quire.branches.adapter_keys import NO_SALT, AdapterNames, Fingerprints, runs_of_session
+from quire.branches.cache_rows import become_fork
 from quire.branches.media import NO_MEDIA, Media
 from quire.contracts.executor import ExecutorInputs
 from quire.contracts.layers import LayerSpec
-from quire.engine import bridge, layer_memory, saved_sessions
-from quire.engine.adapter_keys import AdapterNames, Fingerprints, runs_of_session
+from quire.engine import layer_memory, saved_sessions
 from quire.engine.chat_rendering import encode_chat
 from quire.engine.chat_turns import Asked, ChatTurns, ReadAnswer
 from quire.engine.engine import Engine
@@ -35,7 +36,7 @@ from quire.engine.session_repr import session_repr
 from quire.engine.session_stream import SessionStream
 from quire.engine.token_ids import as_token_ids, is_integer
 from quire.engine.tokenizer import Tokenizer
-from quire.errors import Cancelled, FailedPrecondition, InvalidArgument
+from quire.errors import Cancelled, FailedPrecondition, InvalidArgument, ResourceExhausted
 from quire.finalizers import unless_exiting
 from quire.interrupts import uninterrupted
 from quire.models.fingerprint import ModelIdentity
@@ -548,12 +549,20 @@ class Session(Labelled):
         """
         with self._engine.lock:
             self._idle("as_cache")
-            cache = bridge.cache_for(self._executor(), len(self), capacity, dynamic)
+            cache = self._executor().create_kv_cache(capacity=capacity, dynamic=dynamic)
+            room = cache.pool.max_model_len if cache.dynamic else cache.capacity
+            if len(self) > room:
+                cache.release()
+                raise ResourceExhausted(
+                    f"as_cache: the session has {len(self)} tokens, and a row of this KV cache holds {room}"
+                )
         try:
             if len(self):
                 self._catch_up("as_cache", len(self))
             with self._engine.lock:
-                bridge.fork_to_cache(self._engine, self._computed("as_cache", len(self)), cache)
+                state = self._computed("as_cache", len(self))
+                become_fork(cache, state, private=state.key != NO_SALT)
+                self._engine.metrics.forks.inc(state.seq is not None)
         except BaseException:
             cache.release()
             raise

@@ -14,13 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from quire.branches.adapter_keys import prefix_key, runs_of_session
 from quire.branches.branch import COMPUTED
 from quire.branches.history import common_prefix
+from quire.branches.host_store import HostStore
 from quire.branches.media import Media
+from quire.branches.prefix_cache import RadixCache
 from quire.engine import layer_memory
-from quire.engine.adapter_keys import prefix_key, runs_of_session
-from quire.engine.host_store import HostStore
-from quire.engine.prefix_cache import RadixCache
 from quire.engine.sequence_request import SequenceRequest, SessionState
 from quire.errors import FailedPrecondition, QuireError, ResourceExhausted
 from quire.metrics import EngineMetrics

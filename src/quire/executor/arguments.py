@@ -13,14 +13,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.branches.cache_pool import CachePool
+from quire.branches.forward_packing import LOGITS_ONLY, WantedOutputs
 from quire.branches.history import Ids
+from quire.branches.row_extension import require_vocabulary
 from quire.contracts.executor import DecodeInput, PrefillInput
 from quire.errors import InvalidArgument, QuireError, Unsupported
 from quire.executor.cache import KVCache
-from quire.executor.forward_packing import LOGITS_ONLY, WantedOutputs
 from quire.executor.handle import Handle
-from quire.executor.pool import CachePool
-from quire.executor.row_extension import require_vocabulary
+from quire.runner.local import Runner
 
 NO_MASKS = "recurrent layers see the tokens of a row in order, and no mask can change that; give the image with bidirectional=False"
 
@@ -66,6 +67,30 @@ def resolve_cache(pool: CachePool, given: object) -> tuple[KVCache, tuple[int, .
         given.require_committed()
         return cache, given.lengths
     return cache, cache.lengths
+
+
+def resolve_row(runner: Runner, given: object, row: int | None) -> tuple[KVCache, int, int]:
+    """Return a cache over ``runner``, the index of a row (None: the only one) and the tokens meant.
+
+    ``given`` is the cache or a handle of it. ``InvalidArgument``: another runner's cache, a stale handle,
+    no such row. ``NotFound``: released. Call it under the lock.
+    """
+    found = getattr(given, "cache", given)
+    if not isinstance(found, KVCache):
+        raise InvalidArgument(f"cache must be a KV cache or a handle of one; got {type(given).__name__}")
+    found.require_live()
+    if found.pool.runner_or_none is not runner:
+        raise InvalidArgument(
+            f"KV cache {found.cache_id} belongs to another model's pages; give session_from_bytes what its serialize() returns"
+        )
+    cache, lengths = resolve_cache(found.pool, given)
+    if row is None:
+        if cache.batch_size > 1:
+            raise InvalidArgument(f"the KV cache has {cache.batch_size} rows, and a session is one; pick it with row=")
+        row = 0
+    if isinstance(row, bool) or not isinstance(row, int) or not 0 <= row < cache.batch_size:
+        raise InvalidArgument(f"row {row!r} does not exist; the KV cache has rows 0..{cache.batch_size - 1}")
+    return cache, row, lengths[row]
 
 
 def prefill_request(pool: CachePool, given: PrefillInput) -> Request:

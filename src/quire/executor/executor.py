@@ -15,6 +15,14 @@ from typing import cast
 
 from torch import Tensor
 
+from quire.branches import rewinding
+from quire.branches.cache_pool import CachePool
+from quire.branches.forward_packing import LOGITS_ONLY
+from quire.branches.prefix_sharing import shared_rows
+from quire.branches.row_extension import Extension, extensions, packed
+from quire.branches.row_media import check_modalities
+from quire.branches.running_calls import Operation, Stopwatch
+from quire.branches.transaction import Transaction
 from quire.config import MODALITIES
 from quire.contracts.executor import (
     CacheLike,
@@ -33,7 +41,7 @@ from quire.contracts.executor import (
     SpeculativeOutput,
 )
 from quire.errors import Cancelled, FailedPrecondition, InvalidArgument, ResourceExhausted, Unsupported
-from quire.executor import executor_types, reports, rewinding, verification, warmup
+from quire.executor import executor_types, reports, verification, warmup
 from quire.executor.adapter_assets import read_assets
 from quire.executor.arguments import (
     Request,
@@ -48,14 +56,7 @@ from quire.executor.arguments import (
 )
 from quire.executor.cache import KVCache
 from quire.executor.call_outputs import decode_output, places_for_logits, prefill_output
-from quire.executor.forward_packing import LOGITS_ONLY
 from quire.executor.handle import Handle, handle_of
-from quire.executor.pool import CachePool
-from quire.executor.prefix_sharing import shared_cache
-from quire.executor.row_extension import Extension, extensions, packed
-from quire.executor.row_media import check_modalities
-from quire.executor.running_calls import Operation, Stopwatch
-from quire.executor.transaction import Transaction
 from quire.interrupts import SHIELD, Lock
 from quire.kv.sequences import check_integer
 from quire.metrics import OperationMetrics
@@ -305,7 +306,8 @@ class Executor:
         limits = [0] * request.batch_size
         if self.share_prefixes and wanted != "all" and request.asked == LOGITS_ONLY:
             limits = [ids.size - (wanted == "last") for ids in request.tokens]
-        cache, starts = shared_cache(self.pool, request.tokens, limits, request.adapter, request.positions)
+        rows, starts = shared_rows(self.pool, request.tokens, limits, request.adapter, request.positions)
+        cache = KVCache(self.pool, rows, capacity=self.pool.max_model_len, dynamic=False)
         tokens = tuple(ids[start:] for ids, start in zip(request.tokens, starts, strict=True))
         positions = tuple(
             None if given is None else given[start:] for given, start in zip(request.positions, starts, strict=True)

@@ -13,7 +13,13 @@ from dataclasses import replace
 import numpy as np
 from torch import Tensor
 
+from quire.branches.cache_pool import CachePool
+from quire.branches.forward_packing import LOGITS_ONLY, RowOutput, WantedOutputs
 from quire.branches.history import Ids
+from quire.branches.row import path_to
+from quire.branches.row_extension import Extension, extensions, placed, require_vocabulary
+from quire.branches.running_calls import Operation
+from quire.branches.transaction import Transaction
 from quire.contracts.executor import CacheLike, DecodeInput, DecodeOutput, RequestSampling, SpeculativeOutput
 from quire.errors import InvalidArgument, Unsupported
 from quire.executor import speculation
@@ -27,13 +33,7 @@ from quire.executor.arguments import (
     union,
 )
 from quire.executor.cache import KVCache
-from quire.executor.forward_packing import LOGITS_ONLY, RowOutput, WantedOutputs
 from quire.executor.handle import Handle, handle_of
-from quire.executor.pool import CachePool
-from quire.executor.row import path_to
-from quire.executor.row_extension import Extension, extensions, placed, require_vocabulary
-from quire.executor.running_calls import Operation
-from quire.executor.transaction import Transaction
 from quire.sampling_params import SamplingParams
 
 PARAMS_OF_A_REQUEST = (

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.autograd.profiler import profile
 
-from quire.executor.pool import CachePool
-from quire.executor.running_calls import Stopwatch
+from quire.branches.cache_pool import CachePool
+from quire.branches.running_calls import Stopwatch
 from quire.kv.forward_need import pages_for
 from quire.models.loading import free_memory
 from quire.runner.local import NO_EXTRAS, Extras

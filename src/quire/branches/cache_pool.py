@@ -12,11 +12,11 @@ from weakref import WeakValueDictionary
 import torch
 
 from quire.branches.branch import Branch
+from quire.branches.row import Row
+from quire.branches.running_calls import Operations
 from quire.contracts.kv_state import ModelState
 from quire.contracts.layers import KeyValueAttention, LatentAttention, sink_refusal, window_refusal
 from quire.errors import FailedPrecondition, InvalidArgument, QuireError, ResourceExhausted, Unsupported
-from quire.executor.row import Row
-from quire.executor.running_calls import Operations
 from quire.interrupts import Lock
 from quire.kv.rule_table import POSITIONS_OF_WINDOWS, position_refusal
 from quire.kv.sequences import check_integer

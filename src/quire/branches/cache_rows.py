@@ -9,15 +9,17 @@ import time
 import uuid
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial, wraps
 from typing import Concatenate, Final, ParamSpec, Self, TypeVar
 
+from quire.branches.branch import Branch
+from quire.branches.cache_pool import CachePool
 from quire.branches.history import Ids
+from quire.branches.row import Pending, Row
 from quire.errors import NotFound, QuireError
-from quire.executor.pool import CachePool
-from quire.executor.row import Pending, Row
 from quire.signatures import checks_arguments
-from quire.types import AdapterRuns, Commit, Pop
+from quire.types import AdapterRuns, Commit, Pop, SetWindow
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -229,3 +231,25 @@ class CacheRows:
                     found += 1
             row.mark = None
         return found
+
+
+def become_fork(cache: CacheRows, branch: Branch, *, private: bool) -> None:
+    """Let the only row of a cache be a copy-on-write fork of a branch of which all tokens are computed.
+
+    ``private``: no prompt may begin with what the row holds. Call it under the lock.
+    """
+    length, row = len(branch.tokens), cache.rows[0]
+    if branch.seq is None:
+        if branch.window is not None:
+            cache.pool.edit(SetWindow(row.seq, branch.window.size, branch.window.sink))
+            row.window = branch.window
+        return
+    runs = branch.runs_before(length)
+    cache.pool.note_adapters([runs])
+    (seq,) = cache.pool.fork([branch.seq])
+    origin = replace(branch.origin, private=private)
+    tokens = branch.tokens.fork()
+    cache.replace_content(
+        [Row(seq=seq, tokens=tokens, computed=length, runs=runs, window=branch.window, origin=origin)]
+    )
+    cache.capacity = max(cache.capacity, length)

@@ -12,11 +12,11 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from quire.branches.cache_pool import CachePool
+from quire.branches.forward_packing import Piece
 from quire.branches.history import UNKNOWN, Ids
+from quire.branches.row import Row, adapters_between
 from quire.errors import FailedPrecondition
-from quire.executor.forward_packing import Piece
-from quire.executor.pool import CachePool
-from quire.executor.row import Row, adapters_between
 
 NOTHING: Ids = np.empty(0, dtype=np.int64)
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeVar
 
+from quire.branches.cache_rows import CacheRows
 from quire.branches.history import Ids
-from quire.executor.cache_rows import CacheRows
-from quire.executor.replay import owed_tokens
-from quire.executor.row_extension import extensions, packed
-from quire.executor.running_calls import Operation
-from quire.executor.transaction import Transaction
+from quire.branches.replay import owed_tokens
+from quire.branches.row_extension import extensions, packed
+from quire.branches.running_calls import Operation
+from quire.branches.transaction import Transaction
 from quire.types import AdapterRuns
 
 C = TypeVar("C", bound=CacheRows)

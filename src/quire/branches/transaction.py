@@ -21,9 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.branches.history import Ids
-from quire.errors import QuireError, ResourceExhausted, Unsupported
-from quire.executor.forward_packing import (
+from quire.branches.cache_pool import CachePool
+from quire.branches.forward_packing import (
     LOGITS_ONLY,
     Gathered,
     Piece,
@@ -33,12 +32,13 @@ from quire.executor.forward_packing import (
     places_of,
     rows_wanted,
 )
-from quire.executor.pool import CachePool
-from quire.executor.replay import NOTHING, owed_tokens, states_needed
-from quire.executor.row import Pending, path_to
-from quire.executor.row_extension import Extension, kept_edits, packed
-from quire.executor.row_media import RowMedia, recorded_ids
-from quire.executor.running_calls import Operation
+from quire.branches.history import Ids
+from quire.branches.replay import NOTHING, owed_tokens, states_needed
+from quire.branches.row import Pending, path_to
+from quire.branches.row_extension import Extension, kept_edits, packed
+from quire.branches.row_media import RowMedia, recorded_ids
+from quire.branches.running_calls import Operation
+from quire.errors import QuireError, ResourceExhausted, Unsupported
 from quire.kv.rule_table import POSITIONS_OF_WINDOWS
 from quire.runner.local import NO_EXTRAS, Extras, StepOutput
 from quire.types import Chunk, LogitsWanted, Pop, Step, TokenTree

@@ -14,6 +14,9 @@ from quire.errors import NotFound
 from quire.runner.adapter_history import FingerprintRuns, fingerprint_runs
 from quire.types import AdapterRuns
 
+NO_SALT = ("", None)
+"""The salt of prompts and sessions that share prefixes with all others that give no ``cache_salt``."""
+
 
 @dataclass(frozen=True, slots=True)
 class AdapterKey:

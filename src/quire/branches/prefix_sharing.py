@@ -10,22 +10,24 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from quire.branches.cache_pool import CachePool
 from quire.branches.history import Ids, common_prefix
-from quire.executor.cache import KVCache
-from quire.executor.pool import CachePool
-from quire.executor.row import Row
+from quire.branches.row import Row
 from quire.types import BASE
 
 
-def shared_cache(
+def shared_rows(
     pool: CachePool,
     tokens: Sequence[Ids],
     limits: Sequence[int],
     adapter: int | None,
     positions: Sequence[Ids | None],
-) -> tuple[KVCache, tuple[int, ...]]:
-    """A static cache for prompts of ``tokens``, and how many of the first tokens of each row it holds, at most
-    ``limits[i]``, all run under ``adapter`` and at ``positions[i]`` (None: at their indices). Call it under the lock."""
+) -> tuple[list[Row], tuple[int, ...]]:
+    """Return rows for prompts of ``tokens``, and how many of its first tokens each holds.
+
+    These are at most ``limits[i]``, run under ``adapter`` and at ``positions[i]`` (None: at their
+    indices). Call it under the lock.
+    """
     rows: list[Row] = []
     lengths: list[int] = []
     for ids, limit, given in zip(tokens, limits, positions, strict=True):
@@ -36,7 +38,7 @@ def shared_cache(
         else:
             rows.append(parent.like(pool.fork([parent.seq], [length])[0], length))
         lengths.append(length)
-    return KVCache(pool, rows, capacity=pool.max_model_len, dynamic=False), tuple(lengths)
+    return rows, tuple(lengths)
 
 
 def _longest(pool: CachePool, ids: Ids, adapter: int | None, places: Ids) -> tuple[Row | None, int]:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quire.executor.row_media import RowMedia, image_mask
+from quire.branches.row_media import RowMedia, image_mask
 from quire.runner.local import NO_EXTRAS, Extras, StepOutput
 from quire.types import AdapterRuns, Chunk, LogitsWanted
 

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from quire.branches.cache_pool import CachePool
+from quire.branches.cache_rows import CacheRows
+from quire.branches.forward_packing import Piece, RowAdapters, pack
 from quire.branches.history import Ids
+from quire.branches.replay import NOTHING
+from quire.branches.row import Row, are_indices, path_to
 from quire.errors import InvalidArgument
-from quire.executor.cache_rows import CacheRows
-from quire.executor.forward_packing import Piece, RowAdapters, pack
-from quire.executor.pool import CachePool
-from quire.executor.replay import NOTHING
-from quire.executor.row import Row, are_indices, path_to
 from quire.types import BASE, AdapterRuns, Commit, Edit, Pop, SeqId
 
 

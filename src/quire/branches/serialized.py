@@ -16,14 +16,13 @@ import numpy as np
 from torch import Tensor
 
 from quire.branches.branch import Origin
+from quire.branches.cache_rows import CacheRows
 from quire.branches.history import LAST_PLACEHOLDER, UNKNOWN, Ids, TokenHistory
-from quire.errors import DataLoss, InvalidArgument, NotFound, ResourceExhausted, Unsupported
-from quire.executor.cache_rows import CacheRows
-from quire.executor.replay import NOTHING
-from quire.executor.rewinding import run_owed
-from quire.executor.row import Row
-from quire.executor.running_calls import Operation
-from quire.executor.saved_kinds import (
+from quire.branches.replay import NOTHING
+from quire.branches.rewinding import run_owed
+from quire.branches.row import Row
+from quire.branches.running_calls import Operation
+from quire.branches.saved_kinds import (
     KV_CACHE,
     KV_CACHE_WITH_POSITIONS,
     SESSION,
@@ -32,6 +31,7 @@ from quire.executor.saved_kinds import (
     row_prefix,
     window_of,
 )
+from quire.errors import DataLoss, InvalidArgument, NotFound, ResourceExhausted, Unsupported
 from quire.kv import exchange, sequencefile
 from quire.kv.forward_need import pages_for
 from quire.kv.rule_table import POSITIONS_OF_WINDOWS
