@@ -21,7 +21,7 @@ from quire.cli_bench import bench_app
 from quire.cli_options import (
     CHAT_OPTIONS,
     DEFAULT_MODEL,
-    DEFAULT_NEW_TOKENS,
+    SAMPLING_DEFAULTS,
     SAMPLING_OPTIONS,
     AdapterOption,
     KeyOption,
@@ -50,7 +50,7 @@ app.add_typer(bench_app, name="bench", short_help=bench_app.info.help)
 def _sampling(options: dict[str, Any], llm: LLM) -> SamplingParams:
     given = {name: options[name] for name in SAMPLING_OPTIONS if name in options}
     defaults = llm.default_params
-    return defaults.replace(**{"max_tokens": DEFAULT_NEW_TOKENS, **given})
+    return defaults.replace(**{**SAMPLING_DEFAULTS, **given})
 
 
 def _load(model: str | None, options: dict[str, Any], adapter: str | None = None) -> LLM:
@@ -153,11 +153,12 @@ def chat(
         from quire.remote_chat import run_remote_chat
 
         configured = chosen.pop("model", None)
-        sampling = {"max_tokens": DEFAULT_NEW_TOKENS}
-        sampling |= {name: chosen.pop(name) for name in SAMPLING_OPTIONS if name in chosen}
+        given = {name: chosen.pop(name) for name in SAMPLING_OPTIONS if name in chosen}
         if chosen:
             raise InvalidArgument(f"{sorted(chosen)} are options of an engine, and with --url the server has its own")
-        run_remote_chat(url, model=model or configured, adapter=adapter, api_key=api_key, sampling=sampling, **kept)
+        run_remote_chat(
+            url, model=model or configured, adapter=adapter, api_key=api_key, sampling=SAMPLING_DEFAULTS | given, **kept
+        )
         return
     llm = _load(model, chosen, adapter)
     talk = TerminalChat(llm, _sampling(chosen, llm), adapter, **kept)

@@ -6,33 +6,32 @@ import dataclasses
 import inspect as python_inspect
 from collections.abc import Callable, Iterator, Set
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_origin
 
 import typer
 
 from quire.config import EngineConfig, field_help
 from quire.errors import InvalidArgument, NotFound
 from quire.exit_codes import one_sentence
+from quire.sampling_fields import Surface, declarations_on
+from quire.sampling_params import SamplingParams
 
 DEFAULT_MODEL = "tiny-python"
-DEFAULT_NEW_TOKENS = 128
 
-SAMPLING_OPTIONS: dict[str, tuple[Any, str]] = {
-    "max_tokens": (int, f"Tokens to generate at most ({DEFAULT_NEW_TOKENS} if not given)."),
-    "min_tokens": (int, "Tokens before which no end token or stop string ends the text."),
-    "temperature": (float, "0 takes the most likely token; higher is more random."),
-    "top_p": (float, "Sample from the smallest set of tokens that holds this much probability."),
-    "top_k": (int, "Sample from this many most likely tokens; -1 is off."),
-    "min_p": (float, "Drop tokens below this share of the most likely one's probability."),
-    "seed": (int, "Makes the sampled tokens reproducible."),
-    "stop": (list[str], "End the text before this string; may be repeated."),
-    "stop_token_ids": (list[int], "End the text at this token; may be repeated."),
-    "ignore_eos": (bool, "Go on after the model's end token."),
-    "presence_penalty": (float, "Against tokens that the text holds already."),
-    "frequency_penalty": (float, "Against tokens, by how often the text holds them."),
-    "repetition_penalty": (float, "Against tokens of prompt and text; 1 is off."),
-}
-"""Those of ``SamplingParams`` that make sense for one text on a terminal."""
+SAMPLING_DEFAULTS = {"max_tokens": 128}
+"""Defaults of a terminal, where they are not the model's."""
+
+
+def _sampling_options() -> Iterator[tuple[str, tuple[Any, str]]]:
+    for name, (_, found) in declarations_on(SamplingParams, Surface.COMMAND).items():
+        kind = found.kind.option or found.kind.json
+        repeated = " May be repeated." if get_origin(kind) is list else ""
+        default = f" Default: {SAMPLING_DEFAULTS[name]}." if name in SAMPLING_DEFAULTS else ""
+        yield name, (kind, found.help + repeated + default)
+
+
+SAMPLING_OPTIONS: dict[str, tuple[Any, str]] = dict(_sampling_options())
+"""Types and help texts of the fields that ``SamplingParams`` declares for commands."""
 
 CHAT_OPTIONS: dict[str, tuple[Any, str]] = {
     "window": (

@@ -187,7 +187,7 @@ async def generate_many(body: GenerateManyBody, request: Request) -> Response:
     """Continue several sessions in one batch, each as by itself. Their new tokens stay in them."""
     context = _context(request)
     for one in (body, *(body.each or ())):
-        check_lists(context, one)
+        check_lists(context, one.sampling()[0])
     batch = SessionBatch(context, _owner(request), body, request_id=request.state.request_id)
     request.state.tokens = batch.usage.tokens
     try:
@@ -300,7 +300,7 @@ async def append(session_id: str, body: TextBody, request: Request) -> Response:
 async def generate(session_id: str, body: GenerateBody, request: Request) -> Response:
     """Continue, behind a prompt or with the answer to messages if they are given. The new tokens stay in the session."""
     context = _context(request)
-    check_lists(context, body)
+    check_lists(context, body.sampling()[0])
     params = body.params(context.llm.default_params)
     stream = continue_completion(
         context,
