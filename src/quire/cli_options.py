@@ -46,6 +46,18 @@ CHAT_OPTIONS: dict[str, tuple[Any, str]] = {
 # -- options out of dataclasses ------------------------------------------------------------------------------------
 
 
+_KINDS: dict[str, Any] = {
+    "int": int,
+    "int | None": int,
+    "float": float,
+    "float | None": float,
+    "bool": bool,
+    "tuple[str, ...]": list[str],
+    "tuple[Path, ...]": list[Path],
+}
+"""Types of options by the annotations of fields; the others are texts."""
+
+
 def _parameter(name: str, kind: Any, text: str) -> python_inspect.Parameter:
     flag = "--" + name.replace("_", "-")
     if kind is bool:  # Either way, so that it can be turned off where the default or a config file has it on.
@@ -57,33 +69,13 @@ def _parameter(name: str, kind: Any, text: str) -> python_inspect.Parameter:
     )
 
 
-def _engine_parameters() -> Iterator[python_inspect.Parameter]:
-    kinds: dict[str, Any] = {"int": int, "int | None": int, "float": float, "bool": bool}
-    helps = field_help(EngineConfig)
-    for field in dataclasses.fields(EngineConfig):
-        if field.name == "model":
-            continue
-        kind = list[str] if field.name == "adapters" else kinds.get(str(field.type), str)
-        default = "" if field.default in (None, dataclasses.MISSING) else f" Default: {field.default}."
+def _config_parameters(config: type[Any]) -> Iterator[python_inspect.Parameter]:
+    """Yield an option for every field of a configuration."""
+    helps = field_help(config)
+    for field in dataclasses.fields(config):
+        kind = list[str] if field.name == "adapters" else _KINDS.get(str(field.type), str)
+        default = "" if field.default in (None, (), dataclasses.MISSING) else f" Default: {field.default}."
         yield _parameter(field.name, kind, helps[field.name] + default)
-
-
-def _server_parameters() -> Iterator[python_inspect.Parameter]:
-    from quire.server.settings import ServerSettings
-
-    kinds: dict[str, Any] = {
-        "int": int,
-        "int | None": int,
-        "float": float,
-        "float | None": float,
-        "bool": bool,
-        "tuple[str, ...]": list[str],
-        "tuple[Path, ...]": list[Path],
-    }
-    helps = field_help(ServerSettings)
-    for field in dataclasses.fields(ServerSettings):
-        default = "" if field.default in (None, ()) else f" Default: {field.default}."
-        yield _parameter(field.name, kinds.get(str(field.type), str), helps[field.name] + default)
 
 
 def command(
@@ -107,11 +99,13 @@ def command(
         if "sampling" in groups:
             added += [_parameter(name, kind, text) for name, (kind, text) in SAMPLING_OPTIONS.items()]
         if "server" in groups:
-            added += list(_server_parameters())
+            from quire.server.settings import ServerSettings
+
+            added += _config_parameters(ServerSettings)
         if "engine" in groups:
             # "seed" is both: the request's own, given here, makes the engine's pointless.
-            taken = {parameter.name for parameter in (*own, *added)}
-            added += [parameter for parameter in _engine_parameters() if parameter.name not in taken]
+            taken = {"model", *(parameter.name for parameter in (*own, *added))}
+            added += [parameter for parameter in _config_parameters(EngineConfig) if parameter.name not in taken]
 
         def run(**given: Any) -> None:
             # Inside of typer, which would turn an interrupt and a closed pipe into exit codes of its own.

@@ -154,9 +154,8 @@ class SamplingParams:
         "Sample from the fewest most likely tokens that hold this share of what top_k keeps, in (0, 1]; 1 is off.",
         on=_ALL,
     )
-    top_k: int = declared(
-        -1, integer(-1), "Sample from this many most likely tokens, of equals the lower ids; -1 is off.", on=_ALL
-    )
+    top_k: int = declared(-1, integer(-1), "Sample from this many most likely tokens; 0 and -1 are off.", on=_ALL)
+    """Of equal logits those of lower ids are kept."""
     min_p: float = declared(
         0.0, number(0.0, 1.0), "Drop tokens below this share of the most likely one's probability; 0 is off.", on=_ALL
     )

@@ -220,17 +220,21 @@ UNSUPPORTED: Mapping[str, tuple[tuple[Any, ...], str]] = {
 """Fields of other servers: values that ask for nothing, and what to do instead of others. Null asks for nothing."""
 
 
-def refuse_unsupported(body: GenerationBody) -> None:
-    """``ApiError`` (400) for a field that would be ignored otherwise."""
+def refuse_fields(body: Body, known: Mapping[str, tuple[tuple[Any, ...], str]], where: str = "") -> None:
+    """Raise ``ApiError`` 400 for a field in a table like ``UNSUPPORTED``, unless its value asks for nothing."""
     extra = body.model_extra or {}
-    # A template writes the special tokens of a chat, the tokenizer adds those of a plain prompt.
-    usual = {"best_of": (body.sampling()[0].get("n") or 1,), "add_special_tokens": (not isinstance(body, ChatRequest),)}
-    for name, (harmless, advice) in UNSUPPORTED.items():
+    for name, (harmless, advice) in known.items():
         value = extra.get(name)
         # By type too: 1 is not True.
-        if value is None or any(type(value) is type(other) and value == other for other in usual.get(name, harmless)):
-            continue
-        raise bad_field(name, f"{name} is not supported: {advice}", code="unsupported_parameter")
+        if value is not None and not any(type(value) is type(other) and value == other for other in harmless):
+            raise bad_field(name, f"{name} is not supported{where}: {advice}", code="unsupported_parameter")
+
+
+def refuse_unsupported(body: GenerationBody) -> None:
+    """Raise ``ApiError`` 400 for a field that would be ignored otherwise."""
+    # A template writes the special tokens of a chat, the tokenizer adds those of a plain prompt.
+    usual = {"best_of": (body.sampling()[0].get("n") or 1,), "add_special_tokens": (not isinstance(body, ChatRequest),)}
+    refuse_fields(body, {name: (usual.get(name, values), advice) for name, (values, advice) in UNSUPPORTED.items()})
     options = body.stream_options
     if options is not None:
         if not body.stream:

@@ -16,7 +16,7 @@ from quire.sampling_params import SamplingParams
 from quire.server.errors import ApiError, bad_field
 from quire.server.generation import MAX_LOGPROBS, Usage, sampling_params
 from quire.server.logprobs import Offsets, completion_logprobs
-from quire.server.protocol import Body, ParamsBody, StreamOptions, takes_sampling
+from quire.server.protocol import Body, ParamsBody, StreamOptions, refuse_fields, takes_sampling
 from quire.server.session_streams import ClientSessionStream
 
 TokenIds = list[int]
@@ -112,13 +112,8 @@ class SamplingBody(ParamsBody):
         return sampling_params(given, defaults, {name: name for name in names})
 
     def _refuse_unsupported(self) -> None:
-        extra = self.model_extra or {}
-        for name, (harmless, advice) in UNSUPPORTED.items():
-            value = extra.get(name)
-            if value is None or any(type(value) is type(one) and value == one for one in harmless):
-                continue
-            raise bad_field(name, f"{name} is not supported in a session: {advice}", code="unsupported_parameter")
-        if unknown := sorted(extra.keys() - UNSUPPORTED.keys()):
+        refuse_fields(self, UNSUPPORTED, " in a session")
+        if unknown := sorted((self.model_extra or {}).keys() - UNSUPPORTED.keys()):
             raise bad_field(unknown[0], f"{unknown[0]}: there is no such field in this call")
 
 
