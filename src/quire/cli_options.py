@@ -1,4 +1,4 @@
-"""Options of commands: out of configuration dataclasses and a YAML file, and those that several commands share."""
+"""Options of commands: from configuration dataclasses, from a YAML file, and shared ones."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ CHAT_OPTIONS: dict[str, tuple[Any, str]] = {
     ),
     "sink": (int, "First tokens that a --window keeps; 4 is usual. Default: 0."),
 }
-"""What a chat's sessions keep, as ``LLM.session`` has it."""
+"""Types and help texts of those arguments of ``LLM.session`` that ``quire chat`` has."""
 
 
-# -- options out of dataclasses ------------------------------------------------------------------------------------
+# -- options out of dataclasses --------------------------------------------------------------------
 
 
 _KINDS: dict[str, Any] = {
@@ -62,7 +62,7 @@ def _parameter(name: str, kind: Any, text: str) -> python_inspect.Parameter:
     flag = "--" + name.replace("_", "-")
     if kind is bool:  # Either way, so that it can be turned off where the default or a config file has it on.
         flag += "/--no-" + name.replace("_", "-")
-    # Without a value on the command line the field is not set, so that a config file and the defaults count.
+    # An option without a value is not set, so that a config file and the defaults count.
     option = typer.Option(flag, help=text, show_default=False)
     return python_inspect.Parameter(
         name, python_inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option]
@@ -81,9 +81,10 @@ def _config_parameters(config: type[Any]) -> Iterator[python_inspect.Parameter]:
 def command(
     app: typer.Typer, *groups: str, name: str | None = None
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Register a command, with ``--config`` and the options of ``groups``, which it gets as ``options``.
+    """Register a command that gets ``--config`` and the options of ``groups`` as keywords.
 
-    ``groups``: "chat", "sampling", "server", "engine". What goes wrong is a sentence and an exit code.
+    ``groups``: "chat", "sampling", "server", "engine". An error becomes one sentence and an exit
+    code.
     """
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
@@ -103,19 +104,19 @@ def command(
 
             added += _config_parameters(ServerSettings)
         if "engine" in groups:
-            # "seed" is both: the request's own, given here, makes the engine's pointless.
+            # Both have "seed". A request's own seed leaves no use for the engine's.
             taken = {"model", *(parameter.name for parameter in (*own, *added))}
             added += [parameter for parameter in _config_parameters(EngineConfig) if parameter.name not in taken]
 
         def run(**given: Any) -> None:
-            # Inside of typer, which would turn an interrupt and a closed pipe into exit codes of its own.
+            # Inside typer, which has its own exit codes for an interrupt and a closed pipe.
             with one_sentence([parameter.name for parameter in added]):
                 function(**given)
 
         run.__name__, run.__doc__ = function.__name__, function.__doc__
         run.__signature__ = python_inspect.Signature([*own, *added])  # type: ignore[attr-defined]
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in (*own, *added)}
-        # Given as a short help it is not cut where the commands are listed.
+        # A list of commands would cut a longer help; it leaves a short help whole.
         app.command(name, short_help=first_paragraph(function))(run)
         return run
 
@@ -128,7 +129,7 @@ def first_paragraph(function: Callable[..., None]) -> str:
 
 
 def chosen_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Options of the config file, overridden by those of the command line."""
+    """Return the options of the config file, overridden by those of the command line."""
     merged: dict[str, Any] = {}
     path = options.pop("config", None)
     if path is not None:
@@ -138,7 +139,7 @@ def chosen_options(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_config(path: Path, known: Set[str]) -> dict[str, Any]:
-    """The options of a YAML file. Those that the command does not have are refused by name."""
+    """Return the options of a YAML file. Refuse by name those that the command does not have."""
     import yaml
 
     try:
@@ -165,7 +166,7 @@ def read_config(path: Path, known: Set[str]) -> dict[str, Any]:
     return options
 
 
-# -- options that several commands have ---------------------------------------------------------------------------
+# -- options that several commands have ------------------------------------------------------------
 
 AdapterOption = Annotated[
     str | None,

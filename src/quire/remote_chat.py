@@ -1,6 +1,7 @@
-"""``quire chat --url``: the terminal chat against a server. The conversation's memory lives there, in sessions of this client.
+"""``quire chat --url``: the terminal chat with a server, in whose sessions the conversations are.
 
-The commands are those of ``quire chat``; files that are saved and loaded lie on this side. Sessions are deleted at the end.
+The commands are those of ``quire chat``. Files are saved and loaded on the client's side. Sessions
+are deleted at the end.
 """
 
 from __future__ import annotations
@@ -39,14 +40,17 @@ if TYPE_CHECKING:
     from quire.sampling_params import SamplingParams
 
 PATIENCE = 5.0
-"""Seconds for which a session that the server still has in use, since a stream was just broken off, is asked again."""
+"""Seconds for which calls are repeated on a session whose stream was just broken off."""
 
 
 class Link:
-    """Calls to a server, one connection each. Errors: ``HttpFailure``, ``BrokenAnswer``, ``QuireError`` if it cannot be reached."""
+    """Calls to a server, one connection each.
+
+    Errors: ``HttpFailure``, ``BrokenAnswer``, and ``QuireError`` if it cannot be reached.
+    """
 
     def __init__(self, url: str, *, api_key: str | None = None, timeout: float = 600.0) -> None:
-        """``timeout``: seconds without any byte from the server."""
+        """Check the address and the key. ``timeout``: seconds to wait for a byte of the server."""
         if not timeout > 0:
             raise InvalidArgument(f"timeout {timeout}; seconds above 0 are accepted")
         self.address = ServerAddress.parse(url)
@@ -59,7 +63,7 @@ class Link:
     def _answer(
         self, method: str, path: str, body: Any = None, headers: Mapping[str, str] | None = None
     ) -> Iterator[http.client.HTTPResponse]:
-        """An answer of status below 400, to be read inside of the block."""
+        """Yield an answer of status below 400, to be read inside the block."""
         address = self.address
         connection: http.client.HTTPConnection
         if address.tls:
@@ -89,7 +93,7 @@ class Link:
                 raise BrokenAnswer("the server closed the connection before the answer was complete") from error
 
     def call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """JSON there and back."""
+        """Send a JSON object and return the one in the answer."""
         data = None if body is None else json.dumps(body).encode()
         with self._answer(method, path, data, {"Content-Type": "application/json"} if data else {}) as response:
             found = response.read()
@@ -102,13 +106,13 @@ class Link:
         return value
 
     def numbers(self, path: str) -> dict[str, float]:
-        """The numbers without labels of a page of metrics in Prometheus' text format, by name."""
+        """Return the values without labels of a page of metrics in Prometheus' text format."""
         with self._answer("GET", path) as response:
             lines = [line.split() for line in response.read().decode().splitlines() if not line.startswith("#")]
         return {line[0]: float(line[1]) for line in lines if len(line) == 2 and "{" not in line[0]}
 
     def events(self, path: str, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """The objects of a stream. Closing the iterator hangs up, which cancels what the server does for it."""
+        """Yield the objects of a stream. Closing the iterator hangs up and cancels the request."""
         parser = EventParser()
         data = json.dumps(body).encode()
         with self._answer("POST", path, data, {"Content-Type": "application/json"}) as response:
@@ -120,9 +124,9 @@ class Link:
         raise BrokenAnswer("the stream ended without [DONE]")
 
     def download(self, path: str, to: Path) -> None:
-        """Write an answer's body to a file, which is there whole or not at all.
+        """Write an answer's body to a file, whole or not at all.
 
-        ``NotFound`` for a directory that is missing.
+        Raise ``NotFound`` for a missing directory.
         """
         check_regular(to, f"state file {str(to)!r}", may_be_missing=True)
         with (
@@ -141,7 +145,7 @@ class Link:
                 raise
 
     def upload(self, path: str, source: Path) -> dict[str, Any]:
-        """Send a file, and return the object that is answered. ``NotFound`` if it does not exist."""
+        """Send a file and return the answer's object. Raise ``NotFound`` for a missing file."""
         if not source.is_file():
             raise NotFound(f"file {str(source)!r} does not exist")
         with open(source, "rb") as file:
@@ -153,10 +157,10 @@ class Link:
 
 
 class RemoteModel:
-    """What a chat needs of an ``LLM``, on a server."""
+    """The part of ``LLM`` that a chat needs, over HTTP."""
 
     def __init__(self, link: Link, name: str | None = None) -> None:
-        """``name``: by default the first model that the server lists."""
+        """Find the model on the server. ``name``: by default the first one listed."""
         self.link = link
         if name is None:
             listed = link.call("GET", "/v1/models").get("data") or []
@@ -170,7 +174,7 @@ class RemoteModel:
             link.call("POST", "/tokenize", probe)
             self.tokenizer = SimpleNamespace(chat_templates=("default",))
         except HttpFailure as error:
-            # 404 would be an unknown model, 401 a wrong key; only this says that messages cannot be rendered.
+            # Only 400 says that messages cannot be rendered: 404 is an unknown model, 401 a key.
             if error.status != 400:
                 raise
             self.tokenizer = SimpleNamespace(chat_templates=())
@@ -183,24 +187,24 @@ class RemoteModel:
         sink: int = 0,
         messages: Sequence[Mapping[str, Any]] | None = None,
     ) -> RemoteSession:
-        """Return a new one, under an adapter if one is given: empty, or of the first messages of a chat."""
+        """Return a new session, empty or of the first messages of a chat."""
         body = {"model": adapter or self.name, "window": window, "sink": sink, "messages": messages}
         made = self.link.call("POST", "/v1/sessions", body)
         return self.hold(str(made["id"]), adapter)
 
     def load_session(self, path: str | Path) -> RemoteSession:
-        """From a state file on this side."""
+        """Upload a state file and return its session."""
         made = self.link.upload("/v1/sessions/state", Path(path))
         held = self.link.call("GET", f"/v1/sessions/{made['id']}?tokens=false")
         return self.hold(str(made["id"]), held.get("adapter"))
 
     def status(self) -> dict[str, int]:
-        """The numbers of pages that ``LLM.status`` gives."""
+        """Return the numbers of pages under the names of ``LLM.status``."""
         found = self.link.numbers("/metrics")
         return {f"num_{name[6:]}": int(value) for name, value in found.items() if name.startswith("quire:pages_")}
 
     def hold(self, name: str, adapter: str | None) -> RemoteSession:
-        """A session of that id, which ``close`` will delete."""
+        """Return the session of that id; ``close`` will delete it."""
         session = RemoteSession(self, name, adapter)
         self._made.append(session)
         return session
@@ -220,7 +224,7 @@ class RemoteSession:
         self.adapter = adapter
 
     def _call(self, method: str, verb: str = "", body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """A call on this session; again for a while if the server has not noticed yet that the last stream was broken off."""
+        """Call the server about this session. Repeat it for ``PATIENCE`` while that is in use."""
         deadline = time.monotonic() + PATIENCE
         while True:
             try:
@@ -240,13 +244,16 @@ class RemoteSession:
 
     @property
     def pages(self) -> tuple[int, int]:
-        """Pages that it holds, and how many of them are shared."""
+        """Numbers of its pages and of the shared ones among them."""
         found = self._call("GET", "?tokens=false")
         return int(found["pages"]), int(found["shared_pages"])
 
     def stream(self, turn: Mapping[str, Any], fields: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """Chunks of what the model says to a turn, ``{"prompt": text}`` or ``{"messages": [...]}``, each with its text under
-        ``choices[0].text``. A turn that is refused leaves nothing in the session."""
+        """Yield chunks of the answer to a turn, each with its text under ``choices[0].text``.
+
+        ``turn``: ``{"prompt": text}`` or ``{"messages": [...]}``. A turn that is refused leaves the
+        session as it was.
+        """
         body = {**fields, **turn, "stream": True, "stream_options": {"include_usage": True}}
         return self._model.link.events(f"/v1/sessions/{self._name}/generate", body)
 
@@ -259,7 +266,7 @@ class RemoteSession:
         return self._model.hold(str(found["ids"][0]), self.adapter)
 
     def rewind(self, *, to: int) -> int:
-        """Tokens that will be run again."""
+        """Go back, and return the number of tokens that will be run again."""
         return int(self._call("POST", "/rewind", {"to": to})["replayed"])
 
     def use_adapter(self, name: str | None) -> None:
@@ -274,7 +281,7 @@ class RemoteSession:
 
 
 class RemoteChat(TerminalChat):
-    """The commands of ``TerminalChat``, whose sessions are a server's."""
+    """The terminal chat with sessions of a server."""
 
     def __init__(
         self,
@@ -285,10 +292,10 @@ class RemoteChat(TerminalChat):
         window: int | None = None,
         sink: int = 0,
     ) -> None:
-        """``fields``: sampling parameters, as a request's body has them."""
+        """Begin a session. ``fields``: sampling parameters, as a request's body has them."""
         self._fields = dict(fields)
         self._model = model
-        # It asks no more of them than RemoteModel and RemoteSession have; sampling parameters only pass through it.
+        # It uses only what RemoteModel and RemoteSession have, and only passes parameters on.
         super().__init__(cast("LLM", model), cast("SamplingParams", fields), adapter, window=window, sink=sink)
 
     def _pieces(self, session: Session, line: str) -> Iterator[tuple[str, int]]:
@@ -299,7 +306,7 @@ class RemoteChat(TerminalChat):
                 yield text, int((chunk.get("usage") or {}).get("completion_tokens", 0))
 
     def _is_undone(self, session: Session, before: int, error: BaseException) -> bool:
-        # Only a refusal leaves no turn. Where either side breaks off, the server may not have noticed yet.
+        # Only a refusal leaves no turn. After a broken connection the server may still add one.
         return isinstance(error, HttpFailure)
 
     def _begin(self, turns: Sequence[TypedTurn], adapter: str | None) -> Session:
@@ -323,9 +330,9 @@ def run_remote_chat(
 ) -> None:
     """Chat in the terminal until /exit or the end of the input.
 
-    ``model``: by default the first that the server lists. ``sampling``: fields of ``SamplingParams`` that were given; for the rest
-    the server's defaults count. ``window``, ``sink``: what new sessions keep of their tokens.
-    ``QuireError`` if the server cannot be reached or has no sessions.
+    ``model``: by default the first one listed. ``sampling``: fields of ``SamplingParams``; the
+    server's defaults count for the others. ``window``, ``sink``: those of ``LLM.session`` for new
+    sessions. Raise ``QuireError`` if the server cannot be reached or has no sessions.
     """
     link = Link(url, api_key=api_key, timeout=timeout)
     remote = RemoteModel(link, model)

@@ -1,7 +1,7 @@
 """Declarations of sampling fields: what each takes, what it does, and which interfaces have it.
 
-``SamplingParams`` declares each field once, in the field's ``metadata``. The checks of values, the fields of
-HTTP requests, the options of commands and the defaults out of ``generation_config.json`` follow from that.
+``SamplingParams`` declares each field once, with ``declared``. The checks of values, the fields of
+HTTP requests, the options of commands and a model's own defaults follow from that.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Kind:
     """The values that a field takes, besides None."""
 
     check: Callable[[str, Any], Any]
-    """Return the value to keep, given the field's name and its value. Raise ``InvalidArgument`` for a bad one."""
+    """Return the value to keep for a field's name and value, or raise ``InvalidArgument``."""
     json: Any = None
     """The value's type in JSON."""
     option: Any = None
@@ -61,7 +61,7 @@ class Declaration:
     """A second name in HTTP requests."""
 
     def names_on(self, surface: Surface, name: str) -> list[str]:
-        """Return the names of the field ``name`` on one surface; none if the surface does not have it."""
+        """Return the names of the field ``name`` on a surface; none if the surface lacks it."""
         if surface not in self.on:
             return []
         aliases = [self.alias] if self.alias is not None and surface in Surface.HTTP else []
@@ -83,13 +83,16 @@ def declared(
 
 
 def declarations_on(params: type[Any], surface: Surface) -> dict[str, tuple[str, Declaration]]:
-    """Return what one surface has of a class of parameters: by name there, the field's name and its declaration."""
+    """Return the fields on one surface: their names there to their own names and declarations."""
     fields = [(one.name, one.metadata["declaration"]) for one in dataclasses.fields(params)]
     return {name: (own, found) for own, found in fields for name in found.names_on(surface, own)}
 
 
 def check_fields(params: Any) -> None:
-    """Replace every field of a new object by its checked value. A field takes None if its annotation ends so."""
+    """Replace the fields of a new object by their checked values.
+
+    A field takes None if its annotation ends with it.
+    """
     for one in dataclasses.fields(params):
         value = getattr(params, one.name)
         if value is not None or not str(one.type).endswith("None"):
@@ -97,7 +100,7 @@ def check_fields(params: Any) -> None:
             object.__setattr__(params, one.name, check(one.name, value))
 
 
-# -- kinds -----------------------------------------------------------------------------------------------------
+# -- kinds -----------------------------------------------------------------------------------------
 
 
 def integer(low: int, high: int | None = None) -> Kind:
@@ -106,7 +109,7 @@ def integer(low: int, high: int | None = None) -> Kind:
 
 
 def number(low: float, high: float = math.inf, *, open_low: bool = False) -> Kind:
-    """Return the kind of the finite numbers in ``[low, high]``, or ``(low, high]`` if ``open_low``."""
+    """Return the kind of finite numbers in ``[low, high]``; ``open_low``: in ``(low, high]``."""
     return Kind(lambda name, value: _number(name, value, low, high, open_low=open_low), float)
 
 
@@ -163,7 +166,7 @@ def _bias(name: str, value: object) -> dict[int, float]:
         raise InvalidArgument(field=name, given=value, allowed="a mapping of token ids to numbers in [-100, 100]")
     biases: dict[int, float] = {}
     for key, bias in value.items():
-        # No vocabulary has ids of more digits, and Python refuses to read numbers of thousands of them.
+        # No vocabulary has longer ids, and Python refuses to read numbers of thousands of digits.
         is_decimal = isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= 20
         token = int(key) if is_decimal else key
         if not isinstance(token, Integral) or isinstance(token, bool) or token < 0:

@@ -1,7 +1,7 @@
-"""What a user asks of sampling, stopping, grammars and beam search, as frozen values. No torch here.
+"""Parameters of sampling, stopping, grammars and beam search, as frozen values. No torch here.
 
-Fields and defaults of ``SamplingParams`` are those of vLLM's, so that what is written for it works. Every value is checked
-when the object is made.
+``SamplingParams`` has vLLM's fields and defaults, so that programs written for vLLM work. Every
+value is checked when the object is made.
 """
 
 from __future__ import annotations
@@ -32,41 +32,42 @@ from quire.sampling_fields import (
 from quire.signatures import require_bool, require_text
 
 LogitsProcessor: TypeAlias = Callable[[list[int], Any], Any]
-"""``(token_ids, logits) -> logits``: the tokens generated so far, float32 ``torch.Tensor`` [V] in and out."""
+"""``(token_ids, logits) -> logits``: generated ids; float32 ``torch.Tensor`` [V] in and out."""
 
 MAX_CHOICES = 10_000
-"""Strings of ``StructuredOutputs.choice``: compiling them takes time that grows faster than their number."""
+"""Most strings of ``StructuredOutputs.choice``. Compiling takes more than linear time in them."""
 
 MAX_GRAMMAR_CHARACTERS = 1_000_000
-"""Of the text of a grammar. What compiles in time is far shorter."""
+"""Most characters of a grammar. Grammars that compile in time are far shorter."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutputs:
-    """A form that the text of a generation must have: exactly one of these fields.
+    """The form that a generated text must have, given by exactly one of these fields.
 
-    The text is in the language of the grammar unless something cut it short: ``max_tokens`` or the context (then
-    ``finish_reason`` is "length"), a stop string, a cancel. A text to which nothing more can be added ends by itself, with "stop".
-    EOS and stop tokens can be drawn exactly where the text may end. Whether the grammar can be had is checked when the
-    request is submitted: one that takes too long to compile, too much memory or too deep a stack is refused as well. A grammar
-    has at most ``MAX_GRAMMAR_CHARACTERS``.
+    The text is in the grammar's language unless it was cut short: by ``max_tokens`` or the context
+    (``finish_reason`` "length"), by a stop string or by a cancel. A text that nothing can follow
+    ends with "stop". EOS and stop tokens can be drawn exactly where the text may end.
+
+    The grammar is compiled when the request is submitted. It is refused if that takes too much
+    time, memory or stack. It has at most ``MAX_GRAMMAR_CHARACTERS``.
 
     Raises ``InvalidArgument`` that names the field and the value.
     """
 
     json: Mapping[str, Any] | str | type | None = None
-    """A JSON schema, or a class that gives one as pydantic's models do (``model_json_schema``; those with
-    ``extra="forbid"`` have no other fields); kept as its JSON text. Between the tokens there may be up to
-    8 spaces or tabs, or one or two line ends and up to 40; an object ``x-guidance`` in the schema takes
-    llguidance's options, such as ``{"whitespace_flexible": false}``."""
+    """A JSON schema, or a class with ``model_json_schema`` as pydantic's models are; kept as JSON
+    text. A model with ``extra="forbid"`` allows no other fields. Up to 8 spaces or tabs may stand
+    between tokens of JSON, or one or two line ends and up to 40. The object ``x-guidance`` in a
+    schema holds llguidance's options, such as ``{"whitespace_flexible": false}``."""
     json_object: bool = False
     """Any JSON object."""
     regex: str | None = None
-    """A regular expression for the whole text, in the syntax of Rust's ``regex`` without look-around."""
+    """A regular expression for the whole text, as Rust's ``regex`` has them (no look-around)."""
     grammar: str | None = None
-    """A context-free grammar in llguidance's Lark syntax (it has a rule ``start``) or in llama.cpp's GBNF (``root``)."""
+    """A context-free grammar: llguidance's Lark (rule ``start``) or llama.cpp's GBNF (``root``)."""
     choice: Sequence[str] | None = None
-    """The text is one of these; kept as a tuple without duplicates."""
+    """The possible texts; kept as a tuple without duplicates."""
 
     def __post_init__(self) -> None:
         require_bool("structured_outputs.json_object", self.json_object)
@@ -134,12 +135,14 @@ _ALL = _TERMINAL | Surface.GENERATION_CONFIG
 class SamplingParams:
     """How the tokens of one request are drawn, and when it ends.
 
-    The order of operations: the mask of ``structured_outputs``, ``logit_bias``, penalties, ban of end tokens before
-    ``min_tokens``, ``logits_processors``, ``temperature``, ``top_k``, ``top_p`` (inside top-k), ``min_p``, softmax, one draw.
-    Mask and ban hold after the processors too. ``logprobs`` are of the raw distribution, before all of these.
+    The order of operations: the mask of ``structured_outputs``, ``logit_bias``, penalties, the ban
+    of end tokens before ``min_tokens``, ``logits_processors``, ``temperature``, ``top_k``,
+    ``top_p`` (inside top-k), ``min_p``, softmax, one draw. Mask and ban hold after the processors
+    too. ``logprobs`` are of the raw distribution, before all of these.
 
-    Sequences become tuples and ``logit_bias`` a private dict with int keys, so later changes of what the caller passed
-    do not reach a running request; treat the dict as read-only. Two objects with equal fields are equal and hash equal.
+    Sequences become tuples and ``logit_bias`` a private dict with int keys, so changes that the
+    caller makes later do not reach a running request. Treat the dict as read-only. Two objects with
+    equal fields are equal and hash equal.
 
     Raises ``InvalidArgument`` (a ``ValueError``) that names the field, the value and the range.
     """
@@ -225,10 +228,10 @@ class SamplingParams:
     logits_processors: Sequence[LogitsProcessor] | None = declared(
         None, Kind(_processors), "Functions that edit the logits of every token.", on=Surface(0), hash=False
     )
-    """Called in order for every token of this request, with the tokens that the request has generated (without the
-    prompt, as in vLLM) and its logits, a copy: float32 ``[V]`` on the model's device. Each returns logits of that kind,
-    -inf for tokens that must not be drawn, and the next one gets these. A processor that raises, or returns anything
-    else, or NaN or +inf, ends its request with "error"."""
+    """Called in order for every token of the request, with the tokens generated so far (without the
+    prompt, as in vLLM) and a copy of the logits: float32 ``[V]`` on the model's device. Each
+    returns such logits, -inf for tokens that must not be drawn, and the next one gets these. A
+    processor that raises, or returns anything else, NaN or +inf, ends its request with "error"."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -245,7 +248,7 @@ class SamplingParams:
 
     @property
     def stop_ids(self) -> frozenset[int]:
-        """``stop_token_ids``; empty for None. The model's EOS is not among them unless the user named it."""
+        """``stop_token_ids``; empty for None. Without the model's EOS unless the user named it."""
         return frozenset(self.stop_token_ids or ())
 
     @property
@@ -260,7 +263,7 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the choice is the first maximum of the edited logits: temperature 0, or the single token of top-k 1.
+        """Whether the choice is the first maximum of the edited logits: temperature 0 or top-k 1.
 
         Such a request makes no random draw.
         """
@@ -273,22 +276,22 @@ class SamplingParams:
 
     @property
     def counts_output(self) -> bool:
-        """Whether a penalty looks at how often the output holds a token."""
+        """Whether a penalty counts the tokens of the output."""
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     def replace(self, **changes: Any) -> Self:
-        """A copy with some fields changed, checked again."""
+        """Return a copy with some fields changed, checked again."""
         return dataclasses.replace(self, **changes)
 
     @classmethod
     def from_generation_config(cls, config: Mapping[str, Any]) -> Self:
-        """Defaults for a model from the content of its ``generation_config.json``.
+        """Return the defaults of a model from the content of its ``generation_config.json``.
 
-        As in vLLM, ``temperature``, ``top_p``, ``top_k``, ``min_p``, ``repetition_penalty`` and ``max_new_tokens`` count
-        where they are given and not null, and absent ones keep the defaults of this class. ``do_sample`` is ignored:
-        transformers means greedy when it is absent, which is rarely what a model's author meant. Other fields are
-        ignored too, because the file is written for other engines as well. A bad value of a field that counts raises
-        ``InvalidArgument``.
+        As in vLLM, ``temperature``, ``top_p``, ``top_k``, ``min_p``, ``repetition_penalty`` and
+        ``max_new_tokens`` count unless they are null; absent ones keep the defaults of this class.
+        ``do_sample`` is ignored: transformers takes its absence for greedy, which model authors
+        rarely mean. Other fields are ignored too, since they are for other engines. Raise
+        ``InvalidArgument`` for a bad value of a field that counts.
         """
         known = declarations_on(cls, Surface.GENERATION_CONFIG)
         given = {ours: config[theirs] for theirs, (ours, _) in known.items() if config.get(theirs) is not None}
@@ -301,13 +304,14 @@ class SamplingParams:
 
 @dataclass(frozen=True, kw_only=True)
 class BeamSearchParams:
-    """A search for the most probable continuations, of which ``beam_width`` are followed at a time.
+    """A search for the most probable continuations that follows ``beam_width`` of them at a time.
 
-    A hypothesis of L tokens has the score (sum of its tokens' raw log-probabilities) / L ** ``length_penalty``. In each step the
-    continuations of all beams by one token are ranked by their sums. Among the ``beam_width`` best, those that end are finished
-    hypotheses, of which the ``beam_width`` with the best scores are kept; the best that do not end are the next beams. This,
-    and ``early_stopping``, is the search of transformers' ``generate(num_beams=...)``; ties go to the better beam, then to
-    the lower token id.
+    A hypothesis of L tokens scores (sum of its raw log-probabilities) / L ** ``length_penalty``.
+    Each step ranks all continuations of the beams by one token, by their sums. Among the
+    ``beam_width`` best, those that end are finished hypotheses; the ``beam_width`` of these with
+    the best scores are kept. The best continuations that do not end are the next beams. Ties go to
+    the better beam, then to the lower token id. This, with ``early_stopping``, is the search of
+    transformers' ``generate(num_beams=...)``.
 
     Raises ``InvalidArgument`` that names the field, the value and the range.
     """
@@ -317,10 +321,11 @@ class BeamSearchParams:
     max_tokens: int = declared(16, integer(1))
     """Tokens of a hypothesis at most. A hypothesis of that length is finished."""
     length_penalty: float = declared(1.0, number(-10.0, 10.0))
-    """0 compares the sums, which favours short hypotheses. Above 0 favours longer ones, below 0 shorter ones."""
+    """0 compares the sums, which favours short hypotheses. Above 0 favours longer ones."""
     early_stopping: bool | Literal["never"] = declared(False, Kind(_early_stopping))
-    """True: end once ``beam_width`` hypotheses are finished. False: or rather once the best beam, if it ended now, would not be
-    better than the worst of them. "never": once it cannot be, at ``max_tokens`` if ``length_penalty`` is above 0."""
+    """True: end once ``beam_width`` hypotheses are finished. False: end once the best beam, if it
+    ended now, would also not be better than the worst of them. "never": end once it cannot become
+    better; with ``length_penalty`` above 0 that is at ``max_tokens``."""
     ignore_eos: bool = declared(False, SWITCH)
     stop: str | Collection[str] | None = declared(None, STRINGS)
     """Strings that end a hypothesis. They count for its score and are cut off its text."""
@@ -333,7 +338,7 @@ class BeamSearchParams:
         check_fields(self)
 
     def sampling(self) -> SamplingParams:
-        """What these say of stopping, as greedy sampling parameters."""
+        """Return greedy sampling parameters that stop as these do."""
         return SamplingParams(
             temperature=0,
             max_tokens=self.max_tokens,
@@ -353,7 +358,7 @@ def _text(name: str, value: object) -> str:
 
 
 def _schema(name: str, value: object) -> str:
-    """Return the JSON text of a schema: given as such, as a mapping, or by a class as pydantic's are."""
+    """Return the JSON text of a schema that is text, a mapping, or a class as pydantic's models."""
     of_class = getattr(value, "model_json_schema", None)
     if isinstance(value, type) and callable(of_class):
         whose = value.__name__

@@ -38,20 +38,20 @@ WAYS_ON = (
 )
 
 SHOWN = 2000
-"""Characters of a loaded conversation that are shown at most; /text shows all."""
+"""Most characters that are shown of a loaded conversation. /text shows all."""
 
 FIRST = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
-"""For an answer that is taken back, so that messages are in a session without one."""
+"""Generates an answer to take back, which leaves a session with messages and no answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class TypedTurn:
-    """What was said, and what the model answered."""
+    """The user's line and the model's answer."""
 
     line: str
     answer: str
     start: int | None
-    """The session's length to go back to for what was there before; None if there is no such place."""
+    """The session's length before the turn; None if the turn cannot be taken back by a rewind."""
 
 
 @dataclass(slots=True)
@@ -61,14 +61,14 @@ class Branch:
     session: Session
     turns: list[TypedTurn] = field(default_factory=list)
     loaded: bool = False
-    """Whether it began with a state file, whose text is no turn."""
+    """Whether it began with a state file. The file's text is no turn."""
     rebuilt: bool = False
-    """Whether it was computed anew since the last answer: it ends where an answer could begin, and the
-    next turn replaces that end."""
+    """Whether it was computed anew since the last answer. It then ends where an answer could
+    begin, and the next turn replaces that end."""
 
 
 class TerminalChat:
-    """Reads lines from stdin, streams answers to stdout, says everything else on stderr."""
+    """A chat that reads stdin, streams answers to stdout and says everything else on stderr."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class TerminalChat:
         window: int | None = None,
         sink: int = 0,
     ) -> None:
-        """``window``, ``sink``: what its sessions keep of their tokens, as ``LLM.session`` has them."""
+        """Begin a session. ``window`` and ``sink`` are those of ``LLM.session``."""
         self._llm = llm
         self._params = params
         self._window, self._sink = window, sink
@@ -110,7 +110,7 @@ class TerminalChat:
         return self._branch.session
 
     def run(self) -> None:
-        """Until /exit or the end of the input."""
+        """Take lines until /exit or the end of the input."""
         if not self._templated:
             self._say("this model has no chat template: your lines are appended as they are, and it continues the text")
         self._say("/help lists the commands")
@@ -139,7 +139,7 @@ class TerminalChat:
                     self._say("interrupted" + "; what was generated stays, /rewind 1 takes it back" * stays)
 
     def take(self, line: str) -> bool:
-        """One line: a command or a turn. False ends the chat."""
+        """Take one line, a command or a turn. Return False to end the chat."""
         word, _, rest = line.partition(" ")
         if word.startswith("/"):
             command = self._commands.get(word)
@@ -149,7 +149,7 @@ class TerminalChat:
         self._turn(line)
         return True
 
-    # -- turns -----------------------------------------------------------------------------------------------
+    # -- turns -------------------------------------------------------------------------------------
 
     def _turn(self, line: str) -> None:
         branch = self._branch
@@ -177,9 +177,9 @@ class TerminalChat:
         self._say(f"[{count} tokens in {time.perf_counter() - started:.2f} s]")
 
     def _pieces(self, session: Session, line: str) -> Iterator[tuple[str, int]]:
-        """Add a line and yield the answer: pieces of text, and of how many tokens.
+        """Add a line and yield the answer: pieces of text with their numbers of tokens.
 
-        A line that is refused leaves nothing in the session.
+        A line that is refused leaves the session as it was.
         """
         if self._templated:
             deltas = session.stream_chat([{"role": "user", "content": line}], self._params)
@@ -215,14 +215,14 @@ class TerminalChat:
         return session
 
     def _rebuild(self, branch: Branch, turns: Sequence[TypedTurn]) -> None:
-        """Let a conversation be these turns only, computed anew."""
+        """Replace a conversation by these turns, computed anew."""
         old = branch.session
         branch.session = self._begin(turns, old.adapter)
         branch.turns = [replace(turn, start=None) for turn in turns]
         branch.loaded, branch.rebuilt = False, bool(turns)
         old.close()
 
-    # -- commands --------------------------------------------------------------------------------------------
+    # -- commands ----------------------------------------------------------------------------------
 
     def _fork(self, name: str) -> bool:
         if not name or name in self._branches:
@@ -337,7 +337,7 @@ class TerminalChat:
         return False
 
     def _completions(self, line: str) -> list[str]:
-        """Return what the last word of a line could be."""
+        """Return possible completions of a line's last word."""
         word, space, rest = line.partition(" ")
         if not word.startswith("/"):
             return []
@@ -351,7 +351,7 @@ class TerminalChat:
 
 
 def messages_of(turns: Sequence[TypedTurn]) -> list[dict[str, str]]:
-    """Return turns as a template has them."""
+    """Return turns as messages for a chat template."""
     return [
         {"role": role, "content": text}
         for turn in turns
@@ -365,5 +365,5 @@ def _number(text: str, most: int) -> int:
 
 
 def _says_full(error: QuireError) -> bool:
-    """Return whether there is no room, as ``engine.checks`` and a server say it."""
+    """Return whether an error of ``engine.checks`` or of a server says that there is no room."""
     return isinstance(error, ResourceExhausted) or "the context" in str(error)

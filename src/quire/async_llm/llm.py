@@ -51,7 +51,7 @@ class AsyncLLM:
 
     __init__.__signature__ = inspect.signature(LLM.__init__)  # type: ignore[attr-defined]
 
-    # -- generating ------------------------------------------------------------------------------------------
+    # -- generating --------------------------------------------------------------------------------
 
     async def generate(
         self,
@@ -167,13 +167,13 @@ class AsyncLLM:
         await self._background.abort(job)
         return True
 
-    # -- sessions --------------------------------------------------------------------------------------------
+    # -- sessions ----------------------------------------------------------------------------------
 
     session = awaited(LLM.session, AsyncSession)
     load_session = awaited(LLM.load_session, AsyncSession)
     session_from_bytes = awaited(LLM.session_from_bytes, AsyncSession)
 
-    # -- what LLM has besides --------------------------------------------------------------------------------
+    # -- what LLM has besides ----------------------------------------------------------------------
 
     load_adapter = awaited(LLM.load_adapter)
     unload_adapter = awaited(LLM.unload_adapter)
@@ -221,7 +221,7 @@ class AsyncLLM:
         """What counts without ``SamplingParams``."""
         return self._llm.default_params
 
-    # -- closing ---------------------------------------------------------------------------------------------
+    # -- closing -----------------------------------------------------------------------------------
 
     async def close(self) -> None:
         """End what runs, as cancelled, and give everything back; later calls raise ``FailedPrecondition``. Closing twice is

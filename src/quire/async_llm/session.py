@@ -31,7 +31,7 @@ class AsyncSession:
         self._background = background
         self._session = self._inner = session
 
-    # -- what it holds ---------------------------------------------------------------------------------------
+    # -- what it holds -----------------------------------------------------------------------------
 
     def __len__(self) -> int:
         return len(self._session)
@@ -96,7 +96,7 @@ class AsyncSession:
         """(pages that it holds, those of them that others hold too)"""
         return await self._background.call("pages", lambda: self._session.pages)
 
-    # -- running ---------------------------------------------------------------------------------------------
+    # -- running -----------------------------------------------------------------------------------
 
     async def append(self, text: Prompt) -> Self:
         """As ``Session.append``."""
@@ -159,7 +159,7 @@ class AsyncSession:
         """End what another task is running on this session, at the next step; False if nothing is."""
         return self._session.cancel()
 
-    # -- fork and rewind -------------------------------------------------------------------------------------
+    # -- fork and rewind ---------------------------------------------------------------------------
 
     @overload
     async def fork(self, at: int | None = None) -> AsyncSession: ...
@@ -182,7 +182,7 @@ class AsyncSession:
     pin = awaited(Session.pin)
     unpin = awaited(Session.unpin)
 
-    # -- saving and looking inside ---------------------------------------------------------------------------
+    # -- saving and looking inside -----------------------------------------------------------------
 
     save = awaited(Session.save)
     """Once the file is being written, it is written to its end."""
@@ -195,7 +195,7 @@ class AsyncSession:
         """Write into the state, as ``Session.set_kv`` does."""
         await self._background.call("set_kv", lambda: self._session.set_kv(layer, start=start, **tensors))
 
-    # -- closing ---------------------------------------------------------------------------------------------
+    # -- closing -----------------------------------------------------------------------------------
 
     async def close(self) -> None:
         """Give the pages back. Closing twice, or after the LLM, is harmless."""

@@ -93,7 +93,7 @@ async def chat_completions(request: Request, body: ChatRequest) -> Response:
     return await answer(request, reply, work, stream=stream)
 
 
-# -- parameters ----------------------------------------------------------------------------------------------
+# -- parameters ------------------------------------------------------------------------------------
 
 
 def _check_variables(body: ChatRequest) -> None:
@@ -186,7 +186,7 @@ def _params(context: Context, body: ChatRequest, tools: _Tools) -> tuple[Samplin
     return sampling_params(given, defaults, fields), fields
 
 
-# -- the prompt ----------------------------------------------------------------------------------------------
+# -- the prompt ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -306,7 +306,7 @@ def _stopping(params: SamplingParams, format: MessageFormat, tokenizer: Tokenize
     return params.replace(stop_token_ids=sorted(params.stop_ids | missing))
 
 
-# -- the answer ----------------------------------------------------------------------------------------------
+# -- the answer ------------------------------------------------------------------------------------
 
 
 class ChatReply(Reply):

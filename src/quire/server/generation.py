@@ -48,7 +48,7 @@ class Source(Protocol):
     async def aclose(self) -> None: ...
 
 
-# -- parameters ----------------------------------------------------------------------------------------------
+# -- parameters ------------------------------------------------------------------------------------
 
 
 def check_lists(context: Context, given: Mapping[str, Any]) -> None:
@@ -107,7 +107,7 @@ def asked_by(context: Context, body: GenerationBody) -> tuple[dict[str, Any], di
     return given | {"structured_outputs": wanted}, fields | {"structured_outputs": "response_format"}
 
 
-# -- prompts -------------------------------------------------------------------------------------------------
+# -- prompts ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -195,7 +195,7 @@ def check_number(context: Context, prompts: int, n: int) -> None:
         )
 
 
-# -- results -------------------------------------------------------------------------------------------------
+# -- results ---------------------------------------------------------------------------------------
 
 
 async def deltas(sources: Sequence[Source]) -> AsyncGenerator[tuple[int, SampleDelta], None]:

@@ -56,7 +56,7 @@ RewindTo = Annotated[list[int] | None, Query(description="Positions of which the
 Ttl = Annotated[Seconds | None, Query(description="Seconds without use after which the session is closed.")]
 
 
-# -- making and listing --------------------------------------------------------------------------------------
+# -- making and listing ----------------------------------------------------------------------------
 
 
 @router.post("")
@@ -283,7 +283,7 @@ async def delete(session_id: str, request: Request) -> Response:
     return JsonAnswer({"id": session_id, "object": "session", "deleted": True})
 
 
-# -- running -------------------------------------------------------------------------------------------------
+# -- running ---------------------------------------------------------------------------------------
 
 
 @router.post("/{session_id}/append")
@@ -339,7 +339,7 @@ async def score(session_id: str, body: TextBody, request: Request) -> Response:
     return JsonAnswer({"id": session_id, "tokens": content, "logprobs": scores, "total_logprob": sum(scores)})
 
 
-# -- fork, rewind, adapters ----------------------------------------------------------------------------------
+# -- fork, rewind, adapters ------------------------------------------------------------------------
 
 
 @router.post("/{session_id}/fork")
@@ -387,7 +387,7 @@ async def use_adapter(session_id: str, body: AdapterBody, request: Request) -> R
         return JsonAnswer({"id": session_id, "num_tokens": len(session), "adapter": session.adapter})
 
 
-# -- the state file ------------------------------------------------------------------------------------------
+# -- the state file --------------------------------------------------------------------------------
 
 
 @router.get(
@@ -401,7 +401,7 @@ async def download(session_id: str, request: Request) -> Response:
         return await saved_session(session, request, _context(request), name=f"{session_id}.quire")
 
 
-# -- helpers -------------------------------------------------------------------------------------------------
+# -- helpers ---------------------------------------------------------------------------------------
 
 
 def _context(request: Request) -> Context:
