@@ -21,6 +21,7 @@ LAYERS = (
         "registry",
         "config",
         "metrics",
+        "sampling_fields",
         "sampling_params",
         "outputs",
         "signatures",

@@ -1,7 +1,8 @@
-"""The command line: ``quire generate``, ``chat``, ``serve``, ``inspect``, ``models``, ``capabilities``, ``doctor``, ``bench``.
+"""The command line: ``quire`` and its commands.
 
-Options are the keyword arguments of ``LLM`` and ``SamplingParams`` in kebab-case, derived from these classes. A mistake is one
-sentence on stderr and exit code 2, never a traceback. What only a command needs is imported inside it, so that ``--help`` is quick.
+Options are derived from ``LLM`` and ``SamplingParams``: their keyword arguments in kebab-case. A
+mistake is one sentence on stderr and exit code 2, never a traceback. A command imports what only it
+needs, so that ``--help`` is quick.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from quire.cli_bench import bench_app
 from quire.cli_options import (
     CHAT_OPTIONS,
     DEFAULT_MODEL,
-    DEFAULT_NEW_TOKENS,
+    SAMPLING_DEFAULTS,
     SAMPLING_OPTIONS,
     AdapterOption,
     KeyOption,
@@ -50,11 +51,11 @@ app.add_typer(bench_app, name="bench", short_help=bench_app.info.help)
 def _sampling(options: dict[str, Any], llm: LLM) -> SamplingParams:
     given = {name: options[name] for name in SAMPLING_OPTIONS if name in options}
     defaults = llm.default_params
-    return defaults.replace(**{"max_tokens": DEFAULT_NEW_TOKENS, **given})
+    return defaults.replace(**{**SAMPLING_DEFAULTS, **given})
 
 
 def _load(model: str | None, options: dict[str, Any], adapter: str | None = None) -> LLM:
-    """``adapter``: loaded under its own name if ``adapters`` has none of that name."""
+    """Load a model. ``adapter`` is loaded under its own name unless ``adapters`` has that name."""
     from quire.llm import LLM
 
     engine = {name: value for name, value in options.items() if name not in SAMPLING_OPTIONS}
@@ -72,7 +73,7 @@ def _load(model: str | None, options: dict[str, Any], adapter: str | None = None
         raise NotFound(f"{error}; and it is none of --adapters: {', '.join(map(repr, named))}") from error
 
 
-# -- commands ------------------------------------------------------------------------------------------------------
+# -- commands --------------------------------------------------------------------------------------
 
 
 def _print_version(wanted: bool) -> None:
@@ -114,7 +115,7 @@ def generate(
     loaded = time.perf_counter()
     first: float | None = None
     count = 0
-    # What would be refused after the prompt has run is refused here.
+    # Refuse here what would otherwise be refused after the prompt has run.
     (tokens,) = llm.prepare(text, params, adapter=adapter).ids
     with llm.session(adapter=adapter) as session:
         with prompt_pieces(tokens.tolist(), llm.engine.scheduler.limits.max_num_batched_tokens) as pieces:
@@ -144,7 +145,7 @@ def chat(
     api_key: KeyOption = None,
     **options: Any,
 ) -> None:
-    """Talk to a model in the terminal; /help lists the commands that fork, rewind, save and load its memory."""
+    """Talk to a model in the terminal; /help lists what forks, rewinds, saves its memory."""
     from quire.terminal_chat import TerminalChat
 
     chosen = chosen_options(options)
@@ -153,11 +154,12 @@ def chat(
         from quire.remote_chat import run_remote_chat
 
         configured = chosen.pop("model", None)
-        sampling = {"max_tokens": DEFAULT_NEW_TOKENS}
-        sampling |= {name: chosen.pop(name) for name in SAMPLING_OPTIONS if name in chosen}
+        given = {name: chosen.pop(name) for name in SAMPLING_OPTIONS if name in chosen}
         if chosen:
             raise InvalidArgument(f"{sorted(chosen)} are options of an engine, and with --url the server has its own")
-        run_remote_chat(url, model=model or configured, adapter=adapter, api_key=api_key, sampling=sampling, **kept)
+        run_remote_chat(
+            url, model=model or configured, adapter=adapter, api_key=api_key, sampling=SAMPLING_DEFAULTS | given, **kept
+        )
         return
     llm = _load(model, chosen, adapter)
     talk = TerminalChat(llm, _sampling(chosen, llm), adapter, **kept)
@@ -173,9 +175,10 @@ def serve(
     ] = None,
     **options: Any,
 ) -> None:
-    """Serve a model over HTTP: OpenAI's endpoints, and sessions that can be forked, rewound, saved. Ctrl-C stops it gently.
+    """Serve a model over HTTP: OpenAI's endpoints, and sessions to fork, rewind and save.
 
-    Without --api-key the keys are those in the environment variable QUIRE_API_KEY, separated by commas.
+    Ctrl-C stops it gently. Without --api-key, the environment variable QUIRE_API_KEY gives the
+    keys, separated by commas.
     """
     from quire.server.settings import ServerSettings
 
@@ -271,11 +274,11 @@ def doctor() -> None:
     print_findings(examine())
 
 
-# -- the entry point -----------------------------------------------------------------------------------------------
+# -- the entry point -------------------------------------------------------------------------------
 
 
 def main() -> None:
-    """The command ``quire``."""
+    """Run the command ``quire``."""
     with one_sentence():
         try:
             app(prog_name="quire")

@@ -1,4 +1,4 @@
-"""Options of commands: out of configuration dataclasses and a YAML file, and those that several commands share."""
+"""Options of commands: from configuration dataclasses, from a YAML file, and shared ones."""
 
 from __future__ import annotations
 
@@ -6,33 +6,32 @@ import dataclasses
 import inspect as python_inspect
 from collections.abc import Callable, Iterator, Set
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_origin
 
 import typer
 
 from quire.config import EngineConfig, field_help
 from quire.errors import InvalidArgument, NotFound
 from quire.exit_codes import one_sentence
+from quire.sampling_fields import Surface, declarations_on
+from quire.sampling_params import SamplingParams
 
 DEFAULT_MODEL = "tiny-python"
-DEFAULT_NEW_TOKENS = 128
 
-SAMPLING_OPTIONS: dict[str, tuple[Any, str]] = {
-    "max_tokens": (int, f"Tokens to generate at most ({DEFAULT_NEW_TOKENS} if not given)."),
-    "min_tokens": (int, "Tokens before which no end token or stop string ends the text."),
-    "temperature": (float, "0 takes the most likely token; higher is more random."),
-    "top_p": (float, "Sample from the smallest set of tokens that holds this much probability."),
-    "top_k": (int, "Sample from this many most likely tokens; -1 is off."),
-    "min_p": (float, "Drop tokens below this share of the most likely one's probability."),
-    "seed": (int, "Makes the sampled tokens reproducible."),
-    "stop": (list[str], "End the text before this string; may be repeated."),
-    "stop_token_ids": (list[int], "End the text at this token; may be repeated."),
-    "ignore_eos": (bool, "Go on after the model's end token."),
-    "presence_penalty": (float, "Against tokens that the text holds already."),
-    "frequency_penalty": (float, "Against tokens, by how often the text holds them."),
-    "repetition_penalty": (float, "Against tokens of prompt and text; 1 is off."),
-}
-"""Those of ``SamplingParams`` that make sense for one text on a terminal."""
+SAMPLING_DEFAULTS = {"max_tokens": 128}
+"""Defaults of a terminal, where they are not the model's."""
+
+
+def _sampling_options() -> Iterator[tuple[str, tuple[Any, str]]]:
+    for name, (_, found) in declarations_on(SamplingParams, Surface.COMMAND).items():
+        kind = found.kind.option or found.kind.json
+        repeated = " May be repeated." if get_origin(kind) is list else ""
+        default = f" Default: {SAMPLING_DEFAULTS[name]}." if name in SAMPLING_DEFAULTS else ""
+        yield name, (kind, found.help + repeated + default)
+
+
+SAMPLING_OPTIONS: dict[str, tuple[Any, str]] = dict(_sampling_options())
+"""Types and help texts of the fields that ``SamplingParams`` declares for commands."""
 
 CHAT_OPTIONS: dict[str, tuple[Any, str]] = {
     "window": (
@@ -41,58 +40,51 @@ CHAT_OPTIONS: dict[str, tuple[Any, str]] = {
     ),
     "sink": (int, "First tokens that a --window keeps; 4 is usual. Default: 0."),
 }
-"""What a chat's sessions keep, as ``LLM.session`` has it."""
+"""Types and help texts of those arguments of ``LLM.session`` that ``quire chat`` has."""
 
 
-# -- options out of dataclasses ------------------------------------------------------------------------------------
+# -- options out of dataclasses --------------------------------------------------------------------
+
+
+_KINDS: dict[str, Any] = {
+    "int": int,
+    "int | None": int,
+    "float": float,
+    "float | None": float,
+    "bool": bool,
+    "tuple[str, ...]": list[str],
+    "tuple[Path, ...]": list[Path],
+}
+"""Types of options by the annotations of fields; the others are texts."""
 
 
 def _parameter(name: str, kind: Any, text: str) -> python_inspect.Parameter:
     flag = "--" + name.replace("_", "-")
     if kind is bool:  # Either way, so that it can be turned off where the default or a config file has it on.
         flag += "/--no-" + name.replace("_", "-")
-    # Without a value on the command line the field is not set, so that a config file and the defaults count.
+    # An option without a value is not set, so that a config file and the defaults count.
     option = typer.Option(flag, help=text, show_default=False)
     return python_inspect.Parameter(
         name, python_inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option]
     )
 
 
-def _engine_parameters() -> Iterator[python_inspect.Parameter]:
-    kinds: dict[str, Any] = {"int": int, "int | None": int, "float": float, "bool": bool}
-    helps = field_help(EngineConfig)
-    for field in dataclasses.fields(EngineConfig):
-        if field.name == "model":
-            continue
-        kind = list[str] if field.name == "adapters" else kinds.get(str(field.type), str)
-        default = "" if field.default in (None, dataclasses.MISSING) else f" Default: {field.default}."
+def _config_parameters(config: type[Any]) -> Iterator[python_inspect.Parameter]:
+    """Yield an option for every field of a configuration."""
+    helps = field_help(config)
+    for field in dataclasses.fields(config):
+        kind = list[str] if field.name == "adapters" else _KINDS.get(str(field.type), str)
+        default = "" if field.default in (None, (), dataclasses.MISSING) else f" Default: {field.default}."
         yield _parameter(field.name, kind, helps[field.name] + default)
-
-
-def _server_parameters() -> Iterator[python_inspect.Parameter]:
-    from quire.server.settings import ServerSettings
-
-    kinds: dict[str, Any] = {
-        "int": int,
-        "int | None": int,
-        "float": float,
-        "float | None": float,
-        "bool": bool,
-        "tuple[str, ...]": list[str],
-        "tuple[Path, ...]": list[Path],
-    }
-    helps = field_help(ServerSettings)
-    for field in dataclasses.fields(ServerSettings):
-        default = "" if field.default in (None, ()) else f" Default: {field.default}."
-        yield _parameter(field.name, kinds.get(str(field.type), str), helps[field.name] + default)
 
 
 def command(
     app: typer.Typer, *groups: str, name: str | None = None
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Register a command, with ``--config`` and the options of ``groups``, which it gets as ``options``.
+    """Register a command that gets ``--config`` and the options of ``groups`` as keywords.
 
-    ``groups``: "chat", "sampling", "server", "engine". What goes wrong is a sentence and an exit code.
+    ``groups``: "chat", "sampling", "server", "engine". An error becomes one sentence and an exit
+    code.
     """
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
@@ -108,21 +100,23 @@ def command(
         if "sampling" in groups:
             added += [_parameter(name, kind, text) for name, (kind, text) in SAMPLING_OPTIONS.items()]
         if "server" in groups:
-            added += list(_server_parameters())
+            from quire.server.settings import ServerSettings
+
+            added += _config_parameters(ServerSettings)
         if "engine" in groups:
-            # "seed" is both: the request's own, given here, makes the engine's pointless.
-            taken = {parameter.name for parameter in (*own, *added)}
-            added += [parameter for parameter in _engine_parameters() if parameter.name not in taken]
+            # Both have "seed". A request's own seed leaves no use for the engine's.
+            taken = {"model", *(parameter.name for parameter in (*own, *added))}
+            added += [parameter for parameter in _config_parameters(EngineConfig) if parameter.name not in taken]
 
         def run(**given: Any) -> None:
-            # Inside of typer, which would turn an interrupt and a closed pipe into exit codes of its own.
+            # Inside typer, which has its own exit codes for an interrupt and a closed pipe.
             with one_sentence([parameter.name for parameter in added]):
                 function(**given)
 
         run.__name__, run.__doc__ = function.__name__, function.__doc__
         run.__signature__ = python_inspect.Signature([*own, *added])  # type: ignore[attr-defined]
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in (*own, *added)}
-        # Given as a short help it is not cut where the commands are listed.
+        # A list of commands would cut a longer help; it leaves a short help whole.
         app.command(name, short_help=first_paragraph(function))(run)
         return run
 
@@ -135,7 +129,7 @@ def first_paragraph(function: Callable[..., None]) -> str:
 
 
 def chosen_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Options of the config file, overridden by those of the command line."""
+    """Return the options of the config file, overridden by those of the command line."""
     merged: dict[str, Any] = {}
     path = options.pop("config", None)
     if path is not None:
@@ -145,7 +139,7 @@ def chosen_options(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_config(path: Path, known: Set[str]) -> dict[str, Any]:
-    """The options of a YAML file. Those that the command does not have are refused by name."""
+    """Return the options of a YAML file. Refuse by name those that the command does not have."""
     import yaml
 
     try:
@@ -172,7 +166,7 @@ def read_config(path: Path, known: Set[str]) -> dict[str, Any]:
     return options
 
 
-# -- options that several commands have ---------------------------------------------------------------------------
+# -- options that several commands have ------------------------------------------------------------
 
 AdapterOption = Annotated[
     str | None,

@@ -1,6 +1,7 @@
-"""``quire chat --url``: the terminal chat against a server, with its own sessions there.
+"""``quire chat --url``: the terminal chat with a server, in whose sessions the conversations are.
 
-The commands are those of ``quire chat``; files are local. The chat's end deletes its sessions.
+The commands are those of ``quire chat``. Files are saved and loaded on the client's side. Sessions
+are deleted at the end.
 """
 
 from __future__ import annotations
@@ -39,15 +40,17 @@ if TYPE_CHECKING:
     from quire.sampling_params import SamplingParams
 
 PATIENCE = 5.0
-"""Seconds of retries if the server still uses a session after a broken stream."""
+"""Seconds for which calls are repeated on a session whose stream was just broken off."""
 
 
 class Link:
-    """Calls to a server, one connection each. They raise ``HttpFailure``, ``BrokenAnswer``, and
-    ``QuireError`` if the server cannot be reached."""
+    """Calls to a server, one connection each.
+
+    Errors: ``HttpFailure``, ``BrokenAnswer``, and ``QuireError`` if it cannot be reached.
+    """
 
     def __init__(self, url: str, *, api_key: str | None = None, timeout: float = 600.0) -> None:
-        """Set the address; ``timeout`` is in seconds without any byte from the server."""
+        """Check the address and the key. ``timeout``: seconds to wait for a byte of the server."""
         if not timeout > 0:
             raise InvalidArgument(f"timeout {timeout}; seconds above 0 are accepted")
         self.address = ServerAddress.parse(url)
@@ -60,7 +63,7 @@ class Link:
     def _answer(
         self, method: str, path: str, body: Any = None, headers: Mapping[str, str] | None = None
     ) -> Iterator[http.client.HTTPResponse]:
-        """Open an answer of status below 400, to be read inside the block."""
+        """Yield an answer of status below 400, to be read inside the block."""
         address = self.address
         connection: http.client.HTTPConnection
         if address.tls:
@@ -75,7 +78,7 @@ class Link:
                 reason = error.strerror or str(error) or type(error).__name__
                 raise QuireError(f"no server can be reached at {address.authority}: {reason}") from error
             try:
-                # A server may refuse a large body and close before receiving all of it.
+                # A server that refuses a large body may answer and close before it has all of it.
                 with suppress(BrokenPipeError, ConnectionResetError):
                     connection.request(method, address.prefix + path, body, {**self._headers, **(headers or {})})
                 response = connection.getresponse()
@@ -90,7 +93,7 @@ class Link:
                 raise BrokenAnswer("the server closed the connection before the answer was complete") from error
 
     def call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Send a JSON object and return the answered one."""
+        """Send a JSON object and return the one in the answer."""
         data = None if body is None else json.dumps(body).encode()
         with self._answer(method, path, data, {"Content-Type": "application/json"} if data else {}) as response:
             found = response.read()
@@ -103,13 +106,13 @@ class Link:
         return value
 
     def numbers(self, path: str) -> dict[str, float]:
-        """Return the unlabelled numbers of a Prometheus text page by name."""
+        """Return the values without labels of a page of metrics in Prometheus' text format."""
         with self._answer("GET", path) as response:
             lines = [line.split() for line in response.read().decode().splitlines() if not line.startswith("#")]
         return {line[0]: float(line[1]) for line in lines if len(line) == 2 and "{" not in line[0]}
 
     def events(self, path: str, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """Yield the objects of a stream; closing the iterator cancels the server's work."""
+        """Yield the objects of a stream. Closing the iterator hangs up and cancels the request."""
         parser = EventParser()
         data = json.dumps(body).encode()
         with self._answer("POST", path, data, {"Content-Type": "application/json"}) as response:
@@ -142,7 +145,7 @@ class Link:
                 raise
 
     def upload(self, path: str, source: Path) -> dict[str, Any]:
-        """Send a file and return the answered object; raise ``NotFound`` if it does not exist."""
+        """Send a file and return the answer's object. Raise ``NotFound`` for a missing file."""
         if not source.is_file():
             raise NotFound(f"file {str(source)!r} does not exist")
         with open(source, "rb") as file:
@@ -154,10 +157,10 @@ class Link:
 
 
 class RemoteModel:
-    """The part of ``LLM`` that a chat needs, on a server."""
+    """The part of ``LLM`` that a chat needs, over HTTP."""
 
     def __init__(self, link: Link, name: str | None = None) -> None:
-        """Choose the model ``name``, by default the first that the server lists."""
+        """Find the model on the server. ``name``: by default the first one listed."""
         self.link = link
         if name is None:
             listed = link.call("GET", "/v1/models").get("data") or []
@@ -171,7 +174,7 @@ class RemoteModel:
             link.call("POST", "/tokenize", probe)
             self.tokenizer = SimpleNamespace(chat_templates=("default",))
         except HttpFailure as error:
-            # 404: unknown model; 401: wrong key; only 400 means that messages cannot be rendered.
+            # Only 400 says that messages cannot be rendered: 404 is an unknown model, 401 a key.
             if error.status != 400:
                 raise
             self.tokenizer = SimpleNamespace(chat_templates=())
@@ -184,30 +187,30 @@ class RemoteModel:
         sink: int = 0,
         messages: Sequence[Mapping[str, Any]] | None = None,
     ) -> RemoteSession:
-        """Open a session, empty or with a chat's first messages, perhaps under an adapter."""
+        """Return a new session, empty or of the first messages of a chat."""
         body = {"model": adapter or self.name, "window": window, "sink": sink, "messages": messages}
         made = self.link.call("POST", "/v1/sessions", body)
         return self.hold(str(made["id"]), adapter)
 
     def load_session(self, path: str | Path) -> RemoteSession:
-        """Open a session from a local state file."""
+        """Upload a state file and return its session."""
         made = self.link.upload("/v1/sessions/state", Path(path))
         held = self.link.call("GET", f"/v1/sessions/{made['id']}?tokens=false")
         return self.hold(str(made["id"]), held.get("adapter"))
 
     def status(self) -> dict[str, int]:
-        """Return the page counts of ``LLM.status``."""
+        """Return the numbers of pages under the names of ``LLM.status``."""
         found = self.link.numbers("/metrics")
         return {f"num_{name[6:]}": int(value) for name, value in found.items() if name.startswith("quire:pages_")}
 
     def hold(self, name: str, adapter: str | None) -> RemoteSession:
-        """Return the session with this id; ``close`` will delete it."""
+        """Return the session of that id; ``close`` will delete it."""
         session = RemoteSession(self, name, adapter)
         self._made.append(session)
         return session
 
     def close(self) -> None:
-        """Delete the sessions. Ignore errors: a server that is gone has none."""
+        """Delete the sessions. A server that is gone has none."""
         while self._made:
             with suppress(QuireError):
                 self._made.pop().close()
@@ -221,7 +224,7 @@ class RemoteSession:
         self.adapter = adapter
 
     def _call(self, method: str, verb: str = "", body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Call this session; retry while the server still runs a stream that was broken off."""
+        """Call the server about this session. Repeat it for ``PATIENCE`` while that is in use."""
         deadline = time.monotonic() + PATIENCE
         while True:
             try:
@@ -241,13 +244,16 @@ class RemoteSession:
 
     @property
     def pages(self) -> tuple[int, int]:
-        """Pages of the session, and how many of them are shared."""
+        """Numbers of its pages and of the shared ones among them."""
         found = self._call("GET", "?tokens=false")
         return int(found["pages"]), int(found["shared_pages"])
 
     def stream(self, turn: Mapping[str, Any], fields: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """Yield the chunks of an answer to ``{"prompt": text}`` or ``{"messages": [...]}``, each
-        with its text in ``choices[0].text``. A refused turn leaves nothing in the session."""
+        """Yield chunks of the answer to a turn, each with its text under ``choices[0].text``.
+
+        ``turn``: ``{"prompt": text}`` or ``{"messages": [...]}``. A turn that is refused leaves the
+        session as it was.
+        """
         body = {**fields, **turn, "stream": True, "stream_options": {"include_usage": True}}
         return self._model.link.events(f"/v1/sessions/{self._name}/generate", body)
 
@@ -260,7 +266,7 @@ class RemoteSession:
         return self._model.hold(str(found["ids"][0]), self.adapter)
 
     def rewind(self, *, to: int) -> int:
-        """Rewind, and return the number of tokens that will run again."""
+        """Go back, and return the number of tokens that will be run again."""
         return int(self._call("POST", "/rewind", {"to": to})["replayed"])
 
     def use_adapter(self, name: str | None) -> None:
@@ -275,7 +281,7 @@ class RemoteSession:
 
 
 class RemoteChat(TerminalChat):
-    """The commands of ``TerminalChat`` with a server's sessions."""
+    """The terminal chat with sessions of a server."""
 
     def __init__(
         self,
@@ -286,10 +292,10 @@ class RemoteChat(TerminalChat):
         window: int | None = None,
         sink: int = 0,
     ) -> None:
-        """Start a chat; ``fields`` are sampling parameters in the form of a request's body."""
+        """Begin a session. ``fields``: sampling parameters, as a request's body has them."""
         self._fields = dict(fields)
         self._model = model
-        # It uses only what RemoteModel and RemoteSession have, and passes parameters on.
+        # It uses only what RemoteModel and RemoteSession have, and only passes parameters on.
         super().__init__(cast("LLM", model), cast("SamplingParams", fields), adapter, window=window, sink=sink)
 
     def _pieces(self, session: Session, line: str) -> Iterator[tuple[str, int]]:
@@ -300,7 +306,7 @@ class RemoteChat(TerminalChat):
                 yield text, int((chunk.get("usage") or {}).get("completion_tokens", 0))
 
     def _is_undone(self, session: Session, before: int, error: BaseException) -> bool:
-        # Only a refusal leaves no turn; after a break the server may not have noticed yet.
+        # Only a refusal leaves no turn. After a broken connection the server may still add one.
         return isinstance(error, HttpFailure)
 
     def _begin(self, turns: Sequence[TypedTurn], adapter: str | None) -> Session:
@@ -324,9 +330,9 @@ def run_remote_chat(
 ) -> None:
     """Chat in the terminal until /exit or the end of the input.
 
-    ``model`` is by default the first listed one. ``sampling`` holds given fields of
-    ``SamplingParams``; the others have the server's defaults. ``window`` and ``sink`` are those of
-    new sessions. Raise ``QuireError`` if the server cannot be reached or has no sessions.
+    ``model``: by default the first one listed. ``sampling``: fields of ``SamplingParams``; the
+    server's defaults count for the others. ``window``, ``sink``: those of ``LLM.session`` for new
+    sessions. Raise ``QuireError`` if the server cannot be reached or has no sessions.
     """
     link = Link(url, api_key=api_key, timeout=timeout)
     remote = RemoteModel(link, model)

@@ -1,4 +1,4 @@
-"""``quire chat``: a conversation in the terminal that can be forked, rewound and saved."""
+"""``quire chat``: a conversation in the terminal whose memory can be forked, rewound, saved."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ WAYS_ON = (
 )
 
 SHOWN = 2000
-"""Longest shown part of a loaded conversation in characters; /text shows all."""
+"""Most characters that are shown of a loaded conversation. /text shows all."""
 
 FIRST = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
-"""For an answer that is taken back, so that a session holds messages without one."""
+"""Generates an answer to take back, which leaves a session with messages and no answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class TypedTurn:
-    """A line and the model's answer."""
+    """The user's line and the model's answer."""
 
     line: str
     answer: str
     start: int | None
-    """The session's length before this turn; None if it cannot be rewound there."""
+    """The session's length before the turn; None if the turn cannot be taken back by a rewind."""
 
 
 @dataclass(slots=True)
@@ -61,14 +61,14 @@ class ChatBranch:
     session: Session
     turns: list[TypedTurn] = field(default_factory=list)
     loaded: bool = False
-    """Whether it began with a state file, so that its beginning is no turn."""
+    """Whether it began with a state file. The file's text is no turn."""
     rebuilt: bool = False
-    """Whether it was recomputed since the last answer. It then ends with the opening of an answer,
-    which the next turn replaces."""
+    """Whether it was computed anew since the last answer. It then ends where an answer could
+    begin, and the next turn replaces that end."""
 
 
 class TerminalChat:
-    """Reads lines from stdin, streams answers to stdout, prints all else to stderr."""
+    """A chat that reads stdin, streams answers to stdout and says everything else on stderr."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class TerminalChat:
         window: int | None = None,
         sink: int = 0,
     ) -> None:
-        """Start the first session; ``window`` and ``sink`` are those of ``LLM.session``."""
+        """Begin a session. ``window`` and ``sink`` are those of ``LLM.session``."""
         self._llm = llm
         self._params = params
         self._window, self._sink = window, sink
@@ -110,7 +110,7 @@ class TerminalChat:
         return self._branch.session
 
     def run(self) -> None:
-        """Chat until /exit or the end of the input."""
+        """Take lines until /exit or the end of the input."""
         if not self._templated:
             self._say("this model has no chat template: your lines are appended as they are, and it continues the text")
         self._say("/help lists the commands")
@@ -120,7 +120,7 @@ class TerminalChat:
                     line = lines.read(f"{self._name}> ")
                 except EOFError:
                     if is_typed():
-                        self._say("")  # so that the shell begins on its own line
+                        self._say("")  # so that the shell begins in a line of its own
                     return
                 except KeyboardInterrupt:
                     self._say("\n/exit or Ctrl-D leaves")
@@ -139,7 +139,7 @@ class TerminalChat:
                     self._say("interrupted" + "; what was generated stays, /rewind 1 takes it back" * stays)
 
     def take(self, line: str) -> bool:
-        """Execute a command or a turn; return False to end the chat."""
+        """Take one line, a command or a turn. Return False to end the chat."""
         word, _, rest = line.partition(" ")
         if word.startswith("/"):
             command = self._commands.get(word)
@@ -149,7 +149,7 @@ class TerminalChat:
         self._turn(line)
         return True
 
-    # -- turns ------------------------------------------------------------------------------
+    # -- turns -------------------------------------------------------------------------------------
 
     def _turn(self, line: str) -> None:
         branch = self._branch
@@ -177,9 +177,9 @@ class TerminalChat:
         self._say(f"[{count} tokens in {time.perf_counter() - started:.2f} s]")
 
     def _pieces(self, session: Session, line: str) -> Iterator[tuple[str, int]]:
-        """Add a line and yield the answer as pieces of text with their numbers of tokens.
+        """Add a line and yield the answer: pieces of text with their numbers of tokens.
 
-        A refused line leaves nothing in the session.
+        A line that is refused leaves the session as it was.
         """
         if self._templated:
             deltas = session.stream_chat([{"role": "user", "content": line}], self._params)
@@ -196,7 +196,7 @@ class TerminalChat:
                 yield delta.text, len(delta.token_ids)
 
     def _is_undone(self, session: Session, before: int, error: BaseException) -> bool:
-        """Return whether a turn that ended with ``error`` left the session unchanged."""
+        """Return whether a turn that ended with ``error`` has left the session as it was."""
         del error
         return len(session) == before
 
@@ -222,7 +222,7 @@ class TerminalChat:
         branch.loaded, branch.rebuilt = False, bool(turns)
         old.close()
 
-    # -- commands ---------------------------------------------------------------------------
+    # -- commands ----------------------------------------------------------------------------------
 
     def _fork(self, name: str) -> bool:
         if not name or name in self._branches:
@@ -337,7 +337,7 @@ class TerminalChat:
         return False
 
     def _completions(self, line: str) -> list[str]:
-        """Return completions of the last word of a line."""
+        """Return possible completions of a line's last word."""
         word, space, rest = line.partition(" ")
         if not word.startswith("/"):
             return []
@@ -351,7 +351,7 @@ class TerminalChat:
 
 
 def messages_of(turns: Sequence[TypedTurn]) -> list[dict[str, str]]:
-    """Return turns in the form of a chat template."""
+    """Return turns as messages for a chat template."""
     return [
         {"role": role, "content": text}
         for turn in turns
@@ -365,5 +365,5 @@ def _number(text: str, most: int) -> int:
 
 
 def _says_full(error: QuireError) -> bool:
-    """Return whether the context is full, by the words of ``engine.checks`` and servers."""
+    """Return whether an error of ``engine.checks`` or of a server says that there is no room."""
     return isinstance(error, ResourceExhausted) or "the context" in str(error)

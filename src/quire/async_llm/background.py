@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
 
 from quire.async_llm.stepper import Call, Job, Stepper
 from quire.errors import FailedPrecondition
@@ -15,7 +16,9 @@ from quire.llm import LLM
 SPARE_WORKERS = 32
 """Worker threads beyond those that wait for the requests that can run at a time."""
 
+P = ParamSpec("P")
 T = TypeVar("T")
+R = TypeVar("R")
 
 
 class Listener:
@@ -114,3 +117,32 @@ class Background:
             return  # closed before
         await asyncio.shield(joined)
         self._workers.shutdown(wait=False)
+
+
+class Awaiting(Protocol):
+    """An object with verbs that are awaited."""
+
+    _background: Background
+    _inner: Any
+    """The object that carries out the verbs."""
+
+
+@overload
+def awaited(verb: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Awaiting, P], Coroutine[Any, Any, T]]: ...
+@overload
+def awaited(
+    verb: Callable[Concatenate[Any, P], T], made: Callable[[Background, T], R]
+) -> Callable[Concatenate[Awaiting, P], Coroutine[Any, Any, R]]: ...
+def awaited(verb: Callable[..., Any], made: Callable[[Background, Any], Any] | None = None) -> Callable[..., Any]:
+    """Return a method that carries out ``verb`` on a worker thread, with its signature and docstring.
+
+    ``made``: makes the result from the verb's, for a verb that returns an object with blocking verbs.
+    """
+
+    @wraps(verb, assigned=("__name__", "__doc__"))
+    async def call(self: Awaiting, *args: Any, **kwargs: Any) -> Any:
+        name = verb.__name__
+        found = await self._background.call(name, lambda: getattr(self._inner, name)(*args, **kwargs))
+        return found if made is None else made(self._background, found)
+
+    return call

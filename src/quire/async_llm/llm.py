@@ -7,9 +7,9 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypedDict, Unpack
 
-from quire.async_llm.background import Background
+from quire.async_llm.background import Background, awaited
 from quire.async_llm.session import AsyncSession, unwrapped
 from quire.async_llm.stepper import BeamJob, Job
 from quire.async_llm.stream import AsyncStream, PreparedJob
@@ -28,6 +28,15 @@ from quire.outputs import BeamSearchOutput, RequestOutput
 from quire.sampling_params import BeamSearchParams, SamplingParams
 
 
+class ChatOptions(TypedDict, total=False):
+    """The keywords of ``LLM.chat``."""
+
+    adapter: str | None
+    cache_salt: str | None
+    tools: Sequence[Mapping[str, Any]] | None
+    add_generation_prompt: bool
+
+
 class AsyncLLM:
     """An ``LLM`` whose verbs are awaited. The arguments are those of ``LLM``, and the model is loaded when it returns: inside of a
     running loop, ``await asyncio.to_thread(AsyncLLM, model)`` is the way to make one.
@@ -37,12 +46,12 @@ class AsyncLLM:
     """
 
     def __init__(self, model: str | Path, **options: Any) -> None:
-        self._llm = LLM(model, **options)
+        self._llm = self._inner = LLM(model, **options)
         self._background = Background(self._llm)
 
     __init__.__signature__ = inspect.signature(LLM.__init__)  # type: ignore[attr-defined]
 
-    # -- generating ------------------------------------------------------------------------------------------
+    # -- generating --------------------------------------------------------------------------------
 
     async def generate(
         self,
@@ -70,7 +79,7 @@ class AsyncLLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         request_id: str | None = None,
-        **options: Any,
+        **options: Unpack[ChatOptions],
     ) -> list[RequestOutput]:
         """As ``LLM.chat``, with its keywords, and ``request_id`` as in ``generate``."""
         _check_name(request_id)
@@ -115,7 +124,7 @@ class AsyncLLM:
         sampling_params: SamplingParams | None = None,
         *,
         request_id: str | None = None,
-        **options: Any,
+        **options: Unpack[ChatOptions],
     ) -> AsyncStream:
         """Answer one conversation, as a stream."""
         _check_name(request_id)
@@ -133,10 +142,17 @@ class AsyncLLM:
 
         return AsyncStream(self._background, prepared)
 
-    async def beam_search(self, prompts: Prompts, params: BeamSearchParams, **options: Any) -> list[BeamSearchOutput]:
-        """As ``LLM.beam_search``, with its keywords."""
+    async def beam_search(
+        self,
+        prompts: Prompts,
+        params: BeamSearchParams,
+        *,
+        adapter: str | None = None,
+        cache_salt: str | None = None,
+    ) -> list[BeamSearchOutput]:
+        """As ``LLM.beam_search``."""
         searches, texts = await self._background.call(
-            "beam_search", lambda: self._llm.prepare_beams(prompts, params, **options)
+            "beam_search", lambda: self._llm.prepare_beams(prompts, params, adapter=adapter, cache_salt=cache_salt)
         )
         await self._background.finish(BeamJob(self.engine, searches))
         return [search.output(text) for search, text in zip(searches, texts, strict=True)]
@@ -151,60 +167,25 @@ class AsyncLLM:
         await self._background.abort(job)
         return True
 
-    # -- sessions --------------------------------------------------------------------------------------------
+    # -- sessions ----------------------------------------------------------------------------------
 
-    async def session(self, prompt: Prompt = "", **options: Any) -> AsyncSession:
-        """As ``LLM.session``, with its keywords: ``async with await llm.session("text") as session``."""
-        found = await self._background.call("session", lambda: self._llm.session(prompt, **options))
-        return AsyncSession(self._background, found)
+    session = awaited(LLM.session, AsyncSession)
+    load_session = awaited(LLM.load_session, AsyncSession)
+    session_from_bytes = awaited(LLM.session_from_bytes, AsyncSession)
 
-    async def load_session(
-        self, path: str | Path, *, convert_dtype: bool = False, row: int | None = None
-    ) -> AsyncSession:
-        """As ``LLM.load_session``."""
-        found = await self._background.call(
-            "load_session", lambda: self._llm.load_session(path, convert_dtype=convert_dtype, row=row)
-        )
-        return AsyncSession(self._background, found)
+    # -- what LLM has besides ----------------------------------------------------------------------
 
-    async def session_from_bytes(
-        self, data: bytes | bytearray | memoryview, *, convert_dtype: bool = False, row: int | None = None
-    ) -> AsyncSession:
-        """As ``LLM.session_from_bytes``."""
-        found = await self._background.call(
-            "session_from_bytes", lambda: self._llm.session_from_bytes(data, convert_dtype=convert_dtype, row=row)
-        )
-        return AsyncSession(self._background, found)
-
-    # -- what LLM has besides --------------------------------------------------------------------------------
-
-    async def load_adapter(self, name: str, path: str | Path) -> AdapterInfo:
-        """As ``LLM.load_adapter``."""
-        return await self._background.call("load_adapter", lambda: self._llm.load_adapter(name, path))
-
-    async def unload_adapter(self, name: str) -> None:
-        """As ``LLM.unload_adapter``."""
-        await self._background.call("unload_adapter", lambda: self._llm.unload_adapter(name))
+    load_adapter = awaited(LLM.load_adapter)
+    unload_adapter = awaited(LLM.unload_adapter)
 
     async def adapters(self) -> Mapping[str, AdapterInfo]:
         """As ``LLM.adapters``."""
         return await self._background.call("adapters", lambda: self._llm.adapters)
 
-    async def reset_prefix_cache(self) -> None:
-        """As ``LLM.reset_prefix_cache``."""
-        await self._background.call("reset_prefix_cache", self._llm.reset_prefix_cache)
-
-    async def capabilities(self) -> dict[str, Any]:
-        """As ``LLM.capabilities``."""
-        return await self._background.call("capabilities", self._llm.capabilities)
-
-    async def status(self) -> dict[str, Any]:
-        """As ``LLM.status``."""
-        return await self._background.call("status", self._llm.status)
-
-    async def metrics(self) -> dict[str, float]:
-        """As ``LLM.metrics``."""
-        return await self._background.call("metrics", self._llm.metrics)
+    reset_prefix_cache = awaited(LLM.reset_prefix_cache)
+    capabilities = awaited(LLM.capabilities)
+    status = awaited(LLM.status)
+    metrics = awaited(LLM.metrics)
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -240,7 +221,7 @@ class AsyncLLM:
         """What counts without ``SamplingParams``."""
         return self._llm.default_params
 
-    # -- closing ---------------------------------------------------------------------------------------------
+    # -- closing -----------------------------------------------------------------------------------
 
     async def close(self) -> None:
         """End what runs, as cancelled, and give everything back; later calls raise ``FailedPrecondition``. Closing twice is

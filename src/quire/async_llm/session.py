@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, overload
 
 from torch import Tensor
 
-from quire.async_llm.background import Background
+from quire.async_llm.background import Background, awaited
 from quire.async_llm.stepper import Job
 from quire.async_llm.stream import AsyncStream, PreparedJob
 from quire.engine.chat_turns import ReadAnswer
 from quire.engine.prompt_sessions import PromptsOrSessions
-from quire.engine.prompts import Prompt, Text
+from quire.engine.prompts import Prompt
 from quire.engine.request_outputs import request_output
-from quire.engine.sequence_request import PinAccount, SequenceRequest
+from quire.engine.sequence_request import SequenceRequest
 from quire.engine.session import Session
-from quire.executor.cache import KVCache
-from quire.outputs import RequestOutput
 from quire.sampling_params import SamplingParams
 
 
@@ -32,9 +29,9 @@ class AsyncSession:
 
     def __init__(self, background: Background, session: Session) -> None:
         self._background = background
-        self._session = session
+        self._session = self._inner = session
 
-    # -- what it holds ---------------------------------------------------------------------------------------
+    # -- what it holds -----------------------------------------------------------------------------
 
     def __len__(self) -> int:
         return len(self._session)
@@ -99,20 +96,19 @@ class AsyncSession:
         """(pages that it holds, those of them that others hold too)"""
         return await self._background.call("pages", lambda: self._session.pages)
 
-    # -- running ---------------------------------------------------------------------------------------------
+    # -- running -----------------------------------------------------------------------------------
 
     async def append(self, text: Prompt) -> Self:
         """As ``Session.append``."""
         await self._background.call("append", lambda: self._session.append(text))
         return self
 
-    async def compute(self) -> None:
-        """As ``Session.compute``."""
-        await self._background.call("compute", self._session.compute)
-
-    async def generate(self, params: SamplingParams | None = None) -> RequestOutput:
-        """As ``Session.generate``."""
-        return await self._background.call("generate", lambda: self._session.generate(params))
+    compute = awaited(Session.compute)
+    generate = awaited(Session.generate)
+    chat = awaited(Session.chat)
+    check_generate = awaited(Session.check_generate)
+    logits = awaited(Session.logits)
+    score = awaited(Session.score)
 
     def stream(self, params: SamplingParams | None = None) -> AsyncStream:
         """As ``Session.stream``: ``async for delta in session.stream()``."""
@@ -125,16 +121,6 @@ class AsyncSession:
             return self._prepared(lambda: session._submit(session._idle("stream").tokens.ids, chosen))
 
         return AsyncStream(self._background, prepare)
-
-    async def chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        params: SamplingParams | None = None,
-        *,
-        answer: ReadAnswer | None = None,
-    ) -> RequestOutput:
-        """As ``Session.chat``."""
-        return await self._background.call("chat", lambda: self._session.chat(messages, params, answer=answer))
 
     def stream_chat(
         self,
@@ -159,10 +145,6 @@ class AsyncSession:
 
         return AsyncStream(self._background, prepare)
 
-    async def check_generate(self, params: SamplingParams) -> None:
-        """As ``Session.check_generate``."""
-        await self._background.call("generate", lambda: self._session.check_generate(params))
-
     def _prepared(self, submit: Callable[[], SequenceRequest]) -> PreparedJob:
         engine = self._background.llm.engine
 
@@ -177,15 +159,7 @@ class AsyncSession:
         """End what another task is running on this session, at the next step; False if nothing is."""
         return self._session.cancel()
 
-    async def logits(self) -> Tensor:
-        """As ``Session.logits``."""
-        return await self._background.call("logits", self._session.logits)
-
-    async def score(self, text: Text) -> list[float]:
-        """As ``Session.score``."""
-        return await self._background.call("score", lambda: self._session.score(text))
-
-    # -- fork and rewind -------------------------------------------------------------------------------------
+    # -- fork and rewind ---------------------------------------------------------------------------
 
     @overload
     async def fork(self, at: int | None = None) -> AsyncSession: ...
@@ -202,51 +176,26 @@ class AsyncSession:
             return [AsyncSession(self._background, child) for child in found]
         return AsyncSession(self._background, found)
 
-    async def rewind(self, to: int | None = None, n: int | None = None) -> int:
-        """As ``Session.rewind``."""
-        return await self._background.call("rewind", lambda: self._session.rewind(to, n))
+    rewind = awaited(Session.rewind)
+    rewind_cost = awaited(Session.rewind_cost)
+    use_adapter = awaited(Session.use_adapter)
+    pin = awaited(Session.pin)
+    unpin = awaited(Session.unpin)
 
-    async def rewind_cost(self, to: int) -> int:
-        """As ``Session.rewind_cost``."""
-        return await self._background.call("rewind_cost", lambda: self._session.rewind_cost(to))
+    # -- saving and looking inside -----------------------------------------------------------------
 
-    async def use_adapter(self, name: str | None) -> None:
-        """As ``Session.use_adapter``."""
-        await self._background.call("use_adapter", lambda: self._session.use_adapter(name))
-
-    async def pin(self, account: PinAccount | None = None) -> None:
-        """As ``Session.pin``."""
-        await self._background.call("pin", lambda: self._session.pin(account))
-
-    async def unpin(self) -> None:
-        """As ``Session.unpin``."""
-        await self._background.call("unpin", self._session.unpin)
-
-    # -- saving and looking inside ---------------------------------------------------------------------------
-
-    async def save(self, path: str | Path) -> None:
-        """As ``Session.save``. Once the file is being written, it is written to its end."""
-        await self._background.call("save", lambda: self._session.save(path))
-
-    async def to_bytes(self) -> bytes:
-        """As ``Session.to_bytes``."""
-        return await self._background.call("to_bytes", self._session.to_bytes)
-
-    async def as_cache(self, *, capacity: int | None = None, dynamic: bool = False) -> KVCache:
-        """As ``Session.as_cache``. The verbs of the cache and of its executor block."""
-        return await self._background.call(
-            "as_cache", lambda: self._session.as_cache(capacity=capacity, dynamic=dynamic)
-        )
-
-    async def kv(self, layer: int) -> dict[str, Tensor]:
-        """As ``Session.kv``."""
-        return await self._background.call("kv", lambda: self._session.kv(layer))
+    save = awaited(Session.save)
+    """Once the file is being written, it is written to its end."""
+    to_bytes = awaited(Session.to_bytes)
+    as_cache = awaited(Session.as_cache)
+    """The verbs of the cache and of its executor block."""
+    kv = awaited(Session.kv)
 
     async def set_kv(self, layer: int, *, start: int = 0, **tensors: Tensor | None) -> None:
-        """As ``Session.set_kv``."""
+        """Write into the state, as ``Session.set_kv`` does."""
         await self._background.call("set_kv", lambda: self._session.set_kv(layer, start=start, **tensors))
 
-    # -- closing ---------------------------------------------------------------------------------------------
+    # -- closing -----------------------------------------------------------------------------------
 
     async def close(self) -> None:
         """Give the pages back. Closing twice, or after the LLM, is harmless."""

@@ -142,7 +142,7 @@ class Stepper:
         self._thread.start()
         _STEPPERS.add(self)
 
-    # -- jobs ------------------------------------------------------------------------------------------------
+    # -- jobs --------------------------------------------------------------------------------------
 
     @uninterrupted
     def submit(self, job: Job) -> None:
@@ -183,7 +183,7 @@ class Stepper:
             return QuireError(self._broken)
         return FailedPrecondition("the LLM is closed; make a new one")
 
-    # -- calls on worker threads -----------------------------------------------------------------------------
+    # -- calls on worker threads -------------------------------------------------------------------
 
     def perform(self, call: Call, function: Callable[[], T]) -> T:
         """Run ``function`` on this thread; ``give_up`` ends what it waits for."""
@@ -236,7 +236,7 @@ class Stepper:
             self._callers += change
             self._changed.notify()  # it may have ended what others wait for
 
-    # -- the thread ------------------------------------------------------------------------------------------
+    # -- the thread --------------------------------------------------------------------------------
 
     def _loop(self) -> None:
         try:

@@ -19,14 +19,12 @@ from quire.sampling_params import SamplingParams
 from quire.server.context import Context
 from quire.server.errors import bad_field, naming
 from quire.server.generation import (
-    ARGUMENTS,
     Work,
+    asked_by,
     check,
-    check_lists,
     check_number,
     encode,
     ending,
-    grammar_of,
     in_texts,
     prepared,
     sampling_params,
@@ -59,7 +57,7 @@ async def chat_completions(request: Request, body: ChatRequest) -> Response:
     """Answer a conversation."""
     context: Context = request.app.state.context
     refuse_unsupported(body)
-    _check_fields(body)
+    _check_variables(body)
     tokenizer = context.llm.tokenizer
     if tokenizer is None:
         raise bad_field("messages", "a chat needs a tokenizer with a chat template, and this model has none")
@@ -79,7 +77,7 @@ async def chat_completions(request: Request, body: ChatRequest) -> Response:
                 answer=(lambda text: answer_of(text, format)) if _wraps_answers(format) else None,
                 model=body.model,
             )
-            reply = ChatReply(request, context, body, tools, format)
+            reply = ChatReply(request, context, body, params, tools, format)
             return await answer_in_session(request, reply, source, stream=stream)
     adapter = context.adapter_of(body.model)
     check_number(context, 1, params.n)
@@ -91,22 +89,14 @@ async def chat_completions(request: Request, body: ChatRequest) -> Response:
     work, format = await prepared(
         lambda: _work(context, body, rendered, tokenizer, tools, params, adapter, salt, fields), request
     )
-    reply = ChatReply(request, context, body, tools, format)
+    reply = ChatReply(request, context, body, params, tools, format)
     return await answer(request, reply, work, stream=stream)
 
 
-# -- parameters ----------------------------------------------------------------------------------------------
+# -- parameters ------------------------------------------------------------------------------------
 
 
-def _check_fields(body: ChatRequest) -> None:
-    if body.top_logprobs is not None and not body.logprobs:
-        raise bad_field("top_logprobs", "top_logprobs needs logprobs=true")
-    if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
-        raise bad_field(
-            "max_completion_tokens",
-            f"max_tokens is {body.max_tokens} and max_completion_tokens {body.max_completion_tokens}, which are the same; "
-            "give one of them",
-        )
+def _check_variables(body: ChatRequest) -> None:
     for name in body.chat_template_kwargs or ():
         if name in OWN_VARIABLES:
             raise bad_field(
@@ -175,36 +165,28 @@ class _Tools:
 
 
 def _params(context: Context, body: ChatRequest, tools: _Tools) -> tuple[SamplingParams, Mapping[str, str]]:
-    """The parameters, and what the client calls their fields."""
-    check_lists(context, body)
-    defaults = context.llm.default_params
-    grammar, source = grammar_of(body)
-    if grammar is not None and tools.given is not None:
+    """Return the parameters, and what the client calls their fields."""
+    given, fields = asked_by(context, body)
+    fields["prompt"] = "messages"
+    if "logprobs" in given and not body.logprobs:
+        raise bad_field("top_logprobs", "top_logprobs needs logprobs=true")
+    if body.logprobs:
+        given.setdefault("logprobs", 0)
+    source = fields["structured_outputs"]
+    if "structured_outputs" in given and tools.given is not None:
         raise bad_field(
             source, f'{source} and tools both say what the text must be; give one of them, or tool_choice="none"'
         )
     if tools.schema is not None:
-        grammar, source = {"json": tools.schema}, "tools"
-    if body.max_completion_tokens is not None:
-        max_tokens: int | None = body.max_completion_tokens
-    elif body.max_tokens is not None:
-        max_tokens = body.max_tokens
-    else:
+        given["structured_outputs"], fields["structured_outputs"] = {"json": tools.schema}, "tools"
+    defaults = context.llm.default_params
+    if defaults.max_tokens == SamplingParams().max_tokens:
         # Unless the model's generation_config.json says otherwise, an answer may fill the context.
-        max_tokens = defaults.max_tokens if defaults.max_tokens != SamplingParams().max_tokens else None
-    fields = {
-        **ARGUMENTS,
-        "structured_outputs": source,
-        "prompt": "messages",
-        "logprobs": "top_logprobs",
-        "max_tokens": "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens",
-    }
-    logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    params = sampling_params(body, defaults, max_tokens=max_tokens, logprobs=logprobs, grammar=grammar, fields=fields)
-    return params, fields
+        given.setdefault("max_tokens", None)
+    return sampling_params(given, defaults, fields), fields
 
 
-# -- the prompt ----------------------------------------------------------------------------------------------
+# -- the prompt ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -324,7 +306,7 @@ def _stopping(params: SamplingParams, format: MessageFormat, tokenizer: Tokenize
     return params.replace(stop_token_ids=sorted(params.stop_ids | missing))
 
 
-# -- the answer ----------------------------------------------------------------------------------------------
+# -- the answer ------------------------------------------------------------------------------------
 
 
 class ChatReply(Reply):
@@ -335,13 +317,19 @@ class ChatReply(Reply):
     chunk_object = "chat.completion.chunk"
 
     def __init__(
-        self, request: Request, context: Context, body: ChatRequest, tools: _Tools, format: MessageFormat
+        self,
+        request: Request,
+        context: Context,
+        body: ChatRequest,
+        params: SamplingParams,
+        tools: _Tools,
+        format: MessageFormat,
     ) -> None:
         super().__init__(request, context, body)
         self._format = format
         self._named = isinstance(tools.forced, dict)
-        self._top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        self._prompt_logprobs = body.prompt_logprobs
+        self._top_logprobs = params.logprobs
+        self._prompt_logprobs = params.prompt_logprobs
         self._output: RequestOutput | None = None
         self._readers: dict[int, MessageReader] = {}
 

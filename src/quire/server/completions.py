@@ -18,14 +18,12 @@ from quire.sampling_params import SamplingParams
 from quire.server.context import Context
 from quire.server.errors import bad_field, naming
 from quire.server.generation import (
-    ARGUMENTS,
     Work,
+    asked_by,
     check,
-    check_lists,
     check_number,
     encode,
     ending,
-    grammar_of,
     in_texts,
     prepared,
     sampling_params,
@@ -47,7 +45,8 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
     refuse_unsupported(body)
     if body.echo and context.llm.tokenizer is None:
         raise bad_field("echo", "echo needs a tokenizer, and this model has none")
-    params, fields = _params(context, body)
+    given, fields = asked_by(context, body)
+    params = _params(context, body, given, fields)
     stream = bool(body.stream)
     if body.session_id is not None:
         prompt = _session_prompt(body)
@@ -55,7 +54,7 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
             source = continue_completion(
                 context, request.state.owner, body.session_id, params, prompt=prompt, model=body.model
             )
-            reply = CompletionReply(request, context, body, params, [])
+            reply = CompletionReply(request, context, body, given, params, [])
             return await answer_in_session(request, reply, source, stream=stream)
     adapter = context.adapter_of(body.model)
     prompts = _prompts(body.prompt)
@@ -63,25 +62,19 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
     tokens = await _encoded(context, request, prompts, fields)
     salt = context.salt(request.state.owner, body.cache_salt)
     work = await prepared(lambda: _work(context, body, tokens, params, adapter, salt, fields), request)
-    reply = CompletionReply(request, context, body, params, prompts)
+    reply = CompletionReply(request, context, body, given, params, prompts)
     return await answer(request, reply, work, stream=stream)
 
 
-def _params(context: Context, body: CompletionRequest) -> tuple[SamplingParams, Mapping[str, str]]:
-    """The parameters, and what the client calls their fields."""
-    check_lists(context, body)
-    defaults = context.llm.default_params
-    grammar, source = grammar_of(body)
-    fields = {**ARGUMENTS, "structured_outputs": source}
-    max_tokens = defaults.max_tokens if body.max_tokens is None else body.max_tokens
-    if max_tokens == 0 and body.echo:
-        max_tokens = 1  # so that there is something to run; it is not sent
-    params = sampling_params(
-        body, defaults, max_tokens=max_tokens, logprobs=body.logprobs, grammar=grammar, fields=fields
-    )
-    if body.echo and body.logprobs is not None:
-        params = params.replace(prompt_logprobs=max(body.logprobs, body.prompt_logprobs or 0))
-    return params, fields
+def _params(
+    context: Context, body: CompletionRequest, given: Mapping[str, Any], fields: Mapping[str, str]
+) -> SamplingParams:
+    # Without any token there would be nothing to run. The one of an echo is not sent.
+    least = {"max_tokens": 1} if body.echo and given.get("max_tokens") == 0 else {}
+    params = sampling_params({**given, **least}, context.llm.default_params, fields)
+    if body.echo and params.logprobs is not None:
+        params = params.replace(prompt_logprobs=max(params.logprobs, params.prompt_logprobs or 0))
+    return params
 
 
 def _prompts(prompt: Any) -> list[str | list[int]]:
@@ -166,17 +159,19 @@ class CompletionReply(Reply):
         request: Request,
         context: Context,
         body: CompletionRequest,
+        given: Mapping[str, Any],
         params: SamplingParams,
         prompts: Sequence[str | list[int]],
     ) -> None:
+        """``given``: parameters as the body has them, before an echo changed them."""
         super().__init__(request, context, body)
         self._params = params
         self._prompts = prompts
         self._echo = bool(body.echo)
-        self._silent = self._echo and body.max_tokens == 0
+        self._silent = self._echo and given.get("max_tokens") == 0
         """Whether only the prompt is wanted."""
-        self._logprobs = body.logprobs
-        self._prompt_logprobs = body.prompt_logprobs
+        self._logprobs = params.logprobs
+        self._prompt_logprobs = given.get("prompt_logprobs")
         self._outputs: dict[int, RequestOutput] = {}
         self._choices: dict[int, Offsets] = {}
 

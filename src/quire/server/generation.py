@@ -35,33 +35,6 @@ MAX_STOP_CHARACTERS = 10_000
 MAX_DIGITS = 20
 """Digits of a key of ``logit_bias``, at most; more than any token id has."""
 
-PLAIN_FIELDS = (
-    "n",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "min_tokens",
-    "stop",
-    "stop_token_ids",
-    "ignore_eos",
-    "include_stop_str_in_output",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "logit_bias",
-    "prompt_logprobs",
-    "skip_special_tokens",
-)
-"""Fields of a body that are those of ``SamplingParams``."""
-
-ARGUMENTS: Mapping[str, str] = {
-    name: name
-    for name in (*PLAIN_FIELDS, "max_tokens", "logprobs", "structured_outputs", "prompt", "cache_salt", "messages")
-}
-"""The field of a body that each argument comes from, where no call has it from another one."""
-
 T = TypeVar("T")
 
 
@@ -75,81 +48,66 @@ class Source(Protocol):
     async def aclose(self) -> None: ...
 
 
-# -- parameters ----------------------------------------------------------------------------------------------
+# -- parameters ------------------------------------------------------------------------------------
 
 
-class Lists(Protocol):
-    """Those fields of a body that can be long."""
-
-    @property
-    def stop(self) -> Any: ...
-    @property
-    def stop_token_ids(self) -> list[int] | None: ...
-    @property
-    def logit_bias(self) -> dict[str, float] | None: ...
-
-
-def check_lists(context: Context, body: Lists) -> None:
-    """``ApiError`` 400 for lists that are longer than any use of them, before anybody walks over them."""
+def check_lists(context: Context, given: Mapping[str, Any]) -> None:
+    """Raise ``ApiError`` 400 for parameters that are longer than any use of them, before anything walks over them."""
     size = context.llm.engine.checks.vocab_size
-    stop = body.stop
+    stop = given.get("stop")
     if isinstance(stop, str):
         stop = [stop]
     characters = sum(len(text) for text in stop if isinstance(text, str)) if isinstance(stop, list) else 0
     if characters > MAX_STOP_CHARACTERS:
         raise bad_field("stop", f"stop has {characters} characters; at most {MAX_STOP_CHARACTERS} are looked for")
-    for name, items in (("stop_token_ids", body.stop_token_ids), ("logit_bias", body.logit_bias)):
-        if items is not None and len(items) > size:
-            raise bad_field(name, f"{name} has {len(items)} entries; the model has {size} tokens")
-    for key in body.logit_bias or ():
+    for name in ("stop_token_ids", "logit_bias"):
+        if len(given.get(name, ())) > size:
+            raise bad_field(name, f"{name} has {len(given[name])} entries; the model has {size} tokens")
+    for key in given.get("logit_bias", ()):
         if len(key) > MAX_DIGITS:
             raise bad_field("logit_bias", f"each key of logit_bias must be a token id, got {key[:MAX_DIGITS]!r}...")
 
 
-def sampling_params(
-    body: GenerationBody,
-    defaults: SamplingParams,
-    *,
-    max_tokens: int | None,
-    logprobs: int | None,
-    grammar: Mapping[str, Any] | None,
-    fields: Mapping[str, str],
-) -> SamplingParams:
-    """What a body says over what the model's ``generation_config.json`` says. ``ApiError`` 400 with the field."""
-    given: dict[str, Any] = {
-        name: value for name in PLAIN_FIELDS if (value := getattr(body, name)) is not None and value != []
-    }
+def sampling_params(given: Mapping[str, Any], defaults: SamplingParams, fields: Mapping[str, str]) -> SamplingParams:
+    """Return ``defaults`` with what a body gives. Raise ``ApiError`` 400 that names one of ``fields``."""
     with naming(fields):
-        for name, count in (("logprobs", logprobs), ("prompt_logprobs", body.prompt_logprobs)):
+        for name in ("logprobs", "prompt_logprobs"):
+            count = given.get(name)
             if count is not None and not 0 <= count <= MAX_LOGPROBS:
                 raise InvalidArgument(field=name, given=count, allowed=f"an integer in [0, {MAX_LOGPROBS}]")
-        return defaults.replace(max_tokens=max_tokens, logprobs=logprobs, structured_outputs=grammar, **given)
+        return defaults.replace(**given)
 
 
-def grammar_of(body: GenerationBody) -> tuple[Mapping[str, Any] | None, str]:
-    """The form that the text must have, as a mapping for ``SamplingParams``, and the field that asks for it."""
-    wanted: list[tuple[Mapping[str, Any], str]] = []
-    if body.structured_outputs is not None:
-        given = {name: value for name, value in body.structured_outputs.items() if value is not None}
-        wanted.append((given, "structured_outputs"))
+def asked_by(context: Context, body: GenerationBody) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the parameters that a completion or a chat gives, and the body's field that each argument comes from.
+
+    ``response_format`` is ``structured_outputs`` by another name. Raise ``ApiError`` 400 for both, and for long lists.
+    """
+    given, fields = body.sampling()
+    check_lists(context, given)
+    fields |= {"prompt": "prompt", "cache_salt": "cache_salt", "messages": "messages"}
+    form = given.get("structured_outputs")
+    if form is not None:
+        given["structured_outputs"] = {name: value for name, value in form.items() if value is not None}
     answer = body.response_format
-    if answer is not None and answer.type == "json_object":
-        wanted.append(({"json_object": True}, "response_format"))
-    elif answer is not None and answer.type == "json_schema":
+    if answer is None or answer.type == "text":
+        return given, fields
+    wanted: dict[str, Any] = {"json_object": True}
+    if answer.type == "json_schema":
         if answer.json_schema is None or answer.json_schema.schema_ is None:
             raise bad_field(
                 "response_format.json_schema",
                 'response_format of type "json_schema" needs json_schema: {"name": ..., "schema": {...}}',
             )
-        wanted.append(({"json": answer.json_schema.schema_}, "response_format"))
-    if len(wanted) > 1:
+        wanted = {"json": answer.json_schema.schema_}
+    if form is not None:
         raise bad_field(
             "structured_outputs", "structured_outputs and response_format both give a form; give one of them"
         )
-    return wanted[0] if wanted else (None, "structured_outputs")
+    return given | {"structured_outputs": wanted}, fields | {"structured_outputs": "response_format"}
 
 
-# -- prompts -------------------------------------------------------------------------------------------------
+# -- prompts ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -237,7 +195,7 @@ def check_number(context: Context, prompts: int, n: int) -> None:
         )
 
 
-# -- results -------------------------------------------------------------------------------------------------
+# -- results ---------------------------------------------------------------------------------------
 
 
 async def deltas(sources: Sequence[Source]) -> AsyncGenerator[tuple[int, SampleDelta], None]:

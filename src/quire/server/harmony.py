@@ -152,7 +152,7 @@ class HarmonyReader:
         self._text(text[at : len(text) - held])
         self._pending = text[len(text) - held :]
 
-    # -- between messages --------------------------------------------------------------------------------------
+    # -- between messages --------------------------------------------------------------------------
 
     def _text(self, text: str) -> None:
         """Text without markers."""
@@ -237,7 +237,7 @@ class HarmonyReader:
             return _Message(kind="reasoning") if channel == "analysis" else _PLAIN
         return _Message(kind="content" if channel == "final" else "reasoning", addressed=True)
 
-    # -- messages ----------------------------------------------------------------------------------------------
+    # -- messages ----------------------------------------------------------------------------------
 
     def _begin(self, message: _Message) -> None:
         self._message, self._place, self._begins = message, "body", True

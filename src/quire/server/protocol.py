@@ -7,11 +7,14 @@ does not is refused by name (``refuse_unsupported``).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from collections.abc import Callable, Mapping
+from types import UnionType
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, WithJsonSchema
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, WithJsonSchema, create_model
 
+from quire.sampling_fields import Surface, declarations_on
+from quire.sampling_params import SamplingParams
 from quire.server.errors import bad_field
 
 _TEXT = {"type": "string"}
@@ -20,7 +23,6 @@ _IDS = {"type": "array", "items": {"type": "integer"}}
 Prompt = Annotated[
     Any, WithJsonSchema({"anyOf": [_TEXT, _IDS, {"type": "array", "items": _TEXT}, {"type": "array", "items": _IDS}]})
 ]
-Stop = Annotated[Any, WithJsonSchema({"anyOf": [_TEXT, {"type": "array", "items": _TEXT}, {"type": "null"}]})]
 ToolChoice = Annotated[
     Any,
     WithJsonSchema(
@@ -48,6 +50,50 @@ class Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
 
 
+class ParamsBody(Body):
+    """A body with the fields that ``SamplingParams`` declares for its surface."""
+
+    surface: ClassVar[Surface]
+
+    def sampling(self) -> tuple[dict[str, Any], dict[str, str]]:
+        """Return the parameters that are given, and the body's name of every parameter.
+
+        Raise ``ApiError`` 400 for a parameter that is given two values under two names.
+        """
+        given: dict[str, Any] = {}
+        names: dict[str, str] = {}
+        for name, (field, _) in declarations_on(SamplingParams, self.surface).items():
+            value = getattr(self, name)
+            if value is not None:
+                if field in given and given[field] != value:
+                    said = f"{names[field]} is {given[field]} and {name} {value}, which are the same"
+                    raise bad_field(name, f"{said}; give one of them")
+                given[field], names[field] = value, name
+            names.setdefault(field, name)
+        return given, names
+
+
+B = TypeVar("B", bound=ParamsBody)
+
+
+def takes_sampling(surface: Surface) -> Callable[[type[B]], type[B]]:
+    """Give a body the fields that ``SamplingParams`` declares for ``surface``."""
+
+    def decorate(body: type[B]) -> type[B]:
+        fields: dict[str, Any] = {}
+        for name, (_, found) in declarations_on(SamplingParams, surface).items():
+            kind = found.kind.json | None
+            if isinstance(found.kind.json, UnionType):
+                # Errors of pydantic would name the branches; the check of ``SamplingParams`` says it in one sentence.
+                kind = Annotated[Any, WithJsonSchema(TypeAdapter(kind).json_schema())]
+            fields[name] = (kind, Field(default=None, description=found.help))
+        made = create_model(body.__name__, __base__=body, __module__=body.__module__, __doc__=body.__doc__, **fields)
+        made.surface = surface
+        return made
+
+    return decorate
+
+
 class StreamOptions(Body):
     include_usage: bool | None = None
     """A last chunk without choices has the usage of the whole request."""
@@ -70,41 +116,21 @@ class ResponseFormat(Body):
     json_schema: JsonSchemaFormat | None = None
 
 
-class GenerationBody(Body):
+class GenerationBody(ParamsBody):
     """What both kinds of request have."""
 
     model: str | None = None
     """The model's name or an adapter's; the base model if it is missing."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    n: int | None = None
-    max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    seed: int | None = None
-    stop: Stop = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
     user: str | None = None
     """Taken and not used."""
     response_format: ResponseFormat | None = None
-    # Beyond OpenAI's, as in vLLM:
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    min_tokens: int | None = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool | None = None
-    include_stop_str_in_output: bool | None = None
-    skip_special_tokens: bool | None = None
-    prompt_logprobs: int | None = None
     cache_salt: str | None = None
-    structured_outputs: dict[str, Any] | None = None
-    """One of regex, grammar, choice, json, json_object."""
     session_id: str | None = None
 
 
+@takes_sampling(Surface.COMPLETIONS)
 class CompletionRequest(GenerationBody):
     """``POST /v1/completions``."""
 
@@ -112,8 +138,6 @@ class CompletionRequest(GenerationBody):
     """Text, token ids, or a list of texts or of lists of token ids. Needed unless a session goes on."""
     echo: bool | None = None
     """The text begins with the prompt, and so do log-probabilities. ``max_tokens`` may be 0 then."""
-    logprobs: int | None = None
-    """Log-probabilities of the tokens and of that many of the most probable ones in their places."""
 
 
 class Function(Body):
@@ -129,15 +153,14 @@ class Tool(Body):
     function: Function
 
 
+@takes_sampling(Surface.CHATS)
 class ChatRequest(GenerationBody):
     """``POST /v1/chat/completions``."""
 
     messages: list[dict[str, Any]]
     """Each ``{"role": ..., "content": text or text parts, ...}``."""
-    max_completion_tokens: int | None = None
-    """The same as ``max_tokens``."""
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    """Whether the tokens have log-probabilities; ``top_logprobs`` is how many others they have."""
     tools: list[Tool] | None = None
     tool_choice: ToolChoice = None
     parallel_tool_calls: bool | None = None
@@ -197,17 +220,21 @@ UNSUPPORTED: Mapping[str, tuple[tuple[Any, ...], str]] = {
 """Fields of other servers: values that ask for nothing, and what to do instead of others. Null asks for nothing."""
 
 
-def refuse_unsupported(body: GenerationBody) -> None:
-    """``ApiError`` (400) for a field that would be ignored otherwise."""
+def refuse_fields(body: Body, known: Mapping[str, tuple[tuple[Any, ...], str]], where: str = "") -> None:
+    """Raise ``ApiError`` 400 for a field in a table like ``UNSUPPORTED``, unless its value asks for nothing."""
     extra = body.model_extra or {}
-    # A template writes the special tokens of a chat, the tokenizer adds those of a plain prompt.
-    usual = {"best_of": (body.n or 1,), "add_special_tokens": (not isinstance(body, ChatRequest),)}
-    for name, (harmless, advice) in UNSUPPORTED.items():
+    for name, (harmless, advice) in known.items():
         value = extra.get(name)
         # By type too: 1 is not True.
-        if value is None or any(type(value) is type(other) and value == other for other in usual.get(name, harmless)):
-            continue
-        raise bad_field(name, f"{name} is not supported: {advice}", code="unsupported_parameter")
+        if value is not None and not any(type(value) is type(other) and value == other for other in harmless):
+            raise bad_field(name, f"{name} is not supported{where}: {advice}", code="unsupported_parameter")
+
+
+def refuse_unsupported(body: GenerationBody) -> None:
+    """Raise ``ApiError`` 400 for a field that would be ignored otherwise."""
+    # A template writes the special tokens of a chat, the tokenizer adds those of a plain prompt.
+    usual = {"best_of": (body.sampling()[0].get("n") or 1,), "add_special_tokens": (not isinstance(body, ChatRequest),)}
+    refuse_fields(body, {name: (usual.get(name, values), advice) for name, (values, advice) in UNSUPPORTED.items()})
     options = body.stream_options
     if options is not None:
         if not body.stream:

@@ -139,7 +139,7 @@ class Server(uvicorn.Server):
         self._tasks: list[asyncio.Task[None]] = []
         self._draining = False
 
-    # -- stopping --------------------------------------------------------------------------------------------
+    # -- stopping ----------------------------------------------------------------------------------
 
     def stop(self) -> None:
         """Stop when what is under way has finished; told so again, without waiting. On the server's event loop."""
@@ -183,7 +183,7 @@ class Server(uvicorn.Server):
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    # -- beginning and end -----------------------------------------------------------------------------------
+    # -- beginning and end -------------------------------------------------------------------------
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -252,7 +252,7 @@ def url_of(listener: socket.socket) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
-# -- the load --------------------------------------------------------------------------------------------
+# -- the load --------------------------------------------------------------------------------------
 
 
 async def report_load(llm: AsyncLLM, seconds: float = LOAD_SECONDS) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Annotated, Any
@@ -12,11 +11,12 @@ from pydantic import ConfigDict, Field, WithJsonSchema
 from quire.async_llm import SampleDelta
 from quire.engine.tokenizer import Tokenizer
 from quire.outputs import Logprob
+from quire.sampling_fields import Surface
 from quire.sampling_params import SamplingParams
-from quire.server.errors import ApiError, bad_field, naming
-from quire.server.generation import ARGUMENTS, MAX_LOGPROBS, Usage
+from quire.server.errors import ApiError, bad_field
+from quire.server.generation import MAX_LOGPROBS, Usage, sampling_params
 from quire.server.logprobs import Offsets, completion_logprobs
-from quire.server.protocol import Body, Stop, StreamOptions
+from quire.server.protocol import Body, ParamsBody, StreamOptions, refuse_fields, takes_sampling
 from quire.server.session_streams import ClientSessionStream
 
 TokenIds = list[int]
@@ -99,58 +99,21 @@ class AdapterBody(StrictBody):
     """A loaded adapter; null: the base model."""
 
 
-class SamplingBody(Body):
-    """The fields of ``SamplingParams`` under their names; the defaults say what is missing or null."""
-
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
-    """The same as ``max_tokens``."""
-    min_tokens: int | None = None
-    n: int | None = None
-    """1: fork a session for more."""
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    stop: Stop = None
-    stop_token_ids: TokenIds | None = None
-    ignore_eos: bool | None = None
-    include_stop_str_in_output: bool | None = None
-    skip_special_tokens: bool | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    logprobs: int | None = None
-    structured_outputs: dict[str, Any] | None = None
+@takes_sampling(Surface.SESSIONS)
+class SamplingBody(ParamsBody):
+    """Parameters under their names in Python. The defaults say what is missing or null."""
 
     def params(self, defaults: SamplingParams) -> SamplingParams:
-        """``ApiError`` 400, with the field's name, for what is out of range or known and not there."""
+        """Return the parameters. Raise ``ApiError`` 400 that names the field for a bad or an unsupported one."""
         self._refuse_unsupported()
-        names = (field.name for field in dataclasses.fields(SamplingParams))
-        given = {name: value for name in names if (value := getattr(self, name, None)) is not None}
-        if self.max_completion_tokens is not None:
-            if self.max_tokens not in (None, self.max_completion_tokens):
-                raise bad_field(
-                    "max_completion_tokens",
-                    f"max_tokens is {self.max_tokens} and max_completion_tokens {self.max_completion_tokens}; they are the same "
-                    "thing, give one of them",
-                )
-            given["max_tokens"] = self.max_completion_tokens
-        if self.logprobs is not None and self.logprobs > MAX_LOGPROBS:
-            raise bad_field("logprobs", f"logprobs must be an integer in [0, {MAX_LOGPROBS}], got {self.logprobs}")
-        with naming(ARGUMENTS):
-            return defaults.replace(**given)
+        given, names = self.sampling()
+        if given.get("logprobs", 0) > MAX_LOGPROBS:
+            raise bad_field("logprobs", f"logprobs must be an integer in [0, {MAX_LOGPROBS}], got {given['logprobs']}")
+        return sampling_params(given, defaults, {name: name for name in names})
 
     def _refuse_unsupported(self) -> None:
-        extra = self.model_extra or {}
-        for name, (harmless, advice) in UNSUPPORTED.items():
-            value = extra.get(name)
-            if value is None or any(type(value) is type(one) and value == one for one in harmless):
-                continue
-            raise bad_field(name, f"{name} is not supported in a session: {advice}", code="unsupported_parameter")
-        if unknown := sorted(extra.keys() - UNSUPPORTED.keys()):
+        refuse_fields(self, UNSUPPORTED, " in a session")
+        if unknown := sorted((self.model_extra or {}).keys() - UNSUPPORTED.keys()):
             raise bad_field(unknown[0], f"{unknown[0]}: there is no such field in this call")
 
 

@@ -56,7 +56,7 @@ RewindTo = Annotated[list[int] | None, Query(description="Positions of which the
 Ttl = Annotated[Seconds | None, Query(description="Seconds without use after which the session is closed.")]
 
 
-# -- making and listing --------------------------------------------------------------------------------------
+# -- making and listing ----------------------------------------------------------------------------
 
 
 @router.post("")
@@ -187,7 +187,7 @@ async def generate_many(body: GenerateManyBody, request: Request) -> Response:
     """Continue several sessions in one batch, each as by itself. Their new tokens stay in them."""
     context = _context(request)
     for one in (body, *(body.each or ())):
-        check_lists(context, one)
+        check_lists(context, one.sampling()[0])
     batch = SessionBatch(context, _owner(request), body, request_id=request.state.request_id)
     request.state.tokens = batch.usage.tokens
     try:
@@ -283,7 +283,7 @@ async def delete(session_id: str, request: Request) -> Response:
     return JsonAnswer({"id": session_id, "object": "session", "deleted": True})
 
 
-# -- running -------------------------------------------------------------------------------------------------
+# -- running ---------------------------------------------------------------------------------------
 
 
 @router.post("/{session_id}/append")
@@ -300,7 +300,7 @@ async def append(session_id: str, body: TextBody, request: Request) -> Response:
 async def generate(session_id: str, body: GenerateBody, request: Request) -> Response:
     """Continue, behind a prompt or with the answer to messages if they are given. The new tokens stay in the session."""
     context = _context(request)
-    check_lists(context, body)
+    check_lists(context, body.sampling()[0])
     params = body.params(context.llm.default_params)
     stream = continue_completion(
         context,
@@ -339,7 +339,7 @@ async def score(session_id: str, body: TextBody, request: Request) -> Response:
     return JsonAnswer({"id": session_id, "tokens": content, "logprobs": scores, "total_logprob": sum(scores)})
 
 
-# -- fork, rewind, adapters ----------------------------------------------------------------------------------
+# -- fork, rewind, adapters ------------------------------------------------------------------------
 
 
 @router.post("/{session_id}/fork")
@@ -387,7 +387,7 @@ async def use_adapter(session_id: str, body: AdapterBody, request: Request) -> R
         return JsonAnswer({"id": session_id, "num_tokens": len(session), "adapter": session.adapter})
 
 
-# -- the state file ------------------------------------------------------------------------------------------
+# -- the state file --------------------------------------------------------------------------------
 
 
 @router.get(
@@ -401,7 +401,7 @@ async def download(session_id: str, request: Request) -> Response:
         return await saved_session(session, request, _context(request), name=f"{session_id}.quire")
 
 
-# -- helpers -------------------------------------------------------------------------------------------------
+# -- helpers ---------------------------------------------------------------------------------------
 
 
 def _context(request: Request) -> Context:

@@ -70,7 +70,7 @@ class Sessions:
     def __len__(self) -> int:
         return len(self._held)
 
-    # -- making ----------------------------------------------------------------------------------------------
+    # -- making ------------------------------------------------------------------------------------
 
     @contextmanager
     def room(self, owner: str, count: int = 1) -> Iterator[None]:
@@ -136,7 +136,7 @@ class Sessions:
         soonest = min(map(self.time_left, held), default=0.0)
         return {"Retry-After": str(max(RETRY_AFTER, min(60, math.ceil(soonest))))}
 
-    # -- using -----------------------------------------------------------------------------------------------
+    # -- using -------------------------------------------------------------------------------------
 
     def get(self, owner: str, name: str) -> HeldSession:
         """``NotFound`` if there is none of that id, or it is somebody else's, or its time is over."""
@@ -182,7 +182,7 @@ class Sessions:
     def _is_over(self, held: HeldSession) -> bool:
         return self.time_left(held) == 0.0
 
-    # -- closing ---------------------------------------------------------------------------------------------
+    # -- closing -----------------------------------------------------------------------------------
 
     async def close(self, owner: str, name: str) -> None:
         """Give a session's pages back. What another call runs on it ends, as cancelled. ``NotFound`` as ``get``."""
