@@ -78,7 +78,11 @@ def refused_classes() -> set[type[QuireError]]:
 
 def test_short() -> None:
     reset()
-    run_machine(24, 45, derandomize=True)
+    # Hypothesis also draws constants of the modules that are loaded, so what is met depends on the tests beside this one.
+    for steps in (45, 50, 55):
+        run_machine(24, steps, derandomize=True)
+        if set(Machine.verbs) >= DONE_IN_EVERY_RUN and refused_classes() >= REFUSED_IN_EVERY_RUN:
+            break
     assert Machine.operations >= 1000
     assert set(Machine.verbs) >= DONE_IN_EVERY_RUN
     assert refused_classes() >= REFUSED_IN_EVERY_RUN

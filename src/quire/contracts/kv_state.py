@@ -166,8 +166,8 @@ class KVState(Protocol):
         tokens; keys stay where they were written. Recurrent and cross layers are not concerned.
 
         ``InvalidArgument``: window < 1, sink < 0, sink >= window. ``FailedPrecondition``: evicted already,
-        uncommitted nodes. ``Unsupported``: no layer that a window could concern; a sink, where layers rotate by a rule of
-        their own. O(1).
+        uncommitted nodes. ``Unsupported``: no layer that a window could concern; a sink, where layers
+        rotate by a rule of their own. O(1).
         """
 
     # -- queries: legal at any time, change nothing, O(1) or O(sequences) -----------------------------------------
@@ -234,11 +234,12 @@ class KVState(Protocol):
         Lengths read as before until ``end_forward``. Once it slides, a sequence never holds more than
         ``ceil(s / P) + ceil((W - s + n) / P) + 1`` pages (n new tokens or nodes, pending ones included).
 
-        (ours) ``checkpoints``: per entry, ascending, after how many of its new tokens, 1..n_i, the recurrent state is
-        kept as a checkpoint, beside the multiples of the interval; empty: after none. Each takes a slot.
+        (ours) ``checkpoints``: per entry, ascending, after how many of its new tokens (1..n_i, none of
+        a tree) the recurrent state is kept as a checkpoint, beside the multiples of the interval.
+        Empty: after none. Each takes a slot.
 
         ``InvalidArgument``: lists differ in length, empty batch, n_i < 1, duplicate id, a parent not in
-        -1..own index - 1, checkpoints of a tree. ``FailedPrecondition``: a forward is open; ordinary tokens for a sequence with uncommitted
+        -1..own index - 1. ``FailedPrecondition``: a forward is open; ordinary tokens for a sequence with uncommitted
         nodes; a sequence that is being imported. ``ResourceExhausted``, also when kept recurrent states fill
         the pool. O(B + T + pages taken), plus one copy of at most P - 1 slots for each page that splits.
         """
@@ -291,9 +292,9 @@ class KVState(Protocol):
         """
 
     def checkpoints(self, seq_id: SeqId) -> list[int]:
-        """(ours) Ascending positions of the kept checkpoints, without 0 and without the ring of recent states.
+        """(ours) Ascending positions of the checkpoints, without 0 and the ring of recent states.
 
-        None without recurrent layers.
+        There are none without recurrent layers.
         """
 
     def drop_checkpoint(self, seq_id: SeqId, position: int) -> None:

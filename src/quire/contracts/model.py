@@ -98,11 +98,11 @@ class OpenPass(Pass, Protocol):
         ...
 
     def use_mask(self, mask: Tensor) -> None:
-        """Use one mask in all layers: flat bool, entry by entry row-major ``[n, keys]``, columns by address."""
+        """Use one mask in all layers: flat bool, per entry ``[n, keys]``, keys by address."""
         ...
 
     def use_positions(self, positions: NDArray[np.int64]) -> None:
-        """Rotate the new tokens at these positions ``[T]`` instead of their indices; call it before the first layer runs."""
+        """Rotate the new tokens at these ``[T]`` and not at their indices, before layers run."""
         ...
 
     def capture_weights(self) -> None:

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 Eviction: TypeAlias = Literal["token", "forward"]
-"""When a token leaves the window of a sequence: at each query (``token``), or once per forward (TVM's rule)."""
+"""When a token leaves a window: at each query (``token``), or once per forward (TVM's rule)."""
 TokenTreeParents: TypeAlias = Sequence[int] | Sequence[Sequence[int] | None]
-"""One flat list of T parents (every entry is a tree), or a list of B items, each a list of parents or None."""
+"""T parents in one list (every entry is a tree), or B items, each a list of parents or None."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +106,7 @@ class PoolVerbs(Protocol):
         """Return what a layer is; ``InvalidArgument`` for an unknown one."""
 
     def unfused_layers(self) -> list[int]:
-        """Return the ids of the layers that attend in steps that form the weights, among ``geometry.layer_ids``."""
+        """Return the ids of attention layers without fused attention: those form the weights."""
 
     # -- sizes -------------------------------------------------------------------------------------------------
 
@@ -169,9 +169,9 @@ class PoolVerbs(Protocol):
         """Return the window of a sequence; None: it keeps all tokens."""
 
     def page_table(self, seq_id: SeqId) -> NDArray[np.int32]:
-        """Return a copy of a sequence's page table in the first layer class, one that keeps all tokens if there is one.
+        """Return a copy of a sequence's page table, of a class that keeps all tokens if any does.
 
-        -1 stands for a page that a window has let go of. ``Unsupported``: no layer keeps rows of tokens.
+        -1 stands for a page that a window has let go of. ``Unsupported``: no layer has pages of tokens.
         """
 
     def sequence_use(self, seq_id: SeqId) -> SequenceUse:
@@ -216,7 +216,7 @@ class PoolVerbs(Protocol):
         append_lengths: Sequence[int],
         token_tree_parents: TokenTreeParents | None = None,
     ) -> Shortage:
-        """Return the pages that this ``begin_forward`` is short of, slots of recurrent states aside."""
+        """Return the pages that this ``begin_forward`` is short of, slots of states aside."""
 
     def full_page_shortage(self, seq_ids: Sequence[SeqId], append_lengths: Sequence[int]) -> Shortage:
         """Return the pages that these tokens are short of in a layer class that keeps all tokens.
@@ -228,15 +228,15 @@ class PoolVerbs(Protocol):
         """Return whether another sequence holds the partly filled last page too."""
 
     def pages_freed(self, seq_id: SeqId, child_id: SeqId) -> int:
-        """Return the pages that are free, or need not be copied when ``child_id`` writes, once ``seq_id`` is removed.
+        """Return the pages that removing ``seq_id`` frees or spares ``child_id`` from copying.
 
         ``child_id`` is a fork of ``seq_id`` that nothing has been appended to.
         """
 
     def states_freed(self, seq_id: SeqId) -> int:
-        """Return the slots that a forward can take in addition once ``seq_id``, without uncommitted nodes, is removed.
+        """Return the slots that a forward can take in addition once ``seq_id`` is removed.
 
-        A lower bound: those that the rings of other sequences name too are not counted.
+        It has no uncommitted nodes. A lower bound: slots in rings of others are not counted.
         """
 
     def pages_at_most(self, length: int, window: tuple[int, int] | None, step: int) -> list[int]:

@@ -61,7 +61,7 @@ CHANGES = (
 @checks_arguments()
 @uninterrupted_verbs(*CHANGES)
 class State(StateAttention, StateRecurrence, StateRows, StateExchange, StatePools, RefusedVerbs):
-    """The KV state of a model, whatever its layers are. The contract's docstrings are not repeated here.
+    """The KV state of a model of any layers. The contract's docstrings are not repeated here.
 
     ``specs``: the layers, of which ``first_layer`` is the global id of the first (a pipeline stage owns a range); ``layer_ids``:
     those of all, ascending, where they are not a range. One thread at a time.

@@ -26,16 +26,16 @@ from quire.types import SeqId
 class StatePools(StateParts):
     """Lengths and room: pages of tokens and of encoder rows, slots of recurrent states.
 
-    The contract's docstrings (``contracts.pool_verbs``) are not repeated here. A *class* is a layer class.
+    The docstrings of ``contracts.pool_verbs`` are not repeated here. A *class* is a layer class.
     """
 
     def _pools(self) -> list[PagePool]:
-        """The pools of all classes, then that of cross layers and that of states."""
+        """Return the pools of all classes, then that of cross layers and that of states."""
         tables = [part.table for part in (self.encoders, self.recurrent) if part is not None]
         return [*self.table.pools, *(table.pool for table in tables)]
 
     def _counting_pools(self) -> list[PagePool]:
-        """Pools of the classes that keep all tokens, or of all if none does."""
+        """Return the pools of the classes that keep all tokens, or of all if none does."""
         keeping = [pool for pool, one in zip(self.table.pools, self.classes, strict=True) if one.window is None]
         return keeping or self.table.pools
 
@@ -85,9 +85,8 @@ class StatePools(StateParts):
 
     @property
     def capacity(self) -> int | None:
-        keeping = [
-            pool.num_pages for pool, one in zip(self.table.pools, self.classes, strict=True) if one.window is None
-        ]
+        keeping = [pool.num_pages for pool in self.table.pools]
+        keeping = [size for size, one in zip(keeping, self.classes, strict=True) if one.window is None]
         return min(keeping) * self.page_size if keeping else None
 
     def pool_sizes(self) -> list[int]:
@@ -195,7 +194,7 @@ class StatePools(StateParts):
     def missing_pages(
         self, seq_ids: Sequence[SeqId], append_lengths: Sequence[int], token_tree_parents: TokenTreeParents = None
     ) -> int:
-        """Return the pages and states that are missing, over all classes. While a forward is open: as before it."""
+        """Return the missing pages and states of all classes; in an open forward as before it."""
         need = self.table.plan_forward(seq_ids, append_lengths, token_tree_parents, verb="missing_pages")
         states = 0 if self.recurrent is None else self.recurrent.table.shortage(self._state_need(need))
         return self.table.shortage(need) + states
@@ -251,8 +250,7 @@ class StatePools(StateParts):
         return 0 if self.recurrent is None else self.recurrent.table.num_freed(seq_id)
 
     def pages_at_most(self, length: int, window: tuple[int, int] | None, step: int) -> list[int]:
-        # The present state, and the next while that is made.
-        states = [] if self.recurrent is None else [2]
+        states = [] if self.recurrent is None else [2]  # the present one, and the next while it is made
         return [*self.table.pages_at_most(length, None if window is None else Window(*window), step), *states]
 
     def largest_step(self, window: int, sink: int) -> int:

@@ -126,7 +126,7 @@ class StateTable:
         return len(slots - {NULL})
 
     def num_freed(self, seq_id: SeqId) -> int:
-        """Return the slots that are free once ``seq_id``, without uncommitted nodes, is removed, and cannot be had before."""
+        """Return the slots to be had in addition once ``seq_id``, which has no nodes, is gone."""
         states = self._sequences[seq_id]
         firm = [states.present, *states.kept.values()]
         named = Counter([*firm, *states.ring.values()])

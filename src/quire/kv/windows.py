@@ -23,8 +23,9 @@ Positions: TypeAlias = NDArray[np.int64]
 class Window(SequenceWindow):
     """The window of one sequence, and what its queries see.
 
-    ``token``: each query sees the sink and the last size - sink positions, whatever the chunks were. ``forward``: a
-    query sees what was left of the cache when its forward began, and its own chunk (the rule of TVM).
+    ``token``: each query sees the sink and the last size - sink positions, whatever the chunks were.
+    ``forward``: a query sees what was left of the cache when its forward began, and its own chunk
+    (the rule of TVM).
     """
 
     __slots__ = ()
