@@ -103,8 +103,8 @@ def test_a_session_with_a_window_that_is_preempted_keeps_its_window(tmp_path: Pa
     for preempted in (False, True):
         llm = LLM(checkpoint.path, device="cpu", dtype="float32", kv_cache_memory=400 * BYTES_PER_TOKEN, page_size=4)
         engine = engine_of(llm)
-        engine.states.host.capacity = 2**30 if kept else 0
-        engine.states.host.worth_moving = lambda *_, **__: True
+        engine.states.tier.capacity = 2**30 if kept else 0
+        engine.states.tier.worth_moving = lambda *_, **__: True
         session = llm.session(prompt, window=20, sink=3)
         stream = session.stream(greedy(25))
         tokens = [token for _ in range(after) for token in next(stream).token_ids]

@@ -16,11 +16,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from quire.branches.branch import Branch
 from quire.contracts.kv_state import ModelState
 from quire.errors import ResourceExhausted
 from quire.metrics import Counter, Gauge
@@ -33,13 +34,6 @@ PROBE_BYTES = 4 * 2**20
 """Copied once where nothing has been copied yet, to know how fast that is."""
 MOST_SHARED = 0.5
 """Of a sequence's pages, the part that may belong to others too: they come back as pages of its own."""
-
-
-class ComputedSequence(Protocol):
-    """A request or a session: ``computed`` tokens of it are in the sequence ``seq``."""
-
-    seq: SeqId | None
-    computed: int
 
 
 @dataclass(eq=False, slots=True)
@@ -155,7 +149,7 @@ class HostStore:
         """Bytes, each copy counted once."""
         self.costs = MoveCosts(runner.state.device)
         self.worth_moving: Callable[..., bool] = self.costs.moving_is_cheaper
-        self._entries: dict[ComputedSequence, Entry] = {}
+        self._entries: dict[Branch, Entry] = {}
         """Oldest first."""
         self._swaps_out = Counter("quire:swaps_out_total", "Sequences moved to host memory because pages ran out.")
         self._swaps_in = Counter("quire:swaps_in_total", "Sequences that came back from host memory.")
@@ -171,12 +165,12 @@ class HostStore:
 
     # -- owners ----------------------------------------------------------------------------------------------
 
-    def holds(self, owner: ComputedSequence) -> int:
+    def holds(self, owner: Branch) -> int:
         """Tokens whose state is kept for ``owner``."""
         entry = self._entries.get(owner)
         return 0 if entry is None else entry.length
 
-    def discard(self, owner: ComputedSequence) -> None:
+    def discard(self, owner: Branch) -> None:
         """``owner`` needs its copy no more."""
         entry = self._entries.pop(owner, None)
         if entry is not None:
@@ -184,7 +178,7 @@ class HostStore:
             if not entry.copy.owners:
                 self.used -= entry.copy.nbytes
 
-    def truncate(self, owner: ComputedSequence, length: int) -> None:
+    def truncate(self, owner: Branch, length: int) -> None:
         """Only the first ``length`` tokens are still the owner's. Where windows and recurrent states do not let the copy be cut
         there, it holds fewer."""
         entry = self._entries.get(owner)
@@ -193,12 +187,12 @@ class HostStore:
             if not entry.length:
                 self.discard(owner)
 
-    def reach(self, owner: ComputedSequence, length: int) -> int:
+    def reach(self, owner: Branch, length: int) -> int:
         """Tokens that ``holds`` would say after ``truncate`` to ``length``."""
         entry = self._entries.get(owner)
         return 0 if entry is None else entry.copy.reach(min(length, entry.length))
 
-    def move(self, source: ComputedSequence, target: ComputedSequence, *, waiting: bool) -> None:
+    def move(self, source: Branch, target: Branch, *, waiting: bool) -> None:
         """What was kept for one is another's from now on."""
         entry = self._entries.pop(source, None)
         if entry is not None:
@@ -206,13 +200,13 @@ class HostStore:
             entry.waiting = waiting
             self._entries[target] = entry
 
-    def share(self, source: ComputedSequence, target: ComputedSequence, length: int) -> None:
+    def share(self, source: Branch, target: Branch, length: int) -> None:
         """``target``, a fork, has the first ``length`` tokens too."""
         entry, held = self._entries.get(source), self.reach(source, length)
         if entry is not None and held:
             self._enter(target, entry.copy, held, waiting=False)
 
-    def _enter(self, owner: ComputedSequence, copy: HostCopy, length: int, *, waiting: bool) -> None:
+    def _enter(self, owner: Branch, copy: HostCopy, length: int, *, waiting: bool) -> None:
         self.discard(owner)
         if not copy.owners:
             self.used += copy.nbytes
@@ -221,7 +215,7 @@ class HostStore:
 
     # -- out -------------------------------------------------------------------------------------------------
 
-    def save(self, owner: ComputedSequence, *, waiting: bool) -> bool:
+    def save(self, owner: Branch, *, waiting: bool) -> bool:
         """Keep a copy of the state that ``owner`` is about to lose, if that is worth it and there is room.
 
         ``waiting``: it is a request, whose copy stays until it runs again. The copies of idle sessions make room, oldest
@@ -268,14 +262,14 @@ class HostStore:
 
     # -- back ------------------------------------------------------------------------------------------------
 
-    def beats(self, owner: ComputedSequence, cached: int, limit: int) -> bool:
+    def beats(self, owner: Branch, cached: int, limit: int) -> bool:
         """Whether bringing back up to ``limit`` tokens is cheaper than computing what lies behind the first ``cached``."""
         entry, length = self._entries.get(owner), self.reach(owner, limit)
         if entry is None or length <= cached:
             return False
         return self.worth_moving(length - cached, entry.copy.nbytes, there=False)
 
-    def restore(self, owner: ComputedSequence, limit: int) -> None:
+    def restore(self, owner: Branch, limit: int) -> None:
         """Put what was kept in the place of the empty sequence of ``owner``: at most its first ``limit`` tokens.
 
         The copy is given up. If it cannot be brought back, or the sequence is not empty, the sequence stays as it is.

@@ -14,26 +14,13 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from quire.engine.scheduled_request import ScheduledRequest
 from quire.types import DropCheckpoint, Edit, SeqId
 
-
-class KeptStates(Protocol):
-    """What is asked of the KV state."""
-
-    def spare_states(self, seq_ids: Sequence[SeqId], append_lengths: Sequence[int]) -> int:
-        """State slots that a forward of these tokens leaves; below 0: it is short of so many."""
-        ...
-
-    def loose_checkpoints(self) -> dict[int, list[tuple[SeqId, int]]]:
-        """Checkpoints (sequence and position) by slot, of the slots that become free if these are dropped."""
-        ...
-
-    def kept_positions(self, seq_id: SeqId) -> list[int]:
-        """Positions of all states of a sequence, ascending, 0 and its end included."""
-        ...
+if TYPE_CHECKING:
+    from quire.contracts.kv_state import ModelState
 
 
 class Checkpoints:
@@ -45,7 +32,7 @@ class Checkpoints:
 
     def __init__(
         self,
-        state: KeptStates,
+        state: ModelState,
         interval: int,
         *,
         apply: Callable[[Edit], None],
@@ -131,7 +118,7 @@ class Victims:
     Made at one moment, for one decision; what is taken counts as dropped. Cost O(n log n), and O(log n) for each that is taken.
     """
 
-    def __init__(self, state: KeptStates, ages: Mapping[SeqId, int]) -> None:
+    def __init__(self, state: ModelState, ages: Mapping[SeqId, int]) -> None:
         self._held = state.loose_checkpoints()
         self._ages = ages
         self._kept: dict[SeqId, list[int]] = {}

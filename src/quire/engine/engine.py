@@ -103,7 +103,7 @@ class Engine:
             finish=self._finish,
             fail=self._fail,
         )
-        self.states = SessionStates(runner, cache=self.cache, host=self.host, metrics=self.metrics)
+        self.states = SessionStates(runner, cache=self.cache, tier=self.host, metrics=self.metrics)
         self.pins = Pins(runner.state, self.states.sessions, limits.max_num_batched_tokens)
         self.checkpoints = None
         if runner.state.recurrent_ids:
@@ -143,7 +143,7 @@ class Engine:
             reclaim=runner.room.make,
             new_seq=runner.new_seq,
             cache=self.cache,
-            saved=self.host,
+            tier=self.host,
             checkpoints=self.checkpoints,
             fits=lambda adapters: runner.adapters.fits(adapters),
         )

@@ -6,44 +6,22 @@ and what those that run will hold at their end, is counted anew whenever one of 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from quire.engine.sequence_request import PinAccount, SessionState
 from quire.errors import PoolExhausted, QuotaExceeded
 from quire.kv.windows import Window
 from quire.types import SeqId
 
-
-class PoolView(Protocol):
-    """What is asked of the KV state. Pools are in the same order everywhere."""
-
-    @property
-    def forgets(self) -> bool:
-        """Whether some positions cannot be gone back to."""
-        ...
-
-    def sequence_pages(self, seq_id: SeqId) -> tuple[int, int]:
-        """(pages that the sequence holds, those of them that others hold too)"""
-        ...
-
-    def pool_sizes(self) -> list[int]:
-        """Pages of each pool."""
-        ...
-
-    def pages_held(self, seq_ids: Collection[SeqId], kept: Collection[SeqId] = ()) -> list[int]:
-        """Pages of each pool that these sequences hold together; of those in ``kept``, with what they can go back to."""
-        ...
-
-    def pages_at_most(self, length: int, window: tuple[int, int] | None, step: int) -> list[int]:
-        """Pages of each pool that a sequence of ``length`` tokens holds at most while they are run, ``step`` at a time."""
-        ...
+if TYPE_CHECKING:
+    from quire.contracts.kv_state import ModelState
 
 
 class Pins:
     """Counts what the pinned ones of ``sessions`` hold. The caller holds the engine's lock."""
 
-    def __init__(self, state: PoolView, sessions: Mapping[int, SessionState], step: int) -> None:
+    def __init__(self, state: ModelState, sessions: Mapping[int, SessionState], step: int) -> None:
         """``step``: tokens of one forward at most."""
         self._state = state
         self._sessions = sessions

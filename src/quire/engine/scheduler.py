@@ -19,7 +19,7 @@ import bisect
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from quire.branches.history import common_prefix
 from quire.branches.prefix_cache import RadixCache
@@ -27,6 +27,10 @@ from quire.engine.checkpoints import Checkpoints
 from quire.engine.scheduled_request import ScheduledRequest, Status
 from quire.errors import PoolExhausted, QuireError, ResourceExhausted
 from quire.types import Add, Chunk, Edit, Fork, LogitsWanted, Remove, SeqId, SetWindow, Step
+
+if TYPE_CHECKING:
+    from quire.branches.tiers import Tier
+    from quire.contracts.kv_state import ModelState
 
 DUPLICATE_PREFIX = 32
 """A prompt that shares this many tokens more with a prompt being computed than with the cache waits for it."""
@@ -40,46 +44,6 @@ preempted again at once, and computed again for every few tokens of the others."
 
 ALL_LOGITS_CHUNK = 256
 """Tokens of a step for requests that want the logits of each: they are float32 rows of the whole vocabulary."""
-
-
-class StateView(Protocol):
-    """What the scheduler asks of the KV state."""
-
-    def missing_pages(self, seq_ids: Sequence[SeqId], append_lengths: Sequence[int]) -> int:
-        """Pages that a forward of these tokens would be short of."""
-        ...
-
-    def empty(self) -> bool:
-        """Whether nobody holds a page."""
-        ...
-
-    def largest_step(self, window: int, sink: int) -> int:
-        """Tokens that fit into the empty pools beside such a window of a sequence."""
-        ...
-
-    def shortage_in_steps(self, seq_ids: Sequence[SeqId], append_lengths: Sequence[int], most: int) -> int:
-        """At most so many pages these tokens would be short of in forwards of at most ``most`` tokens."""
-        ...
-
-
-class SavedStates(Protocol):
-    """Where the state of a request that was preempted may wait for it. Its tokens are enough without."""
-
-    def save(self, request: ScheduledRequest, *, waiting: bool) -> bool:
-        """Keep a copy of the state that it is about to lose, if that is worth it."""
-        ...
-
-    def holds(self, request: ScheduledRequest) -> int:
-        """Tokens whose state is kept."""
-        ...
-
-    def beats(self, request: ScheduledRequest, cached: int, limit: int) -> bool:
-        """Whether bringing back up to ``limit`` tokens is cheaper than computing what lies behind the first ``cached``."""
-        ...
-
-    def restore(self, request: ScheduledRequest, limit: int) -> None:
-        """Put it, at most the first ``limit`` tokens, in the place of an empty sequence, and keep it no longer."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,14 +111,14 @@ class Scheduler:
 
     def __init__(
         self,
-        state: StateView,
+        state: ModelState,
         *,
         limits: Limits,
         apply: Callable[[Edit], None],
         reclaim: Callable[[], bool],
         new_seq: Callable[[], SeqId],
         cache: RadixCache | None,
-        saved: SavedStates | None = None,
+        tier: Tier | None = None,
         checkpoints: Checkpoints | None = None,
         fits: Callable[[Collection[int]], bool] | None = None,
     ) -> None:
@@ -164,7 +128,7 @@ class Scheduler:
         self._reclaim = reclaim
         self._new_seq = new_seq
         self._cache = cache
-        self._saved = saved
+        self._tier = tier
         self._checkpoints = checkpoints
         self._adapters_fit = fits
         self._arrivals = 0
@@ -342,8 +306,8 @@ class Scheduler:
 
     def _set_aside(self, request: ScheduledRequest) -> None:
         """Release its state, a copy of which may be kept."""
-        if self._saved is not None:
-            self._saved.save(request, waiting=True)
+        if self._tier is not None:
+            self._tier.save(request, waiting=True)
         self._release(request)
 
     def _release(self, request: ScheduledRequest) -> None:
@@ -382,8 +346,8 @@ class Scheduler:
                 if attached:
                     self._detach(request)
                 return
-            if self._saved is not None:
-                self._saved.restore(request, self._limit(request))
+            if self._tier is not None:
+                self._tier.restore(request, self._limit(request))
                 self._note_reuse(request)
             del self.waiting[index]
             request.status = Status.RUNNING
@@ -457,7 +421,7 @@ class Scheduler:
         found = None
         if self._cache is not None and request.cacheable and limit > 0:
             found = self._cache.match(request.tokens.ids[:limit], request.key)
-        if self._saved is not None and self._saved.beats(request, 0 if found is None else found[1], limit):
+        if self._tier is not None and self._tier.beats(request, 0 if found is None else found[1], limit):
             found = None  # what is kept comes back once there is room for all of it
         if self._cache is not None and request.cacheable and limit > 0:
             known = self._cache.held(request.tokens.ids[:limit], request.key)
@@ -491,7 +455,7 @@ class Scheduler:
         return limit if request.fresh_from is None else min(limit, request.fresh_from)
 
     def _is_saved(self, request: ScheduledRequest) -> bool:
-        return self._saved is not None and self._saved.holds(request) > 0
+        return self._tier is not None and self._tier.holds(request) > 0
 
     def _detach(self, request: ScheduledRequest) -> None:
         """Take back ``_attach``: a waiting request holds no pages that others cannot take."""

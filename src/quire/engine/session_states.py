@@ -17,9 +17,9 @@ from torch import Tensor
 from quire.branches.adapter_keys import prefix_key, runs_of_session
 from quire.branches.branch import COMPUTED
 from quire.branches.history import common_prefix
-from quire.branches.host_store import HostStore
 from quire.branches.media import Media
 from quire.branches.prefix_cache import RadixCache
+from quire.branches.tiers import Tier
 from quire.engine import layer_memory
 from quire.engine.sequence_request import SequenceRequest, SessionState
 from quire.errors import FailedPrecondition, QuireError, ResourceExhausted
@@ -42,10 +42,10 @@ def media_of(session: SessionState, tokens: NDArray[np.int64], media: Media) -> 
 class SessionStates:
     """The states of all sessions of one engine, beside the prefix cache of the same pool."""
 
-    def __init__(self, runner: Runner, *, cache: RadixCache | None, host: HostStore, metrics: EngineMetrics) -> None:
+    def __init__(self, runner: Runner, *, cache: RadixCache | None, tier: Tier, metrics: EngineMetrics) -> None:
         self.runner = runner
         self.cache = cache
-        self.host = host
+        self.tier = tier
         self.metrics = metrics
         self.sessions: dict[int, SessionState] = {}
         """By identity, least recently used first."""
@@ -134,7 +134,7 @@ class SessionStates:
         child.adapter, child.runs = parent.adapter, runs_of_session(parent.runs, length, parent.adapter)
         length = parent.runs.agreed(child.runs, length)
         if parent.seq is None:
-            self.host.share(parent, child, length)
+            self.tier.share(parent, child, length)
         length = self.reach(parent, length)
         child.origin = parent.origin if length else COMPUTED
         child.window = parent.window
@@ -176,7 +176,7 @@ class SessionStates:
 
     def rewind(self, session: SessionState, length: int) -> None:
         """Take back what is computed of a session's tokens from ``length`` on, or from the nearest position before."""
-        self.host.truncate(session, length)
+        self.tier.truncate(session, length)
         if session.seq is None or session.computed <= length:
             return
         kept, found = self.reach(session, length), self.found(session, length)
@@ -261,7 +261,7 @@ class SessionStates:
 
     def drop(self, session: SessionState) -> None:
         """Give a session's pages back; its tokens stay, to be computed again when needed."""
-        self.host.discard(session)
+        self.tier.discard(session)
         self._let_go(session)
 
     def _let_go(self, session: SessionState) -> None:
@@ -292,7 +292,7 @@ class SessionStates:
             request.way_back = self.runner.new_seq()
             self.apply(Fork(session.seq, request.way_back))
         if session.seq is None:
-            self.host.move(session, work, waiting=True)
+            self.tier.move(session, work, waiting=True)
         work.seq, work.computed = session.seq, session.computed
         work.admitted = session.seq is not None
         work.num_cached = session.computed
@@ -308,7 +308,7 @@ class SessionStates:
         work = request.work
         session.request = None
         if work.seq is None:
-            self.host.move(work, session, waiting=False)
+            self.tier.move(work, session, waiting=False)
         session.seq, work.seq = work.seq, None
         session.computed = work.computed if session.seq is not None else 0
         if request.succeeded:
@@ -370,7 +370,7 @@ class SessionStates:
             return False
         # What went through another dtype becomes exact if it is computed again.
         if idle.origin.exact:
-            self.host.save(idle, waiting=False)
+            self.tier.save(idle, waiting=False)
         self._let_go(idle)
         return True
 
