@@ -65,8 +65,32 @@ def test_every_kind_of_call_has_an_example() -> None:
         assert call in code, call
 
 
+PROSE = sorted(
+    str(path.relative_to(ROOT)) for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")] if path.name != "rules.md"
+)
+
+
 def test_linked_files_exist() -> None:
-    for page in [*PAGES, "docs/design.md", "docs/statefile.md", "docs/server.md", "docs/log.md"]:
+    for page in [*PAGES, *PROSE]:
         text = (ROOT / page).read_text(encoding="utf-8")
         for link in re.findall(r"\]\((?!http)([^)#]+)\)", text):
             assert ((ROOT / page).parent / link).exists(), f"{page} links to {link}, which is not there"
+
+
+def test_prose_fits_in_100_columns() -> None:
+    """Code and tables aside. ``docs/rules.md`` is made of the rule table."""
+    found = []
+    for page in PROSE:
+        code = False
+        for number, line in enumerate((ROOT / page).read_text(encoding="utf-8").splitlines(), 1):
+            code ^= line.lstrip().startswith("```")
+            if len(line) > 100 and not code and not line.startswith(("|", "    ")):
+                found.append(f"{page}:{number}")
+    assert not found
+
+
+def test_the_map_and_the_front_page_stay_short() -> None:
+    assert len((ROOT / "docs/design.md").read_text(encoding="utf-8").splitlines()) <= 200
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(readme.splitlines()) <= 130
+    assert len(readme.split()) <= 1500
