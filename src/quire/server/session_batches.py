@@ -21,7 +21,7 @@ from quire.server.context import Context
 from quire.server.errors import ApiError, api_error, bad_field
 from quire.server.generation import Usage, deltas
 from quire.server.session_bodies import Answer, GenerateManyBody, SamplingBody
-from quire.server.session_streams import ClientSessionStream, continue_completion
+from quire.server.session_streams import ClientSessionStream
 
 FIELDS: Mapping[str, str] = {name: name for name in SamplingBody.model_fields}
 """Errors about others, such as the prompt that a session is, are about the session."""
@@ -52,7 +52,7 @@ class SessionBatch:
             twice = Counter(body.ids).most_common(1)[0][0]
             raise bad_field("ids", f"ids: {twice[:60]!r} is given twice; a session goes on in one way at a time")
         self.streams = [
-            MemberStream(continue_completion(context, owner, name, params, model=body.model))
+            MemberStream(ClientSessionStream(context, owner, name, params, model=body.model))
             for name, params in zip(body.ids, self._params, strict=True)
         ]
         self._answers: list[Answer | None] = [None] * len(self.streams)

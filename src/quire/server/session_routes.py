@@ -39,7 +39,7 @@ from quire.server.session_bodies import (
     labels_of,
 )
 from quire.server.session_files import receive_session, saved_session
-from quire.server.session_streams import ClientSessionStream, continue_completion
+from quire.server.session_streams import ClientSessionStream
 from quire.server.sessions import HeldSession
 
 router = APIRouter(prefix="/v1/sessions", tags=["sessions"])
@@ -302,7 +302,7 @@ async def generate(session_id: str, body: GenerateBody, request: Request) -> Res
     context = _context(request)
     check_lists(context, body.sampling()[0])
     params = body.params(context.llm.default_params)
-    stream = continue_completion(
+    stream = ClientSessionStream(
         context,
         _owner(request),
         session_id,
