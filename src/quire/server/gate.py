@@ -409,7 +409,7 @@ def _headers(scope: Mapping[str, Any], name: bytes) -> Sequence[bytes]:
 
 
 def _request_id(scope: Scope) -> str:
-    """Return the client's id if it is short and printable, fit for headers and logs, or a new one."""
+    """Return the client's id if it is short and printable (it is logged), or a new one."""
     given = [value.decode("latin-1") for value in _headers(scope, b"x-request-id")]
     if len(given) == 1 and _ID.fullmatch(given[0]):
         return given[0]

@@ -2,9 +2,9 @@
 
 A turn is a list of messages. The header of each has a channel and perhaps a recipient::
 
-    <|channel|>analysis<|message|>thoughts<|end|>
-    <|start|>assistant<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>
-    <|start|>assistant<|channel|>final<|message|>answer<|return|>
+  <|channel|>analysis<|message|>thoughts<|end|>
+  <|start|>assistant<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{}<|call|>
+  <|start|>assistant<|channel|>final<|message|>answer<|return|>
 
 The prompt ends with ``<|start|>assistant``, so a text begins within a header, or with the answer
 for a model that was trained so.
@@ -12,8 +12,8 @@ for a model that was trained so.
 How messages are read:
 
 - A message to a function is a call. Its recipient is ``to=functions.NAME``, anywhere in the header
-  and on any channel (models write calls on ``analysis`` too), or ``to=NAME`` of an offered tool. The
-  call begins with its header. Its arguments are given as they are written, even if they are cut
+  and on any channel (models write calls on ``analysis`` too), or ``to=NAME`` of an offered tool.
+  The call begins with its header. Its arguments are given as they are written, even if they are cut
   short or no JSON, as in OpenAI's API. Without tools there are no calls.
 - ``final`` is content. ``analysis`` and messages to other recipients (built-in tools that were not
   offered) are reasoning.
@@ -29,9 +29,9 @@ Rules for every text:
   ``<|call|>`` of a message to a tool. The turn ends there; a model that goes on invents the tool's
   answer.
 - Markers are special tokens, but a text may spell them too. A marker is text where the format has
-  no place for it: inside a JSON string of arguments; ``<|end|>`` before neither a header nor the end
-  (after a call it ends the call); the beginning of a header that does not become one. A text that
-  spells a whole header cannot be told from a header.
+  no place for it: inside a JSON string of arguments; ``<|end|>`` with neither a header nor the end
+  after it (after a call it ends the call); the beginning of a header that does not become one. A
+  text that spells a whole header cannot be told from a header.
 - The time is linear in the length of the text, and nothing raises.
 """
 

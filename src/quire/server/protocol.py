@@ -1,8 +1,8 @@
 """The bodies of completions and chat requests, as OpenAI and vLLM have them.
 
-Types are checked strictly: ``"5"`` and ``true`` are no integers. ``SamplingParams`` checks ranges. A
-null field counts as absent. Unknown fields are tolerated, but fields of other servers that this one
-does not act upon are refused by name (``refuse_unsupported``).
+Types are checked strictly: ``"5"`` and ``true`` are no integers. ``SamplingParams`` checks ranges.
+A null field counts as absent. Unknown fields are tolerated, but fields of other servers that this
+one does not act upon are refused by name (``refuse_unsupported``).
 """
 
 from __future__ import annotations
@@ -56,7 +56,10 @@ class ParamsBody(Body):
     surface: ClassVar[Surface]
 
     def sampling(self) -> tuple[dict[str, Any], dict[str, str]]:
-    X
+        """Return the parameters that are given, and the body's name of every parameter.
+
+        Raise ``ApiError`` 400 for two values of one parameter under two names.
+        """
         given: dict[str, Any] = {}
         names: dict[str, str] = {}
         for name, (field, _) in declarations_on(SamplingParams, self.surface).items():
@@ -132,7 +135,7 @@ class CompletionRequest(GenerationBody):
     """``POST /v1/completions``."""
 
     prompt: Prompt = None
-    """Text, token ids, or a list of texts or of lists of token ids. Needed unless a session goes on."""
+    """Text, token ids, or a list of texts or of lists of token ids. A session needs none."""
     echo: bool | None = None
     """Begin the text and log-probabilities with the prompt. ``max_tokens`` may then be 0."""
 

@@ -38,10 +38,10 @@ class ClientSessionStream(AsyncIterator[SampleDelta]):
         answer: ReadAnswer | None = None,
         model: str | None = None,
     ) -> None:
-        """``prompt``: text (without BOS) or token ids to add first. ``messages``: new ones to answer.
+        """Prepare a continuation after a prompt (text without BOS, or ids), or an answer to messages.
 
-        ``answer`` makes a message of the answer, as for ``Session.chat``. ``model`` must be the one
-        that the session goes on under.
+        ``messages`` are the new ones only. ``answer`` makes a message of the answer, as for
+        ``Session.chat``. ``model`` must be the session's.
 
         Nothing happens before the first delta is asked for. That raises ``ApiError`` 404 for a
         session that the owner does not have, ``FailedPrecondition`` for one in use, ``ApiError``
@@ -67,21 +67,21 @@ class ClientSessionStream(AsyncIterator[SampleDelta]):
 
     @property
     def output(self) -> RequestOutput:
-        """All that there is by now. ``FailedPrecondition`` before the first delta."""
+        """The output so far. ``FailedPrecondition`` before the first delta."""
         if self._stream is None:
             raise FailedPrecondition("the stream has no output yet; ask for its first delta")
         return self._stream.output
 
     @property
     def session(self) -> AsyncSession:
-        """What it goes on with. ``FailedPrecondition`` before the first delta."""
+        """The session. ``FailedPrecondition`` before the first delta."""
         if self._session is None:
             raise FailedPrecondition("the stream has not begun; ask for its first delta")
         return self._session
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """The model's."""
+        """The model's tokenizer."""
         return self._context.llm.tokenizer
 
     def __aiter__(self) -> Self:
@@ -97,7 +97,7 @@ class ClientSessionStream(AsyncIterator[SampleDelta]):
             self._undo = None
             return delta
         except asyncio.CancelledError:
-            # What runs is cancelled already, and what it brought stays; nothing can be awaited here.
+            # The request is cancelled already and its tokens stay. Nothing can be awaited here.
             self._undo = None
             self._end()
             raise
@@ -106,7 +106,7 @@ class ClientSessionStream(AsyncIterator[SampleDelta]):
             raise
 
     def take(self) -> AsyncSession:
-        """Have the session from now on. Raises what the first delta would raise of it."""
+        """Take the session now. Raise the errors about it that the first delta would raise."""
         if self._session is None:
             try:
                 self._held = self._context.sessions.take(self._owner, self.session_id, "generate")
@@ -132,7 +132,7 @@ class ClientSessionStream(AsyncIterator[SampleDelta]):
         return self._ended
 
     async def _finish(self) -> None:
-        """Let the session be free once nothing runs on it any more."""
+        """Free the session once nothing runs on it any more."""
         held = self._held
         if held is None:
             return
@@ -148,7 +148,7 @@ class ClientSessionStream(AsyncIterator[SampleDelta]):
             self._context.sessions.release(held)
 
     async def aclose(self) -> None:
-        """Cancel what is not finished, and return when the session is free."""
+        """Cancel an unfinished request, and return when the session is free."""
         await asyncio.shield(self._end())
 
     async def __aenter__(self) -> Self:
@@ -159,14 +159,14 @@ class ClientSessionStream(AsyncIterator[SampleDelta]):
 
     @unless_exiting
     def __del__(self) -> None:
-        # Nobody can ask for more; the stream inside ends by itself too.
+        # No reader is left. The stream inside ends by itself too.
         held = getattr(self, "_held", None)
         if held is not None:
             self._context.sessions.release(held)
 
 
 def check_model(context: Context, session: AsyncSession, model: str | None) -> None:
-    """``ApiError`` 400 if a request names another model than that under which the session goes on."""
+    """Raise ``ApiError`` 400 if a request names another model than the session's."""
     if model is not None and context.adapter_of(model) != session.adapter:
         raise bad_field(
             "model",
