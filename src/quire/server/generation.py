@@ -247,33 +247,6 @@ async def finished(source: Source) -> RequestOutput:
     return source.output
 
 
-async def begun(source: Source) -> Source:
-    """Return the stream after its first delta, by which it has raised all its refusals."""
-    return _Begun(source, await anext(source))
-
-
-class _Begun:
-    def __init__(self, source: Source, first: SampleDelta) -> None:
-        self._source = source
-        self._first: SampleDelta | None = first
-
-    @property
-    def output(self) -> RequestOutput:
-        return self._source.output
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> SampleDelta:
-        if self._first is not None:
-            first, self._first = self._first, None
-            return first
-        return await anext(self._source)
-
-    async def aclose(self) -> None:
-        await self._source.aclose()
-
-
 def whole(output: CompletionOutput) -> SampleDelta:
     """Return a finished sample as the only delta of a stream."""
     if output.finish_reason == "error":

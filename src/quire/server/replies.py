@@ -20,8 +20,9 @@ from quire.async_llm import SampleDelta
 from quire.outputs import RequestOutput
 from quire.server.context import Context
 from quire.server.events import Chunk, Chunks, EventStream, JsonAnswer, unless_gone
-from quire.server.generation import Source, Usage, Work, begun, deltas, finished, whole
+from quire.server.generation import Source, Usage, Work, deltas, finished, whole
 from quire.server.protocol import GenerationBody
+from quire.server.session_streams import ClientSessionStream
 
 LONG_ANSWER = 1024
 """Tokens of prompts and samples beyond which a worker thread writes the answer."""
@@ -114,15 +115,15 @@ async def answer(request: Request, reply: Reply, work: Work, *, stream: bool) ->
     return await _whole(reply, await unless_gone(request, work.outputs()))
 
 
-async def answer_in_session(request: Request, reply: Reply, source: Source, *, stream: bool) -> Response:
+async def answer_in_session(request: Request, reply: Reply, source: ClientSessionStream, *, stream: bool) -> Response:
     """Continue a session for such a client. The session refuses with its first delta."""
     if stream:
         try:
-            ready = await unless_gone(request, begun(source))
+            await unless_gone(request, source.begin())
         except BaseException:
             await source.aclose()
             raise
-        return EventStream(reply.chunks([ready]), [ready])
+        return EventStream(reply.chunks([source]), [source])
     return await _whole(reply, [await unless_gone(request, finished(source))])
 
 

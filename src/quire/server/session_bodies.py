@@ -231,11 +231,10 @@ class Answer:
             "usage": self.usage.body(),
         }
 
-    async def chunks(self, first: SampleDelta) -> AsyncGenerator[dict[str, Any], None]:
+    async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
         """Yield a chunk for each delta, and one with the usage if that is wanted."""
         rest = {"usage": None} if self._usage_wanted else {}
         try:
-            yield {**self._head, "choices": [self.choice_of(first)], **rest}
             async for delta in self._stream:
                 yield {**self._head, "choices": [self.choice_of(delta)], **rest}
             if self._usage_wanted:

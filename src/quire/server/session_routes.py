@@ -23,7 +23,7 @@ from quire.sampling_params import SamplingParams
 from quire.server.context import Context
 from quire.server.errors import ApiError, bad_field, naming
 from quire.server.events import EventStream, JsonAnswer, unless_gone
-from quire.server.generation import added, check_lists, encoded
+from quire.server.generation import added, check_lists, encoded, finished
 from quire.server.logprobs import finite
 from quire.server.session_batches import SessionBatch
 from quire.server.session_bodies import (
@@ -315,19 +315,14 @@ async def generate(session_id: str, body: GenerateBody, request: Request) -> Res
     with _about(
         None if body.prompt is None and body.messages is None else "messages" if body.prompt is None else "prompt"
     ):
-        first = await unless_gone(request, stream.__anext__())
+        await unless_gone(request, stream.begin())
     model = stream.session.adapter or context.model_name
     answer = Answer(stream, body, params, model=model, request_id=request.state.request_id)
     request.state.tokens = answer.usage.tokens
     if body.stream:
-        return EventStream(answer.chunks(first), [stream])
-    await unless_gone(request, _exhaust(stream))
+        return EventStream(answer.chunks(), [stream])
+    await unless_gone(request, finished(stream))
     return JsonAnswer(answer.whole())
-
-
-async def _exhaust(stream: ClientSessionStream) -> None:
-    async for _ in stream:
-        pass
 
 
 @router.post("/{session_id}/score")

@@ -61,6 +61,7 @@ class ClientSessionStream(AsyncIterator[SampleDelta]):
         self._held: HeldSession | None = None
         self._session: AsyncSession | None = None
         self._stream: AsyncStream | None = None
+        self._first: SampleDelta | None = None
         self._undo: int | None = None
         """Tokens of the session before the prompt was added, until the generation has begun."""
         self._ended: asyncio.Task[None] | None = None
@@ -87,9 +88,16 @@ class ClientSessionStream(AsyncIterator[SampleDelta]):
     def __aiter__(self) -> Self:
         return self
 
+    async def begin(self) -> None:
+        """Wait for the first delta, by which the session has raised all its refusals."""
+        self._first = await anext(self)
+
     async def __anext__(self) -> SampleDelta:
         if self._ended is not None:
             raise StopAsyncIteration
+        if self._first is not None:
+            first, self._first = self._first, None
+            return first
         try:
             if self._stream is None:
                 self._stream = await self._begin()
