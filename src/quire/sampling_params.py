@@ -259,9 +259,7 @@ class SamplingParams:
     @property
     def is_greedy(self) -> bool:
         """Whether the choice is the first maximum of the edited logits: temperature 0 or top-k 1.
-
-        Such a request makes no random draw.
-        """
+        Such a request makes no random draw."""
         return self.temperature == 0 or self.top_k == 1
 
     @property

@@ -22,11 +22,8 @@ R = TypeVar("R")
 
 
 class Listener:
-    """A callback of a job that wakes a coroutine.
-
-    However often it is called, it schedules one wake-up until the coroutine has looked, so calls do
-    not pile up in a busy loop.
-    """
+    """A callback of a job that wakes a coroutine. However often it is called, it schedules one
+    wake-up until the coroutine has looked, so calls do not pile up in a busy loop."""
 
     def __init__(self, stepper: Stepper, job: Job) -> None:
         self._loop = asyncio.get_running_loop()
@@ -74,10 +71,8 @@ class Background:
             raise FailedPrecondition(f"{verb}: the LLM is closed; make a new one")
 
     async def call(self, verb: str, function: Callable[[], T]) -> T:
-        """Run a blocking function on a worker thread.
-
-        If the task is cancelled, end the job that the call waits for, and the call.
-        """
+        """Run a blocking function on a worker thread. If the task is cancelled, end the job that
+        the call waits for, and the call."""
         self.require_open(verb)
         call = Call()
         future = self._workers.submit(self.stepper.perform, call, function)
@@ -141,9 +136,7 @@ def awaited(
 ) -> Callable[Concatenate[Awaiting, P], Coroutine[Any, Any, R]]: ...
 def awaited(verb: Callable[..., Any], made: Callable[[Background, Any], Any] | None = None) -> Callable[..., Any]:
     """Return a method that runs ``verb`` on a worker thread, with its signature and docstring.
-
-    ``made``: makes the result out of the verb's, which has blocking verbs itself.
-    """
+    ``made``: makes the result out of the verb's, which has blocking verbs itself."""
 
     @wraps(verb, assigned=("__name__", "__doc__"))
     async def call(self: Awaiting, *args: Any, **kwargs: Any) -> Any:

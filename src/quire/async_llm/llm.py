@@ -62,10 +62,8 @@ class AsyncLLM:
         adapter: str | None = None,
         cache_salt: str | None = None,
     ) -> list[RequestOutput]:
-        """Generate as ``LLM.generate`` does, also from sessions among the prompts.
-
-        ``request_id`` names the prompt for ``abort``. Of several, number i is called "name-i".
-        """
+        """Generate as ``LLM.generate`` does, also from sessions among the prompts. ``request_id``
+        names the prompt for ``abort``. Of several, number i is called "name-i"."""
         _check_name(request_id)
         given = unwrapped(prompts)
         prepared = await self._background.call(
@@ -162,9 +160,7 @@ class AsyncLLM:
 
     async def abort(self, request_id: str) -> bool:
         """End a request, and return when its pages are free; False if there is no such request.
-
-        Tasks that await it get the output so far, with ``finish_reason`` "cancelled".
-        """
+        Tasks that await it get the output so far, with ``finish_reason`` "cancelled"."""
         self._background.require_open("abort")
         job = self._background.stepper.find(request_id)
         if job is None:
@@ -229,10 +225,8 @@ class AsyncLLM:
     # -- closing -----------------------------------------------------------------------------------
 
     async def close(self) -> None:
-        """Cancel running requests and free everything. Closing twice is harmless.
-
-        Later calls raise ``FailedPrecondition``.
-        """
+        """Cancel running requests and free everything. Closing twice is harmless. Later calls raise
+        ``FailedPrecondition``."""
         await self._background.close()
 
     async def __aenter__(self) -> Self:

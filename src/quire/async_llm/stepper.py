@@ -35,10 +35,8 @@ T = TypeVar("T")
 
 
 class Job:
-    """Requests that a caller waits for.
-
-    ``start``, ``advance`` and ``abort`` run on the stepping thread, between steps.
-    """
+    """Requests that a caller waits for. ``start``, ``advance`` and ``abort`` run on the stepping
+    thread, between steps."""
 
     def __init__(
         self,
@@ -128,10 +126,8 @@ class Call:
 
 
 class Stepper:
-    """A thread that steps an LLM's engine while there is work, and sleeps otherwise.
-
-    Any thread may call its methods.
-    """
+    """A thread that steps an LLM's engine while there is work, and sleeps otherwise. Any thread may
+    call its methods."""
 
     def __init__(self, llm: LLM) -> None:
         self._llm = llm
@@ -340,10 +336,8 @@ _STEPPERS: weakref.WeakSet[Stepper] = weakref.WeakSet()
 
 
 def _stop_all() -> None:
-    """Let the threads end before the interpreter, which would break them off.
-
-    Inside torch that aborts the process.
-    """
+    """Let the threads end before the interpreter, which would break them off. Inside torch that
+    aborts the process."""
     for stepper in list(_STEPPERS):
         stepper.stop()
     for stepper in list(_STEPPERS):

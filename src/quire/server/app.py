@@ -20,11 +20,8 @@ from quire.server.stored_bytes import StoredBytes
 
 
 def create_app(llm: AsyncLLM, settings: ServerSettings | None = None) -> FastAPI:
-    """Return the server of one model as an ASGI application.
-
-    The end of its lifespan closes the sessions, and leaves ``llm`` to the caller. The routes share
-    ``app.state.context``.
-    """
+    """Return the server of one model as an ASGI application. The end of its lifespan closes the
+    sessions, and leaves ``llm`` to the caller. The routes share ``app.state.context``."""
     settings = settings or ServerSettings()
     gate = Gate(settings.max_waiting)
     context = Context(

@@ -295,10 +295,8 @@ def _unskipped(params: SamplingParams, format: MessageFormat, tokenizer: Tokeniz
 
 
 def _stopping(params: SamplingParams, format: MessageFormat, tokenizer: Tokenizer, context: Context) -> SamplingParams:
-    """Return parameters that stop at tokens that end a turn and are no EOS of the model's.
-
-    A request that ignores EOS ignores these too.
-    """
+    """Return parameters that stop at tokens that end a turn and are no EOS of the model's. A
+    request that ignores EOS ignores these too."""
     if not format.harmony or params.ignore_eos:
         return params
     engine = context.llm.engine

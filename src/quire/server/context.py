@@ -55,20 +55,16 @@ class Context:
         self.adapters = set(await self.llm.adapters())
 
     def salt(self, owner: str, given: str | None) -> str | None:
-        """Return the salt of a request's prefixes, out of its owner and its own ``cache_salt``.
-
-        No other API key has it, unless the server shares. ``owner`` is a digest of fixed length, so
-        no two pairs give the same salt.
-        """
+        """Return the salt of a request's prefixes, out of its owner and its own ``cache_salt``. No
+        other API key has it, unless the server shares. ``owner`` is a digest of fixed length, so no
+        two pairs give the same salt."""
         if not owner or self.settings.share_prefix_cache:
             return given
         return owner if given is None else f"{owner} {given}"
 
     def adapter_of(self, model: str | None) -> str | None:
         """Return the adapter that a request's ``model`` names; None for the base model or no name.
-
-        Raise ``ApiError`` 404 with the code "model_not_found" for another name.
-        """
+        Raise ``ApiError`` 404 with the code "model_not_found" for another name."""
         if model is None or model == self.model_name:
             return None
         if model in self.adapters:

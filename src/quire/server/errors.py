@@ -79,12 +79,9 @@ class ErrorBody(BaseModel):
 
 
 class ApiError(Exception):
-    """An error with its answer.
-
-    ``message`` says what was given and what is accepted. ``param`` is the path of the field that it
-    is about ("messages.0.role"). ``code`` is for programs ("model_not_found"). ``type`` follows
-    from the status.
-    """
+    """An error with its answer. ``message`` says what was given and what is accepted. ``param`` is
+    the path of the field that it is about ("messages.0.role"). ``code`` is for programs
+    ("model_not_found"). ``type`` follows from the status."""
 
     def __init__(
         self,
@@ -114,11 +111,9 @@ def bad_field(param: str, message: str, *, code: str | None = None) -> ApiError:
 def api_error(
     error: BaseException, fields: Mapping[str, str] = MappingProxyType({}), *, param: str | None = None
 ) -> ApiError:
-    """Return the answer to ``error``, without details that are for the log only.
-
-    ``fields`` maps arguments to fields of the body. ``param`` is the field of an error that is
-    about none of these arguments.
-    """
+    """Return the answer to ``error``, without details that are for the log only. ``fields`` maps
+    arguments to fields of the body. ``param`` is the field of an error that is about none of these
+    arguments."""
     if isinstance(error, ApiError):
         return error
     for kind, status, code in STATUSES:

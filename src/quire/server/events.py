@@ -31,11 +31,8 @@ LAST_EVENT = b"data: [DONE]\n\n"
 
 
 def encode_json(value: Any) -> bytes:
-    """Return JSON in ASCII.
-
-    It has no line end of Unicode, at which some clients split events, and can hold half a surrogate
-    pair.
-    """
+    """Return JSON in ASCII. It has no line end of Unicode, at which some clients split events, and
+    can hold half a surrogate pair."""
     return json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":")).encode("ascii")
 
 
@@ -53,10 +50,8 @@ class JsonAnswer(Response):
 
 
 def _pieced(value: Any) -> bytes:
-    """Return JSON, with the items of a list encoded one by one.
-
-    Encoding blocks all other threads, and log-probabilities can take hundreds of megabytes.
-    """
+    """Return JSON, with the items of a list encoded one by one. Encoding blocks all other threads,
+    and log-probabilities can take hundreds of megabytes."""
     if isinstance(value, list):
         return b"[" + b",".join([encode_json(item) for item in value]) + b"]"
     return encode_json(value)

@@ -301,10 +301,8 @@ class GateMiddleware:
 
 
 def check_framing(scope: Scope) -> None:
-    """Raise ``ApiError`` 400 for a request whose end a proxy may see elsewhere.
-
-    Its rest would be read as a request that no client sent.
-    """
+    """Raise ``ApiError`` 400 for a request whose end a proxy may see elsewhere. Its rest would be
+    read as a request that no client sent."""
     coded = bool(_headers(scope, b"transfer-encoding"))
     if coded and (_headers(scope, b"content-length") or scope.get("http_version", "1.1") == "1.0"):
         raise ApiError(
@@ -358,11 +356,9 @@ def _replayed(body: bytes, receive: Receive) -> Receive:
 
 
 def _in_time(receive: Receive, most: float) -> Receive:
-    """Return a ``receive`` that gives the parts of a body as they come.
-
-    It raises ``ApiError`` 408 for a body that is too slow or takes longer than ``most`` seconds.
-    Messages after its end are never late.
-    """
+    """Return a ``receive`` that gives the parts of a body as they come. It raises ``ApiError`` 408
+    for a body that is too slow or takes longer than ``most`` seconds. Messages after its end are
+    never late."""
     loop = asyncio.get_running_loop()
     end = loop.time() + most
     deadline: float | None = min(end, loop.time() + PATIENCE)

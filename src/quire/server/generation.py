@@ -80,10 +80,8 @@ def sampling_params(given: Mapping[str, Any], defaults: SamplingParams, fields: 
 
 def asked_by(context: Context, body: GenerationBody) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the parameters of a completion or a chat, and the body's field of each argument.
-
     ``response_format`` is ``structured_outputs`` by another name. Raise ``ApiError`` 400 for both,
-    and for long lists.
-    """
+    and for long lists."""
     given, fields = body.sampling()
     check_lists(context, given)
     fields |= {"prompt": "prompt", "cache_salt": "cache_salt", "messages": "messages"}

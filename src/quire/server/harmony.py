@@ -71,11 +71,9 @@ _JSON_SIGNS = re.compile(r'\\[\s\S]?|["\x00-\x1f]')
 
 
 def is_harmony(model_config: Mapping[str, Any], chat_template: str | None, name: str | None = None) -> bool:
-    """Return whether a model writes this format.
-
-    The chat template has its markers; without a template the architecture in config.json decides.
-    ``name``: the format's name, where it is configured.
-    """
+    """Return whether a model writes this format. The chat template has its markers; without a
+    template the architecture in config.json decides. ``name``: the format's name, where it is
+    configured."""
     if name is not None:
         return name in NAMES
     if chat_template is None:

@@ -54,11 +54,8 @@ def completion_logprobs(
     offsets: Offsets,
     tokenizer: Tokenizer | None,
 ) -> dict[str, Any]:
-    """Return the four lists for the next tokens of ``offsets``.
-
-    ``count``: most probable tokens beside each one. The entry None, of a prompt's first token, is
-    null.
-    """
+    """Return the four lists for the next tokens of ``offsets``. ``count``: most probable tokens
+    beside each one. The entry None, of a prompt's first token, is null."""
     tokens: list[str] = []
     chosen: list[float | None] = []
     top: list[dict[str, float] | None] = []

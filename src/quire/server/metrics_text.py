@@ -45,9 +45,7 @@ async def metrics_text(llm: AsyncLLM, *, under_way: int, sessions: int) -> bytes
 
 def rest(snapshot: Mapping[str, float], families: Iterable[MetricFamily]) -> list[MetricFamily]:
     """Yield a family for each further number of a snapshot, of the host memory and the executor.
-
-    Names that end in ``_total`` are counters.
-    """
+    Names that end in ``_total`` are counters."""
     known = {name for family in families for sample in family.samples for name in (sample.key, sample.name)}
     return [
         MetricFamily(

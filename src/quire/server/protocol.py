@@ -56,10 +56,8 @@ class ParamsBody(Body):
     surface: ClassVar[Surface]
 
     def sampling(self) -> tuple[dict[str, Any], dict[str, str]]:
-        """Return the parameters that are given, and the body's name of every parameter.
-
-        Raise ``ApiError`` 400 for two values of one parameter under two names.
-        """
+        """Return the parameters that are given, and the body's name of every parameter. Raise
+        ``ApiError`` 400 for two values of one parameter under two names."""
         given: dict[str, Any] = {}
         names: dict[str, str] = {}
         for name, (field, _) in declarations_on(SamplingParams, self.surface).items():

@@ -55,10 +55,8 @@ class ReasoningFormat:
         return prompt.rstrip().endswith(self.opener)
 
     def streaming(self, opened: bool | None = None) -> StreamingReasoning:
-        """Return a parser for one message.
-
-        ``opened``: whether the message begins inside the reasoning; None: the template decides.
-        """
+        """Return a parser for one message. ``opened``: whether the message begins inside the
+        reasoning; None: the template decides."""
         return StreamingReasoning(self, self.opened if opened is None else opened)
 
 
@@ -141,10 +139,8 @@ class StreamingReasoning:
 
 
 def reasoning_for(model_config: Mapping[str, Any], chat_template: str | None) -> ReasoningFormat | None:
-    """Return a model's markers: those in its chat template, or without one its architecture's.
-
-    None if neither tells. The architecture is in config.json.
-    """
+    """Return a model's markers: those in its chat template, or without one its architecture's. None
+    if neither tells. The architecture is in config.json."""
     if chat_template is None:
         thinks = any(name in _ARCHITECTURES for name in architectures(model_config))
         return ReasoningFormat(name="think", opener="<think>", closer="</think>") if thinks else None

@@ -46,10 +46,8 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 def serve(llm: AsyncLLM, settings: ServerSettings | None = None) -> None:
     """Serve until SIGINT or SIGTERM, then close ``llm``. Print the address once requests are taken.
-
     It blocks, and runs on the main thread, which alone gets signals. Raise ``InvalidArgument`` for
-    an address that cannot be listened on.
-    """
+    an address that cannot be listened on."""
     settings = settings or ServerSettings()
     sockets: list[socket.socket] = []
     try:
@@ -206,10 +204,8 @@ class Server(uvicorn.Server):
 
 
 def bind(host: str, port: int) -> list[socket.socket]:
-    """Return sockets that listen on all addresses of ``host``. Port 0 takes one free port.
-
-    Raise ``InvalidArgument`` for an address that cannot be listened on.
-    """
+    """Return sockets that listen on all addresses of ``host``. Port 0 takes one free port. Raise
+    ``InvalidArgument`` for an address that cannot be listened on."""
     found: list[socket.socket] = []
     try:
         addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)

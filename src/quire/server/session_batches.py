@@ -65,10 +65,8 @@ class SessionBatch:
         }
 
     async def check(self) -> None:
-        """Take all sessions and check everything before anything runs.
-
-        Raise ``ApiError`` that names the session: 404 and 409 for sessions, 400 for parameters.
-        """
+        """Take all sessions and check everything before anything runs. Raise ``ApiError`` that
+        names the session: 404 and 409 for sessions, 400 for parameters."""
         for number, part in enumerate(self.streams):
             with self._about(number):
                 part.stream.take()

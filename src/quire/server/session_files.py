@@ -25,10 +25,8 @@ CHUNK = 1 << 20
 
 
 class TemporaryFile:
-    """A place for one file: ``async with TemporaryFile(stored, owner) as path``.
-
-    Worker threads make and remove its directory. The bytes told to ``claim`` count for ``owner``.
-    """
+    """A place for one file: ``async with TemporaryFile(stored, owner) as path``. Worker threads
+    make and remove its directory. The bytes told to ``claim`` count for ``owner``."""
 
     def __init__(self, stored: StoredBytes, owner: str) -> None:
         self._folder: Path | None = None
@@ -59,10 +57,8 @@ class TemporaryFile:
 
 
 async def receive_session(request: Request, context: Context, *, convert_dtype: bool) -> AsyncSession:
-    """Return the session of the state file in a request's body.
-
-    Errors are those of ``LLM.load_session``, and ``Cancelled`` if the client goes away.
-    """
+    """Return the session of the state file in a request's body. Errors are those of
+    ``LLM.load_session``, and ``Cancelled`` if the client goes away."""
     llm, place = context.llm, TemporaryFile(context.stored, request.state.owner)
     async with place as path:
         try:

@@ -74,11 +74,8 @@ class Sessions:
 
     @contextmanager
     def room(self, owner: str, count: int = 1) -> Iterator[None]:
-        """Reserve places for an owner's sessions while they are made.
-
-        Raise ``ApiError`` 429 if the owner has too many, 503 if all together have, 400 if that many
-        are never allowed.
-        """
+        """Reserve places for an owner's sessions while they are made. Raise ``ApiError`` 429 if the
+        owner has too many, 503 if all together have, 400 if that many are never allowed."""
         limit, each = self._settings.max_sessions, self._settings.sessions_per_key
         whose = " for an API key" if owner else ""
         if count > each:
@@ -106,10 +103,8 @@ class Sessions:
             self._reserved[owner] -= count
 
     def lifetime(self, ttl: float | None, *, pinned: bool) -> float:
-        """Return a session's lifetime without use, in seconds; ``ttl`` is the request's.
-
-        Raise ``ApiError`` 400 for more than a pinned session may have.
-        """
+        """Return a session's lifetime without use, in seconds; ``ttl`` is the request's. Raise
+        ``ApiError`` 400 for more than a pinned session may have."""
         if not pinned:
             return self._settings.session_ttl if ttl is None else ttl
         most = self._settings.pinned_ttl
@@ -144,7 +139,7 @@ class Sessions:
     # -- using -------------------------------------------------------------------------------------
 
     def get(self, owner: str, name: str) -> HeldSession:
-        """Return a session. Raise ``NotFound`` for unknown ids, another owner's and expired ones."""
+        """Return a session. Raise ``NotFound`` for unknown, expired and other owners' ones."""
         held = self._held.get(name)
         if held is None or held.owner != owner or self._is_over(held):
             raise NotFound(
@@ -157,10 +152,8 @@ class Sessions:
         return [held for held in self._held.values() if held.owner == owner and not self._is_over(held)]
 
     def take(self, owner: str, name: str, verb: str) -> HeldSession:
-        """Take a session for one call, until ``release``. It does not expire meanwhile.
-
-        Raise ``FailedPrecondition`` if another call has it.
-        """
+        """Take a session for one call, until ``release``. It does not expire meanwhile. Raise
+        ``FailedPrecondition`` if another call has it."""
         held = self.get(owner, name)
         if held.busy is not None:
             raise FailedPrecondition(

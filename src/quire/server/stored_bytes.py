@@ -16,11 +16,9 @@ class StoredBytes:
         self._held: Counter[str] = Counter()
 
     def change(self, owner: str, old: int, new: int) -> None:
-        """Count ``new`` bytes instead of ``old`` ones for a file of ``owner``.
-
-        Raise ``ApiError``, and change nothing: 429 if the owner then has too many, 503 if all
-        together have, 400 if the file alone is too large for an owner.
-        """
+        """Count ``new`` bytes instead of ``old`` ones for a file of ``owner``. Raise ``ApiError``,
+        and change nothing: 429 if the owner then has too many, 503 if all together have, 400 if the
+        file alone is too large for an owner."""
         if new > old:
             if new > self._each:
                 raise ApiError(

@@ -28,11 +28,9 @@ class Lane:
         self._numbers = itertools.count()
 
     async def run(self, size: int, function: Callable[[], T]) -> T:
-        """Call ``function`` at its turn. If the task is cancelled before, do not call it.
-
-        If the task is cancelled meanwhile, ``long_texts.check`` ends the call, which then frees its
-        thread.
-        """
+        """Call ``function`` at its turn. If the task is cancelled before, do not call it. If the
+        task is cancelled meanwhile, ``long_texts.check`` ends the call, which then frees its
+        thread."""
         if not self._free:
             turn = asyncio.get_running_loop().create_future()
             heapq.heappush(self._waiting, (size, next(self._numbers), turn))

@@ -96,10 +96,8 @@ _COHERE = _Keys(name="tool_name", arguments=("parameters",))
 
 
 def json_call(reader: Reader, keys: _Keys = _PLAIN, names: frozenset[str] | None = None) -> Steps[tuple[ToolCall, ...]]:
-    """Read a JSON object that describes a call of one of ``names``, or of any tool.
-
-    Return the call, to be committed; no call if it was begun.
-    """
+    """Read a JSON object that describes a call of one of ``names``, or of any tool. Return the
+    call, to be committed; no call if it was begun."""
     yield from reader.expect("{")
     fields: dict[str, str] = {}
     begun = False
@@ -166,9 +164,7 @@ def _call_of(fields: Mapping[str, str], keys: _Keys, names: frozenset[str] | Non
 
 def _rest_of_list(reader: Reader, keys: _Keys = _PLAIN, names: frozenset[str] | None = None) -> Steps[None]:
     """Read calls as objects of a JSON array, after its opening bracket and with its closing one.
-
-    ``names``: possible names of the first call.
-    """
+    ``names``: possible names of the first call."""
     while True:
         yield from reader.space()
         reader.commit(*(yield from json_call(reader, keys, names)))
@@ -253,9 +249,7 @@ def json_value(text: str, types: frozenset[str]) -> str:
 
 def _begin_before(reader: Reader, name: str, *tags: str, or_end: bool = False) -> Steps[None]:
     """Begin a call of ``name`` if one of ``tags`` is next. Otherwise its beginning is text.
-
-    ``or_end``: the text may end before a tag is whole.
-    """
+    ``or_end``: the text may end before a tag is whole."""
     yield from reader.space()
     for tag in tags:
         if (yield from reader.next_is(tag)):
@@ -267,10 +261,8 @@ def _begin_before(reader: Reader, name: str, *tags: str, or_end: bool = False) -
 
 
 def _bare_value(reader: Reader, types: frozenset[str], before: str, *ends: str) -> Steps[str]:
-    """Read a bare value up to one of ``ends``, which is returned. Add ``before`` and the value.
-
-    It is read whole, since its type depends on all of it, unless it can only be a string.
-    """
+    """Read a bare value up to one of ``ends``, which is returned. Add ``before`` and the value. It
+    is read whole, since its type depends on all of it, unless it can only be a string."""
     if types == {"string"}:
         reader.add(before + '"')
         end = yield from reader.until(lambda text: reader.add(within_quotes(text)), *ends)
@@ -317,11 +309,9 @@ def lfm2(reader: Reader, marker: str, offered: Offered) -> Steps[None]:
 
 
 def llama3_json(reader: Reader, marker: str, offered: Offered) -> Steps[None]:
-    """Read objects, perhaps with semicolons between them, or a list of them.
-
-    Without the marker, JSON that does not begin with a call of a tool is an answer. A list must
-    begin so even after the marker, where it may be code.
-    """
+    """Read objects, perhaps with semicolons between them, or a list of them. Without the marker,
+    JSON that does not begin with a call of a tool is an answer. A list must begin so even after the
+    marker, where it may be code."""
     end_marks = ("<|eom_id|>", "<|eot_id|>")
     reader.ends = (*end_marks, "<|python_tag|>")
     names = offered.names if marker == "" else None

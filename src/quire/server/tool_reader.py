@@ -56,13 +56,11 @@ def overlap(text: str, markers: Iterable[str]) -> int:
 
 
 class Reader:
-    """Text that arrives in pieces, with a place in it.
-
-    Read text is held until it is known to belong to a call.
-    """
+    """Text that arrives in pieces, with a place in it. Read text is held until it is known to
+    belong to a call."""
 
     def __init__(self, emit: Callable[[str | None, str], None]) -> None:
-        """Begin without text. ``emit`` gets each call's name, then with None pieces of arguments."""
+        """Begin without text. ``emit`` gets a call's name, then with None pieces of arguments."""
         self.closed = False
         """Whether the text is complete."""
         self.text, self.at = "", 0
@@ -150,7 +148,7 @@ class Reader:
         return self.text[self.at]
 
     def ahead(self, size: int) -> Steps[str]:
-        """Return the next ``size`` characters without taking them. ``Malformed`` at the text's end."""
+        """Return the next ``size`` characters without taking them. ``Malformed`` at the end."""
         while len(self.text) - self.at < size:
             if not (yield from self.more()):
                 raise Malformed
@@ -210,10 +208,8 @@ class Reader:
         return checked_name("".join(taken))
 
     def until(self, put: Put, *ends: str) -> Steps[str]:
-        """Put the text before the first of ``ends``; take that one too, and return it.
-
-        Raise ``Malformed`` after all the text if there is none.
-        """
+        """Put the text before the first of ``ends``; take that one too, and return it. Raise
+        ``Malformed`` after all the text if there is none."""
         pattern = re.compile("|".join(map(re.escape, ends)) or "(?!)")
         longest = max(map(len, ends), default=0)
         while not (found := pattern.search(self.text, self.at)):

@@ -80,11 +80,8 @@ class ToolFormat:
     """Marks around the text of an answer; they are no content."""
 
     def streaming(self, tools: Tools | None = None) -> StreamingToolParser:
-        """Return a parser for one message.
-
-        ``tools`` tells the types of parameters, for the formats that write values bare, and the
-        names, for those whose calls look like an answer in JSON.
-        """
+        """Return a parser for one message. ``tools`` tells the types of parameters, for the formats
+        that write values bare, and the names, for those whose calls look like an answer in JSON."""
         return StreamingToolParser(self, tools)
 
     @property
