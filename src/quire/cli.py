@@ -145,7 +145,7 @@ def chat(
     api_key: KeyOption = None,
     **options: Any,
 ) -> None:
-    """Talk to a model in the terminal; /help lists what forks, rewinds, saves its memory."""
+    """Talk to a model in the terminal; /help lists the commands that fork, rewind and save."""
     from quire.terminal_chat import TerminalChat
 
     chosen = chosen_options(options)

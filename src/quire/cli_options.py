@@ -82,10 +82,8 @@ def command(
     app: typer.Typer, *groups: str, name: str | None = None
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Register a command that gets ``--config`` and the options of ``groups`` as keywords.
-
     ``groups``: "chat", "sampling", "server", "engine". An error becomes one sentence and an exit
-    code.
-    """
+    code."""
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         own = [

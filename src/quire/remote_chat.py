@@ -44,10 +44,8 @@ PATIENCE = 5.0
 
 
 class Link:
-    """Calls to a server, one connection each.
-
-    Errors: ``HttpFailure``, ``BrokenAnswer``, and ``QuireError`` if it cannot be reached.
-    """
+    """Calls to a server, one connection each. Errors: ``HttpFailure``, ``BrokenAnswer``, and
+    ``QuireError`` if it cannot be reached."""
 
     def __init__(self, url: str, *, api_key: str | None = None, timeout: float = 600.0) -> None:
         """Check the address and the key. ``timeout``: seconds to wait for a byte of the server."""
@@ -124,10 +122,8 @@ class Link:
         raise BrokenAnswer("the stream ended without [DONE]")
 
     def download(self, path: str, to: Path) -> None:
-        """Write an answer's body to a file, whole or not at all.
-
-        Raise ``NotFound`` for a missing directory.
-        """
+        """Write an answer's body to a file, whole or not at all. Raise ``NotFound`` for a missing
+        directory."""
         check_regular(to, f"state file {str(to)!r}", may_be_missing=True)
         with (
             self._answer("GET", path) as response,
@@ -250,10 +246,8 @@ class RemoteSession:
 
     def stream(self, turn: Mapping[str, Any], fields: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         """Yield chunks of the answer to a turn, each with its text under ``choices[0].text``.
-
         ``turn``: ``{"prompt": text}`` or ``{"messages": [...]}``. A turn that is refused leaves the
-        session as it was.
-        """
+        session as it was."""
         body = {**fields, **turn, "stream": True, "stream_options": {"include_usage": True}}
         return self._model.link.events(f"/v1/sessions/{self._name}/generate", body)
 

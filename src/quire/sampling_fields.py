@@ -89,10 +89,8 @@ def declarations_on(params: type[Any], surface: Surface) -> dict[str, tuple[str,
 
 
 def check_fields(params: Any) -> None:
-    """Replace the fields of a new object by their checked values.
-
-    A field takes None if its annotation ends with it.
-    """
+    """Replace the fields of a new object by their checked values. A field takes None if its
+    annotation ends with it."""
     for one in dataclasses.fields(params):
         value = getattr(params, one.name)
         if value is not None or not str(one.type).endswith("None"):

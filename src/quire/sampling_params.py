@@ -152,11 +152,9 @@ class SamplingParams:
         1.0, number(0.0), "Divides the logits; 0 takes the most likely token, higher is more random.", on=_ALL
     )
     top_p: float = declared(
-        1.0,
-        number(0.0, 1.0, open_low=True),
-        "Sample from the fewest most likely tokens that hold this share of what top_k keeps, in (0, 1]; 1 is off.",
-        on=_ALL,
+        1.0, number(0.0, 1.0, open_low=True), "Sample from the smallest set with this probability; 1 is off.", on=_ALL
     )
+    """The mass of the fewest most probable tokens, relative to what top-k kept, reaches this."""
     top_k: int = declared(-1, integer(-1), "Sample from this many most likely tokens; 0 and -1 are off.", on=_ALL)
     """Of equal logits those of lower ids are kept."""
     min_p: float = declared(
@@ -199,12 +197,9 @@ class SamplingParams:
         on=_TERMINAL,
     )
     repetition_penalty: float = declared(
-        1.0,
-        number(0.0, open_low=True),
-        "Divides positive, multiplies other logits of tokens in prompt and text; 1 is off.",
-        on=_ALL,
+        1.0, number(0.0, open_low=True), "Against tokens of prompt and text, above 0; 1 is off.", on=_ALL
     )
-    """From CTRL, arXiv:1909.05858."""
+    """Divides positive and multiplies other logits of these tokens (CTRL, arXiv:1909.05858)."""
     logit_bias: Mapping[int, float] | Mapping[str, float] | None = declared(
         None, BIAS, "Token id (in decimal) to what is added to the token's logit, in [-100, 100].", hash=False
     )
@@ -264,9 +259,7 @@ class SamplingParams:
     @property
     def is_greedy(self) -> bool:
         """Whether the choice is the first maximum of the edited logits: temperature 0 or top-k 1.
-
-        Such a request makes no random draw.
-        """
+        Such a request makes no random draw."""
         return self.temperature == 0 or self.top_k == 1
 
     @property

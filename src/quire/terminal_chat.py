@@ -177,10 +177,8 @@ class TerminalChat:
         self._say(f"[{count} tokens in {time.perf_counter() - started:.2f} s]")
 
     def _pieces(self, session: Session, line: str) -> Iterator[tuple[str, int]]:
-        """Add a line and yield the answer: pieces of text with their numbers of tokens.
-
-        A line that is refused leaves the session as it was.
-        """
+        """Add a line and yield the answer: pieces of text with their numbers of tokens. A line that
+        is refused leaves the session as it was."""
         if self._templated:
             deltas = session.stream_chat([{"role": "user", "content": line}], self._params)
         else:

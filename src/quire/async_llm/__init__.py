@@ -9,9 +9,10 @@ async with AsyncLLM("tiny-python") as llm:
     async with await llm.session("class Stack:\\n") as session:
         await session.append("    def push(self, x):\\n")
 
-One background thread steps the engine for everybody (``stepper``), so that whatever is awaited at the same time runs in one batch.
-Event loops are never blocked: what takes the engine's lock or tokenises runs on worker threads (``background``). Requests keep
-their own output (``stream`` looks at it), so a consumer that is slow, or gone, holds up nobody.
+One background thread steps the engine (``stepper``), so requests of all tasks run in one batch.
+Event loops are never blocked: work that takes the engine's lock or tokenises runs on worker threads
+(``background``). Requests keep their output, and ``stream`` reads it, so a slow consumer delays no
+other.
 """
 
 from quire.async_llm.llm import AsyncLLM

@@ -1,4 +1,4 @@
-"""Between event loops and threads: what a coroutine can do with a stepping thread and its workers."""
+"""The link between event loops and threads: an engine's stepping thread and its workers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quire.errors import FailedPrecondition
 from quire.llm import LLM
 
 SPARE_WORKERS = 32
-"""Worker threads beyond those that wait for the requests that can run at a time."""
+"""Worker threads beyond those that wait for running requests."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -22,8 +22,8 @@ R = TypeVar("R")
 
 
 class Listener:
-    """Wakes a coroutine when a job has something new. However often it is called, its loop hears of it once until the
-    coroutine has looked, so that a loop that is busy collects nothing."""
+    """A callback of a job that wakes a coroutine. However often it is called, it schedules one
+    wake-up until the coroutine has looked, so calls do not pile up in a busy loop."""
 
     def __init__(self, stepper: Stepper, job: Job) -> None:
         self._loop = asyncio.get_running_loop()
@@ -40,15 +40,15 @@ class Listener:
         try:
             self._loop.call_soon_threadsafe(self._event.set)
         except RuntimeError:
-            # The loop is closed: nobody will look any more.
+            # The loop is closed, so no coroutine will look.
             if not self._job.over:
                 self._stepper.cancel(self._job)
 
     async def wait(self) -> None:
-        """Until it is called."""
+        """Return once it was called."""
         await self._event.wait()
         self._event.clear()
-        # From here on it can be called again; what was there before is there to be seen.
+        # From here on it can be called again. The coroutine sees all that came before.
         self._called = False
 
     async def until_over(self) -> None:
@@ -57,7 +57,7 @@ class Listener:
 
 
 class Background:
-    """An ``LLM`` whose engine is stepped by a thread of its own, with worker threads for what blocks."""
+    """An ``LLM`` with a thread that steps its engine, and worker threads for blocking calls."""
 
     def __init__(self, llm: LLM) -> None:
         self.llm = llm
@@ -71,7 +71,8 @@ class Background:
             raise FailedPrecondition(f"{verb}: the LLM is closed; make a new one")
 
     async def call(self, verb: str, function: Callable[[], T]) -> T:
-        """Run what blocks on a worker thread. If the task is cancelled, what the call waits for is ended, and the call too."""
+        """Run a blocking function on a worker thread. If the task is cancelled, end the job that
+        the call waits for, and the call."""
         self.require_open(verb)
         call = Call()
         future = self._workers.submit(self.stepper.perform, call, function)
@@ -83,17 +84,17 @@ class Background:
             if not future.cancel():
                 await asyncio.wait([work])
                 if not work.cancelled():
-                    work.exception()  # which nobody asks for any more
+                    work.exception()  # fetched, or asyncio would log it as never retrieved
             raise
 
     async def finish(self, job: Job) -> None:
-        """Start a job and wait until it is over. If the task is cancelled, the job is, before this returns."""
+        """Start a job and wait until it is over. If the task is cancelled, end the job first."""
         listener = Listener(self.stepper, job)
         try:
             self.stepper.submit(job)
             await listener.until_over()
         except asyncio.CancelledError:
-            # Whoever cancelled the task may use the job's sessions next.
+            # The task's canceller may use the job's sessions next.
             await self.abort(job)
             raise
         except BaseException:
@@ -134,10 +135,8 @@ def awaited(
     verb: Callable[Concatenate[Any, P], T], made: Callable[[Background, T], R]
 ) -> Callable[Concatenate[Awaiting, P], Coroutine[Any, Any, R]]: ...
 def awaited(verb: Callable[..., Any], made: Callable[[Background, Any], Any] | None = None) -> Callable[..., Any]:
-    """Return a method that carries out ``verb`` on a worker thread, with its signature and docstring.
-
-    ``made``: makes the result from the verb's, for a verb that returns an object with blocking verbs.
-    """
+    """Return a method that runs ``verb`` on a worker thread, with its signature and docstring.
+    ``made``: makes the result out of the verb's, which has blocking verbs itself."""
 
     @wraps(verb, assigned=("__name__", "__doc__"))
     async def call(self: Awaiting, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""``AsyncLLM`` itself: the verbs of ``LLM``, carried out in the background."""
+"""``AsyncLLM``: the verbs of ``LLM``, carried out in the background."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, TypedDict, Unpack
 
 from quire.async_llm.background import Background, awaited
@@ -38,11 +37,12 @@ class ChatOptions(TypedDict, total=False):
 
 
 class AsyncLLM:
-    """An ``LLM`` whose verbs are awaited. The arguments are those of ``LLM``, and the model is loaded when it returns: inside of a
-    running loop, ``await asyncio.to_thread(AsyncLLM, model)`` is the way to make one.
+    """An ``LLM`` whose verbs are awaited.
 
-    It may be used from several event loops and threads. A task that is cancelled while it awaits a verb cancels the verb, within
-    a step. Errors are those of ``LLM``, and reach only who awaits the request that has them.
+    Arguments and errors are those of ``LLM``. The constructor loads the model, so a running loop
+    calls it by ``await asyncio.to_thread(AsyncLLM, model)``. Several event loops and threads may
+    use the object. Cancelling a task that awaits a verb cancels the verb within a step. A request's
+    error reaches only the tasks that await this request.
     """
 
     def __init__(self, model: str | Path, **options: Any) -> None:
@@ -62,10 +62,8 @@ class AsyncLLM:
         adapter: str | None = None,
         cache_salt: str | None = None,
     ) -> list[RequestOutput]:
-        """As ``LLM.generate``, sessions among the prompts included.
-
-        ``request_id`` names the prompt for ``abort``; of several, number i is called "name-i".
-        """
+        """Generate as ``LLM.generate`` does, also from sessions among the prompts. ``request_id``
+        names the prompt for ``abort``. Of several, number i is called "name-i"."""
         _check_name(request_id)
         given = unwrapped(prompts)
         prepared = await self._background.call(
@@ -81,7 +79,7 @@ class AsyncLLM:
         request_id: str | None = None,
         **options: Unpack[ChatOptions],
     ) -> list[RequestOutput]:
-        """As ``LLM.chat``, with its keywords, and ``request_id`` as in ``generate``."""
+        """Answer as ``LLM.chat`` does; ``request_id`` as in ``generate``."""
         _check_name(request_id)
         prepared = await self._background.call(
             "chat", lambda: self._llm.prepare_chat(messages, sampling_params, **options)
@@ -97,7 +95,7 @@ class AsyncLLM:
 
         await self._background.finish(Job(self.engine, submit, name=request_id))
         if any(params.logprobs is not None or params.prompt_logprobs is not None for params in prepared.params):
-            # Millions of them may have to be given their texts: not on the loop of everybody else.
+            # Decoding the texts of millions of them would block the event loop.
             return await asyncio.to_thread(self._llm.outputs, prepared, groups)
         return self._llm.outputs(prepared, groups)
 
@@ -110,7 +108,10 @@ class AsyncLLM:
         adapter: str | None = None,
         cache_salt: str | None = None,
     ) -> AsyncStream:
-        """Continue one prompt: ``async for delta in llm.stream("text")``. Its ``output`` is what ``generate`` would return."""
+        """Continue one prompt: ``async for delta in llm.stream("text")``.
+
+        The stream's ``output`` is the result that ``generate`` would return.
+        """
         _check_name(request_id)
         return self._stream(
             "stream",
@@ -150,7 +151,7 @@ class AsyncLLM:
         adapter: str | None = None,
         cache_salt: str | None = None,
     ) -> list[BeamSearchOutput]:
-        """As ``LLM.beam_search``."""
+        """Search as ``LLM.beam_search`` does."""
         searches, texts = await self._background.call(
             "beam_search", lambda: self._llm.prepare_beams(prompts, params, adapter=adapter, cache_salt=cache_salt)
         )
@@ -158,8 +159,8 @@ class AsyncLLM:
         return [search.output(text) for search, text in zip(searches, texts, strict=True)]
 
     async def abort(self, request_id: str) -> bool:
-        """End a request: whoever awaits it gets what there is, with ``finish_reason`` "cancelled". Returns when its pages are
-        free; False if there is no such request (any more)."""
+        """End a request, and return when its pages are free; False if there is no such request.
+        Tasks that await it get the output so far, with ``finish_reason`` "cancelled"."""
         self._background.require_open("abort")
         job = self._background.stepper.find(request_id)
         if job is None:
@@ -179,7 +180,7 @@ class AsyncLLM:
     unload_adapter = awaited(LLM.unload_adapter)
 
     async def adapters(self) -> Mapping[str, AdapterInfo]:
-        """As ``LLM.adapters``."""
+        """Return ``LLM.adapters``."""
         return await self._background.call("adapters", lambda: self._llm.adapters)
 
     reset_prefix_cache = awaited(LLM.reset_prefix_cache)
@@ -189,12 +190,12 @@ class AsyncLLM:
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """None for a model without one: it works with token ids."""
+        """The model's tokenizer; None for a model without one, which takes token ids."""
         return self._llm.tokenizer
 
     @property
     def executor(self) -> Executor:
-        """The executor contract over the same weights and pages. Its calls block, also while the engine steps."""
+        """The executor contract over the same weights and pages. Its calls block."""
         return self._llm.executor
 
     @property
@@ -218,22 +219,20 @@ class AsyncLLM:
 
     @property
     def default_params(self) -> SamplingParams:
-        """What counts without ``SamplingParams``."""
+        """The parameters of requests without ``SamplingParams``."""
         return self._llm.default_params
 
     # -- closing -----------------------------------------------------------------------------------
 
     async def close(self) -> None:
-        """End what runs, as cancelled, and give everything back; later calls raise ``FailedPrecondition``. Closing twice is
-        harmless."""
+        """Cancel running requests and free everything. Closing twice is harmless. Later calls raise
+        ``FailedPrecondition``."""
         await self._background.close()
 
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
 

@@ -1,4 +1,4 @@
-"""The thread that steps an engine in the background, and the jobs that it carries out. No event loops here."""
+"""The thread that steps an engine in the background, and its jobs. No event loops here."""
 
 from __future__ import annotations
 
@@ -23,16 +23,20 @@ from quire.llm import LLM
 logger = logging.getLogger("quire.async")
 
 HAND_OVER = 1e-4
-"""Seconds between two steps while a worker may want the engine's lock, which the stepping thread would else take again."""
+"""Seconds between two steps while a worker may want the engine's lock.
+
+Without them the stepping thread would take the lock again at once.
+"""
 
 LAST_STEP = 10.0
-"""Seconds at most that the end of the process waits for a step that is under way."""
+"""Most seconds that the end of the process waits for a running step."""
 
 T = TypeVar("T")
 
 
 class Job:
-    """Requests that somebody waits for. ``start``, ``advance`` and ``abort`` run on the stepping thread, between steps."""
+    """Requests that a caller waits for. ``start``, ``advance`` and ``abort`` run on the stepping
+    thread, between steps."""
 
     def __init__(
         self,
@@ -46,24 +50,24 @@ class Job:
         self.cancelled = False
         self.over = False
         self.error: BaseException | None = None
-        """Why it could not be started, or why nobody knows how it ended."""
+        """Why it could not be started, or why its end is unknown."""
         self.requests: list[SequenceRequest] = []
         self.seen: list[tuple[bool, int, int]] = []
-        """Of each request after the last step: whether it is finished, number of tokens, number of pieces of text."""
+        """(finished, number of tokens, number of pieces of text) of each request after a step."""
         self.listeners: list[Callable[[], None]] = []
-        """Called from the stepping thread when it is over, and with ``streams`` whenever there is something new."""
+        """Called on the stepping thread when it is over, and with ``streams`` at everything new."""
         self.on_end: Callable[[], None] | None = None
         self._engine = engine
         self._submit = submit
         self._streams = streams
 
     def start(self) -> None:
-        # What it was made with is let go: nobody's stream, session or LLM stays alive because of a job that once ran.
+        # Drop the closure, so that a job that has run keeps no stream, session or LLM alive.
         submit, self._submit = self._submit, list
         self.requests = submit()
 
     def advance(self) -> bool:
-        """Look at what a step has brought; whether everything is finished."""
+        """Look at the results of a step, and return whether all requests are finished."""
         finished = all(request.finished for request in self.requests)
         if self._streams:
             seen = [(request.finished, len(request.output_ids), len(request.pieces)) for request in self.requests]
@@ -74,7 +78,7 @@ class Job:
 
     @property
     def ended(self) -> bool:
-        """Whether its requests are finished; others than the stepping thread may have ended them, by closing a session."""
+        """Whether its requests are finished. Another thread may end them by closing a session."""
         return bool(self.requests) and all(request.finished for request in self.requests)
 
     def abort(self) -> None:
@@ -89,7 +93,7 @@ class Job:
 
 
 class BeamJob(Job):
-    """Beam searches, whose rounds end with steps."""
+    """Beam searches. Each step ends a round of them."""
 
     def __init__(self, engine: Engine, searches: Sequence[BeamSearch]) -> None:
         super().__init__(engine, list)
@@ -113,27 +117,28 @@ class BeamJob(Job):
 
 
 class Call:
-    """A call on a worker thread, which may be cancelled from outside."""
+    """A call on a worker thread that other threads may cancel."""
 
     def __init__(self) -> None:
         self.cancelled = False
         self.job: Job | None = None
-        """What it waits for."""
+        """The job that it waits for."""
 
 
 class Stepper:
-    """Steps the engine of an LLM whenever there is work, and sleeps otherwise. Its methods may be called from any thread."""
+    """A thread that steps an LLM's engine while there is work, and sleeps otherwise. Any thread may
+    call its methods."""
 
     def __init__(self, llm: LLM) -> None:
         self._llm = llm
         self._engine = llm.engine
-        # Reentrant, since the garbage collector may cancel a stream in the middle of anything.
+        # Reentrant: the garbage collector may cancel a stream while this thread holds it.
         self._changed = threading.Condition(threading.RLock())
         self._inbox: deque[Job] = deque()
         self._cancels: deque[Job] = deque()
         self._jobs: dict[Job, None] = {}
         self._callers = 0
-        """Calls on worker threads that do not wait for requests: they may want the engine's lock."""
+        """Number of calls on worker threads that wait for no job, so may want the engine's lock."""
         self._stopping = False
         self._broken: str | None = None
         self._local = threading.local()
@@ -146,7 +151,7 @@ class Stepper:
 
     @uninterrupted
     def submit(self, job: Job) -> None:
-        """Have it started before the next step. ``FailedPrecondition`` once the thread is to stop."""
+        """Start a job before the next step. Raise ``FailedPrecondition`` after ``stop``."""
         with self._changed:
             if self._stopping:
                 raise self._refusal()
@@ -155,7 +160,7 @@ class Stepper:
 
     @uninterrupted
     def cancel(self, job: Job) -> None:
-        """End it before the next step. Never waits."""
+        """End a job before the next step. Never waits."""
         job.cancelled = True
         with self._changed:
             self._cancels.append(job)
@@ -163,19 +168,19 @@ class Stepper:
 
     @uninterrupted
     def find(self, name: str) -> Job | None:
-        """The job with a request of this name."""
+        """Return the job with a request of this name."""
         with self._changed:
             return next((job for job in (*self._inbox, *self._jobs) if job.is_named(name)), None)
 
     @uninterrupted
     def stop(self) -> None:
-        """Let it end what runs, close the LLM, and stop."""
+        """Make the thread end running requests, close the LLM, and stop."""
         with self._changed:
             self._stopping = True
             self._changed.notify()
 
     def join(self, timeout: float | None = None) -> None:
-        """Until it has stopped, ``timeout`` seconds at most."""
+        """Wait until the thread has stopped, for at most ``timeout`` seconds."""
         self._thread.join(timeout)
 
     def _refusal(self) -> QuireError:
@@ -186,7 +191,7 @@ class Stepper:
     # -- calls on worker threads -------------------------------------------------------------------
 
     def perform(self, call: Call, function: Callable[[], T]) -> T:
-        """Run ``function`` on this thread; ``give_up`` ends what it waits for."""
+        """Run ``function`` on this thread. ``give_up`` ends the job that it waits for."""
         if call.cancelled:
             raise Cancelled("the call was cancelled before it began")
         self._local.call = call
@@ -199,13 +204,13 @@ class Stepper:
             self._local.call = None
 
     def give_up(self, call: Call) -> None:
-        """Cancel what a call waits for, now or next. Never waits."""
+        """Cancel the present or next job that a call waits for. Never waits."""
         call.cancelled = True
         if call.job is not None:
             self.cancel(call.job)
 
     def wait(self, requests: Sequence[SequenceRequest]) -> None:
-        """What ``Engine.run`` does instead of stepping: return when these are finished."""
+        """Wait until the requests are finished. ``Engine.run`` calls it instead of stepping."""
         if threading.current_thread() is self._thread:
             return
         call: Call | None = getattr(self._local, "call", None)
@@ -214,7 +219,7 @@ class Stepper:
         job.listeners.append(over.set)
         self.submit(job)
         if call is not None:
-            # In this order, as ``give_up`` has the other one: one of the two sees what the other did.
+            # ``give_up`` writes and reads in the other order, so one of the two sees the other.
             call.job = job
             if call.cancelled:
                 self.cancel(job)
@@ -234,7 +239,7 @@ class Stepper:
     def _count(self, change: int) -> None:
         with self._changed:
             self._callers += change
-            self._changed.notify()  # it may have ended what others wait for
+            self._changed.notify()  # the call may have ended requests of other jobs
 
     # -- the thread --------------------------------------------------------------------------------
 
@@ -253,7 +258,7 @@ class Stepper:
             self._end()
 
     def _sleep(self) -> bool:
-        """Until there is something to do; False if that is to stop."""
+        """Sleep until there is work. Return False if the work is to stop."""
         with self._changed:
             while not (self._stopping or self._inbox or self._cancels or self._engine.has_work):
                 if any(job.ended for job in self._jobs):
@@ -262,7 +267,7 @@ class Stepper:
             return not self._stopping
 
     def _take_in(self) -> None:
-        """Start what has come, end what was cancelled."""
+        """Start new jobs and end cancelled ones."""
         while self._inbox:
             with self._changed:
                 job = self._inbox.popleft()
@@ -289,7 +294,7 @@ class Stepper:
             )
 
     def _report(self) -> None:
-        """Tell who waits what the step has brought."""
+        """Report the results of the step to the jobs."""
         for job in tuple(self._jobs):
             try:
                 if job.advance():
@@ -311,7 +316,7 @@ class Stepper:
         job.listeners.clear()
 
     def _end(self) -> None:
-        """Close the LLM; nobody waits for ever."""
+        """Close the LLM and finish all jobs, so that no caller waits for ever."""
         with self._changed:
             self._stopping = True
         try:
@@ -331,7 +336,7 @@ _STEPPERS: weakref.WeakSet[Stepper] = weakref.WeakSet()
 
 
 def _stop_all() -> None:
-    """Let the threads end before the interpreter does: it would break them off inside of torch, which
+    """Let the threads end before the interpreter, which would break them off. Inside torch that
     aborts the process."""
     for stepper in list(_STEPPERS):
         stepper.stop()
@@ -340,4 +345,4 @@ def _stop_all() -> None:
 
 
 atexit.register(_stop_all)
-os.register_at_fork(after_in_child=_STEPPERS.clear)  # the threads are the other process's
+os.register_at_fork(after_in_child=_STEPPERS.clear)  # their threads are the parent's

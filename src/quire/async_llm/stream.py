@@ -1,4 +1,4 @@
-"""Streams: what a request has brought since one last looked."""
+"""Streams: the results of a request since the last delta."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Self
 
 from quire.async_llm.background import Background, Listener
@@ -19,27 +18,28 @@ from quire.outputs import Logprob, RequestOutput, StreamDelta
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleDelta(StreamDelta):
-    """What one step, or several, added to one sample of a request."""
+    """The addition of one or several steps to one sample of a request."""
 
     index: int = 0
-    """Which sample, with ``SamplingParams(n=...)``."""
+    """The sample's number, with ``SamplingParams(n=...)``."""
     logprobs: list[dict[int, Logprob]] | None = None
-    """Of the tokens of this delta, if they were asked for."""
+    """Log-probabilities of this delta's tokens, if they were asked for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PreparedJob:
-    """A job that is ready to start, and what it has brought so far."""
+    """A job that is ready to start, and its output so far."""
 
     job: Job
     output: Callable[[], RequestOutput]
 
 
 class AsyncStream(AsyncIterator[SampleDelta]):
-    """``async for delta in stream``. It starts when its first delta is asked for, and refuses then what ``generate`` refuses.
+    """An iterator over deltas: ``async for delta in stream``.
 
-    Leaving the loop early, ``aclose``, and cancelling the task that awaits a delta cancel the request; its pages are free within a
-    step. A consumer that is slower than the engine finds several tokens in a delta.
+    It starts when its first delta is asked for, and refuses then what ``generate`` refuses. Leaving
+    the loop early, ``aclose``, and cancelling the task that awaits a delta cancel the request,
+    which frees its pages within a step. A slow consumer gets several tokens in a delta.
     """
 
     def __init__(self, background: Background, prepare: Callable[[], Awaitable[PreparedJob]]) -> None:
@@ -48,16 +48,16 @@ class AsyncStream(AsyncIterator[SampleDelta]):
         self._prepared: PreparedJob | None = None
         self._listener: Listener | None = None
         self._taken: list[tuple[bool, int, int]] = []
-        """What of ``Job.seen`` has become deltas."""
+        """The part of ``Job.seen`` that has become deltas."""
         self._ready: deque[SampleDelta] = deque()
         self._failure: BaseException | None = None
-        """Raised once all that came before it has been given."""
+        """Raised after all deltas before it."""
         self._done = False
         self._busy = False
 
     @property
     def output(self) -> RequestOutput:
-        """All that there is by now. ``FailedPrecondition`` before the first delta."""
+        """The output so far. ``FailedPrecondition`` before the first delta."""
         if self._prepared is None or not self._prepared.job.requests:
             raise FailedPrecondition("the stream has no output yet; ask for its first delta")
         return self._prepared.output()
@@ -81,7 +81,7 @@ class AsyncStream(AsyncIterator[SampleDelta]):
                     await self._listener.wait()
                 self._collect()
         except asyncio.CancelledError:
-            # Whoever cancelled the task may use the session next.
+            # The task's canceller may use the session next.
             await self.aclose()
             raise
         except BaseException:
@@ -102,7 +102,7 @@ class AsyncStream(AsyncIterator[SampleDelta]):
         if self._prepared is None:
             return
         job = self._prepared.job
-        # In this order: what is over has been seen in full.
+        # In this order: a job that is over has been seen in full.
         self._done, seen = job.over, job.seen
         if self._done and job.error is not None:
             raise job.error
@@ -118,7 +118,7 @@ class AsyncStream(AsyncIterator[SampleDelta]):
                 self._failure = request.error
                 if tokens == first_token:
                     continue
-                ended = False  # the failure says that, behind these tokens
+                ended = False  # the failure ends it, after these tokens
             wanted = request.params is not None and request.params.logprobs is not None
             tokenizer = self._background.llm.tokenizer
             entries = request.logprobs[first_token:tokens] if wanted else []
@@ -140,7 +140,7 @@ class AsyncStream(AsyncIterator[SampleDelta]):
             self._background.stepper.cancel(self._prepared.job)
 
     async def aclose(self) -> None:
-        """Cancel what is not finished, and return when its pages are free."""
+        """Cancel an unfinished request, and return when its pages are free."""
         self._abandon()
         if self._prepared is not None:
             await self._background.abort(self._prepared.job)
@@ -148,13 +148,11 @@ class AsyncStream(AsyncIterator[SampleDelta]):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
     @unless_exiting
     def __del__(self) -> None:
-        # Nobody can ask for more.
+        # No reader is left.
         if getattr(self, "_prepared", None) is not None:
             self._abandon()

@@ -1,4 +1,4 @@
-"""Adapters loaded and unloaded over HTTP, under vLLM's paths, from directories that the server was told about only."""
+"""Loading and unloading of adapters under vLLM's paths, from allowed directories only."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from quire.server.status import ModelCard, adapter_card
 router = APIRouter(tags=["adapters"])
 
 MAX_NAME = 256
-"""Characters of an adapter's name, at most."""
+"""Most characters of an adapter's name."""
 
 
 class LoadAdapterRequest(BaseModel):
@@ -30,13 +30,13 @@ class LoadAdapterRequest(BaseModel):
 
 
 class UnloadAdapterRequest(BaseModel):
-    """A LoRA adapter to forget."""
+    """A LoRA adapter to unload."""
 
     lora_name: StrictStr
 
 
 class Unloaded(BaseModel):
-    """It is gone."""
+    """The adapter is not loaded any more."""
 
     id: str
     deleted: bool = True
@@ -44,7 +44,7 @@ class Unloaded(BaseModel):
 
 @router.post("/v1/load_lora_adapter")
 async def load_adapter(request: Request, body: LoadAdapterRequest) -> ModelCard:
-    """Load an adapter from one of the allowed directories, or a bundled one by its name; requests then name it as their model."""
+    """Load a bundled adapter or one from an allowed directory. Requests name it as their model."""
     context: Context = request.app.state.context
     name = body.lora_name
     if not name.strip() or not name.isprintable() or len(name) > MAX_NAME:
@@ -63,7 +63,7 @@ async def load_adapter(request: Request, body: LoadAdapterRequest) -> ModelCard:
 
 @router.post("/v1/unload_lora_adapter")
 async def unload_adapter(request: Request, body: UnloadAdapterRequest) -> Unloaded:
-    """Forget an adapter. 409 while requests or sessions use it."""
+    """Unload an adapter. 409 while requests or sessions use it."""
     context: Context = request.app.state.context
     try:
         await context.llm.unload_adapter(body.lora_name)
@@ -74,9 +74,11 @@ async def unload_adapter(request: Request, body: UnloadAdapterRequest) -> Unload
 
 
 def allowed_path(given: str, folders: Sequence[Path]) -> Path:
-    """The directory of an adapter that a client may have loaded: a bundled one's, or one that lies, after all links are
-    followed, in one of ``folders``; so do the files in it that are read. ``ApiError`` 403 for everything else, whether it exists
-    or not, and 404 for what is missing inside. Relative paths begin in ``folders``, in their order.
+    """Return the directory of an adapter that may be loaded: a bundled one, or one in ``folders``.
+
+    The directory and the files that are read lie in ``folders`` after all links are followed.
+    Relative paths begin in ``folders``, in their order. Raise ``ApiError`` 404 for missing paths
+    inside, and 403 for all others, whether they exist or not.
     """
     if given in (bundled := bundled_adapters()):
         return bundled[given]
@@ -97,7 +99,7 @@ def allowed_path(given: str, folders: Sequence[Path]) -> Path:
 
 
 def _candidates(given: str, roots: Sequence[Path]) -> list[Path]:
-    """Where a path may lead, links followed; nowhere, if no file can have it."""
+    """Return the path with links followed; an empty list if no file can have such a path."""
     try:
         os.fsencode(given)
     except UnicodeEncodeError:

@@ -20,10 +20,8 @@ from quire.server.stored_bytes import StoredBytes
 
 
 def create_app(llm: AsyncLLM, settings: ServerSettings | None = None) -> FastAPI:
-    """The server of one model, as an ASGI application. Its lifespan closes the sessions; ``llm`` stays its maker's.
-
-    ``app.state.context`` is what the routes share.
-    """
+    """Return the server of one model as an ASGI application. The end of its lifespan closes the
+    sessions, and leaves ``llm`` to the caller. The routes share ``app.state.context``."""
     settings = settings or ServerSettings()
     gate = Gate(settings.max_waiting)
     context = Context(
@@ -63,7 +61,7 @@ def create_app(llm: AsyncLLM, settings: ServerSettings | None = None) -> FastAPI
         app.include_router(module.router)
     app.add_middleware(GateMiddleware, gate=gate, settings=settings)
     if settings.allowed_origin:
-        # Around the gate, so that browsers may read its refusals, and ask beforehand without a key.
+        # Around the gate: browsers may then read its refusals, and ask beforehand without a key.
         app.add_middleware(
             CORSMiddleware,
             allow_origins=list(settings.allowed_origin),

@@ -35,7 +35,7 @@ from quire.server.messages import MessageFormat, MessageReader, answer_of, messa
 from quire.server.protocol import ChatRequest, refuse_unsupported
 from quire.server.reasoning import reasoning_for
 from quire.server.replies import Reply, answer, answer_in_session
-from quire.server.session_streams import continue_completion
+from quire.server.session_streams import ClientSessionStream
 from quire.server.tools import forced_format, parser_for, schema_for
 
 router = APIRouter()
@@ -49,7 +49,8 @@ OWN_VARIABLES = (
     "tokenizer_template",
     "max_bytes",
 )
-"""What ``chat_template_kwargs`` may not name: variables that a request gives by fields of their own, the template itself, and its limit."""
+"""Names that ``chat_template_kwargs`` may not hold: those of variables with fields of their own, of
+the template itself and of its limit."""
 
 
 @router.post("/v1/chat/completions", tags=["OpenAI"])
@@ -68,7 +69,7 @@ async def chat_completions(request: Request, body: ChatRequest) -> Response:
         _check_session(body)
         with naming(fields, "session_id"):
             format = _message_format(context, select_template(tokenizer.chat_templates), params, tools, None)
-            source = continue_completion(
+            source = ClientSessionStream(
                 context,
                 request.state.owner,
                 body.session_id,
@@ -82,7 +83,7 @@ async def chat_completions(request: Request, body: ChatRequest) -> Response:
     adapter = context.adapter_of(body.model)
     check_number(context, 1, params.n)
     salt = context.salt(request.state.owner, body.cache_salt)
-    # The text is about as long as the body, which brings all that it is made of.
+    # The text is about as long as the body that it is made of.
     rendered = await in_texts(
         context, request, len(await request.body()), lambda: _rendered(context, body, tokenizer, tools)
     )
@@ -122,14 +123,14 @@ def _check_session(body: ChatRequest) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Tools:
-    """What may be called, and what must be."""
+    """The functions that may be called, and those that must be."""
 
     given: list[dict[str, Any]] | None
-    """For the template; None if nothing may be called."""
+    """The tools for the template; None if none may be called."""
     forced: str | Mapping[str, Any] | None
     """ "required", or the choice of one function."""
     schema: Mapping[str, Any] | None
-    """What forces it."""
+    """The JSON schema that forces calls."""
     one_call: bool
 
     @classmethod
@@ -148,7 +149,7 @@ class _Tools:
         if not tools:
             return cls(given=None, forced=None, schema=None, one_call=False)
         with naming({}, "tools"):
-            schema = schema_for(tools, "required")  # also says what is wrong with them
+            schema = schema_for(tools, "required")  # also checks them
         forced = None if choice in ("none", "auto") else choice
         if isinstance(forced, dict):
             with naming({}, "tool_choice"):
@@ -156,7 +157,7 @@ class _Tools:
         elif one_call:
             schema |= {"maxItems": 1}
         return cls(
-            # Where nothing may be called, the model does not hear of tools.
+            # Where none may be called, the prompt has no tools.
             given=None if choice == "none" else tools,
             forced=forced,
             schema=None if forced is None else schema,
@@ -165,7 +166,7 @@ class _Tools:
 
 
 def _params(context: Context, body: ChatRequest, tools: _Tools) -> tuple[SamplingParams, Mapping[str, str]]:
-    """Return the parameters, and what the client calls their fields."""
+    """Return the parameters, and the client's names of their fields."""
     given, fields = asked_by(context, body)
     fields["prompt"] = "messages"
     if "logprobs" in given and not body.logprobs:
@@ -214,7 +215,7 @@ def _rendered(context: Context, body: ChatRequest, tokenizer: Tokenizer, tools: 
             max_bytes=context.llm.engine.checks.max_text_bytes,
             **variables,
         )
-        # It holds its special tokens.
+        # The text holds its special tokens.
         return _Rendered(template=template, text=text, tokens=encode(tokenizer, text, add_special_tokens=False))
 
 
@@ -240,10 +241,10 @@ def _work(
 def _message_format(
     context: Context, template: str, params: SamplingParams, tools: _Tools, prompt: str | None
 ) -> MessageFormat:
-    """How the answer is read. ``prompt``: as it was rendered, None if that is not known."""
+    """Return how the answer is read. ``prompt``: the rendered prompt, None if it is unknown."""
     config, named = context.llm.model.config, context.settings.tool_call_parser
     harmony = is_harmony(config, template, named)
-    # A grammar, also the one of forced calls, leaves no place for channels.
+    # A grammar, as of forced calls, leaves no place for channels.
     if harmony and params.grammar is None:
         return MessageFormat(
             harmony=True,
@@ -276,12 +277,12 @@ def _message_format(
 
 
 def _wraps_answers(format: MessageFormat) -> bool:
-    """Whether the text of an answer holds more than its content, which the template writes around it by itself, or refuses."""
+    """Return whether an answer's text has wrappers that the template writes itself, or refuses."""
     return format.harmony or (format.calls is not None and bool(format.calls.wrappers))
 
 
 def _unskipped(params: SamplingParams, format: MessageFormat, tokenizer: Tokenizer) -> SamplingParams:
-    """With special tokens in the text if the marks by which it is read are such tokens."""
+    """Return parameters that keep special tokens in the text if the text is read by such tokens."""
     marks = [] if format.calls is None else [*format.calls.markers, *format.calls.wrappers]
     if format.reasoning is not None:
         marks += [format.reasoning.opener, format.reasoning.closer]
@@ -294,8 +295,8 @@ def _unskipped(params: SamplingParams, format: MessageFormat, tokenizer: Tokeniz
 
 
 def _stopping(params: SamplingParams, format: MessageFormat, tokenizer: Tokenizer, context: Context) -> SamplingParams:
-    """With the tokens that end a turn as stop tokens, where the model's configuration does not have them as EOS already. Who
-    ignores EOS ignores these too."""
+    """Return parameters that stop at tokens that end a turn and are no EOS of the model's. A
+    request that ignores EOS ignores these too."""
     if not format.harmony or params.ignore_eos:
         return params
     engine = context.llm.engine
@@ -359,7 +360,7 @@ class ChatReply(Reply):
         if delta.finish_reason is not None:
             new.append(reader.finish())
         rest = self._rest(reader, delta)
-        # Text may be held back; then there is nothing to say yet.
+        # All of the text may be held back so far.
         new = [one for one in new if one]
         if not new and (rest["logprobs"] is not None or rest["finish_reason"] is not None):
             new = [{}]
@@ -372,7 +373,7 @@ class ChatReply(Reply):
     def _rest(self, reader: MessageReader, delta: SampleDelta) -> dict[str, Any]:
         end = ending(delta.finish_reason, delta.stop_reason)
         if end["finish_reason"] == "stop" and reader.calls_are_whole and not self._named:
-            # As OpenAI has it: a call that was named by the client is no news. What is not whole is not to be carried out.
+            # As at OpenAI, not for a call that the client named. Partial calls must not be made.
             end["finish_reason"] = "tool_calls"
         logprobs = None
         if self._top_logprobs is not None:

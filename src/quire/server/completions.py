@@ -1,4 +1,4 @@
-"""``POST /v1/completions``: prompts go on."""
+"""``POST /v1/completions``: prompts are continued."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from quire.server.generation import (
 from quire.server.logprobs import Offsets, completion_logprobs, prompt_logprobs
 from quire.server.protocol import CompletionRequest, refuse_unsupported
 from quire.server.replies import Reply, answer, answer_in_session
-from quire.server.session_streams import continue_completion
+from quire.server.session_streams import ClientSessionStream
 
 router = APIRouter()
 
@@ -51,7 +51,7 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
     if body.session_id is not None:
         prompt = _session_prompt(body)
         with naming(fields, "session_id"):
-            source = continue_completion(
+            source = ClientSessionStream(
                 context, request.state.owner, body.session_id, params, prompt=prompt, model=body.model
             )
             reply = CompletionReply(request, context, body, given, params, [])
@@ -69,7 +69,7 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
 def _params(
     context: Context, body: CompletionRequest, given: Mapping[str, Any], fields: Mapping[str, str]
 ) -> SamplingParams:
-    # Without any token there would be nothing to run. The one of an echo is not sent.
+    # An echo of no new tokens runs one, which is not sent: a request has at least one.
     least = {"max_tokens": 1} if body.echo and given.get("max_tokens") == 0 else {}
     params = sampling_params({**given, **least}, context.llm.default_params, fields)
     if body.echo and params.logprobs is not None:
@@ -78,7 +78,7 @@ def _params(
 
 
 def _prompts(prompt: Any) -> list[str | list[int]]:
-    """One prompt or many, as a list. ``ApiError`` 400 with the place of what is none of them."""
+    """Return one prompt or many as a list. Raise ``ApiError`` 400 with the place of a bad one."""
     if prompt is None:
         raise bad_field("prompt", "prompt is missing: text, token ids, or a list of either is needed")
     listed = [prompt] if isinstance(prompt, str) or (isinstance(prompt, list) and _are_ids(prompt)) else prompt
@@ -107,7 +107,7 @@ def _session_prompt(body: CompletionRequest) -> str | list[int] | None:
 
 
 def _named(prompts: Sequence[Any], fields: Mapping[str, str]) -> Iterator[tuple[Any, AbstractContextManager[None]]]:
-    """Each with what turns errors into answers about it."""
+    """Yield each prompt with a context that turns errors into answers about this prompt."""
     for number, prompt in enumerate(prompts):
         name = "prompt" if len(prompts) == 1 else f"prompt.{number}"
         yield prompt, naming({**fields, "prompt": name}, name)
@@ -116,7 +116,7 @@ def _named(prompts: Sequence[Any], fields: Mapping[str, str]) -> Iterator[tuple[
 async def _encoded(
     context: Context, request: Request, prompts: Sequence[str | list[int]], fields: Mapping[str, str]
 ) -> list[NDArray[np.int64]]:
-    """The tokens of all prompts, of which each can fit."""
+    """Return the tokens of all prompts. Refuse texts that are too long before that."""
     for prompt, about in _named(prompts, fields):
         with about:
             context.llm.engine.checks.text(prompt)
@@ -140,7 +140,7 @@ def _work(
     salt: str | None,
     fields: Mapping[str, str],
 ) -> Work:
-    """The prompts, checked."""
+    """Return the prompts, checked."""
     for tokens, about in _named(prompts, fields):
         with about:
             check(context, tokens, params)
@@ -163,7 +163,7 @@ class CompletionReply(Reply):
         params: SamplingParams,
         prompts: Sequence[str | list[int]],
     ) -> None:
-        """``given``: parameters as the body has them, before an echo changed them."""
+        """Begin the answer. ``given``: parameters of the body, before an echo changed them."""
         super().__init__(request, context, body)
         self._params = params
         self._prompts = prompts
@@ -197,7 +197,7 @@ class CompletionReply(Reply):
             if self._echo:
                 text = _echoed(self._prompts[number], tokenizer, skip_special_tokens=skips) + text
                 ids = [*output.prompt_token_ids, *ids]
-                # The first token of a prompt has none; a prompt of one token has nothing but that.
+                # The first token has no entry, so a prompt of one token has no others.
                 entries = [*(output.prompt_logprobs or [None] * len(output.prompt_token_ids)), *entries]
         end = ending(delta.finish_reason, delta.stop_reason)
         if self._silent and delta.finish_reason is not None:
@@ -212,7 +212,7 @@ class CompletionReply(Reply):
 
     def chunk_choices(self, number: int, delta: SampleDelta) -> list[dict[str, Any]]:
         choice = self.choice(number, delta)
-        # Text may be held back, as what could become a stop string or a character.
+        # Text that could become a stop string or a character is held back.
         return [choice] if choice["text"] or choice["logprobs"] is not None or delta.finish_reason is not None else []
 
 

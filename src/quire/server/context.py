@@ -1,4 +1,4 @@
-"""What the routes of one server share: ``request.app.state.context``."""
+"""The state that the routes of one server share: ``request.app.state.context``."""
 
 from __future__ import annotations
 
@@ -19,51 +19,52 @@ if TYPE_CHECKING:
 
 
 def public_name(model: str | Path) -> str:
-    """What clients are told of the place from which a model or an adapter was loaded: of a directory its name alone."""
+    """Return the source of a model or adapter as clients see it: only the name of a directory."""
     return Path(os.path.abspath(model)).name if os.path.isdir(model) else str(model)
 
 
 @dataclass(slots=True)
 class Context:
-    """One per server."""
+    """The shared state; one per server."""
 
     llm: AsyncLLM
     settings: ServerSettings
     model_name: str
-    """What clients call the base model. Adapters go by their own names."""
+    """The clients' name of the base model. Adapters have their own names."""
     gate: Gate
-    """Counts what is under way; refuses when full or shutting down."""
+    """The count of running requests. It refuses more when full or shutting down."""
     sessions: Sessions
     stored: StoredBytes
     texts: Texts = field(default_factory=Texts)
-    """Where texts are rendered and tokenised."""
+    """The threads that render and tokenise texts."""
     started: float = field(default=0.0)
-    """Unix time."""
+    """Start of the server in Unix time."""
     adapters: set[str] = field(default_factory=set)
-    """Names of the loaded adapters, as of the last look at the engine: at start, whenever one is loaded or unloaded over HTTP,
-    and whenever they are listed. Kept here so that nobody waits for the engine to learn who is meant."""
+    """Names of the loaded adapters at the last look at the engine: at the start, at every load or
+    unload over HTTP, and at every listing. Requests need not wait for the engine to find a name."""
 
     @property
     def longest(self) -> int:
-        """Tokens that a request may have: the model's length, or what the pool of pages holds."""
+        """Most tokens of a request: the model's length, or the capacity of the page pool."""
         capacity = self.llm.engine.runner.state.capacity
         length = self.llm.engine.max_model_len
         return length if capacity is None else min(length, capacity)
 
     async def refresh_adapters(self) -> None:
-        """Look at the engine."""
+        """Read the names of the loaded adapters from the engine."""
         self.adapters = set(await self.llm.adapters())
 
     def salt(self, owner: str, given: str | None) -> str | None:
-        """The salt under which a request of ``owner`` finds and leaves prefixes, with the ``cache_salt`` that it gives itself: no
-        other API key has it, unless the server shares. ``owner`` is a digest, and of one length, so no two pairs give the same."""
+        """Return the salt of a request's prefixes, out of its owner and its own ``cache_salt``. No
+        other API key has it, unless the server shares. ``owner`` is a digest of fixed length, so no
+        two pairs give the same salt."""
         if not owner or self.settings.share_prefix_cache:
             return given
         return owner if given is None else f"{owner} {given}"
 
     def adapter_of(self, model: str | None) -> str | None:
-        """The adapter that a request's ``model`` names; None for the base model (also if ``model`` is missing).
-        ``ApiError`` 404 with the code "model_not_found" for anything else."""
+        """Return the adapter that a request's ``model`` names; None for the base model or no name.
+        Raise ``ApiError`` 404 with the code "model_not_found" for another name."""
         if model is None or model == self.model_name:
             return None
         if model in self.adapters:

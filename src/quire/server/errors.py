@@ -1,6 +1,6 @@
-"""Errors as clients see them: ``{"error": {"message", "type", "param", "code"}}``, the shape of OpenAI's API.
+"""Errors in the shape of OpenAI's API: ``{"error": {"message", "type", "param", "code"}}``.
 
-Routes raise ``ApiError``, or let the errors of Quire through: this is the one place that knows which status each of them has.
+Routes raise ``ApiError``, or let Quire's own errors through. Only this module knows their statuses.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from quire.errors import (
 from quire.metrics import REFUSAL_ERRORS
 
 CLIENT_GONE = 499
-"""Nobody reads this answer; nginx's number for a client that closed its connection."""
+"""nginx's status for a client that closed its connection. No client reads it."""
 
 RETRY_AFTER = 1
-"""Seconds after which a client may try again what was refused for the load of a moment."""
+"""Seconds after which a client may repeat a request that was refused for momentary load."""
 
 STATUSES: tuple[tuple[type[QuireError], int, str], ...] = (
     (AlreadyExists, 409, "already_exists"),
@@ -57,14 +57,14 @@ STATUSES: tuple[tuple[type[QuireError], int, str], ...] = (
     (CheckpointError, 400, "bad_checkpoint"),
     (Cancelled, CLIENT_GONE, "cancelled"),
 )
-"""Status and code of each class, the narrower ones first. Anything else is an internal error."""
+"""Status and code of each class, the narrower ones first. Others are internal errors."""
 
 TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
-"""Types by status, where they are neither "invalid_request_error" nor, from 500 on, "server_error"."""
+"""Types by status. Others are "invalid_request_error", from 500 on "server_error"."""
 
 
 class ErrorDetail(BaseModel):
-    """What went wrong."""
+    """A description of one error."""
 
     message: str
     type: str
@@ -79,11 +79,9 @@ class ErrorBody(BaseModel):
 
 
 class ApiError(Exception):
-    """An answer instead of a result.
-
-    ``message`` says what was given and what is accepted, ``param`` is the path of the field that it is about ("messages.0.role"),
-    ``code`` is for programs ("model_not_found"). ``type`` follows from the status.
-    """
+    """An error with its answer. ``message`` says what was given and what is accepted. ``param`` is
+    the path of the field that it is about ("messages.0.role"). ``code`` is for programs
+    ("model_not_found"). ``type`` follows from the status."""
 
     def __init__(
         self,
@@ -106,18 +104,16 @@ class ApiError(Exception):
 
 
 def bad_field(param: str, message: str, *, code: str | None = None) -> ApiError:
-    """Return the answer to a body of which one field cannot be taken."""
+    """Return the answer to a body with one bad field."""
     return ApiError(400, message, param=param, code=code)
 
 
 def api_error(
     error: BaseException, fields: Mapping[str, str] = MappingProxyType({}), *, param: str | None = None
 ) -> ApiError:
-    """Return what a client is told about ``error``; what is not meant for clients stays in the log.
-
-    ``fields`` says which field of the body an argument comes from, ``param`` which one it is where
-    the error is about none of them.
-    """
+    """Return the answer to ``error``, without details that are for the log only. ``fields`` maps
+    arguments to fields of the body. ``param`` is the field of an error that is about none of these
+    arguments."""
     if isinstance(error, ApiError):
         return error
     for kind, status, code in STATUSES:
@@ -141,7 +137,7 @@ def naming(
 
 @contextmanager
 def hiding(path: Path, name: str) -> Iterator[None]:
-    """Has errors of Quire call what lies at ``path`` by ``name``: where files lie here is nobody's business."""
+    """Let errors of Quire say ``name`` instead of ``path``, which clients must not learn."""
     try:
         yield
     except QuireError as error:
@@ -151,18 +147,18 @@ def hiding(path: Path, name: str) -> Iterator[None]:
 
 
 def error_response(error: ApiError) -> Response:
-    """``error`` as an answer. ASCII JSON, so that half a surrogate pair in what was given cannot break it."""
+    """Return ``error`` as an answer, in ASCII so that half a surrogate pair cannot break it."""
     return Response(
         json.dumps(error.body), status_code=error.status, headers=error.headers, media_type="application/json"
     )
 
 
 def validation_error(problems: Sequence[Mapping[str, Any]]) -> ApiError:
-    """What pydantic found (``errors()``), as one answer that names the first field that is wrong."""
+    """Return pydantic's ``errors()`` as one answer that names the first wrong field."""
     if not problems:
         return ApiError(400, "the request is invalid", code="invalid_argument")
     first = problems[0]
-    # Where in the request, then the path of the field. Branches of unions are in the path too: they are no fields.
+    # The part of the request, then the field's path, in which branches of unions are no fields.
     parts = [str(part) for part in first.get("loc", ())]
     where, fields = (parts[0], parts[1:]) if parts else ("body", [])
     param = ".".join(part for part in fields if not _is_branch(part)) or None
@@ -183,12 +179,12 @@ def validation_error(problems: Sequence[Mapping[str, Any]]) -> ApiError:
 
 
 def _is_branch(part: str) -> bool:
-    """Whether pydantic made this part of a path for a member of a union: "list[int]", "function-after[...]", "str"."""
+    """Return whether a part of a path is a union's member: "list[int]", "function-after[...]"."""
     return any(mark in part for mark in "[](),") or part in ("str", "int", "float", "bool", "constrained-str")
 
 
 def count(request: Request, error: ApiError) -> None:
-    """Among the engine's refusals, under the error that it is. That a server is not well is no refusal."""
+    """Count an error among the engine's refusals, unless the server is unhealthy or closing."""
     if error.code in ("shutting_down", "unhealthy"):
         return
     kinds: dict[int | str | None, type[QuireError]] = {code: kind for kind, _, code in STATUSES}
@@ -200,7 +196,7 @@ def count(request: Request, error: ApiError) -> None:
 
 
 def install(app: FastAPI) -> None:
-    """Have all errors of routes answered in this shape. What is nobody's fault but ours goes on, to the gate, which logs it."""
+    """Answer all errors of routes in this shape. The gate logs internal ones."""
 
     async def from_route(request: Request, error: Exception) -> Response:
         found = api_error(error)

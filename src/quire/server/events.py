@@ -1,7 +1,8 @@
-"""Answers that watch whether the client is still there.
+"""Answers whose work ends when the client goes away.
 
-``EventStream`` sends chunks as server-sent events while they are made; ``unless_gone`` awaits what is sent at once. In both, a client
-that closes its connection cancels the work. ASGI servers report that through ``receive``, which somebody must await.
+``EventStream`` sends chunks as server-sent events while they are made; ``unless_gone`` awaits a
+result to send at once. In both, a client that closes its connection cancels the work. ASGI servers
+report that through ``receive``, which must be awaited.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ LAST_EVENT = b"data: [DONE]\n\n"
 
 
 def encode_json(value: Any) -> bytes:
-    """JSON in ASCII. So it has no line ends, also none of Unicode's, at which some clients would split an event, and texts with
-    half a surrogate pair can be sent."""
+    """Return JSON in ASCII. It has no line end of Unicode, at which some clients split events, and
+    can hold half a surrogate pair."""
     return json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":")).encode("ascii")
 
 
@@ -40,7 +41,7 @@ class Closable(Protocol):
 
 
 class JsonAnswer(Response):
-    """A JSON body, of an object."""
+    """A JSON object as a body."""
 
     media_type = "application/json"
 
@@ -49,22 +50,25 @@ class JsonAnswer(Response):
 
 
 def _pieced(value: Any) -> bytes:
-    """JSON, the items of a list each by itself: no other thread runs while one piece is written, and an answer may have hundreds of
-    megabytes of log-probabilities."""
+    """Return JSON, with the items of a list encoded one by one. Encoding blocks all other threads,
+    and log-probabilities can take hundreds of megabytes."""
     if isinstance(value, list):
         return b"[" + b",".join([encode_json(item) for item in value]) + b"]"
     return encode_json(value)
 
 
 class EventStream(Response):
-    """Each chunk as an event ``data: {json}``, then ``data: [DONE]``. The answer begins with the first chunk: an error before it is
-    raised, so that it has a status of its own, and a later one becomes an event with OpenAI's error object. Whatever ends the answer, the generator of the chunks and the streams that it reads are closed before the call
-    returns."""
+    """A stream of events ``data: {json}``, one for each chunk, then ``data: [DONE]``.
+
+    The answer begins with the first chunk. An error before it is raised, so that it has its own
+    status; a later one becomes an event with OpenAI's error object. The generator of the chunks and
+    the streams that it reads are closed before the call returns, whatever ends the answer.
+    """
 
     media_type = "text/event-stream"
 
     def __init__(self, chunks: Chunks, sources: Sequence[Closable]) -> None:
-        """``sources``: closed also if no chunk was ever asked for."""
+        """Take the chunks. ``sources`` are closed even if no chunk was asked for."""
         self._chunks = chunks
         self._sources = sources
         self.status_code = 200
@@ -95,7 +99,7 @@ class EventStream(Response):
             async for chunk in self._chunks:
                 await _send_event(send, chunk)
         except OSError:
-            return  # the connection broke; there is nobody to tell
+            return  # the connection broke, so no error can be sent
         except Exception as error:
             found = api_error(error)
             if found.status == 500:
@@ -110,7 +114,7 @@ async def _send_event(send: Send, chunk: Chunk) -> None:
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """What ``work`` returns. If the client goes away before, the work is cancelled; ``Cancelled``."""
+    """Await ``work``. If the client goes away, cancel it and raise ``Cancelled``."""
     task = asyncio.create_task(work)
     watcher = asyncio.create_task(_gone(request.receive))
     try:
@@ -123,7 +127,7 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
 
 
 async def _gone(receive: Receive) -> None:
-    """Until the client has closed the connection."""
+    """Return once the client has closed the connection."""
     while (await receive())["type"] != "http.disconnect":
         pass
 

@@ -1,11 +1,12 @@
-"""The gate that every request passes: who it is, whether it may come in, and what it may bring.
+"""The gate that every request passes: its key, the server's room for it, and its body.
 
-Plain ASGI around the application. In this order: a request id; the API key; whether the server stops or is full; the body, read
-with a limit and looked at for nesting; then the application. What goes wrong on the way is answered here, also what the
-application did not expect, and one line per request is logged at its end.
+Plain ASGI around the application. In this order: a request id; the API key; whether the server is
+stopping or full; the body, read with a limit and checked for nesting; then the application. The
+gate answers all errors on the way, unexpected ones of the application too, and logs one line per
+request at its end.
 
-``request.state.request_id`` and ``request.state.owner`` are what routes get to know. A route may set ``request.state.tokens``
-to a dictionary of numbers, which the log line then has.
+Routes get ``request.state.request_id`` and ``request.state.owner``. A route may set
+``request.state.tokens`` to a dictionary of numbers for the log line.
 """
 
 from __future__ import annotations
@@ -28,30 +29,30 @@ from quire.server.errors import RETRY_AFTER, ApiError, api_error, error_response
 from quire.server.settings import ServerSettings
 
 MAX_DEPTH = 64
-"""Levels of arrays and objects in a JSON body, at most."""
+"""Most levels of arrays and objects in a JSON body."""
 MAX_CONTAINERS = 100_000
-"""Arrays and objects in a JSON body, at most: a reader makes an object of each, while nobody else is answered."""
+"""Most arrays and objects in a JSON body. No other request is answered while they are parsed."""
 MAX_VALUES = 1_000_000
-"""Values in a JSON body, at most: enough for the tokens of the longest contexts."""
+"""Most values in a JSON body: enough for the tokens of the longest contexts."""
 PATIENCE = 30.0
-"""Seconds for which the sender of a body may be behind, and so for which it may send nothing."""
+"""Seconds by which the sender of a body may be late, and so for which it may send nothing."""
 SLOWEST = 16_384
-"""Bytes per second that a body must have. A place in the gate is not for those who only hold it."""
+"""Least bytes per second of a body, so that no slow sender holds a place in the gate."""
 READER_SECONDS = 60.0
-"""Seconds for which a client may read nothing of an answer that is being sent."""
+"""Seconds for which a client may read nothing of an answer."""
 LARGE_BODY = 65_536
-"""Bytes from which a body is looked at on a worker thread: below, it takes less than a millisecond."""
+"""Bytes from which a body is checked on a worker thread. Below, it takes under a millisecond."""
 BODIES = 32
-"""Bodies of the largest size (``max_body_bytes``) that may be in memory at a time."""
+"""Most bodies of the largest size (``max_body_bytes``) in memory at a time."""
 BODIES_PER_KEY = 8
-"""Those of one key."""
+"""Most such bodies of one key."""
 
 KEYLESS = frozenset({"/health", "/docs", "/redoc", "/openapi.json", "/docs/oauth2-redirect"})
-"""Paths that say nothing about anybody's work: a key is not asked for."""
+"""Paths without a key: their answers tell nothing about any client's work."""
 UNCOUNTED = KEYLESS | {"/metrics", "/version"}
-"""Paths that are answered also by a server that is full or stops: whoever watches it needs them then."""
+"""Paths that a full or stopping server answers too, for monitoring."""
 UPLOADS = frozenset({"/v1/sessions/state"})
-"""Paths whose bodies are files: read as they come, with a limit of their own."""
+"""Paths with files as bodies, which are read as they come and have their own limit."""
 
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
 _STRING = rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?'
@@ -60,7 +61,7 @@ _NESTING = re.compile(_STRING + rb"|[\[\]{}]", re.DOTALL)
 
 
 class Gate:
-    """Counts requests under way, and closes."""
+    """A count of running requests that can be closed."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -69,14 +70,14 @@ class Gate:
         self._idle = asyncio.Event()
         self._idle.set()
         self.cancelling = False
-        """Whether those under way were cancelled by ``cancel_all``."""
+        """Whether ``cancel_all`` cancelled the running requests."""
 
     @property
     def under_way(self) -> int:
         return len(self._tasks)
 
     def enter(self) -> None:
-        """Count the task that calls. ``ApiError`` 503 once it closes, 429 when it is full."""
+        """Count the calling task. Raise ``ApiError`` 503 when closing, 429 when full."""
         if self.closing:
             raise _stopping()
         if len(self._tasks) >= self.limit:
@@ -92,7 +93,7 @@ class Gate:
         self._idle.clear()
 
     def leave(self) -> None:
-        """No longer count the task that calls."""
+        """Stop counting the calling task."""
         task = asyncio.current_task()
         if task is not None:
             self._tasks.pop(task, None)
@@ -100,41 +101,41 @@ class Gate:
             self._idle.set()
 
     def close(self) -> None:
-        """Let nobody in any more."""
+        """Refuse further requests."""
         self.closing = True
 
     async def until_idle(self) -> None:
-        """Until nothing is under way."""
+        """Wait until no request runs."""
         await self._idle.wait()
 
     def cancel_all(self) -> None:
-        """End what is under way."""
+        """Cancel the running requests."""
         self.cancelling = True
         for task in tuple(self._tasks):
             task.cancel()
 
 
 class Arrivals:
-    """Counts the bytes of bodies that have come and are not done with, in sum and by owner; state files count as ``StoredBytes``."""
+    """Bytes of the bodies of running requests, in sum and by owner, without state files."""
 
     def __init__(self, limit: int, limit_per_key: int) -> None:
-        """Requests without a key have the limit of the sum alone."""
+        """Limit the sum. Only requests with a key have a limit of their own."""
         self.limit, self.limit_per_key = limit, limit_per_key
         self.bytes: Counter[str] = Counter()
 
     @contextmanager
     def of(self, owner: str) -> Iterator[Arrival]:
-        """The body of one request, which is counted until this is left."""
+        """Yield the body of one request, and count it until the block ends."""
         arrival = Arrival(self, owner)
         try:
             yield arrival
         finally:
             self.bytes[owner] -= arrival.bytes
-            self.bytes += Counter()  # forgets owners that have none
+            self.bytes += Counter()  # forgets owners without bytes
 
 
 class Arrival:
-    """A body on its way in."""
+    """A body that is being received."""
 
     def __init__(self, arrivals: Arrivals, owner: str) -> None:
         self._arrivals = arrivals
@@ -142,7 +143,7 @@ class Arrival:
         self.bytes = 0
 
     def expect(self, count: int) -> None:
-        """``ApiError`` if a body of so many bytes more cannot come now: 413 if it never can."""
+        """Raise ``ApiError`` if there is no room for ``size`` more bytes: 413 if there never is."""
         arrivals, owner = self._arrivals, self._owner
         for limit, used, whose in (
             (arrivals.limit, arrivals.bytes.total(), "this server"),
@@ -159,25 +160,25 @@ class Arrival:
                 )
 
     def add(self, count: int) -> None:
-        """Count what has come; ``ApiError`` as of ``expect``."""
+        """Count received bytes. Raise ``ApiError`` as ``expect`` does."""
         self.expect(count)
         self.bytes += count
         self._arrivals.bytes[self._owner] += count
 
 
 class ReaderGone(OSError):
-    """The client keeps its connection, and reads nothing."""
+    """The client keeps its connection and reads nothing."""
 
 
 class GateMiddleware:
-    """The gate as ASGI middleware: ``app.add_middleware(GateMiddleware, gate=gate, settings=settings)``."""
+    """The gate as ASGI middleware, for ``app.add_middleware(GateMiddleware, gate=..., ...)``."""
 
     def __init__(self, app: ASGIApp, *, gate: Gate, settings: ServerSettings) -> None:
         self._app = app
         self._gate = gate
         self._settings = settings
         self._bodies = Arrivals(BODIES * settings.body_limit, BODIES_PER_KEY * settings.body_limit)
-        # Digests are of one length, so that comparing tells nothing about that of a key either.
+        # Digests have one length, so the time of a comparison does not tell a key's length.
         self._keys = [hashlib.sha256(key.encode()).digest() for key in settings.api_key]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -198,7 +199,7 @@ class GateMiddleware:
                 passage.status = message["status"]
                 kept = [pair for pair in message.get("headers", ()) if pair[0].lower() != b"x-request-id"]
                 if _headers(scope, b"transfer-encoding") and not _headers({"headers": kept}, b"connection"):
-                    # Readers of chunks differ in what they take for the end, so nothing is read behind it.
+                    # Parsers of chunks differ about the end of a body, so nothing is read after it.
                     kept.append((b"connection", b"close"))
                 message = {**message, "headers": [*kept, (b"x-request-id", passage.request_id.encode())]}
             try:
@@ -222,7 +223,7 @@ class GateMiddleware:
             if scope["path"] not in UNCOUNTED:
                 self._gate.enter()
                 counted = True
-            # What has come is in memory until the answer has gone.
+            # The body is in memory until the answer is sent.
             with self._bodies.of(owner) as arrival:
                 admitted = await self._body(scope, receive, arrival)
                 if admitted is not None:
@@ -233,13 +234,13 @@ class GateMiddleware:
             if passage.status is None:
                 await error_response(_stopping())(scope, receive, send)
         except ReaderGone:
-            pass  # the server closes the connection of an answer that is not complete
+            pass  # the server closes the connection after an incomplete answer
         except Exception as error:
             found = api_error(error)
             if found.status == 500:
                 passage.error = error
                 logs.failure(passage, error)
-            # Of an answer that has begun the rest is missing, and the server closes its connection: that says it.
+            # The answer has begun. The server closes the connection, so the client sees the break.
             if passage.status is None and not passage.gone:
                 await error_response(found)(scope, receive, send)
         finally:
@@ -247,13 +248,13 @@ class GateMiddleware:
                 self._gate.leave()
 
     def _owner(self, scope: Scope) -> str:
-        """Whose sessions the request sees: a digest of its key, "" if the server has none. ``ApiError`` 401."""
+        """Return a digest of the request's key, "" for a server without keys, or raise a 401."""
         if not self._keys:
             return ""
         given = _headers(scope, b"authorization")
         kind, _, key = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
         digest = hashlib.sha256(key.strip()).digest()
-        # All are compared, so that the time taken does not tell which one matched.
+        # Compare all keys, so that the time does not tell which one matched.
         known = [hmac.compare_digest(digest, one) for one in self._keys]
         if kind.lower() == b"bearer" and any(known):
             return digest.hex()
@@ -267,7 +268,7 @@ class GateMiddleware:
         )
 
     async def _body(self, scope: Scope, receive: Receive, arrival: Arrival) -> Receive | None:
-        """What gives the application its body: in one piece, or for an upload as it comes. None if the client has gone."""
+        """Return the body's ``receive``; None if the client has gone. Uploads are not buffered."""
         upload = scope["path"] in UPLOADS
         limit = self._settings.upload_limit if upload else self._settings.body_limit
         name = "max_upload_bytes" if upload else "max_body_bytes"
@@ -300,8 +301,8 @@ class GateMiddleware:
 
 
 def check_framing(scope: Scope) -> None:
-    """``ApiError`` 400 for a request of which a proxy before this server may have seen another end than this server does: what
-    follows that end would be a request that nobody sent."""
+    """Raise ``ApiError`` 400 for a request whose end a proxy may see elsewhere. Its rest would be
+    read as a request that no client sent."""
     coded = bool(_headers(scope, b"transfer-encoding"))
     if coded and (_headers(scope, b"content-length") or scope.get("http_version", "1.1") == "1.0"):
         raise ApiError(
@@ -313,10 +314,9 @@ def check_framing(scope: Scope) -> None:
 
 
 def check_json(body: bytes) -> None:
-    """``ApiError`` 400 for a body in which a reader of JSON would descend too deep, or would stay too long. Whether it is JSON at
-    all is not asked."""
+    """Raise ``ApiError`` 400 for a body that is too deep or too large for a parser, JSON or not."""
     if b"\0" in body:
-        # No JSON in UTF-8 has this byte; in UTF-16 and UTF-32 every bracket has it.
+        # UTF-8 JSON has no such byte; in UTF-16 and UTF-32 every bracket has one.
         raise ApiError(400, "the body must be JSON in UTF-8, and holds a zero byte", code="invalid_json")
     containers = body.count(b"[") + body.count(b"{")
     if containers <= MAX_DEPTH and body.count(b",") < MAX_VALUES:
@@ -344,7 +344,7 @@ def check_json(body: bytes) -> None:
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:
-    """Gives the body once, then whatever follows: that the client has gone."""
+    """Return a ``receive`` that gives the body once, then the client's disconnect."""
     left: list[bytes] = [body]
 
     async def replay() -> Message:
@@ -356,8 +356,9 @@ def _replayed(body: bytes, receive: Receive) -> Receive:
 
 
 def _in_time(receive: Receive, most: float) -> Receive:
-    """Gives the parts of a body as they come. ``ApiError`` 408 for one that comes too slowly, or for longer than ``most`` seconds;
-    behind its end nothing is late."""
+    """Return a ``receive`` that gives the parts of a body as they come. It raises ``ApiError`` 408
+    for a body that is too slow or takes longer than ``most`` seconds. Messages after its end are
+    never late."""
     loop = asyncio.get_running_loop()
     end = loop.time() + most
     deadline: float | None = min(end, loop.time() + PATIENCE)
@@ -377,7 +378,7 @@ def _in_time(receive: Receive, most: float) -> Receive:
             ) from None
         if deadline is not None:
             more = message["type"] == "http.request" and message.get("more_body", False)
-            # Who was quick may not be silent for long after that.
+            # A quick start does not allow for a long silence later.
             later = min(deadline + len(message.get("body", b"")) / SLOWEST, loop.time() + PATIENCE, end)
             deadline = later if more else None
         return message
@@ -404,7 +405,7 @@ def _headers(scope: Mapping[str, Any], name: bytes) -> Sequence[bytes]:
 
 
 def _request_id(scope: Scope) -> str:
-    """The client's, if it is short and printable: it goes into headers and logs."""
+    """Return the client's id if it is short and printable (it is logged), or a new one."""
     given = [value.decode("latin-1") for value in _headers(scope, b"x-request-id")]
     if len(given) == 1 and _ID.fullmatch(given[0]):
         return given[0]
@@ -412,7 +413,7 @@ def _request_id(scope: Scope) -> str:
 
 
 def _too_large(message: str) -> ApiError:
-    # What is not read of the body would stand before the next request.
+    # The unread rest of the body would be read as the next request.
     return ApiError(413, message, code="request_too_large", headers={"Connection": "close"})
 
 

@@ -1,7 +1,7 @@
-"""From the body of a request to streams of the engine: parameters, prompts, and what becomes of them.
+"""From the body of a request to streams of the engine: parameters, prompts, results.
 
-Everything is checked here before the first byte of an answer is sent. What takes time (tokenising, templates, grammars) runs on
-worker threads.
+Everything is checked before the first byte of an answer is sent. Tokenising, templates and grammars
+take time, so they run on worker threads.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from quire.server.events import unless_gone
 from quire.server.protocol import GenerationBody
 
 MAX_LOGPROBS = 20
-"""Most probable tokens that may be asked for beside each one; as many as in OpenAI's chats and in vLLM."""
+"""Most log-probabilities beside each token's own, as in OpenAI's chats and in vLLM."""
 
 MAX_STOP_CHARACTERS = 10_000
-"""Characters of all stop strings of a request, at most."""
+"""Most characters of all stop strings of a request."""
 MAX_DIGITS = 20
-"""Digits of a key of ``logit_bias``, at most; more than any token id has."""
+"""Most digits of a key of ``logit_bias``; more than any token id has."""
 
 T = TypeVar("T")
 
 
 class Source(Protocol):
-    """A stream of one prompt: ``AsyncStream``, or that of a session which a client holds."""
+    """A stream of one prompt: an ``AsyncStream``, or a ``ClientSessionStream``."""
 
     @property
     def output(self) -> RequestOutput: ...
@@ -52,7 +52,7 @@ class Source(Protocol):
 
 
 def check_lists(context: Context, given: Mapping[str, Any]) -> None:
-    """Raise ``ApiError`` 400 for parameters that are longer than any use of them, before anything walks over them."""
+    """Raise ``ApiError`` 400 for uselessly long parameters, before any other code reads them."""
     size = context.llm.engine.checks.vocab_size
     stop = given.get("stop")
     if isinstance(stop, str):
@@ -69,7 +69,7 @@ def check_lists(context: Context, given: Mapping[str, Any]) -> None:
 
 
 def sampling_params(given: Mapping[str, Any], defaults: SamplingParams, fields: Mapping[str, str]) -> SamplingParams:
-    """Return ``defaults`` with what a body gives. Raise ``ApiError`` 400 that names one of ``fields``."""
+    """Return ``defaults`` changed by ``given``. Raise ``ApiError`` 400 about one of ``fields``."""
     with naming(fields):
         for name in ("logprobs", "prompt_logprobs"):
             count = given.get(name)
@@ -79,10 +79,9 @@ def sampling_params(given: Mapping[str, Any], defaults: SamplingParams, fields: 
 
 
 def asked_by(context: Context, body: GenerationBody) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the parameters that a completion or a chat gives, and the body's field that each argument comes from.
-
-    ``response_format`` is ``structured_outputs`` by another name. Raise ``ApiError`` 400 for both, and for long lists.
-    """
+    """Return the parameters of a completion or a chat, and the body's field of each argument.
+    ``response_format`` is ``structured_outputs`` by another name. Raise ``ApiError`` 400 for both,
+    and for long lists."""
     given, fields = body.sampling()
     check_lists(context, given)
     fields |= {"prompt": "prompt", "cache_salt": "cache_salt", "messages": "messages"}
@@ -112,24 +111,24 @@ def asked_by(context: Context, body: GenerationBody) -> tuple[dict[str, Any], di
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Work:
-    """Prompts that have passed every check, and how to go on with them."""
+    """Prompts that have passed every check, with the arguments to run them."""
 
     llm: AsyncLLM
     prompts: Sequence[NDArray[np.int64]]
     params: SamplingParams
     adapter: str | None
     cache_salt: str | None
-    """As ``Context.salt`` gives it."""
+    """A salt from ``Context.salt``."""
 
     def streams(self) -> list[Source]:
-        """One for each prompt. None has begun."""
+        """Return a stream for each prompt. None of them has begun."""
         return [
             self.llm.stream(prompt, self.params, adapter=self.adapter, cache_salt=self.cache_salt)  # type: ignore[arg-type]
             for prompt in self.prompts
         ]
 
     async def outputs(self) -> list[RequestOutput]:
-        """All results at once."""
+        """Return the results of all prompts."""
         return await self.llm.generate(
             list(self.prompts),  # type: ignore[arg-type]
             self.params,
@@ -139,19 +138,19 @@ class Work:
 
 
 async def prepared(function: Callable[[], T], request: Request) -> T:
-    """Call what takes time on a worker thread."""
+    """Call a slow function on a worker thread, unless the client goes away."""
     return await unless_gone(request, asyncio.to_thread(function))
 
 
 async def in_texts(context: Context, request: Request, size: int, function: Callable[[], T]) -> T:
-    """Call what renders or tokenises a text of about ``size`` characters on a thread for that, unless the client goes away."""
+    """Render or tokenise ``size`` characters on a thread for texts, unless the client goes away."""
     return await unless_gone(request, context.texts.run(size, function))
 
 
 async def encoded(
     context: Context, text: str, *, add_special_tokens: bool = True, endless: bool = False
 ) -> NDArray[np.int64]:
-    """Token ids of a text. One that cannot fit is not tokenised: ``InvalidArgument``; ``endless``: any can, behind a window."""
+    """Return the token ids of a text. Refuse one that cannot fit at once, unless ``endless``."""
     if not endless:
         context.llm.engine.checks.text(text)
     tokenizer = context.llm.tokenizer
@@ -159,7 +158,7 @@ async def encoded(
 
 
 async def added(context: Context, session: AsyncSession, given: str | Sequence[int]) -> Sequence[int]:
-    """Token ids of what is to be added to a session."""
+    """Return the token ids of an addition to a session."""
     if not isinstance(given, str):
         return given
     endless = session.window is not None
@@ -169,7 +168,7 @@ async def added(context: Context, session: AsyncSession, given: str | Sequence[i
 def encode(
     tokenizer: Tokenizer | None, prompt: str | Sequence[int], *, add_special_tokens: bool = True
 ) -> NDArray[np.int64]:
-    """Token ids of a prompt."""
+    """Return the token ids of a prompt."""
     if not isinstance(prompt, str):
         return as_token_ids(prompt)
     if tokenizer is None:
@@ -178,7 +177,7 @@ def encode(
 
 
 def check(context: Context, tokens: NDArray[np.int64], params: SamplingParams) -> None:
-    """Refuses whatever ``AsyncLLM.stream`` would refuse."""
+    """Refuse what ``AsyncLLM.stream`` would refuse."""
     checks = context.llm.engine.checks
     checks.tokens(tokens)
     checks.params(params)
@@ -186,7 +185,7 @@ def check(context: Context, tokens: NDArray[np.int64], params: SamplingParams) -
 
 
 def check_number(context: Context, prompts: int, n: int) -> None:
-    """One body may not ask for more than many of them may."""
+    """Refuse a body that asks for more generations than the server takes in separate requests."""
     limit = context.settings.max_waiting
     if prompts * n > limit:
         raise bad_field(
@@ -199,7 +198,7 @@ def check_number(context: Context, prompts: int, n: int) -> None:
 
 
 async def deltas(sources: Sequence[Source]) -> AsyncGenerator[tuple[int, SampleDelta], None]:
-    """What all of them bring, as it comes, with the index of the source. Closing it cancels them."""
+    """Yield deltas of all sources as they come, with the source's index. Closing cancels all."""
     if len(sources) == 1:
         try:
             async for delta in sources[0]:
@@ -207,7 +206,7 @@ async def deltas(sources: Sequence[Source]) -> AsyncGenerator[tuple[int, SampleD
         finally:
             await sources[0].aclose()
         return
-    # Short, so that a slow reader finds few, long deltas rather than many short ones.
+    # A short queue, so that a slow reader gets few long deltas rather than many short ones.
     queue: asyncio.Queue[tuple[int, SampleDelta | BaseException | None]] = asyncio.Queue(len(sources))
 
     async def pump(index: int, source: Source) -> None:
@@ -239,42 +238,15 @@ async def deltas(sources: Sequence[Source]) -> AsyncGenerator[tuple[int, SampleD
 
 
 async def finished(source: Source) -> RequestOutput:
-    """All of one stream at once."""
+    """Read one stream to its end, and return its output."""
     async with aclosing(deltas([source])) as stream:
         async for _ in stream:
             pass
     return source.output
 
 
-async def begun(source: Source) -> Source:
-    """The stream with its first delta, so that whatever it refuses it has refused by now."""
-    return _Begun(source, await anext(source))
-
-
-class _Begun:
-    def __init__(self, source: Source, first: SampleDelta) -> None:
-        self._source = source
-        self._first: SampleDelta | None = first
-
-    @property
-    def output(self) -> RequestOutput:
-        return self._source.output
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> SampleDelta:
-        if self._first is not None:
-            first, self._first = self._first, None
-            return first
-        return await anext(self._source)
-
-    async def aclose(self) -> None:
-        await self._source.aclose()
-
-
 def whole(output: CompletionOutput) -> SampleDelta:
-    """A finished sample as the one delta of a stream."""
+    """Return a finished sample as the only delta of a stream."""
     if output.finish_reason == "error":
         raise output.failure or QuireError(output.error or "the request failed")
     return SampleDelta(
@@ -288,7 +260,7 @@ def whole(output: CompletionOutput) -> SampleDelta:
 
 
 def ending(reason: FinishReason | None, stop_reason: str | int | None) -> dict[str, Any]:
-    """``finish_reason`` and vLLM's ``stop_reason``: the stop string or token id, if one of the request's ended it."""
+    """Return ``finish_reason``, and vLLM's ``stop_reason``: the stop string or token id."""
     if reason == "cancelled":
         raise Cancelled("the request was cancelled")
     return {"finish_reason": reason, "stop_reason": stop_reason if reason == "stop" else None}
@@ -296,10 +268,10 @@ def ending(reason: FinishReason | None, stop_reason: str | int | None) -> dict[s
 
 @dataclass(slots=True)
 class Usage:
-    """Counts tokens of one request, over all of its prompts."""
+    """The numbers of tokens of one request, over all of its prompts."""
 
     tokens: dict[str, int] = field(default_factory=dict)
-    """For the log."""
+    """The numbers for the log."""
     prompt: int = 0
     cached: int = 0
     completion: int = 0
@@ -311,7 +283,7 @@ class Usage:
         self._note()
 
     def add(self, count: int) -> None:
-        """Count tokens that were generated."""
+        """Count generated tokens."""
         self.completion += count
         self._note()
 
@@ -319,7 +291,7 @@ class Usage:
         self.tokens.update(prompt=self.prompt, cached=self.cached, completion=self.completion)
 
     def body(self) -> dict[str, Any]:
-        """As OpenAI has it."""
+        """Return OpenAI's ``usage`` object."""
         return {
             "prompt_tokens": self.prompt,
             "completion_tokens": self.completion,

@@ -1,31 +1,37 @@
 """gpt-oss's harmony format: reasoning, answer and tool calls of one turn, as its text arrives.
 
-A turn is a row of messages, each with a channel and perhaps a recipient in its header::
+A turn is a list of messages. The header of each has a channel and perhaps a recipient::
 
-    <|channel|>analysis<|message|>thoughts<|end|>
-    <|start|>assistant<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>
-    <|start|>assistant<|channel|>final<|message|>answer<|return|>
+  <|channel|>analysis<|message|>thoughts<|end|>
+  <|start|>assistant<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{}<|call|>
+  <|start|>assistant<|channel|>final<|message|>answer<|return|>
 
-The prompt ends with ``<|start|>assistant``, so a text begins within a header, or (of a model that was trained to) with its answer.
+The prompt ends with ``<|start|>assistant``, so a text begins within a header, or with the answer
+for a model that was trained so.
 
 How messages are read:
 
-- To a function (``to=functions.NAME`` anywhere in the header and on any channel, for models write calls on ``analysis`` too; or
-  ``to=NAME`` of a tool that was offered): a call. It begins with its header and its arguments are given as they are written, so
-  what is cut short or no JSON is given too, as OpenAI's API does. No tools, no calls.
-- ``final``: content. ``analysis``, and what goes to anybody else (built-in tools that nobody offered): reasoning.
-- ``commentary`` without recipient, or to the user (a preamble), other channels or none, text without header: content. A user can see a channel
-  that is misspelt there; in the reasoning the turn would seem empty.
-- Messages of one kind are parted by an empty line. White space in them is theirs.
+- A message to a function is a call. Its recipient is ``to=functions.NAME``, anywhere in the header
+  and on any channel (models write calls on ``analysis`` too), or ``to=NAME`` of an offered tool.
+  The call begins with its header. Its arguments are given as they are written, even if they are cut
+  short or no JSON, as in OpenAI's API. Without tools there are no calls.
+- ``final`` is content. ``analysis`` and messages to other recipients (built-in tools that were not
+  offered) are reasoning.
+- Other messages are content: ``commentary`` without recipient or to the user (a preamble), other
+  channels or none, text without a header. The user then sees the text of a misspelt channel, while
+  in the reasoning the turn would seem empty.
+- An empty line separates messages of one kind. White space within them is kept.
 
-What holds for every text:
+Rules for every text:
 
-- However it is cut, the deltas make up the same.
-- Nothing is lost but headers, markers, the white space between messages, and what comes behind the ``<|call|>`` of a message to a
-  tool: the turn is over there, a model that goes on invents the tool's answer.
-- Markers are special tokens, but a text may spell them too. Where the format has no place for a marker, it is text: inside of a
-  JSON string of arguments, ``<|end|>`` behind which there is neither a header nor the end (behind a call it ends the call), and
-  what looks like the beginning of a header and does not become one. A text that spells a whole header cannot be told from one.
+- The deltas add up to the same however the text is cut.
+- Nothing is lost but headers, markers, white space between messages, and the text after the
+  ``<|call|>`` of a message to a tool. The turn ends there; a model that goes on invents the tool's
+  answer.
+- Markers are special tokens, but a text may spell them too. A marker is text where the format has
+  no place for it: inside a JSON string of arguments; ``<|end|>`` with neither a header nor the end
+  after it (after a call it ends the call); the beginning of a header that does not become one. A
+  text that spells a whole header cannot be told from a header.
 - The time is linear in the length of the text, and nothing raises.
 """
 
@@ -45,28 +51,29 @@ Delta: TypeAlias = ReasoningDelta | ToolDelta
 """A ``ToolDelta`` for content and calls."""
 
 NAMES = ("harmony", "openai", "gpt_oss")
-"""What the format is called, here and elsewhere."""
+"""Names of the format, here and in other projects."""
 STOPS = ("<|return|>", "<|call|>")
 """Tokens that end a turn."""
 _CLOSERS = ("<|end|>", *STOPS)
 MARKERS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", *_CLOSERS)
 
 _MAX_HEADER = 400
-"""Characters; names of tools have at most 256."""
+"""Most characters of a header. Names of tools have at most 256."""
 _MARKER = re.compile("|".join(map(re.escape, MARKERS)))
 _HEADER_TEXT = re.compile(r"[\w \t\r\n.:=/–—-]*")
-"""What stands between the markers of a header. Models put dashes before names of channels."""
+"""The text between the markers of a header. Models put dashes before names of channels."""
 _RECIPIENT = re.compile(r"to=(\S+)")
 _CHANNEL = re.compile(r"(?:(?!to=)\w)+")
 _NO_TOOLS = ("user", "assistant")
-"""To whom models write besides; it is the same as to nobody."""
+"""Recipients that are no tools. A message to them is read as one without a recipient."""
 _CHANNELS = ("analysis", "commentary", "final")
 _JSON_SIGNS = re.compile(r'\\[\s\S]?|["\x00-\x1f]')
 
 
 def is_harmony(model_config: Mapping[str, Any], chat_template: str | None, name: str | None = None) -> bool:
-    """Whether a model writes this format: its markers are in the chat template; without a template, models of the architecture
-    (``architectures`` in config.json) do. ``name``: of the format that somebody knows it to write."""
+    """Return whether a model writes this format. The chat template has its markers; without a
+    template the architecture in config.json decides. ``name``: the format's name, where it is
+    configured."""
     if name is not None:
         return name in NAMES
     if chat_template is None:
@@ -75,62 +82,62 @@ def is_harmony(model_config: Mapping[str, Any], chat_template: str | None, name:
 
 
 def in_reasoning(prompt: str) -> bool:
-    """Whether a turn that follows ``prompt`` (the text of it, special tokens included) begins inside of the reasoning."""
+    """Return whether a turn after ``prompt``, with special tokens, begins inside the reasoning."""
     return prompt.rstrip().endswith("<|channel|>analysis<|message|>")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Message:
-    """What a header says."""
+    """The content of a header."""
 
     kind: Literal["content", "reasoning", "call"]
     name: str = ""
-    """Of the function that is called."""
+    """Name of the called function."""
     addressed: bool = False
-    """Whether it goes to anybody but the user."""
+    """Whether its recipient is not the user."""
 
 
 _PLAIN = _Message(kind="content")
 
 
 class HarmonyReader:
-    """One turn, as its text arrives."""
+    """A reader of one turn, as its text arrives."""
 
     def __init__(self, tools: Tools | None = None, *, in_reasoning: bool = False) -> None:
-        """``tools``: what may be called; None: nothing. ``in_reasoning``: whether the turn begins inside of the reasoning."""
+        """Begin a turn, inside the reasoning with ``in_reasoning``. Without ``tools``, no calls."""
         self._offered = None if tools is None else names_of(tools)
         self._message = _Message(kind="reasoning") if in_reasoning else _PLAIN
         self._place: Literal["first", "header", "body", "closed", "over"] = "body" if in_reasoning else "first"
-        """``first``: nothing but what may begin a header that the prompt has opened; ``closed``: behind a marker that ends a
-        message, if a header or the end comes next; ``over``: what comes is not read."""
+        """``first``: so far only text that may continue the prompt's header. ``closed``: after the
+        end of a message, if a header or the text's end follows. ``over``: nothing more is read."""
         self._finished = False
         self._pending = ""
-        """What may become a marker; shorter than one."""
+        """Text that may become a marker; shorter than one."""
         self._held: list[str] = []
-        """What is part of the format or else text, outside of bodies."""
+        """Parts outside of bodies that belong to the format, or turn out to be text."""
         self._size = 0
-        """Characters of the header by now."""
+        """Characters of the header so far."""
         self._lead = ""
-        """The first characters that are no white space, as long as they may begin a header."""
+        """The first characters but white space, while they may begin a header."""
         self._num_calls = 0
         self._written: set[str] = set()
-        """Kinds of which there is text."""
+        """Kinds of message that have text."""
         self._begins = True
         """Whether the message has no text yet."""
         self._json: bool | None = None
         """Whether arguments are JSON; None: not known yet."""
         self._quoted = self._escaped = False
-        """Whether the arguments end within a JSON string, and there behind a backslash."""
+        """Whether the arguments end within a JSON string, and there after a backslash."""
         self._deltas: list[Delta] = []
 
     def feed(self, text: str) -> list[Delta]:
-        """What ``text`` adds. ``FailedPrecondition`` after ``finish``."""
+        """Return the deltas that ``text`` adds. Raise ``FailedPrecondition`` after ``finish``."""
         self._check()
         self._read(text, last=False)
         return self._drain()
 
     def finish(self) -> list[Delta]:
-        """What was held back. ``FailedPrecondition`` if called twice."""
+        """Return deltas of the text held back. Raise ``FailedPrecondition`` at a second call."""
         self._check()
         self._read("", last=True)
         if self._place == "first" or (self._place == "header" and not _may_go_on("".join(self._held))):
@@ -155,7 +162,7 @@ class HarmonyReader:
     # -- between messages --------------------------------------------------------------------------
 
     def _text(self, text: str) -> None:
-        """Text without markers."""
+        """Read text without markers."""
         if not text:
             return
         if self._place == "body":
@@ -214,12 +221,12 @@ class HarmonyReader:
         self._place = "closed"
 
     def _give_back(self) -> None:
-        """What was held is text."""
+        """Write the held parts as text."""
         text, self._held, self._lead, self._place = "".join(self._held), [], "", "body"
         self._write(text)
 
     def _meant(self, header: str) -> _Message:
-        """What is said by a header, and markers before it. The role does not matter."""
+        """Return the content of a header, markers included. The role does not matter."""
         words = _MARKER.sub(" ", header)
         found = _CHANNEL.search(header.rpartition("<|channel|>")[2]) if "<|channel|>" in header else None
         channel = "" if found is None else found.group()
@@ -248,7 +255,7 @@ class HarmonyReader:
             self._num_calls += 1
 
     def _write(self, text: str) -> None:
-        """More of the message."""
+        """Add text to the message."""
         if not text:
             return
         kind = self._message.kind
@@ -263,7 +270,7 @@ class HarmonyReader:
         self._deltas.append(ReasoningDelta(reasoning=text) if kind == "reasoning" else ToolDelta(content=text))
 
     def _follow(self, text: str) -> None:
-        """See whether the arguments end within a JSON string."""
+        """Track whether the arguments end within a JSON string."""
         if self._json is None and (begin := text.lstrip()):
             self._json = begin.startswith("{")
         if not self._json:
@@ -276,7 +283,7 @@ class HarmonyReader:
             elif sign.startswith("\\"):
                 self._escaped = len(sign) == 1
             elif self._quoted:
-                # No JSON after all; a string that nobody closes would take all that follows.
+                # This is no JSON. An unclosed string would take all that follows.
                 self._json = self._quoted = False
                 return
 
@@ -286,7 +293,7 @@ class HarmonyReader:
 
 
 def _may_go_on(header: str) -> bool:
-    """Whether a header that the end of the text cut short is spelt as one should be; otherwise it may be text."""
+    """Return whether the beginning of a header is spelt correctly; otherwise it may be text."""
     role, _, rest = header.partition("<|channel|>")
     before, after = (
         [word for word in _MARKER.sub(" ", part).split() if not word.startswith("to=")] for part in (role, rest)

@@ -1,7 +1,8 @@
 """Log-probabilities in the two shapes that OpenAI has for them.
 
-Completions: parallel lists of the tokens' texts, their log-probabilities, the most probable ones in their places, and where in the text
-each begins. Chat: an object for each token, with its bytes, since a character may be spread over several tokens.
+Completions: parallel lists of the tokens' texts, log-probabilities, most probable alternatives, and
+offsets in the text. Chat: an object for each token, with its bytes, since several tokens may make
+one character.
 """
 
 from __future__ import annotations
@@ -14,22 +15,22 @@ from quire.engine.tokenizer import Tokenizer
 from quire.outputs import Logprob
 
 LOWEST = -9999.0
-"""JSON has no -inf; this is vLLM's stand-in for it."""
+"""vLLM's replacement for -inf, which JSON does not have."""
 
 Entry = Mapping[int, Logprob]
 """The chosen token first, then the most probable ones."""
 
 
 def finite(logprob: float) -> float:
-    """What JSON can hold of a log-probability."""
+    """Return a log-probability as JSON can hold it."""
     return max(logprob, LOWEST)
 
 
 class Offsets:
-    """Where tokens begin in their text, in characters. A token within a character begins where the next character would."""
+    """Offsets of tokens in their text, in characters. Within a character, that of the next one."""
 
     def __init__(self, tokenizer: Tokenizer | None, context: Sequence[int], *, skip_special_tokens: bool) -> None:
-        """``context``: the ids before the text."""
+        """Begin after ``context``, the ids before the text."""
         self._pieces = (
             None
             if tokenizer is None
@@ -38,10 +39,10 @@ class Offsets:
         self._characters = 0
 
     def push(self, token_id: int) -> int:
-        """Where ``token_id``, the next one, begins."""
+        """Return the offset of ``token_id``, the next token."""
         start = self._characters
         if self._pieces is not None:
-            # A character is counted at its first byte; all others of UTF-8 look like 10xxxxxx.
+            # Count a character at its first byte. All other bytes of UTF-8 look like 10xxxxxx.
             self._characters += sum(byte & 0xC0 != 0x80 for byte in self._pieces.push(token_id))
         return start
 
@@ -53,8 +54,8 @@ def completion_logprobs(
     offsets: Offsets,
     tokenizer: Tokenizer | None,
 ) -> dict[str, Any]:
-    """The four lists for these tokens, which are the next ones of ``offsets``; ``count``: how many of the most probable tokens are
-    wanted beside each one. An entry that is None, of the first token of a prompt, which nothing predicts, is null."""
+    """Return the four lists for the next tokens of ``offsets``. ``count``: most probable tokens
+    beside each one. The entry None, of a prompt's first token, is null."""
     tokens: list[str] = []
     chosen: list[float | None] = []
     top: list[dict[str, float] | None] = []
@@ -67,7 +68,7 @@ def completion_logprobs(
         chosen.append(finite(entry[token_id].logprob))
         texts: dict[str, float] = {}
         for other, found in _kept(entry, count):
-            # Several tokens can have one text (parts of characters do); the most probable one stands for them.
+            # Of several tokens with one text (parts of characters), the most probable one counts.
             text, logprob = _text(other, tokenizer), finite(found.logprob)
             texts[text] = max(logprob, texts.get(text, logprob))
         top.append(texts)
@@ -82,7 +83,7 @@ def completion_logprobs(
 def chat_logprobs(
     token_ids: Sequence[int], entries: Sequence[Entry], count: int, tokenizer: Tokenizer | None
 ) -> dict[str, Any]:
-    """``{"content": [...]}``; ``count``: how many of the most probable tokens are wanted beside each one."""
+    """Return ``{"content": [...]}``. ``count``: most probable tokens beside each one."""
     content = []
     for token_id, entry in zip(token_ids, entries, strict=True):
         best = sorted(entry.items(), key=lambda item: item[1].rank)[:count]
@@ -96,7 +97,7 @@ def chat_logprobs(
 
 
 def prompt_logprobs(entries: Sequence[Entry | None] | None, count: int) -> list[dict[str, Any] | None] | None:
-    """In vLLM's shape: for each token of the prompt an object by id, null for the first one."""
+    """Return vLLM's shape: for each token of the prompt an object by id, null for the first one."""
     if entries is None:
         return None
     return [
@@ -115,7 +116,7 @@ def prompt_logprobs(entries: Sequence[Entry | None] | None, count: int) -> list[
 
 
 def _kept(entry: Entry, count: int) -> list[tuple[int, Logprob]]:
-    """The chosen token and the ``count`` most probable ones, which may be fewer than there are."""
+    """Return the chosen token and the ``count`` most probable ones of an entry."""
     return [
         (token_id, found) for number, (token_id, found) in enumerate(entry.items()) if not number or found.rank <= count
     ]
@@ -127,5 +128,5 @@ def _token(token_id: int, found: Logprob, tokenizer: Tokenizer | None) -> dict[s
 
 
 def _text(token_id: int, tokenizer: Tokenizer | None) -> str:
-    """Without a tokenizer the id, as vLLM writes it."""
+    """Return the token's text; without a tokenizer its id, as vLLM writes it."""
     return f"token_id:{token_id}" if tokenizer is None else tokenizer.token_text(token_id)

@@ -1,4 +1,4 @@
-"""What the server logs: JSON, one object a line, so that nothing in a request can forge a line."""
+"""The server's log: one JSON object a line, so that nothing in a request can forge a line."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ logger = logging.getLogger("quire.server")
 
 @dataclass(slots=True)
 class Passage:
-    """What becomes known of one request on its way."""
+    """The facts about one request for the log."""
 
     request_id: str
     method: str
     path: str
     status: int | None = None
-    """Of the answer, once it has begun."""
+    """The answer's status, once it has begun."""
     complete: bool = False
-    """Whether all of the answer was handed over."""
+    """Whether the whole answer was sent."""
     gone: bool = False
     """Whether the client closed the connection before that."""
     error: BaseException | None = None
-    """What the application did not expect."""
+    """An error that the application did not expect."""
     began: float = field(default_factory=time.monotonic)
 
 
 def request(passage: Passage, tokens: Mapping[str, Any] | None) -> None:
-    """The line of a request that has ended, at INFO."""
+    """Log the end of a request, at INFO."""
     if not logger.isEnabledFor(logging.INFO):
         return
     status = passage.status
@@ -53,19 +53,19 @@ def request(passage: Passage, tokens: Mapping[str, Any] | None) -> None:
 
 
 def failure(passage: Passage, error: BaseException) -> None:
-    """A traceback that clients do not see, under the request's id."""
+    """Log a traceback under the request's id. Clients do not see it."""
     entry = {"event": "failure", "request_id": passage.request_id, "method": passage.method, "path": passage.path}
     logger.error("%s", json.dumps(entry), exc_info=error)
 
 
 def event(kind: str, **fields: Any) -> None:
-    """Anything else worth a line, at INFO."""
+    """Log any other event, at INFO."""
     logger.info("%s", json.dumps({"event": kind, **fields}))
 
 
 @contextmanager
 def to_stderr() -> Iterator[None]:
-    """Have all this written to stderr from INFO on, whatever the program's own logging does."""
+    """Write this log to stderr from INFO on, whatever the program's own logging does."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     before = logger.level, logger.propagate

@@ -1,6 +1,7 @@
 """The message in a model's text: its reasoning, its content, its tool calls, as the text arrives.
 
-The reasoning is taken out first, then the calls out of what is left. In the harmony format one reader does both.
+The reasoning is taken out first, then the calls out of the rest. In the harmony format one reader
+does both.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ class MessageFormat:
     """How messages of one request are read."""
 
     harmony: bool = False
-    """Whether they are in gpt-oss's format, which has reasoning and calls of its own: ``reasoning`` and ``calls`` are not used."""
+    """Whether they are in gpt-oss's format. ``reasoning`` and ``calls`` are then unused."""
     reasoning: ReasoningFormat | None = None
     in_reasoning: bool | None = None
-    """Whether the prompt ends within reasoning, so that the text begins there; None: as the template tells."""
+    """Whether the prompt ends, and so the text begins, within reasoning; None: see the template."""
     calls: ToolFormat | None = None
     tools: Sequence[Mapping[str, Any]] | None = None
     one_call: bool = False
@@ -38,14 +39,14 @@ class MessageFormat:
     """Whether the model's template takes ids of nine letters only."""
 
     def call_id(self) -> str:
-        """A new id. Nobody can guess those of others."""
+        """Return a new id that cannot be guessed."""
         if self.short_ids:
             return "".join(secrets.choice(_LETTERS) for _ in range(_MISTRAL_ID))
         return f"call_{secrets.token_hex(12)}"
 
 
 class MessageReader:
-    """One message. What ``feed`` and ``finish`` return are OpenAI's deltas, without the role."""
+    """A reader of one message. ``feed`` and ``finish`` return OpenAI's deltas, without the role."""
 
     def __init__(self, format: MessageFormat) -> None:
         self._format = format
@@ -53,16 +54,16 @@ class MessageReader:
         self._thoughts = None if format.reasoning is None else format.reasoning.streaming(format.in_reasoning)
         self._parser = None if format.calls is None else format.calls.streaming(format.tools)
         self._arguments: dict[int, list[str]] = {}
-        """By call, as they came."""
+        """The arguments so far, by call."""
 
     @property
     def calls_are_whole(self) -> bool:
-        """Whether there are calls, and none that was cut short or turned malformed."""
+        """Whether there are calls, and all of them are complete and well-formed."""
         calls = map("".join, self._arguments.values())
         return bool(self._arguments) and all(json_type(call) == "object" for call in calls)
 
     def feed(self, text: str) -> dict[str, Any]:
-        """What a piece of the text adds."""
+        """Return the delta of a piece of the text."""
         if self._harmony is not None:
             return self._parts(self._harmony.feed(text))
         if self._thoughts is None:
@@ -71,7 +72,7 @@ class MessageReader:
         return self._delta(_joined(d.reasoning for d in found), self._calls(_joined(d.content for d in found)))
 
     def finish(self) -> dict[str, Any]:
-        """What was held back."""
+        """Return the delta of the text held back."""
         if self._harmony is not None:
             return self._parts(self._harmony.finish())
         found = [] if self._thoughts is None else self._thoughts.finish()
@@ -112,7 +113,7 @@ class MessageReader:
 
 
 def message_of(deltas: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """The whole message that deltas make up. There is a content, also an empty one, unless there is something else."""
+    """Return the whole message of deltas. Its content is None only beside calls."""
     content, reasoning = "", ""
     calls: dict[int, dict[str, Any]] = {}
     for delta in deltas:
@@ -138,7 +139,7 @@ def message_of(deltas: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def answer_of(text: str, format: MessageFormat) -> dict[str, Any]:
-    """The message of an answer that calls nothing, for the turns behind it: models do not read what they thought before."""
+    """Return the message of an answer without calls, for later turns: without its reasoning."""
     reader = MessageReader(format)
     message = message_of([reader.feed(text), reader.finish()])
     return {"role": "assistant", "content": message["content"] or ""}

@@ -16,7 +16,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class _Families(Collector):
-    """Hands families to the library that writes them."""
+    """A collector that hands families to the library that writes them."""
 
     def __init__(self, families: Iterable[MetricFamily]) -> None:
         self._families = families
@@ -32,7 +32,7 @@ class _Families(Collector):
 
 
 async def metrics_text(llm: AsyncLLM, *, under_way: int, sessions: int) -> bytes:
-    """Everything that the engine counts, gauges as of now, and what the server adds: requests under way, open sessions."""
+    """Return the engine's metrics, and the server's: running requests, open sessions."""
     snapshot = await llm.metrics()
     families = llm.engine.metrics.collect()
     families += rest(snapshot, families)
@@ -44,8 +44,8 @@ async def metrics_text(llm: AsyncLLM, *, under_way: int, sessions: int) -> bytes
 
 
 def rest(snapshot: Mapping[str, float], families: Iterable[MetricFamily]) -> list[MetricFamily]:
-    """What a snapshot has beyond the families (the numbers of the host memory and of the executor), each as a family: names ending
-    in ``_total`` count."""
+    """Yield a family for each further number of a snapshot, of the host memory and the executor.
+    Names that end in ``_total`` are counters."""
     known = {name for family in families for sample in family.samples for name in (sample.key, sample.name)}
     return [
         MetricFamily(

@@ -1,8 +1,8 @@
 """The bodies of completions and chat requests, as OpenAI and vLLM have them.
 
-Types are checked here, strictly: ``"5"`` and ``true`` are no integers. Ranges are checked by ``SamplingParams``, which knows them.
-A field that is null is one that is not there. What no field has is tolerated, but what other servers would act upon and this one
-does not is refused by name (``refuse_unsupported``).
+Types are checked strictly: ``"5"`` and ``true`` are no integers. ``SamplingParams`` checks ranges.
+A null field counts as absent. Unknown fields are tolerated, but fields of other servers that this
+one does not act upon are refused by name (``refuse_unsupported``).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ ToolChoice = Annotated[
 
 
 class Body(BaseModel):
-    """Unknown fields are kept, for ``refuse_unsupported`` to look at."""
+    """A body that keeps unknown fields for ``refuse_unsupported``."""
 
     model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
 
@@ -56,10 +56,8 @@ class ParamsBody(Body):
     surface: ClassVar[Surface]
 
     def sampling(self) -> tuple[dict[str, Any], dict[str, str]]:
-        """Return the parameters that are given, and the body's name of every parameter.
-
-        Raise ``ApiError`` 400 for a parameter that is given two values under two names.
-        """
+        """Return the parameters that are given, and the body's name of every parameter. Raise
+        ``ApiError`` 400 for two values of one parameter under two names."""
         given: dict[str, Any] = {}
         names: dict[str, str] = {}
         for name, (field, _) in declarations_on(SamplingParams, self.surface).items():
@@ -84,7 +82,7 @@ def takes_sampling(surface: Surface) -> Callable[[type[B]], type[B]]:
         for name, (_, found) in declarations_on(SamplingParams, surface).items():
             kind = found.kind.json | None
             if isinstance(found.kind.json, UnionType):
-                # Errors of pydantic would name the branches; the check of ``SamplingParams`` says it in one sentence.
+                # pydantic's errors name the branches; ``SamplingParams`` refuses in one sentence.
                 kind = Annotated[Any, WithJsonSchema(TypeAdapter(kind).json_schema())]
             fields[name] = (kind, Field(default=None, description=found.help))
         made = create_model(body.__name__, __base__=body, __module__=body.__module__, __doc__=body.__doc__, **fields)
@@ -96,9 +94,9 @@ def takes_sampling(surface: Surface) -> Callable[[type[B]], type[B]]:
 
 class StreamOptions(Body):
     include_usage: bool | None = None
-    """A last chunk without choices has the usage of the whole request."""
+    """Add a last chunk without choices that has the usage of the whole request."""
     continuous_usage_stats: bool | None = None
-    """Every chunk has the usage by then."""
+    """Add the usage so far to every chunk."""
 
 
 class JsonSchemaFormat(Body):
@@ -117,14 +115,14 @@ class ResponseFormat(Body):
 
 
 class GenerationBody(ParamsBody):
-    """What both kinds of request have."""
+    """The fields that both kinds of request have."""
 
     model: str | None = None
     """The model's name or an adapter's; the base model if it is missing."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
-    """Taken and not used."""
+    """Accepted and not used."""
     response_format: ResponseFormat | None = None
     cache_salt: str | None = None
     session_id: str | None = None
@@ -135,9 +133,9 @@ class CompletionRequest(GenerationBody):
     """``POST /v1/completions``."""
 
     prompt: Prompt = None
-    """Text, token ids, or a list of texts or of lists of token ids. Needed unless a session goes on."""
+    """Text, token ids, or a list of texts or of lists of token ids. A session needs none."""
     echo: bool | None = None
-    """The text begins with the prompt, and so do log-probabilities. ``max_tokens`` may be 0 then."""
+    """Begin the text and log-probabilities with the prompt. ``max_tokens`` may then be 0."""
 
 
 class Function(Body):
@@ -160,7 +158,7 @@ class ChatRequest(GenerationBody):
     messages: list[dict[str, Any]]
     """Each ``{"role": ..., "content": text or text parts, ...}``."""
     logprobs: bool | None = None
-    """Whether the tokens have log-probabilities; ``top_logprobs`` is how many others they have."""
+    """Return log-probabilities of the tokens, and of ``top_logprobs`` others."""
     tools: list[Tool] | None = None
     tool_choice: ToolChoice = None
     parallel_tool_calls: bool | None = None
@@ -217,11 +215,11 @@ UNSUPPORTED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "json_schema": ((), "use response_format or structured_outputs"),
     "n_predict": ((), "use max_tokens"),
 }
-"""Fields of other servers: values that ask for nothing, and what to do instead of others. Null asks for nothing."""
+"""Fields of other servers: values without effect, and advice for others. Null has no effect."""
 
 
 def refuse_fields(body: Body, known: Mapping[str, tuple[tuple[Any, ...], str]], where: str = "") -> None:
-    """Raise ``ApiError`` 400 for a field in a table like ``UNSUPPORTED``, unless its value asks for nothing."""
+    """Raise ``ApiError`` 400 for a field in a table like ``UNSUPPORTED`` with an effect."""
     extra = body.model_extra or {}
     for name, (harmless, advice) in known.items():
         value = extra.get(name)

@@ -1,15 +1,16 @@
-"""What a model thinks before it answers, apart from the answer.
+"""Separation of a model's reasoning from its answer.
 
-Models of some families think between two markers at the beginning of a message (DeepSeek R1, Qwen3 and GLM: ``<think>`` and
-``</think>``; Magistral: ``[THINK]`` and ``[/THINK]``; Command A: ``<|START_THINKING|>`` and ``<|END_THINKING|>``). With some
-templates the prompt ends with the first marker: the message then begins inside of the reasoning. Whether it does is a matter of the prompt (``ReasoningFormat.opened_by``).
+Models of some families think between two markers at the beginning of a message (DeepSeek R1, Qwen3
+and GLM: ``<think>`` and ``</think>``; Magistral: ``[THINK]`` and ``[/THINK]``; Command A:
+``<|START_THINKING|>`` and ``<|END_THINKING|>``). With some templates the prompt ends with the first
+marker, and the message begins inside the reasoning (``ReasoningFormat.opened_by``).
 
-What holds for every text:
+Rules for every text:
 
-- What a stream gives does not depend on how its text is cut.
-- Reasoning is in one place only, at the beginning. Markers anywhere else are content.
+- The deltas add up to the same however the text is cut.
+- Reasoning stands at the beginning only. Markers anywhere else are content.
 - Reasoning that was cut short is reasoning, with no content.
-- White space around the reasoning is the format's. A message without reasoning is content, unchanged.
+- White space around the reasoning is dropped. A message without reasoning is unchanged content.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ _MARKERS = (
     ("cohere", "<|START_THINKING|>", "<|END_THINKING|>"),
 )
 _ARCHITECTURES = ("Qwen3", "Qwen3Moe", "Qwen3Next", "Qwen3_5", "Qwen3_5Moe", "SmolLM3", "Glm4MoeLite")
-"""Of models that think, or may."""
+"""Pairs of markers of models that think."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReasoningDelta:
-    """What a piece of text added: one of the two."""
+    """The addition of a piece of text: reasoning or content."""
 
     reasoning: str = ""
     content: str = ""
@@ -41,45 +42,43 @@ class ReasoningDelta:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReasoningFormat:
-    """How a model marks its reasoning."""
+    """The markers of a model's reasoning."""
 
     name: str
     opener: str
     closer: str
     opened: bool = False
-    """Whether prompts end inside of the reasoning, as far as the template tells; ``opened_by`` knows."""
+    """Whether prompts end inside the reasoning by the template; ``opened_by`` is exact."""
 
     def opened_by(self, prompt: str) -> bool:
-        """Whether a message that follows ``prompt`` (the text of it, special tokens included) begins inside of the reasoning."""
+        """Return whether a message after ``prompt``, with special tokens, begins in reasoning."""
         return prompt.rstrip().endswith(self.opener)
 
     def streaming(self, opened: bool | None = None) -> StreamingReasoning:
-        """Return a parser for one message.
-
-        ``opened``: whether the message begins inside of the reasoning; None: what the template tells.
-        """
+        """Return a parser for one message. ``opened``: whether the message begins inside the
+        reasoning; None: the template decides."""
         return StreamingReasoning(self, self.opened if opened is None else opened)
 
 
 class StreamingReasoning:
-    """Reasoning and content of one message, as its text arrives."""
+    """A parser of one message into reasoning and content, as its text arrives."""
 
     def __init__(self, format: ReasoningFormat, opened: bool) -> None:
         self._format, self._opened = format, opened
         self._state: Literal["start", "reasoning", "content", "finished"] = "start"
         self._pending = ""
-        """What may become a marker; shorter than one."""
+        """Text that may become a marker; shorter than one."""
         self._space: list[str] = []
-        """White space that waits for what follows it."""
+        """White space whose meaning depends on the text after it."""
         self._begun = False
         """Whether there was anything but white space since the last marker."""
 
     def feed(self, text: str) -> list[ReasoningDelta]:
-        """What ``text`` adds. ``FailedPrecondition`` after ``finish``."""
+        """Return the deltas that ``text`` adds. Raise ``FailedPrecondition`` after ``finish``."""
         return self._read(text, last=False)
 
     def finish(self) -> list[ReasoningDelta]:
-        """What was held back. ``FailedPrecondition`` if called twice."""
+        """Return deltas of the text held back. Raise ``FailedPrecondition`` at a second call."""
         deltas = self._read("", last=True)
         self._state = "finished"
         return deltas
@@ -109,7 +108,7 @@ class StreamingReasoning:
         return deltas
 
     def _start(self, text: str, *, last: bool) -> str:
-        """Leaves the start if the text tells where to. Returns what is to be read there."""
+        """Leave the start once the text tells where to go. Return the text to read there."""
         begin = text.lstrip()
         if not last and len(begin) < len(self._format.opener) and self._format.opener.startswith(begin):
             self._space.append(text[: len(text) - len(begin)])
@@ -127,7 +126,7 @@ class StreamingReasoning:
         return whole
 
     def _trimmed(self, thought: str) -> str:
-        """Reasoning without the white space around it; what is at its end waits for more."""
+        """Add reasoning without white space around it. White space at its end waits for more."""
         if not self._begun:
             thought = thought.lstrip()
         trimmed = thought.rstrip()
@@ -140,12 +139,12 @@ class StreamingReasoning:
 
 
 def reasoning_for(model_config: Mapping[str, Any], chat_template: str | None) -> ReasoningFormat | None:
-    """How a model marks its reasoning: with the markers in its chat template. Without a template, as models of the architecture
-    (``architectures`` in config.json) do. None if nothing tells."""
+    """Return a model's markers: those in its chat template, or without one its architecture's. None
+    if neither tells. The architecture is in config.json."""
     if chat_template is None:
         thinks = any(name in _ARCHITECTURES for name in architectures(model_config))
         return ReasoningFormat(name="think", opener="<think>", closer="</think>") if thinks else None
-    # What the template writes where the model's turn begins.
+    # The template's text at the beginning of the model's turn.
     turn = chat_template.rpartition("add_generation_prompt")[2]
     for name, opener, closer in _MARKERS:
         if opener in chat_template or closer in chat_template:

@@ -1,7 +1,7 @@
-"""One answer of either kind, at once or in chunks.
+"""One answer to a completion or a chat, at once or in chunks.
 
-A ``Reply`` knows how a choice looks; what it is given are deltas of samples. An answer that is not streamed is made of one delta for
-each sample by the same code, so both say the same.
+A ``Reply`` turns deltas of samples into choices. An answer that is not streamed is made by the same
+code, of one delta for each sample, so both have the same content.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ from quire.async_llm import SampleDelta
 from quire.outputs import RequestOutput
 from quire.server.context import Context
 from quire.server.events import Chunk, Chunks, EventStream, JsonAnswer, unless_gone
-from quire.server.generation import Source, Usage, Work, begun, deltas, finished, whole
+from quire.server.generation import Source, Usage, Work, deltas, finished, whole
 from quire.server.protocol import GenerationBody
+from quire.server.session_streams import ClientSessionStream
 
 LONG_ANSWER = 1024
-"""Tokens of prompts and samples beyond which an answer is written off the event loop."""
+"""Tokens of prompts and samples beyond which a worker thread writes the answer."""
 
 
 class Reply(ABC):
-    """What one request is answered."""
+    """The answer to one request."""
 
     prefix: ClassVar[str]
     object: ClassVar[str]
@@ -50,22 +51,22 @@ class Reply(ABC):
 
     @abstractmethod
     def prompt_done(self, number: int, output: RequestOutput) -> None:
-        """Prompt ``number`` was run: ``output`` is what there is by now."""
+        """Take the output of prompt ``number`` after its prompt was run."""
 
     @abstractmethod
     def choice(self, number: int, delta: SampleDelta) -> dict[str, Any]:
-        """A choice of an answer that is sent at once, of the only delta of that sample."""
+        """Return the choice of a sample's only delta, for an answer that is sent at once."""
 
     @abstractmethod
     def chunk_choices(self, number: int, delta: SampleDelta) -> list[dict[str, Any]]:
-        """What one delta adds to a choice, in a chunk each."""
+        """Return what one delta adds to a choice, one entry for each chunk."""
 
     def count(self, delta: SampleDelta) -> int:
-        """Tokens of a delta that were generated for the client."""
+        """Return the number of a delta's tokens that were generated for the client."""
         return len(delta.token_ids)
 
     def at_once(self, outputs: Sequence[RequestOutput]) -> Chunk:
-        """The whole answer."""
+        """Return the whole answer."""
         choices = []
         for number, output in enumerate(outputs):
             self.usage.begin(output)
@@ -84,7 +85,7 @@ class Reply(ABC):
         }
 
     async def chunks(self, sources: Sequence[Source]) -> Chunks:
-        """The answer as it comes."""
+        """Yield the answer as it comes."""
         head = {**self._head, "object": self.chunk_object, **self._session, "system_fingerprint": None}
         seen: set[int] = set()
         async with aclosing(deltas(sources)) as stream:
@@ -114,20 +115,20 @@ async def answer(request: Request, reply: Reply, work: Work, *, stream: bool) ->
     return await _whole(reply, await unless_gone(request, work.outputs()))
 
 
-async def answer_in_session(request: Request, reply: Reply, source: Source, *, stream: bool) -> Response:
-    """The same of a session, which refuses with its first delta what it refuses."""
+async def answer_in_session(request: Request, reply: Reply, source: ClientSessionStream, *, stream: bool) -> Response:
+    """Continue a session for such a client. The session refuses with its first delta."""
     if stream:
         try:
-            ready = await unless_gone(request, begun(source))
+            await unless_gone(request, source.begin())
         except BaseException:
             await source.aclose()
             raise
-        return EventStream(reply.chunks([ready]), [ready])
+        return EventStream(reply.chunks([source]), [source])
     return await _whole(reply, [await unless_gone(request, finished(source))])
 
 
 async def _whole(reply: Reply, outputs: Sequence[RequestOutput]) -> Response:
-    """An answer at once. A long one is written on a worker thread: log-probabilities of many prompts take seconds."""
+    """Return an answer at once. A worker thread writes a long one, which may take seconds."""
 
     def write() -> Response:
         return JsonAnswer(reply.at_once(outputs))

@@ -1,7 +1,7 @@
-"""``serve(llm, settings)``: the application on uvicorn, until it is told to stop.
+"""``serve(llm, settings)``: the application on uvicorn, until a signal stops it.
 
-The first SIGINT or SIGTERM closes the gate: new requests get 503, those under way have ``drain_seconds`` to finish and are
-cancelled then. A second signal cancels them at once.
+The first SIGINT or SIGTERM closes the gate: new requests get 503, running ones are cancelled after
+``drain_seconds``. A second signal cancels them at once.
 """
 
 from __future__ import annotations
@@ -32,21 +32,22 @@ from quire.server.context import Context
 from quire.server.settings import ServerSettings
 
 LOAD_SECONDS = 10.0
-"""Between two log lines about the load."""
+"""Seconds between two log lines about the load."""
 CANCEL_SECONDS = 5
-"""How long cancelled requests have to let go, and connections to take what is left for them."""
+"""Seconds for cancelled requests to end, and for connections to take the rest of their answers."""
 HEAD_SECONDS = 30.0
-"""How long a connection may take to send the head of a request."""
+"""Seconds that a connection may take to send the head of a request."""
 KEEP_ALIVE_SECONDS = 30
-"""How long an unused connection stays open: longer than the pools of common clients keep theirs."""
+"""Seconds that an unused connection stays open: longer than in the pools of common clients."""
 BACKLOG = 2048
 """Connections that may wait to be accepted."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def serve(llm: AsyncLLM, settings: ServerSettings | None = None) -> None:
-    """Serve until SIGINT or SIGTERM, then close ``llm``. Prints the address once it takes requests. Blocks; for the main thread,
-    which alone gets signals. ``InvalidArgument``: host and port cannot be listened on."""
+    """Serve until SIGINT or SIGTERM, then close ``llm``. Print the address once requests are taken.
+    It blocks, and runs on the main thread, which alone gets signals. Raise ``InvalidArgument`` for
+    an address that cannot be listened on."""
     settings = settings or ServerSettings()
     sockets: list[socket.socket] = []
     try:
@@ -70,8 +71,9 @@ _HEAD_END = re.compile(rb"\n\r?\n")
 
 
 class StrictConnection(h11.Connection):
-    """h11's, which takes lines that end with a line feed alone, and headers that go on in the next line. A proxy may read both in
-    another way, and pass on as one request what would be two here."""
+    """h11's connection, which refuses bare line feeds and headers that continue on the next line.
+
+    A proxy may read these in another way, and pass on as one request what h11 reads as two."""
 
     def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
         if self.their_state is h11.IDLE:
@@ -83,7 +85,7 @@ class StrictConnection(h11.Connection):
 
 
 class Connection(H11Protocol):
-    """Uvicorn's, closed if no request comes: connections that say nothing would stay for ever."""
+    """Uvicorn's connection, closed if no request comes. Silent ones would stay open for ever."""
 
     _head: asyncio.TimerHandle | None = None
 
@@ -105,7 +107,7 @@ class Connection(H11Protocol):
             self._head.cancel()
 
     def _expect_head(self) -> None:
-        """Give it time from the first byte on, or from the start; after an answer uvicorn itself looks after the connection."""
+        """Limit the time for a head. After an answer uvicorn itself limits idle connections."""
         waits = self.conn.their_state is h11.IDLE
         if waits and self._head is None:
             self._head = self.loop.call_later(HEAD_SECONDS, self.transport.close)
@@ -115,10 +117,10 @@ class Connection(H11Protocol):
 
 
 class Server(uvicorn.Server):
-    """Uvicorn, with a stop that lets requests finish, and a look at the load now and then."""
+    """Uvicorn, with a stop that lets requests finish, and regular log lines about the load."""
 
     def __init__(self, app: FastAPI, *, announce: bool = False) -> None:
-        """``app``: of ``create_app``. ``announce``: print the address."""
+        """Take the ``app`` of ``create_app``. ``announce``: print the address."""
         super().__init__(
             uvicorn.Config(
                 app,
@@ -142,12 +144,12 @@ class Server(uvicorn.Server):
     # -- stopping ----------------------------------------------------------------------------------
 
     def stop(self) -> None:
-        """Stop when what is under way has finished; told so again, without waiting. On the server's event loop."""
+        """Stop after the running requests, at a second call at once. Runs on the event loop."""
         if self._draining:
             self._hurry.set()
             return
         self._draining = True
-        # At once, so that no request slips in before the task runs.
+        # Here, so that no request is taken before the task runs.
         self._context.gate.close()
         self._tasks.append(asyncio.get_running_loop().create_task(self._drain()))
 
@@ -167,7 +169,7 @@ class Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Uvicorn's place for handlers: ours, and what was there before afterwards."""
+        """Install our signal handlers in place of uvicorn's. Restore the old ones afterwards."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -202,18 +204,19 @@ class Server(uvicorn.Server):
 
 
 def bind(host: str, port: int) -> list[socket.socket]:
-    """Sockets that listen on all addresses of ``host``; with port 0 on one free port. ``InvalidArgument`` if that cannot be."""
+    """Return sockets that listen on all addresses of ``host``. Port 0 takes one free port. Raise
+    ``InvalidArgument`` for an address that cannot be listened on."""
     found: list[socket.socket] = []
     try:
         addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         skipped: OSError | None = None
         for family, _, protocol, _, address in dict.fromkeys(addresses):
-            # With port 0, the port that the first address was given.
+            # With port 0, all take the port of the first address.
             where = (address[0], port or (found[0].getsockname()[1] if found else 0), *address[2:])
             try:
                 found.append(_listener(family, protocol, where))
             except OSError as error:
-                # A name may have an address of a kind that this machine does not have (IPv6 in a container).
+                # A name may have addresses of a kind that this machine lacks (IPv6 in a container).
                 if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
                     raise
                 skipped = error
@@ -230,8 +233,8 @@ def bind(host: str, port: int) -> list[socket.socket]:
 
 
 def _listener(family: int, protocol: int, where: tuple[Any, ...]) -> socket.socket:
-    # ``socket.create_server`` would leave the protocol out, and asyncio switches Nagle's algorithm off only where it reads TCP:
-    # every answer to a connection that is used again would wait 40 ms for an acknowledgement.
+    # ``socket.create_server`` leaves the protocol out, and asyncio then keeps Nagle's algorithm:
+    # every answer on a connection that is used again would wait 40 ms for an acknowledgement.
     listener = socket.socket(family, socket.SOCK_STREAM, protocol)
     try:
         if os.name == "posix":
@@ -247,7 +250,7 @@ def _listener(family: int, protocol: int, where: tuple[Any, ...]) -> socket.sock
 
 
 def url_of(listener: socket.socket) -> str:
-    """Where a client finds it."""
+    """Return the address for clients."""
     host, port = listener.getsockname()[:2]
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
@@ -256,7 +259,7 @@ def url_of(listener: socket.socket) -> str:
 
 
 async def report_load(llm: AsyncLLM, seconds: float = LOAD_SECONDS) -> None:
-    """Log what the engine does, every ``seconds`` in which it does something. Ends with the engine."""
+    """Log the engine's work every ``seconds``, unless there was none. Ends with the engine."""
     try:
         before, then = await llm.metrics(), time.monotonic()
         while True:
@@ -270,7 +273,7 @@ async def report_load(llm: AsyncLLM, seconds: float = LOAD_SECONDS) -> None:
 
 
 def load(before: Mapping[str, float], after: Mapping[str, float], seconds: float) -> dict[str, Any] | None:
-    """What happened between two snapshots of the metrics; None if nothing did."""
+    """Return the changes between two snapshots of the metrics; None if there are none."""
 
     def grown(name: str) -> float:
         return after[f"quire:{name}"] - before[f"quire:{name}"]

@@ -1,8 +1,8 @@
 """Several sessions that go on together: ``POST /v1/sessions/generate``.
 
-All of them are taken and checked before the first one runs. Then each is a stream as by itself, and the
-engine runs them in one batch. One that fails ends with ``finish_reason`` "error" and leaves the others
-alone.
+All of them are taken and checked before the first one runs. Then each is a stream of its own, and
+the engine runs them in one batch. A session that fails ends with ``finish_reason`` "error"; the
+others go on.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from quire.server.context import Context
 from quire.server.errors import ApiError, api_error, bad_field
 from quire.server.generation import Usage, deltas
 from quire.server.session_bodies import Answer, GenerateManyBody, SamplingBody
-from quire.server.session_streams import ClientSessionStream, continue_completion
+from quire.server.session_streams import ClientSessionStream
 
 FIELDS: Mapping[str, str] = {name: name for name in SamplingBody.model_fields}
-"""Errors about others, such as the prompt that a session is, are about the session."""
+"""Fields that errors may be about. All other errors are about the session."""
 
 FAILED: Mapping[str, Any] = {
     "text": "",
@@ -37,10 +37,10 @@ FAILED: Mapping[str, Any] = {
 
 
 class SessionBatch:
-    """The streams of several sessions of one owner, and the answer that they make together."""
+    """The streams of several sessions of one owner, and their common answer."""
 
     def __init__(self, context: Context, owner: str, body: GenerateManyBody, *, request_id: str) -> None:
-        """``ApiError`` 400 for parameters out of range, ids that are given twice, and too many of them."""
+        """Raise ``ApiError`` 400 for bad parameters, repeated ids, and too many ids."""
         self._context = context
         self._body = body
         self._request_id = request_id
@@ -52,7 +52,7 @@ class SessionBatch:
             twice = Counter(body.ids).most_common(1)[0][0]
             raise bad_field("ids", f"ids: {twice[:60]!r} is given twice; a session goes on in one way at a time")
         self.streams = [
-            MemberStream(continue_completion(context, owner, name, params, model=body.model))
+            MemberStream(ClientSessionStream(context, owner, name, params, model=body.model))
             for name, params in zip(body.ids, self._params, strict=True)
         ]
         self._answers: list[Answer | None] = [None] * len(self.streams)
@@ -65,10 +65,8 @@ class SessionBatch:
         }
 
     async def check(self) -> None:
-        """Take all sessions and check everything, before anything runs.
-
-        ``ApiError`` that says which session it is about: 404 and 409 of sessions, 400 of parameters.
-        """
+        """Take all sessions and check everything before anything runs. Raise ``ApiError`` that
+        names the session: 404 and 409 for sessions, 400 for parameters."""
         for number, part in enumerate(self.streams):
             with self._about(number):
                 part.stream.take()
@@ -78,7 +76,7 @@ class SessionBatch:
 
     @contextmanager
     def _about(self, number: int) -> Iterator[None]:
-        """Say which session an error is about."""
+        """Name in errors the session that they are about."""
         try:
             yield
         except (ApiError, QuireError) as error:
@@ -88,7 +86,7 @@ class SessionBatch:
             raise ApiError(found.status, message, param=param, code=found.code, headers=found.headers) from error
 
     async def whole(self) -> dict[str, Any]:
-        """Run all to their ends: one choice for each, in the order of the ids."""
+        """Run all to their ends, and return one choice for each, in the order of the ids."""
         async with aclosing(deltas(self.streams)) as found:
             async for index, delta in found:
                 if delta.finish_reason != "error":
@@ -105,7 +103,7 @@ class SessionBatch:
         return {**self._head, "choices": choices, "usage": self.usage.body()}
 
     async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
-        """One for each delta, with the session's id in its choice, and one with the usage if it is wanted."""
+        """Yield a chunk for each delta with the session's id, and one with the usage if wanted."""
         options = self._body.stream_options
         rest = {"usage": None} if options is not None and options.include_usage else {}
         async with aclosing(deltas(self.streams)) as found:
@@ -117,7 +115,7 @@ class SessionBatch:
             yield {**self._head, "choices": [], "usage": self.usage.body()}
 
     def _answer(self, index: int) -> Answer:
-        """The answer of one session, from its first delta on."""
+        """Return the answer of one session, from its first delta on."""
         answer = self._answers[index]
         if answer is None:
             stream = self.streams[index].stream
@@ -128,12 +126,12 @@ class SessionBatch:
         return answer
 
     def _choice(self, index: int, choice: Mapping[str, Any]) -> dict[str, Any]:
-        """A choice with its place and its session, and with its error if that is its end."""
+        """Return a choice with its index and its session, and the error that ended it."""
         failure = self.streams[index].failure if choice["finish_reason"] == "error" else {}
         return {**choice, "index": index, "session_id": self._body.ids[index], **failure}
 
     async def aclose(self) -> None:
-        """Cancel what is not finished, and return when all sessions are free."""
+        """Cancel unfinished streams, and return when all sessions are free."""
         await asyncio.gather(*(part.aclose() for part in self.streams))
 
 
@@ -143,7 +141,7 @@ class MemberStream:
     def __init__(self, stream: ClientSessionStream) -> None:
         self.stream = stream
         self.failure: dict[str, Any] = {}
-        """``error`` as a client is told it, if there is one."""
+        """The error's answer, if there is an error."""
 
     @property
     def output(self) -> RequestOutput:

@@ -1,4 +1,4 @@
-"""What requests about sessions hold, and how a generation in one is answered."""
+"""Bodies of requests about sessions, and answers to generations in sessions."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Prompt = Annotated[str | TokenIds, WithJsonSchema({"anyOf": [{"type": "string"},
 
 
 class StrictBody(Body):
-    """A call that nobody else has: a field that it does not know is a slip."""
+    """The body of a call of Quire's own, in which an unknown field is a mistake."""
 
     model_config = ConfigDict(strict=True, extra="forbid", protected_namespaces=())
 
@@ -40,15 +40,15 @@ class CreateBody(StrictBody):
     model: str | None = None
     """The model's name or an adapter's; the base model if it is missing."""
     prompt: Prompt | None = None
-    """Text or token ids, tokenised as for a completion; an empty session without."""
+    """Text or token ids, tokenised as for a completion; without them the session is empty."""
     messages: Messages | None = None
-    """The beginning of a chat instead; the session ends where the model's answer begins. Further messages continue it."""
+    """The beginning of a chat instead, up to the model's answer. Further messages continue it."""
     ttl: Seconds | None = None
     """Seconds without use after which the session is closed; the server's own if it is missing."""
     name: str | None = None
-    """What it is called; need not be unique."""
+    """The session's name; need not be unique."""
     labels: Labels | None = None
-    """Strings by strings, to find it by."""
+    """Strings by strings, to find the session."""
     pin: bool = False
     """Its state stays in the pool."""
     window: int | None = None
@@ -65,7 +65,7 @@ class TextBody(StrictBody):
     tokens: TokenIds | None = None
 
     def content(self) -> str | TokenIds:
-        """``ApiError`` unless exactly one is given."""
+        """Return text or tokens. Raise ``ApiError`` unless exactly one is given."""
         if (self.text is None) == (self.tokens is None):
             found = "neither" if self.text is None else "both"
             raise bad_field("text", f"text or tokens is needed, one of them; got {found}")
@@ -74,24 +74,24 @@ class TextBody(StrictBody):
 
 class ForkBody(StrictBody):
     at: int | None = None
-    """The children hold the first ``at`` tokens; all of them if it is missing."""
+    """Number of tokens that the children hold; all if it is missing."""
     n: Annotated[int, Field(ge=1)] = 1
-    """Children."""
+    """Number of children."""
     ttl: Seconds | None = None
-    """Of the children; the parent's if it is missing."""
+    """The children's lifetime; the parent's if it is missing."""
     name: str | None = None
-    """Of the children; none if it is missing."""
+    """The children's name; none if it is missing."""
     labels: Labels | None = None
-    """Of the children; the parent's if they are missing."""
+    """The children's labels; the parent's if they are missing."""
 
 
 class RewindBody(StrictBody):
     """One of the two."""
 
     to: int | None = None
-    """Tokens that are left."""
+    """Number of tokens that are left."""
     n: int | None = None
-    """Tokens that are taken away."""
+    """Number of tokens that are removed."""
 
 
 class AdapterBody(StrictBody):
@@ -104,7 +104,7 @@ class SamplingBody(ParamsBody):
     """Parameters under their names in Python. The defaults say what is missing or null."""
 
     def params(self, defaults: SamplingParams) -> SamplingParams:
-        """Return the parameters. Raise ``ApiError`` 400 that names the field for a bad or an unsupported one."""
+        """Return the parameters. Raise ``ApiError`` 400 for a bad or an unsupported field."""
         self._refuse_unsupported()
         given, names = self.sampling()
         if given.get("logprobs", 0) > MAX_LOGPROBS:
@@ -118,10 +118,10 @@ class SamplingBody(ParamsBody):
 
 
 class ContinueBody(SamplingBody):
-    """What one and several sessions go on with; generation_config.json gives the defaults."""
+    """How sessions go on. The model's generation_config.json gives the defaults."""
 
     model: str | None = None
-    """If it is given, it must be what the session goes on under."""
+    """The model or adapter that the session goes on under, as a check."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
@@ -135,9 +135,9 @@ class GenerateBody(ContinueBody):
     """``POST /v1/sessions/{id}/generate``."""
 
     prompt: Prompt | None = None
-    """Added before (without BOS)."""
+    """Text (without BOS) or token ids to add before."""
     messages: Messages | None = None
-    """The new messages of a chat, which are answered."""
+    """The new messages of a chat, to be answered."""
 
 
 class GenerateManyBody(ContinueBody):
@@ -146,10 +146,10 @@ class GenerateManyBody(ContinueBody):
     ids: Annotated[list[str], Field(min_length=1)]
     """The sessions, each once."""
     each: list[SamplingBody] | None = None
-    """What is different for each, in the order of ``ids``: ``[{"seed": 1}, {"seed": 2}]``."""
+    """Changes of parameters for each, in the order of ``ids``: ``[{"seed": 1}, {"seed": 2}]``."""
 
     def all_params(self, defaults: SamplingParams) -> list[SamplingParams]:
-        """Return the parameters of each session. ``ApiError`` 400, with the field's name."""
+        """Return the parameters of each session. Raise ``ApiError`` 400 with the field's name."""
         common = self.params(defaults)
         if self.each is None:
             return [common] * len(self.ids)
@@ -181,11 +181,11 @@ UNSUPPORTED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "prompt": ((), "POST /v1/sessions/{id}/append adds to one before"),
     "messages": ((), "POST /v1/sessions/{id}/generate answers them"),
 }
-"""Fields of other requests: values that ask for nothing, and what to do instead of others. Null asks for nothing."""
+"""Fields of other requests: values without effect, and advice for others. Null has no effect."""
 
 
 def labels_of(texts: Sequence[str] | None) -> dict[str, str]:
-    """Labels out of a query: each "name=value". ``ApiError`` 400 for anything else, and for a name that is given twice."""
+    """Return the labels of a query, each "name=value". Raise ``ApiError`` 400 for other texts."""
     labels: dict[str, str] = {}
     for text in texts or ():
         name, equals, value = text.partition("=")
@@ -201,7 +201,7 @@ class Answer:
     def __init__(
         self, stream: ClientSessionStream, body: ContinueBody, params: SamplingParams, *, model: str, request_id: str
     ) -> None:
-        """Made when the first delta is there."""
+        """Begin the answer after the stream's first delta."""
         self._stream = stream
         self._tokenizer: Tokenizer | None = stream.tokenizer
         self._usage_wanted = body.stream_options is not None and bool(body.stream_options.include_usage)
@@ -220,7 +220,7 @@ class Answer:
         }
 
     def whole(self) -> dict[str, Any]:
-        """After the last delta."""
+        """Return the whole answer, after the last delta."""
         output = self._stream.output.outputs[0]
         self.usage.add(len(output.token_ids))
         choice = self._choice(output.text, output.token_ids, output.logprobs, output.finish_reason, output.stop_reason)
@@ -231,11 +231,10 @@ class Answer:
             "usage": self.usage.body(),
         }
 
-    async def chunks(self, first: SampleDelta) -> AsyncGenerator[dict[str, Any], None]:
-        """One for each delta, and one with the usage if that is wanted."""
+    async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
+        """Yield a chunk for each delta, and one with the usage if that is wanted."""
         rest = {"usage": None} if self._usage_wanted else {}
         try:
-            yield {**self._head, "choices": [self.choice_of(first)], **rest}
             async for delta in self._stream:
                 yield {**self._head, "choices": [self.choice_of(delta)], **rest}
             if self._usage_wanted:
@@ -244,7 +243,7 @@ class Answer:
             await self._stream.aclose()
 
     def choice_of(self, delta: SampleDelta) -> dict[str, Any]:
-        """Return what a delta adds, and count its tokens."""
+        """Return the choice of a delta, and count its tokens."""
         self.usage.add(len(delta.token_ids))
         return self._choice(delta.text, delta.token_ids, delta.logprobs, delta.finish_reason, delta.stop_reason)
 

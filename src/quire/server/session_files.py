@@ -1,4 +1,4 @@
-"""State files of sessions on their way in and out: streams on the wire, temporary files here, nothing left behind."""
+"""Upload and download of sessions' state files, as streams over temporary files."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from quire.server.events import unless_gone
 from quire.server.stored_bytes import StoredBytes
 
 CHUNK = 1 << 20
-"""Bytes that are read or written at a time."""
+"""Bytes per read or write."""
 
 
 class TemporaryFile:
-    """``async with TemporaryFile(stored, owner) as path``: a place for one file in a directory of its own, made and removed off the
-    loop. Its bytes count among those of ``owner``, as far as ``claim`` has been told of them."""
+    """A place for one file: ``async with TemporaryFile(stored, owner) as path``. Worker threads
+    make and remove its directory. The bytes told to ``claim`` count for ``owner``."""
 
     def __init__(self, stored: StoredBytes, owner: str) -> None:
         self._folder: Path | None = None
         self._stored, self._owner, self._size = stored, owner, 0
 
     def claim(self, size: int) -> None:
-        """The file has, or is going to have, so many bytes. ``ApiError`` if that is too much."""
+        """Count the file's present or coming size. Raise ``ApiError`` if it is too much."""
         self._stored.change(self._owner, self._size, size)
         self._size = size
 
     async def __aenter__(self) -> Path:
-        # Where the loop's task is cancelled meanwhile, the thread goes on to its end: it leaves nothing behind then.
+        # If the task is cancelled meanwhile, the thread goes on to its end and cleans up.
         making = asyncio.ensure_future(asyncio.to_thread(tempfile.mkdtemp, prefix="quire-state-"))
         try:
             self._folder = Path(await asyncio.shield(making))
@@ -57,8 +57,8 @@ class TemporaryFile:
 
 
 async def receive_session(request: Request, context: Context, *, convert_dtype: bool) -> AsyncSession:
-    """The session in the state file that is the request's body. Errors are those of ``LLM.load_session``; ``Cancelled`` if the
-    client goes away."""
+    """Return the session of the state file in a request's body. Errors are those of
+    ``LLM.load_session``, and ``Cancelled`` if the client goes away."""
     llm, place = context.llm, TemporaryFile(context.stored, request.state.owner)
     async with place as path:
         try:
@@ -88,12 +88,12 @@ async def _write(path: Path, place: TemporaryFile, parts: AsyncIterator[bytes]) 
 
 
 class StateFileResponse(Response):
-    """Sends a file in pieces, and lets go of it at the end, also if the client goes away before."""
+    """An answer that sends a file in pieces and removes it, also if the client goes away."""
 
     media_type = "application/octet-stream"
 
     def __init__(self, place: TemporaryFile, path: Path, *, name: str, headers: dict[str, str] | None = None) -> None:
-        """``path`` lies in ``place``, which has been entered and is left here. ``name``: what browsers call the file."""
+        """Take ``path`` in the entered ``place``, to be left here. ``name`` is for browsers."""
         self.status_code = 200
         self.background = None
         self._place = place
@@ -104,7 +104,7 @@ class StateFileResponse(Response):
         try:
             await unless_gone(Request(scope, receive), self._send(send))
         except Cancelled:
-            pass  # nobody is there to be told
+            pass  # the client has gone
         finally:
             await self._place.__aexit__()
 
@@ -118,12 +118,12 @@ class StateFileResponse(Response):
 
 
 async def saved_session(session: AsyncSession, request: Request, context: Context, *, name: str) -> Response:
-    """An answer with the state file of a session, which is free again when this returns."""
+    """Return an answer with a session's state file. The session is free when this returns."""
     place = TemporaryFile(context.stored, request.state.owner)
     path = await place.__aenter__()
     try:
         held = len(session) if session.window is None else min(len(session), session.window[0])
-        place.claim(held * context.llm.bytes_per_token)  # about as many as there will be
+        place.claim(held * context.llm.bytes_per_token)  # an estimate
         with hiding(path, name):
             await unless_gone(request, session.save(path))
         place.claim(path.stat().st_size)

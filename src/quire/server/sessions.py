@@ -1,7 +1,7 @@
-"""The sessions that clients of a server hold: whose they are, how long they live, who uses them now.
+"""The sessions that clients of a server hold: their owners, lifetimes, and present calls.
 
-Everything here runs on the server's event loop. Ids are 128 random bits, and the id of another owner is answered as one that
-does not exist, so that nothing can be learned by trying.
+Everything here runs on the server's event loop. Ids are 128 random bits. The id of another owner's
+session is answered as an unknown one, so that guessing tells nothing.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from quire.server.settings import ServerSettings
 logger = logging.getLogger("quire.server")
 
 LOOK = 1.0
-"""Seconds at most between two looks for sessions whose time is over."""
+"""Most seconds between two searches for expired sessions."""
 SHORTEST = 0.005
-"""Seconds at least."""
+"""Least seconds between them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -39,30 +39,30 @@ class HeldSession:
     owner: str
     session: AsyncSession
     parent: str | None
-    """The session from which it was forked, which may be gone."""
+    """The id of the session that it was forked from, which may be closed."""
     ttl: float
     """Seconds without use after which it is closed."""
     used: float
-    """When it was last used, on the registry's clock."""
+    """Time of its last use, on the registry's clock."""
     busy: str | None = None
     """The call that uses it now."""
     created: float = field(default_factory=time.time)
-    """Unix time."""
+    """Time of its creation, in Unix time."""
 
 
 class Sessions:
-    """All sessions of a server. One call at a time uses a session; another one is refused, not queued."""
+    """All sessions of a server. One call at a time uses a session; others are refused at once."""
 
     def __init__(self, settings: ServerSettings, *, clock: Callable[[], float] = time.monotonic) -> None:
-        """``clock``: seconds, monotonic."""
+        """Begin without sessions. ``clock``: monotonic seconds."""
         self._settings = settings
         self._clock = clock
         self._held: dict[str, HeldSession] = {}
-        """By id, the oldest first."""
+        """The sessions by id, the oldest first."""
         self._reserved: Counter[str] = Counter()
-        """Places that are kept, by owner."""
+        """Numbers of reserved places, by owner."""
         self._accounts: dict[str, PinAccount] = {}
-        """By owner: as many as there are keys."""
+        """Accounts of pinned sessions, by owner; as many as there are keys."""
         self._closed = False
         self._sweeper: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -74,8 +74,8 @@ class Sessions:
 
     @contextmanager
     def room(self, owner: str, count: int = 1) -> Iterator[None]:
-        """Keep places for an owner's sessions while they are made. ``ApiError`` 429 if the owner has too many, 503 if all together
-        have, 400 if there never will be as many."""
+        """Reserve places for an owner's sessions while they are made. Raise ``ApiError`` 429 if the
+        owner has too many, 503 if all together have, 400 if that many are never allowed."""
         limit, each = self._settings.max_sessions, self._settings.sessions_per_key
         whose = " for an API key" if owner else ""
         if count > each:
@@ -103,8 +103,8 @@ class Sessions:
             self._reserved[owner] -= count
 
     def lifetime(self, ttl: float | None, *, pinned: bool) -> float:
-        """Seconds without use after which a session shall be closed, if ``ttl`` is asked for. ``ApiError`` 400 for more than a
-        pinned session may have."""
+        """Return a session's lifetime without use, in seconds; ``ttl`` is the request's. Raise
+        ``ApiError`` 400 for more than a pinned session may have."""
         if not pinned:
             return self._settings.session_ttl if ttl is None else ttl
         most = self._settings.pinned_ttl
@@ -113,7 +113,7 @@ class Sessions:
         return most if ttl is None else ttl
 
     def create(self, owner: str, session: AsyncSession, *, parent: str | None = None, ttl: float) -> str:
-        """Hold a session, for which there is ``room``; its id. ``ttl``: its ``lifetime``."""
+        """Hold a session in its ``room``, and return its id. ``ttl`` is from ``lifetime``."""
         if self._closed:
             raise FailedPrecondition("the server is shutting down; it holds no new session")
         name = f"session-{secrets.token_hex(16)}"
@@ -123,7 +123,7 @@ class Sessions:
         return name
 
     def account(self, owner: str) -> PinAccount:
-        """Among whose pinned sessions those of an owner count."""
+        """Return the account in which an owner's pinned sessions count."""
         found = self._accounts.get(owner)
         if found is None:
             settings = self._settings
@@ -132,14 +132,14 @@ class Sessions:
         return found
 
     def _retry_after(self, held: Iterable[HeldSession]) -> dict[str, str]:
-        """When the first of these ends if nobody uses it; somebody may delete one before, so not more than a minute."""
+        """Return a header with the seconds until the first of these expires, at most 60."""
         soonest = min(map(self.time_left, held), default=0.0)
         return {"Retry-After": str(max(RETRY_AFTER, min(60, math.ceil(soonest))))}
 
     # -- using -------------------------------------------------------------------------------------
 
     def get(self, owner: str, name: str) -> HeldSession:
-        """``NotFound`` if there is none of that id, or it is somebody else's, or its time is over."""
+        """Return a session. Raise ``NotFound`` for unknown, expired and other owners' ones."""
         held = self._held.get(name)
         if held is None or held.owner != owner or self._is_over(held):
             raise NotFound(
@@ -148,12 +148,12 @@ class Sessions:
         return held
 
     def of(self, owner: str) -> list[HeldSession]:
-        """All of an owner, the oldest first."""
+        """Return all sessions of an owner, the oldest first."""
         return [held for held in self._held.values() if held.owner == owner and not self._is_over(held)]
 
     def take(self, owner: str, name: str, verb: str) -> HeldSession:
-        """Have a session for one call, until ``release``. It does not expire meanwhile. ``FailedPrecondition`` if another call
-        has it."""
+        """Take a session for one call, until ``release``. It does not expire meanwhile. Raise
+        ``FailedPrecondition`` if another call has it."""
         held = self.get(owner, name)
         if held.busy is not None:
             raise FailedPrecondition(
@@ -163,12 +163,12 @@ class Sessions:
         return held
 
     def release(self, held: HeldSession) -> None:
-        """A call is over."""
+        """End the call that uses a session."""
         held.busy, held.used = None, self._clock()
 
     @contextmanager
     def use(self, owner: str, name: str, verb: str) -> Iterator[HeldSession]:
-        """``take`` and ``release``."""
+        """Take a session, and release it at the end of the block."""
         held = self.take(owner, name, verb)
         try:
             yield held
@@ -176,7 +176,7 @@ class Sessions:
             self.release(held)
 
     def time_left(self, held: HeldSession) -> float:
-        """Seconds until it is closed unless it is used."""
+        """Return the seconds until an unused session is closed."""
         return held.ttl if held.busy else max(0.0, held.used + held.ttl - self._clock())
 
     def _is_over(self, held: HeldSession) -> bool:
@@ -185,13 +185,13 @@ class Sessions:
     # -- closing -----------------------------------------------------------------------------------
 
     async def close(self, owner: str, name: str) -> None:
-        """Give a session's pages back. What another call runs on it ends, as cancelled. ``NotFound`` as ``get``."""
+        """Close a session, and cancel a call that uses it. Raise ``NotFound`` as ``get`` does."""
         held = self.get(owner, name)
         del self._held[name]
         await _close(held)
 
     async def close_all(self) -> None:
-        """The server ends: close every session. Those that come later are refused."""
+        """Close every session at the server's end, and refuse later ones."""
         self._closed = True
         if self._sweeper is not None:
             self._sweeper.cancel()
@@ -203,14 +203,14 @@ class Sessions:
             await asyncio.wait(set(self._tasks))
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run something to its end, whoever waits for it."""
+        """Run a coroutine to its end, also if no task waits for it."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
     async def _sweep(self) -> None:
-        """Close what nobody has used for too long, as long as there are sessions."""
+        """Close expired sessions, as long as there are sessions."""
         while self._held:
             for held in [held for held in self._held.values() if self._is_over(held)]:
                 del self._held[held.id]
@@ -225,7 +225,7 @@ class Sessions:
 
 
 async def _close(held: HeldSession) -> None:
-    # What runs ends in a step, so that whoever waits for it hears of that.
+    # A running request ends in a step, by which its waiter gets the result.
     while held.busy is not None and await held.session.cancel():
         await asyncio.sleep(SHORTEST)
     await held.session.close()

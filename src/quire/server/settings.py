@@ -1,4 +1,4 @@
-"""What ``quire serve`` is told, beside the engine's own options."""
+"""The settings of ``quire serve``, besides the engine's options."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quire.server import harmony, tools
 from quire.signatures import require_bool
 
 PARSERS = (*tools.NAMES, *harmony.NAMES)
-"""What ``tool_call_parser`` may be."""
+"""Possible values of ``tool_call_parser``."""
 
 _PER_KEY = "Default: half of {}, or all of it where there are not two keys."
 _KEY = re.compile(r"[\x21-\x7e]+")
@@ -23,7 +23,7 @@ _ORIGIN = re.compile(r"\*|https?://[^\s/?#,]+")
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
-    """How a server listens, whom it lets in, and what it limits. ``InvalidArgument`` for a bad value."""
+    """A server's address, keys and limits. Raises ``InvalidArgument`` for a bad value."""
 
     host: str = field(default="127.0.0.1", metadata={"help": "Address to listen on; 0.0.0.0 for all."})
     port: int = field(default=8000, metadata={"help": "Port to listen on; 0 takes a free one."})
@@ -94,7 +94,7 @@ class ServerSettings:
         for listed in ("api_key", "allowed_origin", "adapter_dir"):
             _set_tuple(self, listed)
         for key in self.api_key:
-            # The key itself is not repeated: error messages end up in logs.
+            # Error messages end up in logs, so this one leaves the key out.
             if not isinstance(key, str) or not _KEY.fullmatch(key):
                 raise InvalidArgument(
                     "api_key must be visible ASCII, at least one character, no space", field="api_key"
@@ -166,7 +166,7 @@ class ServerSettings:
 
     @property
     def _per_key(self) -> float:
-        """What one key may have of what there is: where others have keys, half."""
+        """Share of one key in a total: half of it where there are other keys."""
         return 0.5 if len(set(self.api_key)) > 1 else 1.0
 
 

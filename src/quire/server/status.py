@@ -1,4 +1,4 @@
-"""How the server is: ``/health``, ``/version``, ``/metrics``, ``/v1/models``; and the endpoints that no model here can serve."""
+"""``/health``, ``/version``, ``/metrics``, ``/v1/models``, and endpoints that no model supports."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from quire.server.metrics_text import CONTENT_TYPE, metrics_text
 router = APIRouter()
 
 HEALTH_SECONDS = 10.0
-"""How long the engine may take to answer before it counts as stuck; a step on a slow machine takes seconds."""
+"""Seconds without an answer after which the engine counts as stuck. A slow step takes seconds."""
 
 _probes: WeakKeyDictionary[AsyncLLM, asyncio.Task[Any]] = WeakKeyDictionary()
-"""The question that is open, of each engine: however often its health is asked for, one worker thread waits."""
+"""The open health check of each engine, so that only one worker thread waits for it."""
 
 
 class Health(BaseModel):
@@ -34,7 +34,7 @@ class Health(BaseModel):
 
 
 class Version(BaseModel):
-    """Of the package."""
+    """The package's version."""
 
     version: str
 
@@ -45,10 +45,10 @@ class ModelCard(BaseModel):
     id: str
     object: str = "model"
     created: int
-    """Unix time."""
+    """Time of loading, in Unix time."""
     owned_by: str = "quire"
     root: str
-    """What was loaded."""
+    """The source that was loaded."""
     parent: str | None = None
     """For an adapter: the model that it belongs to."""
     max_model_len: int | None = None
@@ -63,7 +63,7 @@ class ModelList(BaseModel):
 
 
 class EmbeddingRequest(BaseModel):
-    """As OpenAI has it."""
+    """OpenAI's ``usage`` object."""
 
     model: str | None = None
     input: Any = Field(default=None, description="Text or token ids.")
@@ -71,14 +71,14 @@ class EmbeddingRequest(BaseModel):
 
 @router.get("/health", tags=["status"])
 async def health(request: Request) -> Health:
-    """200 if the engine answers; 503 if it does not, and while the server shuts down."""
+    """Answer 200 if the engine answers, 503 if it does not or while the server shuts down."""
     context: Context = request.app.state.context
     if context.gate.closing:
         raise ApiError(503, "this server is shutting down", code="shutting_down")
     probe = _probes.get(context.llm)
     if probe is None or probe.done() or probe.get_loop() is not asyncio.get_running_loop():
         probe = _probes[context.llm] = asyncio.ensure_future(context.llm.metrics())
-    # Not cancelled when the time is over: the next who asks waits for the same answer.
+    # It is not cancelled at the timeout: the next request waits for the same answer.
     await asyncio.wait([probe], timeout=HEALTH_SECONDS)
     if not probe.done():
         raise ApiError(503, f"the engine has not answered for {HEALTH_SECONDS:g} seconds", code="unhealthy")
@@ -91,13 +91,13 @@ async def health(request: Request) -> Health:
 
 @router.get("/version", tags=["status"])
 async def version() -> Version:
-    """Version of the server."""
+    """Tell the server's version."""
     return Version(version=metadata.version("quire"))
 
 
 @router.get("/metrics", tags=["status"], response_class=Response, responses={200: {"content": {"text/plain": {}}}})
 async def metrics(request: Request) -> Response:
-    """All metrics, in Prometheus' text format."""
+    """Send all metrics in Prometheus' text format."""
     context: Context = request.app.state.context
     text = await metrics_text(context.llm, under_way=context.gate.under_way, sessions=len(context.sessions))
     return Response(text, headers={"content-type": CONTENT_TYPE})
@@ -105,13 +105,13 @@ async def metrics(request: Request) -> Response:
 
 @router.get("/v1/models", tags=["models"])
 async def models(request: Request) -> ModelList:
-    """The model, and its adapters."""
+    """List the model and its adapters."""
     return ModelList(data=await model_cards(request.app.state.context))
 
 
 @router.get("/v1/models/{model:path}", tags=["models"])
 async def model(request: Request, model: str) -> ModelCard:
-    """One of them."""
+    """Describe the model or one of its adapters."""
     context: Context = request.app.state.context
     cards = await model_cards(context)
     context.adapter_of(model)
@@ -120,7 +120,7 @@ async def model(request: Request, model: str) -> ModelCard:
 
 @router.post("/v1/embeddings", tags=["models"], responses={200: {"description": "Never."}})
 async def embeddings(body: EmbeddingRequest) -> None:
-    """Refused: the models that run here generate text."""
+    """Refuse the call: the models that run here generate text."""
     raise bad_field(
         "model",
         "embeddings: no model that this server can run has them; /v1/completions and /v1/chat/completions generate text",
@@ -129,7 +129,7 @@ async def embeddings(body: EmbeddingRequest) -> None:
 
 
 async def model_cards(context: Context) -> list[ModelCard]:
-    """The base model and the adapters, in order of loading."""
+    """Return the base model and the adapters, in order of loading."""
     loaded = await context.llm.adapters()
     context.adapters = set(loaded)
     base = ModelCard(
@@ -142,7 +142,7 @@ async def model_cards(context: Context) -> list[ModelCard]:
 
 
 def adapter_card(context: Context, info: AdapterInfo) -> ModelCard:
-    """An adapter, as a model."""
+    """Return an adapter as a model."""
     return ModelCard(
         id=info.name,
         created=int(context.started),

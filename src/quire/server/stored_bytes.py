@@ -1,4 +1,4 @@
-"""How many bytes of state files lie on this machine's disk on their way in or out: of each API key, and in all."""
+"""The count of bytes of state files on the disk, for uploads and downloads, in all and by key."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from quire.server.settings import ServerSettings
 
 
 class StoredBytes:
-    """All of one server. It runs on the server's event loop."""
+    """The count of one server. It runs on the server's event loop."""
 
     def __init__(self, settings: ServerSettings) -> None:
         self._limit, self._each = settings.stored_limit, settings.stored_per_key
         self._held: Counter[str] = Counter()
 
     def change(self, owner: str, old: int, new: int) -> None:
-        """A file of ``owner`` has ``new`` bytes and no longer ``old``. ``ApiError`` 429 if the owner has too many then, 503 if all
-        together have, 400 if one file is more than an owner may have; nothing is changed then."""
+        """Count ``new`` bytes instead of ``old`` ones for a file of ``owner``. Raise ``ApiError``,
+        and change nothing: 429 if the owner then has too many, 503 if all together have, 400 if the
+        file alone is too large for an owner."""
         if new > old:
             if new > self._each:
                 raise ApiError(

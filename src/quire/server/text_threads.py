@@ -1,4 +1,4 @@
-"""The threads in which a server renders and tokenises: few, short texts before long ones, and none for who has gone."""
+"""The few threads that render and tokenise: short texts first, none for clients that have gone."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from typing import TypeVar
 from quire.engine.long_texts import LONG, given_up_by
 
 SHORT_THREADS = 4
-"""Threads for texts that are not long. For the others there is one."""
+"""Number of threads for texts that are not long. Long ones have one thread."""
 
 T = TypeVar("T")
 
 
 class Lane:
-    """Calls on some threads, the smallest first. On one event loop."""
+    """Calls on some threads, the smallest first, from one event loop."""
 
     def __init__(self, threads: int, name: str) -> None:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix=name)
@@ -28,8 +28,9 @@ class Lane:
         self._numbers = itertools.count()
 
     async def run(self, size: int, function: Callable[[], T]) -> T:
-        """Call ``function`` when it is its turn. If the task is cancelled before, it is not called; if meanwhile, ``long_texts.check``
-        ends it, and its thread is free for others when it has ended."""
+        """Call ``function`` at its turn. If the task is cancelled before, do not call it. If the
+        task is cancelled meanwhile, ``long_texts.check`` ends the call, which then frees its
+        thread."""
         if not self._free:
             turn = asyncio.get_running_loop().create_future()
             heapq.heappush(self._waiting, (size, next(self._numbers), turn))
@@ -57,11 +58,11 @@ class Lane:
 
     def _ended(self, work: asyncio.Future[T]) -> None:
         if not work.cancelled():
-            work.exception()  # which nobody may ask for any more
+            work.exception()  # fetched, or asyncio would log it as never retrieved
         self._leave()
 
     def _leave(self) -> None:
-        """Give a thread to who waits with the smallest text, if anybody does."""
+        """Give a free thread to the waiting call with the smallest text."""
         while self._waiting:
             turn = heapq.heappop(self._waiting)[2]
             if not turn.done():
@@ -82,7 +83,7 @@ class Texts:
         self._long = Lane(1, "quire-long-texts")
 
     async def run(self, size: int, function: Callable[[], T]) -> T:
-        """Call ``function``, which handles a text of about ``size`` characters, as ``Lane.run`` does."""
+        """Call ``function`` for a text of about ``size`` characters, as ``Lane.run`` does."""
         return await (self._long if size >= LONG else self._short).run(size, function)
 
     def close(self) -> None:

@@ -51,14 +51,14 @@ class DetokenizeRequest(BaseModel):
 
 
 class DetokenizeResponse(BaseModel):
-    """Their text, special tokens spelled out."""
+    """The tokens' text, with special tokens spelled out."""
 
     prompt: str
 
 
 @router.post("/tokenize")
 async def tokenize(request: Request, body: TokenizeRequest) -> TokenizeResponse:
-    """The tokens of a prompt, or of messages in the model's chat template."""
+    """Return the tokens of a prompt, or of messages in the model's chat template."""
     context: Context = request.app.state.context
     context.adapter_of(body.model)
     tokenizer = _tokenizer(context)
@@ -77,7 +77,7 @@ async def tokenize(request: Request, body: TokenizeRequest) -> TokenizeResponse:
         )
     checks = context.llm.engine.checks
     checks.text(body.prompt)
-    # The text of messages is about as long as the body, which brings all that it is made of.
+    # The text of messages is about as long as the body that it is made of.
     size = len(await request.body()) if body.prompt is None else len(body.prompt)
     found = await in_texts(context, request, size, lambda: _encode(tokenizer, body, checks.max_text_bytes))
     return TokenizeResponse(
@@ -90,7 +90,7 @@ async def tokenize(request: Request, body: TokenizeRequest) -> TokenizeResponse:
 
 @router.post("/detokenize")
 async def detokenize(request: Request, body: DetokenizeRequest) -> DetokenizeResponse:
-    """The text of tokens."""
+    """Return the text of tokens."""
     context: Context = request.app.state.context
     context.adapter_of(body.model)
     tokenizer = _tokenizer(context)

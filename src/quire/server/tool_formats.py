@@ -1,31 +1,36 @@
 """How model families write tool calls: one small grammar each, read incrementally.
 
-A grammar is a generator over a ``Reader``. It yields where it needs more text, so it keeps its place between the pieces of a
-stream and looks at every character once; how the text was cut can make no difference. It fails at the first character that
-its format does not allow. A call begins when its name is known and its arguments have opened; from then on every piece of
-them is passed on as it is read, and what its strings hold may be no JSON. Where the arguments come before the name, or as a
-string, the call is given when it is whole. Where a grammar fails in a call that has begun, the call gets everything up to the
-mark that ends it (``Reader.ends``), or, in formats without one, up to the next marker.
-What was read and belongs to no call is the model's text, whether the grammar ended or failed, and the search for markers goes
-on at the character that did not fit. So nothing is read twice but the few characters of a marker, and the time is linear.
+A grammar is a generator over a ``Reader``. It yields where it needs more text, so it keeps its
+place between the pieces of a stream and reads every character once, however the text is cut. It
+fails at the first character that its format does not allow.
 
-The formats are those that the chat templates of the families write:
+A call begins when its name is known and its arguments have opened. Every piece of the arguments is
+passed on as it is read; strings in them may be no JSON. If the arguments come before the name, or
+as a string, the call is given when it is whole. If a grammar fails in a call that has begun, the
+call gets the text up to the mark that ends it (``Reader.ends``), or to the next marker in formats
+without one. Text that belongs to no call is the model's, whether the grammar ended or failed, and
+the search for markers goes on at the character that did not fit. Only the few characters of a
+marker are read twice, so the time is linear.
 
-=============  ====================================================================================================
-hermes         ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` (Hermes, Qwen 2.5 and 3, SmolLM3, Granite 4)
-granite        ``<|tool_call|>[{"name": ..., "arguments": {...}}, ...]`` (Granite 3, Phi-4-mini)
-llama3_json    ``<|python_tag|>{"name": ..., "parameters": {...}}; {...}`` or a list of such objects; the marker may be missing
-               where a message begins
-mistral        ``[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`` and ``[TOOL_CALLS]name[ARGS]{...}``
-deepseek_v3    ``<｜tool▁call▁begin｜>function<｜tool▁sep｜>name`` and the arguments in a block of JSON (V3, R1), or
-               ``<｜tool▁call▁begin｜>name<｜tool▁sep｜>{...}`` (V3.1)
-qwen3_coder    ``<tool_call><function=name><parameter=key>value</parameter></function></tool_call>``
-glm45          ``<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>``
-lfm2           ``<|tool_call_start|>[name(key=value, ...), ...]<|tool_call_end|>`` as in Python (``server.tool_literals``), or a
-               list of JSON objects as above; without the list if it is one
-cohere         ``<|START_ACTION|>[{"tool_call_id": "0", "tool_name": ..., "parameters": {...}}, ...]<|END_ACTION|>``
-               (Command R7B, Command A)
-=============  ====================================================================================================
+The formats are those in the chat templates of the families:
+
+===========  ====================================================================================
+hermes       ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``
+             (Hermes, Qwen 2.5 and 3, SmolLM3, Granite 4)
+granite      ``<|tool_call|>[{"name": ..., "arguments": {...}}, ...]`` (Granite 3, Phi-4-mini)
+llama3_json  ``<|python_tag|>{"name": ..., "parameters": {...}}; {...}`` or a list of such
+             objects; the marker may be missing where a message begins
+mistral      ``[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]``,
+             ``[TOOL_CALLS]name[ARGS]{...}``
+deepseek_v3  ``<｜tool▁call▁begin｜>function<｜tool▁sep｜>name`` and the arguments in a block of
+             JSON (V3, R1), or ``<｜tool▁call▁begin｜>name<｜tool▁sep｜>{...}`` (V3.1)
+qwen3_coder  ``<tool_call><function=name><parameter=key>value</parameter></function></tool_call>``
+glm45        ``<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>``
+lfm2         ``<|tool_call_start|>[name(key=value, ...), ...]<|tool_call_end|>`` as in Python
+             (``server.tool_literals``), or JSON objects as above; one call may lack the list
+cohere       ``<|START_ACTION|>[{"tool_call_id": "0", "tool_name": ..., "parameters": {...}},
+             ...]<|END_ACTION|>`` (Command R7B, Command A)
+===========  ====================================================================================
 """
 
 from __future__ import annotations
@@ -47,13 +52,13 @@ class Offered:
     """The tools that a model may call."""
 
     def __init__(self, names: frozenset[str] | None, schemas: Schemas) -> None:
-        """``names``: None if nobody said."""
+        """Take the tools' ``names``, None if they are unknown, and their schemas."""
         self.names = names
         self._schemas = schemas
         self._types: dict[tuple[str, str], frozenset[str]] = {}
 
     def types(self, name: str, key: str) -> frozenset[str]:
-        """The types that a parameter may have; empty where nothing says."""
+        """Return the types that a parameter may have; none if its schema does not say."""
         schema = self._schemas.get(name, {}).get(key)
         if schema is None:
             return frozenset()
@@ -77,11 +82,11 @@ _TYPED = json.JSONDecoder(parse_int=lambda _: 0, parse_float=lambda _: 0.5, pars
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Keys:
-    """What the members of a JSON object that describes a call are called."""
+    """Names of members in a JSON object that describes a call."""
 
     name: str = "name"
     arguments: tuple[str, ...] = ("arguments", "parameters")
-    """The first of them counts."""
+    """Names of the arguments. The first one found counts."""
     needs_arguments: bool = False
 
 
@@ -91,8 +96,8 @@ _COHERE = _Keys(name="tool_name", arguments=("parameters",))
 
 
 def json_call(reader: Reader, keys: _Keys = _PLAIN, names: frozenset[str] | None = None) -> Steps[tuple[ToolCall, ...]]:
-    """Reads a JSON object that describes a call of one of ``names``, or of any. Returns the call, which is to be committed;
-    nothing if it was begun."""
+    """Read a JSON object that describes a call of one of ``names``, or of any tool. Return the
+    call, to be committed; no call if it was begun."""
     yield from reader.expect("{")
     fields: dict[str, str] = {}
     begun = False
@@ -101,7 +106,7 @@ def json_call(reader: Reader, keys: _Keys = _PLAIN, names: frozenset[str] | None
     while not closed:
         key = _DECODER.decode((yield from reader.string()))
         if begun and (key == keys.name or key in keys.arguments):
-            raise Malformed  # what was sent cannot be replaced
+            raise Malformed  # sent text cannot be replaced
         yield from reader.space()
         yield from reader.expect(":")
         yield from reader.space()
@@ -125,7 +130,7 @@ def json_call(reader: Reader, keys: _Keys = _PLAIN, names: frozenset[str] | None
 
 
 def _outranked(key: str, fields: Mapping[str, str], keys: _Keys) -> bool:
-    """Whether other arguments, which were written before, count."""
+    """Return whether other arguments, which were written before, count."""
     return any(other in fields for other in keys.arguments[: keys.arguments.index(key)])
 
 
@@ -139,7 +144,7 @@ def _name_of(fields: Mapping[str, str], keys: _Keys, names: frozenset[str] | Non
 
 
 def _call_of(fields: Mapping[str, str], keys: _Keys, names: frozenset[str] | None) -> ToolCall:
-    """The call that the members of an object describe. Some models write the arguments as a string that holds an object."""
+    """Return the call that an object describes. Its arguments may be a string with an object."""
     name = _name_of(fields, keys, names)
     arguments = next((fields[key] for key in keys.arguments if key in fields), None)
     if arguments is None:
@@ -158,8 +163,8 @@ def _call_of(fields: Mapping[str, str], keys: _Keys, names: frozenset[str] | Non
 
 
 def _rest_of_list(reader: Reader, keys: _Keys = _PLAIN, names: frozenset[str] | None = None) -> Steps[None]:
-    """The objects of a JSON array, each a call, after the bracket that opens it, and the one that closes it. ``names``: of which
-    the first is one."""
+    """Read calls as objects of a JSON array, after its opening bracket and with its closing one.
+    ``names``: possible names of the first call."""
     while True:
         yield from reader.space()
         reader.commit(*(yield from json_call(reader, keys, names)))
@@ -172,7 +177,7 @@ def _rest_of_list(reader: Reader, keys: _Keys = _PLAIN, names: frozenset[str] | 
 
 
 def _object_or_list(reader: Reader, keys: _Keys, end: str) -> Steps[None]:
-    """An object or a list of them before ``end``, which may be missing at the end: it may have been a stop string."""
+    """Read an object or a list of them before ``end``, which a stop string may have cut off."""
     calls: tuple[ToolCall, ...] = ()
     yield from reader.space()
     if (yield from reader.accept("[")):
@@ -185,7 +190,7 @@ def _object_or_list(reader: Reader, keys: _Keys, end: str) -> Steps[None]:
 
 
 def json_type(text: str) -> str | None:
-    """What JSON Schema calls the type of a JSON text; None if it is no JSON."""
+    """Return JSON Schema's name for the type of a JSON text; None if it is no JSON."""
     try:
         value = _TYPED.decode(text)
     except (ValueError, RecursionError):
@@ -196,7 +201,7 @@ def json_type(text: str) -> str | None:
 
 
 def _types(schema: object) -> set[str]:
-    """The types that a schema allows; empty where it does not say."""
+    """Return the types that a schema allows; none if it does not say."""
     if not isinstance(schema, Mapping):
         return set()
     named = schema.get("type")
@@ -216,11 +221,12 @@ def _types(schema: object) -> set[str]:
 
 
 def json_value(text: str, types: frozenset[str]) -> str:
-    """JSON for a value that a model wrote bare: of one of ``types`` if it can be read so, else JSON if it is any and there are no
-    types, else a string.
+    """Return JSON for a value that a model wrote bare.
 
-    A boolean is only what is spelt as one: 1 and 0 stay strings, of which it can be seen that they are none (vLLM takes all but
-    "true" for false)."""
+    It is of one of ``types`` if it can be read so. Without types, JSON stays JSON. All other text
+    becomes a string. Only "true" and "false" are booleans: 1 and 0 stay strings, which shows the
+    mistake (vLLM takes all but "true" for false).
+    """
     bare = text.strip()
     if "boolean" in types and bare.lower() in ("true", "false"):
         return bare.lower()
@@ -233,7 +239,7 @@ def json_value(text: str, types: frozenset[str]) -> str:
         return bare
     if "integer" in types and (found := _WHOLE_FLOAT.fullmatch(bare)):
         return found.group(1)
-    # Models that read much Python write lists and dictionaries as it does.
+    # Models often write lists and dictionaries as Python does.
     if (bare[:1] in ("{", "(") and "object" in types) or (bare[:1] in ("[", "(") and "array" in types):
         value = literal_json(bare)
         if value is not None and json_type(value) in types:
@@ -242,8 +248,8 @@ def json_value(text: str, types: frozenset[str]) -> str:
 
 
 def _begin_before(reader: Reader, name: str, *tags: str, or_end: bool = False) -> Steps[None]:
-    """Begins a call of ``name`` if one of ``tags`` is next. What only looks like the beginning of a call is text. ``or_end``: the
-    text may end before a tag is whole."""
+    """Begin a call of ``name`` if one of ``tags`` is next. Otherwise its beginning is text.
+    ``or_end``: the text may end before a tag is whole."""
     yield from reader.space()
     for tag in tags:
         if (yield from reader.next_is(tag)):
@@ -255,8 +261,8 @@ def _begin_before(reader: Reader, name: str, *tags: str, or_end: bool = False) -
 
 
 def _bare_value(reader: Reader, types: frozenset[str], before: str, *ends: str) -> Steps[str]:
-    """A value that is written bare and ended by one of ``ends``, which is returned; the arguments get ``before`` and the value. It
-    is read whole, for its type depends on all of it, unless it can only be a string."""
+    """Read a bare value up to one of ``ends``, which is returned. Add ``before`` and the value. It
+    is read whole, since its type depends on all of it, unless it can only be a string."""
     if types == {"string"}:
         reader.add(before + '"')
         end = yield from reader.until(lambda text: reader.add(within_quotes(text)), *ends)
@@ -269,20 +275,20 @@ def _bare_value(reader: Reader, types: frozenset[str], before: str, *ends: str) 
 
 
 def hermes(reader: Reader, marker: str, offered: Offered) -> Steps[None]:
-    """An object or a list of them between two tags."""
+    """Read an object or a list of them between two tags."""
     end = {"<tool_call>": "</tool_call>", "<|tool_call|>": "<|/tool_call|>"}[marker]
     reader.ends = (end,)
     yield from _object_or_list(reader, _PLAIN, end)
 
 
 def cohere(reader: Reader, marker: str, offered: Offered) -> Steps[None]:
-    """A list of objects between two markers."""
+    """Read a list of objects between two markers."""
     reader.ends = ("<|END_ACTION|>",)
     yield from _object_or_list(reader, _COHERE, "<|END_ACTION|>")
 
 
 def lfm2(reader: Reader, marker: str, offered: Offered) -> Steps[None]:
-    """A list between two markers: of calls as in Python, or of JSON objects if the system prompt asks for them. Or one of these."""
+    """Read calls as in Python, or JSON objects if the system prompt asks for them."""
     end = "<|tool_call_end|>"
     reader.ends = (end,)
     yield from reader.space()
@@ -303,8 +309,9 @@ def lfm2(reader: Reader, marker: str, offered: Offered) -> Steps[None]:
 
 
 def llama3_json(reader: Reader, marker: str, offered: Offered) -> Steps[None]:
-    """Objects, one after the other or with semicolons between them, or a list of them. What begins with neither marker nor the
-    name of a tool is an answer in JSON; so is a list, which behind the marker may be code."""
+    """Read objects, perhaps with semicolons between them, or a list of them. Without the marker,
+    JSON that does not begin with a call of a tool is an answer. A list must begin so even after the
+    marker, where it may be code."""
     end_marks = ("<|eom_id|>", "<|eot_id|>")
     reader.ends = (*end_marks, "<|python_tag|>")
     names = offered.names if marker == "" else None
@@ -327,7 +334,7 @@ def llama3_json(reader: Reader, marker: str, offered: Offered) -> Steps[None]:
 
 
 def mistral(reader: Reader, marker: str, offered: Offered) -> Steps[None]:
-    """A list of objects, or a name and its arguments."""
+    """Read a list of objects, or a name and its arguments."""
     reader.ends = ("[TOOL_CALLS]",)
     yield from reader.space()
     if (yield from reader.accept("[")):
@@ -343,7 +350,7 @@ def mistral(reader: Reader, marker: str, offered: Offered) -> Steps[None]:
 
 
 def _arguments(reader: Reader, name: str) -> Steps[None]:
-    """A JSON object: the arguments of a call of ``name``."""
+    """Read a JSON object, the arguments of a call of ``name``."""
     if (yield from reader.peek()) != "{":
         raise Malformed
     reader.begin(name)
@@ -352,7 +359,7 @@ def _arguments(reader: Reader, name: str) -> Steps[None]:
 
 
 def deepseek_v3(reader: Reader, marker: str, offered: Offered) -> Steps[None]:
-    """Calls, each between two markers, and two around all of them. The last ones may be missing at the end."""
+    """Read calls, each between two markers, and two around all. The last ones may be missing."""
     call_begin, call_end = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
     reader.ends = (call_end,)
     if marker != call_begin:
@@ -363,7 +370,7 @@ def deepseek_v3(reader: Reader, marker: str, offered: Offered) -> Steps[None]:
             yield from _deepseek_call(reader)
             yield from reader.expect(call_end, or_end=True)
         except Malformed:
-            # What comes behind a call that was lost is of the format again.
+            # The text after a lost call is in the format again.
             if not (yield from reader.rest_of_call()):
                 raise
         reader.commit()
@@ -375,7 +382,7 @@ def deepseek_v3(reader: Reader, marker: str, offered: Offered) -> Steps[None]:
 
 
 def _deepseek_call(reader: Reader) -> Steps[None]:
-    """What is between the two markers of a call."""
+    """Read the part between the two markers of a call."""
     yield from reader.space()
     name = yield from reader.name()
     yield from reader.expect("<｜tool▁sep｜>")
@@ -394,7 +401,7 @@ def _deepseek_call(reader: Reader) -> Steps[None]:
 
 
 def qwen3_coder(reader: Reader, marker: str, offered: Offered) -> Steps[None]:
-    """Parameters as bare text between tags. The model forgets tags at times: the outer ones, and those that close."""
+    """Read parameters as bare text between tags. Models forget the outer and the closing tags."""
     call_end, function_end, parameter = "</tool_call>", "</function>", "<parameter="
     reader.ends = (call_end,) if marker == "<tool_call>" else (function_end, call_end)
     if marker == "<tool_call>":
@@ -411,7 +418,7 @@ def qwen3_coder(reader: Reader, marker: str, offered: Offered) -> Steps[None]:
             break
         key = yield from reader.name(_KEY)
         yield from reader.expect(">")
-        yield from reader.accept("\n")  # like the one at the end, it is not of the value
+        yield from reader.accept("\n")  # like the last line break, it is not of the value
         ends = (*("\n" + closer for closer in closers), *closers)
         before = f"{separator}{quoted(key)}: "
         end = (yield from _bare_value(reader, offered.types(name, key), before, *ends)).lstrip("\n")
@@ -432,7 +439,7 @@ def qwen3_coder(reader: Reader, marker: str, offered: Offered) -> Steps[None]:
 
 
 def glm45(reader: Reader, marker: str, offered: Offered) -> Steps[None]:
-    """Keys and values as bare text between tags. The last tag may be missing at the end: it may have been a stop string."""
+    """Read keys and values as bare text between tags. A stop string may cut off the last tag."""
     end = "</tool_call>"
     reader.ends = (end,)
     yield from reader.space()
@@ -457,7 +464,7 @@ def glm45(reader: Reader, marker: str, offered: Offered) -> Steps[None]:
 
 
 def one_object(name: str) -> Callable[[Reader, str, Offered], Steps[None]]:
-    """The arguments of a call of ``name``, and nothing else."""
+    """Read the arguments of a call of ``name``, and nothing else."""
 
     def read(reader: Reader, marker: str, offered: Offered) -> Steps[None]:
         yield from reader.space()
@@ -467,7 +474,7 @@ def one_object(name: str) -> Callable[[Reader, str, Offered], Steps[None]]:
 
 
 def array_of_calls(reader: Reader, marker: str, offered: Offered) -> Steps[None]:
-    """A JSON array of calls."""
+    """Read a JSON array of calls."""
     yield from reader.space()
     yield from reader.expect("[")
     yield from _rest_of_list(reader)

@@ -1,8 +1,8 @@
-"""Calls as Python writes them, ``name(key=value, ...)``, with literals for values, which become JSON as they are read.
+"""Calls as in Python, ``name(key=value, ...)``, whose literals become JSON as they are read.
 
-Literals are strings, numbers as in JSON (or with nothing before the point), ``True``, ``False`` and ``None`` (or JSON's words for
-them), lists, tuples, which become lists, and dictionaries with strings for keys. Nothing is ever evaluated. Strings may hold line breaks: the templates of models that write such calls
-put them there as they are.
+Literals are strings, numbers as in JSON (or with nothing before the point), ``True``, ``False`` and
+``None`` (or JSON's words), lists, tuples, which become lists, and dictionaries with strings for
+keys. Nothing is evaluated. Strings may hold line breaks, as the models' templates write them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _PLAIN = {quote: re.compile(rf"[^\\{quote}]*") for quote in "'\""}
 _WORDS = {"True": "true", "False": "false", "None": "null"}
 _POINT_FIRST = re.compile(r"^(-?)\.")
 _CLOSERS = {"[": "]", "(": ")", "(,": ")", "{": "}"}
-"""``(,``: a tuple of which a comma was read."""
+"""``(,``: a tuple after a comma."""
 _LIST = {"(": "[", ")": "]"}
 _ESCAPED = {
     "\n": "",
@@ -37,22 +37,22 @@ _OCTAL = re.compile(r"[0-7]{1,3}")
 
 
 def quoted(text: str) -> str:
-    """A JSON string."""
+    """Return a JSON string."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def within_quotes(text: str) -> str:
-    """What stands for ``text`` in a JSON string."""
+    """Return ``text`` escaped for a JSON string."""
     return quoted(text)[1:-1]
 
 
 def closing(separator: str) -> str:
-    """The end of an object, before whose next member ``separator`` would stand: "{" if there was none."""
+    """Return an object's end. ``separator`` would stand before a next member: "{" for none yet."""
     return "{}" if separator == "{" else "}"
 
 
 def literal_json(text: str) -> str | None:
-    """JSON for a text that is one literal; None if it is none."""
+    """Return JSON for a text that is one literal; None for other texts."""
     taken: list[str] = []
     reader = Reader(lambda name, arguments: taken.append(arguments))
     reader.push(text)
@@ -66,7 +66,7 @@ def literal_json(text: str) -> str | None:
 
 
 def python_calls(reader: Reader) -> Steps[None]:
-    """The calls of a list, after the bracket that opens it, and the one that closes it."""
+    """Read the calls of a list, after its opening bracket and with its closing one."""
     while True:
         yield from reader.space()
         yield from python_call(reader)
@@ -80,7 +80,7 @@ def python_calls(reader: Reader) -> Steps[None]:
 
 
 def python_call(reader: Reader) -> Steps[None]:
-    """It begins with its first keyword, or where it ends: arguments without keywords are not those of a tool."""
+    """Read a call, which begins with its first keyword or its end: all arguments are keywords."""
     name = yield from reader.name()
     yield from reader.space()
     yield from reader.expect("(")
@@ -108,7 +108,7 @@ def python_call(reader: Reader) -> Steps[None]:
 
 
 def literal(reader: Reader) -> Steps[None]:
-    """A literal, which the arguments get as JSON."""
+    """Read a literal, and add it to the arguments as JSON."""
     openers: list[str] = []
     state, separator = "value", ""
     while True:
@@ -180,7 +180,7 @@ def _string(reader: Reader, quote: str, before: str) -> Steps[None]:
 
 
 def _escape(reader: Reader) -> Steps[None]:
-    """A backslash and what it means. One before anything else than Python knows is itself."""
+    """Read an escape. A backslash before any character unknown to Python stands for itself."""
     kind = (yield from reader.ahead(2))[1]
     if kind in _HEX:
         digits = (yield from reader.ahead({"x": 4, "u": 6, "U": 10}[kind]))[2:]
@@ -199,6 +199,6 @@ def _escape(reader: Reader) -> Steps[None]:
         return
     if code > 0x10FFFF:
         raise Malformed
-    # Half of a surrogate pair is no character; JSON has an escape for it.
+    # Half a surrogate pair is no character; JSON has an escape for it.
     written = f"\\u{code:04x}" if 0xD800 <= code <= 0xDFFF else within_quotes(chr(code))
     reader.take(size, lambda text: reader.add(written))

@@ -1,4 +1,4 @@
-"""Text that arrives in pieces, read once and in order: the ground of the grammars of tool calls."""
+"""A reader of text that arrives in pieces, once and in order, for the grammars of tool calls."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import TypeAlias, TypeVar
 
 T = TypeVar("T")
 Steps: TypeAlias = Generator[None, None, T]
-"""Yields where more text is needed."""
+"""A generator that yields where it needs more text."""
 Put: TypeAlias = Callable[[str], object]
-"""Gets text piece by piece, each as soon as it was read."""
+"""A function that gets text piece by piece, each as soon as it was read."""
 
 MAX_DEPTH = 128
-"""Of JSON that is read; deeper is malformed. Well below Python's own limit of recursion."""
+"""Most levels of JSON; deeper is malformed. Well below Python's limit of recursion."""
 MAX_NAME = 256
-"""Characters of a name; more is malformed."""
+"""Most characters of a name; a longer one is malformed."""
 SPACE = re.compile(r"[ \t\r\n]*")
 _STRING = re.compile(r'[^"\\\x00-\x1f]*')
 _ANY_STRING = re.compile(r'[^"\\]*')
@@ -31,21 +31,21 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class Malformed(Exception):
-    """The text is not what the format wants. Never leaves the parsers."""
+    """The text is not in the format. The parsers let it out nowhere."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ToolCall:
-    """What a model wants called."""
+    """A call that a model asks for."""
 
     name: str
     arguments: str
-    """JSON text of an object, as the model wrote it; the beginning of one if the call was cut short, and no JSON if the model
-    made a mistake."""
+    """JSON text of an object, as the model wrote it. It is the beginning of one if the call was cut
+    short, and no JSON if the model made a mistake."""
 
 
 def overlap(text: str, markers: Iterable[str]) -> int:
-    """Length of the longest end of ``text`` that a marker may begin with (never a whole marker)."""
+    """Return the length of the longest end of ``text`` that is the beginning of a marker."""
     longest = 0
     for marker in markers:
         for size in range(min(len(marker) - 1, len(text)), longest, -1):
@@ -56,20 +56,21 @@ def overlap(text: str, markers: Iterable[str]) -> int:
 
 
 class Reader:
-    """Text that arrives in pieces, with a place in it. What is read is held until it is known to belong to a call."""
+    """Text that arrives in pieces, with a place in it. Read text is held until it is known to
+    belong to a call."""
 
     def __init__(self, emit: Callable[[str | None, str], None]) -> None:
-        """``emit`` gets what is known of calls: the name of each where it begins, then, with None, pieces of its arguments."""
+        """Begin without text. ``emit`` gets a call's name, then with None pieces of arguments."""
         self.closed = False
-        """Whether nothing more will come."""
+        """Whether the text is complete."""
         self.text, self.at = "", 0
-        """What is not yet forgotten, and the place in it."""
+        """The text that is kept, and the place in it."""
         self.ends: tuple[str, ...] = ()
-        """What ends a call that the grammar cannot follow any more; where it is empty, the end of the text does."""
+        """Marks that end a call after the grammar failed; if empty, the end of the text does."""
         self.whole = False
-        """Whether the arguments of the call that was begun last are."""
+        """Whether the arguments of the last call that was begun are complete."""
         self._open = False
-        """Whether that call is not over yet."""
+        """Whether that call is still open."""
         self._emit = emit
         self._held: list[str] = []
         self._start = 0
@@ -80,27 +81,27 @@ class Reader:
         self.at = self._start = 0
 
     def hold(self) -> None:
-        """Hold what is read from here on."""
+        """Hold the text that is read from here on."""
         self._held, self._start = [], self.at
 
     def held(self) -> str:
-        """What was read since the last call of ``hold``, ``begin``, ``add`` or ``commit``."""
+        """Return the text read since the last ``hold``, ``begin``, ``add`` or ``commit``."""
         return "".join(self._held) + self.text[self._start : self.at]
 
     def begin(self, name: str) -> None:
-        """What was read begins a call. From here on it is one, whatever follows."""
+        """Begin a call with the held text. It stays a call whatever follows."""
         self._emit(name, "")
         self._open, self.whole = True, False
         self.hold()
 
     def add(self, arguments: str) -> None:
-        """What was read means this in the arguments of the call that was begun last."""
+        """Take the held text for this text in the arguments of the open call."""
         if arguments:
             self._emit(None, arguments)
         self.hold()
 
     def commit(self, *calls: ToolCall) -> None:
-        """What was read are these calls, or a part of the format."""
+        """Take the held text for these whole calls, or for a part of the format."""
         for call in calls:
             self.begin(call.name)
             self.add(call.arguments)
@@ -108,14 +109,16 @@ class Reader:
         self.hold()
 
     def over(self) -> None:
-        """The call that was begun last ends before what is held."""
+        """End the open call before the held text."""
         self._open = False
 
     def rest_of_call(self, markers: Sequence[str] = ()) -> Steps[bool]:
-        """After ``Malformed``: whether a call was open. Then its arguments get all that is left of it, as it is written, so that
-        nobody takes them for whole. What ends it is taken, unless it is one of ``markers``.
+        """Recover after ``Malformed``. Return whether a call was open.
 
-        Of a call that the text's end cut short behind its arguments, the rest stays held."""
+        An open call's arguments get the rest of its text as it is, so that they do not seem whole.
+        The mark that ends it is taken unless it is one of ``markers``. If the text ended after the
+        call's arguments, the rest stays held.
+        """
         if not self._open or (self.closed and self.whole):
             self.over()
             return False
@@ -128,7 +131,7 @@ class Reader:
         return True
 
     def more(self) -> Steps[bool]:
-        """Wait for text beyond what is there. Whether there is any."""
+        """Wait for more text. Return whether there is any."""
         size = len(self.text) - self.at
         while len(self.text) - self.at == size:
             if self.closed:
@@ -137,7 +140,7 @@ class Reader:
         return True
 
     def peek(self) -> Steps[str]:
-        """The next character; "" at the end."""
+        """Return the next character, without taking it; "" at the end."""
         while self.at == len(self.text):
             if self.closed:
                 return ""
@@ -145,14 +148,14 @@ class Reader:
         return self.text[self.at]
 
     def ahead(self, size: int) -> Steps[str]:
-        """The next ``size`` characters, which are not taken. ``Malformed`` if the text ends before."""
+        """Return the next ``size`` characters without taking them. ``Malformed`` at the end."""
         while len(self.text) - self.at < size:
             if not (yield from self.more()):
                 raise Malformed
         return self.text[self.at : self.at + size]
 
     def take(self, size: int, put: Put) -> None:
-        """Take so many characters that are there."""
+        """Take ``size`` characters that have arrived."""
         if size:
             begin, self.at = self.at, self.at + size
             put(self.text[begin : self.at])
@@ -168,7 +171,7 @@ class Reader:
         yield from self.run(SPACE, _drop)
 
     def next_is(self, literal: str) -> Steps[bool]:
-        """Whether ``literal`` is next; it is not taken."""
+        """Return whether ``literal`` is next, without taking it."""
         while (there := self.text[self.at : self.at + len(literal)]) != literal:
             if self.closed or not literal.startswith(there):
                 return False
@@ -188,14 +191,14 @@ class Reader:
             raise Malformed
 
     def ended(self, *literals: str) -> bool:
-        """Whether the text has ended here or within one of ``literals``, of which none is next; the rest of it is taken."""
+        """Return whether the text ends here or within one of ``literals``, and take that rest."""
         if not self.closed or not any(literal.startswith(self.text[self.at :]) for literal in literals):
             return False
         self.at = len(self.text)
         return True
 
     def back(self, size: int) -> None:
-        """Give back so many characters, which ``until`` has just taken."""
+        """Give back ``size`` characters that ``until`` has just taken."""
         self.at -= size
         self.hold()
 
@@ -205,8 +208,8 @@ class Reader:
         return checked_name("".join(taken))
 
     def until(self, put: Put, *ends: str) -> Steps[str]:
-        """The text before the first of ``ends``, which is taken too and returned. If the text ends before, all of it, and
-        ``Malformed``."""
+        """Put the text before the first of ``ends``; take that one too, and return it. Raise
+        ``Malformed`` after all the text if there is none."""
         pattern = re.compile("|".join(map(re.escape, ends)) or "(?!)")
         longest = max(map(len, ends), default=0)
         while not (found := pattern.search(self.text, self.at)):
@@ -220,13 +223,13 @@ class Reader:
         return found.group()
 
     def scalar(self) -> Steps[str]:
-        """The characters that numbers and the words of JSON are made of."""
+        """Read the characters of a number or a word of JSON."""
         taken: list[str] = []
         yield from self.run(_SCALAR_RUN, taken.append)
         return "".join(taken)
 
     def json(self, openers: str = "") -> Steps[str]:
-        """A JSON value as it is written: one that begins with one of ``openers`` ("{" and "["), or any."""
+        """Return a JSON value as it is written: one that begins with one of ``openers``, or any."""
         taken: list[str] = []
         if openers and (yield from self.peek()) not in tuple(openers):
             raise Malformed
@@ -234,10 +237,12 @@ class Reader:
         return "".join(taken)
 
     def value(self, put: Put, depth: int = 0, *, lenient: bool = False) -> Steps[None]:
-        """A JSON value; ``put`` gets it as it is written, while it arrives. ``depth``: in how many others it is. ``lenient``:
-        strings may hold escapes that JSON does not know, and control characters.
+        """Read a JSON value, and give it to ``put`` as it is written, while it arrives.
 
-        If the text ends within the value, ``put`` has got all of it; ``Malformed`` then, too."""
+        ``depth``: the number of values around it. ``lenient``: strings may hold control characters
+        and unknown escapes. If the text ends within the value, ``put`` has got all of it before
+        ``Malformed``.
+        """
         closers: list[str] = []
         state = "value"
         while True:
@@ -276,7 +281,7 @@ class Reader:
                 return
 
     def string(self) -> Steps[str]:
-        """A JSON string, as it is written."""
+        """Read a JSON string, as it is written."""
         taken: list[str] = []
         if (yield from self.peek()) != '"':
             raise Malformed
@@ -311,7 +316,7 @@ def checked_name(name: str) -> str:
 
 
 def checked_text(text: str) -> str:
-    """``Malformed`` where it holds half a surrogate pair, which nothing can encode."""
+    """Return a JSON string's text. ``Malformed`` if it has half a surrogate pair."""
     if _SURROGATE.search(text):
         raise Malformed
     return text
@@ -323,4 +328,4 @@ def _part_of_scalar(text: str) -> bool:
 
 
 def _drop(text: str) -> None:
-    """For what need not be kept."""
+    """Drop text that need not be kept."""

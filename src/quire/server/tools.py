@@ -1,19 +1,19 @@
-"""Tool calls in the text of a model: which format it writes, the calls in a text, and the schema that forces them.
+"""Tool calls in a model's text: its format, the calls, and the schema that forces calls.
 
-What holds for every format and every text:
+Rules for every format and every text:
 
-- What a stream gives does not depend on how its text is cut.
-- A call begins as soon as its name is known and its arguments have opened (where the name comes last, or the arguments are a
-  string, when it is whole). From then on its arguments are given as they are written, and it stays a call, also if its text
-  turns malformed or ends.
-- Its arguments are valid JSON if the model wrote that. Strings in them are passed on as they are, with escapes that JSON does not
-  know and with line breaks. If the call turns malformed before it is whole, its arguments get all of it, as it is written, up to
-  the mark that ends it (in formats without one: up to the next marker, or the end), so that nobody takes them for whole. If the
-  text ends, they are what was written of them.
-- What is no call is content, unchanged: nothing that the model wrote is lost or doubled, but for what the format itself consists
-  of, and nothing raises. The mark that ends a call is of the format, also if the call is malformed.
-- A marker inside of a JSON string is no marker.
-- White space after the last text is the format's if there are calls. All other white space is content.
+- The deltas add up to the same however the text is cut.
+- A call begins as soon as its name is known and its arguments have opened; if the name comes last,
+  or the arguments are a string, when it is whole. From then on its arguments are given as they are
+  written, and it stays a call, also if its text turns malformed or ends.
+- Its arguments are valid JSON if the model wrote that. Strings in them keep line breaks and escapes
+  that JSON does not have. If the call turns malformed, its arguments get its whole text up to the
+  mark that ends it (without one, up to the next marker or the end), so that they do not seem whole.
+  If the text ends, they are the part that was written.
+- Other text is content, unchanged. Nothing is lost or doubled but the format's own parts, and
+  nothing raises. The mark that ends a call is the format's, also if the call is malformed.
+- A marker inside a JSON string is no marker.
+- White space after the last text is the format's if there are calls. Other white space is content.
 - The time is linear in the length of the text.
 
 No I/O, and nothing of HTTP.
@@ -44,9 +44,9 @@ __all__ = [
 ]
 
 Grammar = Callable[[Reader, str, Offered], Steps[None]]
-"""Reads calls after a marker ("" where there is none)."""
+"""A grammar that reads calls after a marker ("" without one)."""
 Tools = Sequence[Mapping[str, Any]]
-"""As OpenAI's API has them: ``{"type": "function", "function": {"name": str, "parameters": JSON schema, ...}}``."""
+"""OpenAI's tools: ``{"type": "function", "function": {"name": str, "parameters": {...}, ...}}``."""
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _SCHEMA_MAPS = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
@@ -55,46 +55,43 @@ _DATA = ("const", "enum", "default", "examples", "example")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ToolDelta:
-    """What a piece of text added: content, or something of the call with this ``index``."""
+    """The addition of a piece of text: content, or a part of the call with this ``index``."""
 
     content: str = ""
     index: int | None = None
-    """Of the call, from 0; None for content."""
+    """Number of the call, from 0; None for content."""
     name: str | None = None
-    """Once for each call, in its first delta."""
+    """The call's name, in its first delta only."""
     arguments: str = ""
-    """A piece of them as they are written; "" in the first delta of a call."""
+    """A piece of the arguments as they are written; "" in the first delta of a call."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ToolFormat:
-    """How a model writes calls."""
+    """The format of a model's calls."""
 
     name: str
     markers: tuple[str, ...]
-    """What begins a call. Often these are special tokens: they must be in the text (``skip_special_tokens=False``)."""
+    """Beginnings of calls. The text must keep them, also if they are special tokens."""
     grammar: Grammar = field(repr=False)
     bare: bool = False
     """Whether a message may begin with a call that has no marker."""
     wrappers: tuple[str, ...] = ()
-    """What stands around the text of an answer; it is no content."""
+    """Marks around the text of an answer; they are no content."""
 
     def streaming(self, tools: Tools | None = None) -> StreamingToolParser:
-        """Return a parser for one message.
-
-        ``tools`` tells the types of parameters, for the formats that write values bare, and the
-        names, for those whose calls look like an answer in JSON.
-        """
+        """Return a parser for one message. ``tools`` tells the types of parameters, for the formats
+        that write values bare, and the names, for those whose calls look like an answer in JSON."""
         return StreamingToolParser(self, tools)
 
     @property
     def without_calls(self) -> ToolFormat | None:
-        """For messages that call nothing: it only leaves out what stands around an answer. None if nothing does."""
+        """A format for messages without calls, which drops the wrappers; None without wrappers."""
         return replace(self, markers=(), bare=False) if self.wrappers else None
 
 
 class StreamingToolParser:
-    """The calls of one message, as its text arrives."""
+    """A parser of the calls of one message, as its text arrives."""
 
     def __init__(self, format: ToolFormat, tools: Tools | None = None) -> None:
         self._format = format
@@ -108,7 +105,7 @@ class StreamingToolParser:
         self._steps = self._run()
 
     def feed(self, text: str) -> list[ToolDelta]:
-        """What ``text`` adds. ``FailedPrecondition`` after ``finish``."""
+        """Return the deltas that ``text`` adds. Raise ``FailedPrecondition`` after ``finish``."""
         if self._reader.closed:
             raise FailedPrecondition("this parser is finished; a message needs one of its own")
         self._reader.push(text)
@@ -116,7 +113,7 @@ class StreamingToolParser:
         return self._drain()
 
     def finish(self) -> list[ToolDelta]:
-        """What was held back. ``FailedPrecondition`` if called twice."""
+        """Return deltas of the text held back. Raise ``FailedPrecondition`` at a second call."""
         if self._reader.closed:
             raise FailedPrecondition("this parser is finished; a message needs one of its own")
         self._reader.closed = True
@@ -162,7 +159,7 @@ class StreamingToolParser:
         self._deltas.append(ToolDelta(index=self._num_calls - 1, name=name, arguments=arguments))
 
     def _content(self, text: str) -> None:
-        """White space waits for what follows it."""
+        """Add content. White space waits for the text after it."""
         trimmed = text.rstrip()
         if trimmed:
             self._deltas.append(ToolDelta(content="".join([*self._space, trimmed])))
@@ -171,9 +168,9 @@ class StreamingToolParser:
             self._space.append(text[len(trimmed) :])
 
     def _drain(self) -> list[ToolDelta]:
-        """The new deltas: pieces of content, and of one call's arguments, that belong together in one."""
+        """Return the new deltas, with adjacent pieces of content, or of one call, joined."""
         drained: list[ToolDelta] = []
-        # The names stand alone; numbers tell the calls apart, so equal neighbours are of one kind.
+        # Names are not joined. Neighbours with equal numbers belong to one call.
         for (index, name), group in itertools.groupby(self._deltas, lambda delta: (delta.index, delta.name)):
             deltas = list(group)
             content = "".join(delta.content for delta in deltas)
@@ -208,11 +205,11 @@ _FORMATS = {
 }
 _ALIASES = {"deepseek_v31": "deepseek_v3", "qwen3_xml": "qwen3_coder", "glm47": "glm45"}
 NAMES = (*_FORMATS, *_ALIASES)
-"""Of formats, for ``parser_for``."""
+"""Names of formats, for ``parser_for``."""
 _REFUSED = ("harmony", "openai", "gpt_oss")
 
 _SIGNS: tuple[tuple[tuple[str, ...], str | None], ...] = (
-    # What another format writes besides: these come first.
+    # Formats whose templates also have the signs of another one come first.
     (("<|channel|>",), None),  # server.harmony
     (("｜DSML｜",), None),
     (("<｜tool▁call▁begin｜>",), "deepseek_v3"),
@@ -225,11 +222,11 @@ _SIGNS: tuple[tuple[tuple[str, ...], str | None], ...] = (
     (('{"name": function name, "parameters":',), "llama3_json"),
     (("<|START_ACTION|>",), "cohere"),
     (("<|tool_call_start|>",), "lfm2"),
-    # Some templates of LFM2 leave it to the model how it calls the tools of this list.
+    # Some templates of LFM2 have only this list of tools, and no form of calls.
     (("<|tool_list_start|>",), "lfm2"),
     (("<|tool_calls_section_begin|>",), None),
 )
-"""What a template holds, and the format that this means; None for formats that are not read here."""
+"""Parts of templates, and the formats that they indicate; None for formats not read here."""
 _ARCHITECTURES = {
     **dict.fromkeys(("Qwen2", "Qwen2Moe", "Qwen3", "Qwen3Moe", "Qwen3Next", "SmolLM3"), "hermes"),
     **dict.fromkeys(("Qwen3_5", "Qwen3_5Moe"), "qwen3_coder"),
@@ -241,17 +238,18 @@ _ARCHITECTURES = {
     **dict.fromkeys(("Lfm2", "Lfm2Moe"), "lfm2"),
     "Cohere2": "cohere",
 }
-"""``LlamaForCausalLM`` is missing: models of every kind have this architecture."""
+"""``LlamaForCausalLM`` is missing, since models of all families use it."""
 
 
 def parser_for(
     model_config: Mapping[str, Any], chat_template: str | None, name: str | None = None
 ) -> ToolFormat | None:
-    """The format in which a model writes tool calls: the one of this ``name``, or else the one whose markers are in the chat
-    template, or else what models of the architecture (``architectures`` in config.json) write. None if nothing tells, or if it
-    is a format that is not read here.
+    """Return the format of a model's tool calls; None if it is unknown or not read here.
 
-    ``InvalidArgument``: a name that does not exist. ``Unsupported``: the format of gpt-oss, which is no format of calls alone."""
+    It is the one called ``name``, or else the one with markers in the chat template, or else that
+    of the architecture in config.json. Raise ``InvalidArgument`` for an unknown name, and
+    ``Unsupported`` for gpt-oss's format, which is more than a format of calls.
+    """
     if name is not None:
         if name in _REFUSED:
             raise Unsupported(
@@ -271,16 +269,18 @@ def parser_for(
 
 
 def architectures(model_config: Mapping[str, Any]) -> list[str]:
-    """The names in config.json, without what they end with."""
+    """Return the names of architectures in config.json, without their suffixes."""
     names = model_config.get("architectures")
     return [str(name).removesuffix("ForCausalLM") for name in names] if isinstance(names, (list, tuple)) else []
 
 
 def schema_for(tools: Tools, choice: str | Mapping[str, Any]) -> dict[str, Any]:
-    """The JSON schema that makes a model call tools: for ``"required"`` an array of calls
-    ``{"name": ..., "parameters": {...}}``, for ``{"type": "function", "function": {"name": ...}}`` that function's arguments.
+    """Return the JSON schema that makes a model call tools.
 
-    ``InvalidArgument``: another choice, a function that is not among the tools, no tools or malformed ones."""
+    For ``"required"`` it is an array of calls ``{"name": ..., "parameters": {...}}``, for
+    ``{"type": "function", "function": {"name": ...}}`` the arguments of that function. Raise
+    ``InvalidArgument`` for another choice, an unknown function, and no or malformed tools.
+    """
     functions = _functions(tools)
     if choice != "required":
         return functions[_chosen(choice, functions)]
@@ -298,7 +298,7 @@ def schema_for(tools: Tools, choice: str | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def forced_format(choice: str | Mapping[str, Any]) -> ToolFormat:
-    """The format of a text that ``schema_for`` allows; for streams. ``InvalidArgument`` as there."""
+    """Return the format of texts under ``schema_for``. Raise ``InvalidArgument`` as it does."""
     if choice == "required":
         return ToolFormat(name="required", markers=(), grammar=tool_formats.array_of_calls, bare=True)
     name = _chosen(choice, None)
@@ -317,7 +317,7 @@ def _chosen(choice: str | Mapping[str, Any], functions: Mapping[str, Any] | None
 
 
 def _functions(tools: Tools) -> dict[str, dict[str, Any]]:
-    """The schema of the arguments of each tool, by its name."""
+    """Return the schema of each tool's arguments, by name."""
     functions: dict[str, dict[str, Any]] = {}
     for index, tool in enumerate(tools):
         function = tool.get("function") if isinstance(tool, Mapping) and tool.get("type") == "function" else None
@@ -343,13 +343,13 @@ def _functions(tools: Tools) -> dict[str, dict[str, Any]]:
 
 
 def names_of(tools: Tools) -> frozenset[str]:
-    """The names of tools, as far as there are any; never raises."""
+    """Return the names of the tools that have one. Never raises."""
     functions = [tool.get("function") for tool in tools if isinstance(tool, Mapping)]
     return frozenset(str(function.get("name")) for function in functions if isinstance(function, Mapping))
 
 
 def _schemas(tools: Tools) -> Schemas:
-    """The schemas of parameters, as far as there are any; never raises."""
+    """Return the schemas of the parameters that have one, by tool. Never raises."""
     found: dict[str, Mapping[str, Any]] = {}
     for tool in tools:
         function = tool.get("function") if isinstance(tool, Mapping) else None
@@ -361,7 +361,7 @@ def _schemas(tools: Tools) -> Schemas:
 
 
 def _moved(schema: Any, place: str) -> Any:
-    """A schema whose references to itself hold at another place of a document."""
+    """Return a schema whose references to itself are valid at another place of a document."""
     if isinstance(schema, list):
         return [_moved(each, place) for each in schema]
     if not isinstance(schema, Mapping):
