@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found]
 import functools
+import os
 import sys
 import threading
 from _thread import get_ident
@@ -34,6 +35,18 @@ POLL_SECONDS = 0.05
 """Interval at which the main thread looks for signals while it waits for a lock or an event."""
 
 _SIGNALS = sorted(int(number) for number in _signal.valid_signals())
+
+
+_main = threading.main_thread().ident
+"""The main thread's identity: looked up here once, since each verb asks for it many times."""
+
+
+def _note_main_thread() -> None:
+    global _main
+    _main = threading.main_thread().ident
+
+
+os.register_at_fork(after_in_child=_note_main_thread)
 
 
 class Shield:
@@ -57,7 +70,7 @@ class Shield:
         self._keeper = self._keep  # one object, for comparison by identity
 
     def __enter__(self) -> Self:
-        if get_ident() == threading.main_thread().ident:
+        if get_ident() == _main:
             if not self._depth:
                 self._install()
             self._depth += 1
@@ -70,12 +83,17 @@ class Shield:
 
     def leave(self, *, deliver: bool = True) -> None:
         """End a block. ``deliver=False`` lets signals wait: a finaliser loses exceptions."""
-        if get_ident() == threading.main_thread().ident:
+        if get_ident() == _main:
             self._depth -= 1
             if not self._depth:
                 self._restore()
             if deliver and self._depth == self._exposed:
                 self._deliver()
+
+    @property
+    def is_up(self) -> bool:
+        """Whether signals are being kept for the main thread."""
+        return self._depth > self._exposed
 
     @property
     def outermost(self) -> bool:
@@ -84,12 +102,12 @@ class Shield:
 
     def check(self) -> None:
         """Run the handlers of the waiting signals here."""
-        if self._waiting and get_ident() == threading.main_thread().ident:
+        if self._waiting and get_ident() == _main:
             self._deliver()
 
     def expose(self, function: Callable[[], R]) -> R:
         """Call user code, in which signals are not kept."""
-        if not self._depth or get_ident() != threading.main_thread().ident:
+        if not self._depth or get_ident() != _main:
             return function()
         before, self._exposed = self._exposed, self._depth
         try:
@@ -149,6 +167,8 @@ def uninterrupted(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if SHIELD.is_up or get_ident() != _main:
+            return function(*args, **kwargs)
         with SHIELD:
             return function(*args, **kwargs)
 
@@ -192,7 +212,7 @@ class Lock:
     def _acquire(self, blocking: bool, timeout: float, checks: bool) -> bool:
         if self._lock.acquire(blocking=False) or not blocking:
             return self.owned
-        if timeout >= 0 or get_ident() != threading.main_thread().ident:
+        if timeout >= 0 or get_ident() != _main:
             return self._lock.acquire(timeout=timeout)
         while not self._lock.acquire(timeout=POLL_SECONDS):
             if checks or SHIELD.outermost:
@@ -236,7 +256,7 @@ class _Interruptible:
 
 def wait_for(event: threading.Event) -> None:
     """Wait for an event; the wait is a check point."""
-    if get_ident() != threading.main_thread().ident:
+    if get_ident() != _main:
         event.wait()
         return
     while not event.wait(POLL_SECONDS):

@@ -34,6 +34,10 @@ class Orphans:
         """
         self._ends[weakref.ref(owner, self._gone.append)] = end
 
+    def unwatch(self, owner: object) -> None:
+        """Forget what ``watch`` remembers for ``owner``, whose end has been called."""
+        self._ends.pop(weakref.ref(owner), None)
+
     def leave(self, end: End) -> None:
         """Call ``end`` now if no thread is at work, this one included; else let ``bury`` call it."""
         self._left.append(end)

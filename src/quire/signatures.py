@@ -55,6 +55,7 @@ def _checked(function: Callable[..., Any], verb: str) -> Callable[..., Any]:
     if not order:
         return function
     checks: dict[str, Check] = {}
+    in_order: list[Check] = []
 
     @wraps(function)
     def wrapper(self: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -62,12 +63,22 @@ def _checked(function: Callable[..., Any], verb: str) -> Callable[..., Any]:
             # At the first call, when all names in the annotations exist.
             hints = typing.get_type_hints(function)
             checks.update({name: check_of(hint) for name, hint in hints.items() if name != "return"})
-        label = verb or type(self).__name__
-        given = [_accept(checks, label, name, value) for name, value in zip(order, args, strict=False)]
-        named = {name: _accept(checks, label, name, value) for name, value in kwargs.items()}
-        return function(self, *given, *args[len(given) :], **named)
+            in_order.extend(checks.get(name, _anything) for name in order)
+        try:
+            given = [check(value) for check, value in zip(in_order, args, strict=False)]
+        except _Mismatch:
+            given = []  # The argument is named below.
+        if kwargs or len(given) < len(args):
+            label = verb or type(self).__name__
+            given = [_accept(checks, label, name, value) for name, value in zip(order, args, strict=False)]
+            kwargs = {name: _accept(checks, label, name, value) for name, value in kwargs.items()}
+        return function(self, *given, *args[len(given) :], **kwargs)
 
     return wrapper
+
+
+def _anything(value: Any) -> Any:
+    return value
 
 
 def _accept(checks: Mapping[str, Check], verb: str, name: str, value: Any) -> Any:

@@ -676,6 +676,7 @@ class Session(Labelled):
         if not self._closed:
             self._closed = True
             self._engine.forget(self._state)
+            self._engine.orphans.unwatch(self)
 
     def __enter__(self) -> Self:
         return self

@@ -267,7 +267,9 @@ class SessionStates:
     def _let_go(self, session: SessionState) -> None:
         if session.seq is not None:
             self.remove(session.seq)
-        session.seq, session.computed, session.origin = None, 0, replace(session.origin, exact=True)
+        session.seq, session.computed = None, 0
+        if not session.origin.exact:
+            session.origin = replace(session.origin, exact=True)
 
     # -- lending to requests --------------------------------------------------------------------------------
 
