@@ -148,22 +148,6 @@ def counts(scheduled: Scheduled) -> list[int]:
     return [len(chunk.tokens) for chunk in scheduled.step.chunks]
 
 
-def test_token_buffer() -> None:
-    buffer = TokenHistory([1, 2])
-    for token in range(40):
-        buffer.append(token)
-    buffer.extend([5, 6])
-    buffer.extend(np.array([8]))
-    assert buffer.ids.tolist() == [1, 2, *range(40), 5, 6, 8]
-    buffer.truncate(1)
-    buffer.append(9)
-    assert buffer.ids.tolist() == [1, 9]
-    assert len(TokenHistory()) == 0
-    source = np.arange(3, dtype=np.int32)
-    TokenHistory(source).ids[0] = 9
-    assert source[0] == 0
-
-
 @pytest.mark.parametrize(
     ("a", "b", "length"), [([], [], 0), ([1], [], 0), ([1], [2], 0), ([1, 2], [1], 1), ([1, 2, 3], [1, 2, 4], 2)]
 )

@@ -1,52 +1,14 @@
-"""The token record of a row, and refusals of sampling that must not cost a rewound row its tokens."""
+"""Refusals of sampling that must not cost a rewound row its tokens."""
 
 from __future__ import annotations
 
-import hypothesis.strategies as st
-import numpy as np
 import pytest
-from hypothesis import given
 
-from quire.branches.history import TokenHistory
 from quire.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
 from quire.executor.llm_executor import LlmExecutor
 from quire.sampling_params import SamplingParams
 
 from .conftest import Tiny, check_pages, forget_tokens, inputs, make_executor, refused, some_ids
-
-LISTS = st.lists(st.integers(0, 96), max_size=40)
-STEPS = st.lists(st.tuples(st.sampled_from(["write", "fork", "cut"]), st.integers(0, 7), st.integers(0, 99), LISTS))
-
-
-@given(LISTS, STEPS)
-def test_records_against_lists(first: list[int], steps: list[tuple[str, int, int, list[int]]]) -> None:
-    """Whatever forks share, no write of one shows in another."""
-    records, lists = [TokenHistory(np.array(first, dtype=np.int64))], [list(first)]
-    for verb, which, position, ids in steps:
-        index = which % len(records)
-        start = position % (len(lists[index]) + 1)
-        if verb == "write":
-            records[index].replace_from(start, np.array(ids, dtype=np.int64))
-            lists[index] = lists[index][:start] + ids
-        elif verb == "cut":
-            records[index].size = start
-            lists[index] = lists[index][:start]
-        else:
-            records.append(records[index].fork())
-            lists.append(list(lists[index]))
-        assert [record.ids.tolist() for record in records] == lists
-
-
-def test_a_fork_copies_at_the_first_write_only() -> None:
-    record = TokenHistory(np.arange(1000))
-    forks = [record.fork() for _ in range(3)]
-    assert all(np.shares_memory(fork.ids, record.ids) for fork in forks)
-    forks[0].replace_from(1000, np.array([7]))
-    assert not np.shares_memory(forks[0].ids, record.ids)
-    before = forks[0].ids
-    forks[0].replace_from(1001, np.array([8]))
-    assert np.shares_memory(before, forks[0].ids)
-    assert np.shares_memory(forks[1].ids, record.ids)
 
 
 def test_refused_sampling_keeps_the_tokens_of_a_rewound_row(llama: Tiny) -> None:

@@ -124,4 +124,25 @@ MUTANTS = (
         new="        if False:",
         tests=("engine/test_media.py::test_a_session_that_ends_in_an_image_is_saved",),
     ),
+    Mutant(
+        name="askers-give-up-their-own-states",
+        file="runner/room.py",
+        old="if giver is not asker or rank is Rank.ORPHANS",
+        new="if rank in Rank",
+        tests=("branches/test_giving_up.py::test_a_call_that_asks_gives_up_orphans_only",),
+    ),
+    Mutant(
+        name="appended-to-a-history-that-forks-share",
+        file="branches/history.py",
+        old="if self._shared or self.size == self._buffer.size:",
+        new="if self.size == self._buffer.size:",
+        tests=("branches/test_history.py::test_any_verbs_against_lists",),
+    ),
+    Mutant(
+        name="orphans-end-in-a-forward",
+        file="orphans.py",
+        old=" or not self._ready()",
+        new="",
+        tests=("branches/test_giving_up.py::test_ends_wait_until_they_can_be_called",),
+    ),
 )

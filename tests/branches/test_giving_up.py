@@ -1,0 +1,143 @@
+"""``Room``: the order in which things are given up. ``Orphans``: what ends when an object is gone."""
+
+from __future__ import annotations
+
+import gc
+import threading
+
+import pytest
+
+from quire.interrupts import Lock
+from quire.orphans import Orphans
+from quire.runner.room import Rank, Room
+
+
+class Owner:
+    """It has some things of each rank."""
+
+    def __init__(self, log: list[tuple[str, Rank]], name: str, **things: int) -> None:
+        self.log, self.name = log, name
+        self.things = {Rank[rank]: count for rank, count in things.items()}
+
+    def give_up(self, rank: Rank) -> bool:
+        if not self.things.get(rank):
+            return False
+        self.things[rank] -= 1
+        self.log.append((self.name, rank))
+        return True
+
+    def loose(self) -> list[int]:
+        return [sum(self.things.values())]
+
+
+def test_ranks_go_before_owners() -> None:
+    log: list[tuple[str, Rank]] = []
+    room = Room()
+    first, second = Owner(log, "a", IDLE=1, PREFIXES=2), Owner(log, "b", ORPHANS=1, STATES=1, SCARCE_STATES=1)
+    room.join(first)
+    room.join(second)
+    assert room.loose() == {3}
+    while room.make():
+        pass
+    ranks = [rank for _, rank in log]
+    assert ranks == sorted(ranks, key=list(Rank).index)
+    assert len(log) == 6
+    assert not room.make()
+
+
+def test_one_thing_at_a_time() -> None:
+    log: list[tuple[str, Rank]] = []
+    room, owner = Room(), Owner(log, "a", PREFIXES=3)
+    room.join(owner)
+    assert room.make()
+    assert len(log) == 1
+
+
+def test_a_call_that_asks_gives_up_orphans_only() -> None:
+    log: list[tuple[str, Rank]] = []
+    room = Room()
+    asker, other = Owner(log, "asker", ORPHANS=1, SCARCE_STATES=1, PREFIXES=1), Owner(log, "other", IDLE=1)
+    room.join(asker)
+    room.join(other)
+    while room.make(asker):
+        pass
+    assert log == [("asker", Rank.ORPHANS), ("other", Rank.IDLE)]
+    assert room.make()
+
+
+def test_owners_are_not_held_and_may_leave() -> None:
+    log: list[tuple[str, Rank]] = []
+    room, left = Room(), Owner(log, "left", IDLE=1)
+    room.join(left)
+    room.leave(left)
+    room.join(Owner(log, "gone", IDLE=1))
+    gc.collect()
+    assert not room.make()
+    assert not log
+
+
+class Thing:
+    """Something to watch."""
+
+
+def test_what_is_watched_ends_once_it_is_gone() -> None:
+    orphans, ended = Orphans(Lock()), []
+    thing, kept, closed = Thing(), Thing(), Thing()
+    orphans.watch(thing, lambda: ended.append("thing"))
+    orphans.watch(kept, lambda: ended.append("kept"))
+    orphans.watch(closed, lambda: ended.append("closed"))
+    assert not orphans.bury()
+    orphans.unwatch(closed)
+    del thing, closed
+    assert not ended
+    assert orphans.bury()
+    assert ended == ["thing"]
+    assert not orphans.bury()
+
+
+def test_an_end_that_finds_nothing_is_none() -> None:
+    orphans, thing = Orphans(Lock()), Thing()
+    orphans.watch(thing, lambda: False)
+    del thing
+    assert not orphans.bury()
+
+
+def test_what_a_finaliser_leaves_ends_at_once_unless_a_thread_is_at_work() -> None:
+    lock = Lock()
+    orphans, ended = Orphans(lock), list[str]()
+    orphans.leave(lambda: ended.append("free"))
+    assert ended == ["free"]
+    with lock:
+        orphans.leave(lambda: ended.append("own"))
+        assert ended == ["free"]
+        thread = threading.Thread(target=orphans.leave, args=[lambda: ended.append("other")])
+        thread.start()
+        thread.join(30)
+        assert ended == ["free"]
+        assert orphans.bury()
+    assert ended == ["free", "own", "other"]
+
+
+def test_ends_wait_until_they_can_be_called() -> None:
+    ready, ended = [False], list[str]()
+    orphans = Orphans(Lock(), lambda: ready[0])
+    orphans.leave(lambda: ended.append("left"))
+    assert not orphans.bury()
+    ready[0] = True
+    assert orphans.bury()
+    assert ended == ["left"]
+
+
+def test_an_end_that_fails_does_not_take_the_others_with_it() -> None:
+    orphans, ended = Orphans(Lock()), list[str]()
+
+    def fail() -> None:
+        raise RuntimeError("broken")
+
+    with orphans._lock:
+        orphans.leave(fail)
+        orphans.leave(lambda: ended.append("next"))
+        with pytest.raises(RuntimeError, match="broken"):
+            orphans.bury()
+        assert orphans.bury()
+    assert ended == ["next"]
