@@ -28,6 +28,7 @@ import quire
 from quire import LLM, AsyncLLM, BeamSearchParams, interrupts
 from quire.contracts.executor_calls import PrefillInput
 from quire.engine.session import Session
+from quire.engine.session_stream import SessionStream
 from quire.errors import QuireError
 
 from .conftest import Checkpoint, MakeLLM, check, engine_of, greedy, make_checkpoint, make_family, random_tokens
@@ -412,9 +413,16 @@ def test_an_interrupt_takes_effect_after_the_step(bed: Bed, monkeypatch: pytest.
     assert_whole(bed, "after three steps")
 
 
-def test_what_nobody_holds_any_more_is_ended_by_the_next_step(bed: Bed) -> None:
-    """Where the garbage collector comes in the middle of something, which leaves it no lock."""
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_what_nobody_holds_any_more_is_ended_by_the_next_step(
+    bed: Bed, interrupted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the garbage collector comes in the middle of something, which leaves it no lock; and where a signal comes into its
+    finaliser before that has done anything."""
     fresh(bed)
+    if interrupted:
+        for kind in (Session, SessionStream):
+            monkeypatch.setattr(kind, "__del__", lambda self: None)
     engine = engine_of(bed.llm)
     child, other = bed.session.fork(), bed.session.fork()
     stream = other.stream(greedy(9))
@@ -431,7 +439,8 @@ def test_what_nobody_holds_any_more_is_ended_by_the_next_step(bed: Bed) -> None:
     pool = bed.llm.executor.pool
     used = len(engine.runner.state.table)
     with engine.lock:
-        cache._finalizer.detach()  # as where an interrupt came into it
+        if interrupted:
+            cache._finalizer.detach()
         del cache
         assert len(engine.runner.state.table) == used
         assert pool.sweep()
