@@ -1,11 +1,12 @@
-"""LoRA adapters (arXiv:2106.09685) as values: what a file says, checked against a model, before anybody runs it.
+"""LoRA adapters (arXiv:2106.09685) as values: the content of a file, checked against a model.
 
-An adapter changes linear maps by terms of low rank, ``W + s B A``, and may bring tables of its own for the embedding and
-the head. Who reads files makes ``Adapter`` values (``quire.models.peft``); who runs them holds them under ids
-(``quire.runner.adapter_pool``).
+An adapter adds low-rank terms to linear maps, ``W + s B A``. It may also bring its own tables for
+the embedding and the head. ``quire.models.peft`` reads files into ``Adapter`` values;
+``quire.runner.adapter_pool`` holds them under ids.
 
-Letters: R rank; I input, O output features of the piece of a linear map that an update changes; V vocabulary; E model width;
-T rows of a forward; S rank rows, those of all adapters on the device, one adapter behind the other.
+Letters: R rank; I and O input and output features of the updated piece of a linear map; V
+vocabulary; E model width; T rows of a forward; S rank rows of all adapters on the device, adapter
+after adapter.
 """
 
 from __future__ import annotations
@@ -20,18 +21,19 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LowRankUpdate:
-    """What is added to ``O`` outputs of one linear map, from output ``row`` on: ``x A^T B^T``.
+    """The term ``x A^T B^T``, added to ``O`` outputs of one linear map from output ``row`` on.
 
-    A fused map (the projections of q, k and v; gate and up) has one update for each of the parts that an adapter changes.
+    A fused map (q, k and v; gate and up) has one update for each part that an adapter changes.
     """
 
     linear: str
-    """``Linear.name``: the model's parameter without ``.weight``, as in "3.qkv"; "head"; or "embed" for the table."""
+    """``Linear.name``: the parameter without ``.weight``, as "3.qkv"; "head"; or "embed"."""
     row: int
     a_RI: Tensor
-    """``[R, I]``. Of the embedding ``[R, V]``: a token's column is what its row of the table is multiplied with."""
+    """``[R, I]``. For the embedding it is ``[R, V]``: column t stands for ``A x`` of token t."""
     b_RO: Tensor
-    """``[R, O]``: B transposed, with the adapter's scale (alpha / r, or alpha / sqrt(r)) multiplied in, in float32."""
+    """``[R, O]``: B transposed, times the scale (alpha / r or alpha / sqrt(r)), multiplied in
+    float32."""
 
     @property
     def rank(self) -> int:
@@ -47,17 +49,17 @@ class Adapter:
     """A whole adapter, on the host, in the model's dtype."""
 
     fingerprint: str
-    """What makes two adapters the same: everything that decides their results, and neither name nor place of the files."""
+    """Equal for adapters with equal results; the name and place of the files have no part in it."""
     updates: tuple[LowRankUpdate, ...] = ()
-    """At most one for a linear map and row."""
+    """At most one for each pair of linear map and row."""
     tables: Mapping[str, Tensor] = field(default_factory=dict)
-    """Whole tables ``[V, E]`` in the place of the model's: "embed", "head"."""
+    """Whole tables ``[V, E]`` that replace the model's: "embed", "head"."""
     source: str = ""
-    """Where it came from, for people."""
+    """Where the adapter came from, for people."""
 
     @property
     def rank(self) -> int:
-        """The largest rank of its updates; 0 where it has tables only."""
+        """The largest rank of the updates; 0 if there are only tables."""
         return max((update.rank for update in self.updates), default=0)
 
     @property
@@ -66,7 +68,7 @@ class Adapter:
 
 
 class RankedRows(NamedTuple):
-    """Rows of a batch under one adapter, and where its rank rows are."""
+    """Rows of a batch under one adapter, and the place of its rank rows."""
 
     first: int
     rank: int
@@ -79,30 +81,35 @@ class RankPiece(NamedTuple):
     a_SI: Tensor
     b_SO: Tensor
     column: int
-    """Of the map's results, the first."""
+    """First output of the piece among the outputs of the map."""
 
 
 class AddProducts(Protocol):
     """The term of one linear map in one forward."""
 
     def __call__(self, y_TO: Tensor, x_TI: Tensor) -> None:
-        """Add ``x A^T B^T`` to the rows of y that are under adapters, summed in float32 and rounded once. Other rows stay."""
+        """Add ``x A^T B^T`` to the rows of y that are under adapters; leave other rows as they are.
+
+        Sums are in float32 and rounded once.
+        """
         ...
 
 
 class LowRankKernel(Protocol):
-    """A way to compute the terms of many adapters at once; ``quire.nn.low_rank`` does it with PyTorch's operations."""
+    """Computes the terms of many adapters at once. ``quire.nn.low_rank`` does so with PyTorch
+    operations."""
 
     name: str
 
     def refusal(self, dtype: torch.dtype, device: torch.device) -> str:
-        """Why it does not run on such tensors; empty if it does."""
+        """Return why the kernel cannot run on such tensors; "" if it can."""
         ...
 
     def plan(self, members: Sequence[RankedRows]) -> Any:
-        """What all maps of a forward share. Rows and rank rows are there."""
+        """Return what all maps of a forward share. ``members`` names the rows and rank rows."""
         ...
 
     def bind(self, plan: Any, pieces: Sequence[RankPiece]) -> AddProducts:
-        """The term of one map, good as long as the pieces do not move. A and B are in the model's dtype."""
+        """Return the term of one map, valid until the pieces move. A and B are in the model's
+        dtype."""
         ...

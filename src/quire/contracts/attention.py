@@ -1,13 +1,14 @@
-"""How attention runs over pages: planned once for a forward, run for every layer.
+"""Attention over pages: planned once for a forward, run for every layer.
 
-A KV state hands a ``ForwardPlan`` to an ``AttentionBackend``, which turns it into whatever it wants to have ready
-(index tensors, masks, workspaces); ``run`` is then called for each layer with that layer's tensors. A KV state
+A KV state hands a ``ForwardPlan`` to an ``AttentionBackend``. The backend prepares index tensors,
+masks and workspaces from it. ``run`` is then called with the tensors of each layer. A KV state
 knows no kernel, and a kernel knows no sequence.
 
-Letters: B entries of the batch; T new tokens of all entries; S slots of the pool; P page size; Hq, Hkv heads; Dk, Dv head sizes.
+Letters: B batch entries; T new tokens of all entries; S slots of the pool; P page size; Hq, Hkv
+query and KV heads; Dk, Dv head sizes.
 
-An *address* counts the keys of one entry in the order in which its page table holds them: the committed tokens, then the
-nodes of its token tree in order of appending. Where there is no tree an address is a position.
+An *address* is the index of a key of one entry in the order of its page table: first the committed
+tokens, then the nodes of its token tree in order of appending. Without a tree it is the position.
 """
 
 from __future__ import annotations
@@ -24,41 +25,48 @@ from quire.contracts.layers import LayerSpec
 
 
 class AttentionState(NamedTuple):
-    """Attention over some set of keys. States over disjoint sets merge (see ``ops.attention.merge``)."""
+    """Attention over a set of keys. States over disjoint sets merge (``ops.attention.merge``)."""
 
     out: Tensor
-    """``[T, Hq, Dv]``; 0 where a query sees no key."""
+    """``[T, Hq, Dv]``; 0 for a query that sees no key."""
     lse: Tensor
-    """``[T, Hq]`` float32, natural logarithm of the sum of exponentials; -inf where a query sees no key."""
+    """float32 ``[T, Hq]``: natural logarithm of the sum of exponentials; -inf for a query without
+    keys."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeyRule:
-    """What the n new tokens of one entry may see where the order of positions does not decide it: a token tree, a mask."""
+    """Visibility for the n new tokens of an entry with a token tree or a mask."""
 
     first: int
-    """Keys at addresses below are visible as ever: up to the query's own position."""
+    """Keys at lower addresses follow the usual rule: visible up to the query's own position."""
     allowed: NDArray[np.bool_]
-    """``[n, keys - first]``: which of the keys from address ``first`` on each new token may see. Windows still apply."""
+    """``[n, keys - first]``: which keys from ``first`` on each new token may see, before
+    windows."""
     positions: NDArray[np.int64]
-    """``[keys - first]``: their positions (siblings in a tree have the same)."""
+    """``[keys - first]``: positions of these keys (siblings in a tree share one)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ForwardPlan:
-    """One ragged batch over one layer class. Entry i has ``counts[i]`` new tokens (the queries) and ``keys[i]`` keys.
+    """One ragged batch over one layer class: entry i has ``counts[i]`` queries and ``keys[i]``
+    keys.
 
-    A query at position q sees the keys at positions 0..q, or what the entry's rule allows, less what windows hide:
+    The queries are the entry's new tokens. A query at position q sees the keys at positions 0..q,
+    or those that the entry's rule allows. Windows then hide some of them:
 
-    * ``lows``: keys at positions below ``lows[t]`` are hidden from row t, except
-    * ``sinks``: keys at positions ``sinks[t, 0] <= position < sinks[t, 1]`` are visible too, for the query that is rotated
-      at its relative position (``run``'s ``q_sink_THD``). The two sets are disjoint, and rows with an empty range have no
-      such part: their sink, if any, lies within the window.
+    * ``lows``: row t does not see positions below ``lows[t]``, except those of its sink.
+    * ``sinks``: row t also sees positions ``sinks[t, 0] <= position < sinks[t, 1]``, with the query
+      rotated at its relative position (``q_sink_THD`` of ``run``). The two sets of keys are
+      disjoint. A row with an empty range has no sink part: its sink, if any, lies within the
+      window.
 
-    What rows hold that no row of the entry sees may be anything, NaN too, behind the sink, where rows that left the window
-    share its last page; elsewhere such rows of a page that is seen are finite, or lie in a sequence that holds NaN itself.
+    So attention over the *window part* with ``q_THD`` is merged with attention over the *sink part*
+    with ``q_sink_THD``.
 
-    So attention is that over the *window part* with ``q_THD``, merged with that over the *sink part* with ``q_sink_THD``.
+    Rows that no query of the entry sees may hold anything, even NaN, if they lie behind the sink,
+    where evicted rows share the sink's last page. Elsewhere an unseen row of a visible page is
+    finite, or its sequence holds NaN itself.
     """
 
     page_size: int
@@ -66,15 +74,15 @@ class ForwardPlan:
     keys: NDArray[np.int64]
     """``[B]``: number of keys of each entry; addresses are 0..keys - 1."""
     origins: NDArray[np.int64]
-    """``[B]``: position of address 0: zero, except where the keys are only the new tokens."""
+    """``[B]``: position of address 0; not zero only if the keys are just the new tokens."""
     starts: NDArray[np.int64]
     """``[B + 1]``: rows of entry i are ``starts[i]..starts[i + 1] - 1``."""
     tables: tuple[NDArray[np.int32], ...]
-    """Page ids by address. An entry of -1 is a page that no row of the entry sees: it must not be read."""
+    """Page ids by address. -1 is a page that no query of the entry sees; it must not be read."""
     positions: NDArray[np.int64]
     """``[T]``: positions of the new tokens."""
     rules: tuple[KeyRule | None, ...]
-    """One per entry; None: by position."""
+    """One for each entry; None: positions decide."""
     lows: NDArray[np.int64] | None = None
     """``[T]``; None: nothing is hidden."""
     sinks: NDArray[np.int64] | None = None
@@ -91,13 +99,13 @@ class ForwardPlan:
 
     @property
     def plain(self) -> bool:
-        """Whether order of positions decides everything."""
+        """Whether the order of positions decides everything."""
         return self.lows is None and self.sinks is None and not any(self.rules)
 
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """How scores become weights."""
+    """The map from dot products to scores."""
 
     scale: float
     softcap: float | None = None
@@ -105,20 +113,20 @@ class Scoring:
 
 
 class AttentionBackend(Protocol):
-    """A way to compute attention over pages. Stateless between forwards."""
+    """Computes attention over pages. It keeps no state between forwards."""
 
     name: str
 
     def refusal(self, spec: LayerSpec, device: torch.device) -> str:
-        """Why this backend cannot run such a layer there; empty if it can."""
+        """Return why this backend cannot run such a layer on that device; "" if it can."""
         ...
 
     def fuses(self, spec: LayerSpec, device: torch.device) -> bool:
-        """Whether prompts and decodes of such a layer run in kernels that never form the weights of all keys."""
+        """Return whether kernels run such a layer without forming the weights of all keys."""
         ...
 
     def plan(self, plan: ForwardPlan, dtype: torch.dtype) -> Any:
-        """What ``run`` needs for this batch, made once per forward and layer class."""
+        """Prepare ``run`` for this batch, once for each forward and layer class."""
         ...
 
     def run(
@@ -133,14 +141,15 @@ class AttentionBackend(Protocol):
         q_sink_THD: Tensor | None = None,
         sinks_H: Tensor | None = None,
     ) -> Tensor:
-        """Attention of the new tokens over all keys that the plan lets them see: ``[T, Hq, Dv]``, fresh, contiguous, in
-        the dtype of q; 0 for a row that sees no key.
+        """Return attention of the new tokens over all keys that the plan lets them see.
 
-        ``q [T, Hq, Dk]`` is rotated, ``q_sink`` the same at relative positions (given if and only if the plan has
-        sinks). ``k_SHD [S, Hkv, Dk]``, ``v_SHD [S, Hkv, Dv]`` is the pool, in which the new rows are already. ``new``: K and V
-        of the new tokens, ``[T, Hkv, Dk]`` and ``[T, Hkv, Dv]``, equal to what the last ``counts[i]`` addresses of each
-        entry hold (so a prompt need not be gathered); None where these are not the new tokens. ``sinks_H`` float32 ``[Hq]``:
-        learned logits that join the softmax without a value.
+        The result is ``[T, Hq, Dv]``, fresh, contiguous, in the dtype of q; 0 for a row that sees
+        no key. ``q [T, Hq, Dk]`` is rotated. ``q_sink`` is the same query at relative positions,
+        given if and only if the plan has sinks. ``k_SHD [S, Hkv, Dk]`` and ``v_SHD [S, Hkv, Dv]``
+        are the pool, which already holds the new rows. ``new`` is K and V of the new tokens, ``[T,
+        Hkv, Dk]`` and ``[T, Hkv, Dv]``, equal to the last ``counts[i]`` addresses of each entry, so
+        that a prompt need not be gathered; None if those are not the new tokens. ``sinks_H``
+        (float32 ``[Hq]``) are learned logits that join the softmax without a value.
         """
         ...
 
@@ -156,6 +165,8 @@ class AttentionBackend(Protocol):
         q_sink_THD: Tensor | None = None,
         coarse: bool = False,
     ) -> AttentionState:
-        """The same as an attention state, contiguous, without learned logits. Its lse is good to float32 whatever the
-        type of K and V is; ``coarse``: good to that type is enough, for parts of a result that will be rounded to it."""
+        """Return the result of ``run`` as a contiguous attention state, without learned logits.
+
+        The lse is accurate to float32 for every dtype of K and V. With ``coarse``, accuracy of that
+        dtype is enough: the caller will round the result to it."""
         ...
