@@ -1,10 +1,11 @@
-"""What the verbs of ``ModelExecutor`` are given and return: ferrum's inputs and outputs.
+"""Inputs and outputs of the verbs of ``ModelExecutor``, as in ferrum.
 
-Letters: B batch rows, S tokens of a row with padding, V vocabulary, E model width, Hq query heads, K keys.
+Letters: B batch rows, S tokens of a row with padding, V vocabulary, E model width, Hq query heads,
+K keys.
 
-Token ids are int32 or int64 (a float32 holds ids exactly only below 2**24); ids outside [0, V) are refused by the
-executor. Logits are float32. Inputs are never mutated; returned tensors belong to the caller. A value that is built
-is consistent in itself; whether there are tokens at all is for the verb to say.
+Token ids are int32 or int64 (float32 holds ids exactly only below 2**24); the executor refuses ids
+outside [0, V). Logits are float32. Inputs are never mutated; returned tensors belong to the caller.
+A constructed value is consistent in itself; the verb refuses an input without tokens.
 """
 
 from __future__ import annotations
@@ -22,31 +23,36 @@ from quire.signatures import checks_arguments
 from quire.types import LogitsWanted
 
 CacheLike: TypeAlias = CacheHandle | KVCacheInterface
-"""A handle, or a KV cache itself, which stands for its present content."""
+"""A handle, or a KV cache, which stands for its present content."""
 
 
 @checks_arguments()
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PrefillInput:
-    """A batch of prompts, or of further pieces of prompts if ``kv_cache`` is given. ``with_...`` give changed copies."""
+    """Prompts, or further pieces of prompts with ``kv_cache``. ``with_...`` return changed
+    copies."""
 
     input_ids: Tensor
     """int32 or int64 ``[B, S]``; ``[B]`` is one token per row."""
     attention_mask: Tensor | None = None
-    """bool or integer, shaped as ``input_ids``: 1 is a real token, 0 padding, left or right of one run of real tokens.
-    Padding never enters the cache; logits at padding have no meaning. None: all are real."""
+    """bool or integer, shaped as ``input_ids``: 1 is a real token, 0 padding left or right of the
+    one run of real tokens. Padding never enters the cache; its logits have no meaning. None: all
+    tokens are real."""
     position_ids: Tensor | None = None
-    """int32 or int64, shaped as ``input_ids``: where tokens are rotated; what they see goes by their order. None: one behind the token
-    before each, from 0, which is the running count of real tokens unless others were given before. The row keeps them. Others than
-    the running count are ``Unsupported`` where a window, a recurrent layer or the model itself goes by the index; never ignored."""
+    """int32 or int64, shaped as ``input_ids``: positions for rotation; token order decides
+    visibility. None: each token is one behind its predecessor, the first of a sequence at 0. The
+    row keeps given positions. Positions other than the running count of real tokens are
+    ``Unsupported``, never ignored, where a window, a recurrent layer or the model itself uses the
+    index."""
     kv_cache: CacheLike | None = None
-    """Continue these sequences; None: a fresh cache."""
+    """The sequences to continue; None: a fresh cache."""
     logits: LogitsWanted = "all"
-    """``all``: ``[B, S, V]``; ``last``: ``[B, 1, V]``, of the last real token; ``none``: no head at all."""
+    """``all``: ``[B, S, V]``; ``last``: ``[B, 1, V]``, of the last real token; ``none``: skip the
+    head."""
     output_hidden_states: bool = False
     output_attentions: bool = False
     adapter: int | None = None
-    """Id of a loaded adapter, under which these tokens run; None: the base model."""
+    """Id of the loaded adapter for these tokens; None: the base model."""
 
     def __post_init__(self) -> None:
         check_token_ids("input_ids", self.input_ids)
@@ -71,9 +77,9 @@ class PrefillInput:
         return self.input_ids.shape[1] if self.input_ids.dim() == 2 else 1
 
     def real_spans(self) -> tuple[tuple[int, int], ...]:
-        """First and one past the last column of each row's real tokens.
+        """Return the first and one past the last column of each row's real tokens.
 
-        ``InvalidArgument`` "Input token tensor is empty" if there is no token, or for a tensor of rank 0.
+        ``InvalidArgument`` "Input token tensor is empty": no token, or a tensor of rank 0.
         """
         rows, columns = self.batch_size, self.sequence_length
         if rows == 0 or columns == 0:
@@ -85,7 +91,7 @@ class PrefillInput:
         return tuple((a, a + n) for a, n in zip(first.tolist(), real_BS.sum(1).tolist(), strict=True))
 
     def token_rows(self) -> tuple[Tensor, ...]:
-        """The real tokens of each row, int64, 1-D, fresh. Refuses as ``real_spans``."""
+        """Return the real tokens of each row, int64, 1-D, fresh. Refuse as ``real_spans``."""
         spans = self.real_spans()
         ids_BS = self.input_ids.reshape(len(spans), -1)
         return tuple(row[a:b].to(torch.int64, copy=True) for row, (a, b) in zip(ids_BS, spans, strict=True))
@@ -132,7 +138,7 @@ def _check_like(name: str, tensor: Tensor | None, ids: Tensor) -> None:
 
 
 def _check_mask(mask: Tensor) -> None:
-    """Zeros and ones, and in each row of a non-empty batch exactly one run of ones."""
+    """Require zeros and ones, with exactly one run of ones in each row of a non-empty batch."""
     if mask.is_floating_point() or mask.is_complex():
         raise InvalidArgument(f"attention_mask must be bool or integer; got {mask.dtype}")
     if mask.dim() == 0 or mask.numel() == 0:
@@ -149,7 +155,7 @@ def _check_mask(mask: Tensor) -> None:
 
 
 def _check_positions(positions: Tensor, mask: Tensor | None) -> None:
-    """Integers, and at real tokens >= 0; what padding carries does not matter."""
+    """Require integers, >= 0 at real tokens; padding may carry anything."""
     check_token_ids("position_ids", positions)
     real = positions if mask is None else positions[mask.to(positions.device) != 0]
     if (real < 0).any():
@@ -161,15 +167,18 @@ class PrefillOutput:
     """Logits of a prefill, and the handle of the cache that now holds the prompt."""
 
     logits: Tensor | None
-    """float32 ``[B, S, V]`` of all positions, ``[B, 1, V]`` if only the last were asked for, None if none were."""
+    """float32 ``[B, S, V]``; ``[B, 1, V]`` if only the last were wanted; None if none were."""
     kv_cache: CacheHandle
     last_indices: tuple[int, ...] | None = None
-    """Index into dimension 1 of ``logits`` of each row's last real token; None: the last column for all."""
+    """For each row, the index in dimension 1 of ``logits`` of its last real token; None: the last
+    column."""
     hidden_states: tuple[Tensor, ...] | None = None
-    """One ``[B, S, E]`` per layer, what the layer returned, in the model's dtype; 0 at padding. None unless asked for."""
+    """The output ``[B, S, E]`` of each layer, in the model's dtype; 0 at padding. None unless asked
+    for."""
     attention_weights: tuple[Tensor, ...] | None = None
-    """One float32 ``[B, Hq, S, K]`` per layer, K the tokens of the longest row, earlier ones included; 0 where a token does
-    not see, and at padding. A learned sink takes its part, so that a row may sum to less than 1. None unless asked for."""
+    """For each layer float32 ``[B, Hq, S, K]``; K counts the tokens of the longest row, earlier
+    ones included. 0 for unseen tokens and padding. With a learned sink a row may sum to less than
+    1. None unless asked for."""
 
     def __post_init__(self) -> None:
         if self.last_indices is None or self.logits is None or self.logits.dim() != 3:
@@ -180,10 +189,11 @@ class PrefillOutput:
             raise InvalidArgument(field="last_indices", given=self.last_indices, allowed=allowed)
 
     def last_token_logits(self) -> Tensor:
-        """float32 ``[B, V]``, fresh: the distribution after the last *real* token of each row.
+        """Return float32 ``[B, V]``, fresh: the distribution after the last *real* token of each
+        row.
 
-        ``InvalidArgument``: "Expected 3D logits tensor [batch, seq, vocab]", "Empty sequence". ``NotFound``: the input
-        asked for no logits.
+        ``InvalidArgument``: "Expected 3D logits tensor [batch, seq, vocab]", "Empty sequence".
+        ``NotFound``: the input asked for no logits.
         """
         if self.logits is None:
             raise NotFound("the prefill was asked for no logits (logits='none'); ask for 'last' or 'all'")
@@ -203,15 +213,16 @@ class DecodeInput:
     """One token for each row of a cache."""
 
     input_ids: Tensor
-    """int32 or int64 ``[B, 1]``; ``[B]`` will do."""
+    """int32 or int64 ``[B, 1]`` or ``[B]``."""
     kv_cache: CacheLike
-    """The cache that it continues. A handle shorter than its cache means: rewind to its length."""
+    """The cache to continue. A handle shorter than its cache means: rewind to its length."""
     position_ids: Tensor | None = None
     """As in ``PrefillInput``, ``[B, 1]``."""
     output_hidden_states: bool = False
     output_attentions: bool = False
     adapter: int | None = None
-    """Id of a loaded adapter, under which this token runs; None: the base model, whatever earlier tokens ran under."""
+    """Id of the loaded adapter for this token; None: the base model. Earlier tokens do not
+    matter."""
 
     def __post_init__(self) -> None:
         check_token_ids("input_ids", self.input_ids)
@@ -228,7 +239,10 @@ class DecodeInput:
         return _batch_size(self.input_ids)
 
     def tokens(self, verb: str = "decode") -> Tensor:
-        """int64 ``[B]``, fresh. ``InvalidArgument``: "<verb> input token empty", or not one token per row."""
+        """Return int64 ``[B]``, fresh.
+
+        ``InvalidArgument``: "<verb> input token empty", or not one token per row.
+        """
         rows = self.batch_size
         if self.input_ids.numel() == 0:
             raise InvalidArgument(f"{verb} input token empty")
@@ -253,8 +267,8 @@ class DecodeOutput:
     hidden_state: Tensor | None = None
     """``[B, E]``, of the last layer; None unless asked for."""
     attention_weights: tuple[Tensor, ...] | None = None
-    """One float32 ``[B, Hq, 1, K]`` per layer, as in ``PrefillOutput``; of a tree's node, columns are the tokens before the
-    tree, then its nodes. None unless asked for."""
+    """For each layer float32 ``[B, Hq, 1, K]``, as in ``PrefillOutput``. For a tree node the
+    columns are the tokens before the tree, then its nodes. None unless asked for."""
 
     def __post_init__(self) -> None:
         if self.logits.dim() != 2:
@@ -266,13 +280,13 @@ class SpeculativeOutput:
     """The accepted prefix of a draft, and what comes after it."""
 
     accepted_tokens: tuple[int, ...]
-    """A prefix of the draft, or of one path of a draft tree. No bonus token is sampled: the caller does that."""
+    """A prefix of the draft, or of one path of a draft tree. The caller samples the bonus token."""
     next_logits: Tensor
-    """float32 ``[1, V]``: raw target logits of the token after the last accepted one."""
+    """float32 ``[1, V]``: raw target logits after the last accepted token."""
     kv_cache: CacheHandle
-    """Its length is start + 1 + acceptance_count; the rejected drafts are gone."""
+    """The cache of length start + 1 + acceptance_count, without the rejected drafts."""
     next_probs: Tensor | None = None
-    """float32 ``[1, V]``, in exact mode only: the distribution from which the caller must draw the next token."""
+    """float32 ``[1, V]``, in exact mode only: the caller must draw the next token from it."""
 
     def __post_init__(self) -> None:
         if self.next_logits.dim() != 2 or self.next_logits.shape[0] != 1:

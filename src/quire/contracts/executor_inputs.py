@@ -1,15 +1,17 @@
-"""What the verbs of ``LlmExecutorInterface`` are given: LiteRT-LM's ``ExecutorInputs`` and ``ModelAssets``.
+"""Inputs of ``LlmExecutorInterface``: LiteRT-LM's ``ExecutorInputs`` and ``ModelAssets``.
 
-Letters: B batch rows, S tokens of the longest row, M rows of media embeddings, L layers, E model width.
+Letters: B batch rows, S tokens of the longest row, M rows of media embeddings, L layers, E model
+width.
 
-Token ids are int32 or int64. Negative ids are placeholders, legal only together with the data that they stand
-for: each ``VISION_PLACEHOLDER`` is one row of the vision embeddings, each ``AUDIO_PLACEHOLDER`` one of the audio's,
-matched in order through the batch; each ``END_OF_IMAGE`` and ``END_OF_AUDIO`` is one more token, whose embedding is the
-same wherever it stands. Ids >= 0 are checked by the executor, which knows the vocabulary. A value that is built is
-consistent; what only one verb demands (no tokens, two tokens) is that verb's to refuse.
+Token ids are int32 or int64. Negative ids are placeholders, legal only with their data. Each
+``VISION_PLACEHOLDER`` is one row of the vision embeddings and each ``AUDIO_PLACEHOLDER`` one of the
+audio embeddings, in order through the batch. Each ``END_OF_IMAGE`` and ``END_OF_AUDIO`` is one more
+token, with the same embedding everywhere. The executor checks ids >= 0, for it knows the
+vocabulary. A constructed value is consistent; each verb refuses what it cannot take (no tokens, two
+tokens).
 
-Embeddings are in the place of what the model's own table gives for a token, at the width of the model: an encoder and
-its projection have run before. Whatever the model multiplies its embeddings with is in them already.
+Embeddings replace the rows of the model's own table, at the model's width: encoder and projection
+have run, and any factor that the model applies to its embeddings is included.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ END_OF_AUDIO = -4
 
 
 def check_token_ids(name: str, ids: Tensor) -> None:
-    """``InvalidArgument`` unless ``ids`` is an int32 or int64 tensor; a float cannot hold every id."""
+    """Raise ``InvalidArgument`` unless ``ids`` is int32 or int64; a float cannot hold every id."""
     if ids.dtype not in (torch.int32, torch.int64):
         raise InvalidArgument(f"{name} must be int32 or int64; got {ids.dtype}")
 
@@ -43,7 +45,7 @@ def check_token_ids(name: str, ids: Tensor) -> None:
 @checks_arguments()
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TextData:
-    """Token ids of a batch, padded on the right where ``row_lengths`` says so."""
+    """Token ids of a batch, padded on the right up to S where ``row_lengths`` are given."""
 
     token_ids: Tensor
     """int32 or int64 ``[B, S]``."""
@@ -71,7 +73,7 @@ class TextData:
         return self.row_lengths or (self.token_ids.shape[1],) * self.batch_size
 
     def token_rows(self) -> tuple[Tensor, ...]:
-        """The real tokens of each row, int64, 1-D, fresh."""
+        """Return the real tokens of each row, int64, 1-D, fresh."""
         return tuple(
             row[:length].to(torch.int64, copy=True) for row, length in zip(self.token_ids, self.lengths, strict=True)
         )
@@ -87,10 +89,10 @@ class VisionData:
     per_layer_embeddings: Tensor | None = None
     """Floating ``[L, M, per_layer_dim]``."""
     end_embedding: Tensor | None = None
-    """(ours) Floating ``[E]``: what stands at each ``END_OF_IMAGE``; needed where there is one."""
+    """(ours) Floating ``[E]``: the embedding of ``END_OF_IMAGE``; required where that occurs."""
     bidirectional: bool = False
-    """(ours) Whether the tokens of an image see all of that image, not only what stands before them. An image is a run of
-    placeholders in one row; any other token ends it."""
+    """(ours) Whether the tokens of an image see all of that image, not only what precedes them. An
+    image is a run of placeholders in one row; any other token ends it."""
 
     def __post_init__(self) -> None:
         _check_embeddings("vision", self.embeddings, self.per_layer_embeddings, self.end_embedding)
@@ -111,9 +113,9 @@ class AudioData:
     per_layer_embeddings: Tensor | None = None
     """Floating ``[L, M, per_layer_dim]``."""
     valid_tokens: int = -1
-    """How many leading rows are used; -1: all."""
+    """Number of leading rows in use; -1: all."""
     end_embedding: Tensor | None = None
-    """(ours) Floating ``[E]``: what stands at each ``END_OF_AUDIO``; needed where there is one."""
+    """(ours) Floating ``[E]``: the embedding of ``END_OF_AUDIO``; required where that occurs."""
 
     def __post_init__(self) -> None:
         _check_embeddings("audio", self.embeddings, self.per_layer_embeddings, self.end_embedding)
@@ -123,7 +125,7 @@ class AudioData:
 
     @property
     def num_rows(self) -> int:
-        """Rows that are used, the number of placeholders that this data fills."""
+        """Rows in use, the number of placeholders that this data fills."""
         if self.valid_tokens >= 0:
             return self.valid_tokens
         return _media_rows(self.embeddings, self.per_layer_embeddings)
@@ -150,16 +152,18 @@ def _check_embeddings(kind: str, embeddings: Tensor | None, per_layer: Tensor | 
 @checks_arguments()
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ExecutorInputs:
-    """Text, vision and audio of one call, each optional, and where in the cache it begins.
+    """Text, vision and audio of one call, each optional, and the position in the cache where it
+    begins.
 
-    The fields are None where a member is absent; the ``get_...`` accessors raise ``NotFound`` there.
+    Absent fields are None; their ``get_...`` accessors raise ``NotFound``.
     """
 
     text: TextData | None = None
     vision: VisionData | None = None
     audio: AudioData | None = None
     next_position: int | tuple[int, ...] | None = None
-    """Position of the first token, one for all rows or one per row; None: the cache's length. A lower one is a rewind."""
+    """Position of the first token, for all rows or per row; None: the cache's length; lower: a
+    rewind."""
 
     def __post_init__(self) -> None:
         self._check_next_position()
@@ -197,9 +201,10 @@ class ExecutorInputs:
             raise InvalidArgument(f"token ids {sorted(unknown)} are negative and no placeholders; -1..-4 are")
 
     def start_positions(self, lengths: Sequence[int]) -> tuple[int, ...]:
-        """Where each row begins in a cache with these row lengths.
+        """Return where each row begins in a cache with these row lengths.
 
-        ``InvalidArgument`` unless there is one position, or one per row, and 0 <= position <= length for each row.
+        ``InvalidArgument`` unless there is one position, or one per row, each in 0..length of its
+        row.
         """
         given = self.next_position
         if given is None:
@@ -215,36 +220,36 @@ class ExecutorInputs:
         return positions
 
     def get_text_data(self) -> TextData:
-        """The text; ``NotFound`` if absent."""
+        """Return the text; ``NotFound`` if absent."""
         return _present("text data", self.text)
 
     def get_text_token_ids(self) -> Tensor:
-        """Token ids ``[B, S]``; ``NotFound`` if there is no text."""
+        """Return token ids ``[B, S]``; ``NotFound`` without text."""
         return self.get_text_data().token_ids
 
     def get_vision_data(self) -> VisionData:
-        """The vision data; ``NotFound`` if absent."""
+        """Return the vision data; ``NotFound`` if absent."""
         return _present("vision data", self.vision)
 
     def get_vision_embeddings(self) -> Tensor:
-        """``[M, E]``; ``NotFound`` if absent."""
+        """Return ``[M, E]``; ``NotFound`` if absent."""
         return _present("vision embeddings", self.get_vision_data().embeddings)
 
     def get_vision_per_layer_embeddings(self) -> Tensor:
-        """``[L, M, per_layer_dim]``; ``NotFound`` if absent."""
+        """Return ``[L, M, per_layer_dim]``; ``NotFound`` if absent."""
         return _present("vision per-layer embeddings", self.get_vision_data().per_layer_embeddings)
 
     def get_audio_data(self) -> AudioData:
-        """The audio data; ``NotFound`` if absent."""
+        """Return the audio data; ``NotFound`` if absent."""
         return _present("audio data", self.audio)
 
     def get_audio_embeddings(self) -> Tensor:
-        """The used rows, ``[M, E]``; ``NotFound`` if absent."""
+        """Return the rows in use, ``[M, E]``; ``NotFound`` if absent."""
         audio = self.get_audio_data()
         return _present("audio embeddings", audio.embeddings)[: audio.num_rows]
 
     def get_audio_per_layer_embeddings(self) -> Tensor:
-        """The used rows, ``[L, M, per_layer_dim]``; ``NotFound`` if absent."""
+        """Return the rows in use, ``[L, M, per_layer_dim]``; ``NotFound`` if absent."""
         audio = self.get_audio_data()
         return _present("audio per-layer embeddings", audio.per_layer_embeddings)[:, : audio.num_rows]
 
@@ -261,16 +266,16 @@ AssetSource: TypeAlias = Literal["path", "file", "data", "stream"]
 @checks_arguments()
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ModelAssets:
-    """Where the bytes of a model or an adapter come from: exactly one of four."""
+    """The source of the bytes of a model or an adapter: exactly one of four."""
 
     path: str | PathLike[str] | None = None
     """A file or a directory."""
     file: BinaryIO | None = None
-    """An open file; it can seek. All of it, wherever it stands."""
+    """An open seekable file, used from its beginning to its end wherever it stands."""
     data: bytes | bytearray | memoryview | mmap | None = None
     """Bytes in memory, or memory-mapped."""
     stream: BinaryIO | None = None
-    """Read once, from its present place to its end."""
+    """A stream, read once from its present place to its end."""
 
     def __post_init__(self) -> None:
         given = [name for name in ("path", "file", "data", "stream") if getattr(self, name) is not None]
@@ -292,7 +297,7 @@ class ModelAssets:
 
     @property
     def source(self) -> AssetSource:
-        """Which of the four is given."""
+        """The name of the given one."""
         if self.path is not None:
             return "path"
         if self.file is not None:

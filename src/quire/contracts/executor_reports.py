@@ -1,7 +1,7 @@
-"""What an executor says about itself: model, capabilities, status, metrics. Values without torch.
+"""What an executor reports: model, capabilities, status, metrics. Values without torch.
 
-Everything here is taken from the loaded model, the device and what is implemented, or measured; nothing is a
-constant. Memory is in bytes, latency in milliseconds, throughput in tokens per second.
+Every number comes from the loaded model, the device or the implementation, or is measured; none is
+a constant. Memory is in bytes, latency in milliseconds, throughput in tokens per second.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ class ExecutorType(StrEnum):
     """How an executor runs its sequences."""
 
     SEQUENTIAL = "Sequential"
-    """One sequence at a time: its largest batch is 1."""
+    """Runs one sequence at a time: its largest batch is 1."""
     BATCH = "Batch"
-    """A fixed batch runs to completion: what was prefilled in one call is decoded together, until it is released."""
+    """Runs a fixed batch to completion: rows of one prefill call are decoded together until
+    released."""
     CONTINUOUS_BATCH = "ContinuousBatch"
     """Sequences join and leave between steps."""
     SPECULATIVE = "Speculative"
@@ -50,9 +51,9 @@ class ExecutorState(StrEnum):
     INITIALIZING = "Initializing"
     READY = "Ready"
     BUSY = "Busy"
-    """A call is inside; others are taken and wait."""
+    """A call is running; further calls are accepted and wait."""
     ERROR = "Error"
-    """After a device error that cannot be recovered."""
+    """The device failed and cannot be recovered."""
     SHUTDOWN = "Shutdown"
     """Terminal."""
 
@@ -67,19 +68,19 @@ class ExecutorInfo:
     hidden_size: int
     num_layers: int
     num_heads: int
-    """Query heads; 0 for a model without attention, as the two below."""
+    """Query heads; 0 without attention, as the two fields below."""
     num_kv_heads: int
     head_dim: int
-    """From the configuration; not hidden size over heads."""
+    """From the configuration; need not be hidden size over heads."""
     max_sequence_length: int
-    """Tokens of a row at most."""
+    """Largest number of tokens of a row."""
     dtype: str
-    """Of the weights, as ``float32``."""
+    """Dtype of the weights, as ``float32``."""
     device: str
     """As ``cuda:0``."""
     num_parameters: int
     fingerprint: str
-    """Digest of architecture, configuration and weights; caches and state files carry it."""
+    """Digest of architecture, configuration and weights, stored in caches and state files."""
 
     def __post_init__(self) -> None:
         _require_at_least(self, 1, "vocab_size", "hidden_size", "num_layers", "max_sequence_length")
@@ -98,23 +99,27 @@ class ExecutorInfo:
 @checks_arguments()
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryRequirements:
-    """What a batch needs, in bytes: a linear estimate that bounds the measured peak.
+    """Memory that a batch needs, in bytes: a linear estimate that bounds the measured peak.
 
-    For B prompts of S tokens that run in one forward and want all logits it is at most 10 % above the peak (25 % where layers are
-    recurrent, whose kernels work on pieces of a fixed length and on the states of all rows), the logits of 64 tokens and the
-    unused slots of a page of K and V a row aside, and no more than 10 % below it (25 %), 1 % where the vocabulary is large. Prompts
-    of different lengths or with fewer logits, and decodes of rows of S >= 2 tokens, need no more than that.
-    On top come, where prompts run in several forwards, the activations of one of these; hidden states and attention weights that
-    are asked for; the logits of prompts of different lengths a second time where an adapter is named; and recurrent states beyond
-    the present one of each row: that which a forward is writing, and those that are kept to go back to, as far as there is room.
+    It holds for B prompts of S tokens in one forward with all logits. It exceeds the peak by at
+    most 10 %, apart from the logits of 64 tokens and the unused slots of one page of K and V per
+    row. It falls below the peak by at most 10 %, or 1 % if the vocabulary is large. Both bounds are
+    25 % with recurrent layers, since their kernels work on pieces of a fixed length and on the
+    states of all rows. Prompts of different lengths or with fewer logits, and decodes of rows of S
+    >= 2 tokens, need no more.
+
+    Further memory is needed for: the activations of one forward if prompts run in several;
+    requested hidden states and attention weights; a second copy of the logits of prompts of
+    different lengths under an adapter; recurrent states beyond the present one of each row (the one
+    that a forward writes, and those kept for rewinds while there is room).
     """
 
     parameter_memory: int
-    """Sum of actual storage of the weights."""
+    """Storage of all weights."""
     activation_memory_per_token: int | None
-    """Measured; None: not yet, for want of room."""
+    """Measured; None: not yet, for lack of room."""
     kv_cache_memory_per_token: int
-    """Per token **per layer**: K and V of all KV heads in the K/V dtype, scales included where it is quantised."""
+    """Per token **per layer**: K and V of all KV heads in their dtype, with scales if quantised."""
     overhead_memory: int | None
     """Measured; None as above."""
     recurrent_memory_per_row: int = 0
@@ -132,10 +137,12 @@ class MemoryRequirements:
         )
 
     def calculate_total_memory(self, batch_size: int, sequence_length: int, num_layers: int) -> int:
-        """Bytes for ``batch_size`` rows of ``sequence_length`` tokens in a model of ``num_layers`` layers.
+        """Return the bytes for B rows (``batch_size``) of S tokens (``sequence_length``) in L
+        layers.
 
-        parameters + activation * B * S + K/V * B * S * L + overhead, and the recurrent states of B rows where S > 0.
-        ``InvalidArgument`` for a negative argument. ``FailedPrecondition`` where activations are not measured.
+        That is parameters + activation * B * S + K/V * B * S * L + overhead + recurrent states of B
+        rows if S > 0. ``InvalidArgument``: a negative argument. ``FailedPrecondition``: activations
+        are not measured.
         """
         if self.activation_memory_per_token is None or self.overhead_memory is None:
             raise FailedPrecondition(
@@ -155,7 +162,7 @@ class MemoryRequirements:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExecutorCapabilities:
-    """What this model on this device can do with what is implemented."""
+    """Abilities of this model on this device, with what is implemented."""
 
     max_batch_size: int
     max_sequence_length: int
@@ -169,9 +176,11 @@ class ExecutorCapabilities:
     supported_devices: tuple[str, ...]
     memory_requirements: MemoryRequirements
     layer_kinds: tuple[str, ...] = ()
-    """(ours) The kinds of layer state that the KV caches hold, sorted: "full", "window", "latent", "recurrent"."""
+    """(ours) Kinds of layer state in the KV caches, sorted: "full", "window", "latent",
+    "recurrent"."""
     refusals: tuple[tuple[str, str], ...] = ()
-    """(ours) The rule table: each verb or combination that raises ``Unsupported`` here, with the reason."""
+    """(ours) The rule table: each verb or combination that raises ``Unsupported`` here, and its
+    reason."""
 
     def __post_init__(self) -> None:
         _require_at_least(self, 1, "max_batch_size", "max_sequence_length")
@@ -180,13 +189,14 @@ class ExecutorCapabilities:
             raise InvalidArgument(f"each refusal must be named once; got {names}")
 
     def why_not(self, name: str) -> str | None:
-        """The reason for which a verb or combination is refused; None if the table does not name it."""
+        """Return the reason of a refusal; None if the table does not name the verb or
+        combination."""
         return dict(self.refusals).get(name)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryUsage:
-    """Bytes of device memory of an executor: 0 <= used <= allocated, used <= peak."""
+    """Device memory of an executor in bytes: 0 <= used <= allocated, used <= peak."""
 
     allocated_bytes: int = 0
     used_bytes: int = 0
@@ -207,7 +217,8 @@ class MemoryUsage:
 class ExecutorStatus:
     """A snapshot. One operation is one sequence's prefill or one sequence's decode step.
 
-    A batch of 8 counts 8; a verify or speculative call counts one decode; failed and cancelled calls count nothing.
+    A batch of 8 counts as 8 operations, a verify or speculative call as one decode. Failed and
+    cancelled calls count nothing.
     """
 
     state: ExecutorState
@@ -221,7 +232,7 @@ class ExecutorStatus:
     last_operation: float | None = None
     """``time.monotonic()`` of the last completed operation; None before the first."""
     fallbacks: tuple[str, ...] = ()
-    """(ours) Features asked for "if supported" that this device lacks, and what runs instead."""
+    """(ours) Features asked for "if supported" that this device lacks, and their replacements."""
 
     def __post_init__(self) -> None:
         _require_at_least(
@@ -236,11 +247,11 @@ class ExecutorStatus:
 
     @property
     def is_ready(self) -> bool:
-        """Whether a call would be taken: Ready or Busy."""
+        """Whether a call would be accepted: Ready or Busy."""
         return self.state in (ExecutorState.READY, ExecutorState.BUSY)
 
     def to_dict(self) -> dict[str, object]:
-        """JSON types. ``last_operation`` is left out: monotonic time means nothing to another process."""
+        """Return JSON types, without ``last_operation``: monotonic time is local to a process."""
         values: dict[str, object] = asdict(self)
         del values["last_operation"]
         values |= {"state": self.state.value, "is_ready": self.is_ready, "fallbacks": list(self.fallbacks)}
@@ -252,25 +263,27 @@ class ExecutorStatus:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExecutorMetrics:
-    """Measured since the start; operations as in ``ExecutorStatus``. Everything is 0 without samples."""
+    """Measured since the start. Operations are those of ``ExecutorStatus``. All are 0 without
+    samples."""
 
     prefill_operations: int = 0
     decode_operations: int = 0
     avg_prefill_latency: float = 0.0
-    """Lifetime mean in ms, around device-synchronised execution."""
+    """Mean since the start in ms, around device-synchronised execution."""
     avg_decode_latency: float = 0.0
     p95_prefill_latency: float = 0.0
     """95th percentile in ms, linearly interpolated over the last 1000 samples."""
     p95_decode_latency: float = 0.0
     throughput_tps: float = 0.0
-    """Tokens generated per busy second: a decode step 1, a speculative call 1 + accepted, a bare verify 1."""
+    """Generated tokens per busy second: decode step 1, speculative call 1 + accepted, bare verify
+    1."""
     memory_efficiency: float = 0.0
     """Used over allocated, in [0, 1]."""
     batch_utilization: float = 0.0
     """Mean decode batch over ``max_batch_size``, in [0, 1]."""
     replayed_tokens: int = 0
-    """(ours) Tokens that completed calls have run again: those between the nearest recurrent state that was kept and the position
-    that a call went back to, and accepted drafts where there was no room for a state behind each."""
+    """(ours) Tokens that completed calls ran again: those after the nearest kept recurrent state on
+    a rewind, and accepted drafts without room for a state behind each."""
 
     def __post_init__(self) -> None:
         names = tuple(self.__dataclass_fields__)

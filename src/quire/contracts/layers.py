@@ -1,7 +1,7 @@
-"""What a layer remembers, as data: the geometry that a model declares and a KV state stores.
+"""The memory of a layer as data: the geometry that a model declares and a KV state stores.
 
-Letters: Hq, Hkv query and KV heads; Dk, Dv head sizes of K and V. Sizes are counts of elements. No torch here:
-a spec is compared, hashed, printed and written into state files.
+Letters: Hq, Hkv query and KV heads; Dk, Dv head sizes of K and V. Sizes count elements. No torch
+here: a spec is compared, hashed, printed and written into state files.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ RopeScaling: TypeAlias = Literal["default", "linear", "dynamic", "yarn", "longro
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RopeSpec:
-    """Rotary position embedding of one layer (RoFormer, arXiv:2104.09864): all that decides the angles, as numbers.
+    """Rotary position embedding of one layer (RoFormer, arXiv:2104.09864), as numbers.
 
-    ``rotary_dim`` columns of each head turn, the others pass through. ``scaling`` names the rule by which the
-    frequencies ``theta ** (-2j / rotary_dim)`` are changed (``quire.ops.rope.inverse_frequencies``); the fields after
-    it belong to the rules that they name and are neutral elsewhere. Nothing here waits for a length: what depends on
-    the context (``length``, ``factors``) was decided when the spec was made, since stored keys cannot follow a
-    frequency that changes under them.
+    ``rotary_dim`` columns of each head turn; the others pass through. ``scaling`` names the rule
+    that changes the frequencies ``theta ** (-2j / rotary_dim)``
+    (``quire.ops.rope.inverse_frequencies``). Each later field belongs to the rules that it names
+    and is neutral elsewhere. What depends on the context (``length``, ``factors``) is fixed with
+    the spec: stored keys cannot follow frequencies that change later.
     """
 
     theta: float
@@ -39,30 +39,32 @@ class RopeSpec:
     """Pairs are (0, 1), (2, 3), ...; otherwise column j pairs with j + rotary_dim / 2."""
     scaling: RopeScaling = "default"
     factor: float = 1.0
-    """By how much frequencies are divided: linear, dynamic, yarn, llama3, proportional."""
+    """Divisor of frequencies: linear, dynamic, yarn, llama3, proportional."""
     low_freq_factor: float = 1.0
-    """llama3: pairs that turn fewer times than this in ``original_max_position`` tokens are divided by ``factor``."""
+    """llama3: pairs with fewer turns in ``original_max_position`` tokens are divided by
+    ``factor``."""
     high_freq_factor: float = 4.0
-    """llama3: pairs that turn more often than this stay as they are."""
+    """llama3: pairs with more turns stay as they are."""
     original_max_position: int = 0
-    """dynamic, yarn, llama3: the length in tokens that the rule starts from."""
+    """dynamic, yarn, llama3: the length in tokens from which the rule starts."""
     beta_fast: float = 32.0
     """yarn: as ``high_freq_factor``."""
     beta_slow: float = 1.0
     """yarn: as ``low_freq_factor``."""
     truncate: bool = True
-    """yarn: the bounds between which pairs blend are rounded to whole pairs, outwards."""
+    """yarn: round the bounds between which pairs blend outwards to whole pairs."""
     length: int = 0
-    """dynamic: the length in tokens that the base is chosen for; up to ``original_max_position`` it stays ``theta``."""
+    """dynamic: length in tokens for the base; up to ``original_max_position`` it stays
+    ``theta``."""
     factors: tuple[float, ...] = ()
-    """longrope: what the frequency of each pair is divided by, ``rotary_dim / 2`` numbers, short or long."""
+    """longrope: divisor of each pair's frequency, ``rotary_dim / 2`` numbers, short or long."""
     turning_dim: int = 0
-    """proportional: the pairs of so many columns turn; the others have the frequency 0."""
+    """proportional: number of columns that turn; other pairs have frequency 0."""
     attention_factor: float = 1.0
-    """Multiplies cos and sin, so what rotated columns add to a score grows by its square."""
+    """Multiplies cos and sin, so its square multiplies the rotated columns' part of a score."""
 
     def as_json(self) -> dict[str, Any]:
-        """The fields that are not neutral, in JSON types. Equal specs give equal objects."""
+        """Return the fields that are not neutral, in JSON types. Equal specs give equal objects."""
         found: dict[str, Any] = {}
         for one in fields(self):
             value = getattr(self, one.name)
@@ -76,13 +78,13 @@ class RopeSpec:
         return found
 
     def fingerprint(self) -> str:
-        """16 hex digits of what decides the angles (of ``as_json``); equal fingerprints mean equal rotations."""
+        """Return 16 hex digits of ``as_json``; equal fingerprints mean equal rotations."""
         return hashlib.sha256(json.dumps(self.as_json(), sort_keys=True).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeyValueAttention:
-    """What layers that keep K and V of every token have in common. MHA, GQA and MQA."""
+    """The common fields of layers that keep K and V of every token: MHA, GQA and MQA."""
 
     num_heads: int
     num_kv_heads: int
@@ -92,16 +94,19 @@ class KeyValueAttention:
     """Dv, which may differ from Dk"""
     rope: RopeSpec | None = None
     rope_mode: RopeMode = "none"
-    """``normal``: K is stored rotated. ``inline``: K is stored raw and rotated when read. ``none``: as given."""
+    """``normal``: K is stored rotated. ``inline``: stored raw and rotated when read. ``none``: as
+    given."""
     sm_scale: float | None = None
     """Scale of the scores; None is Dk ** -0.5."""
     softcap: float | None = None
-    """Scores become ``softcap * tanh(score / softcap)`` (Gemma 2, arXiv:2408.00118); None: they stay."""
+    """``softcap * tanh(score / softcap)`` replaces scores (Gemma 2, arXiv:2408.00118); None: no
+    cap."""
     sinks: tuple[float, ...] = ()
-    """One learned logit per query head that takes part in the softmax and has no value (gpt-oss); empty: none."""
+    """One learned logit per query head that joins the softmax without a value (gpt-oss); empty:
+    none."""
     caller_rotates: bool = False
-    """q and k come with their positions in them, by a rule that nobody here knows: no query can be turned to another place,
-    as the sink of a window needs. What is stored and exchanged is as without."""
+    """The model rotates q and k by its own rule, so that no query can be moved to another position,
+    as the sink of a window requires. Storage and exchange are the same as without."""
 
     @property
     def scale(self) -> float:
@@ -135,15 +140,16 @@ class WindowedAttention(KeyValueAttention):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LatentAttention:
-    """One row per token, ``[c_kv | k_pe]``, shared by all heads (MLA, DeepSeek-V2, arXiv:2405.04434)."""
+    """One row per token, ``[c_kv | k_pe]``, for all heads (MLA, DeepSeek-V2, arXiv:2405.04434)."""
 
     num_heads: int
     row_dim: int
     value_dim: int
     """The first ``value_dim`` columns of the row are the value."""
     rope: RopeSpec | None = None
-    """With these frequencies the last ``rope.rotary_dim`` columns of rows and queries turn, in absorbed and expanded form
-    alike; None: nothing turns. Rows are stored as they are given: whoever appends them has rotated."""
+    """The last ``rope.rotary_dim`` columns of rows and queries turn with these frequencies, in
+    absorbed and expanded form; None: none turn. Rows are stored as given: the caller has rotated
+    them."""
     sm_scale: float | None = None
     """Scale of the scores in every form; None is row_dim ** -0.5."""
     kind: Literal["latent"] = field(default="latent", init=False)
@@ -175,8 +181,8 @@ class LatentAttention:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CrossAttention:
-    """K and V of an encoder, written once per sequence. Every token sees all its rows; no order, window or rotation concerns
-    them."""
+    """K and V of an encoder, written once per sequence. Every token sees all rows; order, window
+    and rotation do not apply."""
 
     num_heads: int
     num_kv_heads: int
@@ -210,7 +216,7 @@ class Listed(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class InitialValues:
-    """Initial values that are not all the same, as data: equal values are equal and have one hash."""
+    """Initial values that differ, as data: equal values are equal and have one hash."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -219,7 +225,7 @@ class InitialValues:
 
     @classmethod
     def of(cls, array: NDArray[Any]) -> InitialValues:
-        """The values of an int64 or float64 array."""
+        """Return the values of an int64 or float64 array."""
         return cls(array.shape, str(array.dtype), array.tobytes())
 
     @property
@@ -228,11 +234,11 @@ class InitialValues:
         return np.frombuffer(self.data, dtype=self.dtype).reshape(self.shape)
 
     def tolist(self) -> Any:
-        """The values as nested lists."""
+        """Return the values as nested lists."""
         return self.array.tolist()
 
     def as_json(self) -> dict[str, Any]:
-        """Shape and digest, in JSON types."""
+        """Return shape and digest, in JSON types."""
         return {"shape": list(self.shape), "sha256": hashlib.sha256(self.dtype.encode() + self.data).hexdigest()}
 
 
@@ -241,15 +247,15 @@ class InitialValues:
 class StateTensor:
     """One tensor of a recurrent state.
 
-    ``InvalidArgument``: a size below 1, a dtype that is none of ``STATE_DTYPES``, initial values that do not broadcast to the
-    shape, that the dtype cannot hold, or that are NaN.
+    ``InvalidArgument``: a size below 1; a dtype outside ``STATE_DTYPES``; initial values that are
+    NaN, do not broadcast to the shape, or do not fit the dtype.
     """
 
     shape: tuple[int, ...]
     dtype: str
     initial: float | Listed = 0.0
-    """Before any token: a number, or a tensor or array that broadcasts to ``shape``, whose values are copied here. It reads as a
-    number if all values are the same, else as ``InitialValues``."""
+    """The value before any token: a number, or a tensor or array that broadcasts to ``shape`` and
+    is copied. It reads as a number if all values are the same, else as ``InitialValues``."""
 
     def __post_init__(self) -> None:
         if min(self.shape, default=1) < 1:
@@ -259,12 +265,12 @@ class StateTensor:
         object.__setattr__(self, "initial", _initial_values(self.initial, self.shape, self.dtype))
 
     def initial_as_json(self) -> float | dict[str, Any]:
-        """The initial values in JSON types: a number, or shape and digest."""
+        """Return the initial values in JSON types: a number, or shape and digest."""
         return self.initial.as_json() if isinstance(self.initial, InitialValues) else float(self.initial)  # type: ignore[arg-type]
 
 
 def _initial_values(given: float | Listed, shape: tuple[int, ...], dtype: str) -> float | InitialValues:
-    """What ``StateTensor.initial`` becomes; refuses as that says."""
+    """Return the value of ``StateTensor.initial``; refuse as its class says."""
     found = np.asarray(given if isinstance(given, float | int) else given.tolist())
     if found.dtype.kind not in "if":
         raise InvalidArgument(f"StateTensor: initial holds {found.dtype}; integers or floating numbers are needed")
@@ -278,7 +284,7 @@ def _initial_values(given: float | Listed, shape: tuple[int, ...], dtype: str) -
         limits = np.iinfo(dtype)
         wrong = (found != np.floor(found)) | (found < limits.min) | (found > limits.max)
     else:
-        # Infinity is a value; what would become infinite is not. bfloat16 reaches as far as float32.
+        # Infinity is legal; overflow to it is not. bfloat16 has the range of float32.
         limit = float(np.finfo("float32" if dtype == "bfloat16" else dtype).max)
         wrong = np.isnan(found) | (np.isfinite(found) & (np.abs(found) > limit))
     if wrong.any():
@@ -291,7 +297,7 @@ def _initial_values(given: float | Listed, shape: tuple[int, ...], dtype: str) -
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recurrent:
-    """A few tensors of fixed size that the tokens so far have left behind."""
+    """Tensors of fixed size that the tokens so far have left behind."""
 
     states: tuple[StateTensor, ...]
     kind: Literal["recurrent"] = field(default="recurrent", init=False)
@@ -301,7 +307,7 @@ LayerSpec: TypeAlias = FullAttention | WindowedAttention | LatentAttention | Cro
 
 
 def window_refusal(specs: Iterable[LayerSpec]) -> str:
-    """Why no sequence of these layers can have a window; empty: it can."""
+    """Return why no sequence of these layers can have a window; "" if one can."""
     kinds = {spec.kind for spec in specs}
     if not kinds:
         return "there is no attention layer that a window could concern"
@@ -311,7 +317,7 @@ def window_refusal(specs: Iterable[LayerSpec]) -> str:
 
 
 def sink_refusal(specs: Iterable[LayerSpec]) -> str:
-    """Why no sequence of these layers can have a window with a sink; empty: it can."""
+    """Return why no sequence of these layers can have a window with a sink; "" if one can."""
     unknown = [
         layer
         for layer, spec in enumerate(specs)

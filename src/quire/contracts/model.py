@@ -1,10 +1,11 @@
-"""What a model is to whoever runs it, and what a forward is to a model.
+"""What a model offers its runner, and what a forward offers a model.
 
-A model is ``embed``, a list of ``blocks``, ``head``. The runner owns the loop over blocks, so pipeline
-stages and tracing need no hook inside. A model knows no KV state: its blocks see a ``Pass``.
+A model is ``embed``, a list of ``blocks``, ``head``. The runner owns the loop over blocks, so
+pipeline stages and tracing need no hook inside. A model knows no KV state: its blocks see a
+``Pass``.
 
-Letters: T new tokens of the whole ragged batch, R rows for which logits are wanted, E model width, V vocabulary,
-Hq, Hkv query and KV heads, D, Dk, Dv head sizes.
+Letters: T new tokens of the whole ragged batch, R rows for which logits are wanted, E model width,
+V vocabulary, Hq, Hkv query and KV heads, D, Dk, Dv head sizes.
 """
 
 from __future__ import annotations
@@ -31,37 +32,41 @@ class Pass(Protocol):
     def attend(self, layer_id: int, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor) -> Tensor:
         """Store K and V of the new tokens, attend over all that each may see.
 
-        ``q [T, Hq, Dk]``, ``k [T, Hkv, Dk]``, ``v [T, Hkv, Dv]`` in the model's dtype, *before* RoPE: the state
-        rotates as the layer's spec says. Returns ``[T, Hq, Dv]``, contiguous, fresh.
+        ``q [T, Hq, Dk]``, ``k [T, Hkv, Dk]``, ``v [T, Hkv, Dv]`` in the model's dtype, *before*
+        RoPE: the state rotates by the layer's spec. Returns ``[T, Hq, Dv]``, contiguous, fresh.
         """
         ...
 
     def attend_qkv(self, layer_id: int, qkv_TC: Tensor) -> Tensor:
-        """The same for a fused projection ``[T, Hq*Dk + Hkv*Dk + Hkv*Dv]``; cheaper where nothing comes between."""
+        """Attend with a fused projection ``[T, Hq*Dk + Hkv*Dk + Hkv*Dv]``; cheaper than
+        ``attend``."""
         ...
 
     def attend_shared(self, source_layer_id: int, q_THD: Tensor) -> Tensor:
-        """Attention of a layer that has no K and V of its own over those of ``source_layer_id``, which must have run in
-        this forward. Stores nothing; window and rotation are the source's.
+        """Attend over K and V of ``source_layer_id``, for a layer without its own; store nothing.
 
-        ``q [T, Hq, Dk]`` before RoPE, as ``attend`` takes it. Returns ``[T, Hq, Dv]``, contiguous, fresh.
+        The source must have run in this forward; window and rotation are the source's. ``q [T, Hq,
+        Dk]`` before RoPE, as in ``attend``. Returns ``[T, Hq, Dv]``, contiguous, fresh.
         """
         ...
 
     def attend_latent(self, layer_id: int, q_THD: Tensor, rows_TR: Tensor, expansion: LatentExpansion) -> Tensor:
-        """Store the latent rows of the new tokens, attend over all that each may see (MLA, arXiv:2405.04434).
+        """Store the latent rows of the new tokens, attend over all that each may see (MLA,
+        arXiv:2405.04434).
 
-        ``q [T, Hq, Dn + Dr]`` and ``rows [T, R + Dr]`` (``[c_kv | k_pe]``), both *before* RoPE, which turns their last Dr columns
-        as the layer's spec says. Returns ``[T, Hq, Dv]``, contiguous, fresh. Tokens of one forward attend to each other in expanded
-        form, to what was stored before, and in decodes, in absorbed form.
+        ``q [T, Hq, Dn + Dr]`` and ``rows [T, R + Dr]`` (``[c_kv | k_pe]``) come *before* RoPE,
+        which turns their last Dr columns by the layer's spec. Returns ``[T, Hq, Dv]``, contiguous,
+        fresh. Tokens of one forward attend to each other in expanded form; decodes and attention to
+        stored rows use the absorbed form.
         """
         ...
 
     def attend_cross(self, layer_id: int, q_THD: Tensor) -> Tensor:
-        """Attend over all rows of the encoder of each token's sequence, which were set beforehand (``set_cross_kv``). Stores
-        nothing; order, trees and windows do not matter.
+        """Attend over all encoder rows of each token's sequence; store nothing.
 
-        ``q [T, Hq, Dk]``. Returns ``[T, Hq, Dv]``, contiguous, fresh. ``FailedPrecondition``: a sequence has no rows of the layer.
+        The rows come from ``set_cross_kv``. Order, trees and windows do not matter. ``q [T, Hq,
+        Dk]``. Returns ``[T, Hq, Dv]``, contiguous, fresh. ``FailedPrecondition``: a sequence
+        without rows of the layer.
         """
         ...
 
@@ -77,32 +82,34 @@ class Pass(Protocol):
         log_decay: Tensor | None = None,
         beta_TH: Tensor | None = None,
     ) -> Tensor:
-        """Read a state ``[H, K, V]`` of a recurrent layer, run the recurrence over the new tokens, leave the new state:
-        ``[T, Hq, V]``. See ``contracts.recurrence.RecurrenceBackend``."""
+        """Run the recurrence from a state ``[H, K, V]`` over the new tokens, store the new state,
+        return ``[T, Hq, V]``. See ``contracts.recurrence.RecurrenceBackend``."""
         ...
 
     def convolve(
         self, layer_id: int, state_id: int, x_TC: Tensor, weight_CW: Tensor, bias_C: Tensor | None = None
     ) -> Tensor:
-        """The causal depthwise convolution with a state ``[W - 1, C]`` of a recurrent layer: ``[T, C]``. See
-        ``contracts.recurrence.RecurrenceBackend``."""
+        """Run the causal depthwise convolution with a state ``[W - 1, C]`` of a recurrent layer:
+        ``[T, C]``. See ``contracts.recurrence.RecurrenceBackend``."""
         ...
 
 
 class OpenPass(Pass, Protocol):
-    """A pass, and what a runner asks of it before and after the blocks run."""
+    """A pass, with verbs for a runner before and after the blocks run."""
 
     @property
     def weights(self) -> Mapping[int, Sequence[Tensor]]:
-        """By layer, per entry float32 ``[Hq, n, keys]``, of what ran after ``capture_weights``."""
+        """Weights by layer, per entry float32 ``[Hq, n, keys]``, since ``capture_weights``."""
         ...
 
     def use_mask(self, mask: Tensor) -> None:
-        """Use one mask in all layers: flat bool, per entry ``[n, keys]``, keys by address."""
+        """Use one mask in all layers: flat bool, entry by entry row-major ``[n, keys]``, columns by
+        address."""
         ...
 
     def use_positions(self, positions: NDArray[np.int64]) -> None:
-        """Rotate the new tokens at these ``[T]`` and not at their indices, before layers run."""
+        """Rotate the new tokens at these positions ``[T]``, not at their indices; call before the
+        first layer."""
         ...
 
     def capture_weights(self) -> None:
@@ -112,7 +119,7 @@ class OpenPass(Pass, Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LatentExpansion:
-    """What turns a latent ``c_kv`` into keys and values of each head."""
+    """Maps a latent ``c_kv`` to keys and values of each head."""
 
     key_HDR: Tensor
     """``[Hq, Dn, R]``: ``k_nope = key c_kv``."""
@@ -136,13 +143,13 @@ class Model(Protocol):
     """Context length: positions run from 0 to ``max_position - 1``."""
     hidden_size: int
     layer_specs: Sequence[LayerSpec]
-    """One per layer, by global layer id."""
+    """One for each layer, by global layer id."""
     blocks: Sequence[Block]
 
     def embed(self, tokens_T: Tensor) -> Tensor:
-        """int64 ``[T]`` to ``[T, E]``."""
+        """Embed int64 ``[T]`` as ``[T, E]``."""
         ...
 
     def head(self, x_RE: Tensor) -> Tensor:
-        """``[R, E]`` to float32 logits ``[R, V]``; includes the final norm."""
+        """Return float32 logits ``[R, V]`` of ``[R, E]``; includes the final norm."""
         ...

@@ -1,8 +1,8 @@
-"""What a KV state holds and has room for. ``kv_state.ModelState`` is these verbs and all others.
+"""Holdings and room of a KV state. ``kv_state.ModelState`` is these verbs and all others.
 
-*(ours)*, all of it: whoever schedules asks here and looks at no page. Legal at any time; nothing changes. Lists
-have one number for each pool of pages that tokens take, in one order, and then one for the slots of recurrent
-states if there are recurrent layers. No torch is imported at run time.
+All are *(ours)*: a scheduler asks here and looks at no page. Legal at any time; nothing changes.
+Lists have one number for each pool of token pages, in one order, then one for the slots of
+recurrent states if there are recurrent layers. No torch is imported at run time.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 Eviction: TypeAlias = Literal["token", "forward"]
-"""When a token leaves a window: at each query (``token``), or once per forward (TVM's rule)."""
+"""When a token leaves the window of a sequence: at each query, or once per forward (TVM's rule)."""
 TokenTreeParents: TypeAlias = Sequence[int] | Sequence[Sequence[int] | None]
-"""T parents in one list (every entry is a tree), or B items, each a list of parents or None."""
+"""One flat list of T parents (all entries are trees), or B items, each a list of parents or
+None."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateGeometry:
-    """Sizes of what the layers of a state keep; they never change.
+    """Constant sizes of the memory of all layers.
 
-    A *layer class* is the layers that keep the same positions: they share a pool of pages.
+    A *layer class* is the layers that keep the same positions; they share a pool of pages.
     """
 
     specs: tuple[KeyValueAttention | LatentAttention, ...]
@@ -43,7 +44,7 @@ class StateGeometry:
     state_bytes: int
     """Bytes of the states of all recurrent layers at one position."""
     interval: int
-    """Tokens between recurrent states that are kept by themselves; 0: none is."""
+    """Tokens between recurrent states that are kept automatically; 0: none are."""
     ring: int
     """Most recent recurrent states that each sequence keeps while there is room."""
 
@@ -57,20 +58,20 @@ class SequenceWindow(NamedTuple):
 
 
 class Holding(NamedTuple):
-    """What a sequence holds."""
+    """The holding of a sequence."""
 
     held: int
     shared: int
-    """How many of these others hold too."""
+    """How many of these other sequences hold too."""
 
 
 class SequenceUse(NamedTuple):
-    """What the tokens of a sequence take."""
+    """Memory taken by the tokens of a sequence."""
 
     pages: int
     """Pages of all layer classes."""
     rows: int
-    """Tokens of which these pages hold rows, summed over the layer classes."""
+    """Tokens with rows in these pages, summed over the layer classes."""
     num_bytes: int
     """Bytes of these pages and of the sequence's recurrent states."""
 
@@ -80,19 +81,19 @@ class Shortage(NamedTuple):
 
     missing: int
     never: bool
-    """Whether they are more than there are, whatever other sequences give up."""
+    """Whether the pools are too small, whatever other sequences give up."""
 
 
 class PoolVerbs(Protocol):
-    """Sizes, room, and who holds how much."""
+    """Sizes, room, and holdings of sequences."""
 
     dtype: torch.dtype
-    """Of stored rows."""
+    """Dtype of stored rows."""
     device: torch.device
     page_size: int
     """P"""
 
-    # -- layers ------------------------------------------------------------------------------------------------
+    # -- layers ------------------------------------------------------------------------------------
 
     @property
     def geometry(self) -> StateGeometry:
@@ -103,12 +104,13 @@ class PoolVerbs(Protocol):
         """Global ids of the recurrent layers, ascending."""
 
     def layer_spec(self, layer_id: int) -> LayerSpec:
-        """Return what a layer is; ``InvalidArgument`` for an unknown one."""
+        """Return the spec of a layer; ``InvalidArgument`` for an unknown one."""
 
     def unfused_layers(self) -> list[int]:
-        """Return the ids of attention layers without fused attention: those form the weights."""
+        """Return the ids among ``geometry.layer_ids`` of layers that attend by forming the
+        weights."""
 
-    # -- sizes -------------------------------------------------------------------------------------------------
+    # -- sizes -------------------------------------------------------------------------------------
 
     @property
     def num_bytes(self) -> int:
@@ -116,47 +118,49 @@ class PoolVerbs(Protocol):
 
     @property
     def num_pages(self) -> int:
-        """Pages of all pools, those of encoder rows and the slots of recurrent states among them."""
+        """Pages of all pools, including those of encoder rows and the slots of recurrent states."""
 
     @property
     def num_used_pages(self) -> int:
-        """Of ``num_pages`` those that some sequence holds."""
+        """Those of ``num_pages`` that some sequence holds."""
 
     @property
     def num_used_bytes(self) -> int:
-        """Bytes of these pages and slots."""
+        """Bytes of the pages and slots in use."""
 
     @property
     def num_splits(self) -> int:
-        """Shared pages that were copied because one of their owners wrote, since the state was made."""
+        """Shared pages copied since the state was made, because one of their owners wrote."""
 
     @property
     def capacity(self) -> int | None:
-        """Tokens of the longest sequence that fits into the empty pools; None: windows leave no limit."""
+        """Length of the longest sequence that fits into empty pools; None: windows leave no
+        limit."""
 
     def pool_sizes(self) -> list[int]:
         """Return the pages of each pool."""
 
-    # -- going back --------------------------------------------------------------------------------------------
+    # -- going back --------------------------------------------------------------------------------
 
     @property
     def forgets(self) -> bool:
-        """Whether some positions cannot be gone back to, or not without running tokens again."""
+        """Whether some positions cannot be reached by a rewind, or only by running tokens again."""
 
     @property
     def endless(self) -> bool:
-        """Whether positions may run on for ever behind a window."""
+        """Whether a window lets positions run on for ever."""
 
     def nearest_reachable(self, seq_id: SeqId, position: int) -> int:
-        """Return the latest position, not behind ``position``, to go back to with nothing to run again."""
+        """Return the latest position <= ``position`` that a rewind reaches without running tokens
+        again."""
 
     def kept_positions(self, seq_id: SeqId) -> list[int]:
-        """Return the positions of all recurrent states that are there, ascending, with 0 and the end."""
+        """Return the positions of all recurrent states, ascending, including 0 and the end."""
 
     def held(self, seq_id: SeqId, layer_id: int) -> list[range]:
-        """Return the positions of which a layer holds rows, ascending."""
+        """Return the positions of rows that a layer holds, ascending."""
 
-    # -- sequences ---------------------------------------------------------------------------------------------
+    # -- sequences ---------------------------------------------------------------------------------
 
     @property
     def forward_is_open(self) -> bool:
@@ -169,13 +173,14 @@ class PoolVerbs(Protocol):
         """Return the window of a sequence; None: it keeps all tokens."""
 
     def page_table(self, seq_id: SeqId) -> NDArray[np.int32]:
-        """Return a copy of a sequence's page table, of a class that keeps all tokens if any does.
+        """Return a copy of a sequence's page table, of the first layer class that keeps all tokens.
 
-        -1 stands for a page that a window has let go of. ``Unsupported``: no layer has pages of tokens.
+        If there is none, of the first layer class. -1 stands for a page that a window has evicted.
+        ``Unsupported``: no layer keeps rows of tokens.
         """
 
     def sequence_use(self, seq_id: SeqId) -> SequenceUse:
-        """Return what the tokens of a sequence take, what it shares with others included."""
+        """Return the memory that the tokens of a sequence take, including what it shares."""
 
     def sequence_ids(self) -> list[SeqId]:
         """Return the ids of all sequences."""
@@ -187,27 +192,29 @@ class PoolVerbs(Protocol):
         """Return the slots of recurrent states that a sequence holds."""
 
     def num_shared_pages(self) -> int:
-        """Return how many pages more than one sequence holds."""
+        """Return how many pages several sequences hold."""
 
     def num_needed(self, seq_ids: Collection[SeqId], *, with_kept: Collection[SeqId] = ()) -> int:
-        """Return how many pages these sequences cannot go on without, each counted once.
+        """Return how many pages these sequences need to go on; shared ones count once.
 
-        Of recurrent states the present one and those of uncommitted nodes; checkpoints only save work, but count
-        for the sequences in ``with_kept``. Cost O(pages, and entries of page tables).
+        Of recurrent states, count the present one and those of uncommitted nodes. Checkpoints only
+        save work; they count for the sequences in ``with_kept``. O(pages, and entries of page
+        tables).
         """
 
     def pages_held(self, seq_ids: Collection[SeqId], kept: Collection[SeqId] = ()) -> list[int]:
-        """Return the pages of each pool that these sequences hold together; what they share counts once.
+        """Return the pages of each pool that these sequences hold together; shared ones count once.
 
-        Of states those that cannot be given up: present ones, and checkpoints of the sequences in ``kept``.
+        Count only states that cannot be given up: present ones, and checkpoints of sequences in
+        ``kept``.
         """
 
-    # -- room --------------------------------------------------------------------------------------------------
+    # -- room --------------------------------------------------------------------------------------
 
     def free_pages(self, without: Collection[SeqId] = ()) -> list[int]:
-        """Return the pages of each pool that are free once the sequences ``without`` are removed.
+        """Return the pages of each pool that are free after removing the sequences ``without``.
 
-        Of slots those that a forward can take. Without any sequence O(1), else O(pages).
+        Slots count if a forward can take them. O(1) if ``without`` is empty, else O(pages).
         """
 
     def page_shortage(
@@ -216,42 +223,48 @@ class PoolVerbs(Protocol):
         append_lengths: Sequence[int],
         token_tree_parents: TokenTreeParents | None = None,
     ) -> Shortage:
-        """Return the pages that this ``begin_forward`` is short of, slots of states aside."""
+        """Return the pages that this ``begin_forward`` lacks, apart from slots of recurrent
+        states."""
 
     def full_page_shortage(self, seq_ids: Sequence[SeqId], append_lengths: Sequence[int]) -> Shortage:
-        """Return the pages that these tokens are short of in a layer class that keeps all tokens.
+        """Return the pages that these tokens lack in a layer class that keeps all tokens.
 
-        However many forwards they take; copies of shared pages, and sequences with a window, aside.
+        Holds for any number of forwards; ignores copies of shared pages and sequences with a
+        window.
         """
 
     def shares_tail(self, seq_id: SeqId) -> bool:
         """Return whether another sequence holds the partly filled last page too."""
 
     def pages_freed(self, seq_id: SeqId, child_id: SeqId) -> int:
-        """Return the pages that removing ``seq_id`` frees or spares ``child_id`` from copying.
+        """Return how many pages removing ``seq_id`` frees or saves from being copied for
+        ``child_id``.
 
-        ``child_id`` is a fork of ``seq_id`` that nothing has been appended to.
+        ``child_id`` is a fork of ``seq_id`` without appended tokens.
         """
 
     def states_freed(self, seq_id: SeqId) -> int:
-        """Return the slots that a forward can take in addition once ``seq_id`` is removed.
+        """Return how many more slots a forward can take after removing ``seq_id`` without pending
+        nodes.
 
-        It has no uncommitted nodes. A lower bound: slots in rings of others are not counted.
+        A lower bound: it ignores slots that rings of other sequences hold too.
         """
 
     def pages_at_most(self, length: int, window: tuple[int, int] | None, step: int) -> list[int]:
-        """Return the pages of each pool that a sequence of ``length`` tokens takes at most.
+        """Return the most pages of each pool that a sequence of ``length`` tokens can take.
 
-        ``window``: its size and sink; ``step``: tokens that are run at a time.
+        ``window``: its size and sink; ``step``: tokens of one forward.
         """
 
     def largest_step(self, window: int, sink: int) -> int:
-        """Return the tokens of one forward that fit into the empty pools beside such a window; may be below 1."""
+        """Return how many tokens of one forward fit into empty pools beside such a window; may be
+        below 1."""
 
     def shortage_in_steps(self, seq_ids: Sequence[SeqId], append_lengths: Sequence[int], most: int) -> int:
-        """Return an upper bound of the pages that these tokens are short of in forwards of at most ``most``."""
+        """Return an upper bound of the missing pages for these tokens in forwards of at most
+        ``most``."""
 
-    # -- recurrent states ----------------------------------------------------------------------------------------
+    # -- recurrent states --------------------------------------------------------------------------
 
     @property
     def num_available_states(self) -> int:
@@ -259,14 +272,15 @@ class PoolVerbs(Protocol):
 
     @property
     def num_free_states(self) -> int:
-        """Slots for recurrent states that hold none; 0 without recurrent layers."""
+        """Empty slots for recurrent states; 0 without recurrent layers."""
 
     @property
     def num_checkpoints(self) -> int:
-        """Slots that checkpoints name."""
+        """Slots that hold checkpoints."""
 
     def spare_states(self, seq_ids: Sequence[SeqId], append_lengths: Sequence[int]) -> int:
-        """Return the slots that this ``begin_forward`` leaves; below 0: it is short of so many."""
+        """Return how many slots this ``begin_forward`` leaves; negative: so many are missing."""
 
     def loose_checkpoints(self) -> dict[int, list[tuple[SeqId, int]]]:
-        """Return checkpoints (sequence and position) by slot, of the slots that are free without them."""
+        """Return checkpoints (sequence and position) by slot, for slots that only checkpoints
+        hold."""

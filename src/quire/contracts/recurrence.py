@@ -1,10 +1,11 @@
-"""How recurrent layers run over a ragged batch: what comes before each token, and whose states are wanted.
+"""Recurrent layers over a ragged batch: the predecessor of each token, and the wanted states.
 
-A KV state describes a forward by a ``RecurrencePlan``; a ``RecurrenceBackend`` computes with it. Neither knows the other's insides:
-the backend is given the states from before the forward and returns those after some rows.
+A KV state describes a forward by a ``RecurrencePlan``; a ``RecurrenceBackend`` computes with it.
+The backend takes the states from before the forward and returns those after some rows.
 
-Letters: T new tokens (rows) of the whole batch; G given states; M rows whose states are wanted; Hq query heads, H heads of the state
-(Hq is a multiple of H, query head h reads head ``h // (Hq / H)``); K, V sizes of keys and values; C channels; W taps.
+Letters: T new tokens (rows) of the whole batch; G given states; M rows with wanted states; Hq query
+heads, H heads of the state (query head h reads head ``h // (Hq / H)``); K, V sizes of keys and
+values; C channels; W taps.
 """
 
 from __future__ import annotations
@@ -19,18 +20,21 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class RecurrencePlan:
-    """One ragged batch. The rows of entry i are ``starts[i]..starts[i + 1] - 1``; a parent comes before its children."""
+    """One ragged batch: entry i has rows ``starts[i]..starts[i + 1] - 1``; parents precede
+    children."""
 
     starts: NDArray[np.int64]
     """``[B + 1]``"""
     parents: NDArray[np.int64]
-    """``[T]``: the row of this forward that comes before each row in its sequence or tree; -1: what comes before is a given state."""
+    """``[T]``: the row before each row in its sequence or tree; -1: a given state comes before
+    it."""
     given: NDArray[np.int64]
-    """``[T]``: which of the G given states comes before each row whose parent is -1; -1 elsewhere."""
+    """``[T]``: index of the given state before each row with parent -1; -1 elsewhere."""
     wanted: NDArray[np.int64]
-    """``[M]``: rows whose states are wanted, ascending."""
+    """``[M]``: rows with wanted states, ascending."""
     chains: bool
-    """Whether every entry is a chain: entry i starts from given state i (so G is B), and each row follows the one before."""
+    """Whether all entries are chains: entry i starts from given state i (G is B), rows follow in
+    order."""
 
     @property
     def num_rows(self) -> int:
@@ -39,16 +43,16 @@ class RecurrencePlan:
 
 
 class Recurred(NamedTuple):
-    """What a recurrence returns."""
+    """The result of a recurrence."""
 
     out: Tensor
     """One row per token, fresh, contiguous, in the dtype of the input."""
     states: Tensor
-    """``[M, *shape]``: the states after the wanted rows, fresh, in the dtype of the given states."""
+    """``[M, *shape]``: the states after the wanted rows, fresh, in the dtype of the given ones."""
 
 
 class RecurrenceBackend(Protocol):
-    """A way to compute recurrences. Stateless."""
+    """Computes recurrences. Stateless."""
 
     name: str
 
@@ -64,22 +68,27 @@ class RecurrenceBackend(Protocol):
         log_decay: Tensor | None = None,
         beta_TH: Tensor | None = None,
     ) -> Recurred:
-        """The gated linear or delta-rule recurrence: out ``[T, Hq, V]``, states ``[M, H, K, V]`` float32.
+        """Run the gated linear or delta-rule recurrence: out ``[T, Hq, V]``, states ``[M, H, K,
+        V]`` float32.
 
-        For each token, from the state S ``[K, V]`` of what comes before it: ``S = exp(log_decay) * S``; ``u = v``, or with beta the
-        delta rule ``u = beta * (v - S^T k)``; ``S = S + k u^T``; ``out = scale * S^T q``. q ``[T, Hq, K]``, k ``[T, H, K]``,
-        v ``[T, H, V]``, ``log_decay`` <= 0 ``[T, H]`` or ``[T, H, K]``, ``beta`` ``[T, H]``. Sums in float32 (float64 where the
-        states are). Linear attention (arXiv:2006.16236), gated (arXiv:2312.06635), Mamba-2's SSD (arXiv:2405.21060: k is B, q is C,
-        v is dt * x, log_decay is dt * A), DeltaNet (arXiv:2406.06484), gated DeltaNet (arXiv:2412.06464).
+        For each token, with S ``[K, V]`` the state of its predecessor: ``S = exp(log_decay) * S``;
+        ``u = v``, or with beta the delta rule ``u = beta * (v - S^T k)``; ``S = S + k u^T``; ``out
+        = scale * S^T q``. q is ``[T, Hq, K]``, k ``[T, H, K]``, v ``[T, H, V]``, ``log_decay`` <= 0
+        ``[T, H]`` or ``[T, H, K]``, ``beta`` ``[T, H]``. Sums are in float32 (float64 if the states
+        are). This covers linear attention (arXiv:2006.16236), gated (arXiv:2312.06635), Mamba-2's
+        SSD (arXiv:2405.21060: k is B, q is C, v is dt * x, log_decay is dt * A), DeltaNet
+        (arXiv:2406.06484) and gated DeltaNet (arXiv:2412.06464).
         """
         ...
 
     def convolve(
         self, plan: RecurrencePlan, x_TC: Tensor, weight_CW: Tensor, bias_C: Tensor | None, states_GWC: Tensor
     ) -> Recurred:
-        """The causal depthwise convolution along each sequence or tree path: out ``[T, C]``, states ``[M, W - 1, C]``.
+        """Run the causal depthwise convolution along each path: out ``[T, C]``, states ``[M, W - 1,
+        C]``.
 
-        ``out[t] = bias + sum over j of weight[:, W - 1 - j] * x[j tokens before t]``; a state holds the last W - 1 inputs, oldest
-        first. Sums in float32 (float64 where x is).
+        ``out[t] = bias + sum over j of weight[:, W - 1 - j] * x[j tokens before t]``. A path is a
+        sequence or a branch of its tree. A state holds the last W - 1 inputs, oldest first. Sums
+        are in float32 (float64 if x is).
         """
         ...

@@ -1,13 +1,13 @@
 """The recurrent verbs of a KV state. ``kv_state.RNNState`` is these and ``KVState``.
 
-A recurrent layer has any number of state tensors with fixed shapes, dtypes and initial values. One published
-state of a sequence is a page: immutable, shared by forks. Some are *kept*, so that a rewind can go back to them:
-position 0 always; checkpoints (``KVState.checkpoint``, or every ``checkpoint_interval`` tokens); and a ring of the
-most recently published states before the present one.
+A recurrent layer has any number of state tensors with fixed shapes, dtypes and initial values. One
+published state of a sequence is a page: immutable, shared by forks. Some are *kept* for rewinds:
+position 0 always; checkpoints (``KVState.checkpoint``, or every ``checkpoint_interval`` tokens);
+and a ring of the states published just before the present one.
 
-Letters and the rules for every verb are in ``kv_state``. All verbs refuse ``InvalidArgument`` (``layer_id``,
-``state_id``, shape, dtype) and ``Unsupported`` (not a recurrent layer); ``get``, ``set`` and ``linear_attention``
-also ``FailedPrecondition`` (no open forward).
+Letters and the rules for every verb are in ``kv_state``. All verbs raise ``InvalidArgument``
+(``layer_id``, ``state_id``, shape, dtype) and ``Unsupported`` (not a recurrent layer); ``get``,
+``set`` and ``linear_attention`` also ``FailedPrecondition`` (no open forward).
 """
 
 from __future__ import annotations
@@ -21,21 +21,24 @@ if TYPE_CHECKING:
 
 
 class RecurrentVerbs(Protocol):
-    """Reading and writing recurrent state in a forward, and looking into what is kept."""
+    """Recurrent state: read and written in a forward, and inspected where it is kept."""
 
     def get(self, layer_id: int, state_id: int, *, per_token: bool = False, out: Tensor | None = None) -> Tensor:
-        """The state *before* this forward, ``[B, *shape]``, one for each entry; also after a ``set`` in it.
+        """Return the state *before* this forward, ``[B, *shape]``, even after a ``set`` in it.
 
-        ``per_token=True``: ``[T, *shape]``, for each row the state of its predecessor or tree parent where that lies
-        before this forward; other rows are 0, and the layer computes them itself. Cost: one read of those rows.
+        ``per_token=True``: ``[T, *shape]``, for each row the state of its predecessor or tree
+        parent if that lies before this forward, else 0: the layer computes those itself. Cost: one
+        read of those rows.
         """
 
     def set(self, layer_id: int, state_id: int, data: Tensor, *, per_token: bool = False) -> None:
-        """The new state: ``[B, *shape]`` after the last token of each entry, or ``[T, *shape]`` after every token.
+        """Set the state after each entry's last token, ``[B, *shape]``, or after each token, ``[T,
+        *shape]``.
 
-        ``per_token=True`` fills the ring with the last states of the chunk, and keeps a checkpoint that the chunk
-        passes. The last call wins; ``end_forward`` publishes; a layer that did not set keeps its state.
-        ``InvalidArgument``: a token tree in the batch without ``per_token``. Cost: one write of those rows.
+        ``per_token=True`` fills the ring with the last states of the chunk and keeps a checkpoint
+        that the chunk passes. The last call wins; ``end_forward`` publishes; a layer without
+        ``set`` keeps its state. ``InvalidArgument``: a token tree in the batch without
+        ``per_token``. Cost: one write of those rows.
         """
 
     def linear_attention(
@@ -50,25 +53,27 @@ class RecurrentVerbs(Protocol):
         beta: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """``get``, the gated linear or delta-rule recurrence, and ``set`` in one: ``[N, Hq, Dv]``.
+        """Run ``get``, the gated linear or delta-rule recurrence, and ``set`` in one: ``[N, Hq,
+        Dv]``.
 
-        The layer's state 0 is S ``[Hkv, Dk, Dv]``, float32. q ``[N, Hq, Dk]``, k ``[N, Hkv, Dk]``, v
-        ``[N, Hkv, Dv]``, ``log_decay`` <= 0 ``[N, Hkv]`` or ``[N, Hkv, Dk]``, ``beta`` ``[N, Hkv]``. For each token,
-        from the state of its predecessor or tree parent: ``S = exp(log_decay) * S``; ``u = v``, or with beta the
-        delta rule ``u = beta * (v - S^T k)`` (DeltaNet, arXiv:2406.06484; gated, arXiv:2412.06464);
-        ``S = S + k u^T``; ``out = sm_scale * S^T q``. Trees, ring and checkpoints work. Chunk-parallel kernels equal
-        it up to rounding.
+        The layer's state 0 is S ``[Hkv, Dk, Dv]``, float32. q ``[N, Hq, Dk]``, k ``[N, Hkv, Dk]``,
+        v ``[N, Hkv, Dv]``, ``log_decay`` <= 0 ``[N, Hkv]`` or ``[N, Hkv, Dk]``, ``beta`` ``[N,
+        Hkv]``. For each token, from the state of its predecessor or tree parent: ``S =
+        exp(log_decay) * S``; ``u = v``, or with beta the delta rule ``u = beta * (v - S^T k)``
+        (DeltaNet, arXiv:2406.06484; gated, arXiv:2412.06464); ``S = S + k u^T``; ``out = sm_scale *
+        S^T q``. Trees, ring and checkpoints work. Chunk-parallel kernels equal it up to rounding.
         """
 
     def debug_get(self, layer_id: int, state_id: int, seq_id: SeqId, *, position: int | None = None) -> Tensor:
-        """A copy ``[*shape]`` of the published state, or of the one kept at ``position``. Legal at any time.
+        """Return a copy ``[*shape]`` of the published state, or of the one kept at ``position``.
 
-        ``FailedPrecondition``: no state is kept there. Cost: one state.
+        Legal at any time. ``FailedPrecondition``: no state is kept there. Cost: one state.
         """
 
     def debug_set(self, layer_id: int, state_id: int, seq_id: SeqId, data: Tensor) -> None:
-        """(ours) Replace the present state of this sequence only; forks and kept states do not change.
+        """(ours) Replace the present state of this sequence only; forks and kept states do not
+        change.
 
-        ``data`` is ``[*shape]``. ``FailedPrecondition``: open forward. ``ResourceExhausted``: a page for the new
-        state. Cost: one state.
+        ``data`` is ``[*shape]``. ``FailedPrecondition``: open forward. ``ResourceExhausted``: a
+        page for the new state. Cost: one state.
         """
