@@ -21,10 +21,8 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LowRankUpdate:
-    """The term ``x A^T B^T``, added to ``O`` outputs of one linear map from output ``row`` on.
-
-    A fused map (q, k and v; gate and up) has one update for each part that an adapter changes.
-    """
+    """The term ``x A^T B^T``, added to ``O`` outputs of one linear map from output ``row`` on. A
+    fused map (q, k and v; gate and up) has one update for each part that an adapter changes."""
 
     linear: str
     """``Linear.name``: the parameter without ``.weight``, as "3.qkv"; "head"; or "embed"."""
@@ -89,9 +87,7 @@ class AddProducts(Protocol):
 
     def __call__(self, y_TO: Tensor, x_TI: Tensor) -> None:
         """Add ``x A^T B^T`` to the rows of y that are under adapters; leave other rows as they are.
-
-        Sums are in float32 and rounded once.
-        """
+        Sums are in float32 and rounded once."""
         ...
 
 

@@ -66,8 +66,7 @@ class ForwardPlan:
 
     Rows that no query of the entry sees may hold anything, even NaN, if they lie behind the sink,
     where evicted rows share the sink's last page. Elsewhere an unseen row of a visible page is
-    finite, or its sequence holds NaN itself.
-    """
+    finite, or its sequence holds NaN itself."""
 
     page_size: int
     counts: NDArray[np.int64]
@@ -149,8 +148,7 @@ class AttentionBackend(Protocol):
         are the pool, which already holds the new rows. ``new`` is K and V of the new tokens, ``[T,
         Hkv, Dk]`` and ``[T, Hkv, Dv]``, equal to the last ``counts[i]`` addresses of each entry, so
         that a prompt need not be gathered; None if those are not the new tokens. ``sinks_H``
-        (float32 ``[Hq]``) are learned logits that join the softmax without a value.
-        """
+        (float32 ``[Hq]``) are learned logits that join the softmax without a value."""
         ...
 
     def run_state(
@@ -165,8 +163,7 @@ class AttentionBackend(Protocol):
         q_sink_THD: Tensor | None = None,
         coarse: bool = False,
     ) -> AttentionState:
-        """Return the result of ``run`` as a contiguous attention state, without learned logits.
-
-        The lse is accurate to float32 for every dtype of K and V. With ``coarse``, accuracy of that
+        """Return the result of ``run`` as a contiguous attention state, without learned logits. The
+        lse is accurate to float32 for every dtype of K and V. With ``coarse``, accuracy of that
         dtype is enough: the caller will round the result to it."""
         ...

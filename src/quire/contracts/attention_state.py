@@ -56,23 +56,20 @@ class AttentionVerbs(Protocol):
         + Hkv*Dv]``, or if Dk = Dv also ``[N, Hq + 2*Hkv, D]`` (Q, K, V heads). ``mask``: bool,
         flat, entry by entry row-major ``[n_i, length after]``, true = attend. Its columns are
         positions, then tree nodes in order of appending. It replaces the causal and tree rule
-        (bidirectional image blocks); windows and eviction still apply.
-        """
+        (bidirectional image blocks); windows and eviction still apply."""
 
     def append_kv(self, layer_id: int, k: Tensor, v: Tensor) -> None:
         """(ours) Store new rows without attending: k ``[N, Hkv, Dk]``, v ``[N, Hkv, Dv]``.
 
         Layers ``full`` and ``window``. The slots then hold exactly these rows, rotated as the mode
-        says.
-        """
+        says."""
 
     def append_mla_kv(self, layer_id: int, kv: Tensor) -> None:
         """Store one latent row per new token, kv ``[N, row]`` = ``[c_kv | k_pe]``, without
         attending.
 
         Layers ``latent``. The first Dv columns of a row are its value (MLA, DeepSeek-V2,
-        arXiv:2405.04434).
-        """
+        arXiv:2405.04434)."""
 
     def self_attention(
         self,
@@ -90,8 +87,7 @@ class AttentionVerbs(Protocol):
         The causal or tree rule and all windows apply, or ``mask``: bool, flat, entry by entry
         row-major ``[n_i, n_i]``. q ``[N, Hq, dk]``, k ``[N, h, dk]``, v ``[N, h, dv]``; h divides
         Hq. dk, dv and h may differ from the layer's (expanded MLA: 192, 128, all heads). Returns
-        ``(out [N, Hq, dv], lse [N, Hq])``.
-        """
+        ``(out [N, Hq, dv], lse [N, Hq])``."""
 
     def cross_attention(
         self,
@@ -109,8 +105,7 @@ class AttentionVerbs(Protocol):
         Dk]``; on ``latent`` layers it is the absorbed query ``[N, Hq, row]``. On ``cross`` layers
         the keys are all encoder rows of the sequence, for every token, tree node and scope.
         ``FailedPrecondition``: scope "all" before the layer's rows are appended; a ``cross`` layer
-        without encoder rows (names layer and sequence).
-        """
+        without encoder rows (names layer and sequence)."""
 
     def attention_with_shared_kv(
         self,
@@ -135,8 +130,7 @@ class AttentionVerbs(Protocol):
         + w2)``, ``lse1 = m + ln(w1 + w2)``. o is ``[N, Hq, Dv]``, lse float32 ``[N, Hq]``. ``(0,
         -inf)`` is the identity to the bit; two states with lse -inf give ``(0, -inf)``, never NaN.
         The merge is commutative to the bit and associative up to rounding. Needs no forward; every
-        layer kind.
-        """
+        layer kind."""
 
     def merge(self, o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
         """Join as ``merge_attn_output_inplace``, into fresh tensors."""
@@ -150,8 +144,7 @@ class AttentionVerbs(Protocol):
         popped, count in no length, and go with their last holder. A layer that is set after a fork
         is set on that side only; that side then copies the rows of its other layers once.
         ``FailedPrecondition``: written already; a sequence that is being imported.
-        ``ResourceExhausted``: pages for encoder rows. O(S).
-        """
+        ``ResourceExhausted``: pages for encoder rows. O(S)."""
 
     def debug_get_kv(
         self,
@@ -174,8 +167,7 @@ class AttentionVerbs(Protocol):
         ``InvalidArgument``: not 0 <= start <= end <= length + nodes; layers of different geometry
         without ``layer``. ``FailedPrecondition``: evicted positions in the range (says which are
         held); a cross layer that is not set. ``Unsupported``: no layer with K and V of tokens.
-        O(rows).
-        """
+        O(rows)."""
 
     def debug_get_kv_mla(
         self,
@@ -200,5 +192,4 @@ class AttentionVerbs(Protocol):
         ``debug_get_kv`` then returns these rows, and all else is as before.
 
         ``InvalidArgument``: beyond the length, shape, dtype. ``FailedPrecondition``: evicted,
-        forward open. ``ResourceExhausted``: pages for the split. O(rows).
-        """
+        forward open. ``ResourceExhausted``: pages for the split. O(rows)."""

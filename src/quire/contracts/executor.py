@@ -125,8 +125,7 @@ class RequestSampling(Protocol):
         The last row follows the request's tokens and all of ``drafted``; the row before it follows
         all but the last of ``drafted``; and so on, R <= len(drafted) + 1. Masks, grammar,
         penalties, temperature, top-k, top-p and min-p apply to each row's prefix. Temperature 0 is
-        one-hot at the first maximum.
-        """
+        one-hot at the first maximum."""
 
     def uniform(self) -> float:
         """Return the next draw of the request's generator, in [0, 1)."""
@@ -142,8 +141,7 @@ class ExecutorBase(Protocol):
 
         ``capacity``: token slots per row; None: the model's context length if static, 1 if dynamic.
         ``InvalidArgument``: batch_size or capacity < 1. ``ResourceExhausted``: capacity beyond the
-        model's maximum.
-        """
+        model's maximum."""
 
     def load_lora(self, assets: ModelAssets) -> int:
         """Load a LoRA adapter and return its id.
@@ -162,16 +160,14 @@ class ExecutorBase(Protocol):
         bytes, another form, or too long; all checked before anything changes. ``InvalidArgument``:
         a file or stream without bytes. ``NotFound``: no such directory. ``Unsupported``: a model
         that cannot run adapters, an adapter that needs what is not computed. ``ResourceExhausted``:
-        a rank beyond what one forward can hold, or the memory for loaded adapters is full.
-        """
+        a rank beyond what one forward can hold, or the memory for loaded adapters is full."""
 
     def unload_lora(self, lora_id: int) -> None:
         """Forget an adapter, after the calls that use it.
 
         Caches made under it stay usable; only running their tokens again is refused
         (``truncate_kv``). ``NotFound``: unknown or unloaded already. ``FailedPrecondition``: a
-        request or session of an engine that shares the model needs it.
-        """
+        request or session of an engine that shares the model needs it."""
 
     def cancel(self) -> None:
         """Cancel the operations that are in progress on this executor at this moment.
@@ -179,8 +175,7 @@ class ExecutorBase(Protocol):
         Callable from any thread, idempotent, best effort; never waits. The flag belongs to a
         running operation and dies with it. With none in progress nothing happens, not to the next
         call either. The flag is checked before each prefill chunk and each sampled token; the
-        cancelled call raises ``Cancelled``.
-        """
+        cancelled call raises ``Cancelled``."""
 
 
 class LlmExecutorInterface(ExecutorBase, Protocol):
@@ -188,8 +183,7 @@ class LlmExecutorInterface(ExecutorBase, Protocol):
 
     Each call names at most one adapter, for its own tokens only; earlier ones may have run under
     others. ``lora_id=None`` is the base model. ``inputs.next_position`` p, if given, must be
-    0..length; p < length is a rewind. After n tokens the length is p + n.
-    """
+    0..length; p < length is a rewind. After n tokens the length is p + n."""
 
     def prefill(self, inputs: ExecutorInputs, kv_cache: KVCacheInterface, lora_id: int | None = None) -> None:
         """Run and write **all** given tokens; give no logits. Keep the last prompt token for the
@@ -206,15 +200,12 @@ class LlmExecutorInterface(ExecutorBase, Protocol):
         cache's batch size; a foreign cache or another model's; media rows that fit neither the
         placeholders nor the model's width. ``ResourceExhausted``: p + n beyond a static cache's
         capacity or the model's maximum (a dynamic cache grows). ``Unsupported``: a modality that
-        this executor was not made for; per-layer embeddings for a model without them.
-        """
+        this executor was not made for; per-layer embeddings for a model without them."""
 
     def step(self, inputs: ExecutorInputs, kv_cache: KVCacheInterface, lora_id: int | None = None) -> Tensor:
-        """Write one token for each row; return the logits of the next, ``[B, 1, V]``.
-
-        An empty cache is legal. ``InvalidArgument``: "Expect 1 token id for decode."; vision or
-        audio data. ``ResourceExhausted``: "KV cache full" if static, or the model's maximum.
-        """
+        """Write one token for each row; return the logits of the next, ``[B, 1, V]``. An empty
+        cache is legal. ``InvalidArgument``: "Expect 1 token id for decode."; vision or audio data.
+        ``ResourceExhausted``: "KV cache full" if static, or the model's maximum."""
 
     def sample_tokens(
         self,
@@ -233,8 +224,7 @@ class LlmExecutorInterface(ExecutorBase, Protocol):
         next. ``sampling=None``: the sampling fixed at construction, greedy by default. 0 steps give
         [] and change nothing. Room for all N is checked first.
 
-        ``InvalidArgument``: num_steps < 0, B > 1, otherwise as ``step``.
-        """
+        ``InvalidArgument``: num_steps < 0, B > 1, otherwise as ``step``."""
 
     def sample_tokens_batch(
         self,
@@ -259,8 +249,7 @@ class ModelExecutor(ExecutorBase, Protocol):
         never enters the cache. Room is reserved first. Requested outputs are computed for all real
         tokens. ``InvalidArgument``: "Input token tensor is empty". ``ResourceExhausted``: also a
         position beyond the model's maximum. ``Unsupported``: positions, hidden states or attention
-        weights that cannot be honoured.
-        """
+        weights that cannot be honoured."""
 
     def decode(self, input: DecodeInput) -> DecodeOutput:
         """Run one token for each row of the handle; return logits ``[B, V]`` and a handle one token
@@ -268,17 +257,14 @@ class ModelExecutor(ExecutorBase, Protocol):
 
     def batch_prefill(self, inputs: Sequence[PrefillInput]) -> list[PrefillOutput]:
         """Run prompts of different lengths in one forward, by the rules of ``batch_decode``.
-
-        Adapters that do not fit together run one after the other.
-        """
+        Adapters that do not fit together run one after the other."""
 
     def batch_decode(self, inputs: Sequence[DecodeInput]) -> list[DecodeOutput]:
         """Run many sequences in one forward; results equal those of single calls.
 
         Order and length are kept; no inputs, no outputs. All or nothing: an error names the item.
         Items may name different adapters. ``InvalidArgument``: one cache twice.
-        ``ResourceExhausted``: adapters that one forward cannot hold together.
-        """
+        ``ResourceExhausted``: adapters that one forward cannot hold together."""
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """Run ids ``[B, S]`` without a cache; return logits ``[B, S, V]``, equal to those of
@@ -300,8 +286,7 @@ class ModelExecutor(ExecutorBase, Protocol):
         sees only its ancestors, so each path equals that path run alone. The cache stays as it was.
         Output i's handle ends in node i and serves ``commit_path`` alone (elsewhere
         ``FailedPrecondition``). A call that changes the cache, another tree included, drops the
-        tree; its handles are then stale. ``InvalidArgument``: parents that are no tree.
-        """
+        tree; its handles are then stale. ``InvalidArgument``: parents that are no tree."""
 
     def commit_path(self, handle: CacheHandle) -> CacheHandle:
         """(ours) Keep the path of a verified tree that ends in the node of ``handle``; forget other
@@ -309,8 +294,7 @@ class ModelExecutor(ExecutorBase, Protocol):
 
         Equal to having decoded the path: it replaces the cache's tokens behind the tree's start.
         Returns the handle of the new content. ``InvalidArgument``: a handle that ends in no tree,
-        or a stale one.
-        """
+        or a stale one."""
 
     def truncate_kv(self, handle: CacheHandle, new_len: int) -> CacheHandle:
         """Keep exactly the first ``new_len`` tokens; return the shortened handle.
@@ -324,8 +308,7 @@ class ModelExecutor(ExecutorBase, Protocol):
         ``InvalidArgument``: new_len negative or beyond the cache's length, foreign handle.
         ``NotFound``: released. ``FailedPrecondition``, as for every rewind: the replay lacks a
         checkpoint or token record, or its adapter was unloaded; or a window has evicted tokens that
-        a continuation there would need. ``ResourceExhausted``: room to run tokens again.
-        """
+        a continuation there would need. ``ResourceExhausted``: room to run tokens again."""
 
     def speculative_decode(
         self,
@@ -362,8 +345,7 @@ class ModelExecutor(ExecutorBase, Protocol):
 
         ``InvalidArgument``: threshold outside [0, 1] or not finite, a draft id outside [0, V), a
         draft of draft probability 0, rows that are no distributions. ``Unsupported``: hidden states
-        or attention weights.
-        """
+        or attention weights."""
 
     def release_cache(self, cache_id: str) -> None:
         """Free a sequence; shared pages survive. Never raises: unknown ids and second calls do
@@ -371,11 +353,8 @@ class ModelExecutor(ExecutorBase, Protocol):
 
     def capabilities(self) -> ExecutorCapabilities:
         """Return what this model can do on this device, and the rule table of refusals. In any
-        state.
-
-        The first call on an open executor with room for two tokens measures the memory of
-        activations.
-        """
+        state. The first call on an open executor with room for two tokens measures the memory of
+        activations."""
 
     def status(self) -> ExecutorStatus:
         """Return a measured snapshot: state, counts, times, memory. In any state."""
@@ -397,8 +376,7 @@ class ModelExecutor(ExecutorBase, Protocol):
 
         True if ``batch_size`` is 1..``max_batch_size``, if pages and states suffice that are free
         or would be given up, and if the activations of a decode, once measured, fit the free
-        memory.
-        """
+        memory."""
 
     def optimal_batch_size(self, sequence_length: int = 1) -> int:
         """Return the best batch size now: the largest supported, or the throughput knee from
@@ -416,11 +394,8 @@ class ExecutorFactory(Protocol[ConfigT]):
         """Make an executor of a type that batches; ``InvalidArgument`` for another type."""
 
     def validate_config(self, config: ConfigT) -> None:
-        """Check every field without loading.
-
-        ``InvalidArgument`` names the field, its value and the accepted values. ``Unsupported``: an
-        executor type that needs absent devices.
-        """
+        """Check every field without loading. ``InvalidArgument`` names the field, its value and the
+        accepted values. ``Unsupported``: an executor type that needs absent devices."""
 
     def supported_types(self) -> list[ExecutorType]:
         """Return exactly the types that can be made on this machine."""

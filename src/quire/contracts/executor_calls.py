@@ -78,9 +78,7 @@ class PrefillInput:
 
     def real_spans(self) -> tuple[tuple[int, int], ...]:
         """Return the first and one past the last column of each row's real tokens.
-
-        ``InvalidArgument`` "Input token tensor is empty": no token, or a tensor of rank 0.
-        """
+        ``InvalidArgument`` "Input token tensor is empty": no token, or a tensor of rank 0."""
         rows, columns = self.batch_size, self.sequence_length
         if rows == 0 or columns == 0:
             raise InvalidArgument("Input token tensor is empty")
@@ -193,8 +191,7 @@ class PrefillOutput:
         row.
 
         ``InvalidArgument``: "Expected 3D logits tensor [batch, seq, vocab]", "Empty sequence".
-        ``NotFound``: the input asked for no logits.
-        """
+        ``NotFound``: the input asked for no logits."""
         if self.logits is None:
             raise NotFound("the prefill was asked for no logits (logits='none'); ask for 'last' or 'all'")
         if self.logits.dim() != 3:
@@ -239,10 +236,8 @@ class DecodeInput:
         return _batch_size(self.input_ids)
 
     def tokens(self, verb: str = "decode") -> Tensor:
-        """Return int64 ``[B]``, fresh.
-
-        ``InvalidArgument``: "<verb> input token empty", or not one token per row.
-        """
+        """Return int64 ``[B]``, fresh. ``InvalidArgument``: "<verb> input token empty", or not one
+        token per row."""
         rows = self.batch_size
         if self.input_ids.numel() == 0:
             raise InvalidArgument(f"{verb} input token empty")

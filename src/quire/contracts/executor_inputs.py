@@ -153,10 +153,7 @@ def _check_embeddings(kind: str, embeddings: Tensor | None, per_layer: Tensor | 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ExecutorInputs:
     """Text, vision and audio of one call, each optional, and the position in the cache where it
-    begins.
-
-    Absent fields are None; their ``get_...`` accessors raise ``NotFound``.
-    """
+    begins. Absent fields are None; their ``get_...`` accessors raise ``NotFound``."""
 
     text: TextData | None = None
     vision: VisionData | None = None
@@ -201,11 +198,8 @@ class ExecutorInputs:
             raise InvalidArgument(f"token ids {sorted(unknown)} are negative and no placeholders; -1..-4 are")
 
     def start_positions(self, lengths: Sequence[int]) -> tuple[int, ...]:
-        """Return where each row begins in a cache with these row lengths.
-
-        ``InvalidArgument`` unless there is one position, or one per row, each in 0..length of its
-        row.
-        """
+        """Return where each row begins in a cache with these row lengths. ``InvalidArgument``
+        unless there is one position, or one per row, each in 0..length of its row."""
         given = self.next_position
         if given is None:
             return tuple(lengths)

@@ -111,8 +111,7 @@ class MemoryRequirements:
     Further memory is needed for: the activations of one forward if prompts run in several;
     requested hidden states and attention weights; a second copy of the logits of prompts of
     different lengths under an adapter; recurrent states beyond the present one of each row (the one
-    that a forward writes, and those kept for rewinds while there is room).
-    """
+    that a forward writes, and those kept for rewinds while there is room)."""
 
     parameter_memory: int
     """Storage of all weights."""
@@ -142,8 +141,7 @@ class MemoryRequirements:
 
         That is parameters + activation * B * S + K/V * B * S * L + overhead + recurrent states of B
         rows if S > 0. ``InvalidArgument``: a negative argument. ``FailedPrecondition``: activations
-        are not measured.
-        """
+        are not measured."""
         if self.activation_memory_per_token is None or self.overhead_memory is None:
             raise FailedPrecondition(
                 "memory of activations is not measured: the pool had no room for two tokens; release caches, and ask for "
@@ -215,11 +213,9 @@ class MemoryUsage:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExecutorStatus:
-    """A snapshot. One operation is one sequence's prefill or one sequence's decode step.
-
-    A batch of 8 counts as 8 operations, a verify or speculative call as one decode. Failed and
-    cancelled calls count nothing.
-    """
+    """A snapshot. One operation is one sequence's prefill or one sequence's decode step. A batch of
+    8 counts as 8 operations, a verify or speculative call as one decode. Failed and cancelled calls
+    count nothing."""
 
     state: ExecutorState
     current_batch_size: int = 0

@@ -28,10 +28,8 @@ if TYPE_CHECKING:
 
 class KVCacheInterface(Protocol):
     """A batch of B sequences in a pool of pages. The caller owns it; its last reference frees the
-    pages.
-
-    *Static*: the capacity is fixed. *Dynamic*: it starts at 1 and grows up to the model's maximum.
-    """
+    pages. *Static*: the capacity is fixed. *Dynamic*: it starts at 1 and grows up to the model's
+    maximum."""
 
     @property
     def num_entries(self) -> int:
@@ -56,8 +54,7 @@ class KVCacheInterface(Protocol):
         It holds the format version, the model's fingerprint, dtype, batch size, capacity, lengths
         and next positions; for each row the adapters of its tokens, and token ids if known; for
         each layer kind and geometry; recurrent checkpoints with positions; for each tensor name,
-        shape, byte length and checksum. O(bytes used).
-        """
+        shape, byte length and checksum. O(bytes used)."""
 
     def load(self, data: bytes, *, convert_dtype: bool = False) -> None:
         """Replace all content by the output of ``serialize``, or one row by a session's state file.
@@ -72,8 +69,7 @@ class KVCacheInterface(Protocol):
         expected and found: version, model, an adapter that is not loaded here, dtype, geometry,
         batch size, rank or shape, missing or surplus tensors, static capacity below the stored
         length (larger is fine; a dynamic cache grows). ``ResourceExhausted``: pages, or slots for
-        recurrent states. ``Cancelled``: while tokens ran; nothing is replaced.
-        """
+        recurrent states. ``Cancelled``: while tokens ran; nothing is replaced."""
 
     def select_and_copy_from(self, other: KVCacheInterface, b: int) -> None:
         """Make row 0 of this cache a copy of row ``b`` of ``other``: every state tensor and the
@@ -82,15 +78,12 @@ class KVCacheInterface(Protocol):
         Checks in this order: other is Quire's own cache; other.batch_size > this.batch_size
         (strict: 1 to 1 is refused); this.batch_size = 1; 0 <= b < other.batch_size; equal
         ``num_entries``; both static or both dynamic; every tensor name of this exists in other;
-        same model fingerprint and dtype.
-        """
+        same model fingerprint and dtype."""
 
     def broadcast_and_copy_from(self, other: KVCacheInterface) -> None:
-        """Make every row of this cache a copy of row 0 of ``other``, with its length.
-
-        Checks in this order: other is Quire's own cache; other.batch_size = 1; this.batch_size > 1
-        (strict); then as ``select_and_copy_from``.
-        """
+        """Make every row of this cache a copy of row 0 of ``other``, with its length. Checks in
+        this order: other is Quire's own cache; other.batch_size = 1; this.batch_size > 1 (strict);
+        then as ``select_and_copy_from``."""
 
     def deep_copy(self) -> Self:
         """Return an independent copy: contents, capacity, kind, lengths, positions, adapter of each
@@ -107,8 +100,7 @@ class KVCacheInterface(Protocol):
 
         n <= capacity does nothing: a cache never shrinks. A static cache: ``InvalidArgument`` "KV
         cache is not dynamic and cannot be resized." Beyond the model's maximum:
-        ``ResourceExhausted``.
-        """
+        ``ResourceExhausted``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -155,10 +147,8 @@ class BlockTable:
         return self.free_tokens > 0
 
     def extend(self, num_tokens: int) -> BlockTable:
-        """Return a table with ``num_tokens`` >= 0 more tokens in use.
-
-        ``ResourceExhausted``: "Insufficient blocks: need x, have y", beyond the held blocks.
-        """
+        """Return a table with ``num_tokens`` >= 0 more tokens in use. ``ResourceExhausted``:
+        "Insufficient blocks: need x, have y", beyond the held blocks."""
         if num_tokens < 0:
             raise InvalidArgument(f"num_tokens must be >= 0; got {num_tokens}")
         length = self.sequence_length + num_tokens
@@ -196,8 +186,7 @@ class CacheHandle(Protocol):
     ``decode`` returns a *new* handle. Using an older, shorter one rewinds to its length and
     overwrites; two live branches need ``clone_handle``. A handle is *stale* (``InvalidArgument``)
     once its cache was rewound, truncated or cleared below the handle's length, or its content
-    replaced. A released cache is ``NotFound``, a handle of another executor ``InvalidArgument``.
-    """
+    replaced. A released cache is ``NotFound``, a handle of another executor ``InvalidArgument``."""
 
     @property
     def cache_id(self) -> str:
@@ -217,10 +206,8 @@ class CacheHandle(Protocol):
 
     @property
     def block_table(self) -> BlockTable | tuple[BlockTable, ...]:
-        """Pages that this handle covers; for B > 1 a tuple, one per row.
-
-        ``Unsupported``: all layers are recurrent.
-        """
+        """Pages that this handle covers; for B > 1 a tuple, one per row. ``Unsupported``: all
+        layers are recurrent."""
 
     @property
     def device(self) -> torch.device:
@@ -251,8 +238,7 @@ class CacheHandle(Protocol):
 
         n is the largest length of the handle's rows. Slots beyond a row's length and tokens evicted
         by a window are zero. ``InvalidArgument``: no such layer, stale. ``Unsupported``: a layer
-        without K and V. ``NotFound``: released. O(rows).
-        """
+        without K and V. ``NotFound``: released. O(rows)."""
 
     def value_cache(self, layer: int) -> Tensor:
         """Return a gathered copy of V of one layer, ``[B, n, Hkv, Dv]``; otherwise as
@@ -265,5 +251,4 @@ class CacheHandle(Protocol):
         If the handle ends before its cache does and no recurrent state is kept there, the fork runs
         the preceding tokens again, which needs room. ``InvalidArgument``: stale. ``NotFound``:
         released. ``ResourceExhausted`` and ``FailedPrecondition``: as
-        ``ModelExecutor.truncate_kv``.
-        """
+        ``ModelExecutor.truncate_kv``."""

@@ -92,23 +92,16 @@ class KVState(Protocol):
     # -- sequences ---------------------------------------------------------------------------------
 
     def clear(self) -> None:
-        """Drop everything: sequences, an open forward, pending trees, imports.
-
-        Legal at any time. Afterwards the state is as new: all pages free, ``empty()`` true.
-        O(sequences).
-        """
+        """Drop everything: sequences, an open forward, pending trees, imports. Legal at any time.
+        Afterwards the state is as new: all pages free, ``empty()`` true. O(sequences)."""
 
     def add_sequence(self, seq_id: SeqId) -> None:
         """Make a sequence of length 0 without pages, with recurrent layers at their initial values.
-
-        ``InvalidArgument`` if the id exists. O(1).
-        """
+        ``InvalidArgument`` if the id exists. O(1)."""
 
     def remove_sequence(self, seq_id: SeqId) -> None:
-        """Forget a sequence; free each page with its last reference.
-
-        Legal with uncommitted nodes; ends an import. Forks keep their pages. O(pages).
-        """
+        """Forget a sequence; free each page with its last reference. Legal with uncommitted nodes;
+        ends an import. Forks keep their pages. O(pages)."""
 
     def fork_sequence(self, parent_id: SeqId, child_id: SeqId, fork_pos: int = -1, *, exact: bool = False) -> int:
         """Make ``child_id`` a copy of the parent as it was after its first ``fork_pos`` tokens.
@@ -127,8 +120,7 @@ class KVState(Protocol):
 
         ``InvalidArgument``: the child exists, position outside -1..length. ``FailedPrecondition``:
         uncommitted nodes of the parent; an unreachable position; with ``exact``, no state kept
-        there. O(pages) integers, no bytes.
-        """
+        there. O(pages) integers, no bytes."""
 
     def popn(self, seq_id: SeqId, n: int, *, exact: bool = False) -> int:
         """Take back the last ``n`` tokens, 0 <= n <= length; let t = length - n.
@@ -141,8 +133,7 @@ class KVState(Protocol):
 
         ``InvalidArgument``: n out of range. ``FailedPrecondition``: uncommitted nodes; a target
         below evicted positions (names the reachable ones); with ``exact``, no state kept at t
-        (names the kept ones). O(pages freed).
-        """
+        (names the kept ones). O(pages freed)."""
 
     def rewind_cost(self, seq_id: SeqId, pos: int) -> int:
         """(ours) Return the result of ``popn(seq_id, length - pos)`` and change nothing; refuse as
@@ -157,8 +148,7 @@ class KVState(Protocol):
         window), let p be the lowest position >= s from which on all tokens are held. Then 0..s are
         reachable, all m >= p + (W - s) - 1 (one more with ``eviction="forward"``), and everything
         if p = s. 0 and the length are always reachable, and the tokens of the last forward or
-        commit can always be popped. To keep a position, fork there.
-        """
+        commit can always be popped. To keep a position, fork there."""
 
     def enable_sliding_window_for_seq(
         self, seq_id: SeqId, window: int | None, sink: int = 0, *, eviction: Eviction = "token"
@@ -176,8 +166,7 @@ class KVState(Protocol):
 
         ``InvalidArgument``: window < 1, sink < 0, sink >= window. ``FailedPrecondition``: evicted
         already, uncommitted nodes. ``Unsupported``: no layer that a window could concern; a sink
-        with layers that rotate by their own rule. O(1).
-        """
+        with layers that rotate by their own rule. O(1)."""
 
     # -- queries: legal at any time, change nothing, O(1) or O(sequences) --------------------------
 
@@ -185,11 +174,8 @@ class KVState(Protocol):
         """Return whether there is no sequence and every page is free."""
 
     def num_available_pages(self) -> int:
-        """Return how many more pages of P tokens, over all layers, can be taken.
-
-        ``ceil(capacity / P)`` after ``clear()``. It may be 0 while tail pages have room: ask
-        ``missing_pages``.
-        """
+        """Return how many more pages of P tokens, over all layers, can be taken. ``ceil(capacity /
+        P)`` after ``clear()``. It may be 0 while tail pages have room: ask ``missing_pages``."""
 
     def missing_pages(
         self,
@@ -198,10 +184,7 @@ class KVState(Protocol):
         token_tree_parents: TokenTreeParents | None = None,
     ) -> int:
         """(ours) Return how many pages this ``begin_forward`` would lack; 0 exactly if there is
-        room.
-
-        Counts copies on write, less the pages that the same call would free.
-        """
+        room. Counts copies on write, less the pages that the same call would free."""
 
     def sequence_length(self, seq_id: SeqId) -> int:
         """Return the committed tokens of the sequence, evicted ones included."""
@@ -218,10 +201,8 @@ class KVState(Protocol):
 
     def check(self) -> None:
         """(ours) Verify all invariants: references, tables, lengths, trees, windows, states,
-        reservations.
-
-        ``QuireError`` names the first broken one. O(everything); for tests and debugging.
-        """
+        reservations. ``QuireError`` names the first broken one. O(everything); for tests and
+        debugging."""
 
     # -- forward -----------------------------------------------------------------------------------
 
@@ -258,8 +239,7 @@ class KVState(Protocol):
         not in -1..own index - 1, checkpoints of a tree. ``FailedPrecondition``: a forward is open;
         ordinary tokens behind uncommitted nodes; a sequence that is being imported.
         ``ResourceExhausted``: also when kept recurrent states fill the pool. O(B + T + pages
-        taken), plus one copy of at most P - 1 slots for each page that splits.
-        """
+        taken), plus one copy of at most P - 1 slots for each page that splits."""
 
     def end_forward(self, *, skipped: Collection[int] = ()) -> None:
         """Publish: lengths grow, tree nodes become pending, recurrent states advance.
@@ -269,24 +249,19 @@ class KVState(Protocol):
         state.
 
         ``FailedPrecondition``: no open forward; missing layers (names them; the forward stays
-        open). O(B).
-        """
+        open). O(B)."""
 
     def abort_forward(self) -> None:
         """(ours) Undo the forward: lengths, trees, recurrent states and pages as before
-        ``begin_forward``.
-
-        Evicted tokens stay gone; encoder rows that were set meanwhile stay. ``FailedPrecondition``:
-        no open forward. O(B + pages).
-        """
+        ``begin_forward``. Evicted tokens stay gone; encoder rows that were set meanwhile stay.
+        ``FailedPrecondition``: no open forward. O(B + pages)."""
 
     def get_query_positions(self, *, relative: bool = False) -> Tensor:
         """Return the positions of the new tokens, int32 ``[T]``, on the state's device.
 
         True positions are length + j, for a tree node base + depth. ``relative=True`` subtracts the
         query's evicted tokens, for models with absolute embeddings or a rotation of their own.
-        ``FailedPrecondition``: no open forward. O(T).
-        """
+        ``FailedPrecondition``: no open forward. O(T)."""
 
     def commit_accepted_token_tree_nodes(self, seq_ids: Sequence[SeqId], leaf_indices: Sequence[int]) -> None:
         """Keep, for each sequence, the path from a root to the given node; forget its other nodes.
@@ -299,8 +274,7 @@ class KVState(Protocol):
 
         ``InvalidArgument``: lists differ in length, duplicate id, leaf outside -1..nodes - 1.
         ``FailedPrecondition``: no uncommitted nodes (even for -1), or a forward is open. Copies at
-        most path length slots per layer; a path of the first nodes copies nothing.
-        """
+        most path length slots per layer; a path of the first nodes copies nothing."""
 
     # -- kept recurrent states ---------------------------------------------------------------------
 
@@ -309,22 +283,16 @@ class KVState(Protocol):
 
         Copies nothing; the page stays. Kept states are never dropped silently. Keeping twice equals
         once. ``Unsupported``: no recurrent layer (every reachable position is exact already).
-        ``FailedPrecondition``: uncommitted nodes, an import, or an open forward. O(1).
-        """
+        ``FailedPrecondition``: uncommitted nodes, an import, or an open forward. O(1)."""
 
     def checkpoints(self, seq_id: SeqId) -> list[int]:
         """(ours) Return the ascending positions of checkpoints, without 0 and the ring of recent
-        states.
-
-        [] without recurrent layers.
-        """
+        states. [] without recurrent layers."""
 
     def drop_checkpoint(self, seq_id: SeqId, position: int) -> None:
-        """(ours) Give up the checkpoint at ``position``; forks keep theirs.
-
-        ``InvalidArgument``: none is kept there. ``Unsupported``: no recurrent layer.
-        ``FailedPrecondition``: as ``checkpoint``. O(1).
-        """
+        """(ours) Give up the checkpoint at ``position``; forks keep theirs. ``InvalidArgument``:
+        none is kept there. ``Unsupported``: no recurrent layer. ``FailedPrecondition``: as
+        ``checkpoint``. O(1)."""
 
     # -- export and import -------------------------------------------------------------------------
 
@@ -334,14 +302,11 @@ class KVState(Protocol):
         Format version, layers and kinds, dtypes, geometry, RoPE fingerprint, length, positions held
         per layer class, window, sink and eviction, kept recurrent positions, rows of each cross
         layer (None: not set), and per group names, shapes, bytes, checksums.
-        ``FailedPrecondition``: uncommitted nodes, importing.
-        """
+        ``FailedPrecondition``: uncommitted nodes, importing."""
 
     def get_layout_hash(self) -> str:
         """Return a digest of what both sides must agree on: kinds, geometry, dtype, RoPE, windows.
-
-        Page size, capacity, device and ranks are not part of it.
-        """
+        Page size, capacity, device and ranks are not part of it."""
 
     def get_layout(self) -> dict[str, Any]:
         """(ours) Return the content of the layout hash in JSON types: ``layers`` with pages, and
@@ -355,15 +320,11 @@ class KVState(Protocol):
         ``state.i@position``; n positions held, or encoder rows of a cross layer. Shared prefixes
         are resolved. ``InvalidArgument``: no such layer, names or shapes of ``out``.
         ``FailedPrecondition``: uncommitted nodes, importing, a cross layer that is not set (the
-        metadata has no such group). Cost: the bytes of the group.
-        """
+        metadata has no such group). Cost: the bytes of the group."""
 
     def plan_import(self, metadata: Mapping[str, object]) -> dict[int, dict[str, TensorPlan]]:
         """(ours) Return the tensors that an import takes, by layer and name, without reading
-        checksums.
-
-        Changes nothing, and refuses metadata as ``prepare_import`` does.
-        """
+        checksums. Changes nothing, and refuses metadata as ``prepare_import`` does."""
 
     def prepare_import(self, seq_id: SeqId, metadata: Mapping[str, object]) -> None:
         """Make the new sequence ``seq_id``, *importing*, and reserve its pages; touch no other
@@ -371,22 +332,18 @@ class KVState(Protocol):
 
         Until ``finish_import`` it serves nothing else; ``remove_sequence`` gives up.
         ``InvalidArgument``: the id exists; version or layout (expected and found).
-        ``ResourceExhausted``.
-        """
+        ``ResourceExhausted``."""
 
     def import_page_group(self, seq_id: SeqId, group: int, tensors: Mapping[str, Tensor]) -> None:
         """Write one layer of an import, as ``export_page_group`` gave it; any order, once each.
 
         ``InvalidArgument``: group, names, shapes or dtypes (expected and found).
         ``FailedPrecondition``: not prepared, or imported already. ``DataLoss``: checksum. Cost: the
-        bytes of the group.
-        """
+        bytes of the group."""
 
     def finish_import(self, seq_id: SeqId) -> None:
         """Publish an import; stored values equal those of the exported sequence to the bit.
-
-        ``FailedPrecondition``: not prepared, or a group is missing (names it). O(pages).
-        """
+        ``FailedPrecondition``: not prepared, or a group is missing (names it). O(pages)."""
 
 
 class AttentionKVCache(KVState, AttentionVerbs, Protocol):

@@ -30,8 +30,7 @@ class RopeSpec:
     that changes the frequencies ``theta ** (-2j / rotary_dim)``
     (``quire.ops.rope.inverse_frequencies``). Each later field belongs to the rules that it names
     and is neutral elsewhere. What depends on the context (``length``, ``factors``) is fixed with
-    the spec: stored keys cannot follow frequencies that change later.
-    """
+    the spec: stored keys cannot follow frequencies that change later."""
 
     theta: float
     rotary_dim: int
@@ -245,11 +244,9 @@ class InitialValues:
 @checks_arguments()
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateTensor:
-    """One tensor of a recurrent state.
-
-    ``InvalidArgument``: a size below 1; a dtype outside ``STATE_DTYPES``; initial values that are
-    NaN, do not broadcast to the shape, or do not fit the dtype.
-    """
+    """One tensor of a recurrent state. ``InvalidArgument``: a size below 1; a dtype outside
+    ``STATE_DTYPES``; initial values that are NaN, do not broadcast to the shape, or do not fit the
+    dtype."""
 
     shape: tuple[int, ...]
     dtype: str

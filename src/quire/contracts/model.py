@@ -33,8 +33,7 @@ class Pass(Protocol):
         """Store K and V of the new tokens, attend over all that each may see.
 
         ``q [T, Hq, Dk]``, ``k [T, Hkv, Dk]``, ``v [T, Hkv, Dv]`` in the model's dtype, *before*
-        RoPE: the state rotates by the layer's spec. Returns ``[T, Hq, Dv]``, contiguous, fresh.
-        """
+        RoPE: the state rotates by the layer's spec. Returns ``[T, Hq, Dv]``, contiguous, fresh."""
         ...
 
     def attend_qkv(self, layer_id: int, qkv_TC: Tensor) -> Tensor:
@@ -44,10 +43,8 @@ class Pass(Protocol):
 
     def attend_shared(self, source_layer_id: int, q_THD: Tensor) -> Tensor:
         """Attend over K and V of ``source_layer_id``, for a layer without its own; store nothing.
-
         The source must have run in this forward; window and rotation are the source's. ``q [T, Hq,
-        Dk]`` before RoPE, as in ``attend``. Returns ``[T, Hq, Dv]``, contiguous, fresh.
-        """
+        Dk]`` before RoPE, as in ``attend``. Returns ``[T, Hq, Dv]``, contiguous, fresh."""
         ...
 
     def attend_latent(self, layer_id: int, q_THD: Tensor, rows_TR: Tensor, expansion: LatentExpansion) -> Tensor:
@@ -57,8 +54,7 @@ class Pass(Protocol):
         ``q [T, Hq, Dn + Dr]`` and ``rows [T, R + Dr]`` (``[c_kv | k_pe]``) come *before* RoPE,
         which turns their last Dr columns by the layer's spec. Returns ``[T, Hq, Dv]``, contiguous,
         fresh. Tokens of one forward attend to each other in expanded form; decodes and attention to
-        stored rows use the absorbed form.
-        """
+        stored rows use the absorbed form."""
         ...
 
     def attend_cross(self, layer_id: int, q_THD: Tensor) -> Tensor:
@@ -66,8 +62,7 @@ class Pass(Protocol):
 
         The rows come from ``set_cross_kv``. Order, trees and windows do not matter. ``q [T, Hq,
         Dk]``. Returns ``[T, Hq, Dv]``, contiguous, fresh. ``FailedPrecondition``: a sequence
-        without rows of the layer.
-        """
+        without rows of the layer."""
         ...
 
     def linear_attention(

@@ -30,8 +30,7 @@ None."""
 class StateGeometry:
     """Constant sizes of the memory of all layers.
 
-    A *layer class* is the layers that keep the same positions; they share a pool of pages.
-    """
+    A *layer class* is the layers that keep the same positions; they share a pool of pages."""
 
     specs: tuple[KeyValueAttention | LatentAttention, ...]
     """The layers that keep rows of tokens."""
@@ -174,10 +173,8 @@ class PoolVerbs(Protocol):
 
     def page_table(self, seq_id: SeqId) -> NDArray[np.int32]:
         """Return a copy of a sequence's page table, of the first layer class that keeps all tokens.
-
         If there is none, of the first layer class. -1 stands for a page that a window has evicted.
-        ``Unsupported``: no layer keeps rows of tokens.
-        """
+        ``Unsupported``: no layer keeps rows of tokens."""
 
     def sequence_use(self, seq_id: SeqId) -> SequenceUse:
         """Return the memory that the tokens of a sequence take, including what it shares."""
@@ -195,27 +192,20 @@ class PoolVerbs(Protocol):
         """Return how many pages several sequences hold."""
 
     def num_needed(self, seq_ids: Collection[SeqId], *, with_kept: Collection[SeqId] = ()) -> int:
-        """Return how many pages these sequences need to go on; shared ones count once.
-
-        Of recurrent states, count the present one and those of uncommitted nodes. Checkpoints only
-        save work; they count for the sequences in ``with_kept``. O(pages, and entries of page
-        tables).
-        """
+        """Return how many pages these sequences need to go on; shared ones count once. Of recurrent
+        states, count the present one and those of uncommitted nodes. Checkpoints only save work;
+        they count for the sequences in ``with_kept``. O(pages, and entries of page tables)."""
 
     def pages_held(self, seq_ids: Collection[SeqId], kept: Collection[SeqId] = ()) -> list[int]:
         """Return the pages of each pool that these sequences hold together; shared ones count once.
-
         Count only states that cannot be given up: present ones, and checkpoints of sequences in
-        ``kept``.
-        """
+        ``kept``."""
 
     # -- room --------------------------------------------------------------------------------------
 
     def free_pages(self, without: Collection[SeqId] = ()) -> list[int]:
         """Return the pages of each pool that are free after removing the sequences ``without``.
-
-        Slots count if a forward can take them. O(1) if ``without`` is empty, else O(pages).
-        """
+        Slots count if a forward can take them. O(1) if ``without`` is empty, else O(pages)."""
 
     def page_shortage(
         self,
@@ -227,34 +217,23 @@ class PoolVerbs(Protocol):
         states."""
 
     def full_page_shortage(self, seq_ids: Sequence[SeqId], append_lengths: Sequence[int]) -> Shortage:
-        """Return the pages that these tokens lack in a layer class that keeps all tokens.
-
-        Holds for any number of forwards; ignores copies of shared pages and sequences with a
-        window.
-        """
+        """Return the pages that these tokens lack in a layer class that keeps all tokens. Holds for
+        any number of forwards; ignores copies of shared pages and sequences with a window."""
 
     def shares_tail(self, seq_id: SeqId) -> bool:
         """Return whether another sequence holds the partly filled last page too."""
 
     def pages_freed(self, seq_id: SeqId, child_id: SeqId) -> int:
         """Return how many pages removing ``seq_id`` frees or saves from being copied for
-        ``child_id``.
-
-        ``child_id`` is a fork of ``seq_id`` without appended tokens.
-        """
+        ``child_id``. ``child_id`` is a fork of ``seq_id`` without appended tokens."""
 
     def states_freed(self, seq_id: SeqId) -> int:
         """Return how many more slots a forward can take after removing ``seq_id`` without pending
-        nodes.
-
-        A lower bound: it ignores slots that rings of other sequences hold too.
-        """
+        nodes. A lower bound: it ignores slots that rings of other sequences hold too."""
 
     def pages_at_most(self, length: int, window: tuple[int, int] | None, step: int) -> list[int]:
         """Return the most pages of each pool that a sequence of ``length`` tokens can take.
-
-        ``window``: its size and sink; ``step``: tokens of one forward.
-        """
+        ``window``: its size and sink; ``step``: tokens of one forward."""
 
     def largest_step(self, window: int, sink: int) -> int:
         """Return how many tokens of one forward fit into empty pools beside such a window; may be

@@ -77,8 +77,7 @@ class RecurrenceBackend(Protocol):
         ``[T, H]`` or ``[T, H, K]``, ``beta`` ``[T, H]``. Sums are in float32 (float64 if the states
         are). This covers linear attention (arXiv:2006.16236), gated (arXiv:2312.06635), Mamba-2's
         SSD (arXiv:2405.21060: k is B, q is C, v is dt * x, log_decay is dt * A), DeltaNet
-        (arXiv:2406.06484) and gated DeltaNet (arXiv:2412.06464).
-        """
+        (arXiv:2406.06484) and gated DeltaNet (arXiv:2412.06464)."""
         ...
 
     def convolve(
@@ -89,6 +88,5 @@ class RecurrenceBackend(Protocol):
 
         ``out[t] = bias + sum over j of weight[:, W - 1 - j] * x[j tokens before t]``. A path is a
         sequence or a branch of its tree. A state holds the last W - 1 inputs, oldest first. Sums
-        are in float32 (float64 if x is).
-        """
+        are in float32 (float64 if x is)."""
         ...

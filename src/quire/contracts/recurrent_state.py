@@ -28,8 +28,7 @@ class RecurrentVerbs(Protocol):
 
         ``per_token=True``: ``[T, *shape]``, for each row the state of its predecessor or tree
         parent if that lies before this forward, else 0: the layer computes those itself. Cost: one
-        read of those rows.
-        """
+        read of those rows."""
 
     def set(self, layer_id: int, state_id: int, data: Tensor, *, per_token: bool = False) -> None:
         """Set the state after each entry's last token, ``[B, *shape]``, or after each token, ``[T,
@@ -38,8 +37,7 @@ class RecurrentVerbs(Protocol):
         ``per_token=True`` fills the ring with the last states of the chunk and keeps a checkpoint
         that the chunk passes. The last call wins; ``end_forward`` publishes; a layer without
         ``set`` keeps its state. ``InvalidArgument``: a token tree in the batch without
-        ``per_token``. Cost: one write of those rows.
-        """
+        ``per_token``. Cost: one write of those rows."""
 
     def linear_attention(
         self,
@@ -66,14 +64,9 @@ class RecurrentVerbs(Protocol):
 
     def debug_get(self, layer_id: int, state_id: int, seq_id: SeqId, *, position: int | None = None) -> Tensor:
         """Return a copy ``[*shape]`` of the published state, or of the one kept at ``position``.
-
-        Legal at any time. ``FailedPrecondition``: no state is kept there. Cost: one state.
-        """
+        Legal at any time. ``FailedPrecondition``: no state is kept there. Cost: one state."""
 
     def debug_set(self, layer_id: int, state_id: int, seq_id: SeqId, data: Tensor) -> None:
         """(ours) Replace the present state of this sequence only; forks and kept states do not
-        change.
-
-        ``data`` is ``[*shape]``. ``FailedPrecondition``: open forward. ``ResourceExhausted``: a
-        page for the new state. Cost: one state.
-        """
+        change. ``data`` is ``[*shape]``. ``FailedPrecondition``: open forward.
+        ``ResourceExhausted``: a page for the new state. Cost: one state."""

@@ -1,1 +1,2 @@
-"""Fast versions of the operations in ``ops``; each has its reference there, with the same signature."""
+"""Fast versions of the operations in ``ops``; each has a reference there with the same
+signature."""

@@ -1,6 +1,7 @@
-"""The pieces into which a batch is cut, each served by one call of a kernel, and the batch's rows and keys in them.
+"""Pieces of a batch, one kernel call each, and the places of the batch's rows and keys in them.
 
-Letters: T new tokens; S slots; P page size; b entries of a group; n rows of an entry, padded; m keys, padded.
+Letters: T new tokens; S slots; P page size; b entries of a group; n rows of an entry, padded; m
+keys, padded.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from quire.contracts.attention import ForwardPlan
 from quire.kernels.visibility import VisibleKeys
 
 MAX_WASTE = 1.25
-"""A padded group may compute this many times the keys that it needs."""
+"""A padded group may compute this many times the necessary keys."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchRows:
-    """Rows of a group in the batch: a slice where they are neighbours, else an index."""
+    """Rows of a group in the batch: a slice if they are neighbours, else an index."""
 
     first: int
     stop: int
@@ -41,25 +42,26 @@ class Pool(NamedTuple):
 
     @property
     def v_in_k(self) -> bool:
-        """Whether V is a view of the first columns of K (latent attention): then its rows need not be read again."""
+        """Whether V is a view of K's first columns (latent attention), so that its rows need no
+        read."""
         k, v = self.k_SHD, self.v_SHD
         return k.data_ptr() == v.data_ptr() and k.stride() == v.stride() and k.shape[:2] == v.shape[:2]
 
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """m keys of each of b entries: pages or slots to gather, or slots that lie in one run."""
+    """m keys of each of b entries: pages or slots to gather, or one run of slots."""
 
     b: int
     m: int
     pages: Tensor | None
     """int64 ``[b * pages]``; None: the slots ``first_slot..first_slot + m - 1``."""
     page_size: int
-    """Keys of a page; 1: ``pages`` are slots."""
+    """Keys of a page; 1 if ``pages`` are slots."""
     first_slot: int
 
     def gather(self, pool: Pool) -> tuple[Tensor, Tensor]:
-        """Their K and V, ``[b, Hkv, m, D]`` (strided). V that is the first columns of K is so here, too."""
+        """Return K and V, ``[b, Hkv, m, D]`` (strided). V stays a view of K's first columns."""
         k = self._rows(pool.k_SHD)
         if pool.v_in_k:
             return k, k[..., : pool.v_SHD.shape[-1]]
@@ -81,15 +83,15 @@ class CausalGroup:
     b: int
     n: int
     rows: BatchRows
-    """b * n rows; padding names some row of the same entry."""
+    """b * n rows; padding repeats a row of the same entry."""
     real: Tensor | None
-    """Which of the b * n rows are no padding; None: all."""
+    """Indices of the b * n rows without padding; None: all."""
     target: BatchRows
 
 
 @dataclass(frozen=True, slots=True)
 class PagedGroup:
-    """b entries of up to n tokens over m keys, which ``keys`` counts."""
+    """b entries of up to n tokens over m keys, counted by ``keys``."""
 
     b: int
     n: int
@@ -103,7 +105,7 @@ class PagedGroup:
 
 @dataclass(frozen=True, slots=True)
 class LongChunk:
-    """One entry of many new tokens behind a past."""
+    """One entry of many new tokens after a past."""
 
     start: int
     stop: int
@@ -127,21 +129,20 @@ def waste_bounded(entries: list[int], cost: NDArray[np.int64], slack: int) -> li
 
 
 def is_run(table: NDArray[np.int32]) -> bool:
-    """Whether the pages are consecutive and ascending, none of them null."""
+    """Return whether the pages are consecutive and ascending, none of them null."""
     size, first = table.size, int(table[0])
     return first >= 0 and (size == 1 or (int(table[-1]) - first == size - 1 and bool((np.diff(table) == 1).all())))
 
 
 def pages_of(plan: ForwardPlan, entry: int, first: int, stop: int) -> NDArray[np.int32]:
-    """The pages of the addresses ``first..stop - 1``, of which there is at least one."""
+    """Return the pages of the addresses ``first..stop - 1``, at least one."""
     return plan.tables[entry][first // plan.page_size : -(-stop // plan.page_size)]
 
 
 def keys_of(tables: Sequence[NDArray[np.int32]], plan: ForwardPlan, first: int, stop: int) -> tuple[Keys, int]:
-    """The keys of these pages, padded to the widest table, and how many keys of the pages are left out in front.
-
-    A single run of pages is taken from the slot of address ``first`` to that of ``stop - 1``, in place.
-    """
+    """Return the keys of these pages, padded to the widest table, and the number of keys left out
+    in front. A single run of pages is used in place, from the slot of ``first`` to that of ``stop -
+    1``."""
     page_size = plan.page_size
     if len(tables) == 1 and is_run(tables[0]):
         offset = first % page_size
@@ -150,34 +151,33 @@ def keys_of(tables: Sequence[NDArray[np.int32]], plan: ForwardPlan, first: int, 
     index = np.empty((len(tables), width), dtype=np.int64)
     for row, table in zip(index, tables, strict=True):
         row[: table.size] = table
-        # Padding reads rows of the same sequence: one that holds NaN must not reach another through the mask.
+        # Padding repeats rows of the same sequence: a NaN must not reach another one through the
+        # mask.
         row[table.size :] = table[0]
     if index.min() < 0:
-        # So does a page that nobody sees, among others that somebody does.
+        # So does an invisible page among visible ones.
         index = np.where(index < 0, index.max(1, keepdims=True), index)
     m = width * page_size if len(tables) > 1 else stop - first // page_size * page_size
     return Keys(len(tables), m, torch.from_numpy(index.ravel()).to(plan.device), page_size, 0), 0
 
 
 def rows_of(group: list[int], plan: ForwardPlan, part: VisibleKeys) -> Keys:
-    """The keys of each entry from the first that it sees to the last, and no other row of their pages.
-
-    Behind a sink lie rows that have left the window: if one of them is NaN, a weight of 0 does not hide it.
-    """
+    """Return the keys of each entry from its first visible one to its last, without other rows of
+    pages. Behind a sink lie rows that left the window: a weight of 0 would not hide a NaN there."""
     m = int((part.stop[group] - part.first[group]).max())
     index = np.empty((len(group), m), dtype=np.int64)
     for row, entry in zip(index, group, strict=True):
         address = np.arange(part.first[entry], part.stop[entry])
         pages = plan.tables[entry][address // plan.page_size].astype(np.int64)
         slots = pages * plan.page_size + address % plan.page_size
-        # As in keys_of: padding, and pages that nobody sees, are rows of the same sequence that somebody does see.
+        # As in keys_of: padding and invisible pages repeat visible rows of the same sequence.
         row[:] = slots[0]
         row[: slots.size] = np.where(pages < 0, slots[0], slots)
     return Keys(len(group), m, torch.from_numpy(index.ravel()).to(plan.device), 1, 0)
 
 
 def padded_rows(group: list[int], n: int, plan: ForwardPlan) -> tuple[BatchRows, Tensor | None, BatchRows]:
-    """Padded rows, which of them are real, and where the real ones go."""
+    """Return padded rows, the indices of real ones, and the targets of these."""
     counts, starts = plan.counts[group], plan.starts[group]
     neighbours = group == list(range(group[0], group[0] + len(group)))
     first, stop = int(starts[0]), int(starts[-1] + counts[-1])
@@ -197,7 +197,7 @@ def padded_rows(group: list[int], n: int, plan: ForwardPlan) -> tuple[BatchRows,
 
 
 def row_numbers(group: list[int], n: int, plan: ForwardPlan) -> NDArray[np.int64]:
-    """``[b, n]``: rows in the batch; an entry with fewer repeats its last."""
+    """Return ``[b, n]``: rows in the batch; a shorter entry repeats its last."""
     numbers: NDArray[np.int64] = plan.starts[group][:, None] + np.minimum(np.arange(n), plan.counts[group][:, None] - 1)
     return numbers
 
@@ -210,7 +210,8 @@ def causal_group(group: list[int], plan: ForwardPlan) -> CausalGroup:
 def paged_group(
     group: list[int], tables: list[NDArray[np.int32]], plan: ForwardPlan, part: VisibleKeys, dtype: torch.dtype
 ) -> PagedGroup:
-    """Entries that see something, over their ``tables``: the pages from the first to the last that they see."""
+    """Group entries that see something; ``tables`` hold the pages from the first to the last
+    visible one."""
     n = int(plan.counts[group].max())
     if part.sink and len(group) > 1:
         keys, base = rows_of(group, plan, part), part.first[group]
@@ -237,7 +238,7 @@ def paged_group(
 def range_mask(
     low: NDArray[np.int64], high: NDArray[np.int64], m: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """``[..., m]``: 0 for the keys ``low <= key < high``, -inf for others."""
+    """Return ``[..., m]``: 0 for the keys ``low <= key < high``, -inf for others."""
     key = torch.arange(m, device=device)
     hidden = key >= torch.from_numpy(high).to(device).unsqueeze(-1)
     if low.max() > 0:

@@ -1,12 +1,14 @@
-"""How a linear attention state fades within a chunk of tokens, in matrix products.
+"""Decay of a linear attention state within a chunk of tokens, in matrix products.
 
-Row i of a chunk sees what row j <= i wrote, weakened by the decays of the rows j + 1 .. i, and what was before the chunk weakened by
-those of the rows 0 .. i. These weights are made from sums of log decays, or products of decays. Differences and quotients of long
-sums are inexact, are not numbers where something was forgotten completely (log decay -inf), and overflow where rows are weighed
-against a common point; so quotients of products are taken only where enough is left of each column (``LEAST_LEFT``).
+Row i of a chunk reads what row j <= i wrote, weakened by the decays of rows j + 1 .. i, and the
+earlier state, weakened by those of rows 0 .. i. These weights come from sums of log decays, or from
+products of decays. Differences and quotients of long sums are inexact, are NaN after a complete
+decay (log decay -inf), and overflow relative to a common point. So quotients of products are used
+only where enough is left of each column (``LEAST_LEFT``).
 
-Letters: N pieces of sequences; B chunks of each that are prepared together; H heads of the state, X = N * H; h heads of q and k, either H
-or 1 that all share; R query heads of each; L rows of a chunk, I = R * L rows of a reader; K, V sizes of keys and values.
+Letters: N pieces of sequences; B chunks of each, prepared together; H heads of the state, X = N *
+H; h heads of q and k, H or 1 for all; R query heads of each; L rows of a chunk, I = R * L rows of a
+reader; K, V sizes of keys and values.
 """
 
 from __future__ import annotations
@@ -19,36 +21,38 @@ import torch
 from torch import Tensor
 
 LEAST_LEFT = 1e-12
-"""Decays by column are divided by where at least this much of each is left within a chunk: quotients of such numbers stay far
-from overflow, and err by no more than the roundings of their factors."""
+"""Least remainder of each column within a chunk for division by column decays. Quotients of such
+numbers stay far from overflow and err by no more than the roundings of their factors."""
 
 TOGETHER = 8
-"""Chunks whose decays by column are prepared together: few enough that caches hold what is made for them."""
+"""Chunks with jointly prepared column decays: few enough for caches."""
 
 
 class Weighed(NamedTuple):
-    """The readers (queries, keys) and the keys of a chunk, with the weights that decays give them.
-
-    A decay of the whole head weakens what is read and written; one of a column must be in q and k.
-    """
+    """Readers (queries, keys) and keys of a chunk, with the weights of their decays. A head's decay
+    weakens what is read and written; a column's decay must be in q and k."""
 
     scores: list[Tensor]
-    """``[X, I, L]`` by reader: what its rows read of what each row writes; 0 for rows that come later."""
+    """``[X, I, L]`` by reader: share of each row's write in each row's reading; 0 for later
+    rows."""
     readers: list[Tensor]
-    """``[X, I, K]``: as they read the state before the chunk; columns weighed."""
+    """``[X, I, K]``: readers of the state before the chunk, with weighed columns."""
     since: list[Tensor]
-    """``[X, I, 1]`` by reader: what is left at its rows of the state before; empty: all, or columns are weighed."""
+    """``[X, I, 1]`` by reader: remainder of the state before; empty: all, or columns are
+    weighed."""
     k_XKL: Tensor
-    """As they write into the state after the chunk; columns weighed."""
+    """Keys for writing into the state after the chunk, with weighed columns."""
     until_XL1: Tensor | None
-    """What is left after the chunk of what each row writes; None: all, or columns are weighed."""
+    """Remainder, after the chunk, of what each row writes; None: all, or columns are weighed."""
     total: Tensor | None
-    """``[X, 1, 1]`` or ``[X, K, 1]``: what is left of the state before in the state after; None: all of it."""
+    """``[X, 1, 1]`` or ``[X, K, 1]``: remainder of the state before in the state after; None:
+    all."""
     together: bool = False
-    """Keys are as they would be if they had been written before the chunk: what they write fades like the state."""
+    """Keys stand for writes before the chunk: these fade like the state."""
 
     def write_(self, states_XKV: Tensor, u_XLV: Tensor) -> None:
-        """Make the states before those after ``u`` was written. In place: they are the largest tensors here."""
+        """Turn the states before into those after ``u`` was written, in place: the largest tensors
+        here."""
         if self.total is not None and not self.together:
             states_XKV.mul_(self.total)
         states_XKV.baddbmm_(self.k_XKL, u_XLV if self.until_XL1 is None else u_XLV * self.until_XL1)
@@ -57,7 +61,8 @@ class Weighed(NamedTuple):
 
 
 def weigh(readers: Sequence[Tensor], k_BNhLK: Tensor, log_decay: Tensor | None, heads: int) -> Iterator[Weighed]:
-    """The B chunks in order: readers ``[B, N, h, R, L, K]``, by log decays ``[B, N, H, L]`` or ``[B, N, H, L, K]``, all at most 0."""
+    """Yield the B chunks: readers ``[B, N, h, R, L, K]``, log decays ``[B, N, H, L]`` or with K, at
+    most 0."""
     if log_decay is not None and log_decay.dim() == 5:
         for start in range(0, len(k_BNhLK), TOGETHER):
             some = slice(start, start + TOGETHER)
@@ -90,23 +95,21 @@ def weigh(readers: Sequence[Tensor], k_BNhLK: Tensor, log_decay: Tensor | None, 
 
 
 def _over_heads(x_BNhIK: Tensor, heads: int) -> Tensor:
-    """``[B, X, I, K]``: shared heads repeated, in place where pieces and heads lie so."""
+    """Return ``[B, X, I, K]`` with shared heads repeated, as a view if strides allow it."""
     return x_BNhIK.expand(-1, -1, heads, -1, -1).flatten(1, 2)
 
 
 def faded(log_decay: Tensor) -> Tensor:
-    """``exp(log_decay)``, fresh, in which weights below the square root of the smallest normal number are 0.
-
-    That is far below rounding, for a weight of 1 stands beside each of them. Smaller ones, and their products, are subnormal numbers,
-    which take a CPU up to a hundred times as long.
-    """
+    """Return a fresh ``exp(log_decay)``; weights below sqrt(smallest normal number) become 0. That
+    is far below rounding beside a weight of 1. Smaller weights and their products are subnormal
+    numbers and take a CPU up to a hundred times as long."""
     least = 0.5 * math.log(torch.finfo(log_decay.dtype).tiny)
     clamped = torch.empty_like(log_decay, memory_format=torch.contiguous_format)
     return _without_faint(torch.clamp(log_decay, min=least - 1, out=clamped).exp_())
 
 
 def _without_faint(weights: Tensor) -> Tensor:
-    """In place."""
+    """Zero weights below sqrt(smallest normal number), in place."""
     faint = math.sqrt(torch.finfo(weights.dtype).tiny)
     torch.threshold_(weights, faint, 0.0)
     return weights
@@ -125,7 +128,7 @@ class _Fading(NamedTuple):
     def of(log_decay_BNHL: Tensor) -> _Fading:
         rows = log_decay_BNHL.shape[-1]
         below_LL = torch.ones(rows, rows, dtype=torch.bool, device=log_decay_BNHL.device).tril_(-1)
-        # In column j: the log decays below row j, added up.
+        # In column j: the sum of the log decays below row j.
         sums_BNHLL = log_decay_BNHL.unsqueeze(-1).masked_fill(~below_LL, 0).cumsum(-2)
         within_BNHLL = faded(sums_BNHLL).tril_()
         since_BXL1 = faded(log_decay_BNHL.cumsum(-1)).flatten(1, 2).unsqueeze(-1)
@@ -134,10 +137,10 @@ class _Fading(NamedTuple):
 
 
 def _scores(q_BNhRLK: Tensor, k_BNhLK: Tensor, fading: _Fading | None, heads: int) -> Tensor:
-    """``[B, X, I, L]``"""
+    """Return ``[B, X, I, L]``: products of queries and keys, weighed."""
     chunks, pieces, some, groups, rows, _ = q_BNhRLK.shape
     made = q_BNhRLK.new_empty(chunks, pieces * some, groups * rows, rows)
-    # Chunk by chunk: the heads of one can be read where they lie.
+    # Chunk by chunk: the heads of one can be read in place.
     for q, k, out in zip(q_BNhRLK.flatten(3, 4).flatten(1, 2), k_BNhLK.flatten(1, 2), made, strict=True):
         torch.bmm(q, k.mT, out=out)
     scores = made.view(chunks, pieces, some, groups, rows, rows)
@@ -151,8 +154,9 @@ def _scores(q_BNhRLK: Tensor, k_BNhLK: Tensor, fading: _Fading | None, heads: in
 
 
 def _left(log_decay_BNHLK: Tensor) -> Tensor | None:
-    """What is left at each row of a column before the chunk: products of decays, exact up to a rounding each. None where that is too
-    little to divide by, and on other devices than CPUs, which would have to be asked."""
+    """Return the remainder of each column at each row: products of decays, exact up to a rounding
+    each. None if that is too small to divide by, and on devices other than CPUs, which would have
+    to wait."""
     if log_decay_BNHLK.device.type != "cpu":
         return None
     # Rows of a head side by side, as products want them.
@@ -163,8 +167,8 @@ def _left(log_decay_BNHLK: Tensor) -> Tensor | None:
 
 
 def _by_quotients(readers: Sequence[Tensor], k_BNhLK: Tensor, left_BNHLK: Tensor) -> Iterator[Weighed]:
-    """One decay for each column, where not too much fades within the chunk (arXiv:2312.06635, section 4.2): queries as they read
-    what was there before the chunk, keys as they would have been written there."""
+    """Weigh by one decay for each column, if little fades (arXiv:2312.06635, section 4.2). Queries
+    read the state before the chunk; keys stand for writes before it."""
     k_BXLK = torch.div(k_BNhLK, left_BNHLK, out=torch.empty_like(left_BNHLK)).flatten(1, 2)
     weighed_q = [(left_BNHLK.unsqueeze(3) * q).flatten(3, 4).flatten(1, 2) for q in readers]
     total_BXK1 = left_BNHLK[..., -1, :].flatten(1, 2).unsqueeze(-1)
@@ -178,13 +182,14 @@ def _by_quotients(readers: Sequence[Tensor], k_BNhLK: Tensor, left_BNHLK: Tensor
 
 
 def _by_column(readers: Sequence[Tensor], k_BNhLK: Tensor, log_decay_BNHLK: Tensor) -> Iterator[Weighed]:
-    """One decay for each column of the keys (arXiv:2312.06635): it stands between q and k, inside of their product.
+    """Weigh by one decay for each column of the keys (arXiv:2312.06635), between q and k in their
+    product.
 
-    The scores are made of squares. A block of 2 m rows is halved: whatever a row of the right half reads of a row of the left half
-    fades up to the middle and from the middle on, both by weights of at most 1, so the square of the two is one product. The
-    halves are blocks of their own, down to single rows. Queries and keys carry their weights along as blocks grow: a query what
-    fades from the beginning of its block to its row, with it, a key what fades from its row, without it, to the end.
-    """
+    The scores are made of squares. A block of 2 m rows is halved. What a right row reads of a left
+    row fades up to the middle and after it, by weights of at most 1, so the square of the two is
+    one product. The halves are blocks themselves, down to single rows. Queries and keys carry
+    weights along as blocks grow: a query the decay from the beginning of its block to its row,
+    included; a key that from its row, excluded, to the end."""
     rows = k_BNhLK.shape[3]
     size = 1 << (rows - 1).bit_length()
     decays = faded(_padded(log_decay_BNHLK, size))
@@ -196,7 +201,7 @@ def _by_column(readers: Sequence[Tensor], k_BNhLK: Tensor, log_decay_BNHLK: Tens
         q = _padded(reader, size)
         score = q.new_zeros(*shape, q.shape[3], size, size)
         score.diagonal(dim1=-2, dim2=-1).copy_((k.unsqueeze(3) * q).sum(-1))
-        weighed_q.append(decays.unsqueeze(3) * q)  # the decays first: the result lies as they do
+        weighed_q.append(decays.unsqueeze(3) * q)  # Decays come first: the result takes their layout.
         scores.append(score)
     totals = decays  # of each block
     half = 1
@@ -208,7 +213,8 @@ def _by_column(readers: Sequence[Tensor], k_BNhLK: Tensor, log_decay_BNHLK: Tens
             right_q = _sides(q, half)[1]
             square = _square(right_q, left_k.unsqueeze(3))
             grid = score.view(*score.shape[:4], blocks, 2, half, blocks, 2, half)
-            # Of [.., block, side, half, block, side, half] the squares right of left, each of a block with itself.
+            # Of [.., block, side, half, block, side, half] the squares right of left, each of a
+            # block with itself.
             grid.diagonal(dim1=-6, dim2=-3)[..., 1, :, 0, :, :].copy_(square.movedim(-3, -1))
             _normal(right_q.mul_(left_total.unsqueeze(3)))
         _normal(left_k.mul_(right_total))
@@ -223,7 +229,7 @@ def _by_column(readers: Sequence[Tensor], k_BNhLK: Tensor, log_decay_BNHLK: Tens
 
 
 def _square(right: Tensor, left: Tensor) -> Tensor:
-    """``right @ left.mT``; of single rows without a call for each."""
+    """Return ``right @ left.mT``, for single rows without a call for each."""
     if right.shape[-2] == 1:
         return (right * left).sum(-1, keepdim=True)
     return torch.matmul(right, left.mT)
@@ -235,11 +241,11 @@ def _normal(x: Tensor) -> None:
 
 
 def _padded(x: Tensor, size: int) -> Tensor:
-    """With rows of 0 up to ``size``."""
+    """Append rows of 0 up to ``size``."""
     return torch.nn.functional.pad(x, (0, 0, 0, size - x.shape[-2])) if x.shape[-2] < size else x
 
 
 def _sides(x: Tensor, half: int) -> tuple[Tensor, Tensor]:
-    """Views of the left and the right halves of the blocks, ``[.., blocks, half, K]`` each."""
+    """Return views of the left and right halves of blocks, ``[.., blocks, half, K]`` each."""
     left, right = x.view(*x.shape[:-2], -1, 2, half, x.shape[-1]).unbind(-3)
     return left, right

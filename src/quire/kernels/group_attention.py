@@ -1,6 +1,7 @@
-"""One call for each piece of a batch: ``run_...`` gives the attention, ``state_of_...`` the attention state.
+"""One call for each piece of a batch: ``run_...`` returns attention, ``state_of_...`` its state.
 
-Letters: T new tokens; b entries of a group; n rows of an entry, padded; R = b * n; Hq, Hkv heads; Dk, Dv head sizes.
+Letters: T new tokens; b entries of a group; n rows of an entry, padded; R = b * n; Hq, Hkv heads;
+Dk, Dv head sizes.
 """
 
 from __future__ import annotations
@@ -21,11 +22,10 @@ from quire.ops.attention import merge
 def sdpa(
     q_BHND: Tensor, k_BHMD: Tensor, v_BHMD: Tensor, scale: float, *, mask: Tensor | None = None, causal: bool = False
 ) -> Tensor:
-    """``[b, Hq, n, Dv]``, strided.
+    """Return ``[b, Hq, n, Dv]``, strided.
 
-    On CPUs PyTorch has its flash kernel for keys and values of one size alone, and for others makes all scores: 128 heads x 2,048
-    rows of Dk = 192, Dv = 128 take 4.8 GB then.
-    """
+    PyTorch's flash kernel for CPUs needs K and V of one size; for others it makes all scores: 128
+    heads x 2,048 rows of Dk = 192, Dv = 128 take 4.8 GB."""
     value_dim = v_BHMD.shape[-1]
     if q_BHND.device.type == "cpu":
         q_BHND, k_BHMD, v_BHMD = same_size(q_BHND, k_BHMD, v_BHMD)
@@ -37,7 +37,7 @@ def sdpa(
 
 
 def run_causal(group: CausalGroup, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, scale: float) -> Tensor:
-    """``[R, Hq, Dv]``"""
+    """Return ``[R, Hq, Dv]``."""
     q, k, v = (
         group.rows.take(x).view(group.b, group.n, x.shape[1], x.shape[2]).transpose(1, 2) for x in (q_THD, k_THD, v_THD)
     )
@@ -53,7 +53,7 @@ def state_of_causal(
 
 
 def run_paged(group: PagedGroup, q_THD: Tensor, pool: Pool, scale: float) -> Tensor:
-    """``[R, Hq, Dv]``"""
+    """Return ``[R, Hq, Dv]``."""
     heads, dim = q_THD.shape[1:]
     kv_heads = pool.k_SHD.shape[1]
     k, v = group.keys.gather(pool)
@@ -76,7 +76,7 @@ def state_of_paged(group: PagedGroup, q_THD: Tensor, pool: Pool, scoring: Scorin
 def state_of_long(
     chunk: LongChunk, q_NHD: Tensor, k_NHD: Tensor, v_NHD: Tensor, pool: Pool, scoring: Scoring
 ) -> AttentionState:
-    """Self attention and attention over the past, merged; ``out`` in float32 or better."""
+    """Merge self attention with attention over the past; ``out`` in float32 or better."""
     q = q_NHD.unsqueeze(0)
     k, v = (x.transpose(0, 1).unsqueeze(0) for x in (k_NHD, v_NHD))
     past_k, past_v = chunk.keys.gather(pool)
@@ -85,7 +85,7 @@ def state_of_long(
 
 
 def run_block(block: RowBlock, q_NHD: Tensor, pool: Pool, scale: float) -> Tensor:
-    """``[n, Hq, Dv]``; rows that see nothing are not defined."""
+    """Return ``[n, Hq, Dv]``; rows without keys are undefined."""
     if len(block.segments) > 1 or has_lse_kernel(q_NHD.device):
         return state_of_block(block, q_NHD, pool, Scoring(scale)).out
     segment = block.segments[0]
@@ -110,10 +110,10 @@ def state_of_segment(
 
 
 def blinded(state: AttentionState, rows: Tensor) -> AttentionState:
-    """The state, in place, with these rows as those of queries that see no key."""
+    """Set these rows of the state to those of queries without keys, in place."""
     return AttentionState(state.out.index_fill_(0, rows, 0.0), state.lse.index_fill_(0, rows, -torch.inf))
 
 
 def exact(state: AttentionState) -> AttentionState:
-    """The same with ``out`` in float32 or better, so that a merge does not round it to less."""
+    """Widen ``out`` to float32 or better, so that a merge does not round it."""
     return AttentionState(state.out.to(torch.promote_types(state.out.dtype, torch.float32)), state.lse)

@@ -1,8 +1,9 @@
 """Low-rank products of a ragged batch in C++, for CPUs. The reference is ``quire.ops.low_rank``.
 
-``cpu/low_rank.cpp`` is compiled when Quire is installed, if there is a C++ compiler; without it ``quire.nn.low_rank`` makes the
-same products of PyTorch's operations. One call serves one linear map: PyTorch needs four to ten, each of which costs more
-between the model's own products, with its code and data gone from the caches, than its arithmetic.
+``cpu/low_rank.cpp`` is compiled on installation if there is a C++ compiler; otherwise
+``quire.nn.low_rank`` uses PyTorch's operations. One call serves one linear map. PyTorch needs four
+to ten, and each of these costs more than its arithmetic, since the model's own products evict its
+code and data from the caches.
 
 Letters: T rows of a forward; S rank rows; I input, O output features of a piece.
 """
@@ -23,12 +24,12 @@ from torch import Tensor
 from quire.contracts.adapters import AddProducts, RankedRows, RankPiece
 
 VERSION = 1
-"""Of the structures below and of the call."""
+"""Version of the structures below and of the call."""
 MOST_ROWS = 4
 """Rows of a block."""
 DTYPES = (torch.float32, torch.bfloat16)
 ONE_THREAD = 1 << 17
-"""Up to so many multiplications a call is over before a second thread has begun."""
+"""Up to this many multiplications a call ends before a second thread begins."""
 
 
 class _Piece(ctypes.Structure):
@@ -55,15 +56,16 @@ class _Work(ctypes.Structure):
 
 @dataclass(slots=True)
 class RowBlocks:
-    """Rows under adapters, in blocks that are worked on together: what all maps of a forward share."""
+    """Blocks of rows under adapters, shared by all maps of a forward."""
 
     blocks: Tensor
-    """int64 ``[blocks, 4]``: the first of its rows in ``rows``, how many, first rank row, rank."""
+    """int64 ``[blocks, 4]``: first index in ``rows``, number of rows, first rank row, rank."""
     rows: Tensor
     """int64"""
     largest_rank: int
     room: Tensor
-    """float32, for sums: of all maps together, which run one after the other. It grows with the largest that is bound."""
+    """float32 for sums, shared by all maps, since they run in turn. It grows with the largest bound
+    one."""
 
 
 class NativeLowRank:
@@ -80,11 +82,11 @@ class NativeLowRank:
 
     @property
     def threaded(self) -> bool:
-        """Whether PyTorch's threads were found; without them a call has one."""
+        """Whether PyTorch's threads were found; otherwise a call has one."""
         return self._parallel is not None
 
     def refusal(self, dtype: torch.dtype, device: torch.device) -> str:
-        """Why it does not run on such tensors; empty if it does."""
+        """Return why the kernel cannot run on such tensors; "" if it can."""
         if device.type != "cpu":
             return f"the C++ products run on a CPU; the model is on {device}"
         if dtype not in DTYPES:
@@ -92,7 +94,8 @@ class NativeLowRank:
         return ""
 
     def plan(self, members: Sequence[RankedRows]) -> RowBlocks:
-        """The blocks of a forward. Rows of one adapter are neighbours, so that its A and B are read once for several."""
+        """Return the blocks of a forward, with the rows of an adapter side by side: A and B are
+        read once."""
         blocks: list[tuple[int, int, int, int]] = []
         rows: list[int] = []
         for member in members:
@@ -100,7 +103,7 @@ class NativeLowRank:
                 some = member.rows[start : start + MOST_ROWS]
                 blocks.append((len(rows), len(some), member.first, member.rank))
                 rows += some
-        # What C++ reads is on the CPU and of its type, whatever PyTorch's defaults are.
+        # C++ reads CPU tensors of this type, whatever PyTorch's defaults are.
         return RowBlocks(
             torch.tensor(blocks, dtype=torch.int64, device="cpu"),
             torch.tensor(rows, dtype=torch.int64, device="cpu"),
@@ -109,7 +112,8 @@ class NativeLowRank:
         )
 
     def bind(self, plan: RowBlocks, pieces: Sequence[RankPiece]) -> AddProducts:
-        """The call for one linear map; ``pieces`` have the same inputs, dtype, and at least the rank rows that ``plan`` names."""
+        """Return the call for one map; ``pieces`` agree in inputs and dtype and hold all rank rows
+        of ``plan``."""
         inputs, dtype = pieces[0].a_SI.shape[1], pieces[0].a_SI.dtype
         own = (_Piece * len(pieces))(
             *(_Piece(a.data_ptr(), b.data_ptr(), column, b.shape[1]) for a, b, column in pieces)
@@ -138,11 +142,11 @@ class _Bound:
     parallel: int | None
     dtype: torch.dtype
     kept: object
-    """What ``work`` points to."""
+    """Keeps alive what ``work`` points to."""
 
     def __call__(self, y_TO: Tensor, x_TI: Tensor) -> None:
         if y_TO.dtype != self.dtype or y_TO.stride(1) != 1:
-            # Not what the model's own maps give, but a caller's autocast changes that.
+            # The model's own maps never give this, but a caller's autocast may.
             own_TO = y_TO.to(self.dtype).contiguous()
             self(own_TO, x_TI)
             y_TO.copy_(own_TO)
@@ -156,13 +160,13 @@ class _Bound:
 
 @cache
 def native_low_rank() -> NativeLowRank | None:
-    """The kernel; None where it has not been built, see ``native_problem``."""
+    """Return the kernel; None if it was not built (``native_problem``)."""
     found = _library()
     return None if isinstance(found, str) else NativeLowRank(found)
 
 
 def native_problem() -> str:
-    """Why there is no kernel; empty if there is."""
+    """Return why there is no kernel; "" if there is."""
     found = _library()
     return found if isinstance(found, str) else ""
 
@@ -183,7 +187,7 @@ def _library() -> ctypes.CDLL | str:
 
 
 def _openmp() -> int | None:
-    """The address of GOMP_parallel in the OpenMP runtime of PyTorch; None: one thread."""
+    """Return the address of GOMP_parallel in PyTorch's OpenMP runtime; None: one thread."""
     for path in sorted((Path(torch.__file__).parent / "lib").glob("libgomp*")):
         try:
             return ctypes.cast(ctypes.CDLL(str(path)).GOMP_parallel, ctypes.c_void_p).value

@@ -1,7 +1,7 @@
-"""Attention states of padded groups: from a kernel that returns the log-sum-exp where there is one, else by explicit
-scores in float32 and in bounded memory.
+"""Attention states of padded groups, from a kernel that returns the log-sum-exp, else from scores.
 
-Letters: b entries of a group; n rows of an entry; m keys; Hq, Hkv query and KV heads; G = Hq / Hkv; Dk, Dv head sizes.
+Explicit scores are in float32 and in bounded memory. Letters: b entries of a group; n rows of an
+entry; m keys; Hq, Hkv query and KV heads; G = Hq / Hkv; Dk, Dv head sizes.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from quire.contracts.attention import AttentionState, Scoring
 from quire.ops.attention import merge
 
 FOLDED_ROWS = 16
-"""Up to this many rows a head group is folded into the rows, so that K and V are read once per KV head."""
+"""Up to this many rows a head group is folded into the rows, so that K and V are read once per KV
+head."""
 MAX_SCORES = 1 << 26
-"""Scores (float32, so 256 MiB) that exist at a time where no kernel returns the log-sum-exp; and as many elements of K
-and V, where they must be converted."""
+"""Most scores at a time (float32, so 256 MiB) without a kernel that returns the log-sum-exp, and
+most elements of K and V at a time if they must be converted."""
 
 
 def lse_attention(
@@ -31,15 +32,15 @@ def lse_attention(
     mask: Tensor | None = None,
     causal: bool = False,
 ) -> AttentionState:
-    """The state of a group: ``out [b * n, Hq, Dv]`` in the dtype of q or float32, ``lse [b * n, Hq]``.
+    """Return the state of a group: ``out [b * n, Hq, Dv]`` in q's dtype or float32, ``lse [b * n,
+    Hq]``.
 
-    q ``[b, n, Hq, Dk]``, k ``[b, Hkv, m, Dk]``, v ``[b, Hkv, m, Dv]``, m >= 1. ``mask``: ``[b, 1, n, m]``, bool (true: visible)
-    or 0 and -inf. ``causal``: row i sees the keys up to i. What a row that sees no key gets is not defined; whoever made
-    the mask knows these rows.
+    q ``[b, n, Hq, Dk]``, k ``[b, Hkv, m, Dk]``, v ``[b, Hkv, m, Dv]``, m >= 1. ``mask``: ``[b, 1,
+    n, m]``, bool (true: visible) or 0 and -inf. ``causal``: row i sees the keys up to i. Rows
+    without visible keys are undefined; the maker of the mask knows them.
 
-    k and v may be of 16 bits where q is of more: all is computed in the dtype of q then. With q of 16 bits too, the lse is
-    good to 2^-13 only, which is less than a rounding of ``out``.
-    """
+    With 16-bit k and v and wider q all is computed in the dtype of q. With 16-bit q the lse is
+    accurate to 2^-13 only, which is less than a rounding of ``out``."""
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.zeros(mask.shape, dtype=q_BNHD.dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
     elif mask is not None:
@@ -55,14 +56,15 @@ def lse_attention(
 
 
 def has_lse_kernel(device: torch.device) -> bool:
-    """Whether a kernel of PyTorch returns the log-sum-exp there. It needs keys and values of one size: see ``same_size``."""
+    """Return whether a PyTorch kernel returns the log-sum-exp. It needs K and V of one size
+    (``same_size``)."""
     return device.type == "cpu"
 
 
 def same_size(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Heads of one size that give the same attention: what is too short has columns of 0, and the result columns to be cut off.
+    """Pad heads with columns of 0 to one size with equal attention; the caller cuts the result.
 
-    Values that are the first columns of their keys (a latent layer's rows) are these keys themselves: nothing is copied.
+    Values that are the first columns of their keys (latent rows) become these keys without a copy.
     """
     missing = k.shape[-1] - v.shape[-1]
     if missing < 0:
@@ -73,19 +75,20 @@ def same_size(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def is_head_of(v: Tensor, k: Tensor) -> bool:
-    """Whether ``v`` is a view of the first columns of ``k``."""
+    """Return whether ``v`` is a view of the first columns of ``k``."""
     return v.data_ptr() == k.data_ptr() and v.stride() == k.stride() and v.shape[:-1] == k.shape[:-1]
 
 
 def flash(
     q_BNHD: Tensor, k_BHMD: Tensor, v_BHMD: Tensor, scale: float, mask: Tensor | None, causal: bool
 ) -> AttentionState:
-    """By PyTorch's flash attention for CPUs. It checks little: the mask must be of the dtype of q, m not 0."""
+    """Use PyTorch's flash attention for CPUs. It checks little: the mask needs q's dtype, m is not
+    0."""
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     b, n, heads, dim = q_BNHD.shape
     kv_heads, m = k_BHMD.shape[1:3]
     groups = heads // kv_heads
-    # The kernel itself does not look at the stride of the last dimension: it takes 1 for granted.
+    # The kernel assumes a last stride of 1 without a check.
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_BNHD, k_BHMD, v_BHMD))
     q = q.view(b, n, kv_heads, groups, dim)
     if n <= FOLDED_ROWS and not causal:
@@ -98,7 +101,7 @@ def flash(
             out.permute(0, 3, 1, 2, 4).reshape(b * n, heads, dim), lse.permute(0, 3, 1, 2).reshape(b * n, heads)
         )
     if b == 1:
-        # The head group is a dimension of stride 0 of K and V, which the kernel reads in place.
+        # The head group is a dimension of stride 0 of K and V; the kernel reads it in place.
         q = q[0].permute(1, 2, 0, 3)
         k, v = (x[0].unsqueeze(1).expand(kv_heads, groups, m, dim) for x in (k, v))
         out, lse = kernel(q, k, v, is_causal=causal, attn_mask=mask, scale=scale)
@@ -112,7 +115,8 @@ def flash(
 def widened(
     q_BNHD: Tensor, k_BHMD: Tensor, v_BHMD: Tensor, scale: float, mask: Tensor | None, causal: bool
 ) -> AttentionState:
-    """``flash`` in the dtype of q over K and V of a smaller one, as many keys at a time as ``MAX_SCORES`` allows."""
+    """Run ``flash`` in q's dtype over smaller K and V, with ``MAX_SCORES`` elements of keys at a
+    time."""
     b, kv_heads, m, dim = k_BHMD.shape
     keys = m if causal else max(1, MAX_SCORES // (2 * b * kv_heads * dim))
     states = []
@@ -123,7 +127,7 @@ def widened(
         seen = None if mask is None else mask[..., some]
         state = flash(q_BNHD, k, v, scale, seen, causal)
         if seen is not None and keys < m:
-            # A row that sees keys, but none of this piece.
+            # Rows that see keys, but none of this piece.
             blind = seen.isneginf().all(-1).expand(b, 1, -1).reshape(-1, 1)
             state = AttentionState(
                 state.out.masked_fill(blind.unsqueeze(-1), 0.0), state.lse.masked_fill(blind, -torch.inf)
@@ -135,7 +139,8 @@ def widened(
 def bounded(
     q_BNHD: Tensor, k_BHMD: Tensor, v_BHMD: Tensor, scoring: Scoring, mask: Tensor | None, causal: bool
 ) -> AttentionState:
-    """By explicit scores, as many at a time as ``MAX_SCORES`` allows: some entries, of these some rows, some keys."""
+    """Use explicit scores, ``MAX_SCORES`` at a time: some entries, of these some rows, some
+    keys."""
     b, n, heads, _ = q_BNHD.shape
     kv_heads, m = k_BHMD.shape[1:3]
     key_elements = kv_heads * (k_BHMD.shape[3] + v_BHMD.shape[3])
@@ -169,7 +174,8 @@ def bounded(
 def explicit(
     q_BNHD: Tensor, k_BHMD: Tensor, v_BHMD: Tensor, scoring: Scoring, *, bias: Tensor | None, diagonal: int | None
 ) -> AttentionState:
-    """A state with all its scores in memory. Row i sees the keys up to ``diagonal + i``; None: all."""
+    """Return a state with all scores in memory. Row i sees the keys up to ``diagonal + i``; None:
+    all."""
     b, n, heads, dim = q_BNHD.shape
     kv_heads, m = k_BHMD.shape[1:3]
     groups = heads // kv_heads

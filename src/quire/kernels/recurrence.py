@@ -1,16 +1,19 @@
 """Recurrences in chunk-parallel form, on any device.
 
-*Linear attention.* A sequence is cut into pieces of at most ``PIECE`` rows (see ``recurrence_groups``), and these into chunks. A chunk is a few
-matrix products: what its rows read of the state before it, what they read of each other, and the state after it. With the delta rule
-the values are first replaced by what is new in them, which is one triangular system (the WY representation, arXiv:2406.06484, for
-decays arXiv:2412.06464); all decays, by column too, take the same way (see ``decays``). Pieces of single rows (decodes, branching
-trees, rows that are all wanted) are one batched update of the states instead.
+*Linear attention.* A sequence is cut into pieces of at most ``PIECE`` rows (``recurrence_groups``),
+and these into chunks. A chunk is a few matrix products: what its rows read of the state before it,
+what they read of each other, and the state after it. The delta rule first replaces the values by
+what is new in them, through one triangular system (the WY representation, arXiv:2406.06484, with
+decays arXiv:2412.06464). All decays, by column too, take the same way (``decays``). Pieces of
+single rows (decodes, branching trees, rows that are all wanted) are one batched update of the
+states.
 
-*Convolution.* Decodes are one batched product; long chains go one by one, by shifted multiplications; short ones and trees
-gather each row's ancestors.
+*Convolution.* Decodes are one batched product. Long chains run one by one, by shifted
+multiplications. Short chains and trees gather each row's ancestors.
 
-Letters: T new tokens (rows) of the whole batch; G given states; M rows whose states are wanted; Hq query heads, H heads of the state,
-R = Hq / H query heads of each; N pieces; L rows of a piece; K, V sizes of keys and values; C channels; W taps.
+Letters: T new tokens (rows) of the whole batch; G given states; M rows with wanted states; Hq query
+heads, H heads of the state, R = Hq / H query heads of each; N pieces; L rows of a piece; K, V sizes
+of keys and values; C channels; W taps.
 """
 
 from __future__ import annotations
@@ -30,13 +33,13 @@ from quire.kernels.recurrence_groups import GroupRows, cut
 from quire.ops.recurrence import check_convolve, check_linear_attention, promoted, sum_dtype
 
 PIECE = 256
-"""Rows of a piece at most: what is prepared once for it counts for little then, and padding of others beside it stays small."""
+"""Most rows of a piece: preparation once per piece costs little, and padding stays small."""
 CHUNK = 32
-"""Rows of a chunk: the products within it grow with the square, what goes through the state is done once for each."""
+"""Rows of a chunk: inner products grow with the square; work on the state is once per chunk."""
 CACHED = 1 << 20
 """Bytes of states that a CPU updates at a time."""
 LONG_CHAIN = 32
-"""Mean length of a batch's chains from which on each is convolved by itself."""
+"""Mean length of a batch's chains from which each is convolved by itself."""
 
 
 class _Change(Protocol):
@@ -44,10 +47,8 @@ class _Change(Protocol):
 
 
 class Inputs(NamedTuple):
-    """What the rows bring along: ``[T, ...]``, ``[N, L, ...]``, or for one row of each sequence ``[N, ...]``.
-
-    q and k may have one head that all heads share.
-    """
+    """Inputs of the rows: ``[T, ...]``, ``[N, L, ...]``, or for one row of each sequence ``[N,
+    ...]``. q and k may have one head for all heads."""
 
     q: Tensor
     """``[.., H, R, K]``"""
@@ -61,7 +62,8 @@ class Inputs(NamedTuple):
     """``[.., H]``"""
 
     def mapped(self, change: _Change) -> Inputs:
-        """``change(tensor, blank)`` of each; ``blank``: padding must be 0, so that it writes nothing and lets nothing fade."""
+        """Apply ``change(tensor, blank)`` to each; ``blank``: padding is 0, so that it neither
+        writes nor decays."""
         return Inputs(
             change(self.q, blank=False),
             change(self.k, blank=True),
@@ -72,7 +74,8 @@ class Inputs(NamedTuple):
 
 
 class ChunkedRecurrence:
-    """The recurrence backend ``torch``: equal to the reference up to rounding, in a few calls for each chunk."""
+    """The recurrence backend ``torch``: the reference up to rounding, in a few calls for each
+    chunk."""
 
     name = "torch"
 
@@ -88,7 +91,8 @@ class ChunkedRecurrence:
         log_decay: Tensor | None = None,
         beta_TH: Tensor | None = None,
     ) -> Recurred:
-        """See the contract; the output has the dtype that q, k and v promote to. ``InvalidArgument``: shapes, dtypes, devices."""
+        """See the contract; the output has the promoted dtype of q, k and v. ``InvalidArgument`` as
+        checked."""
         check_linear_attention(plan, q_THK, k_THK, v_THV, states_GHKV, log_decay, beta_TH)
         compute = sum_dtype(q_THK, k_THK, v_THV, states_GHKV)
         heads, query_heads = states_GHKV.shape[1], q_THK.shape[1]
@@ -115,12 +119,13 @@ class ChunkedRecurrence:
         scale: float,
         compute: torch.dtype,
     ) -> Tensor:
-        """Write the outputs and return the wanted states, going from one depth of pieces to the next."""
+        """Write the outputs and return the wanted states, depth by depth."""
         result = states_GHKV.new_empty(len(plan.wanted), *states_GHKV.shape[1:])
         wanted = np.full(plan.num_rows, -1, dtype=np.int64)
         wanted[plan.wanted] = np.arange(len(plan.wanted))
         known: dict[int, tuple[Tensor, int]] = {}
-        """Of the depth before, by piece: a tensor of states, and the place in it of the one after the piece."""
+        """By piece of the previous depth: a tensor of states, and the index of the one after the
+        piece."""
         for groups in cut(plan, PIECE):
             after: dict[int, tuple[Tensor, int]] = {}
             for group in groups:
@@ -178,18 +183,19 @@ class ChunkedRecurrence:
         return Recurred(out_TC.to(x_TC.dtype), states_MWC.to(states_GWC.dtype).contiguous())
 
 
-# -- states ------------------------------------------------------------------------------------------------------
+# -- states ----------------------------------------------------------------------------------------
 
 
 def _pick(rows: Tensor, index: NDArray[np.int64]) -> Tensor:
-    """``rows[index]``; the tensor itself where that is all of it in order."""
+    """Return ``rows[index]``; the tensor itself if that is all of it in order."""
     if len(index) == len(rows) and bool((index == np.arange(len(rows))).all()):
         return rows
     return rows.index_select(0, torch.from_numpy(index).to(rows.device))
 
 
 def _gather(places: list[tuple[Tensor, int]]) -> Tensor:
-    """The states at some places, ``[N, ...]``; not copied where one tensor holds just these in order."""
+    """Return the states at some places, ``[N, ...]``, as a view if one tensor holds just these in
+    order."""
     tensor = places[0][0]
     if all(other is tensor for other, _ in places):
         if len(places) == 1:
@@ -199,14 +205,13 @@ def _gather(places: list[tuple[Tensor, int]]) -> Tensor:
     return torch.stack([tensor[index].to(compute) for tensor, index in places])
 
 
-# -- linear attention --------------------------------------------------------------------------------------------
+# -- linear attention ------------------------------------------------------------------------------
 
 
 def _update(states_NHKV: Tensor, rows: Inputs, scale: float) -> tuple[Tensor, Tensor]:
-    """One row of each sequence: outputs ``[N, H, R, V]`` and the states after, fresh.
-
-    Each state is read and written several times. On CPUs that happens a few sequences after the other, which caches hold meanwhile.
-    """
+    """Run one row of each sequence; return outputs ``[N, H, R, V]`` and the states after, fresh.
+    Each state is read and written several times, so CPUs take a few sequences at a time, as caches
+    allow."""
     states = torch.empty_like(states_NHKV, memory_format=torch.contiguous_format)
     number, heads, values = len(states), states.shape[1], states.shape[3]
     out_NHRV = states.new_empty(number, heads, rows.q.shape[2], values)
@@ -234,11 +239,12 @@ def _update(states_NHKV: Tensor, rows: Inputs, scale: float) -> tuple[Tensor, Te
 
 
 def _piece(states_NHKV: Tensor, rows: Inputs, scale: float, out_NPHV: Tensor) -> Tensor:
-    """P rows of each sequence, chunk by chunk: writes the outputs into ``out_NPHV`` and returns the states after, fresh.
+    """Run P rows of each sequence, chunk by chunk, into ``out_NPHV``; return the states after,
+    fresh.
 
-    With the delta rule the u of the rows solve ``u_i + sum over j < i of beta_i s_ij u_j = beta_i (v_i - r_i)``: s are the scores of
-    the keys with each other, r is what the keys read of the state before.
-    """
+    With the delta rule the rows' u solve ``u_i + sum over j < i of beta_i s_ij u_j = beta_i (v_i -
+    r_i)``: s are the scores of the keys with each other, r is what the keys read of the state
+    before."""
     heads, count = states_NHKV.shape[1], out_NPHV.shape[1]
     chunks = -(-count // CHUNK)
     q, k, v, log_decay, beta = rows.mapped(lambda x, blank: _chunked(x, chunks))
@@ -270,7 +276,8 @@ def _piece(states_NHKV: Tensor, rows: Inputs, scale: float, out_NPHV: Tensor) ->
 
 
 def _chunked(x: Tensor, chunks: int) -> Tensor:
-    """``[B, N, H, L, ..]`` of ``[N, P, H, ..]``, a view if P is a multiple of B; otherwise rows of 0 are added."""
+    """Chunk ``[N, P, H, ..]`` as ``[B, N, H, L, ..]``: a view if B divides P, else rows of 0 are
+    added."""
     missing = -x.shape[1] % chunks
     if missing:
         x = torch.cat([x, x.new_zeros(x.shape[0], missing, *x.shape[2:])], 1)
@@ -278,36 +285,36 @@ def _chunked(x: Tensor, chunks: int) -> Tensor:
 
 
 def _read(weighed: Weighed, reader: int, states_XKV: Tensor, out_XIV: Tensor) -> Tensor:
-    """What a reader's rows read of the states before, into ``out``."""
+    """Read the states before with a reader's rows, into ``out``."""
     torch.bmm(weighed.readers[reader], states_XKV, out=out_XIV)
     return out_XIV.mul_(weighed.since[reader]) if weighed.since else out_XIV
 
 
 def _inverse(scores_BXLL: Tensor, beta_BXL: Tensor) -> Tensor:
-    """``(I + beta s)^-1 beta`` for the scores below the diagonal, of keys with each other.
-
-    For keys of length 1 and beta up to 2 no entry is greater than 4: it is what contractions leave of a key, read by another. Products
-    with it err no more than solving does.
-    """
-    system = scores_BXLL * beta_BXL.unsqueeze(-1)  # its diagonal counts as 1, whatever is there
+    """Return ``(I + beta s)^-1 beta`` for the scores below the diagonal, of keys with each other.
+    For keys of length 1 and beta up to 2 no entry exceeds 4: contractions of one key, read by
+    another. Products with it err no more than solving does."""
+    system = scores_BXLL * beta_BXL.unsqueeze(-1)  # The diagonal counts as 1, whatever its values are.
     one = torch.eye(system.shape[-1], dtype=system.dtype, device=system.device)
     inverse: Tensor = torch.linalg.solve_triangular(system, one.expand_as(system), upper=False, unitriangular=True)
     return inverse * beta_BXL.unsqueeze(-2)
 
 
-# -- convolution -------------------------------------------------------------------------------------------------
+# -- convolution -----------------------------------------------------------------------------------
 
 
 def _addresses(plan: RecurrencePlan, given: int, kept: int) -> NDArray[np.int64]:
-    """``[W, T]``: where the inputs of each row lie, oldest first, in the rows of the G given states followed by those of x."""
+    """Return ``[W, T]``: addresses of each row's inputs, oldest first, in the G states' rows, then
+    x's."""
     offset, rows = given * kept, np.arange(plan.num_rows)
     found = np.empty((kept + 1, plan.num_rows), dtype=np.int64)
     found[kept] = offset + rows
-    # What comes before each row: its parent, or the newest row of its given state.
+    # Predecessor of each row: its parent, or the newest row of its given state.
     before = np.where(plan.parents >= 0, offset + plan.parents, plan.given * kept + kept - 1)
     for tap in reversed(range(kept)):
         later = found[tap + 1]
-        # A row of a state comes after the one beside it; it is never the oldest, since W - 1 rows are enough for all taps.
+        # Predecessor within a state; never before its oldest row, since W - 1 rows are enough for
+        # all taps.
         found[tap] = np.where(later >= offset, before[np.maximum(later - offset, 0)], later - 1)
     return found
 
@@ -320,7 +327,7 @@ def _convolve_chains(
     states_GWC: Tensor,
     compute: torch.dtype,
 ) -> Recurred:
-    """Chains one by one: each tap is the whole chain, shifted."""
+    """Convolve chains one by one: each tap is the whole chain, shifted."""
     taps, kept = len(weight_WC), len(weight_WC) - 1
     out_TC = torch.empty_like(x_TC, memory_format=torch.contiguous_format)
     size = plan.num_rows
@@ -350,7 +357,7 @@ def _convolve_chains(
 
 
 def _inputs_until(stop: int, start: int, x_TC: Tensor, state_WC: Tensor) -> Tensor:
-    """The last inputs before row ``stop`` of a chain that begins at ``start`` behind a state, as many as the state has."""
+    """Return a state's worth of inputs before row ``stop`` of a chain from ``start`` on."""
     kept = len(state_WC)
     inputs_WC = x_TC[max(start, stop - kept) : stop]
     return torch.cat([state_WC[len(inputs_WC) :], inputs_WC]) if len(inputs_WC) < kept else inputs_WC

@@ -1,9 +1,10 @@
-"""A ragged batch of chains and trees, cut into pieces that a chunk-parallel recurrence runs.
+"""Pieces of a ragged batch of chains and trees, for a chunk-parallel recurrence.
 
-A piece is a run of rows each of which follows the one before. It ends where the state is needed: at a wanted row, at a row with
-several children, and at the latest after the length of a chunk. A piece's *depth* is the number of pieces before it in its
-sequence or tree, so pieces of one depth do not depend on each other; those of about one length make a group and run together.
-A chain is thus a few long pieces, a bushy tree its levels.
+A piece is a run of consecutive rows. It ends where the state is needed: at a wanted row, at a row
+with several children, and at the latest after the longest length. A piece's *depth* is the number
+of pieces before it in its sequence or tree, so pieces of one depth are independent. Those of
+similar length form a group and run together. A chain is thus a few long pieces, a bushy tree its
+levels.
 
 Letters: T rows; N pieces of a group; L the length of its longest.
 """
@@ -25,9 +26,9 @@ class Group:
     """Pieces that run together, shorter ones padded at their end."""
 
     pieces: NDArray[np.int64]
-    """``[N]``: ids, which count all pieces of the batch by their first rows."""
+    """``[N]``: ids, in order of first rows over all pieces of the batch."""
     before: NDArray[np.int64]
-    """``[N]``: the piece before each one, which is of the depth before; -1: a given state comes before it."""
+    """``[N]``: the preceding piece, of the previous depth; -1: a given state precedes."""
     first: NDArray[np.int64]
     """``[N]``: first rows"""
     lengths: NDArray[np.int64]
@@ -42,7 +43,7 @@ class Group:
 
 
 def cut(plan: RecurrencePlan, longest: int) -> list[list[Group]]:
-    """The groups of each depth; no piece has more than ``longest`` rows."""
+    """Return the groups of each depth; no piece has more than ``longest`` rows."""
     total, parents = plan.num_rows, plan.parents
     if not total:
         return []
@@ -72,7 +73,7 @@ def cut(plan: RecurrencePlan, longest: int) -> list[list[Group]]:
 
 
 class GroupRows:
-    """Reads and writes the rows of a group as ``[N, L, ...]``; in place where they lie one after the other."""
+    """Reads and writes the rows of a group as ``[N, L, ...]``, in place if they are consecutive."""
 
     def __init__(self, group: Group, device: torch.device) -> None:
         number, longest = len(group.first), group.longest
@@ -86,7 +87,8 @@ class GroupRows:
             self._run = slice(start, start + number * longest)
             return
         offsets = np.arange(longest)
-        # Padding repeats a row of its own piece: nothing of another sequence comes in, not even a NaN.
+        # Padding repeats a row of its own piece: no value of another sequence enters, not even a
+        # NaN.
         rows = group.first[:, None] + np.minimum(offsets, group.lengths[:, None] - 1)
         self._rows = torch.from_numpy(rows.reshape(-1)).to(device)
         self._targets = self._rows
@@ -97,7 +99,8 @@ class GroupRows:
             self._targets = torch.from_numpy(rows[kept]).to(device)
 
     def take(self, x: Tensor, /, *, dtype: torch.dtype, blank: bool) -> Tensor:
-        """Rows ``[N, L, ...]`` of x ``[T, ...]`` in ``dtype``; ``blank``: 0 in the padding, otherwise anything."""
+        """Return rows ``[N, L, ...]`` of x ``[T, ...]`` in ``dtype``; ``blank``: padding is 0, else
+        anything."""
         taken = x[self._run] if self._run is not None else x.index_select(0, self._rows)
         taken = taken.to(dtype).reshape(*self._shape, *x.shape[1:])
         if not blank or self._padding is None:
@@ -105,7 +108,8 @@ class GroupRows:
         return taken.masked_fill(self._padding.reshape(*self._shape, *[1] * (x.dim() - 1)), 0)
 
     def room(self, out: Tensor) -> Tensor:
-        """``[N, L, ...]`` to be filled and ``put`` into out ``[T, ...]``, contiguous: a view where that is possible."""
+        """Return a contiguous ``[N, L, ...]`` to ``put`` into out ``[T, ...]``; a view if
+        possible."""
         if self._run is not None:
             return out[self._run].view(*self._shape, *out.shape[1:])
         return out.new_empty(*self._shape, *out.shape[1:])

@@ -1,7 +1,8 @@
-"""Many rows of one entry that do not see the same keys, cut into blocks: each over its own range of keys.
+"""Blocks of rows of one entry with different visible keys, each over its own range of keys.
 
-A window of W keys over a chunk of any length thus costs W + block keys for each row. Keys that all rows of a block
-see need no mask; if they are many they are a segment, attended by itself and merged with what is around.
+A window of W keys over a chunk of any length thus costs W + block keys for each row. Keys that all
+rows of a block see need no mask. Many of them form a segment with its own attention, which is then
+merged.
 
 Letters: n rows of an entry or block; m keys.
 """
@@ -21,7 +22,7 @@ from quire.kernels.attention_groups import Keys, keys_of, pages_of, range_mask
 from quire.kernels.visibility import Columns, VisibleKeys, trim
 
 UNMASKED_KEYS = 2048
-"""More keys than this that all rows of a block see are a segment without a mask."""
+"""More keys than this that all rows of a block see form a segment without a mask."""
 SMALLEST_BLOCK, LARGEST_BLOCK = 64, 512
 """Rows of a block, unless all rows of the entry see the same keys."""
 
@@ -31,12 +32,13 @@ class Segment:
     """Neighbouring keys of a block."""
 
     start: int
-    """The first, counted from the block's first key."""
+    """Index of the first, counted from the block's first key."""
     stop: int
     mask: Tensor | None
-    """``[1, 1, n, stop - start]``: in the dtype of the queries, 0 or -inf; or bool, true: visible. None: all visible."""
+    """``[1, 1, n, stop - start]``: 0 or -inf in q's dtype; or bool, true: visible. None: all
+    visible."""
     blind: Tensor | None
-    """int64: rows of the block that see none of these keys; None: there are none."""
+    """int64: rows of the block without keys here; None: there are none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,7 @@ class Mask(NamedTuple):
 
 
 class Span(NamedTuple):
-    """A segment by addresses. ``columns``: decided by a rule too."""
+    """A segment by addresses. ``columns``: a rule decides too."""
 
     first: int
     stop: int
@@ -66,7 +68,7 @@ class Span(NamedTuple):
 
 
 class BlockPlanner:
-    """Makes the blocks of one part of one batch. Masks by position that look the same are made once."""
+    """Makes the blocks of one part of one batch. Equal masks by position are made once."""
 
     def __init__(self, plan: ForwardPlan, part: VisibleKeys, dtype: torch.dtype) -> None:
         self.plan = plan
@@ -75,14 +77,15 @@ class BlockPlanner:
         self._masks: dict[tuple[bytes, bytes, int], Mask] = {}
 
     def splits(self, entry: int) -> bool:
-        """Whether an entry with a rule has so many keys in front of it, seen by all its rows, that these need no mask."""
+        """Return whether many keys in front of a ruled entry need no mask, since all its rows see
+        them."""
         if entry not in self.part.columns:
             return False
         rows = slice(int(self.plan.starts[entry]), int(self.plan.starts[entry + 1]))
         return int(self.part.high[rows].min() - self.part.low[rows].max()) > UNMASKED_KEYS
 
     def blocks(self, entry: int) -> list[RowBlock]:
-        """Of an entry that sees something; rows that see nothing may be in no block."""
+        """Return the blocks of an entry that sees something; rows without keys may be in none."""
         start, stop = int(self.plan.starts[entry]), int(self.plan.starts[entry + 1])
         size = self._size(entry, start, stop)
         found = (self._block(entry, first, min(stop, first + size)) for first in range(start, stop, size))
@@ -116,7 +119,7 @@ class BlockPlanner:
         return RowBlock(start, stop, keys, segments)
 
     def _spans(self, entry: int, start: int, stop: int) -> list[Span]:
-        """In order of addresses."""
+        """Return the segments in order of addresses."""
         low, high = self.part.low[start:stop], self.part.high[start:stop]
         shown = low < high
         columns = self.part.columns.get(entry)
@@ -126,7 +129,7 @@ class BlockPlanner:
         if not shown.any():
             return [] if columns is None else [Span(columns.first, columns.stop, True, columns)]
         first, last = int(low[shown].min()), int(high[shown].max())
-        # What all rows see; none of it where one sees nothing.
+        # Keys that all rows see; none if one sees nothing.
         inner, outer = int(low.max()), int(high.min())
         if inner == first and outer == last and columns is None:
             return [Span(first, last, False, None)]

@@ -1,16 +1,17 @@
 """Attention over pages with PyTorch's scaled dot product attention, on any device.
 
-The batch is cut into groups that one call serves each:
+The batch is cut into groups of one call each:
 
-* prompts without a past: their own fresh K and V, causal, padded together where lengths are close;
-* decodes, and apart from them short chunks: pages gathered into a padded tensor, with a mask; a single entry whose
-  pages lie in one run is a view of the pool and gathers nothing;
-* long chunks with a past: self attention (causal) merged with attention over the past (no mask), by log-sum-exp;
-* long chunks of which a window, a tree or a mask hides something: blocks of rows (see ``row_blocks``).
+* prompts without a past: their own fresh K and V, causal, padded together if lengths are close;
+* decodes, and apart from them short chunks: pages gathered into a padded tensor, with a mask; a
+  single entry with pages in one run is a view of the pool and gathers nothing;
+* long chunks with a past: self attention (causal) merged with attention over the past (no mask), by
+  log-sum-exp;
+* long chunks with keys hidden by a window, a tree or a mask: blocks of rows (``row_blocks``).
 
-Pages that nobody sees are in no group: a windowed decode costs its window. A query head group is folded into the query
-rows of a decode, so that K and V are read once per KV head. Where parts are merged, or scores are capped, groups give
-attention states (see ``lse_attention``).
+Invisible pages are in no group: a windowed decode costs its window. A query head group is folded
+into the query rows of a decode, so that K and V are read once per KV head. If parts are merged or
+scores capped, groups return attention states (``lse_attention``).
 
 Letters: T new tokens; S slots; B entries of the batch.
 """
@@ -61,13 +62,13 @@ from quire.ops.attention import check_sink_query, merge
 SHORT_CHUNK = 16
 """Chunks up to this many tokens are padded together; longer ones run one by one."""
 VIEW_KEYS = 192
-"""On a CPU an entry with this many keys in one run of pages is attended by itself, in place: from about here one
-more call costs less than copying the keys into a padded tensor does."""
+"""On a CPU an entry with this many keys in one run of pages is attended by itself, in place: one
+more call then costs less than a copy of the keys into a padded tensor."""
 
 
 @dataclass(frozen=True, slots=True)
 class PartGroups:
-    """The groups of one part of the plan, window or sink. A row is in one of them, or sees nothing."""
+    """Groups of one part of the plan, window or sink. Each row is in one group, or sees nothing."""
 
     causal: list[CausalGroup]
     paged: list[PagedGroup]
@@ -76,11 +77,11 @@ class PartGroups:
     complete: bool
     """Every row is in a group, or blind."""
     blind: Tensor | None
-    """Rows that see nothing, of entries of which some row sees something; None: there are none."""
+    """Rows without keys, in entries with some visible key; None: there are none."""
 
     @property
     def single(self) -> bool:
-        """One group serves the whole batch, in order."""
+        """Whether one group serves the whole batch, in order."""
         groups: list[CausalGroup | PagedGroup] = [*self.causal, *self.paged]
         if len(groups) != 1 or self.long or self.blocks or not self.complete:
             return False
@@ -102,7 +103,7 @@ class SdpaPlan:
             raise InvalidArgument(f"the batch was planned for {self.dtype}; q is {q_THD.dtype}")
 
     def fresh(self, part: PartGroups, new: tuple[Tensor, Tensor] | None, pool: Pool) -> tuple[Tensor, Tensor]:
-        """K and V of the new tokens, for the groups that take them from there."""
+        """Return K and V of the new tokens, for the groups that use them."""
         if new is not None or not (part.causal or part.long):
             return new or (pool.k_SHD[:0], pool.v_SHD[:0])
         if self._new_slots is None:
@@ -110,7 +111,8 @@ class SdpaPlan:
         return pool.k_SHD.index_select(0, self._new_slots), pool.v_SHD.index_select(0, self._new_slots)
 
     def _slots(self) -> Tensor:
-        """int64 ``[T]``: slots of the last ``counts`` keys of each entry, 0 where it has not so many or they are null."""
+        """Return int64 ``[T]``: slots of the last ``counts`` keys of each entry, 0 if missing or
+        null."""
         plan = self.plan
         slots = np.zeros(plan.num_tokens, dtype=np.int64)
         for entry, table in enumerate(plan.tables):
@@ -135,12 +137,13 @@ class SdpaAttention:
         )
 
     def fuses(self, spec: LayerSpec, device: torch.device) -> bool:
-        """No kernel caps scores; where states are merged it takes one that returns the log-sum-exp (``lse_attention``)."""
+        """Return whether kernels serve such a layer. None caps scores; merges need the
+        log-sum-exp."""
         if isinstance(spec, KeyValueAttention) and (spec.softcap is not None or not spec.sinks):
             return spec.softcap is None
         return has_lse_kernel(device)
 
-    # -- plan ------------------------------------------------------------------------------------------------
+    # -- plan --------------------------------------------------------------------------------------
 
     def plan(self, plan: ForwardPlan, dtype: torch.dtype) -> SdpaPlan:
         window, sink = window_part(plan), sink_part(plan)
@@ -190,7 +193,8 @@ class SdpaAttention:
             if on_cpu and stop - first >= VIEW_KEYS and is_run(tables[entry]):
                 views.append([entry])
             else:
-                # Not together: padded to the rows of a chunk, decodes would cost several times what they do alone.
+                # Not together: padded to the rows of a chunk, decodes would cost several times as
+                # much.
                 (decodes if count == 1 else short).append(entry)
         causal = [causal_group(group, plan) for group in waste_bounded(prompts, plan.counts, slack=64)]
         groups = [*views, *waste_bounded(decodes, lengths, slack=512), *waste_bounded(short, lengths, slack=512)]
@@ -200,7 +204,7 @@ class SdpaAttention:
             causal, paged, long, blocks, complete, torch.from_numpy(rows).to(plan.device) if rows.size else None
         )
 
-    # -- run -------------------------------------------------------------------------------------------------
+    # -- run ---------------------------------------------------------------------------------------
 
     def run(
         self,
@@ -214,7 +218,8 @@ class SdpaAttention:
         q_sink_THD: Tensor | None = None,
         sinks_H: Tensor | None = None,
     ) -> Tensor:
-        """See the contract. ``InvalidArgument`` if ``q_sink_THD`` is missing or too much, or q not of the planned type."""
+        """See the contract. ``InvalidArgument``: ``q_sink_THD`` missing or surplus, q not of the
+        planned type."""
         plan: SdpaPlan = prepared
         plan.check(q_THD, q_sink_THD)
         pool = Pool(k_SHD, v_SHD)
@@ -238,11 +243,9 @@ class SdpaAttention:
         q_sink_THD: Tensor | None = None,
         coarse: bool = False,
     ) -> AttentionState:
-        """See the contract; ``lse`` is float64 for float64 input. Raises as ``run``.
-
-        PyTorch's kernel for CPUs takes a coarser exponential for 16 bits (``lse_attention``); with queries in float32 all is
-        computed in float32, at about three times the cost.
-        """
+        """See the contract; ``lse`` is float64 for float64 input. Raise as ``run``. PyTorch's
+        kernel for CPUs uses a coarser exponential for 16 bits (``lse_attention``). float32 queries
+        make it compute in float32, at about three times the cost."""
         plan: SdpaPlan = prepared
         plan.check(q_THD, q_sink_THD)
         dtype = q_THD.dtype
@@ -256,7 +259,7 @@ class SdpaAttention:
 def run_part(
     plan: SdpaPlan, part: PartGroups, q_THD: Tensor, new: tuple[Tensor, Tensor] | None, pool: Pool, scoring: Scoring
 ) -> Tensor:
-    """Attention of one part, with which nothing is merged."""
+    """Return attention of one part that is merged with nothing."""
     k_THD, v_THD = plan.fresh(part, new, pool)
     scale = scoring.scale
     if part.single:
@@ -287,7 +290,8 @@ def run_states(
     pool: Pool,
     scoring: Scoring,
 ) -> AttentionState:
-    """Attention state of the batch, with ``out`` in float32 or better: rounded once, when all parts are merged."""
+    """Return the state of the batch, ``out`` in float32 or better: rounded once, after all
+    merges."""
     state = state_of_part(plan, plan.window, q_THD, new, pool, scoring)
     if plan.sink is None or q_sink_THD is None:
         return state
@@ -325,7 +329,7 @@ def state_of_part(
 
 
 def store(out_T: Tensor, target: BatchRows, real: Tensor | None, x_R: Tensor) -> None:
-    """Put the rows of a group, without padding, to their places in the batch."""
+    """Put the rows of a group, without padding, into their places in the batch."""
     x = x_R if real is None else x_R.index_select(0, real)
     if target.index is None:
         out_T[target.first : target.stop] = x

@@ -1,8 +1,9 @@
-"""What the rows of a batch may see, as ranges of addresses; masks exist where ranges cannot say it.
+"""Visible keys of the rows of a batch as ranges of addresses, with masks only where ranges do not
+suffice.
 
-Where positions decide, a row sees the keys at addresses ``low <= address < high``. Where the rule of an entry decides,
-the keys that some row sees are columns of a boolean matrix. Cost: proportional to the rows and to the rules' matrices,
-whatever the lengths are.
+If positions decide, a row sees the keys at addresses ``low <= address < high``. If the rule of an
+entry decides, the visible keys are columns of a boolean matrix. Cost: proportional to the rows and
+to the rules' matrices, at any length.
 
 Letters: T rows; B entries; n rows of an entry.
 """
@@ -19,7 +20,7 @@ from quire.contracts.attention import ForwardPlan
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Keys of one entry about which its rule decides, from the first that some row sees to the last."""
+    """Keys of one entry under its rule, from the first visible one to the last."""
 
     first: int
     """Address of column 0."""
@@ -44,12 +45,12 @@ class VisibleKeys:
     stop: NDArray[np.int64]
     """``[B]``: one past the highest; not above ``first``: the entry sees nothing."""
     columns: dict[int, Columns]
-    """By entry; only where the rule lets some row see some key."""
+    """By entry, if the rule lets some row see some key."""
     sink: bool = False
-    """The sink part: behind the keys that are seen lie rows that have left the window."""
+    """The sink part: rows that left the window lie behind its visible keys."""
 
     def blind(self, entry: int, start: int, stop: int) -> NDArray[np.int64]:
-        """Which rows of the batch, of those of an entry, see no key."""
+        """Return the rows of the batch, among those of an entry, that see no key."""
         nothing = self.low[start:stop] >= self.high[start:stop]
         if entry in self.columns:
             nothing = nothing & ~self.columns[entry].visible.any(1)
@@ -57,9 +58,9 @@ class VisibleKeys:
 
 
 def window_part(plan: ForwardPlan) -> VisibleKeys:
-    """What rows see from their lows on."""
+    """Return what rows see from their lows on."""
     if plan.plain and (plan.counts == 1).all() and (plan.positions + 1 >= plan.origins + plan.keys).all():
-        # Decodes, each of which sees all keys: no more work than need be.
+        # Decodes that see all keys need no further work.
         low = np.zeros_like(plan.keys)
         return VisibleKeys(low, plan.keys, low, plan.keys, {})
     origins = np.repeat(plan.origins, plan.counts)
@@ -72,7 +73,7 @@ def window_part(plan: ForwardPlan) -> VisibleKeys:
 
 
 def sink_part(plan: ForwardPlan) -> VisibleKeys | None:
-    """What rows see of their sinks; None if no row has one."""
+    """Return what rows see of their sinks; None if no row has one."""
     if plan.sinks is None or not (plan.sinks[:, 0] < plan.sinks[:, 1]).any():
         return None
     origins = np.repeat(plan.origins, plan.counts)
@@ -86,7 +87,8 @@ def sink_part(plan: ForwardPlan) -> VisibleKeys | None:
 
 
 def ruled(plan: ForwardPlan) -> list[tuple[int, int, int, NDArray[np.int64], NDArray[np.bool_]]]:
-    """Entries with a rule: number, first row, one past the last, positions of the keys, what is allowed."""
+    """Return entries with a rule: number, first row, one past the last, positions of the keys,
+    mask."""
     return [
         (entry, int(plan.starts[entry]), int(plan.starts[entry + 1]), rule.positions, rule.allowed)
         for entry, rule in enumerate(plan.rules)
@@ -95,7 +97,7 @@ def ruled(plan: ForwardPlan) -> list[tuple[int, int, int, NDArray[np.int64], NDA
 
 
 def by_position(plan: ForwardPlan, origins: NDArray[np.int64]) -> NDArray[np.int64]:
-    """``[T]``: one past the last address that each row sees by its position."""
+    """Return ``[T]``: one past the last address that each row sees by its position."""
     limits = plan.keys
     if any(plan.rules):
         firsts = [
@@ -123,7 +125,8 @@ def visibility(
 
 
 def trim(visible: NDArray[np.bool_], first: int) -> Columns | None:
-    """From the first column that some row sees to the last; None if there is none. ``first``: address of column 0."""
+    """Return the columns from the first visible one to the last; None if none. ``first``: column
+    0's address."""
     used = np.flatnonzero(visible.any(0))
     if not used.size:
         return None
@@ -131,8 +134,9 @@ def trim(visible: NDArray[np.bool_], first: int) -> Columns | None:
 
 
 def chains(plan: ForwardPlan, part: VisibleKeys) -> NDArray[np.bool_]:
-    """``[B]``: whether the new tokens of an entry are its last keys, and see all keys up to themselves, by position."""
-    # No row sees so many by position where a rule decides about the last of them.
+    """Return ``[B]``: whether the new tokens are the entry's last keys and see all keys up to
+    themselves."""
+    # By position no row sees so many if a rule decides about the last of them.
     behind = np.repeat(plan.keys - plan.starts[1:], plan.counts) + np.arange(plan.num_tokens) + 1
     rows = (part.low == 0) & (part.high == behind)
     chain: NDArray[np.bool_] = np.logical_and.reduceat(rows, plan.starts[:-1]) & (plan.keys >= plan.counts)

@@ -25,14 +25,14 @@ class Attention:
     __slots__ = ("layer_id", "out", "qkv", "spec")
 
     def __init__(self, layer_id: int, spec: FullAttention | WindowedAttention, qkv: Linear, out: Linear) -> None:
-        """``qkv``: E to C. ``out``: Hq*Dv to E."""
+        """Take maps ``qkv`` (E to C) and ``out`` (Hq*Dv to E)."""
         self.layer_id = layer_id
         self.spec = spec
         self.qkv = qkv
         self.out = out
 
     def __call__(self, x_TE: Tensor, pass_: Pass) -> Tensor:
-        """``[T, E]`` to a fresh ``[T, E]``; the pass stores K and V of these tokens."""
+        """Map ``[T, E]`` to a fresh ``[T, E]``; the pass stores K and V of these tokens."""
         return self.out(pass_.attend_qkv(self.layer_id, self.qkv(x_TE)).flatten(-2))
 
     def pack(self) -> None:
@@ -41,7 +41,8 @@ class Attention:
 
 
 class NormedAttention(Attention):
-    """Attention with a norm of queries and of keys before the rotation, over each head (Qwen3, Gemma 3, StableLM)."""
+    """Attention with a norm over each query and key head before rotation (Qwen3, Gemma 3,
+    StableLM)."""
 
     __slots__ = ("_sizes", "k_norm", "q_norm")
 
@@ -54,7 +55,7 @@ class NormedAttention(Attention):
         q_norm: Callable[[Tensor], Tensor],
         k_norm: Callable[[Tensor], Tensor],
     ) -> None:
-        """``q_norm``, ``k_norm``: of ``[T, Hq, Dk]`` and ``[T, Hkv, Dk]``; their results are contiguous."""
+        """Take norms of ``[T, Hq, Dk]`` and ``[T, Hkv, Dk]`` with contiguous results."""
         super().__init__(layer_id, spec, qkv, out)
         self.q_norm = q_norm
         self.k_norm = k_norm
@@ -74,7 +75,8 @@ class NormedAttention(Attention):
 
 
 class WidthNormedAttention(NormedAttention):
-    """The same with norms over all heads at once (OLMo 2): of ``[T, Hq*Dk]`` and ``[T, Hkv*Dk]``."""
+    """Attention with norms over all heads at once (OLMo 2): of ``[T, Hq*Dk]`` and ``[T,
+    Hkv*Dk]``."""
 
     __slots__ = ()
 

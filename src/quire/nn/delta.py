@@ -1,7 +1,8 @@
-"""The gated delta net: linear attention that corrects what it has stored (arXiv:2412.06464), as in Qwen3-Next.
+"""The gated delta net: linear attention that corrects what it has stored (arXiv:2412.06464), as in
+Qwen3-Next.
 
-Letters: T tokens, E model width, J key heads, H value heads (a multiple of J; key head j serves H / J value heads that
-follow each other), K, V head sizes, W taps of the convolution, C = 2*J*K + H*V convolved channels.
+Letters: T tokens, E model width, J key heads, H value heads (key head j serves H / J consecutive
+ones), K, V head sizes, W taps of the convolution, C = 2*J*K + H*V convolved channels.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from quire.nn.norm import GatedRMSNorm
 from quire.nn.packed import packed
 
 UNIT_EPS = 1e-6
-"""Added to the sum of squares when queries and keys are brought to length 1."""
+"""Added to the sum of squares before queries and keys are scaled to length 1."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,8 +55,8 @@ class DeltaShape:
         return 2 * self.keys + self.values
 
     def spec(self, dtype: torch.dtype) -> Recurrent:
-        """What a layer remembers: state 0 is the last W - 1 inputs of the convolution, oldest first, in the model's dtype;
-        state 1 is ``[H, K, V]`` in float32."""
+        """Return the state of a layer: state 0 is the last W - 1 inputs of the convolution, oldest
+        first, in the model's dtype; state 1 is ``[H, K, V]`` in float32."""
         return Recurrent(
             states=(
                 StateTensor(shape=(self.taps - 1, self.channels), dtype=str(dtype).removeprefix("torch.")),
@@ -69,9 +70,9 @@ class DeltaWeights:
     """The weights of a mixer, all in the model's dtype."""
 
     project: Linear
-    """E to C + H*V: the rows of all queries, all keys, all values, all gates."""
+    """E to C + H*V: rows of all queries, all keys, all values, all gates."""
     rates: Linear
-    """E to 2H: the rows of all beta, then of all steps."""
+    """E to 2H: rows of all beta, then of all steps."""
     conv_CW: Tensor
     step_bias_H: Tensor
     log_a_H: Tensor
@@ -81,11 +82,10 @@ class DeltaWeights:
 
 
 class GatedDeltaNet:
-    """``out(norm(o) * silu(gate))`` where o is read from a state that the delta rule writes.
+    """``out(norm(o) * silu(gate))``, with o read from a state that the delta rule writes.
 
-    Queries and keys have length 1, the state decays by ``exp(A * softplus(a + bias))`` and the share ``sigmoid(b)`` of a
-    key's error is corrected. All of it is in float32.
-    """
+    Queries and keys have length 1. The state decays by ``exp(A * softplus(a + bias))``, and the
+    share ``sigmoid(b)`` of a key's error is corrected. All of it is in float32."""
 
     __slots__ = (
         "_a_H",
@@ -109,7 +109,8 @@ class GatedDeltaNet:
         *,
         activation: str = "silu",
     ) -> None:
-        """``norm``: of ``[T, H, V]``, each head by itself. ``activation``: one of ``nn.mlp.ACTIVATIONS``, after the convolution."""
+        """Take a ``norm`` of ``[T, H, V]`` by head and, after the convolution, one of
+        ``nn.mlp.ACTIVATIONS``."""
         self.layer_id = layer_id
         self.shape = shape
         self.project = weights.project
@@ -122,7 +123,7 @@ class GatedDeltaNet:
         self._step_bias_H = weights.step_bias_H.float()
 
     def __call__(self, x_TE: Tensor, pass_: Pass) -> Tensor:
-        """``[T, E]`` to a fresh ``[T, E]``; the pass keeps the states."""
+        """Map ``[T, E]`` to a fresh ``[T, E]``; the pass keeps the states."""
         shape = self.shape
         mixed_TC, gate_TD = torch.split(self.project(x_TE), [shape.channels, shape.values], dim=-1)
         mixed_TC = self.activation(pass_.convolve(self.layer_id, 0, mixed_TC, self.conv_CW)).float()
@@ -141,7 +142,7 @@ class GatedDeltaNet:
         return self.out(self.norm(o_THV, self._values(gate_TD)).flatten(-2))
 
     def _units(self, x_TD: Tensor) -> Tensor:
-        """``[T, J*K]`` to ``[T, H, K]``, each head of length 1 (0 stays 0)."""
+        """Return ``[T, J*K]`` as ``[T, H, K]`` with heads of length 1 (0 stays 0)."""
         x_TJK = x_TD.view(-1, self.shape.num_key_heads, self.shape.key_dim)
         x_TJK = x_TJK * torch.rsqrt(x_TJK.square().sum(-1, keepdim=True).add_(UNIT_EPS))
         ratio = self.shape.num_value_heads // self.shape.num_key_heads

@@ -11,15 +11,16 @@ from torch import Tensor
 
 
 class EmbeddingTerm(Protocol):
-    """What adapters make of embeddings."""
+    """The effect of adapters on embeddings."""
 
     def apply_to(self, x_TE: Tensor, tokens_T: Tensor) -> None:
-        """Change or replace the rows of ``x`` that adapters are in use for, in place, before any scale."""
+        """Change or replace the rows of ``x`` under adapters, in place, before any scale."""
         ...
 
 
 class Embedding:
-    """A table ``weight [V, E]``, one row per token id. ``low_rank``: as of ``quire.nn.linear.Linear``."""
+    """A table ``weight [V, E]``, one row per token id. ``low_rank``: as in
+    ``quire.nn.linear.Linear``."""
 
     __slots__ = ("low_rank", "weight")
 
@@ -28,7 +29,7 @@ class Embedding:
         self.low_rank: EmbeddingTerm | None = None
 
     def __call__(self, tokens_T: Tensor) -> Tensor:
-        """int64 ``[T]``, each in 0..V-1, to a fresh ``[T, E]``."""
+        """Map int64 ``[T]``, each in 0..V-1, to a fresh ``[T, E]``."""
         x_TE = self.weight.index_select(0, tokens_T)
         if self.low_rank is not None:
             self.low_rank.apply_to(x_TE, tokens_T)
@@ -45,5 +46,5 @@ class ScaledEmbedding(Embedding):
         self.scale = scale
 
     def __call__(self, tokens_T: Tensor) -> Tensor:
-        """int64 ``[T]``, each in 0..V-1, to a fresh ``[T, E]``."""
+        """Map int64 ``[T]``, each in 0..V-1, to a fresh ``[T, E]``."""
         return super().__call__(tokens_T).mul_(self.scale)

@@ -1,11 +1,11 @@
 """The feed-forward layer that is a mixture of experts.
 
-All tokens of a ragged batch are sorted by expert, so each expert runs once, on the rows that chose it as one matrix
-product, and reads its weights once. Experts that nobody chose are not read: a decode of one token reads K of X.
-``quire.ops.experts`` defines what comes out.
+All tokens of a ragged batch are sorted by expert. So each expert runs once, as one matrix product
+over its rows, and reads its weights once. Unchosen experts are not read: a decode of one token
+reads K of X. ``quire.ops.experts`` defines the result.
 
-Letters: T tokens, X experts, K experts of a token, P = T * K pairs of a token and an expert, E model width, F inner
-width of an expert, G = 2F, I input and O output features.
+Letters: T tokens, X experts, K experts of a token, P = T * K pairs of a token and an expert, E
+model width, F inner width of an expert, G = 2F, I input and O output features.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from quire.nn.packed import can_pack, packed
 from quire.ops.experts import Routing, route
 
 MAX_PAIRS = 1 << 15
-"""Pairs that run at a time: this bounds the copies of activations, and is enough work for each expert to make
-reading its weights again for the next block cheap."""
+"""Pairs that run at a time. This bounds the copies of activations, yet gives each expert enough
+work to make another reading of its weights cheap."""
 GROUPED_CAPABILITY = (8, 0)
 """The oldest CUDA devices with a grouped matrix product."""
 GROUPED_ALIGNMENT = 16
-"""Bytes to which that product wants rows aligned."""
+"""Row alignment in bytes that this product needs."""
 
 
 class ActivatedGate:
@@ -37,20 +37,20 @@ class ActivatedGate:
     __slots__ = ("activation",)
 
     def __init__(self, activation: str = "silu") -> None:
-        """``activation``: one of ``quire.nn.mlp.ACTIVATIONS``."""
+        """Take one of ``quire.nn.mlp.ACTIVATIONS``."""
         self.activation = ACTIVATIONS[activation]
 
     def __call__(self, h_PG: Tensor) -> Tensor:
-        """``[P, 2F]`` to a fresh ``[P, F]``."""
+        """Map ``[P, 2F]`` to a fresh ``[P, F]``."""
         gate_PF, up_PF = h_PG.chunk(2, dim=-1)
         return self.activation(gate_PF).mul_(up_PF)
 
 
 class ClampedGate:
-    """``gate * sigmoid(alpha * gate) * (up + 1)`` of rows in which gate and up take turns (gpt-oss).
+    """``gate * sigmoid(alpha * gate) * (up + 1)`` of rows with alternating gate and up (gpt-oss).
 
-    The gate is at most ``limit``, up lies within plus and minus ``limit``. Computed in float32, rounded once.
-    """
+    The gate is at most ``limit``, up lies in -``limit``..``limit``. Computed in float32, rounded
+    once."""
 
     __slots__ = ("alpha", "limit")
 
@@ -59,26 +59,25 @@ class ClampedGate:
         self.limit = limit
 
     def __call__(self, h_PG: Tensor) -> Tensor:
-        """``[P, 2F]`` to a fresh ``[P, F]``."""
+        """Map ``[P, 2F]`` to a fresh ``[P, F]``."""
         gate_PF = h_PG[..., 0::2].float().clamp(max=self.limit)
         up_PF = h_PG[..., 1::2].float().clamp(-self.limit, self.limit)
         return torch.sigmoid(gate_PF * self.alpha).mul_(gate_PF).mul_(up_PF.add_(1)).to(h_PG.dtype)
 
 
 Gate: TypeAlias = ActivatedGate | ClampedGate
-"""What stands between an expert's two products."""
+"""The function between an expert's two products."""
 
 
 class Router:
-    """Chooses K of X experts for each token: ``weight [X, E]``, ``bias [X]`` or None, and for the choice alone a
-    ``correction [X]`` or None (``quire.ops.experts.route``).
+    """Chooses K of X experts for each token (``quire.ops.experts.route``).
 
-    In float32 the logits are computed in float64 and rounded. Otherwise the order in which a kernel adds up would
-    depend on the number of tokens and on the expert's place in the table, and so would the choice between experts
-    that tie: a chunked prompt could take other experts than a whole one. In bfloat16 and float16 the kernel's float32
-    sum is rounded much more coarsely, which has the same effect but for the rarest cases. A routing ``in_float32`` is
-    treated as float32 is, whatever type the model has.
-    """
+    ``weight [X, E]``, ``bias [X]`` or None, and ``correction [X]`` or None for the choice alone. In
+    float32 the logits are computed in float64 and rounded. Otherwise a kernel's order of summation,
+    and so the choice between tied experts, would depend on the number of tokens and the expert's
+    place in the table: a chunked prompt could take other experts than a whole one. In bfloat16 and
+    float16 the coarser rounding of the kernel's float32 sum has the same effect but for the rarest
+    cases. A routing ``in_float32`` is treated as float32 for every model dtype."""
 
     __slots__ = ("_in_float32", "bias", "correction", "routing", "weight")
 
@@ -95,18 +94,16 @@ class Router:
         self.routing = routing
 
     def __call__(self, x_TE: Tensor) -> tuple[Tensor, Tensor]:
-        """``[T, E]`` to float32 weights and int64 experts ``[T, K]``, best first."""
+        """Map ``[T, E]`` to float32 weights and int64 experts ``[T, K]``, best first."""
         logits_TX = F.linear(x_TE.to(self.weight.dtype), self.weight, self.bias)
         logits_TX = logits_TX.to(torch.float32 if self._in_float32 else x_TE.dtype)
         return route(logits_TX, self.routing, self.correction)
 
 
 class ExpertLinear:
-    """X linear maps of one shape: ``weight [X, O, I]``, which may be a transposed view, ``bias [X, O]`` or None.
-
-    ``maps[x]`` is one of them, a ``Linear`` that shares the memory of the stack. After ``pack`` each has its own
-    packed weight and the stack is gone.
-    """
+    """X linear maps of one shape: ``weight [X, O, I]``, possibly transposed, ``bias [X, O]`` or
+    None. ``maps[x]`` is a ``Linear`` in the memory of the stack. After ``pack`` each has its own
+    packed weight, and the stack is gone."""
 
     __slots__ = ("bias", "maps", "weight")
 
@@ -117,7 +114,7 @@ class ExpertLinear:
         self.maps = [Linear(weight_OI, bias_O) for weight_OI, bias_O in zip(weight_XOI, biases, strict=True)]
 
     def can_group(self) -> bool:
-        """Whether the device has a kernel that runs all maps in one call."""
+        """Return whether the device has a kernel that runs all maps in one call."""
         weight = self.weight
         if weight is None or weight.device.type != "cuda" or weight.dtype != torch.bfloat16:
             return False
@@ -125,14 +122,14 @@ class ExpertLinear:
         return aligned and torch.cuda.get_device_capability(weight.device) >= GROUPED_CAPABILITY
 
     def grouped(self, x_PI: Tensor, ends_X: Tensor, expert_P: Tensor) -> Tensor:
-        """``[P, I]``, sorted by expert, to a fresh ``[P, O]`` in one call. int32 ``ends_X``: where each expert's rows
-        end. Only before ``pack``."""
+        """Map ``[P, I]``, sorted by expert, to a fresh ``[P, O]`` in one call. int32 ``ends_X``:
+        ends of the experts' rows. Only before ``pack``."""
         assert self.weight is not None
         y_PO = F.grouped_mm(x_PI, self.weight.transpose(1, 2), offs=ends_X)
         return y_PO if self.bias is None else y_PO.add_(self.bias.index_select(0, expert_P))
 
     def pack(self) -> None:
-        """Lay the maps out for this machine's kernels, one by one, and let go of the stack."""
+        """Lay the maps out for this machine's kernels, one by one, and drop the stack."""
         if self.weight is None or not can_pack(self.weight.dtype, self.weight.device):
             return
         self.maps = [packed(one) for one in self.maps]
@@ -140,23 +137,21 @@ class ExpertLinear:
 
 
 class Experts:
-    """X gated feed-forward layers, of which each token goes through K."""
+    """X gated feed-forward layers; each token goes through K of them."""
 
     __slots__ = ("_can_group", "down", "gate", "gate_up")
 
     def __init__(self, gate_up: ExpertLinear, down: ExpertLinear, gate: Gate) -> None:
-        """``gate_up``: E to 2F, in the order that ``gate`` wants. ``down``: F to E."""
+        """Take ``gate_up`` (E to 2F, in the order of ``gate``) and ``down`` (F to E)."""
         self.gate_up = gate_up
         self.down = down
         self.gate = gate
         self._can_group = gate_up.can_group() and down.can_group()
 
     def __call__(self, x_TE: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
-        """``[T, E]``, float32 ``[T, K]`` and int64 ``[T, K]`` to a fresh ``[T, E]``: ``ops.experts.mix``.
-
-        Each token's terms are added in float32 in the order of its own choices, so who else is in the batch changes
-        only the rounding of the products.
-        """
+        """Map ``[T, E]``, float32 ``[T, K]`` and int64 ``[T, K]`` to a fresh ``[T, E]``:
+        ``ops.experts.mix``. Each token's terms are added in float32 in the order of its choices, so
+        the rest of the batch changes only the rounding of the products."""
         block = max(1, MAX_PAIRS // experts_TK.shape[1])
         if len(x_TE) <= block:
             return self._mix(x_TE, weights_TK, experts_TK)
@@ -203,30 +198,30 @@ class Experts:
         return self.down.grouped(h_PF, ends_X, expert_P)
 
     def pack(self) -> None:
-        """Lay the weights out for this machine's kernels, where that helps."""
+        """Lay the weights out for this machine's kernels if that helps."""
         self.gate_up.pack()
         self.down.pack()
 
 
 class SharedExpert:
-    """What every token goes through besides its own experts: ``sigmoid(gate(x)) * mlp(x)`` (Qwen2-MoE), or ``mlp(x)``
-    where there is no gate (DeepSeek)."""
+    """The expert of all tokens: ``sigmoid(gate(x)) * mlp(x)`` (Qwen2-MoE), or ``mlp(x)``
+    (DeepSeek)."""
 
     __slots__ = ("gate", "mlp")
 
     def __init__(self, mlp: GatedMLP, gate: Linear | None = None) -> None:
-        """``gate``: E to 1."""
+        """Take a ``gate`` (E to 1) or None."""
         self.mlp = mlp
         self.gate = gate
 
     def __call__(self, x_TE: Tensor) -> Tensor:
-        """``[T, E]`` to a fresh ``[T, E]``."""
+        """Map ``[T, E]`` to a fresh ``[T, E]``."""
         y_TE = self.mlp(x_TE)
         return y_TE if self.gate is None else y_TE.mul_(torch.sigmoid(self.gate(x_TE)))
 
 
 class MixtureOfExperts:
-    """A router, its experts and, where there is one, the expert that all tokens share."""
+    """A router, its experts and, optionally, the expert that all tokens share."""
 
     __slots__ = ("experts", "router", "shared")
 
@@ -236,12 +231,12 @@ class MixtureOfExperts:
         self.shared = shared
 
     def __call__(self, x_TE: Tensor) -> Tensor:
-        """``[T, E]`` to a fresh ``[T, E]``."""
+        """Map ``[T, E]`` to a fresh ``[T, E]``."""
         out_TE = self.experts(x_TE, *self.router(x_TE))
         return out_TE if self.shared is None else out_TE.add_(self.shared(x_TE))
 
     def pack(self) -> None:
-        """Lay the weights out for this machine's kernels, where that helps. The router stays as it is: it is small."""
+        """Lay the weights out for this machine's kernels if that helps. The small router stays."""
         self.experts.pack()
         if self.shared is not None:
             self.shared.mlp.pack()

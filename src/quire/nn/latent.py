@@ -1,10 +1,12 @@
-"""Multi-head latent attention (MLA, DeepSeek-V2, arXiv:2405.04434): what a token leaves behind is one short row for all heads.
+"""Multi-head latent attention (MLA, DeepSeek-V2, arXiv:2405.04434): one short row per token for all
+heads.
 
-The row is ``[c_kv | k_pe]``: a latent out of which each head's keys and values are linear maps, and the part of the key that
-carries the position, which all heads share. Queries may come through a narrow layer of their own.
+The row is ``[c_kv | k_pe]``: a latent, with each head's keys and values as linear maps of it, and
+the positional part of the key, the same for all heads. Queries may come through a narrow layer.
 
-Letters: T tokens, E model width, Hq heads, R rank of the latent, Q rank of the queries, Dn columns of a head without
-position, Dr with position, Dk = Dn + Dr, Dv head size of the values, C = (Q, or Hq*Dk without such a layer) + R + Dr.
+Letters: T tokens, E model width, Hq heads, R rank of the latent, Q rank of the queries, Dn columns
+of a head without position, Dr with position, Dk = Dn + Dr, Dv head size of the values, C = (Q, or
+Hq*Dk without such a layer) + R + Dr.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from quire.nn.packed import packed
 
 
 class QueryUp:
-    """Queries out of their latent: ``up(norm(x))``, ``[T, Q]`` to ``[T, Hq*Dk]``."""
+    """Maps the latent of queries to queries: ``up(norm(x))``, ``[T, Q]`` to ``[T, Hq*Dk]``."""
 
     __slots__ = ("norm", "up")
 
@@ -30,12 +32,12 @@ class QueryUp:
         self.up = up
 
     def __call__(self, x_TQ: Tensor) -> Tensor:
-        """``[T, Q]`` to a fresh ``[T, Hq*Dk]``."""
+        """Map ``[T, Q]`` to a fresh ``[T, Hq*Dk]``."""
         return self.up(self.norm(x_TQ))
 
 
 class MultiHeadLatentAttention(Attention):
-    """Attention whose tokens are stored as latent rows; rotation, storage and the attention itself belong to the pass."""
+    """Attention over latent rows; rotation, storage and the attention itself belong to the pass."""
 
     __slots__ = ("_sizes", "expansion", "latent_norm", "query_up")
 
@@ -51,24 +53,25 @@ class MultiHeadLatentAttention(Attention):
         nope_dim: int,
         query_up: QueryUp | None = None,
     ) -> None:
-        """``spec``: the heads in expanded form, ``[Hq, Dk]`` and ``[Hq, Dv]``. ``qkv``: E to C, the rows of the queries
-        first, then those of ``c_kv``, then those of ``k_pe``. ``out``: Hq*Dv to E.
+        """Take the heads in expanded form (``spec``), ``[Hq, Dk]`` and ``[Hq, Dv]``.
 
-        ``latent_norm``: of ``c_kv``. ``kv_up_CR``: ``[Hq * (Dn + Dv), R]``, for each head the rows of its keys, then of its
-        values; they are copied. ``nope_dim``: Dn. ``query_up``: None, where ``qkv`` gives the queries themselves.
-        """
+        ``qkv``: E to C, rows of the queries, then ``c_kv``, then ``k_pe``. ``out``: Hq*Dv to E.
+        ``latent_norm``: of ``c_kv``. ``kv_up_CR``: ``[Hq * (Dn + Dv), R]``, for each head the rows
+        of its keys, then of its values; copied. ``nope_dim``: Dn. ``query_up``: None if ``qkv``
+        gives the queries themselves."""
         super().__init__(layer_id, spec, qkv, out)
         self.latent_norm = latent_norm
         self.query_up = query_up
         kv_up_HCR = kv_up_CR.view(spec.num_heads, nope_dim + spec.value_dim, -1)
-        # Each part by itself and by rows, so that all heads of an expanded prompt are one product without a copy.
+        # Each part contiguous by rows: all heads of an expanded prompt are one product without a
+        # copy.
         key_HDR, value_HVR = (part.contiguous() for part in torch.split(kv_up_HCR, [nope_dim, spec.value_dim], dim=1))
         self.expansion = LatentExpansion(key_HDR=key_HDR, value_HRV=value_HVR.transpose(1, 2))
         rank, position_dim = kv_up_HCR.shape[-1], spec.head_dim - nope_dim
         self._sizes = [qkv.out_features - rank - position_dim, rank, position_dim]
 
     def __call__(self, x_TE: Tensor, pass_: Pass) -> Tensor:
-        """``[T, E]`` to a fresh ``[T, E]``; the pass stores the latent rows of these tokens."""
+        """Map ``[T, E]`` to a fresh ``[T, E]``; the pass stores the latent rows of these tokens."""
         spec = self.spec
         q_TC, latent_TR, position_TD = torch.split(self.qkv(x_TE), self._sizes, dim=-1)
         if self.query_up is not None:
@@ -78,7 +81,8 @@ class MultiHeadLatentAttention(Attention):
         return self.out(pass_.attend_latent(self.layer_id, q_THD, rows_TR, self.expansion).flatten(-2))
 
     def pack(self) -> None:
-        """Replace each linear map by its packed form, where there is one. The expansion stays: the pass multiplies by it."""
+        """Pack each linear map if there is a packed form. The expansion stays: the pass multiplies
+        by it."""
         super().pack()
         if self.query_up is not None:
             self.query_up.up = packed(self.query_up.up)

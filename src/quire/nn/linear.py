@@ -12,23 +12,23 @@ from torch import Tensor
 
 
 class LowRankTerm(Protocol):
-    """What adapters add to the results of one linear map."""
+    """The contribution of adapters to the results of one linear map."""
 
     def add_to(self, y_TO: Tensor, x_TI: Tensor) -> None:
-        """Add to the rows of ``y`` that adapters are in use for, in place; all others stay as they are, to the bit."""
+        """Add to the rows of ``y`` under adapters, in place; all others stay, to the bit."""
         ...
 
 
 class Linear:
     """``y = x W^T + b``. ``weight [O, I]``, ``bias [O]`` or None, in one dtype.
 
-    Layers here are plain objects that hold tensors: no hooks, no autograd bookkeeping, no state dict. Every matrix
-    product of a model goes through this class, so a packed or quantised form of ``weight`` has one place to go: a
-    subclass with its own ``product``, put where the plain one was.
+    Layers here are plain objects that hold tensors: no hooks, autograd bookkeeping or state dict.
+    Every matrix product of a model goes through this class, so a packed or quantised ``weight`` has
+    one place: a subclass with its own ``product`` replaces the plain one.
 
-    ``name``: that of the model's parameter, without ``.weight``, under which adapters find the map; empty: they cannot
-    change it. ``low_rank``: what adapters add, whoever holds them (``quire.runner.adapter_pool``) puts it there and takes it away.
-    """
+    ``name``: the model's parameter without ``.weight``, by which adapters find the map; "": they
+    cannot. ``low_rank``: the adapters' term, set and removed by their holder
+    (``quire.runner.adapter_pool``)."""
 
     __slots__ = ("bias", "low_rank", "name", "weight")
 
@@ -47,12 +47,12 @@ class Linear:
         return int(self.weight.shape[0])
 
     def __call__(self, x_TI: Tensor) -> Tensor:
-        """``[T, I]`` to a fresh ``[T, O]``."""
+        """Map ``[T, I]`` to a fresh ``[T, O]``."""
         y_TO = self.product(x_TI)
         if self.low_rank is not None:
             self.low_rank.add_to(y_TO, x_TI)
         return y_TO
 
     def product(self, x_TI: Tensor) -> Tensor:
-        """The map itself: ``[T, I]`` to a fresh ``[T, O]``."""
+        """Map ``[T, I]`` to a fresh ``[T, O]`` without adapters."""
         return F.linear(x_TI, self.weight, self.bias)

@@ -1,13 +1,14 @@
-"""Low-rank products of a ragged batch: many adapters at once, and only for the rows that use one.
+"""Low-rank products of a ragged batch: many adapters at once, and only for their rows.
 
-The adapters in use lie one behind the other in the *rank rows* of each piece of a linear map: an adapter of rank r has r
-rows of the piece's A and of its B. The batch is ordered by where its adapters lie; neighbours of equal rank are then one
-batched product over views of the piece, whatever their number (the idea of grouped LoRA products is that of Punica,
-arXiv:2310.18547, and S-LoRA, arXiv:2311.03285). Which rows go where is planned once per forward for all layers. Where a
-kernel is given (``contracts.adapters.LowRankKernel``) it does the short chunks; long ones stay with PyTorch's products.
+The adapters in use lie one after the other in the *rank rows* of each piece of a linear map: an
+adapter of rank r has r rows of the piece's A and B. The batch is ordered by the place of its
+adapters. Neighbours of equal rank are then one batched product over views of the piece, whatever
+their number (grouped LoRA products: Punica, arXiv:2310.18547, and S-LoRA, arXiv:2311.03285). One
+plan per forward places the rows for all layers. A given kernel
+(``contracts.adapters.LowRankKernel``) runs the short chunks; PyTorch's products run the long ones.
 
-Letters: T rows of a forward, N some of them; S rank rows; G adapters of one product, M rows of each, R their rank; I input,
-O output features of a piece; V vocabulary; E model width.
+Letters: T rows of a forward, N some of them; S rank rows; G adapters of one product, M rows of
+each, R their rank; I input, O output features of a piece; V vocabulary; E model width.
 """
 
 from __future__ import annotations
@@ -24,19 +25,17 @@ from quire.contracts.adapters import AddProducts, LowRankKernel, LowRankUpdate, 
 from quire.errors import InvalidArgument
 
 LONG_CHUNK = 32
-"""Rows from which a chunk is worth products of its own: they run over views, and none of its rows is copied."""
+"""Rows from which a chunk gets its own products: they run over views and copy none of its rows."""
 ROWS_OF_A_CALL = 8
 """Rows of padding that cost less than one more product."""
 
 Index: TypeAlias = slice | Tensor
-"""Rows of a batch: a slice where they lie together, else int64."""
+"""Rows of a batch: a slice if consecutive, else int64."""
 
 
 def product_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """In which type PyTorch makes low-rank products; A and B are held in it unless a kernel wants the model's own.
-
-    The CPU's products of small bfloat16 matrices take five times as long as those in float32.
-    """
+    """Return the dtype of PyTorch's low-rank products, also of A and B unless a kernel wants the
+    model's. The CPU takes five times as long for small bfloat16 products as for float32 ones."""
     return torch.float32 if device.type == "cpu" and dtype.itemsize < 4 else dtype
 
 
@@ -51,50 +50,51 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """One batched product: G neighbours of one rank, each with as many rows."""
+    """One batched product: G neighbours of one rank, each with equally many rows."""
 
     first: int
     """The first rank row."""
     adapters: int
     rank: int
     begin: int
-    """The first of its rows among the gathered ones."""
+    """First of its rows among the gathered ones."""
     end: int
 
 
 @dataclass(frozen=True, slots=True)
 class RowSet:
-    """Rows of a batch that are worked on together."""
+    """Rows of a batch that are processed together."""
 
     source: Index
-    """Rows of x, in the order of the products; a row may be there again as padding."""
+    """Rows of x, in the order of the products; padding repeats rows."""
     target: Index
     """Rows of y."""
     kept: Tensor | None
-    """int64: which of the gathered rows are those of ``target``; None: all."""
+    """int64: indices of the ``target`` rows among the gathered ones; None: all."""
     products: tuple[Product, ...]
 
 
 def row_index(rows: Sequence[int], device: torch.device) -> Index:
-    """A slice where the rows are neighbours and ascend."""
+    """Return a slice if the rows are consecutive and ascending, else int64."""
     if all(row == rows[0] + i for i, row in enumerate(rows)):
         return slice(rows[0], rows[0] + len(rows))
     return torch.tensor(rows, dtype=torch.int64, device=device)
 
 
 def take_rows(x_TI: Tensor, index: Index) -> Tensor:
-    """``[N, I]``: a view or a copy."""
+    """Return ``[N, I]``: a view or a copy."""
     return x_TI[index] if isinstance(index, slice) else x_TI.index_select(0, index)
 
 
 def plan_parts(shares: Sequence[Share], device: torch.device) -> tuple[RowSet, ...]:
-    """How PyTorch runs the rows under adapters. Long chunks by themselves, all others together, none twice."""
+    """Plan PyTorch's work for rows under adapters: long chunks alone, all others together, none
+    twice."""
     short = short_rows(shares)
     return (*long_parts(shares), joint_part(short, device)) if short else long_parts(shares)
 
 
 def long_parts(shares: Sequence[Share]) -> tuple[RowSet, ...]:
-    """The long chunks, each by itself."""
+    """Return the long chunks, each by itself."""
     long = [one for one in shares if one.end - one.begin >= LONG_CHUNK]
     return tuple(
         RowSet(slice(begin, end), slice(begin, end), None, (Product(first, 1, rank, 0, end - begin),))
@@ -103,7 +103,7 @@ def long_parts(shares: Sequence[Share]) -> tuple[RowSet, ...]:
 
 
 def short_rows(shares: Sequence[Share]) -> list[RankedRows]:
-    """The rows of all other chunks, by adapter, in the order of their rank rows."""
+    """Return the rows of all other chunks, by adapter, in the order of their rank rows."""
     short: dict[tuple[int, int], list[int]] = {}
     for first, rank, begin, end in shares:
         if end - begin < LONG_CHUNK:
@@ -112,7 +112,7 @@ def short_rows(shares: Sequence[Share]) -> list[RankedRows]:
 
 
 def joint_part(members: Sequence[RankedRows], device: torch.device) -> RowSet:
-    """One part of several adapters, given in the order of their rank rows."""
+    """Make one part of several adapters, given in the order of their rank rows."""
     source: list[int] = []
     target: list[int] = []
     kept: list[int] = []
@@ -134,7 +134,7 @@ def joint_part(members: Sequence[RankedRows], device: torch.device) -> RowSet:
 
 
 def _runs(members: Sequence[RankedRows]) -> list[list[RankedRows]]:
-    """Neighbours of one rank together, unless the padding that this takes costs more than a product of their own."""
+    """Join neighbours of one rank, unless their padding costs more than a product of their own."""
     runs: list[list[RankedRows]] = []
     padding = width = 0
     for member in members:
@@ -153,7 +153,8 @@ def _runs(members: Sequence[RankedRows]) -> list[list[RankedRows]]:
 
 
 class RowPlans:
-    """The rows under adapters of one kind of map (those that all rows go through, or the head), for any of the adapters."""
+    """Rows under adapters for one kind of map (for all rows, or the head) and any set of
+    adapters."""
 
     def __init__(
         self,
@@ -162,7 +163,8 @@ class RowPlans:
         device: torch.device,
         kernel: LowRankKernel | None = None,
     ) -> None:
-        """``shares`` by adapter id; ``rows``: of the whole batch. ``kernel``: for the short chunks."""
+        """Take ``shares`` by adapter id, the number of all ``rows``, and a ``kernel`` for short
+        chunks."""
         self.rows = rows
         self.used = frozenset(shares)
         self._shares = shares
@@ -171,7 +173,8 @@ class RowPlans:
         self._plans: dict[frozenset[int], tuple[tuple[RowSet, ...], Any]] = {}
 
     def plan_of(self, adapters: frozenset[int]) -> tuple[tuple[RowSet, ...], Any]:
-        """Of the rows under these, which share a piece of a map: parts, and the kernel's plan for the rows in no part."""
+        """Return parts, and the kernel's plan for rows in no part, for adapters with a common piece
+        of a map."""
         if adapters not in self._plans:
             # By row, not by id: rows that are neighbours stay neighbours.
             shares = sorted((one for adapter in adapters for one in self._shares[adapter]), key=lambda one: one.begin)
@@ -183,7 +186,7 @@ class RowPlans:
         return self._plans[adapters]
 
     def work_of(self, adapters: frozenset[int], pieces: Sequence[RankRows]) -> tuple[list[Task], list[AddProducts]]:
-        """What a map does for the rows under these, which change these pieces of it."""
+        """Return a map's work for the rows under adapters that change these pieces of it."""
         parts, plan = self.plan_of(adapters)
         tasks = [Task(part, tuple(piece_of(rows, part) for rows in pieces)) for part in parts]
         if plan is None or self._kernel is None:
@@ -191,22 +194,23 @@ class RowPlans:
         return tasks, [self._kernel.bind(plan, [RankPiece(rows.a_SI, rows.b_SO, rows.row) for rows in pieces])]
 
     def index_of(self, adapter: int) -> Index:
-        """The rows under one."""
+        """Return the rows under one adapter."""
         return row_index([row for one in self._shares[adapter] for row in range(one.begin, one.end)], self._device)
 
 
 class RankRows:
-    """A and B of one piece of a linear map for all adapters that change it: ``a [S, I]``, ``b [S, O]``."""
+    """A and B of one piece of a linear map, of all adapters that change it: ``a [S, I]``, ``b [S,
+    O]``."""
 
     __slots__ = ("a_SI", "b_SO", "row", "updates")
 
     def __init__(self, row: int, inputs: int, outputs: int, dtype: torch.dtype, device: torch.device) -> None:
-        """``row``: the first output of the piece. There are no rank rows yet."""
+        """Start without rank rows; ``row``: first output of the piece."""
         self.row = row
         self.a_SI = torch.empty(0, inputs, dtype=dtype, device=device)
         self.b_SO = torch.empty(0, outputs, dtype=dtype, device=device)
         self.updates: dict[int, LowRankUpdate] = {}
-        """By adapter id: on the host, of all that are loaded."""
+        """By adapter id: updates of all loaded adapters, on the host."""
 
     @property
     def capacity(self) -> int:
@@ -217,13 +221,14 @@ class RankRows:
         return self.a_SI.nbytes + self.b_SO.nbytes
 
     def enlarged(self, capacity: int) -> tuple[Tensor, Tensor]:
-        """Copies of A and B with so many rank rows."""
+        """Return copies of A and B with so many rank rows."""
         a_SI, b_SO = (old.new_empty(capacity, old.shape[1]) for old in (self.a_SI, self.b_SO))
         a_SI[: self.capacity], b_SO[: self.capacity] = self.a_SI, self.b_SO
         return a_SI, b_SO
 
     def write(self, adapter_id: int, first: int, rank: int) -> None:
-        """Bring an adapter's update to ``rank`` rows from ``first`` on; those beyond its own rank get zeros."""
+        """Write an adapter's update to ``rank`` rows from ``first`` on, with zeros beyond its own
+        rank."""
         update = self.updates[adapter_id]
         last, end = first + update.rank, first + rank
         self.a_SI[first:last].copy_(update.a_RI)
@@ -242,7 +247,7 @@ class PieceFactors(NamedTuple):
 
 
 def piece_of(rows: RankRows, part: RowSet) -> PieceFactors:
-    """Views of the rank rows that the products of a part read."""
+    """Return views of the rank rows that the products of a part read."""
     factors = []
     for product in part.products:
         last = product.first + product.adapters * product.rank
@@ -253,7 +258,7 @@ def piece_of(rows: RankRows, part: RowSet) -> PieceFactors:
 
 
 class Task(NamedTuple):
-    """The rows of a part and the pieces that they go through."""
+    """Rows of a part, and the pieces to apply to them."""
 
     part: RowSet
     pieces: tuple[PieceFactors, ...]
@@ -261,29 +266,30 @@ class Task(NamedTuple):
 
 @dataclass(slots=True)
 class LinearWork:
-    """What one linear map does in the present forward, made by whoever knows its rows."""
+    """The work of one linear map in the present forward."""
 
     rows: int
-    """Of the whole batch."""
+    """Number of rows of the whole batch."""
     tasks: list[Task] = field(default_factory=list)
     calls: list[AddProducts] = field(default_factory=list)
-    """Of the kernel."""
+    """Calls of the kernel."""
     tables: list[tuple[Index, Tensor]] = field(default_factory=list)
-    """Rows that have a weight ``[O, I]`` of their own."""
+    """Rows with their own weight ``[O, I]``."""
 
 
 class LowRankLinear:
-    """The term of one linear map. ``pieces`` by (first output, outputs); ``work``: of the present forward; None: nothing."""
+    """The term of one linear map: ``pieces`` by (first output, outputs), ``work`` of the present
+    forward."""
 
     __slots__ = ("bias", "dtype", "pieces", "tables", "work")
 
     def __init__(self, dtype: torch.dtype, bias_O: Tensor | None) -> None:
-        """``dtype``: of the products. ``bias_O``: the map's own, which tables keep."""
+        """Take the ``dtype`` of the products and the map's own bias, which tables keep."""
         self.dtype = dtype
         self.bias = bias_O
         self.pieces: dict[tuple[int, int], RankRows] = {}
         self.tables: set[int] = set()
-        """Ids of the adapters with a weight of their own for the whole map."""
+        """Ids of adapters with their own weight for the whole map."""
         self.work: LinearWork | None = None
 
     @property
@@ -292,7 +298,7 @@ class LowRankLinear:
         return not self.pieces and not self.tables
 
     def add_to(self, y_TO: Tensor, x_TI: Tensor) -> None:
-        """See ``quire.nn.linear.LowRankTerm``. ``InvalidArgument`` for other rows than those of the forward."""
+        """See ``quire.nn.linear.LowRankTerm``. ``InvalidArgument`` for rows of another forward."""
         work = self.work
         if work is None:
             return
@@ -315,7 +321,7 @@ class LowRankLinear:
 
 
 def _products(x_NI: Tensor, part: RowSet, piece: PieceFactors) -> Tensor:
-    """``x A^T B^T`` of the rows of a part, in the order of its target."""
+    """Return ``x A^T B^T`` of the rows of a part, in the order of its target."""
     inputs, outputs = x_NI.shape[1], piece.end - piece.begin
     factors = [(a_GIR.to(x_NI.dtype), b_GRO.to(x_NI.dtype)) for a_GIR, b_GRO in piece.factors]
     if len(part.products) == 1:
@@ -332,7 +338,7 @@ def _products(x_NI: Tensor, part: RowSet, piece: PieceFactors) -> Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EmbeddingChange:
-    """What one adapter makes of embeddings, on the device."""
+    """The effect of one adapter on embeddings, on the device."""
 
     table_VE: Tensor | None
     factors: tuple[tuple[int, Tensor, Tensor], ...]
@@ -340,19 +346,21 @@ class EmbeddingChange:
 
 
 class LowRankEmbedding:
-    """The term of the embedding. ``adapters``: ids of the loaded ones that change it; ``work``: of the present forward."""
+    """The term of the embedding: loaded ``adapters`` that change it (ids), ``work`` of this
+    forward."""
 
     __slots__ = ("adapters", "dtype", "rows", "work")
 
     def __init__(self, dtype: torch.dtype) -> None:
-        """``dtype``: of the products."""
+        """Take the ``dtype`` of the products."""
         self.dtype = dtype
         self.adapters: set[int] = set()
         self.rows = 0
         self.work: list[tuple[Index, EmbeddingChange]] = []
 
     def apply_to(self, x_TE: Tensor, tokens_T: Tensor) -> None:
-        """See ``quire.nn.embedding.EmbeddingTerm``. ``InvalidArgument`` for other rows than those of the forward."""
+        """See ``quire.nn.embedding.EmbeddingTerm``. ``InvalidArgument`` for rows of another
+        forward."""
         if self.work and tokens_T.shape[0] != self.rows:
             raise InvalidArgument(
                 f"{tokens_T.shape[0]} tokens where adapters were told of {self.rows}; embed them at once"

@@ -1,7 +1,8 @@
 """Mamba-2: a selective state space as gated linear attention (SSD, arXiv:2405.21060).
 
-Letters: T tokens, E model width, H heads, P head size, G groups (each serves H / G heads that follow each other), N size of
-the state, W taps of the convolution, C = H*P + 2*G*N convolved channels, Z = H*P + C + H columns of the projection.
+Letters: T tokens, E model width, H heads, P head size, G groups (each serves H / G consecutive
+heads), N size of the state, W taps of the convolution, C = H*P + 2*G*N convolved channels, Z = H*P
++ C + H columns of the projection.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ class Mamba2Shape:
     taps: int
     """W, 2 or more"""
     least_step: float = 0.0
-    """Time steps below it become it."""
+    """Lower bound of time steps."""
     greatest_step: float | None = None
-    """Time steps above it become it; None: there is no such bound."""
+    """Upper bound of time steps; None: no bound."""
 
     @property
     def width(self) -> int:
@@ -53,8 +54,8 @@ class Mamba2Shape:
         return self.width + self.channels + self.num_heads
 
     def spec(self, dtype: torch.dtype) -> Recurrent:
-        """What a layer remembers: state 0 is the last W - 1 inputs of the convolution, oldest first, in the model's dtype;
-        state 1 is ``[H, N, P]`` in float32."""
+        """Return the state of a layer: state 0 is the last W - 1 inputs of the convolution, oldest
+        first, in the model's dtype; state 1 is ``[H, N, P]`` in float32."""
         return Recurrent(
             states=(
                 StateTensor(shape=(self.taps - 1, self.channels), dtype=str(dtype).removeprefix("torch.")),
@@ -75,17 +76,16 @@ class Mamba2Weights:
     log_a_H: Tensor
     """``A = -exp(log_a)``"""
     skip_H: Tensor
-    """D: how much of x goes past the state."""
+    """D: factor of x that bypasses the state."""
     out: Linear
     """H*P to E"""
 
 
 class Mamba2Mixer:
-    """``out(norm(y, gate))`` where y is what the state space makes of the convolved input.
+    """``out(norm(y, gate))``, with y the state space's reading of the convolved input.
 
-    Per head and token: the state decays by ``exp(dt * A)``, ``dt * x`` is written at key B, C reads, and ``D * x`` is
-    added. Time steps, states and what is read are in float32.
-    """
+    Per head and token: the state decays by ``exp(dt * A)``, ``dt * x`` is written at key B, C
+    reads, and ``D * x`` is added. Time steps, states and readings are in float32."""
 
     __slots__ = (
         "_a_H",
@@ -113,8 +113,9 @@ class Mamba2Mixer:
         activation: str = "silu",
         scale_Z: Tensor | None = None,
     ) -> None:
-        """``norm``: of ``[T, H*P]``; None: ``y * silu(gate)`` as it is. ``activation``: one of ``nn.mlp.ACTIVATIONS``, after
-        the convolution. ``scale_Z``: what the projection's columns are multiplied by; None: nothing."""
+        """Take a ``norm`` of ``[T, H*P]`` (None: plain ``y * silu(gate)``), one of
+        ``nn.mlp.ACTIVATIONS`` for after the convolution, and factors ``scale_Z`` of the
+        projection's columns (None: 1)."""
         self.layer_id = layer_id
         self.shape = shape
         self.project = weights.project
@@ -130,7 +131,7 @@ class Mamba2Mixer:
         self._clamped = shape.least_step > 0 or shape.greatest_step is not None
 
     def __call__(self, x_TE: Tensor, pass_: Pass) -> Tensor:
-        """``[T, E]`` to a fresh ``[T, E]``; the pass keeps the states."""
+        """Map ``[T, E]`` to a fresh ``[T, E]``; the pass keeps the states."""
         shape = self.shape
         z_TZ = self.project(x_TE)
         if self.scale_Z is not None:
@@ -157,7 +158,7 @@ class Mamba2Mixer:
         return self.out(self.norm(y_TD, gate_TD))
 
     def _per_head(self, x_TGN: Tensor) -> Tensor:
-        """``[T, G*N]`` to ``[T, H, N]``, for one group a view."""
+        """Return ``[T, G*N]`` as ``[T, H, N]``, for one group a view."""
         groups, heads = self.shape.num_groups, self.shape.num_heads
         x_TGN = x_TGN.view(-1, groups, self.shape.state_size)
         return x_TGN.expand(-1, heads, -1) if groups == 1 else x_TGN.repeat_interleave(heads // groups, dim=1)

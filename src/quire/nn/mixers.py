@@ -1,7 +1,7 @@
-"""What blocks put tokens together with, besides plain softmax attention: the mixers of ``nn.mamba``, ``nn.delta`` and
-``nn.short_conv``, and attention whose output is gated.
+"""Layers that mix tokens, besides plain softmax attention.
 
-A mixer has the call of ``nn.attention.Attention``. Its shape says what a layer remembers.
+They are the mixers of ``nn.mamba``, ``nn.delta`` and ``nn.short_conv``, and attention with a gated
+output. A mixer is called like ``nn.attention.Attention``. Its shape gives the state of a layer.
 
 Letters: T tokens, E model width, Hq, Hkv query and KV heads, D head size.
 """
@@ -24,11 +24,11 @@ class Mixer(Protocol):
     """Attention, or a recurrent layer."""
 
     def __call__(self, x_TE: Tensor, pass_: Pass) -> Tensor:
-        """``[T, E]`` to a fresh ``[T, E]``."""
+        """Map ``[T, E]`` to a fresh ``[T, E]``."""
         ...
 
     def pack(self) -> None:
-        """Replace each linear map by its packed form (``quire.nn.packed``), where there is one."""
+        """Replace each linear map by its packed form (``quire.nn.packed``), if there is one."""
         ...
 
 
@@ -36,15 +36,13 @@ class MixerShape(Protocol):
     """The sizes of a recurrent mixer: a frozen dataclass of numbers."""
 
     def spec(self, dtype: torch.dtype) -> Recurrent:
-        """What a layer of a model in ``dtype`` remembers."""
+        """Return the state of a layer of a model in ``dtype``."""
         ...
 
 
 class GatedAttention(NormedAttention):
-    """Attention with a norm of query and key heads, whose output a sigmoid gates (arXiv:2505.06708), as in Qwen3-Next.
-
-    Each query head's rows of ``qkv`` are followed by those of its gate: D rows of the query, D of the gate.
-    """
+    """Attention with normed query and key heads and a sigmoid gate (arXiv:2505.06708), as in
+    Qwen3-Next. In ``qkv`` each query head's D rows are followed by the D rows of its gate."""
 
     __slots__ = ()
 
@@ -57,12 +55,13 @@ class GatedAttention(NormedAttention):
         q_norm: Callable[[Tensor], Tensor],
         k_norm: Callable[[Tensor], Tensor],
     ) -> None:
-        """``qkv``: E to 2*Hq*D + 2*Hkv*D. ``q_norm``, ``k_norm``: of ``[T, H, D]``; their results are contiguous."""
+        """Take ``qkv`` (E to 2*Hq*D + 2*Hkv*D) and norms of ``[T, H, D]`` with contiguous
+        results."""
         super().__init__(layer_id, spec, qkv, out, q_norm, k_norm)
         self._sizes[0] *= 2
 
     def __call__(self, x_TE: Tensor, pass_: Pass) -> Tensor:
-        """``[T, E]`` to a fresh ``[T, E]``; the pass stores K and V of these tokens."""
+        """Map ``[T, E]`` to a fresh ``[T, E]``; the pass stores K and V of these tokens."""
         spec = self.spec
         q_TC, k_TC, v_TC = torch.split(self.qkv(x_TE), self._sizes, dim=-1)
         q_THD, gate_THD = q_TC.view(-1, spec.num_heads, 2 * spec.head_dim).chunk(2, dim=-1)

@@ -19,7 +19,7 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
 }
-"""By their names in ``quire.models.decoder.DecoderConfig``. Each gives a fresh tensor."""
+"""By name in ``quire.models.decoder.DecoderConfig``. Each returns a fresh tensor."""
 
 
 class GatedMLP:
@@ -28,13 +28,14 @@ class GatedMLP:
     __slots__ = ("activation", "down", "gate_up")
 
     def __init__(self, gate_up: Linear, down: Linear, activation: str = "silu") -> None:
-        """``gate_up``: E to 2F, the rows of gate first. ``down``: F to E. ``activation``: one of ``ACTIVATIONS``."""
+        """Take ``gate_up`` (E to 2F, rows of gate first), ``down`` (F to E), and one of
+        ``ACTIVATIONS``."""
         self.gate_up = gate_up
         self.down = down
         self.activation = ACTIVATIONS[activation]
 
     def __call__(self, x_TE: Tensor) -> Tensor:
-        """``[T, E]`` to a fresh ``[T, E]``."""
+        """Map ``[T, E]`` to a fresh ``[T, E]``."""
         gate_TF, up_TF = self.gate_up(x_TE).chunk(2, dim=-1)
         return self.down(self.activation(gate_TF).mul_(up_TF))
 

@@ -1,8 +1,8 @@
-"""Linear maps whose weights oneDNN has laid out for its own kernels beforehand (CPU, bfloat16).
+"""Linear maps with weights in oneDNN's own layout (CPU, bfloat16).
 
-The plain call lets oneDNN read a row-major weight, which it does at about two thirds of the memory bandwidth that it
-reaches on its own blocked layout; and decoding is reading weights. The functions are those that PyTorch's own
-compiler calls when it freezes a model; they are not public, so a PyTorch without them simply gets plain weights.
+A plain call lets oneDNN read a row-major weight, at about two thirds of the memory bandwidth of its
+blocked layout; and decoding is reading weights. PyTorch's own compiler calls these functions when
+it freezes a model. They are not public; a PyTorch without them gets plain weights.
 
 Letters: T rows, I input features, O output features.
 """
@@ -15,11 +15,12 @@ from torch import Tensor
 from quire.nn.linear import Linear
 
 ROWS_HINT = 16
-"""Rows for which oneDNN chooses the layout; any number of rows runs."""
+"""Number of rows for oneDNN's choice of layout; any number runs."""
 
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether this PyTorch packs weights of this type there. Processors without AVX-512 or its like refuse to."""
+    """Return whether this PyTorch packs such weights. Processors without AVX-512 or its like
+    refuse."""
     return (
         device.type == "cpu"
         and dtype == torch.bfloat16
@@ -32,7 +33,7 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 class PackedLinear(Linear):
-    """The same map as the ``Linear`` that it is made of. ``weight`` is opaque: its shape is right, its bytes are oneDNN's."""
+    """The same map as its plain ``Linear``. ``weight`` is opaque: right shape, oneDNN's bytes."""
 
     __slots__ = ()
 
@@ -40,11 +41,11 @@ class PackedLinear(Linear):
         super().__init__(torch.ops.mkldnn._reorder_linear_weight(plain.weight, ROWS_HINT), plain.bias, plain.name)
 
     def product(self, x_TI: Tensor) -> Tensor:
-        """``[T, I]`` to a fresh ``[T, O]``."""
+        """Map ``[T, I]`` to a fresh ``[T, O]``."""
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x_TI, self.weight, self.bias, "none", [], "")
         return out
 
 
 def packed(plain: Linear) -> Linear:
-    """The packed form where there is one, else what was given."""
+    """Return the packed form if there is one, else the given map."""
     return PackedLinear(plain) if can_pack(plain.weight.dtype, plain.weight.device) else plain

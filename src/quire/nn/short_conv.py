@@ -26,20 +26,21 @@ class ShortConvShape:
     """W, 2 or more"""
 
     def spec(self, dtype: torch.dtype) -> Recurrent:
-        """What a layer remembers: the last W - 1 inputs of the convolution, oldest first, in the model's dtype."""
+        """Return the state of a layer: the last W - 1 convolution inputs, oldest first, in the
+        model's dtype."""
         shape = (self.taps - 1, self.channels)
         return Recurrent(states=(StateTensor(shape=shape, dtype=str(dtype).removeprefix("torch.")),))
 
 
 class ShortConv:
-    """``out(c * convolve(b * x))`` where b, c and x are projections of the input."""
+    """``out(c * convolve(b * x))``, with b, c and x as projections of the input."""
 
     __slots__ = ("conv_EW", "conv_bias_E", "layer_id", "out", "project")
 
     def __init__(
         self, layer_id: int, project: Linear, conv_EW: Tensor, conv_bias_E: Tensor | None, out: Linear
     ) -> None:
-        """``project``: E to 3E, the rows of b, c, x. ``out``: E to E."""
+        """Take ``project`` (E to 3E, rows of b, c, x) and ``out`` (E to E)."""
         self.layer_id = layer_id
         self.project = project
         self.conv_EW = conv_EW
@@ -47,7 +48,7 @@ class ShortConv:
         self.out = out
 
     def __call__(self, x_TE: Tensor, pass_: Pass) -> Tensor:
-        """``[T, E]`` to a fresh ``[T, E]``; the pass keeps the state."""
+        """Map ``[T, E]`` to a fresh ``[T, E]``; the pass keeps the state."""
         b_TE, c_TE, x_TE = self.project(x_TE).chunk(3, dim=-1)
         y_TE = pass_.convolve(self.layer_id, 0, b_TE * x_TE, self.conv_EW, self.conv_bias_E)
         return self.out(y_TE.mul_(c_TE))

@@ -1,7 +1,7 @@
 """Attention over explicit keys, and the merge of attention states: the definitions.
 
-Letters: N queries; M keys; T new tokens of all entries; S slots; Hq, Hkv query and KV heads (head h reads KV head
-``h // (Hq / Hkv)``); Dk, Dv head sizes.
+Letters: N queries; M keys; T new tokens of all entries; S slots; Hq, Hkv query and KV heads (head h
+reads KV head ``h // (Hq / Hkv)``); Dk, Dv head sizes.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from quire.errors import InvalidArgument
 def attend(
     q_NHD: Tensor, k_MHD: Tensor, v_MHD: Tensor, visible_NM: Tensor, scale: float, softcap: float | None = None
 ) -> AttentionState:
-    """Softmax attention of every query over the keys that ``visible_NM`` (bool) names.
+    """Return softmax attention of every query over its keys in ``visible_NM`` (bool).
 
-    Scores are ``scale * q k``, with ``softcap`` c ``c * tanh(scale * q k / c)``. Computed in float32 (float64 for float64
-    input), output in the dtype of q. ``out [N, Hq, Dv]``, ``lse [N, Hq]``; 0 and -inf for a query without keys.
-    """
+    Scores are ``scale * q k``, with ``softcap`` c ``c * tanh(scale * q k / c)``. Computed in
+    float32 (float64 for float64 input), output in the dtype of q. ``out [N, Hq, Dv]``, ``lse [N,
+    Hq]``; 0 and -inf for a query without keys."""
     scores_HNM = masked_scores(q_NHD, k_MHD, visible_NM, Scoring(scale, softcap))
     return weigh(scores_HNM, v_MHD, q_NHD.dtype)
 
 
 def masked_scores(q_NHD: Tensor, k_MHD: Tensor, visible_NM: Tensor, scoring: Scoring) -> Tensor:
-    """``[Hq, N, M]`` in float32 or float64, -inf where a key is not visible."""
+    """Return ``[Hq, N, M]`` in float32 or float64, -inf for invisible keys."""
     compute = torch.promote_types(q_NHD.dtype, torch.float32)
     k = k_MHD.to(compute).repeat_interleave(q_NHD.shape[1] // k_MHD.shape[1], 1)
     scores_HNM = torch.einsum("nhd,mhd->hnm", q_NHD.to(compute), k) * scoring.scale
@@ -41,13 +41,13 @@ def masked_scores(q_NHD: Tensor, k_MHD: Tensor, visible_NM: Tensor, scoring: Sco
 
 
 def weights_of(scores_HNM: Tensor, lse_HN: Tensor) -> Tensor:
-    """Weights of the keys. A query without keys: every weight is exp(-inf) = 0 and not NaN."""
+    """Return the weights of the keys; all are exp(-inf) = 0, not NaN, for a query without keys."""
     shift = torch.where(lse_HN.isneginf(), torch.zeros_like(lse_HN), lse_HN)
     return torch.exp(scores_HNM - shift.unsqueeze(-1))
 
 
 def weigh(scores_HNM: Tensor, v_MHD: Tensor, dtype: torch.dtype, sinks_H: Tensor | None = None) -> AttentionState:
-    """The state that belongs to these scores; ``sinks_H``: one more score of each head, of a key without a value."""
+    """Return the state of these scores; ``sinks_H``: one more score per head, without a value."""
     lse_HN = torch.logsumexp(scores_HNM, -1)
     if sinks_H is not None:
         lse_HN = torch.logaddexp(lse_HN, sinks_H.to(lse_HN.dtype).unsqueeze(-1))
@@ -57,10 +57,9 @@ def weigh(scores_HNM: Tensor, v_MHD: Tensor, dtype: torch.dtype, sinks_H: Tensor
 
 
 def merge(a: AttentionState, b: AttentionState) -> AttentionState:
-    """The state over the union of two disjoint sets of keys, in float32 (FlashInfer, arXiv:2501.01005, section 2.2).
-
-    ``(0, -inf)`` is the identity, to the bit. Commutative to the bit, associative up to rounding.
-    """
+    """Return the state over the union of two disjoint sets of keys, computed in float32.
+    (FlashInfer, arXiv:2501.01005, section 2.2.) ``(0, -inf)`` is the identity, to the bit.
+    Commutative to the bit, associative up to rounding."""
     m = torch.maximum(a.lse, b.lse)
     safe = torch.where(m.isneginf(), torch.zeros_like(m), m)
     wa, wb = torch.exp(a.lse - safe), torch.exp(b.lse - safe)
@@ -72,7 +71,8 @@ def merge(a: AttentionState, b: AttentionState) -> AttentionState:
 
 
 def visible_keys(plan: ForwardPlan, entry: int) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """``[n, keys]`` twice: which keys, by address, the rows of an entry see in the window part and in the sink part."""
+    """Return ``[n, keys]`` twice: keys, by address, that rows see in the window part and in the
+    sink part."""
     rows = slice(int(plan.starts[entry]), int(plan.starts[entry + 1]))
     positions = int(plan.origins[entry]) + np.arange(int(plan.keys[entry]))
     rule = plan.rules[entry]
@@ -88,7 +88,8 @@ def visible_keys(plan: ForwardPlan, entry: int) -> tuple[NDArray[np.bool_], NDAr
 
 
 def check_sink_query(plan: ForwardPlan, q_sink_THD: Tensor | None) -> None:
-    """``InvalidArgument`` unless the query of the sink part is there if and only if the plan has sink parts."""
+    """Raise ``InvalidArgument`` unless the sink query is given exactly if the plan has sink
+    parts."""
     if (plan.sinks is None) != (q_sink_THD is None):
         has, given = "no" if plan.sinks is None else "a", "no" if q_sink_THD is None else "a"
         raise InvalidArgument(f"the plan has {has} sink part and {given} q_sink_THD is given; both or none are needed")
@@ -97,7 +98,8 @@ def check_sink_query(plan: ForwardPlan, q_sink_THD: Tensor | None) -> None:
 def entry_scores(
     plan: ForwardPlan, entry: int, q_THD: Tensor, k_SHD: Tensor, scoring: Scoring, q_sink_THD: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Scores of one entry ``[Hq, n, M]`` over the M keys that some row of it sees, their addresses and their slots."""
+    """Return scores ``[Hq, n, M]`` of one entry over its M visible keys, their addresses and
+    slots."""
     rows = slice(int(plan.starts[entry]), int(plan.starts[entry + 1]))
     window, sink = visible_keys(plan, entry)
     seen = np.flatnonzero((window | sink).any(0))
@@ -122,12 +124,13 @@ def attention_weights(
     q_sink_THD: Tensor | None = None,
     sinks_H: Tensor | None = None,
 ) -> list[Tensor]:
-    """What every new token makes of every key: one tensor ``[Hq, n, keys]`` float32 for each entry, by address.
+    """Return the weight of every key for every new token: float32 ``[Hq, n, keys]`` per entry, by
+    address.
 
-    0 for keys that a row does not see. The weights of a row sum to 1; with learned logits ``sinks_H`` to less, and to 0
-    for a row that sees no key. Arguments as in ``AttentionBackend.run``; for inspection, so all weights are in memory.
-    Raises ``InvalidArgument`` if ``q_sink_THD`` is missing or too much.
-    """
+    0 for keys that a row does not see. The weights of a row sum to 1; with learned logits
+    ``sinks_H`` to less, and to 0 for a row without keys. Arguments as in ``AttentionBackend.run``.
+    All weights are in memory, for inspection. ``InvalidArgument`` if ``q_sink_THD`` is missing or
+    surplus."""
     check_sink_query(plan, q_sink_THD)
     result = []
     for entry in range(plan.num_entries):
@@ -141,7 +144,8 @@ def attention_weights(
 
 
 class ReferenceAttention:
-    """The attention backend that defines the others: entry by entry, with explicit masks, in float32 or better."""
+    """The attention backend that defines the others: entry by entry, explicit masks, float32 or
+    better."""
 
     name = "reference"
 
@@ -154,7 +158,7 @@ class ReferenceAttention:
         )
 
     def fuses(self, spec: LayerSpec, device: torch.device) -> bool:
-        """False: the weights are formed."""
+        """Return False: the weights are formed."""
         del spec, device
         return False
 
@@ -174,7 +178,7 @@ class ReferenceAttention:
         q_sink_THD: Tensor | None = None,
         sinks_H: Tensor | None = None,
     ) -> Tensor:
-        """See the contract. ``InvalidArgument`` if ``q_sink_THD`` is missing or too much."""
+        """See the contract. ``InvalidArgument`` if ``q_sink_THD`` is missing or surplus."""
         del new  # the pool has these rows too
         return self._state(prepared, q_THD, k_SHD, v_SHD, scoring, q_sink_THD, sinks_H).out
 
@@ -190,7 +194,8 @@ class ReferenceAttention:
         q_sink_THD: Tensor | None = None,
         coarse: bool = False,
     ) -> AttentionState:
-        """See the contract; ``lse`` is float64 for float64 input, never coarse. Raises as ``run``."""
+        """See the contract; ``lse`` is float64 for float64 input, never coarse. Raise as
+        ``run``."""
         del new, coarse
         return self._state(prepared, q_THD, k_SHD, v_SHD, scoring, q_sink_THD, None)
 

@@ -1,14 +1,18 @@
-"""Which tokens a row may draw from, with what weight, and the draw: masks, temperature, top-k, top-p, min-p, inverse CDF.
+"""Candidates of a draw, their weights, and the draw: masks, temperature, top-k, top-p, min-p,
+inverse CDF.
 
-A batch is worked on by tensor operations over all rows that need the same kind of work, yet a row's token does not
-depend on the other rows, to the bit. Two things make it so:
+Tensor operations handle all rows that need the same kind of work. Yet a row's token does not depend
+on other rows, to the bit, for two reasons:
 
-* Probabilities are integers. A token's weight is ``exp((z - max z) / T)`` in float64, times a power of two, rounded to
-  int64. Integer sums are exact, so a cumulative sum is the same in whatever order, blocks or threads it was made, and
-  its last entry is the total. Weights below about 1e-13 of the largest one become 0 and are never drawn.
-* Order is by unique integer keys (logit, then lower token id), so any sort or top-k algorithm gives the same answer.
+* Probabilities are integers. A token's weight is ``exp((z - max z) / T)`` in float64, times a power
+  of two, rounded to int64. Integer sums are exact, so a cumulative sum is the same in any order,
+  blocks or threads, and its last entry is the total. Weights below about 1e-13 of the largest
+  become 0 and are never drawn.
+* Order is by unique integer keys (logit, then lower token id), so any sort or top-k algorithm
+  agrees.
 
-Letters: V vocabulary; W rows of a batch, G rows of one group in it; K candidates of a row; B words of a bit mask.
+Letters: V vocabulary; W rows of a batch, G rows of a group in it; K candidates of a row; B words of
+a bit mask.
 """
 
 from __future__ import annotations
@@ -25,11 +29,11 @@ from torch import Tensor
 from quire.sampling_params import SamplingParams
 
 TOP_WIDTH = 1024
-"""Up to that many candidates are found by top-k selection; beyond, the whole row is sorted."""
+"""Largest number of candidates found by top-k selection; for more, the whole row is sorted."""
 
 
 def take_rows(x_RV: Tensor, rows: Sequence[int]) -> Tensor:
-    """A copy of some rows, ``[R, ...]`` to ``[len(rows), ...]``."""
+    """Copy some rows, ``[R, ...]`` to ``[len(rows), ...]``."""
     return x_RV.index_select(0, torch.tensor(rows, dtype=torch.int64, device=x_RV.device))
 
 
@@ -40,28 +44,29 @@ Words = npt.NDArray[np.uint32]
 
 
 def num_words(vocab_size: int) -> int:
-    """Words of a mask of the vocabulary."""
+    """Return the number of words of a mask of the vocabulary."""
     return -(-vocab_size // 32)
 
 
 class Allowed(Protocol):
-    """What grammars allow in the rows of a batch. A mask costs a walk through the vocabulary, so none is made before it is
-    needed: a model that knows the form draws what is allowed by itself."""
+    """Tokens that grammars allow in the rows of a batch. A mask costs a walk through the
+    vocabulary, so it is made only when needed: a model that knows the form draws allowed tokens by
+    itself."""
 
     @property
     def rows(self) -> Collection[int]:
-        """Rows that have a grammar."""
+        """Rows with a grammar."""
 
     def accepts(self, row: int, token: int) -> bool:
-        """Whether a token is allowed. False may also mean that only the mask knows."""
+        """Return whether a token is allowed. False may also mean that only the mask knows."""
 
     def masks(self, rows: Sequence[int]) -> Mapping[int, Words]:
-        """The masks of some of ``rows``, uint32 ``[num_words(V)]`` each."""
+        """Return the masks of some of ``rows``, uint32 ``[num_words(V)]`` each."""
 
 
 @dataclass(frozen=True)
 class GivenMasks:
-    """``Allowed`` of masks that are there already."""
+    """``Allowed`` with masks that exist already."""
 
     given: Mapping[int, Words]
 
@@ -78,28 +83,27 @@ class GivenMasks:
 
 _BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
 ALLOWED_BYTES = np.where(_BITS, np.float32(0), np.float32(-np.inf)).astype(np.float32)
-"""``[256, 8]``: what a byte of a mask adds to the logits of its eight tokens."""
+"""``[256, 8]``: summand for the logits of eight tokens, by byte of a mask."""
 
 
 def mask_out(z_WV: Tensor, allowed_WB: Words) -> None:
-    """Set the logits of tokens whose bit is 0 to -inf, in place. A logit that is no number stays one."""
+    """Set the logits of tokens with bit 0 to -inf, in place. NaN stays NaN."""
     vocab_size = z_WV.shape[1]
     if z_WV.device.type == "cpu":
-        # One look-up for eight tokens and a sum without branches: a third to a tenth of the time of a fill by mask.
+        # One look-up for eight tokens and a sum without branches: 3 to 10 times as fast as a fill
+        # by mask.
         bias_WV = ALLOWED_BYTES.take(allowed_WB.view(np.uint8), axis=0).reshape(z_WV.shape[0], -1)[:, :vocab_size]
         z_WV.add_(torch.from_numpy(bias_WV))
         return
-    # An eighth of the bytes to move, and the device is quicker at it.
+    # Moves an eighth of the bytes, and the device is faster at it.
     words_WB = torch.from_numpy(allowed_WB.view(np.int32)).to(z_WV.device)
     z_WV.masked_fill_(zero_bits(words_WB, vocab_size), -torch.inf)
 
 
 def first_allowed(z_RV: Tensor, allowed: Mapping[int, Words]) -> dict[int, tuple[int, float]]:
-    """The first maximum of the logits of some rows on the CPU after ``mask_out``, and its value; by row, as ``allowed``.
-
-    What ``mask_out`` and ``max`` give, without copies of the batch: a row stays in the cache of one core while it is looked up,
-    added to and searched, which takes less than half of the time.
-    """
+    """Return the first maximum of some rows on the CPU after ``mask_out``, and its value, by row.
+    Equals ``mask_out`` and ``max`` without copies of the batch: a row stays in the cache of one
+    core for look-up, sum and search, which takes less than half of the time."""
     vocab_size = z_RV.shape[1]
     bias_B8 = np.empty((num_words(vocab_size) * 4, 8), dtype=np.float32)
     z_V = bias_B8.reshape(-1)[:vocab_size]
@@ -113,28 +117,29 @@ def first_allowed(z_RV: Tensor, allowed: Mapping[int, Words]) -> dict[int, tuple
 
 
 def zero_bits(words_WB: Tensor, vocab_size: int) -> Tensor:
-    """Where the bits of int32 words are 0, bool ``[W, vocab_size]``."""
+    """Return bool ``[W, vocab_size]``: where the bits of int32 words are 0."""
     bits_WB32 = words_WB.unsqueeze(-1) >> torch.arange(32, dtype=torch.int32, device=words_WB.device)
     return ((bits_WB32 & 1) == 0).flatten(1)[:, :vocab_size]
 
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """What some rows of a chunk may draw from."""
+    """The tokens from which some rows of a chunk may draw."""
 
     members: list[int]
     """Rows of the chunk."""
     weights: Tensor
-    """int64; 0 where a filter took the token out. The sum of a row is below 2**62."""
+    """int64; 0 for tokens that a filter removed. The sum of a row is below 2**62."""
     ids: Tensor | None
     """int64 token ids by descending logit; None: K is V and columns are ids."""
 
     def draw(self, uniforms: Sequence[float]) -> list[int]:
-        """The token at which the cumulative weight first exceeds u times the total; u in [0, 1 - 2**-53], one per member.
+        """Return the token at which the cumulative weight first exceeds u times the total, per
+        member.
 
-        A token of weight 0 is never drawn, and one is always found: even where float64 rounds the total up by half a
-        unit in the last place, it rounds u times that to at least one unit below.
-        """
+        u is in [0, 1 - 2**-53]. A token of weight 0 is never drawn, and one is always found: even
+        where float64 rounds the total up by half a unit in the last place, it rounds u times that
+        at least one unit below."""
         sums_GK = self.weights.cumsum(-1)
         total_G1 = sums_GK[:, -1:]
         u_G1 = torch.tensor(uniforms, dtype=torch.float64).unsqueeze(1).to(sums_GK.device)
@@ -146,7 +151,8 @@ class Candidates:
 
 
 class _Group:
-    """Some rows of a batch with their parameters, float64 ``[G, 1]`` each; a filter that is off changes nothing."""
+    """Some rows of a batch with their parameters, float64 ``[G, 1]`` each; inactive filters do
+    nothing."""
 
     def __init__(self, z_WV: Tensor, max_W: Tensor, params: dict[int, SamplingParams], members: list[int]) -> None:
         self.members = members
@@ -158,18 +164,16 @@ class _Group:
         table = [(p.temperature, effective_top_k(p, vocab_size), p.top_p, p.min_p) for p in chosen]
         columns = torch.tensor(table, dtype=torch.float64).to(z_WV.device).T.unsqueeze(-1)
         self.temperature_G1, self.top_k_G1, self.top_p_G1, self.min_p_G1 = columns
-        # V weights of at most 2**bits each sum to less than 2**62; more than 52 bits float64 does not resolve.
+        # V weights of at most 2**bits each sum to less than 2**62; float64 resolves 52 bits.
         self.one = 2.0 ** min(52, 62 - vocab_size.bit_length())
 
     def by_id(self) -> Candidates:
-        """All tokens after min-p."""
+        """Return all tokens after min-p."""
         return Candidates(self.members, self._min_p(self._weights(self.z_GV)), None)
 
     def by_rank(self, width: int, total_G1: Tensor | None = None) -> Candidates:
-        """The ``width`` most probable tokens after top-k, top-p, min-p.
-
-        ``total_G1``: what top-p is a part of; None: the weight that top-k left among the ``width``.
-        """
+        """Return the ``width`` most probable tokens after top-k, top-p, min-p. ``total_G1``: the
+        whole for top-p; None: the weight that top-k left among the ``width``."""
         ids_GK = top_ids(self.z_GV, width)
         weights_GK = self._weights(self.z_GV.gather(1, ids_GK))
         weights_GK.masked_fill_(torch.arange(width, device=weights_GK.device) >= self.top_k_G1, 0)
@@ -179,24 +183,25 @@ class _Group:
         return Candidates(self.members, self._min_p(weights_GK), ids_GK)
 
     def total(self) -> Tensor:
-        """Weight of the whole vocabulary, int64 ``[G, 1]``."""
+        """Return the weight of the whole vocabulary, int64 ``[G, 1]``."""
         return self._weights(self.z_GV).sum(-1, keepdim=True)
 
     def top_p_within(self, width: int, total_G1: Tensor) -> list[bool]:
-        """Whether the ``width`` most probable tokens hold all of top-p, per row."""
+        """Return, per row, whether the ``width`` most probable tokens hold all of top-p."""
         top_GK = self._weights(self.z_GV.topk(width, sorted=False).values)
         within: list[bool] = (top_GK.sum(-1) >= self._mass(total_G1)[:, 0]).tolist()
         return within
 
     def _weights(self, z_GK: Tensor) -> Tensor:
-        """int64 weights after temperature; the maximum has weight ``one``."""
+        """Return int64 weights after temperature; the maximum has weight ``one``."""
         x_GK = z_GK.double().sub_(self.max_G1).div_(self.temperature_G1)
         return x_GK.exp_().mul_(self.one).round_().to(torch.int64)
 
     def _mass(self, total_G1: Tensor) -> Tensor:
-        """int64 ``[G, 1]``: a token is inside top-p if those before it weigh less than this part of the total."""
+        """Return int64 ``[G, 1]``: a token is inside top-p if its predecessors weigh less than
+        this."""
         part_G1 = (self.top_p_G1 * total_G1).ceil().to(torch.int64)
-        # Off must not depend on how float64 rounds the total.
+        # An inactive top-p must not depend on float64's rounding of the total.
         return torch.where(self.top_p_G1 < 1, torch.minimum(part_G1, total_G1), total_G1)
 
     def _min_p(self, weights_GK: Tensor) -> Tensor:
@@ -204,18 +209,17 @@ class _Group:
 
 
 def effective_top_k(params: SamplingParams, vocab_size: int) -> int:
-    """How many tokens top-k keeps: all of them where it is off."""
+    """Return how many tokens top-k keeps: all if it is off."""
     return min(params.top_k, vocab_size) if params.top_k > 0 else vocab_size
 
 
 def candidates(z_WV: Tensor, max_W: Tensor, params: dict[int, SamplingParams]) -> list[Candidates]:
-    """What the rows in ``params`` (row to parameters, temperature > 0) may draw from.
+    """Return the candidates of the rows in ``params`` (row to parameters, temperature > 0).
 
-    ``z_WV``: edited logits, float32 ``[W, V]``; ``max_W``: the maximum of each row, finite. Rows are grouped by the cheapest
-    work that serves them. That decides how long it takes and never what comes out: rows without top-k and top-p are
-    drawn from in order of ids, all others in order of probability, and the number of candidates looked at beyond those
-    that a row keeps changes nothing.
-    """
+    ``z_WV``: edited logits, float32 ``[W, V]``; ``max_W``: finite maximum of each row. Rows are
+    grouped by the cheapest sufficient work, which affects time and never results. Rows without
+    top-k and top-p draw in order of ids, all others in order of probability; extra candidates
+    beyond a row's own change nothing."""
     vocab_size = z_WV.shape[1]
     plain: list[int] = []  # neither top-k nor top-p: no order needed
     small: list[int] = []  # top-k selection finds all candidates
@@ -251,10 +255,9 @@ def candidates(z_WV: Tensor, max_W: Tensor, params: dict[int, SamplingParams]) -
 
 
 def top_ids(z_GV: Tensor, width: int) -> Tensor:
-    """Ids of the ``width`` largest logits, descending, the lower id first among equals; int64 ``[G, width]``.
-
-    The key has the logit's bits, made to order like the number, above and the reversed id below, so no two are equal.
-    """
+    """Return the ids of the ``width`` largest logits, int64 ``[G, width]``, descending, ties by
+    lower id. A key holds the logit's bits, made to sort like the number, above the reversed id; so
+    keys are unique."""
     bits_GV = (z_GV + 0.0).view(torch.int32)  # -0.0 + 0.0 is 0.0, so that both zeros are equal
     ordered_GV = bits_GV ^ ((bits_GV >> 31) & 0x7FFFFFFF)
     last = z_GV.shape[1] - 1

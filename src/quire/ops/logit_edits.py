@@ -1,6 +1,7 @@
-"""Edits of logits between the model and the draw, in their order: masks of grammars, bias, penalties, bans, users' processors.
+"""Edits of logits between the model and the draw.
 
-Letters: V vocabulary; W rows of one chunk of work, G some of these; N token ids of all rows together.
+Their order: masks of grammars, bias, penalties, bans, users' processors. Letters: V vocabulary; W
+rows of one chunk of work, G some of these; N token ids of all rows together.
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ from quire.ops.filters import Ids, Words, mask_out, take_rows
 from quire.ops.request_sampler import RequestSampler
 
 FAILED = -1
-"""Stands for the token of a row from which none can be drawn."""
+"""In place of the token of a row from which none can be drawn."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bans:
-    """What must not be drawn, by row of the batch."""
+    """Tokens that must not be drawn, by row of the batch."""
 
     ids: Sequence[Sequence[int]]
     allowed: Mapping[int, Words]
 
     def mask(self, z_WV: Tensor, rows: Sequence[int]) -> None:
-        """Grammars, in place."""
+        """Apply the grammars, in place."""
         masked = [i for i, row in enumerate(rows) if row in self.allowed]
         if len(masked) == len(rows):
             mask_out(z_WV, np.stack([self.allowed[row] for row in rows]))
@@ -38,7 +39,7 @@ class Bans:
             z_WV[masked] = z_GV
 
     def ban(self, z_WV: Tensor, rows: Sequence[int]) -> None:
-        """Single tokens, in place."""
+        """Ban single tokens, in place."""
         banned = [self.ids[row] for row in rows]
         if any(len(ids) for ids in banned):
             z_WV[_places(banned, z_WV.device)] = -torch.inf
@@ -47,11 +48,9 @@ class Bans:
 def edited(
     logits_RV: Tensor, rows: Sequence[int], samplers: Sequence[RequestSampler], bans: Bans
 ) -> tuple[Tensor, Tensor, list[int], dict[int, QuireError]]:
-    """Masked, biased, penalised, banned, processed logits ``[W, V]`` of some rows, their maxima ``[W]``, and where these are
-    first; and by row of the batch why a processor failed.
-
-    The place is ``FAILED`` where the maximum is not finite.
-    """
+    """Return logits ``[W, V]`` of some rows after all edits, maxima ``[W]``, their first places,
+    errors. The place is ``FAILED`` if the maximum is not finite. Errors of processors are by row of
+    the batch."""
     z_WV = take_rows(logits_RV, rows)
     members = [samplers[row] for row in rows]
     bans.mask(z_WV, rows)
@@ -63,10 +62,9 @@ def edited(
 
 
 def first_maxima(z_WV: Tensor) -> list[int]:
-    """The first maximum of each row; ``FAILED`` where it is not finite.
-
-    A maximum is NaN if any logit is, and infinite if one is +inf or all are -inf: one reduction finds it all.
-    """
+    """Return the place of each row's first maximum; ``FAILED`` if the maximum is not finite. A
+    maximum is NaN if any logit is, and infinite if one is +inf or all are -inf: one reduction finds
+    it."""
     if z_WV.device.type == "cpu":
         # NumPy's search takes two thirds of the time of PyTorch's.
         z = z_WV.numpy()
@@ -81,7 +79,7 @@ def first_maxima(z_WV: Tensor) -> list[int]:
 def _process(
     z_WV: Tensor, rows: Sequence[int], samplers: Sequence[RequestSampler], bans: Bans
 ) -> dict[int, QuireError]:
-    """The users' processors, in place. A row whose processor fails becomes -inf everywhere."""
+    """Run the users' processors, in place. A row of a failed processor becomes -inf everywhere."""
     processed = [i for i, sampler in enumerate(samplers) if sampler.params.logits_processors]
     if not processed:
         return {}
@@ -92,14 +90,14 @@ def _process(
         except QuireError as error:
             reasons[rows[i]] = error
             z_WV[i] = -torch.inf
-    # What a grammar excludes stays excluded, whatever a processor made of it.
+    # Tokens that a grammar excludes stay excluded, whatever a processor did.
     bans.mask(z_WV, rows)
     bans.ban(z_WV, rows)
     return reasons
 
 
 def _places(ids: Sequence[Sequence[int] | Ids], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Row and column, int64 ``[N]`` each, of ragged ids per row."""
+    """Return row and column, int64 ``[N]`` each, of ragged ids per row."""
     rows_N = np.repeat(np.arange(len(ids)), [len(row) for row in ids])
     ids_N = np.concatenate([np.asarray(row, dtype=np.int64) for row in ids])
     return torch.from_numpy(rows_N).to(device), torch.from_numpy(ids_N).to(device)
@@ -113,7 +111,8 @@ def _add_bias(z_WV: Tensor, samplers: Sequence[RequestSampler]) -> None:
 
 
 def _penalise(z_WV: Tensor, samplers: Sequence[RequestSampler]) -> None:
-    """Repetition, then frequency, then presence, on the tokens that the requests have seen; in place."""
+    """Apply repetition, then frequency, then presence penalty to tokens that requests have seen; in
+    place."""
     seen = {i: sampler.counts for i, sampler in enumerate(samplers) if sampler.counts is not None}
     if not seen:
         return
@@ -127,6 +126,6 @@ def _penalise(z_WV: Tensor, samplers: Sequence[RequestSampler]) -> None:
     count_N = torch.from_numpy(np.concatenate([counts.counts_N for counts in seen.values()])).to(z_WV.device)
     z_N = z_WV[place]
     z_N = torch.where(z_N > 0, z_N / repetition_N, z_N * repetition_N)
-    # A repetition penalty far below 1 may overflow; the largest float still wins and is not a failure. -inf stays.
+    # A repetition penalty far below 1 may overflow; the largest float still wins. -inf stays.
     z_N.clamp_(max=torch.finfo(z_N.dtype).max)
     z_WV[place] = z_N - frequency_N * count_N - presence_N * (count_N > 0)

@@ -1,8 +1,8 @@
-"""What adapters make of a linear map and of an embedding, row by row. The reference.
+"""The effect of adapters on a linear map and on an embedding, row by row. The reference.
 
-A row under a low-rank adapter (LoRA, arXiv:2106.09685) gets ``x A^T B^T`` added to some columns of its result; a row under
-an adapter with a table of its own gets that table's result instead of the model's. Rows of the base model are not touched.
-``quire.nn.low_rank`` must give the same.
+A row under a low-rank adapter (LoRA, arXiv:2106.09685) gets ``x A^T B^T`` added to some columns of
+its result. If the adapter has its own table, the row gets that table's result instead of the
+model's. Rows of the base model are not touched. ``quire.nn.low_rank`` must give the same.
 
 Letters: T rows; I input, O output features of the whole map; R rank; V vocabulary; E model width.
 """
@@ -18,10 +18,8 @@ from quire.contracts.adapters import LowRankUpdate
 
 
 def add_low_rank(y_TO: Tensor, x_TI: Tensor, updates_T: Sequence[Sequence[LowRankUpdate]]) -> Tensor:
-    """``y [T, O]``, the base model's result for ``x [T, I]``, to a fresh ``[T, O]``; ``updates_T``: those of each row's adapter.
-
-    Summed in float32 (in float64 for such an ``x``) and rounded once.
-    """
+    """Return a fresh ``[T, O]``: ``y [T, O]`` of the base model for ``x [T, I]``, plus each row's
+    updates. Summed in float32 (float64 for such an ``x``) and rounded once."""
     wide = torch.promote_types(x_TI.dtype, torch.float32)
     out_TO = y_TO.clone()
     for row, updates in enumerate(updates_T):
@@ -36,7 +34,8 @@ def add_low_rank(y_TO: Tensor, x_TI: Tensor, updates_T: Sequence[Sequence[LowRan
 def replace_products(
     y_TO: Tensor, x_TI: Tensor, tables_T: Sequence[Tensor | None], bias_O: Tensor | None = None
 ) -> Tensor:
-    """A fresh ``[T, O]`` in which row t is ``x[t] W^T + b`` for the table W ``[O, I]`` of its adapter, or as it was (None)."""
+    """Return a fresh ``[T, O]``: row t is ``x[t] W^T + b`` for its table W ``[O, I]``; None:
+    unchanged."""
     wide = torch.promote_types(x_TI.dtype, torch.float32)
     out_TO = y_TO.clone()
     for row, table_OI in enumerate(tables_T):
@@ -49,10 +48,9 @@ def replace_products(
 def embed_under(
     x_TE: Tensor, tokens_T: Tensor, updates_T: Sequence[Sequence[LowRankUpdate]], tables_T: Sequence[Tensor | None]
 ) -> Tensor:
-    """The base model's embeddings ``x [T, E]`` to a fresh ``[T, E]``, before any scale.
-
-    A token's row of its adapter's table ``[V, E]`` takes the place of the model's; of an update, ``A[:, token] B`` is added.
-    """
+    """Map the base model's embeddings ``x [T, E]`` to a fresh ``[T, E]``, before any scale. A
+    token's row of its adapter's table ``[V, E]`` replaces the model's; updates add ``A[:, token]
+    B``."""
     wide = torch.promote_types(x_TE.dtype, torch.float32)
     out_TE = x_TE.clone()
     for row, (token, updates, table_VE) in enumerate(zip(tokens_T.tolist(), updates_T, tables_T, strict=True)):

@@ -1,10 +1,11 @@
 """The recurrences of recurrent layers, token by token: the definitions.
 
-``ReferenceRecurrence`` goes through the rows in order, each from the state of its parent or from a given one, as
-``contracts.recurrence`` says it. ``kernels.recurrence`` must give the same up to rounding.
+``ReferenceRecurrence`` goes through the rows in order, each from the state of its parent or from a
+given one, as ``contracts.recurrence`` says. ``kernels.recurrence`` must agree up to rounding.
 
-Letters: T new tokens (rows) of the whole batch; G given states; M rows whose states are wanted; Hq query heads, H heads of the state,
-R = Hq / H query heads of each; K, V sizes of keys and values; C channels; W taps.
+Letters: T new tokens (rows) of the whole batch; G given states; M rows with wanted states; Hq query
+heads, H heads of the state, R = Hq / H query heads of each; K, V sizes of keys and values; C
+channels; W taps.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from quire.errors import InvalidArgument
 
 
 def promoted(*tensors: Tensor) -> torch.dtype:
-    """The dtype that holds the values of all of them."""
+    """Return the dtype that holds the values of all tensors."""
     dtype = tensors[0].dtype
     for tensor in tensors[1:]:
         dtype = torch.promote_types(dtype, tensor.dtype)
@@ -28,7 +29,7 @@ def promoted(*tensors: Tensor) -> torch.dtype:
 
 
 def sum_dtype(*tensors: Tensor) -> torch.dtype:
-    """float32, or float64 if one of the tensors is."""
+    """Return float32, or float64 if one of the tensors has it."""
     return torch.promote_types(promoted(*tensors), torch.float32)
 
 
@@ -41,10 +42,10 @@ def check_linear_attention(
     log_decay: Tensor | None,
     beta_TH: Tensor | None,
 ) -> None:
-    """``InvalidArgument`` unless shapes, dtypes and devices fit together as ``RecurrenceBackend.linear_attention`` says.
+    """Raise ``InvalidArgument`` if shapes, dtypes or devices break
+    ``RecurrenceBackend.linear_attention``.
 
-    Values are not looked at: that would wait for the device.
-    """
+    Does not look at values: that would wait for the device."""
     for name, tensor, form in (
         ("q", q_THK, "[T, Hq, K]"),
         ("k", k_THK, "[T, H, K]"),
@@ -76,7 +77,8 @@ def check_linear_attention(
 def check_convolve(
     plan: RecurrencePlan, x_TC: Tensor, weight_CW: Tensor, bias_C: Tensor | None, states_GWC: Tensor
 ) -> None:
-    """``InvalidArgument`` unless shapes, dtypes and devices fit together as ``RecurrenceBackend.convolve`` says."""
+    """Raise ``InvalidArgument`` if shapes, dtypes or devices break
+    ``RecurrenceBackend.convolve``."""
     for name, tensor, form in (
         ("x", x_TC, "[T, C]"),
         ("weight", weight_CW, "[C, W]"),
@@ -135,7 +137,8 @@ class ReferenceRecurrence:
         log_decay: Tensor | None = None,
         beta_TH: Tensor | None = None,
     ) -> Recurred:
-        """See the contract; the output has the dtype that q, k and v promote to. ``InvalidArgument``: shapes, dtypes, devices."""
+        """See the contract; the output has the promoted dtype of q, k and v. ``InvalidArgument`` as
+        checked."""
         check_linear_attention(plan, q_THK, k_THK, v_THV, states_GHKV, log_decay, beta_TH)
         compute = sum_dtype(q_THK, k_THK, v_THV, states_GHKV)
         heads = states_GHKV.shape[1]
@@ -178,7 +181,8 @@ def _walk(
     compute: torch.dtype,
     advance: Callable[[int, Tensor], tuple[Tensor, Tensor]],
 ) -> Recurred:
-    """Every row in order. ``advance(row, state before)`` gives its output and the state after, both in ``compute``."""
+    """Visit every row in order. ``advance(row, state before)`` gives output and next state in
+    ``compute``."""
     wanted = {row: index for index, row in enumerate(plan.wanted.tolist())}
     parents, given = plan.parents.tolist(), plan.given.tolist()
     children = np.bincount(plan.parents[plan.parents >= 0], minlength=plan.num_rows).tolist()

@@ -1,4 +1,4 @@
-"""What sampling keeps of one request: its parameters, its random stream, the tokens that it has seen.
+"""Sampling state of one request: its parameters, its random stream, the tokens that it has seen.
 
 Letters: V vocabulary; N distinct token ids.
 """
@@ -23,14 +23,13 @@ Values = npt.NDArray[np.float32]
 
 
 def make_generator(seed: int | None, index: int = 0, entropy: torch.Generator | None = None) -> torch.Generator:
-    """The CPU generator of sample ``index`` of a request.
+    """Make the CPU generator of sample ``index`` of a request.
 
-    With a seed (any 64-bit integer, signed or unsigned; -1 and 2**64 - 1 are the same) it is seeded with the first 8
-    bytes, little-endian, of ``BLAKE2b(seed as 8 bytes || index as 8 bytes)``, both little-endian, so that neighbouring
-    seeds and indices have unrelated streams; this is fixed for all releases. Without one the seed is drawn from
-    ``entropy``. (PyTorch's CPU generator, MT19937, uses 32 bits of its seed: two given streams are equal by chance with
-    probability 2**-32.)
-    """
+    With a seed (any 64-bit integer, signed or unsigned; -1 and 2**64 - 1 are the same) it is seeded
+    with the first 8 bytes, little-endian, of ``BLAKE2b(seed as 8 bytes || index as 8 bytes)``, both
+    little-endian, so that neighbouring seeds and indices have unrelated streams. This is fixed for
+    all releases. Without one the seed is drawn from ``entropy``. (PyTorch's CPU generator, MT19937,
+    uses 32 bits of its seed: two given streams are equal by chance with probability 2**-32.)"""
     if index < 0:
         raise InvalidArgument(f"index of a sample must be >= 0, got {index}")
     if seed is None:
@@ -45,7 +44,7 @@ def make_generator(seed: int | None, index: int = 0, entropy: torch.Generator | 
 
 
 class TokenCounts:
-    """The distinct tokens of a request and how often the output holds each; one token is added in O(1)."""
+    """Distinct tokens of a request and their counts in the output; adding a token is O(1)."""
 
     def __init__(self, prompt_ids: Ids) -> None:
         unique = np.unique(prompt_ids)
@@ -68,15 +67,13 @@ class TokenCounts:
 
     @property
     def counts_N(self) -> Values:
-        """Times in the output, 0 for one that only the prompt holds."""
+        """Counts in the output; 0 for tokens of the prompt only."""
         return self._counts[: len(self._slots)]
 
 
 class RequestSampler:
-    """What sampling keeps of one sample of one request: its parameters, its generator, its tokens' counts.
-
-    The caller reports every token that joins the output by ``observe``; ``sample`` only moves the generator.
-    """
+    """Sampling state of one sample of one request: parameters, generator, counts of its tokens. The
+    caller reports every token of the output by ``observe``; ``sample`` only moves the generator."""
 
     def __init__(
         self,
@@ -87,11 +84,9 @@ class RequestSampler:
         index: int = 0,
         entropy: torch.Generator | None = None,
     ) -> None:
-        """``index``: which of the request's n samples; ``entropy``: see ``make_generator``.
-
-        ``InvalidArgument`` if the prompt, ``logit_bias`` or ``stop_token_ids`` name a token outside of the vocabulary,
-        or ``logprobs`` is larger than it.
-        """
+        """Prepare sample ``index`` of the request's n samples; ``entropy``: see ``make_generator``.
+        ``InvalidArgument`` if the prompt, ``logit_bias`` or ``stop_token_ids`` name a token outside
+        the vocabulary, or ``logprobs`` exceeds its size."""
         given = np.asarray(prompt_ids)
         if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
             raise InvalidArgument(f"prompt must be one list of token ids, got {given.dtype} {list(given.shape)}")
@@ -107,7 +102,8 @@ class RequestSampler:
         self.vocab_size = vocab_size
         self.counts: TokenCounts | None = None
         if params.needs_history:
-            # Presence and frequency look at the output only; the prompt matters to repetition alone.
+            # Presence and frequency look at the output only; the prompt matters to repetition
+            # alone.
             self.counts = TokenCounts(prompt if params.repetition_penalty != 1.0 else prompt[:0])
         self._output: list[int] = []
         """Tokens drawn so far, if a processor wants to see them."""
@@ -118,7 +114,8 @@ class RequestSampler:
         return self.counts is not None or len(self.bias_ids_N) > 0 or bool(self.params.logits_processors)
 
     def observe(self, token_id: int) -> None:
-        """``token_id`` joined the output. ``InvalidArgument`` outside of the vocabulary."""
+        """Record that ``token_id`` joined the output. ``InvalidArgument`` outside the
+        vocabulary."""
         if not 0 <= token_id < self.vocab_size:
             raise InvalidArgument(f"token id must be in 0..{self.vocab_size - 1}, got {token_id}")
         if self.counts is not None:
@@ -127,11 +124,9 @@ class RequestSampler:
             self._output.append(token_id)
 
     def process(self, logits_V: Tensor) -> Tensor:
-        """What the user's processors make of edited logits ``[V]``, which they may change.
-
-        ``QuireError`` names the processor that raised, or that returned no float32 ``[V]``, or NaN or +inf, or after which
-        every logit is -inf, unless a later one gives a token back.
-        """
+        """Return edited logits ``[V]`` after the user's processors, which may change them in place.
+        ``QuireError`` names a processor that raised, or returned no float32 ``[V]``, NaN or +inf;
+        or the one that set every logit to -inf, unless a later one gives a token back."""
         closed = bool(logits_V.isneginf().all())
         closed_by = ""
         for number, processor in enumerate(self.params.logits_processors or ()):
@@ -158,7 +153,7 @@ class RequestSampler:
         return logits_V
 
     def uniform(self) -> float:
-        """The next number of the request's stream: a multiple of 2**-53 in [0, 1)."""
+        """Return the next number of the request's stream: a multiple of 2**-53 in [0, 1)."""
         if self._generator is None:
             raise FailedPrecondition(
                 "a greedy request has no random stream; ask for uniform numbers only when temperature > 0"
@@ -167,7 +162,7 @@ class RequestSampler:
 
 
 def check_ids(name: str, ids: Ids, vocab_size: int) -> None:
-    """Raise ``InvalidArgument`` if a token lies outside of the vocabulary."""
+    """Raise ``InvalidArgument`` if a token lies outside the vocabulary."""
     if len(ids) and not (ids.min() >= 0 and ids.max() < vocab_size):
         bad = int(ids[(ids < 0) | (ids >= vocab_size)][0])
         raise InvalidArgument(f"{name}: token ids must be in 0..{vocab_size - 1}, got {bad}")

@@ -1,7 +1,7 @@
-"""Rotary position embeddings: frequencies, tables, rotation.
+"""Rotary position embeddings: frequencies, tables, rotation. Reference and only implementation.
 
-The reference, and the only implementation. Angles are computed in float64 and rounded once to
-float32, so that they are right at any position: a float32 product is off by a tenth of a radian and more at position 10^7.
+Angles are computed in float64 and rounded once to float32, to be right at any position: a float32
+product is off by a tenth of a radian and more at position 10^7.
 
 Letters: T tokens, H heads, D head size, R rotary columns, P = R / 2 pairs of columns.
 """
@@ -18,22 +18,21 @@ from quire.errors import InvalidArgument, Unsupported
 
 
 def inverse_frequencies(spec: RopeSpec) -> Tensor:
-    """Angle per position of each pair, float64 ``[P]``.
+    """Return the angle per position of each pair, float64 ``[P]``.
 
-    ``default``: ``theta ** (-2j / R)``. The others change it so that a model reaches further than it was trained:
+    ``default``: ``theta ** (-2j / R)``. Other rules extend the context beyond the trained length:
 
-    * ``linear``: all divided by ``factor`` (arXiv:2306.15595).
-    * ``dynamic``: a larger base, so that the fastest pair stays and the slowest is divided by
-      ``factor * length / original_max_position - factor + 1`` (NTK-aware interpolation; bloc97 and emozilla).
-    * ``yarn``: pairs that turn often are kept, those that turn seldom are divided by ``factor``, between them a ramp
+    * ``linear``: divide all by ``factor`` (arXiv:2306.15595).
+    * ``dynamic``: enlarge the base, so that the fastest pair stays and the slowest is divided by
+      ``factor * length / original_max_position - factor + 1`` (NTK-aware; bloc97 and emozilla).
+    * ``yarn``: keep pairs that turn often, divide slow ones by ``factor``, with a ramp between them
       over the index of the pair (arXiv:2309.00071).
-    * ``longrope``: each divided by its own number, which was searched for (arXiv:2402.13753).
+    * ``longrope``: divide each by its own number, found by search (arXiv:2402.13753).
     * ``llama3``: as ``yarn``, with a ramp over the number of turns (Llama 3.1).
-    * ``proportional``: the first ``turning_dim / 2`` pairs of the whole head turn, divided by ``factor``; the others
-      stand still (Gemma 4).
+    * ``proportional``: the first ``turning_dim / 2`` pairs of the whole head turn, divided by
+      ``factor``; the others stand still (Gemma 4).
 
-    ``Unsupported`` for another scaling, ``InvalidArgument`` for numbers with which the rule says nothing.
-    """
+    ``Unsupported`` for another scaling, ``InvalidArgument`` for numbers outside a rule's domain."""
     pairs = spec.rotary_dim // 2
     exponent_P = torch.arange(0, 2 * pairs, 2, dtype=torch.float64) / spec.rotary_dim
     theta = _stretched_base(spec) if spec.scaling == "dynamic" else spec.theta
@@ -62,7 +61,7 @@ def inverse_frequencies(spec: RopeSpec) -> Tensor:
 
 
 def _blend(freq_P: Tensor, factor: float, kept_P: Tensor) -> Tensor:
-    """As it is where ``kept`` is 1, divided by ``factor`` where it is 0."""
+    """Blend: unchanged where ``kept`` is 1, divided by ``factor`` where it is 0."""
     return (1 - kept_P) * freq_P / factor + kept_P * freq_P
 
 
@@ -78,7 +77,8 @@ def _stretched_base(spec: RopeSpec) -> float:
 
 
 def _yarn_ramp(spec: RopeSpec, pairs: int) -> Tensor:
-    """How much of each pair's own frequency is kept: 1 up to a first pair, 0 from a last one on."""
+    """Return the kept share of each pair's frequency: 1 up to a first pair, 0 from a last one
+    on."""
     if spec.theta <= 1 or spec.original_max_position < 1:
         raise InvalidArgument(
             f"yarn: theta {spec.theta} and an original length of {spec.original_max_position}; "
@@ -86,7 +86,8 @@ def _yarn_ramp(spec: RopeSpec, pairs: int) -> Tensor:
         )
 
     def pair_with(turns: float) -> float:
-        """The index, in general not whole, of the pair that turns so often in the original length."""
+        """Return the index, usually not whole, of the pair with this many turns in the original
+        length."""
         return (
             spec.rotary_dim * math.log(spec.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(spec.theta))
         )
@@ -101,22 +102,23 @@ def _yarn_ramp(spec: RopeSpec, pairs: int) -> Tensor:
 
 
 class RotaryTable:
-    """cos and sin rows by position for one ``RopeSpec`` on one device, float32, made when first needed.
+    """float32 rows of cos and sin by position, for one ``RopeSpec`` on one device, made when first
+    needed.
 
-    A row is laid out so that ``x * cos + swap(x) * sin`` is the rotation, with the sign inside of ``sin`` and the
-    ``attention_factor`` in both.
-    """
+    ``x * cos + swap(x) * sin`` is the rotation: ``sin`` includes the sign, both the
+    ``attention_factor``."""
 
     PIECE = 4096
-    """Rows that are computed at a time when the table grows."""
+    """Rows computed at a time when the table grows."""
     MAX_ROWS = 1 << 18
-    """Positions from here on are computed one by one; the table stays within 128 MiB for 64 columns."""
+    """Later positions are computed one by one; the table stays within 128 MiB for 64 columns."""
 
     def __init__(self, spec: RopeSpec, device: torch.device) -> None:
         self.spec = spec
         self.device = device
         self._freq_P = inverse_frequencies(spec)
-        # Far positions are computed where they are, if float64 is there: fetching them would wait for the device.
+        # Far positions are computed on their device if it has float64: fetching them would wait for
+        # it.
         self._far_freq_P = self._freq_P if device.type == "mps" else self._freq_P.to(device)
         self._rows = self._compute(torch.arange(0), self._freq_P)
 
@@ -134,8 +136,8 @@ class RotaryTable:
         return torch.stack((cos, sin), -2).float().to(self.device)
 
     def rows(self, positions_T: Tensor, max_position: int) -> tuple[Tensor, Tensor]:
-        """``(cos, sin)``, each float32 ``[T, 1, R]``. ``max_position``: at least the largest of ``positions_T``
-        (int64, 0 or more, in any order)."""
+        """Return ``(cos, sin)``, each float32 ``[T, 1, R]``, of int64 positions >= 0 in any order.
+        ``max_position`` is at least the largest of them."""
         if max_position >= self.MAX_ROWS:
             rows = self._compute(positions_T.to(self._far_freq_P.device), self._far_freq_P)
         else:
@@ -145,7 +147,7 @@ class RotaryTable:
         return rows[:, 0].unsqueeze(1), rows[:, 1].unsqueeze(1)
 
     def _grow(self, size: int) -> None:
-        """Make the table ``size`` rows long, piece by piece: the float64 temporaries of a piece are small."""
+        """Make the table ``size`` rows long, in pieces with small float64 temporaries."""
         old = self._rows
         self._rows = old.new_empty(size, *old.shape[1:])
         self._rows[: old.shape[0]] = old
@@ -154,20 +156,20 @@ class RotaryTable:
             self._rows[start:stop] = self._compute(torch.arange(start, stop), self._freq_P)
 
     def turn_back(self, counts_T: Tensor, max_count: int) -> tuple[Tensor, Tensor]:
-        """``(cos, sin)`` as of ``rows``, for rotating back by ``counts_T`` positions what was rotated already.
-
-        Rotations compose, so a row of position p becomes one of p - count; its ``attention_factor`` stays as it is.
-        """
+        """Return ``(cos, sin)``, as ``rows``, that turn rotated values back by ``counts_T``
+        positions. Rotations compose: a row of position p becomes one of p - count; its
+        ``attention_factor`` stays."""
         cos_T1R, sin_T1R = self.rows(counts_T, max_count)
         return cos_T1R / self.spec.attention_factor, sin_T1R / -self.spec.attention_factor
 
 
 MANY_ROWS = 64
-"""From so many rows on, fewer and smaller temporaries count more than fewer calls."""
+"""From this many rows on, fewer and smaller temporaries count more than fewer calls."""
 
 
 def rotate(x_THD: Tensor, cos_T1R: Tensor, sin_T1R: Tensor, *, interleaved: bool = False) -> Tensor:
-    """Rotate the first R columns of every head. One float32 rotation, one rounding, a fresh tensor."""
+    """Rotate the first R columns of every head. One float32 rotation, one rounding, a fresh
+    tensor."""
     rotary_dim = cos_T1R.shape[-1]
     if not interleaved and x_THD.shape[0] >= MANY_ROWS:
         return _rotate_halves(x_THD, cos_T1R, sin_T1R)
@@ -190,11 +192,12 @@ def rotate_last(x_THD: Tensor, cos_T1R: Tensor, sin_T1R: Tensor, *, interleaved:
 
 
 def _rotate_halves(x_THD: Tensor, cos_T1R: Tensor, sin_T1R: Tensor) -> Tensor:
-    """The same sums, half by half into the result: fewer and smaller temporaries, up to three times faster for a long prompt."""
+    """Rotate by halves into the result: smaller temporaries, up to 3 times as fast for a long
+    prompt."""
     rotary_dim = cos_T1R.shape[-1]
     half = rotary_dim // 2
     out = torch.empty(x_THD.shape, dtype=x_THD.dtype, device=x_THD.device)
-    # The sign of the lower half's sine is in the table, and the upper half's is its opposite.
+    # The table has the sign of the lower half's sine; the upper half's is the opposite.
     cos, minus_sin, sin = cos_T1R[..., :half], sin_T1R[..., :half], sin_T1R[..., half:]
     low, high = x_THD[..., :half].float(), x_THD[..., half:rotary_dim].float()
     turned = low * cos

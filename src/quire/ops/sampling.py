@@ -1,8 +1,8 @@
 """From logits to tokens: masks and edits of logits, one draw per token, log-probabilities.
 
-The reference sampler, and the only one. Randomness belongs to requests: one ``torch.Generator`` each, one
-float64 uniform per drawn token, none for a greedy one. With that and the exact arithmetic of ``quire.ops.filters`` a
-request's tokens depend on its logits, parameters, history and seed, and on nothing else in the batch.
+The reference sampler, and the only one. Randomness belongs to requests: one ``torch.Generator``
+each, one float64 uniform per drawn token, none for a greedy one. With the exact arithmetic of
+``quire.ops.filters`` a request's tokens depend only on its logits, parameters, history and seed.
 
 Letters: R rows of logits, V vocabulary; W rows of one chunk of work; K candidates of a row.
 """
@@ -23,9 +23,10 @@ from quire.ops.logit_edits import FAILED, Bans, edited, first_maxima
 from quire.ops.request_sampler import RequestSampler, check_ids
 
 CHUNK_ELEMENTS = 1 << 24
-"""Logits worked on at a time (128 MB per float64 temporary); more rows go through in several chunks."""
+"""Logits worked on at a time (128 MB per float64 temporary); more rows go through in several
+chunks."""
 
-# ---- Results --------------------------------------------------------------------------------------------------------
+# ---- Results -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +36,13 @@ class RankedLogprob:
     token_id: int
     logprob: float
     rank: int
-    """1 is the most probable; among equals the lower id comes first."""
+    """1 is the most probable; ties go by lower id."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """The chosen token and the most probable ones, by rank; the chosen one is among ``top`` if its rank is."""
+    """The chosen token and the most probable ones by rank; ``top`` includes the chosen one if
+    ranked."""
 
     chosen: RankedLogprob
     top: tuple[RankedLogprob, ...] = ()
@@ -48,20 +50,20 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampledTokens:
-    """One token per row. A row that has none holds ``FAILED`` and its reason stands in ``failures``."""
+    """One token per row. A failed row holds ``FAILED``, and its error is in ``failures``."""
 
     token_ids: list[int]
     logprobs: list[TokenLogprobs | None]
-    """None where the request did not ask for them, and for a failed row."""
+    """None for rows without the request for them, and for failed rows."""
     failures: dict[int, QuireError]
 
     def raise_failures(self) -> None:
-        """Raise the first failed row's error, for callers to whom one row is the whole request."""
+        """Raise the first failed row's error, for callers with one row per request."""
         for error in self.failures.values():
             raise error
 
 
-# ---- The operations -------------------------------------------------------------------------------------------------
+# ---- The operations ------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -73,15 +75,16 @@ def sample(
 ) -> SampledTokens:
     """Draw the next token of each row.
 
-    ``logits_RV``: raw logits, float32 ``[R, V]``, on any device; not changed. ``samplers``: one per row. ``banned``: per
-    row the ids that may not be drawn (end tokens before ``min_tokens``); None: nothing is banned. ``allowed``: by row the mask
-    of a grammar, uint32 ``[num_words(V)]``, or what can make it; other rows have none. No mask is asked for where the choice is
-    greedy and falls on a token that is allowed.
+    ``logits_RV``: raw logits, float32 ``[R, V]``, on any device; not changed. ``samplers``: one per
+    row. ``banned``: ids per row that may not be drawn (end tokens before ``min_tokens``); None:
+    nothing is banned. ``allowed``: by row the mask of a grammar, uint32 ``[num_words(V)]``, or a
+    maker of masks; other rows have none. No mask is made if the choice is greedy and its token
+    allowed.
 
-    A row whose logits hold a NaN or +inf or are all -inf, or whose every token is banned, or whose logits processor fails,
-    gives ``FAILED`` and an entry in ``failures``, draws nothing, and does not disturb the others. ``InvalidArgument`` for
-    shapes, dtype or ids that do not fit, before any generator has moved.
-    """
+    A row gives ``FAILED`` and an entry in ``failures``, and draws nothing, if its logits hold NaN
+    or +inf or are all -inf, if every token is banned, or if its processor fails. Other rows are not
+    affected. ``InvalidArgument`` for shapes, dtype or ids that do not fit, before any generator has
+    moved."""
     grammars = GivenMasks(allowed or {}) if allowed is None or isinstance(allowed, Mapping) else allowed
     ids = _check_batch(logits_RV, samplers, banned, grammars)
     token_ids = first_maxima(logits_RV)
@@ -117,10 +120,8 @@ def probabilities(
     banned: Sequence[Sequence[int]] | None = None,
     allowed: Mapping[int, Words] | None = None,
 ) -> Tensor:
-    """The distribution from which ``sample`` draws each row, float64 ``[R, V]``; no generator moves.
-
-    A greedy row is one-hot at the first maximum; a row from which ``sample`` would draw nothing is all zero.
-    """
+    """Return the distribution of each row in ``sample``, float64 ``[R, V]``; move no generator. A
+    greedy row is one-hot at the first maximum; a row that ``sample`` would fail is all zero."""
     grammars = GivenMasks(allowed or {})
     ids = _check_batch(logits_RV, samplers, banned, grammars)
     bans = Bans(ids, _masks(grammars, list(grammars.rows), logits_RV.shape[1]))
@@ -142,11 +143,12 @@ def probabilities(
 def logprobs_of(
     raw_logits_RV: Tensor, token_ids: Sequence[int], top_n: Sequence[int | None]
 ) -> list[TokenLogprobs | None]:
-    """Log-probabilities of one chosen token per row and of the row's ``top_n`` most probable ones.
+    """Return log-probabilities of one chosen token per row and of the row's ``top_n`` most probable
+    ones.
 
-    float32 log-softmax of the raw logits, float32 ``[R, V]``. None for a row whose ``top_n`` is None or whose token is
-    ``FAILED``. ``InvalidArgument`` for a token outside of the vocabulary or ``top_n`` outside of 0..V.
-    """
+    float32 log-softmax of the raw logits, float32 ``[R, V]``. None for a row with ``top_n`` None or
+    token ``FAILED``. ``InvalidArgument`` for a token outside the vocabulary or ``top_n`` outside
+    0..V."""
     num_rows, vocab_size = _check_logits(raw_logits_RV)
     if not num_rows == len(token_ids) == len(top_n):
         raise InvalidArgument(
@@ -176,11 +178,11 @@ def logprobs_of(
 
 @torch.no_grad()
 def top_logprobs(raw_logits_RV: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The ``count`` most probable tokens of each row by rank, int64 ``[R, K]``, and their log-probabilities, float32 ``[R, K]``.
+    """Return the ``count`` best tokens of each row, int64 ``[R, K]``, and float32
+    log-probabilities.
 
-    float32 log-softmax of the raw logits, float32 ``[R, V]``, as in ``logprobs_of``; NaN in a row whose logits hold NaN or +inf or
-    are all -inf. ``InvalidArgument`` for a count outside of 0..V.
-    """
+    float32 log-softmax of the raw logits, float32 ``[R, V]``, as in ``logprobs_of``. NaN in a row
+    with NaN or +inf, or with only -inf. ``InvalidArgument`` for a count outside 0..V."""
     num_rows, vocab_size = _check_logits(raw_logits_RV)
     if not 0 <= count <= vocab_size:
         raise InvalidArgument(f"count must be in 0..{vocab_size}, got {count}")
@@ -193,7 +195,7 @@ def top_logprobs(raw_logits_RV: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return ids_RK, logprobs_RK
 
 
-# ---- Checks ---------------------------------------------------------------------------------------------------------
+# ---- Checks --------------------------------------------------------------------------------------
 
 
 def _check_logits(logits_RV: Tensor) -> tuple[int, int]:
@@ -208,7 +210,7 @@ def _check_batch(
     banned: Sequence[Sequence[int]] | None,
     grammars: Allowed,
 ) -> Sequence[Sequence[int]]:
-    """Refuse what does not fit together; the banned ids of each row."""
+    """Refuse arguments that do not fit together; return the banned ids of each row."""
     num_rows, vocab_size = _check_logits(logits_RV)
     if len(samplers) != num_rows:
         raise InvalidArgument(f"need one sampler for each of {num_rows} rows of logits, got {len(samplers)}")
@@ -246,7 +248,7 @@ def _not_finite(row: int) -> QuireError:
 
 
 def _is_settled(sampler: RequestSampler, banned: Sequence[int], allowed: bool) -> bool:
-    """Whether the first maximum is the token: the choice is greedy and nothing changes the logits or excludes it."""
+    """Return whether the first maximum is the token: a greedy choice without edits or exclusion."""
     return allowed and sampler.params.is_greedy and not sampler.edits_logits and not len(banned)
 
 
@@ -262,7 +264,7 @@ def _take_allowed(
     token_ids: list[int],
     failures: dict[int, QuireError],
 ) -> list[int]:
-    """Settle greedy rows on the CPU to which nothing but a mask happens, and return the rows of ``work`` that are left."""
+    """Settle greedy rows on the CPU that need only a mask; return the other rows of ``work``."""
     if logits_RV.device.type != "cpu":
         return list(work)
     masked = {row: words for row, words in bans.allowed.items() if _is_settled(samplers[row], bans.ids[row], True)}
