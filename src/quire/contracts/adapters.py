@@ -5,8 +5,7 @@ the embedding and the head. ``quire.models.peft`` reads files into ``Adapter`` v
 ``quire.runner.adapter_pool`` holds them under ids.
 
 Letters: R rank; I and O input and output features of the updated piece of a linear map; V
-vocabulary; E model width; T rows of a forward; S rank rows of all adapters on the device, adapter
-after adapter.
+vocabulary; E model width; T rows of a forward; S rank rows of all adapters on the device, in order.
 """
 
 from __future__ import annotations
@@ -30,8 +29,7 @@ class LowRankUpdate:
     a_RI: Tensor
     """``[R, I]``. For the embedding it is ``[R, V]``: column t stands for ``A x`` of token t."""
     b_RO: Tensor
-    """``[R, O]``: B transposed, times the scale (alpha / r or alpha / sqrt(r)), multiplied in
-    float32."""
+    """``[R, O]``: B transposed, times alpha / r or alpha / sqrt(r) in float32."""
 
     @property
     def rank(self) -> int:
@@ -92,8 +90,7 @@ class AddProducts(Protocol):
 
 
 class LowRankKernel(Protocol):
-    """Computes the terms of many adapters at once. ``quire.nn.low_rank`` does so with PyTorch
-    operations."""
+    """Computes the terms of many adapters at once; ``quire.nn.low_rank`` does so with PyTorch."""
 
     name: str
 
@@ -106,6 +103,5 @@ class LowRankKernel(Protocol):
         ...
 
     def bind(self, plan: Any, pieces: Sequence[RankPiece]) -> AddProducts:
-        """Return the term of one map, valid until the pieces move. A and B are in the model's
-        dtype."""
+        """Return one map's term, valid until the pieces move; A, B in the model's dtype."""
         ...

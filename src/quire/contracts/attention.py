@@ -30,8 +30,7 @@ class AttentionState(NamedTuple):
     out: Tensor
     """``[T, Hq, Dv]``; 0 for a query that sees no key."""
     lse: Tensor
-    """float32 ``[T, Hq]``: natural logarithm of the sum of exponentials; -inf for a query without
-    keys."""
+    """float32 ``[T, Hq]``: natural log of the sum of exponentials; -inf without keys."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,16 +40,14 @@ class KeyRule:
     first: int
     """Keys at lower addresses follow the usual rule: visible up to the query's own position."""
     allowed: NDArray[np.bool_]
-    """``[n, keys - first]``: which keys from ``first`` on each new token may see, before
-    windows."""
+    """``[n, keys - first]``: visible keys from ``first`` on for each new token, before windows."""
     positions: NDArray[np.int64]
     """``[keys - first]``: positions of these keys (siblings in a tree share one)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ForwardPlan:
-    """One ragged batch over one layer class: entry i has ``counts[i]`` queries and ``keys[i]``
-    keys.
+    """A ragged batch over one layer class: entry i has ``counts[i]`` queries, ``keys[i]`` keys.
 
     The queries are the entry's new tokens. A query at position q sees the keys at positions 0..q,
     or those that the entry's rule allows. Windows then hide some of them:
@@ -58,15 +55,15 @@ class ForwardPlan:
     * ``lows``: row t does not see positions below ``lows[t]``, except those of its sink.
     * ``sinks``: row t also sees positions ``sinks[t, 0] <= position < sinks[t, 1]``, with the query
       rotated at its relative position (``q_sink_THD`` of ``run``). The two sets of keys are
-      disjoint. A row with an empty range has no sink part: its sink, if any, lies within the
-      window.
+      disjoint. A row with an empty range has no sink part: any sink is in the window.
 
-    So attention over the *window part* with ``q_THD`` is merged with attention over the *sink part*
-    with ``q_sink_THD``.
+    So the *window part* is attended with ``q_THD``, the *sink part* with ``q_sink_THD``; both
+    merge.
 
     Rows that no query of the entry sees may hold anything, even NaN, if they lie behind the sink,
     where evicted rows share the sink's last page. Elsewhere an unseen row of a visible page is
-    finite, or its sequence holds NaN itself."""
+    finite, or its sequence holds NaN itself.
+    """
 
     page_size: int
     counts: NDArray[np.int64]
@@ -145,10 +142,11 @@ class AttentionBackend(Protocol):
         The result is ``[T, Hq, Dv]``, fresh, contiguous, in the dtype of q; 0 for a row that sees
         no key. ``q [T, Hq, Dk]`` is rotated. ``q_sink`` is the same query at relative positions,
         given if and only if the plan has sinks. ``k_SHD [S, Hkv, Dk]`` and ``v_SHD [S, Hkv, Dv]``
-        are the pool, which already holds the new rows. ``new`` is K and V of the new tokens, ``[T,
-        Hkv, Dk]`` and ``[T, Hkv, Dv]``, equal to the last ``counts[i]`` addresses of each entry, so
-        that a prompt need not be gathered; None if those are not the new tokens. ``sinks_H``
-        (float32 ``[Hq]``) are learned logits that join the softmax without a value."""
+        are the pool, which already holds the new rows. ``new`` is K and V of the new tokens,
+        ``[T, Hkv, Dk]`` and ``[T, Hkv, Dv]``, equal to the last ``counts[i]`` addresses of each
+        entry, so that a prompt need not be gathered; None if those are not the new tokens.
+        ``sinks_H`` (float32 ``[Hq]``) are learned logits that join the softmax without a value.
+        """
         ...
 
     def run_state(

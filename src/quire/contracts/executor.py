@@ -2,9 +2,8 @@
 
 ``ModelExecutor`` is ferrum's interface: prefill and decode over handles. ``LlmExecutorInterface``
 is LiteRT-LM's: prefill, step and sample over KV caches that change in place. Both can use a KV
-cache that the other made. ``ExecutorFactory`` makes executors; ``ExecutorRegistry`` names them.
-Their values live in ``executor_inputs``, ``executor_calls`` and ``executor_reports``, and are
-exported here too.
+cache that the other made. ``ExecutorFactory`` makes executors; ``ExecutorRegistry`` names them. The
+values in ``executor_inputs``, ``executor_calls`` and ``executor_reports`` are also exported here.
 
 Letters: B batch rows, S tokens of a row, V vocabulary, N tokens or steps, k draft tokens. p is a
 position, n a number of new tokens.
@@ -12,16 +11,15 @@ position, n a number of new tokens.
 Rules for every verb:
 
 * **State lives in KV caches**, not in executors. An executor holds weights, graphs, adapters,
-  scratch memory and the page pool. No call depends on earlier ones, except on the generator of
-  ``sample_tokens``.
+  scratch memory and the page pool. Of earlier calls only the generator of ``sample_tokens``
+  matters.
 * **Check, then change.** Wrong or unsupported calls are refused before compute and change nothing:
   no length, page, adapter, generator or counter. After an error during compute, lengths are as
   before; pages that the call took go back; a cache that it made is freed. A call for several
   sequences succeeds for all or changes none.
 * **Tokens and tensors.** Ids are int32 or int64 in [0, V). Logits are float32, on the executor's
   device. Inputs are never mutated; results belong to the caller.
-* **Threads.** Concurrent calls on one executor are safe; calls that share a cache run in some
-  order.
+* **Threads.** Concurrent calls on one executor are safe; calls on one cache run in some order.
 * **Cancelled** calls leave a usable cache. Its length counts completed work: whole chunks of a
   prefill, whole steps of ``sample_tokens``, nothing of a verify, speculative or batch call.
 
@@ -116,8 +114,7 @@ ConfigT = TypeVar("ConfigT", contravariant=True)
 
 
 class RequestSampling(Protocol):
-    """(ours) How one request draws its tokens, with a generator of its own, whatever else is in the
-    batch."""
+    """(ours) The draws of one request, with its own generator, independent of the batch."""
 
     def probabilities(self, logits_RV: Tensor, drafted: Sequence[int]) -> Tensor:
         """Return the distributions of raw float32 logits ``[R, V]``: float32 ``[R, V]``, fresh.
@@ -125,7 +122,8 @@ class RequestSampling(Protocol):
         The last row follows the request's tokens and all of ``drafted``; the row before it follows
         all but the last of ``drafted``; and so on, R <= len(drafted) + 1. Masks, grammar,
         penalties, temperature, top-k, top-p and min-p apply to each row's prefix. Temperature 0 is
-        one-hot at the first maximum."""
+        one-hot at the first maximum.
+        """
 
     def uniform(self) -> float:
         """Return the next draw of the request's generator, in [0, 1)."""
@@ -140,8 +138,9 @@ class ExecutorBase(Protocol):
         """Make a KV cache of length 0 for this model, static or ``dynamic``.
 
         ``capacity``: token slots per row; None: the model's context length if static, 1 if dynamic.
-        ``InvalidArgument``: batch_size or capacity < 1. ``ResourceExhausted``: capacity beyond the
-        model's maximum."""
+        ``InvalidArgument``: batch_size or capacity < 1. ``ResourceExhausted``: beyond the model's
+        maximum.
+        """
 
     def load_lora(self, assets: ModelAssets) -> int:
         """Load a LoRA adapter and return its id.
@@ -160,14 +159,16 @@ class ExecutorBase(Protocol):
         bytes, another form, or too long; all checked before anything changes. ``InvalidArgument``:
         a file or stream without bytes. ``NotFound``: no such directory. ``Unsupported``: a model
         that cannot run adapters, an adapter that needs what is not computed. ``ResourceExhausted``:
-        a rank beyond what one forward can hold, or the memory for loaded adapters is full."""
+        a rank beyond what one forward can hold, or the memory for loaded adapters is full.
+        """
 
     def unload_lora(self, lora_id: int) -> None:
         """Forget an adapter, after the calls that use it.
 
         Caches made under it stay usable; only running their tokens again is refused
         (``truncate_kv``). ``NotFound``: unknown or unloaded already. ``FailedPrecondition``: a
-        request or session of an engine that shares the model needs it."""
+        request or session of an engine that shares the model needs it.
+        """
 
     def cancel(self) -> None:
         """Cancel the operations that are in progress on this executor at this moment.
@@ -175,32 +176,33 @@ class ExecutorBase(Protocol):
         Callable from any thread, idempotent, best effort; never waits. The flag belongs to a
         running operation and dies with it. With none in progress nothing happens, not to the next
         call either. The flag is checked before each prefill chunk and each sampled token; the
-        cancelled call raises ``Cancelled``."""
+        cancelled call raises ``Cancelled``.
+        """
 
 
 class LlmExecutorInterface(ExecutorBase, Protocol):
     """LiteRT-LM's executor, with external (``step``) and internal (``sample_tokens``) sampling.
 
-    Each call names at most one adapter, for its own tokens only; earlier ones may have run under
+    Each call names at most one adapter, for its own tokens only; earlier tokens may have run under
     others. ``lora_id=None`` is the base model. ``inputs.next_position`` p, if given, must be
-    0..length; p < length is a rewind. After n tokens the length is p + n."""
+    0..length; p < length is a rewind. After n tokens the length is p + n.
+    """
 
     def prefill(self, inputs: ExecutorInputs, kv_cache: KVCacheInterface, lora_id: int | None = None) -> None:
-        """Run and write **all** given tokens; give no logits. Keep the last prompt token for the
-        first ``step``.
+        """Run and write **all** tokens, without logits. Keep the last prompt token for ``step``.
 
         Legal at any time, also after ``step``. ``prefill(a)`` then ``prefill(b)`` equals
         ``prefill(a + b)``, unless that divides an image that sees itself as a whole.
 
         Vision and audio embeddings take the places of their placeholders. Any decoder takes
-        embeddings of its width; the executor is made for certain modalities, and the caller runs
-        their encoders.
+        embeddings of its width; the caller runs the encoders of the executor's modalities.
 
         ``InvalidArgument``: "Prefill token ids must be non-empty." (absent, or S = 0); B is not the
-        cache's batch size; a foreign cache or another model's; media rows that fit neither the
-        placeholders nor the model's width. ``ResourceExhausted``: p + n beyond a static cache's
+        cache's batch size; a foreign cache or another model's; media rows that do not fit the
+        placeholders or the model's width. ``ResourceExhausted``: p + n beyond a static cache's
         capacity or the model's maximum (a dynamic cache grows). ``Unsupported``: a modality that
-        this executor was not made for; per-layer embeddings for a model without them."""
+        this executor was not made for; per-layer embeddings for a model without them.
+        """
 
     def step(self, inputs: ExecutorInputs, kv_cache: KVCacheInterface, lora_id: int | None = None) -> Tensor:
         """Write one token for each row; return the logits of the next, ``[B, 1, V]``. An empty
@@ -216,15 +218,15 @@ class LlmExecutorInterface(ExecutorBase, Protocol):
         *,
         sampling: RequestSampling | None = None,
     ) -> list[int]:
-        """Run ``num_steps`` decode steps with sampling inside, for B = 1; return exactly that many
-        ids.
+        """Run ``num_steps`` decode steps with sampling inside, for B = 1; return that many ids.
 
         The id sampled at a step is the input of the next. There is no stop logic. The last sampled
         id is **not** in the cache: the length becomes start + N, and the caller passes that id
         next. ``sampling=None``: the sampling fixed at construction, greedy by default. 0 steps give
         [] and change nothing. Room for all N is checked first.
 
-        ``InvalidArgument``: num_steps < 0, B > 1, otherwise as ``step``."""
+        ``InvalidArgument``: num_steps < 0, B > 1, otherwise as ``step``.
+        """
 
     def sample_tokens_batch(
         self,
@@ -235,8 +237,7 @@ class LlmExecutorInterface(ExecutorBase, Protocol):
         *,
         sampling: Sequence[RequestSampling] | None = None,
     ) -> list[list[int]]:
-        """(ours) Run ``sample_tokens`` for any B: ``[B][num_steps]`` ids. ``sampling``: one per
-        row."""
+        """(ours) Run ``sample_tokens`` for any B: ``[B][num_steps]`` ids; ``sampling`` per row."""
 
 
 class ModelExecutor(ExecutorBase, Protocol):
@@ -248,12 +249,12 @@ class ModelExecutor(ExecutorBase, Protocol):
         With a ``kv_cache`` the new length is prior + n; without one a fresh cache is made. Padding
         never enters the cache. Room is reserved first. Requested outputs are computed for all real
         tokens. ``InvalidArgument``: "Input token tensor is empty". ``ResourceExhausted``: also a
-        position beyond the model's maximum. ``Unsupported``: positions, hidden states or attention
-        weights that cannot be honoured."""
+        position beyond the model's maximum. ``Unsupported``: impossible positions, hidden states or
+        attention weights.
+        """
 
     def decode(self, input: DecodeInput) -> DecodeOutput:
-        """Run one token for each row of the handle; return logits ``[B, V]`` and a handle one token
-        longer."""
+        """Run one token per row of the handle; return logits ``[B, V]`` and a longer handle."""
 
     def batch_prefill(self, inputs: Sequence[PrefillInput]) -> list[PrefillOutput]:
         """Run prompts of different lengths in one forward, by the rules of ``batch_decode``.
@@ -264,11 +265,11 @@ class ModelExecutor(ExecutorBase, Protocol):
 
         Order and length are kept; no inputs, no outputs. All or nothing: an error names the item.
         Items may name different adapters. ``InvalidArgument``: one cache twice.
-        ``ResourceExhausted``: adapters that one forward cannot hold together."""
+        ``ResourceExhausted``: adapters that one forward cannot hold together.
+        """
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """Run ids ``[B, S]`` without a cache; return logits ``[B, S, V]``, equal to those of
-        ``prefill``."""
+        """Run ids ``[B, S]`` without a cache; return logits ``[B, S, V]`` equal to ``prefill``."""
 
     def forward_verify(
         self, inputs: Sequence[DecodeInput], *, parents: Sequence[int] | None = None
@@ -286,15 +287,16 @@ class ModelExecutor(ExecutorBase, Protocol):
         sees only its ancestors, so each path equals that path run alone. The cache stays as it was.
         Output i's handle ends in node i and serves ``commit_path`` alone (elsewhere
         ``FailedPrecondition``). A call that changes the cache, another tree included, drops the
-        tree; its handles are then stale. ``InvalidArgument``: parents that are no tree."""
+        tree; its handles are then stale. ``InvalidArgument``: parents that are no tree.
+        """
 
     def commit_path(self, handle: CacheHandle) -> CacheHandle:
-        """(ours) Keep the path of a verified tree that ends in the node of ``handle``; forget other
-        nodes.
+        """(ours) Keep the path of a verified tree that ends in ``handle``; forget other nodes.
 
         Equal to having decoded the path: it replaces the cache's tokens behind the tree's start.
-        Returns the handle of the new content. ``InvalidArgument``: a handle that ends in no tree,
-        or a stale one."""
+        Returns the handle of the new content. ``InvalidArgument``: the handle ends in no tree or is
+        stale.
+        """
 
     def truncate_kv(self, handle: CacheHandle, new_len: int) -> CacheHandle:
         """Keep exactly the first ``new_len`` tokens; return the shortened handle.
@@ -308,7 +310,8 @@ class ModelExecutor(ExecutorBase, Protocol):
         ``InvalidArgument``: new_len negative or beyond the cache's length, foreign handle.
         ``NotFound``: released. ``FailedPrecondition``, as for every rewind: the replay lacks a
         checkpoint or token record, or its adapter was unloaded; or a window has evicted tokens that
-        a continuation there would need. ``ResourceExhausted``: room to run tokens again."""
+        a continuation there would need. ``ResourceExhausted``: room to run tokens again.
+        """
 
     def speculative_decode(
         self,
@@ -320,12 +323,11 @@ class ModelExecutor(ExecutorBase, Protocol):
         sampling: RequestSampling | None = None,
         draft_parents: Sequence[int] | None = None,
     ) -> SpeculativeOutput:
-        """Verify drafts d_1..d_k after the input token; keep the accepted prefix. Sample no bonus
-        token.
+        """Verify drafts d_1..d_k after the input token; keep the accepted prefix. No bonus token.
 
-        Let p_i be the softmax of the target logits before d_i. d_i is accepted while ``p_i(d_i) >=
-        acceptance_threshold * max_v p_i(v)``: 1.0 is exact greedy verification (ties accepted), 0.0
-        accepts all.
+        Let p_i be the softmax of the target logits before d_i. d_i is accepted while
+        ``p_i(d_i) >= acceptance_threshold * max_v p_i(v)``: 1.0 is exact greedy (ties accepted),
+        0.0 accepts all.
 
         Exact mode: ``draft_probabilities [k, V]`` are given, and the drafts were *sampled* from
         them. With u uniform in [0, 1), accept iff u * pD(d) < pT(d); pT goes through ``sampling``
@@ -337,24 +339,23 @@ class ModelExecutor(ExecutorBase, Protocol):
         (ours) ``draft_parents``: the drafts are a tree. The parent of each is an earlier draft, or
         -1 for the input token. Among the drafts below one token that pass the threshold, the most
         probable is taken. In exact mode they are tried in order, with pT less pD after each
-        rejection; each must have been sampled independently of the others (SpecInfer,
-        arXiv:2305.09781).
+        rejection; they must be independent samples (SpecInfer, arXiv:2305.09781).
 
-        Afterwards the length is start + 1 + acceptance_count. An empty draft gives the logits of
+        The length becomes start + 1 + acceptance_count. An empty draft gives the logits of
         ``decode``.
 
-        ``InvalidArgument``: threshold outside [0, 1] or not finite, a draft id outside [0, V), a
-        draft of draft probability 0, rows that are no distributions. ``Unsupported``: hidden states
-        or attention weights."""
+        ``InvalidArgument``: threshold outside [0, 1] or not finite, draft ids outside [0, V) or of
+        draft probability 0, rows that are no distributions. ``Unsupported``: hidden states or
+        attention weights.
+        """
 
     def release_cache(self, cache_id: str) -> None:
-        """Free a sequence; shared pages survive. Never raises: unknown ids and second calls do
-        nothing."""
+        """Free a sequence; shared pages survive. Never raises; unknown ids do nothing."""
 
     def capabilities(self) -> ExecutorCapabilities:
         """Return what this model can do on this device, and the rule table of refusals. In any
-        state. The first call on an open executor with room for two tokens measures the memory of
-        activations."""
+        state. The first call on an open executor with room for two tokens measures activation
+        memory."""
 
     def status(self) -> ExecutorStatus:
         """Return a measured snapshot: state, counts, times, memory. In any state."""
@@ -373,21 +374,18 @@ class ModelExecutor(ExecutorBase, Protocol):
 
     def supports_batch_size(self, batch_size: int, sequence_length: int = 1) -> bool:
         """Return whether so many new sequences of so many tokens can run now. Gives nothing up.
-
         True if ``batch_size`` is 1..``max_batch_size``, if pages and states suffice that are free
-        or would be given up, and if the activations of a decode, once measured, fit the free
-        memory."""
+        or would be given up, and if a decode's measured activations fit the free memory."""
 
     def optimal_batch_size(self, sequence_length: int = 1) -> int:
-        """Return the best batch size now: the largest supported, or the throughput knee from
-        ``warmup``."""
+        """Return the best batch now: the largest supported, or ``warmup``'s throughput knee."""
 
 
 class ExecutorFactory(Protocol[ConfigT]):
     """Makes executors from a configuration."""
 
     def create_executor(self, config: ConfigT) -> ModelExecutor:
-        """Validate, load and make. ``CheckpointError``: the model cannot be loaded; errors of
+        """Validate, load, make. ``CheckpointError``: the model cannot load; errors of
         validation."""
 
     def create_batch_executor(self, config: ConfigT) -> ModelExecutor:
@@ -405,8 +403,8 @@ class ExecutorRegistry(Protocol):
     """Executors by name. The registry holds them and does not own them: it shuts none down."""
 
     def register(self, name: str, executor: ModelExecutor) -> ModelExecutor:
-        """Keep and return ``executor``. ``AlreadyExists``: the name is taken. ``InvalidArgument``:
-        it is empty."""
+        """Keep and return ``executor``. ``AlreadyExists``: a taken name. ``InvalidArgument``: an
+        empty one."""
 
     def get(self, name: str) -> ModelExecutor | None:
         """Return the executor, or None for an unknown name."""

@@ -29,26 +29,23 @@ CacheLike: TypeAlias = CacheHandle | KVCacheInterface
 @checks_arguments()
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PrefillInput:
-    """Prompts, or further pieces of prompts with ``kv_cache``. ``with_...`` return changed
-    copies."""
+    """Prompts, or with ``kv_cache`` further pieces. ``with_...`` return changed copies."""
 
     input_ids: Tensor
     """int32 or int64 ``[B, S]``; ``[B]`` is one token per row."""
     attention_mask: Tensor | None = None
     """bool or integer, shaped as ``input_ids``: 1 is a real token, 0 padding left or right of the
-    one run of real tokens. Padding never enters the cache; its logits have no meaning. None: all
-    tokens are real."""
+    one run of real tokens. Padding never enters the cache; its logits mean nothing. None: all are
+    real."""
     position_ids: Tensor | None = None
     """int32 or int64, shaped as ``input_ids``: positions for rotation; token order decides
     visibility. None: each token is one behind its predecessor, the first of a sequence at 0. The
-    row keeps given positions. Positions other than the running count of real tokens are
-    ``Unsupported``, never ignored, where a window, a recurrent layer or the model itself uses the
-    index."""
+    row keeps given positions. Positions that differ from the running count are ``Unsupported``,
+    never ignored, with a window, a recurrent layer or a model that uses the index."""
     kv_cache: CacheLike | None = None
     """The sequences to continue; None: a fresh cache."""
     logits: LogitsWanted = "all"
-    """``all``: ``[B, S, V]``; ``last``: ``[B, 1, V]``, of the last real token; ``none``: skip the
-    head."""
+    """``all``: ``[B, S, V]``; ``last``: ``[B, 1, V]`` of the last real token; ``none``: no head."""
     output_hidden_states: bool = False
     output_attentions: bool = False
     adapter: int | None = None
@@ -168,15 +165,14 @@ class PrefillOutput:
     """float32 ``[B, S, V]``; ``[B, 1, V]`` if only the last were wanted; None if none were."""
     kv_cache: CacheHandle
     last_indices: tuple[int, ...] | None = None
-    """For each row, the index in dimension 1 of ``logits`` of its last real token; None: the last
-    column."""
+    """Column in ``logits`` of each row's last real token; None: the last one."""
     hidden_states: tuple[Tensor, ...] | None = None
-    """The output ``[B, S, E]`` of each layer, in the model's dtype; 0 at padding. None unless asked
-    for."""
+    """Output ``[B, S, E]`` of each layer, in the model's dtype; 0 at padding. None if not
+    wanted."""
     attention_weights: tuple[Tensor, ...] | None = None
     """For each layer float32 ``[B, Hq, S, K]``; K counts the tokens of the longest row, earlier
-    ones included. 0 for unseen tokens and padding. With a learned sink a row may sum to less than
-    1. None unless asked for."""
+    ones included. 0 for unseen tokens and padding. A learned sink may lower a row's sum below 1.
+    None if not wanted."""
 
     def __post_init__(self) -> None:
         if self.last_indices is None or self.logits is None or self.logits.dim() != 3:
@@ -187,11 +183,11 @@ class PrefillOutput:
             raise InvalidArgument(field="last_indices", given=self.last_indices, allowed=allowed)
 
     def last_token_logits(self) -> Tensor:
-        """Return float32 ``[B, V]``, fresh: the distribution after the last *real* token of each
-        row.
+        """Return fresh float32 ``[B, V]``: the logits after the last *real* token of each row.
 
         ``InvalidArgument``: "Expected 3D logits tensor [batch, seq, vocab]", "Empty sequence".
-        ``NotFound``: the input asked for no logits."""
+        ``NotFound``: the input asked for no logits.
+        """
         if self.logits is None:
             raise NotFound("the prefill was asked for no logits (logits='none'); ask for 'last' or 'all'")
         if self.logits.dim() != 3:
@@ -218,8 +214,7 @@ class DecodeInput:
     output_hidden_states: bool = False
     output_attentions: bool = False
     adapter: int | None = None
-    """Id of the loaded adapter for this token; None: the base model. Earlier tokens do not
-    matter."""
+    """Id of the loaded adapter for this token alone; None: the base model."""
 
     def __post_init__(self) -> None:
         check_token_ids("input_ids", self.input_ids)
@@ -236,7 +231,7 @@ class DecodeInput:
         return _batch_size(self.input_ids)
 
     def tokens(self, verb: str = "decode") -> Tensor:
-        """Return int64 ``[B]``, fresh. ``InvalidArgument``: "<verb> input token empty", or not one
+        """Return int64 ``[B]``, fresh. ``InvalidArgument``: "<verb> input token empty"; not one
         token per row."""
         rows = self.batch_size
         if self.input_ids.numel() == 0:

@@ -1,14 +1,12 @@
 """Inputs of ``LlmExecutorInterface``: LiteRT-LM's ``ExecutorInputs`` and ``ModelAssets``.
 
-Letters: B batch rows, S tokens of the longest row, M rows of media embeddings, L layers, E model
-width.
+Letters: B batch rows, S tokens of the longest row, M rows of media embeddings, L layers, E width.
 
 Token ids are int32 or int64. Negative ids are placeholders, legal only with their data. Each
 ``VISION_PLACEHOLDER`` is one row of the vision embeddings and each ``AUDIO_PLACEHOLDER`` one of the
 audio embeddings, in order through the batch. Each ``END_OF_IMAGE`` and ``END_OF_AUDIO`` is one more
 token, with the same embedding everywhere. The executor checks ids >= 0, for it knows the
-vocabulary. A constructed value is consistent; each verb refuses what it cannot take (no tokens, two
-tokens).
+vocabulary. A constructed value is consistent; each verb refuses unfit ones (no tokens, two tokens).
 
 Embeddings replace the rows of the model's own table, at the model's width: encoder and projection
 have run, and any factor that the model applies to its embeddings is included.
@@ -159,7 +157,7 @@ class ExecutorInputs:
     vision: VisionData | None = None
     audio: AudioData | None = None
     next_position: int | tuple[int, ...] | None = None
-    """Position of the first token, for all rows or per row; None: the cache's length; lower: a
+    """First token's position, for all rows or per row; None: the cache's length; lower: a
     rewind."""
 
     def __post_init__(self) -> None:

@@ -26,8 +26,7 @@ class ExecutorType(StrEnum):
     SEQUENTIAL = "Sequential"
     """Runs one sequence at a time: its largest batch is 1."""
     BATCH = "Batch"
-    """Runs a fixed batch to completion: rows of one prefill call are decoded together until
-    released."""
+    """Runs a fixed batch to completion: rows of one prefill decode together until released."""
     CONTINUOUS_BATCH = "ContinuousBatch"
     """Sequences join and leave between steps."""
     SPECULATIVE = "Speculative"
@@ -106,12 +105,13 @@ class MemoryRequirements:
     row. It falls below the peak by at most 10 %, or 1 % if the vocabulary is large. Both bounds are
     25 % with recurrent layers, since their kernels work on pieces of a fixed length and on the
     states of all rows. Prompts of different lengths or with fewer logits, and decodes of rows of S
-    >= 2 tokens, need no more.
+    >= 2 tokens need no more.
 
     Further memory is needed for: the activations of one forward if prompts run in several;
     requested hidden states and attention weights; a second copy of the logits of prompts of
     different lengths under an adapter; recurrent states beyond the present one of each row (the one
-    that a forward writes, and those kept for rewinds while there is room)."""
+    that a forward writes, and those kept for rewinds while there is room).
+    """
 
     parameter_memory: int
     """Storage of all weights."""
@@ -136,12 +136,12 @@ class MemoryRequirements:
         )
 
     def calculate_total_memory(self, batch_size: int, sequence_length: int, num_layers: int) -> int:
-        """Return the bytes for B rows (``batch_size``) of S tokens (``sequence_length``) in L
-        layers.
+        """Return bytes for B rows (``batch_size``) of S tokens (``sequence_length``) in L layers.
 
         That is parameters + activation * B * S + K/V * B * S * L + overhead + recurrent states of B
-        rows if S > 0. ``InvalidArgument``: a negative argument. ``FailedPrecondition``: activations
-        are not measured."""
+        rows if S > 0. ``InvalidArgument``: a negative argument. ``FailedPrecondition``: unmeasured
+        activations.
+        """
         if self.activation_memory_per_token is None or self.overhead_memory is None:
             raise FailedPrecondition(
                 "memory of activations is not measured: the pool had no room for two tokens; release caches, and ask for "
@@ -174,11 +174,10 @@ class ExecutorCapabilities:
     supported_devices: tuple[str, ...]
     memory_requirements: MemoryRequirements
     layer_kinds: tuple[str, ...] = ()
-    """(ours) Kinds of layer state in the KV caches, sorted: "full", "window", "latent",
-    "recurrent"."""
+    """(ours) Kinds of layer state in KV caches, sorted: "full", "window", "latent", "recurrent"."""
     refusals: tuple[tuple[str, str], ...] = ()
-    """(ours) The rule table: each verb or combination that raises ``Unsupported`` here, and its
-    reason."""
+    """(ours) The rule table: verbs and combinations that raise ``Unsupported`` here, with
+    reasons."""
 
     def __post_init__(self) -> None:
         _require_at_least(self, 1, "max_batch_size", "max_sequence_length")
@@ -187,8 +186,7 @@ class ExecutorCapabilities:
             raise InvalidArgument(f"each refusal must be named once; got {names}")
 
     def why_not(self, name: str) -> str | None:
-        """Return the reason of a refusal; None if the table does not name the verb or
-        combination."""
+        """Return the reason of a refusal; None if the table has no such entry."""
         return dict(self.refusals).get(name)
 
 
@@ -213,9 +211,11 @@ class MemoryUsage:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExecutorStatus:
-    """A snapshot. One operation is one sequence's prefill or one sequence's decode step. A batch of
-    8 counts as 8 operations, a verify or speculative call as one decode. Failed and cancelled calls
-    count nothing."""
+    """A snapshot. One operation is one sequence's prefill or one sequence's decode step.
+
+    A batch of 8 counts as 8, a verify or speculative call as one decode. Failed and cancelled calls
+    count 0.
+    """
 
     state: ExecutorState
     current_batch_size: int = 0
@@ -259,8 +259,7 @@ class ExecutorStatus:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExecutorMetrics:
-    """Measured since the start. Operations are those of ``ExecutorStatus``. All are 0 without
-    samples."""
+    """Measured since the start, 0 without samples. Operations are those of ``ExecutorStatus``."""
 
     prefill_operations: int = 0
     decode_operations: int = 0
@@ -271,8 +270,7 @@ class ExecutorMetrics:
     """95th percentile in ms, linearly interpolated over the last 1000 samples."""
     p95_decode_latency: float = 0.0
     throughput_tps: float = 0.0
-    """Generated tokens per busy second: decode step 1, speculative call 1 + accepted, bare verify
-    1."""
+    """Generated tokens per busy second: decode step 1, speculative call 1 + accepted, verify 1."""
     memory_efficiency: float = 0.0
     """Used over allocated, in [0, 1]."""
     batch_utilization: float = 0.0

@@ -1,8 +1,8 @@
 """The KV cache that a caller owns, and its immutable handle.
 
 ``KVCacheInterface`` is LiteRT-LM's KV cache: a batch of rows on copy-on-write pages.
-``CacheHandle`` is ferrum's handle: a view of a cache at one moment, with a revision. ``BlockTable``
-lists a row's pages.
+``CacheHandle`` is ferrum's handle: a view of a cache with a revision. ``BlockTable`` lists a row's
+pages.
 
 Letters: B rows of a cache; n tokens of a row; Hkv KV heads; Dk, Dv head sizes of K and V. *Length*:
 tokens with valid state. *Capacity*: token slots that a row may use, whatever the page size; pages
@@ -28,17 +28,15 @@ if TYPE_CHECKING:
 
 class KVCacheInterface(Protocol):
     """A batch of B sequences in a pool of pages. The caller owns it; its last reference frees the
-    pages. *Static*: the capacity is fixed. *Dynamic*: it starts at 1 and grows up to the model's
-    maximum."""
+    pages. *Static*: fixed capacity. *Dynamic*: it starts at 1 and grows to the model's maximum."""
 
     @property
     def num_entries(self) -> int:
-        """Capacity in token slots per row, **not** tokens used; the smallest over all layer
-        states."""
+        """Capacity in token slots per row, **not** tokens used; smallest of all layer states."""
 
     @property
     def batch_size(self) -> int:
-        """Number of rows B, fixed at creation."""
+        """Number of rows B, given at creation; never changes."""
 
     @property
     def length(self) -> int:
@@ -52,9 +50,10 @@ class KVCacheInterface(Protocol):
         """Return all state as a safetensors container: no code, little-endian, only used slots.
 
         It holds the format version, the model's fingerprint, dtype, batch size, capacity, lengths
-        and next positions; for each row the adapters of its tokens, and token ids if known; for
-        each layer kind and geometry; recurrent checkpoints with positions; for each tensor name,
-        shape, byte length and checksum. O(bytes used)."""
+        and next positions; each row's adapters by token, and its token ids if known; each layer's
+        kind and geometry; recurrent checkpoints with positions; each tensor's name, shape, byte
+        length and checksum. O(bytes used).
+        """
 
     def load(self, data: bytes, *, convert_dtype: bool = False) -> None:
         """Replace all content by the output of ``serialize``, or one row by a session's state file.
@@ -69,25 +68,25 @@ class KVCacheInterface(Protocol):
         expected and found: version, model, an adapter that is not loaded here, dtype, geometry,
         batch size, rank or shape, missing or surplus tensors, static capacity below the stored
         length (larger is fine; a dynamic cache grows). ``ResourceExhausted``: pages, or slots for
-        recurrent states. ``Cancelled``: while tokens ran; nothing is replaced."""
+        recurrent states. ``Cancelled``: while tokens ran; nothing is replaced.
+        """
 
     def select_and_copy_from(self, other: KVCacheInterface, b: int) -> None:
-        """Make row 0 of this cache a copy of row ``b`` of ``other``: every state tensor and the
-        length.
+        """Copy row ``b`` of ``other`` into row 0 of this cache: all state tensors and the length.
 
         Checks in this order: other is Quire's own cache; other.batch_size > this.batch_size
         (strict: 1 to 1 is refused); this.batch_size = 1; 0 <= b < other.batch_size; equal
-        ``num_entries``; both static or both dynamic; every tensor name of this exists in other;
-        same model fingerprint and dtype."""
+        ``num_entries``; both static or both dynamic; all tensor names of this in other; same model
+        fingerprint and dtype.
+        """
 
     def broadcast_and_copy_from(self, other: KVCacheInterface) -> None:
         """Make every row of this cache a copy of row 0 of ``other``, with its length. Checks in
-        this order: other is Quire's own cache; other.batch_size = 1; this.batch_size > 1 (strict);
-        then as ``select_and_copy_from``."""
+        this order: other is Quire's own cache; other.batch_size = 1; this.batch_size > 1; then as
+        ``select_and_copy_from``."""
 
     def deep_copy(self) -> Self:
-        """Return an independent copy: contents, capacity, kind, lengths, positions, adapter of each
-        token."""
+        """Return an independent copy: contents, capacity, kind, lengths, positions, adapters."""
 
     def contains(self, name: str) -> bool:
         """Return whether a state tensor has that name: ``kv_cache_k_0``, ``kv_cache_v_0``, ..."""
@@ -96,11 +95,9 @@ class KVCacheInterface(Protocol):
         """Zero the contents and lengths and free the pages; keep capacity, kind and batch size."""
 
     def resize(self, n: int) -> None:
-        """Raise the capacity of a dynamic cache to ``n`` slots per row; new slots read as zero.
-
-        n <= capacity does nothing: a cache never shrinks. A static cache: ``InvalidArgument`` "KV
-        cache is not dynamic and cannot be resized." Beyond the model's maximum:
-        ``ResourceExhausted``."""
+        """Raise the capacity of a dynamic cache to ``n`` slots per row; new slots read as zero. n
+        <= capacity does nothing: a cache never shrinks. A static cache: ``InvalidArgument`` "KV
+        cache is not dynamic and cannot be resized." ``ResourceExhausted``: beyond the maximum."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -186,7 +183,8 @@ class CacheHandle(Protocol):
     ``decode`` returns a *new* handle. Using an older, shorter one rewinds to its length and
     overwrites; two live branches need ``clone_handle``. A handle is *stale* (``InvalidArgument``)
     once its cache was rewound, truncated or cleared below the handle's length, or its content
-    replaced. A released cache is ``NotFound``, a handle of another executor ``InvalidArgument``."""
+    replaced. A released cache is ``NotFound``, a handle of another executor ``InvalidArgument``.
+    """
 
     @property
     def cache_id(self) -> str:
@@ -206,8 +204,8 @@ class CacheHandle(Protocol):
 
     @property
     def block_table(self) -> BlockTable | tuple[BlockTable, ...]:
-        """Pages that this handle covers; for B > 1 a tuple, one per row. ``Unsupported``: all
-        layers are recurrent."""
+        """Pages that this handle covers; for B > 1 a tuple. ``Unsupported``: only recurrent
+        layers."""
 
     @property
     def device(self) -> torch.device:
@@ -238,17 +236,16 @@ class CacheHandle(Protocol):
 
         n is the largest length of the handle's rows. Slots beyond a row's length and tokens evicted
         by a window are zero. ``InvalidArgument``: no such layer, stale. ``Unsupported``: a layer
-        without K and V. ``NotFound``: released. O(rows)."""
+        without K and V. ``NotFound``: released. O(rows).
+        """
 
     def value_cache(self, layer: int) -> Tensor:
-        """Return a gathered copy of V of one layer, ``[B, n, Hkv, Dv]``; otherwise as
-        ``key_cache``."""
+        """Return a copy of V of one layer, ``[B, n, Hkv, Dv]``; otherwise as ``key_cache``."""
 
     def clone_handle(self) -> CacheHandle:
-        """Return a copy-on-write fork with its own id and its own hold on the pages. O(pages)
-        integers.
+        """Return a copy-on-write fork with its own id and hold on the pages. O(pages) integers.
 
         If the handle ends before its cache does and no recurrent state is kept there, the fork runs
         the preceding tokens again, which needs room. ``InvalidArgument``: stale. ``NotFound``:
-        released. ``ResourceExhausted`` and ``FailedPrecondition``: as
-        ``ModelExecutor.truncate_kv``."""
+        released. Otherwise raises as ``ModelExecutor.truncate_kv``.
+        """

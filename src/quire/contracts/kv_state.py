@@ -17,7 +17,7 @@ Rules for every verb:
 
 * **Check, then change.** A call is checked completely before it changes anything. A refused call
   leaves no trace in pages, lengths, trees, tables, windows, checkpoints or counters. Exhaustion is
-  found before a page is taken.
+  found before taking pages.
 * **Results** are fresh tensors that belong to the caller. ``out=`` (a tensor or a tuple of tensors)
   is written in place and returned. It has the result's shape, dtype and device and shares no memory
   with an input, else ``InvalidArgument``.
@@ -26,8 +26,7 @@ Rules for every verb:
 * **The bracket.** Sequence verbs belong outside a forward; attention, recurrent and position verbs
   inside. While a forward is open, verbs that edit a sequence raise ``FailedPrecondition``, except
   ``clear``, ``abort_forward`` and ``set_cross_kv``; reading verbs show the state before the
-  forward. A failure inside compute (device out of memory) leaves the forward open for
-  ``abort_forward``.
+  forward. A failed compute (device out of memory) leaves the forward open for ``abort_forward``.
 * **Cost.** Bookkeeping is on the host, O(1) per sequence or O(pages touched), never proportional to
   bytes. Past forks, pops, removals and trees make no verb more expensive.
 * **Threads.** A state is used by one thread at a time.
@@ -45,8 +44,8 @@ Errors common to all verbs; if several apply, the first in this order is raised:
 ``ResourceExhausted``    not enough pages; says how many are needed and how many are free
 =======================  ==========================================================================
 
-A docstring below names only errors beyond this table. No torch is imported at run time: a scheduler
-may use these Protocols.
+A docstring below names only errors beyond this table. No torch at run time: schedulers may use
+these Protocols.
 """
 
 from __future__ import annotations
@@ -115,12 +114,12 @@ class KVState(Protocol):
 
         Returns the number of tokens that the caller must run on the child to reach ``fork_pos``: 0
         for attention; with recurrent layers the child stands at the nearest kept state (as
-        ``popn``). (ours) With ``exact=True`` the child stands at ``fork_pos`` and the result is 0,
-        or the call is refused.
+        ``popn``). (ours) ``exact=True`` goes to exactly that position with result 0, or is refused.
 
         ``InvalidArgument``: the child exists, position outside -1..length. ``FailedPrecondition``:
         uncommitted nodes of the parent; an unreachable position; with ``exact``, no state kept
-        there. O(pages) integers, no bytes."""
+        there. O(pages) integers, no bytes.
+        """
 
     def popn(self, seq_id: SeqId, n: int, *, exact: bool = False) -> int:
         """Take back the last ``n`` tokens, 0 <= n <= length; let t = length - n.
@@ -129,26 +128,27 @@ class KVState(Protocol):
         nothing. With recurrent layers the whole sequence goes to c, the nearest kept state at or
         before t. The result is then t - c: the caller must run tokens c..t-1 again. Kept states
         after c are dropped here, not on forks. Any continuation equals that of a fresh run. (ours)
-        With ``exact=True`` the length becomes t and the result is 0, or the call is refused.
+        ``exact=True`` goes to exactly that position with result 0, or is refused.
 
         ``InvalidArgument``: n out of range. ``FailedPrecondition``: uncommitted nodes; a target
         below evicted positions (names the reachable ones); with ``exact``, no state kept at t
-        (names the kept ones). O(pages freed)."""
+        (names the kept ones). O(pages freed).
+        """
 
     def rewind_cost(self, seq_id: SeqId, pos: int) -> int:
-        """(ours) Return the result of ``popn(seq_id, length - pos)`` and change nothing; refuse as
+        """(ours) Return the result of ``popn(seq_id, length - pos)``, without a change; refuse as
         it does."""
 
     def reachable(self, seq_id: SeqId) -> list[range]:
-        """(ours) Return the ascending ranges of positions to which ``popn`` and ``fork_sequence``
-        can go.
+        """(ours) Return, as ascending ranges, the positions for ``popn`` and ``fork_sequence``.
 
         m is reachable if everything that a query at m or later may see of the tokens before m is
         still held. Without windows that is 0..length. For a window (W, s; s = 0 for a layer's
         window), let p be the lowest position >= s from which on all tokens are held. Then 0..s are
         reachable, all m >= p + (W - s) - 1 (one more with ``eviction="forward"``), and everything
         if p = s. 0 and the length are always reachable, and the tokens of the last forward or
-        commit can always be popped. To keep a position, fork there."""
+        commit can always be popped. To keep a position, fork there.
+        """
 
     def enable_sliding_window_for_seq(
         self, seq_id: SeqId, window: int | None, sink: int = 0, *, eviction: Eviction = "token"
@@ -160,13 +160,15 @@ class KVState(Protocol):
         (W - s), whatever the chunks were. ``"forward"``: TVM's rule; the window slides once per
         ``begin_forward``, and a query sees what was cached before and its own chunk up to itself. A
         longer sequence is cut at its next forward. While nothing is evicted, the setting may be
-        replaced, or dropped with ``window=None``. After a forward ``cached_length = min(length,
-        W)``. Attention positions are then cache-relative, q - e for e evicted tokens; keys stay
-        where they were written. Recurrent and cross layers ignore the window.
+        replaced, or dropped with ``window=None``. After a forward
+        ``cached_length = min(length, W)``. Attention positions are then cache-relative, q - e for e
+        evicted tokens; keys stay where they were written. Recurrent and cross layers ignore the
+        window.
 
         ``InvalidArgument``: window < 1, sink < 0, sink >= window. ``FailedPrecondition``: evicted
         already, uncommitted nodes. ``Unsupported``: no layer that a window could concern; a sink
-        with layers that rotate by their own rule. O(1)."""
+        with layers that rotate by their own rule. O(1).
+        """
 
     # -- queries: legal at any time, change nothing, O(1) or O(sequences) --------------------------
 
@@ -174,8 +176,9 @@ class KVState(Protocol):
         """Return whether there is no sequence and every page is free."""
 
     def num_available_pages(self) -> int:
-        """Return how many more pages of P tokens, over all layers, can be taken. ``ceil(capacity /
-        P)`` after ``clear()``. It may be 0 while tail pages have room: ask ``missing_pages``."""
+        """Return how many more pages of P tokens, over all layers, can be taken.
+        ``ceil(capacity / P)`` after ``clear()``. It may be 0 while tail pages have room: ask
+        ``missing_pages``."""
 
     def missing_pages(
         self,
@@ -196,13 +199,11 @@ class KVState(Protocol):
         """(ours) Return the number of uncommitted nodes of the sequence's token tree."""
 
     def total_sequence_length(self) -> int:
-        """Sum cached lengths and uncommitted nodes over sequences; a token that k share counts k
-        times."""
+        """Sum cached lengths and uncommitted nodes; a token of k sequences counts k times."""
 
     def check(self) -> None:
         """(ours) Verify all invariants: references, tables, lengths, trees, windows, states,
-        reservations. ``QuireError`` names the first broken one. O(everything); for tests and
-        debugging."""
+        reservations. ``QuireError`` names the first broken one. O(everything); for tests."""
 
     # -- forward -----------------------------------------------------------------------------------
 
@@ -214,42 +215,40 @@ class KVState(Protocol):
         *,
         checkpoints: Sequence[Sequence[int]] = (),
     ) -> None:
-        """Announce n_i new tokens for sequence i, and reserve their pages; ``end_forward``
-        publishes.
+        """Announce n_i new tokens of sequence i and reserve their pages; ``end_forward`` publishes.
 
         Rows of all tensors of this forward are the tokens of entry 0, then entry 1, and so on.
         Prompts, pieces of prompts, decodes, drafts and trees mix in any order.
         ``token_tree_parents`` None means all chains. Entries with parents add uncommitted nodes.
         The parent of a node is -1 (a root behind the last committed token) or an index below its
         own, over all uncommitted nodes of the sequence in order of appending. A node's position is
-        base + depth. It sees the committed tokens, its ancestors and itself, less what windows
-        remove.
+        base + depth. It sees committed tokens, ancestors and itself, within windows.
 
         In order: releases what no query from the committed length on can see, copies shared tail
         pages that will be written, takes pages, plans every layer class once. The call may use
         pages that it releases. Lengths read as before until ``end_forward``. A sliding sequence
         never holds more than ``ceil(s / P) + ceil((W - s + n) / P) + 1`` pages (n new tokens or
-        nodes, pending ones included).
+        pending nodes).
 
         (ours) ``checkpoints``: for each entry, ascending counts of new tokens, 1..n_i, after which
-        the recurrent state is kept, beside the multiples of the interval; empty: none. Each takes a
-        slot.
+        the recurrent state is kept, besides multiples of the interval. Each takes a slot.
 
         ``InvalidArgument``: lists differ in length, empty batch, n_i < 1, duplicate id, a parent
         not in -1..own index - 1, checkpoints of a tree. ``FailedPrecondition``: a forward is open;
         ordinary tokens behind uncommitted nodes; a sequence that is being imported.
         ``ResourceExhausted``: also when kept recurrent states fill the pool. O(B + T + pages
-        taken), plus one copy of at most P - 1 slots for each page that splits."""
+        taken), plus one copy of at most P - 1 slots for each page that splits.
+        """
 
     def end_forward(self, *, skipped: Collection[int] = ()) -> None:
         """Publish: lengths grow, tree nodes become pending, recurrent states advance.
 
         Every layer that stores tokens must have been written. ``skipped`` names layers left out on
-        purpose (early exit); their rows read as zeros. A recurrent layer without ``set`` keeps its
-        state.
+        purpose (early exit); their rows read as zeros. A recurrent layer without ``set`` stays.
 
-        ``FailedPrecondition``: no open forward; missing layers (names them; the forward stays
-        open). O(B)."""
+        ``FailedPrecondition``: no open forward; missing layers (named; the forward stays open).
+        O(B).
+        """
 
     def abort_forward(self) -> None:
         """(ours) Undo the forward: lengths, trees, recurrent states and pages as before
@@ -261,7 +260,8 @@ class KVState(Protocol):
 
         True positions are length + j, for a tree node base + depth. ``relative=True`` subtracts the
         query's evicted tokens, for models with absolute embeddings or a rotation of their own.
-        ``FailedPrecondition``: no open forward. O(T)."""
+        ``FailedPrecondition``: no open forward. O(T).
+        """
 
     def commit_accepted_token_tree_nodes(self, seq_ids: Sequence[SeqId], leaf_indices: Sequence[int]) -> None:
         """Keep, for each sequence, the path from a root to the given node; forget its other nodes.
@@ -274,7 +274,8 @@ class KVState(Protocol):
 
         ``InvalidArgument``: lists differ in length, duplicate id, leaf outside -1..nodes - 1.
         ``FailedPrecondition``: no uncommitted nodes (even for -1), or a forward is open. Copies at
-        most path length slots per layer; a path of the first nodes copies nothing."""
+        most path length slots per layer; a path of the first nodes copies nothing.
+        """
 
     # -- kept recurrent states ---------------------------------------------------------------------
 
@@ -283,7 +284,8 @@ class KVState(Protocol):
 
         Copies nothing; the page stays. Kept states are never dropped silently. Keeping twice equals
         once. ``Unsupported``: no recurrent layer (every reachable position is exact already).
-        ``FailedPrecondition``: uncommitted nodes, an import, or an open forward. O(1)."""
+        ``FailedPrecondition``: uncommitted nodes, an import, or an open forward. O(1).
+        """
 
     def checkpoints(self, seq_id: SeqId) -> list[int]:
         """(ours) Return the ascending positions of checkpoints, without 0 and the ring of recent
@@ -302,44 +304,42 @@ class KVState(Protocol):
         Format version, layers and kinds, dtypes, geometry, RoPE fingerprint, length, positions held
         per layer class, window, sink and eviction, kept recurrent positions, rows of each cross
         layer (None: not set), and per group names, shapes, bytes, checksums.
-        ``FailedPrecondition``: uncommitted nodes, importing."""
+        ``FailedPrecondition``: uncommitted nodes, importing.
+        """
 
     def get_layout_hash(self) -> str:
         """Return a digest of what both sides must agree on: kinds, geometry, dtype, RoPE, windows.
         Page size, capacity, device and ranks are not part of it."""
 
     def get_layout(self) -> dict[str, Any]:
-        """(ours) Return the content of the layout hash in JSON types: ``layers`` with pages, and
-        layer ids."""
+        """(ours) Return what the layout hash covers, as JSON: ``layers`` with pages, layer ids."""
 
     def export_page_group(self, seq_id: SeqId, group: int, out: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
-        """Return the tensors of one layer (``group`` is its id), in order of position, free of
-        pages.
+        """Return the tensors of one layer (``group`` is its id) by position, free of pages.
 
         ``k [n, Hkv, Dk]`` and ``v [n, Hkv, Dv]``; ``latent [n, row]``; ``state.i`` and
         ``state.i@position``; n positions held, or encoder rows of a cross layer. Shared prefixes
         are resolved. ``InvalidArgument``: no such layer, names or shapes of ``out``.
         ``FailedPrecondition``: uncommitted nodes, importing, a cross layer that is not set (the
-        metadata has no such group). Cost: the bytes of the group."""
+        metadata has no such group). Cost: the bytes of the group.
+        """
 
     def plan_import(self, metadata: Mapping[str, object]) -> dict[int, dict[str, TensorPlan]]:
         """(ours) Return the tensors that an import takes, by layer and name, without reading
         checksums. Changes nothing, and refuses metadata as ``prepare_import`` does."""
 
     def prepare_import(self, seq_id: SeqId, metadata: Mapping[str, object]) -> None:
-        """Make the new sequence ``seq_id``, *importing*, and reserve its pages; touch no other
-        sequence.
-
-        Until ``finish_import`` it serves nothing else; ``remove_sequence`` gives up.
-        ``InvalidArgument``: the id exists; version or layout (expected and found).
-        ``ResourceExhausted``."""
+        """Make the new sequence ``seq_id``, *importing*, with its pages; touch no other. Until
+        ``finish_import`` it serves nothing else; ``remove_sequence`` gives up. ``InvalidArgument``:
+        the id exists; version or layout. ``ResourceExhausted``."""
 
     def import_page_group(self, seq_id: SeqId, group: int, tensors: Mapping[str, Tensor]) -> None:
         """Write one layer of an import, as ``export_page_group`` gave it; any order, once each.
 
         ``InvalidArgument``: group, names, shapes or dtypes (expected and found).
         ``FailedPrecondition``: not prepared, or imported already. ``DataLoss``: checksum. Cost: the
-        bytes of the group."""
+        bytes of the group.
+        """
 
     def finish_import(self, seq_id: SeqId) -> None:
         """Publish an import; stored values equal those of the exported sequence to the bit.
@@ -351,8 +351,7 @@ class AttentionKVCache(KVState, AttentionVerbs, Protocol):
 
 
 class RNNState(KVState, RecurrentVerbs, Protocol):
-    """The state of ``recurrent`` layers: immutable published states, shared by forks; some are
-    kept."""
+    """The state of ``recurrent`` layers: immutable published states, shared by forks."""
 
 
 class ModelState(AttentionKVCache, RNNState, PoolVerbs, Protocol):

@@ -30,7 +30,8 @@ class RopeSpec:
     that changes the frequencies ``theta ** (-2j / rotary_dim)``
     (``quire.ops.rope.inverse_frequencies``). Each later field belongs to the rules that it names
     and is neutral elsewhere. What depends on the context (``length``, ``factors``) is fixed with
-    the spec: stored keys cannot follow frequencies that change later."""
+    the spec: stored keys cannot follow frequencies that change later.
+    """
 
     theta: float
     rotary_dim: int
@@ -40,8 +41,7 @@ class RopeSpec:
     factor: float = 1.0
     """Divisor of frequencies: linear, dynamic, yarn, llama3, proportional."""
     low_freq_factor: float = 1.0
-    """llama3: pairs with fewer turns in ``original_max_position`` tokens are divided by
-    ``factor``."""
+    """llama3: ``factor`` divides pairs with fewer turns in ``original_max_position`` tokens."""
     high_freq_factor: float = 4.0
     """llama3: pairs with more turns stay as they are."""
     original_max_position: int = 0
@@ -53,8 +53,7 @@ class RopeSpec:
     truncate: bool = True
     """yarn: round the bounds between which pairs blend outwards to whole pairs."""
     length: int = 0
-    """dynamic: length in tokens for the base; up to ``original_max_position`` it stays
-    ``theta``."""
+    """dynamic: length in tokens for the base; ``theta`` up to ``original_max_position``."""
     factors: tuple[float, ...] = ()
     """longrope: divisor of each pair's frequency, ``rotary_dim / 2`` numbers, short or long."""
     turning_dim: int = 0
@@ -93,16 +92,14 @@ class KeyValueAttention:
     """Dv, which may differ from Dk"""
     rope: RopeSpec | None = None
     rope_mode: RopeMode = "none"
-    """``normal``: K is stored rotated. ``inline``: stored raw and rotated when read. ``none``: as
+    """``normal``: K is stored rotated. ``inline``: raw, and rotated when read. ``none``: as
     given."""
     sm_scale: float | None = None
     """Scale of the scores; None is Dk ** -0.5."""
     softcap: float | None = None
-    """``softcap * tanh(score / softcap)`` replaces scores (Gemma 2, arXiv:2408.00118); None: no
-    cap."""
+    """Scores become ``softcap * tanh(score / softcap)`` (Gemma 2, arXiv:2408.00118) or stay."""
     sinks: tuple[float, ...] = ()
-    """One learned logit per query head that joins the softmax without a value (gpt-oss); empty:
-    none."""
+    """One learned logit per query head that joins the softmax without a value (gpt-oss)."""
     caller_rotates: bool = False
     """The model rotates q and k by its own rule, so that no query can be moved to another position,
     as the sink of a window requires. Storage and exchange are the same as without."""
@@ -147,8 +144,7 @@ class LatentAttention:
     """The first ``value_dim`` columns of the row are the value."""
     rope: RopeSpec | None = None
     """The last ``rope.rotary_dim`` columns of rows and queries turn with these frequencies, in
-    absorbed and expanded form; None: none turn. Rows are stored as given: the caller has rotated
-    them."""
+    absorbed and expanded form; None: none turn. Rows are stored as the caller rotated them."""
     sm_scale: float | None = None
     """Scale of the scores in every form; None is row_dim ** -0.5."""
     kind: Literal["latent"] = field(default="latent", init=False)
@@ -180,8 +176,8 @@ class LatentAttention:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CrossAttention:
-    """K and V of an encoder, written once per sequence. Every token sees all rows; order, window
-    and rotation do not apply."""
+    """K and V of an encoder, written once per sequence. Every token sees all rows, without order,
+    window or rotation."""
 
     num_heads: int
     num_kv_heads: int
@@ -245,8 +241,7 @@ class InitialValues:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateTensor:
     """One tensor of a recurrent state. ``InvalidArgument``: a size below 1; a dtype outside
-    ``STATE_DTYPES``; initial values that are NaN, do not broadcast to the shape, or do not fit the
-    dtype."""
+    ``STATE_DTYPES``; initial values that are NaN, do not broadcast, or do not fit the dtype."""
 
     shape: tuple[int, ...]
     dtype: str

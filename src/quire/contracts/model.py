@@ -1,8 +1,7 @@
 """What a model offers its runner, and what a forward offers a model.
 
 A model is ``embed``, a list of ``blocks``, ``head``. The runner owns the loop over blocks, so
-pipeline stages and tracing need no hook inside. A model knows no KV state: its blocks see a
-``Pass``.
+pipeline stages and tracing need no hook inside. A model knows no KV state; blocks see a ``Pass``.
 
 Letters: T new tokens of the whole ragged batch, R rows for which logits are wanted, E model width,
 V vocabulary, Hq, Hkv query and KV heads, D, Dk, Dv head sizes.
@@ -33,36 +32,37 @@ class Pass(Protocol):
         """Store K and V of the new tokens, attend over all that each may see.
 
         ``q [T, Hq, Dk]``, ``k [T, Hkv, Dk]``, ``v [T, Hkv, Dv]`` in the model's dtype, *before*
-        RoPE: the state rotates by the layer's spec. Returns ``[T, Hq, Dv]``, contiguous, fresh."""
+        RoPE: the state rotates by the layer's spec. Returns ``[T, Hq, Dv]``, contiguous, fresh.
+        """
         ...
 
     def attend_qkv(self, layer_id: int, qkv_TC: Tensor) -> Tensor:
-        """Attend with a fused projection ``[T, Hq*Dk + Hkv*Dk + Hkv*Dv]``; cheaper than
-        ``attend``."""
+        """Attend with a fused projection ``[T, Hq*Dk + Hkv*Dk + Hkv*Dv]``; cheaper."""
         ...
 
     def attend_shared(self, source_layer_id: int, q_THD: Tensor) -> Tensor:
         """Attend over K and V of ``source_layer_id``, for a layer without its own; store nothing.
-        The source must have run in this forward; window and rotation are the source's. ``q [T, Hq,
-        Dk]`` before RoPE, as in ``attend``. Returns ``[T, Hq, Dv]``, contiguous, fresh."""
+
+        The source must have run in this forward; window and rotation are the source's.
+        ``q [T, Hq, Dk]`` before RoPE, as in ``attend``. Returns ``[T, Hq, Dv]``, contiguous, fresh.
+        """
         ...
 
     def attend_latent(self, layer_id: int, q_THD: Tensor, rows_TR: Tensor, expansion: LatentExpansion) -> Tensor:
-        """Store the latent rows of the new tokens, attend over all that each may see (MLA,
+        """Store latent rows of the new tokens, attend over all they may see (MLA,
         arXiv:2405.04434).
 
         ``q [T, Hq, Dn + Dr]`` and ``rows [T, R + Dr]`` (``[c_kv | k_pe]``) come *before* RoPE,
         which turns their last Dr columns by the layer's spec. Returns ``[T, Hq, Dv]``, contiguous,
-        fresh. Tokens of one forward attend to each other in expanded form; decodes and attention to
-        stored rows use the absorbed form."""
+        fresh. Tokens of one forward attend to each other in expanded form, to stored rows and in
+        decodes in absorbed form.
+        """
         ...
 
     def attend_cross(self, layer_id: int, q_THD: Tensor) -> Tensor:
-        """Attend over all encoder rows of each token's sequence; store nothing.
-
-        The rows come from ``set_cross_kv``. Order, trees and windows do not matter. ``q [T, Hq,
-        Dk]``. Returns ``[T, Hq, Dv]``, contiguous, fresh. ``FailedPrecondition``: a sequence
-        without rows of the layer."""
+        """Attend over all encoder rows of each token's sequence; store nothing. The rows come from
+        ``set_cross_kv``. Order, trees and windows do not matter. ``q [T, Hq, Dk]``. Returns
+        ``[T, Hq, Dv]``, contiguous, fresh. ``FailedPrecondition``: no such rows."""
         ...
 
     def linear_attention(
@@ -98,13 +98,13 @@ class OpenPass(Pass, Protocol):
         ...
 
     def use_mask(self, mask: Tensor) -> None:
-        """Use one mask in all layers: flat bool, entry by entry row-major ``[n, keys]``, columns by
+        """Use one mask in all layers: flat bool, entry by entry ``[n, keys]``, columns by
         address."""
         ...
 
     def use_positions(self, positions: NDArray[np.int64]) -> None:
-        """Rotate the new tokens at these positions ``[T]``, not at their indices; call before the
-        first layer."""
+        """Rotate new tokens at positions ``[T]``, not their indices; call before the first
+        layer."""
         ...
 
     def capture_weights(self) -> None:

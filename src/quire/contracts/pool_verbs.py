@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 Eviction: TypeAlias = Literal["token", "forward"]
 """When a token leaves the window of a sequence: at each query, or once per forward (TVM's rule)."""
 TokenTreeParents: TypeAlias = Sequence[int] | Sequence[Sequence[int] | None]
-"""One flat list of T parents (all entries are trees), or B items, each a list of parents or
-None."""
+"""T parents in one list (all entries are trees), or B items, each a list of parents or None."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateGeometry:
     """Constant sizes of the memory of all layers.
 
-    A *layer class* is the layers that keep the same positions; they share a pool of pages."""
+    A *layer class* is the layers that keep the same positions; they share a pool of pages.
+    """
 
     specs: tuple[KeyValueAttention | LatentAttention, ...]
     """The layers that keep rows of tokens."""
@@ -106,8 +106,7 @@ class PoolVerbs(Protocol):
         """Return the spec of a layer; ``InvalidArgument`` for an unknown one."""
 
     def unfused_layers(self) -> list[int]:
-        """Return the ids among ``geometry.layer_ids`` of layers that attend by forming the
-        weights."""
+        """Return the ids in ``geometry.layer_ids`` of layers that form attention weights."""
 
     # -- sizes -------------------------------------------------------------------------------------
 
@@ -133,8 +132,7 @@ class PoolVerbs(Protocol):
 
     @property
     def capacity(self) -> int | None:
-        """Length of the longest sequence that fits into empty pools; None: windows leave no
-        limit."""
+        """Longest sequence, in tokens, that fits into empty pools; None: windows leave no limit."""
 
     def pool_sizes(self) -> list[int]:
         """Return the pages of each pool."""
@@ -150,8 +148,7 @@ class PoolVerbs(Protocol):
         """Whether a window lets positions run on for ever."""
 
     def nearest_reachable(self, seq_id: SeqId, position: int) -> int:
-        """Return the latest position <= ``position`` that a rewind reaches without running tokens
-        again."""
+        """Return the latest position <= ``position`` that a rewind reaches without a replay."""
 
     def kept_positions(self, seq_id: SeqId) -> list[int]:
         """Return the positions of all recurrent states, ascending, including 0 and the end."""
@@ -198,8 +195,7 @@ class PoolVerbs(Protocol):
 
     def pages_held(self, seq_ids: Collection[SeqId], kept: Collection[SeqId] = ()) -> list[int]:
         """Return the pages of each pool that these sequences hold together; shared ones count once.
-        Count only states that cannot be given up: present ones, and checkpoints of sequences in
-        ``kept``."""
+        Count only states that must stay: present ones, and checkpoints of sequences in ``kept``."""
 
     # -- room --------------------------------------------------------------------------------------
 
@@ -213,8 +209,7 @@ class PoolVerbs(Protocol):
         append_lengths: Sequence[int],
         token_tree_parents: TokenTreeParents | None = None,
     ) -> Shortage:
-        """Return the pages that this ``begin_forward`` lacks, apart from slots of recurrent
-        states."""
+        """Return the pages that this ``begin_forward`` lacks, without slots of recurrent states."""
 
     def full_page_shortage(self, seq_ids: Sequence[SeqId], append_lengths: Sequence[int]) -> Shortage:
         """Return the pages that these tokens lack in a layer class that keeps all tokens. Holds for
@@ -236,12 +231,11 @@ class PoolVerbs(Protocol):
         ``window``: its size and sink; ``step``: tokens of one forward."""
 
     def largest_step(self, window: int, sink: int) -> int:
-        """Return how many tokens of one forward fit into empty pools beside such a window; may be
-        below 1."""
+        """Return how many tokens of one forward fit into empty pools with such a window; may be <
+        1."""
 
     def shortage_in_steps(self, seq_ids: Sequence[SeqId], append_lengths: Sequence[int], most: int) -> int:
-        """Return an upper bound of the missing pages for these tokens in forwards of at most
-        ``most``."""
+        """Bound the missing pages for these tokens in forwards of at most ``most``, from above."""
 
     # -- recurrent states --------------------------------------------------------------------------
 
@@ -261,5 +255,4 @@ class PoolVerbs(Protocol):
         """Return how many slots this ``begin_forward`` leaves; negative: so many are missing."""
 
     def loose_checkpoints(self) -> dict[int, list[tuple[SeqId, int]]]:
-        """Return checkpoints (sequence and position) by slot, for slots that only checkpoints
-        hold."""
+        """Return (sequence, position) of checkpoints by slot, for slots held by nothing else."""

@@ -4,8 +4,8 @@ A KV state describes a forward by a ``RecurrencePlan``; a ``RecurrenceBackend`` 
 The backend takes the states from before the forward and returns those after some rows.
 
 Letters: T new tokens (rows) of the whole batch; G given states; M rows with wanted states; Hq query
-heads, H heads of the state (query head h reads head ``h // (Hq / H)``); K, V sizes of keys and
-values; C channels; W taps.
+heads, H heads of the state (query head h reads head ``h // (Hq / H)``); K, V key and value sizes; C
+channels; W taps.
 """
 
 from __future__ import annotations
@@ -20,21 +20,18 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class RecurrencePlan:
-    """One ragged batch: entry i has rows ``starts[i]..starts[i + 1] - 1``; parents precede
-    children."""
+    """One ragged batch: entry i has rows ``starts[i]..starts[i + 1] - 1``, parents first."""
 
     starts: NDArray[np.int64]
     """``[B + 1]``"""
     parents: NDArray[np.int64]
-    """``[T]``: the row before each row in its sequence or tree; -1: a given state comes before
-    it."""
+    """``[T]``: predecessor of each row in its sequence or tree; -1: a given state."""
     given: NDArray[np.int64]
     """``[T]``: index of the given state before each row with parent -1; -1 elsewhere."""
     wanted: NDArray[np.int64]
     """``[M]``: rows with wanted states, ascending."""
     chains: bool
-    """Whether all entries are chains: entry i starts from given state i (G is B), rows follow in
-    order."""
+    """Whether all entries are chains: entry i starts from given state i (G is B)."""
 
     @property
     def num_rows(self) -> int:
@@ -68,25 +65,25 @@ class RecurrenceBackend(Protocol):
         log_decay: Tensor | None = None,
         beta_TH: Tensor | None = None,
     ) -> Recurred:
-        """Run the gated linear or delta-rule recurrence: out ``[T, Hq, V]``, states ``[M, H, K,
-        V]`` float32.
+        """Run the gated linear or delta rule: out ``[T, Hq, V]``, float32 states ``[M, H, K, V]``.
 
         For each token, with S ``[K, V]`` the state of its predecessor: ``S = exp(log_decay) * S``;
-        ``u = v``, or with beta the delta rule ``u = beta * (v - S^T k)``; ``S = S + k u^T``; ``out
-        = scale * S^T q``. q is ``[T, Hq, K]``, k ``[T, H, K]``, v ``[T, H, V]``, ``log_decay`` <= 0
-        ``[T, H]`` or ``[T, H, K]``, ``beta`` ``[T, H]``. Sums are in float32 (float64 if the states
-        are). This covers linear attention (arXiv:2006.16236), gated (arXiv:2312.06635), Mamba-2's
-        SSD (arXiv:2405.21060: k is B, q is C, v is dt * x, log_decay is dt * A), DeltaNet
-        (arXiv:2406.06484) and gated DeltaNet (arXiv:2412.06464)."""
+        ``u = v``, or with beta the delta rule ``u = beta * (v - S^T k)``; ``S = S + k u^T``;
+        ``out = scale * S^T q``. q is ``[T, Hq, K]``, k ``[T, H, K]``, v ``[T, H, V]``,
+        ``log_decay`` <= 0 ``[T, H]`` or ``[T, H, K]``, ``beta`` ``[T, H]``. Sums are in float32
+        (float64 if the states are). This covers linear attention (arXiv:2006.16236), gated
+        (arXiv:2312.06635), Mamba-2's SSD (arXiv:2405.21060: k is B, q is C, v is dt * x, log_decay
+        is dt * A), DeltaNet (arXiv:2406.06484) and gated DeltaNet (arXiv:2412.06464).
+        """
         ...
 
     def convolve(
         self, plan: RecurrencePlan, x_TC: Tensor, weight_CW: Tensor, bias_C: Tensor | None, states_GWC: Tensor
     ) -> Recurred:
-        """Run the causal depthwise convolution along each path: out ``[T, C]``, states ``[M, W - 1,
-        C]``.
+        """Run the causal depthwise convolution: out ``[T, C]``, states ``[M, W - 1, C]``.
 
-        ``out[t] = bias + sum over j of weight[:, W - 1 - j] * x[j tokens before t]``. A path is a
-        sequence or a branch of its tree. A state holds the last W - 1 inputs, oldest first. Sums
-        are in float32 (float64 if x is)."""
+        ``out[t] = bias + sum over j of weight[:, W - 1 - j] * x[j tokens before t]``. It follows
+        sequences and tree paths. A state holds the last W - 1 inputs, oldest first. Sums in float32
+        (float64 if x is).
+        """
         ...

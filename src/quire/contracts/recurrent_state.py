@@ -27,17 +27,19 @@ class RecurrentVerbs(Protocol):
         """Return the state *before* this forward, ``[B, *shape]``, even after a ``set`` in it.
 
         ``per_token=True``: ``[T, *shape]``, for each row the state of its predecessor or tree
-        parent if that lies before this forward, else 0: the layer computes those itself. Cost: one
-        read of those rows."""
+        parent if that lies before this forward, else 0 for the layer to compute. Cost: one read of
+        the rows.
+        """
 
     def set(self, layer_id: int, state_id: int, data: Tensor, *, per_token: bool = False) -> None:
-        """Set the state after each entry's last token, ``[B, *shape]``, or after each token, ``[T,
-        *shape]``.
+        """Set the state after each entry's last token ``[B, *shape]``, or each token
+        ``[T, *shape]``.
 
         ``per_token=True`` fills the ring with the last states of the chunk and keeps a checkpoint
         that the chunk passes. The last call wins; ``end_forward`` publishes; a layer without
         ``set`` keeps its state. ``InvalidArgument``: a token tree in the batch without
-        ``per_token``. Cost: one write of those rows."""
+        ``per_token``. Cost: one write of those rows.
+        """
 
     def linear_attention(
         self,
@@ -51,15 +53,15 @@ class RecurrentVerbs(Protocol):
         beta: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Run ``get``, the gated linear or delta-rule recurrence, and ``set`` in one: ``[N, Hq,
-        Dv]``.
+        """Run ``get``, the gated linear or delta rule, and ``set`` in one: ``[N, Hq, Dv]``.
 
         The layer's state 0 is S ``[Hkv, Dk, Dv]``, float32. q ``[N, Hq, Dk]``, k ``[N, Hkv, Dk]``,
-        v ``[N, Hkv, Dv]``, ``log_decay`` <= 0 ``[N, Hkv]`` or ``[N, Hkv, Dk]``, ``beta`` ``[N,
-        Hkv]``. For each token, from the state of its predecessor or tree parent: ``S =
-        exp(log_decay) * S``; ``u = v``, or with beta the delta rule ``u = beta * (v - S^T k)``
-        (DeltaNet, arXiv:2406.06484; gated, arXiv:2412.06464); ``S = S + k u^T``; ``out = sm_scale *
-        S^T q``. Trees, ring and checkpoints work. Chunk-parallel kernels equal it up to rounding.
+        v ``[N, Hkv, Dv]``, ``log_decay`` <= 0 ``[N, Hkv]`` or ``[N, Hkv, Dk]``, ``beta``
+        ``[N, Hkv]``. For each token, from the state of its predecessor or tree parent:
+        ``S = exp(log_decay) * S``; ``u = v``, or with beta the delta rule
+        ``u = beta * (v - S^T k)`` (DeltaNet, arXiv:2406.06484; gated, arXiv:2412.06464);
+        ``S = S + k u^T``; ``out = sm_scale * S^T q``. Trees, ring and checkpoints work.
+        Chunk-parallel kernels equal it up to rounding.
         """
 
     def debug_get(self, layer_id: int, state_id: int, seq_id: SeqId, *, position: int | None = None) -> Tensor:

@@ -1,2 +1,1 @@
-"""Fast versions of the operations in ``ops``; each has a reference there with the same
-signature."""
+"""Fast versions of operations in ``ops``; each has a reference there with its signature."""

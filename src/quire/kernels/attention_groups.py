@@ -1,7 +1,6 @@
 """Pieces of a batch, one kernel call each, and the places of the batch's rows and keys in them.
 
-Letters: T new tokens; S slots; P page size; b entries of a group; n rows of an entry, padded; m
-keys, padded.
+Letters: T new tokens; S slots; P page size; b entries of a group; n rows, m keys, padded.
 """
 
 from __future__ import annotations
@@ -42,8 +41,7 @@ class Pool(NamedTuple):
 
     @property
     def v_in_k(self) -> bool:
-        """Whether V is a view of K's first columns (latent attention), so that its rows need no
-        read."""
+        """Whether V is a view of K's first columns (latent attention) and needs no read."""
         k, v = self.k_SHD, self.v_SHD
         return k.data_ptr() == v.data_ptr() and k.stride() == v.stride() and k.shape[:2] == v.shape[:2]
 
@@ -141,8 +139,7 @@ def pages_of(plan: ForwardPlan, entry: int, first: int, stop: int) -> NDArray[np
 
 def keys_of(tables: Sequence[NDArray[np.int32]], plan: ForwardPlan, first: int, stop: int) -> tuple[Keys, int]:
     """Return the keys of these pages, padded to the widest table, and the number of keys left out
-    in front. A single run of pages is used in place, from the slot of ``first`` to that of ``stop -
-    1``."""
+    in front. A single run of pages is used in place, from slot ``first`` to ``stop - 1``."""
     page_size = plan.page_size
     if len(tables) == 1 and is_run(tables[0]):
         offset = first % page_size
@@ -210,8 +207,7 @@ def causal_group(group: list[int], plan: ForwardPlan) -> CausalGroup:
 def paged_group(
     group: list[int], tables: list[NDArray[np.int32]], plan: ForwardPlan, part: VisibleKeys, dtype: torch.dtype
 ) -> PagedGroup:
-    """Group entries that see something; ``tables`` hold the pages from the first to the last
-    visible one."""
+    """Group entries that see something; ``tables``: pages from the first visible to the last."""
     n = int(plan.counts[group].max())
     if part.sink and len(group) > 1:
         keys, base = rows_of(group, plan, part), part.first[group]

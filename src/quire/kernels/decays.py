@@ -33,8 +33,7 @@ class Weighed(NamedTuple):
     weakens what is read and written; a column's decay must be in q and k."""
 
     scores: list[Tensor]
-    """``[X, I, L]`` by reader: share of each row's write in each row's reading; 0 for later
-    rows."""
+    """``[X, I, L]`` by reader: share of each row's write in each reading; 0 for later rows."""
     readers: list[Tensor]
     """``[X, I, K]``: readers of the state before the chunk, with weighed columns."""
     since: list[Tensor]
@@ -45,14 +44,12 @@ class Weighed(NamedTuple):
     until_XL1: Tensor | None
     """Remainder, after the chunk, of what each row writes; None: all, or columns are weighed."""
     total: Tensor | None
-    """``[X, 1, 1]`` or ``[X, K, 1]``: remainder of the state before in the state after; None:
-    all."""
+    """``[X, 1, 1]`` or ``[X, K, 1]``: remainder of the state before after the chunk; None: all."""
     together: bool = False
     """Keys stand for writes before the chunk: these fade like the state."""
 
     def write_(self, states_XKV: Tensor, u_XLV: Tensor) -> None:
-        """Turn the states before into those after ``u`` was written, in place: the largest tensors
-        here."""
+        """Turn the states before into those after writing ``u``, in place: they are large."""
         if self.total is not None and not self.together:
             states_XKV.mul_(self.total)
         states_XKV.baddbmm_(self.k_XKL, u_XLV if self.until_XL1 is None else u_XLV * self.until_XL1)
@@ -61,8 +58,8 @@ class Weighed(NamedTuple):
 
 
 def weigh(readers: Sequence[Tensor], k_BNhLK: Tensor, log_decay: Tensor | None, heads: int) -> Iterator[Weighed]:
-    """Yield the B chunks: readers ``[B, N, h, R, L, K]``, log decays ``[B, N, H, L]`` or with K, at
-    most 0."""
+    """Yield the B chunks for readers ``[B, N, h, R, L, K]`` and log decays <= 0, ``[B, N, H, L]``
+    or ``[B, N, H, L, K]``."""
     if log_decay is not None and log_decay.dim() == 5:
         for start in range(0, len(k_BNhLK), TOGETHER):
             some = slice(start, start + TOGETHER)
@@ -155,8 +152,8 @@ def _scores(q_BNhRLK: Tensor, k_BNhLK: Tensor, fading: _Fading | None, heads: in
 
 def _left(log_decay_BNHLK: Tensor) -> Tensor | None:
     """Return the remainder of each column at each row: products of decays, exact up to a rounding
-    each. None if that is too small to divide by, and on devices other than CPUs, which would have
-    to wait."""
+    each. None if that is too small to divide by, and off the CPU, where the check would wait for
+    the device."""
     if log_decay_BNHLK.device.type != "cpu":
         return None
     # Rows of a head side by side, as products want them.
@@ -182,8 +179,7 @@ def _by_quotients(readers: Sequence[Tensor], k_BNhLK: Tensor, left_BNHLK: Tensor
 
 
 def _by_column(readers: Sequence[Tensor], k_BNhLK: Tensor, log_decay_BNHLK: Tensor) -> Iterator[Weighed]:
-    """Weigh by one decay for each column of the keys (arXiv:2312.06635), between q and k in their
-    product.
+    """Weigh by one decay for each column of the keys (arXiv:2312.06635), between q and k.
 
     The scores are made of squares. A block of 2 m rows is halved. What a right row reads of a left
     row fades up to the middle and after it, by weights of at most 1, so the square of the two is

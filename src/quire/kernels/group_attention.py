@@ -1,7 +1,6 @@
 """One call for each piece of a batch: ``run_...`` returns attention, ``state_of_...`` its state.
 
-Letters: T new tokens; b entries of a group; n rows of an entry, padded; R = b * n; Hq, Hkv heads;
-Dk, Dv head sizes.
+Letters: T new tokens; b entries of a group; n rows, padded; R = b * n; Hq, Hkv heads; Dk, Dv sizes.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 ``cpu/low_rank.cpp`` is compiled on installation if there is a C++ compiler; otherwise
 ``quire.nn.low_rank`` uses PyTorch's operations. One call serves one linear map. PyTorch needs four
-to ten, and each of these costs more than its arithmetic, since the model's own products evict its
-code and data from the caches.
+to ten, each dearer than its arithmetic: the model's own products evict code and data from the
+caches.
 
 Letters: T rows of a forward; S rank rows; I input, O output features of a piece.
 """
@@ -64,8 +64,7 @@ class RowBlocks:
     """int64"""
     largest_rank: int
     room: Tensor
-    """float32 for sums, shared by all maps, since they run in turn. It grows with the largest bound
-    one."""
+    """float32 for sums, shared by all maps, which run in turn. It grows with the largest one."""
 
 
 class NativeLowRank:
@@ -94,8 +93,8 @@ class NativeLowRank:
         return ""
 
     def plan(self, members: Sequence[RankedRows]) -> RowBlocks:
-        """Return the blocks of a forward, with the rows of an adapter side by side: A and B are
-        read once."""
+        """Return the blocks of a forward, by adapter, so that A and B are read once for several
+        rows."""
         blocks: list[tuple[int, int, int, int]] = []
         rows: list[int] = []
         for member in members:
@@ -112,8 +111,8 @@ class NativeLowRank:
         )
 
     def bind(self, plan: RowBlocks, pieces: Sequence[RankPiece]) -> AddProducts:
-        """Return the call for one map; ``pieces`` agree in inputs and dtype and hold all rank rows
-        of ``plan``."""
+        """Return the call for one map; ``pieces`` share inputs and dtype and hold at least the rank
+        rows of ``plan``."""
         inputs, dtype = pieces[0].a_SI.shape[1], pieces[0].a_SI.dtype
         own = (_Piece * len(pieces))(
             *(_Piece(a.data_ptr(), b.data_ptr(), column, b.shape[1]) for a, b, column in pieces)

@@ -16,8 +16,7 @@ from quire.contracts.attention import AttentionState, Scoring
 from quire.ops.attention import merge
 
 FOLDED_ROWS = 16
-"""Up to this many rows a head group is folded into the rows, so that K and V are read once per KV
-head."""
+"""Up to this many rows a head group is folded into the rows: one read of K and V per KV head."""
 MAX_SCORES = 1 << 26
 """Most scores at a time (float32, so 256 MiB) without a kernel that returns the log-sum-exp, and
 most elements of K and V at a time if they must be converted."""
@@ -32,12 +31,11 @@ def lse_attention(
     mask: Tensor | None = None,
     causal: bool = False,
 ) -> AttentionState:
-    """Return the state of a group: ``out [b * n, Hq, Dv]`` in q's dtype or float32, ``lse [b * n,
-    Hq]``.
+    """Return a group's state: ``out [b * n, Hq, Dv]`` in q's dtype or float32, ``lse [b * n, Hq]``.
 
-    q ``[b, n, Hq, Dk]``, k ``[b, Hkv, m, Dk]``, v ``[b, Hkv, m, Dv]``, m >= 1. ``mask``: ``[b, 1,
-    n, m]``, bool (true: visible) or 0 and -inf. ``causal``: row i sees the keys up to i. Rows
-    without visible keys are undefined; the maker of the mask knows them.
+    q ``[b, n, Hq, Dk]``, k ``[b, Hkv, m, Dk]``, v ``[b, Hkv, m, Dv]``, m >= 1. ``mask``:
+    ``[b, 1, n, m]``, bool (true: visible) or 0 and -inf. ``causal``: row i sees the keys up to i.
+    Rows without visible keys are undefined; the maker of the mask knows them.
 
     With 16-bit k and v and wider q all is computed in the dtype of q. With 16-bit q the lse is
     accurate to 2^-13 only, which is less than a rounding of ``out``."""
@@ -56,7 +54,7 @@ def lse_attention(
 
 
 def has_lse_kernel(device: torch.device) -> bool:
-    """Return whether a PyTorch kernel returns the log-sum-exp. It needs K and V of one size
+    """Return whether a PyTorch kernel gives the log-sum-exp; K and V need one size
     (``same_size``)."""
     return device.type == "cpu"
 
@@ -82,8 +80,7 @@ def is_head_of(v: Tensor, k: Tensor) -> bool:
 def flash(
     q_BNHD: Tensor, k_BHMD: Tensor, v_BHMD: Tensor, scale: float, mask: Tensor | None, causal: bool
 ) -> AttentionState:
-    """Use PyTorch's flash attention for CPUs. It checks little: the mask needs q's dtype, m is not
-    0."""
+    """Use PyTorch's flash attention for CPUs. Unchecked: the mask has q's dtype, m > 0."""
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     b, n, heads, dim = q_BNHD.shape
     kv_heads, m = k_BHMD.shape[1:3]
@@ -115,8 +112,7 @@ def flash(
 def widened(
     q_BNHD: Tensor, k_BHMD: Tensor, v_BHMD: Tensor, scale: float, mask: Tensor | None, causal: bool
 ) -> AttentionState:
-    """Run ``flash`` in q's dtype over smaller K and V, with ``MAX_SCORES`` elements of keys at a
-    time."""
+    """Run ``flash`` in q's dtype over smaller K and V, ``MAX_SCORES`` elements at a time."""
     b, kv_heads, m, dim = k_BHMD.shape
     keys = m if causal else max(1, MAX_SCORES // (2 * b * kv_heads * dim))
     states = []
@@ -139,8 +135,7 @@ def widened(
 def bounded(
     q_BNHD: Tensor, k_BHMD: Tensor, v_BHMD: Tensor, scoring: Scoring, mask: Tensor | None, causal: bool
 ) -> AttentionState:
-    """Use explicit scores, ``MAX_SCORES`` at a time: some entries, of these some rows, some
-    keys."""
+    """Use explicit scores, ``MAX_SCORES`` at a time: some entries, some rows, some keys."""
     b, n, heads, _ = q_BNHD.shape
     kv_heads, m = k_BHMD.shape[1:3]
     key_elements = kv_heads * (k_BHMD.shape[3] + v_BHMD.shape[3])
@@ -174,8 +169,7 @@ def bounded(
 def explicit(
     q_BNHD: Tensor, k_BHMD: Tensor, v_BHMD: Tensor, scoring: Scoring, *, bias: Tensor | None, diagonal: int | None
 ) -> AttentionState:
-    """Return a state with all scores in memory. Row i sees the keys up to ``diagonal + i``; None:
-    all."""
+    """Return a state, all scores in memory. Row i sees the keys up to ``diagonal + i`` or all."""
     b, n, heads, dim = q_BNHD.shape
     kv_heads, m = k_BHMD.shape[1:3]
     groups = heads // kv_heads

@@ -5,8 +5,7 @@ and these into chunks. A chunk is a few matrix products: what its rows read of t
 what they read of each other, and the state after it. The delta rule first replaces the values by
 what is new in them, through one triangular system (the WY representation, arXiv:2406.06484, with
 decays arXiv:2412.06464). All decays, by column too, take the same way (``decays``). Pieces of
-single rows (decodes, branching trees, rows that are all wanted) are one batched update of the
-states.
+single rows (decodes, branching trees, all rows wanted) are one batched update of the states.
 
 *Convolution.* Decodes are one batched product. Long chains run one by one, by shifted
 multiplications. Short chains and trees gather each row's ancestors.
@@ -47,8 +46,8 @@ class _Change(Protocol):
 
 
 class Inputs(NamedTuple):
-    """Inputs of the rows: ``[T, ...]``, ``[N, L, ...]``, or for one row of each sequence ``[N,
-    ...]``. q and k may have one head for all heads."""
+    """Inputs of the rows: ``[T, ...]``, ``[N, L, ...]``, or for one row of each sequence
+    ``[N, ...]``. q and k may have one head for all heads."""
 
     q: Tensor
     """``[.., H, R, K]``"""
@@ -62,8 +61,8 @@ class Inputs(NamedTuple):
     """``[.., H]``"""
 
     def mapped(self, change: _Change) -> Inputs:
-        """Apply ``change(tensor, blank)`` to each; ``blank``: padding is 0, so that it neither
-        writes nor decays."""
+        """Apply ``change(tensor, blank)`` to each; ``blank``: padding is 0, so that it writes
+        nothing and lets nothing decay."""
         return Inputs(
             change(self.q, blank=False),
             change(self.k, blank=True),
@@ -74,8 +73,7 @@ class Inputs(NamedTuple):
 
 
 class ChunkedRecurrence:
-    """The recurrence backend ``torch``: the reference up to rounding, in a few calls for each
-    chunk."""
+    """The backend ``torch``: equal to the reference up to rounding, in a few calls per chunk."""
 
     name = "torch"
 
@@ -91,8 +89,7 @@ class ChunkedRecurrence:
         log_decay: Tensor | None = None,
         beta_TH: Tensor | None = None,
     ) -> Recurred:
-        """See the contract; the output has the promoted dtype of q, k and v. ``InvalidArgument`` as
-        checked."""
+        """See the contract; the output has the promoted dtype of q, k, v. ``InvalidArgument``."""
         check_linear_attention(plan, q_THK, k_THK, v_THV, states_GHKV, log_decay, beta_TH)
         compute = sum_dtype(q_THK, k_THK, v_THV, states_GHKV)
         heads, query_heads = states_GHKV.shape[1], q_THK.shape[1]
@@ -194,8 +191,7 @@ def _pick(rows: Tensor, index: NDArray[np.int64]) -> Tensor:
 
 
 def _gather(places: list[tuple[Tensor, int]]) -> Tensor:
-    """Return the states at some places, ``[N, ...]``, as a view if one tensor holds just these in
-    order."""
+    """Return the states at some places, ``[N, ...]``: a view if one tensor holds just these."""
     tensor = places[0][0]
     if all(other is tensor for other, _ in places):
         if len(places) == 1:
@@ -210,8 +206,7 @@ def _gather(places: list[tuple[Tensor, int]]) -> Tensor:
 
 def _update(states_NHKV: Tensor, rows: Inputs, scale: float) -> tuple[Tensor, Tensor]:
     """Run one row of each sequence; return outputs ``[N, H, R, V]`` and the states after, fresh.
-    Each state is read and written several times, so CPUs take a few sequences at a time, as caches
-    allow."""
+    Each state is used several times, so CPUs take as many sequences at a time as caches allow."""
     states = torch.empty_like(states_NHKV, memory_format=torch.contiguous_format)
     number, heads, values = len(states), states.shape[1], states.shape[3]
     out_NHRV = states.new_empty(number, heads, rows.q.shape[2], values)
@@ -239,12 +234,9 @@ def _update(states_NHKV: Tensor, rows: Inputs, scale: float) -> tuple[Tensor, Te
 
 
 def _piece(states_NHKV: Tensor, rows: Inputs, scale: float, out_NPHV: Tensor) -> Tensor:
-    """Run P rows of each sequence, chunk by chunk, into ``out_NPHV``; return the states after,
-    fresh.
-
-    With the delta rule the rows' u solve ``u_i + sum over j < i of beta_i s_ij u_j = beta_i (v_i -
-    r_i)``: s are the scores of the keys with each other, r is what the keys read of the state
-    before."""
+    """Run P rows of each sequence, chunk by chunk, into ``out_NPHV``; return fresh states. With the
+    delta rule the rows' u solve ``u_i + sum over j < i of beta_i s_ij u_j = beta_i (v_i - r_i)``: s
+    scores keys with each other, r is the keys' reading of the state before."""
     heads, count = states_NHKV.shape[1], out_NPHV.shape[1]
     chunks = -(-count // CHUNK)
     q, k, v, log_decay, beta = rows.mapped(lambda x, blank: _chunked(x, chunks))
@@ -276,8 +268,7 @@ def _piece(states_NHKV: Tensor, rows: Inputs, scale: float, out_NPHV: Tensor) ->
 
 
 def _chunked(x: Tensor, chunks: int) -> Tensor:
-    """Chunk ``[N, P, H, ..]`` as ``[B, N, H, L, ..]``: a view if B divides P, else rows of 0 are
-    added."""
+    """Chunk ``[N, P, H, ..]`` as ``[B, N, H, L, ..]``: a view if B divides P, else padded by 0."""
     missing = -x.shape[1] % chunks
     if missing:
         x = torch.cat([x, x.new_zeros(x.shape[0], missing, *x.shape[2:])], 1)
@@ -304,7 +295,7 @@ def _inverse(scores_BXLL: Tensor, beta_BXL: Tensor) -> Tensor:
 
 
 def _addresses(plan: RecurrencePlan, given: int, kept: int) -> NDArray[np.int64]:
-    """Return ``[W, T]``: addresses of each row's inputs, oldest first, in the G states' rows, then
+    """Return ``[W, T]``: places of each row's inputs, oldest first, in the states' rows, then
     x's."""
     offset, rows = given * kept, np.arange(plan.num_rows)
     found = np.empty((kept + 1, plan.num_rows), dtype=np.int64)

@@ -3,8 +3,7 @@
 A piece is a run of consecutive rows. It ends where the state is needed: at a wanted row, at a row
 with several children, and at the latest after the longest length. A piece's *depth* is the number
 of pieces before it in its sequence or tree, so pieces of one depth are independent. Those of
-similar length form a group and run together. A chain is thus a few long pieces, a bushy tree its
-levels.
+similar length form a group and run together. A chain is a few long pieces, a bushy tree its levels.
 
 Letters: T rows; N pieces of a group; L the length of its longest.
 """
@@ -108,8 +107,8 @@ class GroupRows:
         return taken.masked_fill(self._padding.reshape(*self._shape, *[1] * (x.dim() - 1)), 0)
 
     def room(self, out: Tensor) -> Tensor:
-        """Return a contiguous ``[N, L, ...]`` to ``put`` into out ``[T, ...]``; a view if
-        possible."""
+        """Return a contiguous ``[N, L, ...]`` to ``put`` into out ``[T, ...]``, if possible a
+        view."""
         if self._run is not None:
             return out[self._run].view(*self._shape, *out.shape[1:])
         return out.new_empty(*self._shape, *out.shape[1:])

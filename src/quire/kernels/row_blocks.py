@@ -1,8 +1,7 @@
 """Blocks of rows of one entry with different visible keys, each over its own range of keys.
 
 A window of W keys over a chunk of any length thus costs W + block keys for each row. Keys that all
-rows of a block see need no mask. Many of them form a segment with its own attention, which is then
-merged.
+rows of a block see need no mask. Many of them form a segment, attended alone and merged.
 
 Letters: n rows of an entry or block; m keys.
 """
@@ -35,7 +34,7 @@ class Segment:
     """Index of the first, counted from the block's first key."""
     stop: int
     mask: Tensor | None
-    """``[1, 1, n, stop - start]``: 0 or -inf in q's dtype; or bool, true: visible. None: all
+    """``[1, 1, n, stop - start]``: 0 or -inf in q's dtype, or bool, true: visible. None: all
     visible."""
     blind: Tensor | None
     """int64: rows of the block without keys here; None: there are none."""
@@ -77,8 +76,7 @@ class BlockPlanner:
         self._masks: dict[tuple[bytes, bytes, int], Mask] = {}
 
     def splits(self, entry: int) -> bool:
-        """Return whether many keys in front of a ruled entry need no mask, since all its rows see
-        them."""
+        """Return whether an entry's rule leaves many keys in front that all its rows see."""
         if entry not in self.part.columns:
             return False
         rows = slice(int(self.plan.starts[entry]), int(self.plan.starts[entry + 1]))

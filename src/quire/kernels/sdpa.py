@@ -5,8 +5,7 @@ The batch is cut into groups of one call each:
 * prompts without a past: their own fresh K and V, causal, padded together if lengths are close;
 * decodes, and apart from them short chunks: pages gathered into a padded tensor, with a mask; a
   single entry with pages in one run is a view of the pool and gathers nothing;
-* long chunks with a past: self attention (causal) merged with attention over the past (no mask), by
-  log-sum-exp;
+* long chunks with a past: causal self attention merged with unmasked attention over the past;
 * long chunks with keys hidden by a window, a tree or a mask: blocks of rows (``row_blocks``).
 
 Invisible pages are in no group: a windowed decode costs its window. A query head group is folded
@@ -111,7 +110,7 @@ class SdpaPlan:
         return pool.k_SHD.index_select(0, self._new_slots), pool.v_SHD.index_select(0, self._new_slots)
 
     def _slots(self) -> Tensor:
-        """Return int64 ``[T]``: slots of the last ``counts`` keys of each entry, 0 if missing or
+        """Return int64 ``[T]``: slots of each entry's last ``counts`` keys, 0 if missing or
         null."""
         plan = self.plan
         slots = np.zeros(plan.num_tokens, dtype=np.int64)
@@ -137,8 +136,7 @@ class SdpaAttention:
         )
 
     def fuses(self, spec: LayerSpec, device: torch.device) -> bool:
-        """Return whether kernels serve such a layer. None caps scores; merges need the
-        log-sum-exp."""
+        """Return whether kernels serve such a layer: they cap no scores; merges need the lse."""
         if isinstance(spec, KeyValueAttention) and (spec.softcap is not None or not spec.sinks):
             return spec.softcap is None
         return has_lse_kernel(device)
@@ -290,8 +288,7 @@ def run_states(
     pool: Pool,
     scoring: Scoring,
 ) -> AttentionState:
-    """Return the state of the batch, ``out`` in float32 or better: rounded once, after all
-    merges."""
+    """Return the batch's state, ``out`` in float32 or better: rounded once, after merges."""
     state = state_of_part(plan, plan.window, q_THD, new, pool, scoring)
     if plan.sink is None or q_sink_THD is None:
         return state

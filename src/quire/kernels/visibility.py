@@ -1,5 +1,4 @@
-"""Visible keys of the rows of a batch as ranges of addresses, with masks only where ranges do not
-suffice.
+"""Visible keys of a batch's rows as ranges of addresses, with masks only where necessary.
 
 If positions decide, a row sees the keys at addresses ``low <= address < high``. If the rule of an
 entry decides, the visible keys are columns of a boolean matrix. Cost: proportional to the rows and
@@ -87,8 +86,7 @@ def sink_part(plan: ForwardPlan) -> VisibleKeys | None:
 
 
 def ruled(plan: ForwardPlan) -> list[tuple[int, int, int, NDArray[np.int64], NDArray[np.bool_]]]:
-    """Return entries with a rule: number, first row, one past the last, positions of the keys,
-    mask."""
+    """Return entries with a rule: number, first row, one past the last, key positions, mask."""
     return [
         (entry, int(plan.starts[entry]), int(plan.starts[entry + 1]), rule.positions, rule.allowed)
         for entry, rule in enumerate(plan.rules)
@@ -125,8 +123,8 @@ def visibility(
 
 
 def trim(visible: NDArray[np.bool_], first: int) -> Columns | None:
-    """Return the columns from the first visible one to the last; None if none. ``first``: column
-    0's address."""
+    """Return the columns from the first visible to the last, or None; ``first``: column 0's
+    address."""
     used = np.flatnonzero(visible.any(0))
     if not used.size:
         return None
@@ -134,8 +132,7 @@ def trim(visible: NDArray[np.bool_], first: int) -> Columns | None:
 
 
 def chains(plan: ForwardPlan, part: VisibleKeys) -> NDArray[np.bool_]:
-    """Return ``[B]``: whether the new tokens are the entry's last keys and see all keys up to
-    themselves."""
+    """Return ``[B]``: whether new tokens are an entry's last keys and see all up to themselves."""
     # By position no row sees so many if a rule decides about the last of them.
     behind = np.repeat(plan.keys - plan.starts[1:], plan.counts) + np.arange(plan.num_tokens) + 1
     rows = (part.low == 0) & (part.high == behind)

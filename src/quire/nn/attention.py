@@ -1,6 +1,7 @@
 """Softmax attention: project, ask the pass, project.
 
-Letters: T tokens, E model width, Hq, Hkv query and KV heads, Dk, Dv head sizes, C = Hq*Dk + Hkv*Dk + Hkv*Dv.
+Letters: T tokens, E model width, Hq, Hkv query and KV heads, Dk, Dv head sizes, C = Hq*Dk + Hkv*Dk
++ Hkv*Dv.
 """
 
 from __future__ import annotations
@@ -41,8 +42,7 @@ class Attention:
 
 
 class NormedAttention(Attention):
-    """Attention with a norm over each query and key head before rotation (Qwen3, Gemma 3,
-    StableLM)."""
+    """Attention with normed query and key heads before rotation (Qwen3, Gemma 3, StableLM)."""
 
     __slots__ = ("_sizes", "k_norm", "q_norm")
 
@@ -75,8 +75,7 @@ class NormedAttention(Attention):
 
 
 class WidthNormedAttention(NormedAttention):
-    """Attention with norms over all heads at once (OLMo 2): of ``[T, Hq*Dk]`` and ``[T,
-    Hkv*Dk]``."""
+    """Attention with norms over all heads at once (OLMo 2): ``[T, Hq*Dk]``, ``[T, Hkv*Dk]``."""
 
     __slots__ = ()
 

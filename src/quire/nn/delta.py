@@ -1,5 +1,4 @@
-"""The gated delta net: linear attention that corrects what it has stored (arXiv:2412.06464), as in
-Qwen3-Next.
+"""The gated delta net: linear attention that corrects its memory (arXiv:2412.06464; Qwen3-Next).
 
 Letters: T tokens, E model width, J key heads, H value heads (key head j serves H / J consecutive
 ones), K, V head sizes, W taps of the convolution, C = 2*J*K + H*V convolved channels.
@@ -109,8 +108,8 @@ class GatedDeltaNet:
         *,
         activation: str = "silu",
     ) -> None:
-        """Take a ``norm`` of ``[T, H, V]`` by head and, after the convolution, one of
-        ``nn.mlp.ACTIVATIONS``."""
+        """Take a ``norm`` of ``[T, H, V]`` by head and one of ``nn.mlp.ACTIVATIONS`` to follow the
+        convolution."""
         self.layer_id = layer_id
         self.shape = shape
         self.project = weights.project

@@ -19,8 +19,7 @@ class EmbeddingTerm(Protocol):
 
 
 class Embedding:
-    """A table ``weight [V, E]``, one row per token id. ``low_rank``: as in
-    ``quire.nn.linear.Linear``."""
+    """A table ``weight [V, E]``, one row per token id. ``low_rank``: as in ``nn.linear.Linear``."""
 
     __slots__ = ("low_rank", "weight")
 

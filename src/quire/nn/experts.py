@@ -49,8 +49,7 @@ class ActivatedGate:
 class ClampedGate:
     """``gate * sigmoid(alpha * gate) * (up + 1)`` of rows with alternating gate and up (gpt-oss).
 
-    The gate is at most ``limit``, up lies in -``limit``..``limit``. Computed in float32, rounded
-    once."""
+    Gate is at most ``limit``, up in -``limit``..``limit``. Computed in float32, rounded once."""
 
     __slots__ = ("alpha", "limit")
 
@@ -204,8 +203,7 @@ class Experts:
 
 
 class SharedExpert:
-    """The expert of all tokens: ``sigmoid(gate(x)) * mlp(x)`` (Qwen2-MoE), or ``mlp(x)``
-    (DeepSeek)."""
+    """All tokens' expert: ``sigmoid(gate(x)) * mlp(x)`` (Qwen2-MoE) or ``mlp(x)`` (DeepSeek)."""
 
     __slots__ = ("gate", "mlp")
 

@@ -1,5 +1,4 @@
-"""Multi-head latent attention (MLA, DeepSeek-V2, arXiv:2405.04434): one short row per token for all
-heads.
+"""Multi-head latent attention (MLA, DeepSeek-V2, arXiv:2405.04434): one short row per token.
 
 The row is ``[c_kv | k_pe]``: a latent, with each head's keys and values as linear maps of it, and
 the positional part of the key, the same for all heads. Queries may come through a narrow layer.
@@ -58,7 +57,7 @@ class MultiHeadLatentAttention(Attention):
         ``qkv``: E to C, rows of the queries, then ``c_kv``, then ``k_pe``. ``out``: Hq*Dv to E.
         ``latent_norm``: of ``c_kv``. ``kv_up_CR``: ``[Hq * (Dn + Dv), R]``, for each head the rows
         of its keys, then of its values; copied. ``nope_dim``: Dn. ``query_up``: None if ``qkv``
-        gives the queries themselves."""
+        gives queries."""
         super().__init__(layer_id, spec, qkv, out)
         self.latent_norm = latent_norm
         self.query_up = query_up
@@ -81,8 +80,7 @@ class MultiHeadLatentAttention(Attention):
         return self.out(pass_.attend_latent(self.layer_id, q_THD, rows_TR, self.expansion).flatten(-2))
 
     def pack(self) -> None:
-        """Pack each linear map if there is a packed form. The expansion stays: the pass multiplies
-        by it."""
+        """Pack each linear map that has a packed form. The expansion stays: the pass uses it."""
         super().pack()
         if self.query_up is not None:
             self.query_up.up = packed(self.query_up.up)

@@ -27,8 +27,7 @@ class Linear:
     one place: a subclass with its own ``product`` replaces the plain one.
 
     ``name``: the model's parameter without ``.weight``, by which adapters find the map; "": they
-    cannot. ``low_rank``: the adapters' term, set and removed by their holder
-    (``quire.runner.adapter_pool``)."""
+    cannot. ``low_rank``: the adapters' term, set and removed by ``quire.runner.adapter_pool``."""
 
     __slots__ = ("bias", "low_rank", "name", "weight")
 

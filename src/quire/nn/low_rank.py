@@ -153,8 +153,7 @@ def _runs(members: Sequence[RankedRows]) -> list[list[RankedRows]]:
 
 
 class RowPlans:
-    """Rows under adapters for one kind of map (for all rows, or the head) and any set of
-    adapters."""
+    """Rows under any set of adapters for one kind of map (for all rows, or the head)."""
 
     def __init__(
         self,
@@ -163,7 +162,7 @@ class RowPlans:
         device: torch.device,
         kernel: LowRankKernel | None = None,
     ) -> None:
-        """Take ``shares`` by adapter id, the number of all ``rows``, and a ``kernel`` for short
+        """Take ``shares`` by adapter id, the number of all ``rows``, a ``kernel`` for short
         chunks."""
         self.rows = rows
         self.used = frozenset(shares)
@@ -173,8 +172,8 @@ class RowPlans:
         self._plans: dict[frozenset[int], tuple[tuple[RowSet, ...], Any]] = {}
 
     def plan_of(self, adapters: frozenset[int]) -> tuple[tuple[RowSet, ...], Any]:
-        """Return parts, and the kernel's plan for rows in no part, for adapters with a common piece
-        of a map."""
+        """Return parts, and the kernel's plan for other rows, for adapters of one piece of a
+        map."""
         if adapters not in self._plans:
             # By row, not by id: rows that are neighbours stay neighbours.
             shares = sorted((one for adapter in adapters for one in self._shares[adapter]), key=lambda one: one.begin)
@@ -199,8 +198,7 @@ class RowPlans:
 
 
 class RankRows:
-    """A and B of one piece of a linear map, of all adapters that change it: ``a [S, I]``, ``b [S,
-    O]``."""
+    """A and B of one piece of a linear map, of all its adapters: ``a [S, I]``, ``b [S, O]``."""
 
     __slots__ = ("a_SI", "b_SO", "row", "updates")
 
@@ -227,7 +225,7 @@ class RankRows:
         return a_SI, b_SO
 
     def write(self, adapter_id: int, first: int, rank: int) -> None:
-        """Write an adapter's update to ``rank`` rows from ``first`` on, with zeros beyond its own
+        """Write an adapter's update to ``rank`` rows from ``first`` on, zeros beyond its own
         rank."""
         update = self.updates[adapter_id]
         last, end = first + update.rank, first + rank
@@ -278,7 +276,7 @@ class LinearWork:
 
 
 class LowRankLinear:
-    """The term of one linear map: ``pieces`` by (first output, outputs), ``work`` of the present
+    """The term of one linear map: ``pieces`` by (first output, outputs), ``work`` of this
     forward."""
 
     __slots__ = ("bias", "dtype", "pieces", "tables", "work")
@@ -346,8 +344,7 @@ class EmbeddingChange:
 
 
 class LowRankEmbedding:
-    """The term of the embedding: loaded ``adapters`` that change it (ids), ``work`` of this
-    forward."""
+    """The term of the embedding: ids of ``adapters`` that change it, ``work`` of this forward."""
 
     __slots__ = ("adapters", "dtype", "rows", "work")
 
@@ -359,8 +356,7 @@ class LowRankEmbedding:
         self.work: list[tuple[Index, EmbeddingChange]] = []
 
     def apply_to(self, x_TE: Tensor, tokens_T: Tensor) -> None:
-        """See ``quire.nn.embedding.EmbeddingTerm``. ``InvalidArgument`` for rows of another
-        forward."""
+        """See ``nn.embedding.EmbeddingTerm``. ``InvalidArgument`` for rows of another forward."""
         if self.work and tokens_T.shape[0] != self.rows:
             raise InvalidArgument(
                 f"{tokens_T.shape[0]} tokens where adapters were told of {self.rows}; embed them at once"

@@ -2,7 +2,7 @@
 
 Letters: T tokens, E model width, H heads, P head size, G groups (each serves H / G consecutive
 heads), N size of the state, W taps of the convolution, C = H*P + 2*G*N convolved channels, Z = H*P
-+ C + H columns of the projection.
++ C + H projected columns.
 """
 
 from __future__ import annotations
@@ -114,8 +114,8 @@ class Mamba2Mixer:
         scale_Z: Tensor | None = None,
     ) -> None:
         """Take a ``norm`` of ``[T, H*P]`` (None: plain ``y * silu(gate)``), one of
-        ``nn.mlp.ACTIVATIONS`` for after the convolution, and factors ``scale_Z`` of the
-        projection's columns (None: 1)."""
+        ``nn.mlp.ACTIVATIONS`` for after the convolution, and factors ``scale_Z`` of Z columns
+        (None: 1)."""
         self.layer_id = layer_id
         self.shape = shape
         self.project = weights.project

@@ -55,8 +55,7 @@ class GatedAttention(NormedAttention):
         q_norm: Callable[[Tensor], Tensor],
         k_norm: Callable[[Tensor], Tensor],
     ) -> None:
-        """Take ``qkv`` (E to 2*Hq*D + 2*Hkv*D) and norms of ``[T, H, D]`` with contiguous
-        results."""
+        """Take ``qkv`` (E to 2*Hq*D + 2*Hkv*D) and norms ``[T, H, D]`` with contiguous results."""
         super().__init__(layer_id, spec, qkv, out, q_norm, k_norm)
         self._sizes[0] *= 2
 

@@ -28,8 +28,7 @@ class GatedMLP:
     __slots__ = ("activation", "down", "gate_up")
 
     def __init__(self, gate_up: Linear, down: Linear, activation: str = "silu") -> None:
-        """Take ``gate_up`` (E to 2F, rows of gate first), ``down`` (F to E), and one of
-        ``ACTIVATIONS``."""
+        """Take ``gate_up`` (E to 2F, gate first), ``down`` (F to E) and one of ``ACTIVATIONS``."""
         self.gate_up = gate_up
         self.down = down
         self.activation = ACTIVATIONS[activation]

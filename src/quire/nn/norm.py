@@ -1,5 +1,4 @@
-"""Normalisation layers: root mean square (arXiv:1910.07467) and mean with variance
-(arXiv:1607.06450).
+"""Norm layers: root mean square (arXiv:1910.07467), mean with variance (arXiv:1607.06450).
 
 Letters: any leading dimensions, then E the normalised one; H heads, D head size; C channels.
 """
@@ -58,7 +57,7 @@ class WideRMSNorm:
 
 
 class LayerNorm:
-    """``(x - mean(x)) / sqrt(var(x) + eps) * weight + bias``, computed in float32 and rounded once."""
+    """``(x - mean(x)) / sqrt(var(x) + eps) * weight + bias``, in float32 and rounded once."""
 
     __slots__ = ("_shape", "bias", "eps", "weight")
 
@@ -92,9 +91,9 @@ class LayerNormPerHead:
 class GatedRMSNorm:
     """A root mean square norm of a mixer's output and ``silu`` of a gate, in float32, rounded once.
 
-    ``gate_first``: ``norm(x * silu(gate))`` (Mamba-2, arXiv:2405.21060); else ``norm(x) *
-    silu(gate)`` (Qwen3-Next). ``groups`` divides the channels into equal parts with a mean each,
-    under one weight."""
+    ``gate_first``: ``norm(x * silu(gate))`` (Mamba-2, arXiv:2405.21060); else
+    ``norm(x) * silu(gate)`` (Qwen3-Next). ``groups``: equal parts of the channels, with a mean
+    each, under one weight."""
 
     __slots__ = ("_shape", "eps", "gate_first", "weight")
 
@@ -106,8 +105,8 @@ class GatedRMSNorm:
         self._shape = (groups, len(weight) // groups)
 
     def __call__(self, x: Tensor, gate: Tensor) -> Tensor:
-        """Map ``[..., C]`` of any float type and a gate ``[..., C]`` to a fresh ``[..., C]`` in the
-        gate's dtype."""
+        """Map any float ``[..., C]`` and a gate ``[..., C]`` to a fresh ``[..., C]`` in the gate's
+        dtype."""
         open_ = F.silu(gate.float())
         x = x.float() * open_ if self.gate_first else x.float()
         parts = x.view(*x.shape[:-1], *self._shape)

@@ -19,8 +19,7 @@ ROWS_HINT = 16
 
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether this PyTorch packs such weights. Processors without AVX-512 or its like
-    refuse."""
+    """Return whether this PyTorch packs such weights. It refuses without AVX-512 or its like."""
     return (
         device.type == "cpu"
         and dtype == torch.bfloat16

@@ -26,8 +26,8 @@ class ShortConvShape:
     """W, 2 or more"""
 
     def spec(self, dtype: torch.dtype) -> Recurrent:
-        """Return the state of a layer: the last W - 1 convolution inputs, oldest first, in the
-        model's dtype."""
+        """Return a layer's state: the last W - 1 convolution inputs, oldest first, in the model's
+        dtype."""
         shape = (self.taps - 1, self.channels)
         return Recurrent(states=(StateTensor(shape=shape, dtype=str(dtype).removeprefix("torch.")),))
 

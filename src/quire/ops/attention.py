@@ -24,8 +24,8 @@ def attend(
     """Return softmax attention of every query over its keys in ``visible_NM`` (bool).
 
     Scores are ``scale * q k``, with ``softcap`` c ``c * tanh(scale * q k / c)``. Computed in
-    float32 (float64 for float64 input), output in the dtype of q. ``out [N, Hq, Dv]``, ``lse [N,
-    Hq]``; 0 and -inf for a query without keys."""
+    float32 (float64 for float64 input), output in the dtype of q. ``out [N, Hq, Dv]``,
+    ``lse [N, Hq]``; 0 and -inf for a query without keys."""
     scores_HNM = masked_scores(q_NHD, k_MHD, visible_NM, Scoring(scale, softcap))
     return weigh(scores_HNM, v_MHD, q_NHD.dtype)
 
@@ -71,8 +71,7 @@ def merge(a: AttentionState, b: AttentionState) -> AttentionState:
 
 
 def visible_keys(plan: ForwardPlan, entry: int) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """Return ``[n, keys]`` twice: keys, by address, that rows see in the window part and in the
-    sink part."""
+    """Return ``[n, keys]`` twice: visible keys by address in the window part and the sink part."""
     rows = slice(int(plan.starts[entry]), int(plan.starts[entry + 1]))
     positions = int(plan.origins[entry]) + np.arange(int(plan.keys[entry]))
     rule = plan.rules[entry]
@@ -88,8 +87,7 @@ def visible_keys(plan: ForwardPlan, entry: int) -> tuple[NDArray[np.bool_], NDAr
 
 
 def check_sink_query(plan: ForwardPlan, q_sink_THD: Tensor | None) -> None:
-    """Raise ``InvalidArgument`` unless the sink query is given exactly if the plan has sink
-    parts."""
+    """Raise ``InvalidArgument`` unless sink query and sink parts are both there or both missing."""
     if (plan.sinks is None) != (q_sink_THD is None):
         has, given = "no" if plan.sinks is None else "a", "no" if q_sink_THD is None else "a"
         raise InvalidArgument(f"the plan has {has} sink part and {given} q_sink_THD is given; both or none are needed")
@@ -98,8 +96,7 @@ def check_sink_query(plan: ForwardPlan, q_sink_THD: Tensor | None) -> None:
 def entry_scores(
     plan: ForwardPlan, entry: int, q_THD: Tensor, k_SHD: Tensor, scoring: Scoring, q_sink_THD: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return scores ``[Hq, n, M]`` of one entry over its M visible keys, their addresses and
-    slots."""
+    """Return an entry's scores ``[Hq, n, M]`` over M visible keys, their addresses and slots."""
     rows = slice(int(plan.starts[entry]), int(plan.starts[entry + 1]))
     window, sink = visible_keys(plan, entry)
     seen = np.flatnonzero((window | sink).any(0))
@@ -124,13 +121,11 @@ def attention_weights(
     q_sink_THD: Tensor | None = None,
     sinks_H: Tensor | None = None,
 ) -> list[Tensor]:
-    """Return the weight of every key for every new token: float32 ``[Hq, n, keys]`` per entry, by
-    address.
+    """Return the weights of keys for new tokens: float32 ``[Hq, n, keys]`` per entry, by address.
 
     0 for keys that a row does not see. The weights of a row sum to 1; with learned logits
     ``sinks_H`` to less, and to 0 for a row without keys. Arguments as in ``AttentionBackend.run``.
-    All weights are in memory, for inspection. ``InvalidArgument`` if ``q_sink_THD`` is missing or
-    surplus."""
+    All weights are in memory. ``InvalidArgument``: ``q_sink_THD`` is missing or surplus."""
     check_sink_query(plan, q_sink_THD)
     result = []
     for entry in range(plan.num_entries):
@@ -144,8 +139,7 @@ def attention_weights(
 
 
 class ReferenceAttention:
-    """The attention backend that defines the others: entry by entry, explicit masks, float32 or
-    better."""
+    """The backend that defines the others: entry by entry, explicit masks, float32 or better."""
 
     name = "reference"
 
@@ -194,8 +188,7 @@ class ReferenceAttention:
         q_sink_THD: Tensor | None = None,
         coarse: bool = False,
     ) -> AttentionState:
-        """See the contract; ``lse`` is float64 for float64 input, never coarse. Raise as
-        ``run``."""
+        """See the contract; float64 ``lse`` for float64 input, never coarse. Raise as ``run``."""
         del new, coarse
         return self._state(prepared, q_THD, k_SHD, v_SHD, scoring, q_sink_THD, None)
 

@@ -3,11 +3,9 @@
 A router gives each token one logit per expert. The token goes through its K best experts and takes
 the weighted sum of their outputs (arXiv:1701.06538, in the form of Mixtral, arXiv:2401.04088).
 Nothing is dropped: an expert takes all tokens that choose it. ``route`` is reference and
-implementation in one; ``mix`` defines the result of ``quire.nn.experts.Experts``, one token at a
-time.
+implementation in one; ``mix`` defines ``quire.nn.experts.Experts``, one token at a time.
 
-Letters: T tokens, X experts, K experts of a token, G groups of experts, N some of them, E model
-width, R rows.
+Letters: T tokens, X experts, K experts of a token, G groups, N some of them, E model width, R rows.
 """
 
 from __future__ import annotations
@@ -32,14 +30,11 @@ class Routing:
 
     top_k: int
     softmax: Literal["all", "chosen"] = "all"
-    """Over the logits of all experts before the choice, or of the chosen ones after it
-    (gpt-oss)."""
+    """Over all experts' logits before the choice, or the chosen ones' after it (gpt-oss)."""
     renormalise: bool = False
-    """Whether the weights of the chosen experts are divided by their sum; with ``chosen`` that is
-    1."""
+    """Whether the chosen experts' weights are divided by their sum (1 with ``chosen``)."""
     scores: Literal["softmax", "sigmoid"] = "softmax"
-    """Score of a logit before the choice: its share of the softmax, or its sigmoid
-    (DeepSeek-V3)."""
+    """Score of a logit before the choice: its softmax share, or its sigmoid (DeepSeek-V3)."""
     groups: int = 1
     """Number of groups of neighbouring experts, of equal size (DeepSeek-V2, arXiv:2405.04434)."""
     top_groups: int = 1
@@ -49,8 +44,7 @@ class Routing:
     scale: float = 1.0
     """Factor of all weights, applied last."""
     in_float32: bool = False
-    """Whether logits are made in float32 or wider for every model dtype; otherwise in the
-    model's."""
+    """Whether logits are in float32 or wider for every model dtype; else in the model's."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.top_groups <= self.groups:
@@ -64,9 +58,8 @@ class Routing:
 def route(logits_TX: Tensor, routing: Routing, correction_X: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Route ``[T, X]`` of any float type: float32 weights and int64 experts ``[T, K]``, best first.
 
-    ``correction_X`` (float32) is added to the scores for the choice of groups and experts only; the
-    weights come from the plain scores (DeepSeek-V3, arXiv:2408.15664). None with
-    ``softmax="chosen"``.
+    ``correction_X`` (float32) is added to the scores for the choice of groups and experts only;
+    weights use plain scores (DeepSeek-V3, arXiv:2408.15664). None with ``softmax="chosen"``.
 
     Scores are in float32. ``torch.topk`` chooses among the same values as the models' authors do
     (probabilities for ``all``, logits for ``chosen``), so ties, even those made by rounding, give
@@ -109,8 +102,7 @@ def _in_best_groups(choice_TX: Tensor, routing: Routing) -> Tensor:
 
 
 def mix(x_TE: Tensor, weights_TK: Tensor, experts_TK: Tensor, experts: Sequence[Expert]) -> Tensor:
-    """Map ``[T, E]`` to a fresh ``[T, E]``: sum over k of ``weights[t, k] * experts[experts[t,
-    k]](x[t])``.
+    """Return a fresh ``[T, E]``: sum over k of ``weights[t, k] * experts[experts[t, k]](x[t])``.
 
     Summed in float32 (float64 for such an ``x``) from the first choice to the last, rounded once.
     """

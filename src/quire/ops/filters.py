@@ -1,5 +1,4 @@
-"""Candidates of a draw, their weights, and the draw: masks, temperature, top-k, top-p, min-p,
-inverse CDF.
+"""Candidates, weights, and the draw: masks, temperature, top-k, top-p, min-p, inverse CDF.
 
 Tensor operations handle all rows that need the same kind of work. Yet a row's token does not depend
 on other rows, to the bit, for two reasons:
@@ -7,12 +6,10 @@ on other rows, to the bit, for two reasons:
 * Probabilities are integers. A token's weight is ``exp((z - max z) / T)`` in float64, times a power
   of two, rounded to int64. Integer sums are exact, so a cumulative sum is the same in any order,
   blocks or threads, and its last entry is the total. Weights below about 1e-13 of the largest
-  become 0 and are never drawn.
-* Order is by unique integer keys (logit, then lower token id), so any sort or top-k algorithm
-  agrees.
+  become 0.
+* Order is by unique integer keys (logit, then lower token id), so all sorts and top-k agree.
 
-Letters: V vocabulary; W rows of a batch, G rows of a group in it; K candidates of a row; B words of
-a bit mask.
+Letters: V vocabulary; W rows of a batch, G of a group in it; K candidates; B words of a bit mask.
 """
 
 from __future__ import annotations
@@ -50,8 +47,7 @@ def num_words(vocab_size: int) -> int:
 
 class Allowed(Protocol):
     """Tokens that grammars allow in the rows of a batch. A mask costs a walk through the
-    vocabulary, so it is made only when needed: a model that knows the form draws allowed tokens by
-    itself."""
+    vocabulary, so it is made only when needed: a model often draws allowed tokens by itself."""
 
     @property
     def rows(self) -> Collection[int]:
@@ -134,12 +130,12 @@ class Candidates:
     """int64 token ids by descending logit; None: K is V and columns are ids."""
 
     def draw(self, uniforms: Sequence[float]) -> list[int]:
-        """Return the token at which the cumulative weight first exceeds u times the total, per
-        member.
+        """Return, per member, the token where the cumulative weight first exceeds u times the
+        total.
 
         u is in [0, 1 - 2**-53]. A token of weight 0 is never drawn, and one is always found: even
         where float64 rounds the total up by half a unit in the last place, it rounds u times that
-        at least one unit below."""
+        to at least one unit below."""
         sums_GK = self.weights.cumsum(-1)
         total_G1 = sums_GK[:, -1:]
         u_G1 = torch.tensor(uniforms, dtype=torch.float64).unsqueeze(1).to(sums_GK.device)
@@ -151,7 +147,7 @@ class Candidates:
 
 
 class _Group:
-    """Some rows of a batch with their parameters, float64 ``[G, 1]`` each; inactive filters do
+    """Some rows of a batch with their parameters, float64 ``[G, 1]`` each; unset filters do
     nothing."""
 
     def __init__(self, z_WV: Tensor, max_W: Tensor, params: dict[int, SamplingParams], members: list[int]) -> None:
@@ -198,8 +194,7 @@ class _Group:
         return x_GK.exp_().mul_(self.one).round_().to(torch.int64)
 
     def _mass(self, total_G1: Tensor) -> Tensor:
-        """Return int64 ``[G, 1]``: a token is inside top-p if its predecessors weigh less than
-        this."""
+        """Return int64 ``[G, 1]``: a token is in top-p if its predecessors weigh less."""
         part_G1 = (self.top_p_G1 * total_G1).ceil().to(torch.int64)
         # An inactive top-p must not depend on float64's rounding of the total.
         return torch.where(self.top_p_G1 < 1, torch.minimum(part_G1, total_G1), total_G1)
@@ -218,8 +213,8 @@ def candidates(z_WV: Tensor, max_W: Tensor, params: dict[int, SamplingParams]) -
 
     ``z_WV``: edited logits, float32 ``[W, V]``; ``max_W``: finite maximum of each row. Rows are
     grouped by the cheapest sufficient work, which affects time and never results. Rows without
-    top-k and top-p draw in order of ids, all others in order of probability; extra candidates
-    beyond a row's own change nothing."""
+    top-k and top-p draw in order of ids, others in order of probability; extra candidates change
+    nothing."""
     vocab_size = z_WV.shape[1]
     plain: list[int] = []  # neither top-k nor top-p: no order needed
     small: list[int] = []  # top-k selection finds all candidates
@@ -256,8 +251,8 @@ def candidates(z_WV: Tensor, max_W: Tensor, params: dict[int, SamplingParams]) -
 
 def top_ids(z_GV: Tensor, width: int) -> Tensor:
     """Return the ids of the ``width`` largest logits, int64 ``[G, width]``, descending, ties by
-    lower id. A key holds the logit's bits, made to sort like the number, above the reversed id; so
-    keys are unique."""
+    lower id. A key holds the logit's bits, made to sort like the number, above the reversed id:
+    unique."""
     bits_GV = (z_GV + 0.0).view(torch.int32)  # -0.0 + 0.0 is 0.0, so that both zeros are equal
     ordered_GV = bits_GV ^ ((bits_GV >> 31) & 0x7FFFFFFF)
     last = z_GV.shape[1] - 1

@@ -63,8 +63,7 @@ def edited(
 
 def first_maxima(z_WV: Tensor) -> list[int]:
     """Return the place of each row's first maximum; ``FAILED`` if the maximum is not finite. A
-    maximum is NaN if any logit is, and infinite if one is +inf or all are -inf: one reduction finds
-    it."""
+    maximum is NaN if any logit is, infinite if one is +inf or all are -inf: one reduction."""
     if z_WV.device.type == "cpu":
         # NumPy's search takes two thirds of the time of PyTorch's.
         z = z_WV.numpy()
@@ -111,8 +110,7 @@ def _add_bias(z_WV: Tensor, samplers: Sequence[RequestSampler]) -> None:
 
 
 def _penalise(z_WV: Tensor, samplers: Sequence[RequestSampler]) -> None:
-    """Apply repetition, then frequency, then presence penalty to tokens that requests have seen; in
-    place."""
+    """Apply repetition, then frequency, then presence penalty to seen tokens, in place."""
     seen = {i: sampler.counts for i, sampler in enumerate(samplers) if sampler.counts is not None}
     if not seen:
         return

@@ -48,9 +48,8 @@ def replace_products(
 def embed_under(
     x_TE: Tensor, tokens_T: Tensor, updates_T: Sequence[Sequence[LowRankUpdate]], tables_T: Sequence[Tensor | None]
 ) -> Tensor:
-    """Map the base model's embeddings ``x [T, E]`` to a fresh ``[T, E]``, before any scale. A
-    token's row of its adapter's table ``[V, E]`` replaces the model's; updates add ``A[:, token]
-    B``."""
+    """Map the base model's embeddings ``x [T, E]`` to a fresh ``[T, E]``, before any scale. Rows of
+    an adapter's table ``[V, E]`` replace the model's; updates add ``A[:, token] B``."""
     wide = torch.promote_types(x_TE.dtype, torch.float32)
     out_TE = x_TE.clone()
     for row, (token, updates, table_VE) in enumerate(zip(tokens_T.tolist(), updates_T, tables_T, strict=True)):

@@ -4,8 +4,8 @@
 given one, as ``contracts.recurrence`` says. ``kernels.recurrence`` must agree up to rounding.
 
 Letters: T new tokens (rows) of the whole batch; G given states; M rows with wanted states; Hq query
-heads, H heads of the state, R = Hq / H query heads of each; K, V sizes of keys and values; C
-channels; W taps.
+heads, H heads of the state, R = Hq / H query heads of each; K, V key and value sizes; C channels; W
+taps.
 """
 
 from __future__ import annotations
@@ -137,8 +137,7 @@ class ReferenceRecurrence:
         log_decay: Tensor | None = None,
         beta_TH: Tensor | None = None,
     ) -> Recurred:
-        """See the contract; the output has the promoted dtype of q, k and v. ``InvalidArgument`` as
-        checked."""
+        """See the contract; the output has the promoted dtype of q, k, v. ``InvalidArgument``."""
         check_linear_attention(plan, q_THK, k_THK, v_THV, states_GHKV, log_decay, beta_TH)
         compute = sum_dtype(q_THK, k_THK, v_THV, states_GHKV)
         heads = states_GHKV.shape[1]
@@ -181,7 +180,7 @@ def _walk(
     compute: torch.dtype,
     advance: Callable[[int, Tensor], tuple[Tensor, Tensor]],
 ) -> Recurred:
-    """Visit every row in order. ``advance(row, state before)`` gives output and next state in
+    """Visit the rows in order; ``advance(row, state)`` gives output and next state in
     ``compute``."""
     wanted = {row: index for index, row in enumerate(plan.wanted.tolist())}
     parents, given = plan.parents.tolist(), plan.given.tolist()

@@ -77,8 +77,7 @@ def _stretched_base(spec: RopeSpec) -> float:
 
 
 def _yarn_ramp(spec: RopeSpec, pairs: int) -> Tensor:
-    """Return the kept share of each pair's frequency: 1 up to a first pair, 0 from a last one
-    on."""
+    """Return the kept share of each pair's frequency: 1 up to a first pair, 0 from a last one."""
     if spec.theta <= 1 or spec.original_max_position < 1:
         raise InvalidArgument(
             f"yarn: theta {spec.theta} and an original length of {spec.original_max_position}; "
@@ -86,8 +85,7 @@ def _yarn_ramp(spec: RopeSpec, pairs: int) -> Tensor:
         )
 
     def pair_with(turns: float) -> float:
-        """Return the index, usually not whole, of the pair with this many turns in the original
-        length."""
+        """Return the fractional index of the pair with this many turns in the original length."""
         return (
             spec.rotary_dim * math.log(spec.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(spec.theta))
         )
@@ -102,11 +100,9 @@ def _yarn_ramp(spec: RopeSpec, pairs: int) -> Tensor:
 
 
 class RotaryTable:
-    """float32 rows of cos and sin by position, for one ``RopeSpec`` on one device, made when first
-    needed.
+    """float32 rows of cos and sin by position for one ``RopeSpec`` and device, made on demand.
 
-    ``x * cos + swap(x) * sin`` is the rotation: ``sin`` includes the sign, both the
-    ``attention_factor``."""
+    ``x * cos + swap(x) * sin`` rotates: ``sin`` has the sign, both the ``attention_factor``."""
 
     PIECE = 4096
     """Rows computed at a time when the table grows."""
@@ -157,8 +153,9 @@ class RotaryTable:
 
     def turn_back(self, counts_T: Tensor, max_count: int) -> tuple[Tensor, Tensor]:
         """Return ``(cos, sin)``, as ``rows``, that turn rotated values back by ``counts_T``
-        positions. Rotations compose: a row of position p becomes one of p - count; its
-        ``attention_factor`` stays."""
+        positions.
+
+        Rotations compose: position p becomes p - count; the ``attention_factor`` stays."""
         cos_T1R, sin_T1R = self.rows(counts_T, max_count)
         return cos_T1R / self.spec.attention_factor, sin_T1R / -self.spec.attention_factor
 
@@ -168,8 +165,7 @@ MANY_ROWS = 64
 
 
 def rotate(x_THD: Tensor, cos_T1R: Tensor, sin_T1R: Tensor, *, interleaved: bool = False) -> Tensor:
-    """Rotate the first R columns of every head. One float32 rotation, one rounding, a fresh
-    tensor."""
+    """Rotate the first R columns of every head in float32, rounded once, into a fresh tensor."""
     rotary_dim = cos_T1R.shape[-1]
     if not interleaved and x_THD.shape[0] >= MANY_ROWS:
         return _rotate_halves(x_THD, cos_T1R, sin_T1R)
@@ -192,8 +188,7 @@ def rotate_last(x_THD: Tensor, cos_T1R: Tensor, sin_T1R: Tensor, *, interleaved:
 
 
 def _rotate_halves(x_THD: Tensor, cos_T1R: Tensor, sin_T1R: Tensor) -> Tensor:
-    """Rotate by halves into the result: smaller temporaries, up to 3 times as fast for a long
-    prompt."""
+    """Rotate by halves: smaller temporaries, up to 3 times as fast for a long prompt."""
     rotary_dim = cos_T1R.shape[-1]
     half = rotary_dim // 2
     out = torch.empty(x_THD.shape, dtype=x_THD.dtype, device=x_THD.device)

@@ -41,8 +41,7 @@ class RankedLogprob:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """The chosen token and the most probable ones by rank; ``top`` includes the chosen one if
-    ranked."""
+    """The chosen token and the most probable ones by rank, the chosen one among them if ranked."""
 
     chosen: RankedLogprob
     top: tuple[RankedLogprob, ...] = ()
@@ -78,13 +77,11 @@ def sample(
     ``logits_RV``: raw logits, float32 ``[R, V]``, on any device; not changed. ``samplers``: one per
     row. ``banned``: ids per row that may not be drawn (end tokens before ``min_tokens``); None:
     nothing is banned. ``allowed``: by row the mask of a grammar, uint32 ``[num_words(V)]``, or a
-    maker of masks; other rows have none. No mask is made if the choice is greedy and its token
-    allowed.
+    maker of masks; other rows have none. A greedy row with an allowed token makes no mask.
 
     A row gives ``FAILED`` and an entry in ``failures``, and draws nothing, if its logits hold NaN
     or +inf or are all -inf, if every token is banned, or if its processor fails. Other rows are not
-    affected. ``InvalidArgument`` for shapes, dtype or ids that do not fit, before any generator has
-    moved."""
+    affected. ``InvalidArgument``: shapes, dtype or ids, before any generator has moved."""
     grammars = GivenMasks(allowed or {}) if allowed is None or isinstance(allowed, Mapping) else allowed
     ids = _check_batch(logits_RV, samplers, banned, grammars)
     token_ids = first_maxima(logits_RV)
@@ -143,12 +140,9 @@ def probabilities(
 def logprobs_of(
     raw_logits_RV: Tensor, token_ids: Sequence[int], top_n: Sequence[int | None]
 ) -> list[TokenLogprobs | None]:
-    """Return log-probabilities of one chosen token per row and of the row's ``top_n`` most probable
-    ones.
-
-    float32 log-softmax of the raw logits, float32 ``[R, V]``. None for a row with ``top_n`` None or
-    token ``FAILED``. ``InvalidArgument`` for a token outside the vocabulary or ``top_n`` outside
-    0..V."""
+    """Return log-probabilities of each row's chosen token and ``top_n`` most probable ones. float32
+    log-softmax of the raw logits, float32 ``[R, V]``. None for a row with ``top_n`` None or token
+    ``FAILED``. ``InvalidArgument``: token outside the vocabulary, ``top_n`` outside 0..V."""
     num_rows, vocab_size = _check_logits(raw_logits_RV)
     if not num_rows == len(token_ids) == len(top_n):
         raise InvalidArgument(
@@ -178,9 +172,7 @@ def logprobs_of(
 
 @torch.no_grad()
 def top_logprobs(raw_logits_RV: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return the ``count`` best tokens of each row, int64 ``[R, K]``, and float32
-    log-probabilities.
-
+    """Return each row's ``count`` best tokens, int64 ``[R, K]``, and float32 log-probabilities.
     float32 log-softmax of the raw logits, float32 ``[R, V]``, as in ``logprobs_of``. NaN in a row
     with NaN or +inf, or with only -inf. ``InvalidArgument`` for a count outside 0..V."""
     num_rows, vocab_size = _check_logits(raw_logits_RV)
