@@ -29,7 +29,7 @@ SIGNATURES: dict[type, dict[str, str]] = {
         "pending_nodes": "seq_id",
         "total_sequence_length": "",
         "check": "",
-        "begin_forward": "seq_ids, append_lengths, token_tree_parents=None",
+        "begin_forward": "seq_ids, append_lengths, token_tree_parents=None, *, checkpoints=()",
         "end_forward": "*, skipped=()",
         "abort_forward": "",
         "get_query_positions": "*, relative=False",
