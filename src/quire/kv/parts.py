@@ -25,7 +25,8 @@ from quire.kv.layer_classes import Layer, LayerClass, describe_ids, ids_of, supp
 from quire.kv.pages import PagePool
 from quire.kv.recurrent import RecurrentPart
 from quire.kv.rules import layer_refusal, refuse_layer
-from quire.kv.sequences import SequenceTable, check_integer
+from quire.kv.sequence_table import SequenceTable
+from quire.kv.sequences import check_integer
 from quire.kv.storage import PagedSpec, PagedStorage, StoredSpec
 from quire.ops.attention import ReferenceAttention
 from quire.ops.recurrence import ReferenceRecurrence

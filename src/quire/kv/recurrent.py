@@ -22,7 +22,7 @@ from quire.contracts.layers import InitialValues, Recurrent, StateTensor
 from quire.contracts.recurrence import Recurred, RecurrenceBackend, RecurrencePlan
 from quire.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
 from quire.kv.state_slots import NULL, OpenStates, Slots, StateNeed
-from quire.kv.states import StateTable
+from quire.kv.state_table import StateTable
 from quire.kv.storage import lazy_zeros
 from quire.types import SeqId
 
@@ -183,10 +183,6 @@ class RecurrentPart:
 
     # -- the bracket -----------------------------------------------------------------------------------------
 
-    def plan(self, seq_ids: Sequence[SeqId], counts: Sequence[int], trees: Sequence[Sequence[int] | None]) -> StateNeed:
-        """See ``StateTable.plan``."""
-        return self.table.plan(seq_ids, counts, trees)
-
     def begin(self, need: StateNeed) -> RecurrentPass:
         """Take the slots and open the forward. ``ResourceExhausted`` before anything changes."""
         opened = self.table.open(need)
@@ -277,10 +273,6 @@ class RecurrentPart:
         found = (self.table.slot_at(seq_id, position) for position in (None, *self.table.kept(seq_id)))
         return [NULL if slot is None else slot for slot in found]
 
-    def prepare_import(self, seq_id: SeqId, length: int, kept: Sequence[int]) -> None:
-        """See ``StateTable.import_states``."""
-        self.table.import_states(seq_id, length, kept)
-
     def import_group(self, seq_id: SeqId, layer_id: int, tensors: Mapping[str, Tensor]) -> None:
         """Write the tensors of one layer of a sequence that is being imported. ``InvalidArgument`` unless they are exactly those
         of ``group_tensors``."""
@@ -298,10 +290,6 @@ class RecurrentPart:
         for index in range(len(self.specs[layer].states)):
             for slot in self._held_slots(seq_id):
                 self._write(layer, index, slot, tensors[next(names)])
-
-    def finish_import(self, seq_id: SeqId) -> None:
-        """See ``StateTable.finish_import``."""
-        self.table.finish_import(seq_id)
 
 
 class RecurrentPass:

@@ -38,14 +38,8 @@ class StateRecurrence(OpenState):
         return found if out is None else out.copy_(found)
 
     def set(self, layer_id: int, state_id: int, data: Tensor, *, per_token: bool = False) -> None:
-        one = state_tensor(self, layer_id, state_id, "set")
-        opened = self.open_pass().recurrent("set")
-        shape = (self.open_tokens if per_token else len(opened.plan.starts) - 1, *one.shape)
-        if tuple(data.shape) != shape or data.dtype != dtype_of(one) or data.device.type != self.device.type:
-            raise InvalidArgument(
-                f"set: data is {data.dtype} {tuple(data.shape)} on {data.device}; {dtype_of(one)} {shape} on {self.device} is needed"
-            )
-        opened.set(layer_id, state_id, data, per_token=per_token)
+        state_tensor(self, layer_id, state_id, "set")
+        self.open_pass().recurrent("set").set(layer_id, state_id, data, per_token=per_token)
 
     def linear_attention(
         self,

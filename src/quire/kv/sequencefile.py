@@ -18,6 +18,7 @@ from quire.contracts.layers import Recurrent
 from quire.errors import DataLoss, InvalidArgument
 from quire.interrupts import check as check_interrupts
 from quire.kv import exchange
+from quire.kv.metadata_checks import hash_of
 from quire.kv.recurrent import bytes_per_state
 from quire.kv.state_header import MAX_CONTAINERS, MAX_HEADER_BYTES, MAX_RANK, HeaderLimits
 from quire.kv.statefile import StateFile, TensorSpec
@@ -91,8 +92,8 @@ def check(
             )
         wanted["layers"] = [{**layer, "dtype": mine} for layer in layers]
         layout = state.get_layout()
-        wanted["layout_hash"] = exchange.hash_of({**layout, "layers": wanted["layers"]})
-        if metadata.get("layout_hash") != exchange.hash_of({**layout, "layers": layers}):
+        wanted["layout_hash"] = hash_of({**layout, "layers": wanted["layers"]})
+        if metadata.get("layout_hash") != hash_of({**layout, "layers": layers}):
             raise DataLoss("the layout hash of the state file does not fit its layers")
     groups = state.plan_import(wanted)
     ids = wanted.get("layer_ids") or range(wanted["first_layer"], wanted["first_layer"] + len(layers))

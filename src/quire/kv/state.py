@@ -2,7 +2,7 @@
 
 It is sequences and parts (``parts``). **All parts or none**: a verb asks each part whether it can, then each changes. What a
 forward computes is in ``attention_verbs`` and ``recurrent_verbs``, reading and writing what is stored in ``stored_rows``, files
-and transfers in ``exchange``, room in ``state_pools``.
+and transfers in ``exchange``, room in ``state_room``.
 
 Letters: T new tokens.
 """
@@ -26,7 +26,7 @@ from quire.kv.recurrent_verbs import StateRecurrence
 from quire.kv.rules import RECURRENT_REFUSAL, RefusedVerbs
 from quire.kv.sequences import check_integer
 from quire.kv.state_pass import StatePass
-from quire.kv.state_pools import StatePools
+from quire.kv.state_room import StateRoom
 from quire.kv.state_slots import StateNeed
 from quire.kv.stored_rows import StateRows
 from quire.kv.trees import TokenTreeParents
@@ -60,7 +60,7 @@ CHANGES = (
 
 @checks_arguments()
 @uninterrupted_verbs(*CHANGES)
-class State(StateAttention, StateRecurrence, StateRows, StateExchange, StatePools, RefusedVerbs):
+class State(StateAttention, StateRecurrence, StateRows, StateExchange, StateRoom, RefusedVerbs):
     """The KV state of a model of any layers. The contract's docstrings are not repeated here.
 
     ``specs``: the layers, of which ``first_layer`` is the global id of the first (a pipeline stage owns a range); ``layer_ids``:

@@ -1,6 +1,6 @@
 """What the metadata of a state file must be, declared as ``docs/statefile.md`` describes it.
 
-Checked as a whole before anything of it is used. Whether it fits a model and a pool is asked behind that (``exchange.validate``).
+Checked as a whole before anything of it is used. Whether it fits a model and a pool is asked behind that (``metadata_checks.validate``).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from quire.errors import DataLoss, InvalidArgument
-from quire.kv.exchange import FORMAT_VERSION
+from quire.kv.metadata_checks import FORMAT_VERSION
 from quire.kv.schema import (
     Check,
     Fault,
