@@ -1,4 +1,4 @@
-"""The invariants of the books of a KV state, recounted (section 9 of the contract's rules). For tests and debugging. No torch.
+"""A recount of a KV state's bookkeeping (section 9 of the contract's rules), for tests. No torch.
 
 Letters: P page size.
 """
@@ -43,7 +43,8 @@ def audit(books: SequenceBooks) -> None:
 
 
 def check_null_pages(books: SequenceBooks, seq_id: SeqId, sequence: Sequence, index: int) -> None:
-    """Null entries are exactly the pages of which nothing is held, and nothing is missing that a query may see."""
+    """Check that null entries are the pages that hold nothing, and that all a query may see is
+    held."""
     size, table = books.page_size, sequence.tables[index]
     length = sequence.length if sequence.reserved is None else sequence.reserved
     rows = np.zeros(table.size * size, bool)
@@ -62,7 +63,7 @@ def check_null_pages(books: SequenceBooks, seq_id: SeqId, sequence: Sequence, in
 
 
 def check_writes(books: SequenceBooks, opened: OpenForward, index: int) -> None:
-    """What the open forward writes belongs to one sequence each."""
+    """Check that no page that the open forward writes has more than one holder."""
     written = [
         books.get(seq_id).tables[index].pages[stored // books.page_size :]
         for seq_id, stored in zip(opened.need.seq_ids, opened.need.stored, strict=True)
@@ -73,7 +74,7 @@ def check_writes(books: SequenceBooks, opened: OpenForward, index: int) -> None:
 
 
 def check_sequence(books: SequenceBooks, seq_id: SeqId, sequence: Sequence) -> None:
-    """Its tree is one, its window is one, and it can stay where it is and begin anew."""
+    """Check a sequence's tree and window, and that positions 0 and its length are reachable."""
     if sequence.tree is not None and (sequence.tree.size == 0 or sequence.tree.check()):
         raise QuireError(f"the tree of sequence {seq_id}: {sequence.tree.check() or 'no nodes'}")
     window = sequence.window

@@ -1,9 +1,9 @@
-"""Export and import of one sequence: metadata, and tensors by layer, which know nothing of pages.
+"""Export and import of one sequence: metadata, and tensors by layer, independent of pages.
 
 A *group* is one layer. The layout hash covers what writer and reader must have in common: kinds,
-geometry, dtype, RoPE and windows of the layers. Page size, capacity and device may differ. Positions
-that a window has evicted are not exported; the metadata list those that are. A state file consists
-of these groups and the tokens.
+geometry, dtype, RoPE and windows of the layers. Page size, capacity and device may differ.
+Positions that a window has evicted are not exported; the metadata list those that are. A state file
+consists of these groups and the tokens.
 
 Letters: n rows (tokens); Hkv heads; Dk, Dv head sizes.
 """
@@ -42,7 +42,7 @@ from quire.types import SeqId
 
 @checks_arguments()
 class StateExchange(StateParts):
-    """Export and import of sequences. The docstrings of ``contracts.kv_state`` are not repeated here."""
+    """Export and import of sequences. ``contracts.kv_state`` documents the verbs."""
 
     def get_layout_hash(self) -> str:
         return hash_of(layout_of(self))
@@ -99,9 +99,9 @@ class StateExchange(StateParts):
         }
 
     def export_page_group(self, seq_id: SeqId, group: int, out: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
-        """Return the rows of one layer that are held, by position: ``k [n, Hkv, Dk]`` and ``v [n, Hkv, Dv]``,
-        or ``latent [n, row]``, as stored; or the states of a recurrent layer.
+        """Return the held rows of one layer, by position, or the states of a recurrent layer.
 
+        Rows are ``k [n, Hkv, Dk]`` and ``v [n, Hkv, Dv]``, or ``latent [n, row]``, as stored.
         ``FailedPrecondition`` for a cross layer that is not set.
         """
         part = self.recurrent
@@ -171,7 +171,7 @@ class StateExchange(StateParts):
             for layer, count in encoders.items():
                 self.encoders.table.note(seq_id, layer, count)
         for index, one in enumerate(self.classes):
-            # Of a page that is held in part the rest is never written, and a kernel reads whole pages.
+            # The rest of a page held in part is never written, and a kernel reads whole pages.
             one.storage.blank(_rows_between(self, seq_id, index, length))
         self.imports[seq_id] = started
 
@@ -250,8 +250,8 @@ def layer_metadata(spec: StoredSpec, dtype: torch.dtype) -> dict[str, Any]:
 def layout_of(state: StateParts) -> dict[str, Any]:
     """Return what two states that exchange sequences must have in common, in JSON types.
 
-    ``layer_ids`` is there only if those with attention are not a range, ``recurrent`` only if there are
-    recurrent layers.
+    ``layer_ids`` is there only if those with attention are not a range, ``recurrent`` only if there
+    are recurrent layers.
     """
     ids = list(state.stored_specs)
     found: dict[str, Any] = {"first_layer": state.first_layer}
@@ -285,11 +285,8 @@ def _plan_of(tensor: StateTensor) -> TensorPlan:
 
 
 def groups_of(state: StateParts, rows: Mapping[int, int], kept: Iterable[int]) -> dict[int, dict[str, TensorPlan]]:
-    """Return the tensors of every group of a sequence, by layer.
-
-    They are ``rows`` of each attention layer named there, and of each recurrent layer the present state
-    and the ``kept`` ones.
-    """
+    """Return the tensors of every group, by layer: ``rows`` of each attention layer named there,
+    the present state and the ``kept`` ones of each recurrent layer."""
     found: dict[int, dict[str, TensorPlan]] = {}
     for layer, spec in state.stored_specs.items():
         if layer in rows:
@@ -319,7 +316,7 @@ def checksum(tensor: Tensor) -> str:
 
 
 def rows_of(state: StateParts, seq_id: SeqId) -> dict[int, int]:
-    """Return the rows of a sequence in each layer with pages, less the cross layers that are not set."""
+    """Return the number of rows by layer with pages; cross layers that are not set are left out."""
     found: dict[int, int] = {}
     for index, one in enumerate(state.classes):
         held_rows = sum(map(len, state.table.held(seq_id, index)))
@@ -330,7 +327,7 @@ def rows_of(state: StateParts, seq_id: SeqId) -> dict[int, int]:
 
 
 def rows_by_layer(given: Mapping[str, Any]) -> dict[int, int]:
-    """Return the same by the ``held`` and ``cross`` of metadata that were validated."""
+    """Return the number of rows by layer according to metadata that were validated."""
     tokens = {
         layer: sum(stop - start for start, stop in one["ranges"]) for one in given["held"] for layer in one["layers"]
     }
@@ -338,7 +335,7 @@ def rows_by_layer(given: Mapping[str, Any]) -> dict[int, int]:
 
 
 def _rows_between(state: StateParts, seq_id: SeqId, index: int, length: int) -> list[SlotRange]:
-    """Return the sequence's pages, in one class, that an import leaves partly unwritten below the length."""
+    """Return the pages, in one class, in which an import leaves rows below the length unwritten."""
     size, pages = state.page_size, state.table.get(seq_id).tables[index].pages
     lacking = np.zeros(pages.size * size, dtype=np.bool_)
     lacking[:length] = True
@@ -358,7 +355,7 @@ def _started(state: StateParts, seq_id: SeqId, verb: str) -> Import:
 def _check_group(
     state: StateParts, seq_id: SeqId, group: int, tensors: Mapping[str, Tensor], plan: Mapping[str, TensorPlan]
 ) -> Import:
-    """Return the import that waits for this group; refuse tensors that are not as planned and promised."""
+    """Return the import that waits for this group; refuse tensors not as planned and promised."""
     if set(tensors) != set(plan):
         raise InvalidArgument(
             f"import_page_group: tensors {sorted(tensors)} of layer {group} found, {sorted(plan)} expected"

@@ -1,6 +1,6 @@
-"""The checks of metadata of a sequence that was exported, before a state takes it: does it fit the layers, is all there.
+"""Checks of a sequence's metadata before it is imported: does it fit the layers, is it complete.
 
-What is wrong raises ``InvalidArgument``, which says what is found and what is expected.
+All errors are ``InvalidArgument`` and name what was found and what is expected.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ FORMAT_VERSION = 2
 
 
 def hash_of(layout: Mapping[str, Any]) -> str:
-    """The hash of what ``get_layout`` returns."""
+    """Return the hash of what ``get_layout`` returns: 32 hex digits."""
     text = json.dumps(layout, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def window_of(given: Mapping[str, Any]) -> Window | None:
-    """The sequence's window; ``InvalidArgument`` for what is none."""
+    """Return the sequence's window; ``InvalidArgument`` for a malformed one."""
     size, sink, eviction = given.get("window"), given.get("sink"), given.get("eviction")
     if size is None:
         if sink != 0 or eviction != "token":
@@ -51,12 +51,12 @@ def window_of(given: Mapping[str, Any]) -> Window | None:
 
 
 def is_count(value: object) -> bool:
-    """Whether it is a number of tokens, or a position, with which an int64 can calculate."""
+    """Return whether it is a count of tokens, or a position, that int64 arithmetic can take."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST
 
 
 def ranges_of(one: object) -> list[range]:
-    """The ``ranges`` of one item of ``held``; ``InvalidArgument`` for what are none."""
+    """Return the ``ranges`` of one item of ``held``; ``InvalidArgument`` for malformed ones."""
     ranges = one.get("ranges") if isinstance(one, dict) else None
     if not isinstance(ranges, list) or not all(
         isinstance(part, (list, tuple)) and len(part) == 2 and all(map(is_count, part)) for part in ranges
@@ -66,7 +66,7 @@ def ranges_of(one: object) -> list[range]:
 
 
 def hole_of(ranges: list[range], length: int, sink: int) -> Hole:
-    """What is not held if these ranges are; ``InvalidArgument`` if no window leaves such ranges."""
+    """Return what is not held if these ranges are; ``InvalidArgument`` if no window leaves them."""
     if ranges == held(length, sink, NO_HOLE):
         return NO_HOLE
     first = ranges[0].start if ranges else min(sink, length)
@@ -87,7 +87,8 @@ def hole_of(ranges: list[range], length: int, sink: int) -> Hole:
 
 
 def validate(state: StateParts, layout: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """``InvalidArgument`` with expected and found, for the first thing that does not agree. ``layout``: what ``get_layout`` returns."""
+    """Raise ``InvalidArgument`` for the first disagreement. ``layout``: what ``get_layout``
+    returns."""
     if given.get("format_version") != FORMAT_VERSION:
         raise InvalidArgument(
             f"import: format version {given.get('format_version')!r} found, {FORMAT_VERSION} expected"
@@ -123,7 +124,7 @@ def validate(state: StateParts, layout: Mapping[str, Any], given: Mapping[str, A
 
 
 def _validate_encoders(state: StateParts, given: Mapping[str, Any]) -> None:
-    """Whether each cross layer is said to have rows or none."""
+    """Check that each cross layer has a number of rows or none."""
     found = given.get("cross")
     if state.encoders is None:
         if found is not None:
@@ -142,7 +143,7 @@ def _validate_encoders(state: StateParts, given: Mapping[str, Any]) -> None:
 
 
 def _validate_windows(state: StateParts, given: Mapping[str, Any], length: int) -> None:
-    """Whether all is held that a continuation needs."""
+    """Check that all positions are held that a continuation needs."""
     window = window_of(given)
     evicted = given.get("evicted")
     accepted = [0] if window is None else [0, max(0, length - window.size)]
@@ -169,7 +170,8 @@ def _validate_windows(state: StateParts, given: Mapping[str, Any], length: int) 
 
 
 def promised_checksums(plans: Mapping[int, Mapping[str, TensorPlan]], groups: object) -> dict[tuple[int, str], str]:
-    """Checksums by layer and name; ``InvalidArgument`` unless the groups are those of ``plans``, each once."""
+    """Return checksums by layer and name; ``InvalidArgument`` unless the groups are those of
+    ``plans``, each once."""
     wanted, entries = list(plans), groups if isinstance(groups, list) else []
     found = sorted(
         entry["group"] for entry in entries if isinstance(entry, dict) and isinstance(entry.get("group"), int)

@@ -1,7 +1,8 @@
-"""Sequences over pages as they change: edits, copy on write, the bracket of a forward, imports. No torch.
+"""Changes of sequences over pages: edits, copy on write, forwards, imports. No torch.
 
-Everything is checked before anything changes: ``plan_forward`` computes the whole need for pages, ``open_forward``
-cannot fail after it. The copies to make are returned as ``SlotCopy`` values; the caller moves the bytes.
+Everything is checked before anything changes: ``plan_forward`` computes the whole need for pages,
+and ``open_forward`` cannot fail after it. The copies to make are returned as ``SlotCopy`` values;
+the caller moves the bytes.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from quire.types import SeqId
 class SequenceTable(SequenceBooks):
     """All sequences of a KV state, and what changes them."""
 
-    # -- edits -------------------------------------------------------------------------------------------------
+    # -- edits -------------------------------------------------------------------------------------
 
     def add(self, seq_id: SeqId) -> Sequence:
         check_id(seq_id)
@@ -56,7 +57,8 @@ class SequenceTable(SequenceBooks):
             pool.clear()
 
     def fork(self, parent_id: SeqId, child_id: SeqId, pos: int) -> None:
-        """The child shares all pages of the first ``pos`` tokens, a partly filled one too; nothing is copied."""
+        """Share all pages of the first ``pos`` tokens, a partly filled one too, with a new
+        child."""
         parent, length = self.check_fork(parent_id, child_id, pos)
         size = pages_for(length, self.page_size)
         tables = [table.fork(size) for table in parent.tables]
@@ -97,8 +99,8 @@ class SequenceTable(SequenceBooks):
         sequence.window, sequence.slid = window, False
 
     def commit(self, kept: Seq[tuple[Sequence, list[int]]]) -> list[list[SlotCopy]]:
-        """Keep the paths of ``check_commit``, forget all other nodes. Returns the copies of each class, which must be made
-        (all reads before all writes) before anything else happens."""
+        """Keep the paths of ``check_commit``, forget all other nodes. Returns the copies of each
+        class, to be made (all reads before all writes) before anything else happens."""
         copies: list[list[SlotCopy]] = [[] for _ in self.pools]
         for sequence, path in kept:
             base = sequence.length
@@ -114,7 +116,7 @@ class SequenceTable(SequenceBooks):
         return copies
 
     def _trim(self, sequence: Sequence) -> None:
-        """Give back the pages behind the last row."""
+        """Release the pages behind the last row."""
         size = pages_for(sequence.stored, self.page_size)
         for index, (pool, table) in enumerate(zip(self.pools, sequence.tables, strict=True)):
             if table.size > size:
@@ -124,18 +126,22 @@ class SequenceTable(SequenceBooks):
         self._recount_cut(sequence)
 
     def _recount_cut(self, sequence: Sequence) -> None:
-        """After going back: whether a class lacks what its own window alone would keep here. One cut back into its sink has lost
-        nothing; one whose window is narrower than a layer's may have gone to where only the narrower one has all it needs."""
+        """Determine, after going back, whether a class lacks what its own window alone would keep
+        here.
+
+        A sequence cut back into its sink has lost nothing. One with a narrower window than a
+        layer's may have gone to where only the narrower one has all it needs.
+        """
         sink, sequence.cut = sink_of(sequence), False
         for hole, layer_window in zip(sequence.holes, self.layer_windows, strict=True):
             gone = hole.window if hole.window > sink else hole.sink
             sequence.cut |= gone > (0 if layer_window is None else max(0, sequence.length + 1 - layer_window))
 
-    # -- the bracket -------------------------------------------------------------------------------------------
+    # -- the bracket -------------------------------------------------------------------------------
 
     def open_forward(self, need: ForwardNeed) -> OpenForward:
-        """Let go of what left its window, take the pages. ``FailedPrecondition`` and ``ResourceExhausted`` before anything
-        changes; nothing can fail after that."""
+        """Let go of what left its window, take the pages. ``FailedPrecondition`` and
+        ``ResourceExhausted`` before any change; nothing can fail after that."""
         self.require_closed("begin_forward")
         for part, pool, window in zip(need.classes, self.pools, self.layer_windows, strict=True):
             if part.pages > pool.num_free + part.freed:
@@ -176,7 +182,7 @@ class SequenceTable(SequenceBooks):
         return opened
 
     def _leave(self, index: int, part: ClassNeed, sequences: Seq[Sequence]) -> None:
-        """Pages that left their window become null pages."""
+        """Replace the pages that left their window by null pages."""
         pool, size = self.pools[index], self.page_size
         for one in part.leaving:
             sequence = sequences[one.entry]
@@ -195,8 +201,11 @@ class SequenceTable(SequenceBooks):
             sequence.holes[index] = hole
 
     def _blanks(self, index: int, part: ClassNeed, need: ForwardNeed, sequences: Seq[Sequence]) -> list[SlotRange]:
-        """Rows of last pages that may hold anything and are read through a mask: behind what is stored in an old last page, also
-        where new rows will lie (a verb may read the page before they are written), and behind the new rows in a fresh one."""
+        """Return the rows of last pages that may hold anything and are read through a mask.
+
+        These are the rows behind what is stored in an old last page, also where new rows will lie
+        (a verb may read the page before they are written), and behind the new rows in a fresh page.
+        """
         size = self.page_size
         split = {found.entry for found in part.splits}
         blanks: list[SlotRange] = []
@@ -210,7 +219,7 @@ class SequenceTable(SequenceBooks):
         return blanks
 
     def publish(self) -> None:
-        """The new tokens count from now on, the new nodes are pending."""
+        """Make the new tokens count and the new nodes pending."""
         need = self._require_open("end_forward").need
         for seq_id, count, tree in zip(need.seq_ids, need.counts, need.trees, strict=True):
             sequence = self._sequences[seq_id]
@@ -222,8 +231,8 @@ class SequenceTable(SequenceBooks):
         self.forward = None
 
     def abort(self) -> None:
-        """Pages and tables are as before ``open_forward``; split pages are shared again. What had left every window stays
-        gone."""
+        """Restore pages and tables as before ``open_forward`` and share split pages again. Pages
+        that left every window stay gone."""
         opened = self._require_open("abort_forward")
         sequences = [self._sequences[seq_id] for seq_id in opened.need.seq_ids]
         for index, (part, pool) in enumerate(zip(opened.need.classes, self.pools, strict=True)):
@@ -247,13 +256,14 @@ class SequenceTable(SequenceBooks):
             raise FailedPrecondition(f"{verb}: no forward is open; call begin_forward first")
         return self.forward
 
-    # -- rows that exist already -------------------------------------------------------------------------------
+    # -- rows that exist already -------------------------------------------------------------------
 
     def own_pages(self, seq_id: SeqId, start: int, stop: int, classes: Seq[int]) -> list[list[SlotCopy]]:
-        """Make the pages of rows ``start..stop - 1`` this sequence's own in these classes (before they are overwritten).
+        """Make the pages of rows ``start..stop - 1``, all held, this sequence's own in these
+        classes.
 
-        Returns the copies of each class; whole valid pages are copied, since other rows of them stay. All rows are held.
-        ``ResourceExhausted`` before anything changes.
+        For rows that will be overwritten. Returns the copies of each class: all valid rows of a
+        page, since its other rows stay. ``ResourceExhausted`` before any change.
         """
         sequence = self.get(seq_id)
         size = self.page_size
@@ -278,12 +288,13 @@ class SequenceTable(SequenceBooks):
                 table.replace(page, target)
             pool.release(old)
             self.num_splits += int(which.size)
-            # Only valid rows were copied: behind them are the old values of a page that changed hands.
+            # Only valid rows were copied; behind them are old values of a page that changed hands.
             sequence.stale_tail |= which.size > 0
         return copies
 
     def reserve_import(self, seq_id: SeqId, length: int, holes: Seq[Hole], window: Window | None, slid: bool) -> None:
-        """A new sequence with pages for what it holds of ``length`` tokens, that nobody can use until ``finish_import``."""
+        """Add a sequence with pages for what it holds of ``length`` tokens, unusable until
+        published."""
         check_id(seq_id)
         if seq_id in self._sequences:
             raise InvalidArgument(f"prepare_import: sequence {seq_id} exists already; a new id is needed")
@@ -321,6 +332,6 @@ class SequenceTable(SequenceBooks):
         )
 
     def publish_import(self, seq_id: SeqId) -> None:
-        """The reserved tokens count from now on."""
+        """Make the reserved tokens count."""
         sequence = self.get(seq_id)
         sequence.length, sequence.reserved = sequence.reserved or 0, None

@@ -1,9 +1,9 @@
-"""Sequences over pages: lengths, page tables and windows as they are, what a verb refuses, what a forward needs. No torch.
+"""Sequences over pages: lengths, page tables, windows, refusals, needs of forwards. No torch.
 
-Nothing changes here; ``sequence_table.SequenceTable`` is what changes.
+These classes only look and check; ``sequence_table.SequenceTable`` changes the sequences.
 
-Letters: P page size; n new tokens of an entry. A *slot* is ``page * P + offset``. An *address* is a position, or the committed
-length plus the index of a tree node.
+Letters: P page size. A *slot* is ``page * P + offset``. An *address* is a position, or the
+committed length plus the index of a tree node.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from quire.types import SeqId
 
 
 class SequenceBooks:
-    """All sequences of a KV state, to look at. ``pools`` has one pool per layer class, ``layer_windows`` the window of each class
-    (None: all tokens are kept)."""
+    """All sequences of a KV state, looked up and checked. ``pools``: one pool per layer class;
+    ``layer_windows``: the window of each class (None: all tokens are kept)."""
 
     def __init__(self, pools: Seq[PagePool], page_size: int, layer_windows: Seq[int | None] = (None,)) -> None:
         self.pools = list(pools)
@@ -45,7 +45,7 @@ class SequenceBooks:
         self.num_splits = 0
         """Copy-on-write splits so far."""
 
-    # -- look-up -----------------------------------------------------------------------------------------------
+    # -- look-up -----------------------------------------------------------------------------------
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -58,7 +58,7 @@ class SequenceBooks:
         return list(self._sequences)
 
     def get(self, seq_id: SeqId) -> Sequence:
-        """The sequence; ``NotFound`` for an unknown id."""
+        """Return the sequence; ``NotFound`` for an unknown id."""
         try:
             return self._sequences[seq_id]
         except KeyError:
@@ -72,35 +72,35 @@ class SequenceBooks:
         return f"existing ids: {shown}"
 
     def held(self, seq_id: SeqId, index: int) -> list[range]:
-        """Positions of committed tokens that class ``index`` holds, ascending."""
+        """Return the positions of committed tokens that class ``index`` holds, ascending."""
         sequence = self.get(seq_id)
         length = sequence.length if sequence.reserved is None else sequence.reserved
         return held(length, sink_of(sequence), sequence.holes[index])
 
     def slots(self, index: int, seq_id: SeqId, rows: Iterable[range]) -> NDArray[np.int64]:
-        """Slots of these addresses, all held, in class ``index``."""
+        """Return the slots of these addresses, all held, in class ``index``."""
         pages = self.get(seq_id).tables[index].pages
         parts = [slots_of(pages, part.start, part.stop, self.page_size) for part in rows]
         return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
 
     def reachable(self, sequence: Sequence) -> list[range]:
-        """Positions that a fork or pop may go to, ascending."""
+        """Return the positions that a fork or pop may go to, ascending."""
         found = [range(sequence.length + 1)]
         for layer_window, hole in zip(self.layer_windows, sequence.holes, strict=True):
             if hole.window or hole.sink:
                 found = intersection(found, reachable(sequence.length, sequence.window, layer_window, hole))
         return found
 
-    # -- refusals ----------------------------------------------------------------------------------------------
+    # -- refusals ----------------------------------------------------------------------------------
 
     def require_closed(self, verb: str) -> None:
-        """``FailedPrecondition`` while a forward is open."""
+        """Raise ``FailedPrecondition`` while a forward is open."""
         if self.forward is not None:
             raise FailedPrecondition(f"{verb} while a forward is open; call end_forward or abort_forward first")
 
     @staticmethod
     def require_committed(seq_id: SeqId, sequence: Sequence, verb: str) -> None:
-        """``FailedPrecondition`` for a sequence with uncommitted nodes."""
+        """Raise ``FailedPrecondition`` for a sequence with uncommitted nodes."""
         if sequence.tree is not None:
             raise FailedPrecondition(
                 f"{verb}: sequence {seq_id} has {sequence.nodes} uncommitted nodes; call commit_accepted_token_tree_nodes first"
@@ -108,14 +108,15 @@ class SequenceBooks:
 
     @staticmethod
     def require_ready(seq_id: SeqId, sequence: Sequence, verb: str) -> None:
-        """``FailedPrecondition`` for a sequence that is being imported."""
+        """Raise ``FailedPrecondition`` for a sequence that is being imported."""
         if sequence.reserved is not None:
             raise FailedPrecondition(
                 f"{verb}: sequence {seq_id} is being imported; call finish_import or remove_sequence"
             )
 
     def require_settled(self, seq_id: SeqId, verb: str) -> Sequence:
-        """``FailedPrecondition`` while a forward is open, and for a sequence that is being imported or has uncommitted nodes."""
+        """Return the sequence. ``FailedPrecondition`` while a forward is open, and for a sequence
+        that is being imported or has uncommitted nodes."""
         sequence = self.get(seq_id)
         self.require_closed(verb)
         self.require_ready(seq_id, sequence, verb)
@@ -123,7 +124,8 @@ class SequenceBooks:
         return sequence
 
     def require_reachable(self, seq_id: SeqId, sequence: Sequence, position: int, verb: str) -> None:
-        """``FailedPrecondition`` for a position that cannot be gone back to, naming those that can."""
+        """Raise ``FailedPrecondition`` for a position that is evicted, naming those that are
+        not."""
         if position == sequence.length:
             return
         found = self.reachable(sequence)
@@ -133,7 +135,7 @@ class SequenceBooks:
             )
 
     def check_fork(self, parent_id: SeqId, child_id: SeqId, pos: int) -> tuple[Sequence, int]:
-        """The parent, and the length of the child; every refusal of a fork, before anything changes."""
+        """Return the parent and the child's length; raise every refusal of a fork."""
         check_id(child_id)
         if child_id in self._sequences:
             raise InvalidArgument(f"fork_sequence: child {child_id} exists already; a new id is needed")
@@ -151,7 +153,7 @@ class SequenceBooks:
         return parent, length
 
     def check_pop(self, seq_id: SeqId, count: int) -> Sequence:
-        """The sequence; every refusal of a pop, before anything changes."""
+        """Return the sequence; raise every refusal of a pop."""
         count = check_integer(count, "popn: token count", 0)
         sequence = self.get(seq_id)
         if count > sequence.length:
@@ -165,7 +167,7 @@ class SequenceBooks:
         return sequence
 
     def check_commit(self, seq_ids: Seq[SeqId], leaves: Seq[int]) -> list[tuple[Sequence, list[int]]]:
-        """Each sequence with the path that stays; every refusal of a commit, before anything changes."""
+        """Return each sequence with the path that stays; raise every refusal of a commit."""
         verb = "commit_accepted_token_tree_nodes"
         if len(seq_ids) != len(leaves):
             raise InvalidArgument(f"{verb}: {len(seq_ids)} sequence ids but {len(leaves)} leaves; give one each")
@@ -188,7 +190,7 @@ class SequenceBooks:
 
     @staticmethod
     def check_batch(seq_ids: Seq[SeqId], counts: Seq[int], verb: str) -> list[int]:
-        """``InvalidArgument`` for what is no batch of any state; the append lengths as plain integers."""
+        """Return the append lengths as plain integers; ``InvalidArgument`` unless it is a batch."""
         if len(seq_ids) != len(counts):
             raise InvalidArgument(
                 f"{verb}: {len(seq_ids)} sequence ids but {len(counts)} append lengths; give one each"
@@ -200,14 +202,15 @@ class SequenceBooks:
             raise InvalidArgument(f"{verb}: sequence {twice} is in the batch twice; give each sequence once")
         return [check_integer(count, f"{verb}: append length", 1) for count in counts]
 
-    # -- room --------------------------------------------------------------------------------------------------
+    # -- room --------------------------------------------------------------------------------------
 
     def plan_forward(
         self, seq_ids: Seq[SeqId], counts: Seq[int], parents: TokenTreeParents = None, *, verb: str = "begin_forward"
     ) -> ForwardNeed:
-        """Check everything but the bracket and free pages, for ``verb``; change nothing. Cost O(entries and new nodes).
+        """Return what a forward needs; check all but the bracket and free pages, for ``verb``.
 
-        While a forward is open the need is that before it.
+        Changes nothing. While a forward is open the need is that before it. Cost O(entries and new
+        nodes).
         """
         counts = self.check_batch(seq_ids, counts, verb)
         pending = [self._sequences[seq_id].nodes if seq_id in self._sequences else 0 for seq_id in seq_ids]
@@ -235,15 +238,15 @@ class SequenceBooks:
         )
 
     def _split_tails(self, index: int) -> dict[SeqId, int]:
-        """The shared tail pages that the open forward has split, by sequence; empty if none is open."""
+        """Return the shared tail pages that the open forward has split, by sequence."""
         if self.forward is None:
             return {}
         need = self.forward.need
         return {need.seq_ids[split.entry]: split.page for split in need.classes[index].splits}
 
     def shortage(self, need: ForwardNeed) -> int:
-        """How many pages ``need`` is short of, over all classes; 0 if there is room. Pages of the open forward count
-        as free, as they were before it."""
+        """Return how many pages ``need`` is short of, over all classes; 0 if there is room. Pages
+        that the open forward has taken count as free."""
         taken = [part.pages for part in self.forward.need.classes] if self.forward else [0] * len(self.pools)
         return sum(
             max(0, part.pages - part.freed - pool.num_free - own)
@@ -251,8 +254,8 @@ class SequenceBooks:
         )
 
     def shortage_in_steps(self, seq_ids: Seq[SeqId], counts: Seq[int], most: int) -> int:
-        """An upper bound of the pages that these tokens are short of if they come in forwards of ``most`` tokens at most,
-        over all classes: a window lets go of pages in between."""
+        """Return an upper bound of the pages, over all classes, that these tokens are short of in
+        forwards of at most ``most`` tokens: windows let go of pages in between."""
         need = self.plan_forward(seq_ids, counts, verb="shortage_in_steps")
         sequences = [self._sequences[seq_id] for seq_id in need.seq_ids]
         short = 0
@@ -283,7 +286,7 @@ class SequenceBooks:
         return found
 
     def pages_held(self, seq_ids: Iterable[SeqId]) -> list[int]:
-        """Pages of each class that these sequences hold together; what they share counts once."""
+        """Return the pages of each class that these sequences hold; shared ones count once."""
         tables = [self.get(seq_id).tables for seq_id in seq_ids]
         return [
             int(np.unique(np.concatenate([of_sequence[index].held for of_sequence in tables])).size) if tables else 0
@@ -291,24 +294,26 @@ class SequenceBooks:
         ]
 
     def pages_at_most(self, length: int, window: Window | None, step: int) -> list[int]:
-        """Pages of each class that a sequence of ``length`` tokens holds at most while they are run, ``step`` at a time."""
+        """Return the pages of each class that a sequence of ``length`` tokens, run ``step`` at a
+        time, holds at most."""
         whole = pages_for(length, self.page_size)
         bounds = [window_pages(window, layer_window, step, self.page_size) for layer_window in self.layer_windows]
         return [whole if bound is None else min(whole, bound) for bound in bounds]
 
     def shared_pages(self, seq_id: SeqId) -> int:
-        """Pages of this sequence, over all classes, that others hold too."""
+        """Return how many pages of this sequence, over all classes, others hold too."""
         tables = self.get(seq_id).tables
         return sum(int((pool.references[table.held] > 1).sum()) for pool, table in zip(self.pools, tables, strict=True))
 
 
 def sink_of(sequence: Sequence) -> int:
-    """Tokens that the sequence's window keeps at its beginning."""
+    """Return how many tokens the sequence's window keeps at its beginning."""
     return sequence.window.sink if sequence.window else 0
 
 
 def check_integer(value: int, what: str, least: int) -> int:
-    """``value`` as a plain integer; ``InvalidArgument`` if it is none or lies below ``least``."""
+    """Return ``value`` as a plain integer; ``InvalidArgument`` unless it is one of at least
+    ``least``."""
     try:
         number = operator.index(value)
     except TypeError:
@@ -321,12 +326,12 @@ def check_integer(value: int, what: str, least: int) -> int:
 
 
 def check_id(seq_id: SeqId) -> None:
-    """``InvalidArgument`` unless ``seq_id`` is an int64."""
+    """Raise ``InvalidArgument`` unless ``seq_id`` is an int64."""
     if isinstance(seq_id, bool) or not isinstance(seq_id, (int, np.integer)) or not -(2**63) <= seq_id < 2**63:
         raise InvalidArgument(f"sequence id {seq_id!r} is not an integer of 64 bits")
 
 
 def slot_index(ranges: Iterable[SlotRange]) -> NDArray[np.int64]:
-    """All slots of all ranges."""
+    """Return all slots of all ranges."""
     parts = [np.arange(part.start, part.start + part.count, dtype=np.int64) for part in ranges]
     return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)

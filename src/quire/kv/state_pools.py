@@ -29,7 +29,7 @@ class StatePools(StateParts):
         tables = [part.table for part in (self.encoders, self.recurrent) if part is not None]
         return [*self.table.pools, *(table.pool for table in tables)]
 
-    # -- layers ----------------------------------------------------------------------------------------------
+    # -- layers ------------------------------------------------------------------------------------
 
     @cached_property
     def geometry(self) -> StateGeometry:
@@ -48,7 +48,7 @@ class StatePools(StateParts):
         layers = zip(self.layer_ids, self.specs, strict=True)
         return [layer for layer, spec in layers if not self.backend.fuses(spec, self.device)]
 
-    # -- sizes -----------------------------------------------------------------------------------------------
+    # -- sizes -------------------------------------------------------------------------------------
 
     @cached_property
     def _page_bytes(self) -> list[int]:
@@ -83,7 +83,7 @@ class StatePools(StateParts):
         states = [] if self.recurrent is None else [self.recurrent.table.pool.num_pages]
         return [*(pool.num_pages for pool in self.table.pools), *states]
 
-    # -- going back ------------------------------------------------------------------------------------------
+    # -- going back --------------------------------------------------------------------------------
 
     @property
     def forgets(self) -> bool:
@@ -96,7 +96,7 @@ class StatePools(StateParts):
             spec.rope is not None for spec in self.specs
         )
 
-    # -- sequences -------------------------------------------------------------------------------------------
+    # -- sequences ---------------------------------------------------------------------------------
 
     def empty(self) -> bool:
         return len(self.table) == 0 and self.num_used_pages == 0

@@ -19,12 +19,15 @@ from quire.types import SeqId
 
 @checks_arguments()
 class StateRoom(StatePools):
-    """Room for tokens and for recurrent states. The docstrings of ``contracts.pool_verbs`` are not repeated here."""
+    """Room for tokens and for recurrent states. ``contracts.pool_verbs`` documents the verbs."""
 
     def num_available_pages(self) -> int:
-        """Return the free pages of the class, among those that keep all tokens, that has the fewest. Pages of encoder rows do not
-        count: where there are cross layers only it is the whole ``capacity``, for no token takes a page. With recurrent layers
-        only it is the states that can be had."""
+        """Return the free pages of that class, among those that keep all tokens, that has the
+        fewest.
+
+        Pages of encoder rows do not count: with cross layers only it is the whole ``capacity``, for
+        no token takes a page. With recurrent layers only it is the states that can be had.
+        """
         if not self.specs:
             return self._pages_of_tokens if self.recurrent is None else self.recurrent.table.num_available
         keeping = [pool for pool, one in zip(self.table.pools, self.classes, strict=True) if one.window is None]
@@ -81,7 +84,8 @@ class StateRoom(StatePools):
         for pool, pages, kept in zip(self.table.pools, parent.tables, child.tables, strict=True):
             behind = pages.pages[kept.size :]
             freed += int((pool.references[behind[behind >= 0]] == 1).sum())
-            # The last common page is written by the child; with two holders, it is its own once the other is gone.
+            # The child writes the last common page; of two holders it is alone once the other is
+            # gone.
             freed += int(partly and pool.references[pages.pages[kept.size - 1]] == 2)
         return freed
 
@@ -96,7 +100,7 @@ class StateRoom(StatePools):
         pages = min((pool.num_pages for pool in self.table.pools), default=0) - pages_for(sink, self.page_size) - 1
         return pages * self.page_size - (window - sink)
 
-    # -- states (what a scheduler of checkpoints asks) --------------------------------------------------------
+    # -- states (what a scheduler of checkpoints asks) ---------------------------------------------
 
     @property
     def num_available_states(self) -> int:
@@ -118,7 +122,8 @@ class StateRoom(StatePools):
         return {} if self.recurrent is None else self.recurrent.table.loose_checkpoints()
 
     def states_of(self, verb: str) -> StateTable:
-        """Return the books of recurrent states; ``Unsupported`` where there are no recurrent layers."""
+        """Return the table of recurrent states; ``Unsupported`` where there are no recurrent
+        layers."""
         if self.recurrent is None:
             raise Unsupported(f"{verb}: {RECURRENT_REFUSAL}")
         return self.recurrent.table

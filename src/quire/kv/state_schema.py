@@ -1,6 +1,7 @@
-"""What the metadata of a state file must be, declared as ``docs/statefile.md`` describes it.
+"""Schemas of the metadata of state files, which ``docs/statefile.md`` describes.
 
-Checked as a whole before anything of it is used. Whether it fits a model and a pool is asked behind that (``metadata_checks.validate``).
+Metadata are checked as a whole before use. ``metadata_checks.validate`` then asks whether they fit
+a model and a pool.
 """
 
 from __future__ import annotations
@@ -73,7 +74,8 @@ SEQUENCE = record(
 
 
 def _sequence(value: object, path: str) -> None:
-    """A check for what ``SEQUENCE`` declares; ``InvalidArgument`` for another version of it, which may have other keys."""
+    """Check for what ``SEQUENCE`` declares; ``InvalidArgument`` for another version, which may
+    differ."""
     version = value.get("format_version") if isinstance(value, Mapping) else None
     if type(version) is int and version != FORMAT_VERSION:
         raise InvalidArgument(
@@ -125,7 +127,7 @@ KINDS: Mapping[str, Check] = {
 
 
 def check_metadata(metadata: Mapping[str, Any], *expected: str) -> None:
-    """Refuse metadata that are not as declared for their kind, which must be one of ``expected``, by default any that is known.
+    """Refuse metadata that do not fit the schema of their kind, one of ``expected`` (default: any).
 
     ``InvalidArgument`` for another kind, ``DataLoss`` with the field for everything else.
     """

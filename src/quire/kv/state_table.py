@@ -1,7 +1,8 @@
-"""The recurrent states of all sequences as they change: edits, checkpoints, rings, forwards, imports. No torch.
+"""Changes of recurrent states: edits, checkpoints, rings, forwards, imports. No torch.
 
-Sequence ids, lengths, tree parents and the bracket of a forward are checked by whoever drives this table
-(``sequence_table.SequenceTable`` does). Checked here, before anything changes, is what concerns states.
+The caller checks sequence ids, lengths, tree parents and the bracket of a forward
+(``sequence_table.SequenceTable`` does). This module checks, before anything changes, what concerns
+states.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from quire.types import SeqId
 class StateTable(StateBooks):
     """The states of all sequences, and what changes them."""
 
-    # -- edits -------------------------------------------------------------------------------------------------
+    # -- edits -------------------------------------------------------------------------------------
 
     def add(self, seq_id: SeqId) -> None:
         self._sequences[int(seq_id)] = States()
@@ -38,10 +39,8 @@ class StateTable(StateBooks):
         self.pool.clear()
 
     def fork(self, parent_id: SeqId, child_id: SeqId, position: int) -> None:
-        """The child shares the parent's state at ``position`` and all that is kept before it; nothing is copied.
-
-        ``FailedPrecondition`` if there is no state at ``position``.
-        """
+        """Share the parent's state at ``position``, and all that is kept before it, with a new
+        child; copy nothing. ``FailedPrecondition`` if there is no state at ``position``."""
         parent = self._sequences[parent_id]
         child = States(position, self._stood_at(parent_id, position))
         child.kept = {held: slot for held, slot in parent.kept.items() if held <= position}
@@ -52,7 +51,8 @@ class StateTable(StateBooks):
             self._ringed[slot].add(int(child_id))
 
     def pop(self, seq_id: SeqId, position: int) -> None:
-        """Go back to ``position`` and forget the states after it. ``FailedPrecondition`` if there is no state."""
+        """Go back to ``position`` and forget the states after it. ``FailedPrecondition`` if none is
+        there."""
         states = self._sequences[seq_id]
         slot = self._stood_at(seq_id, position)
         if position == states.length:
@@ -65,7 +65,8 @@ class StateTable(StateBooks):
         self._release(gone)
 
     def commit(self, seq_id: SeqId, path: Seq[int]) -> None:
-        """Take the states of the nodes on ``path`` (from a root on; empty: none) as if they had been a chain; forget the others."""
+        """Take the states of the nodes on ``path`` (from a root on; empty: none) as those of a
+        chain; forget those of all others."""
         states = self._sequences[seq_id]
         on_path = [states.nodes[node] for node in path]
         stay = set(path)
@@ -78,7 +79,7 @@ class StateTable(StateBooks):
             gone += self._advance(seq_id, states, passed)
         self._release(gone)
 
-    # -- checkpoints -------------------------------------------------------------------------------------------
+    # -- checkpoints -------------------------------------------------------------------------------
 
     def keep(self, seq_id: SeqId) -> None:
         """Keep the present state as a checkpoint. Position 0 is kept without."""
@@ -102,17 +103,17 @@ class StateTable(StateBooks):
         self._release([old])
 
     def _keep_multiples(self, states: States, passed: dict[int, int]) -> None:
-        """Keep those of these states (slot by position) that stand at a multiple of the interval."""
+        """Keep those of these states (slot by position) that are at a multiple of the interval."""
         if self.interval:
             for position, slot in passed.items():
                 if position % self.interval == 0:
                     self._keep(states, position, slot)
 
-    # -- the ring ----------------------------------------------------------------------------------------------
+    # -- the ring ----------------------------------------------------------------------------------
 
     def _advance(self, seq_id: SeqId, states: States, passed: dict[int, int]) -> list[int]:
-        """The last of ``passed`` (slot by ascending position) becomes the present state, the one so far and the others go
-        into the ring. Takes over the references; returns slots to release."""
+        """Make the last of ``passed`` (slot by ascending position) the present state; put the one
+        before and the others into the ring. Takes over the references; returns slots to release."""
         *earlier, (length, present) = passed.items()
         gone: list[int] = []
         if states.length:
@@ -139,7 +140,8 @@ class StateTable(StateBooks):
         return gone
 
     def _take(self, count: int, verb: str) -> PageIds:
-        """``count`` slots, given up by rings as far as needed. ``ResourceExhausted`` before anything changes."""
+        """Take ``count`` slots, from rings too as far as needed. ``ResourceExhausted`` before any
+        change."""
         short = max(0, count - self.pool.num_free)
         yielding = self._yielding(short)
         if len(yielding) < short:
@@ -153,18 +155,21 @@ class StateTable(StateBooks):
                 self._release(self._leave_ring(seq_id, states, [p for p, held in states.ring.items() if held == slot]))
         return self.pool.take(count)
 
-    # -- the bracket -------------------------------------------------------------------------------------------
+    # -- the bracket -------------------------------------------------------------------------------
 
     def open(self, need: StateNeed) -> OpenStates:
-        """Take the slots, the oldest states of the rings giving up theirs as far as needed. ``ResourceExhausted`` before
-        anything changes."""
+        """Take the slots, those of the oldest states of rings too as far as needed.
+        ``ResourceExhausted`` before any change."""
         opened = OpenStates(need, self._take(need.slots, "begin_forward").astype(np.int64))
         self.forward = opened
         return opened
 
     def reserve_recent(self) -> list[tuple[int, int, int]]:
-        """Slots for the last states of each chain before its end, which ``publish`` puts into the ring, as far as slots are free:
-        entry, row and slot of each, by entry and row. A wanted row has its slot already."""
+        """Take slots, while any are free, for the last states of each chain before its end.
+
+        ``publish`` puts them into the ring. Returns entry, row and slot of each, by entry and row.
+        A wanted row keeps the slot that it has.
+        """
         opened = self._require_open()
         need, found = opened.need, list[tuple[int, int, int]]()
         taken = dict(zip(need.wanted.tolist(), opened.targets.tolist(), strict=True))
@@ -189,8 +194,8 @@ class StateTable(StateBooks):
         opened.recent = []
 
     def publish(self, *, inside: bool = True) -> None:
-        """The new states count from now on. ``inside=False``: the states within chains were not computed, so that those that a
-        chain passed are not kept."""
+        """Make the new states count. ``inside=False``: the states within chains were not computed,
+        so those that a chain passed are not kept."""
         opened = self._require_open()
         need, gone = opened.need, list[int]()
         recent: dict[int, dict[int, int]] = {}
@@ -216,7 +221,7 @@ class StateTable(StateBooks):
         self.forward = None
 
     def abort(self) -> None:
-        """All states are as before ``open``, less what rings have given up for it."""
+        """Restore all states as before ``open``, less what rings have given up for it."""
         opened = self._require_open()
         self._release([*opened.targets.tolist(), *(slot for _, _, slot in opened.recent)])
         self.forward = None
@@ -226,11 +231,14 @@ class StateTable(StateBooks):
             raise FailedPrecondition("no forward is open; call begin_forward first")
         return self.forward
 
-    # -- states that are written from outside ------------------------------------------------------------------
+    # -- states that are written from outside ------------------------------------------------------
 
     def own(self, seq_id: SeqId) -> tuple[int, int] | None:
-        """Make the slot of the present state this sequence's own (before it is overwritten): from which slot (or ``NULL``) to
-        which it must be copied; None: it is its own already. ``ResourceExhausted`` before anything changes."""
+        """Make the slot of the present state this sequence's own, before it is overwritten.
+
+        Returns the slot to copy from (or ``NULL``) and the slot to copy to; None if the slot was
+        its own already. ``ResourceExhausted`` before any change.
+        """
         states = self._sequences[seq_id]
         old = states.present
         if old != NULL and self.pool.references[old] == 1:
@@ -241,10 +249,11 @@ class StateTable(StateBooks):
         return old, new
 
     def import_states(self, seq_id: SeqId, length: int, kept: Seq[int]) -> None:
-        """A new sequence at ``length``, *importing* until ``finish_import``: with a slot of its own for the present state (also
-        at length 0) and for each checkpoint, also for one at ``length``, whose state may be another.
+        """Add a sequence at ``length`` that is *importing* until ``finish_import``.
 
-        ``InvalidArgument`` unless ``kept`` ascends from above 0 to ``length`` at most; ``ResourceExhausted``.
+        It gets a slot of its own for the present state (also at length 0) and for each checkpoint,
+        also for one at ``length``, which may be another state. ``InvalidArgument`` unless ``kept``
+        ascends from above 0 to ``length`` at most; ``ResourceExhausted``.
         """
         positions = list(kept)
         if any(low >= high for low, high in zip([0, *positions], positions, strict=False)) or (
@@ -258,7 +267,8 @@ class StateTable(StateBooks):
         self._sequences[int(seq_id)] = States(length, present, kept_slots, importing=True)
 
     def finish_import(self, seq_id: SeqId) -> None:
-        """The slots have been written. ``FailedPrecondition`` for a sequence that is not being imported."""
+        """End an import whose slots have been written. ``FailedPrecondition`` if none is under
+        way."""
         states = self._sequences[seq_id]
         if not states.importing:
             raise FailedPrecondition(
@@ -266,7 +276,7 @@ class StateTable(StateBooks):
             )
         states.importing = False
 
-    # -- references --------------------------------------------------------------------------------------------
+    # -- references --------------------------------------------------------------------------------
 
     def _share(self, slots: Iterable[int]) -> None:
         for part in rounds(slots):

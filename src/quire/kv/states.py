@@ -1,14 +1,16 @@
-"""The recurrent states of all sequences: which slot holds which, what that leaves free, and what a forward needs. No torch.
+"""The recurrent states of all sequences: which slot holds which, and what forwards need. No torch.
 
-A *state slot* holds the state of all recurrent layers of a model at one position of a sequence. It is written by one forward,
-immutable once that is published, shared by forks, and free when its last reference goes. A sequence has its *present* state,
-which stands at its length, and *kept* ones that it can go back to: position 0 always (the initial values, in no slot),
-*checkpoints*, and a *ring* of the most recently published states before the present one. Both name the same slot where they
-keep the same state. Slots that only rings name are given up, the oldest first, when slots are needed; nothing else is.
+A *state slot* holds the state of all recurrent layers of a model at one position of a sequence. One
+forward writes it; once published it is immutable, and forks share it. It is free when its last
+reference goes. A sequence has its *present* state, at its length, and *kept* ones that it can go
+back to: position 0 (always; the initial values, in no slot), *checkpoints*, and a *ring* of the
+states published last before the present one. A checkpoint and the ring name the same slot where
+they keep the same state. When slots are needed, those that only rings name are given up, the oldest
+first; no others are.
 
-Nothing changes here; ``state_table.StateTable`` is what changes.
+These classes only look and count; ``state_table.StateTable`` changes the states.
 
-Letters: B entries of a batch; T new tokens; G given states; M rows whose states are wanted; n new tokens of an entry.
+Letters: B entries of a batch; T new tokens; G given states; M rows whose states are wanted.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ from quire.types import SeqId
 
 
 class StateBooks:
-    """The states of all sequences, to look at. ``ring``: how many recent states a sequence keeps; ``interval``: a checkpoint is kept
-    at each multiple of it (0: none is)."""
+    """The states of all sequences, looked up and counted. ``ring``: recent states that a sequence
+    keeps; ``interval``: a checkpoint is kept at each multiple of it (0: at none)."""
 
     def __init__(self, num_slots: int, *, ring: int, interval: int) -> None:
         self.pool = PagePool(num_slots)
@@ -36,9 +38,10 @@ class StateBooks:
         self.forward: OpenStates | None = None
         self._sequences: dict[SeqId, States] = {}
         self._ringed: dict[int, set[SeqId]] = {}
-        """The sequences whose ring names a slot, by slot; those that entered a ring first come first."""
+        """The sequences whose rings name a slot, by slot. The slot that entered a ring first comes
+        first."""
 
-    # -- look-up -----------------------------------------------------------------------------------------------
+    # -- look-up -----------------------------------------------------------------------------------
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -47,15 +50,15 @@ class StateBooks:
         return seq_id in self._sequences
 
     def position(self, seq_id: SeqId) -> int:
-        """Where the present state stands: the length of the sequence."""
+        """Return the position of the present state, which is the sequence's length."""
         return self._sequences[seq_id].length
 
     def kept(self, seq_id: SeqId) -> list[int]:
-        """Positions of the checkpoints, ascending, without 0 and without the ring."""
+        """Return the positions of the checkpoints, ascending, without 0 and the ring."""
         return list(self._sequences[seq_id].kept)
 
     def ring_positions(self, seq_id: SeqId) -> list[int]:
-        """Positions of the ring's states, ascending; a checkpoint may stand at one, too."""
+        """Return the positions of the ring's states, ascending. A checkpoint may share one."""
         return list(self._sequences[seq_id].ring)
 
     def nodes(self, seq_id: SeqId) -> int:
@@ -63,11 +66,12 @@ class StateBooks:
         return len(self._sequences[seq_id].nodes)
 
     def importing(self, seq_id: SeqId) -> bool:
-        """Whether the sequence is being imported."""
+        """Return whether the sequence is being imported."""
         return self._sequences[seq_id].importing
 
     def nearest(self, seq_id: SeqId, position: int) -> int:
-        """The nearest position at or before ``position`` that the sequence can go back to."""
+        """Return the nearest position at or before ``position`` to which the sequence can go
+        back."""
         states = self._sequences[seq_id]
         if position >= states.length:
             return states.length
@@ -75,14 +79,18 @@ class StateBooks:
         return max(before, default=0)
 
     def slots(self, seq_id: SeqId) -> dict[int, int]:
-        """The slot of every state that the sequence can go back to, the present one included, by ascending position."""
+        """Return the slots of all states to go back to and of the present one, by ascending
+        position."""
         states = self._sequences[seq_id]
         found = {0: NULL, **states.kept, **states.ring, states.length: states.present}
         return dict(sorted(found.items()))
 
     def slot_at(self, seq_id: SeqId, position: int | None = None) -> int | None:
-        """The slot of the state that is kept at ``position``, or of the present one; ``NULL``: the initial values; None: there is
-        no state. A present state that was overwritten does not hide the checkpoint at its position."""
+        """Return the slot of the state kept at ``position``, or of the present state (no position).
+
+        ``NULL``: the initial values; None: no state is kept there. A checkpoint at the present
+        position stays visible after the present state was overwritten.
+        """
         states = self._sequences[seq_id]
         if position is None:
             return states.present
@@ -92,7 +100,7 @@ class StateBooks:
         return None
 
     def _stood_at(self, seq_id: SeqId, position: int) -> int:
-        """The slot of the state that the sequence had when its length was ``position``."""
+        """Return the slot of the state that the sequence had when its length was ``position``."""
         states = self._sequences[seq_id]
         for held in ({states.length: states.present}, states.ring, states.kept, {0: NULL}):
             if position in held:
@@ -109,13 +117,13 @@ class StateBooks:
         return np.array([slot for slot in named if slot != NULL], dtype=np.int32)
 
     def held_slots(self, seq_id: SeqId) -> tuple[int, int]:
-        """(slots that the sequence names, those of them that others name too)"""
+        """Return how many slots the sequence names, and how many of them others name too."""
         states = self._sequences[seq_id]
         own = Counter([states.present, *states.kept.values(), *states.ring.values(), *states.nodes])
         del own[NULL]
         return len(own), sum(int(self.pool.references[slot]) > count for slot, count in own.items())
 
-    # -- room --------------------------------------------------------------------------------------------------
+    # -- room --------------------------------------------------------------------------------------
 
     @property
     def num_available(self) -> int:
@@ -123,7 +131,7 @@ class StateBooks:
         return self.pool.num_free + len(self._yielding(self.pool.num_used))
 
     def num_available_without(self, gone: Iterable[SeqId]) -> int:
-        """The same once these sequences are removed."""
+        """Return ``num_available`` as it is once these sequences are removed."""
         names: Counter[int] = Counter()
         for seq_id in gone:
             states = self._sequences[seq_id]
@@ -135,7 +143,8 @@ class StateBooks:
         )
 
     def num_fixed(self, seq_ids: Iterable[SeqId], kept: Iterable[SeqId]) -> int:
-        """Slots that hold present states of these sequences, or checkpoints of those in ``kept``."""
+        """Return the number of slots with present states, or with checkpoints of those in
+        ``kept``."""
         slots = {self._sequences[seq_id].present for seq_id in seq_ids}
         slots.update(slot for seq_id in kept for slot in self._sequences[seq_id].kept.values())
         return len(slots - {NULL})
@@ -154,7 +163,8 @@ class StateBooks:
         return len({slot for states in self._sequences.values() for slot in states.kept.values()})
 
     def loose_checkpoints(self) -> dict[int, list[tuple[SeqId, int]]]:
-        """Slots that become free if these checkpoints (sequence and position) are dropped: nothing else but rings names them."""
+        """Return the checkpoints (sequence and position) of each slot that is free once they are
+        dropped."""
         holders: dict[int, list[tuple[SeqId, int]]] = {}
         for seq_id, states in self._sequences.items():
             if not states.importing:
@@ -168,7 +178,7 @@ class StateBooks:
         }
 
     def _yielding(self, most: int) -> list[int]:
-        """Slots that only rings name, oldest first, ``most`` at most."""
+        """Return slots that only rings name, oldest first, ``most`` at most."""
         found: list[int] = []
         references = self.pool.references
         for slot, holders in self._ringed.items():
@@ -179,12 +189,13 @@ class StateBooks:
         return found
 
     def spare(self, need: StateNeed) -> int:
-        """Slots that a forward leaves free, those that only rings name among them; below 0: it is short of so many."""
+        """Return the slots that a forward leaves, with those that only rings name; below 0: it
+        lacks so many."""
         return self.num_available - need.slots
 
     def shortage(self, need: StateNeed) -> int:
-        """How many slots ``need`` is short of; 0 if there is room. Slots that only rings name count as free, and those of the
-        open forward as before it."""
+        """Return how many slots ``need`` is short of; 0 if there is room. Slots that only rings
+        name count as free, and so do those of the open forward."""
         free = self.pool.num_free
         if self.forward is not None:
             free += self.forward.targets.size + self._num_recent(self.forward)
@@ -193,10 +204,10 @@ class StateBooks:
 
     @staticmethod
     def _num_recent(opened: OpenStates) -> int:
-        """Slots that were taken for the ring only."""
+        """Return how many slots were taken for the ring only."""
         return len({slot for _, _, slot in opened.recent} - set(opened.targets.tolist()))
 
-    # -- the need of a forward ---------------------------------------------------------------------------------
+    # -- the need of a forward ---------------------------------------------------------------------
 
     def plan(
         self,
@@ -205,9 +216,12 @@ class StateBooks:
         trees: Seq[Seq[int] | None],
         checkpoints: Seq[Seq[int]] = (),
     ) -> StateNeed:
-        """What a forward needs. ``trees``: per entry None (a chain), or the parents of its new nodes, as indices over all
-        uncommitted nodes (-1: a root). ``checkpoints``: per entry, after how many of its new tokens a state is to be kept,
-        beside the multiples of the interval; empty: none. Changes nothing. Cost O(B + T)."""
+        """Return what a forward needs; change nothing. Cost O(B + T).
+
+        ``trees``: per entry None (a chain), or the parents of its new nodes, as indices over all
+        uncommitted nodes (-1: a root). ``checkpoints``: per entry, the counts of its new tokens
+        after which a state is kept, in addition to the multiples of the interval; empty: none.
+        """
         starts = np.zeros(len(counts) + 1, dtype=np.int64)
         np.cumsum(counts, out=starts[1:])
         parents = np.full(int(starts[-1]), -1, dtype=np.int64)
@@ -257,13 +271,13 @@ class StateBooks:
         )
 
     def _to_keep(self, length: int, count: int, asked: Seq[int]) -> tuple[int, ...]:
-        """Positions of a chain, its end included, of which the state is to be kept."""
+        """Return the positions of a chain, its end included, whose states are to be kept."""
         found = {length + tokens for tokens in asked}
         if self.interval:
             found.update(range((length // self.interval + 1) * self.interval, length + count + 1, self.interval))
         return tuple(sorted(found))
 
-    # -- invariants --------------------------------------------------------------------------------------------
+    # -- invariants --------------------------------------------------------------------------------
 
     def check(self) -> None:
         """Recount everything; ``QuireError`` names what is broken."""
