@@ -31,8 +31,7 @@ def os_errors(label: str) -> Iterator[None]:
     """Turn errors of the operating system into ours, after ``label``.
 
     ``ResourceExhausted``: a full disk or quota, no memory, too many open files. ``NotFound``: no
-    such file. ``QuireError``: the device broke. ``InvalidArgument``: others, such as missing
-    permission.
+    such file. ``QuireError``: the device broke. ``InvalidArgument``: the rest, as no permission.
     """
     try:
         yield
@@ -111,8 +110,7 @@ def _open_temporary(path: Path, cleanup: contextlib.ExitStack) -> tuple[BinaryIO
 
 
 def _remove_stale(path: Path) -> None:
-    """Remove temporary files for the same name of dead writers. A failure does not stop the
-    writing."""
+    """Remove temporary files of dead writers for the same name. A failure to do so is ignored."""
     pattern = re.compile(re.escape(_temporary_prefix(path)) + r"-\d+-[0-9a-f]{16}\.tmp")
     with contextlib.suppress(OSError):
         for entry in path.parent.iterdir():

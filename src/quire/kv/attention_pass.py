@@ -1,5 +1,4 @@
-"""One open forward over paged attention layers, as blocks of models and the contract's verbs use
-it.
+"""One open forward over paged attention layers, for blocks of models and verbs of the contract.
 
 It rotates and stores rows, and calls the attention backend. Each set of keys (see ``plans``) is
 planned once per layer class, when it is first asked for.
@@ -111,16 +110,14 @@ class AttentionPass:
         return rotate(x_THD, cos, sin, interleaved=spec.interleaved)
 
     def turn_last(self, x_THD: Tensor, spec: RopeSpec | None, *, relative: bool = False) -> Tensor:
-        """Return rows with the last rotary columns of every head rotated, as latent layers have
-        them."""
+        """Rotate the last rotary columns of every head, as latent layers have them."""
         if spec is None:
             return x_THD
         cos, sin = self._rotation(spec, relative)
         return rotate_last(x_THD, cos, sin, interleaved=spec.interleaved)
 
     def _sink_queries(self, layer: Layer, q_THD: Tensor) -> Tensor:
-        """Return queries for the sink part, rotated at relative positions. ``q`` is the verb's
-        argument."""
+        """Rotate queries for the sink part at relative positions. ``q`` is the verb's argument."""
         rope = layer.spec.rope
         if layer.turning is not None:
             return self._turn(q_THD, layer.turning, relative=True).to(self._state.dtype)
@@ -159,8 +156,7 @@ class AttentionPass:
         return self._prepare(plans.masked(self.prepared(keys, class_index).plan, masks))
 
     def parts(self, class_index: int) -> tuple[Prepared, Prepared]:
-        """Return the plans over earlier rows and over the new tokens, under the forward's mask if
-        any."""
+        """Return the plans over earlier rows and new tokens, under the forward's mask, if any."""
         if self._mask is None:
             return self.prepared("past", class_index), self.prepared("own", class_index)
         past, own = self._prepared.get(("masked past", class_index)), self._prepared.get(("masked own", class_index))
@@ -172,11 +168,8 @@ class AttentionPass:
 
     def use_mask(self, mask: Tensor) -> None:
         """Use one mask for all layers of this forward (``attend``, ``attend_qkv``,
-        ``attend_latent``).
-
-        As ``attention_with_fused_qkv`` takes it: flat bool, entry by entry row-major ``[n, keys]``,
-        columns by address. ``InvalidArgument`` for another.
-        """
+        ``attend_latent``). As ``attention_with_fused_qkv`` takes it: flat bool, entry by entry
+        row-major ``[n, keys]``, columns by address. ``InvalidArgument`` for another."""
         plans.check_mask(mask, self._state.device)
         self._mask = plans.cut_mask(mask, self.batch)
         self._prepared = {key: value for key, value in self._prepared.items() if key[0] in ("past", "own")}
@@ -314,8 +307,7 @@ class AttentionPass:
         *,
         coarse: bool = False,
     ) -> AttentionState:
-        """Attend over the new tokens of the same sequence; store nothing. ``coarse``: see
-        ``AttentionBackend``."""
+        """Attend over the sequence's new tokens; store nothing. ``coarse``: as in the backend."""
         layer = self._state.layer(layer_id)
         q_sink = None
         if masks is None:
@@ -334,7 +326,7 @@ class AttentionPass:
     def cross(
         self, layer_id: int, q_THD: Tensor, keys: Keys, scoring: Scoring, *, coarse: bool = False
     ) -> AttentionState:
-        """Attend over stored tokens (``past``: earlier ones; ``fused``: all). ``coarse``: as of
+        """Attend over stored tokens (``past``: earlier ones; ``fused``: all). ``coarse``: as in
         ``own``."""
         layer = self._state.layer(layer_id)
         prepared = self.prepared(keys, layer.class_index)

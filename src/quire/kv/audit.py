@@ -43,8 +43,7 @@ def audit(books: SequenceBooks) -> None:
 
 
 def check_null_pages(books: SequenceBooks, seq_id: SeqId, sequence: Sequence, index: int) -> None:
-    """Check that null entries are the pages that hold nothing, and that all a query may see is
-    held."""
+    """Check that null entries are the pages that hold nothing, and that visible rows are held."""
     size, table = books.page_size, sequence.tables[index]
     length = sequence.length if sequence.reserved is None else sequence.reserved
     rows = np.zeros(table.size * size, bool)

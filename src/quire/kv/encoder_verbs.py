@@ -45,7 +45,7 @@ def read(
     end: int | None,
     out: tuple[Tensor, Tensor] | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return ``k [n, Hkv, Dk]`` and ``v [n, Hkv, Dv]`` of rows ``start..end - 1``
+    """Return ``k [n, Hkv, Dk]``, ``v [n, Hkv, Dv]`` of rows ``start..end - 1``
     (``debug_get_kv``)."""
     verb = "debug_get_kv"
     start = check_integer(start, f"{verb}: start", 0)
@@ -67,8 +67,7 @@ def read(
 def overwrite(
     state: StateParts, part: EncoderPart, layer_id: int, seq_id: SeqId, start: int, k: Tensor, v: Tensor | None
 ) -> None:
-    """Overwrite rows (``debug_set_kv``); the encoding is split first, so no other sequence
-    changes."""
+    """Overwrite rows (``debug_set_kv``), in a split encoding, so no other sequence changes."""
     verb = "debug_set_kv"
     if v is None:
         raise InvalidArgument(f"{verb}: v is missing; cross layers have K and V")

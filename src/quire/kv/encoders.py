@@ -2,10 +2,9 @@
 
 An *encoding* is what the encoder has left for one sequence: pages, of which each cross layer uses
 the first S rows in its own tensors. Forks hold the same encoding; a writer gets a copy of one that
-others hold, so no other sequence sees the write. Windows, trees, pops and the bracket of a forward
-do not concern it.
+others hold. Windows, trees, pops and the bracket of a forward do not concern it.
 
-Letters: S rows of the encoder in one layer; T new tokens; Hq, Hkv query and KV heads; Dk, Dv head
+Letters: S rows of the encoder in one layer; T new tokens; Hq, Hkv query and KV heads; Dk, Dv their
 sizes; P page size.
 """
 
@@ -134,8 +133,7 @@ class EncodingTable:
         self.pool.clear()
 
     def check(self, known: Collection[SeqId]) -> None:
-        """Recount everything; ``QuireError`` names what is broken. ``known``: the existing
-        sequences."""
+        """Recount everything; ``QuireError`` names what is broken. ``known``: all sequences."""
         holders: dict[int, list[SeqId]] = {}
         expected = np.zeros(self.pool.num_pages, dtype=np.int32)
         for seq_id, one in self._held.items():
@@ -181,8 +179,7 @@ class EncoderPart:
         return self.storage.layers[self._places[layer_id]]
 
     def fill(self, seq_id: SeqId, layer_id: int, k_SHD: Tensor, v_SHD: Tensor) -> None:
-        """Write a layer's rows and zeros behind them: kernels read whole pages, and 0 * an old NaN
-        is NaN."""
+        """Write a layer's rows, then zeros: kernels read whole pages, and 0 * an old NaN is NaN."""
         count = pages_for(k_SHD.shape[0], self.table.page_size) * self.table.page_size
         k_SHD, v_SHD = (_extended(rows_SHD.to(self.device), count) for rows_SHD in (k_SHD, v_SHD))
         self.write(seq_id, layer_id, 0, k_SHD, v_SHD)
@@ -213,8 +210,7 @@ class EncoderPass:
         self._prepared: dict[tuple[tuple[int, int], ...], Prepared] = {}
 
     def prepared(self, layer_id: int) -> Prepared:
-        """Return the plan of a layer; ``FailedPrecondition`` names a sequence that has no rows of
-        it."""
+        """Return the plan of a layer; ``FailedPrecondition`` names a sequence without its rows."""
         table = self._part.table
         held = [(table.get(seq_id), table.rows(seq_id, layer_id)) for seq_id in self._seq_ids]
         key: list[tuple[int, int]] = []

@@ -99,11 +99,9 @@ class StateExchange(StateParts):
         }
 
     def export_page_group(self, seq_id: SeqId, group: int, out: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
-        """Return the held rows of one layer, by position, or the states of a recurrent layer.
-
-        Rows are ``k [n, Hkv, Dk]`` and ``v [n, Hkv, Dv]``, or ``latent [n, row]``, as stored.
-        ``FailedPrecondition`` for a cross layer that is not set.
-        """
+        """Return the held rows of one layer, by position, or the states of a recurrent layer. Rows
+        are ``k [n, Hkv, Dk]`` and ``v [n, Hkv, Dv]``, or ``latent [n, row]``, as stored.
+        ``FailedPrecondition`` for a cross layer that is not set."""
         part = self.recurrent
         recurrent = part is not None and group in part.layer_ids
         if not recurrent:
@@ -248,11 +246,8 @@ def layer_metadata(spec: StoredSpec, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def layout_of(state: StateParts) -> dict[str, Any]:
-    """Return what two states that exchange sequences must have in common, in JSON types.
-
-    ``layer_ids`` is there only if those with attention are not a range, ``recurrent`` only if there
-    are recurrent layers.
-    """
+    """Return what states that exchange sequences have in common, in JSON types. ``layer_ids`` is
+    there if attention layers are not a range, ``recurrent`` if there are such layers."""
     ids = list(state.stored_specs)
     found: dict[str, Any] = {"first_layer": state.first_layer}
     if ids != list(range(state.first_layer, state.first_layer + len(ids))):

@@ -1,7 +1,6 @@
 """What a forward needs: pages to take, shared tails to copy, pages that leave windows. No torch.
 
-It is computed before anything changes (``SequenceBooks.plan_forward``), so a refusal leaves no
-trace.
+``SequenceBooks.plan_forward`` computes it before anything changes, so refusals leave no trace.
 
 Letters: P page size; n new tokens of an entry.
 """
@@ -57,8 +56,7 @@ class Sequence:
     reserved: int | None = None
     """Tokens that an import will publish, whose pages it holds; None: an ordinary sequence."""
     stale_tail: bool = False
-    """Whether rows of the last page behind the last row may be old values, of any sequence (after a
-    pop, fork, split or import)."""
+    """Whether old values may follow the last row in its page (pop, fork, split, import)."""
 
     @property
     def nodes(self) -> int:

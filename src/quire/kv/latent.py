@@ -1,7 +1,6 @@
 """Attention of latent layers (MLA, DeepSeek-V2, arXiv:2405.04434) over an open forward.
 
-A latent layer keeps one row ``[c_kv | k_pe]`` per token. A query meets it in one of two forms,
-equal up to rounding:
+A latent layer keeps one row ``[c_kv | k_pe]`` per token. A query meets it in one of two forms:
 
 * *expanded*: rows become K and V of every head, ``k = [key c_kv | k_pe]`` and ``v = c_kv value``.
   Cheap where many queries share a new row, so the new tokens of a forward attend to each other so;
@@ -9,7 +8,7 @@ equal up to rounding:
   one KV head whose value is the row's first columns; ``value`` is applied to the result. No stored
   row is expanded, so decodes and queries over the past take this form.
 
-The last ``rope.rotary_dim`` columns of queries and rows turn, in both forms.
+Both are equal up to rounding. The last ``rope.rotary_dim`` columns of queries and rows turn.
 
 Letters: T new tokens; S slots; Hq heads; R columns of ``c_kv``; Dn, Dr columns of a head without
 and with positions; Dv value size.
@@ -32,12 +31,7 @@ from quire.ops.attention import attention_weights, merge
 
 
 def attend(
-    pass_: AttentionPass,
-    state: StateParts,
-    layer_id: int,
-    q_THD: Tensor,
-    rows_TR: Tensor,
-    expansion: LatentExpansion,
+    pass_: AttentionPass, state: StateParts, layer_id: int, q_THD: Tensor, rows_TR: Tensor, expansion: LatentExpansion
 ) -> Tensor:
     """Attend as ``contracts.model.Pass.attend_latent`` says. ``Unsupported`` for a layer that is
     not latent, ``InvalidArgument`` for wrong shapes; nothing is stored then."""

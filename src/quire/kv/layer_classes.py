@@ -51,8 +51,7 @@ class Layer:
 
     @property
     def turning(self) -> RopeSpec | None:
-        """The rotation that the state does; None: the caller has rotated, or there is no
-        rotation."""
+        """The rotation that the state does; None: the caller has rotated, or there is none."""
         return self.spec.rope if self.spec.rope_mode != "none" else None
 
 
@@ -66,8 +65,7 @@ def key_value_spec(verb: str, layer_id: int, layer: Layer) -> KeyValueSpec:
 
 def ids_of(count: int, first_layer: int, layer_ids: Sequence[int] | None) -> tuple[int, ...]:
     """Return the global ids of ``count`` layers: those given, or ``first_layer`` and following.
-    ``InvalidArgument`` unless the given ones are as many, ascend and begin at ``first_layer`` or
-    later."""
+    ``InvalidArgument`` unless given ones are as many, ascend and are at least ``first_layer``."""
     if layer_ids is None:
         return tuple(range(first_layer, first_layer + count))
     ids = tuple(layer_ids)
@@ -88,7 +86,7 @@ def describe_ids(ids: Sequence[int]) -> str:
 
 
 def supported(layer_id: int, spec: LayerSpec, backend: AttentionBackend, device: torch.device) -> StoredSpec:
-    """Return the spec if a state can have this attention layer; else ``InvalidArgument`` or
+    """Return the spec of a layer that is possible here; else ``InvalidArgument``,
     ``Unsupported``."""
     if isinstance(spec, LatentAttention):
         _check_latent(layer_id, spec)
@@ -100,10 +98,7 @@ def supported(layer_id: int, spec: LayerSpec, backend: AttentionBackend, device:
         _check_heads(layer_id, spec)
         # To a backend its rows are keys from before the forward.
         asked = FullAttention(
-            num_heads=spec.num_heads,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            value_dim=spec.value_dim,
+            num_heads=spec.num_heads, num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, value_dim=spec.value_dim
         )
     elif isinstance(spec, (FullAttention, WindowedAttention)):
         _check_key_value(layer_id, spec)

@@ -87,8 +87,7 @@ def hole_of(ranges: list[range], length: int, sink: int) -> Hole:
 
 
 def validate(state: StateParts, layout: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Raise ``InvalidArgument`` for the first disagreement. ``layout``: what ``get_layout``
-    returns."""
+    """Raise ``InvalidArgument`` for the first disagreement. ``layout``: as of ``get_layout``."""
     if given.get("format_version") != FORMAT_VERSION:
         raise InvalidArgument(
             f"import: format version {given.get('format_version')!r} found, {FORMAT_VERSION} expected"
@@ -170,8 +169,7 @@ def _validate_windows(state: StateParts, given: Mapping[str, Any], length: int) 
 
 
 def promised_checksums(plans: Mapping[int, Mapping[str, TensorPlan]], groups: object) -> dict[tuple[int, str], str]:
-    """Return checksums by layer and name; ``InvalidArgument`` unless the groups are those of
-    ``plans``, each once."""
+    """Return checksums by layer and name; ``InvalidArgument`` unless groups are as planned."""
     wanted, entries = list(plans), groups if isinstance(groups, list) else []
     found = sorted(
         entry["group"] for entry in entries if isinstance(entry, dict) and isinstance(entry.get("group"), int)

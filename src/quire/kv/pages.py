@@ -14,13 +14,11 @@ from quire.errors import QuireError
 PageIds = NDArray[np.int32]
 
 NULL_PAGE = -1
-"""Table entry of a page that no query can see any more: never read, never written, not in a
-pool."""
+"""Table entry of a page that no query can see any more: never read, never written, in no pool."""
 
 
 class PagePool:
-    """A fixed number of pages with reference counts. Callers check ``num_free`` before they
-    take."""
+    """A fixed number of pages with reference counts. Callers check ``num_free`` before taking."""
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
@@ -33,8 +31,7 @@ class PagePool:
         return self.num_pages - self.num_free
 
     def take(self, count: int) -> PageIds:
-        """Take ``count`` free pages, with one reference each, ascending if the pool is
-        unfragmented."""
+        """Take ``count`` free pages, with one reference each, ascending if unfragmented."""
         if count > self.num_free:
             raise QuireError(f"{count} pages taken with {self.num_free} free; the caller must check first")
         low = self.num_free - count

@@ -154,8 +154,8 @@ class StateParts:
         return found
 
     def spec(self, layer_id: int) -> StoredSpec:
-        """Return an attention layer's spec; ``Unsupported``: recurrent, ``InvalidArgument``:
-        unknown."""
+        """Return an attention layer's spec; ``Unsupported``: recurrent; ``InvalidArgument``:
+        other."""
         found = self.stored_specs.get(layer_id)
         if found is None:
             recurrent = [] if self.recurrent is None else self.recurrent.layer_ids
@@ -214,8 +214,7 @@ def _check_pages(
 
 
 def _check_encoders(layers: Sequence[int], capacity: int | None) -> None:
-    """Raise ``InvalidArgument`` unless there is a capacity if and only if there are cross
-    layers."""
+    """Raise ``InvalidArgument`` unless there is a capacity exactly if there are cross layers."""
     if capacity is not None and capacity < 1:
         raise InvalidArgument(f"cross_capacity {capacity} encoder rows; at least 1 is needed")
     if layers and capacity is None:
@@ -227,8 +226,7 @@ def _check_encoders(layers: Sequence[int], capacity: int | None) -> None:
 
 
 def _check_slots(layers: Sequence[int], num_states: int | None, ring: int, interval: int, page_size: int) -> None:
-    """Raise ``InvalidArgument`` unless there are slots if and only if there are recurrent
-    layers."""
+    """Raise ``InvalidArgument`` unless there are slots exactly if there are recurrent layers."""
     check_integer(ring, "ring", 0)
     if check_integer(interval, "checkpoint_interval", 0) % page_size:
         raise InvalidArgument(

@@ -142,8 +142,7 @@ def past(batch: Batch, tables: Sequence[PageIds], page_size: int, layer_window: 
 
 
 def own(batch: Batch, layer_window: int | None) -> ForwardPlan:
-    """Plan the new tokens over those of their entry: the pool is the tensor of new rows, a page a
-    row."""
+    """Plan the new tokens over those of their entry: the pool is the new rows, a page one row."""
     rules: list[KeyRule | None] = []
     for entry, (depths, ancestry) in enumerate(zip(batch.depths, batch.ancestries, strict=True)):
         if depths is None or ancestry is None:
@@ -211,8 +210,7 @@ def check_mask(mask: Tensor, device: torch.device) -> None:
 
 
 def cut_mask(mask: Tensor, batch: Batch, *, own: bool = False) -> Masks:
-    """Cut a flat mask, entry by entry row-major ``[n, keys]`` (``own``: new keys only), by
-    entry."""
+    """Cut a flat mask, row-major ``[n, keys]`` (``own``: new keys only), into one per entry."""
     counts = batch.counts.tolist()
     keys = counts if own else (batch.stored + batch.counts).tolist()
     sizes = [count * width for count, width in zip(counts, keys, strict=True)]
@@ -253,8 +251,7 @@ def _plan(
 
 
 def _windows(batch: Batch, layer_window: int | None) -> tuple[NDArray[np.int64] | None, NDArray[np.int64] | None]:
-    """Return the lowest visible position of each row, and the range of its sink part; None: no
-    limit."""
+    """Return the lowest visible position of each row and the range of its sink; None: no limit."""
     if batch.evicted is None:
         if layer_window is None or batch.max_position < layer_window:
             return None, None

@@ -55,9 +55,8 @@ class SlotIndex(NamedTuple):
 
 
 class StateStorage:
-    """The state tensors of all layers. Tensors of equal shape, dtype and initial value are slices
-    of one ``[L, S, *shape]``, so one operation copies slots in all of them. ``ResourceExhausted``
-    if they do not fit in memory."""
+    """The state tensors of all layers. Those of equal shape, dtype and initial value share one
+    ``[L, S, *shape]``, to be copied at once. ``ResourceExhausted`` if they do not fit in memory."""
 
     def __init__(self, specs: Sequence[Recurrent], num_slots: int, device: torch.device) -> None:
         self.num_slots = num_slots
@@ -125,8 +124,7 @@ class StateStorage:
 
 
 class RecurrentPart:
-    """Recurrent layers of a KV state: bookkeeping (``table``), slots (``storage``), the open
-    forward.
+    """Recurrent layers of a KV state: bookkeeping (``table``), slots (``storage``), open forward.
 
     ``specs``: the layers, with the global ids ``layer_ids``. ``num_slots``: states that fit in all,
     of present ones, checkpoints and rings. ``ring``, ``interval``: see ``StateBooks``. The caller
@@ -177,8 +175,7 @@ class RecurrentPart:
         return self._indices[layer_id]
 
     def tensor(self, layer_id: int, state_id: int) -> tuple[int, StateTensor]:
-        """Return the index of the layer and the state tensor; ``InvalidArgument`` for unknown
-        ids."""
+        """Return the layer's index and the state tensor; ``InvalidArgument`` for unknown ids."""
         layer = self.layer(layer_id)
         states = self.specs[layer].states
         if isinstance(state_id, bool) or state_id not in range(len(states)):
@@ -236,8 +233,7 @@ class RecurrentPart:
         return self.storage.read(layer, state_id, np.array([slot], dtype=np.int64))[0]
 
     def debug_set(self, layer_id: int, state_id: int, seq_id: SeqId, data: Tensor) -> None:
-        """Overwrite one tensor of the present state, not of forks and kept states.
-        ``ResourceExhausted``."""
+        """Overwrite a tensor of this sequence's present state only. ``ResourceExhausted``."""
         layer, tensor = self.tensor(layer_id, state_id)
         self.check_data("debug_set", tensor, data, ())
         moved = self.table.own(seq_id)
@@ -251,8 +247,7 @@ class RecurrentPart:
         self.storage.write(layer, state_id, slots_N, data[None])
 
     def check_data(self, verb: str, tensor: StateTensor, data: Tensor, lead: tuple[int, ...]) -> None:
-        """Raise ``InvalidArgument`` unless ``data`` is ``[*lead, *shape]`` of the tensor's dtype
-        and device."""
+        """Raise ``InvalidArgument`` unless ``data`` is ``[*lead, *shape]`` of the right type."""
         wanted, dtype = (*lead, *tensor.shape), dtype_of(tensor)
         if tuple(data.shape) != wanted or data.dtype != dtype or data.device.type != self.device.type:
             raise InvalidArgument(
@@ -262,15 +257,14 @@ class RecurrentPart:
     # -- exchange ----------------------------------------------------------------------------------
 
     def group_tensors(self, layer_id: int, kept: Iterable[int]) -> dict[str, StateTensor]:
-        """Return the tensors in the layer's group: ``state.i``, and ``state.i@position`` per
-        checkpoint."""
+        """Return the tensors in a layer's group: ``state.i``, per checkpoint
+        ``state.i@position``."""
         states = self.specs[self.layer(layer_id)].states
         suffixes = ["", *(f"@{position}" for position in kept)]
         return {f"state.{index}{suffix}": one for index, one in enumerate(states) for suffix in suffixes}
 
     def export(self, seq_id: SeqId, layer_id: int) -> dict[str, Tensor]:
-        """Return a layer's present state and checkpoints, by the names of ``group_tensors``;
-        fresh."""
+        """Return a layer's present state and checkpoints, named as in ``group_tensors``; fresh."""
         layer, kept = self.layer(layer_id), self.table.kept(seq_id)
         slots = np.array(self._held_slots(seq_id), dtype=np.int64)
         rows = [self.storage.read(layer, index, slots) for index in range(len(self.specs[layer].states))]
@@ -278,8 +272,7 @@ class RecurrentPart:
         return {name: row.clone() for name, row in zip(names, (row for rows_N in rows for row in rows_N), strict=True)}
 
     def _held_slots(self, seq_id: SeqId) -> list[int]:
-        """Return the slots of the present state and of the checkpoints, in order of
-        ``group_tensors``."""
+        """Return the slots of the present state and checkpoints, as in ``group_tensors``."""
         found = (self.table.slot_at(seq_id, position) for position in (None, *self.table.kept(seq_id)))
         return [NULL if slot is None else slot for slot in found]
 
@@ -316,8 +309,7 @@ class RecurrentPass:
         self._present = part.storage.index(need.present)
         self._targets_M = self._tensor(opened.targets)
         self._set: dict[tuple[int, int], Literal["wanted", "end", "token"]] = {}
-        """By layer and state: the rows whose new states are known (wanted ones, ends, all
-        tokens)."""
+        """By layer and state: of which rows the new states are known (wanted, ends, all tokens)."""
         ring = part.table.ring
         self._recent = [
             row
@@ -379,9 +371,8 @@ class RecurrentPass:
     def convolve(
         self, layer_id: int, state_id: int, x_TC: Tensor, weight_CW: Tensor, bias_C: Tensor | None = None
     ) -> Tensor:
-        """Run ``RecurrenceBackend.convolve`` behind the inputs before this forward and store the
-        new state. Returns ``[T, C]``. ``InvalidArgument`` unless the state tensor is
-        ``[W - 1, C]``."""
+        """Run ``RecurrenceBackend.convolve`` behind the inputs before this forward, ``[T, C]``;
+        store the new state. ``InvalidArgument`` unless the state tensor is ``[W - 1, C]``."""
         layer, tensor = self.tensor(layer_id, state_id)
         wanted = (weight_CW.shape[1] - 1, x_TC.shape[-1])
         if tensor.shape != wanted:
@@ -412,11 +403,9 @@ class RecurrentPass:
     # -- states by themselves ----------------------------------------------------------------------
 
     def get(self, layer_id: int, state_id: int, per_token: bool = False) -> Tensor:
-        """Return the state before this forward, ``[B, *shape]``, fresh.
-
-        ``per_token``: ``[T, *shape]``, for each row the state of its predecessor where that lies
-        before this forward; other rows are 0.
-        """
+        """Return the state before this forward, ``[B, *shape]``, fresh; ``per_token``:
+        ``[T, *shape]``, of each row's predecessor where that lies before this forward, 0
+        elsewhere."""
         layer, tensor = self.tensor(layer_id, state_id)
         storage = self._part.storage
         if not per_token:

@@ -152,8 +152,7 @@ def recurrent_part(state: StateParts, verb: str) -> RecurrentPart:
 
 
 def recurrent_spec(state: OpenState, layer_id: int, verb: str, seq_id: SeqId | None = None) -> Recurrent:
-    """Return the layer, which must be recurrent. ``seq_id``: if unknown, ``NotFound`` comes before
-    ``Unsupported``."""
+    """Return the layer, which must be recurrent. ``seq_id``: ``NotFound`` if unknown, first."""
     part = recurrent_part(state, verb)
     if layer_id in part.layer_ids:
         return part.specs[part.layer(layer_id)]

@@ -201,8 +201,7 @@ POSITIONS_OF_OWN_ROTATION = "its layers put positions into q and k by a rule of 
 
 
 def position_refusal(specs: Iterable[LayerSpec]) -> str:
-    """Return why tokens of these layers can have no positions but their indices; empty: they
-    can."""
+    """Return why tokens of these layers have no positions but their indices; empty: they can."""
     found = list(specs)
     if any(spec.kind == "recurrent" for spec in found):
         return POSITIONS_OF_RECURRENT

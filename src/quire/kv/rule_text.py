@@ -34,8 +34,7 @@ exact results, what is refused raises `Unsupported` with the reason, before anyt
 
 
 def as_markdown(everywhere: Mapping[str, str]) -> str:
-    """Return the page ``docs/rules.md``. ``everywhere``: refusals for every model, with the
-    reason."""
+    """Return the page ``docs/rules.md``. ``everywhere``: refusals for every model, and why."""
     parts = [INTRODUCTION]
     for title, rows in tables().items():
         parts.append(f"## {title[0].upper()}{title[1:]}")

@@ -1,7 +1,6 @@
 """The rules of the KV state contract: the verbs of each kind of layer and of a state, else why not.
 
-They serve the refusals, ``capabilities()`` and the rule table (``rule_table``), so that these
-cannot disagree.
+Refusals, ``capabilities()`` and the rule table (``rule_table``) use them, so none disagree.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Declarations of what a JSON value from outside must be.
 
-A check is a function of a value and its path; it raises ``Fault``, which names the path, the value
-and what is expected there, or returns nothing. Checks consist of checks, so one declaration covers
-all that a document may hold.
+A check is a function of a value and its path; it returns nothing, or raises ``Fault``, which names
+the path, the value and what is expected. Checks are made of checks, one for a whole document.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Changes of sequences over pages: edits, copy on write, forwards, imports. No torch.
 
 Everything is checked before anything changes: ``plan_forward`` computes the whole need for pages,
-and ``open_forward`` cannot fail after it. The copies to make are returned as ``SlotCopy`` values;
-the caller moves the bytes.
+and ``open_forward`` cannot fail after it. The caller makes the returned copies (``SlotCopy``).
 """
 
 from __future__ import annotations
@@ -57,8 +56,7 @@ class SequenceTable(SequenceBooks):
             pool.clear()
 
     def fork(self, parent_id: SeqId, child_id: SeqId, pos: int) -> None:
-        """Share all pages of the first ``pos`` tokens, a partly filled one too, with a new
-        child."""
+        """Share all pages of the first ``pos`` tokens, a partly filled one too, with a child."""
         parent, length = self.check_fork(parent_id, child_id, pos)
         size = pages_for(length, self.page_size)
         tables = [table.fork(size) for table in parent.tables]
@@ -127,11 +125,8 @@ class SequenceTable(SequenceBooks):
 
     def _recount_cut(self, sequence: Sequence) -> None:
         """Determine, after going back, whether a class lacks what its own window alone would keep
-        here.
-
-        A sequence cut back into its sink has lost nothing. One with a narrower window than a
-        layer's may have gone to where only the narrower one has all it needs.
-        """
+        here. A sequence cut back into its sink has lost nothing. One with a narrower window than a
+        layer's may have gone to where only the narrower one has all it needs."""
         sink, sequence.cut = sink_of(sequence), False
         for hole, layer_window in zip(sequence.holes, self.layer_windows, strict=True):
             gone = hole.window if hole.window > sink else hole.sink
@@ -201,11 +196,9 @@ class SequenceTable(SequenceBooks):
             sequence.holes[index] = hole
 
     def _blanks(self, index: int, part: ClassNeed, need: ForwardNeed, sequences: Seq[Sequence]) -> list[SlotRange]:
-        """Return the rows of last pages that may hold anything and are read through a mask.
-
-        These are the rows behind what is stored in an old last page, also where new rows will lie
-        (a verb may read the page before they are written), and behind the new rows in a fresh page.
-        """
+        """Return the rows of last pages that may hold anything and are read through a mask. These
+        are the rows behind what is stored in an old last page, also where new rows will lie (a verb
+        may read the page before they are written), and behind the new rows in a fresh page."""
         size = self.page_size
         split = {found.entry for found in part.splits}
         blanks: list[SlotRange] = []
@@ -231,8 +224,7 @@ class SequenceTable(SequenceBooks):
         self.forward = None
 
     def abort(self) -> None:
-        """Restore pages and tables as before ``open_forward`` and share split pages again. Pages
-        that left every window stay gone."""
+        """Restore pages, tables and shared pages; what left every window stays gone."""
         opened = self._require_open("abort_forward")
         sequences = [self._sequences[seq_id] for seq_id in opened.need.seq_ids]
         for index, (part, pool) in enumerate(zip(opened.need.classes, self.pools, strict=True)):
@@ -259,8 +251,7 @@ class SequenceTable(SequenceBooks):
     # -- rows that exist already -------------------------------------------------------------------
 
     def own_pages(self, seq_id: SeqId, start: int, stop: int, classes: Seq[int]) -> list[list[SlotCopy]]:
-        """Make the pages of rows ``start..stop - 1``, all held, this sequence's own in these
-        classes.
+        """Make the pages of held rows ``start..stop - 1`` the sequence's own in these classes.
 
         For rows that will be overwritten. Returns the copies of each class: all valid rows of a
         page, since its other rows stay. ``ResourceExhausted`` before any change.
@@ -293,8 +284,7 @@ class SequenceTable(SequenceBooks):
         return copies
 
     def reserve_import(self, seq_id: SeqId, length: int, holes: Seq[Hole], window: Window | None, slid: bool) -> None:
-        """Add a sequence with pages for what it holds of ``length`` tokens, unusable until
-        published."""
+        """Add an unpublished sequence with pages for what it holds of ``length`` tokens."""
         check_id(seq_id)
         if seq_id in self._sequences:
             raise InvalidArgument(f"prepare_import: sequence {seq_id} exists already; a new id is needed")

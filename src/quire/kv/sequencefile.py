@@ -26,8 +26,7 @@ from quire.types import SeqId
 
 
 def describe(state: ModelState, seq: SeqId, prefix: str = "") -> tuple[dict[str, Any], list[TensorSpec]]:
-    """Return the metadata of a sequence and the plan of its tensors, ``{prefix}layer.{i}.k``
-    etc."""
+    """Return a sequence's metadata and the plan of its tensors, ``{prefix}layer.{i}.k`` etc."""
     metadata = state.get_checkpoint_metadata(seq, checksums=False)
     plan = [
         TensorSpec(name=f"{prefix}layer.{layer}.{name}", dtype=one.dtype, shape=one.shape)
@@ -43,8 +42,7 @@ def header_limits(state: ModelState, tokens: int, runs: int, rows: int, size: in
     of such a state, with at most ``tokens`` token ids and ``runs`` changes of the adapter in all.
 
     A writer has one description of each layer for each sequence, and three arrays or objects for
-    each tensor. Recurrent states are as many as the bytes of the file allow, and one for each
-    sequence.
+    each tensor. Recurrent states: one for each sequence, and as many as the file's bytes allow.
     """
     found = state.get_layout()
     layout, tensors = json.dumps(found), 2 * len(found["layers"]) * rows
@@ -78,8 +76,7 @@ def tensors(state: ModelState, seq: SeqId, prefix: str = "") -> Iterator[tuple[s
 def check(
     state: ModelState, file: StateFile, metadata: Mapping[str, Any], prefix: str, convert_dtype: bool
 ) -> dict[str, Any]:
-    """Check that this sequence of the file can be loaded; return its metadata, in this state's
-    dtype.
+    """Check that this sequence of the file can be loaded; return its metadata, in our dtype.
 
     ``metadata`` are as ``state_schema`` declares them. ``InvalidArgument`` with expected and found;
     ``DataLoss`` if tensors and metadata contradict each other.
@@ -114,10 +111,7 @@ def check(
                 raise InvalidArgument(f"tensor {full!r} is {stored.dtype}, and the metadata says {expected}")
     # The container has verified its own checksums.
     wanted["groups"] = [
-        {
-            "group": layer,
-            "tensors": {name: {"shape": list(one.shape)} for name, one in group.items()},
-        }
+        {"group": layer, "tensors": {name: {"shape": list(one.shape)} for name, one in group.items()}}
         for layer, group in groups.items()
     ]
     return wanted
@@ -133,14 +127,12 @@ def check_model(found: Mapping[str, str], expected: Mapping[str, str]) -> None:
 
 
 def tensor_names(checked: Mapping[str, Any], prefix: str = "") -> set[str]:
-    """Return the names that ``check`` asked for; a file that holds others contradicts its
-    metadata."""
+    """Return the names that ``check`` asked for; a file with others contradicts its metadata."""
     return {f"{prefix}layer.{group['group']}.{name}" for group in checked["groups"] for name in group["tensors"]}
 
 
 def load(state: ModelState, seq: SeqId, file: StateFile, checked: Mapping[str, Any], prefix: str = "") -> None:
-    """Make ``seq`` from the file and what ``check`` returned. ``ResourceExhausted`` without
-    room."""
+    """Make ``seq`` from a file that ``check`` accepted. ``ResourceExhausted`` without room."""
     state.prepare_import(seq, dict(checked))
     try:
         with torch.inference_mode():

@@ -17,15 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.errors import FailedPrecondition, InvalidArgument, NotFound
-from quire.kv.forward_need import (
-    ForwardNeed,
-    OpenForward,
-    Sequence,
-    SlotRange,
-    class_need,
-    pages_for,
-    slots_of,
-)
+from quire.kv.forward_need import ForwardNeed, OpenForward, Sequence, SlotRange, class_need, pages_for, slots_of
 from quire.kv.pages import PagePool
 from quire.kv.trees import NO_TREE, TokenTreeParents, parents_of_entries
 from quire.kv.windows import Window, describe_ranges, held, intersection, reachable, window_pages
@@ -124,8 +116,7 @@ class SequenceBooks:
         return sequence
 
     def require_reachable(self, seq_id: SeqId, sequence: Sequence, position: int, verb: str) -> None:
-        """Raise ``FailedPrecondition`` for a position that is evicted, naming those that are
-        not."""
+        """Raise ``FailedPrecondition``, with the reachable positions, for an evicted one."""
         if position == sequence.length:
             return
         found = self.reachable(sequence)
@@ -209,8 +200,7 @@ class SequenceBooks:
     ) -> ForwardNeed:
         """Return what a forward needs; check all but the bracket and free pages, for ``verb``.
 
-        Changes nothing. While a forward is open the need is that before it. Cost O(entries and new
-        nodes).
+        Changes nothing. In an open forward the need is that before it. Cost O(entries, new nodes).
         """
         counts = self.check_batch(seq_ids, counts, verb)
         pending = [self._sequences[seq_id].nodes if seq_id in self._sequences else 0 for seq_id in seq_ids]
@@ -294,8 +284,7 @@ class SequenceBooks:
         ]
 
     def pages_at_most(self, length: int, window: Window | None, step: int) -> list[int]:
-        """Return the pages of each class that a sequence of ``length`` tokens, run ``step`` at a
-        time, holds at most."""
+        """Return the most pages of each class for ``length`` tokens, run ``step`` at a time."""
         whole = pages_for(length, self.page_size)
         bounds = [window_pages(window, layer_window, step, self.page_size) for layer_window in self.layer_windows]
         return [whole if bound is None else min(whole, bound) for bound in bounds]
@@ -312,8 +301,7 @@ def sink_of(sequence: Sequence) -> int:
 
 
 def check_integer(value: int, what: str, least: int) -> int:
-    """Return ``value`` as a plain integer; ``InvalidArgument`` unless it is one of at least
-    ``least``."""
+    """Return ``value`` as a plain integer; ``InvalidArgument`` if it is none or below ``least``."""
     try:
         number = operator.index(value)
     except TypeError:

@@ -1,9 +1,8 @@
 """``State``: the KV state of a model with layers of any kinds (``contracts.kv_state``).
 
 It consists of sequences and parts (``parts``). **All parts or none**: a verb asks each part whether
-it can, then each changes. ``attention_verbs`` and ``recurrent_verbs`` have what a forward computes,
-``stored_rows`` reads and writes stored rows, ``exchange`` has files and transfers, ``state_room``
-the room of the pools.
+it can, then each changes. The verbs are in ``attention_verbs``, ``recurrent_verbs``,
+``stored_rows`` (stored rows), ``exchange`` (files, transfers) and ``state_room`` (room of pools).
 
 Letters: T new tokens.
 """
@@ -172,8 +171,8 @@ class State(StateAttention, StateRecurrence, StateRows, StateExchange, StateRoom
         return position if self.recurrent is None else self.recurrent.table.nearest(seq_id, position)
 
     def _require_no_rerun(self, seq_id: SeqId, target: int, stop: int, exact: bool, verb: str) -> None:
-        """Raise ``FailedPrecondition`` if ``exact``: ``target`` has no state; ``stop`` is the
-        nearest one."""
+        """Raise ``FailedPrecondition`` if ``exact``; ``stop`` is the position nearest to
+        ``target``."""
         if exact:
             raise FailedPrecondition(
                 f"{verb}: position {target} of sequence {seq_id} is reachable only by running {target - stop} tokens again from a "
@@ -293,8 +292,7 @@ class State(StateAttention, StateRecurrence, StateRows, StateExchange, StateRoom
             raise
 
     def _reserve_states(self, need: ForwardNeed, checkpoints: Sequence[Sequence[int]]) -> StateNeed:
-        """Return what recurrent layers need for a forward; ``ResourceExhausted`` if slots are
-        missing."""
+        """Return what recurrent layers need for a forward; ``ResourceExhausted`` if slots lack."""
         states = self._state_need(need, checkpoints)
         table = self.states_of("begin_forward")
         if short := table.shortage(states):
@@ -320,8 +318,7 @@ class State(StateAttention, StateRecurrence, StateRows, StateExchange, StateRoom
         self.close_pass()
 
     def _require_written(self, skipped: Collection[int]) -> StatePass:
-        """Return the open forward, each layer of which has been written or is named in
-        ``skipped``."""
+        """Return the open forward, in which each layer was written or is in ``skipped``."""
         for layer_id in skipped:
             self.spec(layer_id)
         opened = self.open_pass()
@@ -344,8 +341,8 @@ class State(StateAttention, StateRecurrence, StateRows, StateExchange, StateRoom
 
 
 def check_checkpoints(need: ForwardNeed, checkpoints: Sequence[Sequence[int]]) -> None:
-    """Raise ``InvalidArgument`` unless each entry has ascending counts of its new tokens, or none
-    has."""
+    """Raise ``InvalidArgument`` unless there are none or ascending counts of new tokens per
+    entry."""
     if checkpoints and len(checkpoints) != len(need.counts):
         raise InvalidArgument(
             f"begin_forward: checkpoints for {len(checkpoints)} entries; there are {len(need.counts)}"

@@ -27,8 +27,7 @@ VERSION = 1
 MAX_HEADER_BYTES = 100_000_000
 """The limit of safetensors; more than ten million token ids fit."""
 MAX_CONTAINERS = 1_000_000
-"""Arrays and objects in a header, at most. A tensor has three; JSON readers make an object of
-each."""
+"""Arrays and objects in a header, at most. A tensor has three; JSON readers make objects of all."""
 MAX_METADATA_DEPTH = 64
 MAX_RANK = 64
 
@@ -45,8 +44,8 @@ DTYPES: Mapping[str, torch.dtype] = {
 """By their names in the header, which are those of safetensors."""
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
-# The digits of the header's checksum stand at a fixed place in every version of the format, so that a reader
-# can tell damage from a version that it does not know.
+# The digits of the header's checksum stand at a fixed place in every version of the format, so that
+# a reader can tell damage from a version that it does not know.
 _PREFIX = b'{"__metadata__":{"header_checksum":"'
 _DIGEST = slice(8 + len(_PREFIX), 8 + len(_PREFIX) + 32)
 _ZEROS = "0" * 32
@@ -69,8 +68,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class HeaderLimits:
-    """Limits of a header, checked before it is parsed, because a parser lets no other thread
-    run."""
+    """Limits of a header, checked before parsing, because a parser lets no other thread run."""
 
     bytes: int
     containers: int
@@ -135,11 +133,7 @@ class HeaderDraft:
         )
         table: dict[str, JSON] = {"__metadata__": {"header_checksum": _ZEROS, "quire": document}}
         for name, spec in self.specs.items():
-            table[name] = {
-                "dtype": _DTYPE_NAMES[spec.dtype],
-                "shape": spec.shape,
-                "data_offsets": self.spans[name],
-            }
+            table[name] = {"dtype": _DTYPE_NAMES[spec.dtype], "shape": spec.shape, "data_offsets": self.spans[name]}
         text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
         text += b" " * (-len(text) % _ALIGNMENT)
         header = bytearray(len(text).to_bytes(8, "little") + text)
@@ -279,8 +273,7 @@ def _checked_json(view: memoryview, label: str, limits: HeaderLimits) -> memoryv
 
 
 def _containers(text: bytes) -> int:
-    """Return the arrays and objects in JSON text, itself included; more where strings have
-    brackets."""
+    """Return the number of arrays and objects in JSON text, or more if strings have brackets."""
     return text.count(b"[") + text.count(b"{")
 
 

@@ -44,8 +44,7 @@ class StatePass(AttentionPass):
         return out_THD
 
     def encoder_rows(self, layer_id: int, verb: str) -> EncoderPass:
-        """Return this forward over a cross layer's encoder rows; ``Unsupported`` for other
-        layers."""
+        """Return this forward over a cross layer's encoder rows; ``Unsupported`` for others."""
         kind = self._state.spec(layer_id).kind
         if self._encoders is None or kind != "cross":
             raise Unsupported(f"{verb}: layer {layer_id} is of kind {kind!r}: {layer_refusal('set_cross_kv', kind)}")
@@ -103,8 +102,7 @@ class OpenState(StateParts):
         return 0 if self.current_pass is None else self.current_pass.batch.num_tokens
 
     def close_pass(self) -> None:
-        """Let the pass of a finished forward refuse from now on: other sequences may have its
-        slots."""
+        """Let the pass of a finished forward refuse from now on: its slots may be taken."""
         if self.current_pass is not None:
             self.current_pass.is_open = False
             self.current_pass = None

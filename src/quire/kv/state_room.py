@@ -22,12 +22,9 @@ class StateRoom(StatePools):
     """Room for tokens and for recurrent states. ``contracts.pool_verbs`` documents the verbs."""
 
     def num_available_pages(self) -> int:
-        """Return the free pages of that class, among those that keep all tokens, that has the
-        fewest.
-
+        """Return the free pages of the class, among those that keep all tokens, with the fewest.
         Pages of encoder rows do not count: with cross layers only it is the whole ``capacity``, for
-        no token takes a page. With recurrent layers only it is the states that can be had.
-        """
+        no token takes a page. With recurrent layers only it is the available states."""
         if not self.specs:
             return self._pages_of_tokens if self.recurrent is None else self.recurrent.table.num_available
         keeping = [pool for pool, one in zip(self.table.pools, self.classes, strict=True) if one.window is None]
@@ -122,8 +119,7 @@ class StateRoom(StatePools):
         return {} if self.recurrent is None else self.recurrent.table.loose_checkpoints()
 
     def states_of(self, verb: str) -> StateTable:
-        """Return the table of recurrent states; ``Unsupported`` where there are no recurrent
-        layers."""
+        """Return the table of recurrent states; ``Unsupported`` without recurrent layers."""
         if self.recurrent is None:
             raise Unsupported(f"{verb}: {RECURRENT_REFUSAL}")
         return self.recurrent.table

@@ -1,7 +1,6 @@
 """Schemas of the metadata of state files, which ``docs/statefile.md`` describes.
 
-Metadata are checked as a whole before use. ``metadata_checks.validate`` then asks whether they fit
-a model and a pool.
+They check metadata as a whole; then ``metadata_checks.validate`` checks that a state fits them.
 """
 
 from __future__ import annotations
@@ -74,8 +73,7 @@ SEQUENCE = record(
 
 
 def _sequence(value: object, path: str) -> None:
-    """Check for what ``SEQUENCE`` declares; ``InvalidArgument`` for another version, which may
-    differ."""
+    """Check for what ``SEQUENCE`` declares; ``InvalidArgument`` for another version of it."""
     version = value.get("format_version") if isinstance(value, Mapping) else None
     if type(version) is int and version != FORMAT_VERSION:
         raise InvalidArgument(

@@ -36,13 +36,12 @@ class States:
     nodes: list[int] = field(default_factory=list)
     """The slot of each uncommitted node."""
     importing: bool = False
-    """Whether an import is still writing the slots, which no other sequence shares until it
-    ends."""
+    """Whether an import is still writing the slots, which are the sequence's alone until then."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StateNeed:
-    """What a forward needs: which state precedes each row, and whose states are wanted. See
+    """What a forward needs: the state before each row, the wanted states. See
     ``RecurrencePlan``."""
 
     seq_ids: tuple[SeqId, ...]
@@ -59,8 +58,7 @@ class StateNeed:
     sources: Slots
     """``[G]``: the slots of the given states."""
     wanted: Slots
-    """``[M]``: rows whose states are wanted, ascending: multiples of the interval and ends of
-    chains, and all nodes."""
+    """``[M]``: rows with wanted states, ascending: multiples of the interval, ends, all nodes."""
     offsets: Slots
     """``[B + 1]``: the wanted rows of entry i are ``wanted[offsets[i]:offsets[i + 1]]``."""
     present: Slots
@@ -79,8 +77,7 @@ class StateNeed:
         return self.wanted.size
 
     def origins(self) -> Slots:
-        """Return ``[M]``: the slot of the last state, before this forward, on the way to each
-        wanted row."""
+        """Return ``[M]``: the slot of the last earlier state on the way to each wanted row."""
         first = np.where(self.given >= 0, self.sources[np.maximum(self.given, 0)], NULL)
         if self.chains:
             rows = np.repeat(self.starts[:-1], np.diff(self.starts))

@@ -1,8 +1,7 @@
 """Changes of recurrent states: edits, checkpoints, rings, forwards, imports. No torch.
 
-The caller checks sequence ids, lengths, tree parents and the bracket of a forward
-(``sequence_table.SequenceTable`` does). This module checks, before anything changes, what concerns
-states.
+The caller (``sequence_table.SequenceTable``) checks sequence ids, lengths, tree parents and the
+bracket of a forward. This module checks, before anything changes, what concerns states.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ class StateTable(StateBooks):
             self._ringed[slot].add(int(child_id))
 
     def pop(self, seq_id: SeqId, position: int) -> None:
-        """Go back to ``position`` and forget the states after it. ``FailedPrecondition`` if none is
+        """Go back to ``position``, forgetting later states. ``FailedPrecondition``: no state
         there."""
         states = self._sequences[seq_id]
         slot = self._stood_at(seq_id, position)
@@ -65,8 +64,7 @@ class StateTable(StateBooks):
         self._release(gone)
 
     def commit(self, seq_id: SeqId, path: Seq[int]) -> None:
-        """Take the states of the nodes on ``path`` (from a root on; empty: none) as those of a
-        chain; forget those of all others."""
+        """Take the states of nodes on ``path`` (from a root on) as a chain's; forget all others."""
         states = self._sequences[seq_id]
         on_path = [states.nodes[node] for node in path]
         stay = set(path)
@@ -140,8 +138,7 @@ class StateTable(StateBooks):
         return gone
 
     def _take(self, count: int, verb: str) -> PageIds:
-        """Take ``count`` slots, from rings too as far as needed. ``ResourceExhausted`` before any
-        change."""
+        """Take ``count`` slots, from rings too if needed; else ``ResourceExhausted``, unchanged."""
         short = max(0, count - self.pool.num_free)
         yielding = self._yielding(short)
         if len(yielding) < short:
@@ -166,10 +163,8 @@ class StateTable(StateBooks):
 
     def reserve_recent(self) -> list[tuple[int, int, int]]:
         """Take slots, while any are free, for the last states of each chain before its end.
-
         ``publish`` puts them into the ring. Returns entry, row and slot of each, by entry and row.
-        A wanted row keeps the slot that it has.
-        """
+        A wanted row keeps the slot that it has."""
         opened = self._require_open()
         need, found = opened.need, list[tuple[int, int, int]]()
         taken = dict(zip(need.wanted.tolist(), opened.targets.tolist(), strict=True))
@@ -234,11 +229,9 @@ class StateTable(StateBooks):
     # -- states that are written from outside ------------------------------------------------------
 
     def own(self, seq_id: SeqId) -> tuple[int, int] | None:
-        """Make the slot of the present state this sequence's own, before it is overwritten.
-
-        Returns the slot to copy from (or ``NULL``) and the slot to copy to; None if the slot was
-        its own already. ``ResourceExhausted`` before any change.
-        """
+        """Make the slot of the present state this sequence's own, before it is overwritten. Returns
+        the slot to copy from (or ``NULL``) and the slot to copy to; None if the slot was its own
+        already. ``ResourceExhausted`` before any change."""
         states = self._sequences[seq_id]
         old = states.present
         if old != NULL and self.pool.references[old] == 1:
@@ -267,8 +260,7 @@ class StateTable(StateBooks):
         self._sequences[int(seq_id)] = States(length, present, kept_slots, importing=True)
 
     def finish_import(self, seq_id: SeqId) -> None:
-        """End an import whose slots have been written. ``FailedPrecondition`` if none is under
-        way."""
+        """End an import; its slots have been written. ``FailedPrecondition`` if there is none."""
         states = self._sequences[seq_id]
         if not states.importing:
             raise FailedPrecondition(

@@ -2,8 +2,8 @@
 
 This module is the container only; its callers decide what a sequence puts into it. The format is
 documented in ``docs/statefile.md`` and encoded in ``state_header``. The header holds one checksum
-per tensor and one of itself, so a damaged, missing or surplus byte is noticed wherever it is.
-Nothing in a file is ever executed.
+per tensor and one of itself, so every damaged, missing or surplus byte is noticed. Nothing in a
+file is ever executed.
 
 Tensors are written one at a time, as they are produced, and read as views of the mapped file. A
 file appears under its name complete and synced, or not at all.
@@ -108,8 +108,7 @@ def _draft(metadata: Mapping[str, JSON], plan: Sequence[TensorSpec]) -> HeaderDr
 
 
 def _write(sink: BinaryIO, draft: HeaderDraft, tensors: Iterable[tuple[str, Tensor]], label: str) -> None:
-    """Write the tensors, each at its final place, then the header, which their checksums
-    complete."""
+    """Write the tensors, each at its final place, then the header with their checksums."""
     with os_errors(label):
         base = sink.tell()
     checksums: dict[str, str] = {}
@@ -282,8 +281,7 @@ class StateFile:
         return self._view[self._header.data_start + begin : self._header.data_start + end]
 
     def close(self) -> None:
-        """Close the file. Its mapping ends with the last tensor taken from it. May be called
-        again."""
+        """Close the file; its mapping ends with the last tensor taken from it. May be repeated."""
         self._view = None
 
     def __enter__(self) -> StateFile:

@@ -38,8 +38,7 @@ class StateBooks:
         self.forward: OpenStates | None = None
         self._sequences: dict[SeqId, States] = {}
         self._ringed: dict[int, set[SeqId]] = {}
-        """The sequences whose rings name a slot, by slot. The slot that entered a ring first comes
-        first."""
+        """The sequences whose rings name a slot, by slot. The slot longest in rings comes first."""
 
     # -- look-up -----------------------------------------------------------------------------------
 
@@ -70,8 +69,7 @@ class StateBooks:
         return self._sequences[seq_id].importing
 
     def nearest(self, seq_id: SeqId, position: int) -> int:
-        """Return the nearest position at or before ``position`` to which the sequence can go
-        back."""
+        """Return the nearest position to go back to that is at or before ``position``."""
         states = self._sequences[seq_id]
         if position >= states.length:
             return states.length
@@ -79,18 +77,15 @@ class StateBooks:
         return max(before, default=0)
 
     def slots(self, seq_id: SeqId) -> dict[int, int]:
-        """Return the slots of all states to go back to and of the present one, by ascending
-        position."""
+        """Return the slots of all states to go back to, the present one too, by position."""
         states = self._sequences[seq_id]
         found = {0: NULL, **states.kept, **states.ring, states.length: states.present}
         return dict(sorted(found.items()))
 
     def slot_at(self, seq_id: SeqId, position: int | None = None) -> int | None:
         """Return the slot of the state kept at ``position``, or of the present state (no position).
-
         ``NULL``: the initial values; None: no state is kept there. A checkpoint at the present
-        position stays visible after the present state was overwritten.
-        """
+        position stays visible after the present state was overwritten."""
         states = self._sequences[seq_id]
         if position is None:
             return states.present
@@ -110,8 +105,7 @@ class StateBooks:
         )
 
     def needed(self, seq_id: SeqId, *, kept: bool) -> PageIds:
-        """Return the slots of the present state and of uncommitted nodes, with ``kept`` those of
-        checkpoints too."""
+        """Return the slots of the present state and of nodes, with ``kept`` of checkpoints too."""
         states = self._sequences[seq_id]
         named = [states.present, *states.nodes, *(states.kept.values() if kept else ())]
         return np.array([slot for slot in named if slot != NULL], dtype=np.int32)
@@ -143,8 +137,7 @@ class StateBooks:
         )
 
     def num_fixed(self, seq_ids: Iterable[SeqId], kept: Iterable[SeqId]) -> int:
-        """Return the number of slots with present states, or with checkpoints of those in
-        ``kept``."""
+        """Return how many slots hold present states, or checkpoints of sequences in ``kept``."""
         slots = {self._sequences[seq_id].present for seq_id in seq_ids}
         slots.update(slot for seq_id in kept for slot in self._sequences[seq_id].kept.values())
         return len(slots - {NULL})
@@ -163,8 +156,7 @@ class StateBooks:
         return len({slot for states in self._sequences.values() for slot in states.kept.values()})
 
     def loose_checkpoints(self) -> dict[int, list[tuple[SeqId, int]]]:
-        """Return the checkpoints (sequence and position) of each slot that is free once they are
-        dropped."""
+        """Return checkpoints (sequence, position) by slot, of slots that are free without them."""
         holders: dict[int, list[tuple[SeqId, int]]] = {}
         for seq_id, states in self._sequences.items():
             if not states.importing:
@@ -189,8 +181,7 @@ class StateBooks:
         return found
 
     def spare(self, need: StateNeed) -> int:
-        """Return the slots that a forward leaves, with those that only rings name; below 0: it
-        lacks so many."""
+        """Return the slots that a forward leaves, rings' ones too; below 0: it lacks so many."""
         return self.num_available - need.slots
 
     def shortage(self, need: StateNeed) -> int:
@@ -210,18 +201,12 @@ class StateBooks:
     # -- the need of a forward ---------------------------------------------------------------------
 
     def plan(
-        self,
-        seq_ids: Seq[SeqId],
-        counts: Seq[int],
-        trees: Seq[Seq[int] | None],
-        checkpoints: Seq[Seq[int]] = (),
+        self, seq_ids: Seq[SeqId], counts: Seq[int], trees: Seq[Seq[int] | None], checkpoints: Seq[Seq[int]] = ()
     ) -> StateNeed:
-        """Return what a forward needs; change nothing. Cost O(B + T).
-
-        ``trees``: per entry None (a chain), or the parents of its new nodes, as indices over all
-        uncommitted nodes (-1: a root). ``checkpoints``: per entry, the counts of its new tokens
-        after which a state is kept, in addition to the multiples of the interval; empty: none.
-        """
+        """Return what a forward needs; change nothing. Cost O(B + T). ``trees``: per entry None (a
+        chain), or the parents of its new nodes, as indices over all uncommitted nodes (-1: a root).
+        ``checkpoints``: per entry, the counts of its new tokens after which a state is kept, in
+        addition to the multiples of the interval; empty: none."""
         starts = np.zeros(len(counts) + 1, dtype=np.int64)
         np.cumsum(counts, out=starts[1:])
         parents = np.full(int(starts[-1]), -1, dtype=np.int64)

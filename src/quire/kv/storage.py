@@ -66,9 +66,8 @@ def bytes_per_token(specs: Sequence[PagedSpec], dtype: torch.dtype) -> int:
 
 
 def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return zeros in host memory that the operating system maps when they are first touched
-    (``torch.zeros`` touches all of them at once: seconds, and gigabytes that may never be
-    needed)."""
+    """Return zeros in host memory that the operating system maps when they are first touched.
+    ``torch.zeros`` touches all at once: seconds, and gigabytes that may never be needed."""
     size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     raw = np.zeros(size + 64, dtype=np.uint8)
     aligned = -raw.ctypes.data % 64
@@ -79,13 +78,7 @@ class PagedStorage:
     """The rows of all layers of one class. Layers of equal geometry are slices of one tensor
     ``[L, S, H, D]``, so that a copy of pages is one operation for all of them."""
 
-    def __init__(
-        self,
-        specs: Sequence[StoredSpec],
-        num_slots: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, specs: Sequence[StoredSpec], num_slots: int, dtype: torch.dtype, device: torch.device) -> None:
         self.num_slots = num_slots
         self.dtype = dtype
         self.device = device
@@ -126,8 +119,7 @@ class PagedStorage:
         return sum(tensor.numel() * tensor.element_size() for tensor in self._tensors)
 
     def write(self, layer: int, slots_N: Tensor, k_NHD: Tensor, v_NHD: Tensor | None = None) -> None:
-        """Write rows to slots (int64, on the device). ``v``: None for a latent layer, whose value
-        is in ``k``."""
+        """Write rows to slots (int64, on the device). ``v`` is None exactly for a latent layer."""
         rows = self.layers[layer]
         rows.k.index_copy_(0, slots_N, k_NHD)
         if v_NHD is not None:

@@ -164,8 +164,7 @@ def gathered(
 
 
 def rows_to_set(state: StateParts, k: Tensor, v: Tensor | None, layer_id: int | None) -> tuple[list[Layer], int]:
-    """Return the layers for these rows, latent ones if ``v`` is None, and the number of rows of
-    each. ``InvalidArgument``."""
+    """Return the layers of these rows (latent: no ``v``) and their counts. ``InvalidArgument``."""
     if layer_id is not None:
         latent = state.layer(layer_id).spec.kind == "latent"
     else:
@@ -215,8 +214,7 @@ def has_rows(state: StateParts, layer_id: int | None) -> bool:
 
 
 def layers_of(state: StateParts, layer_id: int | None, verb: str) -> list[Layer]:
-    """Return one layer, or all, of the kinds that have the verb, of one geometry; empty: none has
-    it."""
+    """Return one layer, or all, of the kinds that have the verb, of one geometry; empty: none."""
     ids = state.layer_ids if layer_id is None else [layer_id]
     layers = [layer for layer in map(state.layer, ids) if not layer_refusal(verb, layer.spec.kind)]
     if len({geometry(layer.spec) for layer in layers}) > 1:

@@ -39,8 +39,7 @@ def check_states(verb: str, o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) 
 
 
 def padded(result: Tensor, rows: int, fill: float, out: Tensor | None) -> Tensor:
-    """Return ``result`` in ``out``, of which further rows stay; or with further rows of
-    ``fill``."""
+    """Return ``result`` in ``out``, whose further rows stay; or with further rows of ``fill``."""
     tokens = result.shape[0]
     if out is not None:
         out[:tokens] = result
@@ -59,8 +58,7 @@ def padded_state(found: AttentionState, rows: int, out: tuple[Tensor, Tensor] | 
 def check_state_out(
     out: tuple[Tensor, Tensor] | None, shape: tuple[int, int, int], dtype: torch.dtype, sources: Sequence[Tensor]
 ) -> None:
-    """Raise ``InvalidArgument`` unless ``out`` is None or takes an attention state of this
-    shape."""
+    """Raise ``InvalidArgument`` unless ``out`` is None or takes a state of this shape."""
     if out is None:
         return
     if not isinstance(out, (tuple, list)) or len(out) != 2:
@@ -88,8 +86,7 @@ def check_apart(out: Tensor, source: Tensor) -> None:
 
 
 def address_range(tensor: Tensor) -> tuple[int, int]:
-    """Return a tensor's first byte and one past its last; an empty range for one without
-    elements."""
+    """Return a tensor's first byte and one past its last; an empty range without elements."""
     first = tensor.data_ptr()
     if tensor.numel() == 0:
         return first, first

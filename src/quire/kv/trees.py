@@ -1,8 +1,8 @@
 """Token trees: the uncommitted nodes of one sequence. Indices only; no torch.
 
 Nodes are counted in order of appending, over all forwards since the last commit. The parent of node
-j is -1 (a root, which follows the last committed token) or an index below j. A node sees its
-ancestors and itself.
+j is an index below j, or -1: a root, behind the last committed token. A node sees its ancestors and
+itself.
 
 Letters: n nodes.
 """
@@ -36,7 +36,7 @@ class Tree:
         return len(self.parents)
 
     def grown(self, parents: Sequence[int]) -> Tree:
-        """Return the tree with further nodes; their parents are indices over all of it, checked
+        """Return the tree with further nodes. Parents are indices over all of it, checked
         before."""
         old, size = self.size, self.size + len(parents)
         depths = np.empty(size, dtype=np.int64)

@@ -1,8 +1,8 @@
 """What queries see through windows, and what may be forgotten. Arithmetic only; no torch.
 
 A *sequence window* (W, s) keeps the first s tokens (the sink) and the last W - s (StreamingLLM,
-arXiv:2309.17453). A *layer window* W_l is the model's: a query at q sees positions above q - W_l.
-If there are both, both apply.
+arXiv:2309.17453). A *layer window* W_l is the model's: queries at q see positions above q - W_l.
+Both can apply at once.
 
 Letters: q position of a query; b committed length at ``begin_forward``; e evicted tokens of a
 query; P page size.
@@ -54,8 +54,7 @@ class Visibility:
 
 
 def visibility(q_T: Positions, base: int, window: Window | None, layer_window: int | None) -> Visibility:
-    """Return what a sequence's and a layer's window leave to queries at ``q_T`` of a forward from
-    ``base``."""
+    """Return what both windows leave to queries at ``q_T`` of a forward that began at ``base``."""
     layer_lows_T = np.zeros_like(q_T) if layer_window is None else np.maximum(q_T + 1 - layer_window, 0)
     if window is None:
         return Visibility(layer_lows_T, None)
@@ -73,8 +72,7 @@ class Floors:
     """What no query at or behind a committed length can see any more."""
 
     sink: int
-    """Positions below this one are out of sight although in the sink: only a layer window does
-    that."""
+    """Positions below this one are out of sight, in the sink too: only a layer window does that."""
     window: int
     """Positions from the sink's end up to this one are out of sight."""
     layer: int
@@ -101,8 +99,7 @@ class Hole:
     window: int = 0
 
     def clipped(self, length: int, sink: int) -> Hole:
-        """Return the hole of the first ``length`` tokens of a sequence that keeps its first
-        ``sink``."""
+        """Return the hole of the first ``length`` tokens of a sequence with such a ``sink``."""
         window = min(self.window, length)
         return Hole(min(self.sink, length), window if window > sink else 0)
 
@@ -139,8 +136,7 @@ def leaving_window(hole: Hole, floor: Floors, first_page: int, page_size: int) -
 
 
 def reachable(length: int, window: Window | None, layer_window: int | None, hole: Hole) -> list[range]:
-    """Return the positions to which a layer class can go back: all that queries may see is still
-    held."""
+    """Return the positions a layer class can go back to: all that queries may see is held."""
     sink = window.sink if window else 0
     if hole.window <= sink and not hole.sink:
         return [range(length + 1)]
@@ -167,8 +163,7 @@ def intersection(a: list[range], b: list[range]) -> list[range]:
 
 
 def window_pages(window: Window | None, layer_window: int | None, new_tokens: int, page_size: int) -> int | None:
-    """Return the pages that a sequence holds at most in a forward of ``new_tokens``; None: no
-    window."""
+    """Return the most pages of a sequence in a forward of ``new_tokens``; None: no window."""
     spans = [] if layer_window is None else [layer_window]
     sink = 0
     if window is not None:
