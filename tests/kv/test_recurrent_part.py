@@ -45,7 +45,7 @@ def part(
 def begin(
     state: RecurrentPart, ids: list[int], counts: list[int], trees: list[list[int] | None] | None = None
 ) -> RecurrentPass:
-    return state.begin(state.plan(ids, counts, [None] * len(ids) if trees is None else trees))
+    return state.begin(state.table.plan(ids, counts, [None] * len(ids) if trees is None else trees))
 
 
 def end(state: RecurrentPart) -> None:
@@ -407,8 +407,8 @@ def test_export_and_import() -> None:
     assert set(groups[HASHED]) == {"state.0", "state.0@2", "state.0@4", "state.0@5"}
     assert groups[HASHED]["state.0"].tolist() == [5, 5]
     with pytest.raises(ResourceExhausted, match="prepare_import: 5 state slots are needed and 4 of 4 are free"):
-        other.prepare_import(9, 5, [1, 2, 4, 5])
-    other.prepare_import(9, 5, [2, 4, 5])
+        other.table.import_states(9, 5, [1, 2, 4, 5])
+    other.table.import_states(9, 5, [2, 4, 5])
     for name, damaged in (
         ("names", {**groups[HASHED], "state.1": torch.zeros(2)}),
         ("missing", {"state.0": groups[HASHED]["state.0"]}),
@@ -420,7 +420,7 @@ def test_export_and_import() -> None:
         assert name
     for layer, tensors in groups.items():
         other.import_group(9, layer, tensors)
-    other.finish_import(9)
+    other.table.finish_import(9)
     other.table.check()
     with pytest.raises(FailedPrecondition, match="not being imported"):
         other.import_group(9, HASHED, groups[HASHED])
@@ -756,7 +756,7 @@ class Machine(RuleBasedStateMachine):
             entries.append(Entry(one, tokens, parents, after))
         if modes["hashed"] == "end" and any(entry.tree is not None for entry in entries):
             modes["hashed"] = "token"
-        need = self.state.plan(ids, [len(entry.tokens) for entry in entries], [entry.tree for entry in entries])
+        need = self.state.table.plan(ids, [len(entry.tokens) for entry in entries], [entry.tree for entry in entries])
         wanted = sum(
             len(entry.tokens) if entry.tree is not None else len(self.multiples(entry)) + 1 for entry in entries
         )

@@ -10,7 +10,6 @@ import torch
 
 from quire.contracts.layers import FullAttention, Recurrent, StateTensor
 from quire.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
-from quire.kv.exchange import layout_hash
 from quire.kv.state import State
 
 EYE = torch.eye(3, 4)
@@ -49,7 +48,7 @@ def test_equal_values_are_equal_specs() -> None:
     assert tensor(torch.full((4,), 0.5)) == tensor(0.5), "the same value everywhere is that number"
     assert tensor(torch.tensor(7), dtype="int64").initial == 7
     hashes = {
-        layout_hash(State([Recurrent(states=(tensor(initial),))], num_states=1))
+        State([Recurrent(states=(tensor(initial),))], num_states=1).get_layout_hash()
         for initial in (0.0, EYE, EYE * 2, EYE.T.contiguous().T)
     }
     assert len(hashes) == 3, "exporter and importer must agree on the values"

@@ -7,7 +7,7 @@ from tests.mutants.harness import Mutant
 WINDOWS = (
     Mutant(
         name="lost-rows-forgotten-when-going-back",
-        file="kv/sequences.py",
+        file="kv/sequence_table.py",
         old="            sequence.cut |= gone > (0 if layer_window is None else max(0, sequence.length + 1 - layer_window))\n",
         new="            sequence.cut |= gone > (0 if layer_window is None else sequence.length)\n",
         tests=("kv/test_layer_windows.py::test_back_to_where_only_a_narrower_window_of_the_sequence_has_all_it_needs",),
@@ -63,14 +63,14 @@ WINDOWS = (
     ),
     Mutant(
         name="fork-keeps-the-whole-hole",
-        file="kv/sequences.py",
+        file="kv/sequence_table.py",
         old="[hole.clipped(length, sink_of(parent)) for hole in parent.holes],",
         new="list(parent.holes),",
         tests=("kv/test_windows.py::test_forks_of_windowed_parents",),
     ),
     Mutant(
         name="fork-drops-the-window",
-        file="kv/sequences.py",
+        file="kv/sequence_table.py",
         old="            window=parent.window,\n",
         new="            window=None,\n",
         tests=("kv/test_windows.py::test_forks_of_windowed_parents",),
@@ -113,8 +113,8 @@ WINDOWS = (
     Mutant(
         name="evicted-rows-exported",
         file="kv/exchange.py",
-        old="slots = state.table.slots(layer.class_index, seq_id, state.table.held(seq_id, layer.class_index))",
-        new="slots = state.table.slots(layer.class_index, seq_id, [range(sequence.length)])",
+        old="slots = self.table.slots(layer.class_index, seq_id, self.table.held(seq_id, layer.class_index))",
+        new="slots = self.table.slots(layer.class_index, seq_id, [range(sequence.length)])",
         tests=("kv/test_exchange_windows.py::test_round_trip",),
     ),
 )
@@ -122,7 +122,7 @@ WINDOWS = (
 PAGES = (
     Mutant(
         name="tail-copy-left-out",
-        file="kv/sequences.py",
+        file="kv/sequence_table.py",
         old="opened.copies.append(copies)",
         new="opened.copies.append([])",
         tests=("kv/test_examples.py::test_fork_example_of_the_specification",),
@@ -157,7 +157,7 @@ PAGES = (
     ),
     Mutant(
         name="rows-behind-the-length-not-zeroed",
-        file="kv/sequences.py",
+        file="kv/sequence_table.py",
         old="if first and (entry in split or sequence.stale_tail):",
         new="if False:",
         tests=("kv/test_isolation.py",),
@@ -195,7 +195,7 @@ TREES = (
     ),
     Mutant(
         name="commit-without-copies",
-        file="kv/sequences.py",
+        file="kv/sequence_table.py",
         old="copies[index] += [SlotCopy(int(slots[node]), int(slots[place]), 1) for node, place in moves]",
         new="copies[index] += []",
         tests=("kv/test_trees.py::test_rounds_of_one_two_and_four",),
@@ -209,7 +209,7 @@ TREES = (
     ),
     Mutant(
         name="nodes-forgotten-at-the-end-of-a-forward",
-        file="kv/sequences.py",
+        file="kv/sequence_table.py",
         old="                sequence.tree = tree\n",
         new="                sequence.tree = None\n",
         tests=("kv/test_trees.py::test_rounds_of_one_two_and_four",),
@@ -275,14 +275,14 @@ STATES = (
     ),
     Mutant(
         name="ring-shared-between-forks",
-        file="kv/states.py",
+        file="kv/state_table.py",
         old="        child.ring = {held: slot for held, slot in parent.ring.items() if held < position}\n",
         new="        child.ring = parent.ring\n",
         tests=("kv/test_hybrid_machine.py::test_short",),
     ),
     Mutant(
         name="checkpoint-named-after-the-next-position",
-        file="kv/states.py",
+        file="kv/state_table.py",
         old="            for position, slot in zip(passed, slots[:-1], strict=True):\n                if inside:\n                    self._keep(states, position, slot)\n",
         new="            for position, slot in zip(passed, slots[1:], strict=True):\n                if inside:\n                    self._keep(states, position, slot)\n",
         tests=("kv/test_hybrid.py::test_fork_and_pop_to_every_position", "kv/test_hybrid_machine.py::test_short"),
@@ -303,7 +303,7 @@ STATES = (
     ),
     Mutant(
         name="abort-keeps-the-slots",
-        file="kv/states.py",
+        file="kv/state_table.py",
         old="        self._release([*opened.targets.tolist(), *(slot for _, _, slot in opened.recent)])\n        self.forward = None\n",
         new="        self.forward = None\n",
         tests=("kv/test_hybrid_machine.py::test_short",),
@@ -331,7 +331,7 @@ STATES = (
     ),
     Mutant(
         name="overwritten-state-shared-with-forks",
-        file="kv/states.py",
+        file="kv/state_table.py",
         old="if old != NULL and self.pool.references[old] == 1:",
         new="if old != NULL:",
         tests=("kv/test_hybrid_machine.py::test_short",),

@@ -29,7 +29,7 @@ MUTANTS = (
     Mutant(
         name="pages-of-an-import-not-blanked",
         file="kv/exchange.py",
-        old="one.storage.blank(_rows_between(state, seq_id, index, length))",
+        old="one.storage.blank(_rows_between(self, seq_id, index, length))",
         new="pass",
         tests=("kv/test_isolation.py::TestIsolation::test_pages_of_an_import_that_are_written_in_part",),
     ),

@@ -1,7 +1,7 @@
 """Files that appear complete, or not at all.
 
-The bytes go to a temporary file in the same directory, are synced, and get their name in one step. A reader
-never sees a part of a file, and a failure, whichever it is, leaves what was there before.
+The bytes go to a temporary file in the same directory, are synced, and get their name in one step.
+A reader never sees a part of a file, and any failure leaves the earlier file as it was.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _NO_DIRECTORY_SYNC = {errno.EACCES, errno.EINVAL, errno.ENOTSUP}
 
 @contextlib.contextmanager
 def os_errors(label: str) -> Iterator[None]:
-    """Errors of the operating system as ours, after ``label``.
+    """Turn errors of the operating system into ours, after ``label``.
 
-    ``ResourceExhausted``: a full disk or quota, no memory, too many open files. ``NotFound``: no such file.
-    ``QuireError``: the device broke. ``InvalidArgument``: the rest, such as missing permission.
+    ``ResourceExhausted``: a full disk or quota, no memory, too many open files. ``NotFound``: no
+    such file. ``QuireError``: the device broke. ``InvalidArgument``: the rest, as no permission.
     """
     try:
         yield
@@ -52,12 +52,12 @@ def os_errors(label: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replacing(path: Path, label: str) -> Iterator[BinaryIO]:
-    """An unbuffered file to write, which becomes ``path`` when the block ends without an exception.
+    """Yield an unbuffered file, which becomes ``path`` when the block ends without an exception.
 
-    After an exception ``path`` is as it was and the temporary file is gone; the exception passes. A killed process
-    leaves its temporary file, which the next call for the same name removes. A symbolic link is replaced, not
-    followed. Errors: those of ``os_errors``; ``NotFound`` also for a missing directory, ``InvalidArgument`` also
-    for a path that is no regular file.
+    After an exception, which passes, ``path`` is as it was and the temporary file is gone. A killed
+    process leaves its temporary file, which the next call for the same name removes. A symbolic
+    link is replaced, not followed. Errors: those of ``os_errors``; ``NotFound`` also for a missing
+    directory, ``InvalidArgument`` also for a path that is no regular file.
     """
     check_regular(path, label, may_be_missing=True)
     _remove_stale(path)
@@ -73,7 +73,7 @@ def replacing(path: Path, label: str) -> Iterator[BinaryIO]:
 
 
 def check_regular(path: Path, label: str, *, may_be_missing: bool = False) -> None:
-    """Refuse what is no regular file: renaming would replace a device, opening a pipe would wait."""
+    """Refuse irregular files: renaming would replace a device, opening a pipe would wait."""
     with os_errors(label):
         if may_be_missing and not path.parent.is_dir():
             raise NotFound(f"{label} cannot be written: there is no directory {str(path.parent)!r}")
@@ -91,10 +91,10 @@ def _temporary_prefix(path: Path) -> str:
 
 
 def _open_temporary(path: Path, cleanup: contextlib.ExitStack) -> tuple[BinaryIO, Path]:
-    """A new, locked file beside ``path``, which ``cleanup`` closes and removes if it still has this name.
+    """Open a new, locked file beside ``path``; ``cleanup`` closes it and removes it by this name.
 
-    The lock tells ``_remove_stale`` of other processes that the writer lives. It is asked of the kernel and not of
-    the process id, which is reused, and means nothing in another container.
+    The lock tells ``_remove_stale`` of other processes that the writer lives. The kernel knows
+    locks; a process id is reused, and means nothing in another container.
     """
     while True:
         temporary = path.with_name(f"{_temporary_prefix(path)}-{os.getpid()}-{secrets.token_hex(8)}.tmp")
@@ -110,7 +110,7 @@ def _open_temporary(path: Path, cleanup: contextlib.ExitStack) -> tuple[BinaryIO
 
 
 def _remove_stale(path: Path) -> None:
-    """Remove temporary files for the same name whose writers are dead. Failing to is no reason not to write."""
+    """Remove temporary files of dead writers for the same name. A failure to do so is ignored."""
     pattern = re.compile(re.escape(_temporary_prefix(path)) + r"-\d+-[0-9a-f]{16}\.tmp")
     with contextlib.suppress(OSError):
         for entry in path.parent.iterdir():

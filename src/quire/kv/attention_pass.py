@@ -1,7 +1,7 @@
-"""One open forward over paged attention layers, as the blocks of a model and the verbs of the contract see it.
+"""One open forward over paged attention layers, for blocks of models and verbs of the contract.
 
-It rotates, stores and hands over to the attention backend. Each set of keys (see ``plans``) is planned once per layer class,
-when it is first asked for.
+It rotates and stores rows, and calls the attention backend. Each set of keys (see ``plans``) is
+planned once per layer class, when it is first asked for.
 
 Letters: T new tokens; S slots of a pool; Hq, Hkv heads; Dk, Dv head sizes; P page size.
 """
@@ -36,7 +36,7 @@ MaskedKeys: TypeAlias = Literal["masked past", "masked own"]
 
 @dataclass(frozen=True, slots=True)
 class Raw:
-    """A plan over the pages of this batch only, whose keys are rotated when they are read (RoPE mode ``inline``)."""
+    """A plan over the pages of this batch only; keys rotate when read (RoPE mode ``inline``)."""
 
     prepared: Prepared
     slots_M: Tensor
@@ -73,13 +73,13 @@ class AttentionPass:
         self.capturing = False
         """Whether attention weights are kept."""
         self.weights: dict[int, list[Tensor]] = {}
-        """By layer, per entry ``[Hq, n, keys]`` float32, of what ran after ``capture_weights`` was called. The keys of a cross
-        layer are the encoder's rows."""
+        """By layer, per entry ``[Hq, n, keys]`` float32, for layers that ran after
+        ``capture_weights``. The keys of a cross layer are the encoder's rows."""
         for index in range(len(state.classes)):
             # Now, so that what a backend cannot do is refused before compute.
             self.prepared("fused", index)
 
-    # -- positions -------------------------------------------------------------------------------------------
+    # -- positions ---------------------------------------------------------------------------------
 
     @property
     def positions_T(self) -> Tensor:
@@ -110,14 +110,14 @@ class AttentionPass:
         return rotate(x_THD, cos, sin, interleaved=spec.interleaved)
 
     def turn_last(self, x_THD: Tensor, spec: RopeSpec | None, *, relative: bool = False) -> Tensor:
-        """The last rotary columns of every head rotated, as latent layers have them."""
+        """Rotate the last rotary columns of every head, as latent layers have them."""
         if spec is None:
             return x_THD
         cos, sin = self._rotation(spec, relative)
         return rotate_last(x_THD, cos, sin, interleaved=spec.interleaved)
 
     def _sink_queries(self, layer: Layer, q_THD: Tensor) -> Tensor:
-        """Queries for the sink part: rotated at their relative positions. ``q`` is as the verb was given it."""
+        """Rotate queries for the sink part at relative positions. ``q`` is the verb's argument."""
         rope = layer.spec.rope
         if layer.turning is not None:
             return self._turn(q_THD, layer.turning, relative=True).to(self._state.dtype)
@@ -129,10 +129,10 @@ class AttentionPass:
         turn = rotate_last if isinstance(layer.spec, LatentAttention) else rotate
         return turn(q_THD, cos, sin, interleaved=rope.interleaved).to(self._state.dtype)
 
-    # -- plans -----------------------------------------------------------------------------------------------
+    # -- plans -------------------------------------------------------------------------------------
 
     def prepared(self, keys: Keys, class_index: int) -> Prepared:
-        """The plan of one set of keys in one layer class."""
+        """Return the plan of one set of keys in one layer class."""
         found = self._prepared.get((keys, class_index))
         if found is None:
             found = self._prepared[keys, class_index] = self._prepare(self._plan(keys, class_index))
@@ -152,11 +152,11 @@ class AttentionPass:
         return Prepared(plan, self._state.backend.plan(plan, self._state.dtype))
 
     def masked(self, keys: Keys, class_index: int, masks: Masks) -> Prepared:
-        """The plan of these keys under a mask, which replaces the causal and tree rule."""
+        """Return the plan of these keys under a mask, which replaces the causal and tree rule."""
         return self._prepare(plans.masked(self.prepared(keys, class_index).plan, masks))
 
     def parts(self, class_index: int) -> tuple[Prepared, Prepared]:
-        """The plans over what was stored before and over the new tokens, under the mask of the forward if there is one."""
+        """Return the plans over earlier rows and new tokens, under the forward's mask, if any."""
         if self._mask is None:
             return self.prepared("past", class_index), self.prepared("own", class_index)
         past, own = self._prepared.get(("masked past", class_index)), self._prepared.get(("masked own", class_index))
@@ -167,18 +167,20 @@ class AttentionPass:
         return past, own
 
     def use_mask(self, mask: Tensor) -> None:
-        """One mask for all layers of this forward (``attend``, ``attend_qkv``, ``attend_latent``), as ``attention_with_fused_qkv`` takes it:
-        flat bool, entry by entry row-major ``[n, keys]``, columns by address. ``InvalidArgument`` for another."""
+        """Use one mask for all layers of this forward (``attend``, ``attend_qkv``,
+        ``attend_latent``). As ``attention_with_fused_qkv`` takes it: flat bool, entry by entry
+        row-major ``[n, keys]``, columns by address. ``InvalidArgument`` for another."""
         plans.check_mask(mask, self._state.device)
         self._mask = plans.cut_mask(mask, self.batch)
         self._prepared = {key: value for key, value in self._prepared.items() if key[0] in ("past", "own")}
         self._raw.clear()
 
     def use_positions(self, positions: NDArray[np.int64]) -> None:
-        """Rotate the new tokens of this forward at these positions, ``[T]`` of 0 or more, instead of their indices, which go on to
-        decide what each sees. For layers that ``position_refusal`` names nothing against. ``InvalidArgument`` for another number.
+        """Rotate the new tokens of this forward at these positions, ``[T]`` of 0 or more.
 
-        Call it before the first layer runs."""
+        Their indices still decide what each token sees. Only for layers that ``position_refusal``
+        allows, and before the first layer runs. ``InvalidArgument`` for another number.
+        """
         if positions.shape != (self.batch.num_tokens,) or positions.min() < 0:
             raise InvalidArgument(
                 f"{positions.size} positions, the least of which is {positions.min(initial=0)}; {self.batch.num_tokens} of 0 or more are "
@@ -189,10 +191,10 @@ class AttentionPass:
         self._rotations.clear()
 
     def capture_weights(self) -> None:
-        """Keep the attention weights of every layer from now on (at the cost of computing them once more)."""
+        """Keep the attention weights of every layer from now on, which computes them once more."""
         self.capturing = True
 
-    # -- what blocks call ------------------------------------------------------------------------------------
+    # -- what blocks call --------------------------------------------------------------------------
 
     def attend(self, layer_id: int, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor) -> Tensor:
         """See ``contracts.model.Pass``."""
@@ -227,7 +229,7 @@ class AttentionPass:
         )
 
     def attend_shared(self, source_layer_id: int, q_THD: Tensor) -> Tensor:
-        """Attention over the K and V of another layer, those of this forward included: ``[T, Hq, Dv]``."""
+        """Attend over the K and V of another layer, with those of this forward: ``[T, Hq, Dv]``."""
         layer = self._state.layer(source_layer_id, "attention_with_shared_kv")
         key_value_spec("attention_with_shared_kv", source_layer_id, layer)
         return self.cross(source_layer_id, q_THD, "fused", layer.scoring, coarse=True).out.to(q_THD.dtype)
@@ -247,7 +249,7 @@ class AttentionPass:
         self.require_open()
         dtype = q_THD.dtype
         if dtype != state.dtype or k_THD.dtype != state.dtype:
-            # Attention reads what is stored, so that a token's result does not depend on where a chunk began.
+            # Attention reads stored rows, so that results do not depend on where a chunk began.
             q_turned_THD, k_THD, v_THD = (x_THD.to(state.dtype) for x_THD in (q_turned_THD, k_THD, v_THD))
         self.write(layer_id, layer, k_THD, v_THD)
         if masks is None:
@@ -279,7 +281,7 @@ class AttentionPass:
         self._state.classes[layer.class_index].storage.write(layer.index, self.slots[layer.class_index], k_THD, v_THD)
         self.written.add(layer_id)
 
-    # -- the parts of attention ------------------------------------------------------------------------------
+    # -- the parts of attention --------------------------------------------------------------------
 
     def append(self, layer_id: int, k_THD: Tensor, v_THD: Tensor) -> None:
         """Store the rows of the new tokens, rotated as the layer's mode says."""
@@ -305,7 +307,7 @@ class AttentionPass:
         *,
         coarse: bool = False,
     ) -> AttentionState:
-        """The new tokens over the new tokens of the same sequence; stores nothing. ``coarse``: as of ``AttentionBackend``."""
+        """Attend over the sequence's new tokens; store nothing. ``coarse``: as in the backend."""
         layer = self._state.layer(layer_id)
         q_sink = None
         if masks is None:
@@ -324,7 +326,8 @@ class AttentionPass:
     def cross(
         self, layer_id: int, q_THD: Tensor, keys: Keys, scoring: Scoring, *, coarse: bool = False
     ) -> AttentionState:
-        """The new tokens over stored tokens (``past``: from before this forward; ``fused``: all). ``coarse``: as of ``own``."""
+        """Attend over stored tokens (``past``: earlier ones; ``fused``: all). ``coarse``: as in
+        ``own``."""
         layer = self._state.layer(layer_id)
         prepared = self.prepared(keys, layer.class_index)
         q_sink = None if prepared.plan.sinks is None else self._sink_queries(layer, q_THD)
@@ -341,13 +344,13 @@ class AttentionPass:
     def shared(
         self, source_layer_id: int, q_THD: Tensor, new: tuple[Tensor, Tensor] | None, scoring: Scoring
     ) -> Tensor:
-        """Attention over another layer's keys; ``new`` stands for what that layer would store."""
+        """Attend over another layer's keys; ``new`` stands for what that layer would store."""
         if new is None:
             return self.cross(source_layer_id, q_THD, "fused", scoring, coarse=True).out
         own = self.own(source_layer_id, q_THD, *new, scoring, None, coarse=True)
         return merge(own, self.cross(source_layer_id, q_THD, "past", scoring, coarse=True)).out
 
-    # -- keys that are rotated when they are read ------------------------------------------------------------
+    # -- keys that are rotated when they are read --------------------------------------------------
 
     def _compact(self, keys: Keys, class_index: int) -> Raw:
         found = self._raw.get((keys, class_index))
@@ -356,10 +359,8 @@ class AttentionPass:
         return found
 
     def _compacted(self, plan: ForwardPlan) -> Raw:
-        """The same plan over a pool of this batch's pages only, in which every slot has one position.
-
-        A page is shared between entries only where they agree on the positions of its rows.
-        """
+        """Return the plan over a pool of this batch's pages only, in which every slot has one
+        position. Entries share a page only where they agree on the positions of its rows."""
         size = plan.page_size
         pages = np.unique(np.concatenate([*plan.tables, np.empty(0, dtype=np.int32)]))
         pages = pages[pages >= 0]
@@ -384,7 +385,7 @@ class AttentionPass:
         )
 
     def _read_raw(self, layer: Layer, raw: Raw) -> tuple[Tensor, Tensor]:
-        """K, rotated, and V of the compact pool."""
+        """Return K, rotated, and V of the compact pool."""
         assert layer.turning is not None
         k_MHD = layer.k_SHD.index_select(0, raw.slots_M)
         cos, sin = self._state.rotary_table(layer.turning).rows(raw.positions_M, raw.max_position)

@@ -1,6 +1,7 @@
-"""The attention verbs of the contract over a pass: arguments checked, padding and ``out=`` served.
+"""The attention verbs of the contract over a pass: checks of arguments, padding, ``out=``.
 
-Letters: T new tokens; N >= T rows of a padded tensor; n new tokens of one entry; Hq, Hkv heads; Dk, Dv head sizes.
+Letters: T new tokens; N >= T rows of a padded tensor; n new tokens of an entry; Hq, Hkv heads; Dk,
+Dv sizes.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from quire.types import SeqId
 
 @checks_arguments()
 class StateAttention(OpenState):
-    """What a state computes of attention. The contract's docstrings (``contracts.attention_state``) are not repeated here."""
+    """The attention verbs of a state, which ``contracts.attention_state`` documents."""
 
     def attention_with_fused_qkv(
         self,
@@ -199,7 +200,7 @@ class StateAttention(OpenState):
         return scoring if sm_scale is None else replace(scoring, scale=float(sm_scale))
 
     def _masks(self, mask: Tensor, *, of: str) -> Masks | None:
-        """A flat mask cut into one ``[n, keys]`` per entry. Without an open forward only its type can be checked."""
+        """Cut a flat mask into ``[n, keys]`` per entry; if no forward is open, check its type."""
         check_mask(mask, self.device)
         if self.current_pass is None:
             return None
@@ -207,7 +208,7 @@ class StateAttention(OpenState):
 
 
 def check_rows(state: OpenState, name: str, tensor: Tensor, inner: tuple[int | None, int | None]) -> None:
-    """``InvalidArgument`` unless the tensor is ``[N, heads, dim]`` with N of at least the open forward's tokens; None: any."""
+    """Raise ``InvalidArgument`` unless it is ``[N, heads, dim]``, N >= T of the open forward."""
     wanted = [size if size is not None else "any" for size in inner]
     fits = tensor.dim() == 3 and all(
         given > 0 and wish in (None, given) for given, wish in zip(tensor.shape[1:], inner, strict=True)

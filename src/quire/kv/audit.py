@@ -1,4 +1,4 @@
-"""The invariants of the books of a KV state, recounted (section 9 of the contract's rules). For tests and debugging. No torch.
+"""A recount of a KV state's bookkeeping (section 9 of the contract's rules), for tests. No torch.
 
 Letters: P page size.
 """
@@ -9,12 +9,12 @@ import numpy as np
 
 from quire.errors import QuireError
 from quire.kv.forward_need import OpenForward, Sequence, pages_for
-from quire.kv.sequences import SequenceTable
+from quire.kv.sequences import SequenceBooks
 from quire.kv.windows import describe_ranges, visibility
 from quire.types import SeqId
 
 
-def audit(books: SequenceTable) -> None:
+def audit(books: SequenceBooks) -> None:
     """Recount everything; ``QuireError`` names the first thing that is broken. Visits all pages."""
     opened = books.forward
     growing = dict(zip(opened.need.seq_ids, opened.need.counts, strict=True)) if opened else {}
@@ -42,8 +42,8 @@ def audit(books: SequenceTable) -> None:
         check_sequence(books, seq_id, books.get(seq_id))
 
 
-def check_null_pages(books: SequenceTable, seq_id: SeqId, sequence: Sequence, index: int) -> None:
-    """Null entries are exactly the pages of which nothing is held, and nothing is missing that a query may see."""
+def check_null_pages(books: SequenceBooks, seq_id: SeqId, sequence: Sequence, index: int) -> None:
+    """Check that null entries are the pages that hold nothing, and that visible rows are held."""
     size, table = books.page_size, sequence.tables[index]
     length = sequence.length if sequence.reserved is None else sequence.reserved
     rows = np.zeros(table.size * size, bool)
@@ -61,8 +61,8 @@ def check_null_pages(books: SequenceTable, seq_id: SeqId, sequence: Sequence, in
         raise QuireError(f"sequence {seq_id} lacks positions that its next query sees")
 
 
-def check_writes(books: SequenceTable, opened: OpenForward, index: int) -> None:
-    """What the open forward writes belongs to one sequence each."""
+def check_writes(books: SequenceBooks, opened: OpenForward, index: int) -> None:
+    """Check that no page that the open forward writes has more than one holder."""
     written = [
         books.get(seq_id).tables[index].pages[stored // books.page_size :]
         for seq_id, stored in zip(opened.need.seq_ids, opened.need.stored, strict=True)
@@ -72,8 +72,8 @@ def check_writes(books: SequenceTable, opened: OpenForward, index: int) -> None:
         raise QuireError("a page that the open forward writes has more than one holder")
 
 
-def check_sequence(books: SequenceTable, seq_id: SeqId, sequence: Sequence) -> None:
-    """Its tree is one, its window is one, and it can stay where it is and begin anew."""
+def check_sequence(books: SequenceBooks, seq_id: SeqId, sequence: Sequence) -> None:
+    """Check a sequence's tree and window, and that positions 0 and its length are reachable."""
     if sequence.tree is not None and (sequence.tree.size == 0 or sequence.tree.check()):
         raise QuireError(f"the tree of sequence {seq_id}: {sequence.tree.check() or 'no nodes'}")
     window = sequence.window

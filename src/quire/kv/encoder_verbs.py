@@ -45,7 +45,8 @@ def read(
     end: int | None,
     out: tuple[Tensor, Tensor] | None,
 ) -> tuple[Tensor, Tensor]:
-    """``debug_get_kv`` of a cross layer: ``k [n, Hkv, Dk]`` and ``v [n, Hkv, Dv]`` of the rows ``start..end - 1`` of the encoder."""
+    """Return ``k [n, Hkv, Dk]``, ``v [n, Hkv, Dv]`` of rows ``start..end - 1``
+    (``debug_get_kv``)."""
     verb = "debug_get_kv"
     start = check_integer(start, f"{verb}: start", 0)
     end = None if end is None else check_integer(end, f"{verb}: end", start)
@@ -66,7 +67,7 @@ def read(
 def overwrite(
     state: StateParts, part: EncoderPart, layer_id: int, seq_id: SeqId, start: int, k: Tensor, v: Tensor | None
 ) -> None:
-    """``debug_set_kv`` of a cross layer: the encoding is split first, so no other sequence changes."""
+    """Overwrite rows (``debug_set_kv``), in a split encoding, so no other sequence changes."""
     verb = "debug_set_kv"
     if v is None:
         raise InvalidArgument(f"{verb}: v is missing; cross layers have K and V")
@@ -84,7 +85,7 @@ def overwrite(
 def _require_set(
     state: StateParts, part: EncoderPart, layer_id: int, seq_id: SeqId, start: int, end: int | None, verb: str
 ) -> int:
-    """S of a layer that is set and has these rows."""
+    """Return S of a layer that is set and has these rows."""
     sequence, total = state.table.get(seq_id), part.table.rows(seq_id, layer_id)
     if total and not start <= (total if end is None else end) <= total:
         raise InvalidArgument(
@@ -100,7 +101,8 @@ def _require_set(
 
 
 def _count_rows(state: StateParts, part: EncoderPart, layer_id: int, k: Tensor, v: Tensor, verb: str) -> int:
-    """Rows of K and V for a layer; ``InvalidArgument`` unless both have its geometry, as many rows, and the state's type."""
+    """Return the number of rows of K and V. ``InvalidArgument`` unless both have the layer's
+    geometry, equally many rows, and the state's type."""
     spec = part.specs[layer_id]
     count = k.shape[0] if k.dim() else 0
     for name, given, dim in (("k", k, spec.head_dim), ("v", v, spec.value_dim)):

@@ -1,10 +1,11 @@
-"""Cross layers: K and V of an encoder, written once for a sequence, shared by its forks, in pages of a pool of their own.
+"""Cross layers: K and V of an encoder, written once for a sequence, shared by forks, in a pool.
 
-An *encoding* is what the encoder has left for one sequence: pages, of which each cross layer uses the first S rows in its own
-tensors. Forks hold the same encoding; whoever writes into one that others hold gets a copy of it first, so that nobody sees
-the write of another. Windows, trees, pops and the bracket of a forward do not concern it.
+An *encoding* is what the encoder has left for one sequence: pages, of which each cross layer uses
+the first S rows in its own tensors. Forks hold the same encoding; a writer gets a copy of one that
+others hold. Windows, trees, pops and the bracket of a forward do not concern it.
 
-Letters: S rows of the encoder in one layer; T new tokens; Hq, Hkv query and KV heads; Dk, Dv head sizes; P page size.
+Letters: S rows of the encoder in one layer; T new tokens; Hq, Hkv query and KV heads; Dk, Dv their
+sizes; P page size.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class EncodingTable:
         self._made = 0
 
     def get(self, seq_id: SeqId) -> Encoding | None:
-        """What a sequence holds; None: none of its layers is set."""
+        """Return what a sequence holds; None: none of its layers is set."""
         return self._held.get(seq_id)
 
     def rows(self, seq_id: SeqId, layer_id: int) -> int:
@@ -64,7 +65,7 @@ class EncodingTable:
         return 0 if found is None else found.rows.get(layer_id, 0)
 
     def num_pages(self, seq_id: SeqId) -> tuple[int, int]:
-        """(pages of what the sequence holds, those of them that others hold too)"""
+        """Return how many pages the sequence holds, and how many of them others hold too."""
         found = self._held.get(seq_id)
         size = 0 if found is None else found.pages.size
         return size, size if found is not None and found.holders > 1 else 0
@@ -76,7 +77,7 @@ class EncodingTable:
         return sum(shared.values())
 
     def require_room(self, seq_id: SeqId, rows: int, verb: str) -> None:
-        """``ResourceExhausted`` unless there are pages for ``own``."""
+        """Raise ``ResourceExhausted`` unless there are pages for ``own``."""
         found, needed = self._held.get(seq_id), pages_for(rows, self.page_size)
         if found is not None:
             needed = max(needed, found.pages.size) - (found.pages.size if found.holders == 1 else 0)
@@ -87,8 +88,8 @@ class EncodingTable:
             )
 
     def own(self, seq_id: SeqId, rows: int) -> list[SlotCopy]:
-        """Let a sequence hold an encoding alone, with pages for ``rows`` rows at least. The caller has asked ``require_room``, and
-        makes the copies before anything is written."""
+        """Let a sequence hold an encoding alone, with pages for at least ``rows`` rows. The caller
+        has asked ``require_room``, and makes the copies before anything is written."""
         found, wanted = self._held.get(seq_id), pages_for(rows, self.page_size)
         if found is not None and found.holders == 1:
             if wanted > found.pages.size:
@@ -105,22 +106,22 @@ class EncodingTable:
         return [SlotCopy(source * size, target * size, size) for source, target in moves]
 
     def note(self, seq_id: SeqId, layer_id: int, rows: int) -> None:
-        """A layer of an encoding that the sequence holds alone has ``rows`` rows from now on."""
+        """Note the ``rows`` rows of a layer in an encoding that the sequence holds alone."""
         self._held[seq_id].rows[layer_id] = rows
 
     def slots(self, seq_id: SeqId, part: range) -> NDArray[np.int64]:
-        """Slots of these rows."""
+        """Return the slots of these rows."""
         return slots_of(self._held[seq_id].pages, part.start, part.stop, self.page_size)
 
     def fork(self, parent_id: SeqId, child_id: SeqId) -> None:
-        """The child holds what the parent holds."""
+        """Let the child hold what the parent holds."""
         found = self._held.get(parent_id)
         if found is not None:
             found.holders += 1
             self._held[int(child_id)] = found
 
     def remove(self, seq_id: SeqId) -> None:
-        """Pages are free when the last holder goes."""
+        """Release a sequence's encoding; pages are free when the last holder goes."""
         found = self._held.pop(seq_id, None)
         if found is not None:
             found.holders -= 1
@@ -132,7 +133,7 @@ class EncodingTable:
         self.pool.clear()
 
     def check(self, known: Collection[SeqId]) -> None:
-        """Recount everything; ``QuireError`` names what is broken. ``known``: the sequences that there are."""
+        """Recount everything; ``QuireError`` names what is broken. ``known``: all sequences."""
         holders: dict[int, list[SeqId]] = {}
         expected = np.zeros(self.pool.num_pages, dtype=np.int32)
         for seq_id, one in self._held.items():
@@ -153,8 +154,8 @@ class EncodingTable:
 
 
 class EncoderPart:
-    """The cross layers of a KV state: ``specs`` by layer id, ascending. ``capacity``: rows of encoders over all sequences, of each
-    layer, in whole pages."""
+    """The cross layers of a KV state: ``specs`` by layer id, ascending. ``capacity``: rows of
+    encoders over all sequences, of each layer, in whole pages."""
 
     def __init__(
         self,
@@ -174,11 +175,11 @@ class EncoderPart:
         self._places = {layer: place for place, layer in enumerate(self.specs)}
 
     def stored(self, layer_id: int) -> LayerRows:
-        """The pool of a layer."""
+        """Return the pool of a layer."""
         return self.storage.layers[self._places[layer_id]]
 
     def fill(self, seq_id: SeqId, layer_id: int, k_SHD: Tensor, v_SHD: Tensor) -> None:
-        """Write all rows of a layer, and zeros behind them: kernels read whole pages, and 0 times an old NaN is NaN."""
+        """Write a layer's rows, then zeros: kernels read whole pages, and 0 * an old NaN is NaN."""
         count = pages_for(k_SHD.shape[0], self.table.page_size) * self.table.page_size
         k_SHD, v_SHD = (_extended(rows_SHD.to(self.device), count) for rows_SHD in (k_SHD, v_SHD))
         self.write(seq_id, layer_id, 0, k_SHD, v_SHD)
@@ -194,12 +195,12 @@ class EncoderPart:
 
 
 def _extended(rows_SHD: Tensor, count: int) -> Tensor:
-    """``count`` rows: those given and zeros."""
+    """Return ``count`` rows: those given and zeros."""
     return torch.cat((rows_SHD, rows_SHD.new_zeros(count - rows_SHD.shape[0], *rows_SHD.shape[1:])))
 
 
 class EncoderPass:
-    """One open forward over encoder rows. Layers of which every sequence has as many rows share one plan."""
+    """One open forward over encoder rows. Layers with equal row counts share one plan."""
 
     def __init__(self, part: EncoderPart, seq_ids: Sequence[SeqId], batch: Batch, backend: AttentionBackend) -> None:
         self._part = part
@@ -209,7 +210,7 @@ class EncoderPass:
         self._prepared: dict[tuple[tuple[int, int], ...], Prepared] = {}
 
     def prepared(self, layer_id: int) -> Prepared:
-        """The plan of a layer; ``FailedPrecondition`` names a sequence that has no rows of it."""
+        """Return the plan of a layer; ``FailedPrecondition`` names a sequence without its rows."""
         table = self._part.table
         held = [(table.get(seq_id), table.rows(seq_id, layer_id)) for seq_id in self._seq_ids]
         key: list[tuple[int, int]] = []
@@ -228,19 +229,19 @@ class EncoderPass:
         return found
 
     def attend(self, layer_id: int, q_THD: Tensor) -> Tensor:
-        """``[T, Hq, Dv]``, contiguous, in the dtype of q."""
+        """Return ``[T, Hq, Dv]``, contiguous, in the dtype of q."""
         stored, scoring = self._part.stored(layer_id), Scoring(self._part.specs[layer_id].scale)
         q = q_THD.to(self._part.dtype)
         return self._backend.run(self.prepared(layer_id).made, q, None, stored.k, stored.v, scoring).to(q_THD.dtype)
 
     def state(self, layer_id: int, q_THD: Tensor, scale: float | None = None) -> AttentionState:
-        """The same as an attention state; ``scale=None``: that of the layer."""
+        """Return the same as an attention state; ``scale=None``: that of the layer."""
         stored = self._part.stored(layer_id)
         scoring = Scoring(self._part.specs[layer_id].scale if scale is None else scale)
         q = q_THD.to(self._part.dtype)
         return self._backend.run_state(self.prepared(layer_id).made, q, None, stored.k, stored.v, scoring)
 
     def weights(self, layer_id: int, q_THD: Tensor) -> list[Tensor]:
-        """Per entry ``[Hq, n, S]`` float32."""
+        """Return ``[Hq, n, S]`` float32 per entry."""
         stored, scoring = self._part.stored(layer_id), Scoring(self._part.specs[layer_id].scale)
         return attention_weights(self.prepared(layer_id).plan, q_THD.to(self._part.dtype), stored.k, scoring)

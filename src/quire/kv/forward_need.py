@@ -1,6 +1,6 @@
-"""What a forward needs: pages to take, shared tails to copy, pages that leave their windows. No torch.
+"""What a forward needs: pages to take, shared tails to copy, pages that leave windows. No torch.
 
-Everything is worked out before anything changes (``SequenceTable.plan_forward``), so a refusal leaves no trace.
+``SequenceBooks.plan_forward`` computes it before anything changes, so refusals leave no trace.
 
 Letters: P page size; n new tokens of an entry.
 """
@@ -50,13 +50,13 @@ class Sequence:
     """Uncommitted nodes; None: there are none."""
     window: Window | None = None
     slid: bool = False
-    """Whether a forward has been published since the window was set: from then on ``evicted`` counts."""
+    """Whether a forward was published after the window was set: from then on ``evicted`` counts."""
     cut: bool = False
     """Whether the window has taken pages that the layers' own windows would have left."""
     reserved: int | None = None
     """Tokens that an import will publish, whose pages it holds; None: an ordinary sequence."""
     stale_tail: bool = False
-    """Rows behind the last one, in the last page, may be somebody's old values (after a pop, fork, split or import)."""
+    """Whether old values may follow the last row in its page (pop, fork, split, import)."""
 
     @property
     def nodes(self) -> int:
@@ -134,12 +134,12 @@ class OpenForward:
     copies: list[list[SlotCopy]] = field(default_factory=list)
     """Per class."""
     blanks: list[list[SlotRange]] = field(default_factory=list)
-    """Per class: rows of last pages behind the new rows. They become zero, for a kernel that pads with them
-    multiplies them by a weight of 0, and 0 times an old NaN is NaN."""
+    """Per class: rows of last pages behind the new rows. They become zero: a kernel that pads with
+    them multiplies them by a weight of 0, and 0 times an old NaN is NaN."""
 
 
 def pages_for(tokens: int, page_size: int) -> int:
-    """Pages that hold ``tokens`` tokens."""
+    """Return the pages that hold ``tokens`` tokens."""
     return -(-tokens // page_size)
 
 
@@ -153,8 +153,8 @@ def class_need(
     counts: Seq[int],
     split_before: Mapping[SeqId, int],
 ) -> ClassNeed:
-    """What class ``index`` needs. ``split_before``: shared tail pages that an open forward has split, by sequence; the need
-    is that before it."""
+    """Return what class ``index`` needs. ``split_before``: shared tail pages that an open forward
+    has split, by sequence; the need is that before it."""
     leaving: list[Leaving] = []
     for entry, sequence in enumerate(sequences):
         if sequence.window is None and layer_window is None:
@@ -183,15 +183,15 @@ def class_need(
     splits: list[Split] = []
     for page, found in owners.items():
         if len(found) == references[page] + holders[page]:
-            # All owners write in this forward, so one may stay: the longest, for then its new rows lie behind
-            # everybody's valid rows and an abort can share the page again.
+            # All owners write in this forward, so one may stay: the longest, because its new rows
+            # are behind all owners' valid rows and an abort can share the page again.
             found.remove(max(found, key=lambda split: split.valid))
         splits.extend(found)
     return ClassNeed(splits, fresh, leaving, _freed(index, references, sequences, leaving))
 
 
 def left_pages(index: int, sequences: Seq[Sequence], leaving: Seq[Leaving]) -> list[int]:
-    """The pages of ``leaving``, once for each entry that lets go of them."""
+    """Return the pages of ``leaving``, once for each entry that lets go of them."""
     parts = [
         sequences[one.entry].tables[index].pages[part.start : part.stop]
         for one in leaving
@@ -202,12 +202,12 @@ def left_pages(index: int, sequences: Seq[Sequence], leaving: Seq[Leaving]) -> l
 
 
 def _freed(index: int, references: NDArray[np.int32], sequences: Seq[Sequence], leaving: list[Leaving]) -> int:
-    """Pages that are free when those of ``leaving`` are released."""
+    """Return how many pages are free when those of ``leaving`` are released."""
     times = Counter(left_pages(index, sequences, leaving))
     return sum(int(references[page]) == count for page, count in times.items())
 
 
 def slots_of(pages: PageIds, start: int, stop: int, page_size: int) -> NDArray[np.int64]:
-    """Slots of addresses ``start..stop - 1`` in a page table. Cost O(rows)."""
+    """Return the slots of addresses ``start..stop - 1`` in a page table. Cost O(rows)."""
     addresses = np.arange(start, stop, dtype=np.int64)
     return pages[addresses // page_size].astype(np.int64) * page_size + addresses % page_size

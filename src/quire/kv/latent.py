@@ -1,15 +1,17 @@
 """Attention of latent layers (MLA, DeepSeek-V2, arXiv:2405.04434) over an open forward.
 
-A latent layer keeps one row ``[c_kv | k_pe]`` per token. A query meets it in one of two forms, equal up to rounding:
+A latent layer keeps one row ``[c_kv | k_pe]`` per token. A query meets it in one of two forms:
 
-* *expanded*: rows become K and V of every head, ``k = [key c_kv | k_pe]`` and ``v = c_kv value``. Cheap where many queries share a
-  new row, so the new tokens of a forward attend to each other so;
-* *absorbed*: the query becomes ``[q_nope key | q_pe]`` and attends to the rows themselves, as to one KV head whose value is the
-  row's first columns; ``value`` is applied to the result. Nothing of what is stored needs to be expanded: decodes, and the past.
+* *expanded*: rows become K and V of every head, ``k = [key c_kv | k_pe]`` and ``v = c_kv value``.
+  Cheap where many queries share a new row, so the new tokens of a forward attend to each other so;
+* *absorbed*: the query becomes ``[q_nope key | q_pe]`` and attends to the rows themselves, as to
+  one KV head whose value is the row's first columns; ``value`` is applied to the result. No stored
+  row is expanded, so decodes and queries over the past take this form.
 
-The last ``rope.rotary_dim`` columns of queries and rows turn, in both forms.
+Both are equal up to rounding. The last ``rope.rotary_dim`` columns of queries and rows turn.
 
-Letters: T new tokens; S slots; Hq heads; R columns of ``c_kv``; Dn, Dr columns of a head without and with positions; Dv value size.
+Letters: T new tokens; S slots; Hq heads; R columns of ``c_kv``; Dn, Dr columns of a head without
+and with positions; Dv value size.
 """
 
 from __future__ import annotations
@@ -29,15 +31,10 @@ from quire.ops.attention import attention_weights, merge
 
 
 def attend(
-    pass_: AttentionPass,
-    state: StateParts,
-    layer_id: int,
-    q_THD: Tensor,
-    rows_TR: Tensor,
-    expansion: LatentExpansion,
+    pass_: AttentionPass, state: StateParts, layer_id: int, q_THD: Tensor, rows_TR: Tensor, expansion: LatentExpansion
 ) -> Tensor:
-    """See ``contracts.model.Pass.attend_latent``. ``Unsupported`` for a layer that is not latent, ``InvalidArgument`` for shapes
-    that are not the layer's; nothing is stored then."""
+    """Attend as ``contracts.model.Pass.attend_latent`` says. ``Unsupported`` for a layer that is
+    not latent, ``InvalidArgument`` for wrong shapes; nothing is stored then."""
     layer = state.layer(layer_id)
     spec = layer.spec
     if not isinstance(spec, LatentAttention):
@@ -62,7 +59,7 @@ def attend(
     q_sink = None
     if own.plan.sinks is not None:
         q_sink = pass_.turn_last(q_THD, spec.rope, relative=True).to(state.dtype)
-    # From the rows as they are stored, so that a token's result does not depend on where a chunk began.
+    # From the stored rows, so that results do not depend on where a chunk began.
     k_THD, v_THD = _expand(rows_T1R.squeeze(1).to(q_THD.dtype), expansion, state.dtype)
     if not batch.stored.any():
         found = state.backend.run(own.made, q, (k_THD, v_THD), k_THD, v_THD, layer.scoring, q_sink_THD=q_sink)
@@ -105,7 +102,7 @@ def _check_shapes(
 
 
 def _expand(rows_TR: Tensor, expansion: LatentExpansion, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """K ``[T, Hq, Dn + Dr]`` and V ``[T, Hq, Dv]`` of turned rows."""
+    """Return K ``[T, Hq, Dn + Dr]`` and V ``[T, Hq, Dv]`` of turned rows."""
     heads, nope, rank = expansion.key_HDR.shape
     c_TR, k_pe_TR = rows_TR[:, :rank], rows_TR[:, rank:]
     k_nope_THD = (c_TR @ expansion.key_HDR.reshape(-1, rank).T).view(-1, heads, nope)
@@ -115,12 +112,12 @@ def _expand(rows_TR: Tensor, expansion: LatentExpansion, dtype: torch.dtype) -> 
 
 
 def _expand_values(out_THR: Tensor, expansion: LatentExpansion) -> Tensor:
-    """``[T, Hq, Dv]``, contiguous, of attention over rows."""
+    """Return ``[T, Hq, Dv]``, contiguous, of attention over rows."""
     return torch.bmm(out_THR.transpose(0, 1), expansion.value_HRV).transpose(0, 1).contiguous()
 
 
 def _absorb(q_THD: Tensor, expansion: LatentExpansion, dtype: torch.dtype) -> Tensor:
-    """``[T, Hq, R + Dr]`` of turned queries."""
+    """Return ``[T, Hq, R + Dr]`` of turned queries."""
     nope = expansion.key_HDR.shape[1]
     q_THR = torch.bmm(q_THD[..., :nope].transpose(0, 1), expansion.key_HDR).transpose(0, 1)
     return torch.cat((q_THR, q_THD[..., nope:]), -1).to(dtype)
@@ -135,7 +132,7 @@ def _absorbed_queries(
     turned_THD: Tensor,
     expansion: LatentExpansion,
 ) -> tuple[Tensor, Tensor | None]:
-    """The queries of these keys, and those of their sink part if they have one."""
+    """Return the queries of these keys, and those of their sink part if they have one."""
     q = _absorb(turned_THD, expansion, state.dtype)
     if keys.plan.sinks is None:
         return q, None

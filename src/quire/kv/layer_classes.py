@@ -1,4 +1,4 @@
-"""The attention layers of a KV state: which are accepted, under which ids, and which share a page table."""
+"""The attention layers of a KV state: accepted kinds, ids, and classes with a common page table."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ class Layer:
 
     @property
     def turning(self) -> RopeSpec | None:
-        """The rotation that the state does; None: the caller has rotated, or nobody does."""
+        """The rotation that the state does; None: the caller has rotated, or there is none."""
         return self.spec.rope if self.spec.rope_mode != "none" else None
 
 
 def key_value_spec(verb: str, layer_id: int, layer: Layer) -> KeyValueSpec:
-    """The spec of a layer with K and V, for a verb that is about them; ``Unsupported`` for other layers."""
+    """Return the spec of a layer with K and V; ``Unsupported`` for other layers."""
     spec = layer.spec
     if isinstance(spec, LatentAttention):
         refuse_layer(verb, layer_id, spec.kind)
@@ -64,8 +64,8 @@ def key_value_spec(verb: str, layer_id: int, layer: Layer) -> KeyValueSpec:
 
 
 def ids_of(count: int, first_layer: int, layer_ids: Sequence[int] | None) -> tuple[int, ...]:
-    """Global ids of ``count`` layers: those given, or ``first_layer`` and following. ``InvalidArgument`` unless the given ones are
-    as many, ascend and begin at ``first_layer`` or later."""
+    """Return the global ids of ``count`` layers: those given, or ``first_layer`` and following.
+    ``InvalidArgument`` unless given ones are as many, ascend and are at least ``first_layer``."""
     if layer_ids is None:
         return tuple(range(first_layer, first_layer + count))
     ids = tuple(layer_ids)
@@ -77,7 +77,7 @@ def ids_of(count: int, first_layer: int, layer_ids: Sequence[int] | None) -> tup
 
 
 def describe_ids(ids: Sequence[int]) -> str:
-    """The ids of a state's layers in words."""
+    """Return the ids of a state's layers in words."""
     if not ids:
         return "this state has no attention layers"
     if len(ids) == ids[-1] - ids[0] + 1:
@@ -86,7 +86,8 @@ def describe_ids(ids: Sequence[int]) -> str:
 
 
 def supported(layer_id: int, spec: LayerSpec, backend: AttentionBackend, device: torch.device) -> StoredSpec:
-    """The spec if a state can have such an attention layer; ``InvalidArgument`` or ``Unsupported`` with the reason."""
+    """Return the spec of a layer that is possible here; else ``InvalidArgument``,
+    ``Unsupported``."""
     if isinstance(spec, LatentAttention):
         _check_latent(layer_id, spec)
         # Its rows are the key of all heads: to a backend it is attention with one KV head.
@@ -97,10 +98,7 @@ def supported(layer_id: int, spec: LayerSpec, backend: AttentionBackend, device:
         _check_heads(layer_id, spec)
         # To a backend its rows are keys from before the forward.
         asked = FullAttention(
-            num_heads=spec.num_heads,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            value_dim=spec.value_dim,
+            num_heads=spec.num_heads, num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, value_dim=spec.value_dim
         )
     elif isinstance(spec, (FullAttention, WindowedAttention)):
         _check_key_value(layer_id, spec)

@@ -1,7 +1,7 @@
-"""Pages: who holds which, and nothing about what is in them. No torch.
+"""Pages and their references, without their contents. No torch.
 
-A page is P consecutive slots in every layer of one layer class. Its reference count is the number of page
-table entries (and other holders) that name it; at zero it is free.
+A page is P consecutive slots in every layer of one layer class. Its reference count is the number
+of page table entries (and other holders) that name it; at zero it is free.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from quire.errors import QuireError
 PageIds = NDArray[np.int32]
 
 NULL_PAGE = -1
-"""Table entry of a page that no query can see any more: never read, never written, nobody's."""
+"""Table entry of a page that no query can see any more: never read, never written, in no pool."""
 
 
 class PagePool:
-    """A fixed number of pages with reference counts. Callers check ``num_free`` before they take."""
+    """A fixed number of pages with reference counts. Callers check ``num_free`` before taking."""
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
@@ -31,7 +31,7 @@ class PagePool:
         return self.num_pages - self.num_free
 
     def take(self, count: int) -> PageIds:
-        """``count`` free pages with one reference each, ascending where the pool is unfragmented."""
+        """Take ``count`` free pages, with one reference each, ascending if unfragmented."""
         if count > self.num_free:
             raise QuireError(f"{count} pages taken with {self.num_free} free; the caller must check first")
         low = self.num_free - count
@@ -41,11 +41,11 @@ class PagePool:
         return pages
 
     def share(self, pages: PageIds) -> None:
-        """One more reference to each page. ``pages`` holds no page twice; null pages are skipped."""
+        """Add a reference to each page. ``pages`` holds no page twice; null pages are skipped."""
         self.references[pages if pages.size == 0 or pages.min() >= 0 else pages[pages >= 0]] += 1
 
     def release(self, pages: PageIds) -> None:
-        """One reference less to each page. ``pages`` holds no page twice; null pages are skipped."""
+        """Drop a reference to each page. ``pages`` holds no page twice; null pages are skipped."""
         if pages.size == 0:
             return
         held = pages if pages.min() >= 0 else pages[pages >= 0]
@@ -57,7 +57,7 @@ class PagePool:
         self.num_free += freed.size
 
     def clear(self) -> None:
-        """All pages free, in ascending order again."""
+        """Free all pages, in ascending order again."""
         self.references[:] = 0
         self._free[:] = np.arange(self.num_pages - 1, -1, -1, dtype=np.int32)
         self.num_free = self.num_pages
@@ -78,7 +78,7 @@ class PagePool:
 
 
 class PageTable:
-    """The pages of one sequence in one layer class, in order of position: a growable int32 array."""
+    """The pages of one sequence in one layer class, by position: a growable int32 array."""
 
     __slots__ = ("_pages", "size")
 
@@ -122,5 +122,5 @@ class PageTable:
         return tail
 
     def fork(self, size: int) -> PageTable:
-        """A table with a copy of the first ``size`` entries."""
+        """Return a table with a copy of the first ``size`` entries."""
         return PageTable(self._pages[:size].copy())

@@ -1,11 +1,12 @@
-"""What a KV state is made of: sequences, and parts that keep what layers need of each token.
+"""The parts of a KV state: sequences, and what layers keep of each token.
 
-* *Attention*: K and V, or latent rows, of every token, in pages; layers that keep the same positions form a *layer class*
-  with a pool and a storage of its own. The page tables are the sequences' (``sequences.SequenceTable``).
+* *Attention*: K and V, or latent rows, of every token, in pages; layers that keep the same
+  positions form a *layer class* with a pool and a storage of its own. The page tables belong to the
+  sequences (``sequence_table.SequenceTable``).
 * *Encoders* (``encoders``): K and V that cross layers read, in pages of a pool of their own.
 * *Recurrent* (``recurrent``): states of fixed size at some of the positions, in slots.
 
-Here they are made and looked up. The verbs are mixed into ``state.State``.
+This module makes the parts and looks them up. The verbs are mixed into ``state.State``.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from quire.kv.layer_classes import Layer, LayerClass, describe_ids, ids_of, supp
 from quire.kv.pages import PagePool
 from quire.kv.recurrent import RecurrentPart
 from quire.kv.rules import layer_refusal, refuse_layer
-from quire.kv.sequences import SequenceTable, check_integer
+from quire.kv.sequence_table import SequenceTable
+from quire.kv.sequences import check_integer
 from quire.kv.storage import PagedSpec, PagedStorage, StoredSpec
 from quire.ops.attention import ReferenceAttention
 from quire.ops.recurrence import ReferenceRecurrence
@@ -39,7 +41,7 @@ class Import:
     """An import under way: what was promised and which groups have come."""
 
     rows: dict[int, int]
-    """Rows of each layer with pages; of cross layers only those whose encoder rows were exported."""
+    """Rows of each layer with pages; of cross layers only those with exported encoder rows."""
     checksums: dict[tuple[int, str], str]
     """By layer and name; empty where the writer made none."""
     done: set[int] = field(default_factory=set)
@@ -141,18 +143,19 @@ class StateParts:
         sinks_H = torch.tensor(spec.sinks, dtype=torch.float32, device=self.device) if spec.sinks else None
         return Layer(spec, which, place, stored.k, stored.v, Scoring(spec.scale, spec.softcap), sinks_H)
 
-    # -- layers ----------------------------------------------------------------------------------------------
+    # -- layers ------------------------------------------------------------------------------------
 
     def layer(self, layer_id: int, verb: str = "append_kv") -> Layer:
-        """Return a layer that keeps rows of tokens. ``InvalidArgument`` for one that is not of this state; ``Unsupported`` for a
-        cross or recurrent layer, with the reason why it has not this verb."""
+        """Return a layer that keeps rows of tokens. ``InvalidArgument`` for an unknown id;
+        ``Unsupported``, with the reason, for a cross or recurrent layer."""
         found = self._layers.get(layer_id)
         if found is None:
             refuse_layer(verb, layer_id, self.spec(layer_id).kind)
         return found
 
     def spec(self, layer_id: int) -> StoredSpec:
-        """Return what an attention layer is; ``Unsupported`` for a recurrent one, ``InvalidArgument`` for an unknown one."""
+        """Return an attention layer's spec; ``Unsupported``: recurrent; ``InvalidArgument``:
+        other."""
         found = self.stored_specs.get(layer_id)
         if found is None:
             recurrent = [] if self.recurrent is None else self.recurrent.layer_ids
@@ -182,7 +185,7 @@ class StateParts:
         parts = [one.storage for one in self.classes] + [part.storage for part in (self.encoders,) if part is not None]
         return sum(storage.num_bytes for storage in parts) + (self.recurrent.num_bytes if self.recurrent else 0)
 
-    # -- kept states -----------------------------------------------------------------------------------------
+    # -- kept states -------------------------------------------------------------------------------
 
     def checkpoints(self, seq_id: SeqId) -> list[int]:
         self.table.get(seq_id)
@@ -196,7 +199,7 @@ class StateParts:
 def _check_pages(
     page_size: int, dtype: torch.dtype, *, needed: bool, capacity: int | None, window_capacity: int | None
 ) -> None:
-    """``InvalidArgument`` unless these are sizes of pools of pages."""
+    """Raise ``InvalidArgument`` unless these are sizes of pools of pages."""
     if page_size < 1:
         raise InvalidArgument(f"page_size {page_size}; at least 1 is needed")
     if needed and capacity is None:
@@ -211,7 +214,7 @@ def _check_pages(
 
 
 def _check_encoders(layers: Sequence[int], capacity: int | None) -> None:
-    """``InvalidArgument`` unless there is a capacity if and only if there are cross layers."""
+    """Raise ``InvalidArgument`` unless there is a capacity exactly if there are cross layers."""
     if capacity is not None and capacity < 1:
         raise InvalidArgument(f"cross_capacity {capacity} encoder rows; at least 1 is needed")
     if layers and capacity is None:
@@ -223,7 +226,7 @@ def _check_encoders(layers: Sequence[int], capacity: int | None) -> None:
 
 
 def _check_slots(layers: Sequence[int], num_states: int | None, ring: int, interval: int, page_size: int) -> None:
-    """``InvalidArgument`` unless there are slots if and only if there are recurrent layers."""
+    """Raise ``InvalidArgument`` unless there are slots exactly if there are recurrent layers."""
     check_integer(ring, "ring", 0)
     if check_integer(interval, "checkpoint_interval", 0) % page_size:
         raise InvalidArgument(

@@ -1,7 +1,7 @@
 """From the bookkeeping of a forward to what attention backends plan with.
 
-``Batch`` is what all layer classes have in common; ``fused``, ``past`` and ``own`` are the three sets of keys that the verbs of
-the contract attend over: all stored keys, those from before the forward, the new tokens only.
+``Batch`` is what all layer classes have in common; ``fused``, ``past`` and ``own`` are the three
+sets of keys that the contract's verbs attend over: all stored keys, earlier ones, new ones only.
 
 Letters: B entries; T new tokens of all entries; n new tokens of one entry; P page size.
 """
@@ -66,7 +66,7 @@ class Batch:
 
 
 def batch_of(need: ForwardNeed, device: torch.device) -> Batch:
-    """What the bookkeeping says about the new tokens, as arrays."""
+    """Return what the bookkeeping says about the new tokens, as arrays."""
     counts = np.array(need.counts, dtype=np.int64)
     bases = np.array(need.lengths, dtype=np.int64)
     stored = np.array(need.stored, dtype=np.int64)
@@ -102,7 +102,7 @@ def batch_of(need: ForwardNeed, device: torch.device) -> Batch:
 
 
 def new_slots(batch: Batch, tables: Sequence[PageIds], page_size: int) -> NDArray[np.int64]:
-    """``[T]``: where the rows of the new tokens go."""
+    """Return ``[T]``: where the rows of the new tokens go."""
     if (batch.counts == 1).all():
         last = np.fromiter((table[-1] for table in tables), dtype=np.int64, count=len(tables))
         return last * page_size + batch.stored % page_size
@@ -114,7 +114,7 @@ def new_slots(batch: Batch, tables: Sequence[PageIds], page_size: int) -> NDArra
 
 
 def fused(batch: Batch, tables: Sequence[PageIds], page_size: int, layer_window: int | None) -> ForwardPlan:
-    """The new tokens over all stored keys, themselves included."""
+    """Plan the new tokens over all stored keys, themselves included."""
     rules: list[KeyRule | None] = []
     for entry, (depths, ancestry) in enumerate(zip(batch.depths, batch.ancestries, strict=True)):
         if depths is None or ancestry is None:
@@ -126,7 +126,7 @@ def fused(batch: Batch, tables: Sequence[PageIds], page_size: int, layer_window:
 
 
 def past(batch: Batch, tables: Sequence[PageIds], page_size: int, layer_window: int | None) -> ForwardPlan:
-    """The new tokens over what was stored before this forward."""
+    """Plan the new tokens over what was stored before this forward."""
     rules: list[KeyRule | None] = []
     for entry, (depths, ancestry) in enumerate(zip(batch.depths, batch.ancestries, strict=True)):
         base, count = int(batch.bases[entry]), int(batch.counts[entry])
@@ -142,7 +142,7 @@ def past(batch: Batch, tables: Sequence[PageIds], page_size: int, layer_window: 
 
 
 def own(batch: Batch, layer_window: int | None) -> ForwardPlan:
-    """The new tokens over the new tokens of the same entry: the pool is the tensor of the new rows, a page is a row."""
+    """Plan the new tokens over those of their entry: the pool is the new rows, a page one row."""
     rules: list[KeyRule | None] = []
     for entry, (depths, ancestry) in enumerate(zip(batch.depths, batch.ancestries, strict=True)):
         if depths is None or ancestry is None:
@@ -157,10 +157,10 @@ def own(batch: Batch, layer_window: int | None) -> ForwardPlan:
 
 
 def encoded(batch: Batch, tables: Sequence[PageIds], page_size: int, rows_B: NDArray[np.int64]) -> ForwardPlan:
-    """The new tokens over the rows of encoders, ``rows_B[i]`` of entry i, of which every token sees all.
+    """Plan the new tokens over all rows of encoders, ``rows_B[i]`` of entry i.
 
-    To a backend these are keys from before the forward: the queries stand behind them, whatever their own positions are, and
-    neither trees nor windows concern them.
+    To a backend these are earlier keys: the queries are behind them at any positions of their own,
+    and neither trees nor windows concern them.
     """
     behind = np.repeat(rows_B - batch.starts[:-1], batch.counts)
     return ForwardPlan(
@@ -177,7 +177,7 @@ def encoded(batch: Batch, tables: Sequence[PageIds], page_size: int, rows_B: NDA
 
 
 def masked(plan: ForwardPlan, masks: Masks) -> ForwardPlan:
-    """The same keys, visible where the mask says so; windows still apply."""
+    """Return the plan with the keys visible where the mask says so; windows still apply."""
     rules: list[KeyRule | None] = []
     for entry, mask in enumerate(masks):
         origin, keys = int(plan.origins[entry]), int(plan.keys[entry])
@@ -193,7 +193,7 @@ def masked(plan: ForwardPlan, masks: Masks) -> ForwardPlan:
 
 
 def parts_of(masks: Masks, batch: Batch) -> tuple[Masks, Masks]:
-    """Masks over all keys as those over what was stored before, and those over the new tokens."""
+    """Split masks over all keys into those over earlier keys and those over the new tokens."""
     stored = batch.stored.tolist()
     return (
         tuple(mask[:, :before] for mask, before in zip(masks, stored, strict=True)),
@@ -202,7 +202,7 @@ def parts_of(masks: Masks, batch: Batch) -> tuple[Masks, Masks]:
 
 
 def check_mask(mask: Tensor, device: torch.device) -> None:
-    """``InvalidArgument`` unless it is a flat bool tensor on such a device."""
+    """Raise ``InvalidArgument`` unless it is a flat bool tensor on such a device."""
     if mask.dtype != torch.bool or mask.dim() != 1 or mask.device.type != device.type:
         raise InvalidArgument(
             f"mask is {mask.dtype} {tuple(mask.shape)} on {mask.device}; a flat bool tensor on {device} is needed"
@@ -210,7 +210,7 @@ def check_mask(mask: Tensor, device: torch.device) -> None:
 
 
 def cut_mask(mask: Tensor, batch: Batch, *, own: bool = False) -> Masks:
-    """A flat mask, entry by entry row-major ``[n, keys]`` (all keys, or with ``own`` the new tokens), as one array each."""
+    """Cut a flat mask, row-major ``[n, keys]`` (``own``: new keys only), into one per entry."""
     counts = batch.counts.tolist()
     keys = counts if own else (batch.stored + batch.counts).tolist()
     sizes = [count * width for count, width in zip(counts, keys, strict=True)]
@@ -251,7 +251,7 @@ def _plan(
 
 
 def _windows(batch: Batch, layer_window: int | None) -> tuple[NDArray[np.int64] | None, NDArray[np.int64] | None]:
-    """Lowest visible position of each row, and the range of its sink part; None where windows hide nothing."""
+    """Return the lowest visible position of each row and the range of its sink; None: no limit."""
     if batch.evicted is None:
         if layer_window is None or batch.max_position < layer_window:
             return None, None

@@ -1,11 +1,12 @@
-"""The recurrent part of a KV state: where the states of recurrent layers are kept, and one open forward over them.
+"""The recurrent part of a KV state: tensors of recurrent layers, and one open forward over them.
 
-Bookkeeping is in ``states``; here the tensors are. A *slot* holds the state tensors of all recurrent layers after one token. A
-forward reads the slots of the states from before it and writes slots of its own, so nothing that is published ever changes, and
-an abort only gives slots back.
+Bookkeeping is in ``states``; the tensors are here. A *slot* holds the state tensors of all
+recurrent layers after one token. A forward reads the slots of earlier states and writes slots of
+its own, so published states never change, and an abort only gives slots back.
 
-Letters: L layers and state tensors of one geometry; S slots; B entries of the batch; T new tokens; G given states; M rows whose
-states are wanted; n rows that are read or written; H heads, K, V key and value size of a state; Hq query heads; C channels; W taps.
+Letters: L layers and state tensors of one geometry; S slots; B entries of the batch; T new tokens;
+G given states; M rows whose states are wanted; n rows read or written; H heads, K, V key and value
+size of a state; Hq query heads; C channels; W taps.
 """
 
 from __future__ import annotations
@@ -22,24 +23,24 @@ from quire.contracts.layers import InitialValues, Recurrent, StateTensor
 from quire.contracts.recurrence import Recurred, RecurrenceBackend, RecurrencePlan
 from quire.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
 from quire.kv.state_slots import NULL, OpenStates, Slots, StateNeed
-from quire.kv.states import StateTable
+from quire.kv.state_table import StateTable
 from quire.kv.storage import lazy_zeros
 from quire.types import SeqId
 
 
 def bytes_per_state(specs: Sequence[Recurrent]) -> int:
-    """Bytes of one state slot of these layers."""
+    """Return the bytes of one state slot of these layers."""
     return sum(math.prod(one.shape) * dtype_of(one).itemsize for spec in specs for one in spec.states)
 
 
 def dtype_of(tensor: StateTensor) -> torch.dtype:
-    """The dtype that a state tensor names."""
+    """Return the dtype that a state tensor names."""
     dtype: torch.dtype = getattr(torch, tensor.dtype)
     return dtype
 
 
 def initial_of(tensor: StateTensor) -> Tensor:
-    """The initial values of a state tensor, ``[*shape]``, fresh, on the CPU."""
+    """Return the initial values of a state tensor, ``[*shape]``, fresh, on the CPU."""
     values = tensor.initial.array.copy() if isinstance(tensor.initial, InitialValues) else np.array(tensor.initial)
     return torch.from_numpy(values).to(dtype_of(tensor)).expand(tensor.shape).clone()
 
@@ -54,8 +55,8 @@ class SlotIndex(NamedTuple):
 
 
 class StateStorage:
-    """The state tensors of all layers. Tensors of equal shape, dtype and initial value are slices of one ``[L, S, *shape]``, so
-    that a copy of slots is one operation for all of them. ``ResourceExhausted`` if they do not fit in memory."""
+    """The state tensors of all layers. Those of equal shape, dtype and initial value share one
+    ``[L, S, *shape]``, to be copied at once. ``ResourceExhausted`` if they do not fit in memory."""
 
     def __init__(self, specs: Sequence[Recurrent], num_slots: int, device: torch.device) -> None:
         self.num_slots = num_slots
@@ -89,7 +90,7 @@ class StateStorage:
         return sum(tensor.numel() * tensor.element_size() for tensor, _ in self._groups)
 
     def index(self, slots: Slots) -> SlotIndex:
-        """These slots, ``NULL`` among them for the initial values, ready to be read any number of times."""
+        """Prepare these slots for any number of reads; ``NULL`` stands for the initial values."""
         initial = slots == NULL
         return SlotIndex(
             torch.from_numpy(np.maximum(slots, 0)).to(self.device),
@@ -97,7 +98,7 @@ class StateStorage:
         )
 
     def read(self, layer: int, state: int, slots: Slots | SlotIndex) -> Tensor:
-        """``[n, *shape]``, fresh; ``NULL`` reads as the initial value."""
+        """Return ``[n, *shape]``, fresh; ``NULL`` reads as the initial value."""
         rows_S, initial = self._rows[layer, state]
         index = slots if isinstance(slots, SlotIndex) else self.index(slots)
         rows_N = rows_S.index_select(0, index.slots_N)
@@ -106,7 +107,7 @@ class StateStorage:
         return rows_N
 
     def write(self, layer: int, state: int, slots_N: Tensor, rows_N: Tensor) -> None:
-        """Rows to slots; ``slots_N`` int64 on the device, without ``NULL``, none twice."""
+        """Write rows to slots; ``slots_N``: int64 on the device, without ``NULL``, none twice."""
         self._rows[layer, state][0].index_copy_(0, slots_N, rows_N)
 
     def copy(self, sources: Slots, targets: Slots) -> None:
@@ -123,11 +124,11 @@ class StateStorage:
 
 
 class RecurrentPart:
-    """Recurrent layers of a KV state: their books (``table``), their slots (``storage``), and the open forward.
+    """Recurrent layers of a KV state: bookkeeping (``table``), slots (``storage``), open forward.
 
-    ``specs`` are the layers with the global ids ``layer_ids``. ``num_slots``: states that can be held in all, present ones,
-    checkpoints and rings alike. ``ring``, ``interval``: see ``StateTable``. Sequence ids, lengths, tree parents and the bracket
-    are checked by the caller; arguments that concern layers and tensors are checked here.
+    ``specs``: the layers, with the global ids ``layer_ids``. ``num_slots``: states that fit in all,
+    of present ones, checkpoints and rings. ``ring``, ``interval``: see ``StateBooks``. The caller
+    checks sequence ids, lengths, tree parents and the bracket; layers and tensors are checked here.
     """
 
     def __init__(
@@ -168,24 +169,20 @@ class RecurrentPart:
         return self.storage.num_bytes
 
     def layer(self, layer_id: int) -> int:
-        """The index of a layer; ``InvalidArgument`` for an id that is not of this part."""
+        """Return the index of a layer; ``InvalidArgument`` for an unknown id."""
         if layer_id not in self._indices:
             raise InvalidArgument(f"layer {layer_id!r}; the recurrent layers are {self.layer_ids}")
         return self._indices[layer_id]
 
     def tensor(self, layer_id: int, state_id: int) -> tuple[int, StateTensor]:
-        """The index of the layer and the state tensor; ``InvalidArgument`` for ids that there are not."""
+        """Return the layer's index and the state tensor; ``InvalidArgument`` for unknown ids."""
         layer = self.layer(layer_id)
         states = self.specs[layer].states
         if isinstance(state_id, bool) or state_id not in range(len(states)):
             raise InvalidArgument(f"layer {layer_id} has states 0..{len(states) - 1}; {state_id!r} is none")
         return layer, states[state_id]
 
-    # -- the bracket -----------------------------------------------------------------------------------------
-
-    def plan(self, seq_ids: Sequence[SeqId], counts: Sequence[int], trees: Sequence[Sequence[int] | None]) -> StateNeed:
-        """See ``StateTable.plan``."""
-        return self.table.plan(seq_ids, counts, trees)
+    # -- the bracket -------------------------------------------------------------------------------
 
     def begin(self, need: StateNeed) -> RecurrentPass:
         """Take the slots and open the forward. ``ResourceExhausted`` before anything changes."""
@@ -198,17 +195,17 @@ class RecurrentPart:
         return self.current_pass
 
     def complete(self) -> None:
-        """Write what no layer has written: state tensors that were not set keep their state. The forward stays open, and more may be
-        set in it; then this is to be called again."""
+        """Write what no layer has written: state tensors that were not set keep their state. The
+        forward stays open; after further writes this is to be called again."""
         self._open_pass().complete()
 
     def publish(self) -> None:
-        """The new states count from now on; comes after ``complete``. Moves no tensor."""
+        """Make the new states count, after ``complete``. Moves no tensor."""
         self.table.publish(inside=self._open_pass().inside_known)
         self.current_pass = None
 
     def abort(self) -> None:
-        """All states are as before ``begin``, less what rings have given up for it."""
+        """Restore all states as before ``begin``, less what rings have given up for it."""
         self._open_pass()
         self.table.abort()
         self.current_pass = None
@@ -222,10 +219,11 @@ class RecurrentPart:
         self.table.clear()
         self.current_pass = None
 
-    # -- looking in from outside -----------------------------------------------------------------------------
+    # -- looking in from outside -------------------------------------------------------------------
 
     def debug_get(self, layer_id: int, state_id: int, seq_id: SeqId, position: int | None = None) -> Tensor:
-        """A copy ``[*shape]`` of the present state, or of the one kept at ``position`` (``FailedPrecondition`` if none is)."""
+        """Return a copy ``[*shape]`` of the present state, or of the one kept at ``position``.
+        ``FailedPrecondition`` if none is."""
         layer, _ = self.tensor(layer_id, state_id)
         slot = self.table.slot_at(seq_id, position)
         if slot is None:
@@ -235,7 +233,7 @@ class RecurrentPart:
         return self.storage.read(layer, state_id, np.array([slot], dtype=np.int64))[0]
 
     def debug_set(self, layer_id: int, state_id: int, seq_id: SeqId, data: Tensor) -> None:
-        """Overwrite one tensor of the present state; forks and kept states do not change. ``ResourceExhausted``."""
+        """Overwrite a tensor of this sequence's present state only. ``ResourceExhausted``."""
         layer, tensor = self.tensor(layer_id, state_id)
         self.check_data("debug_set", tensor, data, ())
         moved = self.table.own(seq_id)
@@ -249,23 +247,24 @@ class RecurrentPart:
         self.storage.write(layer, state_id, slots_N, data[None])
 
     def check_data(self, verb: str, tensor: StateTensor, data: Tensor, lead: tuple[int, ...]) -> None:
-        """``InvalidArgument`` unless ``data`` is ``[*lead, *shape]`` of the dtype and device of the state tensor."""
+        """Raise ``InvalidArgument`` unless ``data`` is ``[*lead, *shape]`` of the right type."""
         wanted, dtype = (*lead, *tensor.shape), dtype_of(tensor)
         if tuple(data.shape) != wanted or data.dtype != dtype or data.device.type != self.device.type:
             raise InvalidArgument(
                 f"{verb}: data is {data.dtype} {tuple(data.shape)} on {data.device}; {dtype} {wanted} on {self.device} is needed"
             )
 
-    # -- exchange --------------------------------------------------------------------------------------------
+    # -- exchange ----------------------------------------------------------------------------------
 
     def group_tensors(self, layer_id: int, kept: Iterable[int]) -> dict[str, StateTensor]:
-        """What the group of this layer consists of for a sequence with these checkpoints: ``state.i`` and ``state.i@position``."""
+        """Return the tensors in a layer's group: ``state.i``, per checkpoint
+        ``state.i@position``."""
         states = self.specs[self.layer(layer_id)].states
         suffixes = ["", *(f"@{position}" for position in kept)]
         return {f"state.{index}{suffix}": one for index, one in enumerate(states) for suffix in suffixes}
 
     def export(self, seq_id: SeqId, layer_id: int) -> dict[str, Tensor]:
-        """The tensors of one layer, present state and checkpoints, by the names of ``group_tensors``; fresh."""
+        """Return a layer's present state and checkpoints, named as in ``group_tensors``; fresh."""
         layer, kept = self.layer(layer_id), self.table.kept(seq_id)
         slots = np.array(self._held_slots(seq_id), dtype=np.int64)
         rows = [self.storage.read(layer, index, slots) for index in range(len(self.specs[layer].states))]
@@ -273,17 +272,13 @@ class RecurrentPart:
         return {name: row.clone() for name, row in zip(names, (row for rows_N in rows for row in rows_N), strict=True)}
 
     def _held_slots(self, seq_id: SeqId) -> list[int]:
-        """The slots of the present state and of the checkpoints, in order of ``group_tensors``."""
+        """Return the slots of the present state and checkpoints, as in ``group_tensors``."""
         found = (self.table.slot_at(seq_id, position) for position in (None, *self.table.kept(seq_id)))
         return [NULL if slot is None else slot for slot in found]
 
-    def prepare_import(self, seq_id: SeqId, length: int, kept: Sequence[int]) -> None:
-        """See ``StateTable.import_states``."""
-        self.table.import_states(seq_id, length, kept)
-
     def import_group(self, seq_id: SeqId, layer_id: int, tensors: Mapping[str, Tensor]) -> None:
-        """Write the tensors of one layer of a sequence that is being imported. ``InvalidArgument`` unless they are exactly those
-        of ``group_tensors``."""
+        """Write the tensors of one layer of a sequence that is being imported. ``InvalidArgument``
+        unless they are exactly those of ``group_tensors``."""
         layer, kept = self.layer(layer_id), self.table.kept(seq_id)
         if not self.table.importing(seq_id):
             raise FailedPrecondition(
@@ -299,13 +294,9 @@ class RecurrentPart:
             for slot in self._held_slots(seq_id):
                 self._write(layer, index, slot, tensors[next(names)])
 
-    def finish_import(self, seq_id: SeqId) -> None:
-        """See ``StateTable.finish_import``."""
-        self.table.finish_import(seq_id)
-
 
 class RecurrentPass:
-    """The open forward of a ``RecurrentPart``. All rows are exact: T of them, in the order of ``plan``."""
+    """The open forward of a ``RecurrentPart``: T rows, none padded, in the order of ``plan``."""
 
     def __init__(self, part: RecurrentPart, opened: OpenStates) -> None:
         need = opened.need
@@ -318,7 +309,7 @@ class RecurrentPass:
         self._present = part.storage.index(need.present)
         self._targets_M = self._tensor(opened.targets)
         self._set: dict[tuple[int, int], Literal["wanted", "end", "token"]] = {}
-        """By layer and state: of which rows the new states are known. Those that are wanted, the ends, all tokens."""
+        """By layer and state: of which rows the new states are known (wanted, ends, all tokens)."""
         ring = part.table.ring
         self._recent = [
             row
@@ -343,7 +334,7 @@ class RecurrentPass:
             # Its slots may belong to somebody else by now.
             raise FailedPrecondition("this forward is over; take the pass of the open one")
 
-    # -- recurrences -----------------------------------------------------------------------------------------
+    # -- recurrences -------------------------------------------------------------------------------
 
     def linear_attention(
         self,
@@ -357,9 +348,11 @@ class RecurrentPass:
         log_decay: Tensor | None = None,
         beta_TH: Tensor | None = None,
     ) -> Tensor:
-        """The recurrence of ``RecurrenceBackend.linear_attention`` from the state before this forward, and the new state: ``[T, Hq, V]``.
+        """Run ``RecurrenceBackend.linear_attention`` from the state before this forward and store
+        the new state. Returns ``[T, Hq, V]``.
 
-        ``InvalidArgument`` unless the state tensor is float32 (or float64) ``[H, K, V]`` of the heads and sizes of k and v.
+        ``InvalidArgument`` unless the state tensor is float32 (or float64) ``[H, K, V]`` of the
+        heads and sizes of k and v.
         """
         layer, tensor = self.tensor(layer_id, state_id)
         wanted = (*k_THK.shape[1:], v_THV.shape[-1])
@@ -378,10 +371,8 @@ class RecurrentPass:
     def convolve(
         self, layer_id: int, state_id: int, x_TC: Tensor, weight_CW: Tensor, bias_C: Tensor | None = None
     ) -> Tensor:
-        """The convolution of ``RecurrenceBackend.convolve`` behind the inputs before this forward, and the new state: ``[T, C]``.
-
-        ``InvalidArgument`` unless the state tensor is ``[W - 1, C]``.
-        """
+        """Run ``RecurrenceBackend.convolve`` behind the inputs before this forward, ``[T, C]``;
+        store the new state. ``InvalidArgument`` unless the state tensor is ``[W - 1, C]``."""
         layer, tensor = self.tensor(layer_id, state_id)
         wanted = (weight_CW.shape[1] - 1, x_TC.shape[-1])
         if tensor.shape != wanted:
@@ -394,7 +385,7 @@ class RecurrentPass:
         return self._take(layer, state_id, self._part.backend.convolve(self.plan, x_TC, weight_CW, bias_C, states_GWC))
 
     def tensor(self, layer_id: int, state_id: int) -> tuple[int, StateTensor]:
-        """``RecurrentPart.tensor``, of the open forward only."""
+        """Return ``RecurrentPart.tensor``, of the open forward only."""
         found = self._part.tensor(layer_id, state_id)
         self._require_open()
         return found
@@ -409,11 +400,12 @@ class RecurrentPass:
         self._set[layer, state_id] = "wanted"
         return recurred.out
 
-    # -- states by themselves --------------------------------------------------------------------------------
+    # -- states by themselves ----------------------------------------------------------------------
 
     def get(self, layer_id: int, state_id: int, per_token: bool = False) -> Tensor:
-        """The state before this forward, ``[B, *shape]``, fresh. ``per_token``: ``[T, *shape]``, for each row that of its predecessor
-        where that lies before this forward; other rows are 0."""
+        """Return the state before this forward, ``[B, *shape]``, fresh; ``per_token``:
+        ``[T, *shape]``, of each row's predecessor where that lies before this forward, 0
+        elsewhere."""
         layer, tensor = self.tensor(layer_id, state_id)
         storage = self._part.storage
         if not per_token:
@@ -425,8 +417,9 @@ class RecurrentPass:
         return rows_T
 
     def set(self, layer_id: int, state_id: int, data: Tensor, per_token: bool = False) -> None:
-        """The new state: ``[B, *shape]`` after the last token of each entry, or with ``per_token`` ``[T, *shape]`` after every token.
-        ``InvalidArgument``: shape or dtype, or a token tree in the batch without ``per_token``."""
+        """Set the new state: ``[B, *shape]`` after the last token of each entry, or with
+        ``per_token`` ``[T, *shape]`` after every token. ``InvalidArgument``: shape or dtype, or a
+        token tree in the batch without ``per_token``."""
         layer, tensor = self._part.tensor(layer_id, state_id)
         need = self._opened.need
         self._part.check_data("set", tensor, data, (self.plan.num_rows if per_token else len(need.counts),))
@@ -444,7 +437,7 @@ class RecurrentPass:
             storage.write(layer, state_id, self._targets_M[self._tensor(need.offsets[1:] - 1)], data)
             self._set[layer, state_id] = "end"
 
-    # -- the end ---------------------------------------------------------------------------------------------
+    # -- the end -----------------------------------------------------------------------------------
 
     @property
     def inside_known(self) -> bool:
@@ -452,8 +445,8 @@ class RecurrentPass:
         return "end" not in self._set.values()
 
     def complete(self) -> None:
-        """Fill the slots that no layer has written: what was not set keeps its state. If every token's state was set, the last of
-        each chain go into slots for the ring."""
+        """Fill the slots that no layer has written: what was not set keeps its state. If the state
+        of every token was set, the last ones of each chain go into slots for the ring."""
         storage, table = self._part.storage, self._part.table
         table.release_recent()
         members = [(layer, state) for layer, spec in enumerate(self._part.specs) for state in range(len(spec.states))]

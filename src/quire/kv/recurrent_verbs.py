@@ -1,7 +1,7 @@
-"""The recurrent verbs of the contract: arguments checked, padding and ``out=`` served (``contracts.recurrent_state``).
+"""The recurrent verbs of the contract (``contracts.recurrent_state``): checks, padding, ``out=``.
 
-Letters: B entries of the batch; T new tokens, N >= T rows of a padded tensor; Hq query heads, H heads of a state; K, V sizes of keys
-and values.
+Letters: B entries of the batch; T new tokens, N >= T rows of a padded tensor; Hq query heads, H
+heads of a state; K, V sizes of keys and values.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from quire.types import SeqId
 
 @checks_arguments()
 class StateRecurrence(OpenState):
-    """What a state computes and keeps of recurrent layers. The contract's docstrings are not repeated here."""
+    """The recurrent verbs of a state. The contract's docstrings are not repeated here."""
 
     def get(self, layer_id: int, state_id: int, *, per_token: bool = False, out: Tensor | None = None) -> Tensor:
         one = state_tensor(self, layer_id, state_id, "get")
@@ -38,14 +38,8 @@ class StateRecurrence(OpenState):
         return found if out is None else out.copy_(found)
 
     def set(self, layer_id: int, state_id: int, data: Tensor, *, per_token: bool = False) -> None:
-        one = state_tensor(self, layer_id, state_id, "set")
-        opened = self.open_pass().recurrent("set")
-        shape = (self.open_tokens if per_token else len(opened.plan.starts) - 1, *one.shape)
-        if tuple(data.shape) != shape or data.dtype != dtype_of(one) or data.device.type != self.device.type:
-            raise InvalidArgument(
-                f"set: data is {data.dtype} {tuple(data.shape)} on {data.device}; {dtype_of(one)} {shape} on {self.device} is needed"
-            )
-        opened.set(layer_id, state_id, data, per_token=per_token)
+        state_tensor(self, layer_id, state_id, "set")
+        self.open_pass().recurrent("set").set(layer_id, state_id, data, per_token=per_token)
 
     def linear_attention(
         self,
@@ -158,7 +152,7 @@ def recurrent_part(state: StateParts, verb: str) -> RecurrentPart:
 
 
 def recurrent_spec(state: OpenState, layer_id: int, verb: str, seq_id: SeqId | None = None) -> Recurrent:
-    """The layer, which must be recurrent. ``seq_id``: ``NotFound`` for an unknown one comes before ``Unsupported``."""
+    """Return the layer, which must be recurrent. ``seq_id``: ``NotFound`` if unknown, first."""
     part = recurrent_part(state, verb)
     if layer_id in part.layer_ids:
         return part.specs[part.layer(layer_id)]
@@ -169,7 +163,7 @@ def recurrent_spec(state: OpenState, layer_id: int, verb: str, seq_id: SeqId | N
 
 
 def state_tensor(state: OpenState, layer_id: int, state_id: int, verb: str, seq_id: SeqId | None = None) -> StateTensor:
-    """What one state of a layer is. ``seq_id``: see ``recurrent_spec``."""
+    """Return one state tensor of a layer. ``seq_id``: see ``recurrent_spec``."""
     state_id = check_integer(state_id, f"{verb}: state", 0)
     spec = recurrent_spec(state, layer_id, verb, seq_id)
     if state_id >= len(spec.states):

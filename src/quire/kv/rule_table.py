@@ -1,8 +1,9 @@
-"""The rule table: what works on which layers, in which combination and on which device, and why not where not.
+"""The rule table: what works on which layers, in which combination, on which device, else why not.
 
-A *cell* either works, which means that its results are exact, or has the reason for which the call is refused before anything is
-computed. Three tables: verbs about one layer by kind of layer; verbs of the KV state contract by what a state is made of; what users
-call by model; and what devices do differently. ``quire capabilities`` prints them, ``docs/rules.md`` is made of them
+A *cell* either works, which means that its results are exact, or has the reason for which the call
+is refused before anything is computed. There are four tables: verbs about one layer, by kind of
+layer; verbs of the KV state contract, by the parts of a state; what users call, by model; and what
+devices do differently. ``quire capabilities`` prints them, ``docs/rules.md`` is made of them
 (``as_markdown``), and ``tests/test_rule_table.py`` tries every cell. No torch.
 """
 
@@ -99,14 +100,14 @@ COMBINATIONS: tuple[Combination, ...] = (
     Combination(name="latent + recurrent", kinds=("latent", "recurrent"), every_block_attends=False),
     Combination(name="full + window + latent", kinds=("full", "window", "latent")),
 )
-"""The combinations that people meet. Others follow from the kinds that are in them (``combination_of``)."""
+"""The combinations in use. Others follow from the kinds that are in them (``combination_of``)."""
 
 MODELS: tuple[Combination, ...] = tuple(one for one in COMBINATIONS if one.models)
 """Those that models are made of."""
 
 
 def combination_of(specs: Sequence[LayerSpec], num_blocks: int) -> Combination:
-    """The combination of a model with these layers, by its kinds and not by its family."""
+    """Return the combination of a model with these layers, by its kinds and not by its family."""
     kinds = {spec.kind for spec in specs}
     return Combination(
         name="this model",
@@ -117,14 +118,14 @@ def combination_of(specs: Sequence[LayerSpec], num_blocks: int) -> Combination:
     )
 
 
-# -- verbs about one layer, by kind --------------------------------------------------------------------------------------
+# -- verbs about one layer, by kind ----------------------------------------------------------------
 
 LAYER_ROWS: tuple[str, ...] = (*LAYER_VERBS, *CROSS_VERBS, *RECURRENT_LAYER_VERBS)
 """Verbs that are given a layer."""
 
 
 def layer_cell(verb: str, kind: str) -> Cell:
-    """One of ``LAYER_ROWS`` on a layer of one of ``LAYER_KINDS``."""
+    """Return the cell of one of ``LAYER_ROWS`` on a layer of one of ``LAYER_KINDS``."""
     return Cell(layer_refusal(verb, kind))
 
 
@@ -135,7 +136,7 @@ LAYER_DETAILS: dict[str, str] = {
 """Refusals that depend on more than the kind of the layer: what is asked for, and the reason."""
 
 
-# -- verbs of the KV state contract --------------------------------------------------------------------------------------
+# -- verbs of the KV state contract ----------------------------------------------------------------
 
 STATE_ROWS: tuple[str, ...] = tuple(sorted((*PAGED_VERBS, *PAGED_REFUSALS)))
 """Every verb of the contracts of a KV state."""
@@ -150,13 +151,13 @@ def _rewind_note(found: Combination) -> str:
 
 
 def _others_note(found: Combination, verb: str) -> str:
-    """Of a verb about layers: which of them it is about, if not all."""
+    """Return which layers a verb about layers concerns, if not all."""
     having = [kind for kind in found.kinds if not layer_refusal(verb, kind)]
     return "" if len(having) == len(found.kinds) else f"on layers of kind {' and '.join(having)}"
 
 
 def state_cell(verb: str, found: Combination) -> Cell:
-    """One of ``STATE_ROWS`` on a state with such layers."""
+    """Return the cell of one of ``STATE_ROWS`` on a state with such layers."""
     if reason := verbs_of(found.kinds)[verb]:
         # Which kinds there are is said by the column.
         return Cell(layer_refusal(verb, found.kinds[0]) if verb in LAYER_VERBS else reason)
@@ -173,7 +174,7 @@ def state_cell(verb: str, found: Combination) -> Cell:
     return Cell()
 
 
-# -- what users call -----------------------------------------------------------------------------------------------------
+# -- what users call -------------------------------------------------------------------------------
 
 WINDOWS_OF_NOTHING = verbs_of(("recurrent",))["enable_sliding_window_for_seq"]
 SINK_OF_OWN_ROTATION = (
@@ -187,7 +188,7 @@ WEIGHTS_OF_BLOCKS = "not every block is one layer with attention; leave output_a
 
 
 def weights_refusal(specs: Iterable[LayerSpec], num_blocks: int) -> str:
-    """Why there are no attention weights by block of a model with these layers; empty: there are."""
+    """Return why a model with these layers has no attention weights by block; empty: it has."""
     attending = sum(spec.kind not in ("recurrent", "cross") for spec in specs)
     return "" if attending == num_blocks else WEIGHTS_OF_BLOCKS
 
@@ -200,7 +201,7 @@ POSITIONS_OF_OWN_ROTATION = "its layers put positions into q and k by a rule of 
 
 
 def position_refusal(specs: Iterable[LayerSpec]) -> str:
-    """Why tokens of these layers can stand at no positions but their indices; empty: they can."""
+    """Return why tokens of these layers have no positions but their indices; empty: they can."""
     found = list(specs)
     if any(spec.kind == "recurrent" for spec in found):
         return POSITIONS_OF_RECURRENT
@@ -333,11 +334,11 @@ USE_ROWS: tuple[str, ...] = tuple(USES)
 
 
 def use_cell(use: str, found: Combination) -> Cell:
-    """One of ``USE_ROWS`` on a model with such layers."""
+    """Return the cell of one of ``USE_ROWS`` on a model with such layers."""
     return USES[use](found)
 
 
-# -- devices -------------------------------------------------------------------------------------------------------------
+# -- devices ---------------------------------------------------------------------------------------
 
 DEVICES = ("cpu", "cuda")
 DEVICE_ROWS: dict[str, tuple[Cell, Cell]] = {
@@ -375,11 +376,11 @@ BESIDES = {"verbs about one layer": LAYER_DETAILS, "devices": OTHER_DEVICES}
 """By title of a table: what is refused beside its cells."""
 
 
-# -- the whole table -----------------------------------------------------------------------------------------------------
+# -- the whole table -------------------------------------------------------------------------------
 
 
 def rules_of(found: Combination) -> dict[str, dict[str, Cell]]:
-    """Of one model: every verb of its state, and everything that users call."""
+    """Return the rules of one model: every verb of its state, and everything that users call."""
     return {
         "state": {verb: state_cell(verb, found) for verb in STATE_ROWS},
         "uses": {use: use_cell(use, found) for use in USE_ROWS},
@@ -387,7 +388,7 @@ def rules_of(found: Combination) -> dict[str, dict[str, Cell]]:
 
 
 def tables() -> dict[str, dict[str, dict[str, Cell]]]:
-    """All tables: by title, row and column."""
+    """Return all tables: by title, row and column."""
     return {
         "verbs about one layer": {verb: {kind: layer_cell(verb, kind) for kind in LAYER_KINDS} for verb in LAYER_ROWS},
         "verbs of a KV state": {verb: {one.name: state_cell(verb, one) for one in COMBINATIONS} for verb in STATE_ROWS},

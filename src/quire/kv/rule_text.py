@@ -1,4 +1,4 @@
-"""The rule table (``rule_table``) as text: for a terminal of any width, and as the page ``docs/rules.md``. No torch."""
+"""The rule table (``rule_table``) as text for a terminal and as ``docs/rules.md``. No torch."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from quire.kv.rule_table import BESIDES, COMBINATIONS, Cell, tables
 
 
 def marked(rows: Mapping[str, Mapping[str, Cell]]) -> tuple[dict[str, list[str]], list[str]]:
-    """The marks of each row, and the texts that their numbers stand for: ``+`` works, ``+3`` works with note 3, ``-4`` is refused
-    for reason 4. Numbers begin at 1."""
+    """Return the marks of each row, and the texts of their numbers, from 1: ``+`` works, ``+3``
+    works with note 3, ``-4`` is refused for reason 4."""
     texts: list[str] = []
     marks: dict[str, list[str]] = {}
     for name, cells in rows.items():
@@ -34,7 +34,7 @@ exact results, what is refused raises `Unsupported` with the reason, before anyt
 
 
 def as_markdown(everywhere: Mapping[str, str]) -> str:
-    """The page ``docs/rules.md``. ``everywhere``: what is refused for every model, with the reason."""
+    """Return the page ``docs/rules.md``. ``everywhere``: refusals for every model, and why."""
     parts = [INTRODUCTION]
     for title, rows in tables().items():
         parts.append(f"## {title[0].upper()}{title[1:]}")
@@ -64,7 +64,7 @@ def _described(reasons: Mapping[str, str]) -> list[str]:
 
 
 def as_text(width: int) -> str:
-    """All tables for a terminal of ``width`` characters; columns are lettered so that narrow ones will do."""
+    """Return all tables for a terminal of ``width`` characters; letters stand for columns."""
     parts: list[str] = []
     for title, rows in tables().items():
         marks, texts = marked(rows)

@@ -1,6 +1,6 @@
-"""The rules of the KV state contract: which verbs a kind of layer and a state have, and why not where not.
+"""The rules of the KV state contract: the verbs of each kind of layer and of a state, else why not.
 
-They serve the refusals, ``capabilities()`` and the rule table (``rule_table``), so that these cannot disagree.
+Refusals, ``capabilities()`` and the rule table (``rule_table``) use them, so none disagree.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ LAYER_VERBS: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
     ),
     "debug_set_kv": ((*_KEYS_AND_VALUES, "latent", "cross"), {}),
 }
-"""Verbs that are about one layer: the kinds of layer that have them, and why other kinds have not."""
+"""Verbs that are about one layer: the kinds of layer that have them, and why others do not."""
 
 CROSS_VERBS: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
     "set_cross_kv": (
@@ -146,8 +146,8 @@ LAYER_KINDS = ("full", "window", "latent", "cross", "recurrent")
 
 
 def layer_refusal(verb: str, kind: str) -> str:
-    """Why a layer of this kind does not have the verb, one of ``LAYER_VERBS``, ``CROSS_VERBS`` and ``RECURRENT_LAYER_VERBS``;
-    empty: it does."""
+    """Return why a layer of this kind lacks the verb, one of ``LAYER_VERBS``, ``CROSS_VERBS`` and
+    ``RECURRENT_LAYER_VERBS``; empty: it has it."""
     if verb in RECURRENT_LAYER_VERBS:
         return "" if kind == "recurrent" else "it keeps rows of tokens and no state of fixed size"
     if kind == "recurrent":
@@ -157,12 +157,12 @@ def layer_refusal(verb: str, kind: str) -> str:
 
 
 def refuse_layer(verb: str, layer_id: int, kind: str) -> NoReturn:
-    """Raise ``Unsupported`` with the reason of the table, for a layer of a kind that does not have the verb."""
+    """Raise ``Unsupported`` with the table's reason, for a kind of layer without the verb."""
     raise Unsupported(f"{verb}: layer {layer_id} is of kind {kind!r}: {layer_refusal(verb, kind)}")
 
 
 def verbs_of(kinds: Iterable[str]) -> dict[str, str]:
-    """Every verb over a state with layers of these kinds: empty if some layer has it, else why not."""
+    """Return every verb of a state with such layers: empty if some layer has it, else why not."""
     everything = set(kinds)
     # Reasons speak of what tokens leave behind in attention layers, where there are such.
     present = sorted(everything, key=lambda kind: (kind == "recurrent", kind == "cross", kind))
@@ -187,7 +187,7 @@ def refuse(verb: str) -> NoReturn:
 
 
 def refused(verb: str) -> Callable[..., Any]:
-    """A method that raises ``Unsupported`` with the reason of the table, whatever it is given."""
+    """Return a method that raises ``Unsupported`` with the table's reason, whatever it is given."""
 
     def method(*args: Any, **kwargs: Any) -> NoReturn:
         del args, kwargs

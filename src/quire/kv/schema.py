@@ -1,7 +1,7 @@
-"""Declarations of what a JSON value must be, for what strangers wrote.
+"""Declarations of what a JSON value from outside must be.
 
-A check is a function of a value and its path; it raises ``Fault``, which names the path, the value and what is expected there,
-or returns nothing. Checks are made of each other, so that one declaration says all that a document may hold.
+A check is a function of a value and its path; it returns nothing, or raises ``Fault``, which names
+the path, the value and what is expected. Checks are made of checks, one for a whole document.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TypeAlias
 Check: TypeAlias = Callable[[object, str], None]
 
 MOST = 2**53
-"""The largest count or position that a document may name. Every reader of JSON has it exactly, and sums of it fit an int64."""
+"""The largest count or position in a document. JSON readers take it exactly; sums fit an int64."""
 
 
 class Fault(ValueError):
@@ -24,12 +24,12 @@ class Fault(ValueError):
 
 
 def _shown(value: object) -> str:
-    # The text of a whole value would be made first and cut then; reprlib looks at the beginning of it only.
+    # repr would make the text of the whole value first; reprlib looks at its beginning only.
     return reprlib.repr(value)
 
 
 def integer(least: int = 0, most: int = MOST) -> Check:
-    """An integer in [least, most]; no bool and no float."""
+    """Check for an integer in [least, most]; no bool and no float."""
 
     def check(value: object, path: str) -> None:
         if type(value) is not int or not least <= value <= most:
@@ -39,7 +39,7 @@ def integer(least: int = 0, most: int = MOST) -> Check:
 
 
 def integers(least: int = 0, most: int = MOST) -> Check:
-    """A list of such integers, of any length; looked at without a call for each."""
+    """Check for a list of such integers, of any length, without a call for each."""
 
     def check(value: object, path: str) -> None:
         if not isinstance(value, (list, tuple)):
@@ -53,23 +53,23 @@ def integers(least: int = 0, most: int = MOST) -> Check:
 
 
 def text(value: object, path: str) -> None:
-    """A check for text."""
+    """Check for text."""
     if not isinstance(value, str):
         raise Fault(path, _shown(value), "text")
 
 
 def flag(value: object, path: str) -> None:
-    """A check for true or false."""
+    """Check for true or false."""
     if not isinstance(value, bool):
         raise Fault(path, _shown(value), "true or false")
 
 
 def anything(value: object, path: str) -> None:
-    """A check that nothing fails, for what is only ever compared with something known."""
+    """Accept everything, for what is only ever compared with something known."""
 
 
 def one_of(*accepted: str) -> Check:
-    """One of these texts."""
+    """Check for one of these texts."""
 
     def check(value: object, path: str) -> None:
         if not isinstance(value, str) or value not in accepted:
@@ -79,12 +79,12 @@ def one_of(*accepted: str) -> Check:
 
 
 def nullable(check: Check) -> Check:
-    """What ``check`` accepts, or null."""
+    """Check for what ``check`` accepts, or null."""
     return lambda value, path: None if value is None else check(value, path)
 
 
 def list_of(check: Check) -> Check:
-    """A list of what ``check`` accepts."""
+    """Check for a list of what ``check`` accepts."""
 
     def check_all(value: object, path: str) -> None:
         if not isinstance(value, (list, tuple)):
@@ -96,7 +96,7 @@ def list_of(check: Check) -> Check:
 
 
 def row(*checks: Check) -> Check:
-    """A list of exactly these items."""
+    """Check for a list of exactly these items."""
 
     def check_all(value: object, path: str) -> None:
         if not isinstance(value, (list, tuple)) or len(value) != len(checks):
@@ -108,7 +108,7 @@ def row(*checks: Check) -> Check:
 
 
 def record(required: Mapping[str, Check], optional: Mapping[str, Check] | None = None) -> Check:
-    """An object with exactly these keys; the ``optional`` ones may be missing."""
+    """Check for an object with exactly these keys; the ``optional`` ones may be missing."""
     known = {**required, **(optional or {})}
 
     def check_all(value: object, path: str) -> None:

@@ -1,7 +1,7 @@
-"""Sequences of a KV state in a state file: which tensors and metadata they become, and back.
+"""Sequences of a KV state in a state file: their tensors and metadata, written and loaded.
 
-A session stores one sequence, a KV cache one per row (``prefix`` tells their tensors apart). Everything is
-validated before the state is touched, and a failed load leaves nothing behind.
+A session stores one sequence, a KV cache one per row (``prefix`` tells their tensors apart).
+Everything is validated before the state changes, and a failed load leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from quire.contracts.layers import Recurrent
 from quire.errors import DataLoss, InvalidArgument
 from quire.interrupts import check as check_interrupts
 from quire.kv import exchange
+from quire.kv.metadata_checks import hash_of
 from quire.kv.recurrent import bytes_per_state
 from quire.kv.state_header import MAX_CONTAINERS, MAX_HEADER_BYTES, MAX_RANK, HeaderLimits
 from quire.kv.statefile import StateFile, TensorSpec
@@ -25,7 +26,7 @@ from quire.types import SeqId
 
 
 def describe(state: ModelState, seq: SeqId, prefix: str = "") -> tuple[dict[str, Any], list[TensorSpec]]:
-    """The metadata of a sequence and the plan of its tensors, ``{prefix}layer.{i}.k`` and the like."""
+    """Return a sequence's metadata and the plan of its tensors, ``{prefix}layer.{i}.k`` etc."""
     metadata = state.get_checkpoint_metadata(seq, checksums=False)
     plan = [
         TensorSpec(name=f"{prefix}layer.{layer}.{name}", dtype=one.dtype, shape=one.shape)
@@ -37,19 +38,19 @@ def describe(state: ModelState, seq: SeqId, prefix: str = "") -> tuple[dict[str,
 
 
 def header_limits(state: ModelState, tokens: int, runs: int, rows: int, size: int) -> HeaderLimits:
-    """What the header of a file of ``size`` bytes may hold that has up to ``rows`` sequences of such a state, with at most ``tokens``
-    token ids and ``runs`` changes of the adapter in all.
+    """Return what the header of a file of ``size`` bytes may hold that has up to ``rows`` sequences
+    of such a state, with at most ``tokens`` token ids and ``runs`` changes of the adapter in all.
 
-    A writer has one description of each layer for each sequence, and three arrays or objects for each tensor. Recurrent states
-    are as many as the bytes of the file can be, and one for each sequence.
+    A writer has one description of each layer for each sequence, and three arrays or objects for
+    each tensor. Recurrent states: one for each sequence, and as many as the file's bytes allow.
     """
     found = state.get_layout()
     layout, tensors = json.dumps(found), 2 * len(found["layers"]) * rows
     specs = [spec for spec in map(state.layer_spec, state.recurrent_ids) if isinstance(spec, Recurrent)]
     if specs:
         tensors += sum(len(spec.states) for spec in specs) * (rows + size // bytes_per_state(specs))
-    # For each tensor its name twice, type, shape, offsets and checksum; ``held`` and ``cross`` have fewer parts than there are
-    # layers and tensors.
+    # Each tensor has its name twice, type, shape, offsets and checksum; ``held`` and ``cross`` have
+    # fewer parts than there are layers and tensors.
     containers = rows * (256 + 2 * (layout.count("[") + layout.count("{"))) + 8 * tensors + runs
     return HeaderLimits(
         bytes=min(MAX_HEADER_BYTES, rows * (65_536 + 4 * len(layout)) + 512 * tensors + 12 * tokens + 100 * runs),
@@ -59,13 +60,13 @@ def header_limits(state: ModelState, tokens: int, runs: int, rows: int, size: in
 
 
 def is_exact(state: ModelState, metadata: Mapping[str, Any]) -> bool:
-    """Whether the rows of attention layers were stored in this state's dtype. Recurrent states are taken in their own only."""
+    """Return whether attention rows are in this state's dtype; recurrent states keep their own."""
     mine = exchange.dtype_name(state.dtype)
     return all(layer["dtype"] == mine for layer in metadata["layers"])
 
 
 def tensors(state: ModelState, seq: SeqId, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """The tensors of the plan, gathered layer by layer."""
+    """Yield the tensors of the plan, gathered layer by layer."""
     groups = state.get_checkpoint_metadata(seq, checksums=False)["groups"]
     for layer in [one["group"] for one in groups]:
         for name, tensor in state.export_page_group(seq, layer).items():
@@ -75,10 +76,10 @@ def tensors(state: ModelState, seq: SeqId, prefix: str = "") -> Iterator[tuple[s
 def check(
     state: ModelState, file: StateFile, metadata: Mapping[str, Any], prefix: str, convert_dtype: bool
 ) -> dict[str, Any]:
-    """Whether this sequence of the file can be loaded; returns its metadata, in this state's dtype.
+    """Check that this sequence of the file can be loaded; return its metadata, in our dtype.
 
-    ``metadata`` are as ``state_schema`` declares them.
-    ``InvalidArgument`` with expected and found; ``DataLoss`` if tensors and metadata contradict each other.
+    ``metadata`` are as ``state_schema`` declares them. ``InvalidArgument`` with expected and found;
+    ``DataLoss`` if tensors and metadata contradict each other.
     """
     layers = metadata["layers"]
     mine = exchange.dtype_name(state.dtype)
@@ -91,8 +92,8 @@ def check(
             )
         wanted["layers"] = [{**layer, "dtype": mine} for layer in layers]
         layout = state.get_layout()
-        wanted["layout_hash"] = exchange.hash_of({**layout, "layers": wanted["layers"]})
-        if metadata.get("layout_hash") != exchange.hash_of({**layout, "layers": layers}):
+        wanted["layout_hash"] = hash_of({**layout, "layers": wanted["layers"]})
+        if metadata.get("layout_hash") != hash_of({**layout, "layers": layers}):
             raise DataLoss("the layout hash of the state file does not fit its layers")
     groups = state.plan_import(wanted)
     ids = wanted.get("layer_ids") or range(wanted["first_layer"], wanted["first_layer"] + len(layers))
@@ -110,17 +111,14 @@ def check(
                 raise InvalidArgument(f"tensor {full!r} is {stored.dtype}, and the metadata says {expected}")
     # The container has verified its own checksums.
     wanted["groups"] = [
-        {
-            "group": layer,
-            "tensors": {name: {"shape": list(one.shape)} for name, one in group.items()},
-        }
+        {"group": layer, "tensors": {name: {"shape": list(one.shape)} for name, one in group.items()}}
         for layer, group in groups.items()
     ]
     return wanted
 
 
 def check_model(found: Mapping[str, str], expected: Mapping[str, str]) -> None:
-    """``InvalidArgument`` with expected and found if the state is another model's."""
+    """Raise ``InvalidArgument``, with expected and found, if the state is another model's."""
     for name, mine in expected.items():
         if found.get(name) != mine:
             raise InvalidArgument(
@@ -129,12 +127,12 @@ def check_model(found: Mapping[str, str], expected: Mapping[str, str]) -> None:
 
 
 def tensor_names(checked: Mapping[str, Any], prefix: str = "") -> set[str]:
-    """Names that ``check`` asked for, of which these are the metadata; a file that holds others is not what it says."""
+    """Return the names that ``check`` asked for; a file with others contradicts its metadata."""
     return {f"{prefix}layer.{group['group']}.{name}" for group in checked["groups"] for name in group["tensors"]}
 
 
 def load(state: ModelState, seq: SeqId, file: StateFile, checked: Mapping[str, Any], prefix: str = "") -> None:
-    """Make ``seq`` from the file; ``checked`` is what ``check`` returned. ``ResourceExhausted`` without room."""
+    """Make ``seq`` from a file that ``check`` accepted. ``ResourceExhausted`` without room."""
     state.prepare_import(seq, dict(checked))
     try:
         with torch.inference_mode():

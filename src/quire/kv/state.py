@@ -1,8 +1,8 @@
-"""``State``: the KV state of a model whose layers are of any kinds, as the contract has it (``contracts.kv_state``).
+"""``State``: the KV state of a model with layers of any kinds (``contracts.kv_state``).
 
-It is sequences and parts (``parts``). **All parts or none**: a verb asks each part whether it can, then each changes. What a
-forward computes is in ``attention_verbs`` and ``recurrent_verbs``, reading and writing what is stored in ``stored_rows``, files
-and transfers in ``exchange``, room in ``state_pools``.
+It consists of sequences and parts (``parts``). **All parts or none**: a verb asks each part whether
+it can, then each changes. The verbs are in ``attention_verbs``, ``recurrent_verbs``,
+``stored_rows`` (stored rows), ``exchange`` (files, transfers) and ``state_room`` (room of pools).
 
 Letters: T new tokens.
 """
@@ -26,7 +26,7 @@ from quire.kv.recurrent_verbs import StateRecurrence
 from quire.kv.rules import RECURRENT_REFUSAL, RefusedVerbs
 from quire.kv.sequences import check_integer
 from quire.kv.state_pass import StatePass
-from quire.kv.state_pools import StatePools
+from quire.kv.state_room import StateRoom
 from quire.kv.state_slots import StateNeed
 from quire.kv.stored_rows import StateRows
 from quire.kv.trees import TokenTreeParents
@@ -60,25 +60,30 @@ CHANGES = (
 
 @checks_arguments()
 @uninterrupted_verbs(*CHANGES)
-class State(StateAttention, StateRecurrence, StateRows, StateExchange, StatePools, RefusedVerbs):
+class State(StateAttention, StateRecurrence, StateRows, StateExchange, StateRoom, RefusedVerbs):
     """The KV state of a model of any layers. The contract's docstrings are not repeated here.
 
-    ``specs``: the layers, of which ``first_layer`` is the global id of the first (a pipeline stage owns a range); ``layer_ids``:
-    those of all, ascending, where they are not a range. One thread at a time.
+    ``specs``: the layers, of which ``first_layer`` is the global id of the first (a pipeline stage
+    owns a range); ``layer_ids``: those of all, ascending, where they are not a range. One thread at
+    a time.
 
-    Attention layers that keep the same positions form a *layer class* with a pool of its own: those of one window, and all
-    without, latent ones among them. ``capacity``: tokens that the pool of each class holds, rounded up to whole pages, needed if
-    there is an attention layer; ``window_capacity``: the same for classes with a window, which need less (None: as many).
-    ``cross_capacity``: rows of encoders over all sequences, needed if and only if there are cross layers. ``backend``: what
-    computes attention; None: the reference, which is exact and slow (``quire.kernels.sdpa.SdpaAttention`` is fast).
+    Attention layers that keep the same positions form a *layer class* with a pool of its own: those
+    of one window, and all without, latent ones among them. ``capacity``: tokens that the pool of
+    each class holds, rounded up to whole pages, needed if there is an attention layer;
+    ``window_capacity``: the same for classes with a window, which need less (None: as many).
+    ``cross_capacity``: rows of encoders over all sequences, needed if and only if there are cross
+    layers. ``backend``: computes attention; None: the reference, which is exact and slow
+    (``quire.kernels.sdpa.SdpaAttention`` is fast).
 
-    ``num_states``: slots for recurrent states, kept ones included, needed if and only if there are recurrent layers; a sequence
-    needs one, and one more in a forward (``num_states_for`` adds up). ``ring``: how many of the last states before the present
-    one are kept while there is room. ``checkpoint_interval``: tokens between checkpoints that are kept by themselves, a multiple
-    of ``page_size``; 0: none. ``recurrence``: what computes recurrences; None: the reference
+    ``num_states``: slots for recurrent states, kept ones included, needed if and only if there are
+    recurrent layers; a sequence needs one, and one more in a forward (``num_states_for`` adds up).
+    ``ring``: how many of the last states before the present one are kept while there is room.
+    ``checkpoint_interval``: tokens between checkpoints that are kept by themselves, a multiple of
+    ``page_size``; 0: none. ``recurrence``: computes recurrences; None: the reference
     (``quire.kernels.recurrence.ChunkedRecurrence`` is fast).
 
-    Raises ``Unsupported`` for a layer that the backend does not have, and ``ResourceExhausted`` if the pools do not fit in memory.
+    Raises ``Unsupported`` for a layer that the backend does not have, and ``ResourceExhausted`` if
+    the pools do not fit in memory.
     """
 
     @staticmethod
@@ -91,11 +96,12 @@ class State(StateAttention, StateRecurrence, StateRows, StateExchange, StatePool
         checkpoints: int = 0,
         tree_nodes: int = 0,
     ) -> int:
-        """The ``num_states`` with which so many sequences, which share no states, run in one forward and nothing that is kept is
-        given up: of each the present state, what a forward writes, the ring and the checkpoints.
+        """Return the ``num_states`` with which so many sequences, sharing no states, run in one
+        forward and give up nothing that is kept: present states, new ones, rings and checkpoints.
 
-        ``max_length``: tokens of a sequence; ``checkpoint_interval``, ``ring``: those of the state; ``checkpoints``: what the
-        caller keeps besides; ``tree_nodes``: uncommitted nodes at most. All of each sequence; ``InvalidArgument`` below 0.
+        Of each sequence: ``max_length``: tokens; ``checkpoint_interval``, ``ring``: those of the
+        state; ``checkpoints``: kept by the caller besides; ``tree_nodes``: uncommitted nodes at
+        most. ``InvalidArgument`` below 0.
         """
         given = {"num_sequences": num_sequences, "max_length": max_length, "checkpoint_interval": checkpoint_interval}
         given |= {"ring": ring, "checkpoints": checkpoints, "tree_nodes": tree_nodes}
@@ -105,7 +111,7 @@ class State(StateAttention, StateRecurrence, StateRows, StateExchange, StatePool
         multiples = (max_length - 1) // checkpoint_interval if checkpoint_interval else 0
         return num_sequences * (1 + max(1, tree_nodes) + ring + multiples + checkpoints)
 
-    # -- sequences -------------------------------------------------------------------------------------------
+    # -- sequences ---------------------------------------------------------------------------------
 
     def clear(self) -> None:
         self.table.clear()
@@ -135,7 +141,7 @@ class State(StateAttention, StateRecurrence, StateRows, StateExchange, StatePool
             target = length if fork_pos == -1 else target
             stop = self._stop(parent_id, target)
         if target != stop:
-            # Checks all that can be wrong, an unknown parent and a position beyond its end included.
+            # Checks all that can be wrong, unknown parents and positions beyond the end included.
             self.table.check_fork(parent_id, child_id, stop)
             self._require_no_rerun(parent_id, target, stop, exact, "fork_sequence")
         self.table.fork(parent_id, child_id, stop)
@@ -165,7 +171,8 @@ class State(StateAttention, StateRecurrence, StateRows, StateExchange, StatePool
         return position if self.recurrent is None else self.recurrent.table.nearest(seq_id, position)
 
     def _require_no_rerun(self, seq_id: SeqId, target: int, stop: int, exact: bool, verb: str) -> None:
-        """``FailedPrecondition`` if ``exact``, since there is no state at ``target`` itself; ``stop`` is the nearest one."""
+        """Raise ``FailedPrecondition`` if ``exact``; ``stop`` is the position nearest to
+        ``target``."""
         if exact:
             raise FailedPrecondition(
                 f"{verb}: position {target} of sequence {seq_id} is reachable only by running {target - stop} tokens again from a "
@@ -255,7 +262,7 @@ class State(StateAttention, StateRecurrence, StateRows, StateExchange, StatePool
                     f"invariant: the recurrent state of sequence {seq_id} stands at {stands}, its length is {length}"
                 )
 
-    # -- forward ---------------------------------------------------------------------------------------------
+    # -- forward -----------------------------------------------------------------------------------
 
     def begin_forward(
         self,
@@ -285,7 +292,7 @@ class State(StateAttention, StateRecurrence, StateRows, StateExchange, StatePool
             raise
 
     def _reserve_states(self, need: ForwardNeed, checkpoints: Sequence[Sequence[int]]) -> StateNeed:
-        """Return what recurrent layers need for a forward; ``ResourceExhausted`` if there are not as many slots."""
+        """Return what recurrent layers need for a forward; ``ResourceExhausted`` if slots lack."""
         states = self._state_need(need, checkpoints)
         table = self.states_of("begin_forward")
         if short := table.shortage(states):
@@ -311,7 +318,7 @@ class State(StateAttention, StateRecurrence, StateRows, StateExchange, StatePool
         self.close_pass()
 
     def _require_written(self, skipped: Collection[int]) -> StatePass:
-        """Return the open forward, in which every layer has been written or is named in ``skipped``."""
+        """Return the open forward, in which each layer was written or is in ``skipped``."""
         for layer_id in skipped:
             self.spec(layer_id)
         opened = self.open_pass()
@@ -334,7 +341,8 @@ class State(StateAttention, StateRecurrence, StateRows, StateExchange, StatePool
 
 
 def check_checkpoints(need: ForwardNeed, checkpoints: Sequence[Sequence[int]]) -> None:
-    """``InvalidArgument`` unless there are none, or for each entry ascending counts of its new tokens."""
+    """Raise ``InvalidArgument`` unless there are none or ascending counts of new tokens per
+    entry."""
     if checkpoints and len(checkpoints) != len(need.counts):
         raise InvalidArgument(
             f"begin_forward: checkpoints for {len(checkpoints)} entries; there are {len(need.counts)}"

@@ -1,8 +1,8 @@
-"""The header of a state file: what it says, how it is encoded, and everything that is checked when it is read.
+"""The header of a state file: its contents, its encoding, and all checks when it is read.
 
-Eight bytes hold the length of the JSON that follows, and then come the tensors' bytes, without gaps. That is a
-safetensors file. A state file adds one checksum of the header, at a fixed place, and one per tensor. The whole
-format is in ``docs/statefile.md``. No file access here.
+Eight bytes hold the length of the JSON that follows, and then come the tensors' bytes, without
+gaps. That is a safetensors file. A state file adds one checksum of the header, at a fixed place,
+and one per tensor. The whole format is in ``docs/statefile.md``. No file access here.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ VERSION = 1
 MAX_HEADER_BYTES = 100_000_000
 """The limit of safetensors; more than ten million token ids fit."""
 MAX_CONTAINERS = 1_000_000
-"""Arrays and objects in a header, at most. A tensor has three; a reader of JSON makes an object of each."""
+"""Arrays and objects in a header, at most. A tensor has three; JSON readers make objects of all."""
 MAX_METADATA_DEPTH = 64
 MAX_RANK = 64
 
@@ -44,8 +44,8 @@ DTYPES: Mapping[str, torch.dtype] = {
 """By their names in the header, which are those of safetensors."""
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
-# The digits of the header's checksum stand at a fixed place in every version of the format, so that a reader
-# can tell damage from a version that it does not know.
+# The digits of the header's checksum stand at a fixed place in every version of the format, so that
+# a reader can tell damage from a version that it does not know.
 _PREFIX = b'{"__metadata__":{"header_checksum":"'
 _DIGEST = slice(8 + len(_PREFIX), 8 + len(_PREFIX) + 32)
 _ZEROS = "0" * 32
@@ -68,7 +68,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class HeaderLimits:
-    """What a header may hold at most; looked at before any of it is parsed, for a parser lets no other thread run."""
+    """Limits of a header, checked before parsing, because a parser lets no other thread run."""
 
     bytes: int
     containers: int
@@ -93,10 +93,10 @@ class Header:
 
 
 class HeaderDraft:
-    """A header whose length and offsets are settled before the checksums of the tensors are known.
+    """A header with settled length and offsets before the checksums of the tensors are known.
 
-    ``InvalidArgument`` if the metadata are not JSON, if names repeat, for dtypes and shapes that cannot be stored,
-    and for more than ``MAX_HEADER_BYTES``.
+    ``InvalidArgument`` if the metadata are not JSON, if names repeat, for dtypes and shapes that
+    cannot be stored, and for more than ``MAX_HEADER_BYTES``.
     """
 
     def __init__(self, metadata: Mapping[str, JSON], plan: Sequence[TensorSpec]) -> None:
@@ -125,7 +125,7 @@ class HeaderDraft:
             )
 
     def encode(self, checksums: Mapping[str, str]) -> bytes:
-        """Length bytes and JSON, ``data_start`` bytes for any checksums."""
+        """Return length bytes and JSON, ``data_start`` bytes for any checksums."""
         # Spliced, in the order of sorted keys, because the metadata are text already.
         document = (
             f'{{"checksums":{_canonical({name: checksums[name] for name in self.specs})},"format":"{FORMAT}",'
@@ -133,11 +133,7 @@ class HeaderDraft:
         )
         table: dict[str, JSON] = {"__metadata__": {"header_checksum": _ZEROS, "quire": document}}
         for name, spec in self.specs.items():
-            table[name] = {
-                "dtype": _DTYPE_NAMES[spec.dtype],
-                "shape": spec.shape,
-                "data_offsets": self.spans[name],
-            }
+            table[name] = {"dtype": _DTYPE_NAMES[spec.dtype], "shape": spec.shape, "data_offsets": self.spans[name]}
         text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
         text += b" " * (-len(text) % _ALIGNMENT)
         header = bytearray(len(text).to_bytes(8, "little") + text)
@@ -146,12 +142,12 @@ class HeaderDraft:
 
 
 def checksum(data: memoryview) -> str:
-    """XXH3, 128 bits, seed 0: 32 hex digits."""
+    """Return XXH3, 128 bits, seed 0: 32 hex digits."""
     return xxhash.xxh3_128_hexdigest(data)
 
 
 def _header_checksum(header: memoryview) -> str:
-    """Of length bytes and JSON, with zeros in place of the digits themselves."""
+    """Return the checksum of length bytes and JSON, with zeros in place of its own digits."""
     digest = xxhash.xxh3_128(header[: _DIGEST.start])
     digest.update(_ZEROS.encode())
     digest.update(header[_DIGEST.stop :])
@@ -188,7 +184,7 @@ def _metadata_text(metadata: Mapping[str, JSON]) -> str:
 
 
 def _check_json(value: object, levels: int) -> None:
-    """Refuse what json.dumps would change silently (keys) and what a reader might not parse (depth)."""
+    """Refuse keys that json.dumps would change silently and depth that a reader might not parse."""
     if not isinstance(value, Mapping | list | tuple):
         return
     if levels == 0:
@@ -204,7 +200,7 @@ def _check_json(value: object, levels: int) -> None:
 
 
 def _canonical(value: object) -> str:
-    """JSON with sorted keys, without spaces, text as it is."""
+    """Return JSON with sorted keys, without spaces, text as it is."""
     return json.dumps(
         value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False, default=_as_dict
     )
@@ -220,11 +216,11 @@ def _as_dict(value: object) -> dict[str, JSON]:
 
 
 def read_header(view: memoryview, label: str, expected_version: int, limits: HeaderLimits | None = None) -> Header:
-    """The header of the file whose bytes are ``view``; ``label`` names the file in messages.
+    """Return the header of the file with the bytes ``view``; ``label`` names the file in messages.
 
-    The order of checks is part of the format: length, checksum, format and version, and only then what this
-    version means. So damage is called damage (``DataLoss``), and an undamaged file of another version is called
-    that (``InvalidArgument``).
+    The order of checks is part of the format: length, checksum, format and version, and only then
+    what this version means. So damage is called damage (``DataLoss``), and an undamaged file of
+    another version is called that (``InvalidArgument``).
     """
     text = _checked_json(view, label, limits or HeaderLimits(MAX_HEADER_BYTES, MAX_CONTAINERS, MAX_HEADER_BYTES))
     table = _parse(_decode(text, label), label)
@@ -249,7 +245,7 @@ def read_header(view: memoryview, label: str, expected_version: int, limits: Hea
 
 
 def _checked_json(view: memoryview, label: str, limits: HeaderLimits) -> memoryview:
-    """The bytes of the JSON, after their checksum was verified and before anything of them is parsed."""
+    """Return the bytes of the JSON, their checksum verified and nothing of them parsed."""
     if len(view) < 8:
         raise DataLoss(f"{label} is truncated or no safetensors file: at least 8 bytes expected, {len(view)} found")
     size = int.from_bytes(view[:8], "little")
@@ -277,7 +273,7 @@ def _checked_json(view: memoryview, label: str, limits: HeaderLimits) -> memoryv
 
 
 def _containers(text: bytes) -> int:
-    """Arrays and objects in JSON text, or more where strings have brackets; those of the document in it count too."""
+    """Return the number of arrays and objects in JSON text, or more if strings have brackets."""
     return text.count(b"[") + text.count(b"{")
 
 
@@ -337,7 +333,7 @@ def _tensor_entry(name: str, entry: object, label: str) -> tuple[TensorSpec, Spa
 
 
 def _is_shape(shape: Sequence[object], itemsize: int) -> bool:
-    """Whether a tensor can have it: strides and bytes must fit an int64, also where a size is 0."""
+    """Return whether strides and bytes of this shape fit an int64, also where a size is 0."""
     extent = itemsize
     for size in shape[: MAX_RANK + 1]:
         if type(size) is not int or not 0 <= size < 1 << 63:
@@ -357,7 +353,7 @@ def _decode(text: memoryview, label: str) -> str:
 
 
 def _parse(text: str, label: str) -> dict[str, Any]:
-    """A JSON object without duplicate keys, NaN, infinity or lone surrogates."""
+    """Parse a JSON object without duplicate keys, NaN, infinity or lone surrogates."""
     try:
         found = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_number, parse_float=_finite)
         if "\\u" in text:
@@ -400,7 +396,7 @@ def _is_encodable(text: str) -> bool:
 
 
 def some(names: Iterable[str]) -> str:
-    """The first few names, for a message."""
+    """Return the first few names, for a message."""
     listed = list(names)
     shown = ", ".join(f"{name!r:.80}" for name in listed[:8]) or "none"
     return shown if len(listed) <= 8 else f"{shown} and {len(listed) - 8} more"

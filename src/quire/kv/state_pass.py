@@ -44,14 +44,14 @@ class StatePass(AttentionPass):
         return out_THD
 
     def encoder_rows(self, layer_id: int, verb: str) -> EncoderPass:
-        """This forward over the encoder rows of a cross layer; ``Unsupported`` for other layers."""
+        """Return this forward over a cross layer's encoder rows; ``Unsupported`` for others."""
         kind = self._state.spec(layer_id).kind
         if self._encoders is None or kind != "cross":
             raise Unsupported(f"{verb}: layer {layer_id} is of kind {kind!r}: {layer_refusal('set_cross_kv', kind)}")
         return self._encoders
 
     def recurrent(self, verb: str) -> RecurrentPass:
-        """This forward over the recurrent layers; ``Unsupported`` where there are none."""
+        """Return this forward over the recurrent layers; ``Unsupported`` where there are none."""
         if self._recurrent is None:
             raise Unsupported(f"{verb}: {RECURRENT_REFUSAL}")
         return self._recurrent
@@ -102,7 +102,7 @@ class OpenState(StateParts):
         return 0 if self.current_pass is None else self.current_pass.batch.num_tokens
 
     def close_pass(self) -> None:
-        """Let the pass of the forward that is over refuse from now on: its slots may be anybody's."""
+        """Let the pass of a finished forward refuse from now on: its slots may be taken."""
         if self.current_pass is not None:
             self.current_pass.is_open = False
             self.current_pass = None

@@ -1,22 +1,17 @@
-"""What the pools of a KV state hold, and what they have room for."""
+"""What the pools of a KV state hold, and which sequence holds how much of it."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.contracts.pool_verbs import Holding, SequenceUse, Shortage, StateGeometry
+from quire.contracts.pool_verbs import Holding, SequenceUse, StateGeometry
 from quire.errors import Unsupported
-from quire.kv.forward_need import ForwardNeed, pages_for
 from quire.kv.pages import PageIds, PagePool
 from quire.kv.parts import StateParts
-from quire.kv.rules import RECURRENT_REFUSAL
-from quire.kv.state_slots import StateNeed
-from quire.kv.states import StateTable
-from quire.kv.trees import TokenTreeParents
 from quire.kv.windows import Window
 from quire.signatures import checks_arguments
 from quire.types import SeqId
@@ -24,7 +19,7 @@ from quire.types import SeqId
 
 @checks_arguments()
 class StatePools(StateParts):
-    """Lengths and room: pages of tokens and of encoder rows, slots of recurrent states.
+    """Sizes and lengths: pages of tokens and of encoder rows, slots of recurrent states.
 
     The docstrings of ``contracts.pool_verbs`` are not repeated here. A *class* is a layer class.
     """
@@ -34,12 +29,7 @@ class StatePools(StateParts):
         tables = [part.table for part in (self.encoders, self.recurrent) if part is not None]
         return [*self.table.pools, *(table.pool for table in tables)]
 
-    def _counting_pools(self) -> list[PagePool]:
-        """Return the pools of the classes that keep all tokens, or of all if none does."""
-        keeping = [pool for pool, one in zip(self.table.pools, self.classes, strict=True) if one.window is None]
-        return keeping or self.table.pools
-
-    # -- layers ----------------------------------------------------------------------------------------------
+    # -- layers ------------------------------------------------------------------------------------
 
     @cached_property
     def geometry(self) -> StateGeometry:
@@ -58,7 +48,7 @@ class StatePools(StateParts):
         layers = zip(self.layer_ids, self.specs, strict=True)
         return [layer for layer, spec in layers if not self.backend.fuses(spec, self.device)]
 
-    # -- sizes -----------------------------------------------------------------------------------------------
+    # -- sizes -------------------------------------------------------------------------------------
 
     @cached_property
     def _page_bytes(self) -> list[int]:
@@ -93,7 +83,7 @@ class StatePools(StateParts):
         states = [] if self.recurrent is None else [self.recurrent.table.pool.num_pages]
         return [*(pool.num_pages for pool in self.table.pools), *states]
 
-    # -- going back ------------------------------------------------------------------------------------------
+    # -- going back --------------------------------------------------------------------------------
 
     @property
     def forgets(self) -> bool:
@@ -106,7 +96,7 @@ class StatePools(StateParts):
             spec.rope is not None for spec in self.specs
         )
 
-    # -- sequences -------------------------------------------------------------------------------------------
+    # -- sequences ---------------------------------------------------------------------------------
 
     def empty(self) -> bool:
         return len(self.table) == 0 and self.num_used_pages == 0
@@ -180,115 +170,6 @@ class StatePools(StateParts):
     def pages_held(self, seq_ids: Collection[SeqId], kept: Collection[SeqId] = ()) -> list[int]:
         states = [] if self.recurrent is None else [self.recurrent.table.num_fixed(seq_ids, kept)]
         return [*self.table.pages_held(seq_ids), *states]
-
-    # -- room ------------------------------------------------------------------------------------------------
-
-    def num_available_pages(self) -> int:
-        """Return the free pages of the class, among those that keep all tokens, that has the fewest. Pages of encoder rows do not
-        count: where there are cross layers only it is the whole ``capacity``, for no token takes a page. With recurrent layers
-        only it is the states that can be had."""
-        if not self.specs:
-            return self._pages_of_tokens if self.recurrent is None else self.recurrent.table.num_available
-        return min(pool.num_free for pool in self._counting_pools())
-
-    def missing_pages(
-        self, seq_ids: Sequence[SeqId], append_lengths: Sequence[int], token_tree_parents: TokenTreeParents = None
-    ) -> int:
-        """Return the missing pages and states of all classes; in an open forward as before it."""
-        need = self.table.plan_forward(seq_ids, append_lengths, token_tree_parents, verb="missing_pages")
-        states = 0 if self.recurrent is None else self.recurrent.table.shortage(self._state_need(need))
-        return self.table.shortage(need) + states
-
-    def page_shortage(
-        self, seq_ids: Sequence[SeqId], append_lengths: Sequence[int], token_tree_parents: TokenTreeParents = None
-    ) -> Shortage:
-        need = self.table.plan_forward(seq_ids, append_lengths, token_tree_parents)
-        if not (missing := self.table.shortage(need)):
-            return Shortage(0, False)
-        classes = zip(need.classes, self.table.pools, strict=True)
-        return Shortage(missing, any(part.pages - part.freed > pool.num_pages for part, pool in classes))
-
-    def full_page_shortage(self, seq_ids: Sequence[SeqId], append_lengths: Sequence[int]) -> Shortage:
-        if self.capacity is None:
-            return Shortage(0, False)
-        needed, size = 0, self.page_size
-        for seq_id, count in zip(seq_ids, append_lengths, strict=True):
-            sequence = self.table.get(seq_id)
-            if sequence.window is None:
-                needed += pages_for(sequence.length + count, size) - pages_for(sequence.length, size)
-        return Shortage(max(0, needed - self.num_available_pages()), needed * size > self.capacity)
-
-    def shortage_in_steps(self, seq_ids: Sequence[SeqId], append_lengths: Sequence[int], most: int) -> int:
-        short = self.table.shortage_in_steps(seq_ids, append_lengths, most)
-        if self.recurrent is None:
-            return short
-        need = self.table.plan_forward(seq_ids, append_lengths, verb="shortage_in_steps")
-        return short + self.recurrent.table.shortage(self._state_need(need))
-
-    def free_pages(self, without: Collection[SeqId] = ()) -> list[int]:
-        states = [] if self.recurrent is None else [self.recurrent.table.num_available_without(without)]
-        return [*self.table.num_free_without(without), *states]
-
-    def shares_tail(self, seq_id: SeqId) -> bool:
-        sequence = self.table.get(seq_id)
-        if sequence.length % self.page_size == 0:
-            return False
-        held = zip(self.table.pools, sequence.tables, strict=True)
-        return any(bool(pool.references[pages.pages[-1]] > 1) for pool, pages in held)
-
-    def pages_freed(self, seq_id: SeqId, child_id: SeqId) -> int:
-        parent, child = self.table.get(seq_id), self.table.get(child_id)
-        freed, partly = 0, child.length % self.page_size != 0
-        for pool, pages, kept in zip(self.table.pools, parent.tables, child.tables, strict=True):
-            behind = pages.pages[kept.size :]
-            freed += int((pool.references[behind[behind >= 0]] == 1).sum())
-            # The last common page is written by the child; with two holders, it is its own once the other is gone.
-            freed += int(partly and pool.references[pages.pages[kept.size - 1]] == 2)
-        return freed
-
-    def states_freed(self, seq_id: SeqId) -> int:
-        return 0 if self.recurrent is None else self.recurrent.table.num_freed(seq_id)
-
-    def pages_at_most(self, length: int, window: tuple[int, int] | None, step: int) -> list[int]:
-        states = [] if self.recurrent is None else [2]  # the present one, and the next while it is made
-        return [*self.table.pages_at_most(length, None if window is None else Window(*window), step), *states]
-
-    def largest_step(self, window: int, sink: int) -> int:
-        pages = min((pool.num_pages for pool in self.table.pools), default=0) - pages_for(sink, self.page_size) - 1
-        return pages * self.page_size - (window - sink)
-
-    # -- states (what a scheduler of checkpoints asks) --------------------------------------------------------
-
-    @property
-    def num_available_states(self) -> int:
-        return 0 if self.recurrent is None else self.recurrent.table.num_available
-
-    @property
-    def num_free_states(self) -> int:
-        return 0 if self.recurrent is None else self.recurrent.table.pool.num_free
-
-    @property
-    def num_checkpoints(self) -> int:
-        return 0 if self.recurrent is None else self.recurrent.table.num_kept
-
-    def spare_states(self, seq_ids: Sequence[SeqId], append_lengths: Sequence[int]) -> int:
-        need = self.table.plan_forward(seq_ids, append_lengths, verb="spare_states")
-        return self.states_of("spare_states").spare(self._state_need(need))
-
-    def loose_checkpoints(self) -> dict[int, list[tuple[SeqId, int]]]:
-        return {} if self.recurrent is None else self.recurrent.table.loose_checkpoints()
-
-    def states_of(self, verb: str) -> StateTable:
-        """Return the books of recurrent states; ``Unsupported`` where there are no recurrent layers."""
-        if self.recurrent is None:
-            raise Unsupported(f"{verb}: {RECURRENT_REFUSAL}")
-        return self.recurrent.table
-
-    def _state_need(self, need: ForwardNeed, checkpoints: Sequence[Sequence[int]] = ()) -> StateNeed:
-        trees = [
-            None if tree is None else tree.parents[-count:] for tree, count in zip(need.trees, need.counts, strict=True)
-        ]
-        return self.states_of("begin_forward").plan(need.seq_ids, need.counts, trees, checkpoints)
 
 
 def _count(pool: PagePool, named: Iterator[PageIds]) -> int:

@@ -1,6 +1,6 @@
-"""What the metadata of a state file must be, declared as ``docs/statefile.md`` describes it.
+"""Schemas of the metadata of state files, which ``docs/statefile.md`` describes.
 
-Checked as a whole before anything of it is used. Whether it fits a model and a pool is asked behind that (``exchange.validate``).
+They check metadata as a whole; then ``metadata_checks.validate`` checks that a state fits them.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from quire.errors import DataLoss, InvalidArgument
-from quire.kv.exchange import FORMAT_VERSION
+from quire.kv.metadata_checks import FORMAT_VERSION
 from quire.kv.schema import (
     Check,
     Fault,
@@ -73,7 +73,7 @@ SEQUENCE = record(
 
 
 def _sequence(value: object, path: str) -> None:
-    """A check for what ``SEQUENCE`` declares; ``InvalidArgument`` for another version of it, which may have other keys."""
+    """Check for what ``SEQUENCE`` declares; ``InvalidArgument`` for another version of it."""
     version = value.get("format_version") if isinstance(value, Mapping) else None
     if type(version) is int and version != FORMAT_VERSION:
         raise InvalidArgument(
@@ -125,7 +125,7 @@ KINDS: Mapping[str, Check] = {
 
 
 def check_metadata(metadata: Mapping[str, Any], *expected: str) -> None:
-    """Refuse metadata that are not as declared for their kind, which must be one of ``expected``, by default any that is known.
+    """Refuse metadata that do not fit the schema of their kind, one of ``expected`` (default: any).
 
     ``InvalidArgument`` for another kind, ``DataLoss`` with the field for everything else.
     """

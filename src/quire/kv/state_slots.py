@@ -1,6 +1,7 @@
-"""State slots as values: which slot holds which state of a sequence, and what one forward does with them. No torch.
+"""State slots as values: the states of a sequence, and what one forward does with them. No torch.
 
-See ``states`` for what they mean. Letters: B entries of a batch; T new tokens; G given states; M rows whose states are wanted.
+See ``states`` for what they mean. Letters: B entries of a batch; T new tokens; G given states; M
+rows whose states are wanted.
 """
 
 from __future__ import annotations
@@ -35,12 +36,13 @@ class States:
     nodes: list[int] = field(default_factory=list)
     """The slot of each uncommitted node."""
     importing: bool = False
-    """Whether an import is still writing the slots, which are the sequence's alone until it ends."""
+    """Whether an import is still writing the slots, which are the sequence's alone until then."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StateNeed:
-    """A forward over the states as they are: what comes before each row, whose states are wanted. See ``RecurrencePlan``."""
+    """What a forward needs: the state before each row, the wanted states. See
+    ``RecurrencePlan``."""
 
     seq_ids: tuple[SeqId, ...]
     lengths: tuple[int, ...]
@@ -56,13 +58,13 @@ class StateNeed:
     sources: Slots
     """``[G]``: the slots of the given states."""
     wanted: Slots
-    """``[M]``: rows whose states are wanted, ascending: each multiple of the interval and the end of a chain, each node."""
+    """``[M]``: rows with wanted states, ascending: multiples of the interval, ends, all nodes."""
     offsets: Slots
     """``[B + 1]``: the wanted rows of entry i are ``wanted[offsets[i]:offsets[i + 1]]``."""
     present: Slots
     """``[B]``: the slot of each entry's present state."""
     kept: tuple[tuple[int, ...], ...]
-    """Per entry, ascending: the positions that this forward arrives at or passes of which the state becomes a checkpoint."""
+    """Per entry, ascending: the positions reached or passed whose states become checkpoints."""
 
     @property
     def chains(self) -> bool:
@@ -75,7 +77,7 @@ class StateNeed:
         return self.wanted.size
 
     def origins(self) -> Slots:
-        """``[M]``: the slot of the last state from before this forward on the way to each wanted row."""
+        """Return ``[M]``: the slot of the last earlier state on the way to each wanted row."""
         first = np.where(self.given >= 0, self.sources[np.maximum(self.given, 0)], NULL)
         if self.chains:
             rows = np.repeat(self.starts[:-1], np.diff(self.starts))
@@ -94,11 +96,11 @@ class OpenStates:
     targets: Slots
     """``[M]``: where the state after each wanted row goes."""
     recent: list[tuple[int, int, int]] = field(default_factory=list)
-    """Entry, row and slot of further states for the ring, by entry and row (``StateTable.reserve_recent``)."""
+    """Entry, row and slot of more states for the ring (``StateTable.reserve_recent``), in order."""
 
 
 def check_states(seq_id: SeqId, states: States, ring: int) -> None:
-    """``QuireError`` unless the positions of this sequence's states are possible."""
+    """Raise ``QuireError`` unless the positions of this sequence's states are possible."""
     if len(states.ring) > ring:
         raise QuireError(f"the ring of sequence {seq_id} holds {len(states.ring)} states; its size is {ring}")
     for what, positions, last in (
@@ -114,7 +116,7 @@ def check_states(seq_id: SeqId, states: States, ring: int) -> None:
 
 
 def rounds(slots: Iterable[int]) -> Iterable[PageIds]:
-    """The slots that are not ``NULL``, in parts that name none twice."""
+    """Yield the slots that are not ``NULL``, in parts that name none twice."""
     rest = Counter(slot for slot in slots if slot != NULL)
     while rest:
         yield np.fromiter(rest, dtype=np.int32, count=len(rest))

@@ -1,12 +1,12 @@
-"""The state file (``.quire``): a metadata mapping and named tensors in a checked safetensors container.
+"""The state file (``.quire``): metadata and named tensors in a checked safetensors container.
 
-This module is the container only; what a sequence puts into it is decided above. The format is documented in
-``docs/statefile.md`` and encoded in ``state_header``. The header holds one checksum per tensor and one of itself,
-so that no damaged byte, no missing byte and no surplus byte anywhere goes unnoticed. Nothing in a file is ever
-executed.
+This module is the container only; its callers decide what a sequence puts into it. The format is
+documented in ``docs/statefile.md`` and encoded in ``state_header``. The header holds one checksum
+per tensor and one of itself, so every damaged, missing or surplus byte is noticed. Nothing in a
+file is ever executed.
 
-Tensors are written one at a time, as they are produced, and read as views of the mapped file. A file appears
-under its name complete and synced, or not at all.
+Tensors are written one at a time, as they are produced, and read as views of the mapped file. A
+file appears under its name complete and synced, or not at all.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 
 
 def plan_of(tensors: Mapping[str, Tensor]) -> list[TensorSpec]:
-    """The plan for tensors that exist already."""
+    """Return the plan for tensors that exist already."""
     return [TensorSpec(name=name, dtype=t.dtype, shape=tuple(t.shape)) for name, t in tensors.items()]
 
 
@@ -62,19 +62,21 @@ def write_state(
 ) -> int:
     """Write a state and return its size in bytes.
 
-    ``tensors`` yields every tensor of ``plan`` once, in any order; each is hashed, written and let go before the
-    next is asked for. Any device, any strides. ``metadata`` is JSON: string keys, finite numbers, at most 64
-    levels; tuples are stored as lists.
+    ``tensors`` yields every tensor of ``plan`` once, in any order; each is hashed, written and let
+    go before the next is asked for. Any device, any strides. ``metadata`` is JSON: string keys,
+    finite numbers, at most 64 levels; tuples are stored as lists.
 
-    A path is replaced in one step, after everything was synced to the disk. On any failure, an exception of the
-    iterator included (it passes as it is), what was there before is untouched and nothing else is left. A killed
-    process may leave a temporary file, which the next save to the same name removes.
+    A path is replaced in one step, after everything was synced to the disk. On any failure, an
+    exception of the iterator included (it passes as it is), the earlier file stays untouched and no
+    other is left. A killed process may leave a temporary file, which the next save to the same name
+    removes.
 
-    A binary file object must be seekable and stand at its end. It is neither synced nor closed; what it holds is
-    no state file before the call has returned.
+    A binary file object must be seekable and at its end. It is neither synced nor closed; what it
+    holds is no state file before the call has returned.
 
-    Errors: ``InvalidArgument`` (metadata, plan or tensors malformed or not matching; a target that cannot be
-    written), ``NotFound`` (no such directory), ``ResourceExhausted`` (disk full), ``QuireError`` (device broke).
+    Errors: ``InvalidArgument`` (metadata, plan or tensors malformed or not matching; a target that
+    cannot be written), ``NotFound`` (no such directory), ``ResourceExhausted`` (disk full),
+    ``QuireError`` (device broke).
     """
     draft = _draft(metadata, plan)
     if isinstance(target, str | os.PathLike):
@@ -89,7 +91,7 @@ def write_state(
 
 
 def to_bytes(metadata: Mapping[str, JSON], plan: Sequence[TensorSpec], tensors: Iterable[tuple[str, Tensor]]) -> bytes:
-    """What ``write_state`` would write, in memory; ``read_state`` takes it."""
+    """Return what ``write_state`` would write; ``read_state`` takes it."""
     draft = _draft(metadata, plan)
     sink = io.BytesIO()
     # At full size from the start, the buffer is never copied to grow, and getvalue() shares it.
@@ -106,7 +108,7 @@ def _draft(metadata: Mapping[str, JSON], plan: Sequence[TensorSpec]) -> HeaderDr
 
 
 def _write(sink: BinaryIO, draft: HeaderDraft, tensors: Iterable[tuple[str, Tensor]], label: str) -> None:
-    """Tensors first, each at its final place; last the header, which their checksums complete."""
+    """Write the tensors, each at its final place, then the header with their checksums."""
     with os_errors(label):
         base = sink.tell()
     checksums: dict[str, str] = {}
@@ -151,9 +153,9 @@ def _put(sink: BinaryIO, offset: int, tensor: Tensor, label: str) -> str:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    """The elements in row-major order in host memory; no copy if they lie there like that already."""
+    """Return the elements in row-major order in host memory; copy only those in another layout."""
     dense = tensor.detach().resolve_neg().cpu().contiguous()
-    # Not reshape(-1): a contiguous tensor of one element may have any stride, and a view of bytes needs stride 1.
+    # Not reshape(-1): a contiguous tensor of one element may have any stride; a byte view needs 1.
     return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
@@ -194,13 +196,13 @@ def read_state(
 ) -> StateFile:
     """Open a state: a path (memory-mapped) or the bytes of one (kept, not copied).
 
-    The header is always checked completely, with its checksum; ``verify`` adds the checksums of the tensors, which
-    reads every byte once. ``limits``: from the size of the file, in bytes, to what its header may hold at most;
-    None: what the format allows.
+    The header is always checked completely, with its checksum; ``verify`` adds the checksums of the
+    tensors, which reads every byte once. ``limits``: from the size of the file, in bytes, to what
+    its header may hold at most; None: what the format allows.
 
-    Errors: ``DataLoss`` (truncated, altered, malformed, trailing bytes, no safetensors file), ``InvalidArgument``
-    (undamaged, but another format or version, or a dtype that is unknown here: expected and found; or no regular
-    file, or no permission), ``NotFound`` (no such file).
+    Errors: ``DataLoss`` (truncated, altered, malformed, trailing bytes, no safetensors file),
+    ``InvalidArgument`` (undamaged, but another format or version, or an unknown dtype: expected and
+    found; or no regular file, or no permission), ``NotFound`` (no such file).
     """
     _require_little_endian()
     if isinstance(source, str | os.PathLike):
@@ -216,12 +218,13 @@ def read_state(
 
 
 class StateFile:
-    """An open state; ``read_state`` makes it.
+    """An open state, made by ``read_state``.
 
-    Tensors are views of the mapped file or of the given bytes: treat them as read-only. Writing into a view of a
-    file changes the memory of this process only, never the file; writing into a view of ``bytes`` changes an
-    object that Python takes to be constant. If somebody cuts the file short while it is mapped, reading the lost
-    part ends the process (SIGBUS); ``write_state`` never does that, it replaces files.
+    Tensors are views of the mapped file or of the given bytes: treat them as read-only. Writing
+    into a view of a file changes the memory of this process only, never the file; writing into a
+    view of ``bytes`` changes an object that Python takes to be constant. If another process cuts
+    the file short while it is mapped, reading the lost part ends this process (SIGBUS);
+    ``write_state`` never cuts files, it replaces them.
     """
 
     def __init__(self, view: memoryview, label: str, expected_version: int, limits: HeaderLimits | None = None) -> None:
@@ -231,7 +234,7 @@ class StateFile:
 
     @property
     def metadata(self) -> Mapping[str, JSON]:
-        """As it was given to ``write_state``."""
+        """The mapping that was given to ``write_state``."""
         return self._header.metadata
 
     @property
@@ -250,7 +253,7 @@ class StateFile:
         return sum(spec.nbytes for spec in self._header.specs.values())
 
     def tensor(self, name: str) -> Tensor:
-        """A view, on the CPU; a copy only where a foreign writer did not align a tensor to its element.
+        """Return a view, on the CPU; a copy only if a foreign writer did not align the tensor.
 
         It stays valid after ``close``. Errors: ``NotFound``, ``FailedPrecondition`` (closed).
         """
@@ -278,7 +281,7 @@ class StateFile:
         return self._view[self._header.data_start + begin : self._header.data_start + end]
 
     def close(self) -> None:
-        """Let go of the file. Its mapping ends with the last tensor that was taken from it. May be repeated."""
+        """Close the file; its mapping ends with the last tensor taken from it. May be repeated."""
         self._view = None
 
     def __enter__(self) -> StateFile:
@@ -309,12 +312,12 @@ def _bytes_view(source: object) -> memoryview:
 
 
 def _as_tensor(data: memoryview) -> Tensor:
-    """uint8 ``[n]`` over the same memory, which it keeps alive."""
+    """Return uint8 ``[n]`` over the same memory, which it keeps alive."""
     if not len(data):
         return torch.empty(0, dtype=torch.uint8)
     if not data.readonly:
         return torch.frombuffer(data, dtype=torch.uint8)
-    # torch has no read-only tensors and warns of read-only buffers; here the class says that views are for reading.
+    # torch has no read-only tensors and warns of read-only buffers; see the class about writing.
     array = np.frombuffer(data, dtype=np.uint8)
     window = (ctypes.c_ubyte * len(data)).from_address(array.ctypes.data)
     window.owner = array  # type: ignore[attr-defined]

@@ -1,7 +1,7 @@
-"""Where the rows of attention layers are kept. Three verbs: write, read, copy. No sequences here.
+"""Storage of the rows of attention layers: write, read, copy. No sequences here.
 
-A latent layer has one row per token, ``[S, 1, row]``, that is the key of all heads; its value is the first Dv columns, so V is a
-view of K.
+A latent layer has one row per token, ``[S, 1, row]``, that is the key of all heads; its value is
+the first Dv columns, so V is a view of K.
 
 Letters: S slots of the pool; H KV heads; Dk, Dv head sizes of K and V; N rows.
 """
@@ -45,7 +45,7 @@ class Geometry(NamedTuple):
 
 
 def geometry(spec: StoredSpec) -> Geometry:
-    """The shape of a layer's rows."""
+    """Return the shape of a layer's rows."""
     if isinstance(spec, LatentAttention):
         return Geometry(1, spec.row_dim, spec.value_dim, True)
     return Geometry(spec.num_kv_heads, spec.head_dim, spec.value_dim, False)
@@ -61,13 +61,13 @@ class LayerRows(NamedTuple):
 
 
 def bytes_per_token(specs: Sequence[PagedSpec], dtype: torch.dtype) -> int:
-    """Bytes of what is kept of one token over these layers."""
+    """Return the bytes that these layers keep of one token."""
     return sum(geometry(spec).elements for spec in specs) * dtype.itemsize
 
 
 def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Zeros in host memory that the operating system maps when they are first touched (``torch.zeros`` touches all
-    of them at once, which for a pool of many gigabytes takes seconds and memory that may never be needed)."""
+    """Return zeros in host memory that the operating system maps when they are first touched.
+    ``torch.zeros`` touches all at once: seconds, and gigabytes that may never be needed."""
     size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     raw = np.zeros(size + 64, dtype=np.uint8)
     aligned = -raw.ctypes.data % 64
@@ -75,16 +75,10 @@ def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 class PagedStorage:
-    """The rows of all layers of one class. Layers of equal geometry are slices of one tensor ``[L, S, H, D]``,
-    so that a copy of pages is one operation for all of them."""
+    """The rows of all layers of one class. Layers of equal geometry are slices of one tensor
+    ``[L, S, H, D]``, so that a copy of pages is one operation for all of them."""
 
-    def __init__(
-        self,
-        specs: Sequence[StoredSpec],
-        num_slots: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, specs: Sequence[StoredSpec], num_slots: int, dtype: torch.dtype, device: torch.device) -> None:
         self.num_slots = num_slots
         self.dtype = dtype
         self.device = device
@@ -94,7 +88,8 @@ class PagedStorage:
         self._tensors: list[Tensor] = []
         rows: dict[int, LayerRows] = {}
         for shape, layers in groups.items():
-            # Zeros: a kernel may multiply a row that was never written by a weight of 0, and 0 * NaN is NaN.
+            # Zeros: a kernel may give a row that was never written the weight 0, and 0 * NaN is
+            # NaN.
             k = self._allocate(len(layers), num_slots, shape.kv_heads, shape.key_dim)
             self._tensors.append(k)
             if shape.latent:
@@ -124,14 +119,14 @@ class PagedStorage:
         return sum(tensor.numel() * tensor.element_size() for tensor in self._tensors)
 
     def write(self, layer: int, slots_N: Tensor, k_NHD: Tensor, v_NHD: Tensor | None = None) -> None:
-        """Rows to slots; ``slots_N`` int64 on the device. ``v`` is None exactly for a latent layer, whose value is in ``k``."""
+        """Write rows to slots (int64, on the device). ``v`` is None exactly for a latent layer."""
         rows = self.layers[layer]
         rows.k.index_copy_(0, slots_N, k_NHD)
         if v_NHD is not None:
             rows.v.index_copy_(0, slots_N, v_NHD)
 
     def read(self, layer: int, slots: NDArray[np.int64]) -> LayerRows:
-        """Fresh tensors ``[N, H, D]`` of these slots."""
+        """Return fresh tensors ``[N, H, D]`` of these slots."""
         index = torch.from_numpy(slots).to(self.device)
         rows = self.layers[layer]
         k_NHD = rows.k.index_select(0, index)

@@ -110,7 +110,7 @@ class StateRows(StateParts):
                 storage.write(one.index, slots, new_k, (v if layer is not None else v[row]).to(self.device))
 
     def _require_token_rows(self, seq_id: SeqId, layer: int | None, verb: str) -> None:
-        """``Unsupported`` where a verb about rows of tokens meets cross layers only."""
+        """Raise ``Unsupported`` where a verb about rows of tokens meets cross layers only."""
         if self.encoders is None or (layer not in self.encoders.specs if layer is not None else self.specs):
             return
         self.table.get(seq_id)
@@ -131,7 +131,7 @@ def gathered(
     out: tuple[Tensor, Tensor] | None,
     verb: str,
 ) -> list[LayerRows]:
-    """Fresh copies of these rows, layer by layer."""
+    """Return fresh copies of these rows, layer by layer."""
     start = check_integer(start, f"{verb}: start", 0)
     end = None if end is None else check_integer(end, f"{verb}: end", start)
     if out is not None and len(out) != 2:
@@ -164,7 +164,7 @@ def gathered(
 
 
 def rows_to_set(state: StateParts, k: Tensor, v: Tensor | None, layer_id: int | None) -> tuple[list[Layer], int]:
-    """The layers that these rows are for, and how many rows of each: latent ones where ``v`` is None. ``InvalidArgument``."""
+    """Return the layers of these rows (latent: no ``v``) and their counts. ``InvalidArgument``."""
     if layer_id is not None:
         latent = state.layer(layer_id).spec.kind == "latent"
     else:
@@ -196,7 +196,7 @@ def rows_to_set(state: StateParts, k: Tensor, v: Tensor | None, layer_id: int | 
 
 
 def require_held(state: StateParts, seq_id: SeqId, class_index: int, parts: list[range], verb: str) -> None:
-    """``FailedPrecondition`` if an address of ``parts`` is evicted; says which are held."""
+    """Raise ``FailedPrecondition`` if an address of ``parts`` is evicted; say which are held."""
     length = state.table.get(seq_id).length
     kept = state.table.held(seq_id, class_index)
     for part in parts:
@@ -209,12 +209,12 @@ def require_held(state: StateParts, seq_id: SeqId, class_index: int, parts: list
 
 
 def has_rows(state: StateParts, layer_id: int | None) -> bool:
-    """Whether a layer, if one is named, keeps rows of tokens; a recurrent one does not."""
+    """Return whether a layer, if one is named, keeps rows of tokens; a recurrent one does not."""
     return state.recurrent is None or layer_id not in state.recurrent.layer_ids
 
 
 def layers_of(state: StateParts, layer_id: int | None, verb: str) -> list[Layer]:
-    """One layer, or all, of the kinds that have the verb; these must then be of one geometry. Empty: none has it."""
+    """Return one layer, or all, of the kinds that have the verb, of one geometry; empty: none."""
     ids = state.layer_ids if layer_id is None else [layer_id]
     layers = [layer for layer in map(state.layer, ids) if not layer_refusal(verb, layer.spec.kind)]
     if len({geometry(layer.spec) for layer in layers}) > 1:
@@ -223,7 +223,7 @@ def layers_of(state: StateParts, layer_id: int | None, verb: str) -> list[Layer]
 
 
 def refuse_layers(state: StateParts, layer_id: int | None, verb: str) -> NoReturn:
-    """``Unsupported``: this layer does not have the verb, or no layer has."""
+    """Raise ``Unsupported``: this layer does not have the verb, or no layer has."""
     ids = state.layer_ids if layer_id is None else [layer_id]
     if not ids:
         raise Unsupported(f"{verb}: the state has no attention layers")

@@ -16,13 +16,13 @@ from quire.kv.parts import StateParts
 
 
 def check_type(state: StateParts, name: str, tensor: Tensor) -> None:
-    """``InvalidArgument`` unless the tensor has the state's dtype and device."""
+    """Raise ``InvalidArgument`` unless the tensor has the state's dtype and device."""
     if tensor.dtype != state.dtype or tensor.device.type != state.device.type:
         raise InvalidArgument(f"{name} is {tensor.dtype} on {tensor.device}; {state.dtype} on {state.device} is needed")
 
 
 def check_states(verb: str, o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> None:
-    """``InvalidArgument`` unless these are two attention states over the same queries."""
+    """Raise ``InvalidArgument`` unless these are two attention states over the same queries."""
     if o1.dim() != 3 or o1.shape != o2.shape or o1.dtype != o2.dtype or not o1.is_floating_point():
         raise InvalidArgument(
             f"{verb}: o1 is {o1.dtype} {tuple(o1.shape)} and o2 {o2.dtype} {tuple(o2.shape)}; two of one shape [N, Hq, Dv] "
@@ -39,7 +39,7 @@ def check_states(verb: str, o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) 
 
 
 def padded(result: Tensor, rows: int, fill: float, out: Tensor | None) -> Tensor:
-    """``result`` in ``out``, of which further rows stay; or with further rows of ``fill``."""
+    """Return ``result`` in ``out``, whose further rows stay; or with further rows of ``fill``."""
     tokens = result.shape[0]
     if out is not None:
         out[:tokens] = result
@@ -50,7 +50,7 @@ def padded(result: Tensor, rows: int, fill: float, out: Tensor | None) -> Tensor
 
 
 def padded_state(found: AttentionState, rows: int, out: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
-    """The same for both parts of an attention state."""
+    """Return the same for both parts of an attention state."""
     result, lse = (None, None) if out is None else out
     return padded(found.out, rows, 0.0, result), padded(found.lse, rows, -torch.inf, lse)
 
@@ -58,7 +58,7 @@ def padded_state(found: AttentionState, rows: int, out: tuple[Tensor, Tensor] | 
 def check_state_out(
     out: tuple[Tensor, Tensor] | None, shape: tuple[int, int, int], dtype: torch.dtype, sources: Sequence[Tensor]
 ) -> None:
-    """``InvalidArgument`` unless ``out`` is None or takes an attention state of this shape."""
+    """Raise ``InvalidArgument`` unless ``out`` is None or takes a state of this shape."""
     if out is None:
         return
     if not isinstance(out, (tuple, list)) or len(out) != 2:
@@ -70,7 +70,7 @@ def check_state_out(
 
 
 def check_out(out: Tensor, shape: tuple[int, ...], dtype: torch.dtype, source: Tensor) -> None:
-    """``InvalidArgument`` unless ``out`` can take a result of this shape and type."""
+    """Raise ``InvalidArgument`` unless ``out`` can take a result of this shape and type."""
     if tuple(out.shape) != shape or out.dtype != dtype or out.device != source.device:
         raise InvalidArgument(
             f"out is {out.dtype} {tuple(out.shape)} on {out.device}; {dtype} {shape} on {source.device} is needed"
@@ -79,14 +79,14 @@ def check_out(out: Tensor, shape: tuple[int, ...], dtype: torch.dtype, source: T
 
 
 def check_apart(out: Tensor, source: Tensor) -> None:
-    """``InvalidArgument`` if the two share memory."""
+    """Raise ``InvalidArgument`` if the two share memory."""
     (low, high), (first, last) = address_range(out), address_range(source)
     if max(low, first) < min(high, last):
         raise InvalidArgument("out shares memory with an input; give a tensor of its own")
 
 
 def address_range(tensor: Tensor) -> tuple[int, int]:
-    """First byte of a tensor and one past its last; the range is empty for a tensor without elements."""
+    """Return a tensor's first byte and one past its last; an empty range without elements."""
     first = tensor.data_ptr()
     if tensor.numel() == 0:
         return first, first

@@ -1,7 +1,8 @@
 """Token trees: the uncommitted nodes of one sequence. Indices only; no torch.
 
-Nodes are counted in order of appending, over all forwards since the last commit. The parent of node j is -1 (a
-root: its predecessor is the last committed token) or an index below j. A node sees its ancestors and itself.
+Nodes are counted in order of appending, over all forwards since the last commit. The parent of node
+j is an index below j, or -1: a root, behind the last committed token. A node sees its ancestors and
+itself.
 
 Letters: n nodes.
 """
@@ -35,7 +36,8 @@ class Tree:
         return len(self.parents)
 
     def grown(self, parents: Sequence[int]) -> Tree:
-        """With further nodes behind; their parents are indices over the whole tree, checked before."""
+        """Return the tree with further nodes. Parents are indices over all of it, checked
+        before."""
         old, size = self.size, self.size + len(parents)
         depths = np.empty(size, dtype=np.int64)
         depths[:old] = self.depths
@@ -49,11 +51,11 @@ class Tree:
         return Tree((*self.parents, *parents), depths, ancestry)
 
     def path(self, leaf: int) -> list[int]:
-        """Nodes from a root to ``leaf``, in order."""
+        """Return the nodes from a root to ``leaf``, in order."""
         return np.flatnonzero(self.ancestry[leaf]).tolist()
 
     def check(self) -> str:
-        """What is wrong with it; empty if nothing is."""
+        """Return what is wrong with the tree; empty if nothing is."""
         for node, parent in enumerate(self.parents):
             if not -1 <= parent < node:
                 return f"node {node} has parent {parent}"
@@ -72,10 +74,11 @@ NO_TREE = Tree((), np.empty(0, dtype=np.int64), np.empty((0, 0), dtype=np.bool_)
 def parents_of_entries(
     parents: TokenTreeParents, counts: Sequence[int], pending: Sequence[int]
 ) -> list[list[int] | None]:
-    """The parents of each entry's new nodes, None for an entry of ordinary tokens.
+    """Return the parents of each entry's new nodes, None for an entry of ordinary tokens.
 
-    ``pending``: uncommitted nodes that each entry has already, which new nodes count on. ``InvalidArgument`` for what is
-    neither None, nor one flat list of all parents, nor a list with one item per entry; and for a list that is no tree.
+    ``pending``: the uncommitted nodes of each entry, after which new ones are counted.
+    ``InvalidArgument`` for what is neither None, nor one flat list of all parents, nor a list with
+    one item per entry; and for a list that is no tree.
     """
     if parents is None:
         return [None] * len(counts)

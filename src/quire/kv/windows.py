@@ -1,9 +1,11 @@
-"""Which positions a query sees through windows, and which of them may be forgotten. Arithmetic only; no torch.
+"""What queries see through windows, and what may be forgotten. Arithmetic only; no torch.
 
-A *sequence window* (W, s) keeps the first s tokens (the sink) and the last W - s (StreamingLLM, arXiv:2309.17453).
-A *layer window* W_l is the model's: a query at q sees positions above q - W_l. If there are both, both apply.
+A *sequence window* (W, s) keeps the first s tokens (the sink) and the last W - s (StreamingLLM,
+arXiv:2309.17453). A *layer window* W_l is the model's: queries at q see positions above q - W_l.
+Both can apply at once.
 
-Letters: q position of a query; b committed length at ``begin_forward``; e evicted tokens of a query; P page size.
+Letters: q position of a query; b committed length at ``begin_forward``; e evicted tokens of a
+query; P page size.
 """
 
 from __future__ import annotations
@@ -23,21 +25,21 @@ Positions: TypeAlias = NDArray[np.int64]
 class Window(SequenceWindow):
     """The window of one sequence, and what its queries see.
 
-    ``token``: each query sees the sink and the last size - sink positions, whatever the chunks were.
-    ``forward``: a query sees what was left of the cache when its forward began, and its own chunk
-    (the rule of TVM).
+    ``token``: each query sees the sink and the last size - sink positions, whatever the chunks
+    were. ``forward``: a query sees what was left of the cache when its forward began, and its own
+    chunk (the rule of TVM).
     """
 
     __slots__ = ()
 
     def evicted(self, q_T: Positions, base: int) -> Positions:
-        """e of each query in a forward that began at ``base`` committed tokens."""
+        """Return e of each query in a forward that began at ``base`` committed tokens."""
         if self.eviction == "token":
             return np.maximum(q_T + 1 - self.size, 0)
         return np.full_like(q_T, max(0, base - self.size))
 
     def evicted_of(self, q: int, base: int) -> int:
-        """The same for one query."""
+        """Return e of one query."""
         return max(0, (q + 1 if self.eviction == "token" else base) - self.size)
 
 
@@ -52,7 +54,7 @@ class Visibility:
 
 
 def visibility(q_T: Positions, base: int, window: Window | None, layer_window: int | None) -> Visibility:
-    """Windows of a sequence and of a layer, for queries at ``q_T`` in a forward that began at ``base``."""
+    """Return what both windows leave to queries at ``q_T`` of a forward that began at ``base``."""
     layer_lows_T = np.zeros_like(q_T) if layer_window is None else np.maximum(q_T + 1 - layer_window, 0)
     if window is None:
         return Visibility(layer_lows_T, None)
@@ -70,7 +72,7 @@ class Floors:
     """What no query at or behind a committed length can see any more."""
 
     sink: int
-    """Positions below this one are out of sight although they begin in the sink: only a layer window does that."""
+    """Positions below this one are out of sight, in the sink too: only a layer window does that."""
     window: int
     """Positions from the sink's end up to this one are out of sight."""
     layer: int
@@ -89,14 +91,15 @@ def floors(base: int, window: Window | None, layer_window: int | None) -> Floors
 
 @dataclass(frozen=True, slots=True)
 class Hole:
-    """Positions of one sequence that a layer class holds no longer: those below ``sink``, and those from the end of the
-    sink up to ``window`` (rows that only share a page with the sink do not count as held)."""
+    """Positions of one sequence that a layer class holds no longer: those below ``sink``, and those
+    from the end of the sink up to ``window`` (rows that only share a page with the sink do not
+    count as held)."""
 
     sink: int = 0
     window: int = 0
 
     def clipped(self, length: int, sink: int) -> Hole:
-        """That of the first ``length`` tokens of a sequence that keeps its first ``sink``."""
+        """Return the hole of the first ``length`` tokens of a sequence with such a ``sink``."""
         window = min(self.window, length)
         return Hole(min(self.sink, length), window if window > sink else 0)
 
@@ -105,7 +108,7 @@ NO_HOLE = Hole()
 
 
 def held(length: int, sink: int, hole: Hole) -> list[range]:
-    """Positions below ``length`` that are held, ascending. ``sink``: that of the sequence's window."""
+    """Return the held positions below ``length``, ascending. ``sink``: of the sequence's window."""
     if hole.window <= sink:
         parts = [range(hole.sink, length)]
     else:
@@ -114,29 +117,31 @@ def held(length: int, sink: int, hole: Hole) -> list[range]:
 
 
 def sink_pages(window: Window | None, page_size: int) -> int:
-    """Pages that hold some of the sink."""
+    """Return how many pages hold some of the sink."""
     return -(-window.sink // page_size) if window else 0
 
 
 def leaving_sink(hole: Hole, floor: Floors, first_page: int, page_size: int) -> range:
-    """Pages of the sink that have been in the table up to now and that nobody can see from now on.
+    """Return the pages of the sink that are in the table and that no query can see from now on.
 
-    ``first_page``: number of pages that hold some of the sink. A page leaves when all its tokens are out of sight.
+    ``first_page``: number of pages that hold some of the sink. A page leaves when all its tokens
+    are out of sight.
     """
     return range(hole.sink // page_size, min(floor.sink // page_size, first_page))
 
 
 def leaving_window(hole: Hole, floor: Floors, first_page: int, page_size: int) -> range:
-    """The same for the pages behind the sink."""
+    """Return the same for the pages behind the sink."""
     return range(max(hole.window // page_size, first_page), floor.window // page_size)
 
 
 def reachable(length: int, window: Window | None, layer_window: int | None, hole: Hole) -> list[range]:
-    """Positions that one layer class can go back to: whatever a query there or later may see is still held."""
+    """Return the positions a layer class can go back to: all that queries may see is held."""
     sink = window.sink if window else 0
     if hole.window <= sink and not hole.sink:
         return [range(length + 1)]
-    # The lowest position whose window part is held. Its low bound grows with the position, so all behind it are too.
+    # The lowest position whose window part is held. Its low bound grows with the position, so that
+    # of every later position is held too.
     lowest = 0
     if hole.window > sink:
         spans = [] if layer_window is None else [layer_window - 1]
@@ -152,13 +157,13 @@ def reachable(length: int, window: Window | None, layer_window: int | None, hole
 
 
 def intersection(a: list[range], b: list[range]) -> list[range]:
-    """Of ascending, disjoint ranges."""
+    """Return the intersection of ascending, disjoint ranges."""
     found = [range(max(x.start, y.start), min(x.stop, y.stop)) for x in a for y in b]
     return [part for part in found if part]
 
 
 def window_pages(window: Window | None, layer_window: int | None, new_tokens: int, page_size: int) -> int | None:
-    """Pages that a sliding sequence holds at most during a forward of ``new_tokens``; None: it does not slide."""
+    """Return the most pages of a sequence in a forward of ``new_tokens``; None: no window."""
     spans = [] if layer_window is None else [layer_window]
     sink = 0
     if window is not None:
@@ -170,5 +175,5 @@ def window_pages(window: Window | None, layer_window: int | None, new_tokens: in
 
 
 def describe_ranges(ranges: Iterable[range]) -> str:
-    """``0..2, 11..14``."""
+    """Return text such as ``0..2, 11..14``."""
     return ", ".join(f"{part.start}..{part.stop - 1}" for part in ranges) or "nothing"

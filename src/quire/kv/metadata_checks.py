@@ -1,0 +1,192 @@
+"""Checks of a sequence's metadata before it is imported: does it fit the layers, is it complete.
+
+All errors are ``InvalidArgument`` and name what was found and what is expected.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from quire.contracts.kv_state import TensorPlan
+from quire.errors import InvalidArgument
+from quire.kv.parts import StateParts
+from quire.kv.schema import MOST
+from quire.kv.windows import NO_HOLE, Hole, Window, describe_ranges, held, visibility
+
+FORMAT_VERSION = 2
+
+
+def hash_of(layout: Mapping[str, Any]) -> str:
+    """Return the hash of what ``get_layout`` returns: 32 hex digits."""
+    text = json.dumps(layout, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def window_of(given: Mapping[str, Any]) -> Window | None:
+    """Return the sequence's window; ``InvalidArgument`` for a malformed one."""
+    size, sink, eviction = given.get("window"), given.get("sink"), given.get("eviction")
+    if size is None:
+        if sink != 0 or eviction != "token":
+            raise InvalidArgument(
+                f"import: sink {sink!r} and eviction {eviction!r} without a window found, 0 and 'token' expected"
+            )
+        return None
+    if (
+        not isinstance(size, int)
+        or not isinstance(sink, int)
+        or not is_count(size)
+        or not is_count(sink)
+        or not sink < size
+        or eviction not in ("token", "forward")
+    ):
+        raise InvalidArgument(
+            f"import: window {size!r}, sink {sink!r}, eviction {eviction!r} found; 0 <= sink < window and 'token' or 'forward' expected"
+        )
+    return Window(size, sink, eviction)
+
+
+def is_count(value: object) -> bool:
+    """Return whether it is a count of tokens, or a position, that int64 arithmetic can take."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST
+
+
+def ranges_of(one: object) -> list[range]:
+    """Return the ``ranges`` of one item of ``held``; ``InvalidArgument`` for malformed ones."""
+    ranges = one.get("ranges") if isinstance(one, dict) else None
+    if not isinstance(ranges, list) or not all(
+        isinstance(part, (list, tuple)) and len(part) == 2 and all(map(is_count, part)) for part in ranges
+    ):
+        raise InvalidArgument(f"import: held {one!r} found; layers and ranges [[start, stop], ...] expected")
+    return [range(start, stop) for start, stop in ranges]
+
+
+def hole_of(ranges: list[range], length: int, sink: int) -> Hole:
+    """Return what is not held if these ranges are; ``InvalidArgument`` if no window leaves them."""
+    if ranges == held(length, sink, NO_HOLE):
+        return NO_HOLE
+    first = ranges[0].start if ranges else min(sink, length)
+    if len(ranges) == 2:
+        found = Hole(first, ranges[1].start)
+    elif not ranges or ranges[0].stop < length:
+        # The hole reaches up to the end: the next token sees nothing behind the sink.
+        found = Hole(first, length)
+    elif first <= sink:
+        found = Hole(first, 0)
+    else:
+        found = Hole(sink, first)
+    if held(length, sink, found) != ranges:
+        raise InvalidArgument(
+            f"import: positions {describe_ranges(ranges)} of {length} are held, which no window with sink {sink} leaves"
+        )
+    return found
+
+
+def validate(state: StateParts, layout: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Raise ``InvalidArgument`` for the first disagreement. ``layout``: as of ``get_layout``."""
+    if given.get("format_version") != FORMAT_VERSION:
+        raise InvalidArgument(
+            f"import: format version {given.get('format_version')!r} found, {FORMAT_VERSION} expected"
+        )
+    layers, mine = given.get("layers"), layout["layers"]
+    if not isinstance(layers, list) or len(layers) != len(mine):
+        found = len(layers) if isinstance(layers, list) else "no"
+        raise InvalidArgument(f"import: {found} layers found, {len(mine)} expected")
+    for index, (found_layer, expected_layer) in enumerate(zip(layers, mine, strict=True)):
+        if found_layer != expected_layer:
+            for name, expected in expected_layer.items():
+                value = found_layer.get(name) if isinstance(found_layer, dict) else None
+                if value != expected:
+                    raise InvalidArgument(f"import: layer {index} has {name} {value!r}, expected {expected!r}")
+            raise InvalidArgument(
+                f"import: layer {index} has unknown properties {sorted(set(found_layer) - set(expected_layer))}"
+            )
+    agree = all(given.get(name) == layout.get(name) for name in ("first_layer", "layer_ids", "recurrent"))
+    if not agree or given.get("layout_hash") != hash_of(layout):
+        raise InvalidArgument(f"import: layout {given.get('layout_hash')!r} found, {hash_of(layout)!r} expected")
+    length = given.get("length")
+    if not isinstance(length, int) or not is_count(length):
+        raise InvalidArgument(f"import: length {length!r} found, a number of tokens expected")
+    _validate_windows(state, given, length)
+    kept = given.get("kept_recurrent_positions")
+    expected = "[]" if state.recurrent is None else f"ascending positions in 1..{length}"
+    ascends = isinstance(kept, list) and all(
+        is_count(high) and low < high for low, high in zip([0, *kept], [*kept, length + 1], strict=True)
+    )
+    if not ascends or (kept and state.recurrent is None):
+        raise InvalidArgument(f"import: kept_recurrent_positions {kept!r} found, {expected} expected")
+    _validate_encoders(state, given)
+
+
+def _validate_encoders(state: StateParts, given: Mapping[str, Any]) -> None:
+    """Check that each cross layer has a number of rows or none."""
+    found = given.get("cross")
+    if state.encoders is None:
+        if found is not None:
+            raise InvalidArgument(f"import: cross {found!r} found, and this state has no cross layers")
+        return
+    layers = list(state.encoders.specs)
+    items = found if isinstance(found, list) else []
+    fits = [one.get("layer") if isinstance(one, dict) else None for one in items] == layers and all(
+        set(one) == {"layer", "rows"} and (one["rows"] is None or (is_count(one["rows"]) and one["rows"] > 0))
+        for one in items
+    )
+    if not fits:
+        raise InvalidArgument(
+            f"import: cross {found!r} found; layer and rows, a number above 0 or null, of each of the layers {layers} expected"
+        )
+
+
+def _validate_windows(state: StateParts, given: Mapping[str, Any], length: int) -> None:
+    """Check that all positions are held that a continuation needs."""
+    window = window_of(given)
+    evicted = given.get("evicted")
+    accepted = [0] if window is None else [0, max(0, length - window.size)]
+    if evicted not in accepted or isinstance(evicted, bool):
+        raise InvalidArgument(f"import: evicted {evicted!r} found, one of {accepted} expected")
+    items, mine = given.get("held"), [[state.layer_ids[layer] for layer in one.layers] for one in state.classes]
+    if not isinstance(items, list) or [one.get("layers") if isinstance(one, dict) else None for one in items] != mine:
+        raise InvalidArgument(f"import: held {items!r} found; one item for each of the layers {mine} expected")
+    sink = window.sink if window else 0
+    for one, item in zip(state.classes, items, strict=True):
+        ranges = ranges_of(item)
+        hole = hole_of(ranges, length, sink)
+        if hole.sink and one.window is None:
+            raise InvalidArgument(f"import: positions {describe_ranges(ranges)} are held, those from 0 expected too")
+        seen = visibility(np.array([length]), length, window, one.window)
+        needed = [range(int(seen.lows_T[0]), length)]
+        if seen.sinks_T2 is not None:
+            needed.append(range(*seen.sinks_T2[0].tolist()))
+        for part in needed:
+            if part and not any(kept.start <= part.start and part.stop <= kept.stop for kept in ranges):
+                raise InvalidArgument(
+                    f"import: positions {describe_ranges(ranges)} are held, and the next token sees {describe_ranges([part])}"
+                )
+
+
+def promised_checksums(plans: Mapping[int, Mapping[str, TensorPlan]], groups: object) -> dict[tuple[int, str], str]:
+    """Return checksums by layer and name; ``InvalidArgument`` unless groups are as planned."""
+    wanted, entries = list(plans), groups if isinstance(groups, list) else []
+    found = sorted(
+        entry["group"] for entry in entries if isinstance(entry, dict) and isinstance(entry.get("group"), int)
+    )
+    if found != wanted or len(entries) != len(wanted):
+        raise InvalidArgument(f"import: groups {found} found, {wanted} expected")
+    checksums: dict[tuple[int, str], str] = {}
+    for entry in entries:
+        layer, tensors = entry["group"], entry.get("tensors")
+        shapes = {name: one.shape for name, one in plans[layer].items()}
+        if not isinstance(tensors, dict) or set(tensors) != set(shapes):
+            names = sorted(tensors) if isinstance(tensors, dict) else tensors
+            raise InvalidArgument(f"import: tensors {names} of layer {layer} found, {sorted(shapes)} expected")
+        for name, shape in shapes.items():
+            about = tensors[name]
+            if not isinstance(about, dict) or about.get("shape") != list(shape):
+                raise InvalidArgument(f"import: {name} of layer {layer} is {about!r}, shape {list(shape)} expected")
+            if about.get("checksum"):
+                checksums[layer, name] = str(about["checksum"])
+    return checksums
