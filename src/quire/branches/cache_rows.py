@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import partial, wraps
 from typing import Concatenate, Final, ParamSpec, Self, TypeVar
 
+from quire.branches import spare_states
 from quire.branches.branch import Branch
 from quire.branches.cache_pool import CachePool
 from quire.branches.history import Ids
@@ -70,7 +71,7 @@ class CacheRows:
         """An empty cache; arguments are checked already."""
         return cls(
             pool,
-            [Row(seq=seq, window=pool.row_window) for seq in pool.add(batch_size)],
+            [Row(seq=seq, window=pool.facts.row_window) for seq in pool.add(batch_size)],
             capacity=capacity,
             dynamic=dynamic,
         )
@@ -210,7 +211,7 @@ class CacheRows:
     def mark(self, row: Row) -> None:
         """Keep the present recurrent state of a settled row to come back to, in the place of the one that was marked before. Not
         where slots are scarce: a mark saves work and nothing else."""
-        row.mark = self.pool.mark(row.seq, row.mark)
+        row.mark = spare_states.mark(self.pool.state, row.seq, row.mark)
 
     def give_up_states(self) -> int:
         """Let go of recurrent states that only save work: those inside of verified chains, marks, and what is kept where the tokens

@@ -34,7 +34,7 @@ def shared_rows(
         places = np.arange(limit) if given is None else given[:limit]
         parent, length = _longest(pool, ids[:limit], adapter, places) if limit else (None, 0)
         if parent is None:
-            rows.append(Row(seq=pool.add(1)[0], window=pool.row_window))
+            rows.append(Row(seq=pool.add(1)[0], window=pool.facts.row_window))
         else:
             rows.append(parent.like(pool.fork([parent.seq], [length])[0], length))
         lengths.append(length)
@@ -47,7 +47,7 @@ def _longest(pool: CachePool, ids: Ids, adapter: int | None, places: Ids) -> tup
     wanted = BASE.then(0, adapter)
     for cache in list(pool.caches.values()):
         for row in cache.rows:
-            if not row.origin.is_shareable or row.window != pool.row_window:
+            if not row.origin.is_shareable or row.window != pool.facts.row_window:
                 continue
             common = row.runs.agreed(wanted, common_prefix(row.tokens.ids, ids))
             stood = np.arange(common) if row.positions is None else row.positions.ids[:common]

@@ -28,7 +28,7 @@ def owed_tokens(pool: CachePool, row: Row, start: int, label: str = "") -> Ids:
     ``FailedPrecondition``: they are not known, or ran under an adapter that is not loaded any more.
     """
     state = pool.state
-    if not pool.recurrent_ids or start >= state.sequence_length(row.seq):
+    if not pool.facts.recurrent_ids or start >= state.sequence_length(row.seq):
         return NOTHING
     origin = state.nearest_reachable(row.seq, start)
     if origin == start:

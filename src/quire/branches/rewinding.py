@@ -64,7 +64,7 @@ def run_owed(cache: CacheRows, owed: Sequence[Ids], runs: Sequence[AdapterRuns],
     parts = extensions(cache, origins, counts)
     for part, history in zip(parts, runs, strict=True):
         part.runs = history
-    forwards = packed(pool, parts, origins, counts, pool.chunk_size)
+    forwards = packed(pool, parts, origins, counts, pool.facts.chunk_size)
     with Transaction(pool, parts, operation, several=True, forwards=forwards) as work:
-        work.run(owed, ["none"] * len(owed), budget=pool.chunk_size)
+        work.run(owed, ["none"] * len(owed), budget=pool.facts.chunk_size)
         work.commit()

@@ -70,6 +70,7 @@ class Transaction:
         each of its tokens, with nothing given up for it. ``comes_back``: the caller may leave without ``commit`` and begin again at the
         same starts, so the rows must hold them then."""
         self.pool = pool
+        self._facts = pool.facts
         self.parts = list(parts)
         self.operation = operation
         self.several = several
@@ -95,7 +96,7 @@ class Transaction:
             part.owed = owed_tokens(self.pool, part.row, part.start, part.label)
         self.pool.note_adapters([part.runs for part in self.parts])
         several = self.several or any(part.owed.size for part in self.parts)
-        self._lets_go = several and any(self.pool.lets_go(part.row) for part in self.parts)
+        self._lets_go = several and (self._facts.is_windowed or any(part.row.window is not None for part in self.parts))
         kept = [part for part in self.parts if self.aside or part.rewinds or self._needs_a_way_back(part)]
         forks = self.pool.fork([part.row.seq for part in kept], [part.origin for part in kept])
         for part, seq in zip(kept, forks, strict=True):
@@ -105,22 +106,22 @@ class Transaction:
         except BaseException:
             self._drop_unused_forks()
             raise
-        if self.several or not self.pool.keeps_last_state:
+        if self.several or not self._facts.keeps_last_state:
             self._keep_starts([part for part in self.parts if not part.rewinds])
         return self
 
     def _check_limits(self, part: Extension) -> None:
         end, cache, label = part.start + part.depth, part.cache, f"{part.label}: " if part.label else ""
-        if end > self.pool.max_model_len:
+        if end > self._facts.max_model_len:
             raise ResourceExhausted(
                 f"{label}{part.depth} tokens from position {part.start} on are beyond the model's maximum of "
-                f"{self.pool.max_model_len}"
+                f"{self._facts.max_model_len}"
             )
         if part.positions is not None and part.row.window is not None:
             raise Unsupported(f"{label}position_ids: {POSITIONS_OF_WINDOWS}")
-        if part.positions is not None and (last := int(part.positions.max(initial=0))) >= self.pool.max_model_len:
+        if part.positions is not None and (last := int(part.positions.max(initial=0))) >= self._facts.max_model_len:
             raise ResourceExhausted(
-                f"{label}position {last} is beyond the model's maximum; positions are 0..{self.pool.max_model_len - 1}"
+                f"{label}position {last} is beyond the model's maximum; positions are 0..{self._facts.max_model_len - 1}"
             )
         if not cache.dynamic and end > cache.capacity:
             raise ResourceExhausted(
@@ -141,7 +142,7 @@ class Transaction:
     def _keep_starts(self, parts: Sequence[Extension]) -> None:
         """Keep the recurrent states of those of these rows that have no other version to come back to; they stand at their starts."""
         state = self.pool.state
-        if not self.pool.recurrent_ids:
+        if not self._facts.recurrent_ids:
             return
         for part in parts:
             if part.old_seq is None and part.start and part.count and part.parents is None:
@@ -159,7 +160,7 @@ class Transaction:
         """Make sure of the pages and states for everything; give up old versions only if that is what makes it fit."""
         if self._path_if_room:
             self._become_paths()
-        self._needed = self._states_needed() if self.pool.recurrent_ids else 0
+        self._needed = self._states_needed() if self._facts.recurrent_ids else 0
         missing_states = self._missing_states(self._needed)
         if missing_states > self._freed_states(kept):
             raise self._no_states(missing_states)
@@ -174,13 +175,13 @@ class Transaction:
         given_up = [] if self.aside else [part for part in required if part.rewinds]
         if missing > sum(self._freed_without_old(part) for part in given_up):
             state = self.pool.state
-            pages = sum(state.pool_sizes()[: len(self.pool.page_bytes)])
+            pages = sum(state.pool_sizes()[: len(self._facts.page_bytes)])
             raise ResourceExhausted(
                 f"no room for {self._tokens()}: {missing} pages of {state.page_size} "
                 f"tokens are missing, {state.num_available_pages()} of {pages} are free; release or clear caches"
             )
         holding = self._needed + sum(self._takes_a_slot(part) for part in given_up)
-        if self._comes_back and not self.pool.keeps_last_state:
+        if self._comes_back and not self._facts.keeps_last_state:
             missing_states = self._missing_states(holding)
             if missing_states > self._freed_states(given_up):
                 raise self._no_states(missing_states)
@@ -206,7 +207,7 @@ class Transaction:
     def _takes_a_slot(self, part: Extension) -> bool:
         """Whether the state at a start, kept for the time of the call, takes a slot that ``_needed`` does not count: it does unless it
         was there before, or is kept by itself."""
-        interval = self.pool.state_interval
+        interval = self._facts.state_interval
         return part.owed.size > 0 and not (interval and part.start % interval == 0)
 
     def _freed_states(self, parts: Sequence[Extension]) -> int:
@@ -233,7 +234,7 @@ class Transaction:
 
     def _missing_states(self, needed: int) -> int:
         """How many of so many slots for recurrent states the call is short of."""
-        if not self.pool.recurrent_ids:
+        if not self._facts.recurrent_ids:
             return 0
         if self.pool.missing_states(needed):
             # The forks hold what their rows have given up, too.
@@ -252,19 +253,19 @@ class Transaction:
             [part.origin for part in self.parts],
             chain(self._owed_forwards(), chains),
             trees,
-            interval=self.pool.state_interval,
+            interval=self._facts.state_interval,
         )
 
     def _become_paths(self) -> None:
         for part in self.parts:
             part.parents = tuple(range(-1, part.count - 1))
-        if not self.pool.recurrent_ids or self._states_needed() > self.pool.available_states:
+        if not self._facts.recurrent_ids or self._states_needed() > self.pool.available_states:
             for part in self.parts:
                 part.parents = None
 
     def _owed_forwards(self) -> list[list[Piece]]:
         counts = [part.owed.size for part in self.parts]
-        return packed(self.pool, self.parts, [part.origin for part in self.parts], counts, self.pool.chunk_size)
+        return packed(self.pool, self.parts, [part.origin for part in self.parts], counts, self._facts.chunk_size)
 
     def _freed_without_old(self, part: Extension) -> int:
         """Pages that are free, or need not be copied, once the version before the rewind is gone."""
@@ -304,8 +305,8 @@ class Transaction:
         forwards = packed(self.pool, self.parts, positions, sizes, budget, blocks)
         if places is None and len(forwards) > 1:
             # One tensor for a row from the start, so that pieces are never joined by a copy of all of them.
-            places = cache(lambda: [self.pool.logits(rows_wanted(*one)) for one in zip(wanted, sizes, strict=True)])
-        results = [Gathered(self.pool.logits(0)) for _ in tokens]
+            places = cache(lambda: [self._facts.logits(rows_wanted(*one)) for one in zip(wanted, sizes, strict=True)])
+        results = [Gathered(self._facts.logits(0)) for _ in tokens]
         for pieces in forwards:
             self.operation.check()
             self.operation.num_sequences = len(pieces)
@@ -492,7 +493,7 @@ class Transaction:
         state = self.pool.state
         length = state.sequence_length(part.seq)
         end = min(length, part.start)
-        if self.pool.recurrent_ids:
+        if self._facts.recurrent_ids:
             end = state.nearest_reachable(part.seq, end)
         if end < length:
             self.pool.edit(Pop(part.seq, length - end))

@@ -16,6 +16,7 @@ from torch import Tensor
 from quire.branches.cache_pool import CachePool
 from quire.branches.forward_packing import LOGITS_ONLY, WantedOutputs
 from quire.branches.history import Ids
+from quire.branches.model_facts import ModelFacts
 from quire.branches.row_extension import require_vocabulary
 from quire.contracts.executor import DecodeInput, PrefillInput
 from quire.errors import InvalidArgument, QuireError, Unsupported
@@ -98,7 +99,7 @@ def prefill_request(pool: CachePool, given: PrefillInput) -> Request:
     spans = given.real_spans()
     tokens = tuple(to_ids(row) for row in given.token_rows())
     for ids in tokens:
-        require_vocabulary(ids, pool.vocab_size, "input_ids")
+        require_vocabulary(ids, pool.facts.vocab_size, "input_ids")
     cache, starts = (None, (0,) * len(tokens)) if given.kv_cache is None else resolve_cache(pool, given.kv_cache)
     require_adapter(pool, given.adapter)
     _require_rows(len(tokens), starts)
@@ -118,7 +119,7 @@ def prefill_request(pool: CachePool, given: PrefillInput) -> Request:
 def decode_request(pool: CachePool, given: DecodeInput, verb: str = "decode") -> Request:
     """Check a ``DecodeInput`` completely."""
     ids = to_ids(given.tokens(verb))
-    require_vocabulary(ids, pool.vocab_size, "input_ids")
+    require_vocabulary(ids, pool.facts.vocab_size, "input_ids")
     cache, starts = resolve_cache(pool, given.kv_cache)
     require_adapter(pool, given.adapter)
     _require_rows(len(ids), starts)
@@ -146,8 +147,8 @@ def require_adapter(pool: CachePool, adapter: int | None) -> None:
     """``NotFound`` for an id that is not loaded, or no more; ``Unsupported`` if the model can run none."""
     if adapter is None:
         return
-    if pool.adapter_refusal:
-        raise Unsupported(f"adapter {adapter}: {pool.adapter_refusal}", field="adapter", given=adapter)
+    if pool.facts.adapter_refusal:
+        raise Unsupported(f"adapter {adapter}: {pool.facts.adapter_refusal}", field="adapter", given=adapter)
     pool.runner.adapters.check([adapter])
 
 
@@ -181,19 +182,19 @@ def naming_item(verb: str, index: int) -> Iterator[None]:
         raise
 
 
-def weights_refusal(pool: CachePool) -> str:
-    """Why no call can return attention weights; empty if one can."""
-    if not pool.recurrent_ids or len(pool.layer_ids) == pool.num_blocks:
+def weights_refusal(facts: ModelFacts) -> str:
+    """Return why no call can return attention weights; empty if one can."""
+    if not facts.recurrent_ids or len(facts.layer_ids) == facts.num_blocks:
         return ""
     return (
-        f"{pool.num_blocks - len(pool.layer_ids)} of {pool.num_blocks} blocks have recurrent layers and no attention, so that they "
+        f"{facts.num_blocks - len(facts.layer_ids)} of {facts.num_blocks} blocks have recurrent layers and no attention, so that they "
         "have no weights; leave output_attentions False"
     )
 
 
 def asked_of(pool: CachePool, given: PrefillInput | DecodeInput) -> WantedOutputs:
     """What it asks for besides logits. ``Unsupported`` for weights that there are not."""
-    if given.output_attentions and (reason := weights_refusal(pool)):
+    if given.output_attentions and (reason := weights_refusal(pool.facts)):
         raise Unsupported(f"attention weights: {reason}", field="output_attentions")
     return WantedOutputs(hidden_states=given.output_hidden_states, attention_weights=given.output_attentions)
 
@@ -237,10 +238,10 @@ def given_positions(
     if positions is None:
         return (None,) * len(starts)
     rows = [to_ids(row[a:b]) for row, (a, b) in zip(positions.reshape(len(starts), columns), spans, strict=True)]
-    if not pool.position_refusal:
+    if not pool.facts.position_refusal:
         return tuple(rows)
     for row, (start, given) in enumerate(zip(starts, rows, strict=True)):
         if not np.array_equal(given, np.arange(start, start + given.size)):
-            message = f"position_ids of row {row}, which must count from {start}: {pool.position_refusal}"
+            message = f"position_ids of row {row}, which must count from {start}: {pool.facts.position_refusal}"
             raise Unsupported(message, field="position_ids")
     return (None,) * len(starts)

@@ -52,7 +52,7 @@ class KVCache(CacheRows):
 
     def contains(self, name: str) -> bool:
         found = _TENSOR_NAME.fullmatch(name)
-        return found is not None and isinstance(self.pool.spec_of(int(found[1])), KeyValueAttention)
+        return found is not None and isinstance(self.pool.facts.spec_of(int(found[1])), KeyValueAttention)
 
     @property
     def adapters(self) -> frozenset[int]:
@@ -96,7 +96,7 @@ class KVCache(CacheRows):
         ``Unsupported`` where no layer keeps pages.
         """
         self.settle()
-        if not self.pool.specs:
+        if not self.pool.facts.specs:
             raise Unsupported(f"block_table: {NO_PAGES}")
         return [self.pool.state.page_table(row.seq) for row in self.rows]
 
@@ -110,7 +110,7 @@ class KVCache(CacheRows):
                 use = self.pool.state.sequence_use(row.seq)
                 blocks, used, memory = blocks + use.pages, used + use.rows, memory + use.num_bytes
             tokens = sum(self.lengths)
-        slots = blocks * self.pool.page_size
+        slots = blocks * self.pool.facts.page_size
         return CacheHandleStats(
             memory_bytes=memory,
             blocks_allocated=blocks,
@@ -127,17 +127,19 @@ class KVCache(CacheRows):
         for row in self.rows:
             # An empty row is not cut, and a tree may wait beside it.
             self.set_pending(row, None)
-            if row.window != self.pool.row_window:
+            if row.window != self.pool.facts.row_window:
                 # It came with a session, and a cleared cache is as a new one.
                 self.pool.remove([row.seq])
-                (row.seq,), row.window = self.pool.add(1), self.pool.row_window
+                (row.seq,), row.window = self.pool.add(1), self.pool.facts.row_window
 
     @locked
     def resize(self, n: int) -> None:
         if not self.dynamic:
             raise InvalidArgument("KV cache is not dynamic and cannot be resized.")
-        if n > self.pool.max_model_len:
-            raise ResourceExhausted(f"resize to {n} slots is beyond the model's maximum of {self.pool.max_model_len}")
+        if n > self.pool.facts.max_model_len:
+            raise ResourceExhausted(
+                f"resize to {n} slots is beyond the model's maximum of {self.pool.facts.max_model_len}"
+            )
         self.capacity = max(self.capacity, n)
 
     @locked
@@ -210,8 +212,8 @@ def _own(other: KVCacheInterface) -> KVCache:
 
 def require_kv_layer(pool: CachePool, layer: int) -> None:
     """``InvalidArgument`` for a layer that does not exist, ``Unsupported`` for one without K and V."""
-    known = (*pool.layer_ids, *pool.recurrent_ids)
+    known = (*pool.facts.layer_ids, *pool.facts.recurrent_ids)
     if layer not in known:
         raise InvalidArgument(f"layer {layer} does not exist; the model has layers {min(known)}..{max(known)}")
-    if not isinstance(pool.spec_of(layer), KeyValueAttention):
+    if not isinstance(pool.facts.spec_of(layer), KeyValueAttention):
         raise Unsupported(f"layer {layer} keeps no K and V")

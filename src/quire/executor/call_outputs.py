@@ -39,12 +39,12 @@ def places_for_logits(
         results: list[Tensor | None] = []
         places: list[Tensor] = []
         for request, kind, in_one in zip(requests, wanted, placed, strict=True):
-            result = pool.logits(len(request.spans), request.columns) if in_one else None
+            result = pool.facts.logits(len(request.spans), request.columns) if in_one else None
             results.append(result)
             if result is not None:
                 places += [row[a:b] for row, (a, b) in zip(result, request.spans, strict=True)]
             else:
-                places += [pool.logits(rows_wanted(kind, ids.size)) for ids in request.tokens]
+                places += [pool.facts.logits(rows_wanted(kind, ids.size)) for ids in request.tokens]
         return results, places
 
     return make

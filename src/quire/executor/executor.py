@@ -10,16 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import cast
 
 from torch import Tensor
 
 from quire.branches import rewinding
 from quire.branches.cache_pool import CachePool
-from quire.branches.forward_packing import LOGITS_ONLY
-from quire.branches.prefix_sharing import shared_rows
-from quire.branches.row_extension import Extension, extensions, packed
+from quire.branches.model_facts import ModelFacts
+from quire.branches.row_extension import packed
 from quire.branches.row_media import check_modalities
 from quire.branches.running_calls import Operation, Stopwatch
 from quire.branches.transaction import Transaction
@@ -57,6 +55,7 @@ from quire.executor.arguments import (
 from quire.executor.cache import KVCache
 from quire.executor.call_outputs import decode_output, places_for_logits, prefill_output
 from quire.executor.handle import Handle, handle_of
+from quire.executor.request_placement import place, rows_to_extend
 from quire.interrupts import SHIELD, Lock
 from quire.kv.sequences import check_integer
 from quire.metrics import OperationMetrics
@@ -79,7 +78,7 @@ class Executor:
     ``executor_type``: of a Sequential one every call holds one row, whatever ``max_batch_size`` says; a Batch decodes what was
     prefilled together, together; a ContinuousBatch takes any. ``modalities``: for which of "vision" and "audio" the caller
     has an encoder. ``share_prefixes``: a prompt without a cache starts from what live caches hold of its beginning, where
-    not all its logits are wanted. ``window``, ``sink``: see ``CachePool``. ``fallbacks``: what ``status`` lists.
+    not all its logits are wanted. ``window``, ``sink``: see ``ModelFacts.of``. ``fallbacks``: what ``status`` lists.
     """
 
     def __init__(
@@ -109,13 +108,11 @@ class Executor:
         self.modalities = check_modalities(modalities)
         self.share_prefixes = share_prefixes
         self.lock = Lock() if lock is None else lock
-        self.pool = CachePool(
-            runner, identity, max_model_len, self.lock, window=window, sink=sink, chunk_size=prefill_chunk_size
-        )
-        self._facts = reports.ModelFacts.of(runner)
+        facts = ModelFacts.of(runner, identity, max_model_len, window=window, sink=sink, chunk_size=prefill_chunk_size)
+        self.pool = CachePool(runner, facts, self.lock)
         self._fallbacks = tuple(fallbacks)
         self._operations = self.pool.operations
-        self._metrics = OperationMetrics(self.max_batch_size)
+        self.operation_metrics = OperationMetrics(self.max_batch_size)
         self._activations: warmup.Activations | None = None
         self._knee = self.max_batch_size
         """Rows of a decode batch from which more gain little; as many as there may be until it is measured."""
@@ -128,10 +125,12 @@ class Executor:
         batch_size = check_integer(batch_size, "batch_size", 1)
         self._require_batch(batch_size, "create_kv_cache")
         if capacity is None:
-            capacity = 1 if dynamic else self.pool.max_model_len
+            capacity = 1 if dynamic else self.pool.facts.max_model_len
         capacity = check_integer(capacity, "capacity", 1)
-        if capacity > self.pool.max_model_len:
-            raise ResourceExhausted(f"capacity {capacity} is beyond the model's maximum of {self.pool.max_model_len}")
+        if capacity > self.pool.facts.max_model_len:
+            raise ResourceExhausted(
+                f"capacity {capacity} is beyond the model's maximum of {self.pool.facts.max_model_len}"
+            )
         with self.operation("create_kv_cache"):
             return KVCache.create(self.pool, batch_size, capacity, bool(dynamic))
 
@@ -211,9 +210,9 @@ class Executor:
             if not requests:
                 return []
             self._require_whole_batch([request.cache for request in requests[:1]], "forward_verify")
-            watch = Stopwatch(self.pool.device)
+            watch = Stopwatch(self.pool.facts.device)
             outputs = verification.verify(self.pool, requests, tree, operation)
-            self._metrics.record_decode(1, watch.seconds(), 1)
+            self.operation_metrics.record_decode(1, watch.seconds(), 1)
             return outputs
 
     def commit_path(self, handle: CacheLike) -> Handle:
@@ -235,7 +234,7 @@ class Executor:
         are refused with what to make of them."""
         with self.operation("speculative_decode") as operation:
             self._require_whole_batch([resolve_cache(self.pool, input.kv_cache)[0]], "speculative_decode")
-            watch = Stopwatch(self.pool.device)
+            watch = Stopwatch(self.pool.facts.device)
             output = verification.speculate(
                 self.pool,
                 input,
@@ -246,7 +245,7 @@ class Executor:
                 sampling=sampling,
                 draft_parents=draft_parents,
             )
-            self._metrics.record_decode(1, watch.seconds(), 1 + output.acceptance_count)
+            self.operation_metrics.record_decode(1, watch.seconds(), 1 + output.acceptance_count)
             return output
 
     def _prefill(
@@ -255,14 +254,14 @@ class Executor:
         """Run checked prompts. ``keep_chunks``: a cancelled call keeps the whole chunks that it ran."""
         self._require_batch(sum(request.batch_size for request in requests), operation.verb)
         fresh: list[KVCache] = []
-        watch = Stopwatch(self.pool.device)
+        watch = Stopwatch(self.pool.facts.device)
         try:
             placed = []
             for request, kind in zip(requests, wanted, strict=True):
-                placed.append(self._place(request, kind))
+                placed.append(place(self.pool, request, kind, share=self.share_prefixes))
                 if request.cache is None:
                     fresh.append(placed[-1][1])
-            parts = self._parts(placed, operation.verb)
+            parts = rows_to_extend(placed, operation.verb)
             starts, counts = [part.start for part in parts], [part.count for part in parts]
             forwards = packed(self.pool, parts, starts, counts, self.prefill_chunk_size)
             with Transaction(self.pool, parts, operation, several=True, forwards=forwards) as work:
@@ -296,23 +295,8 @@ class Executor:
             prefill_output(request, handle_of(cache), kind, [next(rows) for _ in request.tokens], whole)
             for (request, cache), kind, whole in zip(placed, wanted, logits, strict=True)
         ]
-        self._metrics.record_prefill(len(found), watch.seconds())
+        self.operation_metrics.record_prefill(len(found), watch.seconds())
         return outputs
-
-    def _place(self, request: Request, wanted: LogitsWanted) -> tuple[Request, KVCache]:
-        """The cache that a prompt goes to, and what of it must run: a fresh cache may share what others hold already."""
-        if request.cache is not None:
-            return request, request.cache
-        limits = [0] * request.batch_size
-        if self.share_prefixes and wanted != "all" and request.asked == LOGITS_ONLY:
-            limits = [ids.size - (wanted == "last") for ids in request.tokens]
-        rows, starts = shared_rows(self.pool, request.tokens, limits, request.adapter, request.positions)
-        cache = KVCache(self.pool, rows, capacity=self.pool.max_model_len, dynamic=False)
-        tokens = tuple(ids[start:] for ids, start in zip(request.tokens, starts, strict=True))
-        positions = tuple(
-            None if given is None else given[start:] for given, start in zip(request.positions, starts, strict=True)
-        )
-        return replace(request, cache=cache, starts=starts, tokens=tokens, positions=positions), cache
 
     def _decode(self, requests: Sequence[Request], operation: Operation) -> list[DecodeOutput]:
         """One forward with one token of each row of each item."""
@@ -321,31 +305,16 @@ class Executor:
         require_together(self.pool, requests)
         placed = [(request, request.cache) for request in requests if request.cache is not None]
         self._require_whole_batch([cache for _, cache in placed], operation.verb)
-        watch = Stopwatch(self.pool.device)
-        with Transaction(self.pool, self._parts(placed, operation.verb), operation) as work:
+        watch = Stopwatch(self.pool.facts.device)
+        with Transaction(self.pool, rows_to_extend(placed, operation.verb), operation) as work:
             tokens = [ids for request in requests for ids in request.tokens]
             rows = iter(work.run(tokens, ["last"] * sum(sizes), asked=union(request.asked for request in requests)))
             work.commit()
         outputs = [
             decode_output(request, handle_of(cache), [next(rows) for _ in request.tokens]) for request, cache in placed
         ]
-        self._metrics.record_decode(sum(sizes), watch.seconds(), sum(sizes))
+        self.operation_metrics.record_decode(sum(sizes), watch.seconds(), sum(sizes))
         return outputs
-
-    @staticmethod
-    def _parts(placed: Sequence[tuple[Request, KVCache]], verb: str) -> list[Extension]:
-        return [
-            part
-            for index, (request, cache) in enumerate(placed)
-            for part in extensions(
-                cache,
-                request.starts,
-                [ids.size for ids in request.tokens],
-                f"{verb} item {index}" if len(placed) > 1 else "",
-                request.adapter,
-                request.positions,
-            )
-        ]
 
     def _require_whole_batch(self, caches: Sequence[KVCache | None], verb: str) -> None:
         if self.executor_type is ExecutorType.BATCH:
@@ -370,8 +339,8 @@ class Executor:
             self.pool.runner.adapters.unload(lora_id)
 
     def _require_adapters(self, verb: str) -> None:
-        if self.pool.adapter_refusal:
-            raise Unsupported(f"{verb}: {self.pool.adapter_refusal}")
+        if self.pool.facts.adapter_refusal:
+            raise Unsupported(f"{verb}: {self.pool.facts.adapter_refusal}")
 
     # -- life ------------------------------------------------------------------------------------------------
 
@@ -427,7 +396,7 @@ class Executor:
             return False
         with self.lock:
             return self.pool.has_room(batch_size, sequence_length) and warmup.fits(
-                self._activations, batch_size, self.pool.device
+                self._activations, batch_size, self.pool.facts.device
             )
 
     def optimal_batch_size(self, sequence_length: int = 1) -> int:
@@ -441,7 +410,7 @@ class Executor:
 
     def info(self) -> ExecutorInfo:
         """See ``ModelExecutor``. The first call may read the weights once, for their digest."""
-        return self._facts.info(self.pool)
+        return reports.info(self.pool.facts)
 
     def capabilities(self) -> ExecutorCapabilities:
         """See ``ModelExecutor``. The first call measures memory of activations, so it runs a few short forwards and waits for a
@@ -449,13 +418,13 @@ class Executor:
         if self.is_usable:
             with self.operation("capabilities"):
                 self._measure()
-        return self._facts.capabilities(
-            self.pool, self.max_batch_size, self.executor_type, self.modalities, self._activations
+        return reports.capabilities(
+            self.pool.facts, self.max_batch_size, self.executor_type, self.modalities, self._activations
         )
 
     def status(self) -> ExecutorStatus:
         """See ``ModelExecutor``. Never waits for a running call."""
-        summary = self._metrics.summary()
+        summary = self.operation_metrics.summary()
         return ExecutorStatus(
             state=self._state(),
             current_batch_size=self._operations.num_sequences,
@@ -463,7 +432,7 @@ class Executor:
             decode_operations=summary.decode_operations,
             avg_prefill_time_ms=summary.avg_prefill_latency,
             avg_decode_time_ms=summary.avg_decode_latency,
-            memory_usage=self._facts.memory_usage(self.pool),
+            memory_usage=reports.memory_usage(self.pool),
             last_operation=summary.last_operation,
             fallbacks=self._fallbacks,
         )
@@ -482,7 +451,7 @@ class Executor:
 
     def metrics(self) -> ExecutorMetrics:
         """See ``ModelExecutor``."""
-        summary, memory = self._metrics.summary(), self._facts.memory_usage(self.pool)
+        summary, memory = self.operation_metrics.summary(), reports.memory_usage(self.pool)
         return ExecutorMetrics(
             prefill_operations=summary.prefill_operations,
             decode_operations=summary.decode_operations,
@@ -495,11 +464,3 @@ class Executor:
             batch_utilization=summary.batch_utilization,
             replayed_tokens=self.pool.replayed_tokens,
         )
-
-    # -- for the other face ----------------------------------------------------------------------------------
-
-    def record_prefill(self, num_sequences: int, seconds: float) -> None:
-        self._metrics.record_prefill(num_sequences, seconds)
-
-    def record_decode(self, num_sequences: int, seconds: float) -> None:
-        self._metrics.record_decode(num_sequences, seconds, num_sequences)

@@ -50,7 +50,7 @@ class Handle:
         with self.cache.pool.lock:
             self.require_committed()
             held = self.cache.pages()
-        size = self.cache.pool.page_size
+        size = self.cache.pool.facts.page_size
         tables = tuple(
             BlockTable(block_size=size, blocks=tuple(pages[: pages_for(n, size)].tolist()), sequence_length=n)
             for pages, n in zip(held, self.lengths, strict=True)
@@ -59,20 +59,20 @@ class Handle:
 
     @property
     def device(self) -> torch.device:
-        return self.cache.pool.device
+        return self.cache.pool.facts.device
 
     @property
     def num_layers(self) -> int:
-        return len(self.cache.pool.specs) + len(self.cache.pool.recurrent_ids)
+        return len(self.cache.pool.facts.specs) + len(self.cache.pool.facts.recurrent_ids)
 
     @property
     def num_heads(self) -> int:
-        specs = self.cache.pool.specs
+        specs = self.cache.pool.facts.specs
         return specs[0].num_kv_heads if specs else 0
 
     @property
     def head_dim(self) -> int:
-        specs = self.cache.pool.specs
+        specs = self.cache.pool.facts.specs
         return specs[0].head_dim if specs else 0
 
     @property

@@ -94,10 +94,10 @@ class LlmExecutor:
             tokens = [to_ids(row) for row in inputs.text.token_rows()]
             cache, starts = self._begin(inputs, kv_cache, lora_id, tokens)
             pool = self.executor.pool
-            media = media_of_rows(inputs, tokens, self.executor.modalities, pool.hidden_size)
-            if pool.recurrent_ids and any(found is not None and found.blocks for found in media):
+            media = media_of_rows(inputs, tokens, self.executor.modalities, pool.facts.hidden_size)
+            if pool.facts.recurrent_ids and any(found is not None and found.blocks for found in media):
                 raise Unsupported(f"vision bidirectional: {NO_MASKS}")
-            watch = Stopwatch(pool.device)
+            watch = Stopwatch(pool.facts.device)
             counts = [ids.size for ids in tokens]
             parts = extensions(cache, starts, counts, adapter=lora_id)
             forwards = packed(pool, parts, starts, counts, self.prefill_chunk_size)
@@ -110,18 +110,18 @@ class LlmExecutor:
                 work.commit()
             for row in cache.rows:
                 cache.mark(row)
-            self.executor.record_prefill(len(tokens), watch.seconds())
+            self.executor.operation_metrics.record_prefill(len(tokens), watch.seconds())
 
     def step(self, inputs: ExecutorInputs, kv_cache: CacheLike, lora_id: int | None = None) -> Tensor:
         """See ``LlmExecutorInterface``."""
         with self.executor.operation("step") as operation:
             tokens, cache, parts = self._decode_parts(inputs, kv_cache, lora_id, 1)
-            watch = Stopwatch(self.executor.pool.device)
+            watch = Stopwatch(self.executor.pool.facts.device)
             with Transaction(self.executor.pool, parts, operation) as work:
                 rows = work.run(tokens, ["last"] * len(tokens))
                 self._commit(work, cache)
             logits_B1V = stacked([row.logits_RV for row in rows])
-            self.executor.record_decode(len(tokens), watch.seconds())
+            self.executor.operation_metrics.record_decode(len(tokens), watch.seconds(), len(tokens))
             return logits_B1V
 
     def sample_tokens(
@@ -184,7 +184,7 @@ class LlmExecutor:
         drawn: list[list[int]] = [[] for _ in tokens]
         seconds: list[float] = []
         for _ in range(num_steps):
-            watch = Stopwatch(self.executor.pool.device)
+            watch = Stopwatch(self.executor.pool.facts.device)
             try:
                 rows = work.run(tokens, ["last"] * len(tokens))
             except Cancelled:
@@ -199,7 +199,7 @@ class LlmExecutor:
             seconds.append(watch.seconds())
         self._commit(work, cache)
         for taken in seconds:
-            self.executor.record_decode(len(tokens), taken)
+            self.executor.operation_metrics.record_decode(len(tokens), taken, len(tokens))
         return drawn
 
     # -- checks ----------------------------------------------------------------------------------------------
@@ -214,7 +214,7 @@ class LlmExecutor:
             raise InvalidArgument(f"token ids have {len(tokens)} rows, and the KV cache has {cache.batch_size}")
         for ids in tokens:
             # Inputs refuse placeholders without data when they are built.
-            require_vocabulary(ids, self.executor.pool.vocab_size, "token_ids", placeholders=True)
+            require_vocabulary(ids, self.executor.pool.facts.vocab_size, "token_ids", placeholders=True)
         return cache, inputs.start_positions(lengths)
 
     def _decode_parts(
@@ -233,7 +233,7 @@ class LlmExecutor:
         before = cache.capacity
         work.commit()
         if cache.capacity > before:
-            roomy = min(before + self.kv_increment_size, self.executor.pool.max_model_len)
+            roomy = min(before + self.kv_increment_size, self.executor.pool.facts.max_model_len)
             cache.capacity = max(cache.capacity, roomy)
 
     # -- sampling --------------------------------------------------------------------------------------------
@@ -260,7 +260,7 @@ class LlmExecutor:
         return drawers
 
     def _make_sampling(self, params: SamplingParams, row: int, history: Ids | tuple[()] = ()) -> ParamsSampling:
-        size = self.executor.pool.vocab_size
+        size = self.executor.pool.facts.vocab_size
         return ParamsSampling(params, history, vocab_size=size, index=row, entropy=self._entropy)
 
     def _own_sampling(self, row: int, history: Ids | tuple[()]) -> ParamsSampling:

@@ -13,6 +13,7 @@ from dataclasses import replace
 import numpy as np
 from torch import Tensor
 
+from quire.branches import spare_states
 from quire.branches.cache_pool import CachePool
 from quire.branches.forward_packing import LOGITS_ONLY, RowOutput, WantedOutputs
 from quire.branches.history import Ids
@@ -85,12 +86,12 @@ def verify(
     cache, start = _one_row(requests[0])
     ids = np.array([int(request.tokens[0][0]) for request in requests], dtype=np.int64)
     cache.settle()
-    roomy = tree is None and len(ids) > 1 and pool.is_roomy(len(ids))
+    roomy = tree is None and len(ids) > 1 and spare_states.is_roomy(pool.state, len(ids))
     part = _extension(cache, start, tree, requests[0].adapter, [request.positions[0] for request in requests])
     with Transaction(pool, [part], operation, aside=tree is not None, path_if_room=roomy) as work:
         opened = tree is None and part.parents is not None
         work.arrive()
-        mark = pool.mark(part.seq, part.row.mark) if tree is None else part.row.mark
+        mark = spare_states.mark(pool.state, part.seq, part.row.mark) if tree is None else part.row.mark
         if part.seq == part.row.seq:
             part.row.mark = mark
         found = work.run([ids], ["all"], asked=union(request.asked for request in requests))[0]
@@ -175,7 +176,7 @@ def speculate(
     cache, start = _one_row(request)
     drafts = list(draft_tokens)
     ids = np.array([int(request.tokens[0][0]), *drafts], dtype=np.int64)
-    require_vocabulary(ids, pool.vocab_size, "draft_tokens")
+    require_vocabulary(ids, pool.facts.vocab_size, "draft_tokens")
     parents = None if draft_parents is None else tree_of(draft_parents, len(drafts), "draft_parents")
     if (draft_probabilities is None) != (sampling is None):
         raise InvalidArgument(
@@ -183,7 +184,7 @@ def speculate(
         )
     draft_kV = None
     if draft_probabilities is not None:
-        draft_kV = speculation.check_draft_probabilities(draft_probabilities, drafts, pool.vocab_size)
+        draft_kV = speculation.check_draft_probabilities(draft_probabilities, drafts, pool.facts.vocab_size)
 
     def judge(rows_RV: Tensor) -> speculation.Verdict:
         if draft_kV is None or sampling is None:
@@ -195,7 +196,7 @@ def speculate(
     given = [request.positions[0], *([None] * len(drafts))]
     part = _extension(cache, start, tree, request.adapter, given)
     # On recurrent layers a chain can be cut behind what is accepted only if each token's state is there.
-    is_recurrent = bool(pool.recurrent_ids) and bool(drafts) and tree is None
+    is_recurrent = bool(pool.facts.recurrent_ids) and bool(drafts) and tree is None
     with Transaction(
         pool, [part], operation, several=is_recurrent, path_if_room=is_recurrent, comes_back=is_recurrent
     ) as work:

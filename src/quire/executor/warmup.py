@@ -39,11 +39,11 @@ def measure(pool: CachePool, chunk_size: int = 0) -> Activations | None:
 
     ``chunk_size``: tokens of a forward at most; <= 0: any number.
     """
-    room = min(available_pages(pool) * pool.page_size, pool.max_model_len)
+    room = min(available_pages(pool) * pool.facts.page_size, pool.facts.max_model_len)
     room = min(room, chunk_size) if chunk_size > 0 else room
-    if pool.state_interval:
+    if pool.facts.state_interval:
         # A forward takes a state at its end, and one at each multiple of the interval before that.
-        room = min(room, pool.available_states * pool.state_interval)
+        room = min(room, pool.available_states * pool.facts.state_interval)
     long, short = min(LONG_CHUNK, room), min(SHORT_CHUNK, room // 2)
     if not short:
         return None
@@ -57,11 +57,11 @@ def measure(pool: CachePool, chunk_size: int = 0) -> Activations | None:
 
 def available_pages(pool: CachePool) -> int:
     """Free pages, as many as there could be use for where no layer has any; none without a free recurrent state."""
-    if pool.recurrent_ids and not pool.available_states:
+    if pool.facts.recurrent_ids and not pool.available_states:
         return 0
     # Of the class that has the fewest: one forward writes all its tokens, whatever a window lets go of later.
-    pages = pool.state.free_pages()[: len(pool.page_bytes)]
-    return min(pages, default=pages_for(pool.max_model_len, 1))
+    pages = pool.state.free_pages()[: len(pool.facts.page_bytes)]
+    return min(pages, default=pages_for(pool.facts.max_model_len, 1))
 
 
 def fits(activations: Activations | None, rows: int, device: torch.device) -> bool:
@@ -79,14 +79,14 @@ def _peak_of_chunk(pool: CachePool, tokens: int, *, placed: bool = False) -> int
 
     @cache
     def places() -> list[Tensor]:
-        return [pool.logits(tokens)]
+        return [pool.facts.logits(tokens)]
 
     def run() -> object:
         extras = Extras(places=places) if placed else NO_EXTRAS
         return pool.runner.execute(step, extras), places() if placed else None
 
     try:
-        return peak_bytes(run, pool.device)
+        return peak_bytes(run, pool.facts.device)
     finally:
         pool.remove(seqs)
 
@@ -116,10 +116,10 @@ def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
 def knee_of(pool: CachePool, max_batch_size: int) -> int:
     """The smallest batch of decodes with nearly the best throughput."""
     rates: dict[int, float] = {}
-    most = min(max_batch_size, available_pages(pool) // pages_for(1 + REPEATS, pool.page_size))
-    if pool.recurrent_ids:
+    most = min(max_batch_size, available_pages(pool) // pages_for(1 + REPEATS, pool.facts.page_size))
+    if pool.facts.recurrent_ids:
         # One that a row has and one that its next step writes, beside those at multiples of the interval.
-        kept = REPEATS // pool.state_interval if pool.state_interval else 0
+        kept = REPEATS // pool.facts.state_interval if pool.facts.state_interval else 0
         most = min(most, pool.available_states // (2 + kept))
     batch = 1
     while batch <= most:
@@ -136,8 +136,8 @@ def _decode_rate(pool: CachePool, batch: int) -> float:
         step = Step(chunks=tuple(Chunk(seq, [0]) for seq in seqs))
         pool.runner.execute(step)
         times = []
-        for _ in range(min(REPEATS, pool.max_model_len - 1)):
-            watch = Stopwatch(pool.device)
+        for _ in range(min(REPEATS, pool.facts.max_model_len - 1)):
+            watch = Stopwatch(pool.facts.device)
             pool.runner.execute(step)
             times.append(watch.seconds())
         return batch / min(times) if times else 0.0
