@@ -87,8 +87,6 @@ class CachePool:
     def state(self) -> ModelState:
         return self.runner.state
 
-    # -- sequences ---------------------------------------------------------------------------------
-
     def edit(self, *edits: Edit) -> None:
         """Apply edits through the runner, so that every rank hears of them."""
         if edits:
@@ -129,8 +127,6 @@ class CachePool:
 
     def remove(self, seqs: Sequence[SeqId]) -> None:
         self.edit(*(Remove(seq) for seq in seqs))
-
-    # -- room --------------------------------------------------------------------------------------
 
     def reclaim(self) -> bool:
         """Give up one thing of any owner; return whether there was any. Call it under the lock."""
@@ -234,8 +230,6 @@ class CachePool:
         """Keep ``peak_bytes`` up to date."""
         self.peak_bytes = max(self.peak_bytes, self.used_bytes)
 
-    # -- adapters ----------------------------------------------------------------------------------
-
     def is_loaded(self, adapter: int | None) -> bool:
         """Return whether tokens can run under ``adapter``; under the base model (None) they can."""
         return adapter is None or adapter in self.runner.adapters.ids
@@ -254,8 +248,6 @@ class CachePool:
         """Return the fingerprint of an adapter that a cache names, loaded or not."""
         return self._fingerprints[adapter]
 
-    # -- the end of caches -------------------------------------------------------------------------
-
     def free(self, rows: list[Row]) -> bool:
         """Give back what rows hold; return whether any of their sequences was left."""
         left = [] if self._runner is None else [seq for row in rows for seq in row.seqs if self.state.has_sequence(seq)]
@@ -263,7 +255,7 @@ class CachePool:
         return bool(left)
 
     def sweep(self) -> bool:
-        """Give back what caches that are gone held; return whether there was any. Needs the lock."""
+        """Give back what caches that are gone held; return whether there was any. Take the lock."""
         return self.orphans.bury()
 
     def close(self) -> None:

@@ -75,8 +75,6 @@ class RadixCache:
         self._cached: OrderedDict[SeqId, HeldPrefix] = OrderedDict()  # least recently used first
         self._lookups = self._hits = self._queried_tokens = self._matched_tokens = self._evictions = 0
 
-    # ------------------------------------------------------------------ what is there
-
     def __len__(self) -> int:
         """Return the number of sequences, live and cached."""
         return len(self._entries)
@@ -107,12 +105,10 @@ class RadixCache:
         """Return how many tokens ``seq`` holds. ``NotFound`` if it is not in the cache."""
         return self._entry(seq).node.end
 
-    # ------------------------------------------------------------------ verbs
-
     def match(self, tokens: Sequence[int] | NDArray[Any], key: Hashable) -> tuple[SeqId, int] | None:
-        """Return a sequence of this key with the longest prefix of ``tokens [T]``, and its length.
+        """Return a sequence with the longest prefix of ``tokens [T]``, and the prefix's length.
 
-        None: no sequence holds the first token. For logits of the last token, ask for
+        None: no sequence of this key holds the first token. For logits of the last token, ask for
         ``tokens[:-1]``. The sequence becomes the most recently used.
         """
         tokens_T = as_token_ids(tokens)
@@ -134,7 +130,7 @@ class RadixCache:
         return (seq, length) if length else None
 
     def _best(self, node: PrefixNode, length: int, without: SeqId | None = None) -> tuple[SeqId, int]:
-        """Return the sequence with the latest fork in ``length`` tokens up to ``node``, and where."""
+        """Return the sequence with the latest fork in ``length`` tokens to ``node``, and where."""
         if self._reach is None:
             while not node.sequences:  # all below a matched node hold the prefix, and a leaf has a sequence
                 node = next(iter(node.children.values()))
@@ -272,8 +268,6 @@ class RadixCache:
         self._entries.clear()
         self._cached.clear()
         return cached
-
-    # ------------------------------------------------------------------ inside
 
     def _entry(self, seq: SeqId) -> HeldPrefix:
         entry = self._entries.get(seq)

@@ -8,7 +8,7 @@ from quire.branches.branch import Branch
 
 
 class Tier(Protocol):
-    """Keeps copies of states by their branches. Tokens are enough without: what does not come back is run.
+    """A keeper of copies of states, by their branches. Tokens suffice: a lost copy is run again.
 
     The caller has the runner's lock. ``quire.branches.host_store`` is the tier in host memory.
     """
@@ -16,7 +16,7 @@ class Tier(Protocol):
     def save(self, branch: Branch, *, waiting: bool) -> bool:
         """Keep a copy of the state that a branch is about to lose, if that is worth it and fits.
 
-        ``waiting``: a request waits for it, so that it stays until the request runs again.
+        ``waiting``: a request waits for it, so it stays until the request runs again.
         """
         ...
 
@@ -36,7 +36,7 @@ class Tier(Protocol):
         ...
 
     def beats(self, branch: Branch, cached: int, limit: int) -> bool:
-        """Return whether restoring ``limit`` tokens is cheaper than running those behind ``cached``."""
+        """Return whether restoring ``limit`` tokens beats running those behind ``cached``."""
         ...
 
     def truncate(self, branch: Branch, length: int) -> None:

@@ -12,7 +12,7 @@ from quire.errors import CheckpointError, InvalidArgument, QuireError
 from quire.models.families import LoadedModel
 
 PIECE = 1 << 20
-"""Bytes that a stream is asked for at once."""
+"""Bytes of one read from a stream."""
 
 
 def read_assets(assets: ModelAssets, model: LoadedModel, admit: Callable[[int, int], None] | None = None) -> Adapter:
@@ -36,7 +36,7 @@ def read_assets(assets: ModelAssets, model: LoadedModel, admit: Callable[[int, i
 
 
 def _bytes_of(assets: ModelAssets, source: str, limit: int) -> bytes:
-    """All bytes of assets; ``CheckpointError`` where there are more than ``limit``, or a file cannot be read."""
+    """Return all bytes of assets; ``CheckpointError`` beyond ``limit``, or for an unreadable file."""
     try:
         if assets.path is not None:
             with open(assets.path, "rb") as opened:

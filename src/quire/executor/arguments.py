@@ -1,4 +1,4 @@
-"""What the verbs are given, checked and turned into rows of ids: nothing here computes or changes anything.
+"""The arguments of the verbs, checked and turned into rows of ids; nothing is computed or changed.
 
 Letters: B batch rows; S tokens of a row with padding.
 """
@@ -40,10 +40,10 @@ class Request:
     columns: int
     """S"""
     adapter: int | None = None
-    """Under which they run; None: the base model."""
+    """The adapter that they run under; None: the base model."""
     asked: WantedOutputs = LOGITS_ONLY
     positions: tuple[Ids | None, ...] = ()
-    """Of each row's tokens, as they were given; None: behind those before them."""
+    """The given positions of each row's tokens; None: behind those before them."""
 
     @property
     def batch_size(self) -> int:
@@ -55,9 +55,10 @@ class Request:
 
 
 def resolve_cache(pool: CachePool, given: object) -> tuple[KVCache, tuple[int, ...]]:
-    """The cache behind a handle or a cache, and the lengths that are meant. Call it under the lock.
+    """Return the cache behind a handle or a cache, and the lengths that are meant.
 
-    ``InvalidArgument``: foreign or stale. ``NotFound``: released. ``FailedPrecondition``: a node of a tree.
+    ``InvalidArgument``: foreign or stale. ``NotFound``: released. ``FailedPrecondition``: a node of
+    a tree. Call it under the lock.
     """
     if not isinstance(given, Handle | KVCache):
         raise InvalidArgument(field="kv_cache", given=given, allowed="a handle or a KV cache of this executor")
@@ -73,8 +74,8 @@ def resolve_cache(pool: CachePool, given: object) -> tuple[KVCache, tuple[int, .
 def resolve_row(runner: Runner, given: object, row: int | None) -> tuple[KVCache, int, int]:
     """Return a cache over ``runner``, the index of a row (None: the only one) and the tokens meant.
 
-    ``given`` is the cache or a handle of it. ``InvalidArgument``: another runner's cache, a stale handle,
-    no such row. ``NotFound``: released. Call it under the lock.
+    ``given`` is the cache or a handle of it. ``InvalidArgument``: another runner's cache, a stale
+    handle, no such row. ``NotFound``: released. Call it under the lock.
     """
     found = getattr(given, "cache", given)
     if not isinstance(found, KVCache):
@@ -138,13 +139,13 @@ def decode_request(pool: CachePool, given: DecodeInput, verb: str = "decode") ->
 
 
 def to_ids(row: Tensor) -> Ids:
-    """A 1-D tensor of ids as int64 on the host."""
+    """Return a 1-D tensor of ids as int64 on the host."""
     ids: Ids = row.detach().cpu().to(torch.int64).numpy()
     return ids
 
 
 def require_adapter(pool: CachePool, adapter: int | None) -> None:
-    """``NotFound`` for an id that is not loaded, or no more; ``Unsupported`` if the model can run none."""
+    """Raise ``NotFound`` unless the id is loaded, ``Unsupported`` if the model can run no adapter."""
     if adapter is None:
         return
     if pool.facts.adapter_refusal:
@@ -153,12 +154,12 @@ def require_adapter(pool: CachePool, adapter: int | None) -> None:
 
 
 def require_together(pool: CachePool, requests: Sequence[Request]) -> None:
-    """``ResourceExhausted`` if one forward cannot use the adapters of all these."""
+    """Raise ``ResourceExhausted`` if one forward cannot use all adapters of these requests."""
     pool.runner.adapters.check([request.adapter for request in requests])
 
 
 def require_distinct(requests: Sequence[Request], verb: str) -> None:
-    """``InvalidArgument`` if two items extend one cache."""
+    """Raise ``InvalidArgument`` if two items extend one cache."""
     seen: dict[str, int] = {}
     for index, request in enumerate(requests):
         if request.cache is None:
@@ -174,7 +175,7 @@ def require_distinct(requests: Sequence[Request], verb: str) -> None:
 
 @contextmanager
 def naming_item(verb: str, index: int) -> Iterator[None]:
-    """Say in an error which item of a batch it is about."""
+    """Name the item of a batch in errors about it."""
     try:
         yield
     except QuireError as error:
@@ -193,14 +194,14 @@ def weights_refusal(facts: ModelFacts) -> str:
 
 
 def asked_of(pool: CachePool, given: PrefillInput | DecodeInput) -> WantedOutputs:
-    """What it asks for besides logits. ``Unsupported`` for weights that there are not."""
+    """Return what it asks for besides logits; ``Unsupported`` for attention weights without any."""
     if given.output_attentions and (reason := weights_refusal(pool.facts)):
         raise Unsupported(f"attention weights: {reason}", field="output_attentions")
     return WantedOutputs(hidden_states=given.output_hidden_states, attention_weights=given.output_attentions)
 
 
 def union(asked: Iterable[WantedOutputs]) -> WantedOutputs:
-    """What a forward must give so that each gets what it asked for."""
+    """Return what a forward must give so that each gets what it asked for."""
     found = list(asked)
     return WantedOutputs(
         hidden_states=any(one.hidden_states for one in found),
@@ -209,7 +210,7 @@ def union(asked: Iterable[WantedOutputs]) -> WantedOutputs:
 
 
 def tree_of(parents: Sequence[int], count: int, what: str) -> tuple[int, ...]:
-    """``parents`` of ``count`` nodes, each below its own index; ``InvalidArgument`` for what is no tree."""
+    """Return the parents of ``count`` nodes; ``InvalidArgument`` unless each lies before its node."""
     if len(parents) != count:
         raise InvalidArgument(field=what, given=list(parents), allowed=f"{count} parents, one for each token")
     for node, parent in enumerate(parents):
@@ -230,10 +231,10 @@ def given_positions(
     spans: Sequence[tuple[int, int]],
     columns: int,
 ) -> tuple[Ids | None, ...]:
-    """Those of each row's real tokens; what stands at padding does not matter. None: none are given, or no others than indices can
-    be, and these are.
+    """Return the positions of each row's real tokens; what stands at padding does not matter.
 
-    ``Unsupported`` for others where the model or the executor has no others.
+    None: none are given, or they are the indices, and nothing else is possible. ``Unsupported``:
+    others, where the model or the executor allows none.
     """
     if positions is None:
         return (None,) * len(starts)

@@ -1,4 +1,4 @@
-"""``KVCache``: a batch of rows that a caller owns, each a sequence on copy-on-write pages (``KVCacheInterface``).
+"""``KVCache``: rows that a caller owns, sequences on copy-on-write pages (``KVCacheInterface``).
 
 Letters: B rows; n tokens of a row; Hkv KV heads; D head size of K or of V.
 """
@@ -34,13 +34,11 @@ class KVCache(CacheRows):
     """
 
     batch: weakref.WeakSet[KVCache] | None = None
-    """The caches that were prefilled in the same call; None: it alone."""
+    """The caches that were prefilled in the same call; None: this one alone."""
 
     def __repr__(self) -> str:
         state = "released" if self.released else f"batch_size={self.batch_size}, capacity={self.capacity}"
         return f"<KVCache {self.cache_id} {state}>"
-
-    # -- looking ---------------------------------------------------------------------------------------------
 
     @property
     def num_entries(self) -> int:
@@ -56,27 +54,33 @@ class KVCache(CacheRows):
 
     @property
     def adapters(self) -> frozenset[int]:
-        """Ids of the adapters under which content was made; the base model is not among them. Some may be unloaded by now."""
+        """Ids of the adapters, unloaded ones too, that made content; the base model aside."""
         return frozenset(adapter for row in self.rows for adapter in row.runs.ids)
 
     def positions(self, row: int) -> Ids:
-        """Return a copy of the positions at which the tokens of a row were rotated: their indices,
-        unless ``position_ids`` were given."""
+        """Return a copy of the positions at which the tokens of a row were rotated.
+
+        They are the indices unless ``position_ids`` were given.
+        """
         given = self.rows[row].positions
         return np.arange(self.lengths[row]) if given is None else given.ids.copy()
 
     def token_ids(self, row: int) -> Ids | None:
-        """A copy of the ids that made a row, or None where they are not known.
+        """Return a copy of the ids that made a row, or None where they are not known.
 
-        What stands at a placeholder is below -4 and made from its data: equal ids mean equal content.
+        What stands at a placeholder is below -4 and made from its data: equal ids mean equal
+        content.
         """
         held = self.rows[row].tokens
         return held.ids.copy() if held.is_known else None
 
     @locked
     def read(self, layer: int, lengths: Sequence[int], *, values: bool) -> Tensor:
-        """A gathered copy of K or V of one layer, ``[B, n, Hkv, D]``: the first ``lengths[i]`` tokens of row i, then zeros;
-        zeros also where a window has let go of a token."""
+        """Return a gathered copy of K or V of one layer, ``[B, n, Hkv, D]``.
+
+        Row i has its first ``lengths[i]`` tokens, then zeros, and zeros where a window has let go
+        of a token.
+        """
         self.settle()
         state = self.pool.state
         none_0HD = state.debug_get_kv(self.rows[0].seq, 0, 0, layer=layer)[values]
@@ -91,9 +95,10 @@ class KVCache(CacheRows):
 
     @locked
     def pages(self) -> list[NDArray[np.int32]]:
-        """A copy of the page table of each row, in the layer class that stands for all; -1 where a window has passed.
+        """Return a copy of the page table of each row; -1 where a window has passed.
 
-        ``Unsupported`` where no layer keeps pages.
+        It is that of the layer class that stands for all. ``Unsupported`` where no layer keeps
+        pages.
         """
         self.settle()
         if not self.pool.facts.specs:
@@ -101,7 +106,7 @@ class KVCache(CacheRows):
         return [self.pool.state.page_table(row.seq) for row in self.rows]
 
     def stats(self) -> CacheHandleStats:
-        """What it uses now."""
+        """Return what it uses now."""
         blocks = memory = used = 0
         with self.pool.lock:
             self.require_live()
@@ -118,8 +123,6 @@ class KVCache(CacheRows):
             utilization=used / slots if slots else 0.0,
             last_access=self.last_access,
         )
-
-    # -- changing --------------------------------------------------------------------------------------------
 
     @locked
     def clear(self) -> None:
@@ -171,7 +174,7 @@ class KVCache(CacheRows):
         self._copy_rows(source, [0] * self.batch_size)
 
     def _require_like(self, other: KVCache) -> None:
-        """The checks that select and broadcast share, in the order of the contract."""
+        """Make the checks that select and broadcast share, in the order of the contract."""
         if other.num_entries != self.num_entries:
             raise InvalidArgument(f"the other cache has capacity {other.num_entries}, this one {self.num_entries}")
         if other.dynamic != self.dynamic:
@@ -186,8 +189,6 @@ class KVCache(CacheRows):
         origins = [source.rows[index] for index in indices]
         seqs = self.pool.fork([row.seq for row in origins])
         self.replace_content([row.like(seq) for seq, row in zip(seqs, origins, strict=True)])
-
-    # -- bytes -----------------------------------------------------------------------------------------------
 
     def serialize(self) -> bytes:
         with self.pool.lock:
@@ -211,7 +212,7 @@ def _own(other: KVCacheInterface) -> KVCache:
 
 
 def require_kv_layer(pool: CachePool, layer: int) -> None:
-    """``InvalidArgument`` for a layer that does not exist, ``Unsupported`` for one without K and V."""
+    """Raise ``InvalidArgument`` for no layer, ``Unsupported`` for one without K and V."""
     known = (*pool.facts.layer_ids, *pool.facts.recurrent_ids)
     if layer not in known:
         raise InvalidArgument(f"layer {layer} does not exist; the model has layers {min(known)}..{max(known)}")

@@ -118,7 +118,7 @@ class Executor:
         """Rows of a decode batch from which more gain little; as many as there may be until it is measured."""
         self._warm = self._closed = False
 
-    # -- KV caches -------------------------------------------------------------------------------------------
+    # -- KV caches ---------------------------------------------------------------------------------
 
     def create_kv_cache(self, *, batch_size: int = 1, capacity: int | None = None, dynamic: bool = False) -> KVCache:
         """See ``ExecutorBase``. ``InvalidArgument`` also for more rows than ``max_batch_size``."""
@@ -154,7 +154,7 @@ class Executor:
             if cache is not None:
                 cache.release()
 
-    # -- running ---------------------------------------------------------------------------------------------
+    # -- running -----------------------------------------------------------------------------------
 
     def prefill(self, input: PrefillInput) -> PrefillOutput:
         """See ``ModelExecutor``."""
@@ -320,7 +320,7 @@ class Executor:
         if self.executor_type is ExecutorType.BATCH:
             executor_types.require_whole([cache for cache in caches if cache is not None], verb)
 
-    # -- adapters --------------------------------------------------------------------------------------------
+    # -- adapters ----------------------------------------------------------------------------------
 
     def load_lora(self, assets: ModelAssets) -> int:
         """See ``ExecutorBase``. Files are read before the runner is waited for."""
@@ -342,7 +342,7 @@ class Executor:
         if self.pool.facts.adapter_refusal:
             raise Unsupported(f"{verb}: {self.pool.facts.adapter_refusal}")
 
-    # -- life ------------------------------------------------------------------------------------------------
+    # -- life --------------------------------------------------------------------------------------
 
     @contextmanager
     def operation(self, verb: str) -> Iterator[Operation]:
@@ -388,7 +388,7 @@ class Executor:
         with self.lock:
             self.pool.close()
 
-    # -- looking ---------------------------------------------------------------------------------------------
+    # -- looking -----------------------------------------------------------------------------------
 
     def supports_batch_size(self, batch_size: int, sequence_length: int = 1) -> bool:
         """See ``ModelExecutor``. Memory of activations counts once it is measured. Waits for a running call."""

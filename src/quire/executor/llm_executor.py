@@ -1,5 +1,6 @@
-"""``LlmExecutor``: LiteRT-LM's face of an ``Executor``. It changes KV caches in place and keeps no state of its own but the
-generators of its sampling.
+"""``LlmExecutor``: LiteRT-LM's face of an ``Executor``, which changes KV caches in place.
+
+It keeps no state of its own but the generators of its sampling.
 
 Letters: B rows of a cache; S tokens of the longest row; N steps; V vocabulary.
 """
@@ -44,10 +45,10 @@ Sampling = SamplingParams | RequestSampling
 class LlmExecutor:
     """See ``LlmExecutorInterface``. Its caches are those of ``executor``, and usable there.
 
-    ``sampling``: how ``sample_tokens`` draws unless a call says otherwise; greedy by default. Row b of a batch draws
-    from generator (seed, b), which lives as long as this object. ``kv_increment_size``: token slots by which a
-    full dynamic cache grows in ``step``, at least to what is needed. ``prefill_chunk_size``: tokens of a forward; <= 0:
-    all at once; None: the executor's.
+    ``sampling``: how ``sample_tokens`` draws by default; greedy if not given. Row b of a batch
+    draws from generator (seed, b), which lives as long as this object. ``kv_increment_size``: token
+    slots by which a full dynamic cache grows in ``step``, at least to what is needed.
+    ``prefill_chunk_size``: tokens of a forward; <= 0: all at once; None: the executor's.
     """
 
     def __init__(
@@ -66,8 +67,6 @@ class LlmExecutor:
         self._entropy.seed()
         self._samplings: list[ParamsSampling] = []
 
-    # -- what both faces have ----------------------------------------------------------------------------------
-
     def create_kv_cache(self, *, batch_size: int = 1, capacity: int | None = None, dynamic: bool = False) -> KVCache:
         """See ``ExecutorBase``."""
         return self.executor.create_kv_cache(batch_size=batch_size, capacity=capacity, dynamic=dynamic)
@@ -83,8 +82,6 @@ class LlmExecutor:
     def cancel(self) -> None:
         """See ``ExecutorBase``."""
         self.executor.cancel()
-
-    # -- running ---------------------------------------------------------------------------------------------
 
     def prefill(self, inputs: ExecutorInputs, kv_cache: CacheLike, lora_id: int | None = None) -> None:
         """See ``LlmExecutorInterface``."""
@@ -133,7 +130,7 @@ class LlmExecutor:
         *,
         sampling: Sampling | None = None,
     ) -> list[int]:
-        """See ``LlmExecutorInterface``. ``sampling`` may be ``SamplingParams`` too, with a generator from their seed."""
+        """See ``LlmExecutorInterface``. ``sampling`` may be ``SamplingParams`` of one call."""
         if isinstance(kv_cache, KVCache) and kv_cache.batch_size != 1:
             raise InvalidArgument(
                 f"sample_tokens takes a cache of one row, and this one has {kv_cache.batch_size}; use sample_tokens_batch"
@@ -202,12 +199,10 @@ class LlmExecutor:
             self.executor.operation_metrics.record_decode(len(tokens), taken, len(tokens))
         return drawn
 
-    # -- checks ----------------------------------------------------------------------------------------------
-
     def _begin(
         self, inputs: ExecutorInputs, kv_cache: CacheLike, lora_id: int | None, tokens: Sequence[Ids]
     ) -> tuple[KVCache, tuple[int, ...]]:
-        """The cache and where its rows begin; everything about cache, adapter, ids and positions is checked."""
+        """Check cache, adapter, ids and positions; return the cache and where its rows begin."""
         cache, lengths = resolve_cache(self.executor.pool, kv_cache)
         require_adapter(self.executor.pool, lora_id)
         if len(tokens) != cache.batch_size:
@@ -229,14 +224,12 @@ class LlmExecutor:
         return tokens, cache, extensions(cache, starts, [count] * len(tokens), adapter=lora_id)
 
     def _commit(self, work: Transaction, cache: KVCache) -> None:
-        """A dynamic cache that had to grow gets ``kv_increment_size`` slots at least, up to the model's maximum."""
+        """Commit; grow a full dynamic cache by ``kv_increment_size`` slots, if the model allows."""
         before = cache.capacity
         work.commit()
         if cache.capacity > before:
             roomy = min(before + self.kv_increment_size, self.executor.pool.facts.max_model_len)
             cache.capacity = max(cache.capacity, roomy)
-
-    # -- sampling --------------------------------------------------------------------------------------------
 
     def _drawers(
         self, cache: KVCache, parts: Sequence[Extension], tokens: Sequence[Ids], sampling: Sequence[Sampling] | None
@@ -264,7 +257,7 @@ class LlmExecutor:
         return ParamsSampling(params, history, vocab_size=size, index=row, entropy=self._entropy)
 
     def _own_sampling(self, row: int, history: Ids | tuple[()]) -> ParamsSampling:
-        """What this object draws row ``row`` with: its generator goes on from call to call, its history does not."""
+        """Return the default sampling of a row: its generator goes on, its history does not."""
         while len(self._samplings) <= row:
             self._samplings.append(self._make_sampling(self.sampling, len(self._samplings)))
         self._samplings[row].restart(history)

@@ -1,4 +1,4 @@
-"""What an executor says about its model and its memory. Taken from the loaded model, the device and what is implemented."""
+"""Reports of an executor about its model and its memory, from model, device and code."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def mechanism_of(spec: KeyValueAttention | LatentAttention) -> AttentionMechanism:
-    """How query heads share K and V. Those of latent attention share one row."""
+    """Return how query heads share K and V. Those of latent attention share one row."""
     if spec.num_kv_heads == spec.num_heads:
         return AttentionMechanism.MULTI_HEAD
     return AttentionMechanism.MULTI_QUERY if spec.num_kv_heads == 1 else AttentionMechanism.GROUPED_QUERY
@@ -140,7 +140,7 @@ def mechanism_of(spec: KeyValueAttention | LatentAttention) -> AttentionMechanis
 
 @cache
 def computable_dtypes(device: torch.device) -> tuple[str, ...]:
-    """The dtypes of weights that the loader takes and with which this device multiplies matrices."""
+    """Return the dtypes of weights that load and in which this device multiplies matrices."""
     return tuple(sorted(dtype_name(dtype) for dtype in set(DTYPES.values()) if _multiplies(device, dtype)))
 
 
@@ -153,6 +153,6 @@ def _multiplies(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def present_devices() -> tuple[str, ...]:
-    """Devices of this machine that an executor can run on."""
+    """Return the devices of this machine that an executor can run on."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return ("cpu", *(f"cuda:{index}" for index in range(count)))

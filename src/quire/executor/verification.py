@@ -1,6 +1,7 @@
-"""Several tokens of one sequence in one forward, to be judged: chains and token trees (``forward_verify``, ``speculative_decode``).
+"""Several tokens of one sequence in one forward, to be judged: chains and token trees.
 
-A verified tree waits beside its row until ``commit_path`` keeps one path of it; a speculative call keeps a path at once.
+So run ``forward_verify`` and ``speculative_decode``. A verified tree waits beside its row until
+``commit_path`` keeps one path of it; a speculative call keeps a path at once.
 
 Letters: N + 1 tokens or nodes; k draft tokens; R rows of logits; V vocabulary.
 """
@@ -47,7 +48,7 @@ LOGITS_OF_SPECULATION = "it gives logits only; take hidden states and attention 
 def checked_requests(
     pool: CachePool, inputs: Sequence[DecodeInput], parents: Sequence[int] | None
 ) -> tuple[list[Request], tuple[int, ...] | None]:
-    """The inputs of ``forward_verify`` and their tree, checked completely; None: a chain."""
+    """Check the inputs of ``forward_verify``; return them and their tree; None: a chain."""
     tree = None if parents is None else tree_of(parents, len(inputs), "parents")
     requests = []
     for index, item in enumerate(inputs):
@@ -58,7 +59,7 @@ def checked_requests(
 
 
 def _request(pool: CachePool, item: DecodeInput, first: DecodeInput, depth: int) -> Request:
-    """One input, whose token stands ``depth`` behind the common start."""
+    """Return the request of one input, whose token stands ``depth`` behind the common start."""
     item.tokens("forward_verify")
     request = decode_request(pool, item.with_position_ids(None), "forward_verify")
     indices = [start + depth for start in request.starts]
@@ -78,10 +79,10 @@ def _request(pool: CachePool, item: DecodeInput, first: DecodeInput, depth: int)
 def verify(
     pool: CachePool, requests: Sequence[Request], tree: tuple[int, ...] | None, operation: Operation
 ) -> list[DecodeOutput]:
-    """Run checked requests. A chain is in the cache afterwards; a tree waits beside it, and the cache is as before.
+    """Run checked requests. A chain is in the cache then; a tree waits beside it.
 
-    Where layers are recurrent, a chain runs as a tree of one path if there are slots to spare: then it has a state behind each of
-    its tokens, and a cut there runs nothing.
+    Where layers are recurrent, a chain runs as a tree of one path if there are slots to spare: then
+    it has a state behind each of its tokens, and a cut there runs nothing.
     """
     cache, start = _one_row(requests[0])
     ids = np.array([int(request.tokens[0][0]) for request in requests], dtype=np.int64)
@@ -120,7 +121,10 @@ def _one_row(request: Request) -> tuple[KVCache, int]:
 def _extension(
     cache: KVCache, start: int, parents: tuple[int, ...] | None, adapter: int | None, given: Sequence[Ids | None]
 ) -> Extension:
-    """The one row of a cache, extended by one token for each of ``given``, the positions of those that have any."""
+    """Extend the one row of a cache by one token for each of ``given``.
+
+    These are the positions of the tokens that have any.
+    """
     part = extensions(cache, [start], [len(given)], adapter=adapter)[0]
     part.parents = parents
     part.positions = placed(part.row, start, given, range(-1, len(given) - 1) if parents is None else parents)
@@ -195,7 +199,7 @@ def speculate(
     tree = None if parents is None else (-1, *(parent + 1 for parent in parents))
     given = [request.positions[0], *([None] * len(drafts))]
     part = _extension(cache, start, tree, request.adapter, given)
-    # On recurrent layers a chain can be cut behind what is accepted only if each token's state is there.
+    # Recurrent layers can be cut behind an accepted token only if its state is there.
     is_recurrent = bool(pool.facts.recurrent_ids) and bool(drafts) and tree is None
     with Transaction(
         pool, [part], operation, several=is_recurrent, path_if_room=is_recurrent, comes_back=is_recurrent

@@ -130,7 +130,7 @@ class AdapterPool:
         """A pool that refuses every adapter."""
         return cls({}, None, dtype=torch.float32, device=torch.device("cpu"), refusal=refusal)
 
-    # -- what is loaded ----------------------------------------------------------------------------------------
+    # -- what is loaded ----------------------------------------------------------------------------
 
     def load(self, adapter: Adapter) -> int:
         """Keep an adapter and return its id.
@@ -229,7 +229,7 @@ class AdapterPool:
         rows = sum(rows.nbytes for term in self._terms.values() for rows in term.pieces.values())
         return rows + sum(_own_bytes(held) for held in self._loaded.values())
 
-    # -- what a forward uses -----------------------------------------------------------------------------------
+    # -- what a forward uses -----------------------------------------------------------------------
 
     def fits(self, adapter_ids: Collection[int]) -> bool:
         """Whether one forward can use all of these together: the sum of their ranks is within ``rank_capacity``."""
@@ -289,7 +289,7 @@ class AdapterPool:
             self._embedding_term.work = []
         self._in_use = frozenset()  # last: after an interrupt the next call does the rest
 
-    # -- plans -------------------------------------------------------------------------------------------------
+    # -- plans -------------------------------------------------------------------------------------
 
     def _work(self, key: PlanKey) -> ForwardWork:
         """What every linear map and the embedding do in a forward, its adapters being on the device."""
@@ -328,7 +328,7 @@ class AdapterPool:
             begin += count
         return RowPlans(shares, begin, self._device, self._kernel)
 
-    # -- memory ------------------------------------------------------------------------------------------------
+    # -- memory ------------------------------------------------------------------------------------
 
     def _settle(self, wanted: Sequence[int], *, evict: bool) -> None:
         """Bring adapters to the device; without ``evict`` only if that takes nothing from others."""
@@ -399,7 +399,7 @@ class AdapterPool:
     def _all_rows(self) -> Iterator[RankRows]:
         return (rows for term in self._terms.values() for rows in term.pieces.values())
 
-    # -- the model's terms -------------------------------------------------------------------------------------
+    # -- the model's terms -------------------------------------------------------------------------
 
     def _enter(self, adapter_id: int) -> None:
         """Put terms where the adapter changes something."""
