@@ -102,9 +102,7 @@ class CachePool:
 
     def fork(self, parents: Sequence[SeqId], positions: Sequence[int] | None = None) -> list[SeqId]:
         """Fork the first ``positions[i]`` tokens of each (None: all). Copies no page.
-
-        ``FailedPrecondition``, and no fork, as ``require_reachable``.
-        """
+        ``FailedPrecondition``, and no fork, as ``require_reachable``."""
         if positions is not None:
             self.require_reachable(parents, positions)
         seqs = [self.runner.new_seq() for _ in parents]
@@ -134,9 +132,7 @@ class CachePool:
 
     def has_room(self, rows: int, tokens: int) -> bool:
         """Return whether so many new rows of ``tokens`` fit what is free or could be given up.
-
-        Gives up nothing. States that only save work count as taken. Call it under the lock.
-        """
+        Gives up nothing. States that only save work count as taken. Call it under the lock."""
         if rows < 1 or not 1 <= tokens <= self.max_model_len:
             return False
         self.sweep()
@@ -167,9 +163,7 @@ class CachePool:
         self, seqs: Sequence[SeqId], counts: Sequence[int], trees: Sequence[tuple[int, ...] | None] | None = None
     ) -> int:
         """Make room for ``counts[i]`` more tokens of each; return how many pages are missing still.
-
-        Gives up nothing for more pages than there are. Recurrent states are not counted.
-        """
+        Gives up nothing for more pages than there are. Recurrent states are not counted."""
         parents = trees if trees is not None and any(tree is not None for tree in trees) else None
         while (short := self.state.page_shortage(seqs, counts, parents)).missing:
             if short.never or not self.reclaim():
@@ -189,10 +183,8 @@ class CachePool:
         return self.state.num_available_states
 
     def missing_states(self, needed: int) -> int:
-        """Make room for ``needed`` recurrent states; return how many slots are missing still.
-
-        Gives up nothing for more slots than there are.
-        """
+        """Make room for ``needed`` recurrent states; return how many slots are missing still. Gives
+        up nothing for more slots than there are."""
         never = not self.facts.recurrent_ids or needed > self.state.pool_sizes()[-1]
         caches = spare_states.by_last_access(self.caches.values())
         while (missing := needed - self.available_states) > 0:

@@ -110,11 +110,8 @@ class CacheRows:
                 self.set_pending(row, None)
 
     def record(self, row: Row, start: int, ids: Ids, runs: AdapterRuns, positions: Ids | None = None) -> None:
-        """Note that the row holds ``ids`` from ``start`` on, and nothing behind them.
-
-        They stand at ``positions`` (None: their indices); all tokens of the row ran as ``runs``
-        say.
-        """
+        """Note that the row holds ``ids`` from ``start`` on, and nothing behind them. They stand at
+        ``positions`` (None: their indices); all tokens of the row ran as ``runs`` say."""
         row.tokens.replace_from(start, ids)
         row.computed, row.runs = row.tokens.size, runs
         row.runs = row.runs_before(row.computed)
@@ -187,10 +184,8 @@ class CacheRows:
             self.pool.free(self.rows)
 
     def settle(self) -> int:
-        """Let verified chains become ordinary tokens; return how many these are.
-
-        Of their recurrent states only the last ones are kept.
-        """
+        """Let verified chains become ordinary tokens; return how many these are. Of their recurrent
+        states only the last ones are kept."""
         tokens = 0
         for row in self.rows:
             if row.chain is not None:
@@ -240,9 +235,7 @@ class CacheRows:
 
 def become_fork(cache: CacheRows, branch: Branch, *, private: bool) -> None:
     """Let the only row of a cache be a copy-on-write fork of a branch that is computed completely.
-
-    ``private``: no prompt may begin with what the row holds. Call it under the lock.
-    """
+    ``private``: no prompt may begin with what the row holds. Call it under the lock."""
     length, row = len(branch.tokens), cache.rows[0]
     if branch.seq is None:
         if branch.window is not None:

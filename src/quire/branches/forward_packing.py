@@ -109,7 +109,7 @@ def pack(
                 room = 0
                 continue
             forwards[-1].append(Piece(row, begin, end))
-            # A row has one piece of a forward, so what runs under another adapter waits for the next one.
+            # A row has one piece of a forward: another adapter waits for the next one.
             begin, room = end, 0 if end == stop < count else room - (end - begin)
     return forwards
 
@@ -136,10 +136,8 @@ def extras_of(
     asked: WantedOutputs,
     places: Callable[[], Sequence[Tensor]] | None = None,
 ) -> Extras:
-    """Return what the runner gets for one forward besides its chunks.
-
-    ``lengths``: tokens of each piece's row before it. ``places``: see ``Extras``.
-    """
+    """Return what the runner gets for one forward besides its chunks. ``lengths``: tokens of each
+    piece's row before it. ``places``: see ``Extras``."""
     filled = [(piece, found) for piece in pieces if (found := media[piece.row]) is not None]
     embeddings = [found.slice(piece.begin, piece.end) for piece, found in filled]
     if not embeddings and asked == LOGITS_ONLY:
@@ -204,10 +202,8 @@ def _stacked(parts: Sequence[Tensor]) -> Tensor:
 
 
 def stacked(rows: Sequence[Tensor]) -> Tensor:
-    """Stack tensors of one shape to ``[B, ...]``: a view if they are neighbours in memory.
-
-    So are the rows of one forward. Others are copied.
-    """
+    """Stack tensors of one shape to ``[B, ...]``: a view if they are neighbours in memory. So are
+    the rows of one forward. Others are copied."""
     first = rows[0]
     size = first.numel() * first.element_size()
     together = all(

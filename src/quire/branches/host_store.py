@@ -101,11 +101,8 @@ class MoveCosts:
         self._tokens, self._seconds = 0, 0.0
 
     def ran(self, num_tokens: int, num_chunks: int, seconds: float, *, waited: bool) -> None:
-        """Count a step. ``waited``: its results were waited for.
-
-        The device may still be busy with a step that was not waited for: its time is part of the
-        next one's.
-        """
+        """Count a step. ``waited``: its results were waited for. The device may still be busy with
+        a step that was not waited for: its time is part of the next one's."""
         self._tokens += num_tokens
         self._seconds += seconds
         if waited:
@@ -115,10 +112,8 @@ class MoveCosts:
             self._tokens, self._seconds = 0, 0.0
 
     def moving_is_cheaper(self, tokens: float, nbytes: int, *, there: bool = True) -> bool:
-        """Return whether copying ``nbytes`` out (``there``) and back beats computing ``tokens``.
-
-        A refusal to copy out forgets the oldest measurement of copying, so that a slow spell ends.
-        """
+        """Return whether copying ``nbytes`` out (``there``) and back beats computing ``tokens``. A
+        refusal to copy out forgets the oldest measurement of copying, so that a slow spell ends."""
         if not self.out.measured:
             self._probe()
         back = self.back if self.back.measured else self.out
@@ -230,7 +225,7 @@ class HostStore:
             if nbytes > self.capacity or not self.worth_moving(tokens, nbytes) or not self._make_room(nbytes):
                 return False
             layers = [int(group["group"]) for group in metadata["groups"]]
-            # Layer by layer, so that the device never gathers a second copy of everything.
+            # Layer by layer: the device never gathers a second copy of everything.
             groups = to_host(((layer, state.export_page_group(seq, layer)) for layer in layers), state.device)
             self.costs.out.add(nbytes, time.perf_counter() - started)
         except Exception:
@@ -243,7 +238,7 @@ class HostStore:
         return True
 
     def _make_room(self, nbytes: int) -> bool:
-        """Forget copies of idle sessions, oldest first, to make room; return whether there is room."""
+        """Forget copies of idle sessions, oldest first, to make room; return whether there is."""
         if self.used + nbytes <= self.capacity:
             return True
         needed = {id(entry.copy): entry.copy.nbytes for entry in self._entries.values() if entry.waiting}
@@ -304,11 +299,11 @@ class HostStore:
             raise
 
     def _fitting(self, copy: HostCopy, length: int) -> tuple[dict[str, Any], dict[int, dict[str, Tensor]]]:
-        """Return the copy without recurrent states behind ``length`` or for which there is no room."""
+        """Return the copy without recurrent states behind ``length``, or that find no room."""
         state, kept = self.runner.state, list(copy.metadata["kept_recurrent_positions"])
         if not kept:
             return dict(copy.metadata), copy.groups
-        # The present state takes a slot, the next forward one more. A cut needs the state at ``length``.
+        # The present state and the next forward take a slot each. A cut needs one, too.
         room = max(state.num_available_states - 2, int(length < copy.length))
         taken = [position for position in kept if position <= length][-room:] if room else []
         gone = {str(position) for position in set(kept) - set(taken)}
@@ -338,10 +333,8 @@ def shared_part(state: ModelState, seq: SeqId) -> float:
 
 
 def stops_of(state: ModelState, seq: SeqId) -> tuple[range, ...]:
-    """Return the lengths that an export of a sequence can be cut to.
-
-    Of recurrent states only the present one and checkpoints are exported.
-    """
+    """Return the lengths that an export of a sequence can be cut to. Of recurrent states only the
+    present one and checkpoints are exported."""
     found = state.reachable(seq)
     if not state.recurrent_ids:
         return tuple(found)
@@ -355,10 +348,8 @@ def export_bytes(metadata: Mapping[str, Any]) -> int:
 
 
 def to_host(groups: Iterable[tuple[int, Mapping[str, Tensor]]], device: torch.device) -> dict[int, dict[str, Tensor]]:
-    """Return layers with their tensors in host memory.
-
-    From a GPU they come through pinned memory; a CPU's tensors are returned as they are.
-    """
+    """Return layers with their tensors in host memory. From a GPU they come through pinned memory;
+    a CPU's tensors are returned as they are."""
     if device.type == "cpu":
         return {layer: dict(tensors) for layer, tensors in groups}
     found: dict[int, dict[str, Tensor]] = {}

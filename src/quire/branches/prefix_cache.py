@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, TypeAlias
 
@@ -38,7 +38,7 @@ LITTLE = 32
 """Tokens; a sequence that saves fewer saves little."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class PrefixCacheStats:
     """Counts since the cache was made; of tokens, those asked for in lookups and those found."""
 
@@ -73,7 +73,7 @@ class RadixCache:
         self._roots: dict[Hashable, PrefixNode] = {}
         self._entries: dict[SeqId, HeldPrefix] = {}
         self._cached: OrderedDict[SeqId, HeldPrefix] = OrderedDict()  # least recently used first
-        self._lookups = self._hits = self._queried_tokens = self._matched_tokens = self._evictions = 0
+        self._stats = PrefixCacheStats()
 
     def __len__(self) -> int:
         """Return the number of sequences, live and cached."""
@@ -89,13 +89,7 @@ class RadixCache:
 
     @property
     def stats(self) -> PrefixCacheStats:
-        return PrefixCacheStats(
-            lookups=self._lookups,
-            hits=self._hits,
-            queried_tokens=self._queried_tokens,
-            matched_tokens=self._matched_tokens,
-            evictions=self._evictions,
-        )
+        return replace(self._stats)
 
     def key_of(self, seq: SeqId) -> Hashable:
         """Return the key of ``seq``. ``NotFound`` if it is not in the cache."""
@@ -112,11 +106,11 @@ class RadixCache:
         ``tokens[:-1]``. The sequence becomes the most recently used.
         """
         tokens_T = as_token_ids(tokens)
-        self._lookups += 1
-        self._queried_tokens += tokens_T.size
+        self._stats.lookups += 1
+        self._stats.queried_tokens += tokens_T.size
         if (found := self._find(tokens_T, key)) is not None:
-            self._hits += 1
-            self._matched_tokens += found[1]
+            self._stats.hits += 1
+            self._stats.matched_tokens += found[1]
             if not self._entries[found[0]].live:
                 self._cached.move_to_end(found[0])
         return found
@@ -151,10 +145,8 @@ class RadixCache:
         return best, found
 
     def held(self, tokens: Sequence[int] | NDArray[Any], key: Hashable) -> int:
-        """Return how long a prefix of ``tokens [T]`` sequences of this key have computed.
-
-        Perhaps none of them can be forked there. Counts as no use.
-        """
+        """Return how long a prefix of ``tokens [T]`` sequences of this key have computed. Perhaps
+        none of them can be forked there. Counts as no use."""
         root = self._roots.get(key)
         return 0 if root is None else root.walk(as_token_ids(tokens))[1]
 
@@ -170,10 +162,8 @@ class RadixCache:
     def find(
         self, tokens: Sequence[int] | NDArray[Any], key: Hashable, *, without: SeqId | None = None
     ) -> tuple[SeqId, int] | None:
-        """Return what ``match`` would find. Counts as no lookup and as no use.
-
-        ``without``: a sequence to pass over, which makes a difference for states that forget only.
-        """
+        """Return what ``match`` would find. Counts as no lookup and as no use. ``without``: a
+        sequence to pass over, which makes a difference for states that forget only."""
         return self._find(as_token_ids(tokens), key, without)
 
     def insert(
@@ -215,10 +205,8 @@ class RadixCache:
         return [other.seq for other in redundant] + ([] if live else self._retire(entry))
 
     def truncate(self, seq: SeqId, length: int) -> None:
-        """Rewind a live sequence to its first ``length`` tokens.
-
-        ``NotFound``: unknown. ``FailedPrecondition``: cached. ``InvalidArgument``: no such length.
-        """
+        """Rewind a live sequence to its first ``length`` tokens. ``NotFound``: unknown.
+        ``FailedPrecondition``: cached. ``InvalidArgument``: no such length."""
         entry = self._entry(seq)
         if not entry.live:
             raise FailedPrecondition(
@@ -246,7 +234,7 @@ class RadixCache:
         oldest = list(islice(self._cached.items(), 1 if self._reach is None else LOOKED_AT))
         seq, entry = next((one for one in oldest if len(oldest) > 1 and self._loss(one[1]) < LITTLE), oldest[0])
         self._forget(entry)
-        self._evictions += 1
+        self._stats.evictions += 1
         return seq
 
     def _loss(self, entry: HeldPrefix) -> int:

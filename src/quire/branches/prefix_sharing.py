@@ -42,10 +42,8 @@ def shared_rows(
 
 
 def _longest(pool: CachePool, ids: Ids, adapter: int | None, places: Ids) -> tuple[Row | None, int]:
-    """Return the row of a live cache that can be forked latest, and the length of the fork.
-
-    Its tokens up to there are those of ``ids``, ran under ``adapter`` and stand at ``places``.
-    """
+    """Return the row of a live cache that can be forked latest, and the length of the fork. Its
+    tokens up to there are those of ``ids``, ran under ``adapter`` and stand at ``places``."""
     best: tuple[Row | None, int] = (None, 0)
     wanted = BASE.then(0, adapter)
     for cache in list(pool.caches.values()):

@@ -36,9 +36,7 @@ class PrefixNode:
 
     def walk(self, tokens_T: Ids) -> tuple[PrefixNode, int]:
         """Descend from this root as far as ``tokens_T`` leads; return the last node and the length.
-
-        The length may lie inside of the node's edge.
-        """
+        The length may lie inside of the node's edge."""
         node, length = self, 0
         while length < tokens_T.size:
             child = node.children.get(int(tokens_T[length]))
@@ -114,10 +112,7 @@ class HeldPrefix:
 
     def require_extended(self, key: Hashable, node: PrefixNode | None, matched: int, length: int) -> None:
         """Raise ``AlreadyExists`` unless ``matched`` tokens on the way to ``node`` begin with those
-        held here.
-
-        ``length``: how many tokens are given in all.
-        """
+        held here. ``length``: how many tokens are given in all."""
         if self.key != key:
             raise AlreadyExists(f"sequence {self.seq} is in the prefix cache under key {self.key!r}, not {key!r}")
         held = self.node.end

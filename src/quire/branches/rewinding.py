@@ -59,10 +59,8 @@ def copy_of(cache: C, lengths: Sequence[int], operation: Operation) -> C:
 
 
 def run_owed(cache: CacheRows, owed: Sequence[Ids], runs: Sequence[AdapterRuns], operation: Operation) -> None:
-    """Let the rows go on with ``owed[i]``, each token under the adapter that ``runs[i]`` says.
-
-    All rows, or none and the error.
-    """
+    """Let the rows go on with ``owed[i]``, each token under the adapter that ``runs[i]`` says. All
+    rows, or none and the error."""
     pool, origins, counts = cache.pool, cache.lengths, [ids.size for ids in owed]
     parts = extensions(cache, origins, counts)
     for part, history in zip(parts, runs, strict=True):

@@ -88,7 +88,7 @@ class Row(Branch):
         return start if self.positions is None or not start else int(self.positions.ids[start - 1]) + 1
 
     def following(self, start: int, count: int) -> Ids | None:
-        """Return the default places of ``count`` tokens from index ``start``; None: their indices."""
+        """Return the default places of ``count`` tokens from ``start`` on; None: their indices."""
         if self.positions is None:
             return None
         first = self.next_position(start)
@@ -96,9 +96,7 @@ class Row(Branch):
 
     def stand(self, start: int, positions: Ids | None) -> None:
         """Let the tokens from index ``start`` on stand at ``positions``; None: at their indices.
-
-        ``start`` is where the row ended before.
-        """
+        ``start`` is where the row ended before."""
         if positions is None or (self.positions is None and are_indices(positions, start)):
             return
         if self.positions is None:
@@ -125,10 +123,8 @@ class Row(Branch):
         return later < len(self.cuts) and self.cuts[later][1] < length
 
     def like(self, seq: SeqId, length: int | None = None) -> Row:
-        """Return a row for a fork of this one's sequence, without its history of cuts.
-
-        ``length``: of how many tokens; None: of all.
-        """
+        """Return a row for a fork of this one's sequence, without its history of cuts. ``length``:
+        of how many tokens; None: of all."""
         length = self.computed if length is None else length
         return Row(
             seq=seq,

@@ -74,7 +74,7 @@ class Extension:
         return max(len(path_to(self.parents, node)) for node in range(len(self.parents)))
 
     def require_limits(self, facts: ModelFacts) -> None:
-        """Raise ``ResourceExhausted`` beyond limits, ``Unsupported`` for positions with a window."""
+        """Raise ``ResourceExhausted`` beyond limits, ``Unsupported`` for positions in a window."""
         end, label = self.start + self.depth, f"{self.label}: " if self.label else ""
         if end > facts.max_model_len:
             raise ResourceExhausted(
@@ -102,10 +102,8 @@ def extensions(
     adapter: int | None = None,
     positions: Sequence[Ids | None] | None = None,
 ) -> list[Extension]:
-    """Return all rows of a cache, extended under ``adapter`` by chains of tokens.
-
-    ``positions``: of the tokens; None: behind those before them.
-    """
+    """Return all rows of a cache, extended under ``adapter`` by chains of tokens. ``positions``: of
+    the tokens; None: behind those before them."""
     given = [None] * cache.batch_size if positions is None else positions
     return [
         Extension(
@@ -167,10 +165,8 @@ def kept_edits(part: Extension, count: int) -> list[Edit]:
 
 
 def require_vocabulary(ids: Ids, vocab_size: int, what: str, *, placeholders: bool = False) -> None:
-    """Raise ``InvalidArgument`` if an id lies outside of 0..V-1.
-
-    ``placeholders``: negative ones were checked already.
-    """
+    """Raise ``InvalidArgument`` if an id lies outside of 0..V-1. ``placeholders``: negative ones
+    were checked already."""
     bad = ids[(ids >= vocab_size) | ((ids < 0) & (not placeholders))]
     if bad.size:
         raise InvalidArgument(f"{what}: token id {int(bad[0])} is outside of 0..{vocab_size - 1}", field=what)

@@ -120,11 +120,8 @@ def _checked(kind: str, data: VisionData | AudioData, hidden_size: int) -> tuple
 def _divide(
     all_ME: Tensor, sources: dict[int, tuple[int, bool]], tokens: Sequence[Ids], sees_images: bool
 ) -> list[RowMedia | None]:
-    """Give each row its embeddings.
-
-    ``sources``: where the embeddings of a negative id begin, and whether each further such id takes
-    the next.
-    """
+    """Give each row its embeddings. ``sources``: where the embeddings of a negative id begin, and
+    whether each further such id takes the next."""
     taken = dict.fromkeys(sources, 0)
     found: list[RowMedia | None] = []
     for ids in tokens:

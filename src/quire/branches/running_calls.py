@@ -26,21 +26,16 @@ class Operation:
         self._cancelled = True
 
     def check(self) -> None:
-        """Raise ``Cancelled`` if it was cancelled. Signals take effect here.
-
-        Asked before each forward and before each sampled token.
-        """
+        """Raise ``Cancelled`` if it was cancelled. Signals take effect here. Asked before each
+        forward and before each sampled token."""
         check()
         if self._cancelled:
             raise Cancelled(f"{self.verb} was cancelled")
 
 
 class Operations:
-    """The calls inside of an executor, those that wait for its lock included.
-
-    It has a lock of its own that is held for an instant only, so that ``cancel`` never waits for a
-    running call.
-    """
+    """The calls inside of an executor, those that wait for its lock included. It has a lock of its
+    own that is held for an instant only, so that ``cancel`` never waits for a running call."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

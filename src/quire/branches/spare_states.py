@@ -25,10 +25,8 @@ def is_roomy(state: ModelState, slots: int) -> bool:
 
 
 def are_short(state: ModelState) -> bool:
-    """Return whether a call lacks slots for states rather than pages.
-
-    So it is if at most half of the slots can be had, or more than half of each layer class's pages.
-    """
+    """Return whether a call lacks slots for states rather than pages. So it is if at most half of
+    the slots can be had, or more than half of each layer class's pages."""
     if not state.recurrent_ids:
         return False
     *free, (slots, size) = zip(state.free_pages(), state.pool_sizes(), strict=True)
@@ -37,10 +35,7 @@ def are_short(state: ModelState) -> bool:
 
 def mark(state: ModelState, seq: SeqId, old: int | None) -> int | None:
     """Keep the present recurrent state of a sequence, if there is room, in place of the one at
-    ``old``.
-
-    Return the position of the state that is kept now; None: none is.
-    """
+    ``old``. Return the position of the state that is kept now; None: none is."""
     if not state.recurrent_ids:
         return None
     position, held = state.sequence_length(seq), state.checkpoints(seq)
@@ -61,9 +56,7 @@ def by_last_access(savers: Iterable[StateSaver]) -> Iterator[StateSaver]:
 
 def give_up(savers: Iterator[StateSaver], wanted: int) -> int:
     """Let the next savers let go of their states until ``wanted`` are gone; return their number.
-
-    Fewer slots may become free: other sequences may hold some of the states, too.
-    """
+    Fewer slots may become free: other sequences may hold some of the states, too."""
     found = 0
     while found < wanted and (saver := next(savers, None)) is not None:
         found += saver.give_up_states()

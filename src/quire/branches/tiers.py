@@ -9,22 +9,16 @@ from quire.branches.branch import Branch
 
 class Tier(Protocol):
     """A keeper of copies of states, by their branches. Tokens suffice: a lost copy is run again.
-
-    The caller has the runner's lock. ``quire.branches.host_store`` is the tier in host memory.
-    """
+    The caller has the runner's lock. ``quire.branches.host_store`` is the tier in host memory."""
 
     def save(self, branch: Branch, *, waiting: bool) -> bool:
         """Keep a copy of the state that a branch is about to lose, if that is worth it and fits.
-
-        ``waiting``: a request waits for it, so it stays until the request runs again.
-        """
+        ``waiting``: a request waits for it, so it stays until the request runs again."""
         ...
 
     def restore(self, branch: Branch, limit: int) -> None:
-        """Put a copy, at most its first ``limit`` tokens, in the place of a branch's empty sequence.
-
-        The copy is kept no longer. If it does not come back, the branch stays as it is.
-        """
+        """Put a copy, at most its first ``limit`` tokens, in place of a branch's empty sequence.
+        The copy is kept no longer. If it does not come back, the branch stays as it is."""
         ...
 
     def holds(self, branch: Branch) -> int:
@@ -40,10 +34,8 @@ class Tier(Protocol):
         ...
 
     def truncate(self, branch: Branch, length: int) -> None:
-        """Let only the first ``length`` tokens still be the branch's.
-
-        Fewer are kept where windows and recurrent states do not let the copy be cut there.
-        """
+        """Let only the first ``length`` tokens still be the branch's. Fewer are kept where windows
+        and recurrent states do not let the copy be cut there."""
         ...
 
     def move(self, source: Branch, target: Branch, *, waiting: bool) -> None:

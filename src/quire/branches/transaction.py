@@ -192,10 +192,8 @@ class Transaction:
         )
 
     def _takes_a_slot(self, part: Extension) -> bool:
-        """Return whether keeping the state at the start takes a slot beyond ``_needed``.
-
-        It does unless the state was there before, or is kept by itself.
-        """
+        """Return whether keeping the state at the start takes a slot beyond ``_needed``. It does
+        unless the state was there before, or is kept by itself."""
         interval = self._facts.state_interval
         return part.owed.size > 0 and not (interval and part.start % interval == 0)
 
@@ -348,10 +346,8 @@ class Transaction:
         self._keep_starts(self._given_up)
 
     def _check_room(self, pieces: Sequence[Piece]) -> None:
-        """Raise ``ResourceExhausted`` if a forward of a windowed state finds no pages.
-
-        For other states ``__enter__`` has made room.
-        """
+        """Raise ``ResourceExhausted`` if a forward of a windowed state finds no pages. For other
+        states ``__enter__`` has made room."""
         if not self._lets_go:
             return
         seqs = [self.parts[piece.row].seq for piece in pieces]

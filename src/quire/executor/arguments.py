@@ -5,9 +5,10 @@ Letters: B batch rows; S tokens of a row with padding.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -23,6 +24,8 @@ from quire.errors import InvalidArgument, QuireError, Unsupported
 from quire.executor.cache import KVCache
 from quire.executor.handle import Handle
 from quire.runner.local import Runner
+
+T = TypeVar("T")
 
 NO_MASKS = "recurrent layers see the tokens of a row in order, and no mask can change that; give the image with bidirectional=False"
 
@@ -145,7 +148,7 @@ def to_ids(row: Tensor) -> Ids:
 
 
 def require_adapter(pool: CachePool, adapter: int | None) -> None:
-    """Raise ``NotFound`` unless the id is loaded, ``Unsupported`` if the model can run no adapter."""
+    """Raise ``NotFound`` unless it is loaded, ``Unsupported`` if the model can run no adapter."""
     if adapter is None:
         return
     if pool.facts.adapter_refusal:
@@ -158,19 +161,21 @@ def require_together(pool: CachePool, requests: Sequence[Request]) -> None:
     pool.runner.adapters.check([request.adapter for request in requests])
 
 
-def require_distinct(requests: Sequence[Request], verb: str) -> None:
-    """Raise ``InvalidArgument`` if two items extend one cache."""
-    seen: dict[str, int] = {}
-    for index, request in enumerate(requests):
-        if request.cache is None:
-            continue
-        first = seen.setdefault(request.cache.cache_id, index)
-        if first != index:
+def distinct_requests(check: Callable[[T], Request], items: Sequence[T], verb: str) -> list[Request]:
+    """Check the items of a batch; ``InvalidArgument`` if two of them extend one cache."""
+    requests: list[Request] = []
+    first: dict[str, int] = {}
+    for index, item in enumerate(items):
+        with naming_item(verb, index):
+            requests.append(check(item))
+    for index, cache in enumerate(request.cache for request in requests):
+        if cache is not None and (other := first.setdefault(cache.cache_id, index)) != index:
             raise InvalidArgument(
-                f"{verb}: items {first} and {index} continue the same cache {request.cache.cache_id}; "
+                f"{verb}: items {other} and {index} continue the same cache {cache.cache_id}; "
                 "give each cache once, or clone_handle",
                 field="kv_cache",
             )
+    return requests
 
 
 @contextmanager
@@ -210,7 +215,7 @@ def union(asked: Iterable[WantedOutputs]) -> WantedOutputs:
 
 
 def tree_of(parents: Sequence[int], count: int, what: str) -> tuple[int, ...]:
-    """Return the parents of ``count`` nodes; ``InvalidArgument`` unless each lies before its node."""
+    """Return parents of ``count`` nodes; ``InvalidArgument`` unless each lies before its node."""
     if len(parents) != count:
         raise InvalidArgument(field=what, given=list(parents), allowed=f"{count} parents, one for each token")
     for node, parent in enumerate(parents):

@@ -28,10 +28,8 @@ _TENSOR_NAME: Final = re.compile(r"kv_cache_[kv]_(0|[1-9][0-9]{0,8})")
 
 @checks_arguments()
 class KVCache(CacheRows):
-    """See ``KVCacheInterface``; made by ``create_kv_cache``. Its methods may be called from any thread.
-
-    ``NotFound`` after ``release`` (or ``Executor.release_cache``).
-    """
+    """See ``KVCacheInterface``; made by ``create_kv_cache``, usable from any thread. ``NotFound``
+    after ``release`` (or ``Executor.release_cache``)."""
 
     batch: weakref.WeakSet[KVCache] | None = None
     """The caches that were prefilled in the same call; None: this one alone."""
@@ -58,29 +56,21 @@ class KVCache(CacheRows):
         return frozenset(adapter for row in self.rows for adapter in row.runs.ids)
 
     def positions(self, row: int) -> Ids:
-        """Return a copy of the positions at which the tokens of a row were rotated.
-
-        They are the indices unless ``position_ids`` were given.
-        """
+        """Return a copy of the positions at which the tokens of a row were rotated. They are the
+        indices unless ``position_ids`` were given."""
         given = self.rows[row].positions
         return np.arange(self.lengths[row]) if given is None else given.ids.copy()
 
     def token_ids(self, row: int) -> Ids | None:
-        """Return a copy of the ids that made a row, or None where they are not known.
-
-        What stands at a placeholder is below -4 and made from its data: equal ids mean equal
-        content.
-        """
+        """Return a copy of the ids that made a row, or None where they are not known. What stands
+        at a placeholder is below -4 and made from its data: equal ids mean equal content."""
         held = self.rows[row].tokens
         return held.ids.copy() if held.is_known else None
 
     @locked
     def read(self, layer: int, lengths: Sequence[int], *, values: bool) -> Tensor:
-        """Return a gathered copy of K or V of one layer, ``[B, n, Hkv, D]``.
-
-        Row i has its first ``lengths[i]`` tokens, then zeros, and zeros where a window has let go
-        of a token.
-        """
+        """Return a gathered copy of K or V of one layer, ``[B, n, Hkv, D]``. Row i has its first
+        ``lengths[i]`` tokens, then zeros, and zeros where a window has let go of a token."""
         self.settle()
         state = self.pool.state
         none_0HD = state.debug_get_kv(self.rows[0].seq, 0, 0, layer=layer)[values]
@@ -95,11 +85,8 @@ class KVCache(CacheRows):
 
     @locked
     def pages(self) -> list[NDArray[np.int32]]:
-        """Return a copy of the page table of each row; -1 where a window has passed.
-
-        It is that of the layer class that stands for all. ``Unsupported`` where no layer keeps
-        pages.
-        """
+        """Return a copy of the page table of each row; -1 where a window has passed. It is that of
+        the layer class that stands for all. ``Unsupported`` where no layer keeps pages."""
         self.settle()
         if not self.pool.facts.specs:
             raise Unsupported(f"block_table: {NO_PAGES}")
@@ -180,7 +167,7 @@ class KVCache(CacheRows):
         if other.dynamic != self.dynamic:
             kinds = ("static", "dynamic")
             raise InvalidArgument(f"the other cache is {kinds[other.dynamic]}, this one {kinds[self.dynamic]}")
-        # Caches of one executor have equal tensors, model and dtype; pages of another one cannot be shared.
+        # Caches of one executor have equal tensors; pages of another cannot be shared.
         if other.pool is not self.pool:
             raise InvalidArgument("the other cache belongs to another executor; use serialize and load")
 
@@ -197,7 +184,7 @@ class KVCache(CacheRows):
             return serialized.dump(self)
 
     def load(self, data: bytes | bytearray | memoryview, *, convert_dtype: bool = False) -> None:
-        # A session's file may have tokens that must be run, so it is a call of the executor like any other.
+        # A session's file may have tokens that must be run, so it is a call of the executor.
         with self.pool.operations.running("load") as operation, self.pool.lock:
             self.require_live()
             self.pool.sweep()

@@ -1,7 +1,7 @@
 """``Executor``: all verbs of ``ModelExecutor`` over one runner.
 
-A verb checks its arguments (``arguments``), runs a ``Transaction`` and records what it took. Nothing that a later call
-depends on is kept here: state lives in KV caches.
+A verb checks its arguments (``arguments``), runs a ``Transaction`` and records what it took. State
+lives in KV caches: a later call depends on nothing that is kept here.
 
 Letters: B batch rows; S tokens of a row with padding; V vocabulary; k draft tokens.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import cast
 
 from torch import Tensor
@@ -44,10 +45,9 @@ from quire.executor.adapter_assets import read_assets
 from quire.executor.arguments import (
     Request,
     decode_request,
-    naming_item,
+    distinct_requests,
     prefill_request,
     require_adapter,
-    require_distinct,
     require_together,
     resolve_cache,
     union,
@@ -71,14 +71,16 @@ from quire.types import LogitsWanted
 class Executor:
     """See ``ModelExecutor``; ``LlmExecutor`` is the other face of the same object.
 
-    ``identity``: which model the runner has. ``max_model_len``: tokens of a row at most, None: the model's.
-    ``max_batch_size``: rows of a call at most. ``prefill_chunk_size``: tokens of a forward at most, for prompts; <= 0: all
-    at once. ``lock``: the one of whoever else drives the same runner (a serving engine); None: nobody does.
+    ``identity``: of the runner's model. ``max_model_len``: tokens of a row at most; None: the
+    model's. ``max_batch_size``: rows of a call at most. ``prefill_chunk_size``: tokens of a
+    prompt's forward at most; <= 0: all. ``lock``: the one of all that drive the same runner, as a
+    serving engine; None: there are no others.
 
-    ``executor_type``: of a Sequential one every call holds one row, whatever ``max_batch_size`` says; a Batch decodes what was
-    prefilled together, together; a ContinuousBatch takes any. ``modalities``: for which of "vision" and "audio" the caller
-    has an encoder. ``share_prefixes``: a prompt without a cache starts from what live caches hold of its beginning, where
-    not all its logits are wanted. ``window``, ``sink``: see ``ModelFacts.of``. ``fallbacks``: what ``status`` lists.
+    ``executor_type``: a Sequential executor takes one row a call, whatever ``max_batch_size`` says;
+    a Batch decodes what was prefilled together, together; a ContinuousBatch takes any rows.
+    ``modalities``: "vision" and "audio", as far as the caller has an encoder. ``share_prefixes``: a
+    prompt without a cache starts from what live caches hold of it, unless all its logits are
+    wanted. ``window``, ``sink``: see ``ModelFacts.of``. ``fallbacks``: what ``status`` lists.
     """
 
     def __init__(
@@ -115,13 +117,14 @@ class Executor:
         self.operation_metrics = OperationMetrics(self.max_batch_size)
         self._activations: warmup.Activations | None = None
         self._knee = self.max_batch_size
-        """Rows of a decode batch from which more gain little; as many as there may be until it is measured."""
+        """Rows of a decode batch from which more gain little; all that there may be until measured.
+        """
         self._warm = self._closed = False
 
     # -- KV caches ---------------------------------------------------------------------------------
 
     def create_kv_cache(self, *, batch_size: int = 1, capacity: int | None = None, dynamic: bool = False) -> KVCache:
-        """See ``ExecutorBase``. ``InvalidArgument`` also for more rows than ``max_batch_size``."""
+        """See ``ExecutorBase``. ``InvalidArgument`` also beyond ``max_batch_size`` rows."""
         batch_size = check_integer(batch_size, "batch_size", 1)
         self._require_batch(batch_size, "create_kv_cache")
         if capacity is None:
@@ -135,8 +138,8 @@ class Executor:
             return KVCache.create(self.pool, batch_size, capacity, bool(dynamic))
 
     def truncate_kv(self, handle: CacheLike, new_len: int) -> Handle:
-        """See ``ModelExecutor``. All rows are cut to ``new_len``, which none may be shorter than. At once: tokens that must be run
-        again are run before it returns (``rewinding.truncate``)."""
+        """See ``ModelExecutor``. All rows are cut to ``new_len``; none may be shorter. Tokens that
+        must be run again are run before it returns (``rewinding.truncate``)."""
         with self.operation("truncate_kv") as operation:
             cache, _ = resolve_cache(self.pool, handle)
             new_len = check_integer(new_len, "truncate_kv: new_len", 0)
@@ -163,17 +166,11 @@ class Executor:
             return self._prefill([request], [input.logits], operation, keep_chunks=True)[0]
 
     def batch_prefill(self, inputs: Sequence[PrefillInput]) -> list[PrefillOutput]:
-        """See ``ModelExecutor``. One forward, or several if there are more than ``prefill_chunk_size`` tokens, or adapters that do
-        not fit together."""
+        """See ``ModelExecutor``. There is one forward if it can take all tokens and adapters."""
         with self.operation("batch_prefill") as operation:
-            requests = []
-            for index, item in enumerate(inputs):
-                with naming_item("batch_prefill", index):
-                    requests.append(prefill_request(self.pool, item))
-            require_distinct(requests, "batch_prefill")
-            if not requests:
-                return []
-            return self._prefill(requests, [item.logits for item in inputs], operation, keep_chunks=False)
+            requests = distinct_requests(partial(prefill_request, self.pool), inputs, operation.verb)
+            wanted = [item.logits for item in inputs]
+            return self._prefill(requests, wanted, operation, keep_chunks=False) if requests else []
 
     def decode(self, input: DecodeInput) -> DecodeOutput:
         """See ``ModelExecutor``."""
@@ -183,11 +180,8 @@ class Executor:
     def batch_decode(self, inputs: Sequence[DecodeInput]) -> list[DecodeOutput]:
         """See ``ModelExecutor``."""
         with self.operation("batch_decode") as operation:
-            requests = []
-            for index, item in enumerate(inputs):
-                with naming_item("batch_decode", index):
-                    requests.append(decode_request(self.pool, item, operation.verb))
-            require_distinct(requests, "batch_decode")
+            check = partial(decode_request, self.pool, verb=operation.verb)
+            requests = distinct_requests(check, inputs, operation.verb)
             return self._decode(requests, operation) if requests else []
 
     def forward(self, input_ids: Tensor) -> Tensor:
@@ -230,8 +224,8 @@ class Executor:
         sampling: RequestSampling | SamplingParams | None = None,
         draft_parents: Sequence[int] | None = None,
     ) -> SpeculativeOutput:
-        """See ``ModelExecutor``. Exact mode needs ``sampling``, and only exact mode has it (``InvalidArgument``); ``SamplingParams``
-        are refused with what to make of them."""
+        """See ``ModelExecutor``. ``sampling`` goes with exact mode alone (``InvalidArgument``).
+        ``SamplingParams`` are refused with what to make of them."""
         with self.operation("speculative_decode") as operation:
             self._require_whole_batch([resolve_cache(self.pool, input.kv_cache)[0]], "speculative_decode")
             watch = Stopwatch(self.pool.facts.device)
@@ -251,7 +245,9 @@ class Executor:
     def _prefill(
         self, requests: Sequence[Request], wanted: Sequence[LogitsWanted], operation: Operation, *, keep_chunks: bool
     ) -> list[PrefillOutput]:
-        """Run checked prompts. ``keep_chunks``: a cancelled call keeps the whole chunks that it ran."""
+        """Run checked prompts. ``keep_chunks``: a cancelled call keeps the whole chunks that it
+        ran.
+        """
         self._require_batch(sum(request.batch_size for request in requests), operation.verb)
         fresh: list[KVCache] = []
         watch = Stopwatch(self.pool.facts.device)
@@ -299,7 +295,7 @@ class Executor:
         return outputs
 
     def _decode(self, requests: Sequence[Request], operation: Operation) -> list[DecodeOutput]:
-        """One forward with one token of each row of each item."""
+        """Run one forward with one token of each row of each item."""
         sizes = [request.batch_size for request in requests]
         self._require_batch(sum(sizes), operation.verb)
         require_together(self.pool, requests)
@@ -332,7 +328,8 @@ class Executor:
             return self.pool.runner.adapters.load(adapter)
 
     def unload_lora(self, lora_id: int) -> None:
-        """See ``ExecutorBase``. Waits for the running call; ``FailedPrecondition`` where others that share the runner need it."""
+        """See ``ExecutorBase``. Waits for the running call. ``FailedPrecondition`` where others
+        that share the runner need it."""
         with self.operation("unload_lora"):
             self._require_adapters("unload_lora")
             require_adapter(self.pool, lora_id)
@@ -346,7 +343,7 @@ class Executor:
 
     @contextmanager
     def operation(self, verb: str) -> Iterator[Operation]:
-        """A running call: counted as inside from here on, alone on the runner from the lock on."""
+        """Count a running call as inside from here on; from the lock on it has the runner alone."""
         self._require_open(verb)
         with SHIELD, self._operations.running(verb) as operation, self.lock.interruptible:
             self._require_open(verb)
@@ -370,19 +367,19 @@ class Executor:
         self._operations.cancel()
 
     def warmup(self) -> None:
-        """See ``ModelExecutor``. Measures activation memory and decode times once, on sequences of its own."""
+        """See ``ModelExecutor``. Measures memory and decode times once, on sequences of its own."""
         with self.operation("warmup"):
             self._measure()
             if not self._warm:
                 self._knee, self._warm = warmup.knee_of(self.pool, self.max_batch_size), True
 
     def _measure(self) -> None:
-        """Memory of activations, once it can be measured. Call it within an operation."""
+        """Measure memory of activations, once that is possible. Call it within an operation."""
         if self._activations is None:
             self._activations = warmup.measure(self.pool, self.prefill_chunk_size)
 
     def shutdown(self) -> None:
-        """See ``ModelExecutor``. Running calls are cancelled; caches are released; the runner is let go."""
+        """See ``ModelExecutor``. Cancels running calls, releases caches, lets the runner go."""
         self._closed = True
         self._operations.cancel()
         with self.lock:
@@ -391,7 +388,9 @@ class Executor:
     # -- looking -----------------------------------------------------------------------------------
 
     def supports_batch_size(self, batch_size: int, sequence_length: int = 1) -> bool:
-        """See ``ModelExecutor``. Memory of activations counts once it is measured. Waits for a running call."""
+        """See ``ModelExecutor``. Counts memory of activations once measured; waits for a running
+        call.
+        """
         if batch_size > self.max_batch_size or self.pool.runner_or_none is None:
             return False
         with self.lock:
@@ -413,8 +412,8 @@ class Executor:
         return reports.info(self.pool.facts)
 
     def capabilities(self) -> ExecutorCapabilities:
-        """See ``ModelExecutor``. The first call measures memory of activations, so it runs a few short forwards and waits for a
-        running call."""
+        """See ``ModelExecutor``. The first call measures memory of activations. So it runs a few
+        short forwards and waits for a running call."""
         if self.is_usable:
             with self.operation("capabilities"):
                 self._measure()

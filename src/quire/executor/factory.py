@@ -60,10 +60,8 @@ class Choices:
 
 @checks_arguments()
 class Factory:
-    """See ``ExecutorFactory``.
-
-    ``resolve_device``: the device of a name, ``Unsupported`` for an absent one. ``make``: loads and builds.
-    """
+    """See ``ExecutorFactory``. ``resolve_device``: the device of a name, ``Unsupported`` for an
+    absent one. ``make``: loads and builds."""
 
     def __init__(
         self,
@@ -86,7 +84,7 @@ class Factory:
         return self._make(config, choices)
 
     def validate_config(self, config: ExecutorConfig) -> None:
-        """See ``ExecutorFactory``. A model that would have to be fetched is checked when it is there."""
+        """See ``ExecutorFactory``. A model that must be fetched is checked when it is there."""
         self.choices(config)
 
     def supported_types(self) -> list[ExecutorType]:
@@ -178,10 +176,8 @@ def _wants_fused(config: ExecutorConfig) -> bool:
 
 
 def check_flash(config: ExecutorConfig, state: ModelState) -> tuple[str, ...]:
-    """Return what falls back of the fused attention that was asked for "if supported".
-
-    That is the layers that cannot have it. ``Unsupported`` if it is demanded and no layer has it.
-    """
+    """Return what falls back of the fused attention that was asked for "if supported". That is the
+    layers that cannot have it. ``Unsupported`` if it is demanded and no layer has it."""
     plain, attending = state.unfused_layers(), len(state.geometry.specs)
     reason = f"{len(plain)} of {attending} attention layers run without fused attention on {state.device}"
     if config.attention_config.attention_type == AttentionMechanism.FLASH and len(plain) == attending:

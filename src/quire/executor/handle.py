@@ -92,7 +92,7 @@ class Handle:
             )
 
     def require_committed(self) -> None:
-        """Do as ``require_valid``; raise ``FailedPrecondition`` for a handle of a tree's node."""
+        """Do as ``require_valid``; ``FailedPrecondition`` for a handle of a tree's node."""
         self.require_valid()
         if self.pending is not None:
             raise FailedPrecondition(
@@ -100,7 +100,7 @@ class Handle:
             )
 
     def require_valid(self) -> None:
-        """Raise ``NotFound`` if the cache was released, ``InvalidArgument`` if the handle is stale."""
+        """Raise ``NotFound`` if the cache was released, ``InvalidArgument`` for a stale handle."""
         self.cache.require_live()
         if self.pending is not None and self._is_stale():
             raise InvalidArgument(

@@ -147,7 +147,7 @@ class LlmExecutor:
         *,
         sampling: Sequence[Sampling] | None = None,
     ) -> list[list[int]]:
-        """See ``LlmExecutorInterface``. A cancelled call reports the ids of all rows, row after row."""
+        """See ``LlmExecutorInterface``. A cancelled call reports the ids of all rows, in order."""
         return self._sample("sample_tokens_batch", num_steps, inputs, kv_cache, lora_id, sampling)
 
     def _sample(

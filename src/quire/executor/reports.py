@@ -116,7 +116,7 @@ def capabilities(
 
 
 def memory_usage(pool: CachePool) -> MemoryUsage:
-    """Return the memory of weights and K/V pool, used by any owner; after shutdown the peak alone."""
+    """Return memory of weights and K/V pool, used by any owner; after shutdown the peak alone."""
     facts = pool.facts
     peak = facts.parameter_bytes + pool.peak_bytes
     if pool.runner_or_none is None:

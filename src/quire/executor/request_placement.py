@@ -15,10 +15,8 @@ from quire.types import LogitsWanted
 
 
 def place(pool: CachePool, request: Request, wanted: LogitsWanted, *, share: bool) -> tuple[Request, KVCache]:
-    """Return what of a prompt must run, and the cache that it goes to.
-
-    ``share``: a fresh cache may begin with what live caches hold of the prompt.
-    """
+    """Return what of a prompt must run, and the cache that it goes to. ``share``: a fresh cache may
+    begin with what live caches hold of the prompt."""
     if request.cache is not None:
         return request, request.cache
     limits = [0] * request.batch_size

@@ -1,4 +1,4 @@
-"""How ``sample_tokens`` draws: ``SamplingParams`` with their own generator, or any ``RequestSampling``.
+"""The draws of ``sample_tokens``: by ``SamplingParams`` with a generator, or a ``RequestSampling``.
 
 Letters: R rows of logits; V vocabulary.
 """
@@ -38,9 +38,7 @@ _DRAW_FIELDS = frozenset(
 
 def check_params(params: SamplingParams) -> SamplingParams:
     """Return the parameters; ``Unsupported`` for a field about stopping, several samples or text.
-
-    ``max_tokens`` is not looked at: ``num_steps`` says how many.
-    """
+    ``max_tokens`` is not looked at: ``num_steps`` says how many."""
     default = SamplingParams()
     for name in default.__dataclass_fields__:
         if name not in _DRAW_FIELDS | {"max_tokens"} and getattr(params, name) != getattr(default, name):
@@ -54,9 +52,7 @@ def check_params(params: SamplingParams) -> SamplingParams:
 @checks_arguments()
 class ParamsSampling:
     """``RequestSampling`` from ``SamplingParams``: one request's parameters, generator and tokens.
-
-    Its draws are those of the serving engine for equal parameters, logits, history and seed.
-    """
+    Its draws are those of the serving engine for equal parameters, logits, history and seed."""
 
     def __init__(
         self,
@@ -78,11 +74,11 @@ class ParamsSampling:
         self.restart(prompt_ids)
 
     def restart(self, prompt_ids: Sequence[int] | Ids) -> None:
-        """Begin another request with the same generator: ``prompt_ids`` were seen, none was drawn."""
+        """Begin another request with the same generator: nothing but ``prompt_ids`` was seen."""
         self._observed: list[int] = []
         self._prompt = np.asarray(prompt_ids, dtype=np.int64)
         if self.params.needs_history:
-            # Presence and frequency look at the output only; the prompt matters to repetition alone.
+            # The prompt matters to repetition alone; presence and frequency look at output.
             seen = self._prompt if self.params.repetition_penalty != 1.0 else self._prompt[:0]
             self.sampler.counts = TokenCounts(seen)
 
@@ -110,7 +106,7 @@ class ParamsSampling:
         return sampler
 
     def uniform(self) -> float:
-        """See ``RequestSampling``. Greedy parameters draw nothing: 0.0, which takes every certain token."""
+        """See ``RequestSampling``. Greedy parameters draw nothing: 0.0 takes certain tokens."""
         return 0.0 if self.params.is_greedy else self.sampler.uniform()
 
 

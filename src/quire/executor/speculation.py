@@ -41,10 +41,8 @@ def check_threshold(threshold: float) -> None:
 
 
 def check_draft_probabilities(probabilities: Tensor, drafts: Sequence[int], vocab_size: int) -> Tensor:
-    """Return the rows as float64 ``[k, V]`` on the CPU.
-
-    ``InvalidArgument`` unless they are distributions that can give the drafts.
-    """
+    """Return the rows as float64 ``[k, V]`` on the CPU. ``InvalidArgument`` unless they are
+    distributions that can give the drafts."""
     shape = (len(drafts), vocab_size)
     if not probabilities.is_floating_point():
         raise InvalidArgument(f"draft_probabilities must be a floating tensor [k, V]; got {probabilities.dtype}")
@@ -127,7 +125,7 @@ def judge_by_sampling(
 
 
 def _targets(logits_RV: Tensor, drafted: Sequence[int], sampling: RequestSampling) -> Tensor:
-    """Return pT of each row, float64 ``[R, V]`` on the CPU; the last row is behind all ``drafted``."""
+    """Return pT of each row, float64 ``[R, V]`` on the CPU, the last behind all ``drafted``."""
     found_RV = sampling.probabilities(logits_RV, drafted)
     if tuple(found_RV.shape) != tuple(logits_RV.shape):
         raise QuireError(f"sampling made {list(found_RV.shape)} of logits {list(logits_RV.shape)}")

@@ -27,10 +27,8 @@ KNEE = 0.9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Activations:
-    """Memory of a forward besides weights, K and V, and recurrent states.
-
-    It has a part for each token that wants logits, and a part for any forward.
-    """
+    """Memory of a forward besides weights, K and V, and recurrent states. It has a part for each
+    token that wants logits, and a part for any forward."""
 
     bytes_per_token: int
     overhead_bytes: int
@@ -38,9 +36,7 @@ class Activations:
 
 def measure(pool: CachePool, chunk_size: int = 0) -> Activations | None:
     """Measure on sequences that are gone afterwards. None: the pool has no room for two tokens.
-
-    ``chunk_size``: tokens of a forward at most; <= 0: any number.
-    """
+    ``chunk_size``: tokens of a forward at most; <= 0: any number."""
     room = min(available_pages(pool) * pool.facts.page_size, pool.facts.max_model_len)
     room = min(room, chunk_size) if chunk_size > 0 else room
     if pool.facts.state_interval:
@@ -59,12 +55,10 @@ def measure(pool: CachePool, chunk_size: int = 0) -> Activations | None:
 
 def available_pages(pool: CachePool) -> int:
     """Return the free pages; without a layer that has pages, as many as there could be use for.
-
-    None is counted where layers are recurrent and no state is free.
-    """
+    None is counted where layers are recurrent and no state is free."""
     if pool.facts.recurrent_ids and not pool.available_states:
         return 0
-    # Of the class that has the fewest: one forward writes all its tokens, whatever a window lets go of later.
+    # The class with the fewest: a forward writes all its tokens, windows or not.
     pages = pool.state.free_pages()[: len(pool.facts.page_bytes)]
     return min(pages, default=pages_for(pool.facts.max_model_len, 1))
 
@@ -78,10 +72,8 @@ def fits(activations: Activations | None, rows: int, device: torch.device) -> bo
 
 
 def _peak_of_chunk(pool: CachePool, tokens: int, *, placed: bool = False) -> int:
-    """Return the peak of a prompt of which all logits are wanted.
-
-    ``placed``: in a place of theirs, which counts.
-    """
+    """Return the peak of a prompt of which all logits are wanted. ``placed``: in a place of theirs,
+    which counts."""
     seqs = pool.add(1)
     step = Step(chunks=(Chunk(seqs[0], [0] * tokens, logits="all"),))
 
@@ -126,7 +118,7 @@ def knee_of(pool: CachePool, max_batch_size: int) -> int:
     rates: dict[int, float] = {}
     most = min(max_batch_size, available_pages(pool) // pages_for(1 + REPEATS, pool.facts.page_size))
     if pool.facts.recurrent_ids:
-        # One that a row has and one that its next step writes, beside those at multiples of the interval.
+        # One that a row has, one that its next step writes, and those at multiples.
         kept = REPEATS // pool.facts.state_interval if pool.facts.state_interval else 0
         most = min(most, pool.available_states // (2 + kept))
     batch = 1
@@ -138,7 +130,7 @@ def knee_of(pool: CachePool, max_batch_size: int) -> int:
 
 
 def _decode_rate(pool: CachePool, batch: int) -> float:
-    """Return tokens per second of decoding ``batch`` rows, the best of repeats after a first one."""
+    """Return tokens per second of decoding ``batch`` rows, the best of a few repeats."""
     seqs: list[SeqId] = pool.add(batch)
     try:
         step = Step(chunks=tuple(Chunk(seq, [0]) for seq in seqs))
