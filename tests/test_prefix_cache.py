@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from quire.branches.prefix_cache import PrefixCacheStats, RadixCache, as_token_ids
+from quire.branches.history import as_token_ids
+from quire.branches.prefix_cache import PrefixCacheStats, RadixCache
 from quire.errors import AlreadyExists, FailedPrecondition, InvalidArgument, NotFound, QuireError
 
 

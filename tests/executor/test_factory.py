@@ -70,7 +70,7 @@ def test_an_executor_is_what_was_asked_for(tiny: Tiny) -> None:
     assert_close(made.prefill(prompt(ids)).logits[0], tiny.logits(ids))
     capabilities, info = made.capabilities(), made.info()
     assert (capabilities.max_batch_size, info.max_sequence_length, made.prefill_chunk_size) == (4, 100, 7)
-    assert (made.pool.page_size, made.modalities) == (5, {"vision"})
+    assert (made.pool.facts.page_size, made.modalities) == (5, {"vision"})
     assert made.pool.state.capacity == 4 * 100
     assert made.status().memory_usage.allocated_bytes == tiny.model.parameter_bytes + 400 * BYTES_PER_TOKEN
     with pytest.raises(ResourceExhausted, match="maximum of 100"):

@@ -25,8 +25,8 @@ from tests.executor.conftest import (
     token,
 )
 
-from quire.branches.cache_pool import CachePool
 from quire.branches.history import TokenHistory
+from quire.branches.model_facts import ModelFacts
 from quire.branches.row import Row
 from quire.contracts.layers import FullAttention, LatentAttention
 from quire.errors import InvalidArgument, NotFound, ResourceExhausted
@@ -93,8 +93,8 @@ def test_contains(ex: Executor) -> None:
 def test_no_k_and_v_are_claimed_of_latent_layers() -> None:
     latent = LatentAttention(num_heads=2, row_dim=4, value_dim=2)
     attention = FullAttention(num_heads=2, num_kv_heads=1, head_dim=4, value_dim=4)
-    pool: Any = SimpleNamespace(specs=(latent, attention), layer_ids=(0, 2))
-    pool.spec_of = partial(CachePool.spec_of, pool)
+    pool: Any = SimpleNamespace(facts=SimpleNamespace(specs=(latent, attention), layer_ids=(0, 2)))
+    pool.facts.spec_of = partial(ModelFacts.spec_of, pool.facts)
     cache: Any = SimpleNamespace(pool=pool)
     found = [KVCache.contains(cache, f"kv_cache_{one}_{layer}") for layer in range(4) for one in "kv"]
     assert found == [False, False, False, False, True, True, False, False]

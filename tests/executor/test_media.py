@@ -181,14 +181,14 @@ def test_refusals_leave_no_trace(llama: Tiny, ex: Executor) -> None:
     ):
         with refused(kind, ex, cache, match=match):
             llm.prefill(given_, cache)
-    deaf = Executor(ex.pool.runner, identity=ex.pool.identity, modalities=("vision",))
+    deaf = Executor(ex.pool.runner, identity=ex.pool.facts.identity, modalities=("vision",))
     mine = deaf.create_kv_cache()
     with refused(Unsupported, deaf, mine, match="audio data: .* without the modality 'audio'"):
         LlmExecutor(deaf).prefill(given_inputs([-2], audio=AudioData(embeddings=one)), mine)
     LlmExecutor(deaf).prefill(given_inputs([-1], vision=VisionData(embeddings=one)), mine)
     for bad in ("vision", ["smell"]):
         with pytest.raises(InvalidArgument, match="modalities"):
-            Executor(ex.pool.runner, identity=ex.pool.identity, modalities=bad)
+            Executor(ex.pool.runner, identity=ex.pool.facts.identity, modalities=bad)
     for bad_data in (
         lambda: VisionData(embeddings=one, end_embedding=one),
         lambda: VisionData(embeddings=one, bidirectional=1),  # type: ignore[arg-type]

@@ -40,7 +40,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
 
 def peak_of(ex: Executor, run: Callable[[], object]) -> int:
     """Weights, pages of K and V, and the most that was allocated besides."""
-    activations = peak_bytes(run, ex.pool.device)
+    activations = peak_bytes(run, ex.pool.facts.device)
     return ex.status().memory_usage.peak_bytes + activations
 
 

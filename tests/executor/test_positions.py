@@ -353,7 +353,7 @@ def test_windows_and_recurrent_layers_refuse_by_name(llama: Tiny, hybrid: Hybrid
             assert reason in str(caught.value)
         assert handle.cache.lengths == (9,)
         ex.decode(token(handle, 1, **at([9])))
-        if ex.pool.row_window is None:
+        if ex.pool.facts.row_window is None:
             with ex.lock, pytest.raises(Unsupported, match=f"positions: {reason}"):
                 ex.pool.runner.execute(
                     Step(edits=(Add(901),), chunks=(Chunk(901, [1, 2]),)), Extras(positions=np.array([4, 5]))

@@ -524,7 +524,7 @@ def test_states_are_counted_as_memory(hybrid: Hybrid) -> None:
     executor = make_executor(hybrid, tokens=64, states=10)
     one = bytes_per_state([spec for spec in hybrid.model.layer_specs if spec.kind == "recurrent"])  # type: ignore[misc]
     weights = hybrid.model.parameter_bytes
-    pages = executor.pool.page_bytes
+    pages = executor.pool.facts.page_bytes
     usage = executor.status().memory_usage
     assert usage.used_bytes == weights
     assert usage.allocated_bytes == weights + 10 * one + 16 * sum(pages)

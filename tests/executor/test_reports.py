@@ -96,7 +96,7 @@ def test_every_refusal_of_the_table_is_true(ex: Executor) -> None:
 def make_like(ex: Executor, **kwargs: Any) -> Executor:
     """Another executor over the same runner."""
     # One lock for one runner: what is collected while somebody looks at the pool is let go of later.
-    return Executor(ex.pool.runner, identity=ex.pool.identity, lock=ex.pool.lock, **kwargs)
+    return Executor(ex.pool.runner, identity=ex.pool.facts.identity, lock=ex.pool.lock, **kwargs)
 
 
 def test_every_flag_that_is_true_is_exercised(ex: Executor) -> None:

@@ -15,7 +15,7 @@ MUTANTS = (
     Mutant(
         name="prompts-begin-with-windowed-rows",
         file="branches/prefix_sharing.py",
-        old=" or row.window != pool.row_window",
+        old=" or row.window != pool.facts.row_window",
         new="",
         tests=("engine/test_bridge.py::test_salted_tokens_and_windows_are_no_prefix_for_prompts",),
     ),
@@ -36,7 +36,7 @@ MUTANTS = (
     Mutant(
         name="cleared-rows-keep-the-window-of-a-session",
         file="executor/cache.py",
-        old="            if row.window != self.pool.row_window:",
+        old="            if row.window != self.pool.facts.row_window:",
         new="            if False:",
         tests=("engine/test_bridge.py::test_salted_tokens_and_windows_are_no_prefix_for_prompts",),
     ),

@@ -56,9 +56,9 @@ MUTANTS = (
     ),
     Mutant(
         name="positions-in-a-row-with-a-window",
-        file="branches/transaction.py",
-        old="if part.positions is not None and part.row.window is not None:",
-        new="if part.positions is not None and self.pool.row_window is not None:",
+        file="branches/row_extension.py",
+        old="if self.positions is not None and self.row.window is not None:",
+        new="if self.positions is not None and facts.row_window is not None:",
         tests=("executor/test_positions.py::test_a_row_with_a_window_of_its_own",),
     ),
     Mutant(

@@ -127,7 +127,7 @@ SESSIONS = (
         name="covered-sequences-forgotten-under-windows",
         file="branches/prefix_cache.py",
         old="return [] if live else list(node.sequences.values())",
-        new="return list(_sequences_above(node))",
+        new="return list(node.above())",
         tests=("test_gaps.py::test_under_windows_a_longer_sequence_does_not_replace_a_shorter_one",),
     ),
     Mutant(

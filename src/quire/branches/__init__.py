@@ -1,1 +1,1 @@
-"""Branches: histories of which the first tokens are in the KV state. Engine and executors meet here and nowhere else."""
+"""Branches: histories whose first tokens are in the KV state, used by engine and executors."""

@@ -1,7 +1,8 @@
-"""Which adapters a sequence was run under, as keys of the prefix cache say it, and as sessions name it.
+"""The adapters of a sequence: in keys of the prefix cache, and as sessions name them. No torch.
 
-Ids are the runner's and never given twice; fingerprints say what an adapter computes. So a sequence is found again by
-fingerprints: another adapter under the same name has another one, and the same adapter, loaded again, the same. No torch.
+Ids are the runner's and never given twice; fingerprints say what an adapter computes. A sequence is
+found again by fingerprints: another adapter under the same name has another one, and the same
+adapter, loaded again, the same.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from quire.runner.adapter_history import FingerprintRuns, fingerprint_runs
 from quire.types import AdapterRuns
 
 NO_SALT = ("", None)
-"""The salt of prompts and sessions that share prefixes with all others that give no ``cache_salt``."""
+"""The salt of prompts and sessions without ``cache_salt``, which share prefixes with each other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,18 +27,21 @@ class AdapterKey:
     runs: FingerprintRuns
 
     def names(self, fingerprint: str) -> bool:
-        """Whether some token was run under this adapter."""
+        """Return whether some token was run under this adapter."""
         return any(found == fingerprint for _, found in self.runs)
 
 
 def prefix_key(salt: Hashable, runs: AdapterRuns, fingerprint_of: Callable[[int], str]) -> Hashable:
-    """What may share a prefix: equal keys, equal K and V of equal tokens. Without adapters it is ``salt`` itself."""
+    """Return the key of a prefix: equal keys, equal K and V of equal tokens."""
     return AdapterKey(salt, fingerprint_runs(runs, fingerprint_of)) if runs.ids else salt
 
 
 def runs_of_session(runs: AdapterRuns, length: int, adapter: int | None) -> AdapterRuns:
-    """The history of a session of ``length`` tokens that goes on under ``adapter``: its last token, which is run once more for
-    the logits after it, belongs to ``adapter`` too, and the tokens before stay as they were run."""
+    """Return the history of a session of ``length`` tokens that goes on under ``adapter``.
+
+    Its last token, which is run once more for the logits after it, belongs to ``adapter`` too; the
+    tokens before it stay as they were run.
+    """
     return runs.cut(length).then(max(length - 1, 0), adapter)
 
 
@@ -45,16 +49,16 @@ class AdapterNames(Protocol):
     """The names that users know adapters by."""
 
     def name_of(self, adapter: int) -> str | None:
-        """Its name; None if it has none any more."""
+        """Return its name; None if it has none any more."""
         ...
 
     def id_of(self, name: str) -> int:
-        """``NotFound`` if none is loaded under this name."""
+        """Return the id of the adapter with a name; ``NotFound`` if none is loaded under it."""
         ...
 
 
 class Fingerprints:
-    """Names where nobody has given any: the fingerprints. Both callables are those of the runner's adapters."""
+    """Fingerprints as names; both callables are those of the runner's adapters."""
 
     def __init__(self, fingerprint_of: Callable[[int], str], find: Callable[[str], int | None]) -> None:
         self._fingerprint_of = fingerprint_of
@@ -73,7 +77,7 @@ class Fingerprints:
 
 
 def users(requests: int, sessions: int) -> str:
-    """How many use something, in words; empty if nobody does."""
+    """Return, in words, how many use something; empty if none does."""
     counted = [
         f"{count} {noun}{'s' if count > 1 else ''}"
         for count, noun in ((requests, "request"), (sessions, "session"))

@@ -1,8 +1,7 @@
 """``Branch``: a history of tokens of which the first ``computed`` are in the KV state. No torch.
 
-Requests, sessions and rows of KV caches are branches. They differ in who owns them and in what may be
-given up. What is left to run of a branch is ``len(tokens) - computed``; preempting it is
-``computed = 0``.
+Requests, sessions and rows of KV caches are branches. They differ in who owns them and in what may
+be given up. What is left to run is ``len(tokens) - computed``; preempting is ``computed = 0``.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ class Origin:
     exact: bool = True
     """False if the state went through another dtype."""
     modified: bool = False
-    """Whether the state was written into, so that running its tokens again would give another one."""
+    """Whether the state was written into: running its tokens again would give another one."""
     private: bool = False
     """Whether the tokens have a salt of their own, so that no other branch may share them."""
 

@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import partial, wraps
 from typing import Concatenate, Final, ParamSpec, Self, TypeVar
 
+from quire.branches import spare_states
 from quire.branches.branch import Branch
 from quire.branches.cache_pool import CachePool
 from quire.branches.history import Ids
@@ -27,7 +28,7 @@ C = TypeVar("C", bound="CacheRows")
 
 
 def locked(method: Callable[Concatenate[C, P], R]) -> Callable[Concatenate[C, P], R]:
-    """Let a method run alone, and on a cache that was not released only."""
+    """Let a method run alone, and only on a cache that was not released."""
 
     @wraps(method)
     def wrapper(self: C, /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -41,7 +42,7 @@ def locked(method: Callable[Concatenate[C, P], R]) -> Callable[Concatenate[C, P]
 
 @checks_arguments()
 class CacheRows:
-    """Rows over a pool, which frees them once nobody holds this."""
+    """The rows of a cache over a pool, which frees them once the cache is gone."""
 
     def __init__(
         self,
@@ -67,10 +68,10 @@ class CacheRows:
 
     @classmethod
     def create(cls, pool: CachePool, batch_size: int, capacity: int, dynamic: bool) -> Self:
-        """An empty cache; arguments are checked already."""
+        """Return an empty cache. The arguments are checked already."""
         return cls(
             pool,
-            [Row(seq=seq, window=pool.row_window) for seq in pool.add(batch_size)],
+            [Row(seq=seq, window=pool.facts.row_window) for seq in pool.add(batch_size)],
             capacity=capacity,
             dynamic=dynamic,
         )
@@ -84,7 +85,7 @@ class CacheRows:
         return self._lengths()
 
     def require_live(self) -> None:
-        """``NotFound`` if it was released."""
+        """Raise ``NotFound`` if it was released."""
         if self.released:
             raise NotFound(f"KV cache {self.cache_id} was released; make a new one")
 
@@ -92,14 +93,12 @@ class CacheRows:
     def _lengths(self) -> tuple[int, ...]:
         return tuple(row.computed for row in self.rows)
 
-    # -- changing --------------------------------------------------------------------------------------------
-
     @locked
     def truncate(self, lengths: Sequence[int]) -> None:
-        """Keep the first ``lengths[i]`` tokens of row i; each is at most the row's length. Runs nothing.
+        """Keep the first ``lengths[i]`` tokens of row i, at most as many as it has. Runs nothing.
 
-        ``FailedPrecondition``, with all rows as they were, where a window has let go of what a continuation would need, or where
-        tokens must be run again (``rewinding.truncate`` runs them).
+        ``FailedPrecondition``, with all rows as they were, where a window has let go of what a
+        continuation needs, or where tokens must be run again (``rewinding.truncate`` runs them).
         """
         self.settle()
         surplus = [present - length for present, length in zip(self.lengths, lengths, strict=True)]
@@ -111,8 +110,8 @@ class CacheRows:
                 self.set_pending(row, None)
 
     def record(self, row: Row, start: int, ids: Ids, runs: AdapterRuns, positions: Ids | None = None) -> None:
-        """The row's sequence holds ``ids`` from ``start`` on, and nothing behind them, at ``positions`` (None: their indices); all
-        its tokens ran as ``runs`` say."""
+        """Note that the row holds ``ids`` from ``start`` on, and nothing behind them. They stand at
+        ``positions`` (None: their indices); all tokens of the row ran as ``runs`` say."""
         row.tokens.replace_from(start, ids)
         row.computed, row.runs = row.tokens.size, runs
         row.runs = row.runs_before(row.computed)
@@ -122,13 +121,13 @@ class CacheRows:
         self.touch()
 
     def set_pending(self, row: Row, pending: Pending | None) -> None:
-        """Let a tree wait beside a row, in the place of one that waited before."""
+        """Let a tree wait beside a row, in place of one that waited before."""
         if row.pending is not None:
             self.pool.remove([row.pending.seq])
         row.pending = pending
 
     def keep_path(self, row: Row, node: int) -> None:
-        """The row becomes that of its tree's path to ``node``; the tree is gone."""
+        """Let the row end with its tree's path to ``node``; the tree is gone."""
         pending = row.pending
         if pending is None:
             raise QuireError("there is no tree to keep a path of")
@@ -143,14 +142,14 @@ class CacheRows:
 
     @locked
     def copy_of(self, lengths: Sequence[int]) -> Self:
-        """A new cache of the first ``lengths[i]`` tokens of row i. ``FailedPrecondition`` as ``truncate``."""
+        """Return a cache of the first ``lengths[i]`` tokens of row i. Fails as ``truncate``."""
         self.settle()
         seqs = self.pool.fork([row.seq for row in self.rows], lengths)
         rows = [row.like(seq, length) for seq, row, length in zip(seqs, self.rows, lengths, strict=True)]
         return type(self)(self.pool, rows, capacity=self.capacity, dynamic=self.dynamic)
 
     def replace_content(self, fresh: Sequence[Row]) -> None:
-        """Swap in new sequences; the old ones are freed and all handles with tokens are stale."""
+        """Swap in new sequences; free the old ones, whose handles with tokens become stale."""
         self.pool.remove([seq for row in self.rows for seq in row.seqs])
         for row, new in zip(self.rows, fresh, strict=True):
             row.pending = row.chain = None
@@ -160,18 +159,18 @@ class CacheRows:
         self.touch()
 
     def take_over(self, other: CacheRows) -> None:
-        """Swap in the rows of another cache with as many, which is released and holds nothing any more."""
+        """Swap in the rows of another cache with as many, and release that."""
         self.replace_content(other.rows)
         other.rows.clear()
         other.release()
 
     def mark_cut(self, row: Row, length: int) -> None:
-        """Handles of this row that are longer than ``length`` are stale from now on."""
+        """Let handles of this row that are longer than ``length`` be stale from now on."""
         self.revision += 1
         row.cut(self.revision, length)
 
     def touch(self) -> None:
-        """A call used it."""
+        """Note the time of a use."""
         self.last_access = time.monotonic()
 
     def release(self) -> None:
@@ -184,10 +183,9 @@ class CacheRows:
             self.pool.caches.pop(self.cache_id, None)
             self.pool.free(self.rows)
 
-    # -- recurrent states ------------------------------------------------------------------------------------
-
     def settle(self) -> int:
-        """Verified chains become ordinary tokens, of which only the last states are kept; how many tokens these were."""
+        """Let verified chains become ordinary tokens; return how many these are. Of their recurrent
+        states only the last ones are kept."""
         tokens = 0
         for row in self.rows:
             if row.chain is not None:
@@ -197,7 +195,7 @@ class CacheRows:
         return tokens
 
     def cut_chain(self, row: Row, length: int) -> None:
-        """Keep of a row, and of its verified chain, ``length`` tokens, which do not end before the chain begins."""
+        """Cut a row to ``length`` tokens, at or behind the beginning of its verified chain."""
         chain = row.chain
         if chain is None:
             raise QuireError("there is no chain to cut")
@@ -208,13 +206,15 @@ class CacheRows:
         self.touch()
 
     def mark(self, row: Row) -> None:
-        """Keep the present recurrent state of a settled row to come back to, in the place of the one that was marked before. Not
-        where slots are scarce: a mark saves work and nothing else."""
-        row.mark = self.pool.mark(row.seq, row.mark)
+        """Keep a settled row's present recurrent state, in place of its mark, if there is room."""
+        row.mark = spare_states.mark(self.pool.state, row.seq, row.mark)
 
     def give_up_states(self) -> int:
-        """Let go of recurrent states that only save work: those inside of verified chains, marks, and what is kept where the tokens
-        that lead to it are known, and the adapters are loaded that they ran under; how many they were."""
+        """Let go of recurrent states that only save work; return their number.
+
+        These are those inside of verified chains, marks, and those that known tokens under loaded
+        adapters lead to.
+        """
         found = self.settle()
         state = self.pool.state
         for row in self.rows:
@@ -234,10 +234,8 @@ class CacheRows:
 
 
 def become_fork(cache: CacheRows, branch: Branch, *, private: bool) -> None:
-    """Let the only row of a cache be a copy-on-write fork of a branch of which all tokens are computed.
-
-    ``private``: no prompt may begin with what the row holds. Call it under the lock.
-    """
+    """Let the only row of a cache be a copy-on-write fork of a branch that is computed completely.
+    ``private``: no prompt may begin with what the row holds. Call it under the lock."""
     length, row = len(branch.tokens), cache.rows[0]
     if branch.seq is None:
         if branch.window is not None:

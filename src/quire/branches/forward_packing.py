@@ -1,6 +1,7 @@
-"""How the rows of a call become forwards of bounded size, and what comes out of these becomes one result for each row.
+"""How the rows of a call become forwards of bounded size, and their outputs one result per row.
 
-Letters: n tokens of a row; K keys of a row, earlier ones included; R rows of logits; E model width; Hq query heads; V vocabulary.
+Letters: n tokens of a row; K keys of a row, earlier ones included; R rows of logits; E model width;
+Hq query heads; V vocabulary.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quire.branches.row_media import RowMedia, image_mask
+from quire.branches.row_media import RowMedia, image_mask, joined
 from quire.runner.local import NO_EXTRAS, Extras, StepOutput
 from quire.types import AdapterRuns, Chunk, LogitsWanted
 
@@ -27,22 +28,22 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowAdapters:
-    """Under which adapter each token of each row of a call runs, and which of them one forward can use."""
+    """The adapter of each token of each row of a call, and which of them one forward can use."""
 
     runs: Sequence[AdapterRuns]
-    """Per row, by position."""
+    """The adapters of each row, by position."""
     starts: Sequence[int]
     """The position of each row's first token."""
     fits: Callable[[Collection[int]], bool]
     """Whether one forward can use all of these adapters."""
 
     def at(self, row: int, column: int) -> frozenset[int]:
-        """The adapter of a token of a row; none: the base model."""
+        """Return the adapter of a token of a row; empty: the base model."""
         adapter = self.runs[row].at(self.starts[row] + column)
         return frozenset() if adapter is None else frozenset((adapter,))
 
     def end(self, row: int, column: int, count: int) -> int:
-        """Where the tokens that run as this one does end, at most ``count``."""
+        """Return where the tokens with the same adapter as this one end, at most ``count``."""
         end = self.runs[row].end(self.starts[row] + column)
         return count if end is None else min(count, end - self.starts[row])
 
@@ -76,10 +77,11 @@ def pack(
     blocks: Sequence[Sequence[tuple[int, int]]] | None = None,
     adapters: RowAdapters | None = None,
 ) -> list[list[Piece]]:
-    """Forwards of at most ``budget`` tokens (<= 0: one of all) that cover ``counts[i]`` tokens of row i in order.
+    """Return forwards of at most ``budget`` tokens (<= 0: any) for ``counts[i]`` tokens of row i.
 
-    ``blocks``: per row, columns that must not be divided; a forward grows beyond the budget if it must. ``adapters``: a piece has
-    one of them, and a forward those that fit together; None: all is the base model's.
+    ``blocks``: per row, columns that must not be divided; a forward grows beyond the budget if it
+    must. ``adapters``: a piece has one of them, and a forward those that fit together; None: all
+    tokens run under the base model.
     """
     if budget <= 0:
         budget = max(1, sum(counts))
@@ -107,18 +109,18 @@ def pack(
                 room = 0
                 continue
             forwards[-1].append(Piece(row, begin, end))
-            # A row has one piece of a forward, so what runs under another adapter waits for the next one.
+            # A row has one piece of a forward: another adapter waits for the next one.
             begin, room = end, 0 if end == stop < count else room - (end - begin)
     return forwards
 
 
 def rows_wanted(kind: LogitsWanted, count: int) -> int:
-    """Rows of logits of ``count`` tokens."""
+    """Return the number of rows of logits of ``count`` tokens."""
     return {"all": count, "last": 1, "none": 0}[kind]
 
 
 def places_of(pieces: Sequence[Piece], chunks: Sequence[Chunk], rows: Callable[[], Sequence[Tensor]]) -> list[Tensor]:
-    """Where the logits of the pieces of a forward go: parts of the places of whole rows."""
+    """Return where the logits of the pieces of a forward go: parts of the places of rows."""
     found = []
     for piece, chunk in zip(pieces, chunks, strict=True):
         place = rows()[piece.row]
@@ -134,8 +136,8 @@ def extras_of(
     asked: WantedOutputs,
     places: Callable[[], Sequence[Tensor]] | None = None,
 ) -> Extras:
-    """What the runner gets for one forward besides its chunks. ``lengths``: tokens of each piece's row before it; ``places``: see
-    ``Extras``."""
+    """Return what the runner gets for one forward besides its chunks. ``lengths``: tokens of each
+    piece's row before it. ``places``: see ``Extras``."""
     filled = [(piece, found) for piece in pieces if (found := media[piece.row]) is not None]
     embeddings = [found.slice(piece.begin, piece.end) for piece, found in filled]
     if not embeddings and asked == LOGITS_ONLY:
@@ -145,7 +147,7 @@ def extras_of(
     if any(images):
         mask = image_mask(lengths, [end - begin for _, begin, end in pieces], images)
     return Extras(
-        embeddings=_joined(embeddings),
+        embeddings=joined(embeddings) if any(map(len, embeddings)) else None,
         mask=mask,
         hidden_states=asked.hidden_states,
         attention_weights=asked.attention_weights,
@@ -153,18 +155,8 @@ def extras_of(
     )
 
 
-def _joined(embeddings: Sequence[Tensor]) -> Tensor | None:
-    """None where no placeholder is in these pieces."""
-    if not sum(len(part) for part in embeddings):
-        return None
-    dtype = embeddings[0].dtype
-    for part in embeddings:
-        dtype = torch.promote_types(dtype, part.dtype)
-    return torch.cat([part.to(dtype) for part in embeddings])
-
-
 def _within(piece: Piece, media: Sequence[RowMedia | None]) -> list[tuple[int, int]]:
-    """The images of a piece, by column of the piece. None is divided, see ``pack``."""
+    """Return the images of a piece, by its columns. ``pack`` divides none."""
     found = media[piece.row]
     if found is None:
         return []
@@ -176,12 +168,12 @@ class Gathered:
     """The result of one row, in the making."""
 
     logits: Tensor
-    """What the last forward gave."""
+    """The logits of the last forward."""
     hidden: list[tuple[Tensor, ...]] = field(default_factory=list)
     weights: list[tuple[Tensor, ...]] = field(default_factory=list)
 
     def add(self, output: StepOutput, number: int) -> None:
-        """What chunk ``number`` of a step gave for a piece of it."""
+        """Add what chunk ``number`` of a step gave for a piece of the row."""
         if len(rows_RV := output.rows(number)):
             self.logits = rows_RV
         if output.hidden_states:
@@ -202,7 +194,7 @@ def _joined_rows(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _stacked(parts: Sequence[Tensor]) -> Tensor:
-    """``[Hq, n_i, K_i]`` of successive pieces as one ``[Hq, n, K]``, with 0 for keys that came later."""
+    """Join ``[Hq, n_i, K_i]`` of successive pieces to ``[Hq, n, K]``, with 0 for later keys."""
     if len(parts) == 1:
         return parts[0]
     keys = max(part.shape[2] for part in parts)
@@ -210,8 +202,8 @@ def _stacked(parts: Sequence[Tensor]) -> Tensor:
 
 
 def stacked(rows: Sequence[Tensor]) -> Tensor:
-    """Tensors of one shape as one ``[B, ...]``: a view where they lie one behind the other in memory, as the rows of one forward
-    do, and a copy elsewhere."""
+    """Stack tensors of one shape to ``[B, ...]``: a view if they are neighbours in memory. So are
+    the rows of one forward. Others are copied."""
     first = rows[0]
     size = first.numel() * first.element_size()
     together = all(
@@ -227,7 +219,7 @@ def stacked(rows: Sequence[Tensor]) -> Tensor:
 
 
 def batched(rows: Sequence[Tensor], spans: Sequence[tuple[int, int]], columns: int) -> Tensor:
-    """Rows ``[n_i, ...]`` of a batch as ``[B, columns, ...]``, each at its columns; 0 elsewhere."""
+    """Return rows ``[n_i, ...]`` as ``[B, columns, ...]``, each at its columns; 0 elsewhere."""
     out = rows[0].new_zeros(len(rows), columns, *rows[0].shape[1:])
     for target, row, (begin, end) in zip(out, rows, spans, strict=True):
         target[begin:end] = row
@@ -235,7 +227,7 @@ def batched(rows: Sequence[Tensor], spans: Sequence[tuple[int, int]], columns: i
 
 
 def batched_weights(rows: Sequence[Tensor], spans: Sequence[tuple[int, int]], columns: int) -> Tensor:
-    """Rows ``[Hq, n_i, K_i]`` of a batch as ``[B, Hq, columns, K]`` with the largest K; 0 elsewhere."""
+    """Return rows ``[Hq, n_i, K_i]`` of a batch as ``[B, Hq, columns, max K]``; 0 elsewhere."""
     keys = max(row.shape[2] for row in rows)
     out = rows[0].new_zeros(len(rows), rows[0].shape[0], columns, keys)
     for target, row, (begin, end) in zip(out, rows, spans, strict=True):

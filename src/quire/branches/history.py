@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from array import array
+from collections.abc import Iterable, Sequence
 from typing import Any, Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quire.branches.media import NO_MEDIA, Media
+from quire.errors import InvalidArgument
 
 Ids: TypeAlias = NDArray[np.int64]
 
@@ -16,12 +18,14 @@ UNKNOWN: Final = -1
 LAST_PLACEHOLDER: Final = -4
 """Ids below this one are made from the data at placeholders."""
 
+_MAX_ID: Final = int(np.iinfo(np.int32).max)
+
 
 class TokenHistory:
     """An int64 array that grows by doubling. A fork shares it until one of both writes.
 
-    An id below 0 stands for an embedding, which is in ``media`` if it is still known; ``UNKNOWN`` for
-    a token whose id is not known, as after loading a file that does not tell.
+    An id below 0 stands for an embedding, which is in ``media`` if it is still known; ``UNKNOWN``
+    for a token whose id is not known, as after loading a file that does not tell.
     """
 
     __slots__ = ("_buffer", "_shared", "media", "size")
@@ -87,3 +91,33 @@ def common_prefix(a_T: NDArray[Any], b_T: NDArray[Any]) -> int:
     differs_T = a_T[:size] != b_T[:size]
     first = int(differs_T.argmax()) if size else 0
     return first if size and differs_T[first] else size
+
+
+def as_token_ids(tokens: Sequence[int] | NDArray[Any]) -> Ids:
+    """Return ids ``[T]`` as int64: an int64 array as it is, other arrays and lists converted.
+
+    ``InvalidArgument`` unless they are one row of integers in 0..2^31 - 1, or, of an array, below
+    -4: those are made from the data of an image or an embedding (``quire.branches.media``). A
+    placeholder does not tell such data apart, so it must never match.
+    """
+    if isinstance(tokens, np.ndarray):
+        if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+            raise InvalidArgument(f"tokens must be a 1-D integer array, got {tokens.dtype} of shape {tokens.shape}")
+        ids = tokens
+    else:
+        if isinstance(tokens, bytes | bytearray | str):
+            raise InvalidArgument(f"tokens must be integer token ids, got {type(tokens).__name__}; tokenize text first")
+        try:
+            # Unsigned: less than half the time of np.asarray, and floats are refused instead of
+            # truncated.
+            ids = np.frombuffer(array("I", tokens), dtype=np.uintc)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise InvalidArgument(f"tokens must be integers in [0, {_MAX_ID}]: {error}") from None
+    if ids.size and (
+        int(ids.max()) > _MAX_ID or (int(ids.min()) < 0 and ((ids < 0) & (ids >= LAST_PLACEHOLDER)).any())
+    ):
+        raise InvalidArgument(
+            f"token ids must be in [0, {_MAX_ID}], got ids from {ids.min()} to {ids.max()}; "
+            "placeholders of other data cannot be cached by their ids"
+        )
+    return ids.astype(np.int64, copy=False)

@@ -1,10 +1,10 @@
-"""State in host memory: where the sequences of preempted requests and idle sessions wait, if that is cheaper than
-computing them again.
+"""``HostStore``: the ``Tier`` in host memory, for preempted requests and idle sessions.
 
-What is kept is an export of a sequence, to the bit, and comes back by an import as soon as its owner is admitted again.
-Which is cheaper is not guessed: the seconds of prompt tokens and of copied bytes are measured as the engine runs. Where a
-copy is not worth it, does not fit or does not come back, the tokens are computed again. (vLLM's swapping,
-arXiv:2309.06180, section 4.5, moves pages; here it is sequences, so that windows and other kinds of state come along.)
+A copy is an export of a sequence, to the bit; it comes back by an import when its owner is admitted
+again. Whether that is cheaper than computing is measured: the seconds of prompt tokens and of
+copied bytes, as the engine runs. Where a copy is not worth it, does not fit or does not come back,
+the tokens are computed again. (vLLM's swapping, arXiv:2309.06180, section 4.5, moves pages; here it
+is sequences, so that windows and other kinds of state come along.)
 
 The caller holds the engine's lock.
 """
@@ -31,9 +31,9 @@ from quire.types import Pop, Remove, SeqId, Step
 logger = logging.getLogger("quire.engine")
 
 PROBE_BYTES = 4 * 2**20
-"""Copied once where nothing has been copied yet, to know how fast that is."""
+"""Bytes that are copied once, before anything else is, to know how fast that is."""
 MOST_SHARED = 0.5
-"""Of a sequence's pages, the part that may belong to others too: they come back as pages of its own."""
+"""The largest part of a copied sequence that others may hold: it comes back as pages of its own."""
 
 
 @dataclass(eq=False, slots=True)
@@ -42,15 +42,15 @@ class HostCopy:
 
     metadata: Mapping[str, Any]
     groups: dict[int, dict[str, Tensor]]
-    """By layer; in host memory."""
+    """Tensors in host memory, by layer."""
     length: int
     nbytes: int
     stops: tuple[range, ...] = ()
-    """Lengths that it can be cut to with nothing to run again, ascending; its own is among them."""
+    """Lengths that it can be cut to with nothing to run again, ascending, its own among them."""
     owners: int = 0
 
     def reach(self, length: int) -> int:
-        """Tokens that are left of it for an owner of whom only the first ``length`` count."""
+        """Return how many tokens are left for an owner of only the first ``length``."""
         return max((min(length, part.stop - 1) for part in self.stops if part.start <= length), default=0)
 
 
@@ -61,7 +61,7 @@ class Entry:
     copy: HostCopy
     length: int
     waiting: bool
-    """A request waits for it. Otherwise it is an idle session's, and gives way to newer ones."""
+    """Whether a request waits for it; an idle session's gives way to newer ones."""
 
 
 @dataclass(slots=True)
@@ -82,7 +82,7 @@ class Rate:
             self.measured.popleft()
 
     def seconds(self, amount: float) -> float | None:
-        """How long ``amount`` takes; None if nothing was measured."""
+        """Return the seconds that ``amount`` takes; None if nothing was measured."""
         if not self.measured:
             return None
         return amount * sum(seconds for _, seconds in self.measured) / sum(done for done, _ in self.measured)
@@ -101,21 +101,19 @@ class MoveCosts:
         self._tokens, self._seconds = 0, 0.0
 
     def ran(self, num_tokens: int, num_chunks: int, seconds: float, *, waited: bool) -> None:
-        """A step has run. ``waited``: its results were waited for; a device may still be busy with one that was not, and
-        then its time is part of the next one's."""
+        """Count a step. ``waited``: its results were waited for. The device may still be busy with
+        a step that was not waited for: its time is part of the next one's."""
         self._tokens += num_tokens
         self._seconds += seconds
         if waited:
-            # One token of each request is what a decode runs, whose time says little about prompts.
+            # One token of each request is a decode, which says little about prompts.
             if self._tokens > num_chunks:
                 self.prompts.add(self._tokens, self._seconds)
             self._tokens, self._seconds = 0, 0.0
 
     def moving_is_cheaper(self, tokens: float, nbytes: int, *, there: bool = True) -> bool:
-        """Whether copying ``nbytes`` out (``there``) and back takes less time than computing ``tokens``.
-
-        A refusal to copy out forgets the oldest measurement of copying, so that a slow spell does not decide for ever.
-        """
+        """Return whether copying ``nbytes`` out (``there``) and back beats computing ``tokens``. A
+        refusal to copy out forgets the oldest measurement of copying, so that a slow spell ends."""
         if not self.out.measured:
             self._probe()
         back = self.back if self.back.measured else self.out
@@ -137,9 +135,9 @@ class MoveCosts:
 
 
 class HostStore:
-    """Copies of sequences in up to ``capacity`` bytes of host memory (0: none are made), by who owns them.
+    """Copies of sequences in up to ``capacity`` bytes (0: none are made), by their owners.
 
-    ``worth_moving(tokens, nbytes, there=True)`` decides; by default what ``MoveCosts`` has measured.
+    ``worth_moving(tokens, nbytes, there=True)`` decides; by default as ``MoveCosts`` has measured.
     """
 
     def __init__(self, runner: Runner, *, capacity: int = 0) -> None:
@@ -158,20 +156,18 @@ class HostStore:
         self._bytes_held = Gauge("quire:host_memory_bytes", "Bytes of state in host memory now.")
 
     def snapshot(self) -> dict[str, float]:
-        """What it has counted, by name."""
+        """Return its counts by name."""
         self._bytes_held.set(self.used)
         counted = (self._swaps_out, self._swaps_in, self._bytes_out, self._bytes_in, self._bytes_held)
         return {metric.name: metric.value for metric in counted}
 
-    # -- owners ----------------------------------------------------------------------------------------------
-
     def holds(self, owner: Branch) -> int:
-        """Tokens whose state is kept for ``owner``."""
+        """See ``Tier``."""
         entry = self._entries.get(owner)
         return 0 if entry is None else entry.length
 
     def discard(self, owner: Branch) -> None:
-        """``owner`` needs its copy no more."""
+        """See ``Tier``."""
         entry = self._entries.pop(owner, None)
         if entry is not None:
             entry.copy.owners -= 1
@@ -179,8 +175,7 @@ class HostStore:
                 self.used -= entry.copy.nbytes
 
     def truncate(self, owner: Branch, length: int) -> None:
-        """Only the first ``length`` tokens are still the owner's. Where windows and recurrent states do not let the copy be cut
-        there, it holds fewer."""
+        """See ``Tier``."""
         entry = self._entries.get(owner)
         if entry is not None and entry.length > length:
             entry.length = entry.copy.reach(length)
@@ -188,12 +183,12 @@ class HostStore:
                 self.discard(owner)
 
     def reach(self, owner: Branch, length: int) -> int:
-        """Tokens that ``holds`` would say after ``truncate`` to ``length``."""
+        """See ``Tier``."""
         entry = self._entries.get(owner)
         return 0 if entry is None else entry.copy.reach(min(length, entry.length))
 
     def move(self, source: Branch, target: Branch, *, waiting: bool) -> None:
-        """What was kept for one is another's from now on."""
+        """See ``Tier``."""
         entry = self._entries.pop(source, None)
         if entry is not None:
             self.discard(target)
@@ -201,7 +196,7 @@ class HostStore:
             self._entries[target] = entry
 
     def share(self, source: Branch, target: Branch, length: int) -> None:
-        """``target``, a fork, has the first ``length`` tokens too."""
+        """See ``Tier``."""
         entry, held = self._entries.get(source), self.reach(source, length)
         if entry is not None and held:
             self._enter(target, entry.copy, held, waiting=False)
@@ -213,14 +208,8 @@ class HostStore:
         copy.owners += 1
         self._entries[owner] = Entry(copy, length, waiting)
 
-    # -- out -------------------------------------------------------------------------------------------------
-
     def save(self, owner: Branch, *, waiting: bool) -> bool:
-        """Keep a copy of the state that ``owner`` is about to lose, if that is worth it and there is room.
-
-        ``waiting``: it is a request, whose copy stays until it runs again. The copies of idle sessions make room, oldest
-        first.
-        """
+        """See ``Tier``. The copies of idle sessions make room, oldest first."""
         seq, state = owner.seq, self.runner.state
         if not self.capacity or seq is None or state.sequence_length(seq) != owner.computed:
             return False
@@ -231,12 +220,12 @@ class HostStore:
             started = time.perf_counter()
             metadata = state.get_checkpoint_metadata(seq, checksums=False)
             nbytes = export_bytes(metadata)
-            # What others hold too is likely to be found in the prefix cache, and need not be computed.
+            # The prefix cache is likely to have what others hold too.
             tokens = owner.computed * (1 - shared)
             if nbytes > self.capacity or not self.worth_moving(tokens, nbytes) or not self._make_room(nbytes):
                 return False
             layers = [int(group["group"]) for group in metadata["groups"]]
-            # One layer after the other, so that what is gathered on the device never is a second copy of everything.
+            # Layer by layer: the device never gathers a second copy of everything.
             groups = to_host(((layer, state.export_page_group(seq, layer)) for layer in layers), state.device)
             self.costs.out.add(nbytes, time.perf_counter() - started)
         except Exception:
@@ -249,7 +238,7 @@ class HostStore:
         return True
 
     def _make_room(self, nbytes: int) -> bool:
-        """Forget the copies of idle sessions, oldest first, until there is room. They are computed again."""
+        """Forget copies of idle sessions, oldest first, to make room; return whether there is."""
         if self.used + nbytes <= self.capacity:
             return True
         needed = {id(entry.copy): entry.copy.nbytes for entry in self._entries.values() if entry.waiting}
@@ -260,20 +249,15 @@ class HostStore:
                 self.discard(owner)
         return True
 
-    # -- back ------------------------------------------------------------------------------------------------
-
     def beats(self, owner: Branch, cached: int, limit: int) -> bool:
-        """Whether bringing back up to ``limit`` tokens is cheaper than computing what lies behind the first ``cached``."""
+        """See ``Tier``."""
         entry, length = self._entries.get(owner), self.reach(owner, limit)
         if entry is None or length <= cached:
             return False
         return self.worth_moving(length - cached, entry.copy.nbytes, there=False)
 
     def restore(self, owner: Branch, limit: int) -> None:
-        """Put what was kept in the place of the empty sequence of ``owner``: at most its first ``limit`` tokens.
-
-        The copy is given up. If it cannot be brought back, or the sequence is not empty, the sequence stays as it is.
-        """
+        """See ``Tier``."""
         entry = self._entries.get(owner)
         if entry is None:
             return
@@ -287,7 +271,7 @@ class HostStore:
         try:
             self._bring_back(seq, copy, length)
         except ResourceExhausted:
-            # The copy is longer than what is left of it, so it needs more pages than were found for that.
+            # The whole copy takes more pages than the part that is left of it.
             logger.debug("no room for the state of %d tokens; %d are computed again", copy.length, length)
             return
         except Exception:
@@ -300,7 +284,7 @@ class HostStore:
         self.runner.execute(Step(edits=(Remove(empty),)))
 
     def _bring_back(self, seq: SeqId, copy: HostCopy, length: int) -> None:
-        """Import a copy and take back what lies behind ``length``, at which it can be cut. Nothing stays if it fails."""
+        """Import a copy and cut it to ``length``, where it can be cut. A failure leaves nothing."""
         state = self.runner.state
         metadata, groups = self._fitting(copy, length)
         state.prepare_import(seq, metadata)
@@ -315,11 +299,11 @@ class HostStore:
             raise
 
     def _fitting(self, copy: HostCopy, length: int) -> tuple[dict[str, Any], dict[int, dict[str, Tensor]]]:
-        """The copy without the kept recurrent states for which there is no room, or that lie behind ``length``."""
+        """Return the copy without recurrent states behind ``length``, or that find no room."""
         state, kept = self.runner.state, list(copy.metadata["kept_recurrent_positions"])
         if not kept:
             return dict(copy.metadata), copy.groups
-        # The present state takes a slot, and the next forward one more. Without the one at ``length`` it could not be cut there.
+        # The present state and the next forward take a slot each. A cut needs one, too.
         room = max(state.num_available_states - 2, int(length < copy.length))
         taken = [position for position in kept if position <= length][-room:] if room else []
         gone = {str(position) for position in set(kept) - set(taken)}
@@ -341,7 +325,7 @@ class HostStore:
 
 
 def shared_part(state: ModelState, seq: SeqId) -> float:
-    """The part of what a sequence holds that belongs to others too, by pages; by recurrent states where there are no pages."""
+    """Return the part of a sequence that others hold too, by its pages; without any, by states."""
     found = state.sequence_pages(seq)
     if not found.held:
         found = state.sequence_states(seq)
@@ -349,7 +333,8 @@ def shared_part(state: ModelState, seq: SeqId) -> float:
 
 
 def stops_of(state: ModelState, seq: SeqId) -> tuple[range, ...]:
-    """Lengths that an export of this sequence can be cut to. Of recurrent states only the present one and checkpoints are in it."""
+    """Return the lengths that an export of a sequence can be cut to. Of recurrent states only the
+    present one and checkpoints are exported."""
     found = state.reachable(seq)
     if not state.recurrent_ids:
         return tuple(found)
@@ -358,12 +343,13 @@ def stops_of(state: ModelState, seq: SeqId) -> tuple[range, ...]:
 
 
 def export_bytes(metadata: Mapping[str, Any]) -> int:
-    """Bytes of all tensors of an export."""
+    """Return the bytes of all tensors of an export."""
     return sum(int(tensor["bytes"]) for group in metadata["groups"] for tensor in group["tensors"].values())
 
 
 def to_host(groups: Iterable[tuple[int, Mapping[str, Tensor]]], device: torch.device) -> dict[int, dict[str, Tensor]]:
-    """Layers with their tensors in host memory: from a GPU by way of pinned memory, on a CPU the tensors themselves."""
+    """Return layers with their tensors in host memory. From a GPU they come through pinned memory;
+    a CPU's tensors are returned as they are."""
     if device.type == "cpu":
         return {layer: dict(tensors) for layer, tensors in groups}
     found: dict[int, dict[str, Tensor]] = {}

@@ -1,8 +1,10 @@
-"""Embeddings of images or sounds in a history of tokens: how it remembers them. No torch at run time.
+"""``Media``: the embeddings of images and sounds in a history of tokens. No torch at run time.
 
-In a history the id of a placeholder is made from the data that stands there (``quire.branches.row_media.recorded_ids``), as in rows of KV
-caches: below -4, 62 bits of a SHA-256. So whatever compares histories (the prefix cache, sessions, requests of one batch) takes equal data
-for equal and nothing else. The data themselves are kept beside it, by these ids, for as long as somebody may run the tokens again.
+The id of a placeholder in a history is made from the data that stands there
+(``quire.branches.row_media.recorded_ids``), as in rows of KV caches: below -4, 62 bits of a
+SHA-256. So all that compare histories (the prefix cache, sessions, requests of one batch) take
+equal data, and nothing else, for equal. The data are kept beside it, by these ids, for as long as
+the tokens may be run again.
 
 Letters: E model width.
 """
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 UNKNOWN_PLACEHOLDER: Final = -1
-"""What is shown where an embedding stood that is gone."""
+"""What stands for an embedding that is gone."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,26 +34,26 @@ class Media:
     rows: Mapping[int, Tensor] = field(default_factory=dict)
     """``[E]`` each, on the device and in the dtype in which they were given."""
     placeholders: Mapping[int, int] = field(default_factory=dict)
-    """What the user wrote in their places, -1 to -4."""
+    """The ids that the user wrote in their places, -1 to -4."""
 
     def __or__(self, other: Media) -> Media:
-        """Those of both."""
+        """Return the embeddings of both."""
         if not other.rows or not self.rows:
             return self if self.rows else other
         return Media({**self.rows, **other.rows}, {**self.placeholders, **other.placeholders})
 
     def embeddings(self, ids: Sequence[int]) -> list[Tensor]:
-        """One ``[E]`` for each id below 0, in their order."""
+        """Return one ``[E]`` for each id below 0, in their order."""
         return [self.rows[token] for token in ids if token < 0] if self.rows else []
 
     def as_given(self, ids: NDArray[np.int64]) -> list[int]:
-        """The ids as their user wrote them: placeholders where embeddings stand (-1 where they are gone)."""
+        """Return the ids as their user wrote them; -1 where an embedding is gone."""
         if not ids.size or ids.min() >= 0:
             return ids.tolist()  # type: ignore[no-any-return]
         return [token if token >= 0 else self.placeholders.get(token, UNKNOWN_PLACEHOLDER) for token in ids.tolist()]
 
     def require(self, ids: NDArray[np.int64]) -> None:
-        """``FailedPrecondition`` if an embedding is gone that must be run."""
+        """Raise ``FailedPrecondition`` if an embedding that must be run is gone."""
         if ids.size and ids.min() < 0 and any(token not in self.rows for token in ids[ids < 0].tolist()):
             raise FailedPrecondition(
                 "an embedding that must be run is gone: neither state files nor KV caches have them; append a token behind it, or "

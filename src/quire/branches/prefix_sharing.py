@@ -1,7 +1,7 @@
-"""Equal beginnings of prompts share pages: a fresh cache starts as a fork of what live caches hold already.
+"""Equal beginnings of prompts share pages: a fresh cache begins as a fork of a live one.
 
-Only live caches are looked at, so nothing is kept for its own sake. A match may be partial. What stands at a placeholder is
-recorded by its data, and never equals the id of a token.
+Only live caches count, so nothing is kept for its own sake. A match may be partial. What stands at
+a placeholder is recorded by its data, and never equals the id of a token.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def shared_rows(
         places = np.arange(limit) if given is None else given[:limit]
         parent, length = _longest(pool, ids[:limit], adapter, places) if limit else (None, 0)
         if parent is None:
-            rows.append(Row(seq=pool.add(1)[0], window=pool.row_window))
+            rows.append(Row(seq=pool.add(1)[0], window=pool.facts.row_window))
         else:
             rows.append(parent.like(pool.fork([parent.seq], [length])[0], length))
         lengths.append(length)
@@ -42,12 +42,13 @@ def shared_rows(
 
 
 def _longest(pool: CachePool, ids: Ids, adapter: int | None, places: Ids) -> tuple[Row | None, int]:
-    """The row of a live cache that shares the most first tokens, run under ``adapter`` and at ``places``, and can be forked there."""
+    """Return the row of a live cache that can be forked latest, and the length of the fork. Its
+    tokens up to there are those of ``ids``, ran under ``adapter`` and stand at ``places``."""
     best: tuple[Row | None, int] = (None, 0)
     wanted = BASE.then(0, adapter)
     for cache in list(pool.caches.values()):
         for row in cache.rows:
-            if not row.origin.is_shareable or row.window != pool.row_window:
+            if not row.origin.is_shareable or row.window != pool.facts.row_window:
                 continue
             common = row.runs.agreed(wanted, common_prefix(row.tokens.ids, ids))
             stood = np.arange(common) if row.positions is None else row.positions.ids[:common]

@@ -1,7 +1,7 @@
-"""Going back where layers are recurrent: which tokens of a row must be run again, and how many states a call needs.
+"""Going back where layers are recurrent: tokens to run again, and the states that a call needs.
 
-A recurrent state is kept at some positions only. A call that begins at another one begins on a fork at the nearest kept position
-before it, and runs the row's recorded tokens from there on first.
+A recurrent state is kept at some positions only. A call that begins at another one begins on a fork
+at the nearest kept position before it, and runs the row's recorded tokens from there on first.
 
 Letters: n tokens of a row.
 """
@@ -22,13 +22,14 @@ NOTHING: Ids = np.empty(0, dtype=np.int64)
 
 
 def owed_tokens(pool: CachePool, row: Row, start: int, label: str = "") -> Ids:
-    """The tokens before ``start`` that must be run on a fork of the row, which stands at ``start`` less their number; empty
-    where nothing is recurrent or the state at ``start`` is kept. Call it on a settled row.
+    """Return the tokens before ``start`` that must be run on a fork of a settled row.
 
-    ``FailedPrecondition``: they are not known, or ran under an adapter that is not loaded any more.
+    The fork stands at ``start`` less their number. There are none where nothing is recurrent or the
+    state at ``start`` is kept. ``FailedPrecondition``: they are not known, or ran under an adapter
+    that was unloaded.
     """
     state = pool.state
-    if not pool.recurrent_ids or start >= state.sequence_length(row.seq):
+    if not pool.facts.recurrent_ids or start >= state.sequence_length(row.seq):
         return NOTHING
     origin = state.nearest_reachable(row.seq, start)
     if origin == start:
@@ -54,7 +55,7 @@ def owed_tokens(pool: CachePool, row: Row, start: int, label: str = "") -> Ids:
 
 
 def kept_positions(pool: CachePool, row: Row) -> list[int]:
-    """Where a row can go back to with nothing to run again, ascending."""
+    """Return the positions that a row can go back to with nothing to run again, ascending."""
     state = pool.state
     positions = state.kept_positions(row.seq)
     return [position for position in positions if state.nearest_reachable(row.seq, position) == position]
@@ -63,11 +64,12 @@ def kept_positions(pool: CachePool, row: Row) -> list[int]:
 def states_needed(
     starts: Sequence[int], forwards: Iterable[Sequence[Piece]], trees: Iterable[Sequence[Piece]] = (), *, interval: int
 ) -> int:
-    """The most slots for recurrent states that a call has taken at any moment, those at its beginning aside.
+    """Return the most slots for recurrent states that a call takes beyond those at its beginning.
 
-    Row i begins at ``starts[i]``; ``forwards`` are of chains, ``trees`` what comes after them. A forward takes one for each row, one
-    for each multiple of ``interval`` that the row passes inside, and one for each node of a tree. The state that a row has come from
-    is free again after the forward, unless it was there before the call, or stands at a multiple.
+    Row i begins at ``starts[i]``; ``forwards`` are of chains, ``trees`` come after them. A forward
+    takes a slot for each row, for each multiple of ``interval`` inside of what the row runs, and
+    for each node of a tree. The state that a row has come from is free after the forward, unless it
+    was there before the call or stands at a multiple.
     """
     lengths = list(starts)
     own = [False] * len(lengths)
@@ -88,5 +90,5 @@ def states_needed(
 
 
 def _multiples(low: int, high: int, interval: int) -> int:
-    """Multiples of ``interval`` in low + 1..high."""
+    """Return the number of multiples of ``interval`` in low + 1..high."""
     return high // interval - low // interval if interval else 0

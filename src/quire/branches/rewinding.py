@@ -1,4 +1,4 @@
-"""Cutting and copying caches at any position, also where recurrent layers have no state there and tokens must be run again."""
+"""Cutting and copying caches at any position, with the tokens that must be run again for it."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ C = TypeVar("C", bound=CacheRows)
 def truncate(cache: CacheRows, lengths: Sequence[int], operation: Operation) -> None:
     """Keep the first ``lengths[i]`` tokens of row i. Call it under the lock.
 
-    At once: what must be run again is run before it returns, so that a row is never shorter than it says, and whoever reads,
-    copies or saves it finds its state. All rows, or none and the error. A cut inside of a verified chain runs nothing.
+    What must be run again is run before it returns, so a row's state is always complete. All rows,
+    or none and the error. A cut inside of a verified chain runs nothing.
     """
     if tuple(lengths) == cache.lengths:
         return
@@ -40,7 +40,7 @@ def truncate(cache: CacheRows, lengths: Sequence[int], operation: Operation) -> 
 
 
 def copy_of(cache: C, lengths: Sequence[int], operation: Operation) -> C:
-    """A new cache of the first ``lengths[i]`` tokens of row i. Call it under the lock."""
+    """Return a cache of the first ``lengths[i]`` tokens of row i. Call it under the lock."""
     pool = cache.pool
     cache.settle()
     owed = [owed_tokens(pool, row, n, operation.verb) for row, n in zip(cache.rows, lengths, strict=True)]
@@ -59,12 +59,13 @@ def copy_of(cache: C, lengths: Sequence[int], operation: Operation) -> C:
 
 
 def run_owed(cache: CacheRows, owed: Sequence[Ids], runs: Sequence[AdapterRuns], operation: Operation) -> None:
-    """Let the rows go on with ``owed[i]``, each token under the adapter that ``runs[i]`` says. All rows, or none and the error."""
+    """Let the rows go on with ``owed[i]``, each token under the adapter that ``runs[i]`` says. All
+    rows, or none and the error."""
     pool, origins, counts = cache.pool, cache.lengths, [ids.size for ids in owed]
     parts = extensions(cache, origins, counts)
     for part, history in zip(parts, runs, strict=True):
         part.runs = history
-    forwards = packed(pool, parts, origins, counts, pool.chunk_size)
+    forwards = packed(pool, parts, origins, counts, pool.facts.chunk_size)
     with Transaction(pool, parts, operation, several=True, forwards=forwards) as work:
-        work.run(owed, ["none"] * len(owed), budget=pool.chunk_size)
+        work.run(owed, ["none"] * len(owed), budget=pool.facts.chunk_size)
         work.commit()

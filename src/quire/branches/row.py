@@ -1,5 +1,4 @@
-"""One row of a KV cache: its sequence, the token ids that made it and the adapters that they ran under, where it was cut, and a tree
-that waits for its commit.
+"""``Row``: the branch of a KV cache, with its cuts and a tree that waits for its commit.
 
 A handle of length n is stale if its row was cut below n after the handle was made.
 """
@@ -19,26 +18,26 @@ from quire.types import BASE, AdapterRuns, SeqId
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pending:
-    """A verified token tree of which no path is kept yet. It lives on a fork of its row, so the row is as it was."""
+    """A verified token tree, no path of which is kept yet, on a fork of its row."""
 
     seq: SeqId
     start: int
     """Tokens before the tree."""
     ids: Ids
-    """Of the nodes."""
+    """Ids of the nodes."""
     parents: tuple[int, ...]
     runs: AdapterRuns = BASE
-    """Under which adapters the tokens before the tree ran, and the tree itself."""
+    """The adapters of the tokens before the tree, and of the tree itself."""
     positions: Ids | None = None
-    """Of the nodes, where the caller gave some, to them or to tokens before them; None: as the tree says."""
+    """Positions of the nodes, if some were given to them or before them; None: as the tree says."""
 
     def path(self, node: int) -> list[int]:
-        """Nodes from a root to ``node``."""
+        """Return the nodes from a root to ``node``."""
         return path_to(self.parents, node)
 
 
 def path_to(parents: Sequence[int], node: int) -> list[int]:
-    """Nodes of a tree from a root to ``node``; -1: none."""
+    """Return the nodes of a tree from a root to ``node``; -1: none."""
     found = []
     while node >= 0:
         found.append(node)
@@ -47,7 +46,7 @@ def path_to(parents: Sequence[int], node: int) -> list[int]:
 
 
 def adapters_between(runs: AdapterRuns, begin: int, end: int) -> frozenset[int]:
-    """Of the tokens ``begin..end - 1``; the base model is not among them."""
+    """Return the adapters of tokens ``begin..end - 1``; the base model is not among them."""
     return frozenset(
         adapter
         for start, adapter in runs.runs
@@ -61,39 +60,43 @@ class Row(Branch):
 
     seq: SeqId
     positions: TokenHistory | None = None
-    """The position at which each token was rotated, where the caller gave one that is not its index; None: each at its index."""
+    """The position at which each token was rotated; None: each at its index."""
     cuts: list[tuple[int, int]] = field(default_factory=list)
-    """(revision, length), both strictly increasing: a later cut at or below an earlier one replaces it."""
+    """(revision, length), both ascending: a later cut at or below an earlier one replaces it."""
     pending: Pending | None = None
     chain: Pending | None = None
-    """A verified chain whose tokens belong to the row and are uncommitted nodes of its own sequence still, so that it can be cut
-    behind any of them (``KVCache.settle`` ends that). Only where layers are recurrent."""
+    """A verified chain, only where layers are recurrent; None: there is none.
+
+    Its tokens belong to the row and are uncommitted nodes of its own sequence, so that it can be
+    cut behind any of them (``KVCache.settle`` ends that).
+    """
     mark: int | None = None
-    """Where the executor has kept a recurrent state of this row to come back to; None: nowhere."""
+    """Where the executor keeps a recurrent state of this row to come back to; None: nowhere."""
 
     @property
     def seqs(self) -> list[SeqId]:
-        """All sequences that it holds."""
+        """All sequences that the row holds."""
         return [self.seq] if self.pending is None else [self.seq, self.pending.seq]
 
     @property
     def named_adapters(self) -> frozenset[int]:
-        """Of its tokens, and of those of a tree beside it."""
+        """The adapters of its tokens and of a tree beside it."""
         return self.runs.ids if self.pending is None else self.runs.ids | self.pending.runs.ids
 
     def next_position(self, start: int) -> int:
-        """Where a token with index ``start`` stands unless the caller says otherwise: one behind the token before it."""
+        """Return the default place of a token with index ``start``: one behind the token before."""
         return start if self.positions is None or not start else int(self.positions.ids[start - 1]) + 1
 
     def following(self, start: int, count: int) -> Ids | None:
-        """Where ``count`` tokens from index ``start`` on stand unless the caller says otherwise; None: each at its index."""
+        """Return the default places of ``count`` tokens from ``start`` on; None: their indices."""
         if self.positions is None:
             return None
         first = self.next_position(start)
         return np.arange(first, first + count)
 
     def stand(self, start: int, positions: Ids | None) -> None:
-        """The tokens from index ``start`` on, where the row ended, stand at ``positions``; None: each at its index."""
+        """Let the tokens from index ``start`` on stand at ``positions``; None: at their indices.
+        ``start`` is where the row ended before."""
         if positions is None or (self.positions is None and are_indices(positions, start)):
             return
         if self.positions is None:
@@ -101,7 +104,7 @@ class Row(Branch):
         self.positions.replace_from(start, positions)
 
     def cut(self, revision: int, length: int) -> None:
-        """The row was cut to ``length`` in ``revision``, which is higher than any before."""
+        """Cut the row to ``length`` in ``revision``, which is higher than any before."""
         if self.mark is not None and self.mark > length:
             self.mark = None
         while self.cuts and self.cuts[-1][1] >= length:
@@ -114,13 +117,14 @@ class Row(Branch):
         self.computed = length
 
     def was_cut(self, revision: int, length: int) -> bool:
-        """Whether anything below ``length`` is gone or different since ``revision``."""
+        """Return whether anything below ``length`` is gone or different since ``revision``."""
         later = bisect_right(self.cuts, revision, key=lambda cut: cut[0])
         # The first later cut is the lowest of them.
         return later < len(self.cuts) and self.cuts[later][1] < length
 
     def like(self, seq: SeqId, length: int | None = None) -> Row:
-        """A row for a fork of this one's sequence: the same tokens, or the first ``length`` of them, and no history of cuts."""
+        """Return a row for a fork of this one's sequence, without its history of cuts. ``length``:
+        of how many tokens; None: of all."""
         length = self.computed if length is None else length
         return Row(
             seq=seq,
@@ -135,7 +139,7 @@ class Row(Branch):
 
 
 def _first(positions: TokenHistory | None, length: int) -> TokenHistory | None:
-    """Those of the first ``length`` tokens; None where each stands at its index."""
+    """Return the positions of the first ``length`` tokens; None where each stands at its index."""
     if positions is None or are_indices(positions.ids[:length], 0):
         return None
     positions.size = length
@@ -143,5 +147,5 @@ def _first(positions: TokenHistory | None, length: int) -> TokenHistory | None:
 
 
 def are_indices(positions: Ids, start: int) -> bool:
-    """Whether tokens from index ``start`` on stand at their indices."""
+    """Return whether tokens from index ``start`` on stand at their indices."""
     return bool((positions == np.arange(start, start + positions.size)).all())

@@ -1,4 +1,4 @@
-"""``Extension``: one row of a call, where it runs and what it has run. A transaction is made of these.
+"""``Extension``: a row of a call, where it runs and what it has run, part of a transaction.
 
 Letters: n tokens of a row.
 """
@@ -14,9 +14,11 @@ from quire.branches.cache_pool import CachePool
 from quire.branches.cache_rows import CacheRows
 from quire.branches.forward_packing import Piece, RowAdapters, pack
 from quire.branches.history import Ids
+from quire.branches.model_facts import ModelFacts
 from quire.branches.replay import NOTHING
 from quire.branches.row import Row, are_indices, path_to
-from quire.errors import InvalidArgument
+from quire.errors import InvalidArgument, ResourceExhausted, Unsupported
+from quire.kv.rule_table import POSITIONS_OF_WINDOWS
 from quire.types import BASE, AdapterRuns, Commit, Edit, Pop, SeqId
 
 
@@ -30,19 +32,19 @@ class Extension:
     count: int
     old_length: int
     label: str
-    """How an error names it."""
+    """The row's name in errors."""
     parents: tuple[int, ...] | None = None
-    """Of its tokens, which run as one tree in one forward; None: a chain."""
+    """The parents of its tokens, which run as one tree in one forward; None: a chain."""
     runs: AdapterRuns = BASE
-    """Under which adapter each token runs: those before ``start`` too, where they must be run again."""
+    """The adapter of each token, of those before ``start`` too, where they must be run again."""
     positions: Ids | None = None
-    """Where its tokens stand, ``[count]``; None: at their indices, or nodes as their tree says."""
+    """Positions of its tokens, ``[count]``; None: their indices, or as their tree says."""
     seq: SeqId = field(init=False)
-    """Where it runs: the row's sequence, or a fork of it."""
+    """The sequence it runs on: the row's or a fork of it."""
     old_seq: SeqId | None = field(init=False)
-    """The sequence that is kept to come back to; None if there is none beside ``seq``."""
+    """The sequence that is kept to come back to; None: there is none beside ``seq``."""
     written: list[Ids] = field(default_factory=list)
-    """What ran, as it will be recorded."""
+    """The ids that ran, as they will be recorded."""
     owed: Ids = field(default_factory=lambda: NOTHING)
     """The tokens before ``start`` that ``seq`` must be given first."""
     holds_start: bool = False
@@ -66,10 +68,30 @@ class Extension:
 
     @property
     def depth(self) -> int:
-        """Positions that it needs: of a tree those of its longest path."""
+        """The number of positions that it needs: of a tree, those of its longest path."""
         if self.parents is None:
             return self.count
         return max(len(path_to(self.parents, node)) for node in range(len(self.parents)))
+
+    def require_limits(self, facts: ModelFacts) -> None:
+        """Raise ``ResourceExhausted`` beyond limits, ``Unsupported`` for positions in a window."""
+        end, label = self.start + self.depth, f"{self.label}: " if self.label else ""
+        if end > facts.max_model_len:
+            raise ResourceExhausted(
+                f"{label}{self.depth} tokens from position {self.start} on are beyond the model's maximum of "
+                f"{facts.max_model_len}"
+            )
+        if self.positions is not None and self.row.window is not None:
+            raise Unsupported(f"{label}position_ids: {POSITIONS_OF_WINDOWS}")
+        if self.positions is not None and (last := int(self.positions.max(initial=0))) >= facts.max_model_len:
+            raise ResourceExhausted(
+                f"{label}position {last} is beyond the model's maximum; positions are 0..{facts.max_model_len - 1}"
+            )
+        if not self.cache.dynamic and end > self.cache.capacity:
+            raise ResourceExhausted(
+                f"{label}KV cache full: {self.depth} tokens from position {self.start} on do not fit its "
+                f"{self.cache.capacity} slots"
+            )
 
 
 def extensions(
@@ -80,7 +102,8 @@ def extensions(
     adapter: int | None = None,
     positions: Sequence[Ids | None] | None = None,
 ) -> list[Extension]:
-    """All rows of a cache, extended under ``adapter`` by chains of tokens at ``positions`` (None: behind those before them)."""
+    """Return all rows of a cache, extended under ``adapter`` by chains of tokens. ``positions``: of
+    the tokens; None: behind those before them."""
     given = [None] * cache.batch_size if positions is None else positions
     return [
         Extension(
@@ -104,8 +127,11 @@ def _positions(row: Row, start: int, count: int, given: Ids | None) -> Ids | Non
 
 
 def placed(row: Row, start: int, given: Sequence[Ids | None], parents: Sequence[int]) -> Ids | None:
-    """Where the nodes of a tree stand: where the caller says (``given``, one position for each node), or one behind their
-    parents, of which -1 is the token before ``start``. None: each stands as the tree says."""
+    """Return where the nodes of a tree stand; None: each as the tree says.
+
+    A node stands where the caller says (``given``, one position for each node), or one behind its
+    parent, of which -1 is the token before ``start``.
+    """
     found: list[int] = []
     usual: list[int] = []
     for own, parent in zip(given, parents, strict=True):
@@ -123,7 +149,7 @@ def packed(
     budget: int,
     blocks: Sequence[Sequence[tuple[int, int]]] | None = None,
 ) -> list[list[Piece]]:
-    """The forwards that run ``counts[i]`` tokens of part i from ``positions[i]`` on, each under its adapter; see ``pack``."""
+    """Return forwards of ``counts[i]`` tokens of part i from ``positions[i]`` on; see ``pack``."""
     if all(part.runs == BASE for part in parts):
         return pack(counts, budget, blocks)
     adapters = RowAdapters(runs=[part.runs for part in parts], starts=positions, fits=pool.runner.adapters.fits)
@@ -131,7 +157,7 @@ def packed(
 
 
 def kept_edits(part: Extension, count: int) -> list[Edit]:
-    """The edits after which ``count`` tokens of what ran count, or the path to node ``count`` of a tree."""
+    """Return the edits that keep ``count`` tokens of what ran, or the path to a tree's node."""
     if part.parents is not None:
         return [Commit((part.seq,), (count,))] if part.num_written else []
     surplus = part.num_written - count
@@ -139,7 +165,8 @@ def kept_edits(part: Extension, count: int) -> list[Edit]:
 
 
 def require_vocabulary(ids: Ids, vocab_size: int, what: str, *, placeholders: bool = False) -> None:
-    """``InvalidArgument`` if an id lies outside of 0..V-1. ``placeholders``: negative ones were checked already."""
+    """Raise ``InvalidArgument`` if an id lies outside of 0..V-1. ``placeholders``: negative ones
+    were checked already."""
     bad = ids[(ids >= vocab_size) | ((ids < 0) & (not placeholders))]
     if bad.size:
         raise InvalidArgument(f"{what}: token id {int(bad[0])} is outside of 0..{vocab_size - 1}", field=what)

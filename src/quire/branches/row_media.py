@@ -1,9 +1,10 @@
-"""Image and audio embeddings of a call: which row of a batch gets which, and how placeholders are remembered.
+"""Image and audio embeddings of a call: which row gets which, and how placeholders are remembered.
 
-The encoder is the caller's. Any decoder takes embeddings of its own width, so a *modality* is what an executor is told to
-take; one that is told to take none of a kind refuses it.
+The encoder is the caller's. Any decoder takes embeddings of its own width, so a *modality* is what
+an executor is told to take; it refuses others.
 
-Letters: B batch rows; n tokens of a row; m placeholders of a row; M rows of embeddings; E model width.
+Letters: B batch rows; n tokens of a row; m placeholders of a row; M rows of embeddings; E model
+width.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import numpy as np
 import torch
@@ -44,13 +46,13 @@ class RowMedia:
     """First and one past the last column of each image whose tokens all see each other."""
 
     def slice(self, begin: int, end: int) -> Tensor:
-        """The embeddings of columns ``begin..end - 1``."""
+        """Return the embeddings of columns ``begin..end - 1``."""
         first, last = np.searchsorted(self.places, (begin, end))
         return self.embeddings_mE[first:last]
 
 
 def check_modalities(modalities: Collection[str]) -> frozenset[str]:
-    """``InvalidArgument`` for one that there is not."""
+    """Return the modalities; ``InvalidArgument`` for one that does not exist."""
     if isinstance(modalities, str) or (unknown := set(modalities) - set(MODALITIES)):
         shown = repr(modalities) if isinstance(modalities, str) else sorted(unknown)
         raise InvalidArgument(f"modalities: {shown}; a collection of {', '.join(map(repr, MODALITIES))} is accepted")
@@ -58,17 +60,18 @@ def check_modalities(modalities: Collection[str]) -> frozenset[str]:
 
 
 def refusal(kind: str) -> str:
-    """Why an executor that is not told to take ``kind`` does not."""
+    """Return why an executor without the modality ``kind`` refuses it."""
     return f"this executor was made without the modality {kind!r}; give text only"
 
 
 def media_of_rows(
     inputs: ExecutorInputs, tokens: Sequence[Ids], modalities: Collection[str], hidden_size: int
 ) -> list[RowMedia | None]:
-    """The embeddings of each row of ids, None for one without placeholders; all checked.
+    """Return the embeddings of each row of ids, None for one without placeholders, all checked.
 
-    ``Unsupported``: a modality that is not taken, per-layer embeddings. ``InvalidArgument``: another width, or an end marker
-    without its embedding. That counts agree was checked when ``inputs`` were built.
+    ``Unsupported``: a modality that is not taken, per-layer embeddings. ``InvalidArgument``:
+    another width, or an end marker without its embedding. That counts agree was checked when
+    ``inputs`` were built.
     """
     parts: list[Tensor] = []
     sources: dict[int, tuple[int, bool]] = {}
@@ -91,22 +94,18 @@ def media_of_rows(
             size += 1
     if not parts:
         return [None] * len(tokens)
-    return _divide(torch.cat([part.to(_common(parts)) for part in parts]), sources, tokens, _sees_images(inputs))
+    sees_images = inputs.vision is not None and inputs.vision.bidirectional
+    return _divide(joined(parts), sources, tokens, sees_images)
 
 
-def _sees_images(inputs: ExecutorInputs) -> bool:
-    return inputs.vision is not None and inputs.vision.bidirectional
-
-
-def _common(parts: Sequence[Tensor]) -> torch.dtype:
-    dtype = parts[0].dtype
-    for part in parts[1:]:
-        dtype = torch.promote_types(dtype, part.dtype)
-    return dtype
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """Return all rows of all parts, in a dtype that holds each."""
+    dtype = reduce(torch.promote_types, [part.dtype for part in parts])
+    return torch.cat([part.to(dtype) for part in parts])
 
 
 def _checked(kind: str, data: VisionData | AudioData, hidden_size: int) -> tuple[Tensor, Tensor | None]:
-    """The used rows on the CPU or wherever they are, and the embedding of the end marker."""
+    """Return the used rows, wherever they are, and the embedding of the end marker."""
     if data.per_layer_embeddings is not None:
         raise Unsupported(f"{kind} per_layer_embeddings: {NO_PER_LAYER}")
     rows = data.embeddings
@@ -121,7 +120,8 @@ def _checked(kind: str, data: VisionData | AudioData, hidden_size: int) -> tuple
 def _divide(
     all_ME: Tensor, sources: dict[int, tuple[int, bool]], tokens: Sequence[Ids], sees_images: bool
 ) -> list[RowMedia | None]:
-    """``sources``: where the embeddings of a negative id begin, and whether each further one of that id takes the next."""
+    """Give each row its embeddings. ``sources``: where the embeddings of a negative id begin, and
+    whether each further such id takes the next."""
     taken = dict.fromkeys(sources, 0)
     found: list[RowMedia | None] = []
     for ids in tokens:
@@ -144,16 +144,16 @@ def _divide(
 
 
 def image_blocks(ids: Ids) -> tuple[tuple[int, int], ...]:
-    """Runs of image placeholders: first column and one past the last."""
+    """Return the runs of image placeholders: first column and one past the last."""
     edges = np.flatnonzero(np.diff(ids == VISION_PLACEHOLDER, prepend=False, append=False))
     return tuple(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
 
 
 def recorded_ids(ids: Ids, media: RowMedia | None) -> Ids:
-    """The ids as a cache keeps them: at a placeholder a number below -4 that is made from its data.
+    """Return the ids as a cache keeps them: at a placeholder, below -4 and made from its data.
 
-    So equal records mean equal state, and a placeholder matches only the same data under the same rule. A token of an image
-    that it sees as a whole gets a number made from the whole image.
+    So equal records mean equal state, and a placeholder matches only the same data under the same
+    rule. A token of an image that it sees as a whole gets a number made from the whole image.
     """
     if media is None:
         return ids
@@ -173,14 +173,15 @@ def recorded_ids(ids: Ids, media: RowMedia | None) -> Ids:
 
 
 def _recorded(digest: bytes) -> int:
-    """One of 2**62 ids below all placeholders."""
+    """Return one of 2**62 ids below all placeholders."""
     return LAST_PLACEHOLDER - 1 - (int.from_bytes(digest[:8], "little") >> 2)
 
 
 def image_mask(lengths: Sequence[int], counts: Sequence[int], blocks: Sequence[Sequence[tuple[int, int]]]) -> Tensor:
-    """The mask of a forward in which tokens of an image see all of it: bool, flat, entry by entry ``[n, length + n]``.
+    """Return the mask of a forward in which tokens of an image see all of it.
 
-    ``lengths``: tokens before; ``blocks``: per entry, columns among the new tokens.
+    It is bool, flat, entry by entry ``[n, length + n]``. ``lengths``: tokens before; ``blocks``:
+    per entry, columns among the new tokens.
     """
     parts = []
     for length, count, spans in zip(lengths, counts, blocks, strict=True):

@@ -1,4 +1,4 @@
-"""Calls that are running on an executor: who they are, how they are cancelled, how long they take."""
+"""The running calls of an executor: their names, how they are cancelled, and their time."""
 
 from __future__ import annotations
 
@@ -19,24 +19,23 @@ class Operation:
     def __init__(self, verb: str) -> None:
         self.verb = verb
         self.num_sequences = 0
-        """Sequences of the forward that it runs, 0 before the first."""
+        """Sequences of its present forward; 0 before the first."""
         self._cancelled = False
 
     def cancel(self) -> None:
         self._cancelled = True
 
     def check(self) -> None:
-        """``Cancelled`` if it was cancelled. Asked before each forward and before each sampled token; signals take effect here."""
+        """Raise ``Cancelled`` if it was cancelled. Signals take effect here. Asked before each
+        forward and before each sampled token."""
         check()
         if self._cancelled:
             raise Cancelled(f"{self.verb} was cancelled")
 
 
 class Operations:
-    """The calls that are inside an executor, those that wait for its lock included.
-
-    It has a lock of its own that is held for an instant only, so that ``cancel`` never waits for a running call.
-    """
+    """The calls inside of an executor, those that wait for its lock included. It has a lock of its
+    own that is held for an instant only, so that ``cancel`` never waits for a running call."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -8,23 +8,17 @@ from quire.branches.branch import Branch
 
 
 class Tier(Protocol):
-    """Keeps copies of states by their branches. Tokens are enough without: what does not come back is run.
-
-    The caller has the runner's lock. ``quire.branches.host_store`` is the tier in host memory.
-    """
+    """A keeper of copies of states, by their branches. Tokens suffice: a lost copy is run again.
+    The caller has the runner's lock. ``quire.branches.host_store`` is the tier in host memory."""
 
     def save(self, branch: Branch, *, waiting: bool) -> bool:
         """Keep a copy of the state that a branch is about to lose, if that is worth it and fits.
-
-        ``waiting``: a request waits for it, so that it stays until the request runs again.
-        """
+        ``waiting``: a request waits for it, so it stays until the request runs again."""
         ...
 
     def restore(self, branch: Branch, limit: int) -> None:
-        """Put a copy, at most its first ``limit`` tokens, in the place of a branch's empty sequence.
-
-        The copy is kept no longer. If it does not come back, the branch stays as it is.
-        """
+        """Put a copy, at most its first ``limit`` tokens, in place of a branch's empty sequence.
+        The copy is kept no longer. If it does not come back, the branch stays as it is."""
         ...
 
     def holds(self, branch: Branch) -> int:
@@ -36,14 +30,12 @@ class Tier(Protocol):
         ...
 
     def beats(self, branch: Branch, cached: int, limit: int) -> bool:
-        """Return whether restoring ``limit`` tokens is cheaper than running those behind ``cached``."""
+        """Return whether restoring ``limit`` tokens beats running those behind ``cached``."""
         ...
 
     def truncate(self, branch: Branch, length: int) -> None:
-        """Let only the first ``length`` tokens still be the branch's.
-
-        Fewer are kept where windows and recurrent states do not let the copy be cut there.
-        """
+        """Let only the first ``length`` tokens still be the branch's. Fewer are kept where windows
+        and recurrent states do not let the copy be cut there."""
         ...
 
     def move(self, source: Branch, target: Branch, *, waiting: bool) -> None:

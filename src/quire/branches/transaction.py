@@ -1,8 +1,9 @@
-"""One call that extends rows of caches: room for all of it first, then forwards, then all of it counts or nothing does.
+"""One call that extends rows of caches: all of it counts, or nothing does.
 
-A row that is rewound runs on a fork at the new start, and takes the fork's place at the end: until then the old tokens
-are there to come back to. Only where the pool has no room for both versions is the old one given up beforehand. Where
-recurrent layers have no state at the new start, the fork stands at the nearest one before it and runs the row's tokens from there
+Room for all of it is made first. A row that is rewound runs on a fork at the new start, which takes
+its place at the end: until then the old tokens are there to come back to. Only where the pool has
+no room for both versions is the old one given up beforehand. Where recurrent layers have no state
+at the new start, the fork stands at the nearest one before it and runs the row's tokens from there
 on first (``replay``).
 
 Letters: N rows of the call; n tokens of a row; R rows of logits; V vocabulary.
@@ -38,17 +39,17 @@ from quire.branches.row import Pending, path_to
 from quire.branches.row_extension import Extension, kept_edits, packed
 from quire.branches.row_media import RowMedia, recorded_ids
 from quire.branches.running_calls import Operation
-from quire.errors import QuireError, ResourceExhausted, Unsupported
-from quire.kv.rule_table import POSITIONS_OF_WINDOWS
+from quire.errors import QuireError, ResourceExhausted
 from quire.runner.local import NO_EXTRAS, Extras, StepOutput
 from quire.types import Chunk, LogitsWanted, Pop, Step, TokenTree
 
 
 class Transaction:
-    """``with Transaction(...) as work: work.run(...); work.commit()``. Leaving without ``commit`` undoes everything.
+    """A call: ``with Transaction(...) as work: work.run(...); work.commit()``.
 
-    Enter it under the pool's lock and stay under it. Entering raises ``ResourceExhausted`` before anything changes, and
-    ``FailedPrecondition`` where a window has forgotten what a rewind would need, or a recurrent state is not kept there and the
+    Leaving without ``commit`` undoes everything. Enter it under the pool's lock and stay under it.
+    Entering raises ``ResourceExhausted`` before anything changes, and ``FailedPrecondition`` where
+    a window has forgotten what a rewind needs, or where a recurrent state is not kept and the
     tokens that lead to it are not known.
     """
 
@@ -64,12 +65,17 @@ class Transaction:
         path_if_room: bool = False,
         comes_back: bool = False,
     ) -> None:
-        """``several``: there may be more than one forward. ``aside``: run on forks only, and leave by ``set_aside``.
-        ``forwards``: how they will divide the tokens (None: one of all); what recurrent states need is counted by it.
-        ``path_if_room``: a chain becomes a tree of one path (``Extension.parents``) if there is a slot for the recurrent state behind
-        each of its tokens, with nothing given up for it. ``comes_back``: the caller may leave without ``commit`` and begin again at the
-        same starts, so the rows must hold them then."""
+        """Prepare to extend ``parts``.
+
+        ``several``: there may be more than one forward. ``aside``: run on forks only, and leave by
+        ``set_aside``. ``forwards``: how they will divide the tokens (None: one of all), by which
+        recurrent states are counted. ``path_if_room``: a chain becomes a tree of one path
+        (``Extension.parents``) if there are free slots for the recurrent states behind all of its
+        tokens. ``comes_back``: the caller may leave without ``commit`` and begin again at the same
+        starts, which the rows must hold then.
+        """
         self.pool = pool
+        self._facts = pool.facts
         self.parts = list(parts)
         self.operation = operation
         self.several = several
@@ -78,9 +84,9 @@ class Transaction:
         self._path_if_room = path_if_room
         self._comes_back = comes_back
         self._needed = 0
-        """Slots for recurrent states."""
+        """Slots for recurrent states that the call takes."""
         self._given_up: list[Extension] = []
-        """The rows without an old version for whose states at their starts there is room."""
+        """The rows without an old version, if there is room for the states at their starts."""
         self._arrived = False
         self._committed = False
         self._lets_go = False
@@ -89,13 +95,13 @@ class Transaction:
         for part in self.parts:
             if part.start > part.old_length:
                 raise QuireError(f"{part.label or 'a row'} begins at {part.start} and has {part.old_length} tokens")
-            self._check_limits(part)
+            part.require_limits(self._facts)
         for part in self.parts:
             part.cache.settle()
             part.owed = owed_tokens(self.pool, part.row, part.start, part.label)
         self.pool.note_adapters([part.runs for part in self.parts])
         several = self.several or any(part.owed.size for part in self.parts)
-        self._lets_go = several and any(self.pool.lets_go(part.row) for part in self.parts)
+        self._lets_go = several and (self._facts.is_windowed or any(part.row.window is not None for part in self.parts))
         kept = [part for part in self.parts if self.aside or part.rewinds or self._needs_a_way_back(part)]
         forks = self.pool.fork([part.row.seq for part in kept], [part.origin for part in kept])
         for part, seq in zip(kept, forks, strict=True):
@@ -105,43 +111,25 @@ class Transaction:
         except BaseException:
             self._drop_unused_forks()
             raise
-        if self.several or not self.pool.keeps_last_state:
+        if self.several or not self._facts.keeps_last_state:
             self._keep_starts([part for part in self.parts if not part.rewinds])
         return self
 
-    def _check_limits(self, part: Extension) -> None:
-        end, cache, label = part.start + part.depth, part.cache, f"{part.label}: " if part.label else ""
-        if end > self.pool.max_model_len:
-            raise ResourceExhausted(
-                f"{label}{part.depth} tokens from position {part.start} on are beyond the model's maximum of "
-                f"{self.pool.max_model_len}"
-            )
-        if part.positions is not None and part.row.window is not None:
-            raise Unsupported(f"{label}position_ids: {POSITIONS_OF_WINDOWS}")
-        if part.positions is not None and (last := int(part.positions.max(initial=0))) >= self.pool.max_model_len:
-            raise ResourceExhausted(
-                f"{label}position {last} is beyond the model's maximum; positions are 0..{self.pool.max_model_len - 1}"
-            )
-        if not cache.dynamic and end > cache.capacity:
-            raise ResourceExhausted(
-                f"{label}KV cache full: {part.depth} tokens from position {part.start} on do not fit its {cache.capacity} slots"
-            )
-
     def _needs_a_way_back(self, part: Extension) -> bool:
-        """Whether the forwards of the call, but the last, could not be undone by taking tokens back.
+        """Return whether taking tokens back could not undo the call's forwards but the last.
 
-        That is so where the page that the first new token goes to must be copied: a forward that fails undoes that itself,
-        but not what earlier ones did. And where a window lets go of tokens. A fork keeps both, and costs no page unless
-        rows share that page.
+        It could not where the page of the first new token must be copied: a forward that fails
+        undoes that, but not what earlier ones did. Nor where a window lets go of tokens. A fork
+        keeps both, and costs no page unless rows share that page.
         """
         if not self.several or part.start == 0 or part.count == 0:
             return False
         return self._lets_go or self.pool.state.shares_tail(part.row.seq)
 
     def _keep_starts(self, parts: Sequence[Extension]) -> None:
-        """Keep the recurrent states of those of these rows that have no other version to come back to; they stand at their starts."""
+        """Keep the recurrent states of ``parts``, all at their starts, that have no old version."""
         state = self.pool.state
-        if not self.pool.recurrent_ids:
+        if not self._facts.recurrent_ids:
             return
         for part in parts:
             if part.old_seq is None and part.start and part.count and part.parents is None:
@@ -156,17 +144,17 @@ class Transaction:
                 part.holds_start = False
 
     def _reserve(self, kept: Sequence[Extension]) -> None:
-        """Make sure of the pages and states for everything; give up old versions only if that is what makes it fit."""
+        """Make room for everything; give up old versions only if that makes it fit."""
         if self._path_if_room:
             self._become_paths()
-        self._needed = self._states_needed() if self.pool.recurrent_ids else 0
+        self._needed = self._states_needed() if self._facts.recurrent_ids else 0
         missing_states = self._missing_states(self._needed)
         if missing_states > self._freed_states(kept):
             raise self._no_states(missing_states)
         missing = self._missing()
         required = [part for part in kept if self.aside or part.rewinds or self._lets_go]
         if missing and len(required) < len(kept):
-            # Rows that share their last page need a page more for each fork: run where they are, as one forward would.
+            # Rows that share their last page need a page for each fork: run them where they are.
             self._drop_unused_forks([part for part in kept if part not in required])
             missing = self._missing()
         if not missing and not missing_states:
@@ -174,26 +162,26 @@ class Transaction:
         given_up = [] if self.aside else [part for part in required if part.rewinds]
         if missing > sum(self._freed_without_old(part) for part in given_up):
             state = self.pool.state
-            pages = sum(state.pool_sizes()[: len(self.pool.page_bytes)])
+            pages = sum(state.pool_sizes()[: len(self._facts.page_bytes)])
             raise ResourceExhausted(
                 f"no room for {self._tokens()}: {missing} pages of {state.page_size} "
                 f"tokens are missing, {state.num_available_pages()} of {pages} are free; release or clear caches"
             )
         holding = self._needed + sum(self._takes_a_slot(part) for part in given_up)
-        if self._comes_back and not self.pool.keeps_last_state:
+        if self._comes_back and not self._facts.keeps_last_state:
             missing_states = self._missing_states(holding)
             if missing_states > self._freed_states(given_up):
                 raise self._no_states(missing_states)
         self.pool.remove([part.row.seq for part in given_up])
         for part in given_up:
-            # From here on an error leaves the row at ``start``, or where its fork stands then: what lay behind is gone.
+            # From here on an error leaves the row at ``start``, or where its fork stands then.
             part.row.seq, part.old_seq = part.seq, None
             self._mark_rewound(part)
         if holding <= self.pool.available_states:
             self._given_up = given_up
 
     def _tokens(self) -> str:
-        """What there is no room for."""
+        """Return, in words, what there is no room for."""
         owed, more = sum(part.owed.size for part in self.parts), sum(part.count for part in self.parts)
         again = f"{owed} tokens that must be run again"
         return f"{again} and {more} more" if owed and more else again if owed else f"{more} more tokens"
@@ -204,22 +192,23 @@ class Transaction:
         )
 
     def _takes_a_slot(self, part: Extension) -> bool:
-        """Whether the state at a start, kept for the time of the call, takes a slot that ``_needed`` does not count: it does unless it
-        was there before, or is kept by itself."""
-        interval = self.pool.state_interval
+        """Return whether keeping the state at the start takes a slot beyond ``_needed``. It does
+        unless the state was there before, or is kept by itself."""
+        interval = self._facts.state_interval
         return part.owed.size > 0 and not (interval and part.start % interval == 0)
 
     def _freed_states(self, parts: Sequence[Extension]) -> int:
-        """Slots that can be had in addition once the versions before the rewinds of these parts are gone."""
+        """Return how many slots giving up the versions before the rewinds of ``parts`` frees."""
         if self.aside:
             return 0
         return sum(self.pool.state.states_freed(part.row.seq) for part in parts if part.rewinds)
 
     def _missing(self) -> int:
-        """Pages that the whole call is short of.
+        """Return how many pages the whole call is short of.
 
-        Where windows let go of pages between forwards, that is not known beforehand: then what a first token of each row
-        needs, and what layers without a window need for all; ``run`` looks again before each forward.
+        Where windows let go of pages between forwards, that is not known beforehand. Then count
+        what a first token of each row needs, and what layers without a window need for all; ``run``
+        looks again before each forward.
         """
         growing = [part for part in self.parts if part.count + part.owed.size]
         if not growing:
@@ -232,8 +221,8 @@ class Transaction:
         return self.pool.missing_pages(seqs, counts, trees)
 
     def _missing_states(self, needed: int) -> int:
-        """How many of so many slots for recurrent states the call is short of."""
-        if not self.pool.recurrent_ids:
+        """Return how many of ``needed`` slots for recurrent states the call is short of."""
+        if not self._facts.recurrent_ids:
             return 0
         if self.pool.missing_states(needed):
             # The forks hold what their rows have given up, too.
@@ -252,22 +241,22 @@ class Transaction:
             [part.origin for part in self.parts],
             chain(self._owed_forwards(), chains),
             trees,
-            interval=self.pool.state_interval,
+            interval=self._facts.state_interval,
         )
 
     def _become_paths(self) -> None:
         for part in self.parts:
             part.parents = tuple(range(-1, part.count - 1))
-        if not self.pool.recurrent_ids or self._states_needed() > self.pool.available_states:
+        if not self._facts.recurrent_ids or self._states_needed() > self.pool.available_states:
             for part in self.parts:
                 part.parents = None
 
     def _owed_forwards(self) -> list[list[Piece]]:
         counts = [part.owed.size for part in self.parts]
-        return packed(self.pool, self.parts, [part.origin for part in self.parts], counts, self.pool.chunk_size)
+        return packed(self.pool, self.parts, [part.origin for part in self.parts], counts, self._facts.chunk_size)
 
     def _freed_without_old(self, part: Extension) -> int:
-        """Pages that are free, or need not be copied, once the version before the rewind is gone."""
+        """Return how many pages the version before the rewind holds, or makes others copy."""
         return self.pool.state.pages_freed(part.row.seq, part.seq)
 
     def _mark_rewound(self, part: Extension) -> None:
@@ -278,7 +267,7 @@ class Transaction:
     def _cut(part: Extension, length: int) -> None:
         part.cache.mark_cut(part.row, length)
 
-    # -- running ---------------------------------------------------------------------------------------------
+    # -- running -----------------------------------------------------------------------------------
 
     def run(
         self,
@@ -290,10 +279,11 @@ class Transaction:
         asked: WantedOutputs = LOGITS_ONLY,
         places: Callable[[], Sequence[Tensor]] | None = None,
     ) -> list[RowOutput]:
-        """Run ``tokens[i]``, with ``media[i]`` at its placeholders, for part i; ``wanted[i]`` says which logits of it are
-        returned, and ``places()[i]`` where they are written (float32 ``[rows, V]``; called when the first forward has run).
+        """Run ``tokens[i]``, with ``media[i]`` at its placeholders, for part i.
 
-        At most ``budget`` tokens go into one forward (0: all); a row that does not fit is continued in the next one.
+        ``wanted[i]`` says which logits of it are returned, and ``places()[i]``, called when the
+        first forward has run, where they are written (float32 ``[rows, V]``). At most ``budget``
+        tokens go into one forward (0: all); a row that does not fit goes on in the next one.
         """
         self.arrive()
         media = [None] * len(tokens) if media is None else media
@@ -303,9 +293,9 @@ class Transaction:
         sizes = [ids.size for ids in tokens]
         forwards = packed(self.pool, self.parts, positions, sizes, budget, blocks)
         if places is None and len(forwards) > 1:
-            # One tensor for a row from the start, so that pieces are never joined by a copy of all of them.
-            places = cache(lambda: [self.pool.logits(rows_wanted(*one)) for one in zip(wanted, sizes, strict=True)])
-        results = [Gathered(self.pool.logits(0)) for _ in tokens]
+            # One tensor for each row, so that pieces need not be joined by a copy of all.
+            places = cache(lambda: [self._facts.logits(rows_wanted(*one)) for one in zip(wanted, sizes, strict=True)])
+        results = [Gathered(self._facts.logits(0)) for _ in tokens]
         for pieces in forwards:
             self.operation.check()
             self.operation.num_sequences = len(pieces)
@@ -328,7 +318,7 @@ class Transaction:
         return [result.finished() for result in results]
 
     def arrive(self) -> None:
-        """Run the tokens that lead to the rows' starts, which ``run`` does by itself."""
+        """Run the tokens that lead to the rows' starts, as ``run`` does by itself."""
         if self._arrived:
             return
         for pieces in self._owed_forwards():
@@ -356,7 +346,8 @@ class Transaction:
         self._keep_starts(self._given_up)
 
     def _check_room(self, pieces: Sequence[Piece]) -> None:
-        """``ResourceExhausted`` if a forward of a windowed state finds no pages; for others ``__enter__`` has seen to it."""
+        """Raise ``ResourceExhausted`` if a forward of a windowed state finds no pages. For other
+        states ``__enter__`` has made room."""
         if not self._lets_go:
             return
         seqs = [self.parts[piece.row].seq for piece in pieces]
@@ -373,7 +364,7 @@ class Transaction:
         return Chunk(part.seq, ids, tree, adapter, kind)  # type: ignore[arg-type]
 
     def _positions(self, pieces: Sequence[Piece]) -> Ids | None:
-        """Where the tokens of a forward stand; None: all at their indices."""
+        """Return where the tokens of a forward stand; None: all at their indices."""
         parts = [self.parts[piece.row] for piece in pieces]
         if all(part.positions is None for part in parts):
             return None
@@ -396,13 +387,13 @@ class Transaction:
         except Exception as error:
             raise QuireError(f"{self.operation.verb} failed while computing: {error}") from error
 
-    # -- the end ---------------------------------------------------------------------------------------------
+    # -- the end -----------------------------------------------------------------------------------
 
     def commit(self, keep: Sequence[int] | None = None) -> None:
-        """Let the first ``keep[i]`` tokens that ran count (None: all); of a tree the path to node ``keep[i]``, -1: nothing. A
-        part without tokens stays as it was.
+        """Let the first ``keep[i]`` tokens that ran count; None: all.
 
-        Where layers are recurrent, what ran as a chain counts as a whole only.
+        Of a tree, the path to node ``keep[i]`` counts; -1: nothing. A part without tokens stays as
+        it was. Where layers are recurrent, what ran as a chain counts as a whole only.
         """
         kept = [part.num_written for part in self.parts] if keep is None else list(keep)
         self.pool.edit(
@@ -428,7 +419,7 @@ class Transaction:
         self._finish()
 
     def leave_open(self) -> None:
-        """Let the chains that ran as trees of one path count, with the states behind all their tokens."""
+        """Let chains that ran as trees of one path count, with the states behind their tokens."""
         for part in self.parts:
             if part.parents is None:
                 raise QuireError("only what ran as a tree can be left open")
@@ -439,7 +430,7 @@ class Transaction:
         self._finish()
 
     def _replace(self, part: Extension) -> None:
-        """The row's sequence is the one that ran."""
+        """Let the sequence that ran be the row's."""
         if part.old_seq is None:
             return
         self.pool.remove([part.old_seq])
@@ -466,7 +457,7 @@ class Transaction:
         return found
 
     def _drop_unused_forks(self, parts: Sequence[Extension] | None = None) -> None:
-        """Of these parts; None: of all."""
+        """Remove the forks of ``parts``; None: of all."""
         for part in self.parts if parts is None else parts:
             if part.old_seq is not None:
                 self.pool.remove([part.seq])
@@ -486,13 +477,13 @@ class Transaction:
         self._drop_starts()
 
     def _undo(self, part: Extension) -> None:
-        """Take back what ran on the row itself. One whose old version was given up may end before its start."""
+        """Take back what ran on the row itself, which may end before its start then."""
         if part.parents is not None:
             self.pool.edit(*kept_edits(part, -1))
         state = self.pool.state
         length = state.sequence_length(part.seq)
         end = min(length, part.start)
-        if self.pool.recurrent_ids:
+        if self._facts.recurrent_ids:
             end = state.nearest_reachable(part.seq, end)
         if end < length:
             self.pool.edit(Pop(part.seq, length - end))

@@ -1,7 +1,7 @@
-"""Executors: the verbs of ``contracts.executor`` over a runner, and the KV caches that they work on.
+"""Executors: the verbs of ``contracts.executor`` over a runner, and their KV caches.
 
-The two faces, and every value that they are given and return, are found here; they are imported when they are first used.
-``docs/executor.md`` shows them.
+The two faces, and all values that they take and return, are found here, imported at their first
+use. ``docs/executor.md`` shows them.
 """
 
 from __future__ import annotations

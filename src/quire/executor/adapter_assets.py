@@ -12,15 +12,16 @@ from quire.errors import CheckpointError, InvalidArgument, QuireError
 from quire.models.families import LoadedModel
 
 PIECE = 1 << 20
-"""Bytes that a stream is asked for at once."""
+"""Bytes of one read from a stream."""
 
 
 def read_assets(assets: ModelAssets, model: LoadedModel, admit: Callable[[int, int], None] | None = None) -> Adapter:
-    """The adapter of a PEFT directory, which may be named by the file in it that holds the weights, or of a packed one
-    (``peft_files.FORMS``) in a file of any name, in bytes, or in what a stream has left. An open file is read from its beginning
-    and stands afterwards where it stood.
+    """Return the adapter of a PEFT directory, or of a packed one (``peft_files.FORMS``).
 
-    ``InvalidArgument`` for a file or stream that does not give bytes; ``admit`` and otherwise as ``quire.models.peft.read_adapter``.
+    The file of weights in a directory may name it. A packed one is a file of any name, bytes, or
+    what a stream has left; an open file is read from its beginning and stands afterwards where it
+    stood. ``InvalidArgument`` for a file or stream that gives no bytes; ``admit`` and other errors
+    as of ``quire.models.peft.read_adapter``.
     """
     from quire.models import peft, peft_config, peft_files
 
@@ -36,7 +37,7 @@ def read_assets(assets: ModelAssets, model: LoadedModel, admit: Callable[[int, i
 
 
 def _bytes_of(assets: ModelAssets, source: str, limit: int) -> bytes:
-    """All bytes of assets; ``CheckpointError`` where there are more than ``limit``, or a file cannot be read."""
+    """Return all bytes of assets; ``CheckpointError`` beyond ``limit`` and for unreadable ones."""
     try:
         if assets.path is not None:
             with open(assets.path, "rb") as opened:

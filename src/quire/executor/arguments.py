@@ -1,13 +1,14 @@
-"""What the verbs are given, checked and turned into rows of ids: nothing here computes or changes anything.
+"""The arguments of the verbs, checked and turned into rows of ids; nothing is computed or changed.
 
 Letters: B batch rows; S tokens of a row with padding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -16,12 +17,15 @@ from torch import Tensor
 from quire.branches.cache_pool import CachePool
 from quire.branches.forward_packing import LOGITS_ONLY, WantedOutputs
 from quire.branches.history import Ids
+from quire.branches.model_facts import ModelFacts
 from quire.branches.row_extension import require_vocabulary
 from quire.contracts.executor import DecodeInput, PrefillInput
 from quire.errors import InvalidArgument, QuireError, Unsupported
 from quire.executor.cache import KVCache
 from quire.executor.handle import Handle
 from quire.runner.local import Runner
+
+T = TypeVar("T")
 
 NO_MASKS = "recurrent layers see the tokens of a row in order, and no mask can change that; give the image with bidirectional=False"
 
@@ -39,10 +43,10 @@ class Request:
     columns: int
     """S"""
     adapter: int | None = None
-    """Under which they run; None: the base model."""
+    """The adapter that they run under; None: the base model."""
     asked: WantedOutputs = LOGITS_ONLY
     positions: tuple[Ids | None, ...] = ()
-    """Of each row's tokens, as they were given; None: behind those before them."""
+    """The given positions of each row's tokens; None: behind those before them."""
 
     @property
     def batch_size(self) -> int:
@@ -54,9 +58,10 @@ class Request:
 
 
 def resolve_cache(pool: CachePool, given: object) -> tuple[KVCache, tuple[int, ...]]:
-    """The cache behind a handle or a cache, and the lengths that are meant. Call it under the lock.
+    """Return the cache behind a handle or a cache, and the lengths that are meant.
 
-    ``InvalidArgument``: foreign or stale. ``NotFound``: released. ``FailedPrecondition``: a node of a tree.
+    ``InvalidArgument``: foreign or stale. ``NotFound``: released. ``FailedPrecondition``: a node of
+    a tree. Call it under the lock.
     """
     if not isinstance(given, Handle | KVCache):
         raise InvalidArgument(field="kv_cache", given=given, allowed="a handle or a KV cache of this executor")
@@ -72,8 +77,8 @@ def resolve_cache(pool: CachePool, given: object) -> tuple[KVCache, tuple[int, .
 def resolve_row(runner: Runner, given: object, row: int | None) -> tuple[KVCache, int, int]:
     """Return a cache over ``runner``, the index of a row (None: the only one) and the tokens meant.
 
-    ``given`` is the cache or a handle of it. ``InvalidArgument``: another runner's cache, a stale handle,
-    no such row. ``NotFound``: released. Call it under the lock.
+    ``given`` is the cache or a handle of it. ``InvalidArgument``: another runner's cache, a stale
+    handle, no such row. ``NotFound``: released. Call it under the lock.
     """
     found = getattr(given, "cache", given)
     if not isinstance(found, KVCache):
@@ -98,7 +103,7 @@ def prefill_request(pool: CachePool, given: PrefillInput) -> Request:
     spans = given.real_spans()
     tokens = tuple(to_ids(row) for row in given.token_rows())
     for ids in tokens:
-        require_vocabulary(ids, pool.vocab_size, "input_ids")
+        require_vocabulary(ids, pool.facts.vocab_size, "input_ids")
     cache, starts = (None, (0,) * len(tokens)) if given.kv_cache is None else resolve_cache(pool, given.kv_cache)
     require_adapter(pool, given.adapter)
     _require_rows(len(tokens), starts)
@@ -118,7 +123,7 @@ def prefill_request(pool: CachePool, given: PrefillInput) -> Request:
 def decode_request(pool: CachePool, given: DecodeInput, verb: str = "decode") -> Request:
     """Check a ``DecodeInput`` completely."""
     ids = to_ids(given.tokens(verb))
-    require_vocabulary(ids, pool.vocab_size, "input_ids")
+    require_vocabulary(ids, pool.facts.vocab_size, "input_ids")
     cache, starts = resolve_cache(pool, given.kv_cache)
     require_adapter(pool, given.adapter)
     _require_rows(len(ids), starts)
@@ -137,43 +142,45 @@ def decode_request(pool: CachePool, given: DecodeInput, verb: str = "decode") ->
 
 
 def to_ids(row: Tensor) -> Ids:
-    """A 1-D tensor of ids as int64 on the host."""
+    """Return a 1-D tensor of ids as int64 on the host."""
     ids: Ids = row.detach().cpu().to(torch.int64).numpy()
     return ids
 
 
 def require_adapter(pool: CachePool, adapter: int | None) -> None:
-    """``NotFound`` for an id that is not loaded, or no more; ``Unsupported`` if the model can run none."""
+    """Raise ``NotFound`` unless it is loaded, ``Unsupported`` if the model can run no adapter."""
     if adapter is None:
         return
-    if pool.adapter_refusal:
-        raise Unsupported(f"adapter {adapter}: {pool.adapter_refusal}", field="adapter", given=adapter)
+    if pool.facts.adapter_refusal:
+        raise Unsupported(f"adapter {adapter}: {pool.facts.adapter_refusal}", field="adapter", given=adapter)
     pool.runner.adapters.check([adapter])
 
 
 def require_together(pool: CachePool, requests: Sequence[Request]) -> None:
-    """``ResourceExhausted`` if one forward cannot use the adapters of all these."""
+    """Raise ``ResourceExhausted`` if one forward cannot use all adapters of these requests."""
     pool.runner.adapters.check([request.adapter for request in requests])
 
 
-def require_distinct(requests: Sequence[Request], verb: str) -> None:
-    """``InvalidArgument`` if two items extend one cache."""
-    seen: dict[str, int] = {}
-    for index, request in enumerate(requests):
-        if request.cache is None:
-            continue
-        first = seen.setdefault(request.cache.cache_id, index)
-        if first != index:
+def distinct_requests(check: Callable[[T], Request], items: Sequence[T], verb: str) -> list[Request]:
+    """Check the items of a batch; ``InvalidArgument`` if two of them extend one cache."""
+    requests: list[Request] = []
+    first: dict[str, int] = {}
+    for index, item in enumerate(items):
+        with naming_item(verb, index):
+            requests.append(check(item))
+    for index, cache in enumerate(request.cache for request in requests):
+        if cache is not None and (other := first.setdefault(cache.cache_id, index)) != index:
             raise InvalidArgument(
-                f"{verb}: items {first} and {index} continue the same cache {request.cache.cache_id}; "
+                f"{verb}: items {other} and {index} continue the same cache {cache.cache_id}; "
                 "give each cache once, or clone_handle",
                 field="kv_cache",
             )
+    return requests
 
 
 @contextmanager
 def naming_item(verb: str, index: int) -> Iterator[None]:
-    """Say in an error which item of a batch it is about."""
+    """Name the item of a batch in errors about it."""
     try:
         yield
     except QuireError as error:
@@ -181,25 +188,25 @@ def naming_item(verb: str, index: int) -> Iterator[None]:
         raise
 
 
-def weights_refusal(pool: CachePool) -> str:
-    """Why no call can return attention weights; empty if one can."""
-    if not pool.recurrent_ids or len(pool.layer_ids) == pool.num_blocks:
+def weights_refusal(facts: ModelFacts) -> str:
+    """Return why no call can return attention weights; empty if one can."""
+    if not facts.recurrent_ids or len(facts.layer_ids) == facts.num_blocks:
         return ""
     return (
-        f"{pool.num_blocks - len(pool.layer_ids)} of {pool.num_blocks} blocks have recurrent layers and no attention, so that they "
+        f"{facts.num_blocks - len(facts.layer_ids)} of {facts.num_blocks} blocks have recurrent layers and no attention, so that they "
         "have no weights; leave output_attentions False"
     )
 
 
 def asked_of(pool: CachePool, given: PrefillInput | DecodeInput) -> WantedOutputs:
-    """What it asks for besides logits. ``Unsupported`` for weights that there are not."""
-    if given.output_attentions and (reason := weights_refusal(pool)):
+    """Return what it asks for besides logits; ``Unsupported`` for attention weights without any."""
+    if given.output_attentions and (reason := weights_refusal(pool.facts)):
         raise Unsupported(f"attention weights: {reason}", field="output_attentions")
     return WantedOutputs(hidden_states=given.output_hidden_states, attention_weights=given.output_attentions)
 
 
 def union(asked: Iterable[WantedOutputs]) -> WantedOutputs:
-    """What a forward must give so that each gets what it asked for."""
+    """Return what a forward must give so that each gets what it asked for."""
     found = list(asked)
     return WantedOutputs(
         hidden_states=any(one.hidden_states for one in found),
@@ -208,7 +215,7 @@ def union(asked: Iterable[WantedOutputs]) -> WantedOutputs:
 
 
 def tree_of(parents: Sequence[int], count: int, what: str) -> tuple[int, ...]:
-    """``parents`` of ``count`` nodes, each below its own index; ``InvalidArgument`` for what is no tree."""
+    """Return parents of ``count`` nodes; ``InvalidArgument`` unless each lies before its node."""
     if len(parents) != count:
         raise InvalidArgument(field=what, given=list(parents), allowed=f"{count} parents, one for each token")
     for node, parent in enumerate(parents):
@@ -229,18 +236,18 @@ def given_positions(
     spans: Sequence[tuple[int, int]],
     columns: int,
 ) -> tuple[Ids | None, ...]:
-    """Those of each row's real tokens; what stands at padding does not matter. None: none are given, or no others than indices can
-    be, and these are.
+    """Return the positions of each row's real tokens; what stands at padding does not matter.
 
-    ``Unsupported`` for others where the model or the executor has no others.
+    None: none are given, or they are the indices, and nothing else is possible. ``Unsupported``:
+    others, where the model or the executor allows none.
     """
     if positions is None:
         return (None,) * len(starts)
     rows = [to_ids(row[a:b]) for row, (a, b) in zip(positions.reshape(len(starts), columns), spans, strict=True)]
-    if not pool.position_refusal:
+    if not pool.facts.position_refusal:
         return tuple(rows)
     for row, (start, given) in enumerate(zip(starts, rows, strict=True)):
         if not np.array_equal(given, np.arange(start, start + given.size)):
-            message = f"position_ids of row {row}, which must count from {start}: {pool.position_refusal}"
+            message = f"position_ids of row {row}, which must count from {start}: {pool.facts.position_refusal}"
             raise Unsupported(message, field="position_ids")
     return (None,) * len(starts)

@@ -1,4 +1,4 @@
-"""``KVCache``: a batch of rows that a caller owns, each a sequence on copy-on-write pages (``KVCacheInterface``).
+"""``KVCache``: rows that a caller owns, sequences on copy-on-write pages (``KVCacheInterface``).
 
 Letters: B rows; n tokens of a row; Hkv KV heads; D head size of K or of V.
 """
@@ -28,19 +28,15 @@ _TENSOR_NAME: Final = re.compile(r"kv_cache_[kv]_(0|[1-9][0-9]{0,8})")
 
 @checks_arguments()
 class KVCache(CacheRows):
-    """See ``KVCacheInterface``; made by ``create_kv_cache``. Its methods may be called from any thread.
-
-    ``NotFound`` after ``release`` (or ``Executor.release_cache``).
-    """
+    """See ``KVCacheInterface``; made by ``create_kv_cache``, usable from any thread. ``NotFound``
+    after ``release`` (or ``Executor.release_cache``)."""
 
     batch: weakref.WeakSet[KVCache] | None = None
-    """The caches that were prefilled in the same call; None: it alone."""
+    """The caches that were prefilled in the same call; None: this one alone."""
 
     def __repr__(self) -> str:
         state = "released" if self.released else f"batch_size={self.batch_size}, capacity={self.capacity}"
         return f"<KVCache {self.cache_id} {state}>"
-
-    # -- looking ---------------------------------------------------------------------------------------------
 
     @property
     def num_entries(self) -> int:
@@ -52,31 +48,29 @@ class KVCache(CacheRows):
 
     def contains(self, name: str) -> bool:
         found = _TENSOR_NAME.fullmatch(name)
-        return found is not None and isinstance(self.pool.spec_of(int(found[1])), KeyValueAttention)
+        return found is not None and isinstance(self.pool.facts.spec_of(int(found[1])), KeyValueAttention)
 
     @property
     def adapters(self) -> frozenset[int]:
-        """Ids of the adapters under which content was made; the base model is not among them. Some may be unloaded by now."""
+        """Ids of the adapters, unloaded ones too, that made content; the base model aside."""
         return frozenset(adapter for row in self.rows for adapter in row.runs.ids)
 
     def positions(self, row: int) -> Ids:
-        """Return a copy of the positions at which the tokens of a row were rotated: their indices,
-        unless ``position_ids`` were given."""
+        """Return a copy of the positions at which the tokens of a row were rotated. They are the
+        indices unless ``position_ids`` were given."""
         given = self.rows[row].positions
         return np.arange(self.lengths[row]) if given is None else given.ids.copy()
 
     def token_ids(self, row: int) -> Ids | None:
-        """A copy of the ids that made a row, or None where they are not known.
-
-        What stands at a placeholder is below -4 and made from its data: equal ids mean equal content.
-        """
+        """Return a copy of the ids that made a row, or None where they are not known. What stands
+        at a placeholder is below -4 and made from its data: equal ids mean equal content."""
         held = self.rows[row].tokens
         return held.ids.copy() if held.is_known else None
 
     @locked
     def read(self, layer: int, lengths: Sequence[int], *, values: bool) -> Tensor:
-        """A gathered copy of K or V of one layer, ``[B, n, Hkv, D]``: the first ``lengths[i]`` tokens of row i, then zeros;
-        zeros also where a window has let go of a token."""
+        """Return a gathered copy of K or V of one layer, ``[B, n, Hkv, D]``. Row i has its first
+        ``lengths[i]`` tokens, then zeros, and zeros where a window has let go of a token."""
         self.settle()
         state = self.pool.state
         none_0HD = state.debug_get_kv(self.rows[0].seq, 0, 0, layer=layer)[values]
@@ -91,17 +85,15 @@ class KVCache(CacheRows):
 
     @locked
     def pages(self) -> list[NDArray[np.int32]]:
-        """A copy of the page table of each row, in the layer class that stands for all; -1 where a window has passed.
-
-        ``Unsupported`` where no layer keeps pages.
-        """
+        """Return a copy of the page table of each row; -1 where a window has passed. It is that of
+        the layer class that stands for all. ``Unsupported`` where no layer keeps pages."""
         self.settle()
-        if not self.pool.specs:
+        if not self.pool.facts.specs:
             raise Unsupported(f"block_table: {NO_PAGES}")
         return [self.pool.state.page_table(row.seq) for row in self.rows]
 
     def stats(self) -> CacheHandleStats:
-        """What it uses now."""
+        """Return what it uses now."""
         blocks = memory = used = 0
         with self.pool.lock:
             self.require_live()
@@ -110,7 +102,7 @@ class KVCache(CacheRows):
                 use = self.pool.state.sequence_use(row.seq)
                 blocks, used, memory = blocks + use.pages, used + use.rows, memory + use.num_bytes
             tokens = sum(self.lengths)
-        slots = blocks * self.pool.page_size
+        slots = blocks * self.pool.facts.page_size
         return CacheHandleStats(
             memory_bytes=memory,
             blocks_allocated=blocks,
@@ -119,25 +111,25 @@ class KVCache(CacheRows):
             last_access=self.last_access,
         )
 
-    # -- changing --------------------------------------------------------------------------------------------
-
     @locked
     def clear(self) -> None:
         self.truncate([0] * len(self.rows))
         for row in self.rows:
             # An empty row is not cut, and a tree may wait beside it.
             self.set_pending(row, None)
-            if row.window != self.pool.row_window:
+            if row.window != self.pool.facts.row_window:
                 # It came with a session, and a cleared cache is as a new one.
                 self.pool.remove([row.seq])
-                (row.seq,), row.window = self.pool.add(1), self.pool.row_window
+                (row.seq,), row.window = self.pool.add(1), self.pool.facts.row_window
 
     @locked
     def resize(self, n: int) -> None:
         if not self.dynamic:
             raise InvalidArgument("KV cache is not dynamic and cannot be resized.")
-        if n > self.pool.max_model_len:
-            raise ResourceExhausted(f"resize to {n} slots is beyond the model's maximum of {self.pool.max_model_len}")
+        if n > self.pool.facts.max_model_len:
+            raise ResourceExhausted(
+                f"resize to {n} slots is beyond the model's maximum of {self.pool.facts.max_model_len}"
+            )
         self.capacity = max(self.capacity, n)
 
     @locked
@@ -169,13 +161,13 @@ class KVCache(CacheRows):
         self._copy_rows(source, [0] * self.batch_size)
 
     def _require_like(self, other: KVCache) -> None:
-        """The checks that select and broadcast share, in the order of the contract."""
+        """Make the checks that select and broadcast share, in the order of the contract."""
         if other.num_entries != self.num_entries:
             raise InvalidArgument(f"the other cache has capacity {other.num_entries}, this one {self.num_entries}")
         if other.dynamic != self.dynamic:
             kinds = ("static", "dynamic")
             raise InvalidArgument(f"the other cache is {kinds[other.dynamic]}, this one {kinds[self.dynamic]}")
-        # Caches of one executor have equal tensors, model and dtype; pages of another one cannot be shared.
+        # Caches of one executor have equal tensors; pages of another cannot be shared.
         if other.pool is not self.pool:
             raise InvalidArgument("the other cache belongs to another executor; use serialize and load")
 
@@ -185,8 +177,6 @@ class KVCache(CacheRows):
         seqs = self.pool.fork([row.seq for row in origins])
         self.replace_content([row.like(seq) for seq, row in zip(seqs, origins, strict=True)])
 
-    # -- bytes -----------------------------------------------------------------------------------------------
-
     def serialize(self) -> bytes:
         with self.pool.lock:
             self.require_live()
@@ -194,7 +184,7 @@ class KVCache(CacheRows):
             return serialized.dump(self)
 
     def load(self, data: bytes | bytearray | memoryview, *, convert_dtype: bool = False) -> None:
-        # A session's file may have tokens that must be run, so it is a call of the executor like any other.
+        # A session's file may have tokens that must be run, so it is a call of the executor.
         with self.pool.operations.running("load") as operation, self.pool.lock:
             self.require_live()
             self.pool.sweep()
@@ -209,9 +199,9 @@ def _own(other: KVCacheInterface) -> KVCache:
 
 
 def require_kv_layer(pool: CachePool, layer: int) -> None:
-    """``InvalidArgument`` for a layer that does not exist, ``Unsupported`` for one without K and V."""
-    known = (*pool.layer_ids, *pool.recurrent_ids)
+    """Raise ``InvalidArgument`` for no layer, ``Unsupported`` for one without K and V."""
+    known = (*pool.facts.layer_ids, *pool.facts.recurrent_ids)
     if layer not in known:
         raise InvalidArgument(f"layer {layer} does not exist; the model has layers {min(known)}..{max(known)}")
-    if not isinstance(pool.spec_of(layer), KeyValueAttention):
+    if not isinstance(pool.facts.spec_of(layer), KeyValueAttention):
         raise Unsupported(f"layer {layer} keeps no K and V")

@@ -1,6 +1,7 @@
-"""What ran for the rows of one item, as the values that the contract returns.
+"""Outputs of forwards for the rows of one item, as the values that the contract returns.
 
-Letters: B batch rows; S tokens of a row with padding; E model width; Hq query heads; K keys; V vocabulary.
+Letters: B batch rows; S tokens of a row with padding; E model width; Hq query heads; K keys; V
+vocabulary.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ Places: TypeAlias = tuple[list[Tensor | None], list[Tensor]]
 def places_for_logits(
     pool: CachePool, requests: Sequence[Request], wanted: Sequence[LogitsWanted], *, in_pieces: bool
 ) -> Callable[[], Places] | None:
-    """Makes, once, the results of requests ``[B, S, V]`` with zeros at padding, and the place of each row's logits in them.
+    """Return a function that makes, once, results ``[B, S, V]`` and the place of each row's logits.
 
-    A request has none whose rows lie one behind the other by themselves: nothing is padding, and they do not come ``in_pieces``.
-    None if that is so for all of them.
+    Results have zeros at padding. A request has none if its rows lie one behind the other by
+    themselves: nothing is padding, and they do not come ``in_pieces``. None: no request has any.
     """
     placed = [kind == "all" and (in_pieces or one.is_padded) for one, kind in zip(requests, wanted, strict=True)]
     if not any(placed):
@@ -39,12 +40,12 @@ def places_for_logits(
         results: list[Tensor | None] = []
         places: list[Tensor] = []
         for request, kind, in_one in zip(requests, wanted, placed, strict=True):
-            result = pool.logits(len(request.spans), request.columns) if in_one else None
+            result = pool.facts.logits(len(request.spans), request.columns) if in_one else None
             results.append(result)
             if result is not None:
                 places += [row[a:b] for row, (a, b) in zip(result, request.spans, strict=True)]
             else:
-                places += [pool.logits(rows_wanted(kind, ids.size)) for ids in request.tokens]
+                places += [pool.facts.logits(rows_wanted(kind, ids.size)) for ids in request.tokens]
         return results, places
 
     return make
@@ -53,7 +54,7 @@ def places_for_logits(
 def prefill_output(
     request: Request, handle: Handle, wanted: LogitsWanted, rows: Sequence[RowOutput], logits: Tensor | None
 ) -> PrefillOutput:
-    """``rows``: one for each row of the request; ``logits``: those of the batch, where the rows' are parts of it."""
+    """Make the output of a prompt from its ``rows`` and ``logits``, of which those may be parts."""
     spans, columns = request.spans, request.columns
     last = None
     if wanted == "all" and request.is_padded:
@@ -73,7 +74,7 @@ def prefill_output(
 
 
 def decode_output(request: Request, handle: Handle, rows: Sequence[RowOutput]) -> DecodeOutput:
-    """``rows``: one token of each row of the request, which may lie beside those of others."""
+    """Make the output of a decode from its ``rows``, which may lie beside those of others."""
     hidden = weights = None
     if request.asked.hidden_states:
         hidden = torch.cat([row.hidden_states[-1] for row in rows])

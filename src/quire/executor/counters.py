@@ -1,4 +1,4 @@
-"""What an executor counts, under the names that ``LLM.metrics`` and a server's ``/metrics`` have for it."""
+"""An executor's counts, as ``LLM.metrics`` and a server's ``/metrics`` name them."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ HELP: Mapping[str, str] = {
     "quire:executor_batch_utilization": "Rows of a decode call on average, of the most that one may have; 1 means all.",
     "quire:executor_kv_caches": "KV caches of the executor that somebody holds now.",
 }
-"""What each is, by name; names that end in ``_total`` only grow."""
+"""Descriptions by name; names that end in ``_total`` only grow."""
 
 
 def snapshot(executor: Executor | None) -> dict[str, float]:
-    """All of them at one moment; 0 where nobody has asked for an executor yet. Never waits for a running call."""
+    """Return all counts at one moment; 0 before an executor was asked for. Never waits for a
+    running call."""
     found = ExecutorMetrics() if executor is None else executor.metrics()
     values = (
         found.prefill_operations,

@@ -1,7 +1,7 @@
 """``Executor``: all verbs of ``ModelExecutor`` over one runner.
 
-A verb checks its arguments (``arguments``), runs a ``Transaction`` and records what it took. Nothing that a later call
-depends on is kept here: state lives in KV caches.
+A verb checks its arguments (``arguments``), runs a ``Transaction`` and records what it took. State
+lives in KV caches: a later call depends on nothing that is kept here.
 
 Letters: B batch rows; S tokens of a row with padding; V vocabulary; k draft tokens.
 """
@@ -10,16 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from functools import partial
 from typing import cast
 
 from torch import Tensor
 
 from quire.branches import rewinding
 from quire.branches.cache_pool import CachePool
-from quire.branches.forward_packing import LOGITS_ONLY
-from quire.branches.prefix_sharing import shared_rows
-from quire.branches.row_extension import Extension, extensions, packed
+from quire.branches.model_facts import ModelFacts
+from quire.branches.row_extension import packed
 from quire.branches.row_media import check_modalities
 from quire.branches.running_calls import Operation, Stopwatch
 from quire.branches.transaction import Transaction
@@ -46,10 +45,9 @@ from quire.executor.adapter_assets import read_assets
 from quire.executor.arguments import (
     Request,
     decode_request,
-    naming_item,
+    distinct_requests,
     prefill_request,
     require_adapter,
-    require_distinct,
     require_together,
     resolve_cache,
     union,
@@ -57,6 +55,7 @@ from quire.executor.arguments import (
 from quire.executor.cache import KVCache
 from quire.executor.call_outputs import decode_output, places_for_logits, prefill_output
 from quire.executor.handle import Handle, handle_of
+from quire.executor.request_placement import place, rows_to_extend
 from quire.interrupts import SHIELD, Lock
 from quire.kv.sequences import check_integer
 from quire.metrics import OperationMetrics
@@ -72,14 +71,16 @@ from quire.types import LogitsWanted
 class Executor:
     """See ``ModelExecutor``; ``LlmExecutor`` is the other face of the same object.
 
-    ``identity``: which model the runner has. ``max_model_len``: tokens of a row at most, None: the model's.
-    ``max_batch_size``: rows of a call at most. ``prefill_chunk_size``: tokens of a forward at most, for prompts; <= 0: all
-    at once. ``lock``: the one of whoever else drives the same runner (a serving engine); None: nobody does.
+    ``identity``: of the runner's model. ``max_model_len``: tokens of a row at most; None: the
+    model's. ``max_batch_size``: rows of a call at most. ``prefill_chunk_size``: tokens of a
+    prompt's forward at most; <= 0: all. ``lock``: the one of all that drive the same runner, as a
+    serving engine; None: there are no others.
 
-    ``executor_type``: of a Sequential one every call holds one row, whatever ``max_batch_size`` says; a Batch decodes what was
-    prefilled together, together; a ContinuousBatch takes any. ``modalities``: for which of "vision" and "audio" the caller
-    has an encoder. ``share_prefixes``: a prompt without a cache starts from what live caches hold of its beginning, where
-    not all its logits are wanted. ``window``, ``sink``: see ``CachePool``. ``fallbacks``: what ``status`` lists.
+    ``executor_type``: a Sequential executor takes one row a call, whatever ``max_batch_size`` says;
+    a Batch decodes what was prefilled together, together; a ContinuousBatch takes any rows.
+    ``modalities``: "vision" and "audio", as far as the caller has an encoder. ``share_prefixes``: a
+    prompt without a cache starts from what live caches hold of it, unless all its logits are
+    wanted. ``window``, ``sink``: see ``ModelFacts.of``. ``fallbacks``: what ``status`` lists.
     """
 
     def __init__(
@@ -109,35 +110,36 @@ class Executor:
         self.modalities = check_modalities(modalities)
         self.share_prefixes = share_prefixes
         self.lock = Lock() if lock is None else lock
-        self.pool = CachePool(
-            runner, identity, max_model_len, self.lock, window=window, sink=sink, chunk_size=prefill_chunk_size
-        )
-        self._facts = reports.ModelFacts.of(runner)
+        facts = ModelFacts.of(runner, identity, max_model_len, window=window, sink=sink, chunk_size=prefill_chunk_size)
+        self.pool = CachePool(runner, facts, self.lock)
         self._fallbacks = tuple(fallbacks)
         self._operations = self.pool.operations
-        self._metrics = OperationMetrics(self.max_batch_size)
+        self.operation_metrics = OperationMetrics(self.max_batch_size)
         self._activations: warmup.Activations | None = None
         self._knee = self.max_batch_size
-        """Rows of a decode batch from which more gain little; as many as there may be until it is measured."""
+        """Rows of a decode batch from which more gain little; all that there may be until measured.
+        """
         self._warm = self._closed = False
 
-    # -- KV caches -------------------------------------------------------------------------------------------
+    # -- KV caches ---------------------------------------------------------------------------------
 
     def create_kv_cache(self, *, batch_size: int = 1, capacity: int | None = None, dynamic: bool = False) -> KVCache:
-        """See ``ExecutorBase``. ``InvalidArgument`` also for more rows than ``max_batch_size``."""
+        """See ``ExecutorBase``. ``InvalidArgument`` also beyond ``max_batch_size`` rows."""
         batch_size = check_integer(batch_size, "batch_size", 1)
         self._require_batch(batch_size, "create_kv_cache")
         if capacity is None:
-            capacity = 1 if dynamic else self.pool.max_model_len
+            capacity = 1 if dynamic else self.pool.facts.max_model_len
         capacity = check_integer(capacity, "capacity", 1)
-        if capacity > self.pool.max_model_len:
-            raise ResourceExhausted(f"capacity {capacity} is beyond the model's maximum of {self.pool.max_model_len}")
+        if capacity > self.pool.facts.max_model_len:
+            raise ResourceExhausted(
+                f"capacity {capacity} is beyond the model's maximum of {self.pool.facts.max_model_len}"
+            )
         with self.operation("create_kv_cache"):
             return KVCache.create(self.pool, batch_size, capacity, bool(dynamic))
 
     def truncate_kv(self, handle: CacheLike, new_len: int) -> Handle:
-        """See ``ModelExecutor``. All rows are cut to ``new_len``, which none may be shorter than. At once: tokens that must be run
-        again are run before it returns (``rewinding.truncate``)."""
+        """See ``ModelExecutor``. All rows are cut to ``new_len``; none may be shorter. Tokens that
+        must be run again are run before it returns (``rewinding.truncate``)."""
         with self.operation("truncate_kv") as operation:
             cache, _ = resolve_cache(self.pool, handle)
             new_len = check_integer(new_len, "truncate_kv: new_len", 0)
@@ -155,7 +157,7 @@ class Executor:
             if cache is not None:
                 cache.release()
 
-    # -- running ---------------------------------------------------------------------------------------------
+    # -- running -----------------------------------------------------------------------------------
 
     def prefill(self, input: PrefillInput) -> PrefillOutput:
         """See ``ModelExecutor``."""
@@ -164,17 +166,11 @@ class Executor:
             return self._prefill([request], [input.logits], operation, keep_chunks=True)[0]
 
     def batch_prefill(self, inputs: Sequence[PrefillInput]) -> list[PrefillOutput]:
-        """See ``ModelExecutor``. One forward, or several if there are more than ``prefill_chunk_size`` tokens, or adapters that do
-        not fit together."""
+        """See ``ModelExecutor``. There is one forward if it can take all tokens and adapters."""
         with self.operation("batch_prefill") as operation:
-            requests = []
-            for index, item in enumerate(inputs):
-                with naming_item("batch_prefill", index):
-                    requests.append(prefill_request(self.pool, item))
-            require_distinct(requests, "batch_prefill")
-            if not requests:
-                return []
-            return self._prefill(requests, [item.logits for item in inputs], operation, keep_chunks=False)
+            requests = distinct_requests(partial(prefill_request, self.pool), inputs, operation.verb)
+            wanted = [item.logits for item in inputs]
+            return self._prefill(requests, wanted, operation, keep_chunks=False) if requests else []
 
     def decode(self, input: DecodeInput) -> DecodeOutput:
         """See ``ModelExecutor``."""
@@ -184,11 +180,8 @@ class Executor:
     def batch_decode(self, inputs: Sequence[DecodeInput]) -> list[DecodeOutput]:
         """See ``ModelExecutor``."""
         with self.operation("batch_decode") as operation:
-            requests = []
-            for index, item in enumerate(inputs):
-                with naming_item("batch_decode", index):
-                    requests.append(decode_request(self.pool, item, operation.verb))
-            require_distinct(requests, "batch_decode")
+            check = partial(decode_request, self.pool, verb=operation.verb)
+            requests = distinct_requests(check, inputs, operation.verb)
             return self._decode(requests, operation) if requests else []
 
     def forward(self, input_ids: Tensor) -> Tensor:
@@ -211,9 +204,9 @@ class Executor:
             if not requests:
                 return []
             self._require_whole_batch([request.cache for request in requests[:1]], "forward_verify")
-            watch = Stopwatch(self.pool.device)
+            watch = Stopwatch(self.pool.facts.device)
             outputs = verification.verify(self.pool, requests, tree, operation)
-            self._metrics.record_decode(1, watch.seconds(), 1)
+            self.operation_metrics.record_decode(1, watch.seconds(), 1)
             return outputs
 
     def commit_path(self, handle: CacheLike) -> Handle:
@@ -231,11 +224,11 @@ class Executor:
         sampling: RequestSampling | SamplingParams | None = None,
         draft_parents: Sequence[int] | None = None,
     ) -> SpeculativeOutput:
-        """See ``ModelExecutor``. Exact mode needs ``sampling``, and only exact mode has it (``InvalidArgument``); ``SamplingParams``
-        are refused with what to make of them."""
+        """See ``ModelExecutor``. ``sampling`` goes with exact mode alone (``InvalidArgument``).
+        ``SamplingParams`` are refused with what to make of them."""
         with self.operation("speculative_decode") as operation:
             self._require_whole_batch([resolve_cache(self.pool, input.kv_cache)[0]], "speculative_decode")
-            watch = Stopwatch(self.pool.device)
+            watch = Stopwatch(self.pool.facts.device)
             output = verification.speculate(
                 self.pool,
                 input,
@@ -246,23 +239,25 @@ class Executor:
                 sampling=sampling,
                 draft_parents=draft_parents,
             )
-            self._metrics.record_decode(1, watch.seconds(), 1 + output.acceptance_count)
+            self.operation_metrics.record_decode(1, watch.seconds(), 1 + output.acceptance_count)
             return output
 
     def _prefill(
         self, requests: Sequence[Request], wanted: Sequence[LogitsWanted], operation: Operation, *, keep_chunks: bool
     ) -> list[PrefillOutput]:
-        """Run checked prompts. ``keep_chunks``: a cancelled call keeps the whole chunks that it ran."""
+        """Run checked prompts. ``keep_chunks``: a cancelled call keeps the whole chunks that it
+        ran.
+        """
         self._require_batch(sum(request.batch_size for request in requests), operation.verb)
         fresh: list[KVCache] = []
-        watch = Stopwatch(self.pool.device)
+        watch = Stopwatch(self.pool.facts.device)
         try:
             placed = []
             for request, kind in zip(requests, wanted, strict=True):
-                placed.append(self._place(request, kind))
+                placed.append(place(self.pool, request, kind, share=self.share_prefixes))
                 if request.cache is None:
                     fresh.append(placed[-1][1])
-            parts = self._parts(placed, operation.verb)
+            parts = rows_to_extend(placed, operation.verb)
             starts, counts = [part.start for part in parts], [part.count for part in parts]
             forwards = packed(self.pool, parts, starts, counts, self.prefill_chunk_size)
             with Transaction(self.pool, parts, operation, several=True, forwards=forwards) as work:
@@ -296,62 +291,32 @@ class Executor:
             prefill_output(request, handle_of(cache), kind, [next(rows) for _ in request.tokens], whole)
             for (request, cache), kind, whole in zip(placed, wanted, logits, strict=True)
         ]
-        self._metrics.record_prefill(len(found), watch.seconds())
+        self.operation_metrics.record_prefill(len(found), watch.seconds())
         return outputs
 
-    def _place(self, request: Request, wanted: LogitsWanted) -> tuple[Request, KVCache]:
-        """The cache that a prompt goes to, and what of it must run: a fresh cache may share what others hold already."""
-        if request.cache is not None:
-            return request, request.cache
-        limits = [0] * request.batch_size
-        if self.share_prefixes and wanted != "all" and request.asked == LOGITS_ONLY:
-            limits = [ids.size - (wanted == "last") for ids in request.tokens]
-        rows, starts = shared_rows(self.pool, request.tokens, limits, request.adapter, request.positions)
-        cache = KVCache(self.pool, rows, capacity=self.pool.max_model_len, dynamic=False)
-        tokens = tuple(ids[start:] for ids, start in zip(request.tokens, starts, strict=True))
-        positions = tuple(
-            None if given is None else given[start:] for given, start in zip(request.positions, starts, strict=True)
-        )
-        return replace(request, cache=cache, starts=starts, tokens=tokens, positions=positions), cache
-
     def _decode(self, requests: Sequence[Request], operation: Operation) -> list[DecodeOutput]:
-        """One forward with one token of each row of each item."""
+        """Run one forward with one token of each row of each item."""
         sizes = [request.batch_size for request in requests]
         self._require_batch(sum(sizes), operation.verb)
         require_together(self.pool, requests)
         placed = [(request, request.cache) for request in requests if request.cache is not None]
         self._require_whole_batch([cache for _, cache in placed], operation.verb)
-        watch = Stopwatch(self.pool.device)
-        with Transaction(self.pool, self._parts(placed, operation.verb), operation) as work:
+        watch = Stopwatch(self.pool.facts.device)
+        with Transaction(self.pool, rows_to_extend(placed, operation.verb), operation) as work:
             tokens = [ids for request in requests for ids in request.tokens]
             rows = iter(work.run(tokens, ["last"] * sum(sizes), asked=union(request.asked for request in requests)))
             work.commit()
         outputs = [
             decode_output(request, handle_of(cache), [next(rows) for _ in request.tokens]) for request, cache in placed
         ]
-        self._metrics.record_decode(sum(sizes), watch.seconds(), sum(sizes))
+        self.operation_metrics.record_decode(sum(sizes), watch.seconds(), sum(sizes))
         return outputs
-
-    @staticmethod
-    def _parts(placed: Sequence[tuple[Request, KVCache]], verb: str) -> list[Extension]:
-        return [
-            part
-            for index, (request, cache) in enumerate(placed)
-            for part in extensions(
-                cache,
-                request.starts,
-                [ids.size for ids in request.tokens],
-                f"{verb} item {index}" if len(placed) > 1 else "",
-                request.adapter,
-                request.positions,
-            )
-        ]
 
     def _require_whole_batch(self, caches: Sequence[KVCache | None], verb: str) -> None:
         if self.executor_type is ExecutorType.BATCH:
             executor_types.require_whole([cache for cache in caches if cache is not None], verb)
 
-    # -- adapters --------------------------------------------------------------------------------------------
+    # -- adapters ----------------------------------------------------------------------------------
 
     def load_lora(self, assets: ModelAssets) -> int:
         """See ``ExecutorBase``. Files are read before the runner is waited for."""
@@ -363,21 +328,22 @@ class Executor:
             return self.pool.runner.adapters.load(adapter)
 
     def unload_lora(self, lora_id: int) -> None:
-        """See ``ExecutorBase``. Waits for the running call; ``FailedPrecondition`` where others that share the runner need it."""
+        """See ``ExecutorBase``. Waits for the running call. ``FailedPrecondition`` where others
+        that share the runner need it."""
         with self.operation("unload_lora"):
             self._require_adapters("unload_lora")
             require_adapter(self.pool, lora_id)
             self.pool.runner.adapters.unload(lora_id)
 
     def _require_adapters(self, verb: str) -> None:
-        if self.pool.adapter_refusal:
-            raise Unsupported(f"{verb}: {self.pool.adapter_refusal}")
+        if self.pool.facts.adapter_refusal:
+            raise Unsupported(f"{verb}: {self.pool.facts.adapter_refusal}")
 
-    # -- life ------------------------------------------------------------------------------------------------
+    # -- life --------------------------------------------------------------------------------------
 
     @contextmanager
     def operation(self, verb: str) -> Iterator[Operation]:
-        """A running call: counted as inside from here on, alone on the runner from the lock on."""
+        """Count a running call as inside from here on; from the lock on it has the runner alone."""
         self._require_open(verb)
         with SHIELD, self._operations.running(verb) as operation, self.lock.interruptible:
             self._require_open(verb)
@@ -401,33 +367,35 @@ class Executor:
         self._operations.cancel()
 
     def warmup(self) -> None:
-        """See ``ModelExecutor``. Measures activation memory and decode times once, on sequences of its own."""
+        """See ``ModelExecutor``. Measures memory and decode times once, on sequences of its own."""
         with self.operation("warmup"):
             self._measure()
             if not self._warm:
                 self._knee, self._warm = warmup.knee_of(self.pool, self.max_batch_size), True
 
     def _measure(self) -> None:
-        """Memory of activations, once it can be measured. Call it within an operation."""
+        """Measure memory of activations, once that is possible. Call it within an operation."""
         if self._activations is None:
             self._activations = warmup.measure(self.pool, self.prefill_chunk_size)
 
     def shutdown(self) -> None:
-        """See ``ModelExecutor``. Running calls are cancelled; caches are released; the runner is let go."""
+        """See ``ModelExecutor``. Cancels running calls, releases caches, lets the runner go."""
         self._closed = True
         self._operations.cancel()
         with self.lock:
             self.pool.close()
 
-    # -- looking ---------------------------------------------------------------------------------------------
+    # -- looking -----------------------------------------------------------------------------------
 
     def supports_batch_size(self, batch_size: int, sequence_length: int = 1) -> bool:
-        """See ``ModelExecutor``. Memory of activations counts once it is measured. Waits for a running call."""
+        """See ``ModelExecutor``. Counts memory of activations once measured; waits for a running
+        call.
+        """
         if batch_size > self.max_batch_size or self.pool.runner_or_none is None:
             return False
         with self.lock:
             return self.pool.has_room(batch_size, sequence_length) and warmup.fits(
-                self._activations, batch_size, self.pool.device
+                self._activations, batch_size, self.pool.facts.device
             )
 
     def optimal_batch_size(self, sequence_length: int = 1) -> int:
@@ -441,21 +409,21 @@ class Executor:
 
     def info(self) -> ExecutorInfo:
         """See ``ModelExecutor``. The first call may read the weights once, for their digest."""
-        return self._facts.info(self.pool)
+        return reports.info(self.pool.facts)
 
     def capabilities(self) -> ExecutorCapabilities:
-        """See ``ModelExecutor``. The first call measures memory of activations, so it runs a few short forwards and waits for a
-        running call."""
+        """See ``ModelExecutor``. The first call measures memory of activations. So it runs a few
+        short forwards and waits for a running call."""
         if self.is_usable:
             with self.operation("capabilities"):
                 self._measure()
-        return self._facts.capabilities(
-            self.pool, self.max_batch_size, self.executor_type, self.modalities, self._activations
+        return reports.capabilities(
+            self.pool.facts, self.max_batch_size, self.executor_type, self.modalities, self._activations
         )
 
     def status(self) -> ExecutorStatus:
         """See ``ModelExecutor``. Never waits for a running call."""
-        summary = self._metrics.summary()
+        summary = self.operation_metrics.summary()
         return ExecutorStatus(
             state=self._state(),
             current_batch_size=self._operations.num_sequences,
@@ -463,7 +431,7 @@ class Executor:
             decode_operations=summary.decode_operations,
             avg_prefill_time_ms=summary.avg_prefill_latency,
             avg_decode_time_ms=summary.avg_decode_latency,
-            memory_usage=self._facts.memory_usage(self.pool),
+            memory_usage=reports.memory_usage(self.pool),
             last_operation=summary.last_operation,
             fallbacks=self._fallbacks,
         )
@@ -482,7 +450,7 @@ class Executor:
 
     def metrics(self) -> ExecutorMetrics:
         """See ``ModelExecutor``."""
-        summary, memory = self._metrics.summary(), self._facts.memory_usage(self.pool)
+        summary, memory = self.operation_metrics.summary(), reports.memory_usage(self.pool)
         return ExecutorMetrics(
             prefill_operations=summary.prefill_operations,
             decode_operations=summary.decode_operations,
@@ -495,11 +463,3 @@ class Executor:
             batch_utilization=summary.batch_utilization,
             replayed_tokens=self.pool.replayed_tokens,
         )
-
-    # -- for the other face ----------------------------------------------------------------------------------
-
-    def record_prefill(self, num_sequences: int, seconds: float) -> None:
-        self._metrics.record_prefill(num_sequences, seconds)
-
-    def record_decode(self, num_sequences: int, seconds: float) -> None:
-        self._metrics.record_decode(num_sequences, seconds, num_sequences)

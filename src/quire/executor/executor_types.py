@@ -1,6 +1,6 @@
-"""What the types of executors mean: which can be made, and which caches must run together.
+"""The types of executors: which can be made, and which caches must run together.
 
-Which caches were prefilled together is kept with the caches, so an executor still remembers nothing.
+Which caches were prefilled together is kept with the caches, so an executor remembers nothing.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ UNSUPPORTED_TYPES = {
     ExecutorType.PIPELINE_PARALLEL: NO_PARALLELISM,
     ExecutorType.TENSOR_PARALLEL: NO_PARALLELISM,
 }
-"""The others, with the reason."""
+"""The other types, with the reason."""
 
 
 def check_type(name: object) -> ExecutorType:
-    """``InvalidArgument`` for what is no type, ``Unsupported`` with the reason for one that cannot be made."""
+    """Return the type; ``InvalidArgument``: there is none; ``Unsupported``: it cannot be made."""
     try:
         found = ExecutorType(str(name))
     except ValueError:
@@ -39,7 +39,7 @@ def check_type(name: object) -> ExecutorType:
 
 
 def join(caches: Sequence[KVCache]) -> None:
-    """These caches are one batch from now on; they leave the batches that they were in."""
+    """Make these caches one batch; they leave the batches that they were in."""
     for cache in caches:
         if cache.batch is not None:
             cache.batch.discard(cache)
@@ -49,7 +49,7 @@ def join(caches: Sequence[KVCache]) -> None:
 
 
 def require_whole(caches: Sequence[KVCache], verb: str) -> None:
-    """``Unsupported`` unless these are one batch, and all of it that is not released."""
+    """Raise ``Unsupported`` unless these are one batch, and all of it that is not released."""
     first = caches[0].batch if caches else None
     if len(caches) == 1 and first is None:
         return

@@ -1,6 +1,7 @@
-"""From a configuration to an executor: what is checked without loading anything, and what its flags come to.
+"""From a configuration to an executor: checks without loading, and what its flags come to.
 
-The parts of an executor are put together by whoever makes a ``Factory``; here is decided what they are to be.
+The caller that makes a ``Factory`` puts the parts of an executor together; here is decided what
+they are.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Choices:
     """What a configuration comes to on this machine."""
 
     model: str
-    """Name or directory."""
+    """A name or a directory."""
     device: torch.device
     executor_type: ExecutorType
     attention_backend: str
@@ -59,10 +60,8 @@ class Choices:
 
 @checks_arguments()
 class Factory:
-    """See ``ExecutorFactory``.
-
-    ``resolve_device``: the device of a name, ``Unsupported`` for an absent one. ``make``: loads and builds.
-    """
+    """See ``ExecutorFactory``. ``resolve_device``: the device of a name, ``Unsupported`` for an
+    absent one. ``make``: loads and builds."""
 
     def __init__(
         self,
@@ -85,7 +84,7 @@ class Factory:
         return self._make(config, choices)
 
     def validate_config(self, config: ExecutorConfig) -> None:
-        """See ``ExecutorFactory``. A model that would have to be fetched is checked when it is there."""
+        """See ``ExecutorFactory``. A model that must be fetched is checked when it is there."""
         self.choices(config)
 
     def supported_types(self) -> list[ExecutorType]:
@@ -117,7 +116,7 @@ class Factory:
 
 
 def _model_of(config: ExecutorConfig) -> str:
-    """The model's name or directory. ``InvalidArgument`` for metadata that name none."""
+    """Return the model's name or directory; ``InvalidArgument`` for metadata that name none."""
     given = config.model_info
     path = given if isinstance(given, str) else getattr(given, "path", None)
     if not isinstance(path, str | os.PathLike) or not os.fspath(path):
@@ -126,7 +125,7 @@ def _model_of(config: ExecutorConfig) -> str:
 
 
 def _check_local_model(config: ExecutorConfig, model: str) -> None:
-    """What ``config.json`` says of a model that is here, against what is asked of it."""
+    """Check what is asked of a model that is here against its ``config.json``."""
     path = bundled_models().get(model) or Path(os.path.expanduser(model))
     if not os.path.isdir(path):
         if not HUB_NAME.fullmatch(model):
@@ -140,14 +139,14 @@ def _check_local_model(config: ExecutorConfig, model: str) -> None:
 
 
 def check_length(config: ExecutorConfig, limit: int) -> None:
-    """``InvalidArgument`` if sequences may become longer than the model's."""
+    """Raise ``InvalidArgument`` if sequences may become longer than the model's."""
     if config.max_sequence_length > limit:
         allowed = f"an integer in [1, {limit}], the model's"
         raise InvalidArgument(field="max_sequence_length", given=config.max_sequence_length, allowed=allowed)
 
 
 def check_heads(config: ExecutorConfig, specs: Sequence[KeyValueAttention | LatentAttention]) -> None:
-    """``InvalidArgument`` if a sharing of heads is demanded that the model does not have."""
+    """Raise ``InvalidArgument`` for a demanded sharing of heads that the model does not have."""
     wanted = config.attention_config.attention_type
     if wanted not in (AttentionMechanism.MULTI_QUERY, AttentionMechanism.GROUPED_QUERY):
         return
@@ -157,7 +156,7 @@ def check_heads(config: ExecutorConfig, specs: Sequence[KeyValueAttention | Late
 
 
 def _backend(config: ExecutorConfig) -> str:
-    """The attention backend. ``Unsupported`` for what no executor of this release does."""
+    """Return the attention backend; ``Unsupported`` for what no executor of this release does."""
     wanted = config.optimization_config
     for asked, name, reason in (
         (wanted.optimization_level == 2, "optimization_level 2", f"{NOT_CAPTURED}; 0 and 1 are levels"),
@@ -177,9 +176,8 @@ def _wants_fused(config: ExecutorConfig) -> bool:
 
 
 def check_flash(config: ExecutorConfig, state: ModelState) -> tuple[str, ...]:
-    """What falls back of the fused attention that was asked for "if supported": layers that cannot have it.
-
-    ``Unsupported`` where it is demanded and no layer has it."""
+    """Return what falls back of the fused attention that was asked for "if supported". That is the
+    layers that cannot have it. ``Unsupported`` if it is demanded and no layer has it."""
     plain, attending = state.unfused_layers(), len(state.geometry.specs)
     reason = f"{len(plain)} of {attending} attention layers run without fused attention on {state.device}"
     if config.attention_config.attention_type == AttentionMechanism.FLASH and len(plain) == attending:

@@ -29,7 +29,7 @@ class Handle:
     """Tokens covered, per row."""
     revision: int
     pending: Pending | None = None
-    """The tree that its last tokens are in, which ``commit_path`` has not kept yet; None: they are in the cache."""
+    """The uncommitted tree that its last tokens are in; None: they are in the cache."""
     node: int = -1
     """Its last token's node in that tree."""
 
@@ -50,7 +50,7 @@ class Handle:
         with self.cache.pool.lock:
             self.require_committed()
             held = self.cache.pages()
-        size = self.cache.pool.page_size
+        size = self.cache.pool.facts.page_size
         tables = tuple(
             BlockTable(block_size=size, blocks=tuple(pages[: pages_for(n, size)].tolist()), sequence_length=n)
             for pages, n in zip(held, self.lengths, strict=True)
@@ -59,20 +59,20 @@ class Handle:
 
     @property
     def device(self) -> torch.device:
-        return self.cache.pool.device
+        return self.cache.pool.facts.device
 
     @property
     def num_layers(self) -> int:
-        return len(self.cache.pool.specs) + len(self.cache.pool.recurrent_ids)
+        return len(self.cache.pool.facts.specs) + len(self.cache.pool.facts.recurrent_ids)
 
     @property
     def num_heads(self) -> int:
-        specs = self.cache.pool.specs
+        specs = self.cache.pool.facts.specs
         return specs[0].num_kv_heads if specs else 0
 
     @property
     def head_dim(self) -> int:
-        specs = self.cache.pool.specs
+        specs = self.cache.pool.facts.specs
         return specs[0].head_dim if specs else 0
 
     @property
@@ -92,7 +92,7 @@ class Handle:
             )
 
     def require_committed(self) -> None:
-        """As ``require_valid``; ``FailedPrecondition`` for a handle of a tree's node."""
+        """Do as ``require_valid``; ``FailedPrecondition`` for a handle of a tree's node."""
         self.require_valid()
         if self.pending is not None:
             raise FailedPrecondition(
@@ -100,7 +100,7 @@ class Handle:
             )
 
     def require_valid(self) -> None:
-        """``NotFound`` if the cache was released, ``InvalidArgument`` if the handle is stale."""
+        """Raise ``NotFound`` if the cache was released, ``InvalidArgument`` for a stale handle."""
         self.cache.require_live()
         if self.pending is not None and self._is_stale():
             raise InvalidArgument(
@@ -126,7 +126,7 @@ class Handle:
 
     def clone_handle(self) -> Handle:
         pool = self.cache.pool
-        # It may run tokens again, so it is a call of the executor like any other: cancelled, waited for, refused by it.
+        # It may run tokens again, so it is a call of the executor like any other.
         with pool.operations.running("clone_handle") as operation, pool.lock:
             self.require_committed()
             pool.require_working(operation.verb)
@@ -134,6 +134,6 @@ class Handle:
 
 
 def handle_of(cache: KVCache, lengths: tuple[int, ...] | None = None) -> Handle:
-    """A handle of the first ``lengths`` tokens; None: of all that the cache holds now."""
+    """Return a handle of the first ``lengths`` tokens; None: of all that the cache holds now."""
     with cache.pool.lock:
         return Handle(cache, cache.lengths if lengths is None else lengths, cache.revision)

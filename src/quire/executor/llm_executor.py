@@ -1,5 +1,6 @@
-"""``LlmExecutor``: LiteRT-LM's face of an ``Executor``. It changes KV caches in place and keeps no state of its own but the
-generators of its sampling.
+"""``LlmExecutor``: LiteRT-LM's face of an ``Executor``, which changes KV caches in place.
+
+It keeps no state of its own but the generators of its sampling.
 
 Letters: B rows of a cache; S tokens of the longest row; N steps; V vocabulary.
 """
@@ -44,10 +45,10 @@ Sampling = SamplingParams | RequestSampling
 class LlmExecutor:
     """See ``LlmExecutorInterface``. Its caches are those of ``executor``, and usable there.
 
-    ``sampling``: how ``sample_tokens`` draws unless a call says otherwise; greedy by default. Row b of a batch draws
-    from generator (seed, b), which lives as long as this object. ``kv_increment_size``: token slots by which a
-    full dynamic cache grows in ``step``, at least to what is needed. ``prefill_chunk_size``: tokens of a forward; <= 0:
-    all at once; None: the executor's.
+    ``sampling``: how ``sample_tokens`` draws by default; greedy if not given. Row b of a batch
+    draws from generator (seed, b), which lives as long as this object. ``kv_increment_size``: token
+    slots by which a full dynamic cache grows in ``step``, at least to what is needed.
+    ``prefill_chunk_size``: tokens of a forward; <= 0: all at once; None: the executor's.
     """
 
     def __init__(
@@ -66,8 +67,6 @@ class LlmExecutor:
         self._entropy.seed()
         self._samplings: list[ParamsSampling] = []
 
-    # -- what both faces have ----------------------------------------------------------------------------------
-
     def create_kv_cache(self, *, batch_size: int = 1, capacity: int | None = None, dynamic: bool = False) -> KVCache:
         """See ``ExecutorBase``."""
         return self.executor.create_kv_cache(batch_size=batch_size, capacity=capacity, dynamic=dynamic)
@@ -84,8 +83,6 @@ class LlmExecutor:
         """See ``ExecutorBase``."""
         self.executor.cancel()
 
-    # -- running ---------------------------------------------------------------------------------------------
-
     def prefill(self, inputs: ExecutorInputs, kv_cache: CacheLike, lora_id: int | None = None) -> None:
         """See ``LlmExecutorInterface``."""
         with self.executor.operation("prefill") as operation:
@@ -94,10 +91,10 @@ class LlmExecutor:
             tokens = [to_ids(row) for row in inputs.text.token_rows()]
             cache, starts = self._begin(inputs, kv_cache, lora_id, tokens)
             pool = self.executor.pool
-            media = media_of_rows(inputs, tokens, self.executor.modalities, pool.hidden_size)
-            if pool.recurrent_ids and any(found is not None and found.blocks for found in media):
+            media = media_of_rows(inputs, tokens, self.executor.modalities, pool.facts.hidden_size)
+            if pool.facts.recurrent_ids and any(found is not None and found.blocks for found in media):
                 raise Unsupported(f"vision bidirectional: {NO_MASKS}")
-            watch = Stopwatch(pool.device)
+            watch = Stopwatch(pool.facts.device)
             counts = [ids.size for ids in tokens]
             parts = extensions(cache, starts, counts, adapter=lora_id)
             forwards = packed(pool, parts, starts, counts, self.prefill_chunk_size)
@@ -110,18 +107,18 @@ class LlmExecutor:
                 work.commit()
             for row in cache.rows:
                 cache.mark(row)
-            self.executor.record_prefill(len(tokens), watch.seconds())
+            self.executor.operation_metrics.record_prefill(len(tokens), watch.seconds())
 
     def step(self, inputs: ExecutorInputs, kv_cache: CacheLike, lora_id: int | None = None) -> Tensor:
         """See ``LlmExecutorInterface``."""
         with self.executor.operation("step") as operation:
             tokens, cache, parts = self._decode_parts(inputs, kv_cache, lora_id, 1)
-            watch = Stopwatch(self.executor.pool.device)
+            watch = Stopwatch(self.executor.pool.facts.device)
             with Transaction(self.executor.pool, parts, operation) as work:
                 rows = work.run(tokens, ["last"] * len(tokens))
                 self._commit(work, cache)
             logits_B1V = stacked([row.logits_RV for row in rows])
-            self.executor.record_decode(len(tokens), watch.seconds())
+            self.executor.operation_metrics.record_decode(len(tokens), watch.seconds(), len(tokens))
             return logits_B1V
 
     def sample_tokens(
@@ -133,7 +130,7 @@ class LlmExecutor:
         *,
         sampling: Sampling | None = None,
     ) -> list[int]:
-        """See ``LlmExecutorInterface``. ``sampling`` may be ``SamplingParams`` too, with a generator from their seed."""
+        """See ``LlmExecutorInterface``. ``sampling`` may be ``SamplingParams`` of one call."""
         if isinstance(kv_cache, KVCache) and kv_cache.batch_size != 1:
             raise InvalidArgument(
                 f"sample_tokens takes a cache of one row, and this one has {kv_cache.batch_size}; use sample_tokens_batch"
@@ -150,7 +147,7 @@ class LlmExecutor:
         *,
         sampling: Sequence[Sampling] | None = None,
     ) -> list[list[int]]:
-        """See ``LlmExecutorInterface``. A cancelled call reports the ids of all rows, row after row."""
+        """See ``LlmExecutorInterface``. A cancelled call reports the ids of all rows, in order."""
         return self._sample("sample_tokens_batch", num_steps, inputs, kv_cache, lora_id, sampling)
 
     def _sample(
@@ -184,7 +181,7 @@ class LlmExecutor:
         drawn: list[list[int]] = [[] for _ in tokens]
         seconds: list[float] = []
         for _ in range(num_steps):
-            watch = Stopwatch(self.executor.pool.device)
+            watch = Stopwatch(self.executor.pool.facts.device)
             try:
                 rows = work.run(tokens, ["last"] * len(tokens))
             except Cancelled:
@@ -199,22 +196,20 @@ class LlmExecutor:
             seconds.append(watch.seconds())
         self._commit(work, cache)
         for taken in seconds:
-            self.executor.record_decode(len(tokens), taken)
+            self.executor.operation_metrics.record_decode(len(tokens), taken, len(tokens))
         return drawn
-
-    # -- checks ----------------------------------------------------------------------------------------------
 
     def _begin(
         self, inputs: ExecutorInputs, kv_cache: CacheLike, lora_id: int | None, tokens: Sequence[Ids]
     ) -> tuple[KVCache, tuple[int, ...]]:
-        """The cache and where its rows begin; everything about cache, adapter, ids and positions is checked."""
+        """Check cache, adapter, ids and positions; return the cache and where its rows begin."""
         cache, lengths = resolve_cache(self.executor.pool, kv_cache)
         require_adapter(self.executor.pool, lora_id)
         if len(tokens) != cache.batch_size:
             raise InvalidArgument(f"token ids have {len(tokens)} rows, and the KV cache has {cache.batch_size}")
         for ids in tokens:
             # Inputs refuse placeholders without data when they are built.
-            require_vocabulary(ids, self.executor.pool.vocab_size, "token_ids", placeholders=True)
+            require_vocabulary(ids, self.executor.pool.facts.vocab_size, "token_ids", placeholders=True)
         return cache, inputs.start_positions(lengths)
 
     def _decode_parts(
@@ -229,14 +224,12 @@ class LlmExecutor:
         return tokens, cache, extensions(cache, starts, [count] * len(tokens), adapter=lora_id)
 
     def _commit(self, work: Transaction, cache: KVCache) -> None:
-        """A dynamic cache that had to grow gets ``kv_increment_size`` slots at least, up to the model's maximum."""
+        """Commit; grow a full dynamic cache by ``kv_increment_size`` slots, if the model allows."""
         before = cache.capacity
         work.commit()
         if cache.capacity > before:
-            roomy = min(before + self.kv_increment_size, self.executor.pool.max_model_len)
+            roomy = min(before + self.kv_increment_size, self.executor.pool.facts.max_model_len)
             cache.capacity = max(cache.capacity, roomy)
-
-    # -- sampling --------------------------------------------------------------------------------------------
 
     def _drawers(
         self, cache: KVCache, parts: Sequence[Extension], tokens: Sequence[Ids], sampling: Sequence[Sampling] | None
@@ -260,11 +253,11 @@ class LlmExecutor:
         return drawers
 
     def _make_sampling(self, params: SamplingParams, row: int, history: Ids | tuple[()] = ()) -> ParamsSampling:
-        size = self.executor.pool.vocab_size
+        size = self.executor.pool.facts.vocab_size
         return ParamsSampling(params, history, vocab_size=size, index=row, entropy=self._entropy)
 
     def _own_sampling(self, row: int, history: Ids | tuple[()]) -> ParamsSampling:
-        """What this object draws row ``row`` with: its generator goes on from call to call, its history does not."""
+        """Return the default sampling of a row: its generator goes on, its history does not."""
         while len(self._samplings) <= row:
             self._samplings.append(self._make_sampling(self.sampling, len(self._samplings)))
         self._samplings[row].restart(history)

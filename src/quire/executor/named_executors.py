@@ -23,7 +23,7 @@ class NamedExecutors:
         return self._items.get(name)
 
     def require(self, name: str) -> ModelExecutor:
-        """(ours) The executor; ``NotFound`` lists what is there."""
+        """Return the executor; ``NotFound`` lists what is there. Quire adds this verb."""
         return self._items.require(name)
 
     def remove(self, name: str) -> ModelExecutor | None:

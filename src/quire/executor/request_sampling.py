@@ -1,4 +1,4 @@
-"""How ``sample_tokens`` draws: ``SamplingParams`` with their own generator, or any ``RequestSampling``.
+"""The draws of ``sample_tokens``: by ``SamplingParams`` with a generator, or a ``RequestSampling``.
 
 Letters: R rows of logits; V vocabulary.
 """
@@ -37,10 +37,8 @@ _DRAW_FIELDS = frozenset(
 
 
 def check_params(params: SamplingParams) -> SamplingParams:
-    """``Unsupported`` names a field that asks for what ``sample_tokens`` does not do: stopping, several samples, text.
-
-    ``max_tokens`` is not looked at: ``num_steps`` says how many.
-    """
+    """Return the parameters; ``Unsupported`` for a field about stopping, several samples or text.
+    ``max_tokens`` is not looked at: ``num_steps`` says how many."""
     default = SamplingParams()
     for name in default.__dataclass_fields__:
         if name not in _DRAW_FIELDS | {"max_tokens"} and getattr(params, name) != getattr(default, name):
@@ -54,9 +52,7 @@ def check_params(params: SamplingParams) -> SamplingParams:
 @checks_arguments()
 class ParamsSampling:
     """``RequestSampling`` from ``SamplingParams``: one request's parameters, generator and tokens.
-
-    Its draws are those of the serving engine for equal parameters, logits, history and seed.
-    """
+    Its draws are those of the serving engine for equal parameters, logits, history and seed."""
 
     def __init__(
         self,
@@ -67,7 +63,9 @@ class ParamsSampling:
         index: int = 0,
         entropy: torch.Generator | None = None,
     ) -> None:
-        """``entropy`` gives the seed where ``params`` have none; None: the operating system does."""
+        """Make a sampler. ``entropy`` gives the seed if ``params`` have none; None: the system
+        does.
+        """
         if entropy is None:
             entropy = torch.Generator()
             entropy.seed()
@@ -76,16 +74,16 @@ class ParamsSampling:
         self.restart(prompt_ids)
 
     def restart(self, prompt_ids: Sequence[int] | Ids) -> None:
-        """Another request with the same generator: ``prompt_ids`` have been seen, nothing has been drawn."""
+        """Begin another request with the same generator: nothing but ``prompt_ids`` was seen."""
         self._observed: list[int] = []
         self._prompt = np.asarray(prompt_ids, dtype=np.int64)
         if self.params.needs_history:
-            # Presence and frequency look at the output only; the prompt matters to repetition alone.
+            # The prompt matters to repetition alone; presence and frequency look at output.
             seen = self._prompt if self.params.repetition_penalty != 1.0 else self._prompt[:0]
             self.sampler.counts = TokenCounts(seen)
 
     def observe(self, token: int) -> None:
-        """``token`` joined the output."""
+        """Note that ``token`` joined the output."""
         self.sampler.observe(token)
         self._observed.append(token)
 
@@ -98,7 +96,7 @@ class ParamsSampling:
         return probabilities(logits_RV, rows).float()
 
     def _at(self, drafted: Sequence[int]) -> RequestSampler:
-        """A sampler as it will be after ``drafted``; the generator is not touched."""
+        """Return a sampler as it will be after ``drafted``; the generator is not touched."""
         if not self.params.needs_history:
             return self.sampler
         params = self.params.replace(seed=0)
@@ -108,7 +106,7 @@ class ParamsSampling:
         return sampler
 
     def uniform(self) -> float:
-        """See ``RequestSampling``. Greedy parameters draw nothing: 0.0, which takes every certain token."""
+        """See ``RequestSampling``. Greedy parameters draw nothing: 0.0 takes certain tokens."""
         return 0.0 if self.params.is_greedy else self.sampler.uniform()
 
 
@@ -116,7 +114,7 @@ class Drawer(Protocol):
     """Draws the tokens of one row of a call."""
 
     def draw(self, logits_1V: Tensor) -> int:
-        """The next id; it joins the row's output."""
+        """Return the next id, which joins the row's output."""
         ...
 
 
@@ -153,7 +151,7 @@ class ContractDrawer:
 
 
 def draw_from(p_V: Tensor, u: float) -> int:
-    """The token at which the running sum of a distribution passes ``u`` in [0, 1); never one of probability 0."""
+    """Return the token at which the running sum passes ``u`` in [0, 1); none of probability 0."""
     ids = p_V.nonzero()[:, 0]
     sums = p_V[ids].double().cumsum(0)
     if not len(ids) or not bool(sums[-1].isfinite()) or bool((p_V < 0).any()):
@@ -164,7 +162,7 @@ def draw_from(p_V: Tensor, u: float) -> int:
 
 
 def history_for(params: SamplingParams, known: Ids | None) -> Ids | tuple[()]:
-    """The ids that a repetition penalty counts: those of the row, which must be known."""
+    """Return the ids that a repetition penalty counts: the row's, which must be known."""
     if params.repetition_penalty == 1.0:
         return ()
     if known is None:

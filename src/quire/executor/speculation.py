@@ -1,7 +1,7 @@
-"""Which drafts are accepted: the threshold rule and exact rejection sampling, of a chain or of a tree.
+"""The rules by which drafts of a chain or a tree are accepted: threshold and exact rejection.
 
-Letters: k draft tokens; R = k + 1 rows of target logits, row 0 after the input token and row i + 1 after draft i with what
-stands before it; V vocabulary.
+Letters: k draft tokens; R = k + 1 rows of target logits, row 0 after the input token and row i + 1
+after draft i with what stands before it; V vocabulary.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from quire.errors import InvalidArgument, QuireError
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Which drafts are accepted, in order, and in exact mode the distribution of the next token, float32 ``[1, V]``."""
+    """The accepted drafts in order, and in exact mode ``next_probs``, float32 ``[1, V]``."""
 
     path: tuple[int, ...]
     next_probs: Tensor | None = None
@@ -30,18 +30,19 @@ class Verdict:
 
     @property
     def row(self) -> int:
-        """Of the logits of the next token."""
+        """The row of the logits of the next token."""
         return self.path[-1] + 1 if self.path else 0
 
 
 def check_threshold(threshold: float) -> None:
-    """``InvalidArgument`` unless it is a number in [0, 1]."""
+    """Raise ``InvalidArgument`` unless it is a number in [0, 1]."""
     if not 0.0 <= threshold <= 1.0:
         raise InvalidArgument(f"acceptance_threshold must be a number in [0, 1]; got {threshold!r}")
 
 
 def check_draft_probabilities(probabilities: Tensor, drafts: Sequence[int], vocab_size: int) -> Tensor:
-    """The rows as float64 ``[k, V]`` on the CPU; ``InvalidArgument`` unless they are distributions that can give the drafts."""
+    """Return the rows as float64 ``[k, V]`` on the CPU. ``InvalidArgument`` unless they are
+    distributions that can give the drafts."""
     shape = (len(drafts), vocab_size)
     if not probabilities.is_floating_point():
         raise InvalidArgument(f"draft_probabilities must be a floating tensor [k, V]; got {probabilities.dtype}")
@@ -49,7 +50,7 @@ def check_draft_probabilities(probabilities: Tensor, drafts: Sequence[int], voca
         allowed = f"{list(shape)}, a row per draft"
         raise InvalidArgument(field="draft_probabilities", given=probabilities, allowed=allowed)
     p_kV = probabilities.detach().to("cpu", torch.float64)
-    # What a softmax in the given precision may miss 1 by: one rounding per term and per level of a pairwise sum.
+    # A softmax may miss 1 by one rounding per term and per level of a pairwise sum.
     tolerance = torch.finfo(probabilities.dtype).eps * (4 + math.ceil(math.log2(vocab_size + 1)))
     for row, draft in enumerate(drafts):
         total = float(p_kV[row].sum())
@@ -65,10 +66,10 @@ def check_draft_probabilities(probabilities: Tensor, drafts: Sequence[int], voca
 def judge_by_threshold(
     logits_RV: Tensor, drafts: Sequence[int], threshold: float, parents: Sequence[int] | None = None
 ) -> Verdict:
-    """Accept a draft d while ``p(d) >= threshold * max_v p(v)``, p the softmax of the row before it.
+    """Accept a draft d while ``p(d) >= threshold * max_v p(v)``, p the softmax before it.
 
-    ``parents``: of each draft, -1 for the input token; None: a chain. Of several drafts that pass, the most probable one is
-    taken, the first of equals.
+    ``parents``: of each draft, -1 for the input token; None: a chain. Of several drafts that pass,
+    the most probable one is taken, the first of equals.
     """
     if not drafts:
         return Verdict(())
@@ -84,7 +85,7 @@ def judge_by_threshold(
 
 
 def _children(before: Sequence[int], path: Sequence[int]) -> list[int]:
-    """The drafts that hang below the end of a path. ``before``: the row of logits that judges each draft."""
+    """Return the drafts below the end of a path. ``before``: the row that judges each draft."""
     row = path[-1] + 1 if path else 0
     return [draft for draft, place in enumerate(before) if place == row]
 
@@ -96,11 +97,12 @@ def judge_by_sampling(
     sampling: RequestSampling,
     parents: Sequence[int] | None = None,
 ) -> Verdict:
-    """Rejection sampling (Leviathan et al., arXiv:2211.17192), after which the output has the target's distribution.
+    """Accept by rejection sampling, after which the output has the target's distribution.
 
-    d, drawn from pD, is accepted iff u * pD(d) < pT(d). After a rejection pT becomes the normalised positive part of pT - pD
-    (pT if that is zero), for the next draft below the same token, drawn independently (SpecInfer, arXiv:2305.09781), and at
-    last for the next token. After full acceptance that is drawn from pT of the last row.
+    d, drawn from pD, is accepted iff u * pD(d) < pT(d) (Leviathan et al., arXiv:2211.17192). After
+    a rejection pT becomes the normalised positive part of pT - pD (pT if that is zero), for the
+    next draft below the same token, drawn independently (SpecInfer, arXiv:2305.09781), and at last
+    for the next token. After full acceptance that is drawn from pT of the last row.
     """
     before = list(range(len(drafts))) if parents is None else [parent + 1 for parent in parents]
     chain_RV = _targets(logits_RV, drafts, sampling) if parents is None else None
@@ -123,7 +125,7 @@ def judge_by_sampling(
 
 
 def _targets(logits_RV: Tensor, drafted: Sequence[int], sampling: RequestSampling) -> Tensor:
-    """pT of each row, float64 ``[R, V]`` on the CPU; the last row stands behind all of ``drafted``."""
+    """Return pT of each row, float64 ``[R, V]`` on the CPU, the last behind all ``drafted``."""
     found_RV = sampling.probabilities(logits_RV, drafted)
     if tuple(found_RV.shape) != tuple(logits_RV.shape):
         raise QuireError(f"sampling made {list(found_RV.shape)} of logits {list(logits_RV.shape)}")

@@ -1,6 +1,7 @@
-"""Several tokens of one sequence in one forward, to be judged: chains and token trees (``forward_verify``, ``speculative_decode``).
+"""Several tokens of one sequence in one forward, to be judged: chains and token trees.
 
-A verified tree waits beside its row until ``commit_path`` keeps one path of it; a speculative call keeps a path at once.
+So run ``forward_verify`` and ``speculative_decode``. A verified tree waits beside its row until
+``commit_path`` keeps one path of it; a speculative call keeps a path at once.
 
 Letters: N + 1 tokens or nodes; k draft tokens; R rows of logits; V vocabulary.
 """
@@ -13,6 +14,7 @@ from dataclasses import replace
 import numpy as np
 from torch import Tensor
 
+from quire.branches import spare_states
 from quire.branches.cache_pool import CachePool
 from quire.branches.forward_packing import LOGITS_ONLY, RowOutput, WantedOutputs
 from quire.branches.history import Ids
@@ -46,7 +48,7 @@ LOGITS_OF_SPECULATION = "it gives logits only; take hidden states and attention 
 def checked_requests(
     pool: CachePool, inputs: Sequence[DecodeInput], parents: Sequence[int] | None
 ) -> tuple[list[Request], tuple[int, ...] | None]:
-    """The inputs of ``forward_verify`` and their tree, checked completely; None: a chain."""
+    """Check the inputs of ``forward_verify``; return them and their tree; None: a chain."""
     tree = None if parents is None else tree_of(parents, len(inputs), "parents")
     requests = []
     for index, item in enumerate(inputs):
@@ -57,7 +59,7 @@ def checked_requests(
 
 
 def _request(pool: CachePool, item: DecodeInput, first: DecodeInput, depth: int) -> Request:
-    """One input, whose token stands ``depth`` behind the common start."""
+    """Return the request of one input, whose token stands ``depth`` behind the common start."""
     item.tokens("forward_verify")
     request = decode_request(pool, item.with_position_ids(None), "forward_verify")
     indices = [start + depth for start in request.starts]
@@ -77,20 +79,20 @@ def _request(pool: CachePool, item: DecodeInput, first: DecodeInput, depth: int)
 def verify(
     pool: CachePool, requests: Sequence[Request], tree: tuple[int, ...] | None, operation: Operation
 ) -> list[DecodeOutput]:
-    """Run checked requests. A chain is in the cache afterwards; a tree waits beside it, and the cache is as before.
+    """Run checked requests. A chain is in the cache then; a tree waits beside it.
 
-    Where layers are recurrent, a chain runs as a tree of one path if there are slots to spare: then it has a state behind each of
-    its tokens, and a cut there runs nothing.
+    Where layers are recurrent, a chain runs as a tree of one path if there are slots to spare: then
+    it has a state behind each of its tokens, and a cut there runs nothing.
     """
     cache, start = _one_row(requests[0])
     ids = np.array([int(request.tokens[0][0]) for request in requests], dtype=np.int64)
     cache.settle()
-    roomy = tree is None and len(ids) > 1 and pool.is_roomy(len(ids))
+    roomy = tree is None and len(ids) > 1 and spare_states.is_roomy(pool.state, len(ids))
     part = _extension(cache, start, tree, requests[0].adapter, [request.positions[0] for request in requests])
     with Transaction(pool, [part], operation, aside=tree is not None, path_if_room=roomy) as work:
         opened = tree is None and part.parents is not None
         work.arrive()
-        mark = pool.mark(part.seq, part.row.mark) if tree is None else part.row.mark
+        mark = spare_states.mark(pool.state, part.seq, part.row.mark) if tree is None else part.row.mark
         if part.seq == part.row.seq:
             part.row.mark = mark
         found = work.run([ids], ["all"], asked=union(request.asked for request in requests))[0]
@@ -119,7 +121,8 @@ def _one_row(request: Request) -> tuple[KVCache, int]:
 def _extension(
     cache: KVCache, start: int, parents: tuple[int, ...] | None, adapter: int | None, given: Sequence[Ids | None]
 ) -> Extension:
-    """The one row of a cache, extended by one token for each of ``given``, the positions of those that have any."""
+    """Extend the one row of a cache by one token for each of ``given``. These are the positions of
+    the tokens that have any."""
     part = extensions(cache, [start], [len(given)], adapter=adapter)[0]
     part.parents = parents
     part.positions = placed(part.row, start, given, range(-1, len(given) - 1) if parents is None else parents)
@@ -175,7 +178,7 @@ def speculate(
     cache, start = _one_row(request)
     drafts = list(draft_tokens)
     ids = np.array([int(request.tokens[0][0]), *drafts], dtype=np.int64)
-    require_vocabulary(ids, pool.vocab_size, "draft_tokens")
+    require_vocabulary(ids, pool.facts.vocab_size, "draft_tokens")
     parents = None if draft_parents is None else tree_of(draft_parents, len(drafts), "draft_parents")
     if (draft_probabilities is None) != (sampling is None):
         raise InvalidArgument(
@@ -183,7 +186,7 @@ def speculate(
         )
     draft_kV = None
     if draft_probabilities is not None:
-        draft_kV = speculation.check_draft_probabilities(draft_probabilities, drafts, pool.vocab_size)
+        draft_kV = speculation.check_draft_probabilities(draft_probabilities, drafts, pool.facts.vocab_size)
 
     def judge(rows_RV: Tensor) -> speculation.Verdict:
         if draft_kV is None or sampling is None:
@@ -194,8 +197,8 @@ def speculate(
     tree = None if parents is None else (-1, *(parent + 1 for parent in parents))
     given = [request.positions[0], *([None] * len(drafts))]
     part = _extension(cache, start, tree, request.adapter, given)
-    # On recurrent layers a chain can be cut behind what is accepted only if each token's state is there.
-    is_recurrent = bool(pool.recurrent_ids) and bool(drafts) and tree is None
+    # Recurrent layers can be cut behind an accepted token only if its state is there.
+    is_recurrent = bool(pool.facts.recurrent_ids) and bool(drafts) and tree is None
     with Transaction(
         pool, [part], operation, several=is_recurrent, path_if_room=is_recurrent, comes_back=is_recurrent
     ) as work:

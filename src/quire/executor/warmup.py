@@ -1,4 +1,4 @@
-"""What ``warmup`` measures: memory of activations, and the batch from which decoding more rows at once gains little."""
+"""The measurements of ``warmup``: memory of activations, and the batch that decodes best."""
 
 from __future__ import annotations
 
@@ -22,28 +22,26 @@ LONG_CHUNK, SHORT_CHUNK = 128, 32
 """Tokens of the two forwards whose peaks give a slope and an intercept."""
 REPEATS = 3
 KNEE = 0.9
-"""The knee is the smallest batch with this part of the best throughput."""
+"""The part of the best throughput that the smallest batch, the knee, must reach."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Activations:
-    """Memory of a forward besides weights, K and V, and recurrent states: so many bytes for a token that wants logits, and so many
-    for any forward."""
+    """Memory of a forward besides weights, K and V, and recurrent states. It has a part for each
+    token that wants logits, and a part for any forward."""
 
     bytes_per_token: int
     overhead_bytes: int
 
 
 def measure(pool: CachePool, chunk_size: int = 0) -> Activations | None:
-    """Run forwards on sequences that are gone afterwards. None: the pool has no room for two tokens.
-
-    ``chunk_size``: tokens of a forward at most; <= 0: any number.
-    """
-    room = min(available_pages(pool) * pool.page_size, pool.max_model_len)
+    """Measure on sequences that are gone afterwards. None: the pool has no room for two tokens.
+    ``chunk_size``: tokens of a forward at most; <= 0: any number."""
+    room = min(available_pages(pool) * pool.facts.page_size, pool.facts.max_model_len)
     room = min(room, chunk_size) if chunk_size > 0 else room
-    if pool.state_interval:
+    if pool.facts.state_interval:
         # A forward takes a state at its end, and one at each multiple of the interval before that.
-        room = min(room, pool.available_states * pool.state_interval)
+        room = min(room, pool.available_states * pool.facts.state_interval)
     long, short = min(LONG_CHUNK, room), min(SHORT_CHUNK, room // 2)
     if not short:
         return None
@@ -56,16 +54,17 @@ def measure(pool: CachePool, chunk_size: int = 0) -> Activations | None:
 
 
 def available_pages(pool: CachePool) -> int:
-    """Free pages, as many as there could be use for where no layer has any; none without a free recurrent state."""
-    if pool.recurrent_ids and not pool.available_states:
+    """Return the free pages; without a layer that has pages, as many as there could be use for.
+    None is counted where layers are recurrent and no state is free."""
+    if pool.facts.recurrent_ids and not pool.available_states:
         return 0
-    # Of the class that has the fewest: one forward writes all its tokens, whatever a window lets go of later.
-    pages = pool.state.free_pages()[: len(pool.page_bytes)]
-    return min(pages, default=pages_for(pool.max_model_len, 1))
+    # The class with the fewest: a forward writes all its tokens, windows or not.
+    pages = pool.state.free_pages()[: len(pool.facts.page_bytes)]
+    return min(pages, default=pages_for(pool.facts.max_model_len, 1))
 
 
 def fits(activations: Activations | None, rows: int, device: torch.device) -> bool:
-    """Whether the activations of a decode of so many rows fit into free memory, as far as that is known."""
+    """Return whether a decode of ``rows`` fits into free memory, as far as that is known."""
     free = free_memory(device)
     if activations is None or free is None:
         return True
@@ -73,26 +72,27 @@ def fits(activations: Activations | None, rows: int, device: torch.device) -> bo
 
 
 def _peak_of_chunk(pool: CachePool, tokens: int, *, placed: bool = False) -> int:
-    """Of a prompt of which all logits are wanted; ``placed``: in a place of theirs, which counts."""
+    """Return the peak of a prompt of which all logits are wanted. ``placed``: in a place of theirs,
+    which counts."""
     seqs = pool.add(1)
     step = Step(chunks=(Chunk(seqs[0], [0] * tokens, logits="all"),))
 
     @cache
     def places() -> list[Tensor]:
-        return [pool.logits(tokens)]
+        return [pool.facts.logits(tokens)]
 
     def run() -> object:
         extras = Extras(places=places) if placed else NO_EXTRAS
         return pool.runner.execute(step, extras), places() if placed else None
 
     try:
-        return peak_bytes(run, pool.device)
+        return peak_bytes(run, pool.facts.device)
     finally:
         pool.remove(seqs)
 
 
 def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
-    """The most bytes that ``run`` had allocated on the device at any moment, beyond what was there before."""
+    """Return the most bytes that ``run`` had allocated on the device, beyond those before it."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         before = torch.cuda.memory_allocated(device)
@@ -100,7 +100,7 @@ def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
         run()
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
-    # The profiler writes lines of its own to stderr, unless it is told not to before it is used first.
+    # Keeps the profiler from writing to stderr, if it is set before its first use.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     with profile(profile_memory=True) as profiled:
         run()
@@ -114,12 +114,12 @@ def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
 
 
 def knee_of(pool: CachePool, max_batch_size: int) -> int:
-    """The smallest batch of decodes with nearly the best throughput."""
+    """Return the smallest batch of decodes with nearly the best throughput."""
     rates: dict[int, float] = {}
-    most = min(max_batch_size, available_pages(pool) // pages_for(1 + REPEATS, pool.page_size))
-    if pool.recurrent_ids:
-        # One that a row has and one that its next step writes, beside those at multiples of the interval.
-        kept = REPEATS // pool.state_interval if pool.state_interval else 0
+    most = min(max_batch_size, available_pages(pool) // pages_for(1 + REPEATS, pool.facts.page_size))
+    if pool.facts.recurrent_ids:
+        # One that a row has, one that its next step writes, and those at multiples.
+        kept = REPEATS // pool.facts.state_interval if pool.facts.state_interval else 0
         most = min(most, pool.available_states // (2 + kept))
     batch = 1
     while batch <= most:
@@ -130,14 +130,14 @@ def knee_of(pool: CachePool, max_batch_size: int) -> int:
 
 
 def _decode_rate(pool: CachePool, batch: int) -> float:
-    """Tokens per second of decoding ``batch`` rows, the best of some repeats after a first one."""
+    """Return tokens per second of decoding ``batch`` rows, the best of a few repeats."""
     seqs: list[SeqId] = pool.add(batch)
     try:
         step = Step(chunks=tuple(Chunk(seq, [0]) for seq in seqs))
         pool.runner.execute(step)
         times = []
-        for _ in range(min(REPEATS, pool.max_model_len - 1)):
-            watch = Stopwatch(pool.device)
+        for _ in range(min(REPEATS, pool.facts.max_model_len - 1)):
+            watch = Stopwatch(pool.facts.device)
             pool.runner.execute(step)
             times.append(watch.seconds())
         return batch / min(times) if times else 0.0

@@ -1,4 +1,4 @@
-"""Whether an adapter goes with a model: names, shapes and dtypes of all that it brings, before any of it is kept."""
+"""Checks that an adapter fits a model: names, shapes and dtypes, before any is kept."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from quire.nn.linear import Linear
 def validate_adapter(
     adapter: Adapter, linears: Mapping[str, Linear], embedding: Embedding | None, dtype: torch.dtype
 ) -> None:
-    """``Unsupported`` for a change of what is not there, ``InvalidArgument`` for shapes, dtypes, and updates that overlap.
+    """Raise ``Unsupported`` for a change of what is not there, else ``InvalidArgument``.
 
-    ``linears``, ``embedding``: what can be changed. ``dtype``: the model's.
+    That is for shapes, dtypes, and updates that overlap. ``linears``, ``embedding``: what can be
+    changed. ``dtype``: the model's.
     """
     taken: dict[str, list[tuple[int, int]]] = {}
     for update in adapter.updates:
@@ -42,7 +43,7 @@ def validate_adapter(
 
 
 def _sizes(name: str, linears: Mapping[str, Linear], embedding: Embedding | None) -> tuple[int, int]:
-    """Input and output features; of the embedding V and E."""
+    """Return input and output features; of the embedding V and E."""
     if name == "embed" and embedding is not None:
         vocabulary, width = embedding.weight.shape
         return int(vocabulary), int(width)

@@ -1,7 +1,7 @@
-"""How the history of a sequence, ``AdapterRuns``, is told to others: by fingerprints, for keys and in files.
+"""``AdapterRuns`` by fingerprints, for keys and in files.
 
-Ids mean nothing to anybody but the pool that gave them. In files a history is a list of ``[from position, fingerprint]``,
-ascending from 0, null for the base model, and [] where only that ran.
+Ids mean nothing beside the pool that gave them. In files a history is a list of ``[from position,
+fingerprint]``, ascending from 0, null for the base model, and [] where only that ran.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ FingerprintRuns: TypeAlias = tuple[tuple[int, str | None], ...]
 
 
 def fingerprint_runs(runs: AdapterRuns, fingerprint_of: Callable[[int], str]) -> FingerprintRuns:
-    """The history by fingerprints, neighbours different: two ids may be the same adapter."""
+    """Return the history by fingerprints, neighbours different: two ids may be one adapter."""
     found: list[tuple[int, str | None]] = []
     for start, adapter in runs.runs:
         fingerprint = None if adapter is None else fingerprint_of(adapter)
@@ -27,7 +27,7 @@ def fingerprint_runs(runs: AdapterRuns, fingerprint_of: Callable[[int], str]) ->
 
 
 def written(runs: AdapterRuns, fingerprint_of: Callable[[int], str]) -> list[list[Any]]:
-    """A history as files have it."""
+    """Return a history as files have it."""
     found = fingerprint_runs(runs, fingerprint_of)
     return [] if found == ((0, None),) else [list(run) for run in found]
 
@@ -39,10 +39,11 @@ def as_read(
     loaded: Callable[[], Iterable[str]],
     what: str,
 ) -> AdapterRuns:
-    """The history of ``length`` tokens that a file has, by the ids of adapters here.
+    """Return the history of ``length`` tokens that a file has, by the ids of adapters here.
 
-    ``find``: the id of a loaded adapter with a fingerprint; ``loaded``: all fingerprints, for the error; ``what``: how errors
-    name it. ``DataLoss`` for what is no history; ``InvalidArgument`` if an adapter is not loaded here.
+    ``find``: the id of a loaded adapter with a fingerprint; ``loaded``: all fingerprints, and
+    ``what``: the subject, for errors. ``DataLoss`` for what is no history; ``InvalidArgument`` if
+    an adapter is not loaded here.
     """
     if not isinstance(value, list):
         raise DataLoss(f"{what}: adapters {value!r:.80}; a list of [from position, fingerprint or null] is expected")

@@ -1,8 +1,9 @@
-"""Where adapters lie in the rank rows of the device. Bookkeeping: it moves no tensors.
+"""Where adapters lie in the rank rows of the device. It moves no tensors.
 
-An adapter of rank r takes r rank rows that follow each other, the same in all linear maps. Those that a forward does not
-use give way, the one used longest ago first. If there are enough rank rows and no run of them is long enough, all are
-laid out anew: the host has every adapter, so writing one again is all that this takes.
+An adapter of rank r takes r consecutive rank rows, the same in all linear maps. Those that a
+forward does not use give way, the least recently used one first. If there are enough rank rows but
+no long enough run of them, all are laid out anew: the host has every adapter, so each can be
+written again.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ class Arrangement:
     """What is to be on the device."""
 
     first: Mapping[int, int]
-    """The first rank row of each adapter, by id, the one used longest ago first."""
+    """The first rank row of each adapter, by id, the least recently used one first."""
     written: tuple[int, ...]
     """Adapters that are to be written there."""
 
@@ -24,10 +25,8 @@ class Arrangement:
 def arrange(
     first: Mapping[int, int], ranks: Mapping[int, int], wanted: Collection[int], capacity: int, *, evict: bool
 ) -> Arrangement | None:
-    """Where ``wanted`` go; None if that takes an eviction that ``evict`` does not allow, or cannot be.
-
-    ``first``: as of ``Arrangement``, what is there now. ``ranks``: of all of these ids.
-    """
+    """Place ``wanted``; None if that takes an eviction that ``evict`` does not allow, or cannot be.
+    ``first``: as of ``Arrangement``, what is there now. ``ranks``: of all of these ids."""
     if sum(ranks[one] for one in wanted) > capacity:
         return None
     kept, written = dict(first), []
@@ -47,7 +46,7 @@ def arrange(
 
 
 def _gap(first: Mapping[int, int], ranks: Mapping[int, int], rank: int, capacity: int) -> int | None:
-    """The lowest run of ``rank`` rank rows that nobody has."""
+    """Return the lowest free run of ``rank`` rank rows."""
     begin = 0
     for start, end in sorted((start, start + ranks[one]) for one, start in first.items() if ranks[one]):
         if start - begin >= rank:
@@ -59,7 +58,7 @@ def _gap(first: Mapping[int, int], ranks: Mapping[int, int], rank: int, capacity
 def _anew(
     first: Mapping[int, int], kept: Mapping[int, int], ranks: Mapping[int, int], wanted: Collection[int]
 ) -> Arrangement:
-    """All of ``wanted`` one behind the other; of the others those that take no rank rows stay."""
+    """Place all of ``wanted`` anew; of the others only those without rank rows stay."""
     places = {one: start for one, start in kept.items() if one not in wanted}
     begin = 0
     for adapter in sorted(wanted, key=lambda one: (kept.get(one, first.get(one, 1 << 62)), one)):

@@ -1,8 +1,8 @@
-"""The adapters of one model: ids, memory in two tiers, and which rows of a forward use which.
+"""``AdapterPool``: the adapters of one model, on the host and on the device, by id.
 
-All loaded adapters stay on the host. Those that forwards use lie in the device's rank rows (``runner.adapter_memory``
-says where), of which there are as many as ``rank_capacity``; storage for them is made when it is needed, and only for
-linear maps that a loaded adapter changes. The last unload leaves the model as it was.
+All loaded adapters stay on the host. Those that forwards use lie in the device's rank rows,
+``rank_capacity`` of them, placed by ``runner.adapter_memory``. Storage is made when it is needed,
+and only for linear maps that a loaded adapter changes. The last unload leaves the model as it was.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ class Loaded:
 
     adapter: Adapter
     rank: int
-    """How many rank rows it takes."""
+    """The number of its rank rows."""
     head_table: Tensor | None = None
     embedding: EmbeddingChange | None = None
 
 
 def _own_bytes(held: Loaded) -> int:
-    """Of tensors on the device that are not the host's."""
+    """Return the bytes of an adapter's tensors on the device that are not the host's."""
     tensors = [held.head_table]
     if held.embedding is not None:
         tensors += [held.embedding.table_VE, *(factor for _, a, b in held.embedding.factors for factor in (a, b))]
@@ -56,12 +56,13 @@ def _own_bytes(held: Loaded) -> int:
 
 
 PlanKey: TypeAlias = tuple[tuple[int | None, ...], tuple[int, ...], tuple[int, ...]]
-"""What ``AdapterPool.activate`` is given."""
+"""The arguments of ``AdapterPool.activate``."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ForwardWork:
-    """What the terms do in a forward. Good for the next one too, if that is given the same and nothing has moved."""
+    """The work of the terms in a forward. It serves the next one too, if that has the same key and
+    nothing has moved."""
 
     key: PlanKey
     rows: int
@@ -70,10 +71,8 @@ class ForwardWork:
 
 
 class AdapterPool:
-    """Adapters of one model, by ids that are never given twice.
-
-    Not thread-safe: callers hold the lock of whoever owns the runner.
-    """
+    """Adapters of one model, by ids that are never given twice. Not thread-safe: callers hold the
+    runner's lock."""
 
     def __init__(
         self,
@@ -87,11 +86,12 @@ class AdapterPool:
         refusal: str = "",
         kernel: LowRankKernel | None = None,
     ) -> None:
-        """``linears``: the maps that adapters may change, by ``Linear.name`` ("head" among them).
+        """Make a pool for ``linears``, the maps that adapters may change, by ``Linear.name``.
 
-        ``rank_capacity``: sum of the ranks of the adapters that one forward can use. ``host_capacity``: bytes of all
-        loaded adapters on the host; None: no limit. ``refusal``: why no adapter can be loaded; empty: they can. ``kernel``: for
-        the products, if it runs on such tensors; else PyTorch's operations make them.
+        "head" is among them. ``rank_capacity``: sum of the ranks of the adapters of one forward.
+        ``host_capacity``: bytes of all loaded adapters on the host; None: no limit. ``refusal``:
+        why no adapter can be loaded; empty: they can. ``kernel``: for the products, if it runs on
+        such tensors; else PyTorch makes them.
         """
         if rank_capacity < 1:
             raise InvalidArgument(f"rank_capacity is {rank_capacity}; expected at least 1")
@@ -99,13 +99,13 @@ class AdapterPool:
         self.rank_capacity = rank_capacity
         self.host_capacity = host_capacity
         self.guards: list[Callable[[int], str]] = []
-        """Each says why an adapter must not be unloaded now; empty: it may be."""
+        """Functions that say why an adapter must not be unloaded now; empty: it may be."""
         self.is_named: Callable[[int], bool] = lambda adapter_id: False
-        """Whether users know it by a name."""
+        """Whether users know an adapter by a name."""
         self.loads = 0
         """How often an adapter was written to the device."""
         self.evictions = 0
-        """How often one that is loaded was given up there."""
+        """How often a loaded adapter was given up there."""
         self._linears = dict(linears)
         self._embedding = embedding
         self._dtype = dtype
@@ -113,13 +113,13 @@ class AdapterPool:
         self._product_dtype = product_dtype(dtype, device)
         self._kernel = None if kernel is None or kernel.refusal(dtype, device) else kernel
         self._held_dtype = self._product_dtype if self._kernel is None else dtype
-        """Of the rank rows."""
+        """The dtype of the rank rows."""
         self.slowness = ""
-        """Why products are slower than they could be; said in the log at the first load."""
+        """Why products are slower than they could be; logged at the first load."""
         self._loaded: dict[int, Loaded] = {}
         self._next = 0
         self._first: dict[int, int] = {}
-        """The first rank row of each adapter that is on the device, the one used longest ago first."""
+        """The first rank row of each adapter on the device, the least recently used one first."""
         self._terms: dict[str, LowRankLinear] = {}
         self._embedding_term: LowRankEmbedding | None = None
         self._in_use: frozenset[int] = frozenset()
@@ -127,16 +127,17 @@ class AdapterPool:
 
     @classmethod
     def without_sites(cls, refusal: str = "this model cannot run adapters") -> AdapterPool:
-        """A pool that refuses every adapter."""
+        """Return a pool that refuses every adapter."""
         return cls({}, None, dtype=torch.float32, device=torch.device("cpu"), refusal=refusal)
 
-    # -- what is loaded ----------------------------------------------------------------------------------------
+    # -- what is loaded ----------------------------------------------------------------------------
 
     def load(self, adapter: Adapter) -> int:
         """Keep an adapter and return its id.
 
-        ``Unsupported`` (``refusal``; an update of a map that is not among ``linears``), ``InvalidArgument`` (shapes, dtype),
-        ``ResourceExhausted`` (rank above ``rank_capacity``, host or device memory). Nothing is changed then.
+        ``Unsupported`` (``refusal``; a change of a map that is not among ``linears``),
+        ``InvalidArgument`` (shapes, dtype), ``ResourceExhausted`` (rank above ``rank_capacity``,
+        host or device memory). Nothing is changed then.
         """
         if self.refusal:
             raise Unsupported(self.refusal)
@@ -146,7 +147,7 @@ class AdapterPool:
         if self.slowness:
             logger.warning("adapters run on PyTorch's products, which take longer: %s", self.slowness)
             self.slowness = ""
-        # An interrupt may come between any two lines: first the id is spent, and what is undone can be undone twice.
+        # An interrupt may come between any two lines, so what is undone can be undone twice.
         adapter_id = self._next
         self._next += 1
         try:
@@ -159,8 +160,8 @@ class AdapterPool:
         return adapter_id
 
     def admit(self, rank: int, num_bytes: int) -> None:
-        """What ``load`` would refuse of an adapter of this rank and so many bytes on the host, before it is read: ``Unsupported``
-        (``refusal``), ``ResourceExhausted``. Changes nothing."""
+        """Raise what ``load`` would for an adapter of this rank and size, before it is read.
+        ``Unsupported`` (``refusal``), ``ResourceExhausted``. Changes nothing."""
         if self.refusal:
             raise Unsupported(self.refusal)
         if rank > self.rank_capacity:
@@ -176,7 +177,8 @@ class AdapterPool:
             )
 
     def unload(self, adapter_id: int) -> None:
-        """Forget it, in both tiers. ``NotFound``; ``FailedPrecondition`` with what the guards say, or in a forward with it."""
+        """Forget an adapter, in both tiers. ``NotFound``; ``FailedPrecondition`` with what the
+        guards say, or in a forward with it."""
         self.get(adapter_id)
         reasons = [reason for guard in self.guards if (reason := guard(adapter_id))]
         if adapter_id in self._in_use:
@@ -186,14 +188,14 @@ class AdapterPool:
         self._forget(adapter_id)
 
     def _forget(self, adapter_id: int) -> None:
-        """Let go of everything, of the adapter itself last, so that an interrupted unload can be done again."""
+        """Let go of everything, of the adapter last: an interrupted unload can be done again."""
         self._plan = None
         self._first.pop(adapter_id, None)
         self._leave(adapter_id)
         self._loaded.pop(adapter_id, None)
 
     def get(self, adapter_id: int) -> Adapter:
-        """``NotFound`` for an id that is not loaded, or no more."""
+        """Return an adapter; ``NotFound`` unless it is loaded."""
         if isinstance(adapter_id, bool) or adapter_id not in self._loaded:
             known = f"loaded are {list(self._loaded)}, give one of them or" if self._loaded else "none is, give"
             raise NotFound(f"adapter {adapter_id!r} is not loaded; {known} None, the base model")
@@ -201,44 +203,45 @@ class AdapterPool:
 
     @property
     def ids(self) -> tuple[int, ...]:
-        """Of all loaded ones, ascending."""
+        """The ids of all loaded adapters, ascending."""
         return tuple(self._loaded)
 
     def find(self, fingerprint: str) -> int | None:
-        """A loaded adapter with this fingerprint: of several the first of those that ``is_named`` knows, else the first."""
+        """Return a loaded adapter with this fingerprint; None: there is none. Of several it is the
+        first of those that ``is_named`` knows, else the first."""
         same = [one for one, held in self._loaded.items() if held.adapter.fingerprint == fingerprint]
         return min(same, key=lambda one: (not self.is_named(one), one), default=None)
 
     def fingerprints(self) -> tuple[str, ...]:
-        """Of all loaded ones, by their ids; the same adapter may be there twice."""
+        """Return the fingerprints of all loaded adapters, by id; some may be equal."""
         return tuple(held.adapter.fingerprint for held in self._loaded.values())
 
     @property
     def resident(self) -> tuple[int, ...]:
-        """Of those on the device, ascending."""
+        """The ids of the adapters on the device, ascending."""
         return tuple(sorted(self._first))
 
     @property
     def host_bytes(self) -> int:
-        """Of all loaded adapters."""
+        """Bytes of all loaded adapters on the host."""
         return sum(held.adapter.nbytes for held in self._loaded.values())
 
     @property
     def device_bytes(self) -> int:
-        """Of all storage on the device, beside tensors that serve both tiers (tables, where the device is the host)."""
+        """Bytes of all storage on the device, beside tensors that serve both tiers."""
         rows = sum(rows.nbytes for term in self._terms.values() for rows in term.pieces.values())
         return rows + sum(_own_bytes(held) for held in self._loaded.values())
 
-    # -- what a forward uses -----------------------------------------------------------------------------------
+    # -- what a forward uses -----------------------------------------------------------------------
 
     def fits(self, adapter_ids: Collection[int]) -> bool:
-        """Whether one forward can use all of these together: the sum of their ranks is within ``rank_capacity``."""
+        """Return whether the sum of the ranks of all these is within ``rank_capacity``."""
         for one in adapter_ids:
             self.get(one)
         return sum(self._loaded[one].rank for one in set(adapter_ids)) <= self.rank_capacity
 
     def check(self, adapters: Sequence[int | None]) -> None:
-        """What ``activate`` would refuse: ``Unsupported``, ``NotFound``, ``ResourceExhausted``. Changes nothing."""
+        """Raise what ``activate`` would: ``Unsupported``, ``NotFound``, ``ResourceExhausted``."""
         used = [adapter for adapter in adapters if adapter is not None]
         if not used:
             return
@@ -252,10 +255,11 @@ class AdapterPool:
             )
 
     def activate(self, adapters: Sequence[int | None], counts: Sequence[int], head_counts: Sequence[int]) -> None:
-        """The next forward runs ``counts[i]`` rows under ``adapters[i]``, one chunk after the other, of which
-        ``head_counts[i]`` go through the head, one chunk after the other. Brings adapters to the device that are not there.
+        """Prepare a forward that runs ``counts[i]`` rows under ``adapters[i]``, chunk after chunk.
 
-        As ``check``; ``InvalidArgument`` for lists of different lengths; ``ResourceExhausted`` where the device has no memory.
+        Of these, ``head_counts[i]`` go through the head. Adapters that are not on the device are
+        brought there. Fails as ``check``; ``InvalidArgument``: lists of different lengths;
+        ``ResourceExhausted``: the device has no memory.
         """
         self.deactivate()
         if not len(adapters) == len(counts) == len(head_counts):
@@ -280,7 +284,7 @@ class AdapterPool:
             self._embedding_term.rows, self._embedding_term.work = self._plan.rows, self._plan.embeddings
 
     def deactivate(self) -> None:
-        """The forward is over; from here on the model is the base model."""
+        """End the forward; from here on the model is the base model."""
         if not self._in_use:
             return
         for term in self._terms.values():
@@ -289,10 +293,10 @@ class AdapterPool:
             self._embedding_term.work = []
         self._in_use = frozenset()  # last: after an interrupt the next call does the rest
 
-    # -- plans -------------------------------------------------------------------------------------------------
+    # -- plans -------------------------------------------------------------------------------------
 
     def _work(self, key: PlanKey) -> ForwardWork:
-        """What every linear map and the embedding do in a forward, its adapters being on the device."""
+        """Return what linear maps and embedding do in a forward; its adapters are on the device."""
         adapters, counts, head_counts = key
         body, head = (self._row_plans(adapters, one) for one in (counts, head_counts))
         work = ForwardWork(key, body.rows, [], [])
@@ -328,10 +332,10 @@ class AdapterPool:
             begin += count
         return RowPlans(shares, begin, self._device, self._kernel)
 
-    # -- memory ------------------------------------------------------------------------------------------------
+    # -- memory ------------------------------------------------------------------------------------
 
     def _settle(self, wanted: Sequence[int], *, evict: bool) -> None:
-        """Bring adapters to the device; without ``evict`` only if that takes nothing from others."""
+        """Bring adapters to the device; without ``evict`` only if others keep their places."""
         if all(one in self._first for one in wanted):
             return
         ranks = {one: held.rank for one, held in self._loaded.items()}
@@ -386,7 +390,7 @@ class AdapterPool:
         self._plan = None
 
     def _brought(self, adapter: Adapter) -> tuple[Tensor | None, EmbeddingChange | None]:
-        """The head's table and what concerns the embedding, on the device."""
+        """Return the head's table and what concerns the embedding, on the device."""
         tables = {name: table.to(self._device) for name, table in adapter.tables.items()}
         factors = tuple(
             (update.row, update.a_RI.to(self._device), update.b_RO.to(self._device))
@@ -399,7 +403,7 @@ class AdapterPool:
     def _all_rows(self) -> Iterator[RankRows]:
         return (rows for term in self._terms.values() for rows in term.pieces.values())
 
-    # -- the model's terms -------------------------------------------------------------------------------------
+    # -- the model's terms -------------------------------------------------------------------------
 
     def _enter(self, adapter_id: int) -> None:
         """Put terms where the adapter changes something."""

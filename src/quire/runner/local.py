@@ -1,7 +1,7 @@
-"""One model, one KV state, one process: the runner that the others wrap.
+"""``LocalRunner``: one model, one KV state, one process, which other runners wrap.
 
-Letters: T new tokens of the batch, n of one chunk; K keys of one chunk, the new ones included; R rows through the head;
-M placeholders; E model width; V vocabulary; Hq query heads.
+Letters: T new tokens of the batch, n of one chunk; K keys of one chunk, the new ones included; R
+rows through the head; M placeholders; E model width; V vocabulary; Hq query heads.
 """
 
 from __future__ import annotations
@@ -45,18 +45,26 @@ class Extras:
     """What a forward may be given besides tokens, and asked for besides logits."""
 
     embeddings: Tensor | None = None
-    """Floating ``[M, E]``: the m-th negative token id of the step, a placeholder, stands for row m. It takes the place of what
-    ``Model.embed`` would return for a token, so whatever that multiplies embeddings with is in it already."""
+    """Floating ``[M, E]``: row m stands for the m-th negative token id of the step, a placeholder.
+
+    It takes the place of what ``Model.embed`` would return, so whatever that multiplies embeddings
+    with is in it.
+    """
     mask: Tensor | None = None
-    """bool, flat: chunk by chunk ``[n, K]`` row by row, true = attend. It replaces the causal rule and the tree's; windows
-    still apply. None: those rules."""
+    """bool, flat: chunk by chunk ``[n, K]`` row by row, true = attend. It replaces the causal rule
+    and the tree's; windows still apply. None: those rules."""
     positions: Ids | None = None
-    """``[T]``, >= 0: where the new tokens are rotated. Their indices go on to decide what each sees. None: at their indices."""
+    """``[T]``, >= 0: where the new tokens are rotated; None: at their indices. Their indices still
+    decide what each sees."""
     hidden_states: bool = False
     attention_weights: bool = False
     places: Callable[[], Sequence[Tensor]] | None = None
-    """Gives, per chunk, float32 ``[rows, V]``, where its logits are written, a few rows at a time (all at once where a chunk names
-    an adapter); ``StepOutput`` has none then. It is called when the blocks have run. None: logits are returned."""
+    """Returns, per chunk, where its logits are written, float32 ``[rows, V]``; None: they are
+    returned.
+
+    They are written a few rows at a time (all at once where a chunk names an adapter). It is called
+    when the blocks have run.
+    """
 
 
 NO_EXTRAS = Extras()
@@ -64,28 +72,28 @@ NO_EXTRAS = Extras()
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """Logits of a step. The rows of chunk i are ``starts[i]..starts[i + 1] - 1``. All tensors are fresh."""
+    """Logits of a step, all fresh tensors. Chunk i has rows ``starts[i]..starts[i + 1] - 1``."""
 
     logits_RV: Tensor
     """float32 ``[R, V]``"""
     starts: tuple[int, ...]
     hidden_states: tuple[tuple[Tensor, ...], ...] = ()
-    """Per chunk, per layer ``[n, E]``, what the layer returned, in the model's dtype; empty unless asked for."""
+    """Per chunk, per layer ``[n, E]``, the layer's output in the model's dtype, if asked for."""
     attention_weights: tuple[tuple[Tensor, ...], ...] = ()
-    """Per chunk, per layer float32 ``[Hq, n, K]``; empty unless asked for."""
+    """Per chunk, per layer float32 ``[Hq, n, K]``, if asked for."""
 
     def rows(self, chunk: int) -> Tensor:
-        """``[rows, V]`` of one chunk: 1 row for "last", n for "all", 0 for "none"."""
+        """Return ``[rows, V]`` of one chunk: 1 row for "last", n for "all", 0 for "none"."""
         return self.logits_RV[self.starts[chunk] : self.starts[chunk + 1]]
 
 
 class Runner(Protocol):
-    """What executes steps."""
+    """An executor of steps."""
 
     model: Model
     state: ModelState
     room: Room
-    """Who gives up what can be had again. An owner of sequences joins it; a caller that is short of pages asks it."""
+    """The owners of sequences that can be given up; callers that are short of pages ask it."""
     adapters: AdapterPool
     """The adapters that chunks may name."""
 
@@ -94,12 +102,12 @@ class Runner(Protocol):
         ...
 
     def new_seq(self) -> SeqId:
-        """A sequence id that nobody has had."""
+        """Return a sequence id that was never given before."""
         ...
 
 
 HEAD_ROWS = 64
-"""Rows that go through the head at a time where their logits have places: beside those, logits of so many exist."""
+"""Rows that go through the head at a time if logits have places: so few exist twice."""
 
 
 class LocalRunner:
@@ -108,7 +116,7 @@ class LocalRunner:
     def __init__(
         self, model: Model, state: ModelState, device: torch.device, adapters: AdapterPool | None = None
     ) -> None:
-        """``adapters``: None for a model that no adapter can change."""
+        """Make a runner; ``adapters`` None: no adapter can change the model."""
         self.adapters = AdapterPool.without_sites() if adapters is None else adapters
         self.model = model
         self.state = state
@@ -123,7 +131,7 @@ class LocalRunner:
 
     @uninterrupted
     def execute(self, step: Step, extras: Extras = NO_EXTRAS) -> StepOutput:
-        """See ``Runner``. If compute fails the forward is undone: lengths and pages are as after the edits."""
+        """See ``Runner``. A failure undoes the forward; lengths and pages are as after the edits."""
         if not step.chunks:
             for edit in step.edits:
                 self.apply(edit)
@@ -156,7 +164,7 @@ class LocalRunner:
                     if extras.hidden_states:
                         hidden.append(x_TE)
                 x_RE = x_TE if index is None else x_TE.index_select(0, torch.from_numpy(index).to(self.device))
-            # Outside of inference mode, so that results are ordinary tensors that a caller may write to.
+            # Outside of inference mode: callers may write to the results.
             with torch.no_grad():
                 if extras.places is not None:
                     # How an adapter changes the head is planned for all rows.
@@ -197,7 +205,8 @@ class LocalRunner:
         self.state.begin_forward(seqs, counts, tree_parents(chunks), checkpoints=kept if any(kept) else ())
 
     def _placeholders(self, tokens: Ids, extras: Extras) -> Ids | None:
-        """Rows of the batch whose ids are negative; None if there are none. ``InvalidArgument`` unless each has an embedding."""
+        """Return the rows of the batch whose ids are negative; None if there are none.
+        ``InvalidArgument`` unless each has an embedding."""
         rows = None
         if len(tokens) and tokens.min() < 0:
             rows = np.flatnonzero(tokens < 0)
@@ -219,7 +228,7 @@ class LocalRunner:
         return pass_
 
     def _embed(self, tokens: Ids, placeholders: Ids | None, extras: Extras) -> Tensor:
-        """``[T, E]``, with the given rows at placeholders."""
+        """Return ``[T, E]``, with the given rows at placeholders."""
         if placeholders is None or extras.embeddings is None:
             return self.model.embed(torch.from_numpy(tokens).to(self.device))
         x_TE = self.model.embed(torch.from_numpy(tokens.clip(min=0)).to(self.device))
@@ -235,7 +244,7 @@ class LocalRunner:
         return tuple(tuple(pass_.weights[layer][chunk].clone() for layer in layers) for chunk in range(num_chunks))
 
     def apply(self, edit: Edit) -> None:
-        """One edit of the sequences. An edit runs nothing: ``FailedPrecondition`` for a position that would need it."""
+        """Apply one edit of the sequences; ``FailedPrecondition`` if tokens must run for it."""
         match edit:
             case Add(seq):
                 self.state.add_sequence(seq)
@@ -268,24 +277,24 @@ def check_chunks(chunks: Sequence[Chunk]) -> None:
 
 
 def as_ids(tokens: Sequence[int]) -> Ids:
-    """Token ids as an int64 array."""
+    """Return token ids as an int64 array."""
     return np.asarray(tokens, dtype=np.int64)
 
 
 def concatenated(chunks: Sequence[Chunk]) -> Ids:
-    """The ids of all chunks, in order."""
+    """Return the ids of all chunks, in order."""
     return np.concatenate([as_ids(chunk.tokens) for chunk in chunks]) if chunks else np.empty(0, dtype=np.int64)
 
 
 def tree_parents(chunks: Sequence[Chunk]) -> list[tuple[int, ...] | None] | None:
-    """What ``begin_forward`` is told about trees; None where all chunks are chains."""
+    """Return what ``begin_forward`` is told about trees; None where all chunks are chains."""
     if all(chunk.tree is None for chunk in chunks):
         return None
     return [None if chunk.tree is None else chunk.tree.parents for chunk in chunks]
 
 
 def _split(layers: Sequence[Tensor], chunks: Sequence[Chunk]) -> tuple[tuple[Tensor, ...], ...]:
-    """Copies of each chunk's rows of each layer's ``[T, E]``."""
+    """Return copies of each chunk's rows of each layer's ``[T, E]``."""
     found: list[tuple[Tensor, ...]] = []
     begin = 0
     for chunk in chunks:
@@ -296,7 +305,7 @@ def _split(layers: Sequence[Tensor], chunks: Sequence[Chunk]) -> tuple[tuple[Ten
 
 
 def logits_rows(chunks: Sequence[Chunk]) -> tuple[Ids | None, tuple[int, ...]]:
-    """Rows of the batch that go through the head (None: all of them), and where each chunk's begin."""
+    """Return the rows that go through the head (None: all), and where each chunk's begin."""
     starts = [0]
     rows: list[Ids] = []
     end = 0

@@ -1,4 +1,4 @@
-"""``Room``: what is given up, and in which order, when a forward is short of pages or states. No torch."""
+"""``Room``: what is given up, and in which order, when pages or states are short. No torch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Giver(Protocol):
 
 
 class Room:
-    """The givers of one runner. It holds none of them. The caller has the runner's lock, between forwards."""
+    """The givers of one runner. It holds none. The caller has the runner's lock, between forwards."""
 
     def __init__(self) -> None:
         self._givers: WeakSet[Giver] = WeakSet()
@@ -47,10 +47,8 @@ class Room:
         self._givers.discard(giver)
 
     def make(self, asker: Giver | None = None) -> bool:
-        """Give up one thing, of the first rank that has any; return whether there was any.
-
-        Of ``asker`` only orphans are given up: a call that asks may go back to states of its own.
-        """
+        """Give up one thing, of the first rank that has any; return whether there was any. Of
+        ``asker`` only orphans are given up: a call that asks may go back to states of its own."""
         return any(
             giver.give_up(rank)
             for rank in Rank

@@ -1,0 +1,129 @@
+"""``ModelFacts``: what stays true of a model, its KV state and its limits, also after shutdown."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self, cast
+
+import torch
+
+from quire.contracts.layers import KeyValueAttention, LatentAttention, sink_refusal, window_refusal
+from quire.errors import InvalidArgument, Unsupported
+from quire.kv.rule_table import POSITIONS_OF_WINDOWS, position_refusal
+from quire.kv.sequences import check_integer
+from quire.kv.windows import Window
+from quire.models.families import LoadedModel
+from quire.models.fingerprint import ModelIdentity
+from quire.runner.local import Runner
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """What KV caches and reports need to know of a runner and of an executor's configuration."""
+
+    identity: ModelIdentity
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    num_blocks: int
+    layer_kinds: tuple[str, ...]
+    """The kinds of layers that the model has, each once, sorted."""
+    num_parameters: int
+    parameter_bytes: int
+    weight_dtype: torch.dtype
+    device: torch.device
+    specs: tuple[KeyValueAttention | LatentAttention, ...]
+    """The layers with attention."""
+    layer_ids: tuple[int, ...]
+    """Global ids of the layers with attention, ascending."""
+    recurrent_ids: tuple[int, ...]
+    """Global ids of the recurrent layers."""
+    page_size: int
+    """Tokens of a page."""
+    page_bytes: tuple[int, ...]
+    """Bytes of a page of each layer class."""
+    state_bytes: int
+    """Bytes of the states of all recurrent layers at one position."""
+    state_interval: int
+    """Tokens between the recurrent states that are kept without being asked for; 0: none is."""
+    storage_bytes: int
+    """Bytes of the K/V pool and of the slots for recurrent states."""
+    keeps_last_state: bool
+    """Whether a forward can always be undone by taking its tokens back."""
+    fused: bool
+    """Whether some layer attends in kernels that never form the weights."""
+    max_model_len: int
+    """Tokens of a row at most."""
+    chunk_size: int
+    """Tokens of a forward at most where tokens are run again; <= 0: any number."""
+    row_window: Window | None
+    """What each new row keeps of its tokens; None: all of them."""
+    is_windowed: bool
+    """Whether some layer lets go of tokens."""
+    position_refusal: str
+    """Why tokens can stand at no positions but their indices; empty: they can."""
+    adapter_refusal: str
+    """Why the model can run no adapter; empty: it can."""
+
+    @classmethod
+    def of(
+        cls,
+        runner: Runner,
+        identity: ModelIdentity,
+        max_model_len: int,
+        *,
+        window: int | None = None,
+        sink: int = 0,
+        chunk_size: int = 0,
+    ) -> Self:
+        """Collect the facts; each row keeps its last ``window - sink`` and its first ``sink``
+        tokens.
+
+        ``window`` None: all tokens. ``InvalidArgument``: no such window. ``Unsupported``: a layer
+        has none.
+        """
+        model, state, geometry = cast(LoadedModel, runner.model), runner.state, runner.state.geometry
+        kept = None if window is None else check_integer(window, "window", 1)
+        sink = check_integer(sink, "sink", 0)
+        if sink and (kept is None or sink >= kept):
+            raise InvalidArgument(f"sink {sink} with window {kept}; 0 <= sink < window is needed")
+        if kept is not None and (reason := window_refusal(model.layer_specs)):
+            raise Unsupported(f"window {kept}: {reason}")
+        if sink and (reason := sink_refusal(model.layer_specs)):
+            raise Unsupported(f"sink {sink}: {reason}")
+        return cls(
+            identity=identity,
+            architecture=model.architecture,
+            vocab_size=model.vocab_size,
+            hidden_size=model.hidden_size,
+            num_blocks=len(model.blocks),
+            layer_kinds=tuple(sorted({spec.kind for spec in model.layer_specs})),
+            num_parameters=model.num_parameters,
+            parameter_bytes=model.parameter_bytes,
+            weight_dtype=model.dtype,
+            device=state.device,
+            specs=geometry.specs,
+            layer_ids=geometry.layer_ids,
+            recurrent_ids=state.recurrent_ids,
+            page_size=state.page_size,
+            page_bytes=geometry.page_bytes,
+            state_bytes=geometry.state_bytes,
+            state_interval=geometry.interval,
+            storage_bytes=state.num_bytes,
+            keeps_last_state=geometry.ring > 0 or not state.recurrent_ids,
+            fused=len(state.unfused_layers()) < len(geometry.specs),
+            max_model_len=max_model_len,
+            chunk_size=chunk_size,
+            row_window=None if kept is None else Window(kept, sink),
+            is_windowed=kept is not None or any(one is not None for one in geometry.windows),
+            position_refusal=position_refusal(model.layer_specs) or ("" if kept is None else POSITIONS_OF_WINDOWS),
+            adapter_refusal=runner.adapters.refusal,
+        )
+
+    def spec_of(self, layer: int) -> KeyValueAttention | LatentAttention | None:
+        """Return the specification of an attention layer; None for other layers."""
+        return self.specs[self.layer_ids.index(layer)] if layer in self.layer_ids else None
+
+    def logits(self, *shape: int) -> torch.Tensor:
+        """Return a place for logits: zeros, float32 ``[*shape, V]``."""
+        return torch.zeros(*shape, self.vocab_size, device=self.device)

@@ -1,0 +1,63 @@
+"""Recurrent states that are kept only to save work, and go when slots are short."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Protocol
+
+from quire.contracts.kv_state import ModelState
+from quire.types import SeqId
+
+
+class StateSaver(Protocol):
+    """An owner of such states."""
+
+    last_access: float | None
+
+    def give_up_states(self) -> int:
+        """Let go of recurrent states that only save work; return their number."""
+        ...
+
+
+def is_roomy(state: ModelState, slots: int) -> bool:
+    """Return whether ``slots`` states more may only save work: half of the free slots may."""
+    return bool(state.recurrent_ids) and 2 * slots <= state.num_free_states
+
+
+def are_short(state: ModelState) -> bool:
+    """Return whether a call lacks slots for states rather than pages. So it is if at most half of
+    the slots can be had, or more than half of each layer class's pages."""
+    if not state.recurrent_ids:
+        return False
+    *free, (slots, size) = zip(state.free_pages(), state.pool_sizes(), strict=True)
+    return 2 * slots <= size or all(2 * pages > there for pages, there in free)
+
+
+def mark(state: ModelState, seq: SeqId, old: int | None) -> int | None:
+    """Keep the present recurrent state of a sequence, if there is room, in place of the one at
+    ``old``. Return the position of the state that is kept now; None: none is."""
+    if not state.recurrent_ids:
+        return None
+    position, held = state.sequence_length(seq), state.checkpoints(seq)
+    if position == 0 or position in held:
+        return old if old in held else None
+    if old is not None and old in held:
+        state.drop_checkpoint(seq, old)
+    if not is_roomy(state, 1):
+        return None
+    state.checkpoint(seq)
+    return position
+
+
+def by_last_access(savers: Iterable[StateSaver]) -> Iterator[StateSaver]:
+    """Return the savers, the one that was not used for longest first."""
+    return iter(sorted(savers, key=lambda saver: saver.last_access or 0.0))
+
+
+def give_up(savers: Iterator[StateSaver], wanted: int) -> int:
+    """Let the next savers let go of their states until ``wanted`` are gone; return their number.
+    Fewer slots may become free: other sequences may hold some of the states, too."""
+    found = 0
+    while found < wanted and (saver := next(savers, None)) is not None:
+        found += saver.give_up_states()
+    return found
