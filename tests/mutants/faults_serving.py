@@ -87,7 +87,7 @@ INTERRUPTS = (
     ),
     Mutant(
         name="sessions-lost-to-the-garbage-collector",
-        file="engine/session.py",
+        file="engine/live_sequence.py",
         old="            engine.orphans.watch(self, self._end)\n",
         new="",
         tests=("engine/test_interrupts.py::test_what_nobody_holds_any_more_is_ended_by_the_next_step",),
@@ -400,7 +400,7 @@ WRITTEN = (
     ),
     Mutant(
         name="reading-states-takes-the-last-token-back",
-        file="engine/session.py",
+        file="engine/state_access.py",
         old="            if kv.nearest_reachable(state.seq, last) != last:",
         new="            if kv.nearest_reachable(state.seq, last) == last:",
         tests=("engine/test_checkpoints.py::test_reading_undoes_no_write",),
