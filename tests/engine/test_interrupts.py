@@ -34,8 +34,8 @@ from .conftest import Checkpoint, MakeLLM, check, engine_of, greedy, make_checkp
 
 PACKAGE = Path(quire.__file__).parent
 SWEPT = (*(str(PACKAGE / name) + os.sep for name in ("engine", "kv", "runner", "executor")), str(PACKAGE / "llm.py"))
-SESSION_FILES = ("session.py", "live_sequence.py", "state_access.py", "session_stream.py")
-HANDS_OVER = (str(PACKAGE / "llm.py"), *(str(PACKAGE / "engine" / name) for name in SESSION_FILES))
+PARTS = ("session", "live_sequence", "state_access", "session_stream", "request_preparation")
+HANDS_OVER = (str(PACKAGE / "llm.py"), *(str(PACKAGE / "engine" / f"{name}.py") for name in PARTS))
 """Where verbs hand things over between two locked parts."""
 PROMPT, OTHER, MORE = random_tokens(21, seed=1), random_tokens(9, seed=2), random_tokens(5, seed=3)
 

@@ -247,7 +247,7 @@ ENGINE = (
     ),
     Mutant(
         name="masks-made-ahead-for-those-who-left",
-        file="engine/engine.py",
+        file="engine/request_book.py",
         old="            request.matcher.drop()\n",
         new="            pass\n",
         tests=("engine/test_slow_grammars.py::test_it_may_end_while_its_mask_is_made",),
@@ -348,7 +348,7 @@ CHECKPOINTS = (
     ),
     Mutant(
         name="written-states-given-up",
-        file="engine/engine.py",
+        file="engine/request_book.py",
         old="        for seq in self.states.written():\n            ages.pop(seq, None)\n",
         new="",
         tests=("engine/test_checkpoints.py::test_sessions_that_were_written_into_keep_their_states",),

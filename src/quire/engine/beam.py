@@ -20,7 +20,8 @@ from torch import Tensor
 
 from quire.branches.history import TokenHistory
 from quire.engine.detokenizer import IncrementalDetokenizer
-from quire.engine.engine import DETOKENIZER_CONTEXT, Engine
+from quire.engine.engine import Engine
+from quire.engine.request_book import DETOKENIZER_CONTEXT
 from quire.engine.request_outputs import by_token
 from quire.engine.sequence_request import SequenceRequest, SessionState
 from quire.errors import InvalidArgument, QuireError
