@@ -65,11 +65,7 @@ class Identity:
         """``architecture``, ``config`` and ``weights``."""
         if self._found is None:
             self._found = model_fingerprint(self._path, self._model)
-        return {
-            "architecture": self._found.architecture,
-            "config": self._found.config,
-            "weights": self._found.weights,
-        }
+        return {"architecture": self._found.architecture, "config": self._found.config, "weights": self._found.weights}
 
 
 @dataclass(frozen=True, slots=True)

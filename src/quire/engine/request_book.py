@@ -85,22 +85,13 @@ class RequestBook:
         self.host = HostStore(runner)
         """State of preempted requests and idle sessions; it keeps none before somebody sets its capacity."""
         self.sampling = SamplingStep(
-            eos_ids=self.eos_ids,
-            grammars=self.grammars,
-            metrics=self.metrics,
-            finish=self._finish,
-            fail=self._fail,
+            eos_ids=self.eos_ids, grammars=self.grammars, metrics=self.metrics, finish=self._finish, fail=self._fail
         )
         self.states = SessionStates(runner, cache=self.cache, tier=self.host, metrics=self.metrics)
         self.pins = Pins(runner.state, self.states.sessions, limits.max_num_batched_tokens)
         self.checkpoints = None
         if runner.state.recurrent_ids:
-            self.checkpoints = Checkpoints(
-                runner.state,
-                checkpoint_interval,
-                apply=self.states.apply,
-                ages=self._ages,
-            )
+            self.checkpoints = Checkpoints(runner.state, checkpoint_interval, apply=self.states.apply, ages=self._ages)
         self._forgets = (
             "windows have let go of what a continuation at {0} would need, and the nearest position that is held is {1}"
         )

@@ -130,8 +130,7 @@ def checked_window(window: int | None, sink: int, longest: int, specs: Sequence[
         return None
     if not 0 <= sink < window or window > longest:
         raise InvalidArgument(
-            f"window {window} with sink {sink}; 0 <= sink < window <= {longest} (the context) is needed",
-            field="window",
+            f"window {window} with sink {sink}; 0 <= sink < window <= {longest} (the context) is needed", field="window"
         )
     if reason := window_refusal(specs):
         raise Unsupported(f"window {window}: {reason}", field="window")

@@ -114,12 +114,7 @@ class RequestPreparation:
         return self._checked(PreparedPrompts(ids, list(texts), params, cache_key(cache_salt), chosen))
 
     def prepare_beams(
-        self,
-        prompts: Prompts,
-        params: BeamSearchParams,
-        *,
-        adapter: str | None = None,
-        cache_salt: str | None = None,
+        self, prompts: Prompts, params: BeamSearchParams, *, adapter: str | None = None, cache_salt: str | None = None
     ) -> tuple[list[BeamSearch], list[str | None]]:
         """Return the checked searches of ``beam_search``, and the prompts that are text."""
         self._require_open("beam_search")

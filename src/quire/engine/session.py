@@ -237,10 +237,7 @@ class Session(StateAccess):
 
     def _child(self, parent: SessionState, length: int) -> Session:
         state = SessionState(
-            tokens=parent.tokens.fork(length),
-            key=parent.key,
-            pinned=parent.pinned,
-            window=parent.window,
+            tokens=parent.tokens.fork(length), key=parent.key, pinned=parent.pinned, window=parent.window
         )
         state.account = parent.account
         self._engine.states.fork(parent, state, length)

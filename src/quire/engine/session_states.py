@@ -198,13 +198,7 @@ class SessionStates:
             return None
         return self.cache.find(session.tokens.ids[:length], self.key_of(session), without=session.seq)
 
-    def overwrite(
-        self,
-        session: SessionState,
-        layer: int,
-        start: int,
-        tensors: Mapping[str, Tensor],
-    ) -> None:
+    def overwrite(self, session: SessionState, layer: int, start: int, tensors: Mapping[str, Tensor]) -> None:
         """Overwrite what a layer remembers of a session, whose sequence then stands for itself: pinned, and no prefix for
         others. ``ResourceExhausted`` if no room can be made, and nothing is changed then."""
         if session.seq is None:
@@ -220,13 +214,7 @@ class SessionStates:
         session.origin = replace(session.origin, modified=True)
         session.logits = None
 
-    def _write(
-        self,
-        session: SessionState,
-        layer: int,
-        start: int,
-        tensors: Mapping[str, Tensor],
-    ) -> None:
+    def _write(self, session: SessionState, layer: int, start: int, tensors: Mapping[str, Tensor]) -> None:
         seq, state = session.seq, self.runner.state
         assert seq is not None
         recurrent = layer in state.recurrent_ids
