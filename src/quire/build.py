@@ -396,7 +396,7 @@ def eos_ids(
     return tuple(dict.fromkeys(token for token in ids if isinstance(token, int) and 0 <= token < vocab_size))
 
 
-# ---------------------------------------------------------------------- executors
+# -- executors -------------------------------------------------------------------------------------
 
 
 def make_executor(config: ExecutorConfig, choices: Choices) -> Executor:

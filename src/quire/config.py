@@ -91,7 +91,7 @@ def option(default: Any, text: str, **given: Any) -> Any:
     return field(default=default, metadata={"help": text}, **given)
 
 
-# ---------------------------------------------------------------------- the engine
+# -- the engine ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,7 +206,7 @@ class EngineConfig:
         return _from_mapping(cls, mapping)
 
 
-# ---------------------------------------------------------------------- executors
+# -- executors -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -362,7 +362,7 @@ class ExecutorConfig:
         return longest
 
 
-# ---------------------------------------------------------------------- checks
+# -- checks ----------------------------------------------------------------------------------------
 # Each error names the field, the value, and what is accepted.
 
 

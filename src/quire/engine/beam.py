@@ -97,7 +97,7 @@ class BeamSearch:
         self._error: QuireError | None = None
         self.done = False
 
-    # -- running ---------------------------------------------------------------------------------------------
+    # -- running -----------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Queue the prompt."""
@@ -226,7 +226,7 @@ class BeamSearch:
                 priority=self._priority,
             )
 
-    # -- ending ----------------------------------------------------------------------------------------------
+    # -- ending ------------------------------------------------------------------------------------
 
     def _end(self, reason: FinishReason, error: QuireError | None = None) -> None:
         """Ended before its time: what the beams have counts as it is."""

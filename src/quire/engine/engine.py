@@ -1,9 +1,10 @@
 """The engine: requests in, tokens out, one step at a time.
 
-``submit`` checks and queues, ``step`` runs one forward for whatever the scheduler chose, samples, turns tokens into
-text and finishes what is finished. Continuous batching is the loop over ``step``; nothing here knows pages or layers.
+``submit`` checks and queues. ``step`` runs one forward of what the scheduler chose, samples, turns
+tokens into text and ends what is finished. Continuous batching is the loop over ``step``; nothing
+here knows pages or layers.
 
-Any thread may call; one lock serialises. A thread that waits for its own requests steps the engine for everybody.
+Any thread may call; one lock serialises. A thread that waits for its own requests steps all.
 """
 
 from __future__ import annotations
@@ -43,18 +44,18 @@ class Engine(RequestBook):
     def num_running(self) -> int:
         return len(self.scheduler.running)
 
-    # -- stepping -----------------------------------------------------------------------------------
+    # -- stepping ----------------------------------------------------------------------------------
 
     @uninterrupted
     def run(self, requests: Iterable[SequenceRequest], on_step: Callable[[], None] | None = None) -> None:
-        """Step until these requests are finished. Whatever interrupts it (Ctrl-C, between two steps) cancels them first."""
+        """Step until these requests are finished. An interrupt between two steps cancels them."""
         waiting = list(requests)
         try:
             if self.wait is not None:
                 self.wait(waiting)
             while waiting := [request for request in waiting if not request.finished]:
                 if self.closed:
-                    # Whoever closes waits for the lock, which this loop would take again and again.
+                    # The closing thread waits for the lock, which this loop would keep taking.
                     self.end(waiting)
                     return
                 self.step()
@@ -66,7 +67,7 @@ class Engine(RequestBook):
             raise
 
     def step(self) -> list[SequenceRequest]:
-        """One forward. Returns the requests that got a token or ended."""
+        """Run one forward. Return the requests that got a token or ended."""
         with self.lock.interruptible:
             if self.sampling.under_way:
                 raise FailedPrecondition(
@@ -90,14 +91,14 @@ class Engine(RequestBook):
                 self._repair()
                 raise
         if self.grammars is not None:
-            # Slow grammars rest for others, if there are any.
+            # Slow grammars rest if there are other requests.
             self.grammars.slow.shared = any(work.is_ready is None for work in scheduled.requests)
             if not scheduled.step.chunks and not changed and (held_up := self.scheduler.held_up):
                 self.grammars.slow.wait(lambda: any(work.ready for work in held_up))
         return changed
 
     def _execute(self, scheduled: Scheduled) -> list[SequenceRequest]:
-        """Run a step and take its results in. If that fails, its requests end and the others go on."""
+        """Run a step and take in its results. If that fails, its requests end and others go on."""
         try:
             output = self._run(scheduled)
             self.scheduler.computed(scheduled)
@@ -111,7 +112,7 @@ class Engine(RequestBook):
             return failed
 
     def _run(self, scheduled: Scheduled) -> StepOutput:
-        """The forward of a step, with the embeddings of its placeholders."""
+        """Run the forward of a step, with the embeddings of its placeholders."""
         embeddings = embeddings_of(
             work.tokens.media.embeddings(chunk.tokens)
             for work, chunk in zip(scheduled.requests, scheduled.step.chunks, strict=True)
@@ -121,7 +122,7 @@ class Engine(RequestBook):
         return self.runner.execute(scheduled.step, Extras(embeddings=embeddings))
 
     def _repair(self) -> None:
-        """After an interruption in mid-step: let what each request counts as computed be what its sequence holds."""
+        """Correct what requests count as computed, after an interrupted step."""
         for work in self.scheduler.running:
             if work.seq is not None:
                 held = self.runner.state.sequence_length(work.seq)
@@ -151,7 +152,7 @@ class Engine(RequestBook):
                     changed.append(self._fail(request, error))
                     continue
                 if request.params is not None:
-                    # Log-probabilities of the prompt. Preempted, it needs no logits of these tokens again.
+                    # These log-probabilities of the prompt are known, also after a preemption.
                     work.fresh_from = work.computed
             if work.remaining:
                 continue
@@ -177,7 +178,7 @@ class Engine(RequestBook):
         return changed + ready
 
     def _share_prompt(self, request: SequenceRequest) -> None:
-        """A computed prompt can be forked by others from now on."""
+        """Let others fork a computed prompt from now on."""
         work = request.work
         self.metrics.prompt_tokens_cached.inc(work.num_cached)
         self.metrics.tokens_replayed.inc(work.num_replayed)
@@ -197,11 +198,14 @@ class Engine(RequestBook):
         self.scheduler.join(sibling.work)
         return sibling
 
-    # -- adapters and cached prefixes ---------------------------------------------------------------
+    # -- adapters and cached prefixes --------------------------------------------------------------
 
     def users_of(self, adapter_id: int) -> str:
-        """Who uses an adapter, as in "2 requests and 1 session use it": requests that wait or run, and open sessions that go on
-        under it or have tokens that would have to be run under it again. Empty if nobody does."""
+        """Return an adapter's users, as in "2 requests and 1 session use it"; "" without any.
+
+        They are requests that wait or run, and open sessions that go on under it or have tokens
+        that would have to run under it again.
+        """
         with self.lock:
             self.orphans.bury()
             requests = [request for samples in self._by_id.values() for request in samples if not request.finished]
@@ -211,8 +215,11 @@ class Engine(RequestBook):
             return users(len(plain), len(sessions))
 
     def forget_adapter(self, fingerprint: str) -> None:
-        """An adapter was unloaded: give back the finished sequences that it had a part in, which only the same adapter, loaded
-        again, could find. Nobody uses it, so no state of its is left in host memory."""
+        """Give back the finished sequences of an unloaded adapter.
+
+        Only the same adapter, loaded again, could find them. It has no user, so host memory holds
+        no state of it.
+        """
         if self.cache is not None:
             with self.lock:
                 gone = self.cache.forget_keys(lambda key: isinstance(key, AdapterKey) and key.names(fingerprint))
@@ -223,15 +230,13 @@ class Engine(RequestBook):
         with self.lock:
             self.states.clear_cache()
 
-    # -- the whole ----------------------------------------------------------------------------------
-
     def page_use(self) -> PageUse:
-        """Return who has the pages now. Counted when it is asked for, not in each step."""
+        """Count the pages by their kinds of owners, now."""
         with self.lock:
             return page_use(self.runner.state, self.states, self.cache)
 
     def snapshot(self) -> dict[str, float]:
-        """All metrics by name, gauges as of now."""
+        """Return all metrics by name, gauges as of now."""
         with self.lock:
             self.orphans.bury()
             metrics, state = self.metrics, self.runner.state
@@ -259,7 +264,7 @@ class Engine(RequestBook):
             return metrics.snapshot() | self.host.snapshot()
 
     def shutdown(self) -> None:
-        """Cancel what runs and give all pages back. Nothing is accepted any more."""
+        """Cancel what runs, give all pages back, and accept nothing from now on."""
         self.closed = True
         if self.grammars is not None:
             self.grammars.close()

@@ -136,7 +136,7 @@ class LiveSequence(Labelled):
         """Return whether this engine runs it."""
         return self._engine is engine
 
-    # -- closing ---------------------------------------------------------------------------------
+    # -- closing -----------------------------------------------------------------------------------
 
     @uninterrupted
     def close(self) -> None:

@@ -42,7 +42,7 @@ ENDLESS = 2**31 - 1
 """Tokens of a sequence that nothing else limits."""
 
 DETOKENIZER_CONTEXT = 64
-"""Tokens of the prompt that decide how the output's text begins: a split character, a leading space."""
+"""Tokens of the prompt that decide how the output's text begins (a leading space, for example)."""
 
 
 class RequestBook:
@@ -77,13 +77,13 @@ class RequestBook:
         )
         self._endless = replace(self.checks, max_model_len=ENDLESS, pool_tokens=ENDLESS)
         self.lock = Lock()
-        """Whoever holds it is not interrupted: signals take effect between steps."""
+        """Its holder is not interrupted: signals take effect between steps."""
         self.cache: RadixCache | None = None
         if enable_prefix_caching:
             self.cache = RadixCache(runner.state.nearest_reachable if runner.state.forgets else None)
         self.metrics = EngineMetrics()
         self.host = HostStore(runner)
-        """State of preempted requests and idle sessions; it keeps none before somebody sets its capacity."""
+        """State of preempted requests and idle sessions; none until its capacity is set."""
         self.sampling = SamplingStep(
             eos_ids=self.eos_ids, grammars=self.grammars, metrics=self.metrics, finish=self._finish, fail=self._fail
         )
@@ -96,14 +96,10 @@ class RequestBook:
             "windows have let go of what a continuation at {0} would need, and the nearest position that is held is {1}"
         )
         if self.checkpoints is not None:
-            every = (
-                f"states are kept every {checkpoint_interval} tokens and" if checkpoint_interval else "states are kept"
-            )
+            every = f" every {checkpoint_interval} tokens and" if checkpoint_interval else ""
             self._forgets = (
-                "recurrent layers can go on only where their state was kept, and before {0} that is {1} ("
-                + every
-                + " at the "
-                "ends of prompts and turns, as far as there is room)"
+                "recurrent layers can go on only where their state was kept, and before {0} that is {1} (states are kept"
+                f"{every} at the ends of prompts and turns, as far as there is room)"
             )
         self._entropy = torch.Generator().manual_seed(seed)
         self._ids = itertools.count()
@@ -112,9 +108,9 @@ class RequestBook:
         self._cancelled: set[str] = set()
         self.closed = False
         self.wait: Callable[[Sequence[SequenceRequest]], None] | None = None
-        """Waits until these requests are finished. Whoever steps the engine in the background sets it, and ``run`` waits."""
+        """Lets ``run`` wait for requests that a background thread steps, which sets it."""
         self.orphans = Orphans(self.lock)
-        """Sessions and requests of objects that nobody holds any more. The next step ends them."""
+        """Sessions and requests of unreferenced objects. The next step ends them."""
         self.scheduler = Scheduler(
             runner.state,
             limits=limits,
@@ -129,13 +125,16 @@ class RequestBook:
         runner.room.join(self)
 
     def checks_of(self, session: SessionState | None) -> RequestChecks:
-        """The limits that hold for a session's tokens: with a window neither the context nor the pool ends them, as long as
-        the model's positions are rotations (of which only differences count) or nothing."""
+        """Return the limits for a session's tokens.
+
+        With a window neither the context nor the pool ends them, if the model's positions are
+        rotations (only differences count) or it has none.
+        """
         if session is None or session.window is None or not self.runner.state.endless:
             return self.checks
         return self._endless
 
-    # -- submitting ---------------------------------------------------------------------------------
+    # -- submitting --------------------------------------------------------------------------------
 
     def submit(
         self,
@@ -148,16 +147,17 @@ class RequestBook:
         adapter: int | None = None,
         media: Media = NO_MEDIA,
     ) -> list[SequenceRequest]:
-        """Queue a prompt; one ``SequenceRequest`` per sample. With ``session`` the tokens of the session become
-        ``tokens`` and what follows them, unless the request fails, and its state is used as far as it agrees.
+        """Queue a prompt; return one ``SequenceRequest`` per sample.
 
-        ``key``: the salt; only requests of the same salt and the same adapters share cached prefixes. ``adapter``: id of a loaded
-        adapter under which all tokens run. A session has both. ``media``: the embeddings of ids below 0; those of a session's
-        own tokens are known.
+        With ``session`` its tokens become ``tokens`` and what follows them, unless the request
+        fails, and its state is used as far as it agrees. ``key`` is the salt; only requests of the
+        same salt and adapters share cached prefixes. ``adapter`` is the id of a loaded adapter
+        for all tokens. A session has both. ``media`` holds the embeddings of ids below 0; those of
+        a session's own tokens are known.
 
-        Everything is checked here: ``InvalidArgument``, ``ResourceExhausted`` (never fits), ``Unsupported``, ``NotFound``,
-        ``FailedPrecondition`` (an embedding that must be run is gone); and ``QuotaExceeded`` or ``PoolExhausted`` for a pinned
-        session whose account has a limit.
+        Everything is checked here: ``InvalidArgument``, ``ResourceExhausted`` (never fits),
+        ``Unsupported``, ``NotFound``, ``FailedPrecondition`` (an embedding that must run is gone),
+        and ``QuotaExceeded`` or ``PoolExhausted`` for a pinned session whose account has a limit.
         """
         if session is not None and adapter is not None:
             raise InvalidArgument(f"adapter {adapter} and a session, which has its own; give None", field="adapter")
@@ -211,11 +211,12 @@ class RequestBook:
         all_logits: bool = False,
         priority: int | None = None,
     ) -> SequenceRequest:
-        """Queue tokens to be run without sampling. When they have been, the tokens of ``session`` are these and ``tail``.
+        """Queue a run without sampling, after which the session's tokens are these and ``tail``.
 
-        ``on_logits`` gets the logits of the last token, or with ``all_logits`` of every one that runs, which are at least
-        those from ``fresh_from`` on. A ``QuireError`` from it ends the request. ``priority``: the place in the queue of an
-        earlier request that this one goes on with. ``media``: as of ``submit``, of the tail too.
+        ``on_logits`` gets the logits of the last token, or with ``all_logits`` of every one that
+        runs: at least those from ``fresh_from`` on. A ``QuireError`` from it ends the request.
+        ``priority`` is the place in the queue of an earlier request that this one continues.
+        ``media`` is as in ``submit``, of the tail too.
         """
         media = media_of(session, tokens, media)
         self.checks_of(session).length(len(tokens) + len(tail), None)
@@ -238,7 +239,7 @@ class RequestBook:
         name = f"request-{next(self._ids)}" if request_id is None else request_id
         if name in self._by_id:
             raise InvalidArgument(f"request id {name!r} is in use; give a new one", field="request_id")
-        # A cancel that came too late for the last request of this name is not meant for the new one.
+        # A late cancel of the last request of this name is not meant for the new one.
         self._cancelled.discard(name)
         return name
 
@@ -289,30 +290,30 @@ class RequestBook:
         if leader.params is not None:
             self.metrics.prompt_tokens.inc(leader.num_prompt)
 
-    # -- ending -------------------------------------------------------------------------------------
+    # -- ending ------------------------------------------------------------------------------------
 
     def cancel(self, request_id: str) -> bool:
-        """End a request at the next step boundary, in any phase; False if it is not there (any more). Never waits."""
+        """End a request, in any phase, at the next step boundary; return False if there is none."""
         if request_id not in self._by_id:
             return False
         self._cancelled.add(request_id)
         return True
 
     def end(self, requests: Iterable[SequenceRequest]) -> None:
-        """Cancel now, not at the next step. Those that are finished stay as they are."""
+        """Cancel requests now, not at the next step. Finished ones stay as they are."""
         with self.lock:
             for request in requests:
                 self._finish(request, "cancelled")
 
     def fail_all(self, error: QuireError) -> None:
-        """End everything under way with an error: a step raised, and nobody knows whose fault it was."""
+        """End all requests with the error of a step whose cause is no single request."""
         with self.lock:
             for samples in list(self._by_id.values()):
                 for request in samples:
                     self._fail(request, error)
 
     def forget(self, session: SessionState) -> None:
-        """A session is closed: end what it does, give its pages back."""
+        """End what a closed session does, and give its pages back."""
         with self.lock:
             if session.request is not None:
                 self._finish(session.request, "cancelled")
@@ -322,7 +323,7 @@ class RequestBook:
         if request.finished:
             return request
         request.error = error
-        # Values that are not finite must not be found by anybody else.
+        # The prefix cache must not hand out values that are not finite.
         work = request.work
         work.cacheable = False
         if self.cache is not None and work.seq is not None and work.seq in self.cache:
@@ -341,7 +342,7 @@ class RequestBook:
         request.finished_at = time.monotonic()
         if request.detokenizer is not None and (rest := request.detokenizer.finish()):
             request.pieces.append(rest)
-        # Other threads read these without the lock, so they are last seen as unfinished, or with everything.
+        # Other threads read these without the lock: unfinished, or with all of the above.
         request.stop_reason, request.finish_reason = stop, reason
         self.scheduler.finish(request.work)
         self._requests.pop(request.work, None)
@@ -353,7 +354,7 @@ class RequestBook:
         else:
             self._release(request)
         self.host.discard(request.work)
-        if all(sample_.finished for sample_ in self._by_id.get(request.request_id, ())):
+        if all(sample.finished for sample in self._by_id.get(request.request_id, ())):
             self._by_id.pop(request.request_id, None)
 
     def _release(self, request: SequenceRequest) -> None:
@@ -367,10 +368,10 @@ class RequestBook:
             self.states.remove_all(self.cache.insert(work.seq, work.tokens.ids[: work.computed], work.key))
         work.seq = None
 
-    # -- giving up ----------------------------------------------------------------------------------
+    # -- giving up ---------------------------------------------------------------------------------
 
     def give_up(self, rank: Rank) -> bool:
-        """See ``Giver``."""
+        """Give up one thing of this rank, as a ``Giver``."""
         kept = self.checkpoints
         match rank:
             case Rank.ORPHANS:
@@ -385,11 +386,11 @@ class RequestBook:
                 return kept is not None and kept.give_up()
 
     def loose(self) -> set[SeqId]:
-        """See ``Giver``."""
+        """Return the sequences that it could give up, as a ``Giver``."""
         return self.states.loose()
 
     def _ages(self) -> dict[SeqId, int]:
-        """Sequences of the engine, the least recently used first, but those of which somebody wrote the state."""
+        """Return the engine's sequences and when each was used, without those of written states."""
         ages = {} if self.cache is None else self.cache.ages()
         in_use = len(ages)
         ages |= {one.seq: in_use for one in self.states.sessions.values() if one.seq is not None}

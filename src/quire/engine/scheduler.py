@@ -140,7 +140,7 @@ class Scheduler:
         """In order of arrival."""
         self.num_preemptions = 0
 
-    # -- what the engine tells it ----------------------------------------------------------------------------
+    # -- what the engine tells it ------------------------------------------------------------------
 
     def submit(self, request: ScheduledRequest, priority: int | None = None) -> None:
         """Queue a request. One that comes with a sequence keeps it. ``priority``: that of an earlier request with which this
@@ -206,7 +206,7 @@ class Scheduler:
         """Those that can take part in no step yet."""
         return [request for request in (*self.running, *self.waiting) if not request.ready]
 
-    # -- deciding --------------------------------------------------------------------------------------------
+    # -- deciding ----------------------------------------------------------------------------------
 
     def schedule(self) -> Scheduled:
         """The next step; without chunks if nothing can run."""
@@ -320,7 +320,7 @@ class Scheduler:
         request.seq = None
         request.computed = 0
 
-    # -- admission -------------------------------------------------------------------------------------------
+    # -- admission ---------------------------------------------------------------------------------
 
     def _admit(self, batch: StepDraft, failed: list[tuple[ScheduledRequest, QuireError]]) -> None:
         index, seated = 0, self._seated

@@ -72,8 +72,7 @@ class Session(StateAccess):
     @uninterrupted
     def _generate(self, params: SamplingParams) -> RequestOutput:
         with self._engine.lock:
-            state = self._idle("generate")
-            request = self._submit(state.tokens.ids, params)
+            request = self._submit(self._idle("generate").tokens.ids, params)
         return self._result(request)
 
     def stream(self, params: SamplingParams | None = None) -> SessionStream:

@@ -50,7 +50,7 @@ class SessionStates:
         self.sessions: dict[int, SessionState] = {}
         """By identity, least recently used first."""
 
-    # -- sequences -------------------------------------------------------------------------------------------
+    # -- sequences ---------------------------------------------------------------------------------
 
     def apply(self, edit: Edit) -> None:
         """Execute an edit now."""
@@ -94,7 +94,7 @@ class SessionStates:
         self.apply(Fork(seq, fork))
         self.remove_all(self.cache.insert(fork, tokens, key))
 
-    # -- keys ------------------------------------------------------------------------------------------------
+    # -- keys --------------------------------------------------------------------------------------
 
     def fingerprint_of(self, adapter: int) -> str:
         """Of a loaded adapter; ``NotFound``."""
@@ -121,7 +121,7 @@ class SessionStates:
             self.apply(Fork(seq, fork, length))
             self.remove_all(self.cache.insert(fork, session.tokens.ids[:length], old))
 
-    # -- sessions' states ------------------------------------------------------------------------------------
+    # -- sessions' states --------------------------------------------------------------------------
 
     def hold(self, session: SessionState) -> None:
         """Remember a session, as the one used last."""
@@ -257,7 +257,7 @@ class SessionStates:
             self.remove(session.seq)
         session.seq, session.computed, session.origin = None, 0, replace(session.origin, exact=True)
 
-    # -- lending to requests --------------------------------------------------------------------------------
+    # -- lending to requests -----------------------------------------------------------------------
 
     def lend(self, session: SessionState, request: SequenceRequest) -> None:
         """The request works on the session's sequence, of which it keeps what agrees; at least one token must run. New tokens run
@@ -342,7 +342,7 @@ class SessionStates:
             session.seq, request.way_back = way_back, None
             session.computed = self.runner.state.sequence_length(way_back)
 
-    # -- what is given up ------------------------------------------------------------------------------------
+    # -- what is given up --------------------------------------------------------------------------
 
     def evict(self) -> bool:
         """Give up the cached sequence that was used longest ago; return whether there was any."""
