@@ -41,7 +41,8 @@ class RequestChecks:
         return None if longest is None else min(self.max_model_len, self.pool_tokens) * longest
 
     def text(self, text: object) -> None:
-        """``InvalidArgument`` for a text that is too long whatever its tokens are, before it is tokenised."""
+        """Raise ``InvalidArgument``, before tokenising, for a text too long whatever its tokens
+        are."""
         tokens = min(self.max_model_len, self.pool_tokens)
         # A token stands for a byte at least, so that nothing has to be known of short texts.
         if not isinstance(text, str) or len(text) * 4 <= tokens or (most := self.max_text_bytes) is None:
@@ -55,7 +56,7 @@ class RequestChecks:
             )
 
     def tokens(self, tokens: NDArray[np.int64], media: Media = NO_MEDIA) -> None:
-        """``InvalidArgument`` for ids that the model does not have, and that stand for no embedding of ``media``."""
+        """Raise ``InvalidArgument`` for ids outside of the model and of ``media``'s embeddings."""
         if tokens.size and (int(tokens.min()) < 0 or int(tokens.max()) >= self.vocab_size):
             for token in tokens.tolist():
                 if not 0 <= token < self.vocab_size and token not in media.rows:
@@ -64,11 +65,11 @@ class RequestChecks:
                     )
 
     def history(self, tokens: NDArray[np.int64]) -> None:
-        """The same for a history of which the embeddings may be gone."""
+        """Check a history whose embeddings may be gone."""
         self.tokens(tokens[tokens >= LAST_PLACEHOLDER])
 
     def scored(self, tokens: NDArray[np.int64], params: SamplingParams) -> None:
-        """``Unsupported`` if log-probabilities are asked for of what is no token."""
+        """Raise ``Unsupported`` if log-probabilities of embeddings are wanted."""
         if params.prompt_logprobs is not None and tokens.size and int(tokens.min()) < 0:
             raise Unsupported(
                 "prompt_logprobs of a prompt with embeddings: an embedding has no probability; leave them out",
@@ -121,7 +122,8 @@ class RequestChecks:
 
 
 def checked_window(window: int | None, sink: int, longest: int, specs: Sequence[LayerSpec]) -> Window | None:
-    """Return a session's window; refuse what the context of ``longest`` tokens or a layer cannot do."""
+    """Return a session's window; refuse what the context (``longest`` tokens) or a layer cannot
+    do."""
     check_int("window", 0 if window is None else window, None)
     check_int("sink", sink, None)
     if window is None:
