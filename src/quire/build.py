@@ -65,11 +65,7 @@ class Identity:
         """``architecture``, ``config`` and ``weights``."""
         if self._found is None:
             self._found = model_fingerprint(self._path, self._model)
-        return {
-            "architecture": self._found.architecture,
-            "config": self._found.config,
-            "weights": self._found.weights,
-        }
+        return {"architecture": self._found.architecture, "config": self._found.config, "weights": self._found.weights}
 
 
 @dataclass(frozen=True, slots=True)
@@ -400,7 +396,7 @@ def eos_ids(
     return tuple(dict.fromkeys(token for token in ids if isinstance(token, int) and 0 <= token < vocab_size))
 
 
-# ---------------------------------------------------------------------- executors
+# -- executors -------------------------------------------------------------------------------------
 
 
 def make_executor(config: ExecutorConfig, choices: Choices) -> Executor:

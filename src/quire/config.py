@@ -86,7 +86,12 @@ def field_help(cls: type[Any]) -> dict[str, str]:
     return {f.name: f.metadata["help"] for f in dataclasses.fields(cls)}
 
 
-# ---------------------------------------------------------------------- the engine
+def option(default: Any, text: str, **given: Any) -> Any:
+    """Return a field with a default value and a help text."""
+    return field(default=default, metadata={"help": text}, **given)
+
+
+# -- the engine ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,90 +100,53 @@ class EngineConfig:
     release lacks raise ``Unsupported``."""
 
     model: str = field(metadata={"help": "A bundled model, a local directory, or a Hugging Face id."})
-    device: str = field(default="auto", metadata={"help": "auto, cpu, cuda, or cuda:N."})
-    dtype: str = field(
-        default="auto",
-        metadata={"help": "Weights and activations: float32, bfloat16, float16; auto: the checkpoint's."},
+    device: str = option("auto", "auto, cpu, cuda, or cuda:N.")
+    dtype: str = option("auto", "Weights and activations: float32, bfloat16, float16; auto: the checkpoint's.")
+    kv_dtype: str = option("auto", "K and V: float32, bfloat16, float16; auto: the same as dtype.")
+    max_model_len: int | None = option(None, "Longest sequence in tokens; by default what the model allows.")
+    max_num_seqs: int = option(256, "Most sequences that run in one step.")
+    max_num_batched_tokens: int = option(2048, "Most tokens that one step runs; longer prompts run in chunks.")
+    kv_cache_memory: int | str | None = option(
+        None, "Memory for the KV state, in bytes or like 4GiB; by default measured from what is free."
     )
-    kv_dtype: str = field(
-        default="auto", metadata={"help": "K and V: float32, bfloat16, float16; auto: the same as dtype."}
+    gpu_memory_utilization: float = option(
+        0.9, "Fraction of the GPU's memory to use, in (0, 1]; kv_cache_memory overrides it."
     )
-    max_model_len: int | None = field(
-        default=None, metadata={"help": "Longest sequence in tokens; by default what the model allows."}
+    page_size: int = option(16, "Tokens in a page of the KV state.")
+    checkpoint_interval: int | None = option(
+        None,
+        "Tokens between kept states of recurrent layers, a multiple of page_size; 0 keeps those at the ends of prompts "
+        "and turns only; by default as many as have K and V of the size of a state, 1,024 at most.",
     )
-    max_num_seqs: int = field(default=256, metadata={"help": "Most sequences that run in one step."})
-    max_num_batched_tokens: int = field(
-        default=2048, metadata={"help": "Most tokens that one step runs; longer prompts run in chunks."}
-    )
-    kv_cache_memory: int | str | None = field(
-        default=None,
-        metadata={"help": "Memory for the KV state, in bytes or like 4GiB; by default measured from what is free."},
-    )
-    gpu_memory_utilization: float = field(
-        default=0.9, metadata={"help": "Fraction of the GPU's memory to use, in (0, 1]; kv_cache_memory overrides it."}
-    )
-    page_size: int = field(default=16, metadata={"help": "Tokens in a page of the KV state."})
-    checkpoint_interval: int | None = field(
-        default=None,
-        metadata={
-            "help": "Tokens between kept states of recurrent layers, a multiple of page_size; 0 keeps those at the ends of prompts "
-            "and turns only; by default as many as have K and V of the size of a state, 1,024 at most."
-        },
-    )
-    enable_prefix_caching: bool = field(
-        default=True, metadata={"help": "Keep finished sequences, to start later prompts from their beginnings."}
-    )
-    attention_backend: str = field(default="auto", metadata={"help": f"One of: {', '.join(ATTENTION_BACKENDS)}."})
-    tensor_parallel_size: int = field(
-        default=1, metadata={"help": "Devices over which each layer is split; this release has 1 only."}
-    )
-    pipeline_parallel_size: int = field(
-        default=1, metadata={"help": "Devices over which the layers are divided; this release has 1 only."}
-    )
-    speculative: object | None = field(default=None, metadata={"help": "Speculative decoding; this release has none."})
-    adapters: Mapping[str, str] | None = field(
-        default=None,
+    enable_prefix_caching: bool = option(True, "Keep finished sequences, to start later prompts from their beginnings.")
+    attention_backend: str = option("auto", f"One of: {', '.join(ATTENTION_BACKENDS)}.")
+    tensor_parallel_size: int = option(1, "Devices over which each layer is split; this release has 1 only.")
+    pipeline_parallel_size: int = option(1, "Devices over which the layers are divided; this release has 1 only.")
+    speculative: object | None = option(None, "Speculative decoding; this release has none.")
+    adapters: Mapping[str, str] | None = option(
+        None,
+        "LoRA adapters to load at start, NAME=WHERE: a bundled one, a PEFT directory or a Hugging Face id; may be repeated.",
         hash=False,
-        metadata={
-            "help": "LoRA adapters to load at start, NAME=WHERE: a bundled one, a PEFT directory or a Hugging Face id; may be repeated."
-        },
     )
-    quantization: object | None = field(
-        default=None, metadata={"help": "Quantization of the weights; this release has none."}
+    quantization: object | None = option(None, "Quantization of the weights; this release has none.")
+    tokenizer: str | None = option(None, "Directory or Hugging Face id of the tokenizer; by default the model's.")
+    chat_template: str | None = option(
+        None, f"Chat template in place of the model's: a Jinja file, or a built-in one ({', '.join(CHAT_TEMPLATES)})."
     )
-    tokenizer: str | None = field(
-        default=None, metadata={"help": "Directory or Hugging Face id of the tokenizer; by default the model's."}
-    )
-    chat_template: str | None = field(
-        default=None,
-        metadata={
-            "help": f"Chat template in place of the model's: a Jinja file, or a built-in one ({', '.join(CHAT_TEMPLATES)})."
-        },
-    )
-    revision: str | None = field(
-        default=None, metadata={"help": "Branch, tag or commit of the Hugging Face id; by default its main branch."}
-    )
-    trust_remote_code: bool = field(
-        default=False, metadata={"help": "Code from checkpoints is never run; only false is accepted."}
-    )
-    seed: int = field(default=0, metadata={"help": "Seed of requests that bring none, in [0, 2^63)."})
-    host_memory: int | str | None = field(
-        default=None,
-        metadata={
-            "help": "Host memory for the state of preempted requests and idle sessions, in bytes or like 4GiB; 0 is off; "
-            "by default an eighth of what is free."
-        },
+    revision: str | None = option(None, "Branch, tag or commit of the Hugging Face id; by default its main branch.")
+    trust_remote_code: bool = option(False, "Code from checkpoints is never run; only false is accepted.")
+    seed: int = option(0, "Seed of requests that bring none, in [0, 2^63).")
+    host_memory: int | str | None = option(
+        None,
+        "Host memory for the state of preempted requests and idle sessions, in bytes or like 4GiB; 0 is off; "
+        "by default an eighth of what is free.",
     )
 
-    adapter_ranks: int = field(
-        default=512,
-        metadata={"help": "Most ranks of adapters that one step uses together, as in 32 adapters of rank 16."},
+    adapter_ranks: int = option(
+        512, "Most ranks of adapters that one step uses together, as in 32 adapters of rank 16."
     )
-    adapter_memory: int | str | None = field(
-        default=None,
-        metadata={
-            "help": "Host memory for loaded adapters, in bytes or like 4GiB; by default an eighth of what is free."
-        },
+    adapter_memory: int | str | None = option(
+        None, "Host memory for loaded adapters, in bytes or like 4GiB; by default an eighth of what is free."
     )
 
     def __post_init__(self) -> None:
@@ -238,7 +206,7 @@ class EngineConfig:
         return _from_mapping(cls, mapping)
 
 
-# ---------------------------------------------------------------------- executors
+# -- executors -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,17 +217,14 @@ class AttentionConfig:
     require it; Flash and Paged require their flags; SlidingWindow keeps a sequence's last tokens.
     """
 
-    attention_type: str = field(default="MultiHead", metadata={"help": f"One of: {', '.join(ATTENTION_TYPES)}."})
-    enable_flash_attention: bool = field(
-        default=True, metadata={"help": "Fused attention kernels, if the device supports them."}
+    attention_type: str = option("MultiHead", f"One of: {', '.join(ATTENTION_TYPES)}.")
+    enable_flash_attention: bool = option(True, "Fused attention kernels, if the device supports them.")
+    enable_paged_attention: bool = option(
+        True, "Keep K and V in pages of block_size tokens; otherwise each sequence in one piece."
     )
-    enable_paged_attention: bool = field(
-        default=True,
-        metadata={"help": "Keep K and V in pages of block_size tokens; otherwise each sequence in one piece."},
-    )
-    block_size: int = field(default=16, metadata={"help": "Tokens in a page, any number >= 1; meant when paging."})
-    sliding_window_size: int | None = field(
-        default=None, metadata={"help": "Window in tokens; given if and only if attention_type is SlidingWindow."}
+    block_size: int = option(16, "Tokens in a page, any number >= 1; meant when paging.")
+    sliding_window_size: int | None = option(
+        None, "Window in tokens; given if and only if attention_type is SlidingWindow."
     )
 
     def __post_init__(self) -> None:
@@ -282,19 +247,12 @@ class AttentionConfig:
 class MemoryConfig:
     """The memory of an executor."""
 
-    enable_memory_pooling: bool = field(
-        default=True, metadata={"help": "Take pages and scratch from one pool that is allocated beforehand."}
+    enable_memory_pooling: bool = option(True, "Take pages and scratch from one pool that is allocated beforehand.")
+    memory_pool_size: int | str | None = option(
+        None, "Size of the pool, in bytes or like 4GiB; by default max_memory_usage of what is free."
     )
-    memory_pool_size: int | str | None = field(
-        default=None,
-        metadata={"help": "Size of the pool, in bytes or like 4GiB; by default max_memory_usage of what is free."},
-    )
-    enable_kv_cache_sharing: bool = field(
-        default=True, metadata={"help": "Let sequences with the same beginning share its pages."}
-    )
-    max_memory_usage: float = field(
-        default=90.0, metadata={"help": "Percentage, in (0, 100], of the memory that is free after the weights."}
-    )
+    enable_kv_cache_sharing: bool = option(True, "Let sequences with the same beginning share its pages.")
+    max_memory_usage: float = option(90.0, "Percentage, in (0, 100], of the memory that is free after the weights.")
 
     def __post_init__(self) -> None:
         require_bool("enable_memory_pooling", self.enable_memory_pooling)
@@ -313,14 +271,11 @@ class MemoryConfig:
 class OptimizationConfig:
     """Speed options of an executor. Its constructor refuses those that this release lacks."""
 
-    enable_cuda_graphs: bool = field(default=False, metadata={"help": "Capture decode steps; not in this release."})
-    enable_kernel_fusion: bool = field(default=True, metadata={"help": "Fuse kernels, if supported."})
-    enable_mixed_precision: bool = field(
-        default=False, metadata={"help": "Lower precision where it is safe; not in this release."}
-    )
-    optimization_level: int = field(
-        default=1,
-        metadata={"help": "0 eager reference; 1 safe fusions; not in this release: 2 captured decode, 3 autotuning."},
+    enable_cuda_graphs: bool = option(False, "Capture decode steps; not in this release.")
+    enable_kernel_fusion: bool = option(True, "Fuse kernels, if supported.")
+    enable_mixed_precision: bool = option(False, "Lower precision where it is safe; not in this release.")
+    optimization_level: int = option(
+        1, "0 eager reference; 1 safe fusions; not in this release: 2 captured decode, 3 autotuning."
     )
     custom_flags: Mapping[str, object] = field(
         default_factory=dict, hash=False, metadata={"help": "Further flags by name; this release knows none."}
@@ -342,19 +297,14 @@ class ExecutorConfig:
     """
 
     model_info: object = field(metadata={"help": "The model: a name or directory, or the metadata of one."})
-    device: str = field(default="auto", metadata={"help": "auto, cpu, cuda, or cuda:N."})
-    dtype: str = field(
-        default="auto",
-        metadata={"help": "Weights and activations: float32, bfloat16, float16; auto: the checkpoint's."},
+    device: str = option("auto", "auto, cpu, cuda, or cuda:N.")
+    dtype: str = option("auto", "Weights and activations: float32, bfloat16, float16; auto: the checkpoint's.")
+    executor_type: str = option(
+        "ContinuousBatch",
+        f"How sequences run: {', '.join(EXECUTOR_TYPES)}; of a Sequential one the largest batch is 1.",
     )
-    executor_type: str = field(
-        default="ContinuousBatch",
-        metadata={
-            "help": f"How sequences run: {', '.join(EXECUTOR_TYPES)}; of a Sequential one the largest batch is 1."
-        },
-    )
-    max_batch_size: int = field(default=32, metadata={"help": "Most sequences in one call."})
-    max_sequence_length: int = field(default=2048, metadata={"help": "Longest sequence in tokens."})
+    max_batch_size: int = option(32, "Most sequences in one call.")
+    max_sequence_length: int = option(2048, "Longest sequence in tokens.")
     attention_config: AttentionConfig = field(default_factory=AttentionConfig, metadata={"help": "How to attend."})
     memory_config: MemoryConfig = field(default_factory=MemoryConfig, metadata={"help": "Where memory comes from."})
     optimization_config: OptimizationConfig = field(
@@ -412,7 +362,7 @@ class ExecutorConfig:
         return longest
 
 
-# ---------------------------------------------------------------------- checks
+# -- checks ----------------------------------------------------------------------------------------
 # Each error names the field, the value, and what is accepted.
 
 

@@ -25,11 +25,11 @@ from quire.branches.adapter_keys import AdapterKey, fingerprint_runs, prefix_key
 from quire.contracts.adapters import Adapter, LowRankUpdate
 from quire.engine.beam import BeamSearch, search
 from quire.engine.engine import Engine
+from quire.engine.request_preparation import cache_key
 from quire.engine.sequence_request import SequenceRequest
 from quire.errors import DataLoss, FailedPrecondition, InvalidArgument, NotFound, QuireError
 from quire.kernels.low_rank import native_low_rank
 from quire.kv.statefile import read_state, to_bytes
-from quire.llm import cache_key
 from quire.models.adapter_targets import embedding_of, linears_of
 from quire.runner.adapter_pool import AdapterPool
 from quire.types import BASE, AdapterRuns, Add, Chunk, Remove, Step

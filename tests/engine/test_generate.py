@@ -308,7 +308,7 @@ def test_waiting_threads_are_woken_by_close(make_llm: MakeLLM, llama: Checkpoint
     thread = threading.Thread(target=use)
     engine = engine_of(llm)
     thread.start()
-    while not engine._by_id and thread.is_alive():
+    while len(engine._by_id) < 2 and thread.is_alive():
         pass
     llm.close()
     thread.join(30)

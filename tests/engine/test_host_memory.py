@@ -15,8 +15,8 @@ import torch
 from quire import LLM, SamplingParams
 from quire.branches.host_store import HostStore, MoveCosts, Rate
 from quire.engine.request_outputs import request_output
+from quire.engine.request_preparation import cache_key
 from quire.errors import QuireError
-from quire.llm import cache_key
 
 from .conftest import (
     BYTES_PER_TOKEN,

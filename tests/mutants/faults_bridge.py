@@ -112,14 +112,14 @@ MUTANTS = (
     ),
     Mutant(
         name="penalties-count-embeddings",
-        file="engine/engine.py",
+        file="engine/request_book.py",
         old="spoken = tokens.ids[tokens.ids >= 0]",
         new="spoken = tokens.ids",
         tests=("engine/test_media.py::test_samples_penalties_and_what_a_caller_does_afterwards",),
     ),
     Mutant(
         name="images-at-the-end-not-saved",
-        file="engine/session.py",
+        file="engine/state_access.py",
         old="        if ends_in_media:",
         new="        if False:",
         tests=("engine/test_media.py::test_a_session_that_ends_in_an_image_is_saved",),

@@ -21,7 +21,7 @@ MUTANTS = (
     ),
     Mutant(
         name="chats-without-their-salt",
-        file="llm.py",
+        file="engine/request_preparation.py",
         old="ids, list(texts), params, cache_key(cache_salt), chosen",
         new="ids, list(texts), params, cache_key(None), chosen",
         tests=("engine/test_async.py::test_chats",),

@@ -87,7 +87,7 @@ INTERRUPTS = (
     ),
     Mutant(
         name="sessions-lost-to-the-garbage-collector",
-        file="engine/session.py",
+        file="engine/live_sequence.py",
         old="            engine.orphans.watch(self, self._end)\n",
         new="",
         tests=("engine/test_interrupts.py::test_what_nobody_holds_any_more_is_ended_by_the_next_step",),
@@ -247,7 +247,7 @@ ENGINE = (
     ),
     Mutant(
         name="masks-made-ahead-for-those-who-left",
-        file="engine/engine.py",
+        file="engine/request_book.py",
         old="            request.matcher.drop()\n",
         new="            pass\n",
         tests=("engine/test_slow_grammars.py::test_it_may_end_while_its_mask_is_made",),
@@ -348,7 +348,7 @@ CHECKPOINTS = (
     ),
     Mutant(
         name="written-states-given-up",
-        file="engine/engine.py",
+        file="engine/request_book.py",
         old="        for seq in self.states.written():\n            ages.pop(seq, None)\n",
         new="",
         tests=("engine/test_checkpoints.py::test_sessions_that_were_written_into_keep_their_states",),
@@ -400,7 +400,7 @@ WRITTEN = (
     ),
     Mutant(
         name="reading-states-takes-the-last-token-back",
-        file="engine/session.py",
+        file="engine/state_access.py",
         old="            if kv.nearest_reachable(state.seq, last) != last:",
         new="            if kv.nearest_reachable(state.seq, last) == last:",
         tests=("engine/test_checkpoints.py::test_reading_undoes_no_write",),

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from quire.branches.history import TokenHistory
 from quire.engine.detokenizer import IncrementalDetokenizer
-from quire.engine.engine import DETOKENIZER_CONTEXT, Engine
+from quire.engine.engine import Engine
+from quire.engine.request_book import DETOKENIZER_CONTEXT
 from quire.engine.request_outputs import by_token
 from quire.engine.sequence_request import SequenceRequest, SessionState
 from quire.errors import InvalidArgument, QuireError
@@ -96,7 +97,7 @@ class BeamSearch:
         self._error: QuireError | None = None
         self.done = False
 
-    # -- running ---------------------------------------------------------------------------------------------
+    # -- running -----------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Queue the prompt."""
@@ -225,7 +226,7 @@ class BeamSearch:
                 priority=self._priority,
             )
 
-    # -- ending ----------------------------------------------------------------------------------------------
+    # -- ending ------------------------------------------------------------------------------------
 
     def _end(self, reason: FinishReason, error: QuireError | None = None) -> None:
         """Ended before its time: what the beams have counts as it is."""

@@ -115,12 +115,7 @@ def encode_chat(
     template = select_template(tokenizer.chat_templates, chat_template, with_tools=tools is not None)
     variables = {**tokenizer.special_tokens, **extra}
     text = render_chat(
-        template,
-        messages,
-        add_generation_prompt=add_generation_prompt,
-        tools=tools,
-        max_bytes=max_bytes,
-        **variables,
+        template, messages, add_generation_prompt=add_generation_prompt, tools=tools, max_bytes=max_bytes, **variables
     )
     return tokenizer.encode(text, add_special_tokens=False)
 

@@ -69,11 +69,7 @@ class ChatTurns:
             self._start = None
 
     def ask(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        ids: Sequence[int],
-        tokenizer: Tokenizer,
-        read: ReadAnswer | None,
+        self, messages: Sequence[Mapping[str, Any]], ids: Sequence[int], tokenizer: Tokenizer, read: ReadAnswer | None
     ) -> Asked:
         """New messages in a session of the tokens ``ids``; changes nothing."""
         start = len(ids) if self._start is None else self._start

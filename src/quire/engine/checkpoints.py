@@ -1,12 +1,14 @@
-"""Which recurrent states are kept, and which are given up: checkpoints at an interval and where prompts branch. No torch.
+"""Recurrent states that are kept: at an interval and where prompts branch. No torch.
 
-A recurrent layer keeps a state of fixed size, so a sequence can be forked and rewound only to positions at which a state was
-kept. Ends of prompts and turns are kept as forks (``SessionStates.keep``). Within long prompts and texts, states are kept
-here: every ``interval`` tokens, and where two prompts turned out to part. No chunk is cut for that: a step names the positions
-(``Chunk.checkpoints``), and the state keeps what it passes.
+A recurrent layer keeps a state of fixed size, so a sequence can be forked and rewound only to
+positions at which a state was kept. Ends of prompts and turns are kept as forks
+(``SessionStates.keep``). Within long prompts and texts, states are kept here: every ``interval``
+tokens, and where two prompts turned out to part. No chunk is cut for that: a step names the
+positions (``Chunk.checkpoints``), and the state keeps what it passes.
 
-A checkpoint is a wish. It never takes what a step needs, and what it takes is given up before anything else when state slots
-are short: the one that saves the fewest tokens first, of several the one whose sequence was used longest ago.
+A checkpoint is a wish. It never takes what a step needs, and it is given up before anything else
+when state slots are short: the one that saves the fewest tokens first, of several the one of the
+least recently used sequence.
 """
 
 from __future__ import annotations
@@ -24,10 +26,11 @@ if TYPE_CHECKING:
 
 
 class Checkpoints:
-    """Decides which states are kept. ``interval``: tokens between two of them; 0: only where prompts branch.
+    """The decision which states are kept. ``interval``: tokens between two; 0: only where prompts
+    branch.
 
-    ``ages``: the sequences whose checkpoints may be given up, the one used longest ago with the lowest number. Others are not
-    touched: they belong to somebody else, or cannot be computed again.
+    ``ages`` returns the sequences whose checkpoints may be given up, the least recently used one
+    with the lowest number. Others have another owner, or cannot be computed again.
     """
 
     def __init__(
@@ -45,8 +48,9 @@ class Checkpoints:
         self.num_dropped = 0
 
     def wishes(self, requests: Sequence[ScheduledRequest], counts: Sequence[int]) -> list[tuple[int, ...]]:
-        """Per request, after how many of its next ``counts[i]`` tokens a state is to be kept: as many as there is room for
-        beside what the step itself takes, less valuable checkpoints being given up for more valuable ones."""
+        """Return, per request, after how many of its next ``counts[i]`` tokens a state is to be
+        kept: as many as fit beside the step itself, more valuable ones in place of less valuable
+        ones."""
         wanted = [self._wanted(request, count) for request, count in zip(requests, counts, strict=True)]
         if not any(wanted):
             return wanted
@@ -81,7 +85,7 @@ class Checkpoints:
         return tuple(sorted(found))
 
     def _saved(self, request: ScheduledRequest, tokens: int, kept: Sequence[int]) -> int:
-        """Tokens that a state after ``tokens`` new ones saves whoever goes back there."""
+        """Return how many tokens a state after ``tokens`` new ones saves on going back there."""
         if kept:
             return tokens - kept[-1]
         position = request.computed + tokens
@@ -89,7 +93,7 @@ class Checkpoints:
         return position - max((one for one in before if one < position), default=0)
 
     def relieve(self, seqs: Sequence[SeqId], counts: Sequence[int]) -> bool:
-        """Give up as many checkpoints as a forward of these tokens is short of state slots; says whether any was given up."""
+        """Give up checkpoints for the state slots that a forward lacks; return whether any was."""
         short = -self._state.spare_states(seqs, counts)
         if short <= 0:
             return False
@@ -104,7 +108,8 @@ class Checkpoints:
         return Victims(self._state, self._ages())
 
     def _drop(self, victims: Victims, most: int | None = None) -> bool:
-        """Drop the checkpoints of one slot, the one that saves least, and ``most`` tokens at most (None: any number)."""
+        """Drop one slot's checkpoints, those that save least, at most ``most`` tokens (None:
+        any)."""
         holders = victims.take(most)
         for seq, position in holders:
             self._apply(DropCheckpoint(seq, position))
@@ -113,9 +118,10 @@ class Checkpoints:
 
 
 class Victims:
-    """The slots that checkpoints alone hold, by what they save: the fewest tokens first, of equals the one used longest ago.
+    """The slots that only checkpoints hold: the fewest saved tokens first, then the oldest use.
 
-    Made at one moment, for one decision; what is taken counts as dropped. Cost O(n log n), and O(log n) for each that is taken.
+    Made at one moment, for one decision; what is taken counts as dropped. Cost O(n log n), and
+    O(log n) for each that is taken.
     """
 
     def __init__(self, state: ModelState, ages: Mapping[SeqId, int]) -> None:
@@ -131,7 +137,7 @@ class Victims:
         heapq.heapify(self._order)
 
     def _worth(self, named: Sequence[tuple[SeqId, int]]) -> tuple[int, int]:
-        """Tokens that it saves whoever goes back there, and when it was used last."""
+        """Return the tokens that it saves on going back there, and when it was used last."""
         saved = used = 0
         for seq, position in named:
             if seq not in self._kept:
@@ -142,7 +148,7 @@ class Victims:
         return saved, used
 
     def take(self, most: int | None) -> list[tuple[SeqId, int]]:
-        """Sequences and positions of the next one, if it saves ``most`` tokens at most (None: any number); else nothing."""
+        """Return the next one's sequences and positions; none if it saves over ``most`` tokens."""
         while self._order:
             saved, used, slot = self._order[0]
             now = self._worth(self._held[slot])

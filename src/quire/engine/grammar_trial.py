@@ -278,7 +278,7 @@ def _exchange(child: subprocess.Popen[bytes], lines: Sequence[Mapping[str, Any]]
     return None, late.is_set()
 
 
-# -- in the child --------------------------------------------------------------------------------------------
+# -- in the child ----------------------------------------------------------------------------------
 
 
 def serve() -> None:

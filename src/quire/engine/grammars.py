@@ -133,7 +133,7 @@ class Grammars:
         self._compiling = {}
         self._executor, self._pool, self.slow = None, None, SlowMasks(self._threads)
 
-    # -- compiling -------------------------------------------------------------------------------------------
+    # -- compiling ---------------------------------------------------------------------------------
 
     def check(self, wanted: StructuredOutputs) -> None:
         """``InvalidArgument`` with llguidance's words if there is no such grammar, or no text of this vocabulary in it, or if
@@ -280,7 +280,7 @@ class Grammars:
                 self._vocabulary = LLTokenizer(TokenizerWrapper(tokens))
             return self._vocabulary
 
-    # -- running ---------------------------------------------------------------------------------------------
+    # -- running -----------------------------------------------------------------------------------
 
     def allowed(self, matchers: Mapping[int, GrammarMatcher], ends: Mapping[int, Sequence[int]]) -> dict[int, Words]:
         """What may be drawn next, by the keys of ``matchers``. ``ends``: tokens that end the text."""

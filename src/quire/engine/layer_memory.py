@@ -1,6 +1,7 @@
-"""What one layer remembers of a session: read as named tensors, written by the same names.
+"""One layer's memory of a session as named tensors, to read and to write.
 
-K and V of attention layers (``k``, ``v``), rows of latent layers (``latent``), the states of recurrent layers (``state_0``, ...).
+K and V of attention layers (``k``, ``v``), rows of latent layers (``latent``), the states of
+recurrent layers (``state_0``, ...).
 
 Letters: n tokens; Hkv KV heads; Dk, Dv head sizes; R columns of a latent row.
 """
@@ -21,23 +22,24 @@ from quire.types import SeqId
 
 
 def names_of(spec: LayerSpec) -> tuple[str, ...]:
-    """The names of a layer's tensors."""
+    """Return the names of a layer's tensors."""
     if isinstance(spec, Recurrent):
         return tuple(f"state_{index}" for index in range(len(spec.states)))
     return ("latent",) if spec.kind == "latent" else ("k", "v")
 
 
 def initial(spec: LayerSpec) -> dict[str, Tensor]:
-    """The states of a recurrent layer before any token."""
+    """Return the states of a recurrent layer before any token."""
     assert isinstance(spec, Recurrent)
     return {name: initial_of(one) for name, one in zip(names_of(spec), spec.states, strict=True)}
 
 
 def read(kv: ModelState, seq: SeqId, layer: int, *, partly: bool, position: int | None = None) -> dict[str, Tensor]:
-    """``k [n, Hkv, Dk]`` and ``v [n, Hkv, Dv]``, or ``latent [n, R]``, as stored; or the states of a recurrent layer that are kept at
-    ``position`` (None: the present ones).
+    """Return ``k [n, Hkv, Dk]`` and ``v [n, Hkv, Dv]``, or ``latent [n, R]``, as stored; or a
+    recurrent layer's states that are kept at ``position`` (None: the present ones).
 
-    ``partly``: a window may have let go of some tokens; then ``positions`` (int64) of those that are held are given too.
+    ``partly``: a window may have let go of some tokens; then ``positions`` (int64) of those that
+    are held are given too.
     """
     spec = kv.layer_spec(layer)
     if isinstance(spec, Recurrent):
@@ -58,8 +60,8 @@ def _rows(kv: ModelState, seq: SeqId, layer: int, start: int, stop: int | None) 
 
 
 def check_names(spec: LayerSpec, layer: int, given: Mapping[str, Tensor | None], start: int, length: int) -> int:
-    """How many rows are given (0 for states); ``InvalidArgument`` unless the tensors are some of the layer's and their rows lie
-    within a session of ``length`` tokens."""
+    """Return the number of given rows (0 for states). ``InvalidArgument`` unless the tensors are
+    the layer's and their rows lie within a session of ``length`` tokens."""
     names, kept = names_of(spec), {name: one for name, one in given.items() if one is not None}
     if not kept or not set(kept) <= set(names):
         raise InvalidArgument(
@@ -86,8 +88,9 @@ def check_names(spec: LayerSpec, layer: int, given: Mapping[str, Tensor | None],
 def checked(
     kv: ModelState, seq: SeqId, layer: int, start: int, count: int, given: Mapping[str, Tensor | None]
 ) -> dict[str, Tensor]:
-    """The tensors to write, those that are not given as they stand. ``InvalidArgument`` for another shape or type and for values
-    that are not finite; ``FailedPrecondition`` for rows that a window has let go of."""
+    """Return the tensors to write, those that are not given as they are. ``InvalidArgument`` for
+    another shape or type and for values that are not finite; ``FailedPrecondition`` for rows that a
+    window has let go of."""
     spec = kv.layer_spec(layer)
     if isinstance(spec, Recurrent):
         kept = read(kv, seq, layer, partly=False)

@@ -1,7 +1,7 @@
 """Adapters by the names under which users load them.
 
-A name stands for an id as long as it is loaded. Loaded again, from the same files or others, it stands for another id; what
-was computed under the old one is known by its fingerprint and never taken for the new one's.
+A name stands for an id as long as it is loaded. Loaded again, from any files, it stands for another
+id; state computed under the old one is known by its fingerprint and never taken for the new one's.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class NamedAdapters:
     """The names of one engine's adapters. ``AdapterNames`` of its sessions."""
 
     def __init__(self, engine: Engine, read: Callable[[Path], Adapter]) -> None:
-        """``read``: what makes an ``Adapter`` of a directory, with all checks."""
+        """Watch the engine's adapters; ``read`` makes one of a directory, with all checks."""
         self._engine = engine
         self._read = read
         self._pool = engine.runner.adapters
@@ -44,8 +44,8 @@ class NamedAdapters:
         self._pool.is_named = lambda adapter_id: adapter_id in self._ids.values()
 
     def load(self, name: str, path: Path) -> AdapterInfo:
-        """Read an adapter and keep it under a name. ``AlreadyExists``: the name is taken. Everything is checked before anything
-        is kept."""
+        """Read an adapter and keep it under a name; ``AlreadyExists``: the name is taken.
+        Everything is checked before anything is kept."""
         self._check_name(name)
         with self._engine.lock:
             self._require_free(name)
@@ -59,7 +59,7 @@ class NamedAdapters:
             return self._info(name)
 
     def unload(self, name: str) -> None:
-        """Forget an adapter, and what was computed under it for others to begin with. ``FailedPrecondition`` while requests or
+        """Forget an adapter and what was cached under it. ``FailedPrecondition`` while requests or
         sessions use it."""
         with self._engine.lock:
             adapter_id = self.id_of(name)
@@ -81,7 +81,7 @@ class NamedAdapters:
                 self._engine.forget_adapter(fingerprint)
 
     def id_of(self, name: str) -> int:
-        """``NotFound`` for a name that is not loaded."""
+        """Return a name's adapter id; ``NotFound`` if it is not loaded."""
         self._check_name(name)
         found = self._ids.get(name)
         if found is None:
@@ -90,14 +90,14 @@ class NamedAdapters:
         return found
 
     def name_of(self, adapter_id: int) -> str | None:
-        """Its fingerprint, for an id that was not loaded under a name; None for one that is not loaded."""
+        """Return an id's name; its fingerprint if it has none; None if it is not loaded."""
         found = next((name for name, found in self._ids.items() if found == adapter_id), None)
         if found is None and adapter_id in self._pool.ids:
             return self._pool.get(adapter_id).fingerprint
         return found
 
     def infos(self) -> Mapping[str, AdapterInfo]:
-        """All loaded ones, in order of loading."""
+        """Return all loaded adapters, in order of loading."""
         with self._engine.lock:
             return {name: self._info(name) for name in self._ids}
 

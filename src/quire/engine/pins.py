@@ -1,7 +1,8 @@
-"""How much of the pools pinned sessions may hold: each account's, and all of them together.
+"""Limits on what pinned sessions hold of the pools: each account's, and all together.
 
-What is pinned is never given up for others, so a server gives each of its users an account. Nothing is booked: what sessions hold,
-and what those that run will hold at their end, is counted anew whenever one of them wants more. No torch.
+Pinned state is never given up for others, so a server gives each of its users an account. Nothing
+is booked: what sessions hold, and what running ones will hold at their end, is counted anew
+whenever one wants more. No torch.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ class Pins:
     """Counts what the pinned ones of ``sessions`` hold. The caller holds the engine's lock."""
 
     def __init__(self, state: ModelState, sessions: Mapping[int, SessionState], step: int) -> None:
-        """``step``: tokens of one forward at most."""
+        """Watch ``sessions``; a forward has ``step`` tokens at most."""
         self._state = state
         self._sessions = sessions
         self._step = step
 
     def check(self, session: SessionState, length: int, account: PinAccount | None) -> None:
-        """Refuse that a session, pinned for ``account``, comes to hold ``length`` tokens: ``QuotaExceeded`` if its account may not
-        hold as much, ``PoolExhausted`` if all pinned sessions together may not. Without an account anything is allowed."""
+        """Refuse ``length`` tokens for a session pinned for ``account``: ``QuotaExceeded`` beyond
+        its account's share, ``PoolExhausted`` beyond that of all. None allows anything."""
         if account is None:
             return
         pinned = [one for one in self._sessions.values() if (one.pinned or one.modified) and one is not session]
@@ -60,7 +61,7 @@ class Pins:
         return self._state.pages_held([seq for one in sessions for seq in _sequences(one)], kept)
 
     def _growth(self, session: SessionState, length: int) -> list[int]:
-        """Pages of each pool that a session takes at most until it holds ``length`` tokens."""
+        """Return the pages of each pool that a session takes at most up to ``length`` tokens."""
         if length <= session.computed and session.seq is not None:
             return [0] * len(self._state.pool_sizes())
         most = self._state.pages_at_most(length, _sizes(session.window), self._step)
@@ -78,7 +79,7 @@ def _sequences(session: SessionState) -> list[SeqId]:
 
 
 def _goal(session: SessionState) -> int:
-    """Tokens of which a session will have the state when what runs on it ends."""
+    """Return the tokens of whose state a session has when its request ends."""
     request = session.request
     if request is None:
         return session.computed
@@ -88,7 +89,7 @@ def _goal(session: SessionState) -> int:
 
 
 def final_length(prompt: int, max_tokens: int | None, limit: int) -> int:
-    """Tokens that are computed when a generation ends: the last one that is sampled is not. ``limit``: the longest sequence."""
+    """Return the computed tokens at a generation's end: all but the last. ``limit`` bounds them."""
     return limit if max_tokens is None else min(limit, prompt + max_tokens - 1)
 
 

@@ -1,4 +1,4 @@
-"""Prompts as users give them: text, token ids, or token ids with embeddings of images or sounds at their placeholders.
+"""Prompts as users give them: text or token ids, perhaps with embeddings at placeholders.
 
 Letters: S tokens of a prompt; M rows of embeddings; E model width.
 """
@@ -32,12 +32,12 @@ Prompts: TypeAlias = Prompt | Sequence[Prompt]
 
 
 def read_prompt(prompt: EmbedsPrompt, hidden_size: int) -> tuple[NDArray[np.int64], Media]:
-    """The ids of a history, and its embeddings.
+    """Return the ids of a history, and its embeddings.
 
-    ``ExecutorInputs`` of one row, or a mapping in vLLM's words: ``prompt_token_ids`` with a placeholder for each row of
-    ``multi_modal_data`` (``image`` at -1, ``audio`` at -2: ``[M, E]``, ``VisionData`` or ``AudioData``), or ``prompt_embeds``
-    ``[S, E]`` alone. ``InvalidArgument`` for what is no such thing; ``Unsupported`` for an image that sees all of itself, which needs
-    a mask.
+    ``ExecutorInputs`` of one row, or a mapping in vLLM's words: ``prompt_token_ids`` with a
+    placeholder for each row of ``multi_modal_data`` (``image`` at -1, ``audio`` at -2: ``[M, E]``,
+    ``VisionData`` or ``AudioData``), or ``prompt_embeds`` ``[S, E]`` alone. ``InvalidArgument`` for
+    anything else; ``Unsupported`` for an image that sees all of itself, which needs a mask.
     """
     inputs = prompt if isinstance(prompt, ExecutorInputs) else _as_inputs(prompt)
     rows = () if inputs.text is None else inputs.text.token_rows()
@@ -104,7 +104,7 @@ def _as_inputs(prompt: Mapping[str, Any]) -> ExecutorInputs:
 
 
 def embeddings_of(chunks: Iterable[Sequence[Tensor]]) -> Tensor | None:
-    """What a forward needs for its placeholders, ``[M, E]``: those of its chunks, one after the other; None if there are none."""
+    """Return a forward's embeddings ``[M, E]``, chunk by chunk; None if it has none."""
     found = [row for rows in chunks for row in rows]
     if not found:
         return None
@@ -115,7 +115,7 @@ def embeddings_of(chunks: Iterable[Sequence[Tensor]]) -> Tensor | None:
 
 
 def as_prompts(prompts: Prompts) -> list[Prompt]:
-    """One prompt or many, as a list."""
+    """Return one prompt or many as a list."""
     if isinstance(prompts, (str, Mapping, ExecutorInputs)):
         return [prompts]
     if isinstance(prompts, torch.Tensor):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,10 @@ from numpy.typing import NDArray
 
 from quire.branches.history import LAST_PLACEHOLDER
 from quire.branches.media import NO_MEDIA, Media
+from quire.config import check_int
+from quire.contracts.layers import LayerSpec, sink_refusal, window_refusal
 from quire.errors import InvalidArgument, ResourceExhausted, Unsupported
+from quire.kv.windows import Window
 from quire.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -37,7 +41,8 @@ class RequestChecks:
         return None if longest is None else min(self.max_model_len, self.pool_tokens) * longest
 
     def text(self, text: object) -> None:
-        """``InvalidArgument`` for a text that is too long whatever its tokens are, before it is tokenised."""
+        """Raise ``InvalidArgument``, before tokenising, for a text too long whatever its tokens
+        are."""
         tokens = min(self.max_model_len, self.pool_tokens)
         # A token stands for a byte at least, so that nothing has to be known of short texts.
         if not isinstance(text, str) or len(text) * 4 <= tokens or (most := self.max_text_bytes) is None:
@@ -51,7 +56,7 @@ class RequestChecks:
             )
 
     def tokens(self, tokens: NDArray[np.int64], media: Media = NO_MEDIA) -> None:
-        """``InvalidArgument`` for ids that the model does not have, and that stand for no embedding of ``media``."""
+        """Raise ``InvalidArgument`` for ids outside of the model and of ``media``'s embeddings."""
         if tokens.size and (int(tokens.min()) < 0 or int(tokens.max()) >= self.vocab_size):
             for token in tokens.tolist():
                 if not 0 <= token < self.vocab_size and token not in media.rows:
@@ -60,11 +65,11 @@ class RequestChecks:
                     )
 
     def history(self, tokens: NDArray[np.int64]) -> None:
-        """The same for a history of which the embeddings may be gone."""
+        """Check a history whose embeddings may be gone."""
         self.tokens(tokens[tokens >= LAST_PLACEHOLDER])
 
     def scored(self, tokens: NDArray[np.int64], params: SamplingParams) -> None:
-        """``Unsupported`` if log-probabilities are asked for of what is no token."""
+        """Raise ``Unsupported`` if log-probabilities of embeddings are wanted."""
         if params.prompt_logprobs is not None and tokens.size and int(tokens.min()) < 0:
             raise Unsupported(
                 "prompt_logprobs of a prompt with embeddings: an embedding has no probability; leave them out",
@@ -114,3 +119,23 @@ class RequestChecks:
             if self.grammars is None:
                 raise Unsupported("structured_outputs need a tokenizer, and there is none", field="structured_outputs")
             self.grammars.check(params.grammar)
+
+
+def checked_window(window: int | None, sink: int, longest: int, specs: Sequence[LayerSpec]) -> Window | None:
+    """Return a session's window; refuse what the context (``longest`` tokens) or a layer cannot
+    do."""
+    check_int("window", 0 if window is None else window, None)
+    check_int("sink", sink, None)
+    if window is None:
+        if sink != 0:
+            raise InvalidArgument(f"sink is {sink} without a window; give a window, or sink=0", field="sink")
+        return None
+    if not 0 <= sink < window or window > longest:
+        raise InvalidArgument(
+            f"window {window} with sink {sink}; 0 <= sink < window <= {longest} (the context) is needed", field="window"
+        )
+    if reason := window_refusal(specs):
+        raise Unsupported(f"window {window}: {reason}", field="window")
+    if sink and (reason := sink_refusal(specs)):
+        raise Unsupported(f"window {window} with sink {sink}: {reason}", field="sink")
+    return Window(window, sink)

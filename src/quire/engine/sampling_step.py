@@ -1,4 +1,4 @@
-"""From logits to tokens: draw one for each request, keep it, turn it into text, see whether it ends the request."""
+"""From logits to tokens: draw, keep, decode, and see whether the token ends the request."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ class Finish(Protocol):
     """Ends a request."""
 
     def __call__(self, request: SequenceRequest, reason: FinishReason, stop: str | int | None = None) -> None:
-        """``stop``: the stop string or token, or "context"."""
+        """End it; ``stop``: the stop string or token, or "context"."""
         ...
 
 
 class SamplingStep:
-    """What happens to requests whose logits are there. ``eos_ids`` end a text; ``finish`` and ``fail`` end a request."""
+    """Sampling for requests with logits. ``eos_ids`` end a text; ``finish`` and ``fail`` a
+    request."""
 
     def __init__(
         self,
@@ -47,7 +48,7 @@ class SamplingStep:
         """Whether logits processors may be running, which are the user's."""
 
     def draw(self, logits_RV: Tensor, ready: list[SequenceRequest]) -> None:
-        """One token for each row of ``logits_RV [R, V]``, which is that of ``ready[row]``."""
+        """Draw one token for each row of ``logits_RV [R, V]``, that of ``ready[row]``."""
         samplers = [request.sampler for request in ready if request.sampler is not None]
         banned: list[tuple[int, ...]] | None = None
         if any(request.params is not None and len(request.output_ids) < request.params.min_tokens for request in ready):
@@ -80,13 +81,13 @@ class SamplingStep:
         return self._ends(params)
 
     def _ends(self, params: SamplingParams | None) -> tuple[int, ...]:
-        """Tokens that end a text."""
+        """Return the tokens that end a text."""
         if params is None:
             return ()
         return tuple((set() if params.ignore_eos else self.eos_ids) | params.stop_ids)
 
     def _allowed(self, ready: list[SequenceRequest]) -> RowGrammars | None:
-        """What grammars leave, by row."""
+        """Return what grammars leave, by row."""
         matchers = {row: request.matcher for row, request in enumerate(ready) if request.matcher is not None}
         if not matchers or self.grammars is None:
             return None
@@ -94,7 +95,7 @@ class SamplingStep:
         return RowGrammars(self.grammars, matchers, ends)
 
     def _take(self, request: SequenceRequest, token: int, logprobs: TokenLogprobs | None, now: float) -> None:
-        """One more token: keep it, turn it into text, see whether it ends the request."""
+        """Keep one more token, turn it into text, see whether it ends the request."""
         params = request.params
         if params is None:
             raise QuireError("a token was sampled for a request that samples nothing")
@@ -142,7 +143,7 @@ class SamplingStep:
             self._make_ahead(request, request.matcher, seconds)
 
     def _make_ahead(self, request: SequenceRequest, matcher: GrammarMatcher, seconds: float) -> None:
-        """A request whose grammar is slow waits for its mask beside the steps. ``seconds``: what its token took."""
+        """Let a request with a slow grammar wait for its mask; its token took ``seconds``."""
         if not matcher.slow or self.grammars is None:
             request.work.is_ready = None
             return

@@ -26,7 +26,7 @@ from quire.models.fingerprint import ModelIdentity
 from quire.runner.adapter_history import as_read, written
 
 LONGEST = 1 << 22
-"""Token ids that a file holds at most, unless the model's context is longer: sessions with a window go on for ever."""
+"""Token ids in a file at most, if the context is not longer: windowed sessions go on for ever."""
 MOST_RUNS = 10_000
 """Changes of the adapter that a file holds at most."""
 MOST_ROWS = 16
@@ -49,8 +49,8 @@ def to_bytes(engine: Engine, state: SessionState, identity: ModelIdentity) -> by
 def parts(
     engine: Engine, state: SessionState, identity: ModelIdentity
 ) -> tuple[dict[str, Any], list[TensorSpec], Iterator[tuple[str, Tensor]]]:
-    """Metadata, plan and tensors of a session. ``Unsupported`` for one that is longer than what ``load`` takes,
-    ``FailedPrecondition`` for one of which more than the last token is not computed."""
+    """Return metadata, plan and tensors of a session. ``Unsupported`` if it is longer than ``load``
+    takes, ``FailedPrecondition`` if more than its last token is not computed."""
     if (0 if state.seq is None else state.computed) < len(state.tokens) - 1:
         raise FailedPrecondition(
             "the session's state was dropped while it was to be saved, for the pool is short; call again"
@@ -81,7 +81,7 @@ def parts(
 
 
 def opened(engine: Engine, source: str | Path | bytes | bytearray | memoryview) -> StateFile:
-    """The file of a session of this engine's model, every byte and all metadata checked. Needs no lock; to be closed."""
+    """Open a file of this engine's model, fully checked, without the lock. Close it afterwards."""
 
     def limits(size: int) -> HeaderLimits:
         return sequencefile.header_limits(engine.runner.state, _longest(engine), MOST_RUNS, MOST_ROWS, size)
@@ -100,7 +100,7 @@ def _longest(engine: Engine) -> int:
 
 
 def window_of(metadata: Mapping[str, Any]) -> Window | None:
-    """The session's window; ``DataLoss`` for what is none."""
+    """Return the session's window; ``DataLoss`` for an invalid one."""
     found = saved_kinds.window_of(metadata)
     return None if found is None else Window(*found)
 
@@ -108,8 +108,8 @@ def window_of(metadata: Mapping[str, Any]) -> Window | None:
 def load(
     engine: Engine, file: StateFile, identity: ModelIdentity, *, convert_dtype: bool, row: int | None = None
 ) -> SessionState:
-    """The tokens of a saved session, or of a row of a saved KV cache, with their state in the pool. Everything is checked before the
-    pool is touched."""
+    """Load a saved session, or a row of a saved KV cache, into the pool. Everything is checked
+    before the pool is touched."""
     metadata: Mapping[str, Any] = file.metadata
     prefix = ""
     if metadata["kind"] in (KV_CACHE, KV_CACHE_WITH_POSITIONS):
@@ -131,7 +131,7 @@ def load(
             f"the state file has the state of {length} tokens and names {tokens.size}; the state of all of them, or of all but the "
             "last, is expected"
         )
-    # A key of its own: what came from a file, perhaps through another dtype, is nobody else's prefix.
+    # A key of its own: state from a file, perhaps of another dtype, is no other prompt's prefix.
     state = SessionState(
         tokens=TokenHistory(tokens), key=("loaded", engine.runner.new_seq()), window=window_of(metadata)
     )

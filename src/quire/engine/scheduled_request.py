@@ -21,22 +21,22 @@ class Status(enum.Enum):
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class ScheduledRequest(Branch):
-    """What the scheduler needs to know. The engine's request holds one of these and adds text and sampling."""
+    """The scheduler's part of a request, to which the engine's adds text and sampling."""
 
     key: Hashable = None
     """What may share a prefix: salt and adapters (``quire.branches.adapter_keys``)."""
     wants: LogitsWanted = "last"
-    """``last``: logits of the last token, once all are computed. ``all``: of every token. ``none``: no logits."""
+    """Logits of the last token, once all are computed (``last``), of every token, or of none."""
     cacheable: bool = True
     """Whether it may use and feed the prefix cache."""
     fresh_from: int | None = None
-    """Tokens from here on must run, whatever is cached: their logits are wanted. None: the last one must."""
+    """Tokens from here on must run, even if cached: their logits are wanted. None: the last one."""
     priority: int = 0
     """Order of arrival; the latest is preempted first."""
     num_cached: int = 0
     """Tokens of the prompt whose state was there at the first admission."""
     known: int = 0
-    """Tokens of which the prefix cache, or its session, has had the state, though it may not be there any more."""
+    """Tokens whose state the prefix cache, or its session, has or had."""
     num_replayed: int = 0
     """Those of them that were not there at the first admission, and ran again."""
     partings: set[int] = field(default_factory=set)
@@ -46,11 +46,12 @@ class ScheduledRequest(Branch):
     num_preemptions: int = 0
     status: Status = Status.WAITING
     pinned: bool = False
-    """Its state must not be given up: it was asked to stay, or cannot be computed again (somebody wrote into it)."""
+    """Its state must not be given up: it was asked to stay, or cannot be computed again
+    (written)."""
     admitted: bool = False
     """Whether it was ever admitted."""
     is_ready: Callable[[], bool] | None = None
-    """Whether it can take part in a step, of one for which something is made beside the steps; None: always."""
+    """Tells whether it can take part in a step while something is made for it; None: always."""
 
     @property
     def ready(self) -> bool:

@@ -1,16 +1,17 @@
-"""What runs next: admission, chunking, preemption. No torch; it knows contracts and values only.
+"""Admission, chunking and preemption: what runs next. No torch; it knows contracts and values only.
 
-Continuous batching in the form of one rule: every running request has tokens that are not computed yet, and a step
-computes some of them. Decodes have one; prompts have many and are cut to the token budget, so prompts and decodes
-share a step (Sarathi-Serve, arXiv:2403.02310). Requests are served in order of arrival.
+Continuous batching is one rule: every running request has tokens that are not computed yet, and a
+step computes some of them. Decodes have one; prompts have many and are cut to the token budget, so
+both share a step (Sarathi-Serve, arXiv:2403.02310). Requests are served in order of arrival.
 
-Pages: the KV state says exactly how many pages a batch is short of. A shortage is met, in this order, by evicting
-finished sequences from the prefix cache and dropping the state of idle sessions (``reclaim``), and by preempting the
-youngest running request, whose state is moved to host memory if that is cheaper than computing it again later.
+Pages: the KV state says exactly how many pages a batch is short of. A shortage is met, in this
+order, by evicting finished sequences from the prefix cache, dropping the state of idle sessions
+(``reclaim``), and preempting the youngest running request. Its state moves to host memory if that
+is cheaper than computing it again later.
 
-Adapters: those of one step must fit into the device's memory for them together. Requests are taken in their order; one
-whose adapter does not fit beside those taken waits a step, and then nobody new who uses an adapter is admitted, so that
-it is not overtaken for ever. The first one always fits.
+Adapters: those of one step must fit into the device's memory together. A request whose adapter does
+not fit beside those of earlier ones waits a step. Then no new request with an adapter is admitted,
+so that it is not overtaken for ever. The first one always fits.
 """
 
 from __future__ import annotations
@@ -33,17 +34,17 @@ if TYPE_CHECKING:
     from quire.contracts.kv_state import ModelState
 
 DUPLICATE_PREFIX = 32
-"""A prompt that shares this many tokens more with a prompt being computed than with the cache waits for it."""
+"""A prompt waits for one being computed if that shares so many tokens more than the cache does."""
 
 COMPARED = 16
 """Prompts with the same beginning, of those that arrived last, with which a new one is compared."""
 
 HEADROOM = 32
-"""Tokens that every running request must have room for before one that had been preempted comes back: else it would be
-preempted again at once, and computed again for every few tokens of the others."""
+"""Tokens for which every running request must have room before a preempted one comes back: else it
+would soon be preempted again, and computed again for every few tokens of the others."""
 
 ALL_LOGITS_CHUNK = 256
-"""Tokens of a step for requests that want the logits of each: they are float32 rows of the whole vocabulary."""
+"""Tokens of a step whose logits are all wanted: float32 rows of the whole vocabulary."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,9 +106,10 @@ class StepDraft:
 
 
 class Scheduler:
-    """Decides steps. ``apply`` executes an edit at once (and is how every rank hears of it); ``reclaim`` gives up
-    something that can be had again, a cached sequence or an idle session's state, and says whether it did. ``fits`` says
-    whether one forward can use these adapters together (None: any); one alone must always fit."""
+    """The decisions about steps. ``apply`` executes an edit at once. ``reclaim`` gives up something
+    that can be had again, a cached sequence or an idle session's state, and returns whether it did.
+    ``fits`` tells whether one forward can use these adapters together (None: any); one alone must
+    always fit."""
 
     def __init__(
         self,
@@ -140,11 +142,11 @@ class Scheduler:
         """In order of arrival."""
         self.num_preemptions = 0
 
-    # -- what the engine tells it ----------------------------------------------------------------------------
+    # -- what the engine tells it ------------------------------------------------------------------
 
     def submit(self, request: ScheduledRequest, priority: int | None = None) -> None:
-        """Queue a request. One that comes with a sequence keeps it. ``priority``: that of an earlier request with which this
-        one goes on; it takes its place."""
+        """Queue a request. One that comes with a sequence keeps it. ``priority`` is that of an
+        earlier request that this one continues, in its place."""
         if priority is None:
             priority = self._arrivals
             self._arrivals += 1
@@ -154,8 +156,8 @@ class Scheduler:
         bisect.insort(self.waiting, request, key=lambda waiting: waiting.priority)
 
     def _note_branches(self, request: ScheduledRequest) -> None:
-        """Where it parts from others that are under way, a state is to be kept by whoever gets there; and before its last token,
-        which whoever has the same tokens runs again (a request that wants no logits ends there)."""
+        """Note where states are to be kept: where it parts from others under way, and before its
+        last token, which a request of the same tokens runs again (without logits: at its end)."""
         request.partings.add(len(request.tokens) - (request.wants != "none"))
         if not request.cacheable or len(request.tokens) <= DUPLICATE_PREFIX:
             return
@@ -176,7 +178,7 @@ class Scheduler:
             self._alike.pop(name, None)
 
     def join(self, request: ScheduledRequest) -> None:
-        """A request that already has its sequence and all of its state goes on running (a fork of a running one)."""
+        """Run a request that has its sequence and all of its state: a fork of a running one."""
         request.priority = self._arrivals
         self._arrivals += 1
         request.status = Status.RUNNING
@@ -198,7 +200,7 @@ class Scheduler:
 
     @property
     def _seated(self) -> int:
-        """How many of those that run count: who can take part in no step yet takes nobody's place."""
+        """The number of running requests that can take part in a step; the others take no place."""
         return sum(request.is_ready is None or request.is_ready() for request in self.running)
 
     @property
@@ -206,18 +208,19 @@ class Scheduler:
         """Those that can take part in no step yet."""
         return [request for request in (*self.running, *self.waiting) if not request.ready]
 
-    # -- deciding --------------------------------------------------------------------------------------------
+    # -- deciding ----------------------------------------------------------------------------------
 
     def schedule(self) -> Scheduled:
-        """The next step; without chunks if nothing can run."""
-        # Some decodes come back to the queue after each token (beams). They are not to wait for prompts either.
+        """Return the next step; without chunks if nothing can run."""
+        # Some decodes return to the queue after each token (beams). They must not wait for prompts
+        # either.
         coming = sum(request.seq is not None and request.remaining == 1 for request in self.waiting)
         free = max(0, self.limits.max_num_seqs - self._seated)
         budget = self.limits.max_num_batched_tokens
         # One token is left to a prompt: those who wait may wait for its pages.
         batch = StepDraft(budget, kept=min(coming, free, budget - 1))
         failed: list[tuple[ScheduledRequest, QuireError]] = []
-        # Whose adapters the step has room for is decided in order of arrival: nobody waits for those who came later.
+        # Admit adapters in order of arrival: no request waits for later ones.
         for request in self.running:
             if request.ready and self._has_adapter(request, batch) and request.next_adapter is not None:
                 batch.adapters.add(request.next_adapter)
@@ -234,7 +237,8 @@ class Scheduler:
         preempted = self._make_room(batch, failed)
         if not preempted:
             self._admit(batch, failed)
-            # A request that found no room may have left a fork of a running one, whose next token then needs a page of its own.
+            # A request that found no room may have left a fork of a running one, whose next token
+            # then needs its own page.
             self._make_room(batch, failed)
         kept: Sequence[tuple[int, ...]] = [()] * len(batch.requests)
         if self._checkpoints is not None:
@@ -243,7 +247,7 @@ class Scheduler:
         return Scheduled(Step(chunks=chunks), tuple(batch.requests), tuple(failed))
 
     def computed(self, scheduled: Scheduled) -> None:
-        """The step has run."""
+        """Note that the step has run."""
         for request, chunk in zip(scheduled.requests, scheduled.step.chunks, strict=True):
             request.computed += len(chunk.tokens)
 
@@ -260,7 +264,7 @@ class Scheduler:
         return Chunk(request.seq, ids, adapter=adapter, logits=wants, checkpoints=checkpoints)  # type: ignore[arg-type]
 
     def _make_room(self, batch: StepDraft, failed: list[tuple[ScheduledRequest, QuireError]]) -> bool:
-        """Reclaim, then preempt the youngest, until the running requests fit. Says whether any of them left."""
+        """Reclaim, then preempt the youngest, until running ones fit; return whether any left."""
         left = False
         while batch.requests and (missing := self._state.missing_pages(batch.seqs, batch.counts)):
             if self._relieve(batch.seqs, batch.counts) or self._reclaim():
@@ -320,7 +324,7 @@ class Scheduler:
         request.seq = None
         request.computed = 0
 
-    # -- admission -------------------------------------------------------------------------------------------
+    # -- admission ---------------------------------------------------------------------------------
 
     def _admit(self, batch: StepDraft, failed: list[tuple[ScheduledRequest, QuireError]]) -> None:
         index, seated = 0, self._seated
@@ -338,7 +342,8 @@ class Scheduler:
                 self._detach(request)
                 index += 1
                 continue
-            # Room for all of its tokens, not only for this chunk: else admitted prompts would preempt each other.
+            # Room for all of its tokens, not only this chunk: else admitted prompts preempt each
+            # other.
             if missing := self._shortage(request):
                 if not self.running:
                     self._give_up(self.waiting, request, missing, failed)
@@ -356,12 +361,13 @@ class Scheduler:
             bisect.insort(self.running, request, key=lambda running: running.priority)
             if request.remaining == 1:
                 batch.kept = max(0, batch.kept - 1)
-            # State that was brought back from host memory may end within another run too: then it has its pages, and waits.
+            # State from host memory may end within another adapter's run: then it has its pages,
+            # and waits.
             if self._has_adapter(request, batch):
                 batch.add(request, self._count(request, batch))
 
     def _has_adapter(self, request: ScheduledRequest, batch: StepDraft) -> bool:
-        """Whether the adapter of its next token fits beside those of the step."""
+        """Return whether the adapter of its next token fits beside those of the step."""
         adapter, others = request.next_adapter, batch.adapters
         fits = self._adapters_fit
         if adapter is None or fits is None or not others or adapter in others or fits({*others, adapter}):
@@ -370,17 +376,17 @@ class Scheduler:
         return False
 
     def _waits_for_adapter(self, request: ScheduledRequest, batch: StepDraft) -> bool:
-        """Whether it cannot be admitted for want of room for adapters: its own, or that of one who came before it."""
+        """Return whether its adapters, or an earlier request's, lack the room to admit it."""
         return (batch.held_back and bool(request.runs.ids)) or not self._has_adapter(request, batch)
 
     def _most(self, request: ScheduledRequest) -> int:
-        """Tokens of it that a step may take beside its window, if it slides; any number if it does not."""
+        """Return how many of its tokens a step may take: beside its window, if that slides."""
         if request.window is None:
             return self.limits.max_num_batched_tokens
         return max(1, self._state.largest_step(request.window.size, request.window.sink))
 
     def _count(self, request: ScheduledRequest, batch: StepDraft) -> int:
-        """Tokens of it that the step may still take, all under one adapter."""
+        """Return how many of its tokens the step may still take, all under one adapter."""
         room = batch.budget if request.remaining == 1 else batch.budget - batch.kept
         if request.wants == "all":
             room = min(room, batch.rows)
@@ -389,7 +395,7 @@ class Scheduler:
         return max(0, min(request.remaining, room, self._most(request)))
 
     def _shortage(self, request: ScheduledRequest) -> int:
-        """Pages that it is short of, beside all that the running ones still have to compute."""
+        """Return the pages that it lacks beside all that the running ones still have to compute."""
         if request.seq is None:
             raise QuireError("a request was admitted without a sequence")
         headroom = HEADROOM if request.num_preemptions else 0
@@ -404,8 +410,8 @@ class Scheduler:
         return 0
 
     def _reclaim_waiting(self, keep: ScheduledRequest) -> bool:
-        """Give up the state with which a waiting request came (of a session); it is computed again when it runs, or brought
-        back."""
+        """Give up the state with which a waiting request came (a session's). It comes back, or is
+        computed again, when it runs."""
         for request in reversed(self.waiting):
             if request is not keep and request.seq is not None and not request.pinned:
                 self._set_aside(request)
@@ -436,21 +442,23 @@ class Scheduler:
             self._apply(Fork(parent, seq, length))
             request.computed = length
         if self._checkpoints is not None and request.computed < request.known:
-            # Here this prompt parts from another: who comes next with the same beginning will find a state.
+            # Here this prompt parts from another: the next one with this beginning will find a
+            # state.
             request.partings.add(request.known)
         request.seq = seq
         self._note_reuse(request)
 
     @staticmethod
     def _note_reuse(request: ScheduledRequest) -> None:
-        """What it found counts until it is admitted."""
+        """Count what it found, until it is admitted."""
         if not request.admitted:
             request.num_cached = request.computed
             request.num_replayed = max(0, request.known - request.computed)
 
     @staticmethod
     def _limit(request: ScheduledRequest) -> int:
-        """Tokens whose state it may find: at least one must run, and those whose logits are wanted."""
+        """Return how many tokens may be found: the last one, and those whose logits count, must
+        run."""
         limit = len(request.tokens) - 1
         return limit if request.fresh_from is None else min(limit, request.fresh_from)
 
@@ -470,7 +478,8 @@ class Scheduler:
         self._note_reuse(request)
 
     def _duplicates(self, request: ScheduledRequest) -> bool:
-        """Whether a running prompt is just computing a prefix that this request could fork once it is done."""
+        """Return whether a running prompt is computing a prefix that this request could fork
+        later."""
         if self._cache is None or not request.cacheable:
             return False
         ids = request.tokens.ids[: self._limit(request)]
@@ -489,7 +498,7 @@ class Scheduler:
 
 
 def no_room(request: ScheduledRequest, missing: int, *, alone: bool) -> ResourceExhausted:
-    """Why a request cannot run. ``alone``: nobody else holds anything, so that it never can."""
+    """Return the error of a request that cannot run; ``alone``: even in an empty pool."""
     short = (
         f"a sequence of {len(request.tokens)} tokens is short of {missing} pages (of tokens, or of recurrent states)"
     )

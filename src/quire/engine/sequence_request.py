@@ -1,4 +1,4 @@
-"""What the engine keeps of a sequence under way, and of a session between its requests. No torch at run time."""
+"""The engine's record of a sequence under way, and of a session. No torch at run time."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from quire.ops.sampling import TokenLogprobs
 
 OnLogits = Callable[[int, "Tensor"], None]
-"""Called with the position of the first row and float32 logits ``[rows, V]`` of consecutive tokens."""
+"""A callback for the first row's position and float32 logits ``[rows, V]`` of adjacent tokens."""
 
 
 @dataclass(eq=False, slots=True)
 class SequenceRequest:
-    """One sequence under way: a sample of a request, or tokens that only have to be run (``params`` is None)."""
+    """A sequence under way: a request's sample, or a run without sampling (``params`` is None)."""
 
     request_id: str
     work: ScheduledRequest
@@ -39,7 +39,7 @@ class SequenceRequest:
     session: SessionState | None = None
     """Whose sequence this is; it goes back there when the request ends."""
     shared: int = 0
-    """Tokens that the prompt has in common with those of ``session``, run under the same adapters."""
+    """Tokens that the prompt has in common with ``session``, run under the same adapters."""
     tail: tuple[int, ...] = ()
     """Tokens that join the session after the prompt has been run, without being run themselves."""
     sampler: RequestSampler | None = None
@@ -49,11 +49,11 @@ class SequenceRequest:
     """What collects them, on the first sample of a prompt."""
     on_logits: OnLogits | None = None
     way_back: SeqId | None = None
-    """A fork of the session's sequence as it was lent, where nothing else can bring that state back."""
+    """A fork of the session's sequence as it was lent, if nothing else brings that state back."""
     siblings: list[SequenceRequest] = field(default_factory=list)
     """Further samples of the same prompt, which fork from this one when the prompt is computed."""
     forgets: str = ""
-    """Why a position of a sequence that was computed, ``{0}``, may have to be arrived at again, from ``{1}``."""
+    """The reason why state at position ``{0}`` may have to be computed again, from ``{1}``."""
     limit: int = 0
     """Length at which the context, or what the empty pool holds, ends."""
     arrival: float = field(default_factory=time.monotonic)
@@ -76,7 +76,7 @@ class SequenceRequest:
 
     @property
     def num_prompt_run(self) -> int:
-        """Tokens of the prompt whose state is there, or was when the first answer to it was sampled."""
+        """Tokens of the prompt whose state exists, or did when its first answer was sampled."""
         over = self.finished or bool(self.output_ids)
         return self.num_prompt if over else min(self.work.computed, self.num_prompt)
 
@@ -86,7 +86,7 @@ class SequenceRequest:
 
     @property
     def succeeded(self) -> bool:
-        """Whether its tokens count. What a cancelled generation had sampled does, a cancelled run is undone."""
+        """Whether its tokens count: a cancelled generation's do, a cancelled run is undone."""
         return self.finish_reason in ("stop", "length") or (
             self.finish_reason == "cancelled" and self.params is not None
         )
@@ -99,7 +99,7 @@ class PinAccount:
     share: float
     """Part of each pool that they may hold."""
     total: float
-    """Part of each pool that all pinned sessions may hold, those of other accounts and of none among them."""
+    """Part of each pool that all pinned sessions may hold, also those of other accounts or none."""
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -115,11 +115,11 @@ class SessionState(Branch):
     account: PinAccount | None = None
     """Among whose pinned sessions it counts."""
     anchor: int | None = None
-    """Where the recurrent state of a modified session is kept so that it can go back to it: it cannot be computed again."""
+    """The position of a modified session's kept recurrent state, which cannot be computed again."""
     request: SequenceRequest | None = None
     """The request that works on the sequence now."""
     logits: Tensor | None = None
-    """Logits of the next token, float32 ``[V]``, if they were asked for since the tokens changed."""
+    """Logits of the next token, float32 ``[V]``, if they were asked for."""
 
     def __post_init__(self) -> None:
         self.runs = BASE.then(0, self.adapter)

@@ -1,4 +1,4 @@
-"""What people call a session: a name and labels. The engine does nothing with them; they are not in state files."""
+"""A session's name and labels. The engine does not use them; they are not in state files."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ MAX_LABELS = 16
 MAX_LABEL_NAME = 64
 """Characters of a label's name, at most."""
 MAX_LABEL_VALUE = 512
-"""Characters of a label's value, at most. These three are the limits that OpenAI has for metadata."""
+"""Characters of a label's value, at most. These limits are those of OpenAI's metadata."""
 
 
 class Labelled:
-    """Something with a name and labels, neither of which need be unique. Both can be set; ``InvalidArgument`` for a bad value."""
+    """A name and labels that can be set and need not be unique; ``InvalidArgument`` for a bad
+    value."""
 
     _name: str | None = None
     _labels: Mapping[str, str] = MappingProxyType({})
@@ -42,15 +43,15 @@ class Labelled:
 
 
 def checked_name(name: object) -> str | None:
-    """The name of a session. ``InvalidArgument`` unless it is None or 1 to ``MAX_NAME`` printable characters."""
+    """Return a name; ``InvalidArgument`` unless None or 1 to ``MAX_NAME`` printable characters."""
     if name is not None and not _is_text(name, MAX_NAME):
         raise InvalidArgument(field="name", given=name, allowed=f"1 to {MAX_NAME} printable characters")
     return name  # type: ignore[return-value]
 
 
 def checked_labels(labels: object) -> Mapping[str, str]:
-    """A copy of the labels of a session that nobody can write to. ``InvalidArgument`` unless they are strings by strings, and
-    within the limits; a name holds no "=", which ends it where labels are searched for."""
+    """Return a read-only copy of labels. ``InvalidArgument`` unless they are strings by strings,
+    and within the limits; a name holds no "=", which ends it where labels are searched for."""
     if not isinstance(labels, Mapping):
         raise InvalidArgument(field="labels", given=labels, allowed="a mapping of strings")
     if len(labels) > MAX_LABELS:

@@ -1,8 +1,8 @@
-"""Sequences that outlive a request: the states of sessions, and finished sequences in the prefix cache.
+"""Sequences that outlive a request: the states of sessions, and the prefix cache's sequences.
 
-A session's sequence is lent to each request that works on it and settled when the request ends. What can be had again
-(a cached sequence, an idle session's state) is given up when the pool is short; of a session's state a copy may go to host
-memory. The caller holds the engine's lock.
+A session's sequence is lent to each request that works on it and settled when the request ends.
+What can be had again (a cached sequence, an idle session's state) is given up when the pool is
+short; a copy of a session's state may go to host memory. The caller holds the engine's lock.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from quire.runner.local import Runner
 from quire.types import AdapterRuns, DropCheckpoint, Edit, Fork, KeepCheckpoint, Pop, Remove, SeqId, Step
 
 KEEP_TOKENS = 32
-"""Tokens that a run without sampling must have added for a fork of its end to be kept (a prompt; not each small append)."""
+"""Tokens that a run without sampling must add for a fork of its end to be kept (a prompt's)."""
 
 
 def media_of(session: SessionState, tokens: NDArray[np.int64], media: Media) -> Media:
-    """The embeddings of a request of ``tokens`` on a session: its own and new ones. ``FailedPrecondition`` if one is gone that
-    must be run."""
+    """Return the embeddings for ``tokens`` on a session: its own and new ones.
+    ``FailedPrecondition`` if one that must run is gone."""
     known = session.tokens.media | media
     known.require(tokens[max(0, min(session.computed, tokens.size - 1)) :])
     return known
@@ -50,7 +50,7 @@ class SessionStates:
         self.sessions: dict[int, SessionState] = {}
         """By identity, least recently used first."""
 
-    # -- sequences -------------------------------------------------------------------------------------------
+    # -- sequences ---------------------------------------------------------------------------------
 
     def apply(self, edit: Edit) -> None:
         """Execute an edit now."""
@@ -76,8 +76,8 @@ class SessionStates:
             self.apply(Remove(seq))
 
     def pop(self, seq: SeqId, held: int, length: int) -> int:
-        """Shorten a sequence of ``held`` tokens, also for the prefix cache: to ``length``, or to the nearest position below
-        that a window has left. Returns how many tokens it holds then."""
+        """Shorten a sequence of ``held`` tokens, also for the prefix cache, to ``length`` or the
+        nearest position below that a window has left; return its tokens then."""
         if held <= length:
             return held
         kept = self.runner.state.nearest_reachable(seq, length)
@@ -87,30 +87,31 @@ class SessionStates:
         return kept
 
     def keep(self, seq: SeqId, tokens: NDArray[np.int64], key: Hashable) -> None:
-        """Let the prefix cache hold the present end of a sequence that goes on, if windows would let go of it."""
+        """Let the prefix cache hold a growing sequence's present end, if windows would release
+        it."""
         if self.cache is None or not self.runner.state.forgets:
             return
         fork = self.runner.new_seq()
         self.apply(Fork(seq, fork))
         self.remove_all(self.cache.insert(fork, tokens, key))
 
-    # -- keys ------------------------------------------------------------------------------------------------
+    # -- keys --------------------------------------------------------------------------------------
 
     def fingerprint_of(self, adapter: int) -> str:
-        """Of a loaded adapter; ``NotFound``."""
+        """Return a loaded adapter's fingerprint; ``NotFound``."""
         return self.runner.adapters.get(adapter).fingerprint
 
     def prefix_key(self, salt: Hashable, runs: AdapterRuns) -> Hashable:
-        """The key of the prefix cache for tokens that are run like this."""
+        """Return the prefix cache's key for tokens that run like this."""
         return prefix_key(salt, runs, self.fingerprint_of)
 
     def key_of(self, session: SessionState) -> Hashable:
-        """The key under which the prefix cache knows what a session has computed."""
+        """Return the prefix cache's key of what a session has computed."""
         return self.prefix_key(session.key, session.runs)
 
     def _leave_other_key(self, session: SessionState, key: Hashable) -> None:
-        """A session's sequence goes on under ``key``. If the prefix cache knows it under another one, a fork of what it holds takes
-        its place there, for others whose history is the old one."""
+        """Let a session's sequence go on under ``key``. If the prefix cache knows it under another
+        key, a fork of it takes its place there, for prompts with the old history."""
         seq = session.seq
         if self.cache is None or seq is None or seq not in self.cache or self.cache.key_of(seq) == key:
             return
@@ -121,7 +122,7 @@ class SessionStates:
             self.apply(Fork(seq, fork, length))
             self.remove_all(self.cache.insert(fork, session.tokens.ids[:length], old))
 
-    # -- sessions' states ------------------------------------------------------------------------------------
+    # -- sessions' states --------------------------------------------------------------------------
 
     def hold(self, session: SessionState) -> None:
         """Remember a session, as the one used last."""
@@ -129,8 +130,8 @@ class SessionStates:
         self.sessions[id(session)] = session
 
     def fork(self, parent: SessionState, child: SessionState, length: int) -> None:
-        """Let ``child``, which has no state, have that of the first ``length`` tokens of ``parent``, as far as there is, and go on
-        under the same adapter."""
+        """Give ``child``, which has no state, the first ``length`` tokens' state of ``parent``, as
+        far as there is one, and the same adapter."""
         child.adapter, child.runs = parent.adapter, runs_of_session(parent.runs, length, parent.adapter)
         length = parent.runs.agreed(child.runs, length)
         if parent.seq is None:
@@ -146,8 +147,9 @@ class SessionStates:
         self.hold(child)
 
     def reach(self, session: SessionState, length: int) -> int:
-        """Computed tokens that a session keeps if it goes back to its first ``length``: fewer than that where a window has let
-        go of what it would need. ``FailedPrecondition`` if they cannot be computed again."""
+        """Return the computed tokens that a session keeps if it goes back to its first ``length``:
+        fewer where a window has let go of some. ``FailedPrecondition`` if they cannot be computed
+        again."""
         if session.seq is None:
             return 0
         wanted = min(length, session.computed)
@@ -160,13 +162,14 @@ class SessionStates:
         return kept
 
     def change(self, session: SessionState, length: int, adapter: int | None) -> None:
-        """From now on a session is its first ``length`` tokens and goes on under ``adapter``. What it has computed counts as far as
-        its history stays the same. ``FailedPrecondition`` as of ``reach``; ``NotFound`` for an adapter that is not loaded."""
+        """Make a session its first ``length`` tokens, to go on under ``adapter``. Its computed
+        state counts while its history is the same. ``FailedPrecondition`` as in ``reach``;
+        ``NotFound``: no such adapter."""
         runs = runs_of_session(session.runs, length, adapter)
         if adapter is not None:
             self.runner.adapters.get(adapter)
         if session.modified and length and (length < len(session.tokens) or runs != session.runs):
-            # Its last token runs again for whatever comes next, and what leads to it cannot be computed again.
+            # Its last token runs again, and what leads to it cannot be computed again.
             self.reach(session, length - 1)
         self.rewind(session, session.runs.agreed(runs, length))
         if length < len(session.tokens) or runs != session.runs:
@@ -175,7 +178,8 @@ class SessionStates:
         session.runs, session.adapter = runs, adapter
 
     def rewind(self, session: SessionState, length: int) -> None:
-        """Take back what is computed of a session's tokens from ``length`` on, or from the nearest position before."""
+        """Take back a session's state from token ``length`` on, or from the nearest position
+        before."""
         self.tier.truncate(session, length)
         if session.seq is None or session.computed <= length:
             return
@@ -191,22 +195,16 @@ class SessionStates:
         session.seq, session.computed, session.origin = seq, position, COMPUTED
 
     def found(self, session: SessionState, length: int) -> tuple[SeqId, int] | None:
-        """A sequence in the prefix cache, the session's own aside, and at how many of the session's first ``length`` tokens it can
-        be forked."""
+        """Return another sequence in the prefix cache, and at how many of the session's first
+        ``length`` tokens it can be forked."""
         forgets = self.runner.state.forgets
         if self.cache is None or not forgets or session.modified or session.window is not None:
             return None
         return self.cache.find(session.tokens.ids[:length], self.key_of(session), without=session.seq)
 
-    def overwrite(
-        self,
-        session: SessionState,
-        layer: int,
-        start: int,
-        tensors: Mapping[str, Tensor],
-    ) -> None:
-        """Overwrite what a layer remembers of a session, whose sequence then stands for itself: pinned, and no prefix for
-        others. ``ResourceExhausted`` if no room can be made, and nothing is changed then."""
+    def overwrite(self, session: SessionState, layer: int, start: int, tensors: Mapping[str, Tensor]) -> None:
+        """Overwrite what a layer remembers of a session, which is then pinned and no prefix for
+        others. ``ResourceExhausted`` if no room can be made; then nothing is changed."""
         if session.seq is None:
             raise QuireError("the session has no state that could be written")
         pinned, session.pinned = session.pinned, True  # so that room is made at the cost of others
@@ -220,13 +218,7 @@ class SessionStates:
         session.origin = replace(session.origin, modified=True)
         session.logits = None
 
-    def _write(
-        self,
-        session: SessionState,
-        layer: int,
-        start: int,
-        tensors: Mapping[str, Tensor],
-    ) -> None:
+    def _write(self, session: SessionState, layer: int, start: int, tensors: Mapping[str, Tensor]) -> None:
         seq, state = session.seq, self.runner.state
         assert seq is not None
         recurrent = layer in state.recurrent_ids
@@ -246,8 +238,8 @@ class SessionStates:
                 self.anchor(session)
 
     def anchor(self, session: SessionState) -> None:
-        """Keep the present recurrent state of a session whose state cannot be computed again, in place of the one that was kept so
-        before: its last token is run again for each turn, and slots of the ring are anybody's."""
+        """Keep the present recurrent state of a session that cannot be computed again, and drop the
+        one kept before: each turn runs its last token again, and the ring's slots may be reused."""
         state, position = self.runner.state, session.computed
         if not state.recurrent_ids or session.seq is None or not position:
             return
@@ -271,11 +263,11 @@ class SessionStates:
         if not session.origin.exact:
             session.origin = replace(session.origin, exact=True)
 
-    # -- lending to requests --------------------------------------------------------------------------------
+    # -- lending to requests -----------------------------------------------------------------------
 
     def lend(self, session: SessionState, request: SequenceRequest) -> None:
-        """The request works on the session's sequence, of which it keeps what agrees; at least one token must run. New tokens run
-        under the session's adapter, and so does the last one."""
+        """Let the request work on the session's sequence, as far as it agrees; at least one token
+        must run. New tokens and the last one run under the session's adapter."""
         work = request.work
         common = common_prefix(session.tokens.ids, work.tokens.ids)
         last = len(work.tokens) + len(request.tail) - 1
@@ -306,7 +298,7 @@ class SessionStates:
         work.pinned = session.pinned or session.modified
 
     def settle(self, session: SessionState, request: SequenceRequest) -> None:
-        """The sequence goes back to its session; the tokens join it if the request succeeded."""
+        """Give the sequence back to its session; after success the tokens join it."""
         work = request.work
         session.request = None
         if work.seq is None:
@@ -344,8 +336,8 @@ class SessionStates:
                 self.keep(session.seq, held, key)
 
     def _return_to(self, session: SessionState, request: SequenceRequest, length: int) -> None:
-        """Take back what is computed behind ``length``. Where a window has let go of what that needs, and the state cannot be
-        computed from its tokens, from the fork that was kept when the sequence was lent; never refuses."""
+        """Take back what is computed after ``length``. If a window has let go of what that needs,
+        and the tokens cannot bring it back, use the fork made by ``lend``. It never refuses."""
         way_back = request.way_back
         if way_back is None or session.seq is None or session.computed <= length:
             self.rewind(session, length)
@@ -356,7 +348,7 @@ class SessionStates:
             session.seq, request.way_back = way_back, None
             session.computed = self.runner.state.sequence_length(way_back)
 
-    # -- what is given up ------------------------------------------------------------------------------------
+    # -- what is given up --------------------------------------------------------------------------
 
     def evict(self) -> bool:
         """Give up the cached sequence that was used longest ago; return whether there was any."""
@@ -366,7 +358,7 @@ class SessionStates:
         return seq is not None
 
     def drop_idle(self) -> bool:
-        """Give up the state of the idle session that was used longest ago; return whether there was any."""
+        """Give up the least recently used idle session's state; return whether there was any."""
         idle = next((session for session in self.sessions.values() if session.droppable), None)
         if idle is None:
             return False
@@ -382,7 +374,7 @@ class SessionStates:
         return found | {one.seq for one in self.sessions.values() if one.droppable and one.seq is not None}
 
     def written(self) -> set[SeqId]:
-        """Sequences of which somebody wrote, or is about to write, the state: what they keep cannot be computed again."""
+        """Return the sequences with written state, or about to have: not computable again."""
         found = set()
         for session in self.sessions.values():
             if session.modified or session.anchor is not None:
@@ -396,6 +388,6 @@ class SessionStates:
             self.remove_all(self.cache.clear())
 
     def forget(self, session: SessionState) -> None:
-        """A session is closed: give its pages back."""
+        """Give back the pages of a closed session."""
         self.sessions.pop(id(session), None)
         self.drop(session)

@@ -17,16 +17,18 @@ OnEnd = Callable[[SequenceRequest], None]
 
 
 class SessionStream(Iterator[StreamDelta]):
-    """``for delta in session.stream()``. It starts with its first delta.
+    """The iterator of ``for delta in session.stream()``. It starts with its first delta.
 
-    Leaving the loop early, ``close`` and an interrupt cancel it; what was generated stays in the session.
+    Leaving the loop early, ``close`` and an interrupt cancel it; what was generated stays in the
+    session.
     """
 
-    # No generator: the ``finally`` of one that nobody holds any more runs in the garbage collector, which may come at any
-    # time and loses the exceptions of signals.
+    # No generator: the ``finally`` of an unreferenced one runs in the garbage collector, at any
+    # time, and loses the exceptions of signals.
 
     def __init__(self, engine: Engine, start: Start, on_end: OnEnd | None = None) -> None:
-        """``start`` submits the request; ``on_end`` is told of it once, when it is over. Neither may hold the stream."""
+        """Keep ``start``, which submits, and ``on_end``, called once. Neither may hold the
+        stream."""
         self._engine = engine
         self._start = start
         self._requests: list[SequenceRequest] = []
@@ -56,7 +58,7 @@ class SessionStream(Iterator[StreamDelta]):
             if not request.finished:
                 self._engine.step()
                 check()
-            # Another thread may be stepping: what ended first is looked at first, so that the last delta has all.
+            # Another thread may step: read first whether it ended, so that the last delta has all.
             ended = request.finished
             pieces, tokens = len(request.pieces), len(request.output_ids)
             if request.error is not None:

@@ -1,0 +1,248 @@
+"""What a session holds: its tokens, the state of most of them, and the helpers of its verbs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.branches.adapter_keys import AdapterNames, Fingerprints
+from quire.branches.media import NO_MEDIA, Media
+from quire.contracts.executor import ExecutorInputs
+from quire.engine.chat_turns import ChatTurns
+from quire.engine.engine import Engine
+from quire.engine.prompts import Prompt, read_prompt
+from quire.engine.sequence_request import SequenceRequest, SessionState
+from quire.engine.session_labels import Labelled
+from quire.engine.session_repr import session_repr
+from quire.engine.token_ids import as_token_ids
+from quire.engine.tokenizer import Tokenizer
+from quire.errors import Cancelled, FailedPrecondition, InvalidArgument
+from quire.finalizers import unless_exiting
+from quire.interrupts import uninterrupted
+from quire.models.fingerprint import ModelIdentity
+from quire.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from quire.executor.executor import Executor
+
+
+class LiveSequence(Labelled):
+    """A sequence that stays until it is closed. Its state may be dropped and computed again."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        state: SessionState,
+        *,
+        identity: ModelIdentity,
+        defaults: Callable[[], SamplingParams],
+        executor: Callable[[], Executor],
+        adapters: AdapterNames | None = None,
+    ) -> None:
+        """Register the session with the engine.
+
+        ``executor`` returns the one over the engine's runner, made at the first call. ``adapters``
+        names the loaded adapters; with None they go by their fingerprints.
+        """
+        self._engine = engine
+        self._executor = executor
+        if adapters is None:
+            adapters = Fingerprints(engine.states.fingerprint_of, engine.runner.adapters.find)
+        self._names = adapters
+        self._identity = identity
+        self._defaults = defaults
+        self._state = state
+        self._turns = ChatTurns()
+        with engine.lock:
+            engine.states.hold(state)
+            self._end = partial(engine.forget, state)
+            engine.orphans.watch(self, self._end)
+            self._closed = False
+
+    def __len__(self) -> int:
+        return len(self._state.tokens)
+
+    def __repr__(self) -> str:
+        return session_repr(self._engine, self._state, closed=self._closed, name=self.name)
+
+    @property
+    def tokens(self) -> list[int]:
+        """All token ids; -1 to -4, as they were given, at the places of embeddings."""
+        held = self._state.tokens
+        return held.media.as_given(held.ids)
+
+    @property
+    def text(self) -> str:
+        """The text of all tokens without special tokens and embeddings.
+
+        ``FailedPrecondition`` without a tokenizer.
+        """
+        spoken = [token for token in self.tokens if token >= 0]
+        return self._tokenizer("text").decode(spoken, skip_special_tokens=True)
+
+    @property
+    def pinned(self) -> bool:
+        """Whether its state is kept even if the pool is short."""
+        return self._state.pinned
+
+    @property
+    def window(self) -> tuple[int, int] | None:
+        """(window, sink), in tokens, of what it keeps; None: it keeps all tokens."""
+        window = self._state.window
+        return None if window is None else (window.size, window.sink)
+
+    @property
+    def adapter(self) -> str | None:
+        """The name of the adapter of its next tokens; None: the base model."""
+        adapter = self._state.adapter
+        return None if adapter is None else self._names.name_of(adapter)
+
+    @property
+    def modified(self) -> bool:
+        """Whether computing its tokens would not give its state.
+
+        ``set_kv`` wrote into it, or it came from a file or a KV cache without the embeddings that
+        stood at placeholders.
+        """
+        return self._state.modified
+
+    @property
+    def num_computed(self) -> int:
+        """Tokens whose state is in the pool now."""
+        return self._state.computed
+
+    @property
+    def pages(self) -> tuple[int, int]:
+        """(pages that it holds, those of them that it shares)"""
+        with self._engine.lock:
+            seq = self._open("pages").seq
+            return (0, 0) if seq is None else self._engine.runner.state.sequence_pages(seq)
+
+    @property
+    def sequence_id(self) -> int | None:
+        """Its sequence in the KV state, for the state's own verbs; None: it is not in the pool.
+
+        It may change with every call.
+        """
+        return self._open("sequence_id").seq
+
+    def belongs_to(self, engine: Engine) -> bool:
+        """Return whether this engine runs it."""
+        return self._engine is engine
+
+    # -- closing -----------------------------------------------------------------------------------
+
+    @uninterrupted
+    def close(self) -> None:
+        """Give the pages back at once. Closing twice is harmless."""
+        if not self._closed:
+            self._closed = True
+            self._engine.forget(self._state)
+            self._engine.orphans.unwatch(self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @unless_exiting
+    def __del__(self) -> None:
+        # No reference to it is left.
+        if not getattr(self, "_closed", True):
+            self._engine.orphans.leave(self._end)
+
+    # -- helpers of the verbs ----------------------------------------------------------------------
+
+    def _open(self, verb: str) -> SessionState:
+        if self._closed or self._engine.closed:
+            what = "session" if self._closed else "LLM"
+            raise FailedPrecondition(f"{verb}: the {what} is closed; make a new one")
+        return self._state
+
+    def _idle(self, verb: str) -> SessionState:
+        state = self._open(verb)
+        self._engine.orphans.bury()  # an unreferenced stream among them
+        if state.busy:
+            raise FailedPrecondition(f"{verb}: the session is generating; finish or close its stream first")
+        self._engine.states.hold(state)
+        return state
+
+    def _tokenizer(self, verb: str) -> Tokenizer:
+        tokenizer = self._engine.tokenizer
+        if tokenizer is None:
+            raise FailedPrecondition(f"{verb} needs a tokenizer, and this model has none; use token ids")
+        return tokenizer
+
+    def _encode(self, text: Prompt) -> tuple[NDArray[np.int64], Media]:
+        if isinstance(text, str):
+            self._engine.checks_of(self._state).text(text)
+            return np.array(self._tokenizer("text").encode(text, add_special_tokens=False), dtype=np.int64), NO_MEDIA
+        if isinstance(text, (Mapping, ExecutorInputs)):
+            return read_prompt(text, self._engine.runner.model.hidden_size)
+        return as_token_ids(text), NO_MEDIA
+
+    def _submit_first(self, tokens: NDArray[Any], length: int, media: Media = NO_MEDIA) -> SequenceRequest | None:
+        """Queue a run of the first ``length`` tokens; return None if they are computed already.
+
+        The session becomes all of ``tokens``. ``media`` holds embeddings that it does not have yet.
+        """
+        state = self._state
+        if length < 1 or (state.seq is not None and state.computed >= length):
+            return None
+        return self._engine.submit_run(state, tokens[:length], tail=tokens[length:].tolist(), media=media)
+
+    def _wait(self, request: SequenceRequest) -> None:
+        """Run a request to its end. Raise its error, and ``Cancelled`` for a cancelled run."""
+        self._engine.run([request])
+        if request.error is not None:
+            raise request.error
+        if request.finish_reason == "cancelled" and request.params is None:
+            raise Cancelled("the session's call was cancelled; the session is as it was before")
+
+    def _compute(self, verb: str) -> None:
+        """Run all tokens but the last one, as far as they are not computed."""
+        with self._engine.lock:
+            request = self._submit_first(self._idle(verb).tokens.ids, len(self) - 1)
+        if request is not None:
+            self._wait(request)
+
+    def _catch_up(self, verb: str, length: int) -> None:
+        """Make the state hold exactly the first ``length`` tokens: all, or all but the last."""
+        engine = self._engine
+        with engine.lock:
+            state = self._idle(verb)
+            if not len(self):
+                raise InvalidArgument("the session is empty; append at least one token to have a state")
+            if state.seq is not None and state.computed > length:
+                engine.states.rewind(state, length)
+            request = self._submit_first(state.tokens.ids, length)
+        if request is not None:
+            self._wait(request)
+
+    def _computed(self, verb: str, length: int) -> SessionState:
+        """Return the state after ``_catch_up``; ``FailedPrecondition`` if it was changed."""
+        state = self._idle(verb)
+        if (state.computed if state.seq is not None else 0) != length:
+            raise FailedPrecondition(f"{verb}: the session was changed by another thread meanwhile; call again")
+        return state
+
+    @contextmanager
+    def _branch(self, verb: str) -> Iterator[SessionState]:
+        """Fork the session's state for one call."""
+        with self._engine.lock:
+            state = self._idle(verb)
+            branch = SessionState(tokens=state.tokens.fork(), key=state.key, window=state.window)
+            self._engine.states.fork(state, branch, len(self))
+        try:
+            yield branch
+        finally:
+            self._engine.forget(branch)

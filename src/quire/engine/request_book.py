@@ -1,0 +1,401 @@
+"""The requests of an engine: how they are queued, and how they end."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from quire.branches.history import TokenHistory
+from quire.branches.host_store import HostStore
+from quire.branches.media import NO_MEDIA, Media
+from quire.branches.prefix_cache import RadixCache
+from quire.engine.checkpoints import Checkpoints
+from quire.engine.detokenizer import IncrementalDetokenizer
+from quire.engine.grammars import Grammars
+from quire.engine.pins import Pins, final_length
+from quire.engine.prompt_logprobs import PromptLogprobs
+from quire.engine.request_checks import RequestChecks
+from quire.engine.sampling_step import SamplingStep
+from quire.engine.scheduled_request import ScheduledRequest
+from quire.engine.scheduler import Limits, Scheduler
+from quire.engine.sequence_request import OnLogits, SequenceRequest, SessionState
+from quire.engine.session_states import SessionStates, media_of
+from quire.engine.tokenizer import Tokenizer
+from quire.errors import FailedPrecondition, InvalidArgument, QuireError
+from quire.interrupts import Lock
+from quire.metrics import EngineMetrics
+from quire.ops.request_sampler import RequestSampler
+from quire.orphans import Orphans
+from quire.outputs import FinishReason
+from quire.runner.local import Runner
+from quire.runner.room import Rank
+from quire.sampling_params import SamplingParams
+from quire.types import BASE, AdapterRuns, SeqId
+
+ENDLESS = 2**31 - 1
+"""Tokens of a sequence that nothing else limits."""
+
+DETOKENIZER_CONTEXT = 64
+"""Tokens of the prompt that decide how the output's text begins (a leading space, for example)."""
+
+
+class RequestBook:
+    """All requests of one engine, and the parts that they need."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        *,
+        limits: Limits,
+        max_model_len: int,
+        tokenizer: Tokenizer | None = None,
+        eos_ids: Sequence[int] = (),
+        enable_prefix_caching: bool = True,
+        checkpoint_interval: int = 0,
+        seed: int = 0,
+    ) -> None:
+        self.runner = runner
+        self.tokenizer = tokenizer
+        self.eos_ids = frozenset(eos_ids)
+        self.max_model_len = max_model_len
+        self.grammars = None
+        if tokenizer is not None:
+            on_gpu = runner.state.device.type != "cpu"
+            self.grammars = Grammars(tokenizer, runner.model.vocab_size, threads=on_gpu)
+        self.checks = RequestChecks(
+            vocab_size=runner.model.vocab_size,
+            max_model_len=max_model_len,
+            pool_tokens=max_model_len if runner.state.capacity is None else runner.state.capacity,
+            tokenizer=tokenizer,
+            grammars=self.grammars,
+        )
+        self._endless = replace(self.checks, max_model_len=ENDLESS, pool_tokens=ENDLESS)
+        self.lock = Lock()
+        """Its holder is not interrupted: signals take effect between steps."""
+        self.cache: RadixCache | None = None
+        if enable_prefix_caching:
+            self.cache = RadixCache(runner.state.nearest_reachable if runner.state.forgets else None)
+        self.metrics = EngineMetrics()
+        self.host = HostStore(runner)
+        """State of preempted requests and idle sessions; none until its capacity is set."""
+        self.sampling = SamplingStep(
+            eos_ids=self.eos_ids, grammars=self.grammars, metrics=self.metrics, finish=self._finish, fail=self._fail
+        )
+        self.states = SessionStates(runner, cache=self.cache, tier=self.host, metrics=self.metrics)
+        self.pins = Pins(runner.state, self.states.sessions, limits.max_num_batched_tokens)
+        self.checkpoints = None
+        if runner.state.recurrent_ids:
+            self.checkpoints = Checkpoints(runner.state, checkpoint_interval, apply=self.states.apply, ages=self._ages)
+        self._forgets = (
+            "windows have let go of what a continuation at {0} would need, and the nearest position that is held is {1}"
+        )
+        if self.checkpoints is not None:
+            every = f" every {checkpoint_interval} tokens and" if checkpoint_interval else ""
+            self._forgets = (
+                "recurrent layers can go on only where their state was kept, and before {0} that is {1} (states are kept"
+                f"{every} at the ends of prompts and turns, as far as there is room)"
+            )
+        self._entropy = torch.Generator().manual_seed(seed)
+        self._ids = itertools.count()
+        self._requests: dict[ScheduledRequest, SequenceRequest] = {}
+        self._by_id: dict[str, list[SequenceRequest]] = {}
+        self._cancelled: set[str] = set()
+        self.closed = False
+        self.wait: Callable[[Sequence[SequenceRequest]], None] | None = None
+        """Lets ``run`` wait for requests that a background thread steps, which sets it."""
+        self.orphans = Orphans(self.lock)
+        """Sessions and requests of unreferenced objects. The next step ends them."""
+        self.scheduler = Scheduler(
+            runner.state,
+            limits=limits,
+            apply=self.states.apply,
+            reclaim=runner.room.make,
+            new_seq=runner.new_seq,
+            cache=self.cache,
+            tier=self.host,
+            checkpoints=self.checkpoints,
+            fits=lambda adapters: runner.adapters.fits(adapters),
+        )
+        runner.room.join(self)
+
+    def checks_of(self, session: SessionState | None) -> RequestChecks:
+        """Return the limits for a session's tokens.
+
+        With a window neither the context nor the pool ends them, if the model's positions are
+        rotations (only differences count) or it has none.
+        """
+        if session is None or session.window is None or not self.runner.state.endless:
+            return self.checks
+        return self._endless
+
+    # -- submitting --------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        tokens: NDArray[np.int64],
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        key: Hashable = None,
+        session: SessionState | None = None,
+        adapter: int | None = None,
+        media: Media = NO_MEDIA,
+    ) -> list[SequenceRequest]:
+        """Queue a prompt; return one ``SequenceRequest`` per sample.
+
+        With ``session`` its tokens become ``tokens`` and what follows them, unless the request
+        fails, and its state is used as far as it agrees. ``key`` is the salt; only requests of the
+        same salt and adapters share cached prefixes. ``adapter`` is the id of a loaded adapter
+        for all tokens. A session has both. ``media`` holds the embeddings of ids below 0; those of
+        a session's own tokens are known.
+
+        Everything is checked here: ``InvalidArgument``, ``ResourceExhausted`` (never fits),
+        ``Unsupported``, ``NotFound``, ``FailedPrecondition`` (an embedding that must run is gone),
+        and ``QuotaExceeded`` or ``PoolExhausted`` for a pinned session whose account has a limit.
+        """
+        if session is not None and adapter is not None:
+            raise InvalidArgument(f"adapter {adapter} and a session, which has its own; give None", field="adapter")
+        if session is None:
+            self.checks.tokens(tokens, media)
+        else:
+            self.checks.history(tokens)
+            media = media_of(session, tokens, media)
+        self.checks.params(params, in_session=session is not None)
+        self.checks.scored(tokens, params)
+        if params.prompt_logprobs is not None and session is not None and session.modified:
+            raise FailedPrecondition(
+                "prompt_logprobs run all tokens of a session again, and a state that set_kv wrote into cannot be computed "
+                "again; ask for them before set_kv",
+                field="prompt_logprobs",
+            )
+        limit = self.checks_of(session).length(tokens.size, params)
+        with self.lock:
+            self.runner.adapters.check([adapter])
+            if session is not None:
+                self.pins.check(session, final_length(tokens.size, params.max_tokens, limit), session.account)
+            runs = BASE.then(0, adapter)
+            prefix = self.states.prefix_key(key, runs)
+            name = self._name(request_id)
+            prompt = TokenHistory(tokens, media)
+            samples = [
+                self._sample(name, index, prompt.fork(), params, prefix, runs, limit) for index in range(params.n)
+            ]
+            leader = samples[0]
+            leader.siblings = samples[1:]
+            if params.prompt_logprobs is not None:
+                leader.prompt_logprobs = PromptLogprobs(tokens, params.prompt_logprobs)
+                leader.on_logits = leader.prompt_logprobs.take
+                leader.work.wants, leader.work.fresh_from = "all", 0
+            if session is not None:
+                if params.prompt_logprobs is not None:
+                    self.states.drop(session)
+                self.states.lend(session, leader)
+            self._enqueue(leader, samples)
+            return samples
+
+    def submit_run(
+        self,
+        session: SessionState,
+        tokens: NDArray[np.int64],
+        *,
+        tail: Sequence[int] = (),
+        media: Media = NO_MEDIA,
+        on_logits: OnLogits | None = None,
+        fresh_from: int | None = None,
+        all_logits: bool = False,
+        priority: int | None = None,
+    ) -> SequenceRequest:
+        """Queue a run without sampling, after which the session's tokens are these and ``tail``.
+
+        ``on_logits`` gets the logits of the last token, or with ``all_logits`` of every one that
+        runs: at least those from ``fresh_from`` on. A ``QuireError`` from it ends the request.
+        ``priority`` is the place in the queue of an earlier request that this one continues.
+        ``media`` is as in ``submit``, of the tail too.
+        """
+        media = media_of(session, tokens, media)
+        self.checks_of(session).length(len(tokens) + len(tail), None)
+        with self.lock:
+            self.pins.check(session, len(tokens), session.account)
+            work = ScheduledRequest(
+                tokens=TokenHistory(tokens, media),
+                reusable=True,
+                wants="none" if on_logits is None else ("all" if all_logits else "last"),
+                fresh_from=fresh_from,
+            )
+            request = SequenceRequest(self._name(None), work, len(tokens), None, tail=tuple(tail), on_logits=on_logits)
+            self.states.lend(session, request)
+            self._enqueue(request, [request], priority)
+            return request
+
+    def _name(self, request_id: str | None) -> str:
+        if self.closed:
+            raise FailedPrecondition("the LLM is closed; make a new one")
+        name = f"request-{next(self._ids)}" if request_id is None else request_id
+        if name in self._by_id:
+            raise InvalidArgument(f"request id {name!r} is in use; give a new one", field="request_id")
+        # A late cancel of the last request of this name is not meant for the new one.
+        self._cancelled.discard(name)
+        return name
+
+    def _sample(
+        self,
+        name: str,
+        index: int,
+        tokens: TokenHistory,
+        params: SamplingParams,
+        key: Hashable,
+        runs: AdapterRuns,
+        limit: int,
+    ) -> SequenceRequest:
+        detokenizer = matcher = None
+        spoken = tokens.ids[tokens.ids >= 0]  # An image has no text, and no penalty counts it.
+        context = spoken[-DETOKENIZER_CONTEXT:].tolist()
+        if params.grammar is not None and self.grammars is not None:
+            matcher = self.grammars.matcher(params.grammar)
+            context = self.grammars.context(context)
+        if self.tokenizer is not None:
+            detokenizer = IncrementalDetokenizer(
+                self.tokenizer,
+                context,
+                skip_special_tokens=params.skip_special_tokens,
+                stop=params.stop_strings,
+                include_stop_str_in_output=params.include_stop_str_in_output,
+                min_tokens=params.min_tokens,
+            )
+        return SequenceRequest(
+            name,
+            ScheduledRequest(tokens=tokens, key=key, runs=runs, reusable=self.cache is not None),
+            len(tokens),
+            params,
+            index=index,
+            sampler=RequestSampler(
+                params, spoken, vocab_size=self.runner.model.vocab_size, index=index, entropy=self._entropy
+            ),
+            detokenizer=detokenizer,
+            matcher=matcher,
+            forgets=self._forgets,
+            limit=limit,
+        )
+
+    def _enqueue(self, leader: SequenceRequest, samples: list[SequenceRequest], priority: int | None = None) -> None:
+        self._by_id[leader.request_id] = samples
+        self._requests[leader.work] = leader
+        self.scheduler.submit(leader.work, priority)
+        if leader.params is not None:
+            self.metrics.prompt_tokens.inc(leader.num_prompt)
+
+    # -- ending ------------------------------------------------------------------------------------
+
+    def cancel(self, request_id: str) -> bool:
+        """End a request, in any phase, at the next step boundary; return False if there is none."""
+        if request_id not in self._by_id:
+            return False
+        self._cancelled.add(request_id)
+        return True
+
+    def end(self, requests: Iterable[SequenceRequest]) -> None:
+        """Cancel requests now, not at the next step. Finished ones stay as they are."""
+        with self.lock:
+            for request in requests:
+                self._finish(request, "cancelled")
+
+    def fail_all(self, error: QuireError) -> None:
+        """End all requests with the error of a step whose cause is no single request."""
+        with self.lock:
+            for samples in list(self._by_id.values()):
+                for request in samples:
+                    self._fail(request, error)
+
+    def forget(self, session: SessionState) -> None:
+        """End what a closed session does, and give its pages back."""
+        with self.lock:
+            if session.request is not None:
+                self._finish(session.request, "cancelled")
+            self.states.forget(session)
+
+    def _fail(self, request: SequenceRequest, error: QuireError) -> SequenceRequest:
+        if request.finished:
+            return request
+        request.error = error
+        # The prefix cache must not hand out values that are not finite.
+        work = request.work
+        work.cacheable = False
+        if self.cache is not None and work.seq is not None and work.seq in self.cache:
+            self.cache.remove(work.seq)
+        for sibling in request.siblings:
+            sibling.error = error
+            self._finish(sibling, "error")
+        self._finish(request, "error")
+        return request
+
+    def _finish(self, request: SequenceRequest, reason: FinishReason, stop: str | int | None = None) -> None:
+        if request.finished:
+            return
+        if request.matcher is not None:
+            request.matcher.drop()
+        request.finished_at = time.monotonic()
+        if request.detokenizer is not None and (rest := request.detokenizer.finish()):
+            request.pieces.append(rest)
+        # Other threads read these without the lock: unfinished, or with all of the above.
+        request.stop_reason, request.finish_reason = stop, reason
+        self.scheduler.finish(request.work)
+        self._requests.pop(request.work, None)
+        if request.params is not None:
+            self.metrics.request_success.inc(reason)
+            self.metrics.e2e_request_latency.observe(request.finished_at - request.arrival)
+        if request.session is not None:
+            self.states.settle(request.session, request)
+        else:
+            self._release(request)
+        self.host.discard(request.work)
+        if all(sample.finished for sample in self._by_id.get(request.request_id, ())):
+            self._by_id.pop(request.request_id, None)
+
+    def _release(self, request: SequenceRequest) -> None:
+        """Keep the finished sequence for others, or give its pages back."""
+        work = request.work
+        if work.seq is None:
+            return
+        if self.cache is None or not work.cacheable or not work.computed:
+            self.states.remove(work.seq)
+        else:
+            self.states.remove_all(self.cache.insert(work.seq, work.tokens.ids[: work.computed], work.key))
+        work.seq = None
+
+    # -- giving up ---------------------------------------------------------------------------------
+
+    def give_up(self, rank: Rank) -> bool:
+        """Give up one thing of this rank, as a ``Giver``."""
+        kept = self.checkpoints
+        match rank:
+            case Rank.ORPHANS:
+                return self.orphans.bury()
+            case Rank.SCARCE_STATES:
+                return kept is not None and not self.runner.state.num_available_states and kept.give_up()
+            case Rank.PREFIXES:
+                return self.states.evict()
+            case Rank.IDLE:
+                return self.states.drop_idle()
+            case Rank.STATES:
+                return kept is not None and kept.give_up()
+
+    def loose(self) -> set[SeqId]:
+        """Return the sequences that it could give up, as a ``Giver``."""
+        return self.states.loose()
+
+    def _ages(self) -> dict[SeqId, int]:
+        """Return the engine's sequences and when each was used, without those of written states."""
+        ages = {} if self.cache is None else self.cache.ages()
+        in_use = len(ages)
+        ages |= {one.seq: in_use for one in self.states.sessions.values() if one.seq is not None}
+        works = (*self.scheduler.running, *self.scheduler.waiting)
+        ages |= {work.seq: in_use for work in works if work.seq is not None}
+        for seq in self.states.written():
+            ages.pop(seq, None)
+        return ages

@@ -1,0 +1,239 @@
+"""Requests of an ``LLM``, from its arguments to the engine's queue and to outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.branches.media import NO_MEDIA, Media
+from quire.contracts.executor import ExecutorInputs
+from quire.engine.beam import BeamSearch
+from quire.engine.chat_rendering import render_chat, select_template
+from quire.engine.engine import Engine
+from quire.engine.named_adapters import NamedAdapters
+from quire.engine.prompt_sessions import PreparedPrompts, PromptsOrSessions, split_sessions
+from quire.engine.prompts import Prompt, Prompts, Text, as_prompts, naming_prompt, read_prompt
+from quire.engine.request_checks import RequestChecks
+from quire.engine.request_outputs import request_output
+from quire.engine.sequence_request import SequenceRequest
+from quire.engine.token_ids import as_token_ids
+from quire.engine.tokenizer import Tokenizer
+from quire.errors import FailedPrecondition, InvalidArgument, Unsupported
+from quire.outputs import RequestOutput
+from quire.sampling_params import BeamSearchParams, SamplingParams
+
+Messages: TypeAlias = Sequence[Mapping[str, Any]]
+"""One conversation."""
+
+
+class RequestPreparation:
+    """The part of an ``LLM`` that checks, encodes and queues requests. Nothing here runs them."""
+
+    def __init__(self, engine: Engine, adapters: NamedAdapters, default_params: SamplingParams) -> None:
+        self._engine = engine
+        self._adapters = adapters
+        self._default_params = default_params
+        self._closed = False
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """None for a model without one: it works with token ids."""
+        return self._engine.tokenizer
+
+    @property
+    def default_params(self) -> SamplingParams:
+        """What calls without ``SamplingParams`` use: the model's ``generation_config.json``."""
+        return self._default_params
+
+    def prepare(
+        self,
+        prompts: PromptsOrSessions,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        adapter: str | None = None,
+        cache_salt: str | None = None,
+    ) -> PreparedPrompts:
+        """Check and encode the arguments of ``generate``, for ``submit``."""
+        self._require_open("generate")
+        chosen = self._adapter(adapter)
+        sessions, given = split_sessions(prompts, self._engine)
+        if sessions and None not in sessions and (adapter is not None or cache_salt is not None):
+            raise InvalidArgument(
+                f"adapter={adapter!r} and cache_salt={cache_salt!r} for sessions only: a session has its own; leave them out",
+                field="adapter" if cache_salt is None else "cache_salt",
+            )
+        listed = as_prompts(given)
+        params = self._params_for(sampling_params, len(listed))
+        ids, media = [], []
+        for number, prompt in enumerate(listed):
+            with naming_prompt(number, len(listed)):
+                tokens, embeddings = self._read(prompt, self._engine.checks)
+            ids.append(tokens)
+            media.append(embeddings)
+        return self._checked(
+            PreparedPrompts(ids, texts_of(listed), params, cache_key(cache_salt), chosen, media, sessions)
+        )
+
+    def prepare_chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        adapter: str | None = None,
+        cache_salt: str | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> PreparedPrompts:
+        """Check, render and encode the arguments of ``chat``, for ``submit``."""
+        self._require_open("chat")
+        chosen = self._adapter(adapter)
+        if not isinstance(messages, (list, tuple)) or not messages:
+            allowed = "a list of messages, or a list of such lists, with at least one message"
+            raise InvalidArgument(field="messages", given=messages, allowed=allowed)
+        conversations: Sequence[Messages] = [messages] if isinstance(messages[0], Mapping) else messages
+        params = self._params_for(sampling_params, len(conversations))
+        tokenizer = self.tokenizer
+        if tokenizer is None:
+            raise FailedPrecondition("chat needs a tokenizer with a chat template, and this model has no tokenizer")
+        template = select_template(tokenizer.chat_templates, with_tools=tools is not None)
+        texts = [
+            render_chat(
+                template,
+                conversation,
+                add_generation_prompt=add_generation_prompt,
+                tools=tools,
+                max_bytes=self._engine.checks.max_text_bytes,
+                **tokenizer.special_tokens,
+            )
+            for conversation in conversations
+        ]
+        ids = [np.array(tokenizer.encode(text, add_special_tokens=False), dtype=np.int64) for text in texts]
+        return self._checked(PreparedPrompts(ids, list(texts), params, cache_key(cache_salt), chosen))
+
+    def prepare_beams(
+        self, prompts: Prompts, params: BeamSearchParams, *, adapter: str | None = None, cache_salt: str | None = None
+    ) -> tuple[list[BeamSearch], list[str | None]]:
+        """Return the checked searches of ``beam_search``, and the prompts that are text."""
+        self._require_open("beam_search")
+        chosen = self._adapter(adapter)
+        if not isinstance(params, BeamSearchParams):
+            raise InvalidArgument(f"beam_search takes BeamSearchParams, got {type(params).__name__}", field="params")
+        listed, key, stopping = as_prompts(prompts), cache_key(cache_salt), params.sampling()
+        searches: list[BeamSearch] = []
+        for number, prompt in enumerate(listed):
+            with naming_prompt(number, len(listed)):
+                if isinstance(prompt, (Mapping, ExecutorInputs)):
+                    raise Unsupported("beam_search takes text and token ids, and no embeddings")
+                tokens = self._encode(prompt, self._engine.checks)
+                self._engine.checks.tokens(tokens)
+                self._engine.checks.params(stopping)
+                self._engine.checks.length(tokens.size, stopping)
+                searches.append(BeamSearch(self._engine, tokens, params, key=key, adapter=chosen))
+        return searches, texts_of(listed)
+
+    def submit(self, prepared: PreparedPrompts, request_id: str | None = None) -> list[list[SequenceRequest]]:
+        """Queue prompts, all or none, for the engine's steps; return the samples of each.
+
+        ``request_id`` is the name of a single prompt; several are numbered, as in "name-0".
+        """
+        requests: list[list[SequenceRequest]] = []
+        count = len(prepared.ids)
+        with self._engine.lock:
+            # Before any session is lent: other threads may have used them since they were checked.
+            for number, chosen in enumerate(prepared.params):
+                if (session := prepared.session_of(number)) is not None:
+                    with naming_prompt(number, count):
+                        session.check_generate(chosen)
+            try:
+                for number, (tokens, chosen) in enumerate(zip(prepared.ids, prepared.params, strict=True)):
+                    name = request_id if request_id is None or count == 1 else f"{request_id}-{number}"
+                    if (session := prepared.session_of(number)) is not None:
+                        requests.append([session.submit_generate(chosen, name)])
+                        continue
+                    requests.append(
+                        self._engine.submit(
+                            tokens,
+                            chosen,
+                            request_id=name,
+                            key=prepared.key,
+                            adapter=prepared.adapter,
+                            media=prepared.media_of(number),
+                        )
+                    )
+            except BaseException:
+                for samples in requests:
+                    self._engine.end(samples)
+                raise
+        return requests
+
+    def outputs(self, prepared: PreparedPrompts, requests: Sequence[Sequence[SequenceRequest]]) -> list[RequestOutput]:
+        """Return the results of ``submit``'s requests so far."""
+        pairs = zip(requests, prepared.texts, strict=True)
+        return [request_output(samples, self.tokenizer, text) for samples, text in pairs]
+
+    # -- helpers -----------------------------------------------------------------------------------
+
+    def _require_open(self, verb: str) -> None:
+        if self._closed:
+            raise FailedPrecondition(f"{verb}: the LLM is closed; make a new one")
+
+    def _adapter(self, name: str | None) -> int | None:
+        """Return the id of an adapter; ``NotFound`` for a name that is not loaded."""
+        return None if name is None else self._adapters.id_of(name)
+
+    def _checked(self, prepared: PreparedPrompts) -> PreparedPrompts:
+        """Refuse, before anything is queued, whatever ``submit`` would refuse."""
+        checks, count = self._engine.checks, len(prepared.ids)
+        for number, (tokens, chosen) in enumerate(zip(prepared.ids, prepared.params, strict=True)):
+            with naming_prompt(number, count):
+                if (session := prepared.session_of(number)) is not None:
+                    session.check_generate(chosen)
+                    continue
+                checks.tokens(tokens, prepared.media_of(number))
+                checks.params(chosen)
+                checks.scored(tokens, chosen)
+                checks.length(tokens.size, chosen)
+        return prepared
+
+    def _params_for(self, given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+        if given is None or isinstance(given, SamplingParams):
+            return [self.default_params if given is None else given] * count
+        if not isinstance(given, (list, tuple)) or not all(isinstance(item, SamplingParams) for item in given):
+            raise InvalidArgument(field="sampling_params", given=given, allowed="SamplingParams or a list of them")
+        if len(given) != count:
+            raise InvalidArgument(
+                f"{len(given)} sampling_params for {count} prompts; give one, or one for each", field="sampling_params"
+            )
+        return list(given)
+
+    def _read(self, prompt: Prompt, checks: RequestChecks | None) -> tuple[NDArray[np.int64], Media]:
+        if isinstance(prompt, (Mapping, ExecutorInputs)):
+            return read_prompt(prompt, self._engine.runner.model.hidden_size)
+        return self._encode(prompt, checks), NO_MEDIA
+
+    def _encode(self, prompt: Text, checks: RequestChecks | None) -> NDArray[np.int64]:
+        """Return a prompt's token ids; ``checks`` refuse a text that is too long, untokenised."""
+        if checks is not None:
+            checks.text(prompt)
+        if not isinstance(prompt, str):
+            return as_token_ids(prompt)
+        if self.tokenizer is None:
+            if not prompt:
+                return np.empty(0, dtype=np.int64)
+            raise InvalidArgument("this model has no tokenizer; give token ids instead of text", field="prompt")
+        return np.array(self.tokenizer.encode(prompt), dtype=np.int64)
+
+
+def cache_key(salt: str | None) -> Hashable:
+    """Return the key under which requests share cached state, beside adapters: the salt."""
+    if salt is not None and not isinstance(salt, str):
+        raise InvalidArgument(field="cache_salt", given=salt, allowed="a string")
+    return ("", salt)
+
+
+def texts_of(prompts: Sequence[Prompt]) -> list[str | None]:
+    """Return the prompts that are text, with None for the others."""
+    return [prompt if isinstance(prompt, str) else None for prompt in prompts]
