@@ -181,7 +181,8 @@ class SequenceBooks:
 
     @staticmethod
     def check_batch(seq_ids: Seq[SeqId], counts: Seq[int], verb: str) -> list[int]:
-        """Return the append lengths as plain integers; ``InvalidArgument`` unless it is a batch."""
+        """Return the append lengths as plain integers; ``InvalidArgument`` for a malformed
+        batch."""
         if len(seq_ids) != len(counts):
             raise InvalidArgument(
                 f"{verb}: {len(seq_ids)} sequence ids but {len(counts)} append lengths; give one each"
