@@ -1,6 +1,6 @@
 """Sequences over pages: lengths, page tables, windows, refusals, needs of forwards. No torch.
 
-These classes only look and check; ``sequence_table.SequenceTable`` changes the sequences.
+This module only looks and checks; ``sequence_table.SequenceTable`` changes the sequences.
 
 Letters: P page size. A *slot* is ``page * P + offset``. An *address* is a position, or the
 committed length plus the index of a tree node.

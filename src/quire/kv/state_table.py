@@ -50,7 +50,7 @@ class StateTable(StateBooks):
             self._ringed[slot].add(int(child_id))
 
     def pop(self, seq_id: SeqId, position: int) -> None:
-        """Go back to ``position``. ``FailedPrecondition`` if there is no state."""
+        """Go back and forget later states. ``FailedPrecondition`` if none is at ``position``."""
         states = self._sequences[seq_id]
         slot = self._stood_at(seq_id, position)
         if position == states.length:

@@ -8,7 +8,7 @@ states published last before the present one. A checkpoint and the ring name the
 they keep the same state. If slots are needed, only those that rings alone name are given up, oldest
 first.
 
-These classes only look and count; ``state_table.StateTable`` changes the states.
+This module only looks and counts; ``state_table.StateTable`` changes the states.
 
 Letters: B entries of a batch; T new tokens; G given states; M rows whose states are wanted.
 """
