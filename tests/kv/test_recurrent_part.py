@@ -89,7 +89,7 @@ def test_storage_copies_whole_slots_of_all_layers() -> None:
 
 def test_bytes() -> None:
     assert bytes_per_state(SPECS) == 2 * 4 + 4 * 4 + 2 * 8
-    assert part(7).num_bytes == 7 * bytes_per_state(SPECS)
+    assert part(7).storage.num_bytes == 7 * bytes_per_state(SPECS)
     assert bytes_per_state([Recurrent(states=(StateTensor(shape=(3, 5), dtype="bfloat16"),))]) == 30
 
 

@@ -78,8 +78,8 @@ WINDOWS = (
     Mutant(
         name="freed-pages-not-counted",
         file="kv/forward_need.py",
-        old="leaving, _freed(index, references, sequences, leaving))",
-        new="leaving, 0)",
+        old="ClassNeed(splits, fresh, leaving, freed)",
+        new="ClassNeed(splits, fresh, leaving, 0)",
         tests=("kv/test_window_pages.py::test_released_pages_count_for_the_same_call",),
     ),
     Mutant(
@@ -151,7 +151,7 @@ PAGES = (
     Mutant(
         name="copied-although-the-other-owner-lets-go",
         file="kv/forward_need.py",
-        old="    holders.subtract(left_pages(index, sequences, leaving))\n",
+        old="    holders.subtract(left)\n",
         new="",
         tests=("kv/test_window_pages.py::test_a_page_that_one_owner_releases_is_written_in_place_by_the_other",),
     ),

@@ -307,7 +307,7 @@ class AttentionPass:
         *,
         coarse: bool = False,
     ) -> AttentionState:
-        """Attend over the sequence's new tokens; store nothing. ``coarse``: as in the backend."""
+        """Attend over new tokens of the same sequence; store nothing. ``coarse``: the backend's."""
         layer = self._state.layer(layer_id)
         q_sink = None
         if masks is None:
@@ -326,7 +326,7 @@ class AttentionPass:
     def cross(
         self, layer_id: int, q_THD: Tensor, keys: Keys, scoring: Scoring, *, coarse: bool = False
     ) -> AttentionState:
-        """Attend over stored tokens (``past``: earlier ones; ``fused``: all). ``coarse``: as in
+        """Attend over stored tokens (``past``: earlier, ``fused``: all). ``coarse``: see
         ``own``."""
         layer = self._state.layer(layer_id)
         prepared = self.prepared(keys, layer.class_index)

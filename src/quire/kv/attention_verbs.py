@@ -1,7 +1,7 @@
 """The attention verbs of the contract over a pass: checks of arguments, padding, ``out=``.
 
-Letters: T new tokens; N >= T rows of a padded tensor; n new tokens of an entry; Hq, Hkv heads; Dk,
-Dv sizes.
+Letters: T new tokens; N >= T rows of a padded tensor; n those of an entry; Hq, Hkv heads; Dk, Dv
+sizes.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ An *encoding* is what the encoder has left for one sequence: pages, of which eac
 the first S rows in its own tensors. Forks hold the same encoding; a writer gets a copy of one that
 others hold. Windows, trees, pops and the bracket of a forward do not concern it.
 
-Letters: S rows of the encoder in one layer; T new tokens; Hq, Hkv query and KV heads; Dk, Dv their
-sizes; P page size.
+Letters: S rows of the encoder in one layer; T new tokens; Hq, Hkv heads; Dk, Dv head sizes; P page
+size.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class EncodingTable:
 
     def own(self, seq_id: SeqId, rows: int) -> list[SlotCopy]:
         """Let a sequence hold an encoding alone, with pages for at least ``rows`` rows. The caller
-        has asked ``require_room``, and makes the copies before anything is written."""
+        asks ``require_room`` before, and makes the copies before anything is written."""
         found, wanted = self._held.get(seq_id), pages_for(rows, self.page_size)
         if found is not None and found.holders == 1:
             if wanted > found.pages.size:

@@ -23,15 +23,7 @@ from quire.contracts.kv_state import TensorPlan
 from quire.contracts.layers import CrossAttention, LatentAttention, StateTensor
 from quire.errors import DataLoss, FailedPrecondition, InvalidArgument, ResourceExhausted
 from quire.kv.forward_need import SlotRange
-from quire.kv.metadata_checks import (
-    FORMAT_VERSION,
-    hash_of,
-    hole_of,
-    promised_checksums,
-    ranges_of,
-    validate,
-    window_of,
-)
+from quire.kv.metadata_checks import FORMAT_VERSION, hash_of, holes_of, promised_checksums, validate, window_of
 from quire.kv.parts import Import, StateParts
 from quire.kv.recurrent import dtype_of
 from quire.kv.sequences import check_id
@@ -151,8 +143,7 @@ class StateExchange(StateParts):
         validate(self, layout_of(self), metadata)
         rows, kept = rows_by_layer(metadata), list(metadata["kept_recurrent_positions"])
         started = Import(rows, promised_checksums(groups_of(self, rows, kept), metadata.get("groups")))
-        length, window = int(metadata["length"]), window_of(metadata)
-        holes = [hole_of(ranges_of(one), length, window.sink if window else 0) for one in metadata["held"]]
+        length, window, holes = int(metadata["length"]), window_of(metadata), holes_of(metadata)
         encoders = (
             {} if self.encoders is None else {layer: rows[layer] for layer in self.encoders.specs if layer in rows}
         )

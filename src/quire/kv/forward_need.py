@@ -169,7 +169,8 @@ def class_need(
     references = pool.references
     # Holders of a page by the time when it is written: less those that let go of it in this call.
     holders = Counter(split_before.values())
-    holders.subtract(left_pages(index, sequences, leaving))
+    left = Counter(left_pages(index, sequences, leaving))
+    holders.subtract(left)
     fresh: list[int] = []
     owners: dict[int, list[Split]] = {}
     for entry, (seq_id, sequence, count) in enumerate(zip(seq_ids, sequences, counts, strict=True)):
@@ -187,7 +188,8 @@ def class_need(
             # are behind all owners' valid rows and an abort can share the page again.
             found.remove(max(found, key=lambda split: split.valid))
         splits.extend(found)
-    return ClassNeed(splits, fresh, leaving, _freed(index, references, sequences, leaving))
+    freed = sum(int(references[page]) == count for page, count in left.items())
+    return ClassNeed(splits, fresh, leaving, freed)
 
 
 def left_pages(index: int, sequences: Seq[Sequence], leaving: Seq[Leaving]) -> list[int]:
@@ -199,12 +201,6 @@ def left_pages(index: int, sequences: Seq[Sequence], leaving: Seq[Leaving]) -> l
         if part
     ]
     return [page for part in parts for page in part.tolist() if page >= 0]
-
-
-def _freed(index: int, references: NDArray[np.int32], sequences: Seq[Sequence], leaving: list[Leaving]) -> int:
-    """Return how many pages are free when those of ``leaving`` are released."""
-    times = Counter(left_pages(index, sequences, leaving))
-    return sum(int(references[page]) == count for page, count in times.items())
 
 
 def slots_of(pages: PageIds, start: int, stop: int, page_size: int) -> NDArray[np.int64]:

@@ -86,8 +86,8 @@ def describe_ids(ids: Sequence[int]) -> str:
 
 
 def supported(layer_id: int, spec: LayerSpec, backend: AttentionBackend, device: torch.device) -> StoredSpec:
-    """Return the spec of a layer that is possible here; else ``InvalidArgument``,
-    ``Unsupported``."""
+    """Return the spec of a layer that a state can have; ``InvalidArgument`` or ``Unsupported``,
+    with the reason, for others."""
     if isinstance(spec, LatentAttention):
         _check_latent(layer_id, spec)
         # Its rows are the key of all heads: to a backend it is attention with one KV head.

@@ -65,6 +65,12 @@ def ranges_of(one: object) -> list[range]:
     return [range(start, stop) for start, stop in ranges]
 
 
+def holes_of(given: Mapping[str, Any]) -> list[Hole]:
+    """Return the holes of each layer class, by metadata that were validated."""
+    window = window_of(given)
+    return [hole_of(ranges_of(one), given["length"], window.sink if window else 0) for one in given["held"]]
+
+
 def hole_of(ranges: list[range], length: int, sink: int) -> Hole:
     """Return what is not held if these ranges are; ``InvalidArgument`` if no window leaves them."""
     if ranges == held(length, sink, NO_HOLE):

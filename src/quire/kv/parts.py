@@ -154,8 +154,8 @@ class StateParts:
         return found
 
     def spec(self, layer_id: int) -> StoredSpec:
-        """Return an attention layer's spec; ``Unsupported``: recurrent; ``InvalidArgument``:
-        other."""
+        """Return an attention layer's spec; ``Unsupported`` for a recurrent layer,
+        ``InvalidArgument`` for an unknown id."""
         found = self.stored_specs.get(layer_id)
         if found is None:
             recurrent = [] if self.recurrent is None else self.recurrent.layer_ids
@@ -183,7 +183,7 @@ class StateParts:
     @property
     def num_bytes(self) -> int:
         parts = [one.storage for one in self.classes] + [part.storage for part in (self.encoders,) if part is not None]
-        return sum(storage.num_bytes for storage in parts) + (self.recurrent.num_bytes if self.recurrent else 0)
+        return sum(storage.num_bytes for storage in parts) + (self.recurrent.storage.num_bytes if self.recurrent else 0)
 
     # -- kept states -------------------------------------------------------------------------------
 

@@ -164,10 +164,6 @@ class RecurrentPart:
         """The open forward."""
         self._indices = {layer_id: index for index, layer_id in enumerate(layer_ids)}
 
-    @property
-    def num_bytes(self) -> int:
-        return self.storage.num_bytes
-
     def layer(self, layer_id: int) -> int:
         """Return the index of a layer; ``InvalidArgument`` for an unknown id."""
         if layer_id not in self._indices:
@@ -233,7 +229,7 @@ class RecurrentPart:
         return self.storage.read(layer, state_id, np.array([slot], dtype=np.int64))[0]
 
     def debug_set(self, layer_id: int, state_id: int, seq_id: SeqId, data: Tensor) -> None:
-        """Overwrite a tensor of this sequence's present state only. ``ResourceExhausted``."""
+        """Overwrite a tensor of this sequence's present state, no other. ``ResourceExhausted``."""
         layer, tensor = self.tensor(layer_id, state_id)
         self.check_data("debug_set", tensor, data, ())
         moved = self.table.own(seq_id)
@@ -247,7 +243,8 @@ class RecurrentPart:
         self.storage.write(layer, state_id, slots_N, data[None])
 
     def check_data(self, verb: str, tensor: StateTensor, data: Tensor, lead: tuple[int, ...]) -> None:
-        """Raise ``InvalidArgument`` unless ``data`` is ``[*lead, *shape]`` of the right type."""
+        """Raise ``InvalidArgument`` unless ``data`` is ``[*lead, *shape]``, of the state tensor's
+        dtype and on the part's device."""
         wanted, dtype = (*lead, *tensor.shape), dtype_of(tensor)
         if tuple(data.shape) != wanted or data.dtype != dtype or data.device.type != self.device.type:
             raise InvalidArgument(
@@ -257,8 +254,7 @@ class RecurrentPart:
     # -- exchange ----------------------------------------------------------------------------------
 
     def group_tensors(self, layer_id: int, kept: Iterable[int]) -> dict[str, StateTensor]:
-        """Return the tensors in a layer's group: ``state.i``, per checkpoint
-        ``state.i@position``."""
+        """Return a layer's tensors: ``state.i``, and ``state.i@position`` of each checkpoint."""
         states = self.specs[self.layer(layer_id)].states
         suffixes = ["", *(f"@{position}" for position in kept)]
         return {f"state.{index}{suffix}": one for index, one in enumerate(states) for suffix in suffixes}
@@ -404,8 +400,7 @@ class RecurrentPass:
 
     def get(self, layer_id: int, state_id: int, per_token: bool = False) -> Tensor:
         """Return the state before this forward, ``[B, *shape]``, fresh; ``per_token``:
-        ``[T, *shape]``, of each row's predecessor where that lies before this forward, 0
-        elsewhere."""
+        ``[T, *shape]``, of each row's predecessor if that is older than the forward, else 0."""
         layer, tensor = self.tensor(layer_id, state_id)
         storage = self._part.storage
         if not per_token:

@@ -109,13 +109,11 @@ class StateRecurrence(OpenState):
         if position is not None:
             position = check_integer(position, "debug_get: position", 0)
         state_tensor(self, layer_id, state_id, "debug_get", seq_id)
-        sequence = self.table.get(seq_id)
-        self.table.require_ready(seq_id, sequence, "debug_get")
+        self.table.require_ready(seq_id, self.table.get(seq_id), "debug_get")
         part = recurrent_part(self, "debug_get")
         if position is not None and part.table.slot_at(seq_id, position) is None:
-            known = self.kept_positions(seq_id)
             raise FailedPrecondition(
-                f"debug_get: no state of sequence {seq_id} is kept at {position}; there are {known}"
+                f"debug_get: no state of sequence {seq_id} is kept at {position}; there are {self.kept_positions(seq_id)}"
             )
         return part.debug_get(layer_id, state_id, seq_id, position)
 

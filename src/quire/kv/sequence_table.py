@@ -284,11 +284,10 @@ class SequenceTable(SequenceBooks):
         return copies
 
     def reserve_import(self, seq_id: SeqId, length: int, holes: Seq[Hole], window: Window | None, slid: bool) -> None:
-        """Add an unpublished sequence with pages for what it holds of ``length`` tokens."""
-        check_id(seq_id)
-        if seq_id in self._sequences:
-            raise InvalidArgument(f"prepare_import: sequence {seq_id} exists already; a new id is needed")
-        self.require_closed("prepare_import")
+        """Add an unpublished sequence with pages for what it holds of ``length`` tokens.
+
+        The caller has checked that the id is new and that no forward is open.
+        """
         size = pages_for(length, self.page_size)
         sink = window.sink if window else 0
         wanted: list[NDArray[np.int64]] = []

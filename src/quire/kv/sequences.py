@@ -1,6 +1,6 @@
 """Sequences over pages: lengths, page tables, windows, refusals, needs of forwards. No torch.
 
-These classes only look and check; ``sequence_table.SequenceTable`` changes the sequences.
+This module only looks and checks; ``sequence_table.SequenceTable`` changes the sequences.
 
 Letters: P page size. A *slot* is ``page * P + offset``. An *address* is a position, or the
 committed length plus the index of a tree node.
@@ -181,7 +181,8 @@ class SequenceBooks:
 
     @staticmethod
     def check_batch(seq_ids: Seq[SeqId], counts: Seq[int], verb: str) -> list[int]:
-        """Return the append lengths as plain integers; ``InvalidArgument`` unless it is a batch."""
+        """Return the append lengths as plain integers; ``InvalidArgument`` for a malformed
+        batch."""
         if len(seq_ids) != len(counts):
             raise InvalidArgument(
                 f"{verb}: {len(seq_ids)} sequence ids but {len(counts)} append lengths; give one each"

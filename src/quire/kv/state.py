@@ -1,8 +1,8 @@
 """``State``: the KV state of a model with layers of any kinds (``contracts.kv_state``).
 
 It consists of sequences and parts (``parts``). **All parts or none**: a verb asks each part whether
-it can, then each changes. The verbs are in ``attention_verbs``, ``recurrent_verbs``,
-``stored_rows`` (stored rows), ``exchange`` (files, transfers) and ``state_room`` (room of pools).
+it can, then each changes. Verbs are in ``attention_verbs``, ``recurrent_verbs``, ``stored_rows``,
+``exchange`` (files and transfers) and ``state_room``; those of the parts are here.
 
 Letters: T new tokens.
 """
@@ -64,8 +64,7 @@ class State(StateAttention, StateRecurrence, StateRows, StateExchange, StateRoom
     """The KV state of a model of any layers. The contract's docstrings are not repeated here.
 
     ``specs``: the layers, of which ``first_layer`` is the global id of the first (a pipeline stage
-    owns a range); ``layer_ids``: those of all, ascending, where they are not a range. One thread at
-    a time.
+    owns a range); ``layer_ids``: those of all, ascending, if not a range. One thread at a time.
 
     Attention layers that keep the same positions form a *layer class* with a pool of its own: those
     of one window, and all without, latent ones among them. ``capacity``: tokens that the pool of
@@ -82,8 +81,7 @@ class State(StateAttention, StateRecurrence, StateRows, StateExchange, StateRoom
     ``page_size``; 0: none. ``recurrence``: computes recurrences; None: the reference
     (``quire.kernels.recurrence.ChunkedRecurrence`` is fast).
 
-    Raises ``Unsupported`` for a layer that the backend does not have, and ``ResourceExhausted`` if
-    the pools do not fit in memory.
+    Raises ``Unsupported`` for a layer that the backend lacks, ``ResourceExhausted`` without memory.
     """
 
     @staticmethod
@@ -171,8 +169,7 @@ class State(StateAttention, StateRecurrence, StateRows, StateExchange, StateRoom
         return position if self.recurrent is None else self.recurrent.table.nearest(seq_id, position)
 
     def _require_no_rerun(self, seq_id: SeqId, target: int, stop: int, exact: bool, verb: str) -> None:
-        """Raise ``FailedPrecondition`` if ``exact``; ``stop`` is the position nearest to
-        ``target``."""
+        """Raise ``FailedPrecondition`` if ``exact``: ``stop``, not ``target``, has a state."""
         if exact:
             raise FailedPrecondition(
                 f"{verb}: position {target} of sequence {seq_id} is reachable only by running {target - stop} tokens again from a "
@@ -341,8 +338,8 @@ class State(StateAttention, StateRecurrence, StateRows, StateExchange, StateRoom
 
 
 def check_checkpoints(need: ForwardNeed, checkpoints: Sequence[Sequence[int]]) -> None:
-    """Raise ``InvalidArgument`` unless there are none or ascending counts of new tokens per
-    entry."""
+    """Raise ``InvalidArgument`` unless there are none, or per entry ascending counts of new
+    tokens."""
     if checkpoints and len(checkpoints) != len(need.counts):
         raise InvalidArgument(
             f"begin_forward: checkpoints for {len(checkpoints)} entries; there are {len(need.counts)}"

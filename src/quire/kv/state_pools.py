@@ -75,15 +75,12 @@ class StatePools(StateParts):
 
     @property
     def capacity(self) -> int | None:
-        keeping = [pool.num_pages for pool in self.table.pools]
-        keeping = [size for size, one in zip(keeping, self.classes, strict=True) if one.window is None]
-        return min(keeping) * self.page_size if keeping else None
+        pools = zip(self.table.pools, self.classes, strict=True)
+        return min((pool.num_pages * self.page_size for pool, one in pools if one.window is None), default=None)
 
     def pool_sizes(self) -> list[int]:
         states = [] if self.recurrent is None else [self.recurrent.table.pool.num_pages]
         return [*(pool.num_pages for pool in self.table.pools), *states]
-
-    # -- going back --------------------------------------------------------------------------------
 
     @property
     def forgets(self) -> bool:

@@ -41,8 +41,7 @@ class States:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StateNeed:
-    """What a forward needs: the state before each row, the wanted states. See
-    ``RecurrencePlan``."""
+    """The need of a forward: states before each row, wanted states. See ``RecurrencePlan``."""
 
     seq_ids: tuple[SeqId, ...]
     lengths: tuple[int, ...]

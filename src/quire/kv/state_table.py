@@ -50,8 +50,7 @@ class StateTable(StateBooks):
             self._ringed[slot].add(int(child_id))
 
     def pop(self, seq_id: SeqId, position: int) -> None:
-        """Go back to ``position``, forgetting later states. ``FailedPrecondition``: no state
-        there."""
+        """Go back and forget later states. ``FailedPrecondition`` if none is at ``position``."""
         states = self._sequences[seq_id]
         slot = self._stood_at(seq_id, position)
         if position == states.length:
@@ -64,7 +63,8 @@ class StateTable(StateBooks):
         self._release(gone)
 
     def commit(self, seq_id: SeqId, path: Seq[int]) -> None:
-        """Take the states of nodes on ``path`` (from a root on) as a chain's; forget all others."""
+        """Take the states of the nodes on ``path`` (from a root on; empty: none) as those of a
+        chain; forget all others."""
         states = self._sequences[seq_id]
         on_path = [states.nodes[node] for node in path]
         stay = set(path)
@@ -244,9 +244,9 @@ class StateTable(StateBooks):
     def import_states(self, seq_id: SeqId, length: int, kept: Seq[int]) -> None:
         """Add a sequence at ``length`` that is *importing* until ``finish_import``.
 
-        It gets a slot of its own for the present state (also at length 0) and for each checkpoint,
-        also for one at ``length``, which may be another state. ``InvalidArgument`` unless ``kept``
-        ascends from above 0 to ``length`` at most; ``ResourceExhausted``.
+        It has its own slots for the present state (also at length 0) and for each checkpoint, also
+        for one at ``length``, which may be another state. ``InvalidArgument`` unless ``kept``
+        ascends in 1..``length``; ``ResourceExhausted``.
         """
         positions = list(kept)
         if any(low >= high for low, high in zip([0, *positions], positions, strict=False)) or (
@@ -267,8 +267,6 @@ class StateTable(StateBooks):
                 f"finish_import: sequence {seq_id} is not being imported; call prepare_import first"
             )
         states.importing = False
-
-    # -- references --------------------------------------------------------------------------------
 
     def _share(self, slots: Iterable[int]) -> None:
         for part in rounds(slots):

@@ -68,8 +68,7 @@ def write_state(
 
     A path is replaced in one step, after everything was synced to the disk. On any failure, an
     exception of the iterator included (it passes as it is), the earlier file stays untouched and no
-    other is left. A killed process may leave a temporary file, which the next save to the same name
-    removes.
+    other is left. A killed process may leave a temporary file until the next save to the same name.
 
     A binary file object must be seekable and at its end. It is neither synced nor closed; what it
     holds is no state file before the call has returned.

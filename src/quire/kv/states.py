@@ -5,10 +5,10 @@ forward writes it; once published it is immutable, and forks share it. It is fre
 reference goes. A sequence has its *present* state, at its length, and *kept* ones that it can go
 back to: position 0 (always; the initial values, in no slot), *checkpoints*, and a *ring* of the
 states published last before the present one. A checkpoint and the ring name the same slot where
-they keep the same state. When slots are needed, those that only rings name are given up, the oldest
-first; no others are.
+they keep the same state. If slots are needed, only those that rings alone name are given up, oldest
+first.
 
-These classes only look and count; ``state_table.StateTable`` changes the states.
+This module only looks and counts; ``state_table.StateTable`` changes the states.
 
 Letters: B entries of a batch; T new tokens; G given states; M rows whose states are wanted.
 """
@@ -189,16 +189,9 @@ class StateBooks:
         name count as free, and so do those of the open forward."""
         free = self.pool.num_free
         if self.forward is not None:
-            free += self.forward.targets.size + self._num_recent(self.forward)
+            free += len({*self.forward.targets.tolist(), *(slot for _, _, slot in self.forward.recent)})
         short = max(0, need.slots - free)
         return short - len(self._yielding(short))
-
-    @staticmethod
-    def _num_recent(opened: OpenStates) -> int:
-        """Return how many slots were taken for the ring only."""
-        return len({slot for _, _, slot in opened.recent} - set(opened.targets.tolist()))
-
-    # -- the need of a forward ---------------------------------------------------------------------
 
     def plan(
         self, seq_ids: Seq[SeqId], counts: Seq[int], trees: Seq[Seq[int] | None], checkpoints: Seq[Seq[int]] = ()
@@ -262,8 +255,6 @@ class StateBooks:
             found.update(range((length // self.interval + 1) * self.interval, length + count + 1, self.interval))
         return tuple(sorted(found))
 
-    # -- invariants --------------------------------------------------------------------------------
-
     def check(self) -> None:
         """Recount everything; ``QuireError`` names what is broken."""
         named: Counter[int] = Counter()
@@ -274,11 +265,10 @@ class StateBooks:
                 ringed.setdefault(slot, set()).add(seq_id)
             check_states(seq_id, states, self.ring)
         opened = self.forward
-        written: list[int] = []
+        written, recent = list[int](), list[int]()
         if opened is not None:
-            written = opened.targets.tolist()
-            named.update(written)
-            named.update(slot for _, _, slot in opened.recent)
+            written, recent = opened.targets.tolist(), [slot for _, _, slot in opened.recent]
+            named.update([*written, *recent])
             lengths = tuple(self._sequences[seq_id].length for seq_id in opened.need.seq_ids)
             if lengths != opened.need.lengths:
                 raise QuireError(f"the open forward began at lengths {opened.need.lengths}; they are {lengths}")
@@ -291,7 +281,6 @@ class StateBooks:
             raise QuireError("the slots that rings name are not those that are noted")
         imported = [one for one in self._sequences.values() if one.importing]
         alone = [slot for one in imported for slot in (one.present, *one.kept.values())]
-        recent = {slot for _, _, slot in opened.recent} if opened else set()
         for slot in [*alone, *(slot for slot in written if slot not in recent)]:
             if self.pool.references[slot] != 1:
                 raise QuireError(f"state slot {slot} is being written and has {self.pool.references[slot]} holders")

@@ -164,7 +164,8 @@ def gathered(
 
 
 def rows_to_set(state: StateParts, k: Tensor, v: Tensor | None, layer_id: int | None) -> tuple[list[Layer], int]:
-    """Return the layers of these rows (latent: no ``v``) and their counts. ``InvalidArgument``."""
+    """Return the layers for these rows, latent ones if ``v`` is None, and how many rows of each.
+    ``InvalidArgument``."""
     if layer_id is not None:
         latent = state.layer(layer_id).spec.kind == "latent"
     else:

@@ -36,8 +36,7 @@ class Tree:
         return len(self.parents)
 
     def grown(self, parents: Sequence[int]) -> Tree:
-        """Return the tree with further nodes. Parents are indices over all of it, checked
-        before."""
+        """Return the tree with more nodes. Parents are indices over all of it, checked before."""
         old, size = self.size, self.size + len(parents)
         depths = np.empty(size, dtype=np.int64)
         depths[:old] = self.depths

@@ -4,8 +4,8 @@ A *sequence window* (W, s) keeps the first s tokens (the sink) and the last W - 
 arXiv:2309.17453). A *layer window* W_l is the model's: queries at q see positions above q - W_l.
 Both can apply at once.
 
-Letters: q position of a query; b committed length at ``begin_forward``; e evicted tokens of a
-query; P page size.
+Letters: q position of a query; b committed length at ``begin_forward``; e its evicted tokens; P
+page size.
 """
 
 from __future__ import annotations
@@ -92,8 +92,7 @@ def floors(base: int, window: Window | None, layer_window: int | None) -> Floors
 @dataclass(frozen=True, slots=True)
 class Hole:
     """Positions of one sequence that a layer class holds no longer: those below ``sink``, and those
-    from the end of the sink up to ``window`` (rows that only share a page with the sink do not
-    count as held)."""
+    from the end of the sink up to ``window``, also in a page shared with the sink."""
 
     sink: int = 0
     window: int = 0
@@ -124,8 +123,8 @@ def sink_pages(window: Window | None, page_size: int) -> int:
 def leaving_sink(hole: Hole, floor: Floors, first_page: int, page_size: int) -> range:
     """Return the pages of the sink that are in the table and that no query can see from now on.
 
-    ``first_page``: number of pages that hold some of the sink. A page leaves when all its tokens
-    are out of sight.
+    ``first_page``: number of pages that hold some of the sink. A page leaves when no token is in
+    sight.
     """
     return range(hole.sink // page_size, min(floor.sink // page_size, first_page))
 
