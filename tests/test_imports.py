@@ -55,7 +55,9 @@ STRANGERS = {("models", "kv")}
 WITHOUT_TORCH = (
     "kv.pages",
     "kv.sequences",
+    "kv.sequence_table",
     "kv.states",
+    "kv.state_table",
     "branches.branch",
     "engine.scheduler",
     "branches.prefix_cache",
@@ -272,3 +274,15 @@ def test_bookkeeping_runs_without_torch() -> None:
     loaded = loaded_by("import " + ", ".join(f"quire.{name}" for name in WITHOUT_TORCH))
     assert "quire" in loaded
     assert not loaded & {"torch", "transformers"}
+
+
+def test_awaited_verbs_use_no_private_of_what_they_wrap() -> None:
+    """Of their own objects they do: names that the package itself gives to ``self``."""
+    trees = [ast.parse(path.read_text()) for name, path in MODULES.items() if name.startswith("quire.async_llm")]
+    nodes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    own = {node.attr for node in nodes if isinstance(node.ctx, ast.Store)}
+    own |= {node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    own |= {node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.AsyncFunctionDef)}
+    private = {node.attr for node in nodes if node.attr.startswith("_") and node.attr[-2:] != "__"}
+    assert "_session" in private
+    assert private <= own

@@ -16,6 +16,7 @@ from quire.engine.prompts import Prompt
 from quire.engine.request_outputs import request_output
 from quire.engine.sequence_request import SequenceRequest
 from quire.engine.session import Session
+from quire.engine.session_stream import PreparedTurn
 from quire.sampling_params import SamplingParams
 
 
@@ -109,15 +110,7 @@ class AsyncSession:
 
     def stream(self, params: SamplingParams | None = None) -> AsyncStream:
         """Continue as a stream: ``async for delta in session.stream()``."""
-        session = self._session
-
-        async def prepare() -> PreparedJob:
-            chosen = await self._background.call(
-                "stream", lambda: session._check_params("stream", len(session), params)
-            )
-            return self._prepared(lambda: session._submit(session._idle("stream").tokens.ids, chosen))
-
-        return AsyncStream(self._background, prepare)
+        return self._stream("stream", lambda: self._session.prepare(params))
 
     def stream_chat(
         self,
@@ -127,30 +120,24 @@ class AsyncSession:
         answer: ReadAnswer | None = None,
     ) -> AsyncStream:
         """Answer messages as a stream, as ``Session.stream_chat`` does."""
-        session = self._session
+        return self._stream("chat", lambda: self._session.prepare_chat(messages, params, answer=answer))
 
-        async def prepare() -> PreparedJob:
-            asked, tokens = await self._background.call("chat", lambda: session._ask(messages, params, answer))
-
-            def submit() -> SequenceRequest:
-                session._idle("chat")
-                return session._submit(tokens, params)
-
-            prepared = self._prepared(submit)
-            prepared.job.on_end = lambda: session._turns.answered(asked, prepared.job.requests[0], len(session))
-            return prepared
-
-        return AsyncStream(self._background, prepare)
-
-    def _prepared(self, submit: Callable[[], SequenceRequest]) -> PreparedJob:
+    def _stream(self, verb: str, prepare: Callable[[], PreparedTurn]) -> AsyncStream:
         engine = self._background.llm.engine
 
-        def start() -> list[SequenceRequest]:
-            with engine.lock:
-                return [submit()]
+        async def prepared() -> PreparedJob:
+            start, on_end = await self._background.call(verb, prepare)
 
-        job = Job(engine, start, streams=True)
-        return PreparedJob(job=job, output=lambda: request_output(job.requests, engine.tokenizer))
+            def submit() -> list[SequenceRequest]:
+                with engine.lock:
+                    return [start()]
+
+            job = Job(engine, submit, streams=True)
+            if on_end is not None:
+                job.on_end = lambda: on_end(job.requests[0])
+            return PreparedJob(job=job, output=lambda: request_output(job.requests, engine.tokenizer))
+
+        return AsyncStream(self._background, prepared)
 
     async def cancel(self) -> bool:
         """End the request of another task on this session at the next step; False if none runs."""

@@ -23,7 +23,7 @@ from quire.engine.chat_turns import Asked, ReadAnswer
 from quire.engine.prompts import Prompt, Text
 from quire.engine.request_outputs import request_output
 from quire.engine.sequence_request import PinAccount, SequenceRequest, SessionState
-from quire.engine.session_stream import SessionStream
+from quire.engine.session_stream import PreparedTurn, SessionStream
 from quire.engine.state_access import StateAccess
 from quire.engine.token_ids import is_integer
 from quire.errors import FailedPrecondition, InvalidArgument
@@ -80,9 +80,13 @@ class Session(StateAccess):
 
         Leaving its loop early cancels; what was generated stays.
         """
+        return SessionStream(self._engine, *self.prepare(params))
+
+    def prepare(self, params: SamplingParams | None = None) -> PreparedTurn:
+        """Check what ``stream`` runs; return how it starts."""
         with self._engine.lock:
             chosen = self._check_params("stream", len(self), params)
-        return SessionStream(self._engine, lambda: self._submit(self._idle("stream").tokens.ids, chosen))
+        return PreparedTurn(lambda: self._submit(self._idle("stream").tokens.ids, chosen))
 
     def cancel(self) -> bool:
         """End what another thread is running on this session, at the next step.
@@ -347,6 +351,16 @@ class Session(StateAccess):
         answer: ReadAnswer | None = None,
     ) -> SessionStream:
         """Return ``chat`` as a stream. What was generated when its loop is left is the answer."""
+        return SessionStream(self._engine, *self.prepare_chat(messages, params, answer=answer))
+
+    def prepare_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        *,
+        answer: ReadAnswer | None = None,
+    ) -> PreparedTurn:
+        """Check and render what ``stream_chat`` runs; return how it starts and ends."""
         asked, tokens = self._ask(messages, params, answer)
         turns, state = self._turns, self._state
 
@@ -354,7 +368,7 @@ class Session(StateAccess):
             self._idle("chat")
             return self._submit(tokens, params)
 
-        return SessionStream(self._engine, start, lambda request: turns.answered(asked, request, len(state.tokens)))
+        return PreparedTurn(start, lambda request: turns.answered(asked, request, len(state.tokens)))
 
     def _ask(
         self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None, answer: ReadAnswer | None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Self
+from typing import NamedTuple, Self
 
 from quire.engine.engine import Engine
 from quire.engine.sequence_request import SequenceRequest
@@ -14,6 +14,15 @@ from quire.outputs import StreamDelta
 
 Start = Callable[[], SequenceRequest]
 OnEnd = Callable[[SequenceRequest], None]
+
+
+class PreparedTurn(NamedTuple):
+    """A continuation of a session that has passed every check."""
+
+    start: Start
+    """Submits the request; called with the engine's lock."""
+    on_end: OnEnd | None = None
+    """Is told of the request once, when it is over."""
 
 
 class SessionStream(Iterator[StreamDelta]):
