@@ -1,4 +1,4 @@
-"""Work that is left when an object is garbage-collected: open sessions, running streams, KV caches."""
+"""Work left by garbage-collected objects: open sessions, running streams, KV caches."""
 
 from __future__ import annotations
 

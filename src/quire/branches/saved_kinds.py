@@ -1,7 +1,8 @@
-"""The two kinds of state files, ``session`` and ``kv_cache``, each in the words of the other, so that both are read by both.
+"""The two kinds of state files, ``session`` and ``kv_cache``, each in the words of the other.
 
-A session is one sequence whose last tokens may not be computed yet; a KV cache has a sequence for each row, of computed tokens.
-Only words are changed here: what is returned is checked by its reader like any other file's metadata.
+A session is one sequence whose last tokens may not be computed yet. A KV cache has a sequence of
+computed tokens for each row. Only words are changed here: each reader checks what it is given, like
+any other file's metadata.
 """
 
 from __future__ import annotations
@@ -20,13 +21,16 @@ SESSION = "session"
 
 
 def row_prefix(row: int) -> str:
-    """How the names of the tensors of a row begin; those of a session have no prefix."""
+    """Return how the names of a row's tensors begin; those of a session have no prefix."""
     return f"row.{row}."
 
 
 def cache_of_session(found: Mapping[str, Any]) -> dict[str, Any]:
-    """The metadata of a session as those of a KV cache of one row. ``tokens`` may be longer than ``lengths`` says: the rest has no
-    state in the file. A row without a sequence is None."""
+    """Return a session's metadata as those of a KV cache of one row.
+
+    ``tokens`` may be longer than ``lengths`` says: the rest has no state in the file. A row without a
+    sequence is None.
+    """
     sequence = found.get("sequence")
     length = sequence.get("length") if isinstance(sequence, Mapping) else 0
     window = window_of(found)
@@ -35,7 +39,7 @@ def cache_of_session(found: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "kind": KV_CACHE,
         "model": found.get("model"),
-        # Without tokens there is nothing that an adapter had a part in, whatever the session was to go on under.
+        # No adapter had a part in a session without tokens, whichever it was to go on under.
         "adapters": [found.get("adapters") if found.get("tokens") else []],
         "batch_size": 1,
         "lengths": [length],
@@ -48,10 +52,10 @@ def cache_of_session(found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def session_of_cache(file: StateFile, row: int | None) -> tuple[dict[str, Any], str]:
-    """The metadata of a row of a KV cache as those of a session, and the prefix of its tensors.
+    """Return a cache row's metadata as those of a session, and the prefix of its tensors.
 
-    ``row`` None: the only one. ``InvalidArgument``: there are several, or not this one, or its tokens are not known;
-    ``Unsupported``: a window that sessions do not have.
+    ``row`` None: the only one. ``InvalidArgument``: there are several, or not this one, or its tokens
+    are not known. ``Unsupported``: a window that sessions do not have.
     """
     found = file.metadata
     rows = found.get("rows")
@@ -97,7 +101,7 @@ def session_of_cache(file: StateFile, row: int | None) -> tuple[dict[str, Any], 
 
 
 def window_of(found: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Size and sink of a session's window; ``DataLoss`` for what is none."""
+    """Return size and sink of a session's window; ``DataLoss`` for what is none."""
     match found.get("window"):
         case None:
             return None
@@ -108,7 +112,7 @@ def window_of(found: Mapping[str, Any]) -> tuple[int, int] | None:
 
 
 def of_row(found: Mapping[str, Any], name: str, row: int, otherwise: object) -> Any:
-    """What a list of one entry per row says of a row; ``otherwise`` where the list is empty or missing."""
+    """Return a row's entry in a list by rows; ``otherwise`` where it is empty or missing."""
     value = found.get(name)
     if value is None or value == []:
         return otherwise
@@ -118,6 +122,6 @@ def of_row(found: Mapping[str, Any], name: str, row: int, otherwise: object) -> 
 
 
 def _window_of(sequence: Mapping[str, Any]) -> list[Any] | None:
-    """``[window, sink]`` of a sequence, as sessions have it."""
+    """Return ``[window, sink]`` of a sequence, as sessions have it."""
     window = sequence.get("window")
     return None if window is None else [window, sequence.get("sink")]

@@ -1,7 +1,8 @@
-"""KV caches as bytes: the content of a state file of kind ``kv_cache``, and how one is read, or one of kind ``session``.
+"""KV caches as bytes: writes and reads state files of kind ``kv_cache``, and reads ``session``.
 
-One sequence per row under the prefix ``row.<b>.``, and what the rows are: model, adapters, dtype, capacity, lengths, token ids. Where
-tokens stand at other positions than their indices, the kind is another and the positions are listed: whoever does not know of them
+A file has one sequence for each row under the prefix ``row.<b>.``, and what the rows are: model,
+adapters, dtype, capacity, lengths, token ids. Where tokens stand at other positions than their
+indices, the file is of another kind and lists the positions: a reader that knows nothing of them
 would go on at wrong ones.
 """
 
@@ -109,12 +110,15 @@ class SavedRow:
 
     @property
     def owed(self) -> Ids:
-        """The tokens behind these, which a session computes when it needs them."""
+        """Tokens behind these, which a session computes when it needs them."""
         return NOTHING if self.ids is None else self.ids[self.length :]
 
 
 def load(cache: CacheRows, data: bytes | bytearray | memoryview, *, convert_dtype: bool, operation: Operation) -> None:
-    """See ``KVCacheInterface.load``. Call it under the lock. Tokens that a session's file has no state of are run."""
+    """Load a file into a cache, as ``KVCacheInterface.load``; run tokens that have no state in it.
+
+    Call it under the lock.
+    """
     with read_state(data) as file:
         saved = _check(cache, file, convert_dtype)
         fresh = _import_rows(cache, file, saved)
@@ -140,7 +144,7 @@ def _run_owed(cache: CacheRows, fresh: list[Row], saved: Sequence[SavedRow], ope
 
 
 def _check(cache: CacheRows, file: StateFile, convert_dtype: bool) -> list[SavedRow]:
-    """Everything about a file, before the pool is touched."""
+    """Check all of a file before the pool is touched; return its rows."""
     check_metadata(file.metadata)
     found: Mapping[str, Any] = file.metadata
     prefixes = [row_prefix(index) for index in range(cache.batch_size)]
@@ -204,8 +208,10 @@ def _check(cache: CacheRows, file: StateFile, convert_dtype: bool) -> list[Saved
 def _check_places(
     cache: CacheRows, found: Mapping[str, Any], checked: Sequence[Mapping[str, Any] | None]
 ) -> list[Ids | None]:
-    """The positions of each row's tokens; None: their indices. ``Unsupported`` where this executor's rows have no others, or the
-    row has a window."""
+    """Return the positions of each row's tokens; None: their indices.
+
+    ``Unsupported`` where this executor's rows have no others, or the row has a window.
+    """
     if "positions" not in found:
         return [None] * cache.batch_size
     if cache.pool.position_refusal:
@@ -229,7 +235,7 @@ def _check_places(
 
 
 def _check_adapters(cache: CacheRows, found: Mapping[str, Any], lengths: Sequence[int]) -> list[AdapterRuns]:
-    """Under which adapters the rows were made, all of them loaded; [] where only the base model ran."""
+    """Return the adapters of each row, all loaded; ``BASE`` where the base model alone ran."""
     if not found["adapters"]:
         return [BASE] * cache.batch_size
     listed = _listed(found, "adapters", cache.batch_size)
@@ -244,7 +250,7 @@ def _check_adapters(cache: CacheRows, found: Mapping[str, Any], lengths: Sequenc
 
 
 def _window_of(file: StateFile, row: Mapping[str, Any] | None) -> Window | None:
-    """The window of a row, which its sequence says, or the session of one that has none."""
+    """Return a row's window, as its sequence says, or the session of a row without one."""
     if row is None:
         found = window_of(file.metadata)
         return None if found is None else Window(*found)
@@ -259,7 +265,7 @@ def _listed(found: Mapping[str, Any], name: str, count: int) -> list[Any]:
 
 
 def _check_tokens(ids: list[int] | None, length: int, vocab_size: int, *, owed: bool) -> Ids | None:
-    """Token ids of a row; None where the writer did not know them. ``owed``: there may be more than ``length``."""
+    """Return a row's ids, None where they are not known. ``owed``: of more than ``length``, too."""
     if ids is None:
         return None
     if len(ids) != length and not (owed and len(ids) > length):
@@ -271,7 +277,7 @@ def _check_tokens(ids: list[int] | None, length: int, vocab_size: int, *, owed: 
 
 
 def _is_recorded(token: int, vocab_size: int) -> bool:
-    """Whether a record may hold it: an id, or what stands for the data at a placeholder."""
+    """Return whether a history may hold it: an id, or what stands for data at a placeholder."""
     return 0 <= token < vocab_size or -(2**63) <= token < LAST_PLACEHOLDER
 
 
@@ -285,7 +291,7 @@ def _origin_of(cache: CacheRows, found: Mapping[str, Any], index: int, row: Mapp
 
 
 def _import_rows(cache: CacheRows, file: StateFile, saved: Sequence[SavedRow]) -> list[Row]:
-    """The rows of a file as new sequences beside the old ones, without what is owed to them; all, or none and the error."""
+    """Return a file's rows as new sequences, without what they are owed; all rows, or none."""
     pool = cache.pool
     pages = sum(pages_for(row.length, pool.page_size) for row in saved)
     states = sum(1 + len(row.sequence["kept_recurrent_positions"]) for row in saved if row.sequence is not None)
