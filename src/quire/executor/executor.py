@@ -245,9 +245,7 @@ class Executor:
     def _prefill(
         self, requests: Sequence[Request], wanted: Sequence[LogitsWanted], operation: Operation, *, keep_chunks: bool
     ) -> list[PrefillOutput]:
-        """Run checked prompts. ``keep_chunks``: a cancelled call keeps the whole chunks that it
-        ran.
-        """
+        """Run checked prompts; ``keep_chunks``: a cancelled call keeps whole chunks that ran."""
         self._require_batch(sum(request.batch_size for request in requests), operation.verb)
         fresh: list[KVCache] = []
         watch = Stopwatch(self.pool.facts.device)
@@ -388,9 +386,7 @@ class Executor:
     # -- looking -----------------------------------------------------------------------------------
 
     def supports_batch_size(self, batch_size: int, sequence_length: int = 1) -> bool:
-        """See ``ModelExecutor``. Counts memory of activations once measured; waits for a running
-        call.
-        """
+        """See ``ModelExecutor``. Counts measured memory of activations; waits for a running call."""
         if batch_size > self.max_batch_size or self.pool.runner_or_none is None:
             return False
         with self.lock:
