@@ -32,7 +32,7 @@ class AdapterKey:
 
 
 def prefix_key(salt: Hashable, runs: AdapterRuns, fingerprint_of: Callable[[int], str]) -> Hashable:
-    """Return the key of a prefix: equal keys, equal K and V of equal tokens."""
+    """Return a prefix's key: equal keys, equal K and V of equal tokens; no adapters: ``salt``."""
     return AdapterKey(salt, fingerprint_runs(runs, fingerprint_of)) if runs.ids else salt
 
 

@@ -113,8 +113,7 @@ class CachePool:
     def require_reachable(self, seqs: Sequence[SeqId], positions: Sequence[int]) -> None:
         """Raise ``FailedPrecondition`` unless each sequence can go back with nothing to run again.
 
-        It cannot where a window has let go of what a continuation needs, or no recurrent state is
-        kept.
+        It cannot where a window let go of what a continuation needs, or no recurrent state is kept.
         """
         for seq, position in zip(seqs, positions, strict=True):
             if again := self.state.rewind_cost(seq, position):

@@ -212,8 +212,8 @@ class CacheRows:
     def give_up_states(self) -> int:
         """Let go of recurrent states that only save work; return their number.
 
-        These are those inside of verified chains, marks, and those that known tokens under loaded
-        adapters lead to.
+        These are in verified chains, at marks, and wherever known tokens can run again to lead
+        there.
         """
         found = self.settle()
         state = self.pool.state

@@ -184,13 +184,11 @@ class Gathered:
     def finished(self) -> RowOutput:
         return RowOutput(
             logits_RV=self.logits,
-            hidden_states=tuple(_joined_rows(parts) for parts in zip(*self.hidden, strict=True)),
+            hidden_states=tuple(
+                parts[0] if len(parts) == 1 else torch.cat(parts) for parts in zip(*self.hidden, strict=True)
+            ),
             attention_weights=tuple(_stacked(parts) for parts in zip(*self.weights, strict=True)),
         )
-
-
-def _joined_rows(parts: Sequence[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 def _stacked(parts: Sequence[Tensor]) -> Tensor:

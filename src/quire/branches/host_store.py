@@ -303,7 +303,7 @@ class HostStore:
         state, kept = self.runner.state, list(copy.metadata["kept_recurrent_positions"])
         if not kept:
             return dict(copy.metadata), copy.groups
-        # The present state and the next forward take a slot each. A cut needs one, too.
+        # The present state and the next forward take a slot each. A cut needs the state there.
         room = max(state.num_available_states - 2, int(length < copy.length))
         taken = [position for position in kept if position <= length][-room:] if room else []
         gone = {str(position) for position in set(kept) - set(taken)}

@@ -76,11 +76,10 @@ class ModelFacts:
         sink: int = 0,
         chunk_size: int = 0,
     ) -> Self:
-        """Collect the facts; each row keeps its last ``window - sink`` and its first ``sink``
-        tokens.
+        """Collect the facts. Rows keep their last ``window - sink`` and first ``sink`` tokens.
 
-        ``window`` None: all tokens. ``InvalidArgument``: no such window. ``Unsupported``: a layer
-        has none.
+        None: all tokens. ``InvalidArgument``: no such window. ``Unsupported``: a layer cannot have
+        it.
         """
         model, state, geometry = cast(LoadedModel, runner.model), runner.state, runner.state.geometry
         kept = None if window is None else check_integer(window, "window", 1)

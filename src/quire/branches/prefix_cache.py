@@ -7,8 +7,7 @@ https://arxiv.org/abs/2312.07104, has such a tree over pages; this one is over s
 
 A sequence is *live* while a request or a session owns it, and *cached* afterwards. Both can be
 matched, only cached ones are evicted. A cached sequence is *redundant* once another one holds all
-of its tokens; it is handed back then, to be removed. That keeps the tree small: a cached sequence
-ends alone, at a leaf.
+of its tokens; then it is returned, to be removed. So a cached sequence ends alone, at a leaf.
 
 Letters: T tokens of one sequence.
 """
@@ -169,15 +168,14 @@ class RadixCache:
     def insert(
         self, seq: SeqId, tokens: Sequence[int] | NDArray[Any], key: Hashable, *, live: bool = False
     ) -> list[SeqId]:
-        """Note that ``seq`` holds the state of exactly ``tokens [T]``, and whether it still has an
-        owner (``live``).
+        """Note that ``seq`` holds the state of exactly ``tokens [T]``; ``live``: it has an owner.
 
         A known sequence is extended: ``tokens`` must begin with those it had (they may be equal, to
-        change ``live``). They are copied as far as they are new. Return the sequences that are
-        forgotten now, for the caller to remove from the KV state: the cached ones that became
-        redundant, and ``seq`` itself if it is not live and others hold all of its tokens, or it has
-        none. ``InvalidArgument``: malformed tokens. ``AlreadyExists``: a known sequence of another
-        key or with other tokens.
+        change ``live``). What is new of them is copied. Return the sequences that are forgotten
+        now, for the caller to remove from the KV state: the cached ones that became redundant, and
+        ``seq`` itself if it is not live and others hold all of its tokens, or it has none.
+        ``InvalidArgument``: malformed tokens. ``AlreadyExists``: a known sequence of another key or
+        with other tokens.
         """
         tokens_T = as_token_ids(tokens)
         entry, root = self._entries.get(seq), self._roots.get(key)
@@ -226,8 +224,7 @@ class RadixCache:
     def evict(self) -> SeqId | None:
         """Forget and return the least recently used cached sequence, to be removed; None: none.
 
-        With ``reach``, prefer one of the oldest few that saves little: another can be forked near
-        its end.
+        With ``reach``, prefer one of the oldest few near the end of which another can be forked.
         """
         if not self._cached:
             return None

@@ -24,9 +24,9 @@ NOTHING: Ids = np.empty(0, dtype=np.int64)
 def owed_tokens(pool: CachePool, row: Row, start: int, label: str = "") -> Ids:
     """Return the tokens before ``start`` that must be run on a fork of a settled row.
 
-    The fork stands at ``start`` less their number. There are none where nothing is recurrent or the
-    state at ``start`` is kept. ``FailedPrecondition``: they are not known, or ran under an adapter
-    that was unloaded.
+    The fork stands at ``start`` less their number. There are none if nothing is recurrent or the
+    state at ``start`` is kept. ``FailedPrecondition``: they are unknown, or their adapter was
+    unloaded.
     """
     state = pool.state
     if not pool.facts.recurrent_ids or start >= state.sequence_length(row.seq):

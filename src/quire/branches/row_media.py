@@ -3,8 +3,7 @@
 The encoder is the caller's. Any decoder takes embeddings of its own width, so a *modality* is what
 an executor is told to take; it refuses others.
 
-Letters: B batch rows; n tokens of a row; m placeholders of a row; M rows of embeddings; E model
-width.
+Letters: B batch rows; n tokens, m placeholders of a row; M rows of embeddings; E model width.
 """
 
 from __future__ import annotations
@@ -70,8 +69,8 @@ def media_of_rows(
     """Return the embeddings of each row of ids, None for one without placeholders, all checked.
 
     ``Unsupported``: a modality that is not taken, per-layer embeddings. ``InvalidArgument``:
-    another width, or an end marker without its embedding. That counts agree was checked when
-    ``inputs`` were built.
+    another width, or an end marker without its embedding. Counts were checked when ``inputs`` were
+    built.
     """
     parts: list[Tensor] = []
     sources: dict[int, tuple[int, bool]] = {}

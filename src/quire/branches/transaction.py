@@ -2,9 +2,9 @@
 
 Room for all of it is made first. A row that is rewound runs on a fork at the new start, which takes
 its place at the end: until then the old tokens are there to come back to. Only where the pool has
-no room for both versions is the old one given up beforehand. Where recurrent layers have no state
-at the new start, the fork stands at the nearest one before it and runs the row's tokens from there
-on first (``replay``).
+no room for both is the old version given up beforehand. Where recurrent layers have no state at the
+new start, the fork stands at the nearest one before and runs the row's tokens from there on
+(``replay``).
 
 Letters: N rows of the call; n tokens of a row; R rows of logits; V vocabulary.
 """
@@ -116,11 +116,11 @@ class Transaction:
         return self
 
     def _needs_a_way_back(self, part: Extension) -> bool:
-        """Return whether taking tokens back could not undo the call's forwards but the last.
+        """Return whether a fork is needed to undo the call's forwards but the last.
 
-        It could not where the page of the first new token must be copied: a forward that fails
-        undoes that, but not what earlier ones did. Nor where a window lets go of tokens. A fork
-        keeps both, and costs no page unless rows share that page.
+        Taking tokens back is not enough where the page of the first new token must be copied (a
+        forward that fails undoes that, but not what earlier ones did), nor where a window lets go
+        of tokens. A fork keeps both, and costs no page unless rows share that page.
         """
         if not self.several or part.start == 0 or part.count == 0:
             return False
@@ -160,7 +160,7 @@ class Transaction:
         if not missing and not missing_states:
             return
         given_up = [] if self.aside else [part for part in required if part.rewinds]
-        if missing > sum(self._freed_without_old(part) for part in given_up):
+        if missing > sum(self.pool.state.pages_freed(part.row.seq, part.seq) for part in given_up):
             state = self.pool.state
             pages = sum(state.pool_sizes()[: len(self._facts.page_bytes)])
             raise ResourceExhausted(
@@ -255,17 +255,9 @@ class Transaction:
         counts = [part.owed.size for part in self.parts]
         return packed(self.pool, self.parts, [part.origin for part in self.parts], counts, self._facts.chunk_size)
 
-    def _freed_without_old(self, part: Extension) -> int:
-        """Return how many pages the version before the rewind holds, or makes others copy."""
-        return self.pool.state.pages_freed(part.row.seq, part.seq)
-
     def _mark_rewound(self, part: Extension) -> None:
         if part.rewinds:
-            self._cut(part, part.start)
-
-    @staticmethod
-    def _cut(part: Extension, length: int) -> None:
-        part.cache.mark_cut(part.row, length)
+            part.cache.mark_cut(part.row, part.start)
 
     # -- running -----------------------------------------------------------------------------------
 
@@ -488,4 +480,4 @@ class Transaction:
         if end < length:
             self.pool.edit(Pop(part.seq, length - end))
         if end < part.start:
-            self._cut(part, end)
+            part.cache.mark_cut(part.row, end)

@@ -104,40 +104,40 @@ def prefill_request(pool: CachePool, given: PrefillInput) -> Request:
     tokens = tuple(to_ids(row) for row in given.token_rows())
     for ids in tokens:
         require_vocabulary(ids, pool.facts.vocab_size, "input_ids")
-    cache, starts = (None, (0,) * len(tokens)) if given.kv_cache is None else resolve_cache(pool, given.kv_cache)
-    require_adapter(pool, given.adapter)
-    _require_rows(len(tokens), starts)
-    positions = given_positions(pool, given.position_ids, starts, spans, given.sequence_length)
-    return Request(
-        cache=cache,
-        starts=starts,
-        tokens=tokens,
-        spans=spans,
-        columns=given.sequence_length,
-        adapter=given.adapter,
-        asked=asked_of(pool, given),
-        positions=positions,
-    )
+    fresh = (None, (0,) * len(tokens)) if given.kv_cache is None else None
+    return _request(pool, given, fresh or resolve_cache(pool, given.kv_cache), tokens, spans, given.sequence_length)
 
 
 def decode_request(pool: CachePool, given: DecodeInput, verb: str = "decode") -> Request:
     """Check a ``DecodeInput`` completely."""
     ids = to_ids(given.tokens(verb))
     require_vocabulary(ids, pool.facts.vocab_size, "input_ids")
-    cache, starts = resolve_cache(pool, given.kv_cache)
+    return _request(pool, given, resolve_cache(pool, given.kv_cache), tuple(ids[:, None]), ((0, 1),) * len(ids), 1)
+
+
+def _request(
+    pool: CachePool,
+    given: PrefillInput | DecodeInput,
+    cache: tuple[KVCache | None, tuple[int, ...]],
+    tokens: tuple[Ids, ...],
+    spans: tuple[tuple[int, int], ...],
+    columns: int,
+) -> Request:
     require_adapter(pool, given.adapter)
-    _require_rows(len(ids), starts)
-    spans = ((0, 1),) * len(ids)
-    positions = given_positions(pool, given.position_ids, starts, spans, 1)
+    starts = cache[1]
+    if len(tokens) != len(starts):
+        raise InvalidArgument(
+            f"input_ids have {len(tokens)} rows, and the KV cache has {len(starts)}", field="input_ids"
+        )
     return Request(
-        cache=cache,
+        cache=cache[0],
         starts=starts,
-        tokens=tuple(ids[:, None]),
+        tokens=tokens,
         spans=spans,
-        columns=1,
+        columns=columns,
         adapter=given.adapter,
+        positions=given_positions(pool, given.position_ids, starts, spans, columns),
         asked=asked_of(pool, given),
-        positions=positions,
     )
 
 
@@ -222,11 +222,6 @@ def tree_of(parents: Sequence[int], count: int, what: str) -> tuple[int, ...]:
         if not -1 <= parent < node:
             raise InvalidArgument(field=f"{what}.{node}", given=parent, allowed=f"in -1..{node - 1}")
     return tuple(parents)
-
-
-def _require_rows(found: int, starts: Sequence[int]) -> None:
-    if found != len(starts):
-        raise InvalidArgument(f"input_ids have {found} rows, and the KV cache has {len(starts)}", field="input_ids")
 
 
 def given_positions(

@@ -199,7 +199,7 @@ def _own(other: KVCacheInterface) -> KVCache:
 
 
 def require_kv_layer(pool: CachePool, layer: int) -> None:
-    """Raise ``InvalidArgument`` for no layer, ``Unsupported`` for one without K and V."""
+    """Raise ``InvalidArgument`` for an unknown layer, ``Unsupported`` for one without K and V."""
     known = (*pool.facts.layer_ids, *pool.facts.recurrent_ids)
     if layer not in known:
         raise InvalidArgument(f"layer {layer} does not exist; the model has layers {min(known)}..{max(known)}")

@@ -1,7 +1,6 @@
 """Outputs of forwards for the rows of one item, as the values that the contract returns.
 
-Letters: B batch rows; S tokens of a row with padding; E model width; Hq query heads; K keys; V
-vocabulary.
+Letters: B batch rows; S tokens with padding; E model width; Hq query heads; K keys; V vocabulary.
 """
 
 from __future__ import annotations

@@ -23,8 +23,7 @@ HELP: Mapping[str, str] = {
 
 
 def snapshot(executor: Executor | None) -> dict[str, float]:
-    """Return all counts at one moment; 0 before an executor was asked for. Never waits for a
-    running call."""
+    """Return all counts at one moment, 0 without an executor. Never waits for a running call."""
     found = ExecutorMetrics() if executor is None else executor.metrics()
     values = (
         found.prefill_operations,

@@ -117,8 +117,7 @@ class Executor:
         self.operation_metrics = OperationMetrics(self.max_batch_size)
         self._activations: warmup.Activations | None = None
         self._knee = self.max_batch_size
-        """Rows of a decode batch from which more gain little; all that there may be until measured.
-        """
+        """Rows of a decode batch from which more gain little; until measured, all that may be."""
         self._warm = self._closed = False
 
     # -- KV caches ---------------------------------------------------------------------------------
@@ -166,7 +165,7 @@ class Executor:
             return self._prefill([request], [input.logits], operation, keep_chunks=True)[0]
 
     def batch_prefill(self, inputs: Sequence[PrefillInput]) -> list[PrefillOutput]:
-        """See ``ModelExecutor``. There is one forward if it can take all tokens and adapters."""
+        """See ``ModelExecutor``. Tokens or adapters that do not fit one forward take several."""
         with self.operation("batch_prefill") as operation:
             requests = distinct_requests(partial(prefill_request, self.pool), inputs, operation.verb)
             wanted = [item.logits for item in inputs]
@@ -224,8 +223,8 @@ class Executor:
         sampling: RequestSampling | SamplingParams | None = None,
         draft_parents: Sequence[int] | None = None,
     ) -> SpeculativeOutput:
-        """See ``ModelExecutor``. ``sampling`` goes with exact mode alone (``InvalidArgument``).
-        ``SamplingParams`` are refused with what to make of them."""
+        """See ``ModelExecutor``. Exact mode, and no other, takes ``sampling``
+        (``InvalidArgument``). ``SamplingParams`` are refused with what to make of them."""
         with self.operation("speculative_decode") as operation:
             self._require_whole_batch([resolve_cache(self.pool, input.kv_cache)[0]], "speculative_decode")
             watch = Stopwatch(self.pool.facts.device)
@@ -245,9 +244,7 @@ class Executor:
     def _prefill(
         self, requests: Sequence[Request], wanted: Sequence[LogitsWanted], operation: Operation, *, keep_chunks: bool
     ) -> list[PrefillOutput]:
-        """Run checked prompts. ``keep_chunks``: a cancelled call keeps the whole chunks that it
-        ran.
-        """
+        """Run checked prompts; ``keep_chunks``: a cancelled call keeps whole chunks that ran."""
         self._require_batch(sum(request.batch_size for request in requests), operation.verb)
         fresh: list[KVCache] = []
         watch = Stopwatch(self.pool.facts.device)
@@ -388,9 +385,7 @@ class Executor:
     # -- looking -----------------------------------------------------------------------------------
 
     def supports_batch_size(self, batch_size: int, sequence_length: int = 1) -> bool:
-        """See ``ModelExecutor``. Counts memory of activations once measured; waits for a running
-        call.
-        """
+        """See ``ModelExecutor``. Counts memory of activations if measured; waits for a call."""
         if batch_size > self.max_batch_size or self.pool.runner_or_none is None:
             return False
         with self.lock:

@@ -1,7 +1,6 @@
 """From a configuration to an executor: checks without loading, and what its flags come to.
 
-The caller that makes a ``Factory`` puts the parts of an executor together; here is decided what
-they are.
+The maker of a ``Factory`` puts the parts of an executor together; here is decided what they are.
 """
 
 from __future__ import annotations

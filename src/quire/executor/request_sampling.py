@@ -63,9 +63,7 @@ class ParamsSampling:
         index: int = 0,
         entropy: torch.Generator | None = None,
     ) -> None:
-        """Make a sampler. ``entropy`` gives the seed if ``params`` have none; None: the system
-        does.
-        """
+        """Make a sampler. Without a seed in ``params``, ``entropy`` or the system gives one."""
         if entropy is None:
             entropy = torch.Generator()
             entropy.seed()

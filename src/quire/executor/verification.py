@@ -121,8 +121,7 @@ def _one_row(request: Request) -> tuple[KVCache, int]:
 def _extension(
     cache: KVCache, start: int, parents: tuple[int, ...] | None, adapter: int | None, given: Sequence[Ids | None]
 ) -> Extension:
-    """Extend the one row of a cache by one token for each of ``given``. These are the positions of
-    the tokens that have any."""
+    """Extend a row by a token for each of ``given``, the positions of those that have any."""
     part = extensions(cache, [start], [len(given)], adapter=adapter)[0]
     part.parents = parents
     part.positions = placed(part.row, start, given, range(-1, len(given) - 1) if parents is None else parents)

@@ -72,8 +72,7 @@ def fits(activations: Activations | None, rows: int, device: torch.device) -> bo
 
 
 def _peak_of_chunk(pool: CachePool, tokens: int, *, placed: bool = False) -> int:
-    """Return the peak of a prompt of which all logits are wanted. ``placed``: in a place of theirs,
-    which counts."""
+    """Return the peak of a prompt with all logits; ``placed``: where they have a place, too."""
     seqs = pool.add(1)
     step = Step(chunks=(Chunk(seqs[0], [0] * tokens, logits="all"),))
 

@@ -2,8 +2,7 @@
 
 An adapter of rank r takes r consecutive rank rows, the same in all linear maps. Those that a
 forward does not use give way, the least recently used one first. If there are enough rank rows but
-no long enough run of them, all are laid out anew: the host has every adapter, so each can be
-written again.
+no long enough run of them, all are laid out anew: the host can write each again.
 """
 
 from __future__ import annotations

@@ -47,23 +47,21 @@ class Extras:
     embeddings: Tensor | None = None
     """Floating ``[M, E]``: row m stands for the m-th negative token id of the step, a placeholder.
 
-    It takes the place of what ``Model.embed`` would return, so whatever that multiplies embeddings
-    with is in it.
+    It replaces what ``Model.embed`` would return: what that multiplies embeddings with is in it.
     """
     mask: Tensor | None = None
     """bool, flat: chunk by chunk ``[n, K]`` row by row, true = attend. It replaces the causal rule
     and the tree's; windows still apply. None: those rules."""
     positions: Ids | None = None
-    """``[T]``, >= 0: where the new tokens are rotated; None: at their indices. Their indices still
-    decide what each sees."""
+    """``[T]``, >= 0: where tokens are rotated; indices still decide what they see. None: at these.
+    """
     hidden_states: bool = False
     attention_weights: bool = False
     places: Callable[[], Sequence[Tensor]] | None = None
-    """Returns, per chunk, where its logits are written, float32 ``[rows, V]``; None: they are
-    returned.
+    """Returns the places of each chunk's logits, float32 ``[rows, V]``; None: logits are returned.
 
-    They are written a few rows at a time (all at once where a chunk names an adapter). It is called
-    when the blocks have run.
+    They are written a few rows at a time (all at once where a chunk names an adapter), and
+    ``StepOutput`` has none then. It is called when the blocks have run.
     """
 
 
@@ -131,7 +129,7 @@ class LocalRunner:
 
     @uninterrupted
     def execute(self, step: Step, extras: Extras = NO_EXTRAS) -> StepOutput:
-        """See ``Runner``. A failure undoes the forward; lengths and pages are as after the edits."""
+        """See ``Runner``. A failure undoes the forward: the state is as after the edits."""
         if not step.chunks:
             for edit in step.edits:
                 self.apply(edit)

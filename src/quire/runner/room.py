@@ -33,7 +33,7 @@ class Giver(Protocol):
 
 
 class Room:
-    """The givers of one runner. It holds none. The caller has the runner's lock, between forwards."""
+    """The givers of one runner. It holds none. Callers have the runner's lock, between forwards."""
 
     def __init__(self) -> None:
         self._givers: WeakSet[Giver] = WeakSet()
