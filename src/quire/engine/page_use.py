@@ -1,4 +1,4 @@
-"""Who has the pages: nobody, somebody who can give them up, or somebody who needs them. No torch."""
+"""Counts of pages by owner: none, one that can give them up, or one that needs them. No torch."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ class PageUse:
     free: int
     """Nobody's."""
     evictable: int
-    """Of finished sequences in the prefix cache, of idle sessions that are not pinned, and of recurrent
-    states kept on the way: given up for whoever needs a page, since they can be had again."""
+    """Of finished sequences in the prefix cache, of idle unpinned sessions, and of recurrent states
+    kept on the way: given up for any need of a page, since they can be had again."""
     held: int
-    """Of requests that run or wait, also where the cache shares them, and of KV caches of the executor."""
+    """Of requests that run or wait, also if the cache shares them, and of the executor's KV
+    caches."""
     pinned: int
     """Of sessions that are pinned or were written into, whoever shares them."""
 

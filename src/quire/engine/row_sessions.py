@@ -39,7 +39,8 @@ def fork_to_session(engine: Engine, cache: CacheRows, picked: int, length: int) 
         )
     tokens, window = source.tokens.ids[:length], _window_of(source, picked)
     engine.checks.history(tokens)
-    # A key of its own: what rows have been through (files, other dtypes, writes) is nobody else's prefix.
+    # A key of its own: a row's past (files, other dtypes, writes) makes it no other prompt's
+    # prefix.
     state = SessionState(
         tokens=TokenHistory(tokens),
         key=("cache", engine.runner.new_seq()),

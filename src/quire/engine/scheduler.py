@@ -4,12 +4,11 @@ Continuous batching is one rule: every running request has tokens that are not c
 step computes some of them. Decodes have one; prompts have many and are cut to the token budget, so
 both share a step (Sarathi-Serve, arXiv:2403.02310). Requests are served in order of arrival.
 
-Pages: the KV state says exactly how many pages a batch is short of. A shortage is met, in this
-order, by evicting finished sequences from the prefix cache, dropping the state of idle sessions
-(``reclaim``), and preempting the youngest running request. Its state moves to host memory if that
-is cheaper than computing it again later.
+The KV state says how many pages a batch lacks. They come, in this order, from finished sequences in
+the prefix cache, from idle sessions (``reclaim``), and from the youngest running request. It is
+preempted, and its state moves to host memory if that is cheaper than computing it again later.
 
-Adapters: those of one step must fit into the device's memory together. A request whose adapter does
+The adapters of one step must fit into the device's memory together. A request whose adapter does
 not fit beside those of earlier ones waits a step. Then no new request with an adapter is admitted,
 so that it is not overtaken for ever. The first one always fits.
 """
@@ -41,7 +40,7 @@ COMPARED = 16
 
 HEADROOM = 32
 """Tokens for which every running request must have room before a preempted one comes back: else it
-would soon be preempted again, and computed again for every few tokens of the others."""
+would soon be preempted again, and computed again for few tokens of others."""
 
 ALL_LOGITS_CHUNK = 256
 """Tokens of a step whose logits are all wanted: float32 rows of the whole vocabulary."""
@@ -224,8 +223,9 @@ class Scheduler:
         for request in self.running:
             if request.ready and self._has_adapter(request, batch) and request.next_adapter is not None:
                 batch.adapters.add(request.next_adapter)
-        # Decodes first: a long prompt fills what they leave of the step and never holds them up. More may be running than
-        # a step takes (the samples of one prompt); they wait with their pages, which are shared.
+        # Decodes first: a long prompt fills what they leave of the step and never holds them up.
+        # More may run than a step takes (the samples of one prompt); they wait with their shared
+        # pages.
         for request in sorted(self.running, key=lambda running: running.remaining > 1):
             if batch.budget < 1 or len(batch.requests) >= self.limits.max_num_seqs:
                 break
@@ -237,8 +237,8 @@ class Scheduler:
         preempted = self._make_room(batch, failed)
         if not preempted:
             self._admit(batch, failed)
-            # A request that found no room may have left a fork of a running one, whose next token
-            # then needs its own page.
+            # A request that found no room may have left a fork of a running one, which needs a page
+            # then.
             self._make_room(batch, failed)
         kept: Sequence[tuple[int, ...]] = [()] * len(batch.requests)
         if self._checkpoints is not None:
