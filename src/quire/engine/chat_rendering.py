@@ -1,9 +1,9 @@
-"""Chat messages to the prompt that a model was trained on, with the model's own Jinja template.
+"""Chat messages to a model's prompt, with its own Jinja template.
 
-The environment is the one that ``transformers`` sets up, so a template renders the same text here and there: an
-immutable sandbox, ``trim_blocks`` and ``lstrip_blocks``, ``break`` and ``continue``, a ``tojson`` that does not
-escape HTML, ``raise_exception``, ``strftime_now`` and the ``generation`` tag. Templates come from strangers: they see plain
-data only, in a copy, and cannot reach Python.
+The environment is that of ``transformers``, so a template renders the same text: an immutable
+sandbox, ``trim_blocks`` and ``lstrip_blocks``, ``break`` and ``continue``, a ``tojson`` that does
+not escape HTML, ``raise_exception``, ``strftime_now`` and the ``generation`` tag. Templates are
+untrusted: they see plain data only, in a copy, and cannot reach Python.
 """
 
 from __future__ import annotations
@@ -57,15 +57,16 @@ def render_chat(
     max_bytes: int | None = None,
     **extra: Any,
 ) -> str:
-    """The prompt for ``messages``. It holds its special tokens: encode it with ``add_special_tokens=False``.
+    """Render the prompt for ``messages``; encode it with ``add_special_tokens=False``.
 
-    ``tools`` are JSON schemas of functions; ``extra`` (``enable_thinking=False``, ``documents=[...]``) are further
-    variables of the template. A list of text parts is given as such to a template that walks over parts, otherwise
-    joined with newlines. ``tool_calls`` whose ``arguments`` are JSON text (as OpenAI's API has them) are given as objects.
+    ``tools`` are JSON schemas of functions; ``extra`` (``enable_thinking=False``,
+    ``documents=[...]``) are further variables of the template. A list of text parts stays a list
+    for a template that walks over parts, and is joined with newlines for others. ``tool_calls``
+    whose ``arguments`` are JSON text (as OpenAI's API has them) become objects.
 
-    ``max_bytes``: a text that is longer is refused as soon as it is. ``InvalidArgument``: that, a template that takes longer than
-    ``SECONDS``, no template (None, a tokenizer without one), a malformed message (named by its index), and
-    whatever the template raises, with its message.
+    ``InvalidArgument``: a text longer than ``max_bytes``, as soon as it is; more time than
+    ``SECONDS``; no template (None, a tokenizer without one); a malformed message (named by its
+    index); and whatever the template raises, with its message.
     """
     if tokenizer_template is None:
         raise InvalidArgument(_NO_TEMPLATE, field="messages")

@@ -49,7 +49,8 @@ class ChatTurns:
     def __init__(self) -> None:
         self._turns: list[Turn] = []
         self._cut = False
-        """Whether the tokens behind the last turn are what a rewind left of messages, and so belong to no turn."""
+        """Whether the tokens after the last turn are a rewind's rest of messages, and so of no
+        turn."""
         self._start: int | None = None
         """Where the first turn began."""
 

@@ -42,16 +42,16 @@ _OTHER_FORMATS = (
 
 
 class Tokenizer:
-    """Encodes and decodes, and knows a checkpoint's special tokens and chat templates. Immutable, thread-safe.
+    """A checkpoint's tokenizer, special tokens and chat templates. Immutable, thread-safe.
 
-    - ``bos_id``, ``pad_id``: ids, or None; ``eos_ids``: every id that ends a generation, the tokenizer's own first.
-    - ``special_tokens``: text of the named special tokens, by name (``"bos_token"`` and so on), for chat templates.
-    - ``chat_templates``: Jinja templates by name; ``"default"`` is the one that is used when nothing is said.
-    - ``adds_bos``: whether ``encode`` puts a special token first, so that an empty text has a token.
+    - ``bos_id``, ``pad_id``: ids, or None; ``eos_ids``: all that end a generation, its own first.
+    - ``special_tokens``: texts of the special tokens by name (``"bos_token"`` and so on).
+    - ``chat_templates``: Jinja templates by name; ``"default"`` is used if none is named.
+    - ``adds_bos``: whether ``encode`` puts a special token first, so that no text is empty.
     - ``token_bytes``: the table of the bytes of each token.
 
-    ``clean_up_tokenization_spaces`` is not applied: it would change text that has been streamed already, and
-    ``transformers`` does not apply it to BPE either.
+    ``clean_up_tokenization_spaces`` is not applied: it would change text that has been streamed
+    already, and ``transformers`` does not apply it to BPE either.
     """
 
     def __init__(
