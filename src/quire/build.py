@@ -273,11 +273,9 @@ def make_state(
 
 
 def checkpoint_interval(config: EngineConfig, specs: Sequence[LayerSpec], dtype: torch.dtype) -> int:
-    """Return the tokens between checkpoints of recurrent states; 0 without recurrent layers.
-
-    By default as many as have K and V of the size of a state. ``InvalidArgument`` if an interval is
-    given and no layer is recurrent.
-    """
+    """Return the tokens between checkpoints of recurrent states; 0 without recurrent layers. By
+    default as many as have K and V of the size of a state. ``InvalidArgument`` if an interval is
+    given and no layer is recurrent."""
     state_bytes = bytes_per_state([spec for spec in specs if isinstance(spec, Recurrent)])
     if config.checkpoint_interval is not None:
         if config.checkpoint_interval and not state_bytes:

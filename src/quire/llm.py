@@ -368,11 +368,8 @@ class LLM(RequestPreparation):
         return self._adapters.load(name, path.expanduser() if isinstance(path, Path) else resolve_adapter(path))
 
     def unload_adapter(self, name: str) -> None:
-        """Forget an adapter and everything that was cached under it.
-
-        ``NotFound``; ``FailedPrecondition``, with their numbers, while requests or open sessions
-        use it.
-        """
+        """Forget an adapter and everything that was cached under it. ``NotFound``;
+        ``FailedPrecondition``, with their numbers, while requests or open sessions use it."""
         self._require_open("unload_adapter")
         self._adapters.unload(name)
 
@@ -384,10 +381,8 @@ class LLM(RequestPreparation):
 
     @property
     def executor(self) -> Executor:
-        """The executor contract over the same weights and pages.
-
-        It is a new one after ``shutdown`` and after an error of the device.
-        """
+        """The executor contract over the same weights and pages. It is a new one after ``shutdown``
+        and after an error of the device."""
         self._require_open("executor")
         from quire.executor.executor import Executor
 

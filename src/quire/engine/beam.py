@@ -98,8 +98,6 @@ class BeamSearch:
         self._error: QuireError | None = None
         self.done = False
 
-    # -- running -----------------------------------------------------------------------------------
-
     def start(self) -> None:
         """Queue the prompt."""
         with self._engine.lock:
@@ -227,8 +225,6 @@ class BeamSearch:
                 on_logits=lambda _, rows_RV, rows=rows: rows.append(rows_RV[-1].float().clone()),  # type: ignore[misc]
                 priority=self._priority,
             )
-
-    # -- ending ------------------------------------------------------------------------------------
 
     def _end(self, reason: FinishReason, error: QuireError | None = None) -> None:
         """Ended before its time: what the beams have counts as it is."""

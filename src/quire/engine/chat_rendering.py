@@ -242,10 +242,8 @@ def _plain(value: Any, where: str) -> Any:
 
 
 def check_template(source: str, name: str) -> None:
-    """Refuse with ``InvalidArgument`` what is no Jinja, or never reads the messages.
-
-    ``name`` is how the error calls it.
-    """
+    """Refuse with ``InvalidArgument`` what is no Jinja, or never reads the messages. ``name`` is
+    how the error calls it."""
     try:
         read = jinja2.meta.find_undeclared_variables(_environment().parse(source))
     except jinja2.TemplateSyntaxError as error:

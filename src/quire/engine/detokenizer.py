@@ -156,21 +156,16 @@ class IncrementalDetokenizer:
     @property
     def tokens_before_stop(self) -> int:
         """The number of leading tokens whose text is wholly before the stop string; all without
-        one.
-
-        A token whose text holds the stop string's first character, or part of its bytes, does not
-        count.
-        """
+        one. A token whose text holds the stop string's first character, or part of its bytes, does
+        not count."""
         if self._stop is None:
             return len(self._token_ends)
         return bisect_right(self._token_ends, self._stop_start)
 
     def push(self, token_id: int) -> str:
         """Take one token; return the text that is final now (often that of the token).
-
         ``FailedPrecondition`` after a stop string or ``finish``; ``InvalidArgument`` for a negative
-        id. An unknown id (of a padded vocabulary) has no text.
-        """
+        id. An unknown id (of a padded vocabulary) has no text."""
         if self._stop is not None or self._finished:
             why = f"the stop string {self._stop!r}" if self._stop is not None else "finish()"
             raise FailedPrecondition(f"the text ended with {why} already; make a new detokenizer for more tokens")

@@ -44,8 +44,6 @@ class Engine(RequestBook):
     def num_running(self) -> int:
         return len(self.scheduler.running)
 
-    # -- stepping ----------------------------------------------------------------------------------
-
     @uninterrupted
     def run(self, requests: Iterable[SequenceRequest], on_step: Callable[[], None] | None = None) -> None:
         """Step until these requests are finished. An interrupt between two steps cancels them."""
@@ -198,14 +196,10 @@ class Engine(RequestBook):
         self.scheduler.join(sibling.work)
         return sibling
 
-    # -- adapters and cached prefixes --------------------------------------------------------------
-
     def users_of(self, adapter_id: int) -> str:
-        """Return an adapter's users, as in "2 requests and 1 session use it"; "" without any.
-
-        They are requests that wait or run, and open sessions that go on under it or have tokens
-        that would have to run under it again.
-        """
+        """Return an adapter's users, as in "2 requests and 1 session use it"; "" without any. They
+        are requests that wait or run, and open sessions that go on under it or have tokens that
+        would have to run under it again."""
         with self.lock:
             self.orphans.bury()
             requests = [request for samples in self._by_id.values() for request in samples if not request.finished]
@@ -215,11 +209,8 @@ class Engine(RequestBook):
             return users(len(plain), len(sessions))
 
     def forget_adapter(self, fingerprint: str) -> None:
-        """Give back the finished sequences of an unloaded adapter.
-
-        Only the same adapter, loaded again, could find them. It has no user, so host memory holds
-        no state of it.
-        """
+        """Give back the finished sequences of an unloaded adapter. Only the same adapter, loaded
+        again, could find them. It has no user, so host memory holds no state of it."""
         if self.cache is not None:
             with self.lock:
                 gone = self.cache.forget_keys(lambda key: isinstance(key, AdapterKey) and key.names(fingerprint))

@@ -137,8 +137,6 @@ class Grammars:
         self._compiling = {}
         self._executor, self._pool, self.slow = None, None, SlowMasks(self._threads)
 
-    # -- compiling ---------------------------------------------------------------------------------
-
     def check(self, wanted: StructuredOutputs) -> None:
         """Raise ``InvalidArgument`` with llguidance's words for an invalid grammar, one without a
         text in this vocabulary, or one that compiles with too much time, memory or stack;
@@ -284,8 +282,6 @@ class Grammars:
                 self._trial = GrammarTrial(self._vocab_size, special)
                 self._vocabulary = LLTokenizer(TokenizerWrapper(tokens))
             return self._vocabulary
-
-    # -- running -----------------------------------------------------------------------------------
 
     def allowed(self, matchers: Mapping[int, GrammarMatcher], ends: Mapping[int, Sequence[int]]) -> dict[int, Words]:
         """Return the allowed next tokens by the keys of ``matchers``; ``ends`` are those that end

@@ -79,10 +79,8 @@ class LiveSequence(Labelled):
 
     @property
     def text(self) -> str:
-        """The text of all tokens without special tokens and embeddings.
-
-        ``FailedPrecondition`` without a tokenizer.
-        """
+        """The text of all tokens without special tokens and embeddings. ``FailedPrecondition``
+        without a tokenizer."""
         spoken = [token for token in self.tokens if token >= 0]
         return self._tokenizer("text").decode(spoken, skip_special_tokens=True)
 
@@ -105,11 +103,8 @@ class LiveSequence(Labelled):
 
     @property
     def modified(self) -> bool:
-        """Whether computing its tokens would not give its state.
-
-        ``set_kv`` wrote into it, or it came from a file or a KV cache without the embeddings that
-        stood at placeholders.
-        """
+        """Whether computing its tokens would not give its state. ``set_kv`` wrote into it, or it
+        came from a file or a KV cache without the embeddings that stood at placeholders."""
         return self._state.modified
 
     @property
@@ -126,17 +121,13 @@ class LiveSequence(Labelled):
 
     @property
     def sequence_id(self) -> int | None:
-        """Its sequence in the KV state, for the state's own verbs; None: it is not in the pool.
-
-        It may change with every call.
-        """
+        """Its sequence in the KV state, for the state's own verbs; None: it is not in the pool. It
+        may change with every call."""
         return self._open("sequence_id").seq
 
     def belongs_to(self, engine: Engine) -> bool:
         """Return whether this engine runs it."""
         return self._engine is engine
-
-    # -- closing -----------------------------------------------------------------------------------
 
     @uninterrupted
     def close(self) -> None:
@@ -158,8 +149,6 @@ class LiveSequence(Labelled):
         # No reference to it is left.
         if not getattr(self, "_closed", True):
             self._engine.orphans.leave(self._end)
-
-    # -- helpers of the verbs ----------------------------------------------------------------------
 
     def _open(self, verb: str) -> SessionState:
         if self._closed or self._engine.closed:
@@ -190,10 +179,8 @@ class LiveSequence(Labelled):
         return as_token_ids(text), NO_MEDIA
 
     def _submit_first(self, tokens: NDArray[Any], length: int, media: Media = NO_MEDIA) -> SequenceRequest | None:
-        """Queue a run of the first ``length`` tokens; return None if they are computed already.
-
-        The session becomes all of ``tokens``. ``media`` holds embeddings that it does not have yet.
-        """
+        """Queue a run of the first ``length`` tokens; return None if they are computed already. The
+        session becomes all of ``tokens``. ``media`` holds embeddings that it does not have yet."""
         state = self._state
         if length < 1 or (state.seq is not None and state.computed >= length):
             return None

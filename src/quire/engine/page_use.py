@@ -14,10 +14,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageUse:
-    """Numbers of pages, over all pools of a KV state, slots of recurrent states among them.
-
-    Each page counts once: ``free + evictable + held + pinned == total``.
-    """
+    """Numbers of pages, over all pools of a KV state, slots of recurrent states among them. Each
+    page counts once: ``free + evictable + held + pinned == total``."""
 
     total: int
     free: int
@@ -38,10 +36,8 @@ class PageUse:
 
 
 def page_use(state: ModelState, sessions: SessionStates, cache: RadixCache | None) -> PageUse:
-    """Count the pages as they are now. Call it under the engine's lock, between forwards.
-
-    Cost O(pages, sequences, and entries of page tables), in NumPy.
-    """
+    """Count the pages as they are now. Call it under the engine's lock, between forwards. Cost
+    O(pages, sequences, and entries of page tables), in NumPy."""
     written = sessions.written()
     evictable = set() if cache is None else set(cache.ages())
     pinned = set(written)

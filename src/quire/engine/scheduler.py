@@ -141,8 +141,6 @@ class Scheduler:
         """In order of arrival."""
         self.num_preemptions = 0
 
-    # -- what the engine tells it ------------------------------------------------------------------
-
     def submit(self, request: ScheduledRequest, priority: int | None = None) -> None:
         """Queue a request. One that comes with a sequence keeps it. ``priority`` is that of an
         earlier request that this one continues, in its place."""
@@ -206,8 +204,6 @@ class Scheduler:
     def held_up(self) -> list[ScheduledRequest]:
         """Those that can take part in no step yet."""
         return [request for request in (*self.running, *self.waiting) if not request.ready]
-
-    # -- deciding ----------------------------------------------------------------------------------
 
     def schedule(self) -> Scheduled:
         """Return the next step; without chunks if nothing can run."""
@@ -323,8 +319,6 @@ class Scheduler:
             self._apply(Remove(request.seq))
         request.seq = None
         request.computed = 0
-
-    # -- admission ---------------------------------------------------------------------------------
 
     def _admit(self, batch: StepDraft, failed: list[tuple[ScheduledRequest, QuireError]]) -> None:
         index, seated = 0, self._seated

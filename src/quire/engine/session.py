@@ -43,9 +43,7 @@ class Session(StateAccess):
     @uninterrupted
     def append(self, text: Prompt) -> Self:
         """Add text or token ids (no BOS), perhaps with embeddings, and run them.
-
-        ``quire.engine.prompts.read_prompt`` describes prompts with embeddings.
-        """
+        ``quire.engine.prompts.read_prompt`` describes prompts with embeddings."""
         new, media = self._encode(text)
         with self._engine.lock:
             state = self._idle("append")
@@ -76,19 +74,15 @@ class Session(StateAccess):
         return self._result(request)
 
     def stream(self, params: SamplingParams | None = None) -> SessionStream:
-        """Return an iterator that generates token by token.
-
-        Leaving its loop early cancels; what was generated stays.
-        """
+        """Return an iterator that generates token by token. Leaving its loop early cancels; what
+        was generated stays."""
         with self._engine.lock:
             chosen = self._check_params("stream", len(self), params)
         return SessionStream(self._engine, lambda: self._submit(self._idle("stream").tokens.ids, chosen))
 
     def cancel(self) -> bool:
-        """End what another thread is running on this session, at the next step.
-
-        Return False if nothing runs. It never waits.
-        """
+        """End what another thread is running on this session, at the next step. Return False if
+        nothing runs. It never waits."""
         request = self._state.request
         return request is not None and self._engine.cancel(request.request_id)
 
@@ -147,18 +141,14 @@ class Session(StateAccess):
 
     @uninterrupted
     def compute(self) -> None:
-        """Run all tokens but the last one, as far as they are not computed.
-
-        The last one runs when its logits are wanted.
-        """
+        """Run all tokens but the last one, as far as they are not computed. The last one runs when
+        its logits are wanted."""
         self._compute("compute")
 
     @uninterrupted
     def logits(self) -> Tensor:
-        """Return the logits of the next token, float32 ``[V]``.
-
-        ``InvalidArgument`` for an empty session.
-        """
+        """Return the logits of the next token, float32 ``[V]``. ``InvalidArgument`` for an empty
+        session."""
         with self._engine.lock:
             state = self._idle("logits")
             if not len(self):
@@ -178,10 +168,8 @@ class Session(StateAccess):
 
     @uninterrupted
     def score(self, text: Text) -> list[float]:
-        """Return the log-probability of each of these tokens, after the session and each other.
-
-        The session is unchanged.
-        """
+        """Return the log-probability of each of these tokens, after the session and each other. The
+        session is unchanged."""
         if isinstance(text, (Mapping, ExecutorInputs)):
             raise InvalidArgument(
                 "score takes text or token ids: an embedding has no probability; append it instead", field="text"
@@ -391,10 +379,8 @@ class Session(StateAccess):
             state.pinned, state.account = True, account
 
     def unpin(self) -> None:
-        """Let its state be dropped again if the pool is short.
-
-        ``FailedPrecondition`` once ``set_kv`` wrote into it.
-        """
+        """Let its state be dropped again if the pool is short. ``FailedPrecondition`` once
+        ``set_kv`` wrote into it."""
         with self._engine.lock:
             state = self._idle("unpin")
             if state.modified:

@@ -50,8 +50,6 @@ class SessionStates:
         self.sessions: dict[int, SessionState] = {}
         """By identity, least recently used first."""
 
-    # -- sequences ---------------------------------------------------------------------------------
-
     def apply(self, edit: Edit) -> None:
         """Execute an edit now."""
         state = self.runner.state
@@ -95,8 +93,6 @@ class SessionStates:
         self.apply(Fork(seq, fork))
         self.remove_all(self.cache.insert(fork, tokens, key))
 
-    # -- keys --------------------------------------------------------------------------------------
-
     def fingerprint_of(self, adapter: int) -> str:
         """Return a loaded adapter's fingerprint; ``NotFound``."""
         return self.runner.adapters.get(adapter).fingerprint
@@ -121,8 +117,6 @@ class SessionStates:
             fork = self.runner.new_seq()
             self.apply(Fork(seq, fork, length))
             self.remove_all(self.cache.insert(fork, session.tokens.ids[:length], old))
-
-    # -- sessions' states --------------------------------------------------------------------------
 
     def hold(self, session: SessionState) -> None:
         """Remember a session, as the one used last."""
@@ -261,8 +255,6 @@ class SessionStates:
             self.remove(session.seq)
         session.seq, session.computed, session.origin = None, 0, replace(session.origin, exact=True)
 
-    # -- lending to requests -----------------------------------------------------------------------
-
     def lend(self, session: SessionState, request: SequenceRequest) -> None:
         """Let the request work on the session's sequence, as far as it agrees; at least one token
         must run. New tokens and the last one run under the session's adapter."""
@@ -345,8 +337,6 @@ class SessionStates:
             self.remove(session.seq)
             session.seq, request.way_back = way_back, None
             session.computed = self.runner.state.sequence_length(way_back)
-
-    # -- what is given up --------------------------------------------------------------------------
 
     def evict(self) -> bool:
         """Give up the cached sequence that was used longest ago; return whether there was any."""

@@ -17,11 +17,9 @@ OnEnd = Callable[[SequenceRequest], None]
 
 
 class SessionStream(Iterator[StreamDelta]):
-    """The iterator of ``for delta in session.stream()``. It starts with its first delta.
-
-    Leaving the loop early, ``close`` and an interrupt cancel it; what was generated stays in the
-    session.
-    """
+    """The iterator of ``for delta in session.stream()``. It starts with its first delta. Leaving
+    the loop early, ``close`` and an interrupt cancel it; what was generated stays in the
+    session."""
 
     # No generator: the ``finally`` of an unreferenced one runs in the garbage collector, at any
     # time, and loses the exceptions of signals.

@@ -21,11 +21,9 @@ _KEEPING = frozenset({"ByteLevel", "Metaspace", "Digits", "Punctuation", "Split"
 
 
 def longest_token(backend: tokenizers.Tokenizer) -> int | None:
-    """Return the bytes of text that one token stands for, at most.
-
-    None: a token may stand for any amount, or text may be dropped: unknown characters, white space
-    beside special tokens that take it, normalisers that are not known here.
-    """
+    """Return the bytes of text that one token stands for, at most. None: a token may stand for any
+    amount, or text may be dropped: unknown characters, white space beside special tokens that take
+    it, normalisers that are not known here."""
     description: dict[str, Any] = json.loads(backend.to_str())
     shrinks, model = 1, description["model"]
     for step in _steps(description["normalizer"], "normalizers"):

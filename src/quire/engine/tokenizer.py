@@ -83,10 +83,8 @@ class Tokenizer:
     @classmethod
     def from_directory(cls, path: Path) -> Tokenizer | None:
         """Return the tokenizer of a checkpoint's directory; None: the model works with token ids.
-
         ``NotFound`` if ``path`` is not a directory; ``CheckpointError`` names a damaged file, or a
-        vocabulary that has another format than ``tokenizer.json`` only.
-        """
+        vocabulary that has another format than ``tokenizer.json`` only."""
         if not path.is_dir():
             raise NotFound(f"{path} is not a directory; a tokenizer is read from a checkpoint's directory")
         file = path / "tokenizer.json"
@@ -156,10 +154,8 @@ class Tokenizer:
         return self.chat_templates.get("default")
 
     def with_chat_template(self, template: str, *, ends: Sequence[int] = ()) -> Tokenizer:
-        """Return the same tokenizer with this chat template only.
-
-        ``ends`` are further ids that end a generation.
-        """
+        """Return the same tokenizer with this chat template only. ``ends`` are further ids that end
+        a generation."""
         other = copy.copy(self)
         other.chat_templates = {"default": template}
         other.eos_ids = tuple(dict.fromkeys([*self.eos_ids, *ends]))
@@ -405,10 +401,8 @@ def _add_missing_tokens(backend: tokenizers.Tokenizer, config: _TokenizerFiles) 
 
 
 def _mark_special(backend: tokenizers.Tokenizer, config: _TokenizerFiles) -> None:
-    """Make named and listed tokens special that tokenizer.json has as ordinary ones.
-
-    transformers would also add those that are missing, for which a model has no embedding.
-    """
+    """Make named and listed tokens special that tokenizer.json has as ordinary ones. transformers
+    would also add those that are missing, for which a model has no embedding."""
     added = backend.get_added_tokens_decoder()
     for content in dict.fromkeys([*config.named.values(), *config.listed]):
         token_id = backend.token_to_id(content)
