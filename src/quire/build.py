@@ -49,6 +49,8 @@ ATTENTION_BACKENDS: Registry[type[AttentionBackend]] = Registry("attention backe
 ATTENTION_BACKENDS.register("torch", SdpaAttention)
 ATTENTION_BACKENDS.register("reference", ReferenceAttention)
 
+ATTENTION = (FullAttention, LatentAttention, WindowedAttention)
+"""Layers that keep tokens."""
 CPU_POOL_SHARE = 0.25
 """Part of the free memory that the pool takes on a CPU, without ``kv_cache_memory``."""
 
@@ -128,22 +130,13 @@ def build(config: EngineConfig, *, progress: bool = False) -> Parts:
     )
     for note in notes:
         logger.info(note)
-    return Parts(
-        config,
-        path,
-        engine,
-        model,
-        runner,
-        tokenizer,
-        Identity(path, model),
-        NamedAdapters(engine, lambda directory: read_adapter(directory, model, admit=runner.adapters.admit)),
-        SamplingParams.from_generation_config(generation),
-        notes,
-    )
+    identity, defaults = Identity(path, model), SamplingParams.from_generation_config(generation)
+    adapters = NamedAdapters(engine, lambda directory: read_adapter(directory, model, admit=runner.adapters.admit))
+    return Parts(config, path, engine, model, runner, tokenizer, identity, adapters, defaults, notes)
 
 
 ADAPTER_SHARE = 0.125
-"""Part of the free host memory that loaded adapters may take, unless somebody says how much."""
+"""Part of the free host memory that loaded adapters may take, without ``adapter_memory``."""
 
 
 def make_adapters(model: LoadedModel, ranks: int = 512, memory: int | str | None = None) -> AdapterPool:
@@ -286,9 +279,7 @@ def checkpoint_interval(config: EngineConfig, specs: Sequence[LayerSpec], dtype:
         return config.checkpoint_interval
     if not state_bytes:
         return 0
-    per_token = bytes_per_token(
-        [spec for spec in specs if isinstance(spec, (FullAttention, LatentAttention, WindowedAttention))], dtype
-    )
+    per_token = bytes_per_token([spec for spec in specs if isinstance(spec, ATTENTION)], dtype)
     wanted = min(max(LEAST_INTERVAL, -(-state_bytes // per_token) if per_token else DEFAULT_INTERVAL), MOST_INTERVAL)
     return -(-wanted // config.page_size) * config.page_size
 
@@ -313,7 +304,7 @@ def pool_sizes(
     """Share out the budget. Layers with a window get what ``max_num_seqs`` windows and a step need,
     if that is less than what other layers get. ``ResourceExhausted`` if one page and one token do
     not fit."""
-    attention = [spec for spec in specs if isinstance(spec, (FullAttention, LatentAttention, WindowedAttention))]
+    attention = [spec for spec in specs if isinstance(spec, ATTENTION)]
     size = config.page_size
     windows = [spec.layer_window for spec in attention if spec.layer_window is not None]
     full_bytes = bytes_per_token([spec for spec in attention if spec.layer_window is None], dtype)
@@ -405,9 +396,7 @@ def make_executor(config: ExecutorConfig, choices: Choices) -> Executor:
     path = resolve_model(choices.model)
     device, size = choices.device, choices.page_size
     model = load_model(path, device=device, dtype=config.dtype, max_model_len=config.max_sequence_length)
-    attention = [
-        spec for spec in model.layer_specs if isinstance(spec, (FullAttention, LatentAttention, WindowedAttention))
-    ]
+    attention = [spec for spec in model.layer_specs if isinstance(spec, ATTENTION)]
     check_length(config, model.max_position)
     check_heads(config, attention)
     arguments = choices.arguments(config)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 from quire.branches.adapter_keys import AdapterKey, users
-from quire.engine.page_use import PageUse, page_use
+from quire.engine.page_use import OWNERS, PageUse, page_use
 from quire.engine.prompts import embeddings_of
 from quire.engine.request_book import RequestBook
 from quire.engine.scheduler import Scheduled
@@ -235,13 +235,8 @@ class Engine(RequestBook):
             metrics.num_requests_waiting.set(self.num_waiting)
             use = self.page_use()
             metrics.kv_cache_usage.set(use.usage)
-            for gauge, pages in (
-                (metrics.pages_free, use.free),
-                (metrics.pages_evictable, use.evictable),
-                (metrics.pages_held, use.held),
-                (metrics.pages_pinned, use.pinned),
-            ):
-                gauge.set(pages)
+            for owner in OWNERS:
+                getattr(metrics, f"pages_{owner}").set(getattr(use, owner))
             metrics.pages_shared.set(state.num_shared_pages())
             metrics.adapters_loaded.set(len(self.runner.adapters.ids))
             metrics.adapters_resident.set(len(self.runner.adapters.resident))

@@ -45,11 +45,9 @@ class LiveSequence(Labelled):
         executor: Callable[[], Executor],
         adapters: AdapterNames | None = None,
     ) -> None:
-        """Register the session with the engine.
-
-        ``executor`` returns the one over the engine's runner, made at the first call. ``adapters``
-        names the loaded adapters; with None they go by their fingerprints.
-        """
+        """Register the session with the engine. ``executor`` returns the one over the engine's
+        runner, made at the first call. ``adapters`` names the loaded adapters; with None they go by
+        their fingerprints."""
         self._engine = engine
         self._executor = executor
         if adapters is None:

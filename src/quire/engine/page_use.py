@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from quire.engine.session_states import SessionStates
 
 
+OWNERS = ("free", "evictable", "held", "pinned")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageUse:
     """Numbers of pages, over all pools of a KV state, slots of recurrent states among them. Each

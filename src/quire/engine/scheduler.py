@@ -19,7 +19,7 @@ import bisect
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from quire.branches.history import common_prefix
 from quire.branches.prefix_cache import RadixCache
@@ -39,11 +39,12 @@ COMPARED = 16
 """Prompts with the same beginning, of those that arrived last, with which a new one is compared."""
 
 HEADROOM = 32
-"""Tokens for which every running request must have room before a preempted one comes back: else it
-would soon be preempted again, and computed again for few tokens of others."""
+"""Tokens of room for every running request before a preempted one comes back, so that it stays."""
 
 ALL_LOGITS_CHUNK = 256
 """Tokens of a step whose logits are all wanted: float32 rows of the whole vocabulary."""
+
+Failure: TypeAlias = tuple[ScheduledRequest, QuireError]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,7 +61,7 @@ class Scheduled:
 
     step: Step
     requests: tuple[ScheduledRequest, ...]
-    failed: tuple[tuple[ScheduledRequest, QuireError], ...] = ()
+    failed: tuple[Failure, ...] = ()
     """Requests that can never run, with the reason; they hold nothing any more."""
 
 
@@ -183,7 +184,7 @@ class Scheduler:
         self.running.append(request)
 
     def finish(self, request: ScheduledRequest) -> None:
-        """It leaves the queues; its sequence is the caller's business."""
+        """Take it out of the queues; its sequence is the caller's business."""
         for queue in (self.waiting, self.running):
             if request in queue:
                 queue.remove(request)
@@ -214,7 +215,7 @@ class Scheduler:
         budget = self.limits.max_num_batched_tokens
         # One token is left to a prompt: those who wait may wait for its pages.
         batch = StepDraft(budget, kept=min(coming, free, budget - 1))
-        failed: list[tuple[ScheduledRequest, QuireError]] = []
+        failed: list[Failure] = []
         # Admit adapters in order of arrival: no request waits for later ones.
         for request in self.running:
             if request.ready and self._has_adapter(request, batch) and request.next_adapter is not None:
@@ -259,7 +260,7 @@ class Scheduler:
         adapter = request.next_adapter
         return Chunk(request.seq, ids, adapter=adapter, logits=wants, checkpoints=checkpoints)  # type: ignore[arg-type]
 
-    def _make_room(self, batch: StepDraft, failed: list[tuple[ScheduledRequest, QuireError]]) -> bool:
+    def _make_room(self, batch: StepDraft, failed: list[Failure]) -> bool:
         """Reclaim, then preempt the youngest, until running ones fit; return whether any left."""
         left = False
         while batch.requests and (missing := self._state.missing_pages(batch.seqs, batch.counts)):
@@ -284,19 +285,15 @@ class Scheduler:
         return self._checkpoints is not None and self._checkpoints.relieve(seqs, counts)
 
     def _give_up(
-        self,
-        queue: list[ScheduledRequest],
-        request: ScheduledRequest,
-        missing: int,
-        failed: list[tuple[ScheduledRequest, QuireError]],
+        self, queue: list[ScheduledRequest], request: ScheduledRequest, missing: int, failed: list[Failure]
     ) -> None:
-        """It can never run: it leaves its queue and its state."""
+        """Take a request that can never run out of its queue, and its state away."""
         queue.remove(request)
         self._release(request)
         failed.append((request, no_room(request, missing, alone=self._state.empty())))
 
     def preempt(self, request: ScheduledRequest) -> None:
-        """Give up its state; it waits, in its old place, to be computed again or brought back."""
+        """Give up its state, and let it wait in its old place until that comes back."""
         self.running.remove(request)
         self._set_aside(request)
         request.status = Status.WAITING
@@ -320,7 +317,7 @@ class Scheduler:
         request.seq = None
         request.computed = 0
 
-    def _admit(self, batch: StepDraft, failed: list[tuple[ScheduledRequest, QuireError]]) -> None:
+    def _admit(self, batch: StepDraft, failed: list[Failure]) -> None:
         index, seated = 0, self._seated
         while index < len(self.waiting) and batch.budget > 0 and seated < self.limits.max_num_seqs:
             request = self.waiting[index]

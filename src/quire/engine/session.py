@@ -33,12 +33,9 @@ from quire.sampling_params import SamplingParams
 
 
 class Session(StateAccess):
-    """Made by ``LLM.session``.
-
-    Every method raises ``FailedPrecondition`` once the session is closed, and while it is
-    generating. A refused or failed call leaves the session as it was. Several threads may use
-    sessions; what runs for one of them holds up no other.
-    """
+    """Made by ``LLM.session``. Every method raises ``FailedPrecondition`` once the session is
+    closed, and while it is generating. A refused or failed call leaves the session as it was.
+    Several threads may use sessions; what runs for one of them holds up no other."""
 
     @uninterrupted
     def append(self, text: Prompt) -> Self:
@@ -209,11 +206,9 @@ class Session(StateAccess):
     @overload
     def fork(self, at: int | None = None, *, n: int) -> list[Session]: ...
     def fork(self, at: int | None = None, n: int | None = None) -> Session | list[Session]:
-        """Return a copy-on-write copy under the same adapter; with ``n`` a list of that many.
-
-        A child has all tokens, or the first ``at``. It is pinned if its parent is, and has the same
-        labels and no name.
-        """
+        """Return a copy-on-write copy under the same adapter; with ``n`` a list of that many. A
+        child has all tokens, or the first ``at``. It is pinned if its parent is, and has the same
+        labels and no name."""
         with self._engine.lock:
             state = self._idle("fork")
             length = self._position("at", at) if at is not None else len(self)
@@ -252,10 +247,7 @@ class Session(StateAccess):
             state = self._idle("rewind")
             if (to is None) == (n is None):
                 raise InvalidArgument(f"rewind takes to= or n=, one of them; got to={to!r}, n={n!r}", field="to")
-            if to is not None:
-                length = self._position("to", to)
-            else:
-                length = len(self) - self._position("n", n)
+            length = self._position("to", to) if to is not None else len(self) - self._position("n", n)
             cost = self._cost(length)
             self._engine.states.change(state, length, state.adapter)
             self._turns.cut(length)
@@ -264,11 +256,9 @@ class Session(StateAccess):
             return cost
 
     def rewind_cost(self, to: int) -> int:
-        """Return how many tokens a rewind to ``to`` would have to run again.
-
-        It is 0 for attention whose state is in the pool, and more if the model's windows have let
-        go of what lies before ``to``.
-        """
+        """Return how many tokens a rewind to ``to`` would have to run again. It is 0 for attention
+        whose state is in the pool, and more if the model's windows have let go of what lies before
+        ``to``."""
         with self._engine.lock:
             self._idle("rewind_cost")
             return self._cost(self._position("to", to))
@@ -368,11 +358,9 @@ class Session(StateAccess):
     # -- pinning -----------------------------------------------------------------------------------
 
     def pin(self, account: PinAccount | None = None) -> None:
-        """Keep its state even if the pool is short.
-
-        ``account`` is what its pinned state counts for, with all that it will hold;
-        ``QuotaExceeded`` or ``PoolExhausted`` if the account would then hold too much.
-        """
+        """Keep its state even if the pool is short. ``account`` is what its pinned state counts
+        for, with all that it will hold; ``QuotaExceeded`` or ``PoolExhausted`` if the account would
+        then hold too much."""
         with self._engine.lock:
             state = self._idle("pin")
             self._engine.pins.check(state, len(self), account)
