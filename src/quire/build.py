@@ -235,7 +235,7 @@ DEFAULT_INTERVAL = 512
 """Tokens between checkpoints of a model without attention, whose tokens cost nothing."""
 
 LEAST_INTERVAL, MOST_INTERVAL = 64, 1024
-"""Tokens between checkpoints, where nobody says how many."""
+"""Bounds of the default number of tokens between checkpoints."""
 
 STATE_SHARE = 0.5
 """The most of the budget that recurrent states may take from the pages of attention layers."""
@@ -438,4 +438,4 @@ def make_executor(config: ExecutorConfig, choices: Choices) -> Executor:
 
 EXECUTOR_FACTORY = Factory(resolve_device, make_executor)
 EXECUTORS = NamedExecutors()
-"""Executors that somebody has named."""
+"""Executors by the names that users gave them."""

@@ -74,7 +74,7 @@ class GrammarMatcher:
         masks.start(self._coming)
 
     def drop(self) -> None:
-        """Nobody wants the mask any more that is being made, or waits for its turn."""
+        """Drop the mask that is being made or waits for its turn."""
         if self._coming is not None:
             self._coming.drop()
 

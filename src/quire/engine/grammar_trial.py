@@ -59,7 +59,7 @@ GROWTH = 32 << 20
 """Bytes after which the next grammar gets a new child: free memory would hide what one adds."""
 
 USUAL_STACK = 8 << 20
-"""Bytes of a thread's stack where nobody changed it; of larger ones no more is used."""
+"""Bytes of a thread's stack by default; of larger ones no more is used."""
 
 STACK_PER_CHARACTER = 1 << 10
 """Bytes of stack that a character of a grammar needs at most."""
@@ -71,7 +71,7 @@ SEATS = 4
 """Callers that may wait for large grammars; asyncio's pool of threads has five at least."""
 
 PATIENCE = 2.0
-"""Seconds that a caller waits for a seat, if nobody sits for longer than that already."""
+"""Seconds that a caller waits for a seat; none if a seat has been taken for longer than that."""
 
 _MASKS = 8
 _START = "import sys; sys.path[:] = sys.argv[1:]; from quire.engine.grammar_trial import serve; serve()"
@@ -204,7 +204,7 @@ class GrammarTrial:
 
 
 class Seats:
-    """Who may wait for large grammars: a few, so that threads are left for everybody else."""
+    """Seats of callers that wait for large grammars: a few, so that threads are left for others."""
 
     def __init__(self) -> None:
         self._since: dict[object, float] = {}

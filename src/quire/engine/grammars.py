@@ -233,7 +233,7 @@ class Grammars:
                         self._refused.popitem(last=False)
             raise
         with self._lock:
-            # Under another object, for what asks for it is held no longer than somebody asks.
+            # Keyed by a copy: ``wanted`` itself must die with its request (see ``_held``).
             known = dataclasses.replace(wanted)
             self._compiled[known] = found
             self._compiled.move_to_end(known)

@@ -22,7 +22,7 @@ class PageUse:
 
     total: int
     free: int
-    """Nobody's."""
+    """Without an owner."""
     evictable: int
     """Of finished sequences in the prefix cache, of idle unpinned sessions, and of recurrent states
     kept on the way: given up for any need of a page, since they can be had again."""
@@ -30,11 +30,11 @@ class PageUse:
     """Of requests that run or wait, also if the cache shares them, and of the executor's KV
     caches."""
     pinned: int
-    """Of sessions that are pinned or were written into, whoever shares them."""
+    """Of sessions that are pinned or were written into, even if they are shared."""
 
     @property
     def usage(self) -> float:
-        """Return the share of pages, in [0, 1], that nobody else can have: those held or pinned."""
+        """The share of pages, in [0, 1], that cannot be given up: those held or pinned."""
         return (self.held + self.pinned) / self.total if self.total else 0.0
 
 

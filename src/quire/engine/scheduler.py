@@ -57,7 +57,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Scheduled:
-    """A step and whose chunks it holds: ``requests[i]`` runs ``step.chunks[i]``."""
+    """A step and its requests: ``requests[i]`` runs ``step.chunks[i]``."""
 
     step: Step
     requests: tuple[ScheduledRequest, ...]
@@ -79,7 +79,7 @@ class StepDraft:
     adapters: set[int] = field(default_factory=set)
     """Those that it uses."""
     held_back: bool = False
-    """Whether somebody waits for room for an adapter."""
+    """Whether a request waits for room for its adapter."""
 
     def add(self, request: ScheduledRequest, count: int) -> None:
         self.requests.append(request)

@@ -217,7 +217,7 @@ class SessionStates:
         assert seq is not None
         recurrent = layer in state.recurrent_ids
         if recurrent and session.computed in state.checkpoints(seq):
-            # What is kept here is the state before the write, to which nobody shall come back.
+            # This is the state before the write, to which no rewind shall return.
             self.apply(DropCheckpoint(seq, session.computed))
         try:
             while True:
@@ -308,7 +308,7 @@ class SessionStates:
         else:
             self._return_to(session, request, request.shared)
             if session.modified and session.computed < len(session.tokens) - 1 and request.way_back is None:
-                # What was taken back had been written by somebody and cannot be computed again.
+                # What was taken back was written by ``set_kv`` and cannot be computed again.
                 session.tokens.truncate(session.computed)
                 session.logits = None
                 runs = runs_of_session(session.runs, session.computed, session.adapter)

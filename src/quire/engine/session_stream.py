@@ -80,7 +80,7 @@ class SessionStream(Iterator[StreamDelta]):
 
     @unless_exiting
     def __del__(self) -> None:
-        # Nobody can ask for more.
+        # No reference to it is left.
         if not getattr(self, "_over", True):
             self._engine.orphans.leave(self._end)
 

@@ -47,7 +47,7 @@ class Coming(Generic[T]):
     def __init__(self, make: Callable[[], T]) -> None:
         self.started = False
         self.dropped = False
-        """Whether nobody wants it any more. It is not begun then."""
+        """Whether it was dropped. It is not begun then."""
         self.error: BaseException | None = None
         self._make: Callable[[], T] | None = make
         self._made: T | None = None
@@ -69,7 +69,7 @@ class Coming(Generic[T]):
         return self._made
 
     def drop(self) -> None:
-        """Nobody wants it any more."""
+        """Drop it: it is not wanted any more."""
         self.dropped = True
 
     def run(self) -> None:
