@@ -1,4 +1,4 @@
-"""What pyproject.toml cannot say: C++ kernels, without which Quire works too, only slower. See quire/kernels/low_rank.py."""
+"""C++ kernels, which pyproject.toml cannot declare. Without them Quire works, only slower."""
 
 from setuptools import Extension, setup
 
@@ -9,7 +9,7 @@ setup(
             ["src/quire/kernels/cpu/low_rank.cpp"],
             language="c++",
             extra_compile_args=["-O3", "-g0", "-std=c++17", "-Wno-psabi"],
-            # No compiler: the installation goes on, and `quire capabilities` says that they are missing.
+            # Without a compiler the installation goes on; `quire capabilities` says so.
             optional=True,
         )
     ]

@@ -286,3 +286,59 @@ def test_awaited_verbs_use_no_private_of_what_they_wrap() -> None:
     private = {node.attr for node in nodes if node.attr.startswith("_") and node.attr[-2:] != "__"}
     assert "_session" in private
     assert private <= own
+
+
+def test_files_and_classes_fit_in_a_head() -> None:
+    """At most 500 lines and 30 public methods; Protocols of contracts name all that they promise."""
+    assert {name: len(path.read_text().splitlines()) for name, path in MODULES.items() if _lines(path) > 500} == {}
+    crowded = {}
+    for name, path in MODULES.items():
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not name.startswith("quire.contracts."):
+                methods = [one for one in node.body if isinstance(one, (ast.FunctionDef, ast.AsyncFunctionDef))]
+                public = {one.name for one in methods if not one.name.startswith("_")}
+                if len(public) > 30:
+                    crowded[f"{name}.{node.name}"] = len(public)
+    assert crowded == {}
+
+
+def _lines(path: Path) -> int:
+    return len(path.read_text().splitlines())
+
+
+def test_function_docstrings_begin_with_a_verb() -> None:
+    """Not with an article, a question word or a number of things. Properties are named by what they are."""
+    nouns = {
+        "the",
+        "a",
+        "an",
+        "what",
+        "whether",
+        "as",
+        "one",
+        "all",
+        "how",
+        "why",
+        "where",
+        "when",
+        "which",
+        "who",
+        "whose",
+        "if",
+        "of",
+        "in",
+        "by",
+        "for",
+        "from",
+    }
+    found = []
+    for name, path in MODULES.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                continue
+            if any("property" in ast.unparse(one) for one in node.decorator_list):
+                continue
+            text = (ast.get_docstring(node) or "Do").removeprefix("(ours) ")
+            if text.split()[0].strip("`,.:;").lower() in nouns:
+                found.append(f"{name}.{node.name}: {text.splitlines()[0]}")
+    assert found == []

@@ -49,8 +49,10 @@ ATTENTION_BACKENDS: Registry[type[AttentionBackend]] = Registry("attention backe
 ATTENTION_BACKENDS.register("torch", SdpaAttention)
 ATTENTION_BACKENDS.register("reference", ReferenceAttention)
 
+ATTENTION = (FullAttention, LatentAttention, WindowedAttention)
+"""Layers that keep tokens."""
 CPU_POOL_SHARE = 0.25
-"""Part of the free memory that the pool takes on a CPU unless ``kv_cache_memory`` says otherwise."""
+"""Part of the free memory that the pool takes on a CPU, without ``kv_cache_memory``."""
 
 
 class Identity:
@@ -62,7 +64,7 @@ class Identity:
         self._found: ModelFingerprint | None = None
 
     def fields(self) -> dict[str, str]:
-        """``architecture``, ``config`` and ``weights``."""
+        """Return ``architecture``, ``config`` and ``weights``."""
         if self._found is None:
             self._found = model_fingerprint(self._path, self._model)
         return {"architecture": self._found.architecture, "config": self._found.config, "weights": self._found.weights}
@@ -86,7 +88,8 @@ class Parts:
 
 
 def build(config: EngineConfig, *, progress: bool = False) -> Parts:
-    """Load a model and put an engine around it. Each thing that does not fit is one clear error, before memory is spent."""
+    """Load a model and put an engine around it. Each misfit is one clear error, before memory is
+    spent."""
     path = resolve_model(config.model, revision=config.revision)
     device = resolve_device(config.device)
     tokenizer = load_tokenizer(config, path)
@@ -127,26 +130,17 @@ def build(config: EngineConfig, *, progress: bool = False) -> Parts:
     )
     for note in notes:
         logger.info(note)
-    return Parts(
-        config,
-        path,
-        engine,
-        model,
-        runner,
-        tokenizer,
-        Identity(path, model),
-        NamedAdapters(engine, lambda directory: read_adapter(directory, model, admit=runner.adapters.admit)),
-        SamplingParams.from_generation_config(generation),
-        notes,
-    )
+    identity, defaults = Identity(path, model), SamplingParams.from_generation_config(generation)
+    adapters = NamedAdapters(engine, lambda directory: read_adapter(directory, model, admit=runner.adapters.admit))
+    return Parts(config, path, engine, model, runner, tokenizer, identity, adapters, defaults, notes)
 
 
 ADAPTER_SHARE = 0.125
-"""Part of the free host memory that loaded adapters may take, unless somebody says how much."""
+"""Part of the free host memory that loaded adapters may take, without ``adapter_memory``."""
 
 
 def make_adapters(model: LoadedModel, ranks: int = 512, memory: int | str | None = None) -> AdapterPool:
-    """The pool of a model's adapters; one that refuses all for a model that no adapter can change."""
+    """Return the pool of a model's adapters; it refuses all if no adapter can change the model."""
     if reason := low_rank_refusal(model):
         return AdapterPool.without_sites(reason)
     if memory is None:
@@ -170,7 +164,7 @@ def make_adapters(model: LoadedModel, ranks: int = 512, memory: int | str | None
 
 
 def load_tokenizer(config: EngineConfig, model_path: Path) -> Tokenizer | None:
-    """The one that was asked for, else the model's; None for a model without one, which works with token ids."""
+    """Return the configured tokenizer, else the model's; None: it works with token ids."""
     path = model_path if config.tokenizer is None else resolve_model(config.tokenizer, revision=config.revision)
     found = Tokenizer.from_directory(path)
     if found is None and config.tokenizer is not None:
@@ -187,7 +181,7 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object, or an empty one if there is no such file; ``CheckpointError`` names a damaged file."""
+    """Return a JSON object, empty without the file; ``CheckpointError`` names a damaged one."""
     if not path.is_file():
         return {}
     try:
@@ -200,7 +194,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def resolve_device(name: str) -> torch.device:
-    """``auto`` is CUDA where there is one. ``Unsupported`` for a device that is not there."""
+    """Return a device, for ``auto`` CUDA if there is one; ``Unsupported`` for an absent one."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -217,7 +211,7 @@ def resolve_device(name: str) -> torch.device:
 
 
 def max_model_len(wanted: int | None, model_limit: int) -> int:
-    """The context length; ``InvalidArgument`` beyond the model's."""
+    """Return the context length; ``InvalidArgument`` beyond the model's."""
     if wanted is None:
         return model_limit
     if wanted > model_limit:
@@ -228,11 +222,11 @@ def max_model_len(wanted: int | None, model_limit: int) -> int:
 
 
 ENGINE_RING = 1
-"""Recent states that a sequence keeps beside its present one: a state of a large hybrid has tens of megabytes."""
+"""Recent states of a sequence beside its present one; a large hybrid's takes tens of megabytes."""
 
 STATES_PER_SEQUENCE = 8
-"""State slots for each of ``max_num_seqs``, if there is room: the present state, the next one, the ring, and those that cached
-sequences keep at prompt and turn ends."""
+"""State slots for each of ``max_num_seqs``, if there is room: the present state, the next one, the
+ring, and those that cached sequences keep at prompt and turn ends."""
 
 LEAST_STATES = 4
 """One sequence, what its next step writes, and a copy of both."""
@@ -241,7 +235,7 @@ DEFAULT_INTERVAL = 512
 """Tokens between checkpoints of a model without attention, whose tokens cost nothing."""
 
 LEAST_INTERVAL, MOST_INTERVAL = 64, 1024
-"""Tokens between checkpoints, where nobody says how many."""
+"""Bounds of the default number of tokens between checkpoints."""
 
 STATE_SHARE = 0.5
 """The most of the budget that recurrent states may take from the pages of attention layers."""
@@ -255,7 +249,7 @@ def make_state(
     device: torch.device,
     backend: AttentionBackend,
 ) -> State:
-    """The KV state for these layers."""
+    """Return the KV state for these layers."""
     pages = any(not isinstance(spec, Recurrent) for spec in specs)
     return State(
         specs,
@@ -272,11 +266,9 @@ def make_state(
 
 
 def checkpoint_interval(config: EngineConfig, specs: Sequence[LayerSpec], dtype: torch.dtype) -> int:
-    """Tokens between checkpoints of recurrent states: what was asked for, else as many as have K and V of the size of a state;
-    0 without recurrent layers.
-
-    ``InvalidArgument`` where an interval is given and no layer is recurrent.
-    """
+    """Return the tokens between checkpoints of recurrent states; 0 without recurrent layers. By
+    default as many as have K and V of the size of a state. ``InvalidArgument`` if an interval is
+    given and no layer is recurrent."""
     state_bytes = bytes_per_state([spec for spec in specs if isinstance(spec, Recurrent)])
     if config.checkpoint_interval is not None:
         if config.checkpoint_interval and not state_bytes:
@@ -287,9 +279,7 @@ def checkpoint_interval(config: EngineConfig, specs: Sequence[LayerSpec], dtype:
         return config.checkpoint_interval
     if not state_bytes:
         return 0
-    per_token = bytes_per_token(
-        [spec for spec in specs if isinstance(spec, (FullAttention, LatentAttention, WindowedAttention))], dtype
-    )
+    per_token = bytes_per_token([spec for spec in specs if isinstance(spec, ATTENTION)], dtype)
     wanted = min(max(LEAST_INTERVAL, -(-state_bytes // per_token) if per_token else DEFAULT_INTERVAL), MOST_INTERVAL)
     return -(-wanted // config.page_size) * config.page_size
 
@@ -311,9 +301,10 @@ class PoolSizes:
 def pool_sizes(
     config: EngineConfig, specs: Sequence[LayerSpec], dtype: torch.dtype, device: torch.device, max_len: int
 ) -> PoolSizes:
-    """How the budget is shared out. Layers with a window get what ``max_num_seqs`` windows and a step need, if that is less
-    than what layers that keep everything get. ``ResourceExhausted`` if not even one page and one token fit."""
-    attention = [spec for spec in specs if isinstance(spec, (FullAttention, LatentAttention, WindowedAttention))]
+    """Share out the budget. Layers with a window get what ``max_num_seqs`` windows and a step need,
+    if that is less than what other layers get. ``ResourceExhausted`` if one page and one token do
+    not fit."""
+    attention = [spec for spec in specs if isinstance(spec, ATTENTION)]
     size = config.page_size
     windows = [spec.layer_window for spec in attention if spec.layer_window is not None]
     full_bytes = bytes_per_token([spec for spec in attention if spec.layer_window is None], dtype)
@@ -371,8 +362,8 @@ def pool_sizes(
 
 
 def pool_budget(device: torch.device, gpu_share: float) -> int:
-    """Bytes that the pool may take: of a GPU what ``gpu_memory_utilization`` leaves, of host memory a quarter of what is
-    free, the control group's limit counted."""
+    """Return the pool's bytes: of a GPU what ``gpu_memory_utilization`` leaves, of host memory a
+    quarter of what is free within the control group's limit."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return max(0, int(free - (1 - gpu_share) * total))
@@ -386,7 +377,8 @@ def pool_budget(device: torch.device, gpu_share: float) -> int:
 def eos_ids(
     generation: dict[str, Any], model_config: dict[str, Any], tokenizer: Tokenizer | None, vocab_size: int
 ) -> tuple[int, ...]:
-    """Tokens that end a text: ``generation_config.json``, else ``config.json``; and the tokenizer's."""
+    """Return the tokens that end a text: the tokenizer's, and those of ``generation_config.json``,
+    else of ``config.json``."""
     found = generation.get("eos_token_id")
     if found is None:
         found = model_config.get("eos_token_id")
@@ -404,9 +396,7 @@ def make_executor(config: ExecutorConfig, choices: Choices) -> Executor:
     path = resolve_model(choices.model)
     device, size = choices.device, choices.page_size
     model = load_model(path, device=device, dtype=config.dtype, max_model_len=config.max_sequence_length)
-    attention = [
-        spec for spec in model.layer_specs if isinstance(spec, (FullAttention, LatentAttention, WindowedAttention))
-    ]
+    attention = [spec for spec in model.layer_specs if isinstance(spec, ATTENTION)]
     check_length(config, model.max_position)
     check_heads(config, attention)
     arguments = choices.arguments(config)
@@ -448,4 +438,4 @@ def make_executor(config: ExecutorConfig, choices: Choices) -> Executor:
 
 EXECUTOR_FACTORY = Factory(resolve_device, make_executor)
 EXECUTORS = NamedExecutors()
-"""Executors that somebody has named."""
+"""Executors by the names that users gave them."""

@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
-from typing import Any, TypeVar
+from typing import Any
 
 from quire.errors import InvalidArgument, Unsupported
 from quire.signatures import require_bool
@@ -41,8 +41,6 @@ _UNITS = {"B": 1} | {
 _UNITS_FOLDED = {name.lower(): factor for name, factor in _UNITS.items()}
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*")
 _DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]+)?")
-
-T = TypeVar("T")
 
 
 def parse_bytes(value: int | str, *, name: str = "size") -> int:
@@ -165,18 +163,15 @@ class EngineConfig:
             if self.checkpoint_interval % self.page_size:
                 allowed = f"a multiple of page_size {self.page_size}, 0 or None"
                 raise InvalidArgument(field="checkpoint_interval", given=self.checkpoint_interval, allowed=allowed)
-        if self.kv_cache_memory is not None:
-            _set_bytes(self, "kv_cache_memory")
+        for name, least in (("kv_cache_memory", 1), ("host_memory", 0), ("adapter_memory", 0)):
+            if getattr(self, name) is not None:
+                _set_bytes(self, name, least)
         check_real("gpu_memory_utilization", self.gpu_memory_utilization, above=0, up_to=1)
         require_bool("enable_prefix_caching", self.enable_prefix_caching)
         if self.revision is not None:
             _check_name("revision", self.revision)
         check_int("seed", self.seed, 0, 2**63 - 1)
-        if self.host_memory is not None:
-            object.__setattr__(self, "host_memory", parse_bytes(self.host_memory, name="host_memory"))
         check_int("adapter_ranks", self.adapter_ranks, 1)
-        if self.adapter_memory is not None:
-            object.__setattr__(self, "adapter_memory", parse_bytes(self.adapter_memory, name="adapter_memory"))
         if self.adapters is not None:
             object.__setattr__(self, "adapters", named_paths(self.adapters))
         self._refuse_what_is_not_there()
@@ -199,11 +194,22 @@ class EngineConfig:
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> EngineConfig:
-        """Build from a mapping, such as a YAML file's, with kebab-case or snake_case keys.
-
-        Raise ``InvalidArgument`` for an unknown or repeated key, or if ``model`` is missing.
-        """
-        return _from_mapping(cls, mapping)
+        """Build from a mapping, such as a YAML file's, with kebab-case or snake_case keys. Raise
+        ``InvalidArgument`` for an unknown or repeated key, or if ``model`` is missing."""
+        if not isinstance(mapping, Mapping):
+            raise InvalidArgument(f"a configuration must be a mapping of names to values, got {mapping!r}")
+        known, values = list(field_help(cls)), dict[str, Any]()
+        for key, value in mapping.items():
+            name = key.replace("-", "_") if isinstance(key, str) else key
+            if name not in known:
+                raise InvalidArgument(f"unknown configuration key {key!r}; known: {', '.join(known)}", field=str(name))
+            if name in values:
+                message = f"configuration key {name!r} is given twice, in kebab-case and in snake_case"
+                raise InvalidArgument(message, field=name)
+            values[name] = value
+        if "model" not in values:
+            raise InvalidArgument("configuration key 'model' is missing; required: model", field="model")
+        return cls(**values)
 
 
 # -- executors -------------------------------------------------------------------------------------
@@ -257,7 +263,7 @@ class MemoryConfig:
     def __post_init__(self) -> None:
         require_bool("enable_memory_pooling", self.enable_memory_pooling)
         if self.memory_pool_size is not None:
-            _set_bytes(self, "memory_pool_size")
+            _set_bytes(self, "memory_pool_size", 1)
         require_bool("enable_kv_cache_sharing", self.enable_kv_cache_sharing)
         check_real("max_memory_usage", self.max_memory_usage, above=0, up_to=100, unit=" percent")
 
@@ -416,9 +422,9 @@ def _set_path(config: object, name: str) -> None:
     _check_name(name, value)
 
 
-def _set_bytes(config: object, name: str) -> None:
+def _set_bytes(config: object, name: str, least: int) -> None:
     size = parse_bytes(getattr(config, name), name=name)
-    if size < 1:
+    if size < least:
         raise InvalidArgument(field=name, given=getattr(config, name), allowed="at least 1 byte")
     object.__setattr__(config, name, size)
 
@@ -445,29 +451,3 @@ def _set_options(config: object, name: str, known: Sequence[str]) -> None:
         accepted = ", ".join(known) or "none in this release"
         raise InvalidArgument(f"{name} has no {unknown[0]!r}; accepted: {accepted}", field=name)
     object.__setattr__(config, name, dict(value))  # the caller may change the original
-
-
-def _from_mapping(cls: type[T], mapping: Mapping[str, Any]) -> T:
-    if not isinstance(mapping, Mapping):
-        raise InvalidArgument(f"a configuration must be a mapping of names to values, got {mapping!r}")
-    known = list(field_help(cls))
-    values: dict[str, Any] = {}
-    for key, value in mapping.items():
-        name = key.replace("-", "_") if isinstance(key, str) else key
-        if name not in known:
-            raise InvalidArgument(f"unknown configuration key {key!r}; known: {', '.join(known)}", field=str(name))
-        if name in values:
-            raise InvalidArgument(
-                f"configuration key {name!r} is given twice, in kebab-case and in snake_case", field=name
-            )
-        values[name] = value
-    required = [f.name for f in dataclasses.fields(cls) if _is_required(f)]  # type: ignore[arg-type]
-    if missing := [name for name in required if name not in values]:
-        raise InvalidArgument(
-            f"configuration key {missing[0]!r} is missing; required: {', '.join(required)}", field=missing[0]
-        )
-    return cls(**values)
-
-
-def _is_required(f: dataclasses.Field[Any]) -> bool:
-    return f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING

@@ -29,6 +29,7 @@ from quire.engine import row_sessions, saved_sessions
 from quire.engine.beam import search
 from quire.engine.engine import Engine
 from quire.engine.named_adapters import AdapterInfo
+from quire.engine.page_use import OWNERS
 from quire.engine.prompt_sessions import PreparedPrompts, PromptsOrSessions
 from quire.engine.prompts import Prompt, Prompts
 from quire.engine.request_checks import checked_window
@@ -213,10 +214,8 @@ class LLM(RequestPreparation):
         use_tqdm: bool | None = None,
     ) -> list[BeamSearchOutput]:
         """Return the most probable continuations of each prompt: text or token ids, one or many.
-
         All prompts are checked before the first one runs. One that fails later has an ``error``,
-        and the others go on.
-        """
+        and the others go on."""
         searches, texts = self.prepare_beams(prompts, params, adapter=adapter, cache_salt=cache_salt)
         show = use_tqdm if use_tqdm is not None else (len(searches) > 1 and sys.stderr.isatty())
         with tqdm(total=len(searches), desc="Searching", unit="prompt", disable=not show) as bar:
@@ -226,8 +225,6 @@ class LLM(RequestPreparation):
 
             search(self._engine, searches, advance if show else None)
         return [one.output(text) for one, text in zip(searches, texts, strict=True)]
-
-    # -- sessions ----------------------------------------------------------------------------------
 
     @uninterrupted
     def session(
@@ -351,8 +348,6 @@ class LLM(RequestPreparation):
             loaded = saved_sessions.load(self._engine, file, self._parts.identity, convert_dtype=convert_dtype, row=row)
             return self._session(loaded)
 
-    # -- adapters ----------------------------------------------------------------------------------
-
     def load_adapter(self, name: str, path: str | Path) -> AdapterInfo:
         """Load a LoRA adapter for ``adapter=name``, while requests run.
 
@@ -368,11 +363,8 @@ class LLM(RequestPreparation):
         return self._adapters.load(name, path.expanduser() if isinstance(path, Path) else resolve_adapter(path))
 
     def unload_adapter(self, name: str) -> None:
-        """Forget an adapter and everything that was cached under it.
-
-        ``NotFound``; ``FailedPrecondition``, with their numbers, while requests or open sessions
-        use it.
-        """
+        """Forget an adapter and everything that was cached under it. ``NotFound``;
+        ``FailedPrecondition``, with their numbers, while requests or open sessions use it."""
         self._require_open("unload_adapter")
         self._adapters.unload(name)
 
@@ -384,10 +376,8 @@ class LLM(RequestPreparation):
 
     @property
     def executor(self) -> Executor:
-        """The executor contract over the same weights and pages.
-
-        It is a new one after ``shutdown`` and after an error of the device.
-        """
+        """The executor contract over the same weights and pages. It is a new one after ``shutdown``
+        and after an error of the device."""
         self._require_open("executor")
         from quire.executor.executor import Executor
 
@@ -445,20 +435,15 @@ class LLM(RequestPreparation):
 
     def status(self) -> dict[str, Any]:
         """Return counts of requests, pages (of all pools; see ``PageUse``), sequences, adapters.
-
         "executor" counts the calls on ``executor``; None until it is first used. ``metrics`` counts
-        what the engine runs itself.
-        """
+        what the engine runs itself."""
         self._require_open("status")
         use = self._engine.page_use()
         return {
             "num_requests_running": self._engine.num_running,
             "num_requests_waiting": self._engine.num_waiting,
             "num_pages": use.total,
-            "num_pages_free": use.free,
-            "num_pages_evictable": use.evictable,
-            "num_pages_held": use.held,
-            "num_pages_pinned": use.pinned,
+            **{f"num_pages_{owner}": getattr(use, owner) for owner in OWNERS},
             "kv_cache_usage": use.usage,
             "num_sequences": len(self._engine.runner.state.sequence_ids()),
             "num_adapters": len(self._adapters.infos()),

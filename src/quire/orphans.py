@@ -20,7 +20,7 @@ class Orphans:
     """
 
     def __init__(self, lock: Lock, ready: Callable[[], bool] = lambda: True) -> None:
-        """``lock``: what the ends need. ``ready``: whether a thread that has it can call them now."""
+        """Set the ``lock`` that ends need, and ``ready``: whether its holder can call them now."""
         self._lock = lock
         self._ready = ready
         self._ends: dict[weakref.ref[object], End] = {}
@@ -39,7 +39,7 @@ class Orphans:
         self._ends.pop(weakref.ref(owner), None)
 
     def leave(self, end: End) -> None:
-        """Call ``end`` now if no thread is at work, this one included; else let ``bury`` call it."""
+        """Call ``end`` now if no thread is at work, this one included; else ``bury`` calls it."""
         self._left.append(end)
         if self._lock.owned or not self._lock.acquire(blocking=False):
             return

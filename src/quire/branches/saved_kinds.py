@@ -28,7 +28,7 @@ def row_prefix(row: int) -> str:
 def cache_of_session(found: Mapping[str, Any]) -> dict[str, Any]:
     """Return a session's metadata as those of a KV cache of one row.
 
-    ``tokens`` may be longer than ``lengths`` says: the rest has no state in the file. A row without a
+    ``tokens`` may be longer than ``lengths``: the rest has no state in the file. A row without a
     sequence is None.
     """
     sequence = found.get("sequence")
@@ -54,7 +54,7 @@ def cache_of_session(found: Mapping[str, Any]) -> dict[str, Any]:
 def session_of_cache(file: StateFile, row: int | None) -> tuple[dict[str, Any], str]:
     """Return a cache row's metadata as those of a session, and the prefix of its tensors.
 
-    ``row`` None: the only one. ``InvalidArgument``: there are several, or not this one, or its tokens
+    ``row`` None: the only one. ``InvalidArgument``: there are several, not this one, or its tokens
     are not known. ``Unsupported``: a window that sessions do not have.
     """
     found = file.metadata

@@ -1,9 +1,9 @@
 """Beam search: the most probable continuations of a prompt, some of them followed at a time.
 
-A beam is a live sequence like a session's. In each round every beam runs its last token, all of them in the engine's next step
-beside whatever else is there; then the continuations are ranked, and the beams of the next round fork the sequences of those they
-go on from, which costs no copy. Between rounds a beam's state is an idle session's: if the pool is short it is given up
-and computed again.
+A beam is a live sequence like a session's. In each round every beam runs its last token, all in one
+step beside whatever else is there. Then the continuations are ranked, and the next round's beams
+fork the sequences that they continue, without a copy. Between rounds a beam's state is an idle
+session's: if the pool is short it is given up and computed again.
 
 Letters: R rows, one for each beam; V vocabulary; K most probable tokens of a row.
 """
@@ -43,7 +43,7 @@ class Hypothesis:
     stop: str | int | None = None
 
     def grown(self, entry: TokenLogprobs, reason: FinishReason | None, stop: str | int | None) -> Hypothesis:
-        """This one and one token more."""
+        """Return this one with one token more."""
         chosen = entry.chosen
         return Hypothesis(
             (*self.tokens, chosen.token_id), (*self.logprobs, entry), self.total + chosen.logprob, reason, stop
@@ -62,7 +62,8 @@ class Beam:
 
 
 class BeamSearch:
-    """The search for one prompt. ``start``, then ``advance`` between steps of the engine until it is ``done``, then ``release``."""
+    """The search for one prompt: ``start``, ``advance`` between steps until ``done``,
+    ``release``."""
 
     def __init__(
         self,
@@ -73,8 +74,8 @@ class BeamSearch:
         key: Hashable = None,
         adapter: int | None = None,
     ) -> None:
-        """``key`` and ``adapter`` as of ``Engine.submit``. ``InvalidArgument`` if there are more beams than sequences that the engine
-        runs in a step; ``NotFound`` for an adapter that is not loaded."""
+        """Check a search. ``key`` and ``adapter`` are as in ``Engine.submit``. ``InvalidArgument``:
+        more beams than sequences in a step; ``NotFound``: an adapter that is not loaded."""
         if params.beam_width > (most := engine.scheduler.limits.max_num_seqs):
             allowed = f"at most {most}, the engine's max_num_seqs"
             raise InvalidArgument(field="beam_width", given=params.beam_width, allowed=allowed)
@@ -96,8 +97,6 @@ class BeamSearch:
         self._num_cached = 0
         self._error: QuireError | None = None
         self.done = False
-
-    # -- running -----------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Queue the prompt."""
@@ -143,8 +142,8 @@ class BeamSearch:
             self._run(self._forked(following))
 
     def _choose(self) -> list[tuple[Beam, Hypothesis]]:
-        """Rank the continuations of all beams: finish some hypotheses, and return those that go on, best first, with the
-        beams that they come from."""
+        """Rank the continuations of all beams: finish some hypotheses, and return those that go on,
+        best first, with the beams that they come from."""
         width = self._params.beam_width
         logits_RV = torch.stack([beam.rows[-1] for beam in self._beams])
         # As many that at least ``width`` of them end by no token.
@@ -170,7 +169,7 @@ class BeamSearch:
         return following
 
     def _ending(self, hypothesis: Hypothesis, token: int) -> tuple[FinishReason | None, str | int | None]:
-        """Whether and why a hypothesis ends with this token."""
+        """Return whether and why a hypothesis ends with this token."""
         if token in self._ends:
             return "stop", token
         if self._stops:
@@ -199,7 +198,8 @@ class BeamSearch:
         return hoped <= self._score(self._finished[-1])
 
     def _forked(self, following: Sequence[tuple[Beam, Hypothesis]]) -> list[Beam]:
-        """Beams for these hypotheses. The best that comes from a beam takes its sequence over, the others fork it."""
+        """Return beams for hypotheses. A beam's best takes its sequence over, the others fork
+        it."""
         engine, taken, beams = self._engine, set[Beam](), list[Beam]()
         for parent, hypothesis in following:
             state = parent.state
@@ -225,8 +225,6 @@ class BeamSearch:
                 on_logits=lambda _, rows_RV, rows=rows: rows.append(rows_RV[-1].float().clone()),  # type: ignore[misc]
                 priority=self._priority,
             )
-
-    # -- ending ------------------------------------------------------------------------------------
 
     def _end(self, reason: FinishReason, error: QuireError | None = None) -> None:
         """Ended before its time: what the beams have counts as it is."""
@@ -256,7 +254,7 @@ class BeamSearch:
             self._beams, self._states = [], []
 
     def output(self, prompt: str | None = None) -> BeamSearchOutput:
-        """What was found."""
+        """Return what was found."""
         params, tokenizer = self._params, self._engine.tokenizer
         ids = self._prompt.tolist()
         before = "" if tokenizer is None else tokenizer.decode(ids, skip_special_tokens=params.skip_special_tokens)
@@ -290,7 +288,7 @@ class BeamSearch:
         )
 
     def _read(self, tokens: Sequence[int]) -> tuple[str, str | None]:
-        """The text of a continuation, and the stop string that ended it."""
+        """Return the text of a continuation, and the stop string that ended it."""
         if self._engine.tokenizer is None:
             return "", None
         detokenizer = IncrementalDetokenizer(
@@ -311,10 +309,11 @@ class BeamSearch:
 def best_continuations(
     totals: Sequence[float], ids_RK: Tensor, logprobs_RK: Tensor, count: int
 ) -> list[tuple[int, RankedLogprob]]:
-    """The ``count`` continuations with the largest sums, or all there are: row, and token with its rank in the row.
+    """Return the (at most ``count``) continuations with the largest sums: row, token, its rank.
 
-    ``totals``: R sums of the hypotheses so far. ``ids_RK`` int64, ``logprobs_RK`` float32: tokens of each row by rank, without
-    NaN. Sums are float64; among equals the lower row comes first, then the better rank. One of -inf is none.
+    ``totals``: R sums of the hypotheses so far. ``ids_RK`` int64, ``logprobs_RK`` float32: tokens
+    of each row by rank, without NaN. Sums are float64; among equals the lower row comes first, then
+    the better rank. One of -inf is none.
     """
     logprobs = logprobs_RK.cpu()
     num_ranks = logprobs.shape[1]
@@ -332,7 +331,7 @@ def best_continuations(
 
 @uninterrupted
 def search(engine: Engine, searches: Sequence[BeamSearch], on_step: Callable[[], None] | None = None) -> None:
-    """Run these searches to their ends, all beams of all of them together. Whatever interrupts it cancels them."""
+    """Run searches to their ends, all beams of all of them together; an interrupt cancels them."""
     try:
         with engine.lock:
             for one in searches:

@@ -1,9 +1,9 @@
-"""Chat messages to the prompt that a model was trained on, with the model's own Jinja template.
+"""Chat messages to a model's prompt, with its own Jinja template.
 
-The environment is the one that ``transformers`` sets up, so a template renders the same text here and there: an
-immutable sandbox, ``trim_blocks`` and ``lstrip_blocks``, ``break`` and ``continue``, a ``tojson`` that does not
-escape HTML, ``raise_exception``, ``strftime_now`` and the ``generation`` tag. Templates come from strangers: they see plain
-data only, in a copy, and cannot reach Python.
+The environment is that of ``transformers``, so a template renders the same text: an immutable
+sandbox, ``trim_blocks`` and ``lstrip_blocks``, ``break`` and ``continue``, a ``tojson`` that does
+not escape HTML, ``raise_exception``, ``strftime_now`` and the ``generation`` tag. Templates are
+untrusted: they see plain data only, in a copy, and cannot reach Python.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from quire.engine.tokenizer import Tokenizer
 
 Message: TypeAlias = Mapping[str, Any]
-"""``{"role": str, "content": str or [{"type": "text", "text": str}, ...], ...}``, further keys as the template reads."""
+"""``{"role": str, "content": str or [{"type": "text", "text": str}, ...], ...}``, and further
+keys."""
 
 SECONDS = 10.0
 """How long a template may take for the messages of one prompt."""
@@ -56,15 +57,16 @@ def render_chat(
     max_bytes: int | None = None,
     **extra: Any,
 ) -> str:
-    """The prompt for ``messages``. It holds its special tokens: encode it with ``add_special_tokens=False``.
+    """Render the prompt for ``messages``; encode it with ``add_special_tokens=False``.
 
-    ``tools`` are JSON schemas of functions; ``extra`` (``enable_thinking=False``, ``documents=[...]``) are further
-    variables of the template. A list of text parts is given as such to a template that walks over parts, otherwise
-    joined with newlines. ``tool_calls`` whose ``arguments`` are JSON text (as OpenAI's API has them) are given as objects.
+    ``tools`` are JSON schemas of functions; ``extra`` (``enable_thinking=False``,
+    ``documents=[...]``) are further variables of the template. A list of text parts stays a list
+    for a template that walks over parts, and is joined with newlines for others. ``tool_calls``
+    whose ``arguments`` are JSON text (as OpenAI's API has them) become objects.
 
-    ``max_bytes``: a text that is longer is refused as soon as it is. ``InvalidArgument``: that, a template that takes longer than
-    ``SECONDS``, no template (None, a tokenizer without one), a malformed message (named by its index), and
-    whatever the template raises, with its message.
+    ``InvalidArgument``: a text longer than ``max_bytes``, as soon as it is; more time than
+    ``SECONDS``; no template (None, a tokenizer without one); a malformed message (named by its
+    index); and whatever the template raises, with its message.
     """
     if tokenizer_template is None:
         raise InvalidArgument(_NO_TEMPLATE, field="messages")
@@ -111,7 +113,8 @@ def encode_chat(
     max_bytes: int | None = None,
     **extra: Any,
 ) -> list[int]:
-    """Token ids of the prompt for ``messages``, with the template of ``tokenizer`` or ``chat_template``."""
+    """Return the token ids of the prompt for ``messages``, by ``chat_template`` or the
+    tokenizer's."""
     template = select_template(tokenizer.chat_templates, chat_template, with_tools=tools is not None)
     variables = {**tokenizer.special_tokens, **extra}
     text = render_chat(
@@ -121,10 +124,8 @@ def encode_chat(
 
 
 def select_template(templates: Mapping[str, str], chosen: str | None = None, *, with_tools: bool = False) -> str:
-    """The template to use: ``chosen`` (a name in ``templates``, or a template), or ``tool_use``, or ``default``.
-
-    ``InvalidArgument`` if there is none.
-    """
+    """Return the template ``chosen`` (a name in ``templates``, or a template), else ``tool_use`` or
+    ``default``. ``InvalidArgument`` if there is none."""
     if chosen is not None:
         return templates.get(chosen, chosen)
     if with_tools and "tool_use" in templates:
@@ -153,7 +154,7 @@ def _plain_messages(messages: Sequence[Message], *, keep_parts: bool) -> list[di
 def _plain_message(message: Message, where: str, *, keep_parts: bool) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise InvalidArgument(field=where, given=message, allowed="an object with 'role' and 'content'")
-    # Clients send "content": null and the like; templates handle a missing key, and print None for a null.
+    # Clients send "content": null and the like; templates handle a missing key, and print a null.
     plain: dict[str, Any] = {k: v for k, v in _plain_mapping(message, where).items() if v is not None}
     role = plain.get("role")
     if not isinstance(role, str) or not role:
@@ -186,7 +187,7 @@ def _plain_content(content: Any, where: str, *, keep_parts: bool) -> str | list[
 
 
 def _parse_tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
-    """Tool calls with their arguments as objects: templates write them with ``tojson`` or walk over them."""
+    """Return tool calls with their arguments as objects, which templates write or walk over."""
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         raise InvalidArgument(field=where, given=calls, allowed="a list of objects")
     for i, call in enumerate(calls):
@@ -221,7 +222,8 @@ def _plain_mapping(value: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _plain(value: Any, where: str) -> Any:
-    """A copy out of plain JSON types, so that a template can neither change the caller's data nor call into it."""
+    """Return a copy in JSON types: a template can neither change the caller's data nor call into
+    it."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     if isinstance(value, str):  # subclasses (enums) carry methods
@@ -240,10 +242,8 @@ def _plain(value: Any, where: str) -> Any:
 
 
 def check_template(source: str, name: str) -> None:
-    """Refuse with ``InvalidArgument`` what is no Jinja, or never reads the messages.
-
-    ``name`` is how the error calls it.
-    """
+    """Refuse with ``InvalidArgument`` what is no Jinja, or never reads the messages. ``name`` is
+    how the error calls it."""
     try:
         read = jinja2.meta.find_undeclared_variables(_environment().parse(source))
     except jinja2.TemplateSyntaxError as error:
@@ -254,7 +254,7 @@ def check_template(source: str, name: str) -> None:
 
 @lru_cache(maxsize=64)
 def _compile(source: str) -> tuple[jinja2.Template, bool]:
-    """The compiled template, and whether it walks over the parts of a message's content."""
+    """Return the compiled template, and whether it walks over the parts of a message's content."""
     environment = _environment()
     try:
         return environment.from_string(source), _reads_parts(environment.parse(source))
@@ -263,7 +263,7 @@ def _compile(source: str) -> tuple[jinja2.Template, bool]:
 
 
 def _reads_parts(tree: jinja2.nodes.Template) -> bool:
-    """Whether some ``for`` runs over ``message.content`` or over a variable that was set from it."""
+    """Return whether some ``for`` runs over ``message.content`` or a variable set from it."""
 
     def is_content(node: jinja2.nodes.Node) -> bool:
         while isinstance(node, jinja2.nodes.Filter | jinja2.nodes.Getitem) and not _is_key(node):
@@ -282,7 +282,7 @@ def _reads_parts(tree: jinja2.nodes.Template) -> bool:
 
 
 def _is_key(node: jinja2.nodes.Node) -> bool:
-    """``message.content`` or ``message['content']``."""
+    """Return whether this is ``message.content`` or ``message['content']``."""
     if isinstance(node, jinja2.nodes.Getattr):
         return node.attr == "content"
     if isinstance(node, jinja2.nodes.Getitem):
@@ -291,7 +291,7 @@ def _is_key(node: jinja2.nodes.Node) -> bool:
 
 
 class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """The sandbox, which looks at the clock wherever a template looks into data, as every loop over messages does."""
+    """The sandbox. It looks at the clock wherever a template looks into data, as loops do."""
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         _look()
@@ -306,7 +306,7 @@ _deadline: ContextVar[float] = ContextVar("deadline")
 
 
 def _look() -> None:
-    """``Cancelled`` if nobody wants the text any more, ``InvalidArgument`` if it takes too long."""
+    """Raise ``Cancelled`` if the call was given up, ``InvalidArgument`` if it takes too long."""
     long_texts.check()
     if time.monotonic() > _deadline.get():
         raise InvalidArgument(
@@ -344,7 +344,7 @@ def _strftime_now(format: str) -> str:
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """``{% generation %}...{% endgeneration %}`` marks the assistant's text for training; here it is its body."""
+    """``{% generation %}...{% endgeneration %}`` marks text for training; here it is its body."""
 
     tags = {"generation"}  # noqa: RUF012 - the base class's attribute
 

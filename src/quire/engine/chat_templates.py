@@ -1,4 +1,4 @@
-"""The chat template that a user chose in place of the model's: a built-in one, a file, Jinja text."""
+"""The chat template that a user chose: a built-in one, a file, Jinja text."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def with_chosen_template(tokenizer: Tokenizer, chosen: str) -> Tokenizer:
     """Return a tokenizer whose only chat template is ``chosen``, with tools or without.
 
     ``chosen``: a name among the model's own templates or ``CHAT_TEMPLATES``, Jinja text (which has
-    ``{{`` or ``{%``), or else a file. ``NotFound`` for a file that is not there; ``InvalidArgument``
-    for one that is no text, is no Jinja or never reads the messages.
+    ``{{`` or ``{%``), or else a file. ``NotFound`` without the file; ``InvalidArgument`` for one
+    that is no text, is no Jinja or never reads the messages.
     """
     if chosen in tokenizer.chat_templates:
         return tokenizer.with_chat_template(tokenizer.chat_templates[chosen])

@@ -19,7 +19,8 @@ class Turn:
     """A message of a session's chat."""
 
     end: int
-    """Tokens of the session up to its end; for messages that were given, up to where the answer begins."""
+    """Tokens of the session up to its end; for given messages, up to the beginning of the
+    answer."""
     message: Mapping[str, Any]
     is_answer: bool = False
     """Whether the model wrote it."""
@@ -48,19 +49,20 @@ class ChatTurns:
     def __init__(self) -> None:
         self._turns: list[Turn] = []
         self._cut = False
-        """Whether the tokens behind the last turn are what a rewind left of messages, and so belong to no turn."""
+        """Whether the tokens after the last turn are a rewind's rest of messages, and so of no
+        turn."""
         self._start: int | None = None
         """Where the first turn began."""
 
     def up_to(self, length: int) -> ChatTurns:
-        """Those of a fork of the first ``length`` tokens."""
+        """Return the turns of a fork of the first ``length`` tokens."""
         copy = ChatTurns()
         copy._turns, copy._start, copy._cut = list(self._turns), self._start, self._cut
         copy.cut(length)
         return copy
 
     def cut(self, length: int) -> None:
-        """The session has ``length`` tokens; later turns are not in it."""
+        """Drop the turns that end after ``length`` tokens, the session's new length."""
         kept = [turn for turn in self._turns if turn.end <= length]
         behind = bool(kept) and kept[-1].is_answer and length > kept[-1].end
         self._cut = behind and (self._cut or len(kept) < len(self._turns))
@@ -76,7 +78,7 @@ class ChatTurns:
         return Asked(before=self._all(ids, tokenizer), messages=list(messages), start=start, read=read)
 
     def _all(self, ids: Sequence[int], tokenizer: Tokenizer) -> list[Turn]:
-        """All turns, the last answer with what has come behind it."""
+        """Return all turns, the last answer with what has come after it."""
         if not self._turns or self._cut or self._turns[-1].end == len(ids):
             return list(self._turns)
         last = self._turns[-1]
@@ -90,7 +92,7 @@ class ChatTurns:
         return [*self._turns[:-1], Turn(end=len(ids), message=message, is_answer=True)]
 
     def answered(self, asked: Asked, request: SequenceRequest, length: int) -> None:
-        """What was asked has an answer, or has none; the session has ``length`` tokens now."""
+        """Note the answer, or that there is none, of a session of ``length`` tokens now."""
         if not request.succeeded:
             self.cut(length)
             return

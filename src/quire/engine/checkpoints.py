@@ -27,11 +27,8 @@ if TYPE_CHECKING:
 
 class Checkpoints:
     """The decision which states are kept. ``interval``: tokens between two; 0: only where prompts
-    branch.
-
-    ``ages`` returns the sequences whose checkpoints may be given up, the least recently used one
-    with the lowest number. Others have another owner, or cannot be computed again.
-    """
+    branch. ``ages`` returns the sequences whose checkpoints may be given up, the least recently
+    used one with the lowest number. Others have another owner, or cannot be computed again."""
 
     def __init__(
         self,
@@ -119,10 +116,8 @@ class Checkpoints:
 
 class Victims:
     """The slots that only checkpoints hold: the fewest saved tokens first, then the oldest use.
-
     Made at one moment, for one decision; what is taken counts as dropped. Cost O(n log n), and
-    O(log n) for each that is taken.
-    """
+    O(log n) for each that is taken."""
 
     def __init__(self, state: ModelState, ages: Mapping[SeqId, int]) -> None:
         self._held = state.loose_checkpoints()

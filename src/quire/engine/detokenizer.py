@@ -1,8 +1,9 @@
 """Text out of the engine: token ids to text as they come, and the stop strings that end it.
 
-Three small machines in a row, each constant time for a token: ids to bytes (``PieceStream``), bytes to characters
-(an incremental UTF-8 decoder, which holds an incomplete character back), characters to final text (``StopMatcher``,
-which holds back what may still become a stop string). What has been emitted is never taken back.
+Three small machines in a row, each constant time for a token: ids to bytes (``PieceStream``), bytes
+to characters (an incremental UTF-8 decoder, which holds an incomplete character back), characters
+to final text (``StopMatcher``, which holds back what may still become a stop string). What has been
+emitted is never taken back.
 """
 
 from __future__ import annotations
@@ -31,11 +32,12 @@ class StopMatch(NamedTuple):
 
 
 class StopMatcher:
-    """Finds the first of several strings in a text that comes in pieces, a constant time for each character.
+    """A finder of the first of several strings in a text that comes in pieces, in constant time for
+    each character.
 
-    The automaton of Aho and Corasick (1975): its state is the longest end of the text so far that begins a stop string.
-    The first match is the one that ends first, of those that end together the longest: what reading character by
-    character finds, so it does not depend on how the text is cut into pieces.
+    The automaton of Aho and Corasick (1975): its state is the longest end of the text so far that
+    begins a stop string. The first match is the one that ends first, of those that end together the
+    longest, so it does not depend on how the text is cut into pieces.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -60,7 +62,7 @@ class StopMatcher:
             fallback = self._fallback[state]
             if self._stop[state] is None:
                 self._stop[state] = self._stop[fallback]
-            # A state that leads nowhere is a whole stop string; only its end can still grow into another.
+            # A state that leads nowhere is a whole stop string; only its end can grow into another.
             self._held[state] = depth[state] if self._next[state] else self._held[fallback]
             for character, child in self._next[state].items():
                 if state:
@@ -74,7 +76,7 @@ class StopMatcher:
         return self._next[state].get(character, 0)
 
     def scan(self, text: str, *, ignore_matches: bool = False) -> StopMatch | None:
-        """Read ``text`` after all that was read before; the first match that ends in it, or None."""
+        """Read more ``text``; return the first match that ends in it, or None."""
         for index, character in enumerate(text):
             self._state = self._step(self._state, character)
             stop = self._stop[self._state]
@@ -91,16 +93,16 @@ class StopMatcher:
 class IncrementalDetokenizer:
     """The text of one generation, token by token.
 
-    ``push`` returns the text that has become final, ``finish`` the rest; together they are ``text``, which is the
-    continuation of the prompt: ``decode(prompt + output)`` without ``decode(prompt)``, with the leading space of a
-    SentencePiece-style token. An incomplete character is held back until it is completed; bytes that cannot be
-    completed become U+FFFD, one for each maximal ill-formed part (Unicode 15, section 3.9). If the prompt ends
-    inside a character, the output that completes it yields the whole character.
+    ``push`` returns the text that has become final, ``finish`` the rest; together they are
+    ``text``, the continuation of the prompt: ``decode(prompt + output)`` without
+    ``decode(prompt)``, with the leading space of a SentencePiece-style token. An incomplete
+    character is held back until it is completed; bytes that cannot be completed become U+FFFD, one
+    for each maximal ill-formed part (Unicode 15, section 3.9). If the prompt ends inside a
+    character, the output that completes it yields the whole character.
 
-    Stop strings are looked for in the output only (never across the border to the prompt), across tokens; the match
-    that ends first in the text counts, the longest of those that end together. Text that may still become a stop string
-    is held back. A match that ends within the first ``min_tokens`` tokens does not stop, as in vLLM.
-
+    Stop strings are looked for in the output only, across tokens; the match that ends first counts,
+    the longest of those that end together. Text that may still become a stop string is held back. A
+    match that ends within the first ``min_tokens`` tokens does not stop, as in vLLM.
     ``InvalidArgument``: a stop string that is empty or no string, a negative ``min_tokens``.
     """
 
@@ -153,20 +155,17 @@ class IncrementalDetokenizer:
 
     @property
     def tokens_before_stop(self) -> int:
-        """How many leading tokens have their text wholly before the stop string; all of them while there is none.
-
-        A token whose text holds the stop string's first character, or part of its bytes, does not count.
-        """
+        """The number of leading tokens whose text is wholly before the stop string; all without
+        one. A token whose text holds the stop string's first character, or part of its bytes, does
+        not count."""
         if self._stop is None:
             return len(self._token_ends)
         return bisect_right(self._token_ends, self._stop_start)
 
     def push(self, token_id: int) -> str:
-        """Take one token; the text that is final now (often, but not always, that of the token).
-
-        ``FailedPrecondition`` after a stop string or ``finish``; ``InvalidArgument`` for a negative id. An id that the
-        tokenizer does not have (a padded vocabulary) has no text.
-        """
+        """Take one token; return the text that is final now (often that of the token).
+        ``FailedPrecondition`` after a stop string or ``finish``; ``InvalidArgument`` for a negative
+        id. An unknown id (of a padded vocabulary) has no text."""
         if self._stop is not None or self._finished:
             why = f"the stop string {self._stop!r}" if self._stop is not None else "finish()"
             raise FailedPrecondition(f"the text ended with {why} already; make a new detokenizer for more tokens")
@@ -179,7 +178,7 @@ class IncrementalDetokenizer:
         return self._accept(characters)
 
     def finish(self) -> str:
-        """The text that was held back. Calling it again, or after a stop string, returns the empty string."""
+        """Return the text that was held back; after that, or after a stop string, return ""."""
         if self._finished or self._stop is not None:
             self._finished = True
             return ""
@@ -195,7 +194,8 @@ class IncrementalDetokenizer:
         if characters and self._prompt_is_partial:
             self._prompt_is_partial = False
             if characters[0] == _REPLACEMENT:
-                # The output did not complete the prompt's last character: the damage belongs to the prompt's text.
+                # The output did not complete the prompt's last character: the damage is the
+                # prompt's.
                 self._token_ends = [0] * len(self._token_ends)
                 characters = characters[1:]
         return characters

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 from quire.branches.adapter_keys import AdapterKey, users
-from quire.engine.page_use import PageUse, page_use
+from quire.engine.page_use import OWNERS, PageUse, page_use
 from quire.engine.prompts import embeddings_of
 from quire.engine.request_book import RequestBook
 from quire.engine.scheduler import Scheduled
@@ -43,8 +43,6 @@ class Engine(RequestBook):
     @property
     def num_running(self) -> int:
         return len(self.scheduler.running)
-
-    # -- stepping ----------------------------------------------------------------------------------
 
     @uninterrupted
     def run(self, requests: Iterable[SequenceRequest], on_step: Callable[[], None] | None = None) -> None:
@@ -198,14 +196,10 @@ class Engine(RequestBook):
         self.scheduler.join(sibling.work)
         return sibling
 
-    # -- adapters and cached prefixes --------------------------------------------------------------
-
     def users_of(self, adapter_id: int) -> str:
-        """Return an adapter's users, as in "2 requests and 1 session use it"; "" without any.
-
-        They are requests that wait or run, and open sessions that go on under it or have tokens
-        that would have to run under it again.
-        """
+        """Return an adapter's users, as in "2 requests and 1 session use it"; "" without any. They
+        are requests that wait or run, and open sessions that go on under it or have tokens that
+        would have to run under it again."""
         with self.lock:
             self.orphans.bury()
             requests = [request for samples in self._by_id.values() for request in samples if not request.finished]
@@ -215,11 +209,8 @@ class Engine(RequestBook):
             return users(len(plain), len(sessions))
 
     def forget_adapter(self, fingerprint: str) -> None:
-        """Give back the finished sequences of an unloaded adapter.
-
-        Only the same adapter, loaded again, could find them. It has no user, so host memory holds
-        no state of it.
-        """
+        """Give back the finished sequences of an unloaded adapter. Only the same adapter, loaded
+        again, could find them. It has no user, so host memory holds no state of it."""
         if self.cache is not None:
             with self.lock:
                 gone = self.cache.forget_keys(lambda key: isinstance(key, AdapterKey) and key.names(fingerprint))
@@ -244,13 +235,8 @@ class Engine(RequestBook):
             metrics.num_requests_waiting.set(self.num_waiting)
             use = self.page_use()
             metrics.kv_cache_usage.set(use.usage)
-            for gauge, pages in (
-                (metrics.pages_free, use.free),
-                (metrics.pages_evictable, use.evictable),
-                (metrics.pages_held, use.held),
-                (metrics.pages_pinned, use.pinned),
-            ):
-                gauge.set(pages)
+            for owner in OWNERS:
+                getattr(metrics, f"pages_{owner}").set(getattr(use, owner))
             metrics.pages_shared.set(state.num_shared_pages())
             metrics.adapters_loaded.set(len(self.runner.adapters.ids))
             metrics.adapters_resident.set(len(self.runner.adapters.resident))

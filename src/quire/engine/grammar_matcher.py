@@ -1,4 +1,4 @@
-"""Where the text of one generation is in its grammar: over a matcher of llguidance, whose times are measured.
+"""The position of one generation's text in its grammar: a timed matcher of llguidance.
 
 Letters: M matchers; B words of a mask (``quire.ops.filters``).
 """
@@ -32,14 +32,15 @@ class GrammarMatcher:
         self.over = False
         """Whether, at the last mask, the text could end and nothing could be added to it."""
         self.slow = False
-        """Whether its last token took so long that the next mask is to be made beside the engine."""
+        """Whether its last token took so long that the next mask is made beside the engine."""
         self._seconds = 0.0
         """Of a core, since the last token."""
         self._coming: Coming[Words] | None = None
 
     def accept(self, token: int) -> float:
-        """``token`` joined the text; one that ended it did not. Returns the seconds of a core that this took.
-        ``ResourceExhausted`` if the grammar does not go on, which happens only beyond the limits on a parser's size."""
+        """Take in a ``token`` that joined the text and did not end it; return seconds of a core.
+        ``ResourceExhausted`` if the grammar does not go on: only beyond limits on a parser's
+        size."""
         started = time.thread_time()
         going_on = self.inner.consume_token(token)
         seconds = time.thread_time() - started
@@ -49,7 +50,7 @@ class GrammarMatcher:
         return seconds
 
     def accepts(self, token: int) -> bool:
-        """Whether ``token`` continues the text; a hundredth of a mask's time."""
+        """Return whether ``token`` continues the text, in a hundredth of a mask's time."""
         started = time.thread_time()
         accepted = bool(self.inner.validate_tokens([token]) == 1)
         self._seconds += time.thread_time() - started
@@ -61,7 +62,7 @@ class GrammarMatcher:
         return self._coming is None or self._coming.ready
 
     def make_ahead(self, masks: SlowMasks, num_words: int) -> None:
-        """Have the next mask made beside the engine; nothing else may be asked before it is ``ready``."""
+        """Have the next mask made beside the engine; ask nothing else before it is ``ready``."""
 
         def make() -> Words:
             mask_MB: Words = np.zeros((1, num_words), dtype=np.uint32)
@@ -73,12 +74,12 @@ class GrammarMatcher:
         masks.start(self._coming)
 
     def drop(self) -> None:
-        """Nobody wants the mask any more that is being made, or waits for its turn."""
+        """Drop the mask that is being made or waits for its turn."""
         if self._coming is not None:
             self._coming.drop()
 
     def made_ahead(self) -> Words | None:
-        """The mask that was made beside the engine, once; None if none was."""
+        """Return the mask that was made beside the engine, once; None if none was."""
         coming, self._coming = self._coming, None
         return None if coming is None else coming.result()
 
@@ -103,10 +104,10 @@ class GrammarMatcher:
         return self.inner.is_stopped() and self.inner.is_accepting()
 
     def problem(self) -> QuireError | None:
-        """Why the grammar does not go on; None if it does."""
+        """Return why the grammar does not go on; None if it does."""
         reason = self.reason()
         return None if reason is None else ResourceExhausted(f"{GRAMMAR_ENDED}{reason}")
 
     def reason(self) -> str | None:
-        """The words of ``problem``."""
+        """Return the words of ``problem``."""
         return reason_of(self.inner)

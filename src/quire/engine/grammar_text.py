@@ -1,6 +1,7 @@
-"""From what was asked for to a grammar in llguidance's words: text in, text out.
+"""Requested formats to grammars in llguidance's words: text in, text out.
 
-Nothing here imports more than llguidance, and that where it is used, so the child process of ``grammar_trial`` starts at once.
+It imports only llguidance, and only where it is used, so that the child process of
+``grammar_trial`` starts at once.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 JSON_SPACE = r"[ \t]{1,8}|(\r?\n){1,2}[ \t]{0,40}"
-"""White space between the tokens of JSON. Without a bound a model that is fond of it would write nothing else."""
+"""White space between the tokens of JSON. Unbounded, a model might write nothing else."""
 
 MASK_ITEMS = 50_000
-"""Items of the parser that a mask, or a token, may take: llguidance's own limit. 5,000 would refuse objects of 400 optional properties,
-whose masks take 1 ms, and spare nobody an ambiguous grammar, whose items take a hundred times longer (``slow_masks``)."""
+"""Items of the parser for a mask or token: llguidance's limit. 5,000 would refuse objects of 400
+optional properties, whose masks take 1 ms, and not help with ambiguous grammars, whose items take a
+hundred times longer (``slow_masks``)."""
 
 NO_TOKEN = "no token of the vocabulary continues the text"
 """The reason why a matcher does not go on that is no limit."""
@@ -38,7 +40,7 @@ _TEMPERATURE = re.compile(r"^\s*\??\w+\s*\[[^\]]*\btemperature\s*=", re.MULTILIN
 
 
 def field_of(wanted: StructuredOutputs) -> str:
-    """The field that was given."""
+    """Return the field that was given."""
     values = {f.name: getattr(wanted, f.name) for f in dataclasses.fields(wanted)}
     return next(name for name, value in values.items() if value is not None and value is not False)
 
@@ -50,26 +52,30 @@ def length_of(wanted: StructuredOutputs) -> int:
 
 
 def is_plain(wanted: StructuredOutputs) -> bool:
-    """Whether compiling what was asked for takes no more than its length suggests.
+    r"""Return whether compiling takes no more than the length suggests.
 
-    Some operations multiply: a repetition with a count by the count, and counts within each other by each other; an
-    intersection, a complement or a multiple of a number needs the states of an automaton, of which there may be 2 to the power
-    of what was written. A hundred characters can take all memory, or hours. What is left without them was measured: random texts
-    of up to 2,000 characters took less than a second and 150 MiB, also chains that double from rule to rule, since llguidance
-    has limits of its own on what these become. Signs are looked for anywhere in a text: one that only quotes them is not plain
-    either, which costs it no more than a trial. A JSON text with ``\\u`` may spell a keyword that way."""
+    Some operations multiply: a repetition with a count by the count, and counts within each other
+    by each other. An intersection, a complement or a multiple of a number needs the states of an
+    automaton, up to 2 to the power of what was written. A hundred characters can take all memory,
+    or hours. Without them, random texts of up to 2,000 characters took less than a second and 150
+    MiB, also chains that double from rule to rule, since llguidance limits what these become.
+
+    Signs are found anywhere in a text: one that only quotes them is not plain either, which costs
+    it no more than a trial. A JSON text with ``\u`` may spell a keyword that way.
+    """
     name = field_of(wanted)
     return not any(sign in str(getattr(wanted, name)) for sign in _COSTLY.get(name, ()))
 
 
 def grammar_text(wanted: StructuredOutputs) -> str:
-    """The grammar as llguidance takes it. ``InvalidArgument`` for what it would not understand as it was meant."""
+    """Return llguidance's grammar; ``InvalidArgument`` for what it would misunderstand."""
     main = {"name": "main", "lark_grammar": _WHOLE}
     return json.dumps({"grammars": [main, {"name": "text", **_body(wanted)}]}, ensure_ascii=False)
 
 
 def compiled(wanted: StructuredOutputs, text: str, vocabulary: LLTokenizer) -> LLMatcher:
-    """A matcher at the beginning of ``text``, the grammar of ``wanted``. ``InvalidArgument`` with llguidance's words if it is none."""
+    """Return a matcher at the beginning of ``text``, the grammar of ``wanted``. ``InvalidArgument``
+    with llguidance's words for an invalid one."""
     from llguidance import LLMatcher, LLParserLimits
 
     matcher = LLMatcher(
@@ -85,7 +91,7 @@ def compiled(wanted: StructuredOutputs, text: str, vocabulary: LLTokenizer) -> L
 
 
 def reason_of(matcher: LLMatcher) -> str | None:
-    """Why a matcher does not go on; None if it does."""
+    """Return why a matcher does not go on; None if it does."""
     if not matcher.is_error():
         return None
     reason = matcher.get_error().split("\n<non-verbose/>")[0]
@@ -93,7 +99,7 @@ def reason_of(matcher: LLMatcher) -> str | None:
 
 
 def given(wanted: StructuredOutputs) -> str:
-    """What was given, as messages show it."""
+    """Return what was given, as messages show it."""
     name = field_of(wanted)
     return f"structured_outputs.{name} {getattr(wanted, name)!r:.100}"
 
@@ -110,8 +116,8 @@ def _body(wanted: StructuredOutputs) -> dict[str, object]:
         quoted = json.loads(LLMatcher.grammar_from_regex(wanted.regex))
         return {"lark_grammar": quoted["grammars"][0]["lark_grammar"]}
     if wanted.choice is not None:
-        # One terminal, which is a state of the lexer; a rule of thousands would be as many items of the parser. DEL must be
-        # escaped in a string of a grammar, though not in JSON.
+        # One terminal, a state of the lexer: a rule of thousands would be as many items of the
+        # parser. DEL must be escaped in a string of a grammar, though not in JSON.
         literals = " | ".join(json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f") for text in wanted.choice)
         return {"lark_grammar": f"start: CHOICE\nCHOICE: {literals}"}
     text = wanted.grammar or ""
@@ -129,7 +135,7 @@ def _body(wanted: StructuredOutputs) -> dict[str, object]:
 
 
 def _sentence(error: str, *, located: bool) -> str:
-    """What llguidance says of a grammar, without the lines that show it; ``located``: with the place that it names."""
+    """Return llguidance's sentence without source lines; ``located``: with the place it names."""
     head, *lines = error.strip().split("\n")
     reason = next((line.removeprefix(_REASON) for line in lines if line.startswith(_REASON)), None)
     if not located:
@@ -141,14 +147,14 @@ def _sentence(error: str, *, located: bool) -> str:
 
 
 def _plain(reason: str) -> str:
-    """In words that help whoever gave the grammar."""
+    """Put it in words that help the grammar's author."""
     if reason.startswith("panic"):
         return f"it has too many rules, properties or items, make it smaller ({reason})"
     return reason.replace("Enable 'coerce_one_of' option", 'Set {"coerce_one_of": true} in the schema\'s x-guidance')
 
 
 def _bounded(schema: object) -> object:
-    """A schema with our white space, unless it says itself what it wants."""
+    """Return a schema with our white space, unless it has its own."""
     if schema is True:
         schema = {}
     options = schema.get("x-guidance", {}) if isinstance(schema, dict) else None

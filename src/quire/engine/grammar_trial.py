@@ -1,21 +1,24 @@
 """Grammars tried in a child process, which may die of them.
 
-llguidance compiles by recursion without a bound: rules that name each other in a chain of thousands overflow the stack of the
-thread, which ends the process, and some texts, also short ones, take minutes or all memory. So what is long or not plain
-(``must_be_tried``) is first converted, compiled and asked for masks in a child, in threads with half the stack of ours: what
-passes there overflows nowhere here, and what it keeps there, it keeps here. The child's answer is llguidance's grammar text, so that converting, which is Python that holds the interpreter's lock, is over as well; what
+llguidance compiles by recursion without a bound: rules that name each other in a chain of thousands
+overflow the thread's stack, which ends the process, and some texts, also short ones, take minutes
+or all memory. So what is long or not plain (``must_be_tried``) is first converted, compiled and
+asked for masks in a child, in threads with half the stack of ours: what passes there overflows
+nowhere here, and what it keeps there, it keeps here. The child's answer is llguidance's grammar
+text, so that converting, which is Python that holds the interpreter's lock, is over as well; what
 is left to do here releases it.
 
-A child of ``subprocess`` that stays, rather than ``fork``, which a process with threads and a GPU must not use, or
-``multiprocessing``, which in its other ways imports the caller's main module again. It imports llguidance and no torch (60 ms),
-inherits no files but its pipes, hears no Ctrl-C, and is bounded in memory and time. Requests and answers are lines of JSON with
-numbers: a child that was interrupted, or whose answer has another number, is ended. A process that was forked from ours has no
-part in our child and starts its own.
+The child is a ``subprocess`` that stays. ``fork`` is wrong for a process with threads and a GPU,
+and ``multiprocessing`` would import the caller's main module again. The child imports llguidance
+and no torch (60 ms), inherits no files but its pipes, hears no Ctrl-C, and is bounded in memory and
+time. Requests and answers are lines of JSON with numbers: a child that was interrupted, or whose
+answer has another number, is ended. A forked process starts its own child.
 
-The stack. Of everything that was tried (rules, terminals and ``$ref`` in chains, with parentheses, options, repetitions, arrays and
-objects inside of them, up to llguidance's own limits on nesting within a rule, a schema and a pattern) a chain of rules, each
-in 27 parentheses, needs the most: 911 bytes of stack for each character. Texts that are compiled at once have a quarter of
-the stack, at 1 KiB for each character. Masks and tokens need little: less than 128 KiB at 300,000 characters.
+The stack: many forms were tried (rules, terminals and ``$ref`` in chains, with parentheses,
+options, repetitions, arrays and objects inside, up to llguidance's own limits on nesting). A chain
+of rules, each in 27 parentheses, needs the most: 911 bytes of stack for each character. Texts that
+are compiled at once have a quarter of the stack, at 1 KiB for each character. Masks and tokens need
+little: less than 128 KiB at 300,000 characters.
 """
 
 from __future__ import annotations
@@ -53,33 +56,33 @@ KEPT_MEMORY = 256 << 20
 """Bytes that a compiled grammar may keep, with the states of its first masks."""
 
 GROWTH = 32 << 20
-"""Bytes after which the next grammar gets a new child: what the old one has free would not show in what a grammar adds."""
+"""Bytes after which the next grammar gets a new child: free memory would hide what one adds."""
 
 USUAL_STACK = 8 << 20
-"""Bytes of a thread's stack where nobody changed it; of larger ones no more is used."""
+"""Bytes of a thread's stack by default; of larger ones no more is used."""
 
 STACK_PER_CHARACTER = 1 << 10
 """Bytes of stack that a character of a grammar needs at most."""
 
 MASK_STACK = 1 << 20
-"""Bytes of stack for masks in the child: half of what llguidance's own threads have, which make them beside a GPU."""
+"""Bytes of stack for masks in the child: half of that of llguidance's threads beside a GPU."""
 
 SEATS = 4
-"""Callers that may wait for large grammars at a time; asyncio's pool of threads, in which servers wait, has five at least."""
+"""Callers that may wait for large grammars; asyncio's pool of threads has five at least."""
 
 PATIENCE = 2.0
-"""Seconds that a caller waits for a seat, if nobody sits for longer than that already."""
+"""Seconds that a caller waits for a seat; none if a seat has been taken for longer than that."""
 
 _MASKS = 8
 _START = "import sys; sys.path[:] = sys.argv[1:]; from quire.engine.grammar_trial import serve; serve()"
 
 
 class GrammarsBusy(ResourceExhausted):
-    """So many large grammars are being compiled that this one is not begun; it may be asked for again."""
+    """Too many large grammars are being compiled to begin this one; it may be asked for again."""
 
 
 def thread_stack() -> int:
-    """Bytes of the stack that a new thread has, at most ``USUAL_STACK``."""
+    """Return the bytes of a new thread's stack, at most ``USUAL_STACK``."""
     size = threading.stack_size()
     if size:
         threading.stack_size(size)  # asking for it forgets it
@@ -91,31 +94,32 @@ def thread_stack() -> int:
 
 
 def must_be_tried(wanted: StructuredOutputs) -> bool:
-    """Whether the text is so long that compiling it may need more than a quarter of a thread's stack, or not plain, so that it
-    may need any time and memory however short it is."""
+    """Return whether compiling may take over a quarter of a thread's stack (a long text), or any
+    time and memory (one that is not plain)."""
     return length_of(wanted) * STACK_PER_CHARACTER > thread_stack() // 4 or not is_plain(wanted)
 
 
 class GrammarTrial:
-    """A child process that is started when it is needed first. Thread-safe; one grammar at a time."""
+    """A child process, started when first needed. Thread-safe; one grammar at a time."""
 
     def __init__(self, vocab_size: int, special: Mapping[int, bytes]) -> None:
-        """``special``: the special tokens by id, which grammars may name."""
+        """Keep ``special``: the special tokens by id, which grammars may name."""
         names = {token: piece.decode("latin-1") for token, piece in special.items()}
         self._greeting = {"memory": MEMORY, "vocabulary": {"size": vocab_size, "special": names}}
         self._lock = threading.Lock()
         self._closed = False
         self._numbers = itertools.count()
         self.kept = 0
-        """Bytes that the grammar of the last ``text`` keeps; for whoever lets only one in at a time."""
+        """Bytes that the grammar of the last ``text`` keeps; valid if one caller at a time is let
+        in."""
         self._children: list[subprocess.Popen[bytes]] = []
         """The one that there is."""
         weakref.finalize(self, _end, self._children)
         _TRIALS.add(self)
 
     def text(self, wanted: StructuredOutputs) -> str:
-        """``grammar_text(wanted)`` of a grammar that can be compiled. ``InvalidArgument`` for others, and for those that take
-        too long, too much memory or too deep a stack; ``QuireError`` if no child can be had."""
+        """Return ``grammar_text(wanted)`` if it compiles. ``InvalidArgument`` for others, and for
+        too much time, memory or stack; ``QuireError`` without a child."""
         request = {
             "seconds": DEADLINE,
             "stack": thread_stack() // 2,
@@ -135,7 +139,7 @@ class GrammarTrial:
             _end(self._children)
 
     def forked(self) -> None:
-        """In a process that was forked: the child is the other process's, which may be talking to it."""
+        """Let go of the child in a forked process: it is the other process's, and may be in use."""
         self._lock = threading.Lock()
         while self._children:
             child = self._children.pop()
@@ -182,7 +186,7 @@ class GrammarTrial:
         raise QuireError(f"{name} was not compiled: the process that tries grammars cannot be used: {reason}")
 
     def _child(self) -> tuple[subprocess.Popen[bytes], list[Mapping[str, Any]]]:
-        """The child, and what it must be told first."""
+        """Return the child, and what it must be told first."""
         if self._children and self._children[0].poll() is not None:
             _end(self._children)
         if self._children:
@@ -200,7 +204,7 @@ class GrammarTrial:
 
 
 class Seats:
-    """Who may wait for large grammars: a few, so that threads are left for everybody else."""
+    """Seats of callers that wait for large grammars: a few, so that threads are left for others."""
 
     def __init__(self) -> None:
         self._since: dict[object, float] = {}
@@ -208,9 +212,10 @@ class Seats:
 
     @contextlib.contextmanager
     def one(self) -> Iterator[None]:
-        """``GrammarsBusy`` if there is none."""
+        """Take a seat; ``GrammarsBusy`` if there is none."""
         seat, patience = object(), time.monotonic() + PATIENCE
-        # An interrupt may come anywhere, so the seat is within, and given back before anything else.
+        # An interrupt may come anywhere: take the seat within, and give it back before anything
+        # else.
         try:
             with self._free:
                 while len(self._since) >= SEATS:
@@ -251,7 +256,7 @@ def _too_big(name: str, memory: int) -> str:
 
 
 def _exchange(child: subprocess.Popen[bytes], lines: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any] | None, bool]:
-    """The answer to the last line; None if the child died, and whether because it was too late."""
+    """Return the answer to the last line, None if the child died; and whether it was too late."""
     late = threading.Event()
 
     def kill() -> None:
@@ -304,7 +309,7 @@ def serve() -> None:
 
 
 def _resident() -> int:
-    """Bytes of memory that this process has."""
+    """Return the bytes of memory that this process has."""
     try:
         with open("/proc/self/statm") as statm:
             return int(statm.read().split()[1]) * resource.getpagesize()
@@ -357,8 +362,8 @@ def _run(function: Callable[[], None], stack: int) -> None:
 
 
 def _try_masks(name: str, matcher: LLMatcher) -> None:
-    """A few tokens on a copy. ``InvalidArgument`` if the first mask or token fails, for then nothing can be generated; what fails
-    later may fail only there, and ends what is generated."""
+    """Try a few tokens on a copy. ``InvalidArgument`` if the first mask or token fails, so that
+    nothing can be generated; later failures may be rare, and end what is generated."""
     matcher = matcher.deep_copy()
     for number in range(_MASKS):
         mask = int.from_bytes(matcher.compute_bitmask(), "little")

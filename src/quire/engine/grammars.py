@@ -1,19 +1,19 @@
-"""Grammars: which tokens keep a text in the form that was asked for. Over llguidance, which is imported at first use.
+"""Grammars: the tokens that keep a text in the requested form. Over llguidance, imported lazily.
 
-llguidance walks a trie of the bytes of all tokens. The bytes are those of ``TokenBytes``, so a grammar sees exactly the text that
-a user gets. Two things are our own:
+llguidance walks a trie of the bytes of all tokens. The bytes are those of ``TokenBytes``, so a
+grammar sees exactly the text that a user gets. Two things are our own:
 
-- *The end.* The vocabulary that llguidance knows has one token more than the model: its bit in a mask says that the text may
-  end here. What ends a text then, EOS and stop tokens, can be drawn there and nowhere else; where there is no such token, or
-  it may not be drawn, a text to which nothing can be added ends by itself.
-- *No forcing.* Where a grammar leaves one text only, llguidance would allow the one token that its tokenizer would take. Here
-  every token that keeps the text in the language is allowed, and the model decides.
+- *The end.* llguidance's vocabulary has one token more than the model: its bit in a mask says that
+  the text may end here. Tokens that end a text, EOS and stop tokens, can be drawn there and nowhere
+  else. Without such a token, or if it may not be drawn, a text that cannot go on ends by itself.
+- *No forcing.* Where a grammar leaves one text only, llguidance would allow the one token that its
+  tokenizer would take. Here every token that keeps the text in the language is allowed.
 
-Large grammars (long ones, and those that may cost more than they show) are tried in a child process before they are compiled here (``grammar_trial``). Nobody waits for the grammar of
-another, but for the turn among large ones, and few may wait for that.
-
-A matcher follows the tokens of one generation as they are emitted, so nothing that happens to a request's KV state concerns it.
-One that is slow has its masks made beside the engine (``slow_masks``).
+Large grammars (long ones, and those that may cost more than they show) are tried in a child process
+before they are compiled here (``grammar_trial``). A request waits for no other's grammar, only for
+its turn among large ones, and few may wait for that. A matcher follows the emitted tokens of one
+generation, independently of KV state. Masks of slow ones are made beside the engine
+(``slow_masks``).
 
 Letters: M matchers; B words of a mask (``quire.ops.filters``).
 """
@@ -53,7 +53,7 @@ MAX_COMPILED = 64
 """Compiled grammars that an engine keeps, the least recently used going first."""
 
 MAX_COMPILED_MEMORY = 1 << 30
-"""Bytes that the compiled grammars which an engine keeps have together, as far as they were measured."""
+"""Bytes of all compiled grammars that an engine keeps, as far as they were measured."""
 
 MAX_HELD_MEMORY = 1 << 30
 """Bytes of the large grammars of requests under way, from which on no further ones are compiled."""
@@ -74,7 +74,7 @@ class RowGrammars:
     def __init__(
         self, grammars: Grammars, matchers: Mapping[int, GrammarMatcher], ends: Mapping[int, Sequence[int]]
     ) -> None:
-        """``ends``: by row the tokens that end the text."""
+        """Keep ``ends``: by row the tokens that end the text."""
         self._grammars = grammars
         self.inners = matchers
         self._ends = ends
@@ -94,11 +94,13 @@ class RowGrammars:
 
 
 class Grammars:
-    """What an engine knows of grammars: its vocabulary as llguidance sees it, and what has been compiled. Thread-safe."""
+    """An engine's grammars: its vocabulary as llguidance sees it, and compiled ones.
+    Thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, *, threads: bool) -> None:
-        """``vocab_size``: of the model; ids that the tokenizer has not are never allowed. ``threads``: whether the cores have
-        nothing else to do, as beside a GPU; threads of a model that wait for their next turn keep others waiting."""
+        """Compile for ``vocab_size`` ids; those without a token are never allowed. ``threads``:
+        whether the cores are idle, as beside a GPU; a model's threads that wait for their turn hold
+        others up."""
         self._threads = min(MAX_THREADS, os.cpu_count() or 1) if threads else 1
         self._executor: LLExecutor | None = None
         self._pool: ThreadPoolExecutor | None = None
@@ -114,8 +116,9 @@ class Grammars:
         self._sizes: dict[StructuredOutputs, int] = {}
         """Bytes of the large ones among them."""
         self._held: dict[int, tuple[LLMatcher, int]] = {}
-        """Large grammars and their bytes by the id of what asks for them, as long as that lives: between the check of a request and its
-        beginning, which is in the engine's thread, none may be forgotten."""
+        """Large grammars and their bytes by the id of their request, while it lives: between the
+        check of a request and its beginning, which is in the engine's thread, none may be
+        forgotten."""
         self._refused: OrderedDict[StructuredOutputs, tuple[str, float]] = OrderedDict()
         """Why large grammars were refused, and until when that holds."""
         self._compiling: dict[StructuredOutputs, _Compiling] = {}
@@ -127,22 +130,22 @@ class Grammars:
         _GRAMMARS.add(self)
 
     def forked(self) -> None:
-        """In a process that was forked: threads that held our locks, or were compiling, are not here."""
+        """Start afresh in a forked process: threads that held our locks, or compiled, are not
+        here."""
         self._lock, self._setting_up, self._turn = threading.Lock(), threading.Lock(), threading.Lock()
         self._seats = Seats()
         self._compiling = {}
         self._executor, self._pool, self.slow = None, None, SlowMasks(self._threads)
 
-    # -- compiling ---------------------------------------------------------------------------------
-
     def check(self, wanted: StructuredOutputs) -> None:
-        """``InvalidArgument`` with llguidance's words if there is no such grammar, or no text of this vocabulary in it, or if
-        compiling it takes too much time, memory or stack; ``Unsupported`` for a tokenizer whose tokens have no bytes of their
-        own; ``GrammarsBusy`` if too many callers wait for large grammars."""
+        """Raise ``InvalidArgument`` with llguidance's words for an invalid grammar, one without a
+        text in this vocabulary, or one that compiles with too much time, memory or stack;
+        ``Unsupported`` if the tokens have no bytes of their own; ``GrammarsBusy`` if too many large
+        ones wait."""
         self._get(wanted)
 
     def matcher(self, wanted: StructuredOutputs) -> GrammarMatcher:
-        """A new matcher at the beginning of the text. Raises as ``check``."""
+        """Return a new matcher at the beginning of the text; raise as ``check``."""
         found = self._get(wanted)
         with self._lock:
             return GrammarMatcher(found.deep_copy())
@@ -189,7 +192,7 @@ class Grammars:
         return found
 
     def _known(self, wanted: StructuredOutputs) -> LLMatcher | None:
-        """What has been compiled; ``InvalidArgument`` for what has been refused."""
+        """Return what has been compiled; ``InvalidArgument`` for what has been refused."""
         with self._lock:
             found, _ = self._held.get(id(wanted), (None, 0))
             if wanted in self._compiled:
@@ -230,7 +233,7 @@ class Grammars:
                         self._refused.popitem(last=False)
             raise
         with self._lock:
-            # Under another object, for what asks for it is held no longer than somebody asks.
+            # Keyed by a copy: ``wanted`` itself must die with its request (see ``_held``).
             known = dataclasses.replace(wanted)
             self._compiled[known] = found
             self._compiled.move_to_end(known)
@@ -242,7 +245,7 @@ class Grammars:
         return found
 
     def _compile(self, wanted: StructuredOutputs) -> tuple[LLMatcher, int]:
-        """A matcher, and the bytes that it keeps, 0 if it is small."""
+        """Return a matcher, and the bytes that it keeps, 0 if it is small."""
         vocabulary = self._llguidance()
         size = 0
         if self._trial is not None and must_be_tried(wanted):
@@ -280,10 +283,9 @@ class Grammars:
                 self._vocabulary = LLTokenizer(TokenizerWrapper(tokens))
             return self._vocabulary
 
-    # -- running -----------------------------------------------------------------------------------
-
     def allowed(self, matchers: Mapping[int, GrammarMatcher], ends: Mapping[int, Sequence[int]]) -> dict[int, Words]:
-        """What may be drawn next, by the keys of ``matchers``. ``ends``: tokens that end the text."""
+        """Return the allowed next tokens by the keys of ``matchers``; ``ends`` are those that end
+        the text."""
         last = self._vocab_size
         masks_MB = np.zeros((len(matchers), num_words(last + 1)), dtype=np.uint32)
         to_fill: list[tuple[GrammarMatcher, int]] = []
@@ -322,11 +324,12 @@ class Grammars:
             started = time.perf_counter()
             rows = [(matcher.inner, row) for matcher, row in to_fill]
             fill_next_token_bitmask_par(self._executor, rows, masks_MB.view(np.int32))
-            # Quicker than threads of ours, but it does not tell whose mask took long. The next time it is found out.
+            # Quicker than threads of ours, but it does not tell whose mask took long. The next call
+            # does.
             self._doubtful = time.perf_counter() - started > slow_masks.SLOW_SECONDS
 
     def _fill_timed(self, masks_MB: Words, to_fill: Sequence[tuple[GrammarMatcher, int]]) -> None:
-        """As ``_fill``, with the time of each."""
+        """Do as ``_fill``, and time each."""
 
         def fill(first: int) -> None:
             for matcher, row in to_fill[first :: self._threads]:
@@ -341,7 +344,7 @@ class Grammars:
         matcher.make_ahead(self.slow, num_words(self._vocab_size + 1))
 
     def _end_bits(self, ends: tuple[int, ...]) -> tuple[Words, Words]:
-        """What is left without the tokens that end a text and the bit that says that it may end; and these tokens alone."""
+        """Return the mask without ending tokens and the end bit; and these tokens alone."""
         known = self._end_masks.get(ends)
         if known is None:
             ends_B = np.zeros(num_words(self._vocab_size + 1), dtype=np.uint32)
@@ -349,7 +352,7 @@ class Grammars:
                 ends_B[token // 32] |= np.uint32(1 << token % 32)
             keep_B = ~ends_B
             keep_B[self._vocab_size // 32] &= ~np.uint32(1 << self._vocab_size % 32)
-            # A new dict, for others may look into the old one: grammars are checked in several threads.
+            # A new dict: other threads that check grammars may read the old one.
             self._end_masks = {ends: (keep_B, ends_B)} | (
                 self._end_masks if len(self._end_masks) < MAX_COMPILED else {}
             )
@@ -357,7 +360,8 @@ class Grammars:
         return known
 
     def context(self, prompt: Sequence[int]) -> list[int]:
-        """A context for the detokenizer after which no text begins: decoders drop a space there that a grammar counts."""
+        """Return a detokenizer's context after which no text begins: there decoders would drop a
+        space that a grammar counts."""
         if self._inside is None:
             table = self._tokenizer.token_bytes
             rule = table.rule
@@ -381,7 +385,7 @@ class _Compiling:
         return self.over or not self._thread.is_alive()
 
     def wait(self) -> None:
-        """Until it is over, which is looked at each second, since nobody may be left to tell."""
+        """Wait until it is over, with a look at each second: its thread may be gone."""
         while not self.ended:
             self.told.wait(1.0)
 
@@ -398,7 +402,7 @@ os.register_at_fork(after_in_child=_forked)
 
 
 class _Vocabulary:
-    """The tokens of a model as llguidance wants to have them, and one more that stands for the end."""
+    """The tokens of a model as llguidance takes them, and one more that stands for the end."""
 
     bos_token_id = None
 

@@ -45,11 +45,9 @@ class LiveSequence(Labelled):
         executor: Callable[[], Executor],
         adapters: AdapterNames | None = None,
     ) -> None:
-        """Register the session with the engine.
-
-        ``executor`` returns the one over the engine's runner, made at the first call. ``adapters``
-        names the loaded adapters; with None they go by their fingerprints.
-        """
+        """Register the session with the engine. ``executor`` returns the one over the engine's
+        runner, made at the first call. ``adapters`` names the loaded adapters; with None they go by
+        their fingerprints."""
         self._engine = engine
         self._executor = executor
         if adapters is None:
@@ -79,10 +77,8 @@ class LiveSequence(Labelled):
 
     @property
     def text(self) -> str:
-        """The text of all tokens without special tokens and embeddings.
-
-        ``FailedPrecondition`` without a tokenizer.
-        """
+        """The text of all tokens without special tokens and embeddings. ``FailedPrecondition``
+        without a tokenizer."""
         spoken = [token for token in self.tokens if token >= 0]
         return self._tokenizer("text").decode(spoken, skip_special_tokens=True)
 
@@ -105,11 +101,8 @@ class LiveSequence(Labelled):
 
     @property
     def modified(self) -> bool:
-        """Whether computing its tokens would not give its state.
-
-        ``set_kv`` wrote into it, or it came from a file or a KV cache without the embeddings that
-        stood at placeholders.
-        """
+        """Whether computing its tokens would not give its state. ``set_kv`` wrote into it, or it
+        came from a file or a KV cache without the embeddings that stood at placeholders."""
         return self._state.modified
 
     @property
@@ -126,17 +119,13 @@ class LiveSequence(Labelled):
 
     @property
     def sequence_id(self) -> int | None:
-        """Its sequence in the KV state, for the state's own verbs; None: it is not in the pool.
-
-        It may change with every call.
-        """
+        """Its sequence in the KV state, for the state's own verbs; None: it is not in the pool. It
+        may change with every call."""
         return self._open("sequence_id").seq
 
     def belongs_to(self, engine: Engine) -> bool:
         """Return whether this engine runs it."""
         return self._engine is engine
-
-    # -- closing -----------------------------------------------------------------------------------
 
     @uninterrupted
     def close(self) -> None:
@@ -159,8 +148,6 @@ class LiveSequence(Labelled):
         # No reference to it is left.
         if not getattr(self, "_closed", True):
             self._engine.orphans.leave(self._end)
-
-    # -- helpers of the verbs ----------------------------------------------------------------------
 
     def _open(self, verb: str) -> SessionState:
         if self._closed or self._engine.closed:
@@ -191,10 +178,8 @@ class LiveSequence(Labelled):
         return as_token_ids(text), NO_MEDIA
 
     def _submit_first(self, tokens: NDArray[Any], length: int, media: Media = NO_MEDIA) -> SequenceRequest | None:
-        """Queue a run of the first ``length`` tokens; return None if they are computed already.
-
-        The session becomes all of ``tokens``. ``media`` holds embeddings that it does not have yet.
-        """
+        """Queue a run of the first ``length`` tokens; return None if they are computed already. The
+        session becomes all of ``tokens``. ``media`` holds embeddings that it does not have yet."""
         state = self._state
         if length < 1 or (state.seq is not None and state.computed >= length):
             return None

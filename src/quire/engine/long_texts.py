@@ -1,4 +1,4 @@
-"""Work of one thread that others must not have to wait for: calls that were given up, and turns for long texts."""
+"""Calls that were given up, and turns for long texts: no other thread has to wait for them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from quire import interrupts
 from quire.errors import Cancelled
 
 LONG = 1 << 18
-"""Bytes from which a text is long: tokenising it takes more than a tenth of a second, and a thousand bytes for each of its own."""
+"""Bytes of a long text: over a tenth of a second, and a thousand bytes for each of its own."""
 LOOK = 0.05
 """Seconds between two looks whether a call that waits for its turn was given up."""
 
@@ -31,7 +31,7 @@ def given_up_by(is_given_up: Callable[[], bool]) -> Iterator[None]:
 
 
 def check() -> None:
-    """``Cancelled`` if whoever wants what this thread does has given it up. Interrupts take effect here."""
+    """Raise ``Cancelled`` if this thread's call was given up. Interrupts take effect here."""
     interrupts.check()
     is_given_up = getattr(_calls, "is_given_up", None)
     if is_given_up is not None and is_given_up():
@@ -40,8 +40,8 @@ def check() -> None:
 
 @contextmanager
 def turn(size: int) -> Iterator[None]:
-    """Wait until no other thread is at a long text, if one of ``size`` bytes is to be tokenised: it takes memory beyond its size, and
-    cannot be interrupted. ``Cancelled`` if the call is given up before."""
+    """Wait until no other thread tokenises a long text, if ``size`` bytes are one: it takes memory
+    beyond its size, and cannot be interrupted. ``Cancelled`` if the call is given up before."""
     check()
     if size < LONG:
         yield

@@ -1,4 +1,4 @@
-"""Who has the pages: nobody, somebody who can give them up, or somebody who needs them. No torch."""
+"""Counts of pages by owner: none, one that can give them up, or one that needs them. No torch."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ if TYPE_CHECKING:
     from quire.engine.session_states import SessionStates
 
 
+OWNERS = ("free", "evictable", "held", "pinned")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageUse:
-    """Numbers of pages, over all pools of a KV state, slots of recurrent states among them.
-
-    Each page counts once: ``free + evictable + held + pinned == total``.
-    """
+    """Numbers of pages, over all pools of a KV state, slots of recurrent states among them. Each
+    page counts once: ``free + evictable + held + pinned == total``."""
 
     total: int
     free: int
-    """Nobody's."""
+    """Without an owner."""
     evictable: int
-    """Of finished sequences in the prefix cache, of idle sessions that are not pinned, and of recurrent
-    states kept on the way: given up for whoever needs a page, since they can be had again."""
+    """Of finished sequences in the prefix cache, of idle unpinned sessions, and of recurrent states
+    kept on the way: given up for any need of a page, since they can be had again."""
     held: int
-    """Of requests that run or wait, also where the cache shares them, and of KV caches of the executor."""
+    """Of requests that run or wait, also if the cache shares them, and of the executor's KV
+    caches."""
     pinned: int
-    """Of sessions that are pinned or were written into, whoever shares them."""
+    """Of sessions that are pinned or were written into, even if they are shared."""
 
     @property
     def usage(self) -> float:
-        """Return the share of pages, in [0, 1], that nobody else can have: those held or pinned."""
+        """The share of pages, in [0, 1], that cannot be given up: those held or pinned."""
         return (self.held + self.pinned) / self.total if self.total else 0.0
 
 
 def page_use(state: ModelState, sessions: SessionStates, cache: RadixCache | None) -> PageUse:
-    """Count the pages as they are now. Call it under the engine's lock, between forwards.
-
-    Cost O(pages, sequences, and entries of page tables), in NumPy.
-    """
+    """Count the pages as they are now. Call it under the engine's lock, between forwards. Cost
+    O(pages, sequences, and entries of page tables), in NumPy."""
     written = sessions.written()
     evictable = set() if cache is None else set(cache.ages())
     pinned = set(written)

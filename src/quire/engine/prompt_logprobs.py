@@ -16,10 +16,10 @@ from quire.ops.sampling import TokenLogprobs, logprobs_of
 
 
 class PromptLogprobs:
-    """Collects the log-probabilities of a prompt's tokens from the logits of its chunks, which it does not keep."""
+    """The log-probabilities of a prompt's tokens, from the logits of its chunks (not kept)."""
 
     def __init__(self, tokens: NDArray[Any], count: int) -> None:
-        """``count``: how many of the most probable tokens are wanted beside each token of the prompt."""
+        """Collect each prompt token's log-probability and those of the ``count`` most probable."""
         self._tokens = tokens
         self._count = count
         self.entries: list[TokenLogprobs] = []
@@ -30,10 +30,8 @@ class PromptLogprobs:
         return len(self.entries) == len(self._tokens) - 1
 
     def take(self, position: int, rows_RV: Tensor) -> None:
-        """Logits of the tokens from ``position`` on; each is of its successor. What is known already is passed over.
-
-        ``QuireError`` if they are not finite.
-        """
+        """Read the logits of the tokens from ``position`` on, each of its successor; skip known
+        ones. ``QuireError`` if they are not finite."""
         known = len(self.entries)
         targets = self._tokens[known + 1 : position + rows_RV.shape[0] + 1].tolist()
         if not targets:

@@ -35,20 +35,18 @@ class PreparedPrompts:
     """Which session each of them is; None where it is none. Empty if none of them is."""
 
     def media_of(self, number: int) -> Media:
-        """Those of one prompt."""
+        """Return the embeddings of one prompt."""
         return self.media[number] if self.media else NO_MEDIA
 
     def session_of(self, number: int) -> Session | None:
-        """The session that goes on in the place of one prompt."""
+        """Return the session that goes on in the place of one prompt."""
         return self.sessions[number] if self.sessions else None
 
 
 def split_sessions(prompts: PromptsOrSessions, engine: Engine) -> tuple[list[Session | None], Prompts]:
-    """Return which of the prompts are sessions, empty if none is, and the prompts with nothing in their places.
-
-    ``InvalidArgument`` for a session of another LLM, and for one that is given twice: it goes on in one
-    way at a time.
-    """
+    """Return the sessions among the prompts, if any, and the prompts with nothing in their places.
+    ``InvalidArgument`` for a session of another LLM, and for one that is given twice: it goes on in
+    one way at a time."""
     if isinstance(prompts, Session):
         prompts = [prompts]
     if not isinstance(prompts, (list, tuple)) or not any(isinstance(one, Session) for one in prompts):

@@ -125,16 +125,12 @@ class RequestBook:
         runner.room.join(self)
 
     def checks_of(self, session: SessionState | None) -> RequestChecks:
-        """Return the limits for a session's tokens.
-
-        With a window neither the context nor the pool ends them, if the model's positions are
-        rotations (only differences count) or it has none.
-        """
+        """Return the limits for a session's tokens. With a window neither the context nor the pool
+        ends them, if the model's positions are rotations (only differences count) or it has
+        none."""
         if session is None or session.window is None or not self.runner.state.endless:
             return self.checks
         return self._endless
-
-    # -- submitting --------------------------------------------------------------------------------
 
     def submit(
         self,
@@ -290,8 +286,6 @@ class RequestBook:
         if leader.params is not None:
             self.metrics.prompt_tokens.inc(leader.num_prompt)
 
-    # -- ending ------------------------------------------------------------------------------------
-
     def cancel(self, request_id: str) -> bool:
         """End a request, in any phase, at the next step boundary; return False if there is none."""
         if request_id not in self._by_id:
@@ -367,8 +361,6 @@ class RequestBook:
         else:
             self.states.remove_all(self.cache.insert(work.seq, work.tokens.ids[: work.computed], work.key))
         work.seq = None
-
-    # -- giving up ---------------------------------------------------------------------------------
 
     def give_up(self, rank: Rank) -> bool:
         """Give up one thing of this rank, as a ``Giver``."""

@@ -13,7 +13,7 @@ from quire.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutp
 def request_output(
     samples: Sequence[SequenceRequest], tokenizer: Tokenizer | None, prompt: str | None = None
 ) -> RequestOutput:
-    """One prompt with all of its samples."""
+    """Return the output of one prompt with all of its samples."""
     first = samples[0]
     stamps = [sample.first_token for sample in samples if sample.first_token is not None]
     ends = [sample.finished_at for sample in samples if sample.finished_at is not None]
@@ -40,7 +40,7 @@ def request_output(
 
 
 def cache_note(request: SequenceRequest) -> str:
-    """Why not all known tokens of a prompt were reused; empty if they were."""
+    """Return why not all known tokens of a prompt were reused; empty if they were."""
     work = request.work
     if not work.num_replayed:
         return ""
@@ -49,7 +49,7 @@ def cache_note(request: SequenceRequest) -> str:
 
 
 def completion(request: SequenceRequest, tokenizer: Tokenizer | None) -> CompletionOutput:
-    """One sample."""
+    """Return one sample."""
     wanted = request.params is not None and request.params.logprobs is not None
     return CompletionOutput(
         index=request.index,
@@ -65,7 +65,7 @@ def completion(request: SequenceRequest, tokenizer: Tokenizer | None) -> Complet
 
 
 def by_token(entry: TokenLogprobs, tokenizer: Tokenizer | None) -> dict[int, Logprob]:
-    """The chosen token first, then the most probable ones."""
+    """Return the chosen token first, then the most probable ones."""
     return {
         found.token_id: Logprob(
             logprob=found.logprob,

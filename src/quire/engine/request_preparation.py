@@ -136,9 +136,7 @@ class RequestPreparation:
 
     def submit(self, prepared: PreparedPrompts, request_id: str | None = None) -> list[list[SequenceRequest]]:
         """Queue prompts, all or none, for the engine's steps; return the samples of each.
-
-        ``request_id`` is the name of a single prompt; several are numbered, as in "name-0".
-        """
+        ``request_id`` is the name of a single prompt; several are numbered, as in "name-0"."""
         requests: list[list[SequenceRequest]] = []
         count = len(prepared.ids)
         with self._engine.lock:
@@ -173,8 +171,6 @@ class RequestPreparation:
         """Return the results of ``submit``'s requests so far."""
         pairs = zip(requests, prepared.texts, strict=True)
         return [request_output(samples, self.tokenizer, text) for samples, text in pairs]
-
-    # -- helpers -----------------------------------------------------------------------------------
 
     def _require_open(self, verb: str) -> None:
         if self._closed:

@@ -1,7 +1,7 @@
 """Sessions that are forks of rows of KV caches, over the same pages.
 
-Both are branches, so a fork is all there is to it. What a sequence does not say itself goes along: the
-tokens, under which adapter each ran, and how the state came to be (``quire.branches.branch.Origin``).
+Both are branches, so a fork is enough. It takes along what a sequence does not record: the tokens,
+the adapter of each, and the state's origin (``quire.branches.branch.Origin``).
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from quire.types import Fork
 def fork_to_session(engine: Engine, cache: CacheRows, picked: int, length: int) -> SessionState:
     """Return a session's state that is a fork of the first ``length`` tokens of a cache's row.
 
-    The session goes on under the adapter of its last token, and shares no prefix with others. Call it
-    under the lock. ``InvalidArgument``: the tokens are not known. ``NotFound``: an adapter was unloaded.
-    ``Unsupported``: a window or positions that sessions do not have.
+    The session goes on under the adapter of its last token, and shares no prefix with others. Call
+    it under the lock. ``InvalidArgument``: the tokens are not known. ``NotFound``: an adapter was
+    unloaded. ``Unsupported``: a window or positions that sessions do not have.
     """
     source, pool = cache.rows[picked], cache.pool
     if not source.tokens.is_known:
@@ -39,7 +39,8 @@ def fork_to_session(engine: Engine, cache: CacheRows, picked: int, length: int) 
         )
     tokens, window = source.tokens.ids[:length], _window_of(source, picked)
     engine.checks.history(tokens)
-    # A key of its own: what rows have been through (files, other dtypes, writes) is nobody else's prefix.
+    # A key of its own: a row's past (files, other dtypes, writes) makes it no other prompt's
+    # prefix.
     state = SessionState(
         tokens=TokenHistory(tokens),
         key=("cache", engine.runner.new_seq()),

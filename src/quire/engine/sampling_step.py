@@ -66,7 +66,7 @@ class SamplingStep:
             if row in drawn.failures:
                 matcher = request.matcher
                 if matcher is not None and matcher.over:
-                    # The text is whole, and there is no token that ends it, or none that may be drawn yet.
+                    # The text is whole, and no token that ends it may be drawn (yet).
                     self._finish(request, "stop")
                 else:
                     problem = None if matcher is None else matcher.problem()
@@ -148,7 +148,7 @@ class SamplingStep:
             request.work.is_ready = None
             return
         self.grammars.slow.spent(seconds)
-        # First, so that an interrupt leaves no request whose mask is being made and who goes on without.
+        # First: an interrupt must leave no request that goes on while its mask is being made.
         request.work.is_ready = lambda: matcher.ready
         self.grammars.make_ahead(matcher)
 

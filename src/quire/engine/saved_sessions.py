@@ -125,7 +125,7 @@ def load(
     adapters = engine.runner.adapters
     runs = as_read(metadata["adapters"], tokens.size, adapters.find, adapters.fingerprints, "the state")
     sequence = metadata["sequence"]
-    # A writer computes all tokens, but for the last one. So nobody who loads a file has to run it.
+    # A writer computes all tokens but the last one, so that loading runs none.
     if (length := 0 if sequence is None else sequence["length"]) not in (tokens.size, max(0, tokens.size - 1)):
         raise DataLoss(
             f"the state file has the state of {length} tokens and names {tokens.size}; the state of all of them, or of all but the "

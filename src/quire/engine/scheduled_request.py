@@ -42,7 +42,7 @@ class ScheduledRequest(Branch):
     partings: set[int] = field(default_factory=set)
     """Positions where other prompts part from this one, or where this one parted from others."""
     reusable: bool = False
-    """Whether somebody may go back into the middle of it: the prefix cache, or a session."""
+    """Whether the prefix cache, or a session, may go back into the middle of it."""
     num_preemptions: int = 0
     status: Status = Status.WAITING
     pinned: bool = False

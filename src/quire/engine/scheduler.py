@@ -4,12 +4,11 @@ Continuous batching is one rule: every running request has tokens that are not c
 step computes some of them. Decodes have one; prompts have many and are cut to the token budget, so
 both share a step (Sarathi-Serve, arXiv:2403.02310). Requests are served in order of arrival.
 
-Pages: the KV state says exactly how many pages a batch is short of. A shortage is met, in this
-order, by evicting finished sequences from the prefix cache, dropping the state of idle sessions
-(``reclaim``), and preempting the youngest running request. Its state moves to host memory if that
-is cheaper than computing it again later.
+The KV state says how many pages a batch lacks. They come, in this order, from finished sequences in
+the prefix cache, from idle sessions (``reclaim``), and from the youngest running request. It is
+preempted, and its state moves to host memory if that is cheaper than computing it again later.
 
-Adapters: those of one step must fit into the device's memory together. A request whose adapter does
+The adapters of one step must fit into the device's memory together. A request whose adapter does
 not fit beside those of earlier ones waits a step. Then no new request with an adapter is admitted,
 so that it is not overtaken for ever. The first one always fits.
 """
@@ -20,7 +19,7 @@ import bisect
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from quire.branches.history import common_prefix
 from quire.branches.prefix_cache import RadixCache
@@ -40,11 +39,12 @@ COMPARED = 16
 """Prompts with the same beginning, of those that arrived last, with which a new one is compared."""
 
 HEADROOM = 32
-"""Tokens for which every running request must have room before a preempted one comes back: else it
-would soon be preempted again, and computed again for every few tokens of the others."""
+"""Tokens of room for every running request before a preempted one comes back, so that it stays."""
 
 ALL_LOGITS_CHUNK = 256
 """Tokens of a step whose logits are all wanted: float32 rows of the whole vocabulary."""
+
+Failure: TypeAlias = tuple[ScheduledRequest, QuireError]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,11 +57,11 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Scheduled:
-    """A step and whose chunks it holds: ``requests[i]`` runs ``step.chunks[i]``."""
+    """A step and its requests: ``requests[i]`` runs ``step.chunks[i]``."""
 
     step: Step
     requests: tuple[ScheduledRequest, ...]
-    failed: tuple[tuple[ScheduledRequest, QuireError], ...] = ()
+    failed: tuple[Failure, ...] = ()
     """Requests that can never run, with the reason; they hold nothing any more."""
 
 
@@ -79,7 +79,7 @@ class StepDraft:
     adapters: set[int] = field(default_factory=set)
     """Those that it uses."""
     held_back: bool = False
-    """Whether somebody waits for room for an adapter."""
+    """Whether a request waits for room for its adapter."""
 
     def add(self, request: ScheduledRequest, count: int) -> None:
         self.requests.append(request)
@@ -142,8 +142,6 @@ class Scheduler:
         """In order of arrival."""
         self.num_preemptions = 0
 
-    # -- what the engine tells it ------------------------------------------------------------------
-
     def submit(self, request: ScheduledRequest, priority: int | None = None) -> None:
         """Queue a request. One that comes with a sequence keeps it. ``priority`` is that of an
         earlier request that this one continues, in its place."""
@@ -186,7 +184,7 @@ class Scheduler:
         self.running.append(request)
 
     def finish(self, request: ScheduledRequest) -> None:
-        """It leaves the queues; its sequence is the caller's business."""
+        """Take it out of the queues; its sequence is the caller's business."""
         for queue in (self.waiting, self.running):
             if request in queue:
                 queue.remove(request)
@@ -208,8 +206,6 @@ class Scheduler:
         """Those that can take part in no step yet."""
         return [request for request in (*self.running, *self.waiting) if not request.ready]
 
-    # -- deciding ----------------------------------------------------------------------------------
-
     def schedule(self) -> Scheduled:
         """Return the next step; without chunks if nothing can run."""
         # Some decodes return to the queue after each token (beams). They must not wait for prompts
@@ -219,13 +215,14 @@ class Scheduler:
         budget = self.limits.max_num_batched_tokens
         # One token is left to a prompt: those who wait may wait for its pages.
         batch = StepDraft(budget, kept=min(coming, free, budget - 1))
-        failed: list[tuple[ScheduledRequest, QuireError]] = []
+        failed: list[Failure] = []
         # Admit adapters in order of arrival: no request waits for later ones.
         for request in self.running:
             if request.ready and self._has_adapter(request, batch) and request.next_adapter is not None:
                 batch.adapters.add(request.next_adapter)
-        # Decodes first: a long prompt fills what they leave of the step and never holds them up. More may be running than
-        # a step takes (the samples of one prompt); they wait with their pages, which are shared.
+        # Decodes first: a long prompt fills what they leave of the step and never holds them up.
+        # More may run than a step takes (the samples of one prompt); they wait with their shared
+        # pages.
         for request in sorted(self.running, key=lambda running: running.remaining > 1):
             if batch.budget < 1 or len(batch.requests) >= self.limits.max_num_seqs:
                 break
@@ -237,8 +234,8 @@ class Scheduler:
         preempted = self._make_room(batch, failed)
         if not preempted:
             self._admit(batch, failed)
-            # A request that found no room may have left a fork of a running one, whose next token
-            # then needs its own page.
+            # A request that found no room may have left a fork of a running one, which needs a page
+            # then.
             self._make_room(batch, failed)
         kept: Sequence[tuple[int, ...]] = [()] * len(batch.requests)
         if self._checkpoints is not None:
@@ -263,7 +260,7 @@ class Scheduler:
         adapter = request.next_adapter
         return Chunk(request.seq, ids, adapter=adapter, logits=wants, checkpoints=checkpoints)  # type: ignore[arg-type]
 
-    def _make_room(self, batch: StepDraft, failed: list[tuple[ScheduledRequest, QuireError]]) -> bool:
+    def _make_room(self, batch: StepDraft, failed: list[Failure]) -> bool:
         """Reclaim, then preempt the youngest, until running ones fit; return whether any left."""
         left = False
         while batch.requests and (missing := self._state.missing_pages(batch.seqs, batch.counts)):
@@ -288,19 +285,15 @@ class Scheduler:
         return self._checkpoints is not None and self._checkpoints.relieve(seqs, counts)
 
     def _give_up(
-        self,
-        queue: list[ScheduledRequest],
-        request: ScheduledRequest,
-        missing: int,
-        failed: list[tuple[ScheduledRequest, QuireError]],
+        self, queue: list[ScheduledRequest], request: ScheduledRequest, missing: int, failed: list[Failure]
     ) -> None:
-        """It can never run: it leaves its queue and its state."""
+        """Take a request that can never run out of its queue, and its state away."""
         queue.remove(request)
         self._release(request)
         failed.append((request, no_room(request, missing, alone=self._state.empty())))
 
     def preempt(self, request: ScheduledRequest) -> None:
-        """Give up its state; it waits, in its old place, to be computed again or brought back."""
+        """Give up its state, and let it wait in its old place until that comes back."""
         self.running.remove(request)
         self._set_aside(request)
         request.status = Status.WAITING
@@ -324,9 +317,7 @@ class Scheduler:
         request.seq = None
         request.computed = 0
 
-    # -- admission ---------------------------------------------------------------------------------
-
-    def _admit(self, batch: StepDraft, failed: list[tuple[ScheduledRequest, QuireError]]) -> None:
+    def _admit(self, batch: StepDraft, failed: list[Failure]) -> None:
         index, seated = 0, self._seated
         while index < len(self.waiting) and batch.budget > 0 and seated < self.limits.max_num_seqs:
             request = self.waiting[index]

@@ -37,7 +37,7 @@ class SequenceRequest:
     params: SamplingParams | None
     index: int = 0
     session: SessionState | None = None
-    """Whose sequence this is; it goes back there when the request ends."""
+    """The sequence's owner, which gets it back when the request ends."""
     shared: int = 0
     """Tokens that the prompt has in common with ``session``, run under the same adapters."""
     tail: tuple[int, ...] = ()
@@ -94,7 +94,7 @@ class SequenceRequest:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class PinAccount:
-    """Whose pinned sessions count together."""
+    """A user whose pinned sessions count together."""
 
     share: float
     """Part of each pool that they may hold."""
@@ -113,7 +113,7 @@ class SessionState(Branch):
     pinned: bool = False
     """The state must not be given up."""
     account: PinAccount | None = None
-    """Among whose pinned sessions it counts."""
+    """The account for which it is pinned."""
     anchor: int | None = None
     """The position of a modified session's kept recurrent state, which cannot be computed again."""
     request: SequenceRequest | None = None

@@ -33,19 +33,14 @@ from quire.sampling_params import SamplingParams
 
 
 class Session(StateAccess):
-    """Made by ``LLM.session``.
-
-    Every method raises ``FailedPrecondition`` once the session is closed, and while it is
-    generating. A refused or failed call leaves the session as it was. Several threads may use
-    sessions; what runs for one of them holds up no other.
-    """
+    """Made by ``LLM.session``. Every method raises ``FailedPrecondition`` once the session is
+    closed, and while it is generating. A refused or failed call leaves the session as it was.
+    Several threads may use sessions; what runs for one of them holds up no other."""
 
     @uninterrupted
     def append(self, text: Prompt) -> Self:
         """Add text or token ids (no BOS), perhaps with embeddings, and run them.
-
-        ``quire.engine.prompts.read_prompt`` describes prompts with embeddings.
-        """
+        ``quire.engine.prompts.read_prompt`` describes prompts with embeddings."""
         new, media = self._encode(text)
         with self._engine.lock:
             state = self._idle("append")
@@ -89,10 +84,8 @@ class Session(StateAccess):
         return PreparedTurn(lambda: self._submit(self._idle("stream").tokens.ids, chosen))
 
     def cancel(self) -> bool:
-        """End what another thread is running on this session, at the next step.
-
-        Return False if nothing runs. It never waits.
-        """
+        """End what another thread is running on this session, at the next step. Return False if
+        nothing runs. It never waits."""
         request = self._state.request
         return request is not None and self._engine.cancel(request.request_id)
 
@@ -151,18 +144,14 @@ class Session(StateAccess):
 
     @uninterrupted
     def compute(self) -> None:
-        """Run all tokens but the last one, as far as they are not computed.
-
-        The last one runs when its logits are wanted.
-        """
+        """Run all tokens but the last one, as far as they are not computed. The last one runs when
+        its logits are wanted."""
         self._compute("compute")
 
     @uninterrupted
     def logits(self) -> Tensor:
-        """Return the logits of the next token, float32 ``[V]``.
-
-        ``InvalidArgument`` for an empty session.
-        """
+        """Return the logits of the next token, float32 ``[V]``. ``InvalidArgument`` for an empty
+        session."""
         with self._engine.lock:
             state = self._idle("logits")
             if not len(self):
@@ -182,10 +171,8 @@ class Session(StateAccess):
 
     @uninterrupted
     def score(self, text: Text) -> list[float]:
-        """Return the log-probability of each of these tokens, after the session and each other.
-
-        The session is unchanged.
-        """
+        """Return the log-probability of each of these tokens, after the session and each other. The
+        session is unchanged."""
         if isinstance(text, (Mapping, ExecutorInputs)):
             raise InvalidArgument(
                 "score takes text or token ids: an embedding has no probability; append it instead", field="text"
@@ -225,11 +212,9 @@ class Session(StateAccess):
     @overload
     def fork(self, at: int | None = None, *, n: int) -> list[Session]: ...
     def fork(self, at: int | None = None, n: int | None = None) -> Session | list[Session]:
-        """Return a copy-on-write copy under the same adapter; with ``n`` a list of that many.
-
-        A child has all tokens, or the first ``at``. It is pinned if its parent is, and has the same
-        labels and no name.
-        """
+        """Return a copy-on-write copy under the same adapter; with ``n`` a list of that many. A
+        child has all tokens, or the first ``at``. It is pinned if its parent is, and has the same
+        labels and no name."""
         with self._engine.lock:
             state = self._idle("fork")
             length = self._position("at", at) if at is not None else len(self)
@@ -268,10 +253,7 @@ class Session(StateAccess):
             state = self._idle("rewind")
             if (to is None) == (n is None):
                 raise InvalidArgument(f"rewind takes to= or n=, one of them; got to={to!r}, n={n!r}", field="to")
-            if to is not None:
-                length = self._position("to", to)
-            else:
-                length = len(self) - self._position("n", n)
+            length = self._position("to", to) if to is not None else len(self) - self._position("n", n)
             cost = self._cost(length)
             self._engine.states.change(state, length, state.adapter)
             self._turns.cut(length)
@@ -280,11 +262,9 @@ class Session(StateAccess):
             return cost
 
     def rewind_cost(self, to: int) -> int:
-        """Return how many tokens a rewind to ``to`` would have to run again.
-
-        It is 0 for attention whose state is in the pool, and more if the model's windows have let
-        go of what lies before ``to``.
-        """
+        """Return how many tokens a rewind to ``to`` would have to run again. It is 0 for attention
+        whose state is in the pool, and more if the model's windows have let go of what lies before
+        ``to``."""
         with self._engine.lock:
             self._idle("rewind_cost")
             return self._cost(self._position("to", to))
@@ -394,21 +374,17 @@ class Session(StateAccess):
     # -- pinning -----------------------------------------------------------------------------------
 
     def pin(self, account: PinAccount | None = None) -> None:
-        """Keep its state even if the pool is short.
-
-        ``account`` is what its pinned state counts for, with all that it will hold;
-        ``QuotaExceeded`` or ``PoolExhausted`` if the account would then hold too much.
-        """
+        """Keep its state even if the pool is short. ``account`` is what its pinned state counts
+        for, with all that it will hold; ``QuotaExceeded`` or ``PoolExhausted`` if the account would
+        then hold too much."""
         with self._engine.lock:
             state = self._idle("pin")
             self._engine.pins.check(state, len(self), account)
             state.pinned, state.account = True, account
 
     def unpin(self) -> None:
-        """Let its state be dropped again if the pool is short.
-
-        ``FailedPrecondition`` once ``set_kv`` wrote into it.
-        """
+        """Let its state be dropped again if the pool is short. ``FailedPrecondition`` once
+        ``set_kv`` wrote into it."""
         with self._engine.lock:
             state = self._idle("unpin")
             if state.modified:

@@ -50,8 +50,6 @@ class SessionStates:
         self.sessions: dict[int, SessionState] = {}
         """By identity, least recently used first."""
 
-    # -- sequences ---------------------------------------------------------------------------------
-
     def apply(self, edit: Edit) -> None:
         """Execute an edit now."""
         state = self.runner.state
@@ -95,8 +93,6 @@ class SessionStates:
         self.apply(Fork(seq, fork))
         self.remove_all(self.cache.insert(fork, tokens, key))
 
-    # -- keys --------------------------------------------------------------------------------------
-
     def fingerprint_of(self, adapter: int) -> str:
         """Return a loaded adapter's fingerprint; ``NotFound``."""
         return self.runner.adapters.get(adapter).fingerprint
@@ -121,8 +117,6 @@ class SessionStates:
             fork = self.runner.new_seq()
             self.apply(Fork(seq, fork, length))
             self.remove_all(self.cache.insert(fork, session.tokens.ids[:length], old))
-
-    # -- sessions' states --------------------------------------------------------------------------
 
     def hold(self, session: SessionState) -> None:
         """Remember a session, as the one used last."""
@@ -223,7 +217,7 @@ class SessionStates:
         assert seq is not None
         recurrent = layer in state.recurrent_ids
         if recurrent and session.computed in state.checkpoints(seq):
-            # What is kept here is the state before the write, to which nobody shall come back.
+            # This is the state before the write, to which no rewind shall return.
             self.apply(DropCheckpoint(seq, session.computed))
         try:
             while True:
@@ -262,8 +256,6 @@ class SessionStates:
         session.seq, session.computed = None, 0
         if not session.origin.exact:
             session.origin = replace(session.origin, exact=True)
-
-    # -- lending to requests -----------------------------------------------------------------------
 
     def lend(self, session: SessionState, request: SequenceRequest) -> None:
         """Let the request work on the session's sequence, as far as it agrees; at least one token
@@ -318,7 +310,7 @@ class SessionStates:
         else:
             self._return_to(session, request, request.shared)
             if session.modified and session.computed < len(session.tokens) - 1 and request.way_back is None:
-                # What was taken back had been written by somebody and cannot be computed again.
+                # What was taken back was written by ``set_kv`` and cannot be computed again.
                 session.tokens.truncate(session.computed)
                 session.logits = None
                 runs = runs_of_session(session.runs, session.computed, session.adapter)
@@ -347,8 +339,6 @@ class SessionStates:
             self.remove(session.seq)
             session.seq, request.way_back = way_back, None
             session.computed = self.runner.state.sequence_length(way_back)
-
-    # -- what is given up --------------------------------------------------------------------------
 
     def evict(self) -> bool:
         """Give up the cached sequence that was used longest ago; return whether there was any."""

@@ -26,11 +26,9 @@ class PreparedTurn(NamedTuple):
 
 
 class SessionStream(Iterator[StreamDelta]):
-    """The iterator of ``for delta in session.stream()``. It starts with its first delta.
-
-    Leaving the loop early, ``close`` and an interrupt cancel it; what was generated stays in the
-    session.
-    """
+    """The iterator of ``for delta in session.stream()``. It starts with its first delta. Leaving
+    the loop early, ``close`` and an interrupt cancel it; what was generated stays in the
+    session."""
 
     # No generator: the ``finally`` of an unreferenced one runs in the garbage collector, at any
     # time, and loses the exceptions of signals.
@@ -91,7 +89,7 @@ class SessionStream(Iterator[StreamDelta]):
 
     @unless_exiting
     def __del__(self) -> None:
-        # Nobody can ask for more.
+        # No reference to it is left.
         if not getattr(self, "_over", True):
             self._engine.orphans.leave(self._end)
 

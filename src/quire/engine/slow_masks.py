@@ -1,17 +1,18 @@
-"""Masks of slow grammars, made beside the engine, so that nobody waits for the grammar of another.
+"""Masks of slow grammars, made beside the engine, so that no other request waits for them.
 
-A mask or a token of a usual grammar takes well under a millisecond. A grammar that can read one text in many ways
-(``s: s s | s s s | "x"``) takes the longer the longer the text is: half a second for each mask before it meets llguidance's
-limits. No limit of llguidance's tells such a grammar from a wide one, whose masks have as many items and take a millisecond; time
-does. So the time of each text's grammar is measured, and while it is slow
+A mask or a token of a usual grammar takes well under a millisecond. A grammar that can read one
+text in many ways (``s: s s | s s s | "x"``) takes the longer the longer the text is: half a second
+for each mask before it meets llguidance's limits. Those do not tell it from a wide grammar, whose
+masks have as many items and take a millisecond; time does. So the time of each text's grammar is
+measured, and while it is slow
 
-- its masks are made beside the engine, which runs the others meanwhile. The request takes part in no step before its mask is
-  there, and takes no seat from anybody;
-- all slow grammars together use ``SHARE`` of the time, as long as there are others in the steps: what a piece of work takes
-  beyond ``SLOW_SECONDS`` they rest for afterwards. llguidance takes a token in with the interpreter's lock held, which is in
-  everybody's way for up to 0.13 seconds, and where the model runs on the CPU a mask takes a core from it.
+- its masks are made beside the engine, which runs the others meanwhile. The request takes part in
+  no step, and takes no seat, before its mask is there;
+- all slow grammars together use ``SHARE`` of the time, while there are others in the steps: they
+  rest for what a piece of work takes beyond ``SLOW_SECONDS``. llguidance takes a token in with the
+  interpreter's lock held, for up to 0.13 seconds, and on a CPU a mask takes a core from the model.
 
-Only when a request's tokens come depends on any of this, never which.
+This changes when a request's tokens come, never which.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 SLOW_SECONDS = 0.005
-"""Seconds of a core that the grammar of a text that is not slow takes for a token: its mask and taking it in."""
+"""Seconds of a core for a token of a grammar that is not slow: its mask and taking it in."""
 
 SHARE = 0.2
 """Part of the time that slow grammars have beside others."""
 
 WAIT_SECONDS = 0.005
-"""For how long an engine with nothing else to do waits for a mask before it looks again whether there is."""
+"""Seconds for which an engine with nothing else to do waits before it looks for a mask again."""
 
 LOOK_SECONDS = 0.02
-"""Between two looks of a thread that rests, or has nothing to do, at what changes without a word."""
+"""Seconds between two looks of a resting or idle thread at what changes without notice."""
 
 LINGER_SECONDS = 0.5
 """For how long a thread with nothing to do stays."""
@@ -41,12 +42,12 @@ T = TypeVar("T")
 
 
 class Coming(Generic[T]):
-    """What is made beside the engine, by ``make``. Before it is given to ``SlowMasks.start`` there is nothing to wait for."""
+    """What ``make`` makes beside the engine, once ``SlowMasks.start`` has it."""
 
     def __init__(self, make: Callable[[], T]) -> None:
         self.started = False
         self.dropped = False
-        """Whether nobody wants it any more. It is not begun then."""
+        """Whether it was dropped. It is not begun then."""
         self.error: BaseException | None = None
         self._make: Callable[[], T] | None = make
         self._made: T | None = None
@@ -58,7 +59,8 @@ class Coming(Generic[T]):
         return not self.started or self.dropped or self._over.is_set()
 
     def result(self) -> T | None:
-        """What was made, waiting for it if need be; None if it was dropped or never started. What ``make`` has raised."""
+        """Wait for the result and return it, None if dropped or never started; raise what ``make``
+        raised."""
         if not self.started or self.dropped:
             return None
         self._over.wait()
@@ -67,7 +69,7 @@ class Coming(Generic[T]):
         return self._made
 
     def drop(self) -> None:
-        """Nobody wants it any more."""
+        """Drop it: it is not wanted any more."""
         self.dropped = True
 
     def run(self) -> None:
@@ -86,7 +88,7 @@ class SlowMasks:
     """Threads for the slow grammars of an engine, which are there while there are any."""
 
     def __init__(self, workers: int = 1, clock: Callable[[], float] = time.monotonic) -> None:
-        """``workers``: threads; of several it is assumed that they have cores that nobody else wants."""
+        """Plan ``workers`` threads; several are assumed to have idle cores."""
         self._workers = workers
         self._clock = clock
         self._shared = False
@@ -116,20 +118,21 @@ class SlowMasks:
             coming.started = True
             if self._threads < self._workers:
                 self._threads += 1
-                # No daemon: a thread that is killed at the end of the process within llguidance would abort it.
+                # No daemon: a thread killed within llguidance, at the process's end, would abort
+                # it.
                 threading.Thread(target=self._work, name="quire-slow-grammars").start()
             self._changed.notify_all()
 
     def spent(self, seconds: float, *, beside: bool = False) -> None:
-        """A slow grammar has used these seconds of a core: the next one is to wait for others. ``beside``: in a thread of ours,
-        which with several is in nobody's way."""
+        """Count these seconds of a core for a slow grammar: the next one waits for others.
+        ``beside``: in a thread of ours, which with several holds up no other."""
         excess = seconds - SLOW_SECONDS
         if excess > 0 and self._shared and not (beside and self._workers > 1):
             with self._changed:
                 self._rests_until = max(self._rests_until, self._clock()) + excess * (1 / SHARE - 1)
 
     def wait(self, until: Callable[[], bool]) -> None:
-        """Until something is there that was waited for, but not for long."""
+        """Wait, not for long, until something awaited is there."""
         with self._changed:
             self._changed.wait_for(until, WAIT_SECONDS)
 
@@ -140,7 +143,8 @@ class SlowMasks:
             self._changed.notify_all()
 
     def rest(self) -> float:
-        """Seconds until the next piece of work may begin; 0 if there is nobody to wait for."""
+        """Return the seconds until the next piece of work may begin; 0 without others in the
+        steps."""
         return max(0.0, self._rests_until - self._clock()) if self._shared and not self._closed else 0.0
 
     def _work(self) -> None:
@@ -150,7 +154,7 @@ class SlowMasks:
                 self._changed.notify_all()
 
     def _next(self) -> Coming[object] | None:
-        """What is to be made now; None if the thread is to end."""
+        """Return what is to be made now; None if the thread is to end."""
         idle = 0.0
         with self._changed:
             while True:

@@ -26,10 +26,8 @@ class StateAccess(LiveSequence):
 
     @uninterrupted
     def save(self, path: str | Path) -> None:
-        """Write the state file: under a temporary name, synced, renamed.
-
-        Tokens that are not computed yet are computed first.
-        """
+        """Write the state file: under a temporary name, synced, renamed. Tokens that are not
+        computed yet are computed first."""
         if not isinstance(path, (str, Path)) or not str(path):
             raise InvalidArgument(f"save takes the name of a file, got {path!r}; to_bytes gives bytes", field="path")
         self._compute_to_save("save")

@@ -1,6 +1,7 @@
-"""How much text one token can stand for, read from a tokenizer's description.
+"""Bounds on the text of one token, read from a tokenizer's description.
 
-A text with more bytes than that for each token of a context cannot fit into it, which is known without tokenising it.
+A text with more bytes than that for each token of a context cannot fit, which is known without
+tokenising it.
 """
 
 from __future__ import annotations
@@ -14,14 +15,15 @@ import tokenizers
 from quire.engine.token_bytes import BYTE_OF_CHARACTER
 
 _NORMALIZED = {"NFC": 4, "NFKC": 4, "NFD": 3, "NFKD": 4, "Lowercase": 3, "Prepend": 1}
-"""Bytes of text that become one byte, at most: the Kelvin sign is a K, a mathematical letter an ASCII one."""
+"""Bytes of text that become one byte, at most: the Kelvin sign is a K, for example."""
 _KEEPING = frozenset({"ByteLevel", "Metaspace", "Digits", "Punctuation", "Split", "UnicodeScripts"})
 """Pre-tokenizers that keep all of a text, unless they are told to remove what they split at."""
 
 
 def longest_token(backend: tokenizers.Tokenizer) -> int | None:
-    """Bytes of text that one token stands for, at most; None if a token may stand for any amount, or text may be dropped:
-    unknown characters, white space beside special tokens that take it, normalisers that are not known here."""
+    """Return the bytes of text that one token stands for, at most. None: a token may stand for any
+    amount, or text may be dropped: unknown characters, white space beside special tokens that take
+    it, normalisers that are not known here."""
     description: dict[str, Any] = json.loads(backend.to_str())
     shrinks, model = 1, description["model"]
     for step in _steps(description["normalizer"], "normalizers"):
@@ -48,7 +50,7 @@ def longest_token(backend: tokenizers.Tokenizer) -> int | None:
 
 
 def _steps(given: Mapping[str, Any] | None, parts: str) -> Iterator[Mapping[str, Any]]:
-    """The parts of a normaliser or pre-tokenizer, which may be sequences of sequences."""
+    """Return the parts of a normaliser or pre-tokenizer, which may be nested sequences."""
     if given is not None and given["type"] == "Sequence":
         for step in given[parts]:
             yield from _steps(step, parts)

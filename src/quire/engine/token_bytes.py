@@ -1,16 +1,18 @@
-"""The bytes that a token adds to a text: what decoding, streaming, log-probabilities and grammars are made of.
+"""The bytes that a token adds to a text, for decoding, streaming, log-probabilities and grammars.
 
-A tokenizer's decoder maps a whole list of tokens to a string, and a character may be spread over several tokens.
-All decoders of generating models, however, are a concatenation: each token has its bytes, whatever surrounds it,
-and only the very first token of a text is treated differently (it loses the space that encoding had put there).
-``TokenBytes`` reads which concatenation it is from the decoder's own description and keeps the table:
+A tokenizer's decoder maps a whole list of tokens to a string, and a character may span several
+tokens. All decoders of generating models, however, concatenate: each token has its bytes, whatever
+surrounds it, except that a text's first token may lose the space that encoding had put there.
+``TokenBytes`` reads which concatenation it is from the decoder's own description:
 
 - byte-level (GPT-2, Llama 3, Qwen, DeepSeek): each character of a token stands for one byte;
-- SentencePiece-style (Llama 2, Mistral, Gemma): ``▁`` is a space, ``<0xNN>`` is a byte, one leading space is dropped;
+- SentencePiece-style (Llama 2, Mistral, Gemma): ``▁`` is a space, ``<0xNN>`` is a byte, one leading
+  space is dropped;
 - Metaspace (T5): ``▁`` is a space, dropped in the first token.
 
-Any other decoder (WordPiece, BPE with end-of-word suffixes, CTC, none) is asked with the token before as context: the
-piece is what ``decode([previous, token])`` adds to ``decode([previous])``. These have no tokens of partial characters.
+Any other decoder (WordPiece, BPE with end-of-word suffixes, CTC, none) is asked with the token
+before as context: the piece is what ``decode([previous, token])`` adds to ``decode([previous])``.
+These have no tokens of partial characters.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ _MAX_PARTIAL_BYTES = 3
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """Character to byte of the byte-level alphabet: printable Latin-1 is itself, the rest is shifted to U+0100 (GPT-2)."""
+    """Map characters to bytes: printable Latin-1 is itself, the rest is shifted to U+0100
+    (GPT-2)."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
@@ -39,7 +42,7 @@ BYTE_OF_CHARACTER = _byte_level_alphabet()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Concatenation:
-    """A decoder that concatenates: how one token becomes bytes, and what the beginning of a text loses."""
+    """A decoder that concatenates: the bytes of a token, and what the text's beginning loses."""
 
     byte_level: bool = False
     replacements: tuple[tuple[str, str], ...] = ()
@@ -48,11 +51,12 @@ class Concatenation:
     """Metaspace's stand-in for a space."""
     drops_first_marker: bool = False
     strip: bytes = b""
-    """One ASCII character that is removed from the beginning of the text, at most ``max_strips`` times."""
+    """One ASCII character that is removed from the text's beginning, at most ``max_strips``
+    times."""
     max_strips: int = 0
 
     def piece(self, token: str, *, first: bool) -> bytes:
-        """The bytes of ``token``; ``first``: it is the first one of the text."""
+        """Return the bytes of ``token``; ``first``: it is the first one of the text."""
         if self.byte_level:
             values = [BYTE_OF_CHARACTER.get(character, -1) for character in token]
             # An added token with a character outside the alphabet stands for itself.
@@ -70,7 +74,7 @@ class Concatenation:
 
 
 def _parse_decoder(decoder: dict[str, Any] | None) -> Concatenation | None:
-    """The concatenation that a decoder of a tokenizer.json describes, None if it is not one of the known ones."""
+    """Return the concatenation that a tokenizer.json's decoder describes, None if it is unknown."""
     if decoder is None:
         return None
     steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
@@ -116,7 +120,8 @@ class TokenBytes:
 
     @property
     def concatenates(self) -> bool:
-        """Whether each token has its bytes whatever surrounds it; otherwise pieces need the token before."""
+        """Whether a token's bytes do not depend on its neighbours; else pieces need the token
+        before."""
         return self._rule is not None
 
     @property
@@ -125,14 +130,12 @@ class TokenBytes:
         return self._rule
 
     def token(self, token_id: int) -> str | None:
-        """The token as the vocabulary spells it, None for an id (a padded vocabulary's) that the tokenizer has not."""
+        """Return the token as the vocabulary spells it, None for an id without one (padding)."""
         return self._backend.id_to_token(token_id) if 0 <= token_id < self._size else None
 
     def piece(self, token_id: int) -> bytes:
-        """The bytes of a token inside a text; empty for an id that the tokenizer does not have.
-
-        Where the decoder does not concatenate, the bytes of the token alone.
-        """
+        """Return the bytes of a token inside a text; empty for an unknown id. If the decoder does
+        not concatenate: the bytes of the token alone."""
         piece = self._pieces.get(token_id)
         if piece is None:
             token = self.token(token_id)
@@ -146,14 +149,14 @@ class TokenBytes:
         return piece
 
     def first_piece(self, token_id: int) -> bytes:
-        """The bytes of a token that begins a text, before leading spaces are stripped."""
+        """Return the bytes of a token that begins a text, before leading spaces are stripped."""
         token = self.token(token_id)
         if token is None or self._rule is None:
             return self.piece(token_id)
         return self._rule.piece(token, first=True)
 
     def piece_after(self, previous_id: int, token_id: int) -> bytes:
-        """What ``token_id`` adds to the text of ``previous_id``, asked of the decoder itself."""
+        """Return what ``token_id`` adds to the text of ``previous_id``, by the decoder itself."""
         before = self._backend.decode([previous_id], skip_special_tokens=False)
         both = self._backend.decode([previous_id, token_id], skip_special_tokens=False)
         return both[len(before) :].encode()
@@ -163,7 +166,8 @@ class PieceStream:
     """Token ids to the bytes of one growing text, in constant time for each token.
 
     ``context`` are the ids before (a prompt): they decide whether the stream begins a text. With
-    ``skip_special_tokens`` special tokens have no bytes and count neither here nor there, as when a decoder skips them.
+    ``skip_special_tokens`` special tokens have no bytes and do not count, as when a decoder skips
+    them.
     """
 
     def __init__(self, table: TokenBytes, context: Sequence[int] = (), *, skip_special_tokens: bool) -> None:
@@ -181,7 +185,7 @@ class PieceStream:
                 break
 
     def push(self, token_id: int) -> bytes:
-        """The bytes that ``token_id`` adds."""
+        """Return the bytes that ``token_id`` adds."""
         if not self._is_visible(token_id):
             return b""
         previous, self._previous = self._previous, token_id
@@ -194,7 +198,8 @@ class PieceStream:
         return self._stripped(piece) if self._strips else piece
 
     def partial_character(self, context: Sequence[int]) -> bytes:
-        """The bytes at the end of ``context`` that begin a UTF-8 character and do not complete it; mostly none."""
+        """Return the bytes of an incomplete UTF-8 character at the end of ``context``; mostly
+        none."""
         if not self._table.concatenates:
             return b""
         tail = b""
@@ -221,7 +226,7 @@ class PieceStream:
 
 
 def _is_partial(tail: bytes) -> bool:
-    """Whether ``tail`` is the beginning of one UTF-8 character and could still become it."""
+    """Return whether ``tail`` begins one UTF-8 character and could still become it."""
     try:
         tail.decode()
     except UnicodeDecodeError as error:
@@ -230,6 +235,6 @@ def _is_partial(tail: bytes) -> bool:
 
 
 def join_pieces(table: TokenBytes, token_ids: Iterable[int], *, skip_special_tokens: bool) -> bytes:
-    """The bytes of a whole text."""
+    """Return the bytes of a whole text."""
     stream = PieceStream(table, skip_special_tokens=skip_special_tokens)
     return b"".join([stream.push(token_id) for token_id in token_ids])

@@ -16,7 +16,7 @@ def is_integer(value: object) -> bool:
 
 
 def as_token_ids(tokens: Sequence[int]) -> NDArray[np.int64]:
-    """A row of token ids; ``InvalidArgument`` for anything that is not integers."""
+    """Return a row of token ids; ``InvalidArgument`` for anything that is not integers."""
     found = None
     if isinstance(tokens, Tensor):
         tokens = tokens.tolist()  # from any device

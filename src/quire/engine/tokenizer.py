@@ -1,9 +1,9 @@
-"""Text to token ids and back, over the ``tokenizers`` library and the files of a Hugging Face checkpoint.
+"""Text to token ids and back, with ``tokenizers`` and the files of a Hugging Face checkpoint.
 
-The files are read as ``transformers`` 5 reads them, without importing it: ``tokenizer.json`` is the definition, its
-post-processor decides which special tokens ``encode`` adds, and ``tokenizer_config.json`` names the special tokens.
-``decode`` is the concatenation of the tokens' bytes (see ``token_bytes``), so text that was streamed and text that is
-decoded at once are the same string.
+The files are read as ``transformers`` 5 reads them, without importing it: ``tokenizer.json`` is the
+definition, its post-processor decides which special tokens ``encode`` adds, and
+``tokenizer_config.json`` names the special tokens. ``decode`` concatenates the tokens' bytes (see
+``token_bytes``), so streamed text and text decoded at once are the same.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ _OTHER_FORMATS = (
 
 
 class Tokenizer:
-    """Encodes and decodes, and knows a checkpoint's special tokens and chat templates. Immutable, thread-safe.
+    """A checkpoint's tokenizer, special tokens and chat templates. Immutable, thread-safe.
 
-    - ``bos_id``, ``pad_id``: ids, or None; ``eos_ids``: every id that ends a generation, the tokenizer's own first.
-    - ``special_tokens``: text of the named special tokens, by name (``"bos_token"`` and so on), for chat templates.
-    - ``chat_templates``: Jinja templates by name; ``"default"`` is the one that is used when nothing is said.
-    - ``adds_bos``: whether ``encode`` puts a special token first, so that an empty text has a token.
+    - ``bos_id``, ``pad_id``: ids, or None; ``eos_ids``: all that end a generation, its own first.
+    - ``special_tokens``: texts of the special tokens by name (``"bos_token"`` and so on).
+    - ``chat_templates``: Jinja templates by name; ``"default"`` is used if none is named.
+    - ``adds_bos``: whether ``encode`` puts a special token first, so that no text is empty.
     - ``token_bytes``: the table of the bytes of each token.
 
-    ``clean_up_tokenization_spaces`` is not applied: it would change text that has been streamed already, and
-    ``transformers`` does not apply it to BPE either.
+    ``clean_up_tokenization_spaces`` is not applied: it would change text that has been streamed
+    already, and ``transformers`` does not apply it to BPE either.
     """
 
     def __init__(
@@ -64,10 +64,8 @@ class Tokenizer:
         pad_id: int | None = None,
         chat_templates: Mapping[str, str] | None = None,
     ) -> None:
-        """A tokenizer around ``backend``, which belongs to it from now on.
-
-        An id that is not given is that of the special token with that name, if the vocabulary has it.
-        """
+        """Put a tokenizer around ``backend``, which belongs to it from now on. An id that is not
+        given is that of the special token with that name, if the vocabulary has it."""
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
@@ -84,11 +82,9 @@ class Tokenizer:
 
     @classmethod
     def from_directory(cls, path: Path) -> Tokenizer | None:
-        """The tokenizer of a checkpoint's directory; None if there is none, so that the model works with token ids.
-
-        ``NotFound`` if ``path`` is not a directory; ``CheckpointError`` naming the file that is damaged, or if there is
-        a vocabulary in a format other than ``tokenizer.json`` only.
-        """
+        """Return the tokenizer of a checkpoint's directory; None: the model works with token ids.
+        ``NotFound`` if ``path`` is not a directory; ``CheckpointError`` names a damaged file, or a
+        vocabulary that has another format than ``tokenizer.json`` only."""
         if not path.is_dir():
             raise NotFound(f"{path} is not a directory; a tokenizer is read from a checkpoint's directory")
         file = path / "tokenizer.json"
@@ -158,32 +154,33 @@ class Tokenizer:
         return self.chat_templates.get("default")
 
     def with_chat_template(self, template: str, *, ends: Sequence[int] = ()) -> Tokenizer:
-        """Return the same tokenizer with this chat template only.
-
-        ``ends`` are further ids that end a generation.
-        """
+        """Return the same tokenizer with this chat template only. ``ends`` are further ids that end
+        a generation."""
         other = copy.copy(self)
         other.chat_templates = {"default": template}
         other.eos_ids = tuple(dict.fromkeys([*self.eos_ids, *ends]))
         return other
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of ``text``. Special tokens spelled in the text become their ids.
+        """Return the token ids of ``text``. Special tokens spelled in the text become their ids.
 
-        With ``add_special_tokens`` the tokenizer's post-processor adds its own (BOS, for most models that have one).
-        One long text at a time is tokenised, in whichever thread. ``InvalidArgument`` if ``text`` is no text, or holds half a
-        surrogate pair, which UTF-8 cannot express.
+        With ``add_special_tokens`` the tokenizer's post-processor adds its own (BOS, for most
+        models that have one). One long text at a time is tokenised, over all threads.
+        ``InvalidArgument`` if ``text`` is no text, or holds half a surrogate pair, which UTF-8
+        cannot express.
         """
-        # The call for batches lets other Python threads run meanwhile, the one for single texts does not.
+        # The call for batches lets other Python threads run meanwhile, that for single texts does
+        # not.
         with long_texts.turn(len(require_text("text", text))):
             found: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
             return found
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of ``ids``; ids that the tokenizer does not have (a padded vocabulary) have none.
+        """Return the text of ``ids``; unknown ids (of a padded vocabulary) have none.
 
-        The same as ``tokenizers`` gives, except where bytes are not valid UTF-8: the characters around them stay,
-        and each maximal ill-formed part becomes one U+FFFD. ``InvalidArgument`` for a negative id.
+        It is what ``tokenizers`` gives, except where bytes are not valid UTF-8: the characters
+        around them stay, and each maximal ill-formed part becomes one U+FFFD. ``InvalidArgument``
+        for a negative id.
         """
         for token_id in ids:
             if token_id < 0:
@@ -194,21 +191,22 @@ class Tokenizer:
         return join_pieces(self.token_bytes, ids, skip_special_tokens=skip_special_tokens).decode(errors="replace")
 
     def token_text(self, token_id: int) -> str:
-        """The text of one token inside a text, for log-probabilities: special tokens spelled out, leading space kept.
-
-        Part of a character is U+FFFD; ``token_bytes.piece`` has the bytes.
-        """
+        """Return the text of one token inside a text, for log-probabilities: special tokens spelled
+        out, leading space kept. Part of a character is U+FFFD; ``token_bytes.piece`` has the
+        bytes."""
         return self.token_bytes.piece(token_id).decode(errors="replace")
 
     def token_id(self, token: str) -> int | None:
-        """The id of a token as the vocabulary spells it, or None."""
+        """Return the id of a token as the vocabulary spells it, or None."""
         return self._backend.token_to_id(token)
 
     def check_fits(self, vocab_size: int) -> None:
-        """``CheckpointError`` if text can become ids that a model with ``vocab_size`` embeddings does not have.
+        """Raise ``CheckpointError`` if text can become ids beyond a model's ``vocab_size``
+        embeddings.
 
-        A tokenizer smaller than the model is fine. So are special tokens beyond it that appear only if a text spells
-        them (an image token beside a text-only model, a padding token): they are logged, and the engine refuses the id.
+        A tokenizer smaller than the model is fine. So are special tokens beyond it that appear only
+        if a text spells them (an image token beside a text-only model, a padding token): they are
+        logged, and the engine refuses the id.
         """
         if self.vocab_size <= vocab_size:
             return
@@ -233,7 +231,7 @@ class Tokenizer:
         return self._backend.token_to_id(self.special_tokens[name])
 
     def _special_prefix(self) -> list[int]:
-        """The ids that the post-processor puts before a text."""
+        """Return the ids that the post-processor puts before a text."""
         plain = self._backend.encode("a", add_special_tokens=False)
         special = self._backend.encode("a", add_special_tokens=True)
         leading = special.special_tokens_mask.index(0) if 0 in special.special_tokens_mask else len(special.ids)
@@ -262,7 +260,8 @@ class _TokenizerFiles:
         tokens_file = path / "special_tokens_map.json"
         tokens = _read_json(tokens_file)
         declared = _read_declared(config, config_file)
-        # transformers 5: a configuration that declares its added tokens is complete, the map is of older files.
+        # As in transformers 5: a configuration that declares its added tokens is complete without
+        # the older map.
         named = _read_named(config, config_file), _read_named(tokens, tokens_file)
         listed = _read_listed(config, config_file), _read_listed(tokens, tokens_file)
         model, generation = _read_json(path / "config.json"), _read_json(path / "generation_config.json")
@@ -287,7 +286,7 @@ class _TokenizerFiles:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    """The object in a JSON file; empty if there is no such file."""
+    """Return the object in a JSON file; empty if there is no such file."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -304,7 +303,7 @@ def _as_mapping(value: object) -> Mapping[str, Any]:
 
 
 def _token_content(value: object, key: str, file: Path) -> str:
-    """A token given as text or as ``{"content": text, ...}``."""
+    """Return the text of a token given as text or as ``{"content": text, ...}``."""
     content = value.get("content") if isinstance(value, Mapping) else value
     if not isinstance(content, str):
         raise CheckpointError(f"{file}: {key} must be a string or an object with 'content', found {value!r}")
@@ -312,7 +311,8 @@ def _token_content(value: object, key: str, file: Path) -> str:
 
 
 def _read_named(config: Mapping[str, Any], file: Path) -> dict[str, str]:
-    """Special tokens by name; tokens of a model's own (``image_token``) count as far as they are plain strings."""
+    """Read special tokens by name; a model's own (``image_token``) count if they are plain
+    strings."""
     named = {key: _token_content(config[key], key, file) for key in _NAMED_TOKENS if config.get(key) is not None}
     own = {key: value for key, value in config.items() if key.endswith("_token") and isinstance(value, str)}
     extra = _as_mapping(config.get("extra_special_tokens"))
@@ -345,7 +345,8 @@ def _read_declared(config: Mapping[str, Any], file: Path) -> dict[int, tokenizer
 
 
 def _read_ids(config: Mapping[str, Any], key: str, file: Path) -> list[int]:
-    """An id, a list of ids, or null. A negative id means "none", as in the original LLaMA checkpoints."""
+    """Read an id, a list, or null. A negative id is "none", as in the original LLaMA
+    checkpoints."""
     value = config.get(key)
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if any(not isinstance(id, int) or isinstance(id, bool) for id in ids):
@@ -354,7 +355,8 @@ def _read_ids(config: Mapping[str, Any], key: str, file: Path) -> list[int]:
 
 
 def _read_chat_templates(path: Path, config: Mapping[str, Any], config_file: Path) -> dict[str, str]:
-    """Templates by name: files of their own first, then tokenizer_config.json, then a processor's chat_template.json."""
+    """Read templates by name: from files of their own, tokenizer_config.json,
+    chat_template.json."""
     files = {file.stem: file for file in sorted(path.glob("additional_chat_templates/*.jinja"))}
     if (path / "chat_template.jinja").is_file():
         files["default"] = path / "chat_template.jinja"
@@ -386,7 +388,7 @@ def _is_named_template(entry: Mapping[str, Any]) -> bool:
 
 
 def _add_missing_tokens(backend: tokenizers.Tokenizer, config: _TokenizerFiles) -> None:
-    """Add the tokens that tokenizer_config.json declares and tokenizer.json lacks, at the ids that it declares."""
+    """Add the tokens that only tokenizer_config.json declares, at the ids that it declares."""
     for token_id, token in sorted(config.declared.items()):
         if backend.token_to_id(token.content) is not None:
             continue
@@ -399,10 +401,8 @@ def _add_missing_tokens(backend: tokenizers.Tokenizer, config: _TokenizerFiles) 
 
 
 def _mark_special(backend: tokenizers.Tokenizer, config: _TokenizerFiles) -> None:
-    """Make the named and listed tokens special that tokenizer.json has as ordinary tokens; its own flags stand.
-
-    transformers would also add those that are missing. That helps nobody: a model has no embedding for them.
-    """
+    """Make named and listed tokens special that tokenizer.json has as ordinary ones. transformers
+    would also add those that are missing, for which a model has no embedding."""
     added = backend.get_added_tokens_decoder()
     for content in dict.fromkeys([*config.named.values(), *config.listed]):
         token_id = backend.token_to_id(content)
