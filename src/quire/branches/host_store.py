@@ -155,8 +155,12 @@ class HostStore:
         self._bytes_in = Counter("quire:swap_in_bytes_total", "Bytes of state that came back from host memory.")
         self._bytes_held = Gauge("quire:host_memory_bytes", "Bytes of state in host memory now.")
 
+    def ran(self, num_tokens: int, num_chunks: int, seconds: float, *, waited: bool) -> None:
+        """See ``Tier``."""
+        self.costs.ran(num_tokens, num_chunks, seconds, waited=waited)
+
     def snapshot(self) -> dict[str, float]:
-        """Return its counts by name."""
+        """See ``Tier``."""
         self._bytes_held.set(self.used)
         counted = (self._swaps_out, self._swaps_in, self._bytes_out, self._bytes_in, self._bytes_held)
         return {metric.name: metric.value for metric in counted}

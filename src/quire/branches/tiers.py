@@ -18,7 +18,11 @@ class Tier(Protocol):
 
     def restore(self, branch: Branch, limit: int) -> None:
         """Put a copy, at most its first ``limit`` tokens, in place of a branch's empty sequence.
-        The copy is kept no longer. If it does not come back, the branch stays as it is."""
+
+        Import it under a new id, set ``seq`` and ``computed`` of the branch, and remove the empty
+        sequence through the runner. The copy is kept no longer. If it does not come back, the
+        branch stays as it is.
+        """
         ...
 
     def holds(self, branch: Branch) -> int:
@@ -48,4 +52,15 @@ class Tier(Protocol):
 
     def discard(self, branch: Branch) -> None:
         """Keep nothing for a branch any more."""
+        ...
+
+    def ran(self, num_tokens: int, num_chunks: int, seconds: float, *, waited: bool) -> None:
+        """Note what a step took, by which ``save`` and ``beats`` decide.
+
+        ``waited``: its results were waited for, so that a device is not still busy with it.
+        """
+        ...
+
+    def snapshot(self) -> dict[str, float]:
+        """Return its metrics by name."""
         ...

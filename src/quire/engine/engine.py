@@ -81,7 +81,7 @@ class Engine(RequestBook):
                     started = time.perf_counter()
                     ready = self._execute(scheduled)
                     seconds = time.perf_counter() - started
-                    self.host.costs.ran(
+                    self.states.tier.ran(
                         scheduled.step.num_tokens, len(scheduled.step.chunks), seconds, waited=bool(ready)
                     )
                     changed += ready
@@ -247,7 +247,7 @@ class Engine(RequestBook):
                 (metrics.adapter_transfers, self.runner.adapters.loads),
             ):
                 counter.inc(value - counter.value)
-            return metrics.snapshot() | self.host.snapshot()
+            return metrics.snapshot() | self.states.tier.snapshot()
 
     def shutdown(self) -> None:
         """Cancel what runs, give all pages back, and accept nothing from now on."""

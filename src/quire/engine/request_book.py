@@ -347,7 +347,7 @@ class RequestBook:
             self.states.settle(request.session, request)
         else:
             self._release(request)
-        self.host.discard(request.work)
+        self.states.tier.discard(request.work)
         if all(sample.finished for sample in self._by_id.get(request.request_id, ())):
             self._by_id.pop(request.request_id, None)
 

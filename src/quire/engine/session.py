@@ -280,7 +280,7 @@ class Session(StateAccess):
         # The last token there may have run under another adapter than the next ones will.
         same = state.runs.agreed(runs_of_session(state.runs, length, state.adapter), length)
         if state.seq is None:
-            held = self._engine.host.reach(state, same)
+            held = self._engine.states.tier.reach(state, same)
             return max(0, min(length, len(self) - 1) - held) if held else length
         kept = states.reach(state, same)
         if kept < min(same, state.computed) and (found := states.found(state, same)) is not None:
