@@ -8,8 +8,8 @@ import signal
 import pytest
 from hypothesis import settings
 
-# The same examples in every run, so that a change is red or green for everybody. How long one takes says how busy the machine is.
-settings.register_profile("ci", derandomize=True, deadline=None)
+# The same examples in every run, 40 unless a test says otherwise, so that a change is red or green for everybody. How long one takes says how busy the machine is.
+settings.register_profile("ci", derandomize=True, deadline=None, max_examples=40)
 # Others in every run, for `make test-all`.
 settings.register_profile("random", deadline=None)
 settings.load_profile("ci")

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Collection, Mapping
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,7 @@ PATHS = {".".join(("quire", *path.relative_to(ROOT).with_suffix("").parts)): pat
 MODULES = {name.removesuffix(".__init__"): path for name, path in PATHS.items()}
 
 
+@cache
 def imports(module: str) -> dict[str, bool]:
     """Names of modules that a module imports, wherever it does so: whether it happens when the module is loaded."""
     found: dict[str, bool] = {}

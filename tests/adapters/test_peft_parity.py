@@ -193,6 +193,7 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
 """A name, the family, and what its LoraConfig says."""
 
 
+@pytest.mark.product(2)
 @pytest.mark.parametrize("option", list(OPTIONS))
 def test_options_are_as_peft_has_them(option: str, tmp_path: Path) -> None:
     name, config = OPTIONS[option]

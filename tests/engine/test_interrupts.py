@@ -260,6 +260,7 @@ def sweep(bed: Bed, verb: Callable[[Bed], None], stride: int, closer: tuple[str,
     return raised
 
 
+@pytest.mark.product(2)
 @pytest.mark.parametrize("verb", VERBS, ids=lambda verb: verb.__name__)
 def test_a_sample_of_all_lines(bed: Bed, verb: Callable[[Bed], None]) -> None:
     plain = bed.model.path.name == "llama"

@@ -50,7 +50,7 @@ def windowed(python_llm: LLM) -> bytes:
         return session.to_bytes()
 
 
-@pytest.mark.parametrize("kind", ["plain", "windowed"])
+@pytest.mark.parametrize("kind", ["plain", pytest.param("windowed", marks=pytest.mark.slow)])
 def test_every_field_of_a_session(python_llm: LLM, tmp_path: Path, request: pytest.FixtureRequest, kind: str) -> None:
     data: bytes = request.getfixturevalue(kind)
     paths = list(fields(metadata_of(data)))

@@ -282,7 +282,7 @@ def failing(executor: Executor, after: int) -> Callable[[], None]:
 
 
 @pytest.mark.sweep
-@pytest.mark.product(2)
+@pytest.mark.product(4)
 @pytest.mark.parametrize("ring", [0, 1])
 @pytest.mark.parametrize("start", [6, 9])
 @pytest.mark.parametrize("name", CALLS)

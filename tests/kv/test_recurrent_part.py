@@ -946,7 +946,7 @@ def run_machine(examples: int, steps: int, *, derandomize: bool) -> None:
 
 
 def test_random_runs() -> None:
-    run_machine(60, 40, derandomize=True)
+    run_machine(30, 40, derandomize=True)
 
 
 @pytest.mark.slow

@@ -119,7 +119,7 @@ def test_layer_details() -> None:
     refused(story, calls(story.state, 0)["linear_attention"], linear)
 
 
-@pytest.mark.product(2)
+@pytest.mark.product(4)
 @pytest.mark.parametrize("name", NAMED)
 @pytest.mark.parametrize("verb", STATE_ROWS)
 def test_state_cells(verb: str, name: str) -> None:

@@ -16,7 +16,7 @@ Eviction = Literal["token", "forward"]
 EVICTIONS: tuple[Eviction, ...] = ("token", "forward")
 
 
-@pytest.mark.product(3)
+@pytest.mark.product(5)
 @pytest.mark.parametrize("eviction", EVICTIONS)
 @pytest.mark.parametrize("n", [1, 3, 9])
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
