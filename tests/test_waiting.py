@@ -42,6 +42,7 @@ def test_the_user_has_the_last_word() -> None:
     assert "OMP_WAIT_POLICY=PASSIVE" in finding
 
 
+@pytest.mark.slow
 def test_torch_was_there_before() -> None:
     spins, finding = told("import torch, quire")
     assert spins not in ("0", str(waiting.SPINS))

@@ -180,6 +180,7 @@ def test_what_is_short_and_slow_is_refused(grammars: Grammars, monkeypatch: pyte
     grammars.check(LARGE["lark"])
 
 
+@pytest.mark.slow
 def test_what_keeps_much_memory_is_refused(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the child has memory free that another one of this kind left."""
     monkeypatch.setattr(grammar_trial, "KEPT_MEMORY", 24 << 20)
@@ -521,7 +522,7 @@ def parent() -> Iterator[subprocess.Popen[str]]:
         found.kill()
 
 
-@pytest.mark.parametrize("busy", [False, True])
+@pytest.mark.parametrize("busy", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_child_ends_with_a_parent_that_is_killed(parent: subprocess.Popen[str], busy: bool) -> None:
     assert parent.stdin is not None
     assert parent.stdout is not None

@@ -80,6 +80,7 @@ def test_preempted_requests_come_back(make_llm: MakeLLM, hybrid: Checkpoint) -> 
     check_store(llm)
 
 
+@pytest.mark.product(2)
 @pytest.mark.parametrize("to", [49, 48, 33, 32, 20, 9, 0])
 def test_what_was_moved_is_cut_at_kept_states(make_llm: MakeLLM, hybrid: Checkpoint, to: int) -> None:
     """Rewind and fork of a session in host memory: as much comes back as a kept state allows, and no more is claimed."""

@@ -302,6 +302,7 @@ class Fixed:
         return self.generator.random()
 
 
+@pytest.mark.slow
 def test_several_tries_keep_the_target_distribution() -> None:
     """Three drafts below one token, drawn independently: chi-square at the 1 in 10**6 level."""
     target, draft = [0.4, 0.0, 0.35, 0.25], torch.tensor([0.2, 0.5, 0.1, 0.2], dtype=torch.float64)

@@ -366,6 +366,7 @@ def test_trees_over_several_forwards(form: Form) -> None:
     story.forward([0, 3], [5, 4], form=form)
 
 
+@pytest.mark.product(2)
 @pytest.mark.product(3)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("eviction", ["token", "forward"])

@@ -56,6 +56,7 @@ def test_chunks_of_up_to_four_windows(window: int, page_size: int) -> None:
     pair.finish()
 
 
+@pytest.mark.product(2)
 @pytest.mark.parametrize("window", [1, 2, 4, 7])
 def test_every_chunking_gives_the_same_rows(window: int) -> None:
     chunkings = compositions(9)

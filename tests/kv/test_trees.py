@@ -192,6 +192,7 @@ def test_every_node_of_a_tree(page_size: int) -> None:
     pair.finish()
 
 
+@pytest.mark.product(2)
 @pytest.mark.parametrize("geometry", sorted(GEOMETRIES))
 @pytest.mark.parametrize("window", [None, (6, 2, "token"), (5, 0, "forward"), (3, 2, "token")])
 def test_a_tree_is_all_its_paths(geometry: str, window: tuple[int, int, Any] | None) -> None:

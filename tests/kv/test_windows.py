@@ -107,6 +107,7 @@ def test_what_slides_by_forwards_keeps_one_more() -> None:
 # -- chunks, lengths, forks --------------------------------------------------------------------------------------
 
 
+@pytest.mark.product(2)
 @pytest.mark.parametrize("eviction", EVICTIONS)
 @pytest.mark.parametrize(("window", "sink"), WINDOWS)
 def test_windows_sinks_and_decodes(window: int, sink: int, eviction: Eviction) -> None:
@@ -142,6 +143,7 @@ def test_types_head_sizes_and_modes(dtype: torch.dtype, page_size: int) -> None:
     pair.finish()
 
 
+@pytest.mark.product(2)
 @pytest.mark.product(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("window", "sink"), [(6, 2), (4, 0), (5, 4), (1, 0), (12, 3)])

@@ -333,6 +333,7 @@ def test_any_text_however_it_is_cut(text: str, places: list[int], tools: bool, i
         ("", "<|channel|>final<|message|>a<|end|>"),
     ],
 )
+@pytest.mark.slow
 def test_time_is_linear(begin: str, body: str) -> None:
     def seconds(size: int) -> float:
         text = begin + body * (size // len(body))
