@@ -21,7 +21,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of the cases of ``product(n)`` one of n is quick: each value of each parameter is among them, with others in turn."""
+    """Of the cases of ``product(n)`` one of n is quick: of two parameters and more each value is among them."""
     for item in items:
         if (found := item.get_closest_marker("product")) and sum(item.callspec.indices.values()) % found.args[0]:  # type: ignore[attr-defined]
             item.add_marker(pytest.mark.slow)
