@@ -50,6 +50,8 @@ def test_a_fork_copies_at_the_first_write_only() -> None:
     history = TokenHistory(np.arange(1000))
     forks = [history.fork() for _ in range(3)]
     assert all(np.shares_memory(fork.ids, history.ids) for fork in forks)
+    forks[0].extend([])
+    assert np.shares_memory(forks[0].ids, history.ids)
     forks[0].append(7)
     assert not np.shares_memory(forks[0].ids, history.ids)
     before = forks[0].ids

@@ -61,9 +61,10 @@ class TokenHistory:
     def replace_from(self, start: int, ids: Ids) -> None:
         """Let ``ids`` follow the first ``start`` tokens, and nothing follow them."""
         size = start + ids.size
-        if self._shared or size > self._buffer.size:
-            self._own(start, size)
-        self._buffer[start:size] = ids
+        if ids.size:
+            if self._shared or size > self._buffer.size:
+                self._own(start, size)
+            self._buffer[start:size] = ids
         self.size = size
 
     def truncate(self, size: int) -> None:
