@@ -34,7 +34,8 @@ from quire.errors import QuireError
 from .conftest import Checkpoint, MakeLLM, check, engine_of, greedy, make_checkpoint, make_family, random_tokens
 
 PACKAGE = Path(quire.__file__).parent
-SWEPT = (*(str(PACKAGE / name) + os.sep for name in ("engine", "kv", "runner", "executor")), str(PACKAGE / "llm.py"))
+FOLDERS = ("branches", "engine", "executor", "kv", "runner")
+SWEPT = (*(str(PACKAGE / name) + os.sep for name in FOLDERS), str(PACKAGE / "llm.py"), str(PACKAGE / "orphans.py"))
 PARTS = ("session", "live_sequence", "state_access", "session_stream", "request_preparation")
 HANDS_OVER = (str(PACKAGE / "llm.py"), *(str(PACKAGE / "engine" / f"{name}.py") for name in PARTS))
 """Where verbs hand things over between two locked parts."""
