@@ -14,7 +14,7 @@ import signal
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FrameType
@@ -234,9 +234,12 @@ def bed(make_llm: MakeLLM, model: Checkpoint, tmp_path: Path) -> Bed:
     return Bed(llm, model, llm.session(PROMPT), tmp_path)
 
 
-def sweep(bed: Bed, verb: Callable[[Bed], None], stride: int, closer: tuple[str, ...] = ()) -> int:
+def sweep(
+    bed: Bed, verb: Callable[[Bed], None], stride: int, closer: tuple[str, ...] = (), *, first_time: bool = False
+) -> int:
     """Interrupt a verb at every ``stride``-th of its lines, and at every eighth of the files ``closer``; how often that took
-    effect. Which lines these are differs from verb to verb."""
+    effect. Which lines these are differs from verb to verb. A line that runs several times is interrupted at one of them, at
+    random or with ``first_time`` at the first, which may be before the verb has its lock."""
     if verb is look_and_write and not hasattr(bed.llm._engine.runner.state, "layer_ids"):
         pytest.skip("no attention layer to write into")
     for _ in range(2):  # once for what is made at the first use only
@@ -251,7 +254,7 @@ def sweep(bed: Bed, verb: Callable[[Bed], None], stride: int, closer: tuple[str,
             continue
         fresh(bed)
         what = f"{verb.__name__}, interrupted at {line[0].co_filename}:{line[1]}"
-        with signal_at(line, rng.randint(1, counts[line])):
+        with signal_at(line, 1 if first_time else rng.randint(1, counts[line])):
             try:
                 verb(bed)
                 interrupts.check()  # what came in a finaliser waits for the next verb
@@ -268,11 +271,26 @@ def test_a_sample_of_all_lines(bed: Bed, verb: Callable[[Bed], None]) -> None:
     assert sweep(bed, verb, 211 if plain else 401, HANDS_OVER if plain else ()) > 1
 
 
+def test_a_session_stays_held_whenever_it_is_looked_up(bed: Bed) -> None:
+    """At every one of the times that these lines run, also before the parameters of a call are checked."""
+    fresh(bed)
+    counts = {line: count for line, count in lines_of(lambda: go_on(bed)).items() if line[0].co_name == "hold"}
+    assert sum(counts.values()) >= 6
+    for line, count in counts.items():
+        for hit in range(1, count + 1):
+            fresh(bed)
+            with signal_at(line, hit), suppress(KeyboardInterrupt):
+                go_on(bed)
+                interrupts.check()
+            assert_whole(bed, f"interrupted at {line[0].co_filename}:{line[1]}, the {hit}. time")
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("verb", VERBS, ids=lambda verb: verb.__name__)
-def test_all_lines(bed: Bed, verb: Callable[[Bed], None]) -> None:
-    assert sweep(bed, verb, 1) > 300
+@pytest.mark.parametrize("first_time", [False, True], ids=["any time", "first time"])
+def test_all_lines(bed: Bed, verb: Callable[[Bed], None], first_time: bool) -> None:
+    assert sweep(bed, verb, 1, first_time=first_time) > 300
 
 
 class Alarm(BaseException):

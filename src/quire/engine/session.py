@@ -109,7 +109,8 @@ class Session(StateAccess):
 
     def _chosen(self, verb: str, params: SamplingParams | None) -> SamplingParams:
         """Check parameters, interruptibly and without the lock: a large grammar takes seconds."""
-        self._idle(verb)
+        with self._engine.lock:
+            self._idle(verb)
         chosen = self._defaults() if params is None else params
         if not isinstance(chosen, SamplingParams):
             raise InvalidArgument(f"{verb} takes SamplingParams, got {type(chosen).__name__}", field="params")
