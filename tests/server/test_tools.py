@@ -224,7 +224,7 @@ def tools_of(calls: Calls) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("write", list(WRITERS), ids=lambda write: write.__name__)
-@settings(max_examples=25, deadline=None)
+@settings(deadline=None)
 @given(content=CONTENTS, calls=CALLS, places=st.lists(st.integers(0, 2000), max_size=12))
 def test_what_templates_write(write: Callable[[Calls], str], content: str, calls: Calls, places: list[int]) -> None:
     format = format_of(WRITERS[write])
