@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from quire.branches.history import as_token_ids
+from quire.branches.history import checked_ids
 from quire.branches.prefix_cache import PrefixCacheStats, RadixCache
 from quire.errors import AlreadyExists, FailedPrecondition, InvalidArgument, NotFound, QuireError
 
@@ -390,7 +390,7 @@ def test_every_integer_form_is_the_same_tokens(tokens: list[int]) -> None:
         *(np.array(tokens, dtype=d) for d in ("int32", "int64", "uint32", "uint64")),
     ]
     for form in forms:
-        ids = as_token_ids(form)
+        ids = checked_ids(form)
         assert ids.dtype == np.int64
         assert ids.tolist() == tokens
 

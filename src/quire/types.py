@@ -51,6 +51,15 @@ class AdapterRuns:
         edges = sorted({start for start, _ in (*self.runs, *other.runs)})
         return next((start for start in edges if start < length and self.at(start) != other.at(start)), length)
 
+    def between(self, start: int, stop: int) -> frozenset[int]:
+        """Return the adapters of tokens ``start..stop - 1`` except the base model."""
+        ends = [*(begin for begin, _ in self.runs[1:]), stop]
+        return frozenset(
+            adapter
+            for (begin, adapter), end in zip(self.runs, ends, strict=True)
+            if adapter is not None and begin < stop and end > start
+        )
+
     @property
     def ids(self) -> frozenset[int]:
         """All adapters except the base model."""

@@ -83,7 +83,7 @@ def test_keys_and_values_of_attention_layers_can_be_written(make_llm: MakeLLM, h
     session.set_kv(layer, start=3, k=found["k"][3:5], v=found["v"][3:5])
     # What was written is what stood there, so the text is still that of the tokens.
     assert hybrid.continues(tokens, session.generate(greedy(4)).outputs[0].token_ids)
-    with pytest.raises(FailedPrecondition, match="written into cannot be computed again"):
+    with pytest.raises(FailedPrecondition, match="written into and cannot be computed again"):
         session.rewind(to=8)
     other = llm.session(tokens)
     other.set_kv(layer, start=3, k=found["k"][3:5], v=-found["v"][3:5])

@@ -131,10 +131,10 @@ def test_damaged_bytes(small: LLM, llama: Checkpoint) -> None:
         ({"tokens": 7}, DataLoss, "metadata.tokens is 7"),
         ({"tokens": [2**70] * 40}, DataLoss, r"metadata.tokens\[0\] is"),
         ({"tokens": [True] * 40}, DataLoss, r"metadata.tokens\[0\] is"),
-        ({"tokens": [-1] * 40}, InvalidArgument, "token id -1"),
+        ({"tokens": [-1] * 40}, DataLoss, "names token -1"),
         ({"tokens": PROMPT[:9], "positions": [0, 9]}, DataLoss, "state of 39 tokens and names 9"),
         ({"positions": [0, 41]}, DataLoss, r"\[0, 40\] is expected"),
-        ({"sequence": None}, DataLoss, "state of 0 tokens and names 40"),
+        ({"sequence": None}, InvalidArgument, "tensors that no row has"),
         ({"tokens": [*PROMPT, *PROMPT], "positions": [0, 80]}, DataLoss, "state of 39 tokens and names 80"),
         ({"window": [8]}, DataLoss, "metadata.window is"),
         ({"window": [8, 8]}, DataLoss, r"window \[8, 8\]"),
@@ -151,6 +151,7 @@ def test_metadata_that_makes_no_sense(
         metadata = dict(file.metadata)
     assert small.session_from_bytes(to_bytes(metadata, plan_of(tensors), tensors.items())).tokens == PROMPT
     refused(small, to_bytes({**metadata, **changes}, plan_of(tensors), tensors.items()), error, match)
+    refused(small, to_bytes({**metadata, "sequence": None}, [], ()), DataLoss, "state of 0 tokens and names 40")
 
 
 def test_missing_files_and_wrong_arguments(small: LLM, tmp_path: Path) -> None:

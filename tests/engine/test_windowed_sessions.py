@@ -169,10 +169,10 @@ def test_bad_windows(make_llm: MakeLLM, llama: Checkpoint, window: object, sink:
 
 def test_a_file_whose_windows_contradict_each_other(make_llm: MakeLLM, llama: Checkpoint) -> None:
     llm = make_llm(llama)
-    from quire.engine import saved_sessions
+    from quire.branches import saved_rows
 
     for wrong in ([3], [3, 3], "x", [True, 0]):
         with pytest.raises(DataLoss, match="window"):
-            saved_sessions.window_of({"window": wrong})
-    assert saved_sessions.window_of({}) is None
+            saved_rows.window_of({"window": wrong})
+    assert saved_rows.window_of({}) is None
     llm.close()

@@ -238,7 +238,7 @@ def test_states_that_would_be_given_back_are_room(hybrid: Hybrid) -> None:
     table = executor.pool.state.recurrent.table
     gone = [caches[0].cache.rows[0].seq]
     expected = table.num_available_without(gone)
-    caches[0].cache.settle()
+    caches[0].cache.commit_chains()
     executor.release_cache(caches[0].cache_id)
     assert table.num_available == expected
 

@@ -138,7 +138,7 @@ def test_what_does_not_fit_is_refused(llama: Tiny, tinies: dict[str, Tiny], ex: 
         (DataLoss, rewritten(data, {"rows": None}), "metadata.rows is None"),
         (DataLoss, rewritten(data, {"lengths": [6, 4]}), "lengths"),
         (DataLoss, rewritten(data, {"next_positions": [6, 2]}), "next_positions"),
-        (DataLoss, rewritten(data, {"tokens": [[1] * 6, [1] * 4]}), "3 tokens"),
+        (DataLoss, rewritten(data, {"tokens": [[1] * 6, [1] * 4]}), "state of 3 tokens and names 4"),
         (DataLoss, rewritten(data, {"tokens": [[1] * 5 + [97], [1] * 3]}), "token 97"),
         (DataLoss, rewritten(data, {"tokens": [[1] * 5 + [True], [1] * 3]}), "True"),
         (

@@ -50,8 +50,8 @@ MUTANTS = (
     Mutant(
         name="forks-hold-the-last-token-of-another-adapter",
         file="engine/session_states.py",
-        old="        length = parent.runs.agreed(child.runs, length)\n",
-        new="",
+        old="agreed = parent.runs.agreed(child.runs, length)\n",
+        new="agreed = length\n",
         tests=("engine/test_adapters.py::test_a_rewind_into_another_run", "engine/test_adapters.py"),
     ),
     Mutant(
@@ -64,7 +64,7 @@ MUTANTS = (
     Mutant(
         name="replays-under-the-wrong-adapter",
         file="branches/transaction.py",
-        old="adapter=self.parts[row].runs.at(self.parts[row].origin + begin),",
+        old="adapter=self.parts[row].runs.at(self.parts[row].begin + begin),",
         new="adapter=self.parts[row].runs.at(self.parts[row].start),",
         tests=("executor/test_adapters.py::test_replay_runs_each_token_under_its_own",),
     ),

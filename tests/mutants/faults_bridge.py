@@ -21,16 +21,16 @@ MUTANTS = (
     ),
     Mutant(
         name="written-states-run-again",
-        file="branches/replay.py",
-        old=" and not row.origin.modified:",
-        new=":",
+        file="branches/going_back.py",
+        old="    if branch.modified:\n",
+        new="    if False:\n",
         tests=("engine/test_bridge.py::test_a_written_recurrent_state_is_not_run_again_by_the_executor",),
     ),
     Mutant(
         name="rows-give-up-written-states",
         file="branches/cache_rows.py",
-        old="            known = 0 if row.origin.modified else known\n",
-        new="",
+        old="or not why_fixed(row, 0, position, self.pool.adapter_ids):",
+        new="or not row.runs.between(0, position).difference(self.pool.adapter_ids):",
         tests=("engine/test_bridge.py::test_a_written_recurrent_state_is_not_run_again_by_the_executor",),
     ),
     Mutant(
@@ -57,15 +57,15 @@ MUTANTS = (
     Mutant(
         name="written-rows-become-plain-sessions",
         file="engine/row_sessions.py",
-        old="Origin(exact=origin.exact, modified=fixed), fixed",
-        new="Origin(exact=origin.exact, modified=False), False",
+        old="Origin(exact=state.origin.exact, modified=fixed), fixed",
+        new="Origin(exact=state.origin.exact, modified=False), False",
         tests=("engine/test_bridge.py::test_a_state_that_was_written_into",),
     ),
     Mutant(
         name="sessions-of-caches-forget-adapters",
         file="engine/row_sessions.py",
-        old="    state.runs = runs\n",
-        new="",
+        old="    state.become(source, length, None)\n",
+        new="    state.become(source, length, None)\n    state.runs = type(state.runs)()\n",
         tests=("engine/test_bridge.py::test_adapters_of_each_token",),
     ),
     Mutant(
@@ -91,9 +91,9 @@ MUTANTS = (
     ),
     Mutant(
         name="forks-lose-embeddings",
-        file="engine/session.py",
-        old="tokens=parent.tokens.fork(length)",
-        new="tokens=type(parent.tokens)(parent.tokens.ids[:length])",
+        file="branches/branch.py",
+        old="self.tokens, self.window = other.tokens.fork(length), other.window",
+        new="self.tokens, self.window = type(other.tokens)(other.tokens.ids[:length]), other.window",
         tests=("engine/test_media.py::test_sessions_at_random",),
     ),
     Mutant(
@@ -106,7 +106,7 @@ MUTANTS = (
     Mutant(
         name="loaded-embeddings-computed-again",
         file="engine/saved_sessions.py",
-        old=" or bool((tokens < 0).any())",
+        old=" or bool((saved.ids < 0).any())",
         new="",
         tests=("engine/test_media.py::test_saved_and_as_a_cache",),
     ),

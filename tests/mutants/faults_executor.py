@@ -22,8 +22,8 @@ MUTANTS = (
     Mutant(
         name="copies-forget-where-tokens-stand",
         file="branches/row.py",
-        old="positions=_first(None if self.positions is None else self.positions.fork(), length)",
-        new="positions=None",
+        old="self.positions = _first(None if positions is None else positions.fork(), length)",
+        new="self.positions = None",
         tests=("executor/test_positions.py::test_every_copy_of_a_row_goes_on_where_it_stands",),
     ),
     Mutant(

@@ -50,8 +50,8 @@ MUTANTS = (
     Mutant(
         name="states-shorter-than-their-tokens",
         file="engine/saved_sessions.py",
-        old="not in (tokens.size, max(0, tokens.size - 1)):",
-        new="> tokens.size:",
+        old="not in (saved.total, max(0, saved.total - 1)):",
+        new="> saved.total:",
         tests=("engine/test_state_metadata.py::test_a_state_shorter_than_its_tokens_is_refused",),
     ),
     Mutant(

@@ -48,6 +48,8 @@ class Branch:
     computed: int = 0
     """Tokens whose state ``seq`` holds."""
     origin: Origin = COMPUTED
+    mark: int | None = None
+    """Where a recurrent state is kept to come back to, instead of earlier ones; None: nowhere."""
 
     @property
     def remaining(self) -> int:
@@ -62,3 +64,12 @@ class Branch:
     def runs_before(self, length: int) -> AdapterRuns:
         """Return the adapters of the first ``length`` tokens; of none the base model."""
         return self.runs.cut(length) if length else BASE
+
+    def become(self, other: Branch, length: int, seq: SeqId | None) -> None:
+        """Become the first ``length`` tokens of another branch, copying none of them. ``seq`` holds
+        the state of all of these; None: nothing does yet."""
+        self.tokens, self.window = other.tokens.fork(length), other.window
+        self.runs = other.runs_before(length)
+        self.origin = other.origin if length else COMPUTED
+        self.mark = None if other.mark is None or other.mark > length else other.mark
+        self.seq, self.computed = seq, 0 if seq is None else length

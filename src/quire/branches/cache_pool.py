@@ -10,7 +10,7 @@ from quire.branches import spare_states
 from quire.branches.model_facts import ModelFacts
 from quire.branches.row import Row
 from quire.branches.running_calls import Operations
-from quire.branches.spare_states import StateSaver
+from quire.branches.spare_states import SpareStateOwner
 from quire.contracts.kv_state import ModelState
 from quire.errors import FailedPrecondition, QuireError, ResourceExhausted
 from quire.interrupts import Lock
@@ -22,12 +22,12 @@ from quire.types import AdapterRuns, Add, Edit, Fork, Remove, SeqId, SetWindow, 
 NO_PAGES = "the model has recurrent layers only, whose state lies in no pages of tokens"
 
 
-class PooledCache(StateSaver, Protocol):
+class PooledCache(SpareStateOwner, Protocol):
     """What a pool knows of a cache over it."""
 
     rows: list[Row]
 
-    def settle(self) -> int:
+    def commit_chains(self) -> int:
         """Let verified chains become ordinary tokens; return the number of their tokens."""
         ...
 
@@ -221,9 +221,10 @@ class CachePool:
         """Keep ``peak_bytes`` up to date."""
         self.peak_bytes = max(self.peak_bytes, self.used_bytes)
 
-    def is_loaded(self, adapter: int | None) -> bool:
-        """Return whether tokens can run under ``adapter``; under the base model (None) they can."""
-        return adapter is None or adapter in self.runner.adapters.ids
+    @property
+    def adapter_ids(self) -> Collection[int]:
+        """The loaded adapters."""
+        return self.runner.adapters.ids
 
     def note_adapters(self, histories: Iterable[AdapterRuns]) -> None:
         """Keep the fingerprints of adapters, which may be unloaded while caches name them."""

@@ -16,6 +16,7 @@ from typing import Concatenate, Final, ParamSpec, Self, TypeVar
 from quire.branches import spare_states
 from quire.branches.branch import Branch
 from quire.branches.cache_pool import CachePool
+from quire.branches.going_back import why_fixed
 from quire.branches.history import Ids
 from quire.branches.row import Pending, Row
 from quire.errors import NotFound, QuireError
@@ -100,7 +101,7 @@ class CacheRows:
         ``FailedPrecondition``, with all rows as they were, where a window has let go of what a
         continuation needs, or where tokens must be run again (``rewinding.truncate`` runs them).
         """
-        self.settle()
+        self.commit_chains()
         surplus = [present - length for present, length in zip(self.lengths, lengths, strict=True)]
         self.pool.require_reachable([row.seq for row in self.rows], lengths)
         self.pool.edit(*(Pop(row.seq, count) for row, count in zip(self.rows, surplus, strict=True) if count))
@@ -143,7 +144,7 @@ class CacheRows:
     @locked
     def copy_of(self, lengths: Sequence[int]) -> Self:
         """Return a cache of the first ``lengths[i]`` tokens of row i. Fails as ``truncate``."""
-        self.settle()
+        self.commit_chains()
         seqs = self.pool.fork([row.seq for row in self.rows], lengths)
         rows = [row.like(seq, length) for seq, row, length in zip(seqs, self.rows, lengths, strict=True)]
         return type(self)(self.pool, rows, capacity=self.capacity, dynamic=self.dynamic)
@@ -154,8 +155,7 @@ class CacheRows:
         for row, new in zip(self.rows, fresh, strict=True):
             row.pending = row.chain = None
             self.mark_cut(row, 0)
-            row.seq, row.tokens, row.computed, row.window = new.seq, new.tokens, new.computed, new.window
-            row.runs, row.positions, row.mark, row.origin = new.runs, new.positions, new.mark, new.origin
+            row.become(new, new.computed, new.seq)
         self.touch()
 
     def take_over(self, other: CacheRows) -> None:
@@ -183,7 +183,7 @@ class CacheRows:
             self.pool.caches.pop(self.cache_id, None)
             self.pool.free(self.rows)
 
-    def settle(self) -> int:
+    def commit_chains(self) -> int:
         """Let verified chains become ordinary tokens; return how many these are. Of their recurrent
         states only the last ones are kept."""
         tokens = 0
@@ -206,8 +206,8 @@ class CacheRows:
         self.touch()
 
     def mark(self, row: Row) -> None:
-        """Keep a settled row's present recurrent state, in place of its mark, if there is room."""
-        row.mark = spare_states.mark(self.pool.state, row.seq, row.mark)
+        """Keep a row's present recurrent state, in place of its mark, if there is room."""
+        row.mark = spare_states.mark(self.pool.runner, row.seq, row.mark)
 
     def give_up_states(self) -> int:
         """Let go of recurrent states that only save work; return their number.
@@ -215,18 +215,14 @@ class CacheRows:
         These are in verified chains, at marks, and wherever known tokens can run again to lead
         there.
         """
-        found = self.settle()
+        found = self.commit_chains()
         state = self.pool.state
         for row in self.rows:
             if not (held := state.checkpoints(row.seq)):
                 row.mark = None
                 continue
-            ids = row.tokens.ids
-            known = ids.size if not (ids < 0).any() else int((ids < 0).argmax())
-            known = 0 if row.origin.modified else known
-            known = min([known, *(start for start, adapter in row.runs.runs if not self.pool.is_loaded(adapter))])
             for position in held:
-                if position <= known or position == row.mark:
+                if position == row.mark or not why_fixed(row, 0, position, self.pool.adapter_ids):
                     state.drop_checkpoint(row.seq, position)
                     found += 1
             row.mark = None
@@ -242,12 +238,10 @@ def become_fork(cache: CacheRows, branch: Branch, *, private: bool) -> None:
             cache.pool.edit(SetWindow(row.seq, branch.window.size, branch.window.sink))
             row.window = branch.window
         return
-    runs = branch.runs_before(length)
-    cache.pool.note_adapters([runs])
+    cache.pool.note_adapters([branch.runs_before(length)])
     (seq,) = cache.pool.fork([branch.seq])
-    origin = replace(branch.origin, private=private)
-    tokens = branch.tokens.fork()
-    cache.replace_content(
-        [Row(seq=seq, tokens=tokens, computed=length, runs=runs, window=branch.window, origin=origin)]
-    )
+    fresh = Row(seq=seq)
+    fresh.become(branch, length, seq)
+    fresh.mark, fresh.origin = None, replace(branch.origin, private=private)
+    cache.replace_content([fresh])
     cache.capacity = max(cache.capacity, length)

@@ -94,7 +94,7 @@ def common_prefix(a_T: NDArray[Any], b_T: NDArray[Any]) -> int:
     return first if size and differs_T[first] else size
 
 
-def as_token_ids(tokens: Sequence[int] | NDArray[Any]) -> Ids:
+def checked_ids(tokens: Sequence[int] | NDArray[Any]) -> Ids:
     """Return ids ``[T]`` as int64: an int64 array as it is, other arrays and lists converted.
 
     ``InvalidArgument`` unless they are one row of integers in 0..2^31 - 1, or, of an array, below

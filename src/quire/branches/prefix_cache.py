@@ -23,7 +23,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.branches.history import Ids, as_token_ids
+from quire.branches.history import Ids, checked_ids
 from quire.branches.prefix_tree import HeldPrefix, PrefixNode, expect
 from quire.errors import FailedPrecondition, InvalidArgument, NotFound
 from quire.types import SeqId
@@ -104,7 +104,7 @@ class RadixCache:
         None: no sequence of this key holds the first token. For logits of the last token, ask for
         ``tokens[:-1]``. The sequence becomes the most recently used.
         """
-        tokens_T = as_token_ids(tokens)
+        tokens_T = checked_ids(tokens)
         self._stats.lookups += 1
         self._stats.queried_tokens += tokens_T.size
         if (found := self._find(tokens_T, key)) is not None:
@@ -147,7 +147,7 @@ class RadixCache:
         """Return how long a prefix of ``tokens [T]`` sequences of this key have computed. Perhaps
         none of them can be forked there. Counts as no use."""
         root = self._roots.get(key)
-        return 0 if root is None else root.walk(as_token_ids(tokens))[1]
+        return 0 if root is None else root.walk(checked_ids(tokens))[1]
 
     def ages(self) -> dict[SeqId, int]:
         """Return the cached sequences, numbered from the least recently used on."""
@@ -163,7 +163,7 @@ class RadixCache:
     ) -> tuple[SeqId, int] | None:
         """Return what ``match`` would find. Counts as no lookup and as no use. ``without``: a
         sequence to pass over, which makes a difference for states that forget only."""
-        return self._find(as_token_ids(tokens), key, without)
+        return self._find(checked_ids(tokens), key, without)
 
     def insert(
         self, seq: SeqId, tokens: Sequence[int] | NDArray[Any], key: Hashable, *, live: bool = False
@@ -177,7 +177,7 @@ class RadixCache:
         ``InvalidArgument``: malformed tokens. ``AlreadyExists``: a known sequence of another key or
         with other tokens.
         """
-        tokens_T = as_token_ids(tokens)
+        tokens_T = checked_ids(tokens)
         entry, root = self._entries.get(seq), self._roots.get(key)
         node, matched = (None, 0) if root is None else root.walk(tokens_T)
         if entry is not None:

@@ -54,7 +54,7 @@ def _longest(pool: CachePool, ids: Ids, adapter: int | None, places: Ids) -> tup
             stood = np.arange(common) if row.positions is None else row.positions.ids[:common]
             common = common_prefix(stood, places[:common])
             if common > best[1]:
-                cache.settle()
+                cache.commit_chains()
                 length = pool.state.nearest_reachable(row.seq, common)
                 if length > best[1]:
                     best = (row, length)

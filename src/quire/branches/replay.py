@@ -14,51 +14,23 @@ import numpy as np
 
 from quire.branches.cache_pool import CachePool
 from quire.branches.forward_packing import Piece
-from quire.branches.history import UNKNOWN, Ids
-from quire.branches.row import Row, adapters_between
-from quire.errors import FailedPrecondition
+from quire.branches.going_back import nearest
+from quire.branches.history import Ids
+from quire.branches.row import Row
 
 NOTHING: Ids = np.empty(0, dtype=np.int64)
 
 
 def owed_tokens(pool: CachePool, row: Row, start: int, label: str = "") -> Ids:
-    """Return the tokens before ``start`` that must be run on a fork of a settled row.
+    """Return the tokens before ``start`` that must be run on a fork of a row without an open chain.
 
     The fork stands at ``start`` less their number. There are none if nothing is recurrent or the
-    state at ``start`` is kept. ``FailedPrecondition``: they are unknown, or their adapter was
-    unloaded.
+    state at ``start`` is kept. ``FailedPrecondition``: they cannot run again (``going_back``).
     """
-    state = pool.state
-    if not pool.facts.recurrent_ids or start >= state.sequence_length(row.seq):
+    if not pool.facts.recurrent_ids or start >= pool.state.sequence_length(row.seq):
         return NOTHING
-    origin = state.nearest_reachable(row.seq, start)
-    if origin == start:
-        return NOTHING
-    ids = row.tokens.ids[origin:start]
-    gone = sorted(adapters_between(row.runs, origin, start) - set(pool.runner.adapters.ids))
-    if ids.min() >= 0 and not gone and not row.origin.modified:
-        return ids.copy()
-    if row.origin.modified:
-        why = "its state was written into and cannot be computed again"
-    elif (ids == UNKNOWN).any():
-        why = "its tokens are not recorded"
-    elif gone:
-        why = f"they ran under adapter {gone[0]}, which was unloaded"
-    else:
-        why = "embeddings that stood at placeholders among them are gone"
-    kept = ", ".join(map(str, kept_positions(pool, row)))
-    where = f"{label}: position {start}" if label else f"position {start}"
-    raise FailedPrecondition(
-        f"{where} is reachable only by running tokens {origin}..{start - 1} of the row again, and {why}; "
-        f"recurrent states are kept at {kept}"
-    )
-
-
-def kept_positions(pool: CachePool, row: Row) -> list[int]:
-    """Return the positions that a row can go back to with nothing to run again, ascending."""
-    state = pool.state
-    positions = state.kept_positions(row.seq)
-    return [position for position in positions if state.nearest_reachable(row.seq, position) == position]
+    origin = nearest(pool.state, row, start, pool.adapter_ids, f"{label}: " if label else "")
+    return row.tokens.ids[origin:start].copy() if origin < start else NOTHING
 
 
 def states_needed(

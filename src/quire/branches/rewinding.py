@@ -29,7 +29,7 @@ def truncate(cache: CacheRows, lengths: Sequence[int], operation: Operation) -> 
         # A chain belongs to a cache of one row.
         cache.cut_chain(row, lengths[0])
         return
-    cache.settle()
+    cache.commit_chains()
     rows = zip(cache.rows, lengths, strict=True)
     if not any(owed_tokens(cache.pool, row, length, operation.verb).size for row, length in rows):
         cache.truncate(lengths)
@@ -42,7 +42,7 @@ def truncate(cache: CacheRows, lengths: Sequence[int], operation: Operation) -> 
 def copy_of(cache: C, lengths: Sequence[int], operation: Operation) -> C:
     """Return a cache of the first ``lengths[i]`` tokens of row i. Call it under the lock."""
     pool = cache.pool
-    cache.settle()
+    cache.commit_chains()
     owed = [owed_tokens(pool, row, n, operation.verb) for row, n in zip(cache.rows, lengths, strict=True)]
     counts = [ids.size for ids in owed]
     origins = [length - count for length, count in zip(lengths, counts, strict=True)]

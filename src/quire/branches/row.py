@@ -45,15 +45,6 @@ def path_to(parents: Sequence[int], node: int) -> list[int]:
     return found[::-1]
 
 
-def adapters_between(runs: AdapterRuns, begin: int, end: int) -> frozenset[int]:
-    """Return the adapters of tokens ``begin..end - 1``; the base model is not among them."""
-    return frozenset(
-        adapter
-        for start, adapter in runs.runs
-        if adapter is not None and start < end and ((stop := runs.end(start)) is None or stop > begin)
-    )
-
-
 @dataclass(eq=False, slots=True, kw_only=True)
 class Row(Branch):
     """One sequence of a cache."""
@@ -68,10 +59,8 @@ class Row(Branch):
     """A verified chain, only where layers are recurrent; None: there is none.
 
     Its tokens belong to the row and are uncommitted nodes of its own sequence, so that it can be
-    cut behind any of them (``KVCache.settle`` ends that).
+    cut behind any of them (``CacheRows.commit_chains`` ends that).
     """
-    mark: int | None = None
-    """Where the executor keeps a recurrent state of this row to come back to; None: nowhere."""
 
     @property
     def seqs(self) -> list[SeqId]:
@@ -122,20 +111,18 @@ class Row(Branch):
         # The first later cut is the lowest of them.
         return later < len(self.cuts) and self.cuts[later][1] < length
 
+    def become(self, other: Branch, length: int, seq: SeqId | None) -> None:
+        """Do as ``Branch.become``, with the positions; cuts stay."""
+        Branch.become(self, other, length, seq)
+        positions = other.positions if isinstance(other, Row) else None
+        self.positions = _first(None if positions is None else positions.fork(), length)
+
     def like(self, seq: SeqId, length: int | None = None) -> Row:
         """Return a row for a fork of this one's sequence, without its history of cuts. ``length``:
         of how many tokens; None: of all."""
-        length = self.computed if length is None else length
-        return Row(
-            seq=seq,
-            tokens=self.tokens.fork(length),
-            computed=length,
-            runs=self.runs if length == self.computed else self.runs_before(length),
-            window=self.window,
-            positions=_first(None if self.positions is None else self.positions.fork(), length),
-            mark=self.mark if self.mark is not None and self.mark <= length else None,
-            origin=self.origin if length else COMPUTED,
-        )
+        row = Row(seq=seq)
+        row.become(self, self.computed if length is None else length, seq)
+        return row
 
 
 def _first(positions: TokenHistory | None, length: int) -> TokenHistory | None:

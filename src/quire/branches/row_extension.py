@@ -62,7 +62,7 @@ class Extension:
         return self.start < self.old_length
 
     @property
-    def origin(self) -> int:
+    def begin(self) -> int:
         """Where ``seq`` begins to run."""
         return self.start - self.owed.size
 

@@ -6,10 +6,11 @@ from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 from quire.contracts.kv_state import ModelState
-from quire.types import SeqId
+from quire.runner.local import Runner
+from quire.types import DropCheckpoint, KeepCheckpoint, SeqId, Step
 
 
-class StateSaver(Protocol):
+class SpareStateOwner(Protocol):
     """An owner of such states."""
 
     last_access: float | None
@@ -33,28 +34,29 @@ def are_short(state: ModelState) -> bool:
     return 2 * slots <= size or all(2 * pages > there for pages, there in free)
 
 
-def mark(state: ModelState, seq: SeqId, old: int | None) -> int | None:
-    """Keep the present recurrent state of a sequence, if there is room, in place of the one at
-    ``old``. Return the position of the state that is kept now; None: none is."""
+def mark(runner: Runner, seq: SeqId, old: int | None, *, always: bool = False) -> int | None:
+    """Keep the present recurrent state of a sequence, if there is room or ``always``, in place of
+    the one at ``old``. Return the position of the state that is kept now; None: none is."""
+    state = runner.state
     if not state.recurrent_ids:
         return None
     position, held = state.sequence_length(seq), state.checkpoints(seq)
     if position == 0 or position in held:
         return old if old in held else None
     if old is not None and old in held:
-        state.drop_checkpoint(seq, old)
-    if not is_roomy(state, 1):
+        runner.execute(Step(edits=(DropCheckpoint(seq, old),)))
+    if not always and not is_roomy(state, 1):
         return None
-    state.checkpoint(seq)
+    runner.execute(Step(edits=(KeepCheckpoint(seq),)))
     return position
 
 
-def by_last_access(savers: Iterable[StateSaver]) -> Iterator[StateSaver]:
+def by_last_access(savers: Iterable[SpareStateOwner]) -> Iterator[SpareStateOwner]:
     """Return the savers, the one that was not used for longest first."""
     return iter(sorted(savers, key=lambda saver: saver.last_access or 0.0))
 
 
-def give_up(savers: Iterator[StateSaver], wanted: int) -> int:
+def give_up(savers: Iterator[SpareStateOwner], wanted: int) -> int:
     """Let the next savers let go of their states until ``wanted`` are gone; return their number.
     Fewer slots may become free: other sequences may hold some of the states, too."""
     found = 0

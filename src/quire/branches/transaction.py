@@ -97,13 +97,13 @@ class Transaction:
                 raise QuireError(f"{part.label or 'a row'} begins at {part.start} and has {part.old_length} tokens")
             part.require_limits(self._facts)
         for part in self.parts:
-            part.cache.settle()
+            part.cache.commit_chains()
             part.owed = owed_tokens(self.pool, part.row, part.start, part.label)
         self.pool.note_adapters([part.runs for part in self.parts])
         several = self.several or any(part.owed.size for part in self.parts)
         self._lets_go = several and (self._facts.is_windowed or any(part.row.window is not None for part in self.parts))
         kept = [part for part in self.parts if self.aside or part.rewinds or self._needs_a_way_back(part)]
-        forks = self.pool.fork([part.row.seq for part in kept], [part.origin for part in kept])
+        forks = self.pool.fork([part.row.seq for part in kept], [part.begin for part in kept])
         for part, seq in zip(kept, forks, strict=True):
             part.seq, part.old_seq = seq, part.row.seq
         try:
@@ -238,7 +238,7 @@ class Transaction:
             own = [[Piece(index, 0, part.count) for index, part in enumerate(self.parts) if part.count]]
         chains, trees = (own, ()) if all(part.parents is None for part in self.parts) else ((), own)
         return states_needed(
-            [part.origin for part in self.parts],
+            [part.begin for part in self.parts],
             chain(self._owed_forwards(), chains),
             trees,
             interval=self._facts.state_interval,
@@ -253,7 +253,7 @@ class Transaction:
 
     def _owed_forwards(self) -> list[list[Piece]]:
         counts = [part.owed.size for part in self.parts]
-        return packed(self.pool, self.parts, [part.origin for part in self.parts], counts, self._facts.chunk_size)
+        return packed(self.pool, self.parts, [part.begin for part in self.parts], counts, self._facts.chunk_size)
 
     def _mark_rewound(self, part: Extension) -> None:
         if part.rewinds:
@@ -325,7 +325,7 @@ class Transaction:
                         Chunk(
                             self.parts[row].seq,
                             self.parts[row].owed[begin:end],  # type: ignore[arg-type]
-                            adapter=self.parts[row].runs.at(self.parts[row].origin + begin),
+                            adapter=self.parts[row].runs.at(self.parts[row].begin + begin),
                             logits="none",
                         )
                         for row, begin, end in pieces

@@ -102,11 +102,9 @@ class BeamSearch:
         """Queue the prompt."""
         with self._engine.lock:
             self._engine.metrics.prompt_tokens.inc(self._prompt.size)
-            self._run([Beam(Hypothesis(), self._state(self._prompt))])
-
-    def _state(self, tokens: NDArray[np.int64]) -> SessionState:
-        self._states.append(SessionState(tokens=TokenHistory(tokens), key=self._key, adapter=self._adapter))
-        return self._states[-1]
+            first = SessionState(tokens=TokenHistory(self._prompt), key=self._key, adapter=self._adapter)
+            self._states.append(first)
+            self._run([Beam(Hypothesis(), first)])
 
     def advance(self) -> None:
         """Go on if all beams have run; what fails ends the search and stands in its result."""
@@ -204,8 +202,8 @@ class BeamSearch:
         for parent, hypothesis in following:
             state = parent.state
             if parent in taken:
-                state = self._state(parent.state.tokens.ids)
-                engine.states.fork(parent.state, state, len(state.tokens))
+                state = engine.states.fork(parent.state, len(parent.state.tokens))
+                self._states.append(state)
             taken.add(parent)
             beams.append(Beam(hypothesis, state))
         for beam in self._beams:

@@ -24,7 +24,6 @@ from quire.engine.sequence_request import SequenceRequest
 from quire.errors import FailedPrecondition, QuireError
 from quire.interrupts import check, uninterrupted
 from quire.runner.local import Extras, StepOutput
-from quire.types import Fork
 
 logger = logging.getLogger("quire.engine")
 
@@ -188,9 +187,7 @@ class Engine(RequestBook):
     def _fork_sample(self, leader: SequenceRequest, sibling: SequenceRequest) -> SequenceRequest:
         if leader.work.seq is None:
             raise QuireError("a prompt was computed without a sequence")
-        seq = self.runner.new_seq()
-        self.states.apply(Fork(leader.work.seq, seq))
-        sibling.work.seq, sibling.work.computed = seq, leader.work.computed
+        sibling.work.seq, sibling.work.computed = self.states.fork_of(leader.work.seq), leader.work.computed
         sibling.work.num_cached, sibling.work.num_replayed = leader.work.num_cached, leader.work.num_replayed
         self._requests[sibling.work] = sibling
         self.scheduler.join(sibling.work)

@@ -225,8 +225,7 @@ class LiveSequence(Labelled):
         """Fork the session's state for one call."""
         with self._engine.lock:
             state = self._idle(verb)
-            branch = SessionState(tokens=state.tokens.fork(), key=state.key, window=state.window)
-            self._engine.states.fork(state, branch, len(self))
+            branch = self._engine.states.fork(state, len(self))
         try:
             yield branch
         finally:

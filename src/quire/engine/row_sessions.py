@@ -6,16 +6,14 @@ the adapter of each, and the state's origin (``quire.branches.branch.Origin``).
 
 from __future__ import annotations
 
-from quire.branches.branch import COMPUTED, Origin
+from quire.branches.branch import Origin
 from quire.branches.cache_rows import CacheRows
-from quire.branches.history import TokenHistory
-from quire.branches.row import Row, are_indices
-from quire.branches.saved_kinds import NO_POSITIONS
+from quire.branches.going_back import require_again
+from quire.branches.row import are_indices
+from quire.branches.saved_rows import NO_POSITIONS, other_eviction
 from quire.engine.engine import Engine
 from quire.engine.sequence_request import SessionState
-from quire.errors import FailedPrecondition, InvalidArgument, NotFound, Unsupported
-from quire.kv.windows import Window
-from quire.types import Fork
+from quire.errors import InvalidArgument, NotFound, Unsupported
 
 
 def fork_to_session(engine: Engine, cache: CacheRows, picked: int, length: int) -> SessionState:
@@ -25,50 +23,35 @@ def fork_to_session(engine: Engine, cache: CacheRows, picked: int, length: int) 
     it under the lock. ``InvalidArgument``: the tokens are not known. ``NotFound``: an adapter was
     unloaded. ``Unsupported``: a window or positions that sessions do not have.
     """
-    source, pool = cache.rows[picked], cache.pool
+    source, loaded = cache.rows[picked], cache.pool.adapter_ids
     if not source.tokens.is_known:
         raise InvalidArgument(
             f"the tokens of row {picked} are not known (it was loaded without them), and a session goes by its tokens"
         )
     if source.positions is not None and not are_indices(source.positions.ids[:length], 0):
         raise Unsupported(f"row {picked} {NO_POSITIONS}")
-    runs = source.runs_before(length)
-    if gone := sorted(one for one in runs.ids if not pool.is_loaded(one)):
+    if gone := sorted(source.runs_before(length).ids.difference(loaded)):
         raise NotFound(
             f"row {picked} ran under adapter {gone[0]}, which was unloaded; its session could not be computed again"
         )
-    tokens, window = source.tokens.ids[:length], _window_of(source, picked)
-    engine.checks.history(tokens)
+    if source.window is not None and source.window.eviction != "token":
+        raise Unsupported(f"row {picked} {other_eviction(source.window)}")
     # A key of its own: a row's past (files, other dtypes, writes) makes it no other prompt's
     # prefix.
-    state = SessionState(
-        tokens=TokenHistory(tokens),
-        key=("cache", engine.runner.new_seq()),
-        window=window,
-        adapter=runs.at(max(length - 1, 0)),
-    )
-    state.runs = runs
+    state = SessionState(key=("cache", engine.runner.new_seq()))
+    state.become(source, length, None)
+    state.adapter = state.runs.at(max(length - 1, 0))
+    engine.checks.history(state.tokens.ids)
     if length:
         engine.checks_of(state).length(length, None)
-    cache.settle()
-    origin = source.origin if length else COMPUTED
+    cache.commit_chains()
     # A cache does not keep the embeddings that stood at placeholders.
-    fixed = origin.modified or bool((tokens < 0).any())
-    state.origin, state.pinned = Origin(exact=origin.exact, modified=fixed), fixed
-    position = engine.runner.state.nearest_reachable(source.seq, length)
-    if fixed and position < length:
-        raise FailedPrecondition(
-            f"position {length} of row {picked} can only be gone back to by running tokens again from {position}, and a state that "
-            "was written into, or has embeddings, cannot be computed again from its tokens"
-        )
+    fixed = state.modified or bool((state.tokens.ids < 0).any())
+    state.origin, state.pinned = Origin(exact=state.origin.exact, modified=fixed), fixed
+    kv, position = engine.runner.state, engine.runner.state.nearest_reachable(source.seq, length)
+    if position < length:
+        require_again(kv, source, position, length, loaded, f"row {picked}: ", since=0)
+    state.mark = None
     if position:
-        seq = engine.runner.new_seq()
-        engine.states.apply(Fork(source.seq, seq, position))
-        state.seq, state.computed = seq, position
+        state.seq, state.computed = engine.states.fork_of(source.seq, position), position
     return state
-
-
-def _window_of(row: Row, index: int) -> Window | None:
-    if row.window is not None and row.window.eviction != "token":
-        raise Unsupported(f"row {index} lets go of tokens by {row.window.eviction!r}; a session does by 'token'")
-    return row.window

@@ -7,13 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from torch import Tensor
 
-from quire.branches import saved_kinds
-from quire.branches.branch import Origin
-from quire.branches.history import TokenHistory
-from quire.branches.saved_kinds import KV_CACHE, KV_CACHE_WITH_POSITIONS, SESSION
+from quire.branches.saved_rows import NO_POSITIONS, SESSION, load_row, other_eviction, read_rows
 from quire.engine.engine import Engine
 from quire.engine.sequence_request import SessionState
 from quire.errors import DataLoss, FailedPrecondition, InvalidArgument, ResourceExhausted, Unsupported
@@ -21,9 +17,8 @@ from quire.kv import sequencefile
 from quire.kv.state_schema import check_metadata
 from quire.kv.statefile import HeaderLimits, StateFile, TensorSpec, read_state, write_state
 from quire.kv.statefile import to_bytes as container_bytes
-from quire.kv.windows import Window
 from quire.models.fingerprint import ModelIdentity
-from quire.runner.adapter_history import as_read, written
+from quire.runner.adapter_history import written
 
 LONGEST = 1 << 22
 """Token ids in a file at most, if the context is not longer: windowed sessions go on for ever."""
@@ -99,73 +94,64 @@ def _longest(engine: Engine) -> int:
     return max(LONGEST, engine.max_model_len)
 
 
-def window_of(metadata: Mapping[str, Any]) -> Window | None:
-    """Return the session's window; ``DataLoss`` for an invalid one."""
-    found = saved_kinds.window_of(metadata)
-    return None if found is None else Window(*found)
-
-
 def load(
     engine: Engine, file: StateFile, identity: ModelIdentity, *, convert_dtype: bool, row: int | None = None
 ) -> SessionState:
     """Load a saved session, or a row of a saved KV cache, into the pool. Everything is checked
     before the pool is touched."""
-    metadata: Mapping[str, Any] = file.metadata
-    prefix = ""
-    if metadata["kind"] in (KV_CACHE, KV_CACHE_WITH_POSITIONS):
-        metadata, prefix = saved_kinds.session_of_cache(file, row)
-    elif row is not None:
-        raise InvalidArgument(f"row {row}: the state file holds a {metadata['kind']!r}, which has no rows")
-    sequencefile.check_model(metadata["model"], identity.fields())
-    listed = metadata["tokens"]
-    if (positions := metadata["positions"]) != [0, len(listed)]:
-        raise DataLoss(f"the state file holds positions {positions!r}; [0, {len(listed)}] is expected")
-    tokens = np.array(listed, dtype=np.int64)
-    engine.checks.history(tokens)
-    adapters = engine.runner.adapters
-    runs = as_read(metadata["adapters"], tokens.size, adapters.find, adapters.fingerprints, "the state")
-    sequence = metadata["sequence"]
+    picked = _picked(file, row)
+    (saved,) = read_rows(
+        file,
+        engine.runner,
+        identity,
+        vocab_size=engine.runner.model.vocab_size,
+        convert_dtype=convert_dtype,
+        only=picked,
+    )
+    if saved.window is not None and saved.window.eviction != "token":
+        raise Unsupported(f"row {picked} of the state {other_eviction(saved.window)}")
+    if saved.positions is not None:
+        raise Unsupported(f"row {picked} of the state {NO_POSITIONS}")
+    if saved.ids is None:
+        raise InvalidArgument(f"the state does not tell the tokens of row {picked}, and a session goes by its tokens")
     # A writer computes all tokens but the last one, so that loading runs none.
-    if (length := 0 if sequence is None else sequence["length"]) not in (tokens.size, max(0, tokens.size - 1)):
+    if saved.length not in (saved.total, max(0, saved.total - 1)):
         raise DataLoss(
-            f"the state file has the state of {length} tokens and names {tokens.size}; the state of all of them, or of all but the "
-            "last, is expected"
+            f"the state file has the state of {saved.length} tokens and names {saved.total}; the state of all of them, or of all but "
+            "the last, is expected"
         )
     # A key of its own: state from a file, perhaps of another dtype, is no other prompt's prefix.
-    state = SessionState(
-        tokens=TokenHistory(tokens), key=("loaded", engine.runner.new_seq()), window=window_of(metadata)
-    )
-    state.runs, state.adapter = runs, runs.runs[-1][1]
-    if tokens.size:
-        engine.checks_of(state).length(tokens.size, None)
+    state = SessionState(key=("loaded", engine.runner.new_seq()), adapter=saved.runs.runs[-1][1])
+    saved.fill(state, saved.total)
+    engine.checks.history(state.tokens.ids)
+    if saved.total:
+        engine.checks_of(state).length(saved.total, None)
     # The embeddings are not in the file, so that what stands for them cannot be computed again.
-    state.pinned = metadata["modified"] or bool((tokens < 0).any())
-    state.origin = Origin(exact=metadata["exact"], modified=state.pinned)
-    if (tokens[length:] < 0).any():
-        raise DataLoss("the state file has no state of tokens that stand for embeddings, which are not in it")
-    if sequence is None:
-        if file.names:
-            raise DataLoss(f"the state file holds tensors {list(file.names)[:3]} and no sequence that they belong to")
-        return state
-    kv = engine.runner.state
-    checked = sequencefile.check(kv, file, sequence, prefix, convert_dtype)
-    mine = {name for name in file.names if name.startswith(prefix)}
-    if surplus := mine - sequencefile.tensor_names(checked, prefix):
-        raise InvalidArgument(f"the state file holds unknown tensors: {sorted(surplus)[:3]}")
-    expected = (state.window.size, state.window.sink, "token") if state.window else (None, 0, "token")
-    if (found := (checked["window"], checked["sink"], checked["eviction"])) != expected:
-        raise DataLoss(f"the state file's sequence has window, sink and eviction {found}, and its session {expected}")
-    if length:
+    state.pinned = saved.origin.modified or bool((saved.ids < 0).any())
+    state.origin = replace(saved.origin, modified=state.pinned)
+    if saved.length:
         seq = engine.runner.new_seq()
         while True:
             try:
-                sequencefile.load(kv, seq, file, checked, prefix)
+                load_row(engine.runner.state, seq, file, saved)
                 break
             except ResourceExhausted:
                 if not engine.runner.room.make():
                     raise
-        state.seq, state.computed = seq, length
-        exact = state.origin.exact and sequencefile.is_exact(kv, sequence)
-        state.origin = replace(state.origin, exact=exact)
+        state.seq, state.computed = seq, saved.length
     engine.metrics.state_bytes_loaded.inc(file.nbytes)
     return state
+
+
+def _picked(file: StateFile, row: int | None) -> int:
+    """Return the row of a file that becomes a session; None: the only one."""
+    metadata: Mapping[str, Any] = file.metadata
+    if metadata["kind"] == SESSION and row is not None:
+        raise InvalidArgument(f"row {row}: the state file holds a {SESSION!r}, which has no rows")
+    count = 1 if metadata["kind"] == SESSION else len(metadata["rows"])
+    if row is None and count > 1:
+        raise InvalidArgument(f"the state holds a KV cache of {count} rows, and a session is one; pick it with row=")
+    picked = 0 if row is None else row
+    if not 0 <= picked < count:
+        raise InvalidArgument(f"row {picked} does not exist; the state holds a KV cache with rows 0..{count - 1}")
+    return picked

@@ -114,8 +114,6 @@ class SessionState(Branch):
     """The state must not be given up."""
     account: PinAccount | None = None
     """The account for which it is pinned."""
-    anchor: int | None = None
-    """The position of a modified session's kept recurrent state, which cannot be computed again."""
     request: SequenceRequest | None = None
     """The request that works on the sequence now."""
     logits: Tensor | None = None

@@ -225,11 +225,8 @@ class Session(StateAccess):
             return children[0] if n is None else children
 
     def _child(self, parent: SessionState, length: int) -> Session:
-        state = SessionState(
-            tokens=parent.tokens.fork(length), key=parent.key, pinned=parent.pinned, window=parent.window
-        )
-        state.account = parent.account
-        self._engine.states.fork(parent, state, length)
+        state = self._engine.states.fork(parent, length)
+        state.pinned, state.account = parent.pinned, parent.account
         if length == len(self) and parent.logits is not None:
             state.logits = parent.logits.clone()
         child = Session(

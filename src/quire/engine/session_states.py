@@ -14,18 +14,20 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from quire.branches import spare_states
 from quire.branches.adapter_keys import prefix_key, runs_of_session
 from quire.branches.branch import COMPUTED
+from quire.branches.going_back import nearest
 from quire.branches.history import common_prefix
 from quire.branches.media import Media
 from quire.branches.prefix_cache import RadixCache
 from quire.branches.tiers import Tier
 from quire.engine import layer_memory
 from quire.engine.sequence_request import SequenceRequest, SessionState
-from quire.errors import FailedPrecondition, QuireError, ResourceExhausted
+from quire.errors import QuireError, ResourceExhausted
 from quire.metrics import EngineMetrics
 from quire.runner.local import Runner
-from quire.types import AdapterRuns, DropCheckpoint, Edit, Fork, KeepCheckpoint, Pop, Remove, SeqId, Step
+from quire.types import AdapterRuns, DropCheckpoint, Edit, Fork, Pop, Remove, SeqId, Step
 
 KEEP_TOKENS = 32
 """Tokens that a run without sampling must add for a fork of its end to be kept (a prompt's)."""
@@ -89,9 +91,7 @@ class SessionStates:
         it."""
         if self.cache is None or not self.runner.state.forgets:
             return
-        fork = self.runner.new_seq()
-        self.apply(Fork(seq, fork))
-        self.remove_all(self.cache.insert(fork, tokens, key))
+        self.remove_all(self.cache.insert(self.fork_of(seq), tokens, key))
 
     def fingerprint_of(self, adapter: int) -> str:
         """Return a loaded adapter's fingerprint; ``NotFound``."""
@@ -114,46 +114,42 @@ class SessionStates:
         old, length = self.cache.key_of(seq), self.cache.length(seq)
         self.cache.remove(seq)
         if length and self.runner.state.nearest_reachable(seq, length) == length:
-            fork = self.runner.new_seq()
-            self.apply(Fork(seq, fork, length))
-            self.remove_all(self.cache.insert(fork, session.tokens.ids[:length], old))
+            self.remove_all(self.cache.insert(self.fork_of(seq, length), session.tokens.ids[:length], old))
 
     def hold(self, session: SessionState) -> None:
         """Remember a session, as the one used last."""
         self.sessions.pop(id(session), None)
         self.sessions[id(session)] = session
 
-    def fork(self, parent: SessionState, child: SessionState, length: int) -> None:
-        """Give ``child``, which has no state, the first ``length`` tokens' state of ``parent``, as
-        far as there is one, and the same adapter."""
-        child.adapter, child.runs = parent.adapter, runs_of_session(parent.runs, length, parent.adapter)
-        length = parent.runs.agreed(child.runs, length)
+    def fork(self, parent: SessionState, length: int) -> SessionState:
+        """Return a session of the first ``length`` tokens, under the same adapter, with their state
+        as far as there is one."""
+        child = SessionState(key=parent.key, adapter=parent.adapter)
+        child.become(parent, length, None)
+        child.runs = runs_of_session(parent.runs, length, parent.adapter)
+        agreed = parent.runs.agreed(child.runs, length)
         if parent.seq is None:
-            self.tier.share(parent, child, length)
-        length = self.reach(parent, length)
-        child.origin = parent.origin if length else COMPUTED
-        child.window = parent.window
-        child.anchor = None if parent.anchor is None or parent.anchor > length else parent.anchor
-        if parent.seq is not None and length:
-            seq = self.runner.new_seq()
-            self.apply(Fork(parent.seq, seq, length))
-            child.seq, child.computed = seq, length
+            self.tier.share(parent, child, agreed)
+        held = self.reach(parent, agreed)
+        if parent.seq is not None and held:
+            child.seq, child.computed = self.fork_of(parent.seq, held), held
+        else:
+            child.origin, child.mark = COMPUTED, None
         self.hold(child)
+        return child
+
+    def fork_of(self, seq: SeqId, length: int = -1) -> SeqId:
+        """Fork a sequence, or its first ``length`` tokens; return the fork."""
+        fork = self.runner.new_seq()
+        self.apply(Fork(seq, fork, length))
+        return fork
 
     def reach(self, session: SessionState, length: int) -> int:
         """Return the computed tokens that a session keeps if it goes back to its first ``length``:
         fewer where a window has let go of some. ``FailedPrecondition`` if they cannot be computed
         again."""
-        if session.seq is None:
-            return 0
         wanted = min(length, session.computed)
-        kept = self.runner.state.nearest_reachable(session.seq, wanted)
-        if session.modified and kept < wanted:
-            raise FailedPrecondition(
-                f"position {wanted} of the session can only be gone back to by running tokens again from {kept}, and a state that "
-                "was written into cannot be computed again; what its windows hold, and kept recurrent states, can be gone back to"
-            )
-        return kept
+        return nearest(self.runner.state, session, wanted, self.runner.adapters.ids, "session: ")
 
     def change(self, session: SessionState, length: int, adapter: int | None) -> None:
         """Make a session its first ``length`` tokens, to go on under ``adapter``. Its computed
@@ -182,11 +178,9 @@ class SessionStates:
             session.computed = self.pop(session.seq, session.computed, length)
             return
         # Another sequence is nearer: the session goes on from a fork of that.
-        parent, position = found
-        seq = self.runner.new_seq()
-        self.apply(Fork(parent, seq, position))
+        fork = self.fork_of(*found)
         self.remove(session.seq)
-        session.seq, session.computed, session.origin = seq, position, COMPUTED
+        session.seq, session.computed, session.origin = fork, found[1], COMPUTED
 
     def found(self, session: SessionState, length: int) -> tuple[SeqId, int] | None:
         """Return another sequence in the prefix cache, and at how many of the session's first
@@ -234,16 +228,8 @@ class SessionStates:
     def anchor(self, session: SessionState) -> None:
         """Keep the present recurrent state of a session that cannot be computed again, and drop the
         one kept before: each turn runs its last token again, and the ring's slots may be reused."""
-        state, position = self.runner.state, session.computed
-        if not state.recurrent_ids or session.seq is None or not position:
-            return
-        held = state.checkpoints(session.seq)
-        if position in held:
-            return
-        self.apply(KeepCheckpoint(session.seq))
-        if session.anchor is not None and session.anchor in held:
-            self.apply(DropCheckpoint(session.seq, session.anchor))
-        session.anchor = position
+        if session.seq is not None:
+            session.mark = spare_states.mark(self.runner, session.seq, session.mark, always=True)
 
     def drop(self, session: SessionState) -> None:
         """Give a session's pages back; its tokens stay, to be computed again when needed."""
@@ -275,8 +261,7 @@ class SessionStates:
         request.shared = shared
         request.session, session.request = session, request
         if session.modified and session.seq is not None and (self.runner.state.forgets or session.window is not None):
-            request.way_back = self.runner.new_seq()
-            self.apply(Fork(session.seq, request.way_back))
+            request.way_back = self.fork_of(session.seq)
         if session.seq is None:
             self.tier.move(session, work, waiting=True)
         work.seq, work.computed = session.seq, session.computed
@@ -367,7 +352,7 @@ class SessionStates:
         """Return the sequences with written state, or about to have: not computable again."""
         found = set()
         for session in self.sessions.values():
-            if session.modified or session.anchor is not None:
+            if session.modified or session.mark is not None:
                 found.add(session.seq)
                 found.add(None if session.request is None else session.request.way_back)
         return {seq for seq in found if seq is not None}

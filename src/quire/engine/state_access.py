@@ -131,7 +131,7 @@ class StateAccess(LiveSequence):
             self._write(spec, layer, tensors, start, count, length)
         except BaseException:
             if not self._state.modified:
-                self._state.anchor = None
+                self._state.mark = None
             raise
 
     def _write(

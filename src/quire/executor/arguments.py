@@ -31,7 +31,7 @@ NO_MASKS = "recurrent layers see the tokens of a row in order, and no mask can c
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class CallItem:
     """One item of a call: where it begins and what it appends."""
 
     cache: KVCache | None
@@ -98,38 +98,38 @@ def resolve_row(runner: Runner, given: object, row: int | None) -> tuple[KVCache
     return cache, row, lengths[row]
 
 
-def prefill_request(pool: CachePool, given: PrefillInput) -> Request:
+def prefill_item(pool: CachePool, given: PrefillInput) -> CallItem:
     """Check a ``PrefillInput`` completely."""
     spans = given.real_spans()
     tokens = tuple(to_ids(row) for row in given.token_rows())
     for ids in tokens:
         require_vocabulary(ids, pool.facts.vocab_size, "input_ids")
     fresh = (None, (0,) * len(tokens)) if given.kv_cache is None else None
-    return _request(pool, given, fresh or resolve_cache(pool, given.kv_cache), tokens, spans, given.sequence_length)
+    return _item(pool, given, fresh or resolve_cache(pool, given.kv_cache), tokens, spans, given.sequence_length)
 
 
-def decode_request(pool: CachePool, given: DecodeInput, verb: str = "decode") -> Request:
+def decode_item(pool: CachePool, given: DecodeInput, verb: str = "decode") -> CallItem:
     """Check a ``DecodeInput`` completely."""
     ids = to_ids(given.tokens(verb))
     require_vocabulary(ids, pool.facts.vocab_size, "input_ids")
-    return _request(pool, given, resolve_cache(pool, given.kv_cache), tuple(ids[:, None]), ((0, 1),) * len(ids), 1)
+    return _item(pool, given, resolve_cache(pool, given.kv_cache), tuple(ids[:, None]), ((0, 1),) * len(ids), 1)
 
 
-def _request(
+def _item(
     pool: CachePool,
     given: PrefillInput | DecodeInput,
     cache: tuple[KVCache | None, tuple[int, ...]],
     tokens: tuple[Ids, ...],
     spans: tuple[tuple[int, int], ...],
     columns: int,
-) -> Request:
+) -> CallItem:
     require_adapter(pool, given.adapter)
     starts = cache[1]
     if len(tokens) != len(starts):
         raise InvalidArgument(
             f"input_ids have {len(tokens)} rows, and the KV cache has {len(starts)}", field="input_ids"
         )
-    return Request(
+    return CallItem(
         cache=cache[0],
         starts=starts,
         tokens=tokens,
@@ -156,26 +156,26 @@ def require_adapter(pool: CachePool, adapter: int | None) -> None:
     pool.runner.adapters.check([adapter])
 
 
-def require_together(pool: CachePool, requests: Sequence[Request]) -> None:
-    """Raise ``ResourceExhausted`` if one forward cannot use all adapters of these requests."""
-    pool.runner.adapters.check([request.adapter for request in requests])
+def require_together(pool: CachePool, items: Sequence[CallItem]) -> None:
+    """Raise ``ResourceExhausted`` if one forward cannot use all adapters of these items."""
+    pool.runner.adapters.check([item.adapter for item in items])
 
 
-def distinct_requests(check: Callable[[T], Request], items: Sequence[T], verb: str) -> list[Request]:
+def distinct_items(check: Callable[[T], CallItem], inputs: Sequence[T], verb: str) -> list[CallItem]:
     """Check the items of a batch; ``InvalidArgument`` if two of them extend one cache."""
-    requests: list[Request] = []
+    items: list[CallItem] = []
     first: dict[str, int] = {}
-    for index, item in enumerate(items):
+    for index, given in enumerate(inputs):
         with naming_item(verb, index):
-            requests.append(check(item))
-    for index, cache in enumerate(request.cache for request in requests):
+            items.append(check(given))
+    for index, cache in enumerate(item.cache for item in items):
         if cache is not None and (other := first.setdefault(cache.cache_id, index)) != index:
             raise InvalidArgument(
                 f"{verb}: items {other} and {index} continue the same cache {cache.cache_id}; "
                 "give each cache once, or clone_handle",
                 field="kv_cache",
             )
-    return requests
+    return items
 
 
 @contextmanager

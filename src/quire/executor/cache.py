@@ -71,7 +71,7 @@ class KVCache(CacheRows):
     def read(self, layer: int, lengths: Sequence[int], *, values: bool) -> Tensor:
         """Return a gathered copy of K or V of one layer, ``[B, n, Hkv, D]``. Row i has its first
         ``lengths[i]`` tokens, then zeros, and zeros where a window has let go of a token."""
-        self.settle()
+        self.commit_chains()
         state = self.pool.state
         none_0HD = state.debug_get_kv(self.rows[0].seq, 0, 0, layer=layer)[values]
         out = none_0HD.new_zeros(len(self.rows), max(lengths), *none_0HD.shape[1:])
@@ -87,7 +87,7 @@ class KVCache(CacheRows):
     def pages(self) -> list[NDArray[np.int32]]:
         """Return a copy of the page table of each row; -1 where a window has passed. It is that of
         the layer class that stands for all. ``Unsupported`` where no layer keeps pages."""
-        self.settle()
+        self.commit_chains()
         if not self.pool.facts.specs:
             raise Unsupported(f"block_table: {NO_PAGES}")
         return [self.pool.state.page_table(row.seq) for row in self.rows]
@@ -97,7 +97,7 @@ class KVCache(CacheRows):
         blocks = memory = used = 0
         with self.pool.lock:
             self.require_live()
-            self.settle()
+            self.commit_chains()
             for row in self.rows:
                 use = self.pool.state.sequence_use(row.seq)
                 blocks, used, memory = blocks + use.pages, used + use.rows, memory + use.num_bytes
@@ -172,7 +172,7 @@ class KVCache(CacheRows):
             raise InvalidArgument("the other cache belongs to another executor; use serialize and load")
 
     def _copy_rows(self, source: KVCache, indices: Sequence[int]) -> None:
-        source.settle()
+        source.commit_chains()
         origins = [source.rows[index] for index in indices]
         seqs = self.pool.fork([row.seq for row in origins])
         self.replace_content([row.like(seq) for seq, row in zip(seqs, origins, strict=True)])
@@ -180,7 +180,7 @@ class KVCache(CacheRows):
     def serialize(self) -> bytes:
         with self.pool.lock:
             self.require_live()
-            self.settle()
+            self.commit_chains()
             return serialized.dump(self)
 
     def load(self, data: bytes | bytearray | memoryview, *, convert_dtype: bool = False) -> None:

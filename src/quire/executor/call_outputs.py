@@ -15,7 +15,7 @@ from torch import Tensor
 from quire.branches.cache_pool import CachePool
 from quire.branches.forward_packing import RowOutput, batched, batched_weights, rows_wanted, stacked
 from quire.contracts.executor import DecodeOutput, PrefillOutput
-from quire.executor.arguments import Request
+from quire.executor.arguments import CallItem
 from quire.executor.handle import Handle
 from quire.types import LogitsWanted
 
@@ -23,14 +23,14 @@ Places: TypeAlias = tuple[list[Tensor | None], list[Tensor]]
 
 
 def places_for_logits(
-    pool: CachePool, requests: Sequence[Request], wanted: Sequence[LogitsWanted], *, in_pieces: bool
+    pool: CachePool, items: Sequence[CallItem], wanted: Sequence[LogitsWanted], *, in_pieces: bool
 ) -> Callable[[], Places] | None:
     """Return a function that makes, once, results ``[B, S, V]`` and the place of each row's logits.
 
-    Results have zeros at padding. A request has none if its rows lie one behind the other by
-    themselves: nothing is padding, and they do not come ``in_pieces``. None: no request has any.
+    Results have zeros at padding. An item has none if its rows lie one behind the other by
+    themselves: nothing is padding, and they do not come ``in_pieces``. None: no item has any.
     """
-    placed = [kind == "all" and (in_pieces or one.is_padded) for one, kind in zip(requests, wanted, strict=True)]
+    placed = [kind == "all" and (in_pieces or one.is_padded) for one, kind in zip(items, wanted, strict=True)]
     if not any(placed):
         return None
 
@@ -38,33 +38,33 @@ def places_for_logits(
     def make() -> Places:
         results: list[Tensor | None] = []
         places: list[Tensor] = []
-        for request, kind, in_one in zip(requests, wanted, placed, strict=True):
-            result = pool.facts.logits(len(request.spans), request.columns) if in_one else None
+        for item, kind, in_one in zip(items, wanted, placed, strict=True):
+            result = pool.facts.logits(len(item.spans), item.columns) if in_one else None
             results.append(result)
             if result is not None:
-                places += [row[a:b] for row, (a, b) in zip(result, request.spans, strict=True)]
+                places += [row[a:b] for row, (a, b) in zip(result, item.spans, strict=True)]
             else:
-                places += [pool.facts.logits(rows_wanted(kind, ids.size)) for ids in request.tokens]
+                places += [pool.facts.logits(rows_wanted(kind, ids.size)) for ids in item.tokens]
         return results, places
 
     return make
 
 
 def prefill_output(
-    request: Request, handle: Handle, wanted: LogitsWanted, rows: Sequence[RowOutput], logits: Tensor | None
+    item: CallItem, handle: Handle, wanted: LogitsWanted, rows: Sequence[RowOutput], logits: Tensor | None
 ) -> PrefillOutput:
     """Make the output of a prompt from its ``rows`` and ``logits``, of which those may be parts."""
-    spans, columns = request.spans, request.columns
+    spans, columns = item.spans, item.columns
     last = None
-    if wanted == "all" and request.is_padded:
+    if wanted == "all" and item.is_padded:
         last = tuple(b - 1 for _, b in spans)
     if logits is None and wanted != "none":
         logits = stacked([row.logits_RV for row in rows])
     hidden = weights = None
-    if request.asked.hidden_states:
+    if item.asked.hidden_states:
         layers = zip(*(row.hidden_states for row in rows), strict=True)
         hidden = tuple(batched(layer, spans, columns) for layer in layers)
-    if request.asked.attention_weights:
+    if item.asked.attention_weights:
         layers = zip(*(row.attention_weights for row in rows), strict=True)
         weights = tuple(batched_weights(layer, spans, columns) for layer in layers)
     return PrefillOutput(
@@ -72,14 +72,14 @@ def prefill_output(
     )
 
 
-def decode_output(request: Request, handle: Handle, rows: Sequence[RowOutput]) -> DecodeOutput:
+def decode_output(item: CallItem, handle: Handle, rows: Sequence[RowOutput]) -> DecodeOutput:
     """Make the output of a decode from its ``rows``, which may lie beside those of others."""
     hidden = weights = None
-    if request.asked.hidden_states:
+    if item.asked.hidden_states:
         hidden = torch.cat([row.hidden_states[-1] for row in rows])
-    if request.asked.attention_weights:
+    if item.asked.attention_weights:
         layers = zip(*(row.attention_weights for row in rows), strict=True)
-        weights = tuple(batched_weights(layer, request.spans, 1) for layer in layers)
+        weights = tuple(batched_weights(layer, item.spans, 1) for layer in layers)
     return DecodeOutput(
         logits=stacked([row.logits_RV[0] for row in rows]),
         kv_cache=handle,

@@ -43,10 +43,10 @@ from quire.errors import Cancelled, FailedPrecondition, InvalidArgument, Resourc
 from quire.executor import executor_types, reports, verification, warmup
 from quire.executor.adapter_assets import read_assets
 from quire.executor.arguments import (
-    Request,
-    decode_request,
-    distinct_requests,
-    prefill_request,
+    CallItem,
+    decode_item,
+    distinct_items,
+    prefill_item,
     require_adapter,
     require_together,
     resolve_cache,
@@ -55,7 +55,7 @@ from quire.executor.arguments import (
 from quire.executor.cache import KVCache
 from quire.executor.call_outputs import decode_output, places_for_logits, prefill_output
 from quire.executor.handle import Handle, handle_of
-from quire.executor.request_placement import place, rows_to_extend
+from quire.executor.item_placement import place, rows_to_extend
 from quire.interrupts import SHIELD, Lock
 from quire.kv.sequences import check_integer
 from quire.metrics import OperationMetrics
@@ -161,27 +161,27 @@ class Executor:
     def prefill(self, input: PrefillInput) -> PrefillOutput:
         """See ``ModelExecutor``."""
         with self.operation("prefill") as operation:
-            request = prefill_request(self.pool, input)
-            return self._prefill([request], [input.logits], operation, keep_chunks=True)[0]
+            item = prefill_item(self.pool, input)
+            return self._prefill([item], [input.logits], operation, keep_chunks=True)[0]
 
     def batch_prefill(self, inputs: Sequence[PrefillInput]) -> list[PrefillOutput]:
         """See ``ModelExecutor``. Tokens or adapters that do not fit one forward take several."""
         with self.operation("batch_prefill") as operation:
-            requests = distinct_requests(partial(prefill_request, self.pool), inputs, operation.verb)
-            wanted = [item.logits for item in inputs]
-            return self._prefill(requests, wanted, operation, keep_chunks=False) if requests else []
+            items = distinct_items(partial(prefill_item, self.pool), inputs, operation.verb)
+            wanted = [given.logits for given in inputs]
+            return self._prefill(items, wanted, operation, keep_chunks=False) if items else []
 
     def decode(self, input: DecodeInput) -> DecodeOutput:
         """See ``ModelExecutor``."""
         with self.operation("decode") as operation:
-            return self._decode([decode_request(self.pool, input)], operation)[0]
+            return self._decode([decode_item(self.pool, input)], operation)[0]
 
     def batch_decode(self, inputs: Sequence[DecodeInput]) -> list[DecodeOutput]:
         """See ``ModelExecutor``."""
         with self.operation("batch_decode") as operation:
-            check = partial(decode_request, self.pool, verb=operation.verb)
-            requests = distinct_requests(check, inputs, operation.verb)
-            return self._decode(requests, operation) if requests else []
+            check = partial(decode_item, self.pool, verb=operation.verb)
+            items = distinct_items(check, inputs, operation.verb)
+            return self._decode(items, operation) if items else []
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """See ``ModelExecutor``. Counts as a prefill of each row."""
@@ -189,7 +189,7 @@ class Executor:
             given = PrefillInput(input_ids=input_ids)
             if input_ids.dim() != 2:
                 raise InvalidArgument(f"forward takes ids [batch, tokens]; got shape {list(input_ids.shape)}")
-            output = self._prefill([prefill_request(self.pool, given)], ["all"], operation, keep_chunks=False)[0]
+            output = self._prefill([prefill_item(self.pool, given)], ["all"], operation, keep_chunks=False)[0]
             self.release_cache(output.kv_cache.cache_id)
             assert output.logits is not None
             return output.logits
@@ -199,12 +199,12 @@ class Executor:
     ) -> list[DecodeOutput]:
         """See ``ModelExecutor``."""
         with self.operation("forward_verify") as operation:
-            requests, tree = verification.checked_requests(self.pool, inputs, parents)
-            if not requests:
+            items, tree = verification.checked_items(self.pool, inputs, parents)
+            if not items:
                 return []
-            self._require_whole_batch([request.cache for request in requests[:1]], "forward_verify")
+            self._require_whole_batch([item.cache for item in items[:1]], "forward_verify")
             watch = Stopwatch(self.pool.facts.device)
-            outputs = verification.verify(self.pool, requests, tree, operation)
+            outputs = verification.verify(self.pool, items, tree, operation)
             self.operation_metrics.record_decode(1, watch.seconds(), 1)
             return outputs
 
@@ -242,31 +242,29 @@ class Executor:
             return output
 
     def _prefill(
-        self, requests: Sequence[Request], wanted: Sequence[LogitsWanted], operation: Operation, *, keep_chunks: bool
+        self, items: Sequence[CallItem], wanted: Sequence[LogitsWanted], operation: Operation, *, keep_chunks: bool
     ) -> list[PrefillOutput]:
         """Run checked prompts; ``keep_chunks``: a cancelled call keeps whole chunks that ran."""
-        self._require_batch(sum(request.batch_size for request in requests), operation.verb)
+        self._require_batch(sum(item.batch_size for item in items), operation.verb)
         fresh: list[KVCache] = []
         watch = Stopwatch(self.pool.facts.device)
         try:
             placed = []
-            for request, kind in zip(requests, wanted, strict=True):
-                placed.append(place(self.pool, request, kind, share=self.share_prefixes))
-                if request.cache is None:
+            for item, kind in zip(items, wanted, strict=True):
+                placed.append(place(self.pool, item, kind, share=self.share_prefixes))
+                if item.cache is None:
                     fresh.append(placed[-1][1])
             parts = rows_to_extend(placed, operation.verb)
             starts, counts = [part.start for part in parts], [part.count for part in parts]
             forwards = packed(self.pool, parts, starts, counts, self.prefill_chunk_size)
             with Transaction(self.pool, parts, operation, several=True, forwards=forwards) as work:
-                places = places_for_logits(
-                    self.pool, [request for request, _ in placed], wanted, in_pieces=len(forwards) > 1
-                )
+                places = places_for_logits(self.pool, [item for item, _ in placed], wanted, in_pieces=len(forwards) > 1)
                 try:
                     found = work.run(
-                        [ids for request, _ in placed for ids in request.tokens],
-                        [kind for kind, (request, _) in zip(wanted, placed, strict=True) for _ in request.tokens],
+                        [ids for item, _ in placed for ids in item.tokens],
+                        [kind for kind, (item, _) in zip(wanted, placed, strict=True) for _ in item.tokens],
                         budget=self.prefill_chunk_size,
-                        asked=union(request.asked for request in requests),
+                        asked=union(item.asked for item in items),
                         places=None if places is None else lambda: places()[1],
                     )
                 except Cancelled:
@@ -285,27 +283,25 @@ class Executor:
                 cache.mark(row)
         rows, logits = iter(found), [None] * len(placed) if places is None else places()[0]
         outputs = [
-            prefill_output(request, handle_of(cache), kind, [next(rows) for _ in request.tokens], whole)
-            for (request, cache), kind, whole in zip(placed, wanted, logits, strict=True)
+            prefill_output(item, handle_of(cache), kind, [next(rows) for _ in item.tokens], whole)
+            for (item, cache), kind, whole in zip(placed, wanted, logits, strict=True)
         ]
         self.operation_metrics.record_prefill(len(found), watch.seconds())
         return outputs
 
-    def _decode(self, requests: Sequence[Request], operation: Operation) -> list[DecodeOutput]:
+    def _decode(self, items: Sequence[CallItem], operation: Operation) -> list[DecodeOutput]:
         """Run one forward with one token of each row of each item."""
-        sizes = [request.batch_size for request in requests]
+        sizes = [item.batch_size for item in items]
         self._require_batch(sum(sizes), operation.verb)
-        require_together(self.pool, requests)
-        placed = [(request, request.cache) for request in requests if request.cache is not None]
+        require_together(self.pool, items)
+        placed = [(item, item.cache) for item in items if item.cache is not None]
         self._require_whole_batch([cache for _, cache in placed], operation.verb)
         watch = Stopwatch(self.pool.facts.device)
         with Transaction(self.pool, rows_to_extend(placed, operation.verb), operation) as work:
-            tokens = [ids for request in requests for ids in request.tokens]
-            rows = iter(work.run(tokens, ["last"] * sum(sizes), asked=union(request.asked for request in requests)))
+            tokens = [ids for item in items for ids in item.tokens]
+            rows = iter(work.run(tokens, ["last"] * sum(sizes), asked=union(item.asked for item in items)))
             work.commit()
-        outputs = [
-            decode_output(request, handle_of(cache), [next(rows) for _ in request.tokens]) for request, cache in placed
-        ]
+        outputs = [decode_output(item, handle_of(cache), [next(rows) for _ in item.tokens]) for item, cache in placed]
         self.operation_metrics.record_decode(sum(sizes), watch.seconds(), sum(sizes))
         return outputs
 

@@ -26,8 +26,8 @@ from quire.contracts.executor import CacheLike, DecodeInput, DecodeOutput, Reque
 from quire.errors import InvalidArgument, Unsupported
 from quire.executor import speculation
 from quire.executor.arguments import (
-    Request,
-    decode_request,
+    CallItem,
+    decode_item,
     given_positions,
     naming_item,
     resolve_cache,
@@ -45,57 +45,57 @@ PARAMS_OF_A_REQUEST = (
 LOGITS_OF_SPECULATION = "it gives logits only; take hidden states and attention weights from forward_verify"
 
 
-def checked_requests(
+def checked_items(
     pool: CachePool, inputs: Sequence[DecodeInput], parents: Sequence[int] | None
-) -> tuple[list[Request], tuple[int, ...] | None]:
+) -> tuple[list[CallItem], tuple[int, ...] | None]:
     """Check the inputs of ``forward_verify``; return them and their tree; None: a chain."""
     tree = None if parents is None else tree_of(parents, len(inputs), "parents")
-    requests = []
-    for index, item in enumerate(inputs):
+    items = []
+    for index, given in enumerate(inputs):
         with naming_item("forward_verify", index):
             depth = index if tree is None else len(path_to(tree, index)) - 1
-            requests.append(_request(pool, item, inputs[0], depth))
-    return requests, tree
+            items.append(_item(pool, given, inputs[0], depth))
+    return items, tree
 
 
-def _request(pool: CachePool, item: DecodeInput, first: DecodeInput, depth: int) -> Request:
-    """Return the request of one input, whose token stands ``depth`` behind the common start."""
-    item.tokens("forward_verify")
-    request = decode_request(pool, item.with_position_ids(None), "forward_verify")
-    indices = [start + depth for start in request.starts]
-    request = replace(request, positions=given_positions(pool, item.position_ids, indices, request.spans, 1))
+def _item(pool: CachePool, given: DecodeInput, first: DecodeInput, depth: int) -> CallItem:
+    """Return the item of one input, whose token stands ``depth`` behind the common start."""
+    given.tokens("forward_verify")
+    item = decode_item(pool, given.with_position_ids(None), "forward_verify")
+    indices = [start + depth for start in item.starts]
+    item = replace(item, positions=given_positions(pool, given.position_ids, indices, item.spans, 1))
     cache, starts = resolve_cache(pool, first.kv_cache)
-    if request.cache is not cache or request.starts != starts:
+    if item.cache is not cache or item.starts != starts:
         raise InvalidArgument("all inputs must carry the same starting handle, and this one has another")
-    if item.adapter != first.adapter:
+    if given.adapter != first.adapter:
         raise InvalidArgument(
-            f"all inputs must name the same adapter; this one names {item.adapter!r} and the first {first.adapter!r}"
+            f"all inputs must name the same adapter; this one names {given.adapter!r} and the first {first.adapter!r}"
         )
-    if request.batch_size != 1:
-        raise InvalidArgument(f"a verify belongs to one sequence; the cache has {request.batch_size} rows")
-    return request
+    if item.batch_size != 1:
+        raise InvalidArgument(f"a verify belongs to one sequence; the cache has {item.batch_size} rows")
+    return item
 
 
 def verify(
-    pool: CachePool, requests: Sequence[Request], tree: tuple[int, ...] | None, operation: Operation
+    pool: CachePool, items: Sequence[CallItem], tree: tuple[int, ...] | None, operation: Operation
 ) -> list[DecodeOutput]:
-    """Run checked requests. A chain is in the cache then; a tree waits beside it.
+    """Run checked items. A chain is in the cache then; a tree waits beside it.
 
     Where layers are recurrent, a chain runs as a tree of one path if there are slots to spare: then
     it has a state behind each of its tokens, and a cut there runs nothing.
     """
-    cache, start = _one_row(requests[0])
-    ids = np.array([int(request.tokens[0][0]) for request in requests], dtype=np.int64)
-    cache.settle()
+    cache, start = _one_row(items[0])
+    ids = np.array([int(item.tokens[0][0]) for item in items], dtype=np.int64)
+    cache.commit_chains()
     roomy = tree is None and len(ids) > 1 and spare_states.is_roomy(pool.state, len(ids))
-    part = _extension(cache, start, tree, requests[0].adapter, [request.positions[0] for request in requests])
+    part = _extension(cache, start, tree, items[0].adapter, [item.positions[0] for item in items])
     with Transaction(pool, [part], operation, aside=tree is not None, path_if_room=roomy) as work:
         opened = tree is None and part.parents is not None
         work.arrive()
-        mark = spare_states.mark(pool.state, part.seq, part.row.mark) if tree is None else part.row.mark
+        mark = spare_states.mark(pool.runner, part.seq, part.row.mark) if tree is None else part.row.mark
         if part.seq == part.row.seq:
             part.row.mark = mark
-        found = work.run([ids], ["all"], asked=union(request.asked for request in requests))[0]
+        found = work.run([ids], ["all"], asked=union(item.asked for item in items))[0]
         pending = None
         if opened:
             work.leave_open()
@@ -105,17 +105,17 @@ def verify(
             pending = work.set_aside()[0]
     part.row.mark = mark
     outputs = []
-    for index, request in enumerate(requests):
+    for index, item in enumerate(items):
         depth = index if tree is None else len(path_to(tree, index)) - 1
         handle = Handle(cache, (start + depth + 1,), cache.revision, pending, index if pending else -1)
         keys = start + (len(ids) if tree is not None else index + 1)
-        outputs.append(_output(found, index, keys, handle, request.asked))
+        outputs.append(_output(found, index, keys, handle, item.asked))
     return outputs
 
 
-def _one_row(request: Request) -> tuple[KVCache, int]:
-    assert request.cache is not None
-    return request.cache, request.starts[0]
+def _one_row(item: CallItem) -> tuple[KVCache, int]:
+    assert item.cache is not None
+    return item.cache, item.starts[0]
 
 
 def _extension(
@@ -169,14 +169,14 @@ def speculate(
     if isinstance(sampling, SamplingParams):
         raise InvalidArgument(f"speculative_decode: sampling must be {PARAMS_OF_A_REQUEST}; got SamplingParams")
     speculation.check_threshold(acceptance_threshold)
-    request = decode_request(pool, input, "speculative_decode")
-    if request.asked != LOGITS_ONLY:
+    item = decode_item(pool, input, "speculative_decode")
+    if item.asked != LOGITS_ONLY:
         raise Unsupported(f"speculative_decode: {LOGITS_OF_SPECULATION}")
-    if request.batch_size != 1:
-        raise InvalidArgument(f"speculation is for one sequence; the cache has {request.batch_size} rows")
-    cache, start = _one_row(request)
+    if item.batch_size != 1:
+        raise InvalidArgument(f"speculation is for one sequence; the cache has {item.batch_size} rows")
+    cache, start = _one_row(item)
     drafts = list(draft_tokens)
-    ids = np.array([int(request.tokens[0][0]), *drafts], dtype=np.int64)
+    ids = np.array([int(item.tokens[0][0]), *drafts], dtype=np.int64)
     require_vocabulary(ids, pool.facts.vocab_size, "draft_tokens")
     parents = None if draft_parents is None else tree_of(draft_parents, len(drafts), "draft_parents")
     if (draft_probabilities is None) != (sampling is None):
@@ -194,8 +194,8 @@ def speculate(
 
     # The input token is node 0, draft i is node i + 1.
     tree = None if parents is None else (-1, *(parent + 1 for parent in parents))
-    given = [request.positions[0], *([None] * len(drafts))]
-    part = _extension(cache, start, tree, request.adapter, given)
+    given = [item.positions[0], *([None] * len(drafts))]
+    part = _extension(cache, start, tree, item.adapter, given)
     # Recurrent layers can be cut behind an accepted token only if its state is there.
     is_recurrent = bool(pool.facts.recurrent_ids) and bool(drafts) and tree is None
     with Transaction(
@@ -210,7 +210,7 @@ def speculate(
             work.commit([taken])
     if is_recurrent and part.parents is None and taken < len(ids):
         # That run was undone; now with the accepted tokens alone.
-        with Transaction(pool, [_extension(cache, start, None, request.adapter, given[:taken])], operation) as work:
+        with Transaction(pool, [_extension(cache, start, None, item.adapter, given[:taken])], operation) as work:
             work.run([ids[:taken]], ["none"])
             work.commit()
         pool.replayed_tokens += taken

@@ -1,0 +1,255 @@
+"""Rows of state files, checked: the one reader of both kinds, ``session`` and ``kv_cache``.
+
+A session is one sequence whose last tokens may not be computed yet. A KV cache has a sequence of
+computed tokens for each row. What a reader asks beyond that (a window, room, known tokens) it
+checks itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from quire.branches.branch import Branch, Origin
+from quire.branches.history import LAST_PLACEHOLDER, UNKNOWN, Ids, TokenHistory
+from quire.contracts.kv_state import ModelState
+from quire.errors import DataLoss, InvalidArgument, Unsupported
+from quire.kv import sequencefile
+from quire.kv.rule_table import POSITIONS_OF_WINDOWS
+from quire.kv.statefile import StateFile
+from quire.kv.windows import Window
+from quire.models.fingerprint import ModelIdentity
+from quire.runner.adapter_history import as_read
+from quire.runner.local import Runner
+from quire.types import BASE, AdapterRuns
+
+KV_CACHE = "kv_cache"
+KV_CACHE_WITH_POSITIONS = "kv_cache_with_positions"
+"""Another kind: a reader that does not know of positions would go on at wrong ones."""
+NO_POSITIONS = "has tokens at positions that are not their indices, and those of a session stand at their indices"
+SESSION = "session"
+
+
+def other_eviction(window: Window) -> str:
+    """Return, in words, why no session can have a row's window."""
+    return f"lets go of tokens by {window.eviction!r}; a session does by 'token'"
+
+
+def row_prefix(row: int) -> str:
+    """Return how the names of a row's tensors begin; those of a session have no prefix."""
+    return f"row.{row}."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedRow:
+    """What a file holds of one row, checked."""
+
+    sequence: dict[str, Any] | None
+    """Its metadata; None: nothing of it was computed."""
+    prefix: str
+    """Of the names of its tensors."""
+    ids: Ids | None
+    """All token ids; None where the writer did not know them."""
+    positions: Ids | None
+    """Where they stand; None: at their indices."""
+    window: Window | None
+    runs: AdapterRuns
+    origin: Origin
+
+    @property
+    def length(self) -> int:
+        """Tokens whose state the file has."""
+        return 0 if self.sequence is None else int(self.sequence["length"])
+
+    @property
+    def total(self) -> int:
+        """All tokens: those with state, and those behind them, which a session computes later."""
+        return self.length if self.ids is None else self.ids.size
+
+    @property
+    def owed(self) -> Ids:
+        """Tokens without state in the file."""
+        return np.empty(0, dtype=np.int64) if self.ids is None else self.ids[self.length :]
+
+    def fill(self, branch: Branch, count: int) -> None:
+        """Let a branch have the first ``count`` tokens, of which nothing is computed yet."""
+        branch.tokens = TokenHistory(np.full(count, UNKNOWN) if self.ids is None else self.ids[:count])
+        branch.runs, branch.window, branch.origin = self.runs, self.window, self.origin
+
+
+def read_rows(
+    file: StateFile,
+    runner: Runner,
+    identity: ModelIdentity,
+    *,
+    vocab_size: int,
+    convert_dtype: bool,
+    batch_size: int | None = None,
+    only: int | None = None,
+) -> list[SavedRow]:
+    """Check a file against a runner's model and state; return its rows, or ``only`` this one.
+
+    Changes nothing. ``state_schema.check_metadata`` has accepted the file's metadata.
+    ``InvalidArgument``: another model, another number of rows than ``batch_size`` (None: any),
+    another dtype without ``convert_dtype``, an adapter that is not loaded, tensors that no row has.
+    ``Unsupported``: positions in a window. ``DataLoss``: metadata that contradict each other.
+    """
+    of_session = file.metadata["kind"] == SESSION
+    found: Mapping[str, Any] = _as_cache(file.metadata) if of_session else file.metadata
+    sequencefile.check_model(found["model"], identity.fields())
+    count = found["batch_size"]
+    if batch_size not in (None, count):
+        raise InvalidArgument(f"the state has {count} rows, {batch_size} are expected")
+    sequences = _listed(found, "rows", count)
+    rows = range(count) if only is None else (only,)
+    prefixes = ["" if of_session else row_prefix(row) for row in range(count)]
+    checked = [
+        None
+        if of_session and sequences[row] is None
+        else sequencefile.check(runner.state, file, sequences[row], prefixes[row], convert_dtype)
+        for row in rows
+    ]
+    _check_names(file, prefixes, dict(zip(rows, checked, strict=True)))
+    saved = [
+        _saved_row(found, row, one, prefixes[row], runner, vocab_size, of_session)
+        for row, one in zip(rows, checked, strict=True)
+    ]
+    behind = [one.length if one.positions is None or not one.length else int(one.positions[-1]) + 1 for one in saved]
+    for name, expected in (("lengths", [one.length for one in saved]), ("next_positions", behind)):
+        listed = _listed(found, name, count)
+        if [listed[row] for row in rows] != expected:
+            raise DataLoss(f"{name} of the state are {listed!r:.80}, and its rows say {expected}")
+    return saved
+
+
+def window_of(metadata: Mapping[str, Any]) -> Window | None:
+    """Return the window of a session's file; ``DataLoss`` for what is none."""
+    match metadata.get("window"):
+        case None:
+            return None
+        case [int(size), int(sink)] if type(size) is int and type(sink) is int and 0 <= sink < size:
+            return Window(size, sink)
+        case value:
+            raise DataLoss(f"the state file holds window {value!r}; null or [window, sink] is expected")
+
+
+def _as_cache(session: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a session's metadata as those of a KV cache of one row. A row without a sequence is
+    None, and ``tokens`` may be longer than ``lengths``: the rest has no state in the file."""
+    sequence, tokens, window = session["sequence"], session["tokens"], window_of(session)
+    length = 0 if sequence is None else sequence["length"]
+    if session["positions"] != [0, len(tokens)]:
+        raise DataLoss(f"the state file holds positions {session['positions']!r}; [0, {len(tokens)}] is expected")
+    if sequence is not None:
+        own = (sequence["window"], sequence["sink"], sequence["eviction"])
+        if own != (expected := (window.size, window.sink, "token") if window else (None, 0, "token")):
+            raise DataLoss(f"the state file's sequence has window, sink and eviction {own}, and its session {expected}")
+    of_rows = {name: [session[name]] for name in ("adapters", "tokens", "exact", "modified")}
+    return {
+        **{name: session[name] for name in ("model", "window")},
+        **of_rows,
+        "batch_size": 1,
+        "lengths": [length],
+        "next_positions": [length],
+        "rows": [sequence],
+    }
+
+
+def _check_names(file: StateFile, prefixes: Sequence[str], checked: Mapping[int, Mapping[str, Any] | None]) -> None:
+    """Refuse tensors that no row has. Those of rows that were not ``checked`` are not looked at."""
+    expected = {name for row, one in checked.items() if one for name in sequencefile.tensor_names(one, prefixes[row])}
+    others = tuple(prefix for row, prefix in enumerate(prefixes) if row not in checked)
+    if surplus := sorted(name for name in file.names if name not in expected and not name.startswith(others)):
+        raise InvalidArgument(f"the state holds tensors that no row has: {surplus[:3]}; expected only k and v of rows")
+
+
+def _saved_row(
+    found: Mapping[str, Any],
+    row: int,
+    sequence: dict[str, Any] | None,
+    prefix: str,
+    runner: Runner,
+    vocab_size: int,
+    of_session: bool,
+) -> SavedRow:
+    length = 0 if sequence is None else int(sequence["length"])
+    ids = _ids(_of_row(found, "tokens", row, None), length, vocab_size, owed=of_session)
+    total = length if ids is None else ids.size
+    what = "the state" if of_session else f"row {row} of the state"
+    window = window_of(found) if of_session else None
+    if sequence is not None and sequence["window"] is not None:
+        window = Window(sequence["window"], sequence["sink"], sequence["eviction"])
+    converted = sequence is not None and not sequencefile.is_exact(runner.state, found["rows"][row])
+    return SavedRow(
+        sequence=sequence,
+        prefix=prefix,
+        ids=ids,
+        positions=_positions(_of_row(found, "positions", row, None), length, window),
+        window=window,
+        runs=_runs(_of_row(found, "adapters", row, []), total, runner, what, of_session),
+        origin=Origin(
+            exact=_of_row(found, "exact", row, True) and not converted, modified=_of_row(found, "modified", row, False)
+        ),
+    )
+
+
+def _ids(listed: list[int] | None, length: int, vocab_size: int, *, owed: bool) -> Ids | None:
+    """Return a row's ids, None where they are not known. ``owed``: of more than ``length``, too."""
+    if listed is None:
+        return None
+    if len(listed) != length and not (owed and len(listed) > length):
+        raise DataLoss(
+            f"the state file has the state of {length} tokens and names {len(listed)}; as many ids are expected"
+        )
+    for token in listed:
+        if not (0 <= token < vocab_size or -(2**63) <= token < LAST_PLACEHOLDER):
+            raise DataLoss(f"the state names token {token!r}; ids in 0..{vocab_size - 1} are expected")
+    ids = np.array(listed, dtype=np.int64)
+    if (ids[length:] < 0).any():
+        raise DataLoss("the state has no state of tokens that stand for embeddings, which are not in it")
+    return ids
+
+
+def _positions(listed: list[int] | None, length: int, window: Window | None) -> Ids | None:
+    if listed is None:
+        return None
+    if window is not None:
+        raise Unsupported(f"the state has a row with positions of its own: {POSITIONS_OF_WINDOWS}")
+    if len(listed) != length:
+        raise DataLoss(f"positions of a row of {length} tokens are {len(listed)}; as many are expected")
+    return np.array(listed, dtype=np.int64)
+
+
+def _runs(value: object, length: int, runner: Runner, what: str, of_session: bool) -> AdapterRuns:
+    """Return the adapters of a row, all loaded; ``BASE`` where the base model alone ran."""
+    if not value:
+        return BASE
+    if not length and not of_session:
+        raise DataLoss(f"{what} has no tokens and adapters {value!r:.80}; [] is expected")
+    return as_read(value, length, runner.adapters.find, runner.adapters.fingerprints, what)
+
+
+def _listed(found: Mapping[str, Any], name: str, count: int) -> list[Any]:
+    value: list[Any] = found[name]
+    if len(value) != count:
+        raise DataLoss(f"{name} of the state are {len(value)}; a list of {count} is expected")
+    return value
+
+
+def _of_row(found: Mapping[str, Any], name: str, row: int, otherwise: Any) -> Any:
+    """Return a row's entry in a list by rows; ``otherwise`` where it is empty or missing."""
+    return _listed(found, name, found["batch_size"])[row] if found.get(name) else otherwise
+
+
+def state_slots(rows: Sequence[SavedRow]) -> int:
+    """Return how many recurrent states these rows have."""
+    return sum(1 + len(row.sequence["kept_recurrent_positions"]) for row in rows if row.sequence is not None)
+
+
+def load_row(state: ModelState, seq: int, file: StateFile, row: SavedRow) -> None:
+    """Make ``seq`` of a row with state. ``ResourceExhausted`` without room."""
+    assert row.sequence is not None
+    sequencefile.load(state, seq, file, row.sequence, row.prefix)

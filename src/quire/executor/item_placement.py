@@ -1,0 +1,47 @@
+"""Where checked items go: their caches, and the rows that a transaction extends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from quire.branches.cache_pool import CachePool
+from quire.branches.forward_packing import LOGITS_ONLY
+from quire.branches.prefix_sharing import shared_rows
+from quire.branches.row_extension import Extension, extensions
+from quire.executor.arguments import CallItem
+from quire.executor.cache import KVCache
+from quire.types import LogitsWanted
+
+
+def place(pool: CachePool, item: CallItem, wanted: LogitsWanted, *, share: bool) -> tuple[CallItem, KVCache]:
+    """Return what of a prompt must run, and the cache that it goes to. ``share``: a fresh cache may
+    begin with what live caches hold of the prompt."""
+    if item.cache is not None:
+        return item, item.cache
+    limits = [0] * item.batch_size
+    if share and wanted != "all" and item.asked == LOGITS_ONLY:
+        limits = [ids.size - (wanted == "last") for ids in item.tokens]
+    rows, starts = shared_rows(pool, item.tokens, limits, item.adapter, item.positions)
+    cache = KVCache(pool, rows, capacity=pool.facts.max_model_len, dynamic=False)
+    tokens = tuple(ids[start:] for ids, start in zip(item.tokens, starts, strict=True))
+    positions = tuple(
+        None if given is None else given[start:] for given, start in zip(item.positions, starts, strict=True)
+    )
+    return replace(item, cache=cache, starts=starts, tokens=tokens, positions=positions), cache
+
+
+def rows_to_extend(placed: Sequence[tuple[CallItem, KVCache]], verb: str) -> list[Extension]:
+    """Return the rows of all items, to be extended; errors name one of several items."""
+    return [
+        part
+        for index, (item, cache) in enumerate(placed)
+        for part in extensions(
+            cache,
+            item.starts,
+            [ids.size for ids in item.tokens],
+            f"{verb} item {index}" if len(placed) > 1 else "",
+            item.adapter,
+            item.positions,
+        )
+    ]
