@@ -18,6 +18,7 @@ from quire.branches.branch import Branch
 from quire.branches.cache_pool import CachePool
 from quire.branches.going_back import why_fixed
 from quire.branches.history import Ids
+from quire.branches.media import NO_MEDIA
 from quire.branches.row import Pending, Row
 from quire.errors import NotFound, QuireError
 from quire.signatures import checks_arguments
@@ -242,6 +243,7 @@ def become_fork(cache: CacheRows, branch: Branch, *, private: bool) -> None:
     (seq,) = cache.pool.fork([branch.seq])
     fresh = Row(seq=seq)
     fresh.become(branch, length, seq)
+    fresh.tokens.media = NO_MEDIA  # a cache does not keep embeddings
     fresh.mark, fresh.origin = None, replace(branch.origin, private=private)
     cache.replace_content([fresh])
     cache.capacity = max(cache.capacity, length)
