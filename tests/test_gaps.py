@@ -103,8 +103,8 @@ def test_a_session_with_a_window_that_is_preempted_keeps_its_window(tmp_path: Pa
     for preempted in (False, True):
         llm = LLM(checkpoint.path, device="cpu", dtype="float32", kv_cache_memory=400 * BYTES_PER_TOKEN, page_size=4)
         engine = engine_of(llm)
-        engine.states.tier.capacity = 2**30 if kept else 0
-        engine.states.tier.worth_moving = lambda *_, **__: True
+        engine.branches.tier.capacity = 2**30 if kept else 0
+        engine.branches.tier.worth_moving = lambda *_, **__: True
         session = llm.session(prompt, window=20, sink=3)
         stream = session.stream(greedy(25))
         tokens = [token for _ in range(after) for token in next(stream).token_ids]
@@ -113,7 +113,7 @@ def test_a_session_with_a_window_that_is_preempted_keeps_its_window(tmp_path: Pa
             engine.scheduler.preempt(work)
         tokens += [token for delta in stream for token in delta.token_ids]
         if preempted and not after:
-            engine.states.drop(session._state)
+            engine.branches.drop(session._state)
         tokens += session.generate(greedy(10)).outputs[0].token_ids
         assert engine.runner.state.num_used_pages < 45 // 4, "the window lets go of pages"
         found.append(tokens)

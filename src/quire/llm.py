@@ -35,7 +35,7 @@ from quire.engine.prompts import Prompt, Prompts
 from quire.engine.request_checks import checked_window
 from quire.engine.request_preparation import Messages as Messages
 from quire.engine.request_preparation import RequestPreparation, cache_key
-from quire.engine.sequence_request import SequenceRequest, SessionState
+from quire.engine.sequence_request import SequenceRequest, SessionBranch
 from quire.engine.session import Session
 from quire.engine.session_labels import checked_labels, checked_name
 from quire.errors import InvalidArgument
@@ -290,7 +290,7 @@ class LLM(RequestPreparation):
         # Under the lock the adapter stays loaded until the session is known to use it.
         with self._engine.lock:
             held = TokenHistory(tokens, media)
-            state = SessionState(tokens=held, key=key, pinned=pin, window=kept, adapter=self._adapter(adapter))
+            state = SessionBranch(tokens=held, key=key, pinned=pin, window=kept, adapter=self._adapter(adapter))
             if tokens.size:
                 self._engine.checks_of(state).length(tokens.size, None)
             session = self._session(state, called, labelled)
@@ -302,7 +302,7 @@ class LLM(RequestPreparation):
         return session
 
     def _session(
-        self, state: SessionState, name: str | None = None, labels: Mapping[str, str] | None = None
+        self, state: SessionBranch, name: str | None = None, labels: Mapping[str, str] | None = None
     ) -> Session:
         session = Session(
             self._engine,

@@ -348,7 +348,7 @@ def test_cached_prefixes_belong_to_fingerprints(world: World) -> None:
     pool.unload(world.ids["one"])
     world.ids["one"] = pool.load(world.oracle.adapters["two"])
     assert world.submit(PROMPT, "one", greedy(3))[0].work.key == prefix_key(
-        cache_key(None), BASE.then(0, world.ids["two"]), world.engine.states.fingerprint_of
+        cache_key(None), BASE.then(0, world.ids["two"]), world.engine.branches.fingerprint_of
     )
     world.engine.fail_all(QuireError("enough"))
     world.ids["one"] = pool.load(gone)
@@ -432,7 +432,7 @@ def test_nobody_waits_for_adapters_of_those_who_came_later(
     session = world.session(random_tokens(40), None)
     session.use_adapter("one")
     session.append(random_tokens(20, seed=3))
-    world.engine.states.drop(session._state)
+    world.engine.branches.drop(session._state)
     world.engine.reset_prefix_cache()
     older = world.engine.submit(np.array(session.tokens), greedy(2), session=session._state)[0]
     younger = world.submit(random_tokens(5, seed=9), "two", greedy(100))[0]
@@ -667,7 +667,7 @@ def test_sessions_and_the_prefix_cache(world: World) -> None:
 def squeeze_sessions(world: World, session: Session) -> None:
     """Drop the state of one session."""
     with world.engine.lock:
-        world.engine.states.drop(session._state)
+        world.engine.branches.drop(session._state)
 
 
 def test_a_chat_that_parts_from_the_session(world: World) -> None:

@@ -421,7 +421,7 @@ def test_interrupt(make_llm: MakeLLM, llama: Checkpoint, monkeypatch: pytest.Mon
     with pytest.raises(KeyboardInterrupt):
         llm.beam_search([PROMPT, random_tokens(7)], beams(4, 9))
     check(llm)
-    assert not engine.states.sessions
+    assert not engine.branches.sessions
     engine.run(other)
     assert other[0].output_ids == llama.greedy(random_tokens(9), 20)
 
@@ -450,4 +450,4 @@ def test_no_leak_over_many_searches(make_llm: MakeLLM, llama: Checkpoint) -> Non
     for seed in range(8):
         llm.beam_search([random_tokens(20, seed=seed), random_tokens(7, seed=seed)], beams(3, 4))
         check(llm)
-        assert not engine_of(llm).states.sessions
+        assert not engine_of(llm).branches.sessions

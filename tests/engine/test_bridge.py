@@ -301,7 +301,7 @@ def test_adapters_of_each_token(python_llm: LLM) -> None:
         with python_llm.session(cache=source) as other:
             assert (other.adapter, other._state.runs) == ("docs", runs)
             # Computed again from its tokens, each under its own.
-            engine_of(python_llm).states.drop(other._state)
+            engine_of(python_llm).branches.drop(other._state)
             assert other.generate(greedy(6)).outputs[0].token_ids == found
     session.close()
     python_llm.unload_adapter("docs")
@@ -545,10 +545,10 @@ def test_files_of_caches_that_are_no_sessions(
 ) -> None:
     data = small.session(PROMPT).as_cache().serialize()
     assert small.session_from_bytes(altered(data, exact=None, modified=None)).tokens == PROMPT, "older files"
-    before = (free_pages(small), len(engine_of(small).states.sessions))
+    before = (free_pages(small), len(engine_of(small).branches.sessions))
     with pytest.raises(error, match=match):
         small.session_from_bytes(altered(data, **changes))
-    assert (free_pages(small), len(engine_of(small).states.sessions)) == before
+    assert (free_pages(small), len(engine_of(small).branches.sessions)) == before
 
 
 # -- refusals --------------------------------------------------------------------------------------------------
@@ -562,7 +562,7 @@ def test_what_is_refused_leaves_no_trace(small: LLM, make_llm: MakeLLM, llama: C
     unknown = small.session(PROMPT).as_cache()
     forget_tokens(unknown.rows[0])
     foreign = make_llm(llama).session(PROMPT).as_cache()
-    sessions = len(engine_of(small).states.sessions)
+    sessions = len(engine_of(small).branches.sessions)
     before = (free_pages(small), len(small.executor.pool.caches), list(engine_of(small).runner.state.table.ids))
     for error, match, options in (
         (InvalidArgument, "KV cache or a handle", {"cache": 3}),
@@ -586,7 +586,7 @@ def test_what_is_refused_leaves_no_trace(small: LLM, make_llm: MakeLLM, llama: C
         with pytest.raises(error, match=match):
             session.as_cache(**given)
     assert (free_pages(small), len(small.executor.pool.caches), list(engine_of(small).runner.state.table.ids)) == before
-    assert len(engine_of(small).states.sessions) == sessions
+    assert len(engine_of(small).branches.sessions) == sessions
     assert session.as_cache(capacity=40).num_entries == 40
     assert session.as_cache(dynamic=True).num_entries == 40
     stream = session.stream(greedy(5))
@@ -648,7 +648,7 @@ def test_pinned_and_dropped(make_llm: MakeLLM, llama: Checkpoint) -> None:
     cache.release()
     assert not other.pinned
     dropped = llm.session(random_tokens(20, seed=3))
-    engine_of(llm).states.drop(dropped._state)
+    engine_of(llm).branches.drop(dropped._state)
     assert dropped.as_cache().token_ids(0).tolist() == dropped.tokens, "computed again"
 
 

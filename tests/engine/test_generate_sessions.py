@@ -83,7 +83,7 @@ def refused(llm: LLM, kind: type[QuireError], message: str, *arguments: Any, **o
     assert not recorder.steps
     assert not engine._by_id
     assert set(engine.runner.state.table.ids) == sequences
-    assert not any(state.busy for state in engine.states.sessions.values())
+    assert not any(state.busy for state in engine.branches.sessions.values())
 
 
 def test_refusals_come_before_anything_runs(make_llm: MakeLLM, llama: Checkpoint) -> None:

@@ -223,7 +223,7 @@ def assert_whole(bed: Bed, what: str) -> None:
     assert all(name.endswith(".quire") for name in left), f"{what}: {left}"
     bed.llm.reset_prefix_cache()
     state = engine.runner.state
-    assert not engine.states.sessions, f"{what}: {engine.states.sessions}"
+    assert not engine.branches.sessions, f"{what}: {engine.branches.sessions}"
     assert state.empty(), f"{what}: {state.num_used_pages} pages are left"
     state.check()
 
@@ -450,10 +450,10 @@ def test_what_nobody_holds_any_more_is_ended_by_the_next_step(
     next(stream)
     with engine.lock:
         del child, stream
-        assert len(engine.states.sessions) == 3
+        assert len(engine.branches.sessions) == 3
         assert other._state.busy
     engine.step()
-    assert len(engine.states.sessions) == 2
+    assert len(engine.branches.sessions) == 2
     assert not other._state.busy
     other.close()
     cache = bed.llm.executor.create_kv_cache()
@@ -526,7 +526,7 @@ def test_cancelled_tasks(model: Checkpoint, tmp_path: Path) -> None:
             await llm.reset_prefix_cache()
             engine.orphans.bury()
             assert not engine._by_id
-            assert not engine.states.sessions
+            assert not engine.branches.sessions
             assert state.empty()
             return cancelled
 

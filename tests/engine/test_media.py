@@ -173,7 +173,7 @@ def test_sessions_at_random(make_llm: MakeLLM, bed: Checkpoint, seed: int) -> No
             session.rewind(to=to)
             ids, rows = ids[:to], rows[: sum(one < 0 for one in ids[:to])]
         elif verb == "drop":
-            engine_of(llm).states.drop(session._state)
+            engine_of(llm).branches.drop(session._state)
             llm.reset_prefix_cache()
         held[number] = (session, ids, rows)
         assert session.tokens == ids
@@ -248,7 +248,7 @@ def test_windowed_sessions(small: LLM) -> None:
     session = small.session(image(IDS, rows), window=8, sink=2)
     found = session.generate(greedy(6)).outputs[0].token_ids
     assert found != small.session(image(IDS, rows_of(3, 1)), window=8, sink=2).generate(greedy(6)).outputs[0].token_ids
-    engine_of(small).states.drop(session._state)
+    engine_of(small).branches.drop(session._state)
     session.rewind(to=len(IDS))
     assert session.generate(greedy(6)).outputs[0].token_ids == found
 
@@ -294,7 +294,7 @@ def test_bad_prompts(small: LLM, prompt: Any, error: type[QuireError], match: st
         with pytest.raises(error, match=match):
             call()
     assert session.tokens == [1, 2, 3]
-    assert len(engine_of(small).states.sessions) == 1
+    assert len(engine_of(small).branches.sessions) == 1
     assert engine_of(small).scheduler.idle
 
 

@@ -19,9 +19,9 @@ def naive(llm: LLM) -> PageUse:
     """Page by page: whoever names it, the most demanding one decides."""
     engine = engine_of(llm)
     state, cache = engine.runner.state, engine.cache
-    sessions = list(engine.states.sessions.values())
+    sessions = list(engine.branches.sessions.values())
     pinned = {one.request.work.seq if one.request else one.seq for one in sessions if one.pinned or one.modified}
-    pinned |= engine.states.written()
+    pinned |= engine.branches.written()
     idle = {one.seq for one in sessions if not (one.request or one.pinned or one.modified)}
     cached = set() if cache is None else {seq for seq, entry in cache._entries.items() if not entry.live}
 
@@ -46,7 +46,7 @@ def naive(llm: LLM) -> PageUse:
         table = state.recurrent.table
         slots: dict[SeqId, set[int]] = {}
         for seq, states in table._sequences.items():
-            kept = states.kept.values() if seq in engine.states.written() else ()
+            kept = states.kept.values() if seq in engine.branches.written() else ()
             slots[seq] = {states.present, *states.nodes, *kept} - {-1}
         count(table.pool.num_pages, set(np.flatnonzero(table.pool.references).tolist()), slots)
     return PageUse(total=state.num_pages, **found)

@@ -23,7 +23,7 @@ from quire.engine.detokenizer import IncrementalDetokenizer
 from quire.engine.engine import Engine
 from quire.engine.request_book import DETOKENIZER_CONTEXT
 from quire.engine.request_outputs import by_token
-from quire.engine.sequence_request import SequenceRequest, SessionState
+from quire.engine.sequence_request import SequenceRequest, SessionBranch
 from quire.errors import InvalidArgument, QuireError
 from quire.interrupts import check, uninterrupted
 from quire.ops.sampling import RankedLogprob, TokenLogprobs, top_logprobs
@@ -55,7 +55,7 @@ class Beam:
     """A hypothesis that goes on, and the sequence that holds its state."""
 
     hypothesis: Hypothesis
-    state: SessionState
+    state: SessionBranch
     request: SequenceRequest | None = None
     rows: list[Tensor] = field(default_factory=list)
     """Logits of the next token, float32 ``[V]``, once they are there."""
@@ -89,7 +89,7 @@ class BeamSearch:
         self._ends = (frozenset() if params.ignore_eos else engine.eos_ids) | frozenset(params.stop_token_ids or ())
         self._stops = params.sampling().stop_strings
         self._beams: list[Beam] = []
-        self._states: list[SessionState] = []
+        self._states: list[SessionBranch] = []
         """All that are to be given back."""
         self._finished: list[Hypothesis] = []
         """By score, the best first."""
@@ -102,7 +102,7 @@ class BeamSearch:
         """Queue the prompt."""
         with self._engine.lock:
             self._engine.metrics.prompt_tokens.inc(self._prompt.size)
-            first = SessionState(tokens=TokenHistory(self._prompt), key=self._key, adapter=self._adapter)
+            first = SessionBranch(tokens=TokenHistory(self._prompt), key=self._key, adapter=self._adapter)
             self._states.append(first)
             self._run([Beam(Hypothesis(), first)])
 
@@ -130,9 +130,9 @@ class BeamSearch:
         if self._priority is None:
             work = requests[0].work
             self._priority, self._num_cached = work.priority, work.num_cached
-            state, states = self._beams[0].state, self._engine.states
+            state, branches = self._beams[0].state, self._engine.branches
             if state.seq is not None:
-                states.keep(state.seq, self._prompt, states.key_of(state))
+                branches.keep(state.seq, self._prompt, branches.key_of(state))
         following = self._choose()
         if self._is_over([hypothesis for _, hypothesis in following]):
             self.done = True
@@ -202,7 +202,7 @@ class BeamSearch:
         for parent, hypothesis in following:
             state = parent.state
             if parent in taken:
-                state = engine.states.fork(parent.state, len(parent.state.tokens))
+                state = engine.branches.fork(parent.state, len(parent.state.tokens))
                 self._states.append(state)
             taken.add(parent)
             beams.append(Beam(hypothesis, state))
@@ -245,7 +245,7 @@ class BeamSearch:
             kept = next(idle, None) if self._error is None else None
             if kept is not None and kept.seq is not None and cache is not None:
                 held = kept.tokens.ids[: kept.computed]
-                engine.states.remove_all(cache.insert(kept.seq, held, engine.states.key_of(kept)))
+                engine.branches.remove_all(cache.insert(kept.seq, held, engine.branches.key_of(kept)))
                 kept.seq, kept.computed = None, 0
             for state in self._states:
                 engine.forget(state)

@@ -2,7 +2,7 @@
 
 A recurrent layer keeps a state of fixed size, so a sequence can be forked and rewound only to
 positions at which a state was kept. Ends of prompts and turns are kept as forks
-(``SessionStates.keep``). Within long prompts and texts, states are kept here: every ``interval``
+(``SessionBranches.keep``). Within long prompts and texts, states are kept here: every ``interval``
 tokens, and where two prompts turned out to part. No chunk is cut for that: a step names the
 positions (``Chunk.checkpoints``), and the state keeps what it passes.
 

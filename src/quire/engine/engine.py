@@ -80,7 +80,7 @@ class Engine(RequestBook):
                     started = time.perf_counter()
                     ready = self._execute(scheduled)
                     seconds = time.perf_counter() - started
-                    self.states.tier.ran(
+                    self.branches.tier.ran(
                         scheduled.step.num_tokens, len(scheduled.step.chunks), seconds, waited=bool(ready)
                     )
                     changed += ready
@@ -123,7 +123,7 @@ class Engine(RequestBook):
         for work in self.scheduler.running:
             if work.seq is not None:
                 held = self.runner.state.sequence_length(work.seq)
-                work.computed = self.states.pop(work.seq, held, min(held, len(work.tokens) - 1))
+                work.computed = self.branches.pop(work.seq, held, min(held, len(work.tokens) - 1))
 
     def _cancel_pending(self) -> list[SequenceRequest]:
         changed: list[SequenceRequest] = []
@@ -181,13 +181,13 @@ class Engine(RequestBook):
         self.metrics.tokens_replayed.inc(work.num_replayed)
         if self.cache is not None and work.cacheable and work.seq is not None:
             held = work.tokens.ids[: work.computed]
-            self.states.remove_all(self.cache.insert(work.seq, held, work.key, live=True))
-            self.states.keep(work.seq, held, work.key)
+            self.branches.remove_all(self.cache.insert(work.seq, held, work.key, live=True))
+            self.branches.keep(work.seq, held, work.key)
 
     def _fork_sample(self, leader: SequenceRequest, sibling: SequenceRequest) -> SequenceRequest:
         if leader.work.seq is None:
             raise QuireError("a prompt was computed without a sequence")
-        sibling.work.seq, sibling.work.computed = self.states.fork_of(leader.work.seq), leader.work.computed
+        sibling.work.seq, sibling.work.computed = self.branches.fork_of(leader.work.seq), leader.work.computed
         sibling.work.num_cached, sibling.work.num_replayed = leader.work.num_cached, leader.work.num_replayed
         self._requests[sibling.work] = sibling
         self.scheduler.join(sibling.work)
@@ -201,7 +201,7 @@ class Engine(RequestBook):
             self.orphans.bury()
             requests = [request for samples in self._by_id.values() for request in samples if not request.finished]
             plain = {one.request_id for one in requests if one.session is None and adapter_id in one.work.runs.ids}
-            held = [*self.states.sessions.values(), *(one.session for one in requests if one.session is not None)]
+            held = [*self.branches.sessions.values(), *(one.session for one in requests if one.session is not None)]
             sessions = {id(one) for one in held if adapter_id in one.runs.ids}
             return users(len(plain), len(sessions))
 
@@ -211,17 +211,17 @@ class Engine(RequestBook):
         if self.cache is not None:
             with self.lock:
                 gone = self.cache.forget_keys(lambda key: isinstance(key, AdapterKey) and key.names(fingerprint))
-                self.states.remove_all(gone)
+                self.branches.remove_all(gone)
 
     def reset_prefix_cache(self) -> None:
         """Forget all finished sequences."""
         with self.lock:
-            self.states.clear_cache()
+            self.branches.clear_cache()
 
     def page_use(self) -> PageUse:
         """Count the pages by their kinds of owners, now."""
         with self.lock:
-            return page_use(self.runner.state, self.states, self.cache)
+            return page_use(self.runner.state, self.branches, self.cache)
 
     def snapshot(self) -> dict[str, float]:
         """Return all metrics by name, gauges as of now."""
@@ -244,7 +244,7 @@ class Engine(RequestBook):
                 (metrics.adapter_transfers, self.runner.adapters.loads),
             ):
                 counter.inc(value - counter.value)
-            return metrics.snapshot() | self.states.tier.snapshot()
+            return metrics.snapshot() | self.branches.tier.snapshot()
 
     def shutdown(self) -> None:
         """Cancel what runs, give all pages back, and accept nothing from now on."""
@@ -254,6 +254,6 @@ class Engine(RequestBook):
         with self.lock:
             for samples in list(self._by_id.values()):
                 self.end(samples)
-            for session in list(self.states.sessions.values()):
+            for session in list(self.branches.sessions.values()):
                 self.forget(session)
             self.reset_prefix_cache()

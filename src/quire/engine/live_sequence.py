@@ -17,7 +17,7 @@ from quire.contracts.executor import ExecutorInputs
 from quire.engine.chat_turns import ChatTurns
 from quire.engine.engine import Engine
 from quire.engine.prompts import Prompt, read_prompt
-from quire.engine.sequence_request import SequenceRequest, SessionState
+from quire.engine.sequence_request import SequenceRequest, SessionBranch
 from quire.engine.session_labels import Labelled
 from quire.engine.session_repr import session_repr
 from quire.engine.token_ids import as_token_ids
@@ -38,7 +38,7 @@ class LiveSequence(Labelled):
     def __init__(
         self,
         engine: Engine,
-        state: SessionState,
+        state: SessionBranch,
         *,
         identity: ModelIdentity,
         defaults: Callable[[], SamplingParams],
@@ -51,14 +51,14 @@ class LiveSequence(Labelled):
         self._engine = engine
         self._executor = executor
         if adapters is None:
-            adapters = Fingerprints(engine.states.fingerprint_of, engine.runner.adapters.find)
+            adapters = Fingerprints(engine.branches.fingerprint_of, engine.runner.adapters.find)
         self._names = adapters
         self._identity = identity
         self._defaults = defaults
         self._state = state
         self._turns = ChatTurns()
         with engine.lock:
-            engine.states.hold(state)
+            engine.branches.hold(state)
             self._end = partial(engine.forget, state)
             engine.orphans.watch(self, self._end)
             self._closed = False
@@ -149,18 +149,18 @@ class LiveSequence(Labelled):
         if not getattr(self, "_closed", True):
             self._engine.orphans.leave(self._end)
 
-    def _open(self, verb: str) -> SessionState:
+    def _open(self, verb: str) -> SessionBranch:
         if self._closed or self._engine.closed:
             what = "session" if self._closed else "LLM"
             raise FailedPrecondition(f"{verb}: the {what} is closed; make a new one")
         return self._state
 
-    def _idle(self, verb: str) -> SessionState:
+    def _idle(self, verb: str) -> SessionBranch:
         state = self._open(verb)
         self._engine.orphans.bury()  # an unreferenced stream among them
         if state.busy:
             raise FailedPrecondition(f"{verb}: the session is generating; finish or close its stream first")
-        self._engine.states.hold(state)
+        self._engine.branches.hold(state)
         return state
 
     def _tokenizer(self, verb: str) -> Tokenizer:
@@ -208,12 +208,12 @@ class LiveSequence(Labelled):
             if not len(self):
                 raise InvalidArgument("the session is empty; append at least one token to have a state")
             if state.seq is not None and state.computed > length:
-                engine.states.rewind(state, length)
+                engine.branches.rewind(state, length)
             request = self._submit_first(state.tokens.ids, length)
         if request is not None:
             self._wait(request)
 
-    def _computed(self, verb: str, length: int) -> SessionState:
+    def _computed(self, verb: str, length: int) -> SessionBranch:
         """Return the state after ``_catch_up``; ``FailedPrecondition`` if it was changed."""
         state = self._idle(verb)
         if (state.computed if state.seq is not None else 0) != length:
@@ -221,11 +221,11 @@ class LiveSequence(Labelled):
         return state
 
     @contextmanager
-    def _branch(self, verb: str) -> Iterator[SessionState]:
+    def _branch(self, verb: str) -> Iterator[SessionBranch]:
         """Fork the session's state for one call."""
         with self._engine.lock:
             state = self._idle(verb)
-            branch = self._engine.states.fork(state, len(self))
+            branch = self._engine.branches.fork(state, len(self))
         try:
             yield branch
         finally:

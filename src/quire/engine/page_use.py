@@ -9,7 +9,7 @@ from quire.branches.prefix_cache import RadixCache
 
 if TYPE_CHECKING:
     from quire.contracts.kv_state import ModelState
-    from quire.engine.session_states import SessionStates
+    from quire.engine.session_branches import SessionBranches
 
 
 OWNERS = ("free", "evictable", "held", "pinned")
@@ -38,7 +38,7 @@ class PageUse:
         return (self.held + self.pinned) / self.total if self.total else 0.0
 
 
-def page_use(state: ModelState, sessions: SessionStates, cache: RadixCache | None) -> PageUse:
+def page_use(state: ModelState, sessions: SessionBranches, cache: RadixCache | None) -> PageUse:
     """Count the pages as they are now. Call it under the engine's lock, between forwards. Cost
     O(pages, sequences, and entries of page tables), in NumPy."""
     written = sessions.written()

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from quire.engine.sequence_request import PinAccount, SessionState
+from quire.engine.sequence_request import PinAccount, SessionBranch
 from quire.errors import PoolExhausted, QuotaExceeded
 from quire.kv.windows import Window
 from quire.types import SeqId
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 class Pins:
     """Counts what the pinned ones of ``sessions`` hold. The caller holds the engine's lock."""
 
-    def __init__(self, state: ModelState, sessions: Mapping[int, SessionState], step: int) -> None:
+    def __init__(self, state: ModelState, sessions: Mapping[int, SessionBranch], step: int) -> None:
         """Watch ``sessions``; a forward has ``step`` tokens at most."""
         self._state = state
         self._sessions = sessions
         self._step = step
 
-    def check(self, session: SessionState, length: int, account: PinAccount | None) -> None:
+    def check(self, session: SessionBranch, length: int, account: PinAccount | None) -> None:
         """Refuse ``length`` tokens for a session pinned for ``account``: ``QuotaExceeded`` beyond
         its account's share, ``PoolExhausted`` beyond that of all. None allows anything."""
         if account is None:
@@ -38,7 +38,7 @@ class Pins:
         self._require(pinned, session, length, account.total, own=False)
 
     def _require(
-        self, others: Sequence[SessionState], session: SessionState, length: int, share: float, *, own: bool
+        self, others: Sequence[SessionBranch], session: SessionBranch, length: int, share: float, *, own: bool
     ) -> None:
         wanted = self._held([*others, session])
         for one, goal in [*((one, _goal(one)) for one in others), (session, length)]:
@@ -56,11 +56,11 @@ class Pins:
                 f"all pinned sessions would hold {pages} of {size} pages, and may hold {allowed}; try again later, or do without pin"
             )
 
-    def _held(self, sessions: Sequence[SessionState]) -> list[int]:
+    def _held(self, sessions: Sequence[SessionBranch]) -> list[int]:
         kept = [seq for one in sessions if one.modified for seq in _sequences(one)]
         return self._state.pages_held([seq for one in sessions for seq in _sequences(one)], kept)
 
-    def _growth(self, session: SessionState, length: int) -> list[int]:
+    def _growth(self, session: SessionBranch, length: int) -> list[int]:
         """Return the pages of each pool that a session takes at most up to ``length`` tokens."""
         if length <= session.computed and session.seq is not None:
             return [0] * len(self._state.pool_sizes())
@@ -72,13 +72,13 @@ class Pins:
         return [max(0, end - have) + copied for end, have in zip(most, self._held([session]), strict=True)]
 
 
-def _sequences(session: SessionState) -> list[SeqId]:
+def _sequences(session: SessionBranch) -> list[SeqId]:
     request = session.request
     found = [session.seq] if request is None else [request.work.seq, request.way_back]
     return [seq for seq in found if seq is not None]
 
 
-def _goal(session: SessionState) -> int:
+def _goal(session: SessionBranch) -> int:
     """Return the tokens of whose state a session has when its request ends."""
     request = session.request
     if request is None:

@@ -24,8 +24,8 @@ from quire.engine.request_checks import RequestChecks
 from quire.engine.sampling_step import SamplingStep
 from quire.engine.scheduled_request import ScheduledRequest
 from quire.engine.scheduler import Limits, Scheduler
-from quire.engine.sequence_request import OnLogits, SequenceRequest, SessionState
-from quire.engine.session_states import SessionStates, media_of
+from quire.engine.sequence_request import OnLogits, SequenceRequest, SessionBranch
+from quire.engine.session_branches import SessionBranches, media_of
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import FailedPrecondition, InvalidArgument, QuireError
 from quire.interrupts import Lock
@@ -87,11 +87,13 @@ class RequestBook:
         self.sampling = SamplingStep(
             eos_ids=self.eos_ids, grammars=self.grammars, metrics=self.metrics, finish=self._finish, fail=self._fail
         )
-        self.states = SessionStates(runner, cache=self.cache, tier=self.host, metrics=self.metrics)
-        self.pins = Pins(runner.state, self.states.sessions, limits.max_num_batched_tokens)
+        self.branches = SessionBranches(runner, cache=self.cache, tier=self.host, metrics=self.metrics)
+        self.pins = Pins(runner.state, self.branches.sessions, limits.max_num_batched_tokens)
         self.checkpoints = None
         if runner.state.recurrent_ids:
-            self.checkpoints = Checkpoints(runner.state, checkpoint_interval, apply=self.states.apply, ages=self._ages)
+            self.checkpoints = Checkpoints(
+                runner.state, checkpoint_interval, apply=self.branches.apply, ages=self._ages
+            )
         self._forgets = (
             "windows have let go of what a continuation at {0} would need, and the nearest position that is held is {1}"
         )
@@ -114,7 +116,7 @@ class RequestBook:
         self.scheduler = Scheduler(
             runner.state,
             limits=limits,
-            apply=self.states.apply,
+            apply=self.branches.apply,
             reclaim=runner.room.make,
             new_seq=runner.new_seq,
             cache=self.cache,
@@ -124,7 +126,7 @@ class RequestBook:
         )
         runner.room.join(self)
 
-    def checks_of(self, session: SessionState | None) -> RequestChecks:
+    def checks_of(self, session: SessionBranch | None) -> RequestChecks:
         """Return the limits for a session's tokens. With a window neither the context nor the pool
         ends them, if the model's positions are rotations (only differences count) or it has
         none."""
@@ -139,7 +141,7 @@ class RequestBook:
         *,
         request_id: str | None = None,
         key: Hashable = None,
-        session: SessionState | None = None,
+        session: SessionBranch | None = None,
         adapter: int | None = None,
         media: Media = NO_MEDIA,
     ) -> list[SequenceRequest]:
@@ -176,7 +178,7 @@ class RequestBook:
             if session is not None:
                 self.pins.check(session, final_length(tokens.size, params.max_tokens, limit), session.account)
             runs = BASE.then(0, adapter)
-            prefix = self.states.prefix_key(key, runs)
+            prefix = self.branches.prefix_key(key, runs)
             name = self._name(request_id)
             prompt = TokenHistory(tokens, media)
             samples = [
@@ -190,14 +192,14 @@ class RequestBook:
                 leader.work.wants, leader.work.fresh_from = "all", 0
             if session is not None:
                 if params.prompt_logprobs is not None:
-                    self.states.drop(session)
-                self.states.lend(session, leader)
+                    self.branches.drop(session)
+                self.branches.lend(session, leader)
             self._enqueue(leader, samples)
             return samples
 
     def submit_run(
         self,
-        session: SessionState,
+        session: SessionBranch,
         tokens: NDArray[np.int64],
         *,
         tail: Sequence[int] = (),
@@ -225,7 +227,7 @@ class RequestBook:
                 fresh_from=fresh_from,
             )
             request = SequenceRequest(self._name(None), work, len(tokens), None, tail=tuple(tail), on_logits=on_logits)
-            self.states.lend(session, request)
+            self.branches.lend(session, request)
             self._enqueue(request, [request], priority)
             return request
 
@@ -306,12 +308,12 @@ class RequestBook:
                 for request in samples:
                     self._fail(request, error)
 
-    def forget(self, session: SessionState) -> None:
+    def forget(self, session: SessionBranch) -> None:
         """End what a closed session does, and give its pages back."""
         with self.lock:
             if session.request is not None:
                 self._finish(session.request, "cancelled")
-            self.states.forget(session)
+            self.branches.forget(session)
 
     def _fail(self, request: SequenceRequest, error: QuireError) -> SequenceRequest:
         if request.finished:
@@ -344,10 +346,10 @@ class RequestBook:
             self.metrics.request_success.inc(reason)
             self.metrics.e2e_request_latency.observe(request.finished_at - request.arrival)
         if request.session is not None:
-            self.states.settle(request.session, request)
+            self.branches.settle(request.session, request)
         else:
             self._release(request)
-        self.states.tier.discard(request.work)
+        self.branches.tier.discard(request.work)
         if all(sample.finished for sample in self._by_id.get(request.request_id, ())):
             self._by_id.pop(request.request_id, None)
 
@@ -357,9 +359,9 @@ class RequestBook:
         if work.seq is None:
             return
         if self.cache is None or not work.cacheable or not work.computed:
-            self.states.remove(work.seq)
+            self.branches.remove(work.seq)
         else:
-            self.states.remove_all(self.cache.insert(work.seq, work.tokens.ids[: work.computed], work.key))
+            self.branches.remove_all(self.cache.insert(work.seq, work.tokens.ids[: work.computed], work.key))
         work.seq = None
 
     def give_up(self, rank: Rank) -> bool:
@@ -371,23 +373,23 @@ class RequestBook:
             case Rank.SCARCE_STATES:
                 return kept is not None and not self.runner.state.num_available_states and kept.give_up()
             case Rank.PREFIXES:
-                return self.states.evict()
+                return self.branches.evict()
             case Rank.IDLE:
-                return self.states.drop_idle()
+                return self.branches.drop_idle()
             case Rank.STATES:
                 return kept is not None and kept.give_up()
 
     def loose(self) -> set[SeqId]:
         """Return the sequences that it could give up, as a ``Giver``."""
-        return self.states.loose()
+        return self.branches.loose()
 
     def _ages(self) -> dict[SeqId, int]:
         """Return the engine's sequences and when each was used, without those of written states."""
         ages = {} if self.cache is None else self.cache.ages()
         in_use = len(ages)
-        ages |= {one.seq: in_use for one in self.states.sessions.values() if one.seq is not None}
+        ages |= {one.seq: in_use for one in self.branches.sessions.values() if one.seq is not None}
         works = (*self.scheduler.running, *self.scheduler.waiting)
         ages |= {work.seq: in_use for work in works if work.seq is not None}
-        for seq in self.states.written():
+        for seq in self.branches.written():
             ages.pop(seq, None)
         return ages

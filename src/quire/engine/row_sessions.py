@@ -12,11 +12,11 @@ from quire.branches.going_back import require_again
 from quire.branches.row import are_indices
 from quire.branches.saved_rows import NO_POSITIONS, other_eviction
 from quire.engine.engine import Engine
-from quire.engine.sequence_request import SessionState
+from quire.engine.sequence_request import SessionBranch
 from quire.errors import InvalidArgument, NotFound, Unsupported
 
 
-def fork_to_session(engine: Engine, cache: CacheRows, picked: int, length: int) -> SessionState:
+def fork_to_session(engine: Engine, cache: CacheRows, picked: int, length: int) -> SessionBranch:
     """Return a session's state that is a fork of the first ``length`` tokens of a cache's row.
 
     The session goes on under the adapter of its last token, and shares no prefix with others. Call
@@ -38,7 +38,7 @@ def fork_to_session(engine: Engine, cache: CacheRows, picked: int, length: int) 
         raise Unsupported(f"row {picked} {other_eviction(source.window)}")
     # A key of its own: a row's past (files, other dtypes, writes) makes it no other prompt's
     # prefix.
-    state = SessionState(key=("cache", engine.runner.new_seq()))
+    state = SessionBranch(key=("cache", engine.runner.new_seq()))
     state.become(source, length, None)
     state.adapter = state.runs.at(max(length - 1, 0))
     engine.checks.history(state.tokens.ids)
@@ -53,5 +53,5 @@ def fork_to_session(engine: Engine, cache: CacheRows, picked: int, length: int) 
         require_again(kv, source, position, length, loaded, f"row {picked}: ", since=0)
     state.mark = None
     if position:
-        state.seq, state.computed = engine.states.fork_of(source.seq, position), position
+        state.seq, state.computed = engine.branches.fork_of(source.seq, position), position
     return state

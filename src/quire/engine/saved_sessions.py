@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quire.branches.saved_rows import NO_POSITIONS, SESSION, load_row, other_eviction, read_rows
 from quire.engine.engine import Engine
-from quire.engine.sequence_request import SessionState
+from quire.engine.sequence_request import SessionBranch
 from quire.errors import DataLoss, FailedPrecondition, InvalidArgument, ResourceExhausted, Unsupported
 from quire.kv import sequencefile
 from quire.kv.state_schema import check_metadata
@@ -28,13 +28,13 @@ MOST_ROWS = 16
 """Rows that a KV cache may have of which one is loaded as a session."""
 
 
-def save(engine: Engine, state: SessionState, identity: ModelIdentity, path: Path) -> None:
+def save(engine: Engine, state: SessionBranch, identity: ModelIdentity, path: Path) -> None:
     metadata, plan, tensors = parts(engine, state, identity)
     size = write_state(path, metadata, plan, tensors)
     engine.metrics.state_bytes_saved.inc(size)
 
 
-def to_bytes(engine: Engine, state: SessionState, identity: ModelIdentity) -> bytes:
+def to_bytes(engine: Engine, state: SessionBranch, identity: ModelIdentity) -> bytes:
     metadata, plan, tensors = parts(engine, state, identity)
     data = container_bytes(metadata, plan, tensors)
     engine.metrics.state_bytes_saved.inc(len(data))
@@ -42,7 +42,7 @@ def to_bytes(engine: Engine, state: SessionState, identity: ModelIdentity) -> by
 
 
 def parts(
-    engine: Engine, state: SessionState, identity: ModelIdentity
+    engine: Engine, state: SessionBranch, identity: ModelIdentity
 ) -> tuple[dict[str, Any], list[TensorSpec], Iterator[tuple[str, Tensor]]]:
     """Return metadata, plan and tensors of a session. ``Unsupported`` if it is longer than ``load``
     takes, ``FailedPrecondition`` if more than its last token is not computed."""
@@ -50,7 +50,7 @@ def parts(
         raise FailedPrecondition(
             "the session's state was dropped while it was to be saved, for the pool is short; call again"
         )
-    runs, tokens = written(state.runs, engine.states.fingerprint_of), state.tokens.ids.tolist()
+    runs, tokens = written(state.runs, engine.branches.fingerprint_of), state.tokens.ids.tolist()
     for count, most, what in (
         (len(tokens), _longest(engine), "tokens"),
         (len(runs), MOST_RUNS, "changes of its adapter"),
@@ -96,7 +96,7 @@ def _longest(engine: Engine) -> int:
 
 def load(
     engine: Engine, file: StateFile, identity: ModelIdentity, *, convert_dtype: bool, row: int | None = None
-) -> SessionState:
+) -> SessionBranch:
     """Load a saved session, or a row of a saved KV cache, into the pool. Everything is checked
     before the pool is touched."""
     picked = _picked(file, row)
@@ -121,7 +121,7 @@ def load(
             "the last, is expected"
         )
     # A key of its own: state from a file, perhaps of another dtype, is no other prompt's prefix.
-    state = SessionState(key=("loaded", engine.runner.new_seq()), adapter=saved.runs.runs[-1][1])
+    state = SessionBranch(key=("loaded", engine.runner.new_seq()), adapter=saved.runs.runs[-1][1])
     saved.fill(state, saved.total)
     engine.checks.history(state.tokens.ids)
     if saved.total:

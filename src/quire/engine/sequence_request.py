@@ -36,7 +36,7 @@ class SequenceRequest:
     num_prompt: int
     params: SamplingParams | None
     index: int = 0
-    session: SessionState | None = None
+    session: SessionBranch | None = None
     """The sequence's owner, which gets it back when the request ends."""
     shared: int = 0
     """Tokens that the prompt has in common with ``session``, run under the same adapters."""
@@ -103,7 +103,7 @@ class PinAccount:
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
-class SessionState(Branch):
+class SessionBranch(Branch):
     """What a session is between its requests."""
 
     key: Hashable

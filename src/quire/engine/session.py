@@ -22,7 +22,7 @@ from quire.engine.chat_rendering import encode_chat
 from quire.engine.chat_turns import Asked, ReadAnswer
 from quire.engine.prompts import Prompt, Text
 from quire.engine.request_outputs import request_output
-from quire.engine.sequence_request import PinAccount, SequenceRequest, SessionState
+from quire.engine.sequence_request import PinAccount, SequenceRequest, SessionBranch
 from quire.engine.session_stream import PreparedTurn, SessionStream
 from quire.engine.state_access import StateAccess
 from quire.engine.token_ids import is_integer
@@ -139,7 +139,7 @@ class Session(StateAccess):
             if name is not None and not isinstance(name, str):
                 raise InvalidArgument(field="name", given=name, allowed="the name of an adapter or None")
             adapter = None if name is None else self._names.id_of(name)
-            self._engine.states.change(state, len(self), adapter)
+            self._engine.branches.change(state, len(self), adapter)
 
     # -- probabilities -----------------------------------------------------------------------------
 
@@ -191,7 +191,7 @@ class Session(StateAccess):
         with self._branch("score") as branch:
             # The session's last token and all scored ones but the last give the logits of the next.
             first = len(branch.tokens) - 1
-            self._engine.states.rewind(branch, first)
+            self._engine.branches.rewind(branch, first)
             scores = [0.0] * int(new.size)
 
             def read(position: int, rows_RV: Tensor) -> None:
@@ -224,8 +224,8 @@ class Session(StateAccess):
             children = [self._child(state, length) for _ in range(1 if n is None else n)]
             return children[0] if n is None else children
 
-    def _child(self, parent: SessionState, length: int) -> Session:
-        state = self._engine.states.fork(parent, length)
+    def _child(self, parent: SessionBranch, length: int) -> Session:
+        state = self._engine.branches.fork(parent, length)
         state.pinned, state.account = parent.pinned, parent.account
         if length == len(self) and parent.logits is not None:
             state.logits = parent.logits.clone()
@@ -253,7 +253,7 @@ class Session(StateAccess):
                 raise InvalidArgument(f"rewind takes to= or n=, one of them; got to={to!r}, n={n!r}", field="to")
             length = self._position("to", to) if to is not None else len(self) - self._position("n", n)
             cost = self._cost(length)
-            self._engine.states.change(state, length, state.adapter)
+            self._engine.branches.change(state, length, state.adapter)
             self._turns.cut(length)
             self._engine.metrics.rewinds.inc()
             self._engine.metrics.tokens_replayed.inc(cost)
@@ -274,14 +274,14 @@ class Session(StateAccess):
         return int(value)  # type: ignore[call-overload, no-any-return]
 
     def _cost(self, length: int) -> int:
-        state, states = self._state, self._engine.states
+        state, branches = self._state, self._engine.branches
         # The last token there may have run under another adapter than the next ones will.
         same = state.runs.agreed(runs_of_session(state.runs, length, state.adapter), length)
         if state.seq is None:
-            held = self._engine.states.tier.reach(state, same)
+            held = self._engine.branches.tier.reach(state, same)
             return max(0, min(length, len(self) - 1) - held) if held else length
-        kept = states.reach(state, same)
-        if kept < min(same, state.computed) and (found := states.found(state, same)) is not None:
+        kept = branches.reach(state, same)
+        if kept < min(same, state.computed) and (found := branches.found(state, same)) is not None:
             # It is not kept; the prefix cache may have a sequence that is nearer.
             kept = max(kept, found[1])
         # The last token may never have run; then it does not run again either.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from quire.engine.engine import Engine
-    from quire.engine.sequence_request import SessionState
+    from quire.engine.sequence_request import SessionBranch
 
 SHOWN = 24
 """Characters of each end of a text that are shown."""
@@ -15,7 +15,7 @@ DECODED = 32
 """Tokens of each end that are decoded for that."""
 
 
-def session_repr(engine: Engine, state: SessionState, *, closed: bool, name: str | None = None) -> str:
+def session_repr(engine: Engine, state: SessionBranch, *, closed: bool, name: str | None = None) -> str:
     """Return name, length, pages and both ends of the text, escaped, on one line.
 
     It never raises and never waits: what cannot be had now (pages while a step runs, text without a
@@ -37,7 +37,7 @@ def _tried(part: Callable[[], list[str]]) -> list[str]:
         return []
 
 
-def _pages(engine: Engine, state: SessionState) -> list[str]:
+def _pages(engine: Engine, state: SessionBranch) -> list[str]:
     if not engine.lock.acquire(blocking=False):
         return ["generating"] if state.busy else []
     try:
@@ -48,7 +48,7 @@ def _pages(engine: Engine, state: SessionState) -> list[str]:
     return [f"{held} pages ({shared} shared)"] + (["generating"] if state.busy else [])
 
 
-def _text(engine: Engine, state: SessionState) -> list[str]:
+def _text(engine: Engine, state: SessionBranch) -> list[str]:
     if engine.tokenizer is None:
         return []
     ids = [token for token in state.tokens.ids.tolist() if token >= 0]  # others stand for embeddings

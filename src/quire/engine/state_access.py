@@ -143,7 +143,7 @@ class StateAccess(LiveSequence):
             # Keep the states before the last token: for its logits it runs again, after the write.
             self._catch_up("set_kv", length - 1)
             with engine.lock:
-                engine.states.anchor(self._computed("set_kv", length - 1))
+                engine.branches.anchor(self._computed("set_kv", length - 1))
         if not recurrent:
             self._catch_up("set_kv", length)
         with engine.lock:
@@ -153,7 +153,7 @@ class StateAccess(LiveSequence):
                     f"set_kv: before its only token the session has no state of layer {layer} of its own; append a token"
                 )
             found = layer_memory.checked(engine.runner.state, state.seq, layer, start, count, tensors)
-            engine.states.overwrite(state, layer, start, found)
+            engine.branches.overwrite(state, layer, start, found)
 
     def _layer_spec(self, layer: int) -> LayerSpec:
         if not is_integer(layer):

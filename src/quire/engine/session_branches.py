@@ -1,4 +1,4 @@
-"""Sequences that outlive a request: the states of sessions, and the prefix cache's sequences.
+"""Branches that outlive a request: those of sessions, and the sequences of the prefix cache.
 
 A session's sequence is lent to each request that works on it and settled when the request ends.
 What can be had again (a cached sequence, an idle session's state) is given up when the pool is
@@ -23,7 +23,7 @@ from quire.branches.media import Media
 from quire.branches.prefix_cache import RadixCache
 from quire.branches.tiers import Tier
 from quire.engine import layer_memory
-from quire.engine.sequence_request import SequenceRequest, SessionState
+from quire.engine.sequence_request import SequenceRequest, SessionBranch
 from quire.errors import QuireError, ResourceExhausted
 from quire.metrics import EngineMetrics
 from quire.runner.local import Runner
@@ -33,7 +33,7 @@ KEEP_TOKENS = 32
 """Tokens that a run without sampling must add for a fork of its end to be kept (a prompt's)."""
 
 
-def media_of(session: SessionState, tokens: NDArray[np.int64], media: Media) -> Media:
+def media_of(session: SessionBranch, tokens: NDArray[np.int64], media: Media) -> Media:
     """Return the embeddings for ``tokens`` on a session: its own and new ones.
     ``FailedPrecondition`` if one that must run is gone."""
     known = session.tokens.media | media
@@ -41,15 +41,15 @@ def media_of(session: SessionState, tokens: NDArray[np.int64], media: Media) -> 
     return known
 
 
-class SessionStates:
-    """The states of all sessions of one engine, beside the prefix cache of the same pool."""
+class SessionBranches:
+    """The branches of all sessions of one engine, beside the prefix cache of the same pool."""
 
     def __init__(self, runner: Runner, *, cache: RadixCache | None, tier: Tier, metrics: EngineMetrics) -> None:
         self.runner = runner
         self.cache = cache
         self.tier = tier
         self.metrics = metrics
-        self.sessions: dict[int, SessionState] = {}
+        self.sessions: dict[int, SessionBranch] = {}
         """By identity, least recently used first."""
 
     def apply(self, edit: Edit) -> None:
@@ -101,11 +101,11 @@ class SessionStates:
         """Return the prefix cache's key for tokens that run like this."""
         return prefix_key(salt, runs, self.fingerprint_of)
 
-    def key_of(self, session: SessionState) -> Hashable:
+    def key_of(self, session: SessionBranch) -> Hashable:
         """Return the prefix cache's key of what a session has computed."""
         return self.prefix_key(session.key, session.runs)
 
-    def _leave_other_key(self, session: SessionState, key: Hashable) -> None:
+    def _leave_other_key(self, session: SessionBranch, key: Hashable) -> None:
         """Let a session's sequence go on under ``key``. If the prefix cache knows it under another
         key, a fork of it takes its place there, for prompts with the old history."""
         seq = session.seq
@@ -116,15 +116,15 @@ class SessionStates:
         if length and self.runner.state.nearest_reachable(seq, length) == length:
             self.remove_all(self.cache.insert(self.fork_of(seq, length), session.tokens.ids[:length], old))
 
-    def hold(self, session: SessionState) -> None:
+    def hold(self, session: SessionBranch) -> None:
         """Remember a session, as the one used last."""
         self.sessions.pop(id(session), None)
         self.sessions[id(session)] = session
 
-    def fork(self, parent: SessionState, length: int) -> SessionState:
+    def fork(self, parent: SessionBranch, length: int) -> SessionBranch:
         """Return a session of the first ``length`` tokens, under the same adapter, with their state
         as far as there is one."""
-        child = SessionState(key=parent.key, adapter=parent.adapter)
+        child = SessionBranch(key=parent.key, adapter=parent.adapter)
         child.become(parent, length, None)
         child.runs = runs_of_session(parent.runs, length, parent.adapter)
         agreed = parent.runs.agreed(child.runs, length)
@@ -144,14 +144,14 @@ class SessionStates:
         self.apply(Fork(seq, fork, length))
         return fork
 
-    def reach(self, session: SessionState, length: int) -> int:
+    def reach(self, session: SessionBranch, length: int) -> int:
         """Return the computed tokens that a session keeps if it goes back to its first ``length``:
         fewer where a window has let go of some. ``FailedPrecondition`` if they cannot be computed
         again."""
         wanted = min(length, session.computed)
         return nearest(self.runner.state, session, wanted, self.runner.adapters.ids, "session: ")
 
-    def change(self, session: SessionState, length: int, adapter: int | None) -> None:
+    def change(self, session: SessionBranch, length: int, adapter: int | None) -> None:
         """Make a session its first ``length`` tokens, to go on under ``adapter``. Its computed
         state counts while its history is the same. ``FailedPrecondition`` as in ``reach``;
         ``NotFound``: no such adapter."""
@@ -167,7 +167,7 @@ class SessionStates:
         session.tokens.truncate(length)
         session.runs, session.adapter = runs, adapter
 
-    def rewind(self, session: SessionState, length: int) -> None:
+    def rewind(self, session: SessionBranch, length: int) -> None:
         """Take back a session's state from token ``length`` on, or from the nearest position
         before."""
         self.tier.truncate(session, length)
@@ -182,7 +182,7 @@ class SessionStates:
         self.remove(session.seq)
         session.seq, session.computed, session.origin = fork, found[1], COMPUTED
 
-    def found(self, session: SessionState, length: int) -> tuple[SeqId, int] | None:
+    def found(self, session: SessionBranch, length: int) -> tuple[SeqId, int] | None:
         """Return another sequence in the prefix cache, and at how many of the session's first
         ``length`` tokens it can be forked."""
         forgets = self.runner.state.forgets
@@ -190,7 +190,7 @@ class SessionStates:
             return None
         return self.cache.find(session.tokens.ids[:length], self.key_of(session), without=session.seq)
 
-    def overwrite(self, session: SessionState, layer: int, start: int, tensors: Mapping[str, Tensor]) -> None:
+    def overwrite(self, session: SessionBranch, layer: int, start: int, tensors: Mapping[str, Tensor]) -> None:
         """Overwrite what a layer remembers of a session, which is then pinned and no prefix for
         others. ``ResourceExhausted`` if no room can be made; then nothing is changed."""
         if session.seq is None:
@@ -206,7 +206,7 @@ class SessionStates:
         session.origin = replace(session.origin, modified=True)
         session.logits = None
 
-    def _write(self, session: SessionState, layer: int, start: int, tensors: Mapping[str, Tensor]) -> None:
+    def _write(self, session: SessionBranch, layer: int, start: int, tensors: Mapping[str, Tensor]) -> None:
         seq, state = session.seq, self.runner.state
         assert seq is not None
         recurrent = layer in state.recurrent_ids
@@ -225,25 +225,25 @@ class SessionStates:
             if recurrent:
                 self.anchor(session)
 
-    def anchor(self, session: SessionState) -> None:
+    def anchor(self, session: SessionBranch) -> None:
         """Keep the present recurrent state of a session that cannot be computed again, and drop the
         one kept before: each turn runs its last token again, and the ring's slots may be reused."""
         if session.seq is not None:
             session.mark = spare_states.mark(self.runner, session.seq, session.mark, always=True)
 
-    def drop(self, session: SessionState) -> None:
+    def drop(self, session: SessionBranch) -> None:
         """Give a session's pages back; its tokens stay, to be computed again when needed."""
         self.tier.discard(session)
         self._let_go(session)
 
-    def _let_go(self, session: SessionState) -> None:
+    def _let_go(self, session: SessionBranch) -> None:
         if session.seq is not None:
             self.remove(session.seq)
         session.seq, session.computed = None, 0
         if not session.origin.exact:
             session.origin = replace(session.origin, exact=True)
 
-    def lend(self, session: SessionState, request: SequenceRequest) -> None:
+    def lend(self, session: SessionBranch, request: SequenceRequest) -> None:
         """Let the request work on the session's sequence, as far as it agrees; at least one token
         must run. New tokens and the last one run under the session's adapter."""
         work = request.work
@@ -274,7 +274,7 @@ class SessionStates:
         work.window = session.window
         work.pinned = session.pinned or session.modified
 
-    def settle(self, session: SessionState, request: SequenceRequest) -> None:
+    def settle(self, session: SessionBranch, request: SequenceRequest) -> None:
         """Give the sequence back to its session; after success the tokens join it."""
         work = request.work
         session.request = None
@@ -312,7 +312,7 @@ class SessionStates:
             if request.params is not None or len(work.tokens) - work.num_cached >= KEEP_TOKENS:
                 self.keep(session.seq, held, key)
 
-    def _return_to(self, session: SessionState, request: SequenceRequest, length: int) -> None:
+    def _return_to(self, session: SessionBranch, request: SequenceRequest, length: int) -> None:
         """Take back what is computed after ``length``. If a window has let go of what that needs,
         and the tokens cannot bring it back, use the fork made by ``lend``. It never refuses."""
         way_back = request.way_back
@@ -362,7 +362,7 @@ class SessionStates:
         if self.cache is not None:
             self.remove_all(self.cache.clear())
 
-    def forget(self, session: SessionState) -> None:
+    def forget(self, session: SessionBranch) -> None:
         """Give back the pages of a closed session."""
         self.sessions.pop(id(session), None)
         self.drop(session)
