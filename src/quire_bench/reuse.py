@@ -103,7 +103,7 @@ def cache_row(model: str, options: Mapping[str, Any], sizes: Sizes, interval: in
             replayed_tokens=sum(output.num_replayed_tokens for output in outputs),
             states=subject.kept_states,
             bytes=subject.kept_states * subject.state_bytes,
-            lost=cache.stats.evictions + subject.checkpoints.num_dropped,
+            lost=cache.num_evictions + subject.checkpoints.num_dropped,
             seconds=seconds,
             texts=tuple(tuple(output.outputs[0].token_ids) for output in outputs),
         )

@@ -196,7 +196,7 @@ def test_checkpoints_go_before_cached_sequences(make_llm: MakeLLM, hybrid: Check
     assert engine.checkpoints is not None
     assert engine.checkpoints.num_dropped > 0
     assert engine.cache is not None
-    assert engine.cache.stats.evictions == 0
+    assert engine.cache.num_evictions == 0
     pool.release(others)
     assert llm.generate([*first, 1], greedy(1))[0].num_cached_tokens == 100
 

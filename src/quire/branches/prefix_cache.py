@@ -16,14 +16,13 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.branches.history import Ids, checked_ids
+from quire.branches.history import checked_ids
 from quire.branches.prefix_tree import HeldPrefix, PrefixNode, expect
 from quire.errors import FailedPrecondition, InvalidArgument, NotFound
 from quire.types import SeqId
@@ -35,17 +34,6 @@ LOOKED_AT = 8
 """Least recently used sequences among which an eviction looks for one that saves little."""
 LITTLE = 32
 """Tokens; a sequence that saves fewer saves little."""
-
-
-@dataclass(slots=True, kw_only=True)
-class PrefixCacheStats:
-    """Counts since the cache was made; of tokens, those asked for in lookups and those found."""
-
-    lookups: int = 0
-    hits: int = 0
-    queried_tokens: int = 0
-    matched_tokens: int = 0
-    evictions: int = 0
 
 
 class RadixCache:
@@ -72,7 +60,7 @@ class RadixCache:
         self._roots: dict[Hashable, PrefixNode] = {}
         self._entries: dict[SeqId, HeldPrefix] = {}
         self._cached: OrderedDict[SeqId, HeldPrefix] = OrderedDict()  # least recently used first
-        self._stats = PrefixCacheStats()
+        self.num_evictions = 0
 
     def __len__(self) -> int:
         """Return the number of sequences, live and cached."""
@@ -85,10 +73,6 @@ class RadixCache:
     def num_cached(self) -> int:
         """The number of sequences that ``evict`` could return."""
         return len(self._cached)
-
-    @property
-    def stats(self) -> PrefixCacheStats:
-        return replace(self._stats)
 
     def key_of(self, seq: SeqId) -> Hashable:
         """Return the key of ``seq``. ``NotFound`` if it is not in the cache."""
@@ -104,23 +88,10 @@ class RadixCache:
         None: no sequence of this key holds the first token. For logits of the last token, ask for
         ``tokens[:-1]``. The sequence becomes the most recently used.
         """
-        tokens_T = checked_ids(tokens)
-        self._stats.lookups += 1
-        self._stats.queried_tokens += tokens_T.size
-        if (found := self._find(tokens_T, key)) is not None:
-            self._stats.hits += 1
-            self._stats.matched_tokens += found[1]
-            if not self._entries[found[0]].live:
-                self._cached.move_to_end(found[0])
+        found = self.find(tokens, key)
+        if found is not None and not self._entries[found[0]].live:
+            self._cached.move_to_end(found[0])
         return found
-
-    def _find(self, tokens_T: Ids, key: Hashable, without: SeqId | None = None) -> tuple[SeqId, int] | None:
-        root = self._roots.get(key)
-        node, length = (None, 0) if root is None else root.walk(tokens_T)
-        if node is None or length == 0:
-            return None
-        seq, length = self._best(node, length, without)
-        return (seq, length) if length else None
 
     def _best(self, node: PrefixNode, length: int, without: SeqId | None = None) -> tuple[SeqId, int]:
         """Return the sequence with the latest fork in ``length`` tokens to ``node``, and where."""
@@ -154,16 +125,21 @@ class RadixCache:
         return {seq: age for age, seq in enumerate(self._cached)}
 
     def peek(self, tokens: Sequence[int] | NDArray[Any], key: Hashable) -> int:
-        """Return the length that ``match`` would find. Counts as no lookup and as no use."""
+        """Return the length that ``match`` would find. Counts as no use."""
         found = self.find(tokens, key)
         return 0 if found is None else found[1]
 
     def find(
         self, tokens: Sequence[int] | NDArray[Any], key: Hashable, *, without: SeqId | None = None
     ) -> tuple[SeqId, int] | None:
-        """Return what ``match`` would find. Counts as no lookup and as no use. ``without``: a
+        """Return what ``match`` would find. Counts as no use. ``without``: a
         sequence to pass over, which makes a difference for states that forget only."""
-        return self._find(checked_ids(tokens), key, without)
+        tokens_T, root = checked_ids(tokens), self._roots.get(key)
+        node, length = (None, 0) if root is None else root.walk(tokens_T)
+        if node is None or length == 0:
+            return None
+        seq, length = self._best(node, length, without)
+        return (seq, length) if length else None
 
     def insert(
         self, seq: SeqId, tokens: Sequence[int] | NDArray[Any], key: Hashable, *, live: bool = False
@@ -231,7 +207,7 @@ class RadixCache:
         oldest = list(islice(self._cached.items(), 1 if self._reach is None else LOOKED_AT))
         seq, entry = next((one for one in oldest if len(oldest) > 1 and self._loss(one[1]) < LITTLE), oldest[0])
         self._forget(entry)
-        self._stats.evictions += 1
+        self.num_evictions += 1
         return seq
 
     def _loss(self, entry: HeldPrefix) -> int:
@@ -247,7 +223,7 @@ class RadixCache:
         return [entry.seq for entry in found]
 
     def clear(self) -> list[SeqId]:
-        """Forget all sequences; return the cached ones, to be removed. Keeps the stats."""
+        """Forget all sequences; return the cached ones, to be removed."""
         cached = list(self._cached)
         self._roots.clear()
         self._entries.clear()
