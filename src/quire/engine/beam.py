@@ -55,7 +55,7 @@ class Beam:
     """A hypothesis that goes on, and the sequence that holds its state."""
 
     hypothesis: Hypothesis
-    state: SessionBranch
+    branch: SessionBranch
     request: SequenceRequest | None = None
     rows: list[Tensor] = field(default_factory=list)
     """Logits of the next token, float32 ``[V]``, once they are there."""
@@ -89,7 +89,7 @@ class BeamSearch:
         self._ends = (frozenset() if params.ignore_eos else engine.eos_ids) | frozenset(params.stop_token_ids or ())
         self._stops = params.sampling().stop_strings
         self._beams: list[Beam] = []
-        self._states: list[SessionBranch] = []
+        self._branches: list[SessionBranch] = []
         """All that are to be given back."""
         self._finished: list[Hypothesis] = []
         """By score, the best first."""
@@ -103,7 +103,7 @@ class BeamSearch:
         with self._engine.lock:
             self._engine.metrics.prompt_tokens.inc(self._prompt.size)
             first = SessionBranch(tokens=TokenHistory(self._prompt), key=self._key, adapter=self._adapter)
-            self._states.append(first)
+            self._branches.append(first)
             self._run([Beam(Hypothesis(), first)])
 
     def advance(self) -> None:
@@ -130,9 +130,9 @@ class BeamSearch:
         if self._priority is None:
             work = requests[0].work
             self._priority, self._num_cached = work.priority, work.num_cached
-            state, branches = self._beams[0].state, self._engine.branches
-            if state.seq is not None:
-                branches.keep(state.seq, self._prompt, branches.key_of(state))
+            first, branches = self._beams[0].branch, self._engine.branches
+            if first.seq is not None:
+                branches.keep(first.seq, self._prompt, branches.key_of(first))
         following = self._choose()
         if self._is_over([hypothesis for _, hypothesis in following]):
             self.done = True
@@ -200,16 +200,16 @@ class BeamSearch:
         it."""
         engine, taken, beams = self._engine, set[Beam](), list[Beam]()
         for parent, hypothesis in following:
-            state = parent.state
+            branch = parent.branch
             if parent in taken:
-                state = engine.branches.fork(parent.state, len(parent.state.tokens))
-                self._states.append(state)
+                branch = engine.branches.fork(parent.branch, len(parent.branch.tokens))
+                self._branches.append(branch)
             taken.add(parent)
-            beams.append(Beam(hypothesis, state))
+            beams.append(Beam(hypothesis, branch))
         for beam in self._beams:
             if beam not in taken:
-                engine.forget(beam.state)
-                self._states.remove(beam.state)
+                engine.forget(beam.branch)
+                self._branches.remove(beam.branch)
         return beams
 
     def _run(self, beams: list[Beam]) -> None:
@@ -218,7 +218,7 @@ class BeamSearch:
             tokens = np.append(self._prompt, np.array(beam.hypothesis.tokens, dtype=np.int64))
             rows = beam.rows
             beam.request = self._engine.submit_run(
-                beam.state,
+                beam.branch,
                 tokens,
                 on_logits=lambda _, rows_RV, rows=rows: rows.append(rows_RV[-1].float().clone()),  # type: ignore[misc]
                 priority=self._priority,
@@ -241,15 +241,15 @@ class BeamSearch:
             if not self.done:
                 self._end("cancelled")
             engine, cache = self._engine, self._engine.cache
-            idle = (state for state in self._states if state.seq is not None and not state.busy)
+            idle = (branch for branch in self._branches if branch.seq is not None and not branch.busy)
             kept = next(idle, None) if self._error is None else None
             if kept is not None and kept.seq is not None and cache is not None:
                 held = kept.tokens.ids[: kept.computed]
                 engine.branches.remove_all(cache.insert(kept.seq, held, engine.branches.key_of(kept)))
                 kept.seq, kept.computed = None, 0
-            for state in self._states:
-                engine.forget(state)
-            self._beams, self._states = [], []
+            for branch in self._branches:
+                engine.forget(branch)
+            self._beams, self._branches = [], []
 
     def output(self, prompt: str | None = None) -> BeamSearchOutput:
         """Return what was found."""

@@ -25,11 +25,10 @@ from quire.executor.arguments import NO_MASKS, require_adapter, resolve_cache, t
 from quire.executor.cache import KVCache
 from quire.executor.executor import Executor
 from quire.executor.request_sampling import (
-    ContractDrawer,
-    Drawer,
-    ParamsDrawer,
+    Draw,
     ParamsSampling,
     check_params,
+    drawing,
     history_for,
 )
 from quire.kv.sequences import check_integer
@@ -164,10 +163,10 @@ class LlmExecutor:
             tokens, cache, parts = self._decode_parts(inputs, kv_cache, lora_id, num_steps)
             if num_steps == 0:
                 return [[] for _ in tokens]
-            drawers = self._drawers(cache, parts, tokens, sampling)
+            draws = self._draws(cache, parts, tokens, sampling)
             steps = ([Piece(row, step, step + 1) for row in range(len(tokens))] for step in range(num_steps))
             with Transaction(self.executor.pool, parts, operation, several=True, forwards=steps) as work:
-                return self._steps(num_steps, tokens, work, cache, drawers)
+                return self._steps(num_steps, tokens, work, cache, draws)
 
     def _steps(
         self,
@@ -175,7 +174,7 @@ class LlmExecutor:
         tokens: Sequence[Ids],
         work: Transaction,
         cache: KVCache,
-        drawers: Sequence[Drawer],
+        draws: Sequence[Draw],
     ) -> list[list[int]]:
         """Run and draw, step by step; a cancelled call keeps its whole steps."""
         drawn: list[list[int]] = [[] for _ in tokens]
@@ -190,8 +189,8 @@ class LlmExecutor:
                     f"{work.operation.verb} was cancelled after {len(seconds)} of {num_steps} steps",
                     [token for row in drawn for token in row],
                 ) from None
-            for row, drawer, output in zip(drawn, drawers, rows, strict=True):
-                row.append(drawer.draw(output.logits_RV))
+            for row, draw, output in zip(drawn, draws, rows, strict=True):
+                row.append(draw(output.logits_RV))
             tokens = [np.array(row[-1:], dtype=np.int64) for row in drawn]
             seconds.append(watch.seconds())
         self._commit(work, cache)
@@ -231,26 +230,26 @@ class LlmExecutor:
             roomy = min(before + self.kv_increment_size, self.executor.pool.facts.max_model_len)
             cache.capacity = max(cache.capacity, roomy)
 
-    def _drawers(
+    def _draws(
         self, cache: KVCache, parts: Sequence[Extension], tokens: Sequence[Ids], sampling: Sequence[Sampling] | None
-    ) -> list[Drawer]:
+    ) -> list[Draw]:
         if sampling is not None and len(sampling) != len(parts):
             raise InvalidArgument(f"sampling has {len(sampling)} entries for {len(parts)} rows; give one per row")
-        drawers: list[Drawer] = []
+        draws: list[Draw] = []
         for index, part in enumerate(parts):
             choice = self.sampling if sampling is None else sampling[index]
             if not isinstance(choice, SamplingParams):
-                drawers.append(ContractDrawer(choice))
+                draws.append(drawing(choice))
                 continue
             known = cache.token_ids(index)
             past = None if known is None else np.concatenate((known[: part.start], tokens[index]))
             past = None if past is None else past[past >= 0]  # An image has no ids.
             history = history_for(choice, past)
-            if sampling is None:
-                drawers.append(ParamsDrawer(self._own_sampling(index, history)))
-            else:
-                drawers.append(ParamsDrawer(self._make_sampling(choice, index, history)))
-        return drawers
+            own = (
+                self._own_sampling(index, history) if sampling is None else self._make_sampling(choice, index, history)
+            )
+            draws.append(own.draw)
+        return draws
 
     def _make_sampling(self, params: SamplingParams, row: int, history: Ids | tuple[()] = ()) -> ParamsSampling:
         size = self.executor.pool.facts.vocab_size

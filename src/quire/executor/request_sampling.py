@@ -5,8 +5,8 @@ Letters: R rows of logits; V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -19,6 +19,9 @@ from quire.ops.request_sampler import RequestSampler, TokenCounts
 from quire.ops.sampling import probabilities, sample
 from quire.sampling_params import SamplingParams
 from quire.signatures import checks_arguments
+
+Draw: TypeAlias = Callable[[Tensor], int]
+"""From logits ``[1, V]`` to the next id of one row, which joins the row's output."""
 
 _DRAW_FIELDS = frozenset(
     {
@@ -85,6 +88,13 @@ class ParamsSampling:
         self.sampler.observe(token)
         self._observed.append(token)
 
+    def draw(self, logits_1V: Tensor) -> int:
+        """Draw the next token, which joins the output, as the serving engine does."""
+        drawn = sample(logits_1V, [self.sampler])
+        drawn.raise_failures()
+        self.observe(drawn.token_ids[0])
+        return drawn.token_ids[0]
+
     def probabilities(self, logits_RV: Tensor, drafted: Sequence[int]) -> Tensor:
         """See ``RequestSampling``."""
         count = logits_RV.shape[0]
@@ -108,44 +118,21 @@ class ParamsSampling:
         return 0.0 if self.params.is_greedy else self.sampler.uniform()
 
 
-class Drawer(Protocol):
-    """Draws the tokens of one row of a call."""
+def drawing(sampling: RequestSampling) -> Draw:
+    """Return a function that draws from its distributions by inverting their sums."""
+    if not callable(getattr(sampling, "probabilities", None)) or not callable(getattr(sampling, "uniform", None)):
+        allowed = "SamplingParams or have probabilities() and uniform()"
+        raise InvalidArgument(field="sampling", given=sampling, allowed=allowed)
+    drawn: list[int] = []
 
-    def draw(self, logits_1V: Tensor) -> int:
-        """Return the next id, which joins the row's output."""
-        ...
-
-
-class ParamsDrawer:
-    """Draws as the serving engine does."""
-
-    def __init__(self, sampling: ParamsSampling) -> None:
-        self._sampling = sampling
-
-    def draw(self, logits_1V: Tensor) -> int:
-        drawn = sample(logits_1V, [self._sampling.sampler])
-        drawn.raise_failures()
-        self._sampling.observe(drawn.token_ids[0])
-        return drawn.token_ids[0]
-
-
-class ContractDrawer:
-    """Draws from the distributions of a ``RequestSampling`` by inverting their sums."""
-
-    def __init__(self, sampling: RequestSampling) -> None:
-        if not callable(getattr(sampling, "probabilities", None)) or not callable(getattr(sampling, "uniform", None)):
-            allowed = "SamplingParams or have probabilities() and uniform()"
-            raise InvalidArgument(field="sampling", given=sampling, allowed=allowed)
-        self._sampling = sampling
-        self._drawn: list[int] = []
-
-    def draw(self, logits_1V: Tensor) -> int:
-        p_1V = self._sampling.probabilities(logits_1V, tuple(self._drawn))
+    def draw(logits_1V: Tensor) -> int:
+        p_1V = sampling.probabilities(logits_1V, tuple(drawn))
         if tuple(p_1V.shape) != tuple(logits_1V.shape):
             raise QuireError(f"sampling made {list(p_1V.shape)} of logits {list(logits_1V.shape)}")
-        token = draw_from(p_1V[0], self._sampling.uniform())
-        self._drawn.append(token)
-        return token
+        drawn.append(draw_from(p_1V[0], sampling.uniform()))
+        return drawn[-1]
+
+    return draw
 
 
 def draw_from(p_V: Tensor, u: float) -> int:
