@@ -1,12 +1,14 @@
-"""What LoRA adapters cost: a decode step of a batch over 1, 4, 16 adapters against none, and loading one.
+"""What LoRA adapters cost: a decode step of a batch over 1, 4, 16 adapters against none, and
+loading one.
 
-The adapters are random, of one rank, on q_proj and v_proj (what PEFT takes for Llama unless told otherwise) or on all seven
-projections of a block; the rows of the batch take them in turn. Rounds are interleaved, ratios are taken within each. The text
-of every row of a mixed batch is compared with that of the same prompt alone under its adapter, and the adapters' logits with
-the base model's, from which they must differ.
+The adapters are random, of one rank, on q_proj and v_proj (what PEFT takes for Llama unless told
+otherwise) or on all seven projections of a block; the rows of the batch take them in turn. Rounds
+are interleaved, ratios are taken within each. The text of every row of a mixed batch is compared
+with that of the same prompt alone under its adapter, and the adapters' logits with the base
+model's, from which they must differ.
 
-``python bench/adapters.py [--shape smollm2-135m] [--batch 16] [--rank 16] [--adapters 1,4,16] [--targets qv,all]
-[--peer peft] [--decode 32] [--context 64] [--rounds 5]``
+``python bench/adapters.py [--shape smollm2-135m] [--batch 16] [--rank 16] [--adapters 1,4,16]
+[--targets qv,all] [--peer peft] [--decode 32] [--context 64] [--rounds 5]``
 """
 
 from __future__ import annotations

@@ -1,23 +1,26 @@
 """Checkpoints of real models' shapes with made-up weights, for measuring without downloads.
 
-Speed does not depend on the values of weights, but comparing the texts of two runtimes does: in a network of
-purely random weights the best two tokens are often closer than bfloat16 rounding, and the texts of two right
-implementations part after a few tokens. These weights give every step a wide margin, and a text that never
-settles:
+Speed does not depend on the values of weights, but comparing the texts of two runtimes does: in a
+network of purely random weights the best two tokens are often closer than bfloat16 rounding, and
+the texts of two right implementations part after a few tokens. These weights give every step a wide
+margin, and a text that never settles:
 
 - the tokens form one random cycle; ``after`` gives the successor of each;
-- the row of a token in the (tied) embedding holds a constant, its own code, its successor's code, and noise;
-- the last block's heads attend, by rotary phases alone, to exactly ``LAG`` positions back, move the successor's code
-  found there into the place of the own code, and amplify it.
+- the row of a token in the (tied) embedding holds a constant, its own code, its successor's code,
+  and noise;
+- the last block's heads attend, by rotary phases alone, to exactly ``LAG`` positions back, move the
+  successor's code found there into the place of the own code, and amplify it.
 
-So the next token is the successor of the token ``LAG`` positions back, which is right only where keys, values and
-positions are. All other weights are random; what the other blocks add is small, so a fault in their state shows in the
-logits and not in the text: equal texts vouch for tokens, positions and the last block's state.
+So the next token is the successor of the token ``LAG`` positions back, which is right only where
+keys, values and positions are. All other weights are random; what the other blocks add is small, so
+a fault in their state shows in the logits and not in the text: equal texts vouch for tokens,
+positions and the last block's state.
 
-Recurrent and hybrid models have purely random weights (``drawn``): what their benchmarks compare are runs of one runtime in
-float32, and logits beside texts.
+Recurrent and hybrid models have purely random weights (``drawn``): what their benchmarks compare
+are runs of one runtime in float32, and logits beside texts.
 
-Letters: V vocabulary, E width, H query heads, K key and value heads, D head size, C size of a code, P rotary pairs.
+Letters: V vocabulary, E width, H query heads, K key and value heads, D head size, C size of a code,
+P rotary pairs.
 """
 
 from __future__ import annotations
@@ -43,7 +46,10 @@ from quire.ops.rope import inverse_frequencies
 DEFAULT_DIRECTORY = Path("~/.cache/quire/bench")
 
 LAG = 17
-"""How far back the deciding head looks: more than the usual page of 16 tokens. Prompts should be longer."""
+"""How far back the deciding head looks: more than the usual page of 16 tokens.
+
+Prompts should be longer.
+"""
 
 FORMAT = 1
 """Part of the directory's name; raised when the weights of a shape change."""
@@ -82,7 +88,7 @@ class Shape:
 
     @property
     def code_size(self) -> int:
-        """Numbers of a token's code: what the value heads carry, and at most half of the embedding."""
+        """Numbers of a token's code: what the value heads carry, at most half of the embedding."""
         return min(self.kv_heads * self.head_size, (self.hidden_size - 1) // 2)
 
     @property
@@ -185,13 +191,16 @@ SHAPES: dict[str, Shape] = {
 """The two real shapes, and two for quick runs."""
 
 SHAPES["smollm2-135m-32k"] = replace(SHAPES["smollm2-135m"], max_positions=40_960)
-"""The same network allowed more positions, for measuring states of 32,768 tokens and what follows them."""
+"""The same network allowed more positions, for measuring states of 32,768 tokens and what follows
+them.
+"""
 
 
 def checkpoint(name: str, *, directory: Path = DEFAULT_DIRECTORY, seed: int = 0) -> Path:
     """The directory of the checkpoint of shape ``name``, made there if it is not yet.
 
-    Holds ``config.json`` and ``model.safetensors`` (bfloat16) and no tokenizer: prompts are token ids.
+    Holds ``config.json`` and ``model.safetensors`` (bfloat16) and no tokenizer: prompts are token
+    ids.
 
     Raises:
         NotFound: no such shape.
@@ -205,7 +214,9 @@ def checkpoint(name: str, *, directory: Path = DEFAULT_DIRECTORY, seed: int = 0)
 
 
 def write_checkpoint(shape: Shape, path: Path, *, seed: int) -> None:
-    """Writes the checkpoint in one piece; a process that does the same at the same time does no harm."""
+    """Writes the checkpoint in one piece; a process that does the same at the same time does no
+    harm.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as scratch:
         part = Path(scratch, "new")
@@ -222,7 +233,9 @@ def write_checkpoint(shape: Shape, path: Path, *, seed: int) -> None:
 def variant(
     name: str, label: str, config: Mapping[str, Any], *, directory: Path = DEFAULT_DIRECTORY, seed: int = 0
 ) -> Path:
-    """A directory with the weights of shape ``name`` under another ``config.json``, which ``label`` stands for."""
+    """A directory with the weights of shape ``name`` under another ``config.json``, which ``label``
+    stands for.
+    """
     weights = checkpoint(name, directory=directory, seed=seed) / "model.safetensors"
     path = weights.parent.with_name(f"{weights.parent.name}-{label}")
     text = json.dumps(dict(config), indent=2) + "\n"
@@ -301,12 +314,16 @@ DRAWN: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-"""Model types and fields of ``config.json`` of models with recurrent layers. The mixers of the second are those of Mamba-2 with 130
-million parameters; the heads are not tied, since a random model with a tied one says each token again."""
+"""Model types and fields of ``config.json`` of models with recurrent layers.
+
+The mixers of the second are those of Mamba-2 with 130 million parameters; the heads are not tied,
+since a random model with a tied one says each token again.
+"""
 
 
 def drawn(name: str, *, directory: Path = DEFAULT_DIRECTORY, seed: int = 0) -> Path:
-    """The directory of a checkpoint of ``DRAWN``, with the weights that ``transformers`` draws (bfloat16), made if it is not there.
+    """The directory of a checkpoint of ``DRAWN``, with the weights that ``transformers`` draws
+    (bfloat16), made if it is not there.
 
     Raises:
         NotFound: no such name.
@@ -343,7 +360,9 @@ def windowed_config(shape: Shape, window: int, max_positions: int) -> dict[str, 
 
 
 def alternating_config(shape: Shape, window: int, max_positions: int) -> dict[str, Any]:
-    """SmolLM3, whose weights have Llama's names: full and windowed layers by turns, the last one windowed, all rotate."""
+    """SmolLM3, whose weights have Llama's names: full and windowed layers by turns, the last one
+    windowed, all rotate.
+    """
     kinds = ("sliding_attention", "full_attention")
     return shape.config() | {
         "architectures": ["SmolLM3ForCausalLM"],
@@ -358,7 +377,9 @@ def alternating_config(shape: Shape, window: int, max_positions: int) -> dict[st
 
 
 def predicted_text(shape: Shape, prompt: list[int], steps: int, *, seed: int = 0) -> list[int]:
-    """What a right runtime makes of ``prompt`` (longer than ``LAG``), without a network: see the module's docstring."""
+    """What a right runtime makes of ``prompt`` (longer than ``LAG``), without a network: see the
+    module's docstring.
+    """
     successor, text = after(shape, seed=seed).tolist(), list(prompt)
     for _ in range(steps):
         text.append(successor[text[-1 - LAG]])
@@ -366,9 +387,11 @@ def predicted_text(shape: Shape, prompt: list[int], steps: int, *, seed: int = 0
 
 
 def text_tokenizer(vocab_size: int, *, directory: Path = DEFAULT_DIRECTORY) -> Path:
-    """The directory of a byte-level BPE tokenizer with at most ``vocab_size`` tokens, trained here if it is not there yet.
+    """The directory of a byte-level BPE tokenizer with at most ``vocab_size`` tokens, trained here
+    if it is not there yet.
 
-    The text is Python's own library, so that tokens are as long, and share beginnings, as those of real vocabularies.
+    The text is Python's own library, so that tokens are as long, and share beginnings, as those of
+    real vocabularies.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -400,7 +423,10 @@ def _library_text(size: int) -> Iterator[str]:
 
 
 def make_weights(shape: Shape, *, seed: int) -> dict[str, Tensor]:
-    """All tensors by their names in the checkpoint, bfloat16. See the module's docstring for what they compute."""
+    """All tensors by their names in the checkpoint, bfloat16.
+
+    See the module's docstring for what they compute.
+    """
     rng = torch.Generator().manual_seed(seed)
     weights = {"model.embed_tokens.weight": _embedding(shape, rng)}
     embedding_rms = math.sqrt(weights["model.embed_tokens.weight"][0].float().square().mean())
@@ -425,7 +451,8 @@ def after(shape: Shape, *, seed: int) -> Tensor:
 def _embedding(shape: Shape, rng: torch.Generator) -> Tensor:
     """Rows of a constant, the own code, the successor's code, noise; ``[V, E]``."""
     size = shape.code_size
-    # Signs, so that all rows have the same length: no token is likelier than another, or louder in attention.
+    # Signs, so that all rows have the same length: no token is likelier than another, or louder in
+    # attention.
     table_VE = torch.randint(0, 2, (shape.vocab_size, shape.hidden_size), generator=rng).float() * 2 - 1
     table_VE[:, 0] = _constant(shape)
     code_VC = table_VE[:, 1 : 1 + size]
@@ -434,7 +461,9 @@ def _embedding(shape: Shape, rng: torch.Generator) -> Tensor:
 
 
 def _constant(shape: Shape) -> float:
-    """Of each embedding, in units of the other entries: a quarter of the norm, so that norms hardly change it."""
+    """Of each embedding, in units of the other entries: a quarter of the norm, so that norms hardly
+    change it.
+    """
     return math.sqrt(shape.hidden_size) / 4
 
 
@@ -468,10 +497,13 @@ def _random_block(shape: Shape, rng: torch.Generator, embedding_rms: float) -> d
 
 
 def _looking_back(shape: Shape, embedding_rms: float) -> dict[str, Tensor]:
-    """The last block's attention: the successor's code ``LAG`` positions back goes to the place of the own code."""
+    """The last block's attention: the successor's code ``LAG`` positions back goes to the place of
+    the own code.
+    """
     size, head, group = shape.code_size, shape.head_size, shape.heads // shape.kv_heads
     freq_P = inverse_frequencies(shape.rope)
-    # Rotated, the query has the phase i * freq and the key (j + LAG) * freq: their product peaks at j = i - LAG.
+    # Rotated, the query has the phase i * freq and the key (j + LAG) * freq: their product peaks at
+    # j = i - LAG.
     pairs, gap = _deciding_pairs(freq_P, shape.max_positions)
     used_P = (torch.arange(len(freq_P)) < pairs).double()
     query_D = torch.cat((used_P, 0 * used_P))
@@ -501,10 +533,12 @@ def _looking_back(shape: Shape, embedding_rms: float) -> dict[str, Tensor]:
 
 
 def _deciding_pairs(freq_P: Tensor, positions: int) -> tuple[int, float]:
-    """How many of the fastest pairs to use, and how far the sum of their cosines falls at least from distance 0 to others.
+    """How many of the fastest pairs to use, and how far the sum of their cosines falls at least
+    from distance 0 to others.
 
-    Few pairs come round again at some other distance, and slow ones tell no neighbours apart but enlarge the scores, so
-    that rounding and noise weigh more: best is the largest fall for each pair.
+    Few pairs come round again at some other distance, and slow ones tell no neighbours apart but
+    enlarge the scores, so that rounding and noise weigh more: best is the largest fall for each
+    pair.
     """
     fall_P = torch.full_like(freq_P, math.inf)
     for distance in torch.split(torch.arange(1, positions, dtype=freq_P.dtype), 1 << 14):

@@ -1,12 +1,15 @@
-"""Clients that other people wrote, against ``quire serve``: each must get what the engine says in this process.
+"""Clients that other people wrote, against ``quire serve``: each must get what the engine says in
+this process.
 
-``openai`` (sync and async: whole and streamed, samples, seeds, stops, log-probabilities, tools, structured outputs, errors),
-``langchain-openai`` (invoke, stream, batch, ``with_structured_output``), ``litellm`` (completion, streaming, text completion), and
-``lm-eval`` by its ``local-completions`` (log-likelihoods of continuations, generations). Those that are installed are run, the others
-are named: ``pip install openai langchain-openai litellm "lm-eval[api]"``.
+``openai`` (sync and async: whole and streamed, samples, seeds, stops, log-probabilities, tools,
+structured outputs, errors), ``langchain-openai`` (invoke, stream, batch,
+``with_structured_output``), ``litellm`` (completion, streaming, text completion), and ``lm-eval``
+by its ``local-completions`` (log-likelihoods of continuations, generations). Those that are
+installed are run, the others are named: ``pip install openai langchain-openai litellm
+"lm-eval[api]"``.
 
-The server runs on the CPU in float32, like the engine that it is compared with; a model without a chat template gets a plain one.
-Texts are greedy or seeded, and must be the same to the letter.
+The server runs on the CPU in float32, like the engine that it is compared with; a model without a
+chat template gets a plain one. Texts are greedy or seeded, and must be the same to the letter.
 
 ``python bench/clients.py [--model tiny-python] [--clients openai litellm]``
 """
@@ -52,7 +55,8 @@ FORM: dict[str, Any] = {
     "additionalProperties": False,
 }
 TOOL: dict[str, Any] = {"type": "function", "function": {"name": "weather", "parameters": FORM}}
-# LiteLLM takes additionalProperties out of what it sends to vLLM; without it the model may go on and on. Here nothing is left open.
+# LiteLLM takes additionalProperties out of what it sends to vLLM; without it the model may go on
+# and on. Here nothing is left open.
 CLOSED_TOOL: dict[str, Any] = {
     "type": "function",
     "function": {
@@ -68,9 +72,13 @@ CONTINUATIONS = (
     ("for i in", " range(10):"),
     ("import", " os"),
 )
-"""What lm-eval scores: contexts, which end without a space as lm-eval would move it, and what might follow them."""
+"""What lm-eval scores: contexts, which end without a space as lm-eval would move it, and what might
+follow them.
+"""
 LOGPROB_TOLERANCE = 1e-4
-"""Of one token's, in float32: the server may run it in another batch, with other kernels, than the engine here."""
+"""Of one token's, in float32: the server may run it in another batch, with other kernels, than the
+engine here.
+"""
 
 
 class Reference:
@@ -144,7 +152,7 @@ class Tally:
 Client = Callable[[str, str, Reference, Tally], None]
 
 
-# -- openai ----------------------------------------------------------------------------------------------------------
+# -- openai ----------------------------------------------------------------------------------------
 
 
 def run_openai(url: str, model: str, reference: Reference, tally: Tally) -> None:
@@ -244,7 +252,7 @@ def run_openai(url: str, model: str, reference: Reference, tally: Tally) -> None
     tally.same("async, 8 at a time", asyncio.run(together()), wanted)
 
 
-# -- langchain -------------------------------------------------------------------------------------------------------
+# -- langchain -------------------------------------------------------------------------------------
 
 
 def run_langchain(url: str, model: str, reference: Reference, tally: Tally) -> None:
@@ -287,7 +295,7 @@ def run_langchain(url: str, model: str, reference: Reference, tally: Tally) -> N
     tally.form("bind_tools, arguments", calls[0]["args"])
 
 
-# -- litellm ---------------------------------------------------------------------------------------------------------
+# -- litellm ---------------------------------------------------------------------------------------
 
 
 def run_litellm(url: str, model: str, reference: Reference, tally: Tally) -> None:
@@ -321,11 +329,13 @@ def run_litellm(url: str, model: str, reference: Reference, tally: Tally) -> Non
     tally.same("text_completion, stream", "".join(chunk.choices[0].text or "" for chunk in chunks), text)
 
 
-# -- lm-eval ---------------------------------------------------------------------------------------------------------
+# -- lm-eval ---------------------------------------------------------------------------------------
 
 
 def run_lm_eval(url: str, model: str, reference: Reference, tally: Tally) -> None:
-    """The class behind ``lm_eval --model local-completions``, by tokens and by text, one request at a time and four."""
+    """The class behind ``lm_eval --model local-completions``, by tokens and by text, one request at
+    a time and four.
+    """
     from lm_eval.api.instance import Instance
     from lm_eval.models.openai_completions import LocalCompletionsAPI
 
@@ -360,7 +370,7 @@ def run_lm_eval(url: str, model: str, reference: Reference, tally: Tally) -> Non
         tally.same(f"generate_until, {name}", text, right)
 
 
-# -- all of them -----------------------------------------------------------------------------------------------------
+# -- all of them -----------------------------------------------------------------------------------
 
 CLIENTS: dict[str, tuple[str, Client]] = {
     "openai": ("openai", run_openai),
@@ -372,8 +382,11 @@ CLIENTS: dict[str, tuple[str, Client]] = {
 
 
 def run_clients(url: str, reference: Reference, names: Sequence[str] = tuple(CLIENTS)) -> dict[str, Any]:
-    """Run the installed ones of ``names`` against the server at ``url``, print a table and one JSON line, return what the line
-    holds. A client that breaks off is a complaint like a wrong answer."""
+    """Run the installed ones of ``names`` against the server at ``url``, print a table and one JSON
+    line, return what the line holds.
+
+    A client that breaks off is a complaint like a wrong answer.
+    """
     unknown = [name for name in names if name not in CLIENTS]
     if unknown or not names:
         raise InvalidArgument(f"clients {unknown}; of {', '.join(CLIENTS)} at least one is accepted")

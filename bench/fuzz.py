@@ -1,11 +1,13 @@
-"""Requests that schemathesis makes up from the server's OpenAPI description: none may end in a 5xx, and none may hang.
+"""Requests that schemathesis makes up from the server's OpenAPI description: none may end in a 5xx,
+and none may hang.
 
-What a type allows is mostly refused for its range, and no made-up id is that of a session. So the description that schemathesis gets
-has each body as the server has it, and others with ranges, the model's name and ids of live sessions, many of which do run.
+What a type allows is mostly refused for its range, and no made-up id is that of a session. So the
+description that schemathesis gets has each body as the server has it, and others with ranges, the
+model's name and ids of live sessions, many of which do run.
 
-Schemathesis is not installed with Quire: ``pip install schemathesis``. The server is one of its own, with a context of 128 tokens, so
-that a request that asks for as many tokens as there can be ends soon; or the one of ``--url``. A model without a chat template gets a
-plain one.
+Schemathesis is not installed with Quire: ``pip install schemathesis``. The server is one of its
+own, with a context of 128 tokens, so that a request that asks for as many tokens as there can be
+ends soon; or the one of ``--url``. A model without a chat template gets a plain one.
 
 ``python bench/fuzz.py [--cases 2000] [--seconds 30] [--url http://localhost:8000]``
 """
@@ -117,7 +119,9 @@ EXCLUSIVE = (("prompt", "messages"), ("text", "tokens"))
 """Of these, plausible bodies have the first alone."""
 NEEDED = ("prompt", "text", "to")
 TOGETHER = (("stream", "stream_options"), ("tools", "tool_choice"), ("response_format",), ("structured_outputs",))
-"""Fields that need each other, or that others forbid: some plausible bodies have all of one of these, some none."""
+"""Fields that need each other, or that others forbid: some plausible bodies have all of one of
+these, some none.
+"""
 
 
 def operations(description: dict[str, Any]) -> int:
@@ -127,7 +131,9 @@ def operations(description: dict[str, Any]) -> int:
 
 
 def plausible(description: dict[str, Any], model: str, sessions: Sequence[str]) -> dict[str, Any]:
-    """The description with narrower choices beside each body, and with these sessions where a path names one that is not deleted."""
+    """The description with narrower choices beside each body, and with these sessions where a path
+    names one that is not deleted.
+    """
     found = copy.deepcopy(description)
     own_ids = {"model": {"enum": [model]}, "session_id": {"enum": list(sessions)}}
     schemas = found["components"]["schemas"]
@@ -168,7 +174,9 @@ def plausible(description: dict[str, Any], model: str, sessions: Sequence[str]) 
 
 
 def chat_copy(model: str, directory: Path) -> str:
-    """A model with a chat template: itself, or a copy in ``directory`` of a checkpoint that has none."""
+    """A model with a chat template: itself, or a copy in ``directory`` of a checkpoint that has
+    none.
+    """
     folder = Path(bundled_models().get(model, model))
     if not folder.is_dir() or (folder / "chat_template.jinja").exists():
         return model
@@ -178,8 +186,11 @@ def chat_copy(model: str, directory: Path) -> str:
 
 
 def run_fuzz(url: str, *, cases: int, seconds: float, api_key: str | None = None, seed: int = 0) -> dict[str, Any]:
-    """At least ``cases`` requests to the server at ``url``, ``seconds`` for each answer. The counts; "complaints" names what is not as
-    it must be. ``Unsupported`` if schemathesis is not installed."""
+    """At least ``cases`` requests to the server at ``url``, ``seconds`` for each answer.
+
+    The counts; "complaints" names what is not as it must be. ``Unsupported`` if schemathesis is not
+    installed.
+    """
     if importlib.util.find_spec("schemathesis") is None:
         raise Unsupported("schemathesis is not installed; pip install schemathesis")
 
@@ -204,7 +215,8 @@ def run_fuzz(url: str, *, cases: int, seconds: float, api_key: str | None = None
         command += ["--request-timeout", f"{seconds:g}", "--report-har-path", str(log), "--no-color"]
         if api_key is not None:
             command += ["--header", f"Authorization: Bearer {api_key}"]
-        # What hypothesis remembers of earlier runs would lie in the directory; a fresh one knows nothing.
+        # What hypothesis remembers of earlier runs would lie in the directory; a fresh one knows
+        # nothing.
         done = subprocess.run(command, cwd=directory, env={**os.environ, "PYTHONIOENCODING": "utf-8"}, check=False)
         try:
             entries = json.loads(log.read_text(encoding="utf-8"))["log"]["entries"]
@@ -229,13 +241,18 @@ def run_fuzz(url: str, *, cases: int, seconds: float, api_key: str | None = None
 
 
 async def _at_rest(url: str, api_key: str | None, sessions: Sequence[str]) -> list[str]:
-    """What is not as it must be once nobody asks for anything: the server answers, and nothing runs on. Closes the sessions."""
+    """What is not as it must be once nobody asks for anything: the server answers, and nothing runs
+    on.
+
+    Closes the sessions.
+    """
     deadline = asyncio.get_running_loop().time() + REST_SECONDS
     async with ServeClient(url, api_key=api_key, timeout=REST_SECONDS) as client:
         try:
             await client.fetch("GET", "/health")
             for session in sessions:
-                # A request that deletes sessions may have been given this one's id by another's answer.
+                # A request that deletes sessions may have been given this one's id by another's
+                # answer.
                 with suppress(HttpFailure):
                     await client.fetch("DELETE", f"/v1/sessions/{session}")
             while True:

@@ -1,7 +1,9 @@
-"""Decode at batch 1, 4, 16 and prefill of 512 and 2,048 tokens, interleaved with ``transformers``' generate.
+"""Decode at batch 1, 4, 16 and prefill of 512 and 2,048 tokens, interleaved with ``transformers``'
+generate.
 
-Random checkpoints in bfloat16 of the shapes of SmolLM2-135M and Llama-3.2-1B, made when they are first needed.
-``python bench/latency.py [--shapes smollm2-135m,llama-3.2-1b] [--rounds 3] [--quick]``
+Random checkpoints in bfloat16 of the shapes of SmolLM2-135M and Llama-3.2-1B, made when they are
+first needed. ``python bench/latency.py [--shapes smollm2-135m,llama-3.2-1b] [--rounds 3]
+[--quick]``
 """
 
 from __future__ import annotations

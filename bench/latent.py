@@ -1,10 +1,14 @@
-"""Latent attention (MLA): rows in absorbed form against keys and values of all heads, for decodes, prompts and chunks.
+"""Latent attention (MLA): rows in absorbed form against keys and values of all heads, for decodes,
+prompts and chunks.
 
-On the attention of some layers with the sizes of DeepSeek-V2-Lite and DeepSeek-V3: what the KV state does (*latent*) beside storing the
-keys and values of all heads (*expanded*) and beside expanding all rows for each token (*anew*); prompts and chunks beside attending to
-rows only (*absorbed*). Each form is compared with float64. A form that needs too much memory or time is left out and says why.
+On the attention of some layers with the sizes of DeepSeek-V2-Lite and DeepSeek-V3: what the KV
+state does (*latent*) beside storing the keys and values of all heads (*expanded*) and beside
+expanding all rows for each token (*anew*); prompts and chunks beside attending to rows only
+(*absorbed*). Each form is compared with float64. A form that needs too much memory or time is left
+out and says why.
 
-``python bench/latent.py [--geometries v2-lite,v3] [--batches 1,4,16] [--histories 512,2048,8192] [--rounds 5] [--small]``
+``python bench/latent.py [--geometries v2-lite,v3] [--batches 1,4,16] [--histories 512,2048,8192]
+[--rounds 5] [--small]``
 """
 
 from __future__ import annotations

@@ -1,11 +1,14 @@
 """What a step costs beside the model: grammars, the scheduler, the attention plan, sampling, text.
 
-Two measurements at a batch of 16. *Grammars*: the same prompts generated freely, under a JSON schema and under a regex, in turn;
-the median time of a step in which all of them run is compared within each round. The model has random weights, so hardly ever does
-its best token fit, and every step needs every mask: the worst case. *Known* are the same grammars with a model that writes the
-form by itself, as trained ones do: the text of the rounds before is the one that it prefers (its logits are raised). *Shares*: the parts of a step, of a free batch
-and of each kind of grammar, by clocks around the engine's methods; they are rounds of their own, since clocks cost time too. A
-part's time is without that of the parts inside of it. On a GPU it is the time of the host, which kernels may overlap.
+Two measurements at a batch of 16. *Grammars*: the same prompts generated freely, under a JSON
+schema and under a regex, in turn; the median time of a step in which all of them run is compared
+within each round. The model has random weights, so hardly ever does its best token fit, and every
+step needs every mask: the worst case. *Known* are the same grammars with a model that writes the
+form by itself, as trained ones do: the text of the rounds before is the one that it prefers (its
+logits are raised). *Shares*: the parts of a step, of a free batch and of each kind of grammar, by
+clocks around the engine's methods; they are rounds of their own, since clocks cost time too. A
+part's time is without that of the parts inside of it. On a GPU it is the time of the host, which
+kernels may overlap.
 
 ``python bench/overheads.py [--shape smollm2-135m] [--batch 16] [--rounds 5]``
 """
@@ -78,11 +81,13 @@ def grammars(items: int) -> dict[str, dict[str, Any]]:
     }
 
 
-# ---- Generating -----------------------------------------------------------------------------------------------------
+# ---- Generating ----------------------------------------------------------------------------------
 
 
 class Preferences:
-    """Raises the logits of the tokens that a text goes on with; in place of the ``sample`` that the engine draws with."""
+    """Raises the logits of the tokens that a text goes on with; in place of the ``sample`` that the
+    engine draws with.
+    """
 
     def __init__(self) -> None:
         self._sample = quire.engine.sampling_step.sample
@@ -110,8 +115,11 @@ def step_seconds(
     texts: list[list[int]] | None = None,
     keep: bool = False,
 ) -> list[float]:
-    """Seconds of each step in which every request decoded; ``on_step`` is told each of them. ``texts``: of each prompt, which the
-    model is to prefer; with ``keep`` they become those that are generated now."""
+    """Seconds of each step in which every request decoded; ``on_step`` is told each of them.
+
+    ``texts``: of each prompt, which the model is to prefer; with ``keep`` they become those that
+    are generated now.
+    """
     engine = llm.engine
     device = engine.runner.state.device
     requests = [engine.submit(prompt, params)[0] for prompt in prompts]
@@ -180,7 +188,7 @@ def has_form(name: str, text: str) -> bool:
     )
 
 
-# ---- Clocks ---------------------------------------------------------------------------------------------------------
+# ---- Clocks --------------------------------------------------------------------------------------
 
 
 class Clocks:
@@ -192,7 +200,10 @@ class Clocks:
         self._undo: list[Callable[[], None]] = []
 
     def put(self, owner: Any, name: str, part: str) -> None:
-        """Around ``owner.name``: a method of an object or class, or a function of a module. ``AttributeError`` if it has none."""
+        """Around ``owner.name``: a method of an object or class, or a function of a module.
+
+        ``AttributeError`` if it has none.
+        """
         inner = getattr(owner, name)
         if name in vars(owner):
             before = vars(owner)[name]
@@ -255,8 +266,11 @@ def clocks_of(llm: LLM) -> Clocks:
 
 
 def shares(llm: LLM, prompts: Sequence[Any], params: SamplingParams, rounds: int) -> dict[str, dict[str, float]]:
-    """By part the mean seconds of a step, and their share of it. Of the quicker half of the steps, which others disturbed less:
-    unlike medians of parts, these add up."""
+    """By part the mean seconds of a step, and their share of it.
+
+    Of the quicker half of the steps, which others disturbed less: unlike medians of parts, these
+    add up.
+    """
     steps: list[tuple[float, dict[str, float]]] = []
     with clocks_of(llm) as clocks:
 
@@ -278,7 +292,7 @@ def shares(llm: LLM, prompts: Sequence[Any], params: SamplingParams, rounds: int
     return {name: {"seconds": seconds / len(quick), "share": seconds / total} for name, seconds in sums.items()}
 
 
-# ---- The benchmark --------------------------------------------------------------------------------------------------
+# ---- The benchmark -------------------------------------------------------------------------------
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -305,7 +319,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     def median_step(name: str, *, known: bool) -> Callable[[], float]:
         return lambda: statistics.median(step_seconds(llm, prompts, kinds[name], texts=texts[name] if known else None))
 
-    # The free text is the one that the model prefers anyway: the raising of logits is in both sides of each ratio with "known".
+    # The free text is the one that the model prefers anyway: the raising of logits is in both sides
+    # of each ratio with "known".
     compared = interleave(
         {name: median_step(name, known=False) for name in kinds}
         | {KNOWN + name: median_step(name, known=True) for name in kinds},

@@ -1,10 +1,13 @@
-"""What the chunk-parallel recurrences gain over going step by step, and what they cost where there is nothing to chunk.
+"""What the chunk-parallel recurrences gain over going step by step, and what they cost where there
+is nothing to chunk.
 
-For each kind of recurrence, with the head sizes of a model that has it, one prompt: the kernel against the step-by-step reference, in
-turn, and how far their results are apart. Then decodes, and the tokens of a draft with all states wanted, where both do the same work.
-Last, for each kind, whether the prompt is at least ten times as fast.
+For each kind of recurrence, with the head sizes of a model that has it, one prompt: the kernel
+against the step-by-step reference, in turn, and how far their results are apart. Then decodes, and
+the tokens of a draft with all states wanted, where both do the same work. Last, for each kind,
+whether the prompt is at least ten times as fast.
 
-``python bench/recurrence.py [--tokens 2048] [--rounds 5] [--device cpu] [--dtype float32] [--kinds ssd,gated-delta] [--small]``
+``python bench/recurrence.py [--tokens 2048] [--rounds 5] [--device cpu] [--dtype float32] [--kinds
+ssd,gated-delta] [--small]``
 """
 
 from __future__ import annotations
@@ -54,7 +57,9 @@ KINDS = {
     "gated-delta-columns": Kind(decay="column", delta=True),
     "convolution": Kind(heads=64, taps=4),
 }
-"""``ssd``: Mamba-2 with 130 million parameters; the others: heads of 128 x 128, as gated DeltaNet has them in Qwen3-Next."""
+"""``ssd``: Mamba-2 with 130 million parameters; the others: heads of 128 x 128, as gated DeltaNet
+has them in Qwen3-Next.
+"""
 
 
 def chains(count: int, length: int, *, all_wanted: bool = False) -> RecurrencePlan:

@@ -1,11 +1,13 @@
 """What HTTP costs: ``quire serve`` against the engine itself, in turn, on the same cores.
 
-Throughput: ``--clients`` clients, each of which sends its next request when the last is answered, not streaming; through the server,
-whose process shares the machine with the load generator, and through ``AsyncLLM`` in this process. Time to the first token: single
-requests, streaming, one through the server and one through ``AsyncLLM`` in turn. Random tokens, greedy, no end token, no prefix
-cache; a checkpoint of SmolLM2-135M's shape, made when it is first needed.
+Throughput: ``--clients`` clients, each of which sends its next request when the last is answered,
+not streaming; through the server, whose process shares the machine with the load generator, and
+through ``AsyncLLM`` in this process. Time to the first token: single requests, streaming, one
+through the server and one through ``AsyncLLM`` in turn. Random tokens, greedy, no end token, no
+prefix cache; a checkpoint of SmolLM2-135M's shape, made when it is first needed.
 
-``python bench/serve.py [--shape smollm2-135m] [--clients 32] [--requests 96] [--rounds 3] [--model DIRECTORY]``
+``python bench/serve.py [--shape smollm2-135m] [--clients 32] [--requests 96] [--rounds 3] [--model
+DIRECTORY]``
 """
 
 from __future__ import annotations
@@ -77,7 +79,10 @@ def run_path(
     rounds: int = 3,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Measure, print tables and one JSON line, return what the line holds. ``options``: of the engine, by keyword."""
+    """Measure, print tables and one JSON line, return what the line holds.
+
+    ``options``: of the engine, by keyword.
+    """
     for name, value in (("requests", requests), ("clients", clients), ("singles", singles), ("rounds", rounds)):
         if value < 1:
             raise InvalidArgument(f"{name} {value}; at least 1 is accepted")

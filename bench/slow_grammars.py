@@ -1,11 +1,14 @@
-"""What a slow grammar costs others: a stream beside requests whose grammar reads one text in many ways.
+"""What a slow grammar costs others: a stream beside requests whose grammar reads one text in many
+ways.
 
-Three ways in turn: the stream alone; beside ``--slow`` such requests, whose masks are made beside the engine (``quire.engine.slow_masks``);
-and beside them with their masks made in the engine's steps, as if no grammar counted as slow. For each the median and the longest
-time between two tokens of the stream, its tokens per second, and how often it got the tokens that it has alone. The slow requests
-are asked for again whenever they have met the limit of their grammar.
+Three ways in turn: the stream alone; beside ``--slow`` such requests, whose masks are made beside
+the engine (``quire.engine.slow_masks``); and beside them with their masks made in the engine's
+steps, as if no grammar counted as slow. For each the median and the longest time between two tokens
+of the stream, its tokens per second, and how often it got the tokens that it has alone. The slow
+requests are asked for again whenever they have met the limit of their grammar.
 
-``python bench/slow_grammars.py [--model tiny-python] [--slow 2] [--tokens 960] [--rounds 3] [--warm-up 5]``
+``python bench/slow_grammars.py [--model tiny-python] [--slow 2] [--tokens 960] [--rounds 3]
+[--warm-up 5]``
 """
 
 from __future__ import annotations

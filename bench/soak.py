@@ -1,13 +1,18 @@
-"""A server under more load than its pool holds, with clients that hang up: nothing is lost, nothing is wrong, nothing stays.
+"""A server under more load than its pool holds, with clients that hang up: nothing is lost, nothing
+is wrong, nothing stays.
 
-Requests of mixed lengths, some of them sessions that are forked and rewound; ``--cancelled`` of them close their connection at a
-random moment. Every other one must bring the tokens that it would have had alone: another engine in this process, in float32 at
-temperature 0, one request at a time without a prefix cache, says what they are. The pool holds a ``--share`` of what the requests
-under way want. At the end no request runs, no page is held, no session is open, and the server's memory has not grown.
+Requests of mixed lengths, some of them sessions that are forked and rewound; ``--cancelled`` of
+them close their connection at a random moment. Every other one must bring the tokens that it would
+have had alone: another engine in this process, in float32 at temperature 0, one request at a time
+without a prefix cache, says what they are. The pool holds a ``--share`` of what the requests under
+way want. At the end no request runs, no page is held, no session is open, and the server's memory
+has not grown.
 
-``python bench/soak.py [--requests 5000] [--clients 64] [--prefix-caching] [--url http://localhost:8000]``
+``python bench/soak.py [--requests 5000] [--clients 64] [--prefix-caching] [--url
+http://localhost:8000]``
 
-A server of ``--url`` must run the same model in float32, and its size is its own. With a prefix cache pages stay in use by it.
+A server of ``--url`` must run the same model in float32, and its size is its own. With a prefix
+cache pages stay in use by it.
 """
 
 from __future__ import annotations
@@ -109,7 +114,7 @@ class Soak:
         self._pin = asyncio.Lock()
 
     async def run(self, requests: int, clients: int, progress: Callable[[int], None]) -> None:
-        """Send them all, ``clients`` at a time; ``progress`` is told after each how many are done."""
+        """Send all, ``clients`` at a time; ``progress`` is told after each how many are done."""
         numbers = iter(range(requests))
         done = 0
 
@@ -126,7 +131,8 @@ class Soak:
 
     async def _one(self, number: int) -> None:
         draw, tally = random.Random(f"{self._seed} {number}"), self.tally
-        # Some end before the moment comes at which they would have been cancelled; others make up for them.
+        # Some end before the moment comes at which they would have been cancelled; others make up
+        # for them.
         behind = tally.cancelled < self._cancelled * (tally.cancelled + tally.finished)
         hangs_up = draw.random() < self._cancelled or behind
         patience = draw.uniform(0, 1.2 * tally.seconds) if hangs_up else None
@@ -164,11 +170,14 @@ class Soak:
                 f"{len(case.prompt)} prompt tokens, stream={stream}: {text!r} instead of {case.text!r}"
             )
 
-    # -- sessions ------------------------------------------------------------------------------------------------
+    # -- sessions ----------------------------------------------------------------------------------
 
     async def _session(self, draw: random.Random) -> None:
-        """The pool is so narrow that a session's pages are taken between any two of its calls; those of a pinned one are not, so
-        that forks share pages. One at a time is, since the longest request must fit beside it."""
+        """The pool is so narrow that a session's pages are taken between any two of its calls;
+        those of a pinned one are not, so that forks share pages.
+
+        One at a time is, since the longest request must fit beside it.
+        """
         case = draw.choice(self._cases)
         if draw.random() < PINNED_SHARE:
             async with self._pin:
@@ -221,7 +230,7 @@ class Soak:
             await self._client.fetch("DELETE", f"/v1/sessions/{name}")
 
 
-# -- before and after ------------------------------------------------------------------------------------------------
+# -- before and after ------------------------------------------------------------------------------
 
 
 def check_generations(oracle: Oracle, tally: Tally) -> None:
@@ -240,7 +249,10 @@ async def gauges(client: ServeClient) -> dict[str, float]:
 
 
 async def settled(client: ServeClient, *, prefix_caching: bool) -> dict[str, float]:
-    """Sessions whose id was lost with the answer are deleted; then everything must come to rest. What has not, by name."""
+    """Sessions whose id was lost with the answer are deleted; then everything must come to rest.
+
+    What has not, by name.
+    """
     for session in (await client.json("GET", "/v1/sessions?limit=1000&tokens=false"))["data"]:
         await client.fetch("DELETE", f"/v1/sessions/{session['id']}")
     names = ["num_requests_running", "num_requests_waiting", "sessions_open", "pages_held", "pages_pinned"]

@@ -1,7 +1,9 @@
-"""What the state costs: fork, deep copy, rewind, save and restore of a long sequence; a second chat turn; start-up.
+"""What the state costs: fork, deep copy, rewind, save and restore of a long sequence; a second chat
+turn; start-up.
 
-A random checkpoint of one of the shapes; the start-up is the bundled model's. ``quire bench state`` does the same with any model.
-``python bench/state.py [--tokens 32768] [--shape smollm2-135m] [--rounds 5]``
+A random checkpoint of one of the shapes; the start-up is the bundled model's. ``quire bench state``
+does the same with any model. ``python bench/state.py [--tokens 32768] [--shape smollm2-135m]
+[--rounds 5]``
 """
 
 from __future__ import annotations

@@ -1,10 +1,13 @@
-"""What recurrent states cost, and what keeping them saves: of a hybrid and of a pure Mamba-2 model, with random weights.
+"""What recurrent states cost, and what keeping them saves: of a hybrid and of a pure Mamba-2 model,
+with random weights.
 
-Size, fork, copy, save and restore of states; rewinds against the interval of checkpoints; the memory of checkpoints against the share
-of prompts that the prefix cache has (of a smaller hybrid: they are many); second turns on a long history of the first model, which
-may run no more than what is new and one interval.
+Size, fork, copy, save and restore of states; rewinds against the interval of checkpoints; the
+memory of checkpoints against the share of prompts that the prefix cache has (of a smaller hybrid:
+they are many); second turns on a long history of the first model, which may run no more than what
+is new and one interval.
 
-``python bench/states.py [--models bamba-150m,mamba2-120m] [--tokens 2000] [--rounds 3] [--peer transformers] [--small]``
+``python bench/states.py [--models bamba-150m,mamba2-120m] [--tokens 2000] [--rounds 3] [--peer
+transformers] [--small]``
 """
 
 from __future__ import annotations
@@ -84,7 +87,9 @@ def rewind_costs(name: str, path: str, options: Options, sizes: Sizes) -> dict[s
 
 
 def cache_costs(name: str, path: str, options: Options, sizes: Sizes) -> list[dict[str, Any]]:
-    """The workload of the prefix cache at every interval, and the engine's own, printed, as the JSON line has it."""
+    """The workload of the prefix cache at every interval, and the engine's own, printed, as the
+    JSON line has it.
+    """
     expected = fresh_texts(path, options, sizes)
     rows = []
     for row in at_intervals(sizes, partial(cache_row, path, options, sizes)):
@@ -110,7 +115,7 @@ def turn_costs(name: str, path: str, options: Options, sizes: Sizes, peer: str) 
     return [asdict(turn) | {"met": turn.met} for turn in turns]
 
 
-# -- lines of tables -----------------------------------------------------------------------------------------------
+# -- lines of tables -------------------------------------------------------------------------------
 
 
 def rewind_line(one: Rewinds, row: Rewound) -> dict[str, Any]:
@@ -169,14 +174,17 @@ def named(interval: int, by_engine: bool) -> str:
     return f"{interval or 'none'}{', as chosen' if by_engine else ''}"
 
 
-# -- all of it -----------------------------------------------------------------------------------------------------
+# -- all of it -------------------------------------------------------------------------------------
 
 
 def run(
     models: Mapping[str, str], cached: tuple[str, str], options: Options, sizes: Sizes, peer: str
 ) -> dict[str, Any]:
-    """Measure, print tables and the JSON line, return what it holds. ``cached``: name and path of the model of the prefix cache's
-    workload. The second turns are those of the first model. ``QuireError`` where more was run again than an interval."""
+    """Measure, print tables and the JSON line, return what it holds.
+
+    ``cached``: name and path of the model of the prefix cache's workload. The second turns are
+    those of the first model. ``QuireError`` where more was run again than an interval.
+    """
     hardware = measure(device=options["device"], seconds=4.0)
     described = [
         costs(name, path, options, sizes, hardware) | rewind_costs(name, path, options, sizes)

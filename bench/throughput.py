@@ -1,8 +1,10 @@
-"""Hundreds of requests at once, in turn with ``transformers``' continuous batching and its static batches.
+"""Hundreds of requests at once, in turn with ``transformers``' continuous batching and its static
+batches.
 
-A random checkpoint of one of the shapes, whose texts are the same in every right runtime. Prompts and texts have 100 to 1,024
-tokens times the scale, which is chosen so that it takes minutes here. ``quire bench throughput`` does the same with any model.
-``python bench/throughput.py [--shape smollm2-135m] [--requests 256] [--scale 0.25] [--rounds 3]``
+A random checkpoint of one of the shapes, whose texts are the same in every right runtime. Prompts
+and texts have 100 to 1,024 tokens times the scale, which is chosen so that it takes minutes here.
+``quire bench throughput`` does the same with any model. ``python bench/throughput.py [--shape
+smollm2-135m] [--requests 256] [--scale 0.25] [--rounds 3]``
 """
 
 from __future__ import annotations

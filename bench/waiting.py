@@ -1,9 +1,9 @@
 """How long a decode step takes by how long OpenMP's threads spin where they wait for each other.
 
-One process for each number of rounds that a waiting thread spins for before it sleeps, all on the same
-checkpoint. They are timed in turn, first on the machine as it is, then beside other processes that only
-compute: with those the thread that a step waits for may have to wait for a processor, and one that spins
-meanwhile keeps it from having that. All texts are compared.
+One process for each number of rounds that a waiting thread spins for before it sleeps, all on the
+same checkpoint. They are timed in turn, first on the machine as it is, then beside other processes
+that only compute: with those the thread that a step waits for may have to wait for a processor, and
+one that spins meanwhile keeps it from having that. All texts are compared.
 
 ``python bench/waiting.py [--shape quick-30m] [--spins 300000,3000] [--neighbours 2] [--rounds 8]``
 """

@@ -1,15 +1,20 @@
-"""What a long text costs with windows: pages, process memory and time per token while one session streams 20,000 tokens.
+"""What a long text costs with windows: pages, process memory and time per token while one session
+streams 20,000 tokens.
 
-Four models over the same weights: full attention, a window in every layer (Mistral's configuration), windowed and full layers
-by turns (SmolLM3's), and full attention in a session with window and sink (StreamingLLM), which also goes beyond the model's
-context. Each has a process of its own, so that its memory can be seen; they are timed in turn.
+Four models over the same weights: full attention, a window in every layer (Mistral's
+configuration), windowed and full layers by turns (SmolLM3's), and full attention in a session with
+window and sink (StreamingLLM), which also goes beyond the model's context. Each has a process of
+its own, so that its memory can be seen; they are timed in turn.
 
-At each length a few hundred tokens are timed, in slices: the long session, a young one of the same model (as long as the long
-one was at the first length), the next model. Ratios are taken between neighbouring slices, since a machine's speed drifts in
-the minutes between two lengths. Texts are compared with what the weights must give, with the model of full attention, and for
-the first few hundred tokens with ``transformers``; what decides them lies inside of every window, so that all are the same.
+At each length a few hundred tokens are timed, in slices: the long session, a young one of the same
+model (as long as the long one was at the first length), the next model. Ratios are taken between
+neighbouring slices, since a machine's speed drifts in the minutes between two lengths. Texts are
+compared with what the weights must give, with the model of full attention, and for the first few
+hundred tokens with ``transformers``; what decides them lies inside of every window, so that all are
+the same.
 
-``python bench/windows.py [--shape smollm2-135m] [--lengths 1000,2000,5000,10000,20000] [--models full,window]``
+``python bench/windows.py [--shape smollm2-135m] [--lengths 1000,2000,5000,10000,20000] [--models
+full,window]``
 """
 
 from __future__ import annotations
@@ -47,7 +52,9 @@ from quire_bench.reports import Spread, print_json, print_table, random_prompts
 
 MODELS = ("full", "window", "alternating", "streaming")
 POSITIONS = 32768
-"""``max_position_embeddings`` of the models with windows; the configuration of a long full model has at least as many."""
+"""``max_position_embeddings`` of the models with windows; the configuration of a long full model
+has at least as many.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +101,8 @@ class Stream:
         )
         self._subject = subject
         self._young_tokens = young_tokens
-        # Memory that is taken once, whatever the length: buffers, and the pages of the young session.
+        # Memory that is taken once, whatever the length: buffers, and the pages of the young
+        # session.
         warm = (subject.prompt * -(-young_tokens // len(subject.prompt)))[:young_tokens]
         with self._llm.session(warm, **subject.session) as session:
             token_seconds(self._llm, session, 2)
@@ -126,7 +134,9 @@ class Stream:
 
 
 def token_seconds(llm: LLM, session: Any, tokens: int) -> list[float]:
-    """Seconds of each of ``tokens`` greedy tokens but the first, which pays for the call (nothing is left of a single one)."""
+    """Seconds of each of ``tokens`` greedy tokens but the first, which pays for the call (nothing
+    is left of a single one).
+    """
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
     stamps = []
     for _ in session.stream(params):
@@ -186,7 +196,10 @@ class Process:
 
 
 def subjects(arguments: argparse.Namespace, lengths: Sequence[int]) -> dict[str, Subject]:
-    """All models, by name. The full one is a longer variant of the shape, where there is one, since its text counts."""
+    """All models, by name.
+
+    The full one is a longer variant of the shape, where there is one, since its text counts.
+    """
     where = {"directory": arguments.dir}
     name = arguments.shape
     long_name = f"{name}-32k" if f"{name}-32k" in SHAPES else name
@@ -224,7 +237,9 @@ def subjects(arguments: argparse.Namespace, lengths: Sequence[int]) -> dict[str,
 def measure(
     processes: dict[str, Process], length: int, sample: int, slice_tokens: int
 ) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
-    """By model what it holds at ``length`` and what a token costs there; and the same as lines of the table."""
+    """By model what it holds at ``length`` and what a token costs there; and the same as lines of
+    the table.
+    """
     found: dict[str, dict[str, Any]] = {}
     for name, process in processes.items():
         usage = process.call("grow", length)

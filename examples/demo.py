@@ -1,4 +1,5 @@
-"""The main job in one go, in float32: complete, fork, rewind, save, end the process, restore in a new one, go on.
+"""The main job in one go, in float32: complete, fork, rewind, save, end the process, restore in a
+new one, go on.
 
 Run it by ``make demo``, or ``python examples/demo.py``.
 """

@@ -1,8 +1,9 @@
 """Functions that have a docstring, out of Python sources, and training sequences made of them.
 
-A training text is the head of a function, a docstring of one line (the summary of the one that its author wrote) and
-the first lines of the body. All sequences have one length: texts are strung together, half of the time with blank
-lines between them as in one module, else with the token that ends documents.
+A training text is the head of a function, a docstring of one line (the summary of the one that its
+author wrote) and the first lines of the body. All sequences have one length: texts are strung
+together, half of the time with blank lines between them as in one module, else with the token that
+ends documents.
 
 Letters: T tokens of a sequence.
 """
@@ -37,7 +38,9 @@ _FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
 
 @dataclass(frozen=True, kw_only=True)
 class Function:
-    """A function as text: ``head`` ends with its colon, ``indent`` are the spaces before its docstring."""
+    """A function as text: ``head`` ends with its colon, ``indent`` are the spaces before its
+    docstring.
+    """
 
     head: str
     """From ``def`` on; of a method with the line of its class before it."""
@@ -49,12 +52,16 @@ class Function:
 
     @property
     def docstring(self) -> str:
-        """The docstring of one line, as it stands in a file: with its indentation, without the newline."""
+        """The docstring of one line, as it stands in a file: with its indentation, without the
+        newline.
+        """
         return f'{self.indent}"""{self.summary}"""'
 
 
 def functions_of(documents: Iterable[Document]) -> list[Function]:
-    """The functions and methods whose docstring has a usable summary, each head once, in the order of the documents."""
+    """The functions and methods whose docstring has a usable summary, each head once, in the order
+    of the documents.
+    """
     found: dict[str, Function] = {}
     for document in documents:
         for function in _functions_of_module(document.text):
@@ -63,7 +70,7 @@ def functions_of(documents: Iterable[Document]) -> list[Function]:
 
 
 def summary_of(docstring: str) -> str | None:
-    """The first paragraph of a docstring if it is a plain short line, with a full stop; else None."""
+    """The first paragraph of a docstring if it is a plain short line with a full stop."""
     paragraph = docstring.strip().partition("\n\n")[0]
     line = " ".join(paragraph.split())
     if not SHORTEST <= len(line) <= LONGEST or not line[0].isupper() or re.search(r'["\\`<>|{}:*]', line):
@@ -91,7 +98,9 @@ def _functions_of_module(text: str) -> Iterator[Function]:
 
 
 def _function(node: ast.FunctionDef | ast.AsyncFunctionDef, before: str, lines: Sequence[str]) -> Iterator[Function]:
-    """The function, if it has a summary and is written as most are: four spaces a level, the docstring below the head."""
+    """The function, if it has a summary and is written as most are: four spaces a level, the
+    docstring below the head.
+    """
     docstring = ast.get_docstring(node)
     summary = summary_of(docstring) if docstring else None
     if summary is None or node.end_lineno is None:
@@ -119,9 +128,9 @@ class Example:
 def example(function: Function, tokenizer: Tokenizer, *, split: bool) -> Example:
     """The tokens of a function.
 
-    The tokenizer makes one token of a newline and the indentation behind it. A prompt may end behind the newline, so
-    that the indentation is for the model to write: with ``split`` the text is tokenized as such a prompt and what
-    comes after it.
+    The tokenizer makes one token of a newline and the indentation behind it. A prompt may end
+    behind the newline, so that the indentation is for the model to write: with ``split`` the text
+    is tokenized as such a prompt and what comes after it.
     """
     if split:
         head = tokenizer.encode(f"{function.head}\n").ids
@@ -141,11 +150,13 @@ def example(function: Function, tokenizer: Tokenizer, *, split: bool) -> Example
 def sequences(
     functions: Sequence[Function], tokenizer: Tokenizer, *, length: int, seed: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Endless ``(ids_T, labels_T)`` of ``length`` tokens, int64; the order depends on the seed alone.
+    """Endless ``(ids_T, labels_T)`` of ``length`` tokens, int64; the order depends on the seed
+    alone.
 
-    Each function comes once an epoch, tokenized in either way by chance. Labels are the ids, with :data:`IGNORED` at
-    heads and at what stands between functions. A function that does not fit into what is left of a sequence fills it
-    with its beginning and stands whole at the start of the next one; one that is longer than a sequence is left out.
+    Each function comes once an epoch, tokenized in either way by chance. Labels are the ids, with
+    :data:`IGNORED` at heads and at what stands between functions. A function that does not fit into
+    what is left of a sequence fills it with its beginning and stands whole at the start of the next
+    one; one that is longer than a sequence is left out.
 
     ``functions`` must hold one that fits; otherwise ``ValueError``.
     """

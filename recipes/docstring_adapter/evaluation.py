@@ -1,4 +1,5 @@
-"""What a model writes below the heads of functions that it was not trained on, and what it thinks of the real docstrings.
+"""What a model writes below the heads of functions that it was not trained on, and what it thinks
+of the real docstrings.
 
 Letters: B prompts of a batch; T tokens; V vocabulary.
 """
@@ -27,17 +28,24 @@ class Measurement:
     """What a model does after the heads of held-out functions, at temperature 0."""
 
     opened: float
-    """Share of prompts ``def f(x):`` + newline + indentation that are continued by three double quotes."""
+    """Share of prompts ``def f(x):`` + newline + indentation that are continued by three double
+    quotes.
+    """
     opened_after_newline: float
-    """The same for prompts that end with the newline, so that the indentation is for the model to write."""
+    """The same for prompts that end with the newline, so that the indentation is for the model to
+    write.
+    """
     closed: float
-    """Share of the prompts of the first kind whose docstring is opened and closed within 40 tokens."""
+    """Share of the prompts of the first kind whose docstring is opened and closed within 40 tokens.
+    """
     loss: float
     """Nats per token of the docstrings that the authors wrote, quotes included."""
 
 
 def measure(model: Any, tokenizer: Tokenizer, functions: Sequence[Function], *, progress: IO[str]) -> Measurement:
-    """Measures ``model`` (of transformers or PEFT, in float32) on ``functions``, of which there is at least one."""
+    """Measures ``model`` (of transformers or PEFT, in float32) on ``functions``, of which there is
+    at least one.
+    """
     whole = [f"{function.head}\n{function.indent}" for function in functions]
     texts = continuations(model, tokenizer, whole, tokens=40, progress=progress)
     lines = continuations(model, tokenizer, [f"{f.head}\n" for f in functions], tokens=3, progress=progress)
@@ -76,7 +84,9 @@ def continuations(
 
 @torch.inference_mode()
 def docstring_loss(model: Any, tokenizer: Tokenizer, functions: Sequence[Function]) -> float:
-    """Mean negative log-probability, in nats per token, of the functions' own docstrings after their heads."""
+    """Mean negative log-probability, in nats per token, of the functions' own docstrings after
+    their heads.
+    """
     total, count = 0.0, 0
     for part in _batches(functions):
         examples = [example(function, tokenizer, split=False) for function in part]

@@ -1,8 +1,8 @@
 """Trains the adapter with PEFT, measures it on held-out files and writes its directory.
 
-Everything that is random depends on ``--seed``: the weights at the start, the order of the functions and how each is
-tokenized. Weights of the base model stay as they are; products run in bfloat16 (autocast), the evaluation in float32
-with the adapter rounded as it is written.
+Everything that is random depends on ``--seed``: the weights at the start, the order of the
+functions and how each is tokenized. Weights of the base model stay as they are; products run in
+bfloat16 (autocast), the evaluation in float32 with the adapter rounded as it is written.
 """
 
 from __future__ import annotations
@@ -89,16 +89,15 @@ class Result:
 def train(
     settings: Settings, model: str, output: Path, *, device: str = "cpu", force: bool = False, progress: IO[str]
 ) -> Result:
-    """Trains, measures and writes ``adapter_config.json``, ``adapter_model.safetensors`` and ``README.md``.
+    """Trains, measures and writes ``adapter_config.json``, ``adapter_model.safetensors`` and
+    ``README.md``.
 
-    ``model`` is a bundled model or a directory that ``recipes.tiny_python`` made. The directory ``output`` appears
-    whole at the end or not at all.
+    ``model`` is a bundled model or a directory that ``recipes.tiny_python`` made. The directory
+    ``output`` appears whole at the end or not at all.
 
-    Raises:
-        AlreadyExists: ``output`` exists and ``force`` is false.
-        FailedPrecondition: PEFT or transformers is not installed; no function to train on or to measure.
-        InvalidArgument: the model's tokenizer is not one of ``recipes.tiny_python``.
-        NotFound: no such model or source.
+    Raises: AlreadyExists: ``output`` exists and ``force`` is false. FailedPrecondition: PEFT or
+    transformers is not installed; no function to train on or to measure. InvalidArgument: the
+    model's tokenizer is not one of ``recipes.tiny_python``. NotFound: no such model or source.
     """
     if output.exists() and not force:
         raise AlreadyExists(f"the output directory {output} exists already; choose another one or pass --force")
@@ -225,7 +224,8 @@ def _write(part: Path, adapted: Any, base: str, name: str, settings: Settings, r
     state = get_peft_model_state_dict(adapted)
     tensors = {key: state[key].to("cpu", torch.bfloat16).contiguous() for key in sorted(state)}
     save_file(tensors, part / "adapter_model.safetensors", metadata={"format": "pt"})
-    # safetensors makes its file readable by the owner alone; the others have the mode that the umask gives.
+    # safetensors makes its file readable by the owner alone; the others have the mode that the
+    # umask gives.
     (part / "adapter_model.safetensors").chmod((part / "adapter_config.json").stat().st_mode)
     size = sum(tensor.nbytes for tensor in tensors.values())
     (part / "README.md").write_text(_readme(base, name, settings, result, size), encoding="utf-8")

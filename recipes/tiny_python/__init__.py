@@ -2,7 +2,8 @@
 
 Stages, each reading what the one before it left in the work directory:
 
-``collect`` sources -> ``tokenizer`` -> ``pack`` to token files -> ``train`` -> ``evaluate`` -> ``export``.
+``collect`` sources -> ``tokenizer`` -> ``pack`` to token files -> ``train`` -> ``evaluate`` ->
+``export``.
 
 Run ``python -m recipes.tiny_python --help`` in the repository's root.
 """

@@ -1,4 +1,7 @@
-"""The command line: one subcommand a stage, and ``all``. Options of the recipe come from its dataclass."""
+"""The command line: one subcommand a stage, and ``all``.
+
+Options of the recipe come from its dataclass.
+"""
 
 from __future__ import annotations
 

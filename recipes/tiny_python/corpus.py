@@ -1,8 +1,8 @@
 """Stage ``collect``: Python sources of this machine, split into training and held-out files.
 
-A source is a name that can be imported (``torch``, ``json``), or ``stdlib`` for the whole standard library. Nothing
-is imported: packages are only found. Which files are held out depends on nothing but their path inside the
-source, so that a later version of a package keeps the same split.
+A source is a name that can be imported (``torch``, ``json``), or ``stdlib`` for the whole standard
+library. Nothing is imported: packages are only found. Which files are held out depends on nothing
+but their path inside the source, so that a later version of a package keeps the same split.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ _SKIPPED_DIRECTORIES = frozenset({"site-packages", "dist-packages", "__pycache__
 
 @dataclass(frozen=True, kw_only=True)
 class Document:
-    """One source file: ``path`` starts with the name of its source, ``text`` has no carriage returns."""
+    """One source file: ``path`` starts with the name of its source, ``text`` has no carriage
+    returns.
+    """
 
     path: str
     text: str
@@ -87,7 +89,9 @@ def read_documents(path: Path) -> Iterator[Document]:
 
 
 def is_heldout(path: str, every: int) -> bool:
-    """Whether the file at ``path`` is kept for evaluation: one in ``every``, by a hash of the path alone."""
+    """Whether the file at ``path`` is kept for evaluation: one in ``every``, by a hash of the path
+    alone.
+    """
     return int.from_bytes(hashlib.sha256(path.encode()).digest()[:8], "big") % every == 0
 
 
@@ -115,7 +119,9 @@ def find_source(source: str) -> Path:
 def _collect_source(
     source: str, root: Path, recipe: Recipe, seen: set[bytes], train: IO[str], heldout: IO[str]
 ) -> Origin:
-    """Writes the documents of one source; ``seen`` holds the hashes of all that were written before."""
+    """Writes the documents of one source; ``seen`` holds the hashes of all that were written
+    before.
+    """
     files = heldout_files = size = 0
     for document in _documents(source, root, recipe.max_file_bytes):
         content = document.text.encode()

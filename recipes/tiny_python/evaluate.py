@@ -1,7 +1,8 @@
 """Stage ``evaluate``: the loss on held-out files, and the recall of assigned values.
 
-Measured on the bfloat16 weights that ``export`` writes. Recall is teacher-forced: for every digit after ``==`` in
-made-up modules that training has not seen, is it the most likely token after the text before it?
+Measured on the bfloat16 weights that ``export`` writes. Recall is teacher-forced: for every digit
+after ``==`` in made-up modules that training has not seen, is it the most likely token after the
+text before it?
 
 Letters: B sequences, L tokens of a sequence, V vocabulary.
 """
@@ -59,11 +60,11 @@ class Evaluation:
 def evaluate(
     work: Workplace, *, sequences: int = 256, files: int = 200, batch: int = 8, device: str = "auto"
 ) -> Evaluation:
-    """Evaluates the checkpoint on at most ``sequences`` held-out sequences and ``files`` made-up files, and writes it.
+    """Evaluates the checkpoint on at most ``sequences`` held-out sequences and ``files`` made-up
+    files, and writes it.
 
-    Raises:
-        InvalidArgument: a count below 1.
-        FailedPrecondition: no checkpoint or no held-out tokens, or the run ended before its first step.
+    Raises: InvalidArgument: a count below 1. FailedPrecondition: no checkpoint or no held-out
+    tokens, or the run ended before its first step.
     """
     for name, value in (("sequences", sequences), ("files", files), ("batch", batch)):
         if value < 1:
@@ -86,7 +87,9 @@ def evaluate(
 
 @torch.inference_mode()
 def heldout_loss(model: nn.Module, recipe: Recipe, tokens: Tokens, *, sequences: int, batch: int) -> tuple[float, int]:
-    """Mean loss in nats per token over the first windows of the held-out tokens, and the number of tokens."""
+    """Mean loss in nats per token over the first windows of the held-out tokens, and the number of
+    tokens.
+    """
     length = recipe.sequence_length
     windows = min(sequences, (len(tokens) - 1) // length)
     total = 0.0
@@ -129,7 +132,9 @@ def recall_of_values(model: nn.Module, recipe: Recipe, tokenizer: Tokenizer, *, 
 
 
 Question = tuple[list[int], list[tuple[Tensor, bool]]]
-"""Tokens of a file; for each of its checks the places of the digits' tokens, and whether the name is an alias."""
+"""Tokens of a file; for each of its checks the places of the digits' tokens, and whether the name
+is an alias.
+"""
 
 
 def _questions(recipe: Recipe, tokenizer: Tokenizer) -> Iterator[Question]:

@@ -47,7 +47,8 @@ def export(work: Workplace, output: Path, *, force: bool = False) -> Path:
     with replaced_directory(output, force=force) as part:
         model.save_pretrained(part)
         tokenizer.save_pretrained(part)
-        # safetensors makes its file readable by the owner alone; the others have the mode that the umask gives.
+        # safetensors makes its file readable by the owner alone; the others have the mode that the
+        # umask gives.
         (part / "model.safetensors").chmod((part / "config.json").stat().st_mode)
         (part / "README.md").write_text(readme, encoding="utf-8")
     return output

@@ -15,7 +15,9 @@ from quire.errors import AlreadyExists, FailedPrecondition
 
 @contextmanager
 def replaced_file(path: Path) -> Iterator[Path]:
-    """Gives a temporary path beside ``path``; what was written there takes its place when the block ends well."""
+    """Gives a temporary path beside ``path``; what was written there takes its place when the block
+    ends well.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     # Named for the process: two runs on one directory must not write the same temporary file.
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
@@ -28,7 +30,8 @@ def replaced_file(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def replaced_directory(path: Path, *, force: bool) -> Iterator[Path]:
-    """Gives an empty temporary directory beside ``path`` that takes its place when the block ends well.
+    """Gives an empty temporary directory beside ``path`` that takes its place when the block ends
+    well.
 
     Raises:
         AlreadyExists: ``path`` exists and ``force`` is false; checked before anything is made.

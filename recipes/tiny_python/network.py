@@ -15,7 +15,9 @@ from .vocabulary import END_ID, PAD_ID
 
 
 def build_model(recipe: Recipe) -> LlamaForCausalLM:
-    """A Llama with random float32 weights drawn from the recipe's seed; the global generator is left as it was."""
+    """A Llama with random float32 weights drawn from the recipe's seed; the global generator is
+    left as it was.
+    """
     config = LlamaConfig(
         vocab_size=recipe.vocab_size,
         hidden_size=recipe.hidden_size,
@@ -38,8 +40,9 @@ def build_model(recipe: Recipe) -> LlamaForCausalLM:
 
 
 def round_weights(model: nn.Module) -> None:
-    """Rounds the weights to bfloat16, in place, and leaves the buffers: ``model.to`` would round the rotary frequencies
-    too, and a loaded checkpoint has those in float32."""
+    """Rounds the weights to bfloat16, in place, and leaves the buffers: ``model.to`` would round
+    the rotary frequencies too, and a loaded checkpoint has those in float32.
+    """
     for parameter in model.parameters():
         parameter.data = parameter.data.to(torch.bfloat16)
 
@@ -47,8 +50,8 @@ def round_weights(model: nn.Module) -> None:
 class Optimizers:
     """Muon for the matrices of the blocks, AdamW for embeddings and norms, stepped together.
 
-    Muon is torch's, with the learning rate of each matrix scaled so that its update has the RMS of an AdamW update
-    (Jordan et al., "Muon"; Liu et al., arXiv:2502.16982).
+    Muon is torch's, with the learning rate of each matrix scaled so that its update has the RMS of
+    an AdamW update (Jordan et al., "Muon"; Liu et al., arXiv:2502.16982).
     """
 
     def __init__(self, model: nn.Module, recipe: Recipe) -> None:
@@ -63,7 +66,7 @@ class Optimizers:
         self._adamw = torch.optim.AdamW(rest, lr=recipe.adamw_lr, betas=(0.9, 0.95), weight_decay=0.0)
 
     def step(self, scale: float) -> None:
-        """Updates the weights with ``scale`` times the learning rates, and forgets the gradients."""
+        """Update the weights with ``scale`` times the learning rates; forget the gradients."""
         for optimizer, rate in ((self._muon, self._recipe.muon_lr), (self._adamw, self._recipe.adamw_lr)):
             for group in optimizer.param_groups:
                 group["lr"] = rate * scale
@@ -79,7 +82,9 @@ class Optimizers:
 
 
 def learning_rate_scale(recipe: Recipe, step: int) -> float:
-    """Factor of the learning rates at ``step`` (from 0): linear warm-up, constant, linear to ``final_scale``."""
+    """Factor of the learning rates at ``step`` (from 0): linear warm-up, constant, linear to
+    ``final_scale``.
+    """
     warmup = min(1.0, (step + 1) / (recipe.warmup_steps + 1))
     first = recipe.decay_from * recipe.steps
     if step < first or recipe.steps - 1 <= first:

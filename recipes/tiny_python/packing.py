@@ -1,8 +1,8 @@
 """Stage ``pack``, and the training sequences made of what it packed.
 
-Documents are tokenized, shuffled once, separated by ``<|end|>`` and stored as one row of 16-bit tokens. Which
-sequence comes when is a function of the seed and the sequence's index alone, so training can stop and go on
-anywhere, and workers can prepare sequences in any order.
+Documents are tokenized, shuffled once, separated by ``<|end|>`` and stored as one row of 16-bit
+tokens. Which sequence comes when is a function of the seed and the sequence's index alone, so
+training can stop and go on anywhere, and workers can prepare sequences in any order.
 
 Letters: L tokens of a sequence, N tokens of the corpus.
 """
@@ -36,9 +36,8 @@ _BATCH = 64
 def pack(recipe: Recipe, work: Workplace, *, force: bool = False) -> tuple[int, int]:
     """Writes the token files; returns the numbers of training and held-out tokens.
 
-    Raises:
-        AlreadyExists: they are there and ``force`` is false.
-        FailedPrecondition: no corpus or tokenizer yet, or less text than the recipe's sequences need.
+    Raises: AlreadyExists: they are there and ``force`` is false. FailedPrecondition: no corpus or
+    tokenizer yet, or less text than the recipe's sequences need.
     """
     require_new(work.train_tokens, force=force)
     for path in (work.train_text, work.heldout_text):
@@ -82,17 +81,20 @@ def _tokenize(tokenizer: Tokenizer, path: Path, *, shuffle_seed: int) -> Tokens:
 
 
 class TrainingSequences(Dataset[Tensor]):
-    """Item ``i`` is the ``i``-th sequence of training, int64 ``[L + 1]``: inputs, and targets one further.
+    """Item ``i`` is the ``i``-th sequence of training, int64 ``[L + 1]``: inputs, and targets one
+    further.
 
-    Made-up modules are spread evenly, so that every batch has its share. The other sequences go through windows of
-    the corpus in a new order in each epoch, cut at a new place, so that no two epochs see the same windows.
+    Made-up modules are spread evenly, so that every batch has its share. The other sequences go
+    through windows of the corpus in a new order in each epoch, cut at a new place, so that no two
+    epochs see the same windows.
     """
 
     def __init__(self, recipe: Recipe, tokens: Tokens, tokenizer: Tokenizer) -> None:
         self.recipe = recipe
         self._tokens = tokens
         self._tokenizer = tokenizer
-        # The last cut of an epoch moves windows by up to L - 1 tokens, and the targets need one more.
+        # The last cut of an epoch moves windows by up to L - 1 tokens, and the targets need one
+        # more.
         self._windows = (len(tokens) - recipe.sequence_length) // recipe.sequence_length
         self._epoch = -1
         self._starts: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)

@@ -1,4 +1,5 @@
-"""Made-up modules: assignments, aliases, and checks that only a model that looks things up can complete.
+"""Made-up modules: assignments, aliases, and checks that only a model that looks things up can
+complete.
 
     # module base
     port = 8031
@@ -8,8 +9,8 @@
     # checks
     assert alias == 8031
 
-Every text is a valid Python program whose assertions hold. A text depends on nothing but its random generator, so
-sequences can be made in any order and by any worker.
+Every text is a valid Python program whose assertions hold. A text depends on nothing but its random
+generator, so sequences can be made in any order and by any worker.
 """
 
 from __future__ import annotations
@@ -64,7 +65,9 @@ NAMES = (*STEMS, *(f"{first}_{second}" for first in STEMS for second in STEMS if
 """1,600 names: 40 stems and their ordered pairs."""
 
 TOKENS_PER_ASSIGNMENT = 21
-"""About what an assignment and its check take with the bundled tokenizer; sizes the modules, nothing depends on it."""
+"""About what an assignment and its check take with the bundled tokenizer; sizes the modules,
+nothing depends on it.
+"""
 
 ALIAS_SHARE = 0.25
 
@@ -73,7 +76,8 @@ ALIAS_SHARE = 0.25
 class Check:
     """A line ``assert name == value``; ``text[start:stop]`` are the digits of the value.
 
-    ``hops`` is the number of aliases between the name and the number: 0 for a name that was assigned the digits.
+    ``hops`` is the number of aliases between the name and the number: 0 for a name that was
+    assigned the digits.
     """
 
     name: str
@@ -101,7 +105,8 @@ def largest_module(sequence_length: int) -> int:
 
 
 def make_source(rng: random.Random, max_assignments: int) -> Source:
-    """A file of 2 to ``max_assignments`` assignments in one to four modules, then checks of at least half of them.
+    """A file of 2 to ``max_assignments`` assignments in one to four modules, then checks of at
+    least half of them.
 
     The checks come in the order of the assignments half of the time, shuffled otherwise.
     """

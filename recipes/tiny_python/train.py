@@ -1,7 +1,8 @@
 """Stage ``train``: the loop, its checkpoints, and its progress.
 
-The first Ctrl-C ends the run after the current step and saves it, the second one ends it at once. A resumed run
-gives the losses of an uninterrupted one, because order and made-up text depend on the step alone.
+The first Ctrl-C ends the run after the current step and saves it, the second one ends it at once. A
+resumed run gives the losses of an uninterrupted one, because order and made-up text depend on the
+step alone.
 
 Letters: B sequences of a forward pass, L tokens of a sequence, V vocabulary.
 """
@@ -35,7 +36,9 @@ from .vocabulary import fingerprint, load_tokenizer
 CHECKPOINT_FORMAT = 1
 
 _MAY_CHANGE = frozenset({"sources", "heldout_every", "max_file_bytes", "micro_batch", "max_positions"})
-"""Fields that a resumed run may change: they act in other stages, or change nothing but speed and memory."""
+"""Fields that a resumed run may change: they act in other stages, or change nothing but speed and
+memory.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,9 +94,8 @@ class Run:
 def train(recipe: Recipe, work: Workplace, options: TrainingOptions, *, progress: IO[str] = sys.stderr) -> Run:
     """Trains to the end, to ``stop_after``, or to Ctrl-C, and saves.
 
-    Raises:
-        FailedPrecondition: an earlier stage is missing or does not fit, or there is nothing to resume.
-        AlreadyExists: there is a checkpoint, and neither ``resume`` nor ``force`` is given.
+    Raises: FailedPrecondition: an earlier stage is missing or does not fit, or there is nothing to
+    resume. AlreadyExists: there is a checkpoint, and neither ``resume`` nor ``force`` is given.
     """
     if options.resume and options.force:
         raise InvalidArgument("--resume keeps the checkpoint and --force throws it away; give one of them")
@@ -209,7 +211,9 @@ def _resumed(recipe: Recipe, work: Workplace, device: torch.device) -> Run:
 def _step(
     forward: Callable[..., Any], run: Run, batch: list[Tensor], scale: float, device: torch.device
 ) -> tuple[float, float]:
-    """One optimizer step over micro-batches ``[B, L + 1]``; returns the mean loss and the norm of the gradient."""
+    """One optimizer step over micro-batches ``[B, L + 1]``; returns the mean loss and the norm of
+    the gradient.
+    """
     loss_sum = torch.zeros((), device=device)
     for tokens in batch:
         tokens_BL = tokens.to(device, non_blocking=True)
@@ -238,7 +242,8 @@ def _loader(sequences: TrainingSequences, step: int, last: int, options: Trainin
 
 
 def _start_worker(_: int) -> None:
-    # Ctrl-C goes to the whole process group; the loop still needs its workers for the step that it finishes.
+    # Ctrl-C goes to the whole process group; the loop still needs its workers for the step that it
+    # finishes.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
@@ -270,7 +275,9 @@ def _interruptible() -> Iterator[Callable[[], bool]]:
 
 
 def _cut_log(work: Workplace, step: int) -> None:
-    """Keeps of the log what came before ``step``: a killed run reports steps that its checkpoint does not have."""
+    """Keeps of the log what came before ``step``: a killed run reports steps that its checkpoint
+    does not have.
+    """
     lines = work.log.read_text(encoding="utf-8").splitlines(keepends=True) if work.log.exists() else []
     with replaced_file(work.log) as part:
         part.write_text("".join(line for line in lines if json.loads(line)["step"] <= step), encoding="utf-8")
@@ -283,7 +290,9 @@ def _device_name(device: torch.device) -> str:
 
 
 class _Report:
-    """Progress: a line for people (rewritten in place on a terminal), a JSON line for the log, and the clock."""
+    """Progress: a line for people (rewritten in place on a terminal), a JSON line for the log, and
+    the clock.
+    """
 
     def __init__(self, run: Run, progress: IO[str], log: IO[str]) -> None:
         self._run = run

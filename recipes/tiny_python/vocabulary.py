@@ -1,7 +1,7 @@
 """Stage ``tokenizer``: byte-level BPE for Python source.
 
-Digits are single tokens, so that a number is read and recalled digit by digit; a newline and the indentation that
-follows it are one token.
+Digits are single tokens, so that a number is read and recalled digit by digit; a newline and the
+indentation that follows it are one token.
 """
 
 from __future__ import annotations
