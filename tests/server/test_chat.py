@@ -375,7 +375,7 @@ def test_ids_that_templates_of_mistral_accept(capable: Served, monkeypatch: pyte
     monkeypatch.setattr(chat, "select_template", lambda templates, **_: "{{ messages }}{# [TOOL_CALLS] #}")
     named = {"type": "function", "function": {"name": "weather"}}
     for choice in ("required", named):
-        body = {"tools": [WEATHER], "tool_choice": choice, "max_tokens": 400, "seed": 3}
+        body = {"tools": [WEATHER], "tool_choice": choice, "parallel_tool_calls": False, "max_tokens": 400, "seed": 3}
         ids = {
             call["id"] for _ in range(3) for call in ask(capable.client, **body)["choices"][0]["message"]["tool_calls"]
         }
