@@ -229,7 +229,6 @@ rows, recurrent layers alone, beside and between attention."""
 OF_THE_FAMILY = {
     "test_prefill_in_chunks_and_decode",
     "test_ragged_batch_of_prompts_chunks_and_decodes",
-    "test_the_suite_sees_a_difference",
 }
 """Tests of what a family computes; the others are of what its state does."""
 

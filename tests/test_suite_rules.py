@@ -70,6 +70,15 @@ def test_examples_have_no_deadline() -> None:
     assert settings.default.deadline is None
 
 
+@pytest.mark.product(2)
+@pytest.mark.parametrize("second", "cd")
+@pytest.mark.parametrize("first", "ab")
+def test_of_a_product_one_case_of_n_is_quick(first: str, second: str, request: pytest.FixtureRequest) -> None:
+    """Among the slow ones this tells that the others are slow."""
+    slow = request.node.get_closest_marker("slow") is not None
+    assert slow == ((first == "a") != (second == "c"))
+
+
 @pytest.mark.parametrize(
     ("text", "found"),
     [
