@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import signal
+from collections.abc import Generator
 
 import pytest
 from hypothesis import settings
@@ -21,10 +22,35 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of the cases of ``product(n)`` one of n is quick: of two parameters and more each value is among them."""
+    """Of the cases of ``product(n)`` one of n is quick: of two parameters and more each value is among them.
+
+    A value counts by its place among those of its parameter: ``callspec.indices`` numbers cases, not values, since pytest 9.
+    """
+    places: dict[tuple[str, tuple[str, ...]], dict[tuple[int, ...], int]] = {}
     for item in items:
-        if (found := item.get_closest_marker("product")) and sum(item.callspec.indices.values()) % found.args[0]:  # type: ignore[attr-defined]
+        if not (found := item.get_closest_marker("product")):
+            continue
+        params: dict[str, object] = item.callspec.params  # type: ignore[attr-defined]
+        given = [mark.args[0] for mark in item.iter_markers("parametrize")]
+        together = [tuple(name.strip() for name in names.split(",")) for names in given if isinstance(names, str)]
+        together += [tuple(names) for names in given if not isinstance(names, str)]
+        fixtures = [(name,) for name in params if not any(name in names for names in together)]
+        total = 0
+        for names in (*together, *fixtures):
+            known = places.setdefault((item.nodeid.partition("[")[0], names), {})
+            total += known.setdefault(tuple(id(params[name]) for name in names), len(known))
+        if total % found.args[0]:
             item.add_marker(pytest.mark.slow)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect no garbage meanwhile: syntax trees of all tests would be looked through again and again, which takes 7 s."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_collection_finish() -> None:

@@ -510,6 +510,9 @@ FEATURES: dict[str, tuple[list[Entry], float | None, bool]] = {
 
 
 WAYS = ["usual", "small blocks", "no kernel with log-sum-exp"]
+Pool = tuple[tuple[int, int], int, bool]
+"""Sizes of rows, the page size, and whether pages are in any order."""
+POOLS: list[Pool] = [((8, 8), 1, True), ((16, 6), 5, False), ((8, 8), 16, True)]
 
 
 def features_by_type_and_way() -> Iterator[Any]:
@@ -528,6 +531,25 @@ def features_by_type_and_way() -> Iterator[Any]:
 
 @pytest.mark.parametrize(("feature", "dtype", "way"), list(features_by_type_and_way()))
 def test_each_feature(feature: str, dtype: torch.dtype, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float32 in the usual way over all pools, else over one."""
+    number = list(FEATURES).index(feature) + WAYS.index(way)
+    usual = dtype == torch.float32 and way == "usual"
+    check_feature(feature, dtype, way, POOLS if usual else [POOLS[number % 3]], monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("feature", FEATURES)
+def test_each_feature_over_all_pools(
+    feature: str, dtype: torch.dtype, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_feature(feature, dtype, way, POOLS, monkeypatch)
+
+
+def check_feature(
+    feature: str, dtype: torch.dtype, way: str, pools: list[Pool], monkeypatch: pytest.MonkeyPatch
+) -> None:
     if way == "small blocks":
         use_small_blocks(monkeypatch, 8, 16, 5)
     if way == "no kernel with log-sum-exp":
@@ -535,11 +557,7 @@ def test_each_feature(feature: str, dtype: torch.dtype, way: str, monkeypatch: p
         for module in (lse_attention, group_attention):
             monkeypatch.setattr(module, "has_lse_kernel", lambda *args: False)
     entries, softcap, learned = FEATURES[feature]
-    pools = [((8, 8), 1, True), ((16, 6), 5, False), ((8, 8), 16, True)]
-    # In float32 over all pools; in each of the other types over one.
-    for sizes, page_size, fragmented in (
-        pools if dtype == torch.float32 else pools[list(FEATURES).index(feature) % 3 :][:1]
-    ):
+    for sizes, page_size, fragmented in pools:
         Case(
             entries,
             page_size=page_size,

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import quire
 
 ROOT = Path(quire.__file__).parent
@@ -40,13 +42,13 @@ from quire.server.app import create_app
 from quire.server.serving import Server
 
 loop = asyncio.new_event_loop()
-llm = AsyncLLM("tiny-python", device="cpu", dtype="float32", kv_cache_memory="16MiB")
-server = Server(create_app(llm))
+async_llm = AsyncLLM("tiny-python", device="cpu", dtype="float32", kv_cache_memory="16MiB")
+server = Server(create_app(async_llm))
 params = SamplingParams(max_tokens=2000, ignore_eos=True)
 
 async def begin():
-    session = await llm.session("def f(x):\\n")
-    stream, other = session.stream(params), llm.stream("class A:\\n", params)
+    session = await async_llm.session("def f(x):\\n")
+    stream, other = session.stream(params), async_llm.stream("class A:\\n", params)
     await anext(stream)
     await anext(other)
     return session, stream, other
@@ -67,12 +69,16 @@ def ended(program: str) -> tuple[int, str]:
     return done.returncode, done.stderr
 
 
-def test_sessions_and_streams_alive_at_exit() -> None:
-    assert ended(KEPT_MAIN + PROGRAM) == (0, "")
-
-
-def test_a_stepping_engine_alive_at_exit() -> None:
-    assert ended(KEPT_MAIN + ASYNC_PROGRAM) == (0, "")
+@pytest.mark.parametrize(
+    "program",
+    [
+        pytest.param(PROGRAM, marks=pytest.mark.slow, id="sessions and streams"),
+        pytest.param(ASYNC_PROGRAM, marks=pytest.mark.slow, id="a stepping engine"),
+        pytest.param(PROGRAM + ASYNC_PROGRAM, id="both"),
+    ],
+)
+def test_alive_at_exit(program: str) -> None:
+    assert ended(KEPT_MAIN + program) == (0, "")
 
 
 def test_the_emulation_lets_objects_go_last() -> None:
@@ -86,7 +92,8 @@ def test_the_emulation_lets_objects_go_last() -> None:
 def test_every_finaliser_is_guarded() -> None:
     found = 0
     for path in ROOT.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        text = path.read_text(encoding="utf-8")
+        for node in ast.walk(ast.parse(text)) if "__del__" in text else ():
             if isinstance(node, ast.FunctionDef) and node.name == "__del__":
                 found += 1
                 assert [ast.unparse(one) for one in node.decorator_list] == ["unless_exiting"], f"{path}:{node.lineno}"

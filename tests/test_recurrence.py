@@ -253,7 +253,6 @@ def test_example_of_the_convolution(backend: RecurrenceBackend) -> None:
 # -- chains ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.product(2)
 @pytest.mark.product(4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("delta", [False, True])
@@ -636,8 +635,7 @@ CONVOLUTIONS: dict[str, RecurrencePlan] = {
 TAPS = (1, 2, 3, 4, 7)
 
 
-@pytest.mark.product(2)
-@pytest.mark.product(2)
+@pytest.mark.product(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", sorted(CONVOLUTIONS))
 def test_convolution(backend: RecurrenceBackend, name: str, dtype: torch.dtype) -> None:

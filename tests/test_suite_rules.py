@@ -60,14 +60,23 @@ def faults(text: str) -> Iterator[str]:
                     yield f"{keyword.value.lineno}: how long an example takes says how busy the machine is"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(TESTS).as_posix())
-def test_rules_are_kept(path: Path) -> None:
-    assert list(faults(path.read_text())) == []
+def test_rules_are_kept() -> None:
+    found = {path.relative_to(TESTS).as_posix(): list(faults(path.read_text(encoding="utf-8"))) for path in FILES}
+    assert {name: lines for name, lines in found.items() if lines} == {}
 
 
 def test_examples_have_no_deadline() -> None:
     assert settings.default is not None
     assert settings.default.deadline is None
+
+
+@pytest.mark.product(2)
+@pytest.mark.parametrize("second", "cd")
+@pytest.mark.parametrize("first", "ab")
+def test_of_a_product_one_case_of_n_is_quick(first: str, second: str, request: pytest.FixtureRequest) -> None:
+    """Among the slow ones this tells that the others are slow."""
+    slow = request.node.get_closest_marker("slow") is not None
+    assert slow == ((first == "a") != (second == "c"))
 
 
 @pytest.mark.parametrize(

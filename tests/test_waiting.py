@@ -36,6 +36,16 @@ def test_quire_comes_first() -> None:
     assert "ok=True" in finding
 
 
+def test_the_user_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in waiting.VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+    before = dict(os.environ)
+    assert waiting.decide() == "user"
+    assert dict(os.environ) == before
+
+
+@pytest.mark.slow
 def test_the_user_has_the_last_word() -> None:
     spins, finding = told("import quire", OMP_WAIT_POLICY="PASSIVE")
     assert spins == "0"

@@ -101,6 +101,7 @@ def test_every_verb_goes_back_to_every_position(hybrid: Hybrid) -> None:
     check(executor)
 
 
+@pytest.mark.sweep
 def test_the_other_face_goes_back_to_every_position(hybrid: Hybrid) -> None:
     executor = make_executor(hybrid)
     face, ids = LlmExecutor(executor), hybrid.tokens
@@ -232,6 +233,7 @@ def test_copies_selections_and_batches_share_states(hybrid: Hybrid) -> None:
     check(executor)
 
 
+@pytest.mark.sweep
 def test_a_loaded_cache_goes_back_to_every_position(hybrid: Hybrid) -> None:
     executor, other = make_executor(hybrid, interval=8), make_executor(hybrid)
     ids = hybrid.tokens

@@ -251,6 +251,7 @@ def test_a_cut_of_several_rows_is_refused_as_a_whole(hybrid: Hybrid) -> None:
 
 
 @pytest.mark.product(2)
+@pytest.mark.sweep
 @pytest.mark.parametrize("ring", [0, 1])
 def test_speculation_from_an_earlier_start_is_exact_or_refused_in_little_room(hybrid: Hybrid, ring: int) -> None:
     ids = hybrid.tokens

@@ -41,7 +41,6 @@ def sender(
     return pair
 
 
-@pytest.mark.product(2)
 @pytest.mark.product(3)
 @pytest.mark.parametrize(("page_size", "other"), [(16, 5), (4, 16), (4, 4), (1, 3), (5, 2)])
 @pytest.mark.parametrize(

@@ -144,7 +144,6 @@ def test_types_head_sizes_and_modes(dtype: torch.dtype, page_size: int) -> None:
 
 
 @pytest.mark.product(2)
-@pytest.mark.product(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("window", "sink"), [(6, 2), (4, 0), (5, 4), (1, 0), (12, 3)])
 def test_every_chunking_gives_the_same_rows(window: int, sink: int, dtype: torch.dtype) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,14 +14,13 @@ import pytest
 from tests.exact import TINY_PYTHON
 
 from quire import AsyncLLM, RequestOutput, SamplingParams
-from quire.models.catalogue import bundled_models
 from quire.server import chat
 from quire.server.messages import MessageFormat, MessageReader, message_of
 from quire.server.reasoning import reasoning_for
 from quire.server.settings import ServerSettings
 from quire.server.tools import parser_for
 
-from .conftest import OPTIONS, TEMPLATE, Served, pages_free, serving, wait_for
+from .conftest import OPTIONS, TEMPLATE, Served, pages_free, serving, shallow_copy, wait_for
 from .test_completions import events
 from .test_disconnects import generated, until_free
 
@@ -183,7 +181,7 @@ def test_response_format(chat_client: httpx.Client) -> None:
 def capable(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """A model whose template writes tools, calls and reasoning, and which has a special token <tool_call>."""
     folder = tmp_path_factory.mktemp("models") / "capable"
-    shutil.copytree(bundled_models()["tiny-python"], folder)
+    shallow_copy(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / name).write_text((folder / name).read_text().replace("<|pad|>", "<tool_call>"))
     tools = '{% if tools %}{{ tools | tojson }}<tool_call>{"name": ...}</tool_call>{% endif %}'
@@ -377,7 +375,7 @@ def test_ids_that_templates_of_mistral_accept(capable: Served, monkeypatch: pyte
     monkeypatch.setattr(chat, "select_template", lambda templates, **_: "{{ messages }}{# [TOOL_CALLS] #}")
     named = {"type": "function", "function": {"name": "weather"}}
     for choice in ("required", named):
-        body = {"tools": [WEATHER], "tool_choice": choice, "max_tokens": 400, "seed": 3}
+        body = {"tools": [WEATHER], "tool_choice": choice, "parallel_tool_calls": False, "max_tokens": 400, "seed": 3}
         ids = {
             call["id"] for _ in range(3) for call in ask(capable.client, **body)["choices"][0]["message"]["tool_calls"]
         }
@@ -400,7 +398,7 @@ def test_a_call_that_is_not_whole_is_no_reason_to_call(capable: Served, says: Ca
     other = streamed(capable.client, **body)[0]
     assert same(other["message"], found["message"])
     assert other["finish_reason"] == "stop"
-    cut = ask(capable.client, tools=[WEATHER], max_tokens=40)["choices"][0]
+    cut = ask(capable.client, tools=[WEATHER], max_tokens=56)["choices"][0]
     assert (cut["finish_reason"], len(cut["message"]["tool_calls"])) == ("length", 1)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -20,14 +19,13 @@ from hypothesis import strategies as st
 from quire import AsyncLLM
 from quire.engine.chat_rendering import render_chat
 from quire.errors import FailedPrecondition
-from quire.models.catalogue import bundled_models
 from quire.server import chat
 from quire.server.harmony import MARKERS, HarmonyReader, in_reasoning, is_harmony
 from quire.server.messages import MessageFormat, MessageReader, message_of
 from quire.server.reasoning import ReasoningDelta
 from quire.server.tools import ToolDelta
 
-from .conftest import OPTIONS, Served, serving
+from .conftest import OPTIONS, Served, serving, shallow_copy
 from .test_chat import ask, refused, same, streamed
 
 Read = tuple[str, str, list[tuple[str, str]]]
@@ -422,7 +420,7 @@ def test_messages() -> None:
 def harmonic(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """A model with gpt-oss's format, of whose special tokens three are in the format, and EOS is another."""
     folder: Path = tmp_path_factory.mktemp("models") / "harmonic"
-    shutil.copytree(bundled_models()["tiny-python"], folder)
+    shallow_copy(folder)
     names = {
         "<|end|>": "<|endoftext|>",
         "<|pad|>": "<|channel|>",

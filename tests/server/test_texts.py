@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -53,6 +54,7 @@ def test_who_has_gone_is_not_worked_for() -> None:
             try:
                 while True:
                     long_texts.check()
+                    time.sleep(0.001)
             except Cancelled:
                 ends.append("ended")
                 raise
@@ -114,6 +116,7 @@ def stuck(served: Served, monkeypatch: pytest.MonkeyPatch) -> list[int]:
             begun.append(len(text))
             while True:
                 long_texts.check()
+                time.sleep(0.001)  # or all other threads wait for this one
         return encode(self, text, add_special_tokens)
 
     monkeypatch.setattr(Tokenizer, "encode", slow)
