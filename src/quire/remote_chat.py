@@ -10,12 +10,12 @@ import http.client
 import json
 import os
 import shutil
-import ssl
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
@@ -63,13 +63,8 @@ class Link:
     ) -> Iterator[http.client.HTTPResponse]:
         """Yield an answer of status below 400, to be read inside the block."""
         address = self.address
-        connection: http.client.HTTPConnection
-        if address.tls:
-            context = ssl.create_default_context()
-            connection = http.client.HTTPSConnection(address.host, address.port, timeout=self._timeout, context=context)
-        else:
-            connection = http.client.HTTPConnection(address.host, address.port, timeout=self._timeout)
-        with closing(connection):
+        protocol = http.client.HTTPSConnection if address.tls else http.client.HTTPConnection
+        with closing(protocol(address.host, address.port, timeout=self._timeout)) as connection:
             try:
                 connection.connect()
             except OSError as error:
@@ -251,20 +246,22 @@ class RemoteSession:
         body = {**fields, **turn, "stream": True, "stream_options": {"include_usage": True}}
         return self._model.link.events(f"/v1/sessions/{self._name}/generate", body)
 
-    def append(self, text: str) -> None:
-        """Add text and run it."""
-        self._call("POST", "/append", {"text": text})
+    def __getattr__(self, verb: str) -> Callable[..., Any]:
+        """Return any other verb that the server has under ``verb``: a call whose keyword arguments
+        are the body. It returns a session that was made, or the answer's own value."""
+        if verb.startswith("_"):
+            raise AttributeError(verb)
+        return partial(self._post, f"/{verb}")
 
-    def fork(self) -> RemoteSession:
-        found = self._call("POST", "/fork", {})
-        return self._model.hold(str(found["ids"][0]), self.adapter)
-
-    def rewind(self, *, to: int) -> int:
-        """Go back, and return the number of tokens that will be run again."""
-        return int(self._call("POST", "/rewind", {"to": to})["replayed"])
+    def _post(self, verb: str, **body: Any) -> Any:
+        answer = self._call("POST", verb, body)
+        if "ids" in answer:
+            return self._model.hold(str(answer["ids"][0]), self.adapter)
+        own = [value for name, value in answer.items() if name not in ("id", "num_tokens")]
+        return own[0] if len(own) == 1 else answer if own else None
 
     def use_adapter(self, name: str | None) -> None:
-        self._call("POST", "/adapter", {"name": name})
+        self._post("/adapter", name=name)
         self.adapter = name
 
     def save(self, path: str | Path) -> None:
@@ -307,7 +304,7 @@ class RemoteChat(TerminalChat):
         messages = messages_of(turns) if turns and self._templated else None
         session = self._model.session(adapter=adapter, window=self._window, sink=self._sink, messages=messages)
         if turns and not self._templated:
-            session.append("".join(f"{turn.line}\n{turn.answer}" for turn in turns))
+            session.append(text="".join(f"{turn.line}\n{turn.answer}" for turn in turns))
         return cast("Session", session)
 
 

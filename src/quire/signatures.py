@@ -92,10 +92,11 @@ def _accept(checks: Mapping[str, Check], verb: str, name: str, value: Any) -> An
         raise InvalidArgument(message, field=name, given=value, allowed=str(check.__doc__)) from None
 
 
-def require_bool(name: str, value: object) -> None:
-    """Raise ``InvalidArgument`` unless the value is True or False."""
+def require_bool(name: str, value: object) -> bool:
+    """Return the value; raise ``InvalidArgument`` unless it is True or False."""
     if not isinstance(value, bool):
         raise InvalidArgument(field=name, given=value, allowed=_WORDS[bool])
+    return value
 
 
 def require_text(name: str, value: object) -> bytes:
