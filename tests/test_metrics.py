@@ -26,7 +26,6 @@ from quire.metrics import (
     LabelledCounter,
     OperationMetrics,
     OperationSummary,
-    percentile,
 )
 
 # The names that are fixed for users, with their types.
@@ -217,22 +216,6 @@ def test_counting_from_many_threads_loses_nothing() -> None:
 
 
 # ---------------------------------------------------------------------- operations
-
-
-def test_percentile_examples() -> None:
-    assert percentile(range(1, 11), 0.99) == pytest.approx(9.91, rel=1e-15)  # some units of float64
-    assert percentile([], 0.5) == 0.0
-    assert percentile([7.0], 0.95) == 7.0
-    for q in (-0.1, 1.1, math.nan):
-        with pytest.raises(InvalidArgument, match=r"q must be in \[0, 1\]"):
-            percentile([1.0], q)
-
-
-@given(st.lists(st.floats(-1e6, 1e6), min_size=1), st.floats(0, 1))
-def test_percentile_is_numpys(values: list[float], q: float) -> None:
-    spread = max(map(abs, values))
-    rounding = 8 * np.finfo(np.float64).eps * len(values) * spread  # of the rank, times the largest step
-    assert abs(percentile(values, q) - float(np.quantile(values, q))) <= rounding
 
 
 OPERATIONS = st.lists(

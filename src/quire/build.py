@@ -24,7 +24,6 @@ from quire.engine.tokenizer import Tokenizer
 from quire.errors import CheckpointError, InvalidArgument, ResourceExhausted, Unsupported
 from quire.executor.executor import Executor
 from quire.executor.factory import Choices, Factory, check_flash, check_heads, check_length
-from quire.executor.named_executors import NamedExecutors
 from quire.kernels.low_rank import native_low_rank, native_problem
 from quire.kernels.recurrence import ChunkedRecurrence
 from quire.kv.forward_need import pages_for
@@ -425,5 +424,3 @@ def make_executor(config: ExecutorConfig, choices: Choices) -> Executor:
 
 
 EXECUTOR_FACTORY = Factory(resolve_device, make_executor)
-EXECUTORS = NamedExecutors()
-"""Executors by the names that users gave them."""
