@@ -28,6 +28,7 @@ from quire.cli_options import (
     KeyOption,
     ModelOption,
     UrlOption,
+    chosen_model,
     chosen_options,
     command,
 )
@@ -54,19 +55,17 @@ def _sampling(options: dict[str, Any], llm: LLM) -> SamplingParams:
     return defaults.replace(**{**SAMPLING_DEFAULTS, **given})
 
 
-def _load(model: str | None, options: dict[str, Any], adapter: str | None = None) -> LLM:
+def _load(model: str, options: dict[str, Any], adapter: str | None = None) -> LLM:
     """Load a model. ``adapter`` is loaded under its own name unless ``adapters`` has that name."""
     from quire.llm import LLM
 
     engine = {name: value for name, value in options.items() if name not in SAMPLING_OPTIONS}
-    chosen = engine.pop("model", DEFAULT_MODEL) if model is None else model
-    engine.pop("model", None)
     if adapter is None:
-        return LLM(chosen, **engine)
+        return LLM(model, **engine)
     named = named_paths(engine.get("adapters") or {})
     engine["adapters"] = named if adapter in named else {**named, adapter: adapter}
     try:
-        return LLM(chosen, **engine)
+        return LLM(model, **engine)
     except NotFound as error:
         if adapter in named or not named:
             raise
@@ -107,7 +106,7 @@ def generate(
     """Stream the continuation of a prompt to stdout; timing goes to stderr."""
     from quire.progress import prompt_pieces
 
-    chosen = chosen_options(options)
+    model, chosen = chosen_model(model, options)
     text = sys.stdin.read() if prompt == "-" else prompt
     started = time.perf_counter()
     llm = _load(model, chosen, adapter)
@@ -149,19 +148,17 @@ def chat(
     from quire.terminal_chat import TerminalChat
 
     chosen = chosen_options(options)
+    model = chosen.pop("model", None) if model is None else model
     kept = {name: chosen.pop(name) for name in CHAT_OPTIONS if name in chosen}
     if url is not None:
         from quire.remote_chat import run_remote_chat
 
-        configured = chosen.pop("model", None)
         given = {name: chosen.pop(name) for name in SAMPLING_OPTIONS if name in chosen}
         if chosen:
             raise InvalidArgument(f"{sorted(chosen)} are options of an engine, and with --url the server has its own")
-        run_remote_chat(
-            url, model=model or configured, adapter=adapter, api_key=api_key, sampling=SAMPLING_DEFAULTS | given, **kept
-        )
+        run_remote_chat(url, model=model, adapter=adapter, api_key=api_key, sampling=SAMPLING_DEFAULTS | given, **kept)
         return
-    llm = _load(model, chosen, adapter)
+    llm = _load(DEFAULT_MODEL if model is None else model, chosen, adapter)
     talk = TerminalChat(llm, _sampling(chosen, llm), adapter, **kept)
     if llm.config.model == DEFAULT_MODEL:
         print(f"{DEFAULT_MODEL} completes Python; begin some, as in def fib(n):", file=sys.stderr)
@@ -182,13 +179,12 @@ def serve(
     """
     from quire.server.settings import ServerSettings
 
-    chosen = chosen_options(options)
+    model, chosen = chosen_model(name, options)
     fields = {field.name for field in dataclasses.fields(ServerSettings)}
     given = {field: chosen.pop(field) for field in fields & set(chosen)}
     if "api_key" not in given and (keys := os.environ.get("QUIRE_API_KEY")):
         given["api_key"] = [key.strip() for key in keys.split(",") if key.strip()]
     settings = ServerSettings(**given)
-    configured = chosen.pop("model", DEFAULT_MODEL)
     try:
         from quire.server.serving import serve as run
     except ModuleNotFoundError as error:
@@ -199,7 +195,7 @@ def serve(
         ) from error
     from quire.async_llm import AsyncLLM
 
-    run(AsyncLLM(configured if name is None else name, **chosen), settings)
+    run(AsyncLLM(model, **chosen), settings)
 
 
 @command(app)
@@ -255,7 +251,7 @@ def capabilities(
     from quire.inspection import print_capabilities, print_rules
     from quire.kv.rule_table import combination_of
 
-    chosen = chosen_options(options)
+    model, chosen = chosen_model(model, options)
     if as_json + everything + markdown > 1:
         raise InvalidArgument("--json, --all and --markdown are three ways to print; give one of them")
     if everything or markdown:

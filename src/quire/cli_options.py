@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import inspect as python_inspect
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, get_origin
 
 import typer
@@ -79,11 +80,14 @@ def _config_parameters(config: type[Any]) -> Iterator[python_inspect.Parameter]:
 
 
 def command(
-    app: typer.Typer, *groups: str, name: str | None = None
+    app: typer.Typer,
+    *groups: str,
+    name: str | None = None,
+    more: Mapping[str, tuple[Any, str]] = MappingProxyType({}),
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Register a command that gets ``--config`` and the options of ``groups`` as keywords.
-    ``groups``: "chat", "sampling", "server", "engine". An error becomes one sentence and an exit
-    code."""
+    """Register a command that gets ``--config`` and the options of ``groups`` as keywords, and
+    those of ``more``: types and help texts. ``groups``: "chat", "sampling", "server", "engine". An
+    error becomes one sentence and an exit code."""
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         own = [
@@ -93,10 +97,8 @@ def command(
         ]
         config = _parameter("config", Path, "A YAML file with these options; the command line wins.")
         added = [config] if groups else []
-        if "chat" in groups:
-            added += [_parameter(name, kind, text) for name, (kind, text) in CHAT_OPTIONS.items()]
-        if "sampling" in groups:
-            added += [_parameter(name, kind, text) for name, (kind, text) in SAMPLING_OPTIONS.items()]
+        chat, sampling = CHAT_OPTIONS if "chat" in groups else {}, SAMPLING_OPTIONS if "sampling" in groups else {}
+        added += [_parameter(name, kind, text) for name, (kind, text) in {**chat, **sampling, **more}.items()]
         if "server" in groups:
             from quire.server.settings import ServerSettings
 
@@ -134,6 +136,13 @@ def chosen_options(options: dict[str, Any]) -> dict[str, Any]:
         merged.update(read_config(path, {"model", *options}))
     merged.update({name: value for name, value in options.items() if value is not None and value != []})
     return merged
+
+
+def chosen_model(model: str | None, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return the model of the command line, of the config file or by default; the other options."""
+    chosen = chosen_options(options)
+    configured = chosen.pop("model", DEFAULT_MODEL)
+    return configured if model is None else model, chosen
 
 
 def read_config(path: Path, known: Set[str]) -> dict[str, Any]:
