@@ -97,11 +97,9 @@ class Runner(Protocol):
 
     def execute(self, step: Step, extras: Extras = NO_EXTRAS) -> StepOutput:
         """Apply the edits in order, then run the chunks as one forward."""
-        ...
 
     def new_seq(self) -> SeqId:
         """Return a sequence id that was never given before."""
-        ...
 
 
 HEAD_ROWS = 64
