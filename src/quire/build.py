@@ -100,7 +100,7 @@ def build(config: EngineConfig, *, progress: bool = False) -> Parts:
         limits=Limits(max_num_seqs=config.max_num_seqs, max_num_batched_tokens=sizes.step_tokens),
         max_model_len=max_len,
         tokenizer=tokenizer,
-        eos_ids=eos_ids(generation, read_json(path / "config.json"), tokenizer, model.vocab_size),
+        eos_ids=eos_ids(generation, model.config, tokenizer, model.vocab_size),
         enable_prefix_caching=config.enable_prefix_caching,
         checkpoint_interval=interval,
         seed=config.seed,

@@ -13,6 +13,7 @@ import logging
 import os
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -31,10 +32,10 @@ from quire.cli_options import (
     chosen_model,
     chosen_options,
     command,
+    one_sentence,
 )
 from quire.config import named_paths
 from quire.errors import InvalidArgument, NotFound, Unsupported
-from quire.exit_codes import one_sentence
 from quire.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -117,7 +118,7 @@ def generate(
     # Refuse here what would otherwise be refused after the prompt has run.
     (tokens,) = llm.prepare(text, params, adapter=adapter).ids
     with llm.session(adapter=adapter) as session:
-        with prompt_pieces(tokens.tolist(), llm.engine.scheduler.limits.max_num_batched_tokens) as pieces:
+        with closing(prompt_pieces(tokens.tolist(), llm.engine.scheduler.limits.max_num_batched_tokens)) as pieces:
             for piece in pieces:
                 session.append(piece)
         prompt_tokens = len(session)
@@ -222,18 +223,13 @@ def models() -> None:
     from quire.models.catalogue import bundled_adapters, bundled_models, registered_architectures
     from quire.tables import folding_table, print_tables
 
-    bundled = folding_table("bundled model", "directory", title="Bundled models")
-    for name, path in bundled_models().items():
-        bundled.add_row(name, str(path))
-    adapters = folding_table("bundled adapter", "directory", title="Bundled adapters (LoRA)")
-    for name, path in bundled_adapters().items():
-        adapters.add_row(name, str(path))
-    known = folding_table(
-        "architecture", "kinds of state", title="Architectures (from a directory or a Hugging Face id)"
+    kinds = [(name, ", ".join(kinds)) for name, kinds in registered_architectures().items()]
+    known = "Architectures (from a directory or a Hugging Face id)"
+    print_tables(
+        folding_table("bundled model", "directory", title="Bundled models", rows=bundled_models().items()),
+        folding_table("bundled adapter", "directory", title="Bundled adapters (LoRA)", rows=bundled_adapters().items()),
+        folding_table("architecture", "kinds of state", title=known, rows=kinds),
     )
-    for name, kinds in registered_architectures().items():
-        known.add_row(name, ", ".join(kinds))
-    print_tables(bundled, adapters, known)
     print("Any other decoder of transformers runs through its own layers if it passes the check when it is loaded.")
 
 

@@ -42,26 +42,16 @@ def _version(name: str) -> str:
 
 def examine() -> list[Finding]:
     """Examine everything; report missing parts instead of raising."""
-    findings = [Finding("versions", ", ".join(f"{name} {value}" for name, value in versions().items()))]
-    python_ok = sys.version_info >= (3, 11)
-    findings.append(
-        Finding(
-            "Python",
-            f"{platform.python_version()} on {platform.platform()}",
-            python_ok,
-            "Quire needs Python 3.11 or later.",
-        )
-    )
+    python = f"{platform.python_version()} on {platform.platform()}"
+    findings = [
+        Finding("versions", ", ".join(f"{name} {value}" for name, value in versions().items())),
+        Finding("Python", python, sys.version_info >= (3, 11), "Quire needs Python 3.11 or later."),
+    ]
     try:
         import torch
     except ImportError as error:
         return [*findings, Finding("PyTorch", f"cannot be imported: {error}", False, "pip install 'torch>=2.11'")]
-    findings += _devices(torch.__version__)
-    findings += [_waiting(), *_memory()]
-    findings.append(_kernels())
-    findings.append(_server())
-    findings.append(_model_cache())
-    return findings
+    return [*findings, *_devices(torch.__version__), _waiting(), *_memory(), _kernels(), _server(), _model_cache()]
 
 
 def _devices(torch_version: str) -> list[Finding]:
@@ -72,23 +62,14 @@ def _devices(torch_version: str) -> list[Finding]:
 
     findings = [Finding("PyTorch", f"{torch_version}, {torch.get_num_threads()} threads")]
     fast = Processor.here().multiplies(torch.bfloat16)
-    findings.append(
-        Finding(
-            "CPU",
-            f"{os.cpu_count()} cores; bfloat16 is {'fast' if fast else 'slow'} here, so dtype 'auto' takes "
-            + ("the checkpoint's type" if fast else "float32 for bfloat16 checkpoints"),
-        )
-    )
-    if torch.cuda.is_available():
-        for index in range(torch.cuda.device_count()):
-            free, total = torch.cuda.mem_get_info(index)
-            findings.append(
-                Finding(
-                    f"CUDA device {index}",
-                    f"{torch.cuda.get_device_name(index)}, {free / 2**30:.1f} of {total / 2**30:.1f} GiB free",
-                )
-            )
-    else:
+    speed, taken = ("fast", "the checkpoint's type") if fast else ("slow", "float32 for bfloat16 checkpoints")
+    cores = f"{os.cpu_count()} cores; bfloat16 is {speed} here, so dtype 'auto' takes {taken}"
+    findings.append(Finding("CPU", cores))
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        free, total = (size / 2**30 for size in torch.cuda.mem_get_info(index))
+        room = f"{torch.cuda.get_device_name(index)}, {free:.1f} of {total:.1f} GiB free"
+        findings.append(Finding(f"CUDA device {index}", room))
+    if not torch.cuda.is_available():
         built = "a CUDA build" if torch.version.cuda else "a CPU build"
         findings.append(Finding("CUDA", f"no device ({built} of PyTorch): models run on the CPU"))
     choices = ", ".join(ATTENTION_BACKENDS)
@@ -155,7 +136,5 @@ def _model_cache() -> Finding:
 
 def print_findings(findings: list[Finding]) -> None:
     """Print a table on stdout."""
-    table = folding_table("", "what", "found", "what to do", box=None)
-    for finding in findings:
-        table.add_row("ok" if finding.ok else "!!", finding.name, finding.value, "" if finding.ok else finding.advice)
-    print_tables(table)
+    rows = [("ok", one.name, one.value, "") if one.ok else ("!!", one.name, one.value, one.advice) for one in findings]
+    print_tables(folding_table("", "what", "found", "what to do", rows=rows, box=None))

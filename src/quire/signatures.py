@@ -63,7 +63,7 @@ def _checked(function: Callable[..., Any], verb: str) -> Callable[..., Any]:
             # At the first call, when all names in the annotations exist.
             hints = typing.get_type_hints(function)
             checks.update({name: check_of(hint) for name, hint in hints.items() if name != "return"})
-            in_order.extend(checks.get(name, _anything) for name in order)
+            in_order.extend(checks.get(name, ANYTHING) for name in order)
         try:
             given = [check(value) for check, value in zip(in_order, args, strict=False)]
         except _Mismatch:
@@ -75,10 +75,6 @@ def _checked(function: Callable[..., Any], verb: str) -> Callable[..., Any]:
         return function(self, *given, *args[len(given) :], **kwargs)
 
     return wrapper
-
-
-def _anything(value: Any) -> Any:
-    return value
 
 
 def _accept(checks: Mapping[str, Check], verb: str, name: str, value: Any) -> Any:
@@ -128,7 +124,7 @@ def check_of(hint: Any) -> Check:
     if hint is None:
         hint = types.NoneType
     if hint is Any or hint is object or isinstance(hint, TypeVar):
-        return _named(lambda value: value, "anything")
+        return ANYTHING
     if origin in (Union, types.UnionType):
         return _any_of([check_of(one) for one in arguments])
     if origin is Literal:
@@ -164,6 +160,9 @@ def _class_words(cls: type) -> str:
 def _named(check: Check, words: str) -> Check:
     check.__doc__ = words
     return check
+
+
+ANYTHING = _named(lambda value: value, "anything")
 
 
 def _test(accepts: Callable[[Any], bool], words: str) -> Check:
@@ -248,9 +247,7 @@ def _collection_of(item: Check) -> Check:
     def check(value: Any) -> Any:
         if isinstance(value, str | bytes | bytearray) or not isinstance(value, Iterable):
             raise _Mismatch(shown(value))
-        if not isinstance(value, Collection):
-            return value  # Looking would consume it.
-        found = _items(item, value)
+        found = _items(item, value) if isinstance(value, Collection) else None  # looking would consume others
         return value if found is None else found
 
     return _named(check, f"a collection, each item {item.__doc__}")
