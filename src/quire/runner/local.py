@@ -273,7 +273,7 @@ def check_chunks(chunks: Sequence[Chunk]) -> None:
 def _split(layers: Sequence[Tensor], chunks: Sequence[Chunk]) -> tuple[tuple[Tensor, ...], ...]:
     """Return copies of each chunk's rows of each layer's ``[T, E]``."""
     counts = [len(chunk.tokens) for chunk in chunks]
-    rows = zip(*(x_TE.split(counts) for x_TE in layers), strict=True)
+    rows = zip(*(x_TE.split_with_sizes(counts) for x_TE in layers), strict=True)
     return tuple(tuple(x_nE.clone() for x_nE in found) for found in rows)
 
 
