@@ -245,7 +245,7 @@ def test_operations_against_a_tally(calls: list[tuple[bool, int, float, int]]) -
     assert got.p95_decode_latency == pytest.approx(1e3 * np.quantile(decode, 0.95) if decode else 0.0)
     assert got.throughput_tps == pytest.approx(sum(c[3] for c in decode_calls) / sum(c[2] for c in calls))
     assert got.batch_utilization == pytest.approx(np.mean([c[1] for c in decode_calls]) / 8 if decode_calls else 0.0)
-    assert got.last_operation == 12.5
+    assert metrics.last_operation == 12.5
 
 
 def test_p95_forgets_what_is_older_than_1000_samples_and_the_mean_does_not() -> None:

@@ -24,6 +24,7 @@ from quire.engine.tokenizer import Tokenizer
 from quire.errors import CheckpointError, InvalidArgument, ResourceExhausted, Unsupported
 from quire.executor.executor import Executor
 from quire.executor.factory import Choices, Factory, check_flash, check_heads, check_length
+from quire.executor.reports import dtype_name
 from quire.kernels.low_rank import native_low_rank, native_problem
 from quire.kernels.recurrence import ChunkedRecurrence
 from quire.kv.forward_need import pages_for
@@ -109,12 +110,12 @@ def build(config: EngineConfig, *, progress: bool = False) -> Parts:
     if state.geometry.specs:
         windows = f" and {sizes.window_tokens} tokens of windowed layers" if sizes.window_tokens is not None else ""
         pages = pages_for(sizes.tokens, config.page_size)
-        held.append(f"{pages} pages of {config.page_size} tokens{windows} in {name_of(kv_dtype)}")
+        held.append(f"{pages} pages of {config.page_size} tokens{windows} in {dtype_name(kv_dtype)}")
     if state.recurrent_ids:
         every = f", kept every {interval} tokens" if interval else ""
         held.append(f"{sizes.states} recurrent states of {state.geometry.state_bytes:,} bytes{every}")
     notes = (
-        f"{model.architecture}, {model.num_parameters / 1e6:.1f}M parameters in {name_of(model.dtype)} on {device}",
+        f"{model.architecture}, {model.num_parameters / 1e6:.1f}M parameters in {dtype_name(model.dtype)} on {device}",
         f"KV pool: {' and '.join(held)}, {state.num_bytes / 2**20:.0f} MiB",
     )
     for note in notes:
@@ -163,10 +164,6 @@ def load_tokenizer(config: EngineConfig, model_path: Path) -> Tokenizer | None:
     if found is None:
         raise InvalidArgument(f"chat_template {config.chat_template!r}: this model has no tokenizer, so it cannot chat")
     return with_chosen_template(found, config.chat_template)
-
-
-def name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def read_json(path: Path) -> dict[str, Any]:

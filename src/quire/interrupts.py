@@ -25,7 +25,7 @@ import threading
 from _thread import get_ident
 from collections import deque
 from collections.abc import Callable
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Final, ParamSpec, Self, TypeVar
 
 P = ParamSpec("P")
@@ -76,9 +76,7 @@ class Shield:
             self._depth += 1
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         self.leave()
 
     def leave(self, *, deliver: bool = True) -> None:
@@ -233,9 +231,7 @@ class Lock:
         self.acquire()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         self.release()
 
 
@@ -248,9 +244,7 @@ class _Interruptible:
     def __enter__(self) -> None:
         self._lock.acquire(checks=True)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         self._lock.release()
 
 

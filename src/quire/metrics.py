@@ -18,6 +18,7 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
+from quire import errors
 from quire.errors import InvalidArgument
 
 MetricType: TypeAlias = Literal["counter", "gauge", "histogram"]
@@ -37,18 +38,10 @@ REQUEST_BUCKETS = (
 )
 
 FINISH_REASONS = ("stop", "length", "cancelled", "error")
-REFUSAL_ERRORS = (
-    "InvalidArgument",
-    "AlreadyExists",
-    "NotFound",
-    "FailedPrecondition",
-    "ResourceExhausted",
-    "PoolExhausted",
-    "QuotaExceeded",
-    "Unsupported",
-    "DataLoss",
-    "BlendLoadError",
-    "CheckpointError",
+REFUSAL_ERRORS = tuple(
+    name
+    for name, kind in vars(errors).items()
+    if isinstance(kind, type) and issubclass(kind, errors.QuireError) and name not in ("QuireError", "Cancelled")
 )
 
 
@@ -274,20 +267,21 @@ class EngineMetrics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperationSummary:
-    """Figures of the operations so far; latencies in milliseconds, 0.0 without samples."""
+    """Measured since the start, 0 without samples."""
 
     prefill_operations: int = 0
     decode_operations: int = 0
     avg_prefill_latency: float = 0.0
+    """Mean since the start in ms, around device-synchronised execution."""
     avg_decode_latency: float = 0.0
     p95_prefill_latency: float = 0.0
+    """95th percentile in ms, linearly interpolated over the last 1000 samples."""
     p95_decode_latency: float = 0.0
     throughput_tps: float = 0.0
-    """Tokens generated per busy second; the busy time includes prefill."""
+    """Generated tokens per busy second, prefill included: decode step 1, speculative call 1 +
+    accepted, verify 1."""
     batch_utilization: float = 0.0
-    """Mean number of sequences in a decode call, divided by the largest batch."""
-    last_operation: float | None = None
-    """Monotonic time in seconds at the end of the last operation."""
+    """Mean decode batch over ``max_batch_size``, in [0, 1]."""
 
 
 class _Latencies:
@@ -330,7 +324,8 @@ class OperationMetrics:
         self._prefill, self._decode = _Latencies(), _Latencies()
         self._busy_seconds = 0.0
         self._tokens = 0
-        self._last_operation: float | None = None
+        self.last_operation: float | None = None
+        """Monotonic time in seconds at the end of the last operation."""
 
     def record_prefill(self, num_sequences: int, seconds: float) -> None:
         """Record a completed call that ran prompts of ``num_sequences`` >= 1 in ``seconds``."""
@@ -355,7 +350,7 @@ class OperationMetrics:
             latencies.add(num_sequences, seconds)
             self._busy_seconds += seconds
             self._tokens += tokens
-            self._last_operation = self._clock()
+            self.last_operation = self._clock()
 
     def summary(self) -> OperationSummary:
         """Return all figures at one moment."""
@@ -370,7 +365,6 @@ class OperationMetrics:
                 p95_decode_latency=self._decode.p95_ms(),
                 throughput_tps=self._tokens / self._busy_seconds if self._busy_seconds else 0.0,
                 batch_utilization=mean_batch / self._max_batch_size,
-                last_operation=self._last_operation,
             )
 
 

@@ -170,17 +170,9 @@ class RemoteModel:
                 raise
             self.tokenizer = SimpleNamespace(chat_templates=())
 
-    def session(
-        self,
-        *,
-        adapter: str | None = None,
-        window: int | None = None,
-        sink: int = 0,
-        messages: Sequence[Mapping[str, Any]] | None = None,
-    ) -> RemoteSession:
-        """Return a new session, empty or of the first messages of a chat."""
-        body = {"model": adapter or self.name, "window": window, "sink": sink, "messages": messages}
-        made = self.link.call("POST", "/v1/sessions", body)
+    def session(self, adapter: str | None = None, **fields: Any) -> RemoteSession:
+        """Return a new session. ``fields``: further ones of the body, as ``window``."""
+        made = self.link.call("POST", "/v1/sessions", {"model": adapter or self.name, **fields})
         return self.hold(str(made["id"]), adapter)
 
     def load_session(self, path: str | Path) -> RemoteSession:
@@ -272,26 +264,12 @@ class RemoteSession:
 
 
 class RemoteChat(TerminalChat):
-    """The terminal chat with sessions of a server."""
-
-    def __init__(
-        self,
-        model: RemoteModel,
-        fields: Mapping[str, Any],
-        adapter: str | None = None,
-        *,
-        window: int | None = None,
-        sink: int = 0,
-    ) -> None:
-        """Begin a session. ``fields``: sampling parameters, as a request's body has them."""
-        self._fields = dict(fields)
-        self._model = model
-        # It uses only what RemoteModel and RemoteSession have, and only passes parameters on.
-        super().__init__(cast("LLM", model), cast("SamplingParams", fields), adapter, window=window, sink=sink)
+    """The terminal chat with sessions of a server. In place of a model it is given a ``RemoteModel``,
+    in place of parameters their fields, as a request's body has them."""
 
     def _pieces(self, session: Session, line: str) -> Iterator[tuple[str, int]]:
         turn = {"messages": [{"role": "user", "content": line}]} if self._templated else {"prompt": line + "\n"}
-        with closing(cast(Any, cast(RemoteSession, session).stream(turn, self._fields))) as chunks:
+        with closing(cast(Any, cast(RemoteSession, session).stream(turn, cast(Any, self._params)))) as chunks:
             for chunk in chunks:
                 text = "".join(str(choice["text"]) for choice in chunk.get("choices") or ())
                 yield text, int((chunk.get("usage") or {}).get("completion_tokens", 0))
@@ -302,7 +280,8 @@ class RemoteChat(TerminalChat):
 
     def _begin(self, turns: Sequence[TypedTurn], adapter: str | None) -> Session:
         messages = messages_of(turns) if turns and self._templated else None
-        session = self._model.session(adapter=adapter, window=self._window, sink=self._sink, messages=messages)
+        model = cast(RemoteModel, self._llm)
+        session = model.session(adapter, window=self._window, sink=self._sink, messages=messages)
         if turns and not self._templated:
             session.append(text="".join(f"{turn.line}\n{turn.answer}" for turn in turns))
         return cast("Session", session)
@@ -329,7 +308,9 @@ def run_remote_chat(
     remote = RemoteModel(link, model)
     with closing(remote):
         try:
-            chat = RemoteChat(remote, sampling or {}, adapter, window=window, sink=sink)
+            # It uses only what RemoteModel and RemoteSession have, and only passes parameters on.
+            fields = cast("SamplingParams", dict(sampling or {}))
+            chat = RemoteChat(cast("LLM", remote), fields, adapter, window=window, sink=sink)
         except HttpFailure as error:
             if error.status != 405 and (error.status != 404 or error.code is not None):
                 raise

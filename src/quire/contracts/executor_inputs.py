@@ -158,25 +158,19 @@ class ExecutorInputs:
     rewind."""
 
     def __post_init__(self) -> None:
-        self._check_next_position()
-        if self.text is not None:
-            self._check_placeholders(self.text)
-
-    def _check_next_position(self) -> None:
         given = self.next_position
-        if given is None:
-            return
-        positions = given if isinstance(given, tuple) else (given,)
+        positions = () if given is None else given if isinstance(given, tuple) else (given,)
         if any(p < 0 for p in positions):
             raise InvalidArgument(f"next_position must be an integer >= 0, or a tuple of one per row; got {given!r}")
         if isinstance(given, tuple) and self.text is not None and len(given) != self.text.batch_size:
             raise InvalidArgument(
                 f"next_position has {len(given)} entries for {self.text.batch_size} rows of token ids"
             )
+        if self.text is not None:
+            self._check_placeholders(self.text)
 
     def _check_placeholders(self, text: TextData) -> None:
-        rows = text.token_rows()
-        ids = torch.cat(rows) if rows else torch.empty(0, dtype=torch.int64)
+        ids = torch.cat([torch.empty(0, dtype=torch.int64, device=text.token_ids.device), *text.token_rows()])
         negative = ids[ids < 0].tolist()
         for kind, data, placeholder, end in (
             ("vision", self.vision, VISION_PLACEHOLDER, END_OF_IMAGE),

@@ -11,6 +11,7 @@ from enum import StrEnum
 from typing import Any
 
 from quire.errors import FailedPrecondition, InvalidArgument
+from quire.metrics import OperationSummary
 from quire.signatures import checks_arguments
 
 
@@ -241,23 +242,11 @@ class ExecutorStatus:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ExecutorMetrics:
+class ExecutorMetrics(OperationSummary):
     """Measured since the start, 0 without samples. Operations are those of ``ExecutorStatus``."""
 
-    prefill_operations: int = 0
-    decode_operations: int = 0
-    avg_prefill_latency: float = 0.0
-    """Mean since the start in ms, around device-synchronised execution."""
-    avg_decode_latency: float = 0.0
-    p95_prefill_latency: float = 0.0
-    """95th percentile in ms, linearly interpolated over the last 1000 samples."""
-    p95_decode_latency: float = 0.0
-    throughput_tps: float = 0.0
-    """Generated tokens per busy second: decode step 1, speculative call 1 + accepted, verify 1."""
     memory_efficiency: float = 0.0
     """Used over allocated, in [0, 1]."""
-    batch_utilization: float = 0.0
-    """Mean decode batch over ``max_batch_size``, in [0, 1]."""
     replayed_tokens: int = 0
     """(ours) Tokens that completed calls ran again: those after the nearest kept recurrent state on
     a rewind, and accepted drafts without room for a state behind each."""
