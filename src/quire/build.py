@@ -89,7 +89,10 @@ def build(config: EngineConfig, *, progress: bool = False) -> Parts:
     model = load_model(path, device=device, dtype=config.dtype, progress=progress, max_model_len=config.max_model_len)
     if tokenizer is not None:
         tokenizer.check_fits(model.vocab_size)
-    max_len = max_model_len(config.max_model_len, model.max_position)
+    max_len = model.max_position if config.max_model_len is None else config.max_model_len
+    if max_len > model.max_position:
+        limit = f"the model's {model.max_position} positions; give at most that"
+        raise InvalidArgument(f"max_model_len {max_len} is beyond {limit}")
     kv_dtype = model.dtype if config.kv_dtype == "auto" else resolve_dtype(config.kv_dtype, model.dtype, device)
     sizes = pool_sizes(config, model.layer_specs, kv_dtype, device, max_len)
     state = make_state(model.layer_specs, sizes, config.page_size, kv_dtype, device, config.attention_backend)
@@ -191,20 +194,7 @@ def resolve_device(name: str) -> torch.device:
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if (device.index or 0) >= count:
             raise Unsupported(f"device {name!r} is not there; PyTorch sees {count} CUDA devices, 'cpu' works")
-    elif device.type != "cpu":
-        raise Unsupported(f"device {name!r} is not supported; 'auto', 'cpu' and 'cuda' are")
     return device
-
-
-def max_model_len(wanted: int | None, model_limit: int) -> int:
-    """Return the context length; ``InvalidArgument`` beyond the model's."""
-    if wanted is None:
-        return model_limit
-    if wanted > model_limit:
-        raise InvalidArgument(
-            f"max_model_len {wanted} is beyond the model's {model_limit} positions; give at most that"
-        )
-    return wanted
 
 
 ENGINE_RING = 1
@@ -401,7 +391,7 @@ def make_executor(config: ExecutorConfig, choices: Choices) -> Executor:
     sizes = pool_sizes(
         EngineConfig(
             model=choices.model,
-            kv_cache_memory=config.memory_config.pool_bytes,
+            kv_cache_memory=config.memory_config.memory_pool_size,
             max_num_seqs=config.max_batch_size,
             max_num_batched_tokens=chunk,
             page_size=size,

@@ -251,11 +251,6 @@ class MemoryConfig:
         _set(self, _bytes, "memory_pool_size", least=1)
         _set(self, check_real, "max_memory_usage", above=0, up_to=100, unit=" percent")
 
-    @property
-    def pool_bytes(self) -> int | None:
-        """``memory_pool_size`` as a number of bytes; None: to be measured."""
-        return None if self.memory_pool_size is None else parse_bytes(self.memory_pool_size, name="memory_pool_size")
-
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizationConfig:

@@ -78,25 +78,19 @@ def _devices(torch_version: str) -> list[Finding]:
 
 
 def _waiting() -> Finding:
-    name = "waiting threads"
-    if waiting.DECISION == "user":
-        found = ", ".join(f"{one}={os.environ[one]}" for one in waiting.VARIABLES if one in os.environ)
-        return Finding(name, f"as the environment says: {found}")
-    if waiting.DECISION == "late":
-        return Finding(
-            name,
-            "spin for OpenMP's default time: torch was loaded before quire, which could not shorten it any more",
-            False,
-            "Other work on this machine makes decoding several times slower; import quire before torch, "
-            f"or set GOMP_SPINCOUNT={waiting.SPINS}.",
-        )
-    if waiting.DECISION == "nobody":
-        return Finding(name, "as OpenMP's default has it on this system")
-    return Finding(
-        name,
-        f"spin for a tenth of a millisecond, then sleep (GOMP_SPINCOUNT={waiting.SPINS}, set by Quire), so that other work "
-        "slows decoding less; OMP_WAIT_POLICY=ACTIVE lets them spin, on a machine of their own",
+    found = ", ".join(f"{one}={os.environ[one]}" for one in waiting.VARIABLES if one in os.environ)
+    value = {
+        "user": f"as the environment says: {found}",
+        "late": "spin for OpenMP's default time: torch was loaded before quire, which could not shorten it any more",
+        "nobody": "as OpenMP's default has it on this system",
+        "quire": f"spin for a tenth of a millisecond, then sleep (GOMP_SPINCOUNT={waiting.SPINS}, set by Quire), so that other "
+        "work slows decoding less; OMP_WAIT_POLICY=ACTIVE lets them spin, on a machine of their own",
+    }[waiting.DECISION]
+    advice = (
+        "Other work on this machine makes decoding several times slower; import quire before torch, "
+        f"or set GOMP_SPINCOUNT={waiting.SPINS}."
     )
+    return Finding("waiting threads", value, waiting.DECISION != "late", advice)
 
 
 def _memory() -> list[Finding]:

@@ -238,9 +238,8 @@ def _tuple_of(items: Sequence[Check]) -> Check:
         found = tuple(one(part) for one, part in zip(items, value, strict=True))
         return value if all(new is old for new, old in zip(found, value, strict=True)) else found
 
-    return _named(
-        check, f"a tuple of {len(items)}, each item {' or '.join(dict.fromkeys(str(one.__doc__) for one in items))}"
-    )
+    words = " or ".join(dict.fromkeys(str(one.__doc__) for one in items))
+    return _named(check, f"a tuple of {len(items)}, each item {words}")
 
 
 def _collection_of(item: Check) -> Check:

@@ -267,13 +267,8 @@ class ModelAssets:
             raise InvalidArgument(
                 f"model assets need exactly one of path, file, data, stream; got {', '.join(given) or 'none'}"
             )
-        if self.path is not None and not (isinstance(self.path, str | PathLike) and str(self.path)):
+        if self.path is not None and not str(self.path):
             raise InvalidArgument(f"model assets: path must be the path of a file or directory; got {self.path!r}")
-        if self.data is not None and not isinstance(self.data, bytes | bytearray | memoryview | mmap):
-            raise InvalidArgument(f"model assets: data must be bytes; got {type(self.data).__name__}")
-        for name, opened in (("file", self.file), ("stream", self.stream)):
-            if opened is not None and not callable(getattr(opened, "read", None)):
-                raise InvalidArgument(f"model assets: {name} must be open for reading; got {type(opened).__name__}")
         if self.file is not None and not (self.file.readable() and self.file.seekable()):
             raise InvalidArgument("model assets: file must be open for reading and seekable; give a stream otherwise")
         if self.stream is not None and not self.stream.readable():
