@@ -28,7 +28,6 @@ LAYERS = (
         "signatures",
         "interrupts",
         "orphans",
-        "finalizers",
         "waiting",
     },
     {"contracts"},

@@ -366,12 +366,9 @@ def eos_ids(
 ) -> tuple[int, ...]:
     """Return the tokens that end a text: the tokenizer's, and those of ``generation_config.json``,
     else of ``config.json``."""
-    found = generation.get("eos_token_id")
-    if found is None:
-        found = model_config.get("eos_token_id")
-    ids = [] if found is None else list(found) if isinstance(found, list) else [found]
-    if tokenizer is not None:
-        ids += list(tokenizer.eos_ids)
+    given = (one.get("eos_token_id") for one in (generation, model_config))
+    found = next((one for one in given if one is not None), [])
+    ids = [*(found if isinstance(found, list) else [found]), *(tokenizer.eos_ids if tokenizer is not None else ())]
     return tuple(dict.fromkeys(token for token in ids if isinstance(token, int) and 0 <= token < vocab_size))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from importlib.util import find_spec
@@ -27,17 +28,11 @@ class Finding:
 
 def versions() -> dict[str, str]:
     """Return the versions of the packages that affect results."""
-    found = {"quire": _version("quire"), "python": platform.python_version()}
-    for name in ("torch", "numpy", "tokenizers", "safetensors", "transformers"):
-        found[name] = _version(name)
+    found = {"quire": "", "python": platform.python_version()}
+    for name in ("quire", "torch", "numpy", "tokenizers", "safetensors", "transformers"):
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
     return {name: value for name, value in found.items() if value}
-
-
-def _version(name: str) -> str:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return ""
 
 
 def examine() -> list[Finding]:

@@ -308,12 +308,8 @@ class _Latencies:
 
 
 class OperationMetrics:
-    """Counts and times an executor's operations; thread-safe.
-
-    An operation is one sequence's prefill or decode step: a batch of 8 counts 8, each with the
-    call's latency. A verify or speculative call counts one decode. The executor records only
-    completed calls, with seconds of device-synchronised execution.
-    """
+    """Counts and times an executor's completed calls; thread-safe. Operations are those of
+    ``ExecutorStatus``; each has its call's latency, in seconds of device-synchronised execution."""
 
     def __init__(self, max_batch_size: int, *, clock: Callable[[], float] = time.monotonic) -> None:
         if max_batch_size < 1:
@@ -332,10 +328,7 @@ class OperationMetrics:
         self._record(self._prefill, num_sequences, seconds, 0)
 
     def record_decode(self, num_sequences: int, seconds: float, tokens: int) -> None:
-        """Record a completed call for ``num_sequences`` >= 1: ``seconds``, and ``tokens`` in all.
-
-        A decode step generates 1 token per sequence, a speculative call 1 + accepted, a verify 1.
-        """
+        """Record a completed call for ``num_sequences`` >= 1 that generated ``tokens`` in all."""
         self._record(self._decode, num_sequences, seconds, tokens)
 
     def _record(self, latencies: _Latencies, num_sequences: int, seconds: float, tokens: int) -> None:

@@ -88,7 +88,10 @@ class Link:
     def call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Send a JSON object and return the one in the answer."""
         data = None if body is None else json.dumps(body).encode()
-        with self._answer(method, path, data, {"Content-Type": "application/json"} if data else {}) as response:
+        return self._object(method, path, data, {"Content-Type": "application/json"} if data else {})
+
+    def _object(self, method: str, path: str, data: Any, headers: Mapping[str, str]) -> dict[str, Any]:
+        with self._answer(method, path, data, headers) as response:
             found = response.read()
         try:
             value = json.loads(found) if found else {}
@@ -142,9 +145,7 @@ class Link:
         with open(source, "rb") as file:
             size = os.fstat(file.fileno()).st_size
             headers = {"Content-Type": "application/octet-stream", "Content-Length": str(size)}
-            with self._answer("POST", path, file, headers) as response:
-                found = json.loads(response.read())
-        return dict(found)
+            return self._object("POST", path, file, headers)
 
 
 class RemoteModel:
@@ -264,8 +265,8 @@ class RemoteSession:
 
 
 class RemoteChat(TerminalChat):
-    """The terminal chat with sessions of a server. In place of a model it is given a ``RemoteModel``,
-    in place of parameters their fields, as a request's body has them."""
+    """The terminal chat with sessions of a server. It takes a ``RemoteModel`` in place of a model
+    and the fields of a request's body in place of parameters."""
 
     def _pieces(self, session: Session, line: str) -> Iterator[tuple[str, int]]:
         turn = {"messages": [{"role": "user", "content": line}]} if self._templated else {"prompt": line + "\n"}
