@@ -218,12 +218,7 @@ STATE_SHARE = 0.5
 
 
 def make_state(
-    specs: Sequence[LayerSpec],
-    sizes: PoolSizes,
-    page_size: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    backend: str,
+    specs: Sequence[LayerSpec], sizes: PoolSizes, page_size: int, dtype: torch.dtype, device: torch.device, backend: str
 ) -> State:
     """Return the KV state for these layers; ``backend``: one of ``ATTENTION_BACKENDS``."""
     pages = any(not isinstance(spec, Recurrent) for spec in specs)

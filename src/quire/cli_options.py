@@ -118,16 +118,12 @@ def command(
         run.__name__, run.__doc__ = function.__name__, function.__doc__
         run.__signature__ = python_inspect.Signature([*own, *added])  # type: ignore[attr-defined]
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in (*own, *added)}
-        # A list of commands would cut a longer help; it leaves a short help whole.
-        app.command(name, short_help=first_paragraph(function))(run)
+        # A list of commands would cut a longer help; it leaves the first paragraph whole.
+        first = (python_inspect.getdoc(function) or "").partition("\n\n")[0]
+        app.command(name, short_help=" ".join(first.split()))(run)
         return run
 
     return decorate
-
-
-def first_paragraph(function: Callable[..., None]) -> str:
-    """Return the first paragraph of a docstring, as one line."""
-    return " ".join((python_inspect.getdoc(function) or "").partition("\n\n")[0].split())
 
 
 def chosen_options(options: dict[str, Any]) -> dict[str, Any]:

@@ -116,8 +116,7 @@ def _server() -> Finding:
 
 
 def _model_cache() -> Finding:
-    home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
-    hub = home / "hub"
+    hub = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface")) / "hub"
     count = len(list(hub.glob("models--*"))) if hub.is_dir() else 0
     offline = os.environ.get("HF_HUB_OFFLINE", "") not in ("", "0")
     return Finding("model cache", f"{hub}, {count} models" + (", offline (HF_HUB_OFFLINE is set)" if offline else ""))

@@ -20,16 +20,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
-from quire.client import (
-    DONE,
-    BrokenAnswer,
-    EventParser,
-    HttpFailure,
-    ServerAddress,
-    check_key,
-    event_object,
-    failure,
-)
+from quire.client import DONE, BrokenAnswer, EventParser, HttpFailure, ServerAddress, check_key, event_object, failure
 from quire.errors import InvalidArgument, NotFound, QuireError
 from quire.kv.atomic_file import check_regular
 from quire.terminal_chat import TerminalChat, TypedTurn, messages_of

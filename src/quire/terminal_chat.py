@@ -73,13 +73,7 @@ class TerminalChat:
     """A chat that reads stdin, streams answers to stdout and says everything else on stderr."""
 
     def __init__(
-        self,
-        llm: LLM,
-        params: SamplingParams,
-        adapter: str | None = None,
-        *,
-        window: int | None = None,
-        sink: int = 0,
+        self, llm: LLM, params: SamplingParams, adapter: str | None = None, *, window: int | None = None, sink: int = 0
     ) -> None:
         """Begin a session. ``window`` and ``sink`` are those of ``LLM.session``."""
         self._llm = llm

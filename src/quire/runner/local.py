@@ -147,12 +147,15 @@ class LocalRunner:
         placeholders = self._placeholders(tokens, extras)
         for edit in step.edits:
             self.apply(edit)
-        self._begin(step.chunks)
+        counts, kept = [len(chunk.tokens) for chunk in step.chunks], [chunk.checkpoints for chunk in step.chunks]
+        trees = [None if chunk.tree is None else chunk.tree.parents for chunk in step.chunks]
+        seqs = [chunk.seq for chunk in step.chunks]
+        self.state.begin_forward(seqs, counts, trees if any(trees) else None, checkpoints=kept if any(kept) else ())
         try:
             index, starts = logits_rows(step.chunks)
             hidden: list[Tensor] = []
             with torch.inference_mode():
-                self.adapters.activate(adapters, [len(chunk.tokens) for chunk in step.chunks], np.diff(starts).tolist())
+                self.adapters.activate(adapters, counts, np.diff(starts).tolist())
                 pass_ = self._open_pass(extras)
                 x_TE = self._embed(tokens, placeholders, extras)
                 for block in self.model.blocks:
@@ -191,12 +194,6 @@ class LocalRunner:
                 if offset == len(places[chunk]):
                     chunk, offset = chunk + 1, 0
             del logits_RV  # Else it would be there beside the next ones.
-
-    def _begin(self, chunks: Sequence[Chunk]) -> None:
-        seqs, counts = [chunk.seq for chunk in chunks], [len(chunk.tokens) for chunk in chunks]
-        trees = [None if chunk.tree is None else chunk.tree.parents for chunk in chunks]
-        kept = [chunk.checkpoints for chunk in chunks]
-        self.state.begin_forward(seqs, counts, trees if any(trees) else None, checkpoints=kept if any(kept) else ())
 
     def _placeholders(self, tokens: Ids, extras: Extras) -> Ids | None:
         """Return the rows of the batch whose ids are negative; None if there are none.
