@@ -194,6 +194,8 @@ def resolve_device(name: str) -> torch.device:
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if (device.index or 0) >= count:
             raise Unsupported(f"device {name!r} is not there; PyTorch sees {count} CUDA devices, 'cpu' works")
+    elif device.type != "cpu":
+        raise Unsupported(f"device {name!r} is not supported; 'auto', 'cpu' and 'cuda' are")
     return device
 
 
@@ -362,7 +364,7 @@ def eos_ids(
     """Return the tokens that end a text: the tokenizer's, and those of ``generation_config.json``,
     else of ``config.json``."""
     given = (one.get("eos_token_id") for one in (generation, model_config))
-    found = next((one for one in given if one is not None), [])
+    found: Any = next((one for one in given if one is not None), [])
     ids = [*(found if isinstance(found, list) else [found]), *(tokenizer.eos_ids if tokenizer is not None else ())]
     return tuple(dict.fromkeys(token for token in ids if isinstance(token, int) and 0 <= token < vocab_size))
 
