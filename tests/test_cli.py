@@ -138,7 +138,7 @@ def test_a_switch_can_be_turned_off_and_the_command_line_wins(tmp_path: Path, mo
 
 def test_a_switch_that_is_off_reaches_the_engine() -> None:
     options = {"enable_prefix_caching": False, "kv_cache_memory": "16MiB", "dtype": "float32"}
-    with cli._load(None, options) as loaded:
+    with cli._load("tiny-python", options) as loaded:
         assert not loaded.config.enable_prefix_caching
 
 

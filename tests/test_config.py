@@ -398,8 +398,8 @@ def test_block_size_is_ranged_when_paging() -> None:
 
 
 def test_executor_sizes() -> None:
-    assert MemoryConfig(memory_pool_size="1KiB", max_memory_usage=100).pool_bytes == 1024
-    assert MemoryConfig().pool_bytes is None
+    assert MemoryConfig(memory_pool_size="1KiB", max_memory_usage=100).memory_pool_size == 1024
+    assert MemoryConfig().memory_pool_size is None
     for level in range(4):
         assert OptimizationConfig(optimization_level=level).optimization_level == level
 

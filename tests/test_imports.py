@@ -29,7 +29,6 @@ LAYERS = (
         "signatures",
         "interrupts",
         "orphans",
-        "finalizers",
         "waiting",
     },
     {"contracts"},
@@ -47,7 +46,7 @@ LAYERS = (
     {"server"},
     {"tables", "line_input", "client"},
     {"doctor", "inspection", "terminal_chat", "remote_chat"},
-    {"exit_codes", "cli_options", "cli_bench", "cli"},
+    {"cli_options", "cli_bench", "cli"},
 )
 """From the bottom up: a part may import itself and what lies below it."""
 APART = {"kernels", "kv", "nn"}

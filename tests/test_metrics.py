@@ -26,7 +26,6 @@ from quire.metrics import (
     LabelledCounter,
     OperationMetrics,
     OperationSummary,
-    percentile,
 )
 
 # The names that are fixed for users, with their types.
@@ -219,22 +218,6 @@ def test_counting_from_many_threads_loses_nothing() -> None:
 # ---------------------------------------------------------------------- operations
 
 
-def test_percentile_examples() -> None:
-    assert percentile(range(1, 11), 0.99) == pytest.approx(9.91, rel=1e-15)  # some units of float64
-    assert percentile([], 0.5) == 0.0
-    assert percentile([7.0], 0.95) == 7.0
-    for q in (-0.1, 1.1, math.nan):
-        with pytest.raises(InvalidArgument, match=r"q must be in \[0, 1\]"):
-            percentile([1.0], q)
-
-
-@given(st.lists(st.floats(-1e6, 1e6), min_size=1), st.floats(0, 1))
-def test_percentile_is_numpys(values: list[float], q: float) -> None:
-    spread = max(map(abs, values))
-    rounding = 8 * np.finfo(np.float64).eps * len(values) * spread  # of the rank, times the largest step
-    assert abs(percentile(values, q) - float(np.quantile(values, q))) <= rounding
-
-
 OPERATIONS = st.lists(
     st.tuples(st.booleans(), st.integers(1, 8), st.floats(1e-6, 10), st.integers(0, 20)), min_size=1, max_size=40
 )
@@ -262,7 +245,7 @@ def test_operations_against_a_tally(calls: list[tuple[bool, int, float, int]]) -
     assert got.p95_decode_latency == pytest.approx(1e3 * np.quantile(decode, 0.95) if decode else 0.0)
     assert got.throughput_tps == pytest.approx(sum(c[3] for c in decode_calls) / sum(c[2] for c in calls))
     assert got.batch_utilization == pytest.approx(np.mean([c[1] for c in decode_calls]) / 8 if decode_calls else 0.0)
-    assert got.last_operation == 12.5
+    assert metrics.last_operation == 12.5
 
 
 def test_p95_forgets_what_is_older_than_1000_samples_and_the_mean_does_not() -> None:

@@ -232,6 +232,27 @@ def test_a_refused_turn_leaves_nothing_behind(pair: tuple[Served, Path]) -> None
     model.close()
 
 
+def test_any_verb_of_a_session_is_called_by_its_name(pair: tuple[Served, Path]) -> None:
+    """What only the server has, too: ``score`` has no line in the client."""
+    served, _ = pair
+    model = remote(served)
+    session = model.session()
+    session.append(text="def add(a, b):")
+    child = session.fork()
+    assert len(child) == len(session) > 3
+    assert child.rewind(to=3) == 0
+    scored = session.score(text=" return")
+    assert scored["total_logprob"] == pytest.approx(sum(scored["logprobs"]))
+    with pytest.raises(HttpFailure) as caught:
+        session.append(text="x " * 100_000)
+    assert (caught.value.status, caught.value.code) == (400, "context_length_exceeded")
+    with pytest.raises(HttpFailure) as caught:
+        session.no_such_verb(n=1)
+    assert caught.value.status == 404
+    model.close()
+    assert open_sessions(served) == []
+
+
 def test_files_that_cannot_be_loaded_or_saved_are_said(pair: tuple[Served, Path], tmp_path: Path) -> None:
     served, _ = pair
     model = remote(served)

@@ -6,13 +6,14 @@ import json
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from quire.config import EngineConfig, ExecutorConfig, parse_bytes
+from quire.config import ATTENTION_CLASSES, EngineConfig, ExecutorConfig, parse_bytes
 from quire.contracts.attention import AttentionBackend
 from quire.contracts.layers import FullAttention, LatentAttention, LayerSpec, Recurrent, WindowedAttention
 from quire.engine.chat_templates import with_chosen_template
@@ -23,10 +24,9 @@ from quire.engine.tokenizer import Tokenizer
 from quire.errors import CheckpointError, InvalidArgument, ResourceExhausted, Unsupported
 from quire.executor.executor import Executor
 from quire.executor.factory import Choices, Factory, check_flash, check_heads, check_length
-from quire.executor.named_executors import NamedExecutors
+from quire.executor.reports import dtype_name
 from quire.kernels.low_rank import native_low_rank, native_problem
 from quire.kernels.recurrence import ChunkedRecurrence
-from quire.kernels.sdpa import SdpaAttention
 from quire.kv.forward_need import pages_for
 from quire.kv.recurrent import bytes_per_state
 from quire.kv.state import State
@@ -34,20 +34,14 @@ from quire.kv.storage import bytes_per_token
 from quire.models.adapter_targets import embedding_of, linears_of, low_rank_refusal
 from quire.models.catalogue import resolve_model
 from quire.models.families import LoadedModel
-from quire.models.fingerprint import ModelFingerprint, model_fingerprint
+from quire.models.fingerprint import model_fingerprint
 from quire.models.loading import free_memory, load_model, resolve_dtype
 from quire.models.peft import read_adapter
-from quire.ops.attention import ReferenceAttention
-from quire.registry import Registry
 from quire.runner.adapter_pool import AdapterPool
 from quire.runner.local import LocalRunner
 from quire.sampling_params import SamplingParams
 
 logger = logging.getLogger("quire")
-
-ATTENTION_BACKENDS: Registry[type[AttentionBackend]] = Registry("attention backend")
-ATTENTION_BACKENDS.register("torch", SdpaAttention)
-ATTENTION_BACKENDS.register("reference", ReferenceAttention)
 
 ATTENTION = (FullAttention, LatentAttention, WindowedAttention)
 """Layers that keep tokens."""
@@ -59,15 +53,14 @@ class Identity:
     """Which model this is; the weights digest is computed when it is first asked for."""
 
     def __init__(self, path: Path, model: LoadedModel) -> None:
-        self._path = path
-        self._model = model
-        self._found: ModelFingerprint | None = None
+        self._path, self._model = path, model
+        self._found: dict[str, str] = {}
 
     def fields(self) -> dict[str, str]:
         """Return ``architecture``, ``config`` and ``weights``."""
-        if self._found is None:
-            self._found = model_fingerprint(self._path, self._model)
-        return {"architecture": self._found.architecture, "config": self._found.config, "weights": self._found.weights}
+        if not self._found:
+            self._found = asdict(model_fingerprint(self._path, self._model))
+        return self._found.copy()
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,13 +89,13 @@ def build(config: EngineConfig, *, progress: bool = False) -> Parts:
     model = load_model(path, device=device, dtype=config.dtype, progress=progress, max_model_len=config.max_model_len)
     if tokenizer is not None:
         tokenizer.check_fits(model.vocab_size)
-    max_len = max_model_len(config.max_model_len, model.max_position)
+    max_len = model.max_position if config.max_model_len is None else config.max_model_len
+    if max_len > model.max_position:
+        limit = f"the model's {model.max_position} positions; give at most that"
+        raise InvalidArgument(f"max_model_len {max_len} is beyond {limit}")
     kv_dtype = model.dtype if config.kv_dtype == "auto" else resolve_dtype(config.kv_dtype, model.dtype, device)
     sizes = pool_sizes(config, model.layer_specs, kv_dtype, device, max_len)
-    backend_name = "torch" if config.attention_backend == "auto" else config.attention_backend
-    state = make_state(
-        model.layer_specs, sizes, config.page_size, kv_dtype, device, ATTENTION_BACKENDS.require(backend_name)()
-    )
+    state = make_state(model.layer_specs, sizes, config.page_size, kv_dtype, device, config.attention_backend)
     interval = checkpoint_interval(config, model.layer_specs, kv_dtype)
     runner = LocalRunner(model, state, device, make_adapters(model, config.adapter_ranks, config.adapter_memory))
     generation = read_json(path / "generation_config.json")
@@ -111,7 +104,7 @@ def build(config: EngineConfig, *, progress: bool = False) -> Parts:
         limits=Limits(max_num_seqs=config.max_num_seqs, max_num_batched_tokens=sizes.step_tokens),
         max_model_len=max_len,
         tokenizer=tokenizer,
-        eos_ids=eos_ids(generation, read_json(path / "config.json"), tokenizer, model.vocab_size),
+        eos_ids=eos_ids(generation, model.config, tokenizer, model.vocab_size),
         enable_prefix_caching=config.enable_prefix_caching,
         checkpoint_interval=interval,
         seed=config.seed,
@@ -120,12 +113,12 @@ def build(config: EngineConfig, *, progress: bool = False) -> Parts:
     if state.geometry.specs:
         windows = f" and {sizes.window_tokens} tokens of windowed layers" if sizes.window_tokens is not None else ""
         pages = pages_for(sizes.tokens, config.page_size)
-        held.append(f"{pages} pages of {config.page_size} tokens{windows} in {name_of(kv_dtype)}")
+        held.append(f"{pages} pages of {config.page_size} tokens{windows} in {dtype_name(kv_dtype)}")
     if state.recurrent_ids:
         every = f", kept every {interval} tokens" if interval else ""
         held.append(f"{sizes.states} recurrent states of {state.geometry.state_bytes:,} bytes{every}")
     notes = (
-        f"{model.architecture}, {model.num_parameters / 1e6:.1f}M parameters in {name_of(model.dtype)} on {device}",
+        f"{model.architecture}, {model.num_parameters / 1e6:.1f}M parameters in {dtype_name(model.dtype)} on {device}",
         f"KV pool: {' and '.join(held)}, {state.num_bytes / 2**20:.0f} MiB",
     )
     for note in notes:
@@ -176,10 +169,6 @@ def load_tokenizer(config: EngineConfig, model_path: Path) -> Tokenizer | None:
     return with_chosen_template(found, config.chat_template)
 
 
-def name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def read_json(path: Path) -> dict[str, Any]:
     """Return a JSON object, empty without the file; ``CheckpointError`` names a damaged one."""
     if not path.is_file():
@@ -210,17 +199,6 @@ def resolve_device(name: str) -> torch.device:
     return device
 
 
-def max_model_len(wanted: int | None, model_limit: int) -> int:
-    """Return the context length; ``InvalidArgument`` beyond the model's."""
-    if wanted is None:
-        return model_limit
-    if wanted > model_limit:
-        raise InvalidArgument(
-            f"max_model_len {wanted} is beyond the model's {model_limit} positions; give at most that"
-        )
-    return wanted
-
-
 ENGINE_RING = 1
 """Recent states of a sequence beside its present one; a large hybrid's takes tens of megabytes."""
 
@@ -242,15 +220,12 @@ STATE_SHARE = 0.5
 
 
 def make_state(
-    specs: Sequence[LayerSpec],
-    sizes: PoolSizes,
-    page_size: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    backend: AttentionBackend,
+    specs: Sequence[LayerSpec], sizes: PoolSizes, page_size: int, dtype: torch.dtype, device: torch.device, backend: str
 ) -> State:
-    """Return the KV state for these layers."""
+    """Return the KV state for these layers; ``backend``: one of ``ATTENTION_BACKENDS``."""
     pages = any(not isinstance(spec, Recurrent) for spec in specs)
+    module, _, name = ATTENTION_CLASSES["torch" if backend == "auto" else backend].partition(":")
+    attention: AttentionBackend = getattr(import_module(module), name)()
     return State(
         specs,
         capacity=sizes.tokens if pages else None,
@@ -260,7 +235,7 @@ def make_state(
         page_size=page_size,
         dtype=dtype,
         device=device,
-        backend=backend,
+        backend=attention,
         recurrence=ChunkedRecurrence(),
     )
 
@@ -299,11 +274,18 @@ class PoolSizes:
 
 
 def pool_sizes(
-    config: EngineConfig, specs: Sequence[LayerSpec], dtype: torch.dtype, device: torch.device, max_len: int
+    config: EngineConfig,
+    specs: Sequence[LayerSpec],
+    dtype: torch.dtype,
+    device: torch.device,
+    max_len: int,
+    budget: int | None = None,
 ) -> PoolSizes:
-    """Share out the budget. Layers with a window get what ``max_num_seqs`` windows and a step need,
-    if that is less than what other layers get. ``ResourceExhausted`` if one page and one token do
-    not fit."""
+    """Share out the budget: ``kv_cache_memory``, else at most ``budget`` bytes (None: measured).
+
+    Layers with a window get what ``max_num_seqs`` windows and a step need, if that is less than
+    what other layers get. ``ResourceExhausted`` if one page and one token do not fit.
+    """
     attention = [spec for spec in specs if isinstance(spec, ATTENTION)]
     size = config.page_size
     windows = [spec.layer_window for spec in attention if spec.layer_window is not None]
@@ -315,7 +297,7 @@ def pool_sizes(
         budget = parse_bytes(config.kv_cache_memory)
         given = f"kv_cache_memory {config.kv_cache_memory} holds"
     else:
-        budget = pool_budget(device, config.gpu_memory_utilization)
+        budget = pool_budget(device, config.gpu_memory_utilization) if budget is None else budget
         given = f"{budget / 2**20:.0f} MiB of free memory for the KV pool on {device} hold"
         # More than every sequence at its full length, in whole pages, is never used.
         most = config.max_num_seqs * pages_for(max_len, size) * size * per_token
@@ -367,11 +349,13 @@ def pool_budget(device: torch.device, gpu_share: float) -> int:
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return max(0, int(free - (1 - gpu_share) * total))
+    return int(_free_or_half(device) * CPU_POOL_SHARE)
+
+
+def _free_or_half(device: torch.device) -> int:
+    """Return the free bytes; where nothing tells them, half of what the machine has."""
     found = free_memory(device)
-    if found is None:
-        # Nothing tells what is free: half of what there is.
-        found = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-    return int(found * CPU_POOL_SHARE)
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2 if found is None else found
 
 
 def eos_ids(
@@ -379,12 +363,9 @@ def eos_ids(
 ) -> tuple[int, ...]:
     """Return the tokens that end a text: the tokenizer's, and those of ``generation_config.json``,
     else of ``config.json``."""
-    found = generation.get("eos_token_id")
-    if found is None:
-        found = model_config.get("eos_token_id")
-    ids = [] if found is None else list(found) if isinstance(found, list) else [found]
-    if tokenizer is not None:
-        ids += list(tokenizer.eos_ids)
+    given = (one.get("eos_token_id") for one in (generation, model_config))
+    found: Any = next((one for one in given if one is not None), [])
+    ids = [*(found if isinstance(found, list) else [found]), *(tokenizer.eos_ids if tokenizer is not None else ())]
     return tuple(dict.fromkeys(token for token in ids if isinstance(token, int) and 0 <= token < vocab_size))
 
 
@@ -396,26 +377,15 @@ def make_executor(config: ExecutorConfig, choices: Choices) -> Executor:
     path = resolve_model(choices.model)
     device, size = choices.device, choices.page_size
     model = load_model(path, device=device, dtype=config.dtype, max_model_len=config.max_sequence_length)
-    attention = [spec for spec in model.layer_specs if isinstance(spec, ATTENTION)]
     check_length(config, model.max_position)
-    check_heads(config, attention)
+    check_heads(config, [spec for spec in model.layer_specs if isinstance(spec, ATTENTION)])
     arguments = choices.arguments(config)
-    budget = config.memory_config.pool_bytes
-    if budget is None:
-        free = free_memory(device) or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-        # More than every sequence at its full length, in whole pages, is never used.
-        most = config.max_batch_size * pages_for(config.max_sequence_length, size) * size
-        state_bytes = bytes_per_state([spec for spec in model.layer_specs if isinstance(spec, Recurrent)])
-        budget = min(
-            int(free * config.memory_config.max_memory_usage / 100),
-            most * bytes_per_token(attention, model.dtype) + config.max_batch_size * STATES_PER_SEQUENCE * state_bytes,
-        )
     chunk = arguments.setdefault("prefill_chunk_size", 2048)
     chunk = min(chunk, config.max_sequence_length) if chunk > 0 else config.max_sequence_length
     sizes = pool_sizes(
         EngineConfig(
             model=choices.model,
-            kv_cache_memory=max(1, budget),
+            kv_cache_memory=config.memory_config.memory_pool_size,
             max_num_seqs=config.max_batch_size,
             max_num_batched_tokens=chunk,
             page_size=size,
@@ -424,18 +394,14 @@ def make_executor(config: ExecutorConfig, choices: Choices) -> Executor:
         model.dtype,
         device,
         config.max_sequence_length,
+        int(_free_or_half(device) * config.memory_config.max_memory_usage / 100),
     )
-    state = make_state(
-        model.layer_specs, sizes, size, model.dtype, device, ATTENTION_BACKENDS.require(choices.attention_backend)()
-    )
+    state = make_state(model.layer_specs, sizes, size, model.dtype, device, choices.attention_backend)
     arguments["fallbacks"] = check_flash(config, state)
     if sizes.window_tokens is not None:
         arguments["prefill_chunk_size"] = sizes.step_tokens
-    return Executor(
-        LocalRunner(model, state, device, make_adapters(model)), identity=Identity(path, model), **arguments
-    )
+    runner = LocalRunner(model, state, device, make_adapters(model))
+    return Executor(runner, identity=Identity(path, model), **arguments)
 
 
 EXECUTOR_FACTORY = Factory(resolve_device, make_executor)
-EXECUTORS = NamedExecutors()
-"""Executors by the names that users gave them."""

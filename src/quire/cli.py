@@ -13,6 +13,7 @@ import logging
 import os
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -28,12 +29,13 @@ from quire.cli_options import (
     KeyOption,
     ModelOption,
     UrlOption,
+    chosen_model,
     chosen_options,
     command,
+    one_sentence,
 )
 from quire.config import named_paths
 from quire.errors import InvalidArgument, NotFound, Unsupported
-from quire.exit_codes import one_sentence
 from quire.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -54,19 +56,17 @@ def _sampling(options: dict[str, Any], llm: LLM) -> SamplingParams:
     return defaults.replace(**{**SAMPLING_DEFAULTS, **given})
 
 
-def _load(model: str | None, options: dict[str, Any], adapter: str | None = None) -> LLM:
+def _load(model: str, options: dict[str, Any], adapter: str | None = None) -> LLM:
     """Load a model. ``adapter`` is loaded under its own name unless ``adapters`` has that name."""
     from quire.llm import LLM
 
     engine = {name: value for name, value in options.items() if name not in SAMPLING_OPTIONS}
-    chosen = engine.pop("model", DEFAULT_MODEL) if model is None else model
-    engine.pop("model", None)
     if adapter is None:
-        return LLM(chosen, **engine)
+        return LLM(model, **engine)
     named = named_paths(engine.get("adapters") or {})
     engine["adapters"] = named if adapter in named else {**named, adapter: adapter}
     try:
-        return LLM(chosen, **engine)
+        return LLM(model, **engine)
     except NotFound as error:
         if adapter in named or not named:
             raise
@@ -107,7 +107,7 @@ def generate(
     """Stream the continuation of a prompt to stdout; timing goes to stderr."""
     from quire.progress import prompt_pieces
 
-    chosen = chosen_options(options)
+    model, chosen = chosen_model(model, options)
     text = sys.stdin.read() if prompt == "-" else prompt
     started = time.perf_counter()
     llm = _load(model, chosen, adapter)
@@ -118,7 +118,7 @@ def generate(
     # Refuse here what would otherwise be refused after the prompt has run.
     (tokens,) = llm.prepare(text, params, adapter=adapter).ids
     with llm.session(adapter=adapter) as session:
-        with prompt_pieces(tokens.tolist(), llm.engine.scheduler.limits.max_num_batched_tokens) as pieces:
+        with closing(prompt_pieces(tokens.tolist(), llm.engine.scheduler.limits.max_num_batched_tokens)) as pieces:
             for piece in pieces:
                 session.append(piece)
         prompt_tokens = len(session)
@@ -149,19 +149,17 @@ def chat(
     from quire.terminal_chat import TerminalChat
 
     chosen = chosen_options(options)
+    model = chosen.pop("model", None) if model is None else model
     kept = {name: chosen.pop(name) for name in CHAT_OPTIONS if name in chosen}
     if url is not None:
         from quire.remote_chat import run_remote_chat
 
-        configured = chosen.pop("model", None)
         given = {name: chosen.pop(name) for name in SAMPLING_OPTIONS if name in chosen}
         if chosen:
             raise InvalidArgument(f"{sorted(chosen)} are options of an engine, and with --url the server has its own")
-        run_remote_chat(
-            url, model=model or configured, adapter=adapter, api_key=api_key, sampling=SAMPLING_DEFAULTS | given, **kept
-        )
+        run_remote_chat(url, model=model, adapter=adapter, api_key=api_key, sampling=SAMPLING_DEFAULTS | given, **kept)
         return
-    llm = _load(model, chosen, adapter)
+    llm = _load(DEFAULT_MODEL if model is None else model, chosen, adapter)
     talk = TerminalChat(llm, _sampling(chosen, llm), adapter, **kept)
     if llm.config.model == DEFAULT_MODEL:
         print(f"{DEFAULT_MODEL} completes Python; begin some, as in def fib(n):", file=sys.stderr)
@@ -182,13 +180,12 @@ def serve(
     """
     from quire.server.settings import ServerSettings
 
-    chosen = chosen_options(options)
+    model, chosen = chosen_model(name, options)
     fields = {field.name for field in dataclasses.fields(ServerSettings)}
     given = {field: chosen.pop(field) for field in fields & set(chosen)}
     if "api_key" not in given and (keys := os.environ.get("QUIRE_API_KEY")):
         given["api_key"] = [key.strip() for key in keys.split(",") if key.strip()]
     settings = ServerSettings(**given)
-    configured = chosen.pop("model", DEFAULT_MODEL)
     try:
         from quire.server.serving import serve as run
     except ModuleNotFoundError as error:
@@ -199,7 +196,7 @@ def serve(
         ) from error
     from quire.async_llm import AsyncLLM
 
-    run(AsyncLLM(configured if name is None else name, **chosen), settings)
+    run(AsyncLLM(model, **chosen), settings)
 
 
 @command(app)
@@ -226,18 +223,13 @@ def models() -> None:
     from quire.models.catalogue import bundled_adapters, bundled_models, registered_architectures
     from quire.tables import folding_table, print_tables
 
-    bundled = folding_table("bundled model", "directory", title="Bundled models")
-    for name, path in bundled_models().items():
-        bundled.add_row(name, str(path))
-    adapters = folding_table("bundled adapter", "directory", title="Bundled adapters (LoRA)")
-    for name, path in bundled_adapters().items():
-        adapters.add_row(name, str(path))
-    known = folding_table(
-        "architecture", "kinds of state", title="Architectures (from a directory or a Hugging Face id)"
+    kinds = [(name, ", ".join(kinds)) for name, kinds in registered_architectures().items()]
+    known = "Architectures (from a directory or a Hugging Face id)"
+    print_tables(
+        folding_table("bundled model", "directory", title="Bundled models", rows=bundled_models().items()),
+        folding_table("bundled adapter", "directory", title="Bundled adapters (LoRA)", rows=bundled_adapters().items()),
+        folding_table("architecture", "kinds of state", title=known, rows=kinds),
     )
-    for name, kinds in registered_architectures().items():
-        known.add_row(name, ", ".join(kinds))
-    print_tables(bundled, adapters, known)
     print("Any other decoder of transformers runs through its own layers if it passes the check when it is loaded.")
 
 
@@ -255,7 +247,7 @@ def capabilities(
     from quire.inspection import print_capabilities, print_rules
     from quire.kv.rule_table import combination_of
 
-    chosen = chosen_options(options)
+    model, chosen = chosen_model(model, options)
     if as_json + everything + markdown > 1:
         raise InvalidArgument("--json, --all and --markdown are three ways to print; give one of them")
     if everything or markdown:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,13 +9,17 @@ from typing import Annotated, Any
 
 import typer
 
-from quire.cli_options import DEFAULT_MODEL, KeyOption, ModelOption, chosen_options, command
+from quire.cli_options import KeyOption, ModelOption, chosen_model, command
 from quire.errors import InvalidArgument, Unsupported
 
 bench_app = typer.Typer(
     help="Measure tok/s, time to first token and achieved over possible bandwidth: a table, then one JSON line.",
     no_args_is_help=True,
 )
+
+
+PeerOption = Annotated[str, typer.Option(help="Compare with: none, transformers.")]
+RoundsOption = Annotated[int, typer.Option(help="Interleaved rounds; the median counts.")]
 
 
 @contextmanager
@@ -40,18 +43,17 @@ def bench_latency(
     prompt: Annotated[str, typer.Option(help="Prompt lengths to prefill, by commas.")] = "512,2048",
     decode: Annotated[int, typer.Option(help="Tokens to decode for each sequence.")] = 32,
     context: Annotated[int, typer.Option(help="Prompt length before decoding.")] = 128,
-    rounds: Annotated[int, typer.Option(help="Interleaved rounds; the median counts.")] = 3,
-    peer: Annotated[str, typer.Option(help="Compare with: none, transformers.")] = "none",
+    rounds: RoundsOption = 3,
+    peer: PeerOption = "none",
     **options: Any,
 ) -> None:
     """Measure prefill and decode speed beside the hardware's peak and a peer, in one run."""
     with _measuring():
         from quire_bench.latency import run_latency
 
-    chosen = chosen_options(options)
-    configured = chosen.pop("model", DEFAULT_MODEL)
+    model, chosen = chosen_model(model, options)
     run_latency(
-        configured if model is None else model,
+        model,
         engine_options=chosen,
         batches=_integers("batch", batch),
         prompts=_integers("prompt", prompt),
@@ -73,9 +75,9 @@ def bench_throughput(
             show_default=False,
         ),
     ] = None,
-    peer: Annotated[str, typer.Option(help="Compare with: none, transformers.")] = "none",
+    peer: PeerOption = "none",
     peer_batches: Annotated[str, typer.Option(help="Batch sizes of the peer to try, by commas.")] = "8,16,32,64",
-    rounds: Annotated[int, typer.Option(help="Interleaved rounds; the median counts.")] = 3,
+    rounds: RoundsOption = 3,
     seed: Annotated[int, typer.Option(help="Of the random lengths and tokens.")] = 0,
     **options: Any,
 ) -> None:
@@ -86,10 +88,9 @@ def bench_throughput(
     with _measuring():
         from quire_bench.throughput import run_throughput
 
-    chosen = chosen_options(options)
-    configured = chosen.pop("model", DEFAULT_MODEL)
+    model, chosen = chosen_model(model, options)
     run_throughput(
-        configured if model is None else model,
+        model,
         engine_options=chosen,
         requests=requests,
         scale=scale,
@@ -112,9 +113,7 @@ def bench_state(
         from quire_bench.state import run_state, start_rows
     from quire.models.catalogue import bundled_models
 
-    chosen = chosen_options(options)
-    configured = chosen.pop("model", DEFAULT_MODEL)
-    name = configured if model is None else model
+    name, chosen = chosen_model(model, options)
     run_state(
         name,
         engine_options=chosen,
@@ -124,67 +123,51 @@ def bench_state(
     )
 
 
-@command(bench_app, name="serve")
+LOAD_OPTIONS: dict[str, tuple[Any, str]] = {
+    "peer": (str, "A second server to compare with, in interleaved rounds."),
+    "peer_model": (str, "The model of the second server; by default the first that it lists."),
+    "peer_api_key": (str, "Key for the second server."),
+    "requests": (int, "Requests; of a trace its first ones. Default: 256."),
+    "rate": (float, "Requests a second, arriving at random; inf: all at once. Default: inf."),
+    "concurrency": (int, "Requests under way at most; by default any number."),
+    "prompt_tokens": (str, "Lengths of prompts, LEAST-MOST. Default: 100-1024."),
+    "output_tokens": (str, "Lengths of answers, LEAST-MOST. Default: 100-1024."),
+    "vocab_size": (int, "Prompts are random token ids below this. Default: 1024."),
+    "trace": (Path, "A trace in Mooncake's format (JSONL), in place of random requests."),
+    "scale": (float, "Fraction of the trace's lengths. Default: 1.0."),
+    "speed": (float, "2 sends the trace in half the time. Default: 1.0."),
+    "stream": (bool, "Read answers token by token. Default: stream."),
+    "rounds": (int, "Rounds; with a peer they are interleaved. Default: 1."),
+    "seed": (int, "Of lengths, arrivals and tokens. Default: 0."),
+}
+"""Types and help texts of the arguments of ``run_serve``, which has the defaults."""
+
+
+@command(bench_app, name="serve", more=LOAD_OPTIONS)
 def bench_serve(
     url: Annotated[str, typer.Argument(help="The server, as in http://127.0.0.1:8000.")],
-    peer: Annotated[
-        str | None, typer.Option(help="A second server to compare with, in interleaved rounds.", show_default=False)
-    ] = None,
     model: Annotated[
         str | None,
         typer.Option("--model", "-m", help="By default the first that the server lists.", show_default=False),
     ] = None,
-    peer_model: Annotated[str | None, typer.Option(help="The same of the second server.", show_default=False)] = None,
     api_key: KeyOption = None,
-    peer_api_key: Annotated[str | None, typer.Option(help="Key for the second server.", show_default=False)] = None,
-    requests: Annotated[int, typer.Option(help="Requests; of a trace its first ones.")] = 256,
-    rate: Annotated[float, typer.Option(help="Requests a second, arriving at random; inf: all at once.")] = math.inf,
-    concurrency: Annotated[
-        int | None, typer.Option(help="Requests under way at most; by default any number.", show_default=False)
-    ] = None,
-    prompt_tokens: Annotated[str, typer.Option(help="Lengths of prompts, LEAST-MOST.")] = "100-1024",
-    output_tokens: Annotated[str, typer.Option(help="Lengths of answers, LEAST-MOST.")] = "100-1024",
-    vocab_size: Annotated[int, typer.Option(help="Prompts are random token ids below this.")] = 1024,
-    trace: Annotated[
-        Path | None,
-        typer.Option(help="A trace in Mooncake's format (JSONL), in place of random requests.", show_default=False),
-    ] = None,
-    scale: Annotated[float, typer.Option(help="Fraction of the trace's lengths.")] = 1.0,
-    speed: Annotated[float, typer.Option(help="2 sends the trace in half the time.")] = 1.0,
-    stream: Annotated[bool, typer.Option("--stream/--no-stream", help="Read answers token by token.")] = True,
-    rounds: Annotated[int, typer.Option(help="Rounds; with a peer they are interleaved.")] = 1,
-    seed: Annotated[int, typer.Option(help="Of lengths, arrivals and tokens.")] = 0,
+    **options: Any,
 ) -> None:
     """Load a server: tokens per second, and percentiles of times to first, next and last token."""
     with _measuring():
         from quire_bench.serve_load import run_serve
 
-    run_serve(
-        url,
-        peer=peer,
-        model=model,
-        peer_model=peer_model,
-        api_key=api_key,
-        peer_api_key=peer_api_key,
-        requests=requests,
-        rate=rate,
-        concurrency=concurrency,
-        prompt_tokens=_span("prompt-tokens", prompt_tokens),
-        output_tokens=_span("output-tokens", output_tokens),
-        vocab_size=vocab_size,
-        trace=trace,
-        scale=scale,
-        speed=speed,
-        stream=stream,
-        rounds=rounds,
-        seed=seed,
-    )
+    given = {name: value for name, value in options.items() if value is not None}
+    given |= {name: _span(name, given[name]) for name in ("prompt_tokens", "output_tokens") if name in given}
+    run_serve(url, model=model, api_key=api_key, **given)
 
 
 def _span(name: str, text: str) -> tuple[int, int]:
     least, _, most = text.partition("-")
     if not (least.isascii() and least.isdigit()) or (most and not (most.isascii() and most.isdigit())):
-        raise InvalidArgument(f"--{name} {text!r}; LEAST-MOST is accepted, like 100-1024, or one number")
+        raise InvalidArgument(
+            f"--{name.replace('_', '-')} {text!r}; LEAST-MOST is accepted, like 100-1024, or one number"
+        )
     return int(least), int(most or least)
 
 

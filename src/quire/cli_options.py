@@ -1,18 +1,21 @@
-"""Options of commands: from configuration dataclasses, from a YAML file, and shared ones."""
+"""What commands share: options, from configuration dataclasses and a YAML file, and exit codes."""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect as python_inspect
-from collections.abc import Callable, Iterator, Set
+import os
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Set
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, get_origin
+from types import MappingProxyType
+from typing import Annotated, Any, NoReturn, get_origin
 
 import typer
 
 from quire.config import EngineConfig, field_help
-from quire.errors import InvalidArgument, NotFound
-from quire.exit_codes import one_sentence
+from quire.errors import InvalidArgument, NotFound, QuireError
 from quire.sampling_fields import Surface, declarations_on
 from quire.sampling_params import SamplingParams
 
@@ -79,11 +82,14 @@ def _config_parameters(config: type[Any]) -> Iterator[python_inspect.Parameter]:
 
 
 def command(
-    app: typer.Typer, *groups: str, name: str | None = None
+    app: typer.Typer,
+    *groups: str,
+    name: str | None = None,
+    more: Mapping[str, tuple[Any, str]] = MappingProxyType({}),
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Register a command that gets ``--config`` and the options of ``groups`` as keywords.
-    ``groups``: "chat", "sampling", "server", "engine". An error becomes one sentence and an exit
-    code."""
+    """Register a command that gets ``--config`` and the options of ``groups`` as keywords, and
+    those of ``more``: types and help texts. ``groups``: "chat", "sampling", "server", "engine". An
+    error becomes one sentence and an exit code."""
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         own = [
@@ -93,10 +99,8 @@ def command(
         ]
         config = _parameter("config", Path, "A YAML file with these options; the command line wins.")
         added = [config] if groups else []
-        if "chat" in groups:
-            added += [_parameter(name, kind, text) for name, (kind, text) in CHAT_OPTIONS.items()]
-        if "sampling" in groups:
-            added += [_parameter(name, kind, text) for name, (kind, text) in SAMPLING_OPTIONS.items()]
+        chat, sampling = CHAT_OPTIONS if "chat" in groups else {}, SAMPLING_OPTIONS if "sampling" in groups else {}
+        added += [_parameter(name, kind, text) for name, (kind, text) in {**chat, **sampling, **more}.items()]
         if "server" in groups:
             from quire.server.settings import ServerSettings
 
@@ -114,16 +118,12 @@ def command(
         run.__name__, run.__doc__ = function.__name__, function.__doc__
         run.__signature__ = python_inspect.Signature([*own, *added])  # type: ignore[attr-defined]
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in (*own, *added)}
-        # A list of commands would cut a longer help; it leaves a short help whole.
-        app.command(name, short_help=first_paragraph(function))(run)
+        # A list of commands would cut a longer help; it leaves the first paragraph whole.
+        first = (python_inspect.getdoc(function) or "").partition("\n\n")[0]
+        app.command(name, short_help=" ".join(first.split()))(run)
         return run
 
     return decorate
-
-
-def first_paragraph(function: Callable[..., None]) -> str:
-    """Return the first paragraph of a docstring, as one line."""
-    return " ".join((python_inspect.getdoc(function) or "").partition("\n\n")[0].split())
 
 
 def chosen_options(options: dict[str, Any]) -> dict[str, Any]:
@@ -134,6 +134,13 @@ def chosen_options(options: dict[str, Any]) -> dict[str, Any]:
         merged.update(read_config(path, {"model", *options}))
     merged.update({name: value for name, value in options.items() if value is not None and value != []})
     return merged
+
+
+def chosen_model(model: str | None, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return the model of the command line, of the config file or by default; the other options."""
+    chosen = chosen_options(options)
+    configured = chosen.pop("model", DEFAULT_MODEL)
+    return configured if model is None else model, chosen
 
 
 def read_config(path: Path, known: Set[str]) -> dict[str, Any]:
@@ -193,3 +200,48 @@ KeyOption = Annotated[
     str | None,
     typer.Option("--api-key", envvar="QUIRE_API_KEY", help="Key for that server.", show_default=False),
 ]
+
+
+# -- failures --------------------------------------------------------------------------------------
+
+
+@contextmanager
+def one_sentence(options: Collection[str] = ()) -> Iterator[None]:
+    """Turn an error into an exit code and a line on stderr that names one of ``options``."""
+    try:
+        yield
+    except QuireError as error:
+        name = (error.field or "").split(".")[0]
+        option = f"--{name.replace('_', '-')}: " if name in options else ""
+        _fail(option + " ".join(str(error).split()), 2)
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        _fail("interrupted", 130)
+    except MemoryError:
+        _fail(
+            "this machine does not have enough memory for that; try a smaller model, kv_cache_memory or max_model_len",
+            2,
+        )
+    except UnicodeError as error:
+        _fail(f"text is not in the encoding of the terminal or pipe ({error}); PYTHONIOENCODING=utf-8 may help", 2)
+    except BrokenPipeError:
+        _drop_output()  # the reader is gone
+        sys.exit(141)
+    except OSError as error:
+        reason = error.strerror or str(error) or type(error).__name__
+        if error.filename is not None:
+            _fail(f"{error.filename}: {reason}", 2)
+        if error.errno is None or isinstance(error, ConnectionError):
+            _fail(reason, 2)
+        _drop_output()
+        _fail(f"output cannot be written: {reason}", 2)
+
+
+def _drop_output() -> None:
+    """Discard buffered output for stdout, so that the interpreter reports no error at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _fail(message: str, code: int) -> NoReturn:
+    print(f"quire: {message}", file=sys.stderr)
+    sys.exit(code)

@@ -21,8 +21,8 @@ class HttpFailure(QuireError):
     """An answer of ``status`` 400 or above; ``param`` and ``code`` are those of OpenAI's error."""
 
     def __init__(self, message: str, status: int = 0, *, param: str | None = None, code: str | None = None) -> None:
-        super().__init__(message)
-        self.status, self.param, self.code = status, param, code
+        super().__init__(message, code=code)
+        self.status, self.param = status, param
 
 
 class BrokenAnswer(QuireError, ConnectionError):

@@ -11,7 +11,7 @@ import dataclasses
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any
@@ -20,7 +20,9 @@ from quire.errors import InvalidArgument, Unsupported
 from quire.signatures import require_bool
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-ATTENTION_BACKENDS = ("auto", "torch", "reference")
+ATTENTION_CLASSES = {"torch": "quire.kernels.sdpa:SdpaAttention", "reference": "quire.ops.attention:ReferenceAttention"}
+"""Attention backends by name: the module and the class of each."""
+ATTENTION_BACKENDS = ("auto", *ATTENTION_CLASSES)
 CHAT_TEMPLATES = ("chatml", "plain")
 """Chat templates in the package."""
 ATTENTION_TYPES = ("MultiHead", "MultiQuery", "GroupedQuery", "Flash", "Paged", "SlidingWindow")
@@ -148,49 +150,35 @@ class EngineConfig:
     )
 
     def __post_init__(self) -> None:
-        _set_path(self, "model")
-        for name in ("tokenizer", "chat_template"):
-            if getattr(self, name) is not None:
-                _set_path(self, name)
-        _check_device("device", self.device)
-        _set_dtypes(self)
-        for name in ("max_num_seqs", "max_num_batched_tokens", "page_size"):
-            check_int(name, getattr(self, name), 1)
-        if self.max_model_len is not None:
-            check_int("max_model_len", self.max_model_len, 1, also="or None")
-        if self.checkpoint_interval is not None:
-            check_int("checkpoint_interval", self.checkpoint_interval, 0, also="or None")
-            if self.checkpoint_interval % self.page_size:
-                allowed = f"a multiple of page_size {self.page_size}, 0 or None"
-                raise InvalidArgument(field="checkpoint_interval", given=self.checkpoint_interval, allowed=allowed)
-        for name, least in (("kv_cache_memory", 1), ("host_memory", 0), ("adapter_memory", 0)):
-            if getattr(self, name) is not None:
-                _set_bytes(self, name, least)
-        check_real("gpu_memory_utilization", self.gpu_memory_utilization, above=0, up_to=1)
-        require_bool("enable_prefix_caching", self.enable_prefix_caching)
-        if self.revision is not None:
-            _check_name("revision", self.revision)
-        check_int("seed", self.seed, 0, 2**63 - 1)
-        check_int("adapter_ranks", self.adapter_ranks, 1)
-        if self.adapters is not None:
-            object.__setattr__(self, "adapters", named_paths(self.adapters))
-        self._refuse_what_is_not_there()
-
-    def _refuse_what_is_not_there(self) -> None:
-        _check_name("attention_backend", self.attention_backend)
-        if self.attention_backend not in ATTENTION_BACKENDS:
-            raise _unsupported("attention_backend", self.attention_backend, _one_of(ATTENTION_BACKENDS))
-        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
-            size = getattr(self, name)
-            check_int(name, size, 1)
-            if size > 1:
-                raise _unsupported(name, size, "1")
-        for name in ("speculative", "quantization"):
-            if (value := getattr(self, name)) is not None:
-                raise _unsupported(name, value, "None")
-        require_bool("trust_remote_code", self.trust_remote_code)
-        if self.trust_remote_code:
-            raise _unsupported("trust_remote_code", True, "False: code from a checkpoint is never run")
+        _set(self, _path, "model", "tokenizer", "chat_template")
+        _set(self, _device, "device")
+        if isinstance(self.kv_dtype, str) and self.kv_dtype not in DTYPES:
+            raise _unsupported("kv_dtype", self.kv_dtype, _one_of(DTYPES))
+        _set(self, _dtype, "dtype", "kv_dtype")
+        _set(self, check_int, "max_num_seqs", "max_num_batched_tokens", "page_size", "adapter_ranks", low=1)
+        _set(self, check_int, "max_model_len", low=1, also="or None")
+        _set(self, check_int, "checkpoint_interval", low=0, also="or None")
+        if self.checkpoint_interval is not None and self.checkpoint_interval % self.page_size:
+            allowed = f"a multiple of page_size {self.page_size}, 0 or None"
+            raise InvalidArgument(field="checkpoint_interval", given=self.checkpoint_interval, allowed=allowed)
+        _set(self, _bytes, "kv_cache_memory", least=1)
+        _set(self, _bytes, "host_memory", "adapter_memory", least=0)
+        _set(self, check_real, "gpu_memory_utilization", above=0, up_to=1)
+        _set(self, require_bool, "enable_prefix_caching", "trust_remote_code")
+        _set(self, _name, "revision", "attention_backend")
+        _set(self, check_int, "seed", low=0, high=2**63 - 1)
+        _set(self, lambda _, value: named_paths(value), "adapters")
+        _set(self, check_int, "tensor_parallel_size", "pipeline_parallel_size", low=1)
+        for name, supported, accepted in (
+            ("attention_backend", self.attention_backend in ATTENTION_BACKENDS, _one_of(ATTENTION_BACKENDS)),
+            ("tensor_parallel_size", self.tensor_parallel_size == 1, "1"),
+            ("pipeline_parallel_size", self.pipeline_parallel_size == 1, "1"),
+            ("speculative", self.speculative is None, "None"),
+            ("quantization", self.quantization is None, "None"),
+            ("trust_remote_code", not self.trust_remote_code, "False: code from a checkpoint is never run"),
+        ):
+            if not supported:
+                raise _unsupported(name, getattr(self, name), accepted)
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> EngineConfig:
@@ -234,15 +222,13 @@ class AttentionConfig:
     )
 
     def __post_init__(self) -> None:
-        _check_choice("attention_type", self.attention_type, ATTENTION_TYPES)
-        require_bool("enable_flash_attention", self.enable_flash_attention)
-        require_bool("enable_paged_attention", self.enable_paged_attention)
+        _set(self, _choice, "attention_type", choices=ATTENTION_TYPES)
+        _set(self, require_bool, "enable_flash_attention", "enable_paged_attention")
         check_int("block_size", self.block_size, 1 if self.enable_paged_attention else None)
         for kind, name in (("Flash", "enable_flash_attention"), ("Paged", "enable_paged_attention")):
             if self.attention_type == kind and not getattr(self, name):
                 raise InvalidArgument(field=name, given=False, allowed=f"True where attention_type is {kind!r}")
-        windowed = self.attention_type == "SlidingWindow"
-        if windowed:
+        if self.attention_type == "SlidingWindow":
             check_int("sliding_window_size", self.sliding_window_size, 1, also="(attention_type is SlidingWindow)")
         elif self.sliding_window_size is not None:
             allowed = "None unless attention_type is 'SlidingWindow'"
@@ -261,16 +247,9 @@ class MemoryConfig:
     max_memory_usage: float = option(90.0, "Percentage, in (0, 100], of the memory that is free after the weights.")
 
     def __post_init__(self) -> None:
-        require_bool("enable_memory_pooling", self.enable_memory_pooling)
-        if self.memory_pool_size is not None:
-            _set_bytes(self, "memory_pool_size", 1)
-        require_bool("enable_kv_cache_sharing", self.enable_kv_cache_sharing)
-        check_real("max_memory_usage", self.max_memory_usage, above=0, up_to=100, unit=" percent")
-
-    @property
-    def pool_bytes(self) -> int | None:
-        """``memory_pool_size`` as a number of bytes; None: to be measured."""
-        return None if self.memory_pool_size is None else parse_bytes(self.memory_pool_size, name="memory_pool_size")
+        _set(self, require_bool, "enable_memory_pooling", "enable_kv_cache_sharing")
+        _set(self, _bytes, "memory_pool_size", least=1)
+        _set(self, check_real, "max_memory_usage", above=0, up_to=100, unit=" percent")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -288,10 +267,9 @@ class OptimizationConfig:
     )
 
     def __post_init__(self) -> None:
-        for name in ("enable_cuda_graphs", "enable_kernel_fusion", "enable_mixed_precision"):
-            require_bool(name, getattr(self, name))
-        check_int("optimization_level", self.optimization_level, 0, 3)
-        _set_options(self, "custom_flags", CUSTOM_FLAGS)
+        _set(self, require_bool, "enable_cuda_graphs", "enable_kernel_fusion", "enable_mixed_precision")
+        _set(self, check_int, "optimization_level", low=0, high=3)
+        _set(self, _options, "custom_flags", known=CUSTOM_FLAGS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -322,11 +300,11 @@ class ExecutorConfig:
 
     def __post_init__(self) -> None:
         longest = self._check_model()
-        _check_device("device", self.device)
-        _set_dtypes(self)
-        _check_choice("executor_type", self.executor_type, EXECUTOR_TYPES)
-        check_int("max_batch_size", self.max_batch_size, 1)
-        check_int("max_sequence_length", self.max_sequence_length, 1, longest)
+        _set(self, _device, "device")
+        _set(self, _dtype, "dtype")
+        _set(self, _choice, "executor_type", choices=EXECUTOR_TYPES)
+        _set(self, check_int, "max_batch_size", low=1)
+        _set(self, check_int, "max_sequence_length", low=1, high=longest)
         for name, cls in (
             ("attention_config", AttentionConfig),
             ("memory_config", MemoryConfig),
@@ -334,10 +312,7 @@ class ExecutorConfig:
         ):
             if not isinstance(value := getattr(self, name), cls):
                 raise InvalidArgument(field=name, given=value, allowed=f"of class {cls.__name__}")
-        _set_options(self, "executor_options", EXECUTOR_OPTIONS)
-        self._check_options()
-
-    def _check_options(self) -> None:
+        _set(self, _options, "executor_options", known=EXECUTOR_OPTIONS)
         options = self.executor_options
         if "prefill_chunk_size" in options:
             check_int("executor_options.prefill_chunk_size", options["prefill_chunk_size"], None)
@@ -359,7 +334,7 @@ class ExecutorConfig:
     def _check_model(self) -> int | None:
         """Return the model's longest sequence if ``model_info`` has it."""
         if isinstance(self.model_info, str | os.PathLike):
-            _set_path(self, "model_info")
+            _set(self, _path, "model_info")
             return None
         longest = getattr(self.model_info, "max_sequence_length", None)
         if not isinstance(longest, int) or isinstance(longest, bool):
@@ -369,10 +344,20 @@ class ExecutorConfig:
 
 
 # -- checks ----------------------------------------------------------------------------------------
-# Each error names the field, the value, and what is accepted.
+# Each error names the field, the value, and what is accepted. A check returns the value to keep.
 
 
-def _one_of(choices: Sequence[str]) -> str:
+def _set(config: Any, check: Callable[..., Any], *names: str, **given: Any) -> None:
+    """Replace these fields by their checked values. A field takes None if its annotation ends with
+    it. ``given``: further arguments of ``check``."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None or not str(config.__dataclass_fields__[name].type).endswith("None"):
+            # A frozen dataclass can change its fields only in this way.
+            object.__setattr__(config, name, check(name, value, **given))
+
+
+def _one_of(choices: Iterable[str]) -> str:
     return "one of " + ", ".join(map(repr, choices))
 
 
@@ -381,73 +366,58 @@ def _unsupported(name: str, value: object, accepted: str) -> Unsupported:
     return Unsupported(message, field=name, given=value, allowed=accepted)
 
 
-def check_int(name: str, value: object, low: int | None, high: int | None = None, *, also: str = "") -> None:
+def check_int(name: str, value: Any, low: int | None, high: int | None = None, *, also: str = "") -> int:
     above, below = -math.inf if low is None else low, math.inf if high is None else high
     if isinstance(value, int) and not isinstance(value, bool) and above <= value <= below:
-        return
+        return value
     span = "" if low is None else f" >= {low}" if high is None else f" in [{low}, {high}]"
     raise InvalidArgument(field=name, given=value, allowed=f"an integer{span}{also and ' ' + also}")
 
 
-def check_real(name: str, value: object, *, above: float, up_to: float, unit: str = "") -> None:
+def check_real(name: str, value: Any, *, above: float, up_to: float, unit: str = "") -> Any:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not (is_number and math.isfinite(value) and above < value <= up_to):  # type: ignore[arg-type, operator]
+    if not (is_number and math.isfinite(value) and above < value <= up_to):
         raise InvalidArgument(field=name, given=value, allowed=f"a number in ({above}, {up_to}]{unit}")
+    return value
 
 
-def _check_name(name: str, value: object) -> None:
+def _bytes(name: str, value: Any, least: int) -> int:
+    if (size := parse_bytes(value, name=name)) < least:
+        raise InvalidArgument(field=name, given=value, allowed="at least 1 byte")
+    return size
+
+
+def _name(name: str, value: Any) -> str:
     if not isinstance(value, str) or not value.strip():
         raise InvalidArgument(field=name, given=value, allowed="a non-empty string")
+    return value
 
 
-def _check_choice(name: str, value: object, choices: Sequence[str]) -> None:
+def _path(name: str, value: Any) -> str:
+    return _name(name, os.fspath(value) if isinstance(value, os.PathLike) else value)
+
+
+def _choice(name: str, value: Any, choices: Collection[str]) -> str:
     if not isinstance(value, str) or value not in choices:
         raise InvalidArgument(field=name, given=value, allowed=_one_of(choices))
+    return value
 
 
-def _check_device(name: str, value: object) -> None:
+def _device(name: str, value: Any) -> str:
     if not isinstance(value, str) or not _DEVICE.fullmatch(value):
         raise InvalidArgument(field=name, given=value, allowed="'auto', 'cpu', 'cuda' or 'cuda:N'")
+    return value
 
 
-# These also normalise a value; a frozen dataclass can change its fields only in this way.
+def _dtype(name: str, value: Any) -> str:
+    """Convert torch's dtypes to names."""
+    return _choice(name, str(value).removeprefix("torch.") if type(value).__module__ == "torch" else value, DTYPES)
 
 
-def _set_path(config: object, name: str) -> None:
-    """Convert a path object to a string."""
-    value = getattr(config, name)
-    if isinstance(value, os.PathLike):
-        value = os.fspath(value)
-        object.__setattr__(config, name, value)
-    _check_name(name, value)
-
-
-def _set_bytes(config: object, name: str, least: int) -> None:
-    size = parse_bytes(getattr(config, name), name=name)
-    if size < least:
-        raise InvalidArgument(field=name, given=getattr(config, name), allowed="at least 1 byte")
-    object.__setattr__(config, name, size)
-
-
-def _set_dtypes(config: object) -> None:
-    """Check ``dtype`` and, if there is one, ``kv_dtype``; convert torch's dtypes to names."""
-    for name in ("dtype", "kv_dtype"):
-        if not hasattr(config, name):
-            continue
-        value = getattr(config, name)
-        if type(value).__module__ == "torch":
-            value = str(value).removeprefix("torch.")
-            object.__setattr__(config, name, value)
-        if name == "kv_dtype" and isinstance(value, str) and value not in DTYPES:
-            raise _unsupported(name, value, _one_of(DTYPES))
-        _check_choice(name, value, DTYPES)
-
-
-def _set_options(config: object, name: str, known: Sequence[str]) -> None:
-    value = getattr(config, name)
+def _options(name: str, value: Any, known: Collection[str]) -> dict[str, object]:
     if not isinstance(value, Mapping):
         raise InvalidArgument(field=name, given=value, allowed="a mapping")
     if unknown := [key for key in value if key not in known]:
         accepted = ", ".join(known) or "none in this release"
         raise InvalidArgument(f"{name} has no {unknown[0]!r}; accepted: {accepted}", field=name)
-    object.__setattr__(config, name, dict(value))  # the caller may change the original
+    return dict(value)  # the caller may change the original

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from importlib.util import find_spec
@@ -27,41 +28,25 @@ class Finding:
 
 def versions() -> dict[str, str]:
     """Return the versions of the packages that affect results."""
-    found = {"quire": _version("quire"), "python": platform.python_version()}
-    for name in ("torch", "numpy", "tokenizers", "safetensors", "transformers"):
-        found[name] = _version(name)
+    found = {"quire": "", "python": platform.python_version()}
+    for name in ("quire", "torch", "numpy", "tokenizers", "safetensors", "transformers"):
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
     return {name: value for name, value in found.items() if value}
-
-
-def _version(name: str) -> str:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return ""
 
 
 def examine() -> list[Finding]:
     """Examine everything; report missing parts instead of raising."""
-    findings = [Finding("versions", ", ".join(f"{name} {value}" for name, value in versions().items()))]
-    python_ok = sys.version_info >= (3, 11)
-    findings.append(
-        Finding(
-            "Python",
-            f"{platform.python_version()} on {platform.platform()}",
-            python_ok,
-            "Quire needs Python 3.11 or later.",
-        )
-    )
+    python = f"{platform.python_version()} on {platform.platform()}"
+    findings = [
+        Finding("versions", ", ".join(f"{name} {value}" for name, value in versions().items())),
+        Finding("Python", python, sys.version_info >= (3, 11), "Quire needs Python 3.11 or later."),
+    ]
     try:
         import torch
     except ImportError as error:
         return [*findings, Finding("PyTorch", f"cannot be imported: {error}", False, "pip install 'torch>=2.11'")]
-    findings += _devices(torch.__version__)
-    findings += [_waiting(), *_memory()]
-    findings.append(_kernels())
-    findings.append(_server())
-    findings.append(_model_cache())
-    return findings
+    return [*findings, *_devices(torch.__version__), _waiting(), *_memory(), _kernels(), _server(), _model_cache()]
 
 
 def _devices(torch_version: str) -> list[Finding]:
@@ -72,23 +57,14 @@ def _devices(torch_version: str) -> list[Finding]:
 
     findings = [Finding("PyTorch", f"{torch_version}, {torch.get_num_threads()} threads")]
     fast = Processor.here().multiplies(torch.bfloat16)
-    findings.append(
-        Finding(
-            "CPU",
-            f"{os.cpu_count()} cores; bfloat16 is {'fast' if fast else 'slow'} here, so dtype 'auto' takes "
-            + ("the checkpoint's type" if fast else "float32 for bfloat16 checkpoints"),
-        )
-    )
-    if torch.cuda.is_available():
-        for index in range(torch.cuda.device_count()):
-            free, total = torch.cuda.mem_get_info(index)
-            findings.append(
-                Finding(
-                    f"CUDA device {index}",
-                    f"{torch.cuda.get_device_name(index)}, {free / 2**30:.1f} of {total / 2**30:.1f} GiB free",
-                )
-            )
-    else:
+    speed, taken = ("fast", "the checkpoint's type") if fast else ("slow", "float32 for bfloat16 checkpoints")
+    cores = f"{os.cpu_count()} cores; bfloat16 is {speed} here, so dtype 'auto' takes {taken}"
+    findings.append(Finding("CPU", cores))
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        free, total = (size / 2**30 for size in torch.cuda.mem_get_info(index))
+        room = f"{torch.cuda.get_device_name(index)}, {free:.1f} of {total:.1f} GiB free"
+        findings.append(Finding(f"CUDA device {index}", room))
+    if not torch.cuda.is_available():
         built = "a CUDA build" if torch.version.cuda else "a CPU build"
         findings.append(Finding("CUDA", f"no device ({built} of PyTorch): models run on the CPU"))
     choices = ", ".join(ATTENTION_BACKENDS)
@@ -97,25 +73,19 @@ def _devices(torch_version: str) -> list[Finding]:
 
 
 def _waiting() -> Finding:
-    name = "waiting threads"
-    if waiting.DECISION == "user":
-        found = ", ".join(f"{one}={os.environ[one]}" for one in waiting.VARIABLES if one in os.environ)
-        return Finding(name, f"as the environment says: {found}")
-    if waiting.DECISION == "late":
-        return Finding(
-            name,
-            "spin for OpenMP's default time: torch was loaded before quire, which could not shorten it any more",
-            False,
-            "Other work on this machine makes decoding several times slower; import quire before torch, "
-            f"or set GOMP_SPINCOUNT={waiting.SPINS}.",
-        )
-    if waiting.DECISION == "nobody":
-        return Finding(name, "as OpenMP's default has it on this system")
-    return Finding(
-        name,
-        f"spin for a tenth of a millisecond, then sleep (GOMP_SPINCOUNT={waiting.SPINS}, set by Quire), so that other work "
-        "slows decoding less; OMP_WAIT_POLICY=ACTIVE lets them spin, on a machine of their own",
+    found = ", ".join(f"{one}={os.environ[one]}" for one in waiting.VARIABLES if one in os.environ)
+    value = {
+        "user": f"as the environment says: {found}",
+        "late": "spin for OpenMP's default time: torch was loaded before quire, which could not shorten it any more",
+        "nobody": "as OpenMP's default has it on this system",
+        "quire": f"spin for a tenth of a millisecond, then sleep (GOMP_SPINCOUNT={waiting.SPINS}, set by Quire), so that other "
+        "work slows decoding less; OMP_WAIT_POLICY=ACTIVE lets them spin, on a machine of their own",
+    }[waiting.DECISION]
+    advice = (
+        "Other work on this machine makes decoding several times slower; import quire before torch, "
+        f"or set GOMP_SPINCOUNT={waiting.SPINS}."
     )
+    return Finding("waiting threads", value, waiting.DECISION != "late", advice)
 
 
 def _memory() -> list[Finding]:
@@ -146,8 +116,7 @@ def _server() -> Finding:
 
 
 def _model_cache() -> Finding:
-    home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
-    hub = home / "hub"
+    hub = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface")) / "hub"
     count = len(list(hub.glob("models--*"))) if hub.is_dir() else 0
     offline = os.environ.get("HF_HUB_OFFLINE", "") not in ("", "0")
     return Finding("model cache", f"{hub}, {count} models" + (", offline (HF_HUB_OFFLINE is set)" if offline else ""))
@@ -155,7 +124,5 @@ def _model_cache() -> Finding:
 
 def print_findings(findings: list[Finding]) -> None:
     """Print a table on stdout."""
-    table = folding_table("", "what", "found", "what to do", box=None)
-    for finding in findings:
-        table.add_row("ok" if finding.ok else "!!", finding.name, finding.value, "" if finding.ok else finding.advice)
-    print_tables(table)
+    rows = [("ok", one.name, one.value, "") if one.ok else ("!!", one.name, one.value, one.advice) for one in findings]
+    print_tables(folding_table("", "what", "found", "what to do", rows=rows, box=None))

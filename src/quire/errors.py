@@ -11,6 +11,9 @@ import pickle
 from collections.abc import Sequence
 from typing import Any
 
+CONTEXT_FULL = "context_length_exceeded"
+"""The code of a prompt that is too long for the context, as OpenAI's clients know it."""
+
 MAX_SHOWN = 500
 """Longest part of a value that a message repeats, in characters."""
 
@@ -20,12 +23,21 @@ class QuireError(Exception):
 
     ``field`` is the argument at fault as a dotted path ("structured_outputs.json",
     "messages.3.content"), or None. ``given`` is its value and ``allowed`` describes the accepted
-    ones. The message is made of these three unless a fuller one is given.
+    ones. The message is made of these three unless a fuller one is given. ``code`` is for programs
+    where the class does not say enough, as ``CONTEXT_FULL``.
     """
 
-    def __init__(self, message: str = "", *, field: str | None = None, given: object = None, allowed: str = "") -> None:
+    def __init__(
+        self,
+        message: str = "",
+        *,
+        field: str | None = None,
+        given: object = None,
+        allowed: str = "",
+        code: str | None = None,
+    ) -> None:
         super().__init__(message if message or not allowed else f"{field} must be {allowed}, got {_shown(given)}")
-        self.field, self.given, self.allowed = field, given, allowed
+        self.field, self.given, self.allowed, self.code = field, given, allowed, code
 
     def about(self, what: str) -> None:
         """Put the subject in front of the message."""

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import shutil
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -87,39 +87,38 @@ def _states_of(layer: Mapping[str, Any]) -> str:
 
 def print_description(found: Mapping[str, Any]) -> None:
     """Print tables on stdout."""
-    table = folding_table("", "", box=None, show_header=False, title=str(found["file"]))
     model = found["model"]
-    table.add_row("kind", str(found["kind"]))
-    table.add_row(
-        "model",
-        f"{model.get('architecture')}, config {str(model.get('config'))[:16]}, weights {str(model.get('weights'))[:16]}",
-    )
-    table.add_row("adapters", str(found["adapters"] or "none"))
-    table.add_row(
-        "state", "approximate" if found["exact"] is False else "modified by hand" if found["modified"] else "exact"
-    )
-    table.add_row(
-        "bytes", f"{found['bytes']:,} in the file, {found['state_bytes']:,} of state in {found['tensors']} tensors"
-    )
-    table.add_row("checksums", str(found["checksums"]))
+    config, weights = (str(model.get(name))[:16] for name in ("config", "weights"))
+    exact = "approximate" if found["exact"] is False else "modified by hand" if found["modified"] else "exact"
+    rows = [
+        ("kind", found["kind"]),
+        ("model", f"{model.get('architecture')}, config {config}, weights {weights}"),
+        ("adapters", found["adapters"] or "none"),
+        ("state", exact),
+        ("bytes", f"{found['bytes']:,} in the file, {found['state_bytes']:,} of state in {found['tensors']} tensors"),
+        ("checksums", found["checksums"]),
+    ]
     for number, sequence in enumerate(found["sequences"]):
         window = "" if sequence["window"] is None else f", window {sequence['window']} with sink {sequence['sink']}"
-        table.add_row(f"sequence {number}", f"{sequence['num_tokens']} tokens{window}")
-        for one in sequence["positions_held"]:
-            held = (
-                ", ".join(f"{start}..{stop - 1}" for start, stop in one["ranges_start_stop"] if stop > start) or "none"
-            )
-            layers = "all layers" if len(one["layers"]) == sequence["num_layers"] else f"{len(one['layers'])} layers"
-            table.add_row("", f"positions held by {layers}: {held}")
-        kept = sequence["kept_recurrent_positions"]
-        if any(kind.startswith("recurrent") for kind in sequence["layers"]):
-            table.add_row("", f"recurrent states kept: at the end{''.join(f', at {position}' for position in kept)}")
-        for layer, rows in sequence["encoder_rows"].items():
-            table.add_row("", f"rows of the encoder in layer {layer}: {'none were set' if rows is None else rows}")
-        table.add_row("", f"first tokens {sequence['first_tokens']}")
-        for kind, count in sequence["layers"].items():
-            table.add_row("", f"{count} layers: {kind}")
-    print_tables(table)
+        rows.append((f"sequence {number}", f"{sequence['num_tokens']} tokens{window}"))
+        rows += [("", line) for line in _lines_of(sequence)]
+    print_tables(folding_table("", "", rows=rows, box=None, show_header=False, title=str(found["file"])))
+
+
+def _lines_of(sequence: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what is told of a sequence besides its length."""
+    for one in sequence["positions_held"]:
+        ranges = [f"{start}..{stop - 1}" for start, stop in one["ranges_start_stop"] if stop > start]
+        layers = "all layers" if len(one["layers"]) == sequence["num_layers"] else f"{len(one['layers'])} layers"
+        yield f"positions held by {layers}: {', '.join(ranges) or 'none'}"
+    if any(kind.startswith("recurrent") for kind in sequence["layers"]):
+        kept = "".join(f", at {position}" for position in sequence["kept_recurrent_positions"])
+        yield f"recurrent states kept: at the end{kept}"
+    for layer, rows in sequence["encoder_rows"].items():
+        yield f"rows of the encoder in layer {layer}: {'none were set' if rows is None else rows}"
+    yield f"first tokens {sequence['first_tokens']}"
+    for kind, count in sequence["layers"].items():
+        yield f"{count} layers: {kind}"
 
 
 def print_capabilities(found: Mapping[str, Any], own: Combination, *, as_json: bool) -> None:
@@ -127,58 +126,31 @@ def print_capabilities(found: Mapping[str, Any], own: Combination, *, as_json: b
     executor = None if found["executor"] is None else dataclasses.asdict(found["executor"])
     rules = rules_of(own)
     if as_json:
-        print(
-            json.dumps(
-                {
-                    "executor": executor,
-                    "verbs": found["verbs"],
-                    "engine_verbs": found["engine_verbs"],
-                    "engine": found["engine"],
-                    "notes": list(found["notes"]),
-                    "rules": {
-                        "kinds": own.kinds,
-                        **{name: _as_json(cells) for name, cells in rules.items()},
-                        "tables": {
-                            title: {name: _as_json(cells) for name, cells in rows.items()}
-                            for title, rows in tables().items()
-                        },
-                    },
-                },
-                default=str,
-            )
-        )
+        told = {name: found[name] for name in ("verbs", "engine_verbs", "engine", "notes")}
+        every = {title: {name: _as_json(cells) for name, cells in rows.items()} for title, rows in tables().items()}
+        own_rules = {name: _as_json(cells) for name, cells in rules.items()}
+        whole = {"executor": executor, **told, "rules": {"kinds": own.kinds, **own_rules, "tables": every}}
+        print(json.dumps(whole, default=str))
         return
     for note in found["notes"]:
         print(note)
     if executor is not None:
-        facts = folding_table("capability", "value", title="Executor")
-        for name, value in executor.items():
-            if name != "refusals":
-                facts.add_row(name, _plain(value))
-        print_tables(facts)
+        facts = [(name, _plain(value)) for name, value in executor.items() if name != "refusals"]
+        print_tables(folding_table("capability", "value", title="Executor", rows=facts))
     uses = rules["uses"]
     uses |= {name: Cell(why) for name, why in found["engine_verbs"].items() if why or name not in uses}
     kinds = " and ".join(own.kinds)
     for title, cells in (("KV state", rules["state"]), ("Model, sessions, executor", uses)):
-        table = folding_table("verb", "", "how, or why not", title=f"{title}, over {kinds} layers")
-        for name, cell in cells.items():
-            table.add_row(name, "exact" if cell.works else "no", cell.reason or cell.note)
-        print_tables(table)
-    refusals = folding_table("asked for", "why not", title="Refused by executor and engine")
-    for name, reason in executor["refusals"] if executor is not None else ():
-        refusals.add_row(name, reason)
-    for name, reason in found["engine"].items():
-        refusals.add_row(name, reason)
-    print_tables(refusals)
+        rows = [(name, "exact" if one.works else "no", one.reason or one.note) for name, one in cells.items()]
+        print_tables(folding_table("verb", "", "how, or why not", title=f"{title}, over {kinds} layers", rows=rows))
+    refusals = [*(executor["refusals"] if executor is not None else ()), *found["engine"].items()]
+    print_tables(folding_table("asked for", "why not", title="Refused by executor and engine", rows=refusals))
     print("quire capabilities --all prints the table for every kind of model.")
 
 
 def print_rules(*, markdown: bool) -> None:
     """Print the whole rule table as the page ``docs/rules.md``, or for this terminal's width."""
-    if markdown:
-        print(rules_page(), end="")
-    else:
-        print(as_text(shutil.get_terminal_size().columns))
+    print(rules_page() if markdown else as_text(shutil.get_terminal_size().columns) + "\n", end="")
 
 
 def rules_page() -> str:

@@ -5,11 +5,8 @@ occur at any line: for example after pages are taken and before a sequence knows
 ``SHIELD`` a signal is kept. Its handler runs at the end of the outermost shielded block, or at a
 ``check()`` in it: between two steps, two forwards of a call, or two tensors of a file. An exception
 there acts like an error of that step, and the same ``finally`` clauses undo the step. All signals
-with Python handlers are kept, so alarms that raise are safe too.
-
-Code that changes the state takes a ``Lock``, which shields its holder, so the shield cannot be
-forgotten. A verb that passes something between two locked parts is ``uninterrupted`` as a whole.
-User code inside (logits processors) runs in ``exposed``.
+with Python handlers are kept, so alarms that raise are safe too. docs/internals.md says which code
+uses what.
 
 Other threads run no handlers, so for them this module does nothing. It cannot keep exceptions
 injected by another thread (``PyThreadState_SetAsyncExc``), a debugger's quit, or SIGKILL.
@@ -25,7 +22,7 @@ import threading
 from _thread import get_ident
 from collections import deque
 from collections.abc import Callable
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Final, ParamSpec, Self, TypeVar
 
 P = ParamSpec("P")
@@ -76,9 +73,7 @@ class Shield:
             self._depth += 1
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         self.leave()
 
     def leave(self, *, deliver: bool = True) -> None:
@@ -233,9 +228,7 @@ class Lock:
         self.acquire()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         self.release()
 
 
@@ -248,9 +241,7 @@ class _Interruptible:
     def __enter__(self) -> None:
         self._lock.acquire(checks=True)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         self._lock.release()
 
 

@@ -44,9 +44,9 @@ class CompletionOutput:
 class RequestMetrics:
     """Times in seconds, on a monotonic clock where absolute."""
 
-    arrival_time: float
-    first_token_time: float | None
-    finished_time: float | None
+    arrival_time: float = 0.0
+    first_token_time: float | None = None
+    finished_time: float | None = None
     num_preemptions: int = 0
 
     @property
@@ -77,9 +77,7 @@ class RequestOutput:
     """Prompt tokens computed again, because their former state was not kept everywhere."""
     cache_note: str = ""
     """The reason for replayed tokens in a sentence; empty if there are none."""
-    metrics: RequestMetrics = field(
-        default_factory=lambda: RequestMetrics(arrival_time=0.0, first_token_time=None, finished_time=None)
-    )
+    metrics: RequestMetrics = field(default_factory=RequestMetrics)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

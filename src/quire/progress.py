@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING
 
 from tqdm import tqdm
@@ -44,8 +43,7 @@ class GenerationBar:
         self._bar.close()
 
 
-@contextmanager
-def prompt_pieces(tokens: Sequence[int], step_tokens: int) -> Iterator[Iterator[Sequence[int]]]:
+def prompt_pieces(tokens: Sequence[int], step_tokens: int) -> Generator[Sequence[int], None, None]:
     """Yield the pieces of a prompt, to be appended one after the other.
 
     It is one piece, or on a terminal several of ``step_tokens`` with a temporary bar.
@@ -53,11 +51,7 @@ def prompt_pieces(tokens: Sequence[int], step_tokens: int) -> Iterator[Iterator[
     show = sys.stderr.isatty() and len(tokens) > step_tokens
     size = step_tokens if show else len(tokens)
     with tqdm(total=len(tokens), desc="Prompt", unit="token", leave=False, disable=not show) as bar:
-
-        def pieces() -> Iterator[Sequence[int]]:
-            for start in range(0, len(tokens), size):
-                piece = tokens[start : start + size]
-                yield piece
-                bar.update(len(piece))
-
-        yield pieces()
+        for start in range(0, len(tokens), size):
+            piece = tokens[start : start + size]
+            yield piece
+            bar.update(len(piece))

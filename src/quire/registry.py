@@ -47,8 +47,5 @@ class Registry(Generic[T]):
     def __iter__(self) -> Iterator[str]:
         return iter(self.list_names())
 
-    def __len__(self) -> int:
-        return len(self._items)
-
     def __contains__(self, name: object) -> bool:
         return name in self._items

@@ -10,26 +10,17 @@ import http.client
 import json
 import os
 import shutil
-import ssl
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
-from quire.client import (
-    DONE,
-    BrokenAnswer,
-    EventParser,
-    HttpFailure,
-    ServerAddress,
-    check_key,
-    event_object,
-    failure,
-)
+from quire.client import DONE, BrokenAnswer, EventParser, HttpFailure, ServerAddress, check_key, event_object, failure
 from quire.errors import InvalidArgument, NotFound, QuireError
 from quire.kv.atomic_file import check_regular
 from quire.terminal_chat import TerminalChat, TypedTurn, messages_of
@@ -63,13 +54,8 @@ class Link:
     ) -> Iterator[http.client.HTTPResponse]:
         """Yield an answer of status below 400, to be read inside the block."""
         address = self.address
-        connection: http.client.HTTPConnection
-        if address.tls:
-            context = ssl.create_default_context()
-            connection = http.client.HTTPSConnection(address.host, address.port, timeout=self._timeout, context=context)
-        else:
-            connection = http.client.HTTPConnection(address.host, address.port, timeout=self._timeout)
-        with closing(connection):
+        protocol = http.client.HTTPSConnection if address.tls else http.client.HTTPConnection
+        with closing(protocol(address.host, address.port, timeout=self._timeout)) as connection:
             try:
                 connection.connect()
             except OSError as error:
@@ -93,7 +79,10 @@ class Link:
     def call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Send a JSON object and return the one in the answer."""
         data = None if body is None else json.dumps(body).encode()
-        with self._answer(method, path, data, {"Content-Type": "application/json"} if data else {}) as response:
+        return self._object(method, path, data, {"Content-Type": "application/json"} if data else {})
+
+    def _object(self, method: str, path: str, data: Any, headers: Mapping[str, str]) -> dict[str, Any]:
+        with self._answer(method, path, data, headers) as response:
             found = response.read()
         try:
             value = json.loads(found) if found else {}
@@ -147,9 +136,7 @@ class Link:
         with open(source, "rb") as file:
             size = os.fstat(file.fileno()).st_size
             headers = {"Content-Type": "application/octet-stream", "Content-Length": str(size)}
-            with self._answer("POST", path, file, headers) as response:
-                found = json.loads(response.read())
-        return dict(found)
+            return self._object("POST", path, file, headers)
 
 
 class RemoteModel:
@@ -175,17 +162,9 @@ class RemoteModel:
                 raise
             self.tokenizer = SimpleNamespace(chat_templates=())
 
-    def session(
-        self,
-        *,
-        adapter: str | None = None,
-        window: int | None = None,
-        sink: int = 0,
-        messages: Sequence[Mapping[str, Any]] | None = None,
-    ) -> RemoteSession:
-        """Return a new session, empty or of the first messages of a chat."""
-        body = {"model": adapter or self.name, "window": window, "sink": sink, "messages": messages}
-        made = self.link.call("POST", "/v1/sessions", body)
+    def session(self, adapter: str | None = None, **fields: Any) -> RemoteSession:
+        """Return a new session. ``fields``: further ones of the body, as ``window``."""
+        made = self.link.call("POST", "/v1/sessions", {"model": adapter or self.name, **fields})
         return self.hold(str(made["id"]), adapter)
 
     def load_session(self, path: str | Path) -> RemoteSession:
@@ -251,20 +230,22 @@ class RemoteSession:
         body = {**fields, **turn, "stream": True, "stream_options": {"include_usage": True}}
         return self._model.link.events(f"/v1/sessions/{self._name}/generate", body)
 
-    def append(self, text: str) -> None:
-        """Add text and run it."""
-        self._call("POST", "/append", {"text": text})
+    def __getattr__(self, verb: str) -> Callable[..., Any]:
+        """Return any other verb that the server has under ``verb``: a call whose keyword arguments
+        are the body. It returns a session that was made, or the answer's own value."""
+        if verb.startswith("_"):
+            raise AttributeError(verb)
+        return partial(self._post, f"/{verb}")
 
-    def fork(self) -> RemoteSession:
-        found = self._call("POST", "/fork", {})
-        return self._model.hold(str(found["ids"][0]), self.adapter)
-
-    def rewind(self, *, to: int) -> int:
-        """Go back, and return the number of tokens that will be run again."""
-        return int(self._call("POST", "/rewind", {"to": to})["replayed"])
+    def _post(self, verb: str, **body: Any) -> Any:
+        answer = self._call("POST", verb, body)
+        if "ids" in answer:
+            return self._model.hold(str(answer["ids"][0]), self.adapter)
+        own = [value for name, value in answer.items() if name not in ("id", "num_tokens")]
+        return own[0] if len(own) == 1 else answer if own else None
 
     def use_adapter(self, name: str | None) -> None:
-        self._call("POST", "/adapter", {"name": name})
+        self._post("/adapter", name=name)
         self.adapter = name
 
     def save(self, path: str | Path) -> None:
@@ -275,26 +256,12 @@ class RemoteSession:
 
 
 class RemoteChat(TerminalChat):
-    """The terminal chat with sessions of a server."""
-
-    def __init__(
-        self,
-        model: RemoteModel,
-        fields: Mapping[str, Any],
-        adapter: str | None = None,
-        *,
-        window: int | None = None,
-        sink: int = 0,
-    ) -> None:
-        """Begin a session. ``fields``: sampling parameters, as a request's body has them."""
-        self._fields = dict(fields)
-        self._model = model
-        # It uses only what RemoteModel and RemoteSession have, and only passes parameters on.
-        super().__init__(cast("LLM", model), cast("SamplingParams", fields), adapter, window=window, sink=sink)
+    """The terminal chat with sessions of a server. It takes a ``RemoteModel`` in place of a model
+    and the fields of a request's body in place of parameters."""
 
     def _pieces(self, session: Session, line: str) -> Iterator[tuple[str, int]]:
         turn = {"messages": [{"role": "user", "content": line}]} if self._templated else {"prompt": line + "\n"}
-        with closing(cast(Any, cast(RemoteSession, session).stream(turn, self._fields))) as chunks:
+        with closing(cast(Any, cast(RemoteSession, session).stream(turn, cast(Any, self._params)))) as chunks:
             for chunk in chunks:
                 text = "".join(str(choice["text"]) for choice in chunk.get("choices") or ())
                 yield text, int((chunk.get("usage") or {}).get("completion_tokens", 0))
@@ -305,9 +272,10 @@ class RemoteChat(TerminalChat):
 
     def _begin(self, turns: Sequence[TypedTurn], adapter: str | None) -> Session:
         messages = messages_of(turns) if turns and self._templated else None
-        session = self._model.session(adapter=adapter, window=self._window, sink=self._sink, messages=messages)
+        model = cast(RemoteModel, self._llm)
+        session = model.session(adapter, window=self._window, sink=self._sink, messages=messages)
         if turns and not self._templated:
-            session.append("".join(f"{turn.line}\n{turn.answer}" for turn in turns))
+            session.append(text="".join(f"{turn.line}\n{turn.answer}" for turn in turns))
         return cast("Session", session)
 
 
@@ -332,7 +300,9 @@ def run_remote_chat(
     remote = RemoteModel(link, model)
     with closing(remote):
         try:
-            chat = RemoteChat(remote, sampling or {}, adapter, window=window, sink=sink)
+            # It uses only what RemoteModel and RemoteSession have, and only passes parameters on.
+            fields = cast("SamplingParams", dict(sampling or {}))
+            chat = RemoteChat(cast("LLM", remote), fields, adapter, window=window, sink=sink)
         except HttpFailure as error:
             if error.status != 405 and (error.status != 404 or error.code is not None):
                 raise

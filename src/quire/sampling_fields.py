@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from enum import Flag, auto
 from numbers import Integral, Real
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from quire.config import check_int
 from quire.errors import InvalidArgument
@@ -118,8 +118,7 @@ def is_collection(value: object) -> bool:
 
 def _integer(name: str, value: object, low: int, high: int | None = None) -> int:
     number = int(value) if isinstance(value, Integral) and not isinstance(value, bool) else value
-    check_int(name, number, low, high)
-    return cast(int, number)
+    return check_int(name, number, low, high)
 
 
 def _number(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> float:
@@ -137,11 +136,6 @@ def _number(name: str, value: object, low: float, high: float, *, open_low: bool
             allowed = f"a number in {'(' if open_low else '['}{low:g}, {high:g}]"
         raise InvalidArgument(field=name, given=value, allowed=allowed)
     return number
-
-
-def _switch(name: str, value: bool) -> bool:
-    require_bool(name, value)
-    return value
 
 
 def _strings(name: str, value: Any) -> str | tuple[str, ...]:
@@ -175,7 +169,7 @@ def _bias(name: str, value: object) -> dict[int, float]:
     return biases
 
 
-SWITCH = Kind(_switch, bool)
+SWITCH = Kind(require_bool, bool)
 STRINGS = Kind(_strings, str | list[str], list[str])
 TOKEN_IDS = Kind(_token_ids, list[int])
 BIAS = Kind(_bias, dict[str, float])

@@ -72,34 +72,26 @@ class StructuredOutputs:
     def __post_init__(self) -> None:
         require_bool("structured_outputs.json_object", self.json_object)
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        given = [name for name, value in values.items() if value is not None and value is not False]
+        given = {
+            name: value
+            for name, value in values.items()
+            if value is not None and (name, value) != ("json_object", False)
+        }
         if len(given) != 1:
             raise InvalidArgument(
-                f"structured_outputs must have exactly one of {', '.join(values)}; got {given or 'none'}",
+                f"structured_outputs must have exactly one of {', '.join(values)}; got {list(given) or 'none'}",
                 field="structured_outputs",
             )
-        object.__setattr__(self, "json", None if self.json is None else _schema("structured_outputs.json", self.json))
-        for name in ("regex", "grammar"):
-            if getattr(self, name) is not None:
-                _text(f"structured_outputs.{name}", getattr(self, name))
-        if self.choice is not None:
-            if not is_collection(self.choice) or not self.choice:
-                raise InvalidArgument(
-                    field="structured_outputs.choice", given=self.choice, allowed="a list of at least one string"
-                )
-            if len(self.choice) > MAX_CHOICES:
-                raise InvalidArgument(
-                    f"structured_outputs.choice must have at most {MAX_CHOICES} strings, got {len(self.choice)}; use a regex or a grammar",
-                    field="structured_outputs.choice",
-                )
-            items = [_text(f"structured_outputs.choice.{number}", item) for number, item in enumerate(self.choice)]
-            object.__setattr__(self, "choice", tuple(dict.fromkeys(items)))
-        texts = [text for text in (self.json, self.regex, self.grammar) if isinstance(text, str)]
-        characters = sum(map(len, [*texts, *(self.choice or ())]))
+        ((name, value),) = given.items()
+        if name == "json_object":
+            return
+        path = f"structured_outputs.{name}"
+        kept = {"json": _schema, "choice": _choices}.get(name, _text)(path, value)
+        object.__setattr__(self, name, kept)
+        characters = len(kept) if isinstance(kept, str) else sum(map(len, kept))
         if characters > MAX_GRAMMAR_CHARACTERS:
             raise InvalidArgument(
-                f"structured_outputs.{given[0]} has {characters} characters; at most {MAX_GRAMMAR_CHARACTERS} are accepted",
-                field=f"structured_outputs.{given[0]}",
+                f"{path} has {characters} characters; at most {MAX_GRAMMAR_CHARACTERS} are accepted", field=path
             )
 
 
@@ -332,15 +324,10 @@ class BeamSearchParams:
 
     def sampling(self) -> SamplingParams:
         """Return greedy sampling parameters that stop as these do."""
-        return SamplingParams(
-            temperature=0,
-            max_tokens=self.max_tokens,
-            stop=self.stop,
-            stop_token_ids=self.stop_token_ids,
-            ignore_eos=self.ignore_eos,
-            include_stop_str_in_output=self.include_stop_str_in_output,
-            skip_special_tokens=self.skip_special_tokens,
-        )
+        stopping = {one.name for one in dataclasses.fields(self)} & {
+            one.name for one in dataclasses.fields(SamplingParams)
+        }
+        return SamplingParams(temperature=0, **{name: getattr(self, name) for name in stopping})
 
 
 def _text(name: str, value: object) -> str:
@@ -348,6 +335,16 @@ def _text(name: str, value: object) -> str:
         raise InvalidArgument(field=name, given=value, allowed="a non-empty string")
     require_text(name, value)
     return value
+
+
+def _choices(name: str, value: Any) -> tuple[str, ...]:
+    if not is_collection(value) or not value:
+        raise InvalidArgument(field=name, given=value, allowed="a list of at least one string")
+    if len(value) > MAX_CHOICES:
+        raise InvalidArgument(
+            f"{name} must have at most {MAX_CHOICES} strings, got {len(value)}; use a regex or a grammar", field=name
+        )
+    return tuple(dict.fromkeys(_text(f"{name}.{number}", item) for number, item in enumerate(value)))
 
 
 def _schema(name: str, value: object) -> str:

@@ -63,7 +63,7 @@ def _checked(function: Callable[..., Any], verb: str) -> Callable[..., Any]:
             # At the first call, when all names in the annotations exist.
             hints = typing.get_type_hints(function)
             checks.update({name: check_of(hint) for name, hint in hints.items() if name != "return"})
-            in_order.extend(checks.get(name, _anything) for name in order)
+            in_order.extend(checks.get(name, ANYTHING) for name in order)
         try:
             given = [check(value) for check, value in zip(in_order, args, strict=False)]
         except _Mismatch:
@@ -77,10 +77,6 @@ def _checked(function: Callable[..., Any], verb: str) -> Callable[..., Any]:
     return wrapper
 
 
-def _anything(value: Any) -> Any:
-    return value
-
-
 def _accept(checks: Mapping[str, Check], verb: str, name: str, value: Any) -> Any:
     check = checks.get(name)
     if check is None:
@@ -92,10 +88,11 @@ def _accept(checks: Mapping[str, Check], verb: str, name: str, value: Any) -> An
         raise InvalidArgument(message, field=name, given=value, allowed=str(check.__doc__)) from None
 
 
-def require_bool(name: str, value: object) -> None:
-    """Raise ``InvalidArgument`` unless the value is True or False."""
+def require_bool(name: str, value: object) -> bool:
+    """Return the value; raise ``InvalidArgument`` unless it is True or False."""
     if not isinstance(value, bool):
         raise InvalidArgument(field=name, given=value, allowed=_WORDS[bool])
+    return value
 
 
 def require_text(name: str, value: object) -> bytes:
@@ -127,7 +124,7 @@ def check_of(hint: Any) -> Check:
     if hint is None:
         hint = types.NoneType
     if hint is Any or hint is object or isinstance(hint, TypeVar):
-        return _named(lambda value: value, "anything")
+        return ANYTHING
     if origin in (Union, types.UnionType):
         return _any_of([check_of(one) for one in arguments])
     if origin is Literal:
@@ -163,6 +160,9 @@ def _class_words(cls: type) -> str:
 def _named(check: Check, words: str) -> Check:
     check.__doc__ = words
     return check
+
+
+ANYTHING = _named(lambda value: value, "anything")
 
 
 def _test(accepts: Callable[[Any], bool], words: str) -> Check:
@@ -238,18 +238,15 @@ def _tuple_of(items: Sequence[Check]) -> Check:
         found = tuple(one(part) for one, part in zip(items, value, strict=True))
         return value if all(new is old for new, old in zip(found, value, strict=True)) else found
 
-    return _named(
-        check, f"a tuple of {len(items)}, each item {' or '.join(dict.fromkeys(str(one.__doc__) for one in items))}"
-    )
+    words = " or ".join(dict.fromkeys(str(one.__doc__) for one in items))
+    return _named(check, f"a tuple of {len(items)}, each item {words}")
 
 
 def _collection_of(item: Check) -> Check:
     def check(value: Any) -> Any:
         if isinstance(value, str | bytes | bytearray) or not isinstance(value, Iterable):
             raise _Mismatch(shown(value))
-        if not isinstance(value, Collection):
-            return value  # Looking would consume it.
-        found = _items(item, value)
+        found = _items(item, value) if isinstance(value, Collection) else None  # looking would consume others
         return value if found is None else found
 
     return _named(check, f"a collection, each item {item.__doc__}")

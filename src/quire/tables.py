@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 
-def folding_table(*columns: str, title: str | None = None, **options: Any) -> Table:
-    """Return an empty table. ``options`` are those of rich's ``Table``."""
+def folding_table(
+    *columns: str, title: str | None = None, rows: Iterable[Iterable[object]] = (), **options: Any
+) -> Table:
+    """Return a table of the texts of ``rows``. ``options`` are those of rich's ``Table``."""
     from rich.table import Column, Table
 
     folding = [Column(name, overflow="fold") for name in columns]
-    return Table(*folding, title=title, title_justify="left", **options)
+    table = Table(*folding, title=title, title_justify="left", **options)
+    for row in rows:
+        table.add_row(*map(str, row))
+    return table
 
 
 def print_tables(*tables: Table) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from quire.errors import InvalidArgument, NotFound, QuireError, ResourceExhausted
+from quire.errors import CONTEXT_FULL, InvalidArgument, NotFound, QuireError, ResourceExhausted
 from quire.line_input import LineInput, is_typed, paths
 from quire.sampling_params import SamplingParams
 
@@ -36,6 +36,8 @@ WAYS_ON = (
     "this conversation fills it: /drop forgets its oldest turn, /drop N more of them, /rewind N takes back "
     "the newest; a chat that is started with --window (and --sink) keeps the last tokens only, and never ends"
 )
+
+LEAVING = ("/exit", "/quit")
 
 SHOWN = 2000
 """Most characters that are shown of a loaded conversation. /text shows all."""
@@ -71,13 +73,7 @@ class TerminalChat:
     """A chat that reads stdin, streams answers to stdout and says everything else on stderr."""
 
     def __init__(
-        self,
-        llm: LLM,
-        params: SamplingParams,
-        adapter: str | None = None,
-        *,
-        window: int | None = None,
-        sink: int = 0,
+        self, llm: LLM, params: SamplingParams, adapter: str | None = None, *, window: int | None = None, sink: int = 0
     ) -> None:
         """Begin a session. ``window`` and ``sink`` are those of ``LLM.session``."""
         self._llm = llm
@@ -86,19 +82,17 @@ class TerminalChat:
         self._templated = llm.tokenizer is not None and bool(llm.tokenizer.chat_templates)
         self._branches: dict[str, ChatBranch] = {"main": ChatBranch(self._begin([], adapter))}
         self._name = "main"
-        self._commands: dict[str, Callable[[str], bool]] = {
+        self._commands: dict[str, Callable[[str], None]] = {
             "/fork": self._fork,
             "/switch": self._switch,
             "/rewind": self._rewind,
             "/drop": self._drop,
-            "/text": self._text,
+            "/text": lambda _: self._say(self._session.text),
             "/save": self._save,
             "/load": self._load,
             "/adapter": self._adapter,
             "/stats": self._stats,
-            "/help": self._help,
-            "/exit": self._exit,
-            "/quit": self._exit,
+            "/help": lambda _: self._say(HELP),
         }
 
     @property
@@ -141,12 +135,14 @@ class TerminalChat:
     def take(self, line: str) -> bool:
         """Take one line, a command or a turn. Return False to end the chat."""
         word, _, rest = line.partition(" ")
-        if word.startswith("/"):
-            command = self._commands.get(word)
-            if command is None:
-                raise InvalidArgument(f"unknown command {word}; /help lists the commands")
-            return command(rest.strip())
-        self._turn(line)
+        if word in LEAVING:
+            return False
+        if not word.startswith("/"):
+            self._turn(line)
+        elif word in self._commands:
+            self._commands[word](rest.strip())
+        else:
+            raise InvalidArgument(f"unknown command {word}; /help lists the commands")
         return True
 
     # -- turns -------------------------------------------------------------------------------------
@@ -183,7 +179,7 @@ class TerminalChat:
             deltas = session.stream_chat([{"role": "user", "content": line}], self._params)
         else:
             before = len(session)
-            session.append(line + "\n")
+            session.append(text=line + "\n")
             try:
                 deltas = session.stream(self._params)
             except QuireError:
@@ -195,7 +191,6 @@ class TerminalChat:
 
     def _is_undone(self, session: Session, before: int, error: BaseException) -> bool:
         """Return whether a turn that ended with ``error`` has left the session as it was."""
-        del error
         return len(session) == before
 
     def _begin(self, turns: Sequence[TypedTurn], adapter: str | None) -> Session:
@@ -206,7 +201,7 @@ class TerminalChat:
                 output = session.chat(messages_of(turns), FIRST)
                 session.rewind(to=len(output.prompt_token_ids))
             elif turns:
-                session.append("".join(f"{turn.line}\n{turn.answer}" for turn in turns))
+                session.append(text="".join(f"{turn.line}\n{turn.answer}" for turn in turns))
         except BaseException:
             session.close()
             raise
@@ -222,77 +217,49 @@ class TerminalChat:
 
     # -- commands ----------------------------------------------------------------------------------
 
-    def _fork(self, name: str) -> bool:
+    def _fork(self, name: str) -> None:
         if not name or name in self._branches:
             raise InvalidArgument(f"/fork {name!r}; a new name is needed, taken are {', '.join(self._branches)}")
         branch = self._branch
         self._branches[name] = replace(branch, session=branch.session.fork(), turns=list(branch.turns))
         self._name = name
         self._say(f"now in {name}; nothing was copied")
-        return True
 
-    def _switch(self, name: str) -> bool:
+    def _switch(self, name: str) -> None:
         if name not in self._branches:
             raise NotFound(f"/switch {name!r}; there are {', '.join(self._branches)}")
         self._name = name
         self._say(f"now in {name}, {len(self._session)} tokens")
-        return True
 
-    def _rewind(self, text: str) -> bool:
+    def _rewind(self, text: str) -> None:
         branch = self._branch
-        count = _number(text, len(branch.turns))
-        if not count:
-            raise InvalidArgument(
-                f"/rewind {text[:20]!r}; "
-                + (
-                    f"1..{len(branch.turns)} turns can be taken back"
-                    if branch.turns
-                    else "there are 0 turns to take back"
-                )
-            )
+        count = _number("/rewind", text, len(branch.turns), "turns can be taken back", "take back")
         start = branch.turns[-count].start
         if start is None:
             self._rebuild(branch, branch.turns[:-count])
             self._say(f"{len(branch.session)} tokens are left")
-            return True
-        cost = branch.session.rewind(to=start)
-        del branch.turns[-count:]
-        self._say(f"{len(branch.session)} tokens are left, {cost} will be run again")
-        return True
+        else:
+            cost = branch.session.rewind(to=start)
+            del branch.turns[-count:]
+            self._say(f"{len(branch.session)} tokens are left, {cost} will be run again")
 
-    def _drop(self, text: str) -> bool:
+    def _drop(self, text: str) -> None:
         branch = self._branch
         most = len(branch.turns) + branch.loaded
-        count = _number(text or "1", most)
-        if not count:
-            what = "turns (the text that was loaded is the first)" if branch.loaded else "turns"
-            raise InvalidArgument(
-                f"/drop {text[:20]!r}; "
-                + (f"1..{most} {what} can be forgotten" if most else "there are 0 turns to forget")
-            )
+        what = "turns (the text that was loaded is the first)" if branch.loaded else "turns"
+        count = _number("/drop", text or "1", most, f"{what} can be forgotten", "forget")
         self._rebuild(branch, branch.turns[count - branch.loaded :])
         self._say(f"{len(branch.turns)} turns are left, {len(branch.session)} tokens")
-        return True
 
-    def _text(self, rest: str) -> bool:
-        del rest
-        self._say(self._session.text)
-        return True
-
-    def _save(self, path: str) -> bool:
-        if not path:
-            raise InvalidArgument("/save needs a file name")
-        file = Path(path).expanduser()
+    def _save(self, path: str) -> None:
+        file = _file("/save", path)
         self._session.save(file)
         self._say(f"{file.stat().st_size:,} bytes written to {path}")
-        return True
 
-    def _load(self, path: str) -> bool:
-        if not path:
-            raise InvalidArgument("/load needs a file name")
-        session = self._llm.load_session(Path(path).expanduser())
-        text = session.text
-        name = Path(path).stem
+    def _load(self, path: str) -> None:
+        file = _file("/load", path)
+        session = self._llm.load_session(file)
+        text, name = session.text, file.stem
         while name in self._branches:
             name += "'"
         self._branches[name], self._name = ChatBranch(session, loaded=True), name
@@ -300,9 +267,8 @@ class TerminalChat:
             self._say(f"[{len(text) - SHOWN:,} characters before; /text shows them]")
         self._say(text[-SHOWN:])
         self._say(f"now in {name}, {len(session)} tokens")
-        return True
 
-    def _adapter(self, name: str) -> bool:
+    def _adapter(self, name: str) -> None:
         try:
             self._session.use_adapter(name or None)
         except NotFound as error:
@@ -310,10 +276,8 @@ class TerminalChat:
                 f"/adapter {name!r} is not loaded; --adapters NAME=WHERE loads adapters at the start"
             ) from error
         self._say(f"under adapter {name}" if name else "under the base model")
-        return True
 
-    def _stats(self, rest: str) -> bool:
-        del rest
+    def _stats(self, _: str) -> None:
         for name, branch in self._branches.items():
             session = branch.session
             held, shared = session.pages
@@ -323,16 +287,6 @@ class TerminalChat:
         kinds = ("free", "evictable", "held", "pinned")
         use = self._llm.status()
         self._say("of all pages " + ", ".join(f"{use[f'num_pages_{kind}']} {kind}" for kind in kinds))
-        return True
-
-    def _help(self, rest: str) -> bool:
-        del rest
-        self._say(HELP)
-        return True
-
-    def _exit(self, rest: str) -> bool:
-        del rest
-        return False
 
     def _completions(self, line: str) -> list[str]:
         """Return possible completions of a line's last word."""
@@ -340,7 +294,7 @@ class TerminalChat:
         if not word.startswith("/"):
             return []
         if not space:
-            return list(self._commands)
+            return [*self._commands, *LEAVING]
         return {"/switch": list(self._branches), "/save": paths(rest), "/load": paths(rest)}.get(word, [])
 
     @staticmethod
@@ -357,11 +311,19 @@ def messages_of(turns: Sequence[TypedTurn]) -> list[dict[str, str]]:
     ]
 
 
-def _number(text: str, most: int) -> int:
-    """Return a number in 1..``most``, or 0 for anything else."""
-    return int(text) if text in map(str, range(1, most + 1)) else 0
+def _number(command: str, text: str, most: int, can: str, to: str) -> int:
+    """Return a number in 1..``most``; refuse any other text in the words ``can`` and ``to``."""
+    if text in map(str, range(1, most + 1)):
+        return int(text)
+    raise InvalidArgument(f"{command} {text[:20]!r}; " + (f"1..{most} {can}" if most else f"there are 0 turns to {to}"))
+
+
+def _file(command: str, path: str) -> Path:
+    if not path:
+        raise InvalidArgument(f"{command} needs a file name")
+    return Path(path).expanduser()
 
 
 def _says_full(error: QuireError) -> bool:
-    """Return whether an error of ``engine.checks`` or of a server says that there is no room."""
-    return isinstance(error, ResourceExhausted) or "the context" in str(error)
+    """Return whether an error, perhaps of a server, says that there is no room."""
+    return isinstance(error, ResourceExhausted) or error.code in (CONTEXT_FULL, "resource_exhausted")

@@ -86,7 +86,6 @@ class AddProducts(Protocol):
     def __call__(self, y_TO: Tensor, x_TI: Tensor) -> None:
         """Add ``x A^T B^T`` to the rows of y that are under adapters; leave other rows as they are.
         Sums are in float32 and rounded once."""
-        ...
 
 
 class LowRankKernel(Protocol):
@@ -96,12 +95,9 @@ class LowRankKernel(Protocol):
 
     def refusal(self, dtype: torch.dtype, device: torch.device) -> str:
         """Return why the kernel cannot run on such tensors; "" if it can."""
-        ...
 
     def plan(self, members: Sequence[RankedRows]) -> Any:
         """Return what all maps of a forward share. ``members`` names the rows and rank rows."""
-        ...
 
     def bind(self, plan: Any, pieces: Sequence[RankPiece]) -> AddProducts:
         """Return one map's term, valid until the pieces move; A, B in the model's dtype."""
-        ...

@@ -45,70 +45,31 @@ from typing import Protocol, TypeVar
 
 from torch import Tensor
 
-from quire.contracts.executor_calls import (
-    CacheLike,
-    DecodeInput,
-    DecodeOutput,
-    PrefillInput,
-    PrefillOutput,
-    SpeculativeOutput,
-)
-from quire.contracts.executor_inputs import (
-    AUDIO_PLACEHOLDER,
-    END_OF_AUDIO,
-    END_OF_IMAGE,
-    VISION_PLACEHOLDER,
-    AudioData,
-    ExecutorInputs,
-    ModelAssets,
-    TextData,
-    VisionData,
-)
-from quire.contracts.executor_reports import (
-    AttentionMechanism,
-    ExecutorCapabilities,
-    ExecutorInfo,
-    ExecutorMetrics,
-    ExecutorState,
-    ExecutorStatus,
-    ExecutorType,
-    MemoryRequirements,
-    MemoryUsage,
-)
+from quire.contracts.executor_calls import CacheLike as CacheLike
+from quire.contracts.executor_calls import DecodeInput as DecodeInput
+from quire.contracts.executor_calls import DecodeOutput as DecodeOutput
+from quire.contracts.executor_calls import PrefillInput as PrefillInput
+from quire.contracts.executor_calls import PrefillOutput as PrefillOutput
+from quire.contracts.executor_calls import SpeculativeOutput as SpeculativeOutput
+from quire.contracts.executor_inputs import AUDIO_PLACEHOLDER as AUDIO_PLACEHOLDER
+from quire.contracts.executor_inputs import END_OF_AUDIO as END_OF_AUDIO
+from quire.contracts.executor_inputs import END_OF_IMAGE as END_OF_IMAGE
+from quire.contracts.executor_inputs import VISION_PLACEHOLDER as VISION_PLACEHOLDER
+from quire.contracts.executor_inputs import AudioData as AudioData
+from quire.contracts.executor_inputs import ExecutorInputs as ExecutorInputs
+from quire.contracts.executor_inputs import ModelAssets as ModelAssets
+from quire.contracts.executor_inputs import TextData as TextData
+from quire.contracts.executor_inputs import VisionData as VisionData
+from quire.contracts.executor_reports import AttentionMechanism as AttentionMechanism
+from quire.contracts.executor_reports import ExecutorCapabilities as ExecutorCapabilities
+from quire.contracts.executor_reports import ExecutorInfo as ExecutorInfo
+from quire.contracts.executor_reports import ExecutorMetrics as ExecutorMetrics
+from quire.contracts.executor_reports import ExecutorState as ExecutorState
+from quire.contracts.executor_reports import ExecutorStatus as ExecutorStatus
+from quire.contracts.executor_reports import ExecutorType as ExecutorType
+from quire.contracts.executor_reports import MemoryRequirements as MemoryRequirements
+from quire.contracts.executor_reports import MemoryUsage as MemoryUsage
 from quire.contracts.kv_cache import CacheHandle, KVCacheInterface
-
-__all__ = [
-    "AUDIO_PLACEHOLDER",
-    "END_OF_AUDIO",
-    "END_OF_IMAGE",
-    "VISION_PLACEHOLDER",
-    "AttentionMechanism",
-    "AudioData",
-    "CacheLike",
-    "DecodeInput",
-    "DecodeOutput",
-    "ExecutorBase",
-    "ExecutorCapabilities",
-    "ExecutorFactory",
-    "ExecutorInfo",
-    "ExecutorInputs",
-    "ExecutorMetrics",
-    "ExecutorRegistry",
-    "ExecutorState",
-    "ExecutorStatus",
-    "ExecutorType",
-    "LlmExecutorInterface",
-    "MemoryRequirements",
-    "MemoryUsage",
-    "ModelAssets",
-    "ModelExecutor",
-    "PrefillInput",
-    "PrefillOutput",
-    "RequestSampling",
-    "SpeculativeOutput",
-    "TextData",
-    "VisionData",
-]
 
 ConfigT = TypeVar("ConfigT", contravariant=True)
 

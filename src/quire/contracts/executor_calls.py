@@ -28,45 +28,64 @@ CacheLike: TypeAlias = CacheHandle | KVCacheInterface
 
 @checks_arguments()
 @dataclass(frozen=True, kw_only=True, eq=False)
-class PrefillInput:
-    """Prompts, or with ``kv_cache`` further pieces. ``with_...`` return changed copies."""
+class _ModelInput:
+    """Tokens of rows, and what is wanted besides logits."""
 
     input_ids: Tensor
     """int32 or int64 ``[B, S]``; ``[B]`` is one token per row."""
-    attention_mask: Tensor | None = None
-    """bool or integer, shaped as ``input_ids``: 1 is a real token, 0 padding left or right of the
-    one run of real tokens. Padding never enters the cache; its logits mean nothing. None: all are
-    real."""
     position_ids: Tensor | None = None
     """int32 or int64, shaped as ``input_ids``: positions for rotation; token order decides
     visibility. None: each token is one behind its predecessor, the first of a sequence at 0. The
     row keeps given positions. Positions that differ from the running count are ``Unsupported``,
     never ignored, with a window, a recurrent layer or a model that uses the index."""
-    kv_cache: CacheLike | None = None
-    """The sequences to continue; None: a fresh cache."""
-    logits: LogitsWanted = "all"
-    """``all``: ``[B, S, V]``; ``last``: ``[B, 1, V]`` of the last real token; ``none``: no head."""
     output_hidden_states: bool = False
     output_attentions: bool = False
     adapter: int | None = None
-    """Id of the loaded adapter for these tokens; None: the base model."""
+    """Id of the loaded adapter for these tokens alone; None: the base model."""
 
-    def __post_init__(self) -> None:
+    def _check(self, shape: str, mask: Tensor | None = None) -> None:
         check_token_ids("input_ids", self.input_ids)
         if self.input_ids.dim() > 2:
-            raise InvalidArgument(f"input_ids must be [batch, tokens]; got shape {list(self.input_ids.shape)}")
-        _check_adapter(self.adapter)
-        _check_like("attention_mask", self.attention_mask, self.input_ids)
-        _check_like("position_ids", self.position_ids, self.input_ids)
-        if self.attention_mask is not None:
-            _check_mask(self.attention_mask)
+            raise InvalidArgument(f"input_ids must be {shape}; got shape {list(self.input_ids.shape)}")
+        if self.adapter is not None and self.adapter < 0:
+            raise InvalidArgument(f"adapter must be an id >= 0 from load_lora, or None; got {self.adapter}")
+        for name, tensor in (("attention_mask", mask), ("position_ids", self.position_ids)):
+            if tensor is not None and tensor.shape != self.input_ids.shape:
+                raise InvalidArgument(
+                    f"{name} has shape {list(tensor.shape)}; input_ids have {list(self.input_ids.shape)}"
+                )
+        if mask is not None:
+            _check_mask(mask)
         if self.position_ids is not None:
-            _check_positions(self.position_ids, self.attention_mask)
+            _check_positions(self.position_ids, mask)
 
     @property
     def batch_size(self) -> int:
         """B. ``InvalidArgument`` for a tensor of rank 0."""
-        return _batch_size(self.input_ids)
+        if self.input_ids.dim() == 0:
+            raise InvalidArgument("input_ids must be [batch, tokens]; got a tensor of rank 0")
+        return self.input_ids.shape[0]
+
+    def with_position_ids(self, position_ids: Tensor | None) -> Self:
+        return replace(self, position_ids=position_ids)
+
+
+@checks_arguments()
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PrefillInput(_ModelInput):
+    """Prompts, or with ``kv_cache`` further pieces. ``with_...`` return changed copies."""
+
+    attention_mask: Tensor | None = None
+    """bool or integer, shaped as ``input_ids``: 1 is a real token, 0 padding left or right of the
+    one run of real tokens. Padding never enters the cache; its logits mean nothing. None: all are
+    real."""
+    kv_cache: CacheLike | None = None
+    """The sequences to continue; None: a fresh cache."""
+    logits: LogitsWanted = "all"
+    """``all``: ``[B, S, V]``; ``last``: ``[B, 1, V]`` of the last real token; ``none``: no head."""
+
+    def __post_init__(self) -> None:
+        self._check("[batch, tokens]", self.attention_mask)
 
     @property
     def sequence_length(self) -> int:
@@ -97,9 +116,6 @@ class PrefillInput:
     def with_attention_mask(self, attention_mask: Tensor | None) -> Self:
         return replace(self, attention_mask=attention_mask)
 
-    def with_position_ids(self, position_ids: Tensor | None) -> Self:
-        return replace(self, position_ids=position_ids)
-
     def with_kv_cache(self, kv_cache: CacheLike | None) -> Self:
         return replace(self, kv_cache=kv_cache)
 
@@ -114,22 +130,6 @@ class PrefillInput:
 
     def with_adapter(self, adapter: int | None) -> Self:
         return replace(self, adapter=adapter)
-
-
-def _batch_size(ids: Tensor) -> int:
-    if ids.dim() == 0:
-        raise InvalidArgument("input_ids must be [batch, tokens]; got a tensor of rank 0")
-    return ids.shape[0]
-
-
-def _check_adapter(adapter: int | None) -> None:
-    if adapter is not None and adapter < 0:
-        raise InvalidArgument(f"adapter must be an id >= 0 from load_lora, or None; got {adapter}")
-
-
-def _check_like(name: str, tensor: Tensor | None, ids: Tensor) -> None:
-    if tensor is not None and tensor.shape != ids.shape:
-        raise InvalidArgument(f"{name} has shape {list(tensor.shape)}; input_ids have {list(ids.shape)}")
 
 
 def _check_mask(mask: Tensor) -> None:
@@ -202,33 +202,14 @@ class PrefillOutput:
 
 @checks_arguments()
 @dataclass(frozen=True, kw_only=True, eq=False)
-class DecodeInput:
-    """One token for each row of a cache."""
+class DecodeInput(_ModelInput):
+    """One token for each row of a cache: S is 1."""
 
-    input_ids: Tensor
-    """int32 or int64 ``[B, 1]`` or ``[B]``."""
     kv_cache: CacheLike
     """The cache to continue. A handle shorter than its cache means: rewind to its length."""
-    position_ids: Tensor | None = None
-    """As in ``PrefillInput``, ``[B, 1]``."""
-    output_hidden_states: bool = False
-    output_attentions: bool = False
-    adapter: int | None = None
-    """Id of the loaded adapter for this token alone; None: the base model."""
 
     def __post_init__(self) -> None:
-        check_token_ids("input_ids", self.input_ids)
-        if self.input_ids.dim() > 2:
-            raise InvalidArgument(f"input_ids must be [batch, 1]; got shape {list(self.input_ids.shape)}")
-        _check_adapter(self.adapter)
-        _check_like("position_ids", self.position_ids, self.input_ids)
-        if self.position_ids is not None:
-            _check_positions(self.position_ids, None)
-
-    @property
-    def batch_size(self) -> int:
-        """B. ``InvalidArgument`` for a tensor of rank 0."""
-        return _batch_size(self.input_ids)
+        self._check("[batch, 1]")
 
     def tokens(self, verb: str = "decode") -> Tensor:
         """Return int64 ``[B]``, fresh. ``InvalidArgument``: "<verb> input token empty"; not one
@@ -239,9 +220,6 @@ class DecodeInput:
         if self.input_ids.numel() != rows:
             raise InvalidArgument(f"{verb} takes one token per row, [{rows}, 1]; got {list(self.input_ids.shape)}")
         return self.input_ids.reshape(rows).to(torch.int64, copy=True)
-
-    def with_position_ids(self, position_ids: Tensor | None) -> Self:
-        return replace(self, position_ids=position_ids)
 
     def with_kv_cache(self, kv_cache: CacheLike) -> Self:
         return replace(self, kv_cache=kv_cache)

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from mmap import mmap
 from os import PathLike
-from typing import BinaryIO, Literal, TypeAlias, TypeVar
+from typing import BinaryIO, ClassVar, Literal, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -79,72 +79,69 @@ class TextData:
 
 @checks_arguments()
 @dataclass(frozen=True, kw_only=True, eq=False)
-class VisionData:
-    """Embeddings of image tokens, one row per ``VISION_PLACEHOLDER``."""
+class _MediaData:
+    """Embeddings of images or sounds, one row per placeholder."""
 
+    kind: ClassVar[str]
     embeddings: Tensor | None = None
     """Floating ``[M, E]``."""
     per_layer_embeddings: Tensor | None = None
     """Floating ``[L, M, per_layer_dim]``."""
     end_embedding: Tensor | None = None
-    """(ours) Floating ``[E]``: the embedding of ``END_OF_IMAGE``; required where that occurs."""
-    bidirectional: bool = False
-    """(ours) Whether the tokens of an image see all of that image, not only what precedes them. An
-    image is a run of placeholders in one row; any other token ends it."""
+    """(ours) Floating ``[E]``: that of ``END_OF_IMAGE`` or ``END_OF_AUDIO``; required where such a
+    token occurs."""
 
     def __post_init__(self) -> None:
-        _check_embeddings("vision", self.embeddings, self.per_layer_embeddings, self.end_embedding)
+        for name, rank in (("embeddings", 2), ("per_layer_embeddings", 3), ("end_embedding", 1)):
+            tensor = getattr(self, name)
+            if tensor is not None and (tensor.dim() != rank or not tensor.is_floating_point()):
+                allowed = f"a floating tensor of rank {rank}"
+                raise InvalidArgument(field=f"{self.kind}.{name}", given=tensor, allowed=allowed)
+        rows, per_layer = self.embeddings, self.per_layer_embeddings
+        if rows is not None and per_layer is not None and rows.shape[0] != per_layer.shape[1]:
+            raise InvalidArgument(
+                f"{self.kind} embeddings have {rows.shape[0]} rows, per-layer ones {per_layer.shape[1]}; "
+                "they must have the same"
+            )
 
     @property
     def num_rows(self) -> int:
         """M, the number of placeholders that this data fills."""
-        return _media_rows(self.embeddings, self.per_layer_embeddings)
+        if self.embeddings is not None:
+            return self.embeddings.shape[0]
+        return 0 if self.per_layer_embeddings is None else self.per_layer_embeddings.shape[1]
 
 
 @checks_arguments()
 @dataclass(frozen=True, kw_only=True, eq=False)
-class AudioData:
+class VisionData(_MediaData):
+    """Embeddings of image tokens, one row per ``VISION_PLACEHOLDER``."""
+
+    kind = "vision"
+    bidirectional: bool = False
+    """(ours) Whether the tokens of an image see all of that image, not only what precedes them. An
+    image is a run of placeholders in one row; any other token ends it."""
+
+
+@checks_arguments()
+@dataclass(frozen=True, kw_only=True, eq=False)
+class AudioData(_MediaData):
     """Embeddings of audio tokens, one row per ``AUDIO_PLACEHOLDER``."""
 
-    embeddings: Tensor | None = None
-    """Floating ``[M, E]``."""
-    per_layer_embeddings: Tensor | None = None
-    """Floating ``[L, M, per_layer_dim]``."""
+    kind = "audio"
     valid_tokens: int = -1
     """Number of leading rows in use; -1: all."""
-    end_embedding: Tensor | None = None
-    """(ours) Floating ``[E]``: the embedding of ``END_OF_AUDIO``; required where that occurs."""
 
     def __post_init__(self) -> None:
-        _check_embeddings("audio", self.embeddings, self.per_layer_embeddings, self.end_embedding)
-        rows = _media_rows(self.embeddings, self.per_layer_embeddings)
+        super().__post_init__()
+        rows = super().num_rows
         if not -1 <= self.valid_tokens <= rows:
             raise InvalidArgument(f"valid_tokens must be -1 (all) or 0..{rows}; got {self.valid_tokens}")
 
     @property
     def num_rows(self) -> int:
         """Rows in use, the number of placeholders that this data fills."""
-        if self.valid_tokens >= 0:
-            return self.valid_tokens
-        return _media_rows(self.embeddings, self.per_layer_embeddings)
-
-
-def _media_rows(embeddings: Tensor | None, per_layer: Tensor | None) -> int:
-    if embeddings is not None:
-        return embeddings.shape[0]
-    return 0 if per_layer is None else per_layer.shape[1]
-
-
-def _check_embeddings(kind: str, embeddings: Tensor | None, per_layer: Tensor | None, end: Tensor | None) -> None:
-    named = (("embeddings", embeddings, 2), ("per_layer_embeddings", per_layer, 3), ("end_embedding", end, 1))
-    for name, tensor, rank in named:
-        if tensor is not None and (tensor.dim() != rank or not tensor.is_floating_point()):
-            raise InvalidArgument(field=f"{kind}.{name}", given=tensor, allowed=f"a floating tensor of rank {rank}")
-    if embeddings is not None and per_layer is not None and embeddings.shape[0] != per_layer.shape[1]:
-        raise InvalidArgument(
-            f"{kind} embeddings have {embeddings.shape[0]} rows, per-layer ones {per_layer.shape[1]}; "
-            "they must have the same"
-        )
+        return self.valid_tokens if self.valid_tokens >= 0 else super().num_rows
 
 
 @checks_arguments()
@@ -161,25 +158,19 @@ class ExecutorInputs:
     rewind."""
 
     def __post_init__(self) -> None:
-        self._check_next_position()
-        if self.text is not None:
-            self._check_placeholders(self.text)
-
-    def _check_next_position(self) -> None:
         given = self.next_position
-        if given is None:
-            return
-        positions = given if isinstance(given, tuple) else (given,)
+        positions = () if given is None else given if isinstance(given, tuple) else (given,)
         if any(p < 0 for p in positions):
             raise InvalidArgument(f"next_position must be an integer >= 0, or a tuple of one per row; got {given!r}")
         if isinstance(given, tuple) and self.text is not None and len(given) != self.text.batch_size:
             raise InvalidArgument(
                 f"next_position has {len(given)} entries for {self.text.batch_size} rows of token ids"
             )
+        if self.text is not None:
+            self._check_placeholders(self.text)
 
     def _check_placeholders(self, text: TextData) -> None:
-        rows = text.token_rows()
-        ids = torch.cat(rows) if rows else torch.empty(0, dtype=torch.int64)
+        ids = torch.cat([torch.empty(0, dtype=torch.int64, device=text.token_ids.device), *text.token_rows()])
         negative = ids[ids < 0].tolist()
         for kind, data, placeholder, end in (
             ("vision", self.vision, VISION_PLACEHOLDER, END_OF_IMAGE),
@@ -253,6 +244,7 @@ def _present(name: str, value: T | None) -> T:
 
 
 AssetSource: TypeAlias = Literal["path", "file", "data", "stream"]
+SOURCES: tuple[AssetSource, ...] = ("path", "file", "data", "stream")
 
 
 @checks_arguments()
@@ -270,18 +262,13 @@ class ModelAssets:
     """A stream, read once from its present place to its end."""
 
     def __post_init__(self) -> None:
-        given = [name for name in ("path", "file", "data", "stream") if getattr(self, name) is not None]
+        given = [name for name in SOURCES if getattr(self, name) is not None]
         if len(given) != 1:
             raise InvalidArgument(
                 f"model assets need exactly one of path, file, data, stream; got {', '.join(given) or 'none'}"
             )
-        if self.path is not None and not (isinstance(self.path, str | PathLike) and str(self.path)):
+        if self.path is not None and not str(self.path):
             raise InvalidArgument(f"model assets: path must be the path of a file or directory; got {self.path!r}")
-        if self.data is not None and not isinstance(self.data, bytes | bytearray | memoryview | mmap):
-            raise InvalidArgument(f"model assets: data must be bytes; got {type(self.data).__name__}")
-        for name, opened in (("file", self.file), ("stream", self.stream)):
-            if opened is not None and not callable(getattr(opened, "read", None)):
-                raise InvalidArgument(f"model assets: {name} must be open for reading; got {type(opened).__name__}")
         if self.file is not None and not (self.file.readable() and self.file.seekable()):
             raise InvalidArgument("model assets: file must be open for reading and seekable; give a stream otherwise")
         if self.stream is not None and not self.stream.readable():
@@ -290,8 +277,4 @@ class ModelAssets:
     @property
     def source(self) -> AssetSource:
         """The name of the given one."""
-        if self.path is not None:
-            return "path"
-        if self.file is not None:
-            return "file"
-        return "data" if self.data is not None else "stream"
+        return next(name for name in SOURCES if getattr(self, name) is not None)

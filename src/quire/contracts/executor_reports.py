@@ -8,15 +8,18 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
+from typing import Any
 
 from quire.errors import FailedPrecondition, InvalidArgument
+from quire.metrics import OperationSummary
 from quire.signatures import checks_arguments
 
 
-def _require_at_least(value: object, lowest: int, *names: str) -> None:
-    for name in names:
+def _require_at_least(value: Any, lowest: int, *names: str) -> None:
+    """Raise ``InvalidArgument`` for a smaller number in these fields, or in any."""
+    for name in names or value.__dataclass_fields__:
         number = getattr(value, name)
-        if number is not None and not number >= lowest:
+        if isinstance(number, int | float) and not number >= lowest:
             raise InvalidArgument(f"{type(value).__name__}.{name} must be >= {lowest}; got {number}")
 
 
@@ -125,15 +128,7 @@ class MemoryRequirements:
     """(ours) The present states of all recurrent layers of one row, whatever its length."""
 
     def __post_init__(self) -> None:
-        _require_at_least(
-            self,
-            0,
-            "parameter_memory",
-            "activation_memory_per_token",
-            "kv_cache_memory_per_token",
-            "overhead_memory",
-            "recurrent_memory_per_row",
-        )
+        _require_at_least(self, 0)
 
     def calculate_total_memory(self, batch_size: int, sequence_length: int, num_layers: int) -> int:
         """Return bytes for B rows (``batch_size``) of S tokens (``sequence_length``) in L layers.
@@ -231,15 +226,7 @@ class ExecutorStatus:
     """(ours) Features asked for "if supported" that this device lacks, and their replacements."""
 
     def __post_init__(self) -> None:
-        _require_at_least(
-            self,
-            0,
-            "current_batch_size",
-            "prefill_operations",
-            "decode_operations",
-            "avg_prefill_time_ms",
-            "avg_decode_time_ms",
-        )
+        _require_at_least(self, 0)
 
     @property
     def is_ready(self) -> bool:
@@ -248,40 +235,24 @@ class ExecutorStatus:
 
     def to_dict(self) -> dict[str, object]:
         """Return JSON types, without ``last_operation``: monotonic time is local to a process."""
-        values: dict[str, object] = asdict(self)
+        values: dict[str, Any] = asdict(self)
         del values["last_operation"]
-        values |= {"state": self.state.value, "is_ready": self.is_ready, "fallbacks": list(self.fallbacks)}
-        values["memory_usage"] = asdict(self.memory_usage) | {
-            "utilization_percent": self.memory_usage.utilization_percent
-        }
-        return values
+        values["memory_usage"]["utilization_percent"] = self.memory_usage.utilization_percent
+        return values | {"state": self.state.value, "is_ready": self.is_ready, "fallbacks": list(self.fallbacks)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ExecutorMetrics:
+class ExecutorMetrics(OperationSummary):
     """Measured since the start, 0 without samples. Operations are those of ``ExecutorStatus``."""
 
-    prefill_operations: int = 0
-    decode_operations: int = 0
-    avg_prefill_latency: float = 0.0
-    """Mean since the start in ms, around device-synchronised execution."""
-    avg_decode_latency: float = 0.0
-    p95_prefill_latency: float = 0.0
-    """95th percentile in ms, linearly interpolated over the last 1000 samples."""
-    p95_decode_latency: float = 0.0
-    throughput_tps: float = 0.0
-    """Generated tokens per busy second: decode step 1, speculative call 1 + accepted, verify 1."""
     memory_efficiency: float = 0.0
     """Used over allocated, in [0, 1]."""
-    batch_utilization: float = 0.0
-    """Mean decode batch over ``max_batch_size``, in [0, 1]."""
     replayed_tokens: int = 0
     """(ours) Tokens that completed calls ran again: those after the nearest kept recurrent state on
     a rewind, and accepted drafts without room for a state behind each."""
 
     def __post_init__(self) -> None:
-        names = tuple(self.__dataclass_fields__)
-        _require_at_least(self, 0, *names)
+        _require_at_least(self, 0)
         for name in ("memory_efficiency", "batch_utilization"):
             if getattr(self, name) > 1.0:
                 raise InvalidArgument(f"ExecutorMetrics.{name} must be in [0, 1]; got {getattr(self, name)}")

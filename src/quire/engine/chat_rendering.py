@@ -25,7 +25,7 @@ import jinja2.sandbox
 import jinja2.utils
 
 from quire.engine import long_texts
-from quire.errors import InvalidArgument, QuireError
+from quire.errors import CONTEXT_FULL, InvalidArgument, QuireError
 
 if TYPE_CHECKING:
     from quire.engine.tokenizer import Tokenizer
@@ -88,6 +88,7 @@ def render_chat(
                 raise InvalidArgument(
                     f"the messages make a prompt of more than {max_bytes} bytes, and one that fits has no more",
                     field="messages",
+                    code=CONTEXT_FULL,
                 )
             pieces.append(piece)
         return "".join(pieces)

@@ -23,9 +23,9 @@ from quire.engine.session_repr import session_repr
 from quire.engine.token_ids import as_token_ids
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import Cancelled, FailedPrecondition, InvalidArgument
-from quire.finalizers import unless_exiting
 from quire.interrupts import uninterrupted
 from quire.models.fingerprint import ModelIdentity
+from quire.orphans import unless_exiting
 from quire.sampling_params import SamplingParams
 
 if TYPE_CHECKING:

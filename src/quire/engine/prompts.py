@@ -21,7 +21,7 @@ from quire.contracts.executor import VISION_PLACEHOLDER, AudioData, ExecutorInpu
 from quire.errors import InvalidArgument, QuireError, Unsupported
 
 KEYS = ("prompt_token_ids", "multi_modal_data", "prompt_embeds")
-KINDS = {"image": VisionData, "audio": AudioData}
+KINDS: dict[str, type[VisionData] | type[AudioData]] = {"image": VisionData, "audio": AudioData}
 
 Text: TypeAlias = str | Sequence[int]
 """Text, or token ids."""

@@ -13,7 +13,7 @@ from quire.branches.history import LAST_PLACEHOLDER
 from quire.branches.media import NO_MEDIA, Media
 from quire.config import check_int
 from quire.contracts.layers import LayerSpec, sink_refusal, window_refusal
-from quire.errors import InvalidArgument, ResourceExhausted, Unsupported
+from quire.errors import CONTEXT_FULL, InvalidArgument, ResourceExhausted, Unsupported
 from quire.kv.windows import Window
 from quire.sampling_params import SamplingParams
 
@@ -52,7 +52,8 @@ class RequestChecks:
             size = len(text.encode(errors="replace"))
         if size > most:
             raise InvalidArgument(
-                f"the text has at least {size} bytes; {tokens} tokens fit here, and those have at most {most} bytes"
+                f"the text has at least {size} bytes; {tokens} tokens fit here, and those have at most {most} bytes",
+                code=CONTEXT_FULL,
             )
 
     def tokens(self, tokens: NDArray[np.int64], media: Media = NO_MEDIA) -> None:
@@ -86,12 +87,14 @@ class RequestChecks:
                 f"the prompt has {length} tokens, and the context ends at {self.max_model_len}"
                 + ("; at least one token must be left to generate" if params else ""),
                 field="prompt",
+                code=CONTEXT_FULL,
             )
         if length + new > self.max_model_len:
             raise InvalidArgument(
                 f"max_tokens {new} after a prompt of {length} tokens passes the end of the context at {self.max_model_len}; "
                 f"max_tokens up to {self.max_model_len - length}, or None for as many as fit, is accepted",
                 field="max_tokens",
+                code=CONTEXT_FULL,
             )
         # The last sampled token is never computed.
         if length + max(new - 1, 0) > self.pool_tokens:

@@ -8,8 +8,8 @@ from typing import NamedTuple, Self
 
 from quire.engine.engine import Engine
 from quire.engine.sequence_request import SequenceRequest
-from quire.finalizers import unless_exiting
 from quire.interrupts import SHIELD, check
+from quire.orphans import unless_exiting
 from quire.outputs import StreamDelta
 
 Start = Callable[[], SequenceRequest]

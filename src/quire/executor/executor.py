@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import partial
 from typing import cast
 
@@ -423,7 +424,7 @@ class Executor:
             avg_prefill_time_ms=summary.avg_prefill_latency,
             avg_decode_time_ms=summary.avg_decode_latency,
             memory_usage=reports.memory_usage(self.pool),
-            last_operation=summary.last_operation,
+            last_operation=self.operation_metrics.last_operation,
             fallbacks=self._fallbacks,
         )
 
@@ -443,14 +444,7 @@ class Executor:
         """See ``ModelExecutor``."""
         summary, memory = self.operation_metrics.summary(), reports.memory_usage(self.pool)
         return ExecutorMetrics(
-            prefill_operations=summary.prefill_operations,
-            decode_operations=summary.decode_operations,
-            avg_prefill_latency=summary.avg_prefill_latency,
-            avg_decode_latency=summary.avg_decode_latency,
-            p95_prefill_latency=summary.p95_prefill_latency,
-            p95_decode_latency=summary.p95_decode_latency,
-            throughput_tps=summary.throughput_tps,
+            **asdict(summary),
             memory_efficiency=memory.utilization_percent / 100.0,
-            batch_utilization=summary.batch_utilization,
             replayed_tokens=self.pool.replayed_tokens,
         )

@@ -33,11 +33,7 @@ def written(runs: AdapterRuns, fingerprint_of: Callable[[int], str]) -> list[lis
 
 
 def as_read(
-    value: object,
-    length: int,
-    find: Callable[[str], int | None],
-    loaded: Callable[[], Iterable[str]],
-    what: str,
+    value: object, length: int, find: Callable[[str], int | None], loaded: Callable[[], Iterable[str]], what: str
 ) -> AdapterRuns:
     """Return the history of ``length`` tokens that a file has, by the ids of adapters here.
 

@@ -97,11 +97,9 @@ class Runner(Protocol):
 
     def execute(self, step: Step, extras: Extras = NO_EXTRAS) -> StepOutput:
         """Apply the edits in order, then run the chunks as one forward."""
-        ...
 
     def new_seq(self) -> SeqId:
         """Return a sequence id that was never given before."""
-        ...
 
 
 HEAD_ROWS = 64
@@ -145,16 +143,19 @@ class LocalRunner:
             raise Unsupported(f"positions: {reason}")
         if extras.attention_weights and (reason := weights_refusal(self.model.layer_specs, len(self.model.blocks))):
             raise Unsupported(f"attention weights: {reason}; leave output_attentions False")
-        tokens = concatenated(step.chunks)
+        tokens = np.concatenate([np.asarray(chunk.tokens, dtype=np.int64) for chunk in step.chunks])
         placeholders = self._placeholders(tokens, extras)
         for edit in step.edits:
             self.apply(edit)
-        self._begin(step.chunks)
+        counts, kept = [len(chunk.tokens) for chunk in step.chunks], [chunk.checkpoints for chunk in step.chunks]
+        trees = [None if chunk.tree is None else chunk.tree.parents for chunk in step.chunks]
+        seqs = [chunk.seq for chunk in step.chunks]
+        self.state.begin_forward(seqs, counts, trees if any(trees) else None, checkpoints=kept if any(kept) else ())
         try:
             index, starts = logits_rows(step.chunks)
             hidden: list[Tensor] = []
             with torch.inference_mode():
-                self.adapters.activate(adapters, [len(chunk.tokens) for chunk in step.chunks], np.diff(starts).tolist())
+                self.adapters.activate(adapters, counts, np.diff(starts).tolist())
                 pass_ = self._open_pass(extras)
                 x_TE = self._embed(tokens, placeholders, extras)
                 for block in self.model.blocks:
@@ -169,10 +170,7 @@ class LocalRunner:
                     plain = all(adapter is None for adapter in adapters)
                     self._head_to(x_RE, extras.places(), HEAD_ROWS if plain else max(1, starts[-1]))
                     starts = (0,) * len(starts)
-                if starts[-1]:
-                    logits_RV = self.model.head(x_RE)
-                else:
-                    logits_RV = torch.empty(0, self.model.vocab_size, device=self.device)
+                logits_RV = self.model.head(x_RE) if starts[-1] else self._no_logits
                 states = _split(hidden, step.chunks) if extras.hidden_states else ()
                 weights = self._weights(pass_, len(step.chunks)) if extras.attention_weights else ()
             self.state.end_forward()
@@ -197,17 +195,10 @@ class LocalRunner:
                     chunk, offset = chunk + 1, 0
             del logits_RV  # Else it would be there beside the next ones.
 
-    def _begin(self, chunks: Sequence[Chunk]) -> None:
-        seqs, counts = [chunk.seq for chunk in chunks], [len(chunk.tokens) for chunk in chunks]
-        kept = [chunk.checkpoints for chunk in chunks]
-        self.state.begin_forward(seqs, counts, tree_parents(chunks), checkpoints=kept if any(kept) else ())
-
     def _placeholders(self, tokens: Ids, extras: Extras) -> Ids | None:
         """Return the rows of the batch whose ids are negative; None if there are none.
         ``InvalidArgument`` unless each has an embedding."""
-        rows = None
-        if len(tokens) and tokens.min() < 0:
-            rows = np.flatnonzero(tokens < 0)
+        rows = np.flatnonzero(tokens < 0) if tokens.min() < 0 else None
         count, given = 0 if rows is None else len(rows), extras.embeddings
         shape = (count, self.model.hidden_size)
         if (given is None and count) or (given is not None and tuple(given.shape) != shape):
@@ -274,32 +265,11 @@ def check_chunks(chunks: Sequence[Chunk]) -> None:
             )
 
 
-def as_ids(tokens: Sequence[int]) -> Ids:
-    """Return token ids as an int64 array."""
-    return np.asarray(tokens, dtype=np.int64)
-
-
-def concatenated(chunks: Sequence[Chunk]) -> Ids:
-    """Return the ids of all chunks, in order."""
-    return np.concatenate([as_ids(chunk.tokens) for chunk in chunks]) if chunks else np.empty(0, dtype=np.int64)
-
-
-def tree_parents(chunks: Sequence[Chunk]) -> list[tuple[int, ...] | None] | None:
-    """Return what ``begin_forward`` is told about trees; None where all chunks are chains."""
-    if all(chunk.tree is None for chunk in chunks):
-        return None
-    return [None if chunk.tree is None else chunk.tree.parents for chunk in chunks]
-
-
 def _split(layers: Sequence[Tensor], chunks: Sequence[Chunk]) -> tuple[tuple[Tensor, ...], ...]:
     """Return copies of each chunk's rows of each layer's ``[T, E]``."""
-    found: list[tuple[Tensor, ...]] = []
-    begin = 0
-    for chunk in chunks:
-        end = begin + len(chunk.tokens)
-        found.append(tuple(x_TE[begin:end].clone() for x_TE in layers))
-        begin = end
-    return tuple(found)
+    counts = [len(chunk.tokens) for chunk in chunks]
+    rows = zip(*(x_TE.split_with_sizes(counts) for x_TE in layers), strict=True)
+    return tuple(tuple(x_nE.clone() for x_nE in found) for found in rows)
 
 
 def logits_rows(chunks: Sequence[Chunk]) -> tuple[Ids | None, tuple[int, ...]]:

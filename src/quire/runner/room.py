@@ -25,11 +25,9 @@ class Giver(Protocol):
 
     def give_up(self, rank: Rank) -> bool:
         """Give up one thing of this rank; return whether there was any."""
-        ...
 
     def loose(self) -> Collection[SeqId]:
         """Return the sequences that it could give up. Changes nothing."""
-        ...
 
 
 class Room:

@@ -119,8 +119,10 @@ def api_error(
     for kind, status, code in STATUSES:
         if isinstance(error, kind):
             headers = {"Retry-After": str(RETRY_AFTER)} if status in (429, 503) else None
-            field = (getattr(error, "field", None) or "").split(".")[0]
-            return ApiError(status, str(error), param=fields.get(field, param), code=code, headers=headers)
+            field = (error.field or "").split(".")[0]
+            return ApiError(
+                status, str(error), param=fields.get(field, param), code=error.code or code, headers=headers
+            )
     return ApiError(500, "internal error", code="internal_error")
 
 

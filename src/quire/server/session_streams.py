@@ -10,7 +10,7 @@ from quire.async_llm import AsyncSession, AsyncStream, SampleDelta
 from quire.engine.chat_turns import ReadAnswer
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import FailedPrecondition, NotFound
-from quire.finalizers import unless_exiting
+from quire.orphans import unless_exiting
 from quire.outputs import RequestOutput
 from quire.sampling_params import SamplingParams
 from quire.server.context import Context
