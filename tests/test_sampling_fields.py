@@ -88,6 +88,11 @@ def test_a_field_is_declared_once(tmp_path: Path) -> None:
         (Surface.CHATS, {"top_logprobs", "prompt_logprobs", "max_completion_tokens"}, {"logprobs"}),
         (Surface.SESSIONS, {"logprobs", "max_completion_tokens"}, {"prompt_logprobs"}),
         (Surface.COMMAND, {"stop", "seed"}, {"n", "logprobs", "max_completion_tokens"}),
+        (
+            Surface.EXECUTORS,
+            {"temperature", "logit_bias", "seed", "max_tokens"},
+            {"n", "stop", "min_tokens", "logprobs"},
+        ),
         (Surface.GENERATION_CONFIG, {"max_new_tokens", "top_p"}, {"max_tokens", "seed", "max_completion_tokens"}),
     ],
 )

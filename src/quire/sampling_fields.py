@@ -32,6 +32,8 @@ class Surface(Flag):
     CHATS = auto()
     SESSIONS = auto()
     GENERATION_CONFIG = auto()
+    EXECUTORS = auto()
+    """``sample_tokens``, where the caller says how many tokens are drawn."""
     HTTP = COMPLETIONS | CHATS | SESSIONS
 
 

@@ -120,7 +120,8 @@ def _early_stopping(name: str, value: object) -> object:
 
 
 _TERMINAL = Surface.HTTP | Surface.COMMAND
-_ALL = _TERMINAL | Surface.GENERATION_CONFIG
+_DRAWN = _TERMINAL | Surface.EXECUTORS
+_ALL = _DRAWN | Surface.GENERATION_CONFIG
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,7 +157,7 @@ class SamplingParams:
         None,
         integer(-(2**63), 2**64 - 1),
         "64-bit integer (signed or not) that makes the tokens reproducible.",
-        on=_TERMINAL,
+        on=_DRAWN,
     )
     max_tokens: int | None = declared(
         16,
@@ -180,20 +181,24 @@ class SamplingParams:
     ignore_eos: bool = declared(False, SWITCH, "Go on after the model's end token.", on=_TERMINAL)
     include_stop_str_in_output: bool = declared(False, SWITCH, "Keep the stop string that ended the text.")
     presence_penalty: float = declared(
-        0.0, number(-2.0, 2.0), "Subtracted once from logits of generated tokens, in [-2, 2].", on=_TERMINAL
+        0.0, number(-2.0, 2.0), "Subtracted once from logits of generated tokens, in [-2, 2].", on=_DRAWN
     )
     frequency_penalty: float = declared(
         0.0,
         number(-2.0, 2.0),
         "Subtracted from a token's logit for each time it was generated, in [-2, 2].",
-        on=_TERMINAL,
+        on=_DRAWN,
     )
     repetition_penalty: float = declared(
         1.0, number(0.0, open_low=True), "Against tokens of prompt and text, above 0; 1 is off.", on=_ALL
     )
     """Divides positive and multiplies other logits of these tokens (CTRL, arXiv:1909.05858)."""
     logit_bias: Mapping[int, float] | Mapping[str, float] | None = declared(
-        None, BIAS, "Token id (in decimal) to what is added to the token's logit, in [-100, 100].", hash=False
+        None,
+        BIAS,
+        "Token id (in decimal) to what is added to the token's logit, in [-100, 100].",
+        on=Surface.HTTP | Surface.EXECUTORS,
+        hash=False,
     )
     logprobs: int | None = declared(
         None,

@@ -17,34 +17,20 @@ from quire.contracts.executor import RequestSampling
 from quire.errors import FailedPrecondition, InvalidArgument, QuireError, Unsupported
 from quire.ops.request_sampler import RequestSampler, TokenCounts
 from quire.ops.sampling import probabilities, sample
+from quire.sampling_fields import Surface, declarations_on
 from quire.sampling_params import SamplingParams
 from quire.signatures import checks_arguments
 
 Draw: TypeAlias = Callable[[Tensor], int]
 """From logits ``[1, V]`` to the next id of one row, which joins the row's output."""
 
-_DRAW_FIELDS = frozenset(
-    {
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "seed",
-        "presence_penalty",
-        "frequency_penalty",
-        "repetition_penalty",
-        "logit_bias",
-    }
-)
-"""The fields of ``SamplingParams`` that say how a token is drawn."""
-
 
 def check_params(params: SamplingParams) -> SamplingParams:
     """Return the parameters; ``Unsupported`` for a field about stopping, several samples or text.
     ``max_tokens`` is not looked at: ``num_steps`` says how many."""
-    default = SamplingParams()
+    default, taken = SamplingParams(), declarations_on(SamplingParams, Surface.EXECUTORS)
     for name in default.__dataclass_fields__:
-        if name not in _DRAW_FIELDS | {"max_tokens"} and getattr(params, name) != getattr(default, name):
+        if name not in taken and getattr(params, name) != getattr(default, name):
             raise Unsupported(
                 f"{name}={getattr(params, name)!r}: an executor draws exactly as many ids as it is asked for; "
                 f"leave {name} at {getattr(default, name)!r}"
