@@ -8,21 +8,16 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, TypedDict, Unpack
 
-from quire.async_llm.background import Background, awaited
+from quire.async_llm.background import Background, awaited, shared
 from quire.async_llm.session import AsyncSession, unwrapped
 from quire.async_llm.stepper import BeamJob, Job
 from quire.async_llm.stream import AsyncStream, PreparedJob
-from quire.config import EngineConfig
-from quire.engine.engine import Engine
 from quire.engine.named_adapters import AdapterInfo
 from quire.engine.prompt_sessions import PreparedPrompts, PromptsOrSessions
 from quire.engine.prompts import Prompt, Prompts
 from quire.engine.sequence_request import SequenceRequest
-from quire.engine.tokenizer import Tokenizer
 from quire.errors import InvalidArgument
-from quire.executor.executor import Executor
 from quire.llm import LLM, Messages
-from quire.models.families import LoadedModel
 from quire.outputs import BeamSearchOutput, RequestOutput
 from quire.sampling_params import BeamSearchParams, SamplingParams
 
@@ -188,39 +183,14 @@ class AsyncLLM:
     status = awaited(LLM.status)
     metrics = awaited(LLM.metrics)
 
-    @property
-    def tokenizer(self) -> Tokenizer | None:
-        """The model's tokenizer; None for a model without one, which takes token ids."""
-        return self._llm.tokenizer
-
-    @property
-    def executor(self) -> Executor:
-        """The executor contract over the same weights and pages. Its calls block."""
-        return self._llm.executor
-
-    @property
-    def model(self) -> LoadedModel:
-        """The weights."""
-        return self._llm.model
-
-    @property
-    def engine(self) -> Engine:
-        """The level below: requests and steps."""
-        return self._llm.engine
-
-    @property
-    def bytes_per_token(self) -> int:
-        """Bytes of KV state of one token, over all layers."""
-        return self._llm.bytes_per_token
-
-    @property
-    def config(self) -> EngineConfig:
-        return self._llm.config
-
-    @property
-    def default_params(self) -> SamplingParams:
-        """The parameters of requests without ``SamplingParams``."""
-        return self._llm.default_params
+    tokenizer = shared(LLM.tokenizer)
+    executor = shared(LLM.executor)
+    """Its calls block."""
+    model = shared(LLM.model)
+    engine = shared(LLM.engine)
+    bytes_per_token = shared(LLM.bytes_per_token)
+    config = shared(LLM.config)
+    default_params = shared(LLM.default_params)
 
     # -- closing -----------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from typing import Any, Self, overload
 
 from torch import Tensor
 
-from quire.async_llm.background import Background, awaited
+from quire.async_llm.background import Background, awaited, shared
 from quire.async_llm.stepper import Job
 from quire.async_llm.stream import AsyncStream, PreparedJob
 from quire.engine.chat_turns import ReadAnswer
@@ -37,58 +37,17 @@ class AsyncSession:
     def __repr__(self) -> str:
         return repr(self._session).replace("Session", "AsyncSession", 1)
 
-    @property
-    def name(self) -> str | None:
-        """As ``Session.name``; it can be set."""
-        return self._session.name
-
-    @name.setter
-    def name(self, value: str | None) -> None:
-        self._session.name = value
-
-    @property
-    def labels(self) -> Mapping[str, str]:
-        """As ``Session.labels``; they can be set."""
-        return self._session.labels
-
-    @labels.setter
-    def labels(self, value: Mapping[str, str]) -> None:
-        self._session.labels = value
-
-    @property
-    def tokens(self) -> list[int]:
-        """All token ids."""
-        return self._session.tokens
-
-    @property
-    def text(self) -> str:
-        """The text of all tokens."""
-        return self._session.text
-
-    @property
-    def pinned(self) -> bool:
-        """Whether its state is kept even if the pool is short."""
-        return self._session.pinned
-
-    @property
-    def modified(self) -> bool:
-        """Whether ``set_kv`` wrote into its state."""
-        return self._session.modified
-
-    @property
-    def window(self) -> tuple[int, int] | None:
-        """As ``Session.window``."""
-        return self._session.window
-
-    @property
-    def adapter(self) -> str | None:
-        """As ``Session.adapter``."""
-        return self._session.adapter
-
-    @property
-    def num_computed(self) -> int:
-        """Tokens whose state is in the pool now."""
-        return self._session.num_computed
+    name = shared(Session.name)
+    """It can be set."""
+    labels = shared(Session.labels)
+    """They can be set."""
+    tokens = shared(Session.tokens)
+    text = shared(Session.text)
+    pinned = shared(Session.pinned)
+    modified = shared(Session.modified)
+    window = shared(Session.window)
+    adapter = shared(Session.adapter)
+    num_computed = shared(Session.num_computed)
 
     async def pages(self) -> tuple[int, int]:
         """Return the numbers of its pages and of the shared ones among them."""
