@@ -34,7 +34,7 @@ from quire.server.logprobs import chat_logprobs, prompt_logprobs
 from quire.server.messages import MessageFormat, MessageReader, answer_of, message_of
 from quire.server.protocol import ChatRequest, refuse_unsupported
 from quire.server.reasoning import reasoning_for
-from quire.server.replies import Reply, answer, answer_in_session
+from quire.server.replies import Reply, answer, answer_in_session, head_of
 from quire.server.session_streams import ClientSessionStream
 from quire.server.tools import forced_format, parser_for, schema_for
 
@@ -326,7 +326,7 @@ class ChatReply(Reply):
         tools: _Tools,
         format: MessageFormat,
     ) -> None:
-        super().__init__(request, context, body)
+        super().__init__(request, context, body, **head_of(context, body))
         self._format = format
         self._named = isinstance(tools.forced, dict)
         self._top_logprobs = params.logprobs

@@ -30,7 +30,7 @@ from quire.server.generation import (
 )
 from quire.server.logprobs import Offsets, completion_logprobs, prompt_logprobs
 from quire.server.protocol import CompletionRequest, refuse_unsupported
-from quire.server.replies import Reply, answer, answer_in_session
+from quire.server.replies import Reply, answer, answer_in_session, head_of
 from quire.server.session_streams import ClientSessionStream
 
 router = APIRouter()
@@ -164,7 +164,7 @@ class CompletionReply(Reply):
         prompts: Sequence[str | list[int]],
     ) -> None:
         """Begin the answer. ``given``: parameters of the body, before an echo changed them."""
-        super().__init__(request, context, body)
+        super().__init__(request, context, body, **head_of(context, body))
         self._params = params
         self._prompts = prompts
         self._echo = bool(body.echo)

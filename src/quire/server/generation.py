@@ -19,7 +19,7 @@ from starlette.requests import Request
 from quire.async_llm import AsyncLLM, AsyncSession, SampleDelta
 from quire.engine.token_ids import as_token_ids
 from quire.engine.tokenizer import Tokenizer
-from quire.errors import Cancelled, InvalidArgument, QuireError
+from quire.errors import Cancelled, InvalidArgument
 from quire.outputs import CompletionOutput, FinishReason, RequestOutput
 from quire.sampling_params import SamplingParams
 from quire.server.context import Context
@@ -247,8 +247,6 @@ async def finished(source: Source) -> RequestOutput:
 
 def whole(output: CompletionOutput) -> SampleDelta:
     """Return a finished sample as the only delta of a stream."""
-    if output.finish_reason == "error":
-        raise output.failure or QuireError(output.error or "the request failed")
     return SampleDelta(
         index=output.index,
         text=output.text,

@@ -23,12 +23,12 @@ from quire.sampling_params import SamplingParams
 from quire.server.context import Context
 from quire.server.errors import ApiError, bad_field, naming
 from quire.server.events import EventStream, JsonAnswer, unless_gone
-from quire.server.generation import added, check_lists, encoded, finished
+from quire.server.generation import added, check_lists, encoded
 from quire.server.logprobs import finite
-from quire.server.session_batches import SessionBatch
+from quire.server.replies import answer_in_session
+from quire.server.session_batches import SessionBatch, SessionReply
 from quire.server.session_bodies import (
     AdapterBody,
-    Answer,
     CreateBody,
     ForkBody,
     GenerateBody,
@@ -189,12 +189,11 @@ async def generate_many(body: GenerateManyBody, request: Request) -> Response:
     context = _context(request)
     for one in (body, *(body.each or ())):
         check_lists(context, one.sampling()[0])
-    batch = SessionBatch(context, _owner(request), body, request_id=request.state.request_id)
-    request.state.tokens = batch.usage.tokens
+    batch = SessionBatch(request, context, body)
     try:
         await unless_gone(request, batch.check())
         if body.stream:
-            return EventStream(batch.chunks(), [batch])
+            return EventStream(batch.chunks(batch.streams), [batch])
         return JsonAnswer(await unless_gone(request, batch.whole()))
     except BaseException:
         await asyncio.shield(batch.aclose())
@@ -317,12 +316,8 @@ async def generate(session_id: str, body: GenerateBody, request: Request) -> Res
     ):
         await unless_gone(request, stream.begin())
     model = stream.session.adapter or context.model_name
-    answer = Answer(stream, body, params, model=model, request_id=request.state.request_id)
-    request.state.tokens = answer.usage.tokens
-    if body.stream:
-        return EventStream(answer.chunks(), [stream])
-    await unless_gone(request, finished(stream))
-    return JsonAnswer(answer.whole())
+    reply = SessionReply(request, context, body, [stream], [params], model=model, session_id=session_id)
+    return await answer_in_session(request, reply, stream, stream=bool(body.stream))
 
 
 @router.post("/{session_id}/score")

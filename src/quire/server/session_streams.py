@@ -88,7 +88,8 @@ class ClientSessionStream(AsyncIterator[SampleDelta]):
 
     async def begin(self) -> None:
         """Wait for the first delta, by which the session has raised all its refusals."""
-        self._first = await anext(self)
+        if self._stream is None:
+            self._first = await anext(self)
 
     async def __anext__(self) -> SampleDelta:
         if self._ended is not None:
