@@ -18,17 +18,7 @@ from quire.outputs import RequestOutput
 from quire.sampling_params import SamplingParams
 from quire.server.context import Context
 from quire.server.errors import bad_field, naming
-from quire.server.generation import (
-    Work,
-    asked_by,
-    check,
-    check_number,
-    encode,
-    ending,
-    in_texts,
-    prepared,
-    sampling_params,
-)
+from quire.server.generation import asked_by, check_number, check_prompts, encode, ending, in_texts, sampling_params
 from quire.server.harmony import MARKERS, STOPS, in_reasoning, is_harmony
 from quire.server.logprobs import chat_logprobs, prompt_logprobs
 from quire.server.messages import MessageFormat, MessageReader, answer_of, message_of
@@ -62,36 +52,34 @@ async def chat_completions(request: Request, body: ChatRequest) -> Response:
     tokenizer = context.llm.tokenizer
     if tokenizer is None:
         raise bad_field("messages", "a chat needs a tokenizer with a chat template, and this model has none")
-    stream = bool(body.stream)
     tools = _Tools.of(body)
     params, fields = _params(context, body, tools)
     if body.session_id is not None:
         _check_session(body)
         with naming(fields, "session_id"):
-            format = _message_format(context, select_template(tokenizer.chat_templates), params, tools, None)
+            template = select_template(tokenizer.chat_templates)
+            format, in_session = _reading(context, tokenizer, template, params, tools, None)
             source = ClientSessionStream(
                 context,
                 request.state.owner,
                 body.session_id,
-                _unskipped(_stopping(params, format, tokenizer, context), format, tokenizer),
+                in_session,
                 messages=body.messages,
                 answer=(lambda text: answer_of(text, format)) if _wraps_answers(format) else None,
                 model=body.model,
             )
             reply = ChatReply(request, context, body, params, tools, format)
-            return await answer_in_session(request, reply, source, stream=stream)
+            return await answer_in_session(request, reply, source)
     adapter = context.adapter_of(body.model)
     check_number(context, 1, params.n)
-    salt = context.salt(request.state.owner, body.cache_salt)
     # The text is about as long as the body that it is made of.
-    rendered = await in_texts(
-        context, request, len(await request.body()), lambda: _rendered(context, body, tokenizer, tools)
+    tokens, format, params = await in_texts(
+        context, request, len(await request.body()), lambda: _rendered(context, body, tokenizer, tools, params)
     )
-    work, format = await prepared(
-        lambda: _work(context, body, rendered, tokenizer, tools, params, adapter, salt, fields), request
-    )
+    await check_prompts(context, request, [(tokens, naming(fields, "messages"))], params)
     reply = ChatReply(request, context, body, params, tools, format)
-    return await answer(request, reply, work, stream=stream)
+    salt = context.salt(request.state.owner, body.cache_salt)
+    return await answer(request, context, reply, [tokens], params, adapter=adapter, cache_salt=salt)
 
 
 # -- parameters ------------------------------------------------------------------------------------
@@ -190,16 +178,10 @@ def _params(context: Context, body: ChatRequest, tools: _Tools) -> tuple[Samplin
 # -- the prompt ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Rendered:
-    """A conversation as a prompt."""
-
-    template: str
-    text: str
-    tokens: NDArray[np.int64]
-
-
-def _rendered(context: Context, body: ChatRequest, tokenizer: Tokenizer, tools: _Tools) -> _Rendered:
+def _rendered(
+    context: Context, body: ChatRequest, tokenizer: Tokenizer, tools: _Tools, params: SamplingParams
+) -> tuple[NDArray[np.int64], MessageFormat, SamplingParams]:
+    """Return the conversation as a prompt, how its answer is read, and the parameters for that."""
     with naming({}, "messages"):
         template = select_template(tokenizer.chat_templates, with_tools=tools.given is not None)
         variables: dict[str, Any] = {**tokenizer.special_tokens, **(body.chat_template_kwargs or {})}
@@ -216,26 +198,16 @@ def _rendered(context: Context, body: ChatRequest, tokenizer: Tokenizer, tools: 
             **variables,
         )
         # The text holds its special tokens.
-        return _Rendered(template=template, text=text, tokens=encode(tokenizer, text, add_special_tokens=False))
+        tokens = encode(tokenizer, text, add_special_tokens=False)
+        return tokens, *_reading(context, tokenizer, template, params, tools, text)
 
 
-def _work(
-    context: Context,
-    body: ChatRequest,
-    rendered: _Rendered,
-    tokenizer: Tokenizer,
-    tools: _Tools,
-    params: SamplingParams,
-    adapter: str | None,
-    salt: str | None,
-    fields: Mapping[str, str],
-) -> tuple[Work, MessageFormat]:
-    format = _message_format(context, rendered.template, params, tools, rendered.text)
-    params = _unskipped(_stopping(params, format, tokenizer, context), format, tokenizer)
-    with naming(fields, "messages"):
-        check(context, rendered.tokens, params)
-    work = Work(llm=context.llm, prompts=[rendered.tokens], params=params, adapter=adapter, cache_salt=salt)
-    return work, format
+def _reading(
+    context: Context, tokenizer: Tokenizer, template: str, params: SamplingParams, tools: _Tools, prompt: str | None
+) -> tuple[MessageFormat, SamplingParams]:
+    """Return how the answer is read, and parameters under which it can be read so."""
+    format = _message_format(context, template, params, tools, prompt)
+    return format, _unskipped(_stopping(params, format, tokenizer, context), format, tokenizer)
 
 
 def _message_format(

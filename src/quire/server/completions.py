@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from fastapi import APIRouter, Request
@@ -18,14 +17,13 @@ from quire.sampling_params import SamplingParams
 from quire.server.context import Context
 from quire.server.errors import bad_field, naming
 from quire.server.generation import (
-    Work,
+    Named,
     asked_by,
-    check,
     check_number,
+    check_prompts,
     encode,
     ending,
     in_texts,
-    prepared,
     sampling_params,
 )
 from quire.server.logprobs import Offsets, completion_logprobs, prompt_logprobs
@@ -34,6 +32,8 @@ from quire.server.replies import Reply, answer, answer_in_session, head_of
 from quire.server.session_streams import ClientSessionStream
 
 router = APIRouter()
+
+T = TypeVar("T")
 
 IN_SESSION = "a session keeps the state of its own prompt; leave it out"
 
@@ -47,7 +47,6 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
         raise bad_field("echo", "echo needs a tokenizer, and this model has none")
     given, fields = asked_by(context, body)
     params = _params(context, body, given, fields)
-    stream = bool(body.stream)
     if body.session_id is not None:
         prompt = _session_prompt(body)
         with naming(fields, "session_id"):
@@ -55,15 +54,15 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
                 context, request.state.owner, body.session_id, params, prompt=prompt, model=body.model
             )
             reply = CompletionReply(request, context, body, given, params, [])
-            return await answer_in_session(request, reply, source, stream=stream)
+            return await answer_in_session(request, reply, source)
     adapter = context.adapter_of(body.model)
     prompts = _prompts(body.prompt)
     check_number(context, len(prompts), params.n)
     tokens = await _encoded(context, request, prompts, fields)
-    salt = context.salt(request.state.owner, body.cache_salt)
-    work = await prepared(lambda: _work(context, body, tokens, params, adapter, salt, fields), request)
+    await check_prompts(context, request, _named(tokens, fields), params)
     reply = CompletionReply(request, context, body, given, params, prompts)
-    return await answer(request, reply, work, stream=stream)
+    salt = context.salt(request.state.owner, body.cache_salt)
+    return await answer(request, context, reply, tokens, params, adapter=adapter, cache_salt=salt)
 
 
 def _params(
@@ -106,7 +105,7 @@ def _session_prompt(body: CompletionRequest) -> str | list[int] | None:
     return prompts[0]
 
 
-def _named(prompts: Sequence[Any], fields: Mapping[str, str]) -> Iterator[tuple[Any, AbstractContextManager[None]]]:
+def _named(prompts: Sequence[T], fields: Mapping[str, str]) -> Iterator[tuple[T, Named]]:
     """Yield each prompt with a context that turns errors into answers about this prompt."""
     for number, prompt in enumerate(prompts):
         name = "prompt" if len(prompts) == 1 else f"prompt.{number}"
@@ -129,22 +128,6 @@ async def _encoded(
         return found
 
     return await in_texts(context, request, sum(map(len, prompts)), encode_all)
-
-
-def _work(
-    context: Context,
-    body: CompletionRequest,
-    prompts: Sequence[NDArray[np.int64]],
-    params: SamplingParams,
-    adapter: str | None,
-    salt: str | None,
-    fields: Mapping[str, str],
-) -> Work:
-    """Return the prompts, checked."""
-    for tokens, about in _named(prompts, fields):
-        with about:
-            check(context, tokens, params)
-    return Work(llm=context.llm, prompts=prompts, params=params, adapter=adapter, cache_salt=salt)
 
 
 class CompletionReply(Reply):

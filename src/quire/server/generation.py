@@ -7,16 +7,16 @@ take time, so they run on worker threads.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, aclosing
 from dataclasses import dataclass, field
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Protocol, Self, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 from starlette.requests import Request
 
-from quire.async_llm import AsyncLLM, AsyncSession, SampleDelta
+from quire.async_llm import AsyncSession, SampleDelta
 from quire.engine.token_ids import as_token_ids
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import Cancelled, InvalidArgument
@@ -36,6 +36,8 @@ MAX_DIGITS = 20
 """Most digits of a key of ``logit_bias``; more than any token id has."""
 
 T = TypeVar("T")
+Named: TypeAlias = AbstractContextManager[None]
+"""A context of ``errors.naming``."""
 
 
 class Source(Protocol):
@@ -109,39 +111,6 @@ def asked_by(context: Context, body: GenerationBody) -> tuple[dict[str, Any], di
 # -- prompts ---------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Work:
-    """Prompts that have passed every check, with the arguments to run them."""
-
-    llm: AsyncLLM
-    prompts: Sequence[NDArray[np.int64]]
-    params: SamplingParams
-    adapter: str | None
-    cache_salt: str | None
-    """A salt from ``Context.salt``."""
-
-    def streams(self) -> list[Source]:
-        """Return a stream for each prompt. None of them has begun."""
-        return [
-            self.llm.stream(prompt, self.params, adapter=self.adapter, cache_salt=self.cache_salt)  # type: ignore[arg-type]
-            for prompt in self.prompts
-        ]
-
-    async def outputs(self) -> list[RequestOutput]:
-        """Return the results of all prompts."""
-        return await self.llm.generate(
-            list(self.prompts),  # type: ignore[arg-type]
-            self.params,
-            adapter=self.adapter,
-            cache_salt=self.cache_salt,
-        )
-
-
-async def prepared(function: Callable[[], T], request: Request) -> T:
-    """Call a slow function on a worker thread, unless the client goes away."""
-    return await unless_gone(request, asyncio.to_thread(function))
-
-
 async def in_texts(context: Context, request: Request, size: int, function: Callable[[], T]) -> T:
     """Render or tokenise ``size`` characters on a thread for texts, unless the client goes away."""
     return await unless_gone(request, context.texts.run(size, function))
@@ -176,12 +145,21 @@ def encode(
     return np.array(tokenizer.encode(prompt, add_special_tokens=add_special_tokens), dtype=np.int64)
 
 
-def check(context: Context, tokens: NDArray[np.int64], params: SamplingParams) -> None:
-    """Refuse what ``AsyncLLM.stream`` would refuse."""
-    checks = context.llm.engine.checks
-    checks.tokens(tokens)
-    checks.params(params)
-    checks.length(tokens.size, params)
+async def check_prompts(
+    context: Context, request: Request, prompts: Iterable[tuple[NDArray[np.int64], Named]], params: SamplingParams
+) -> None:
+    """Refuse what ``AsyncLLM.stream`` would refuse, on a worker thread: grammars take time. Beside
+    the tokens of each prompt stands a context that names it in errors."""
+
+    def check() -> None:
+        checks = context.llm.engine.checks
+        for tokens, about in prompts:
+            with about:
+                checks.tokens(tokens)
+                checks.params(params)
+                checks.length(tokens.size, params)
+
+    await unless_gone(request, asyncio.to_thread(check))
 
 
 def check_number(context: Context, prompts: int, n: int) -> None:

@@ -19,9 +19,10 @@ from starlette.responses import Response
 from quire.async_llm import SampleDelta
 from quire.errors import QuireError
 from quire.outputs import RequestOutput
+from quire.sampling_params import SamplingParams
 from quire.server.context import Context
 from quire.server.events import Chunk, Chunks, EventStream, JsonAnswer, unless_gone
-from quire.server.generation import Source, Usage, Work, deltas, finished, whole
+from quire.server.generation import Source, Usage, deltas, finished, whole
 from quire.server.protocol import GenerationBody
 from quire.server.session_bodies import ContinueBody
 from quire.server.session_streams import ClientSessionStream
@@ -42,6 +43,7 @@ class Reply(ABC):
         self.tokenizer = context.llm.tokenizer
         self.usage = Usage()
         request.state.tokens = self.usage.tokens
+        self.stream = bool(body.stream)
         options = body.stream_options
         self._with_usage = options is not None and bool(options.include_usage)
         self._running_usage = options is not None and bool(options.continuous_usage_stats)
@@ -118,17 +120,29 @@ def head_of(context: Context, body: GenerationBody) -> dict[str, Any]:
     return {"model": body.model or context.model_name, **session, "system_fingerprint": None}
 
 
-async def answer(request: Request, reply: Reply, work: Work, *, stream: bool) -> Response:
-    """Run prompts for a client that may go away."""
-    if stream:
-        sources = work.streams()
+async def answer(
+    request: Request,
+    context: Context,
+    reply: Reply,
+    prompts: Sequence[Any],
+    params: SamplingParams,
+    *,
+    adapter: str | None,
+    cache_salt: str | None,
+) -> Response:
+    """Run checked prompts, each an array of token ids, for a client that may go away.
+    ``cache_salt`` is from ``Context.salt``."""
+    llm = context.llm
+    if reply.stream:
+        sources = [llm.stream(prompt, params, adapter=adapter, cache_salt=cache_salt) for prompt in prompts]
         return EventStream(reply.chunks(sources), sources)
-    return await _whole(reply, await unless_gone(request, work.outputs()))
+    outputs = llm.generate(list(prompts), params, adapter=adapter, cache_salt=cache_salt)
+    return await _whole(reply, await unless_gone(request, outputs))
 
 
-async def answer_in_session(request: Request, reply: Reply, source: ClientSessionStream, *, stream: bool) -> Response:
+async def answer_in_session(request: Request, reply: Reply, source: ClientSessionStream) -> Response:
     """Continue a session for such a client. The session refuses with its first delta."""
-    if stream:
+    if reply.stream:
         try:
             await unless_gone(request, source.begin())
         except BaseException:

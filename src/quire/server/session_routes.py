@@ -317,7 +317,7 @@ async def generate(session_id: str, body: GenerateBody, request: Request) -> Res
         await unless_gone(request, stream.begin())
     model = stream.session.adapter or context.model_name
     reply = SessionReply(request, context, body, [stream], [params], model=model, session_id=session_id)
-    return await answer_in_session(request, reply, stream, stream=bool(body.stream))
+    return await answer_in_session(request, reply, stream)
 
 
 @router.post("/{session_id}/score")
