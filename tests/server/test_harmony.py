@@ -24,8 +24,7 @@ from quire.models.catalogue import bundled_models
 from quire.server import chat
 from quire.server.harmony import MARKERS, HarmonyReader, in_reasoning, is_harmony
 from quire.server.messages import MessageFormat, MessageReader, message_of
-from quire.server.reasoning import ReasoningDelta
-from quire.server.tools import ToolDelta
+from quire.server.tool_reader import Delta
 
 from .conftest import OPTIONS, Served, serving
 from .test_chat import ask, refused, same, streamed
@@ -46,8 +45,7 @@ def read(pieces: list[str], tools: Any = TOOLS, *, inside: bool = False) -> Read
     found = [delta for piece in pieces for delta in reader.feed(piece)] + reader.finish()
     reasoning, content, calls = "", "", []
     for delta in found:
-        if isinstance(delta, ReasoningDelta):
-            assert delta.reasoning
+        if delta.reasoning:
             assert not delta.content
             reasoning += delta.reasoning
         elif delta.index is None:
@@ -359,9 +357,9 @@ def test_all_is_streamed_as_it_comes() -> None:
 
     assert fed("<|channel|>") == fed("analysis") == []
     assert fed("<|message|>") == []
-    assert fed("Hm") == [ReasoningDelta(reasoning="Hm")]
-    assert fed(" <") == [ReasoningDelta(reasoning=" ")]
-    assert fed("b>.") == [ReasoningDelta(reasoning="<b>.")]
+    assert fed("Hm") == [Delta(reasoning="Hm")]
+    assert fed(" <") == [Delta(reasoning=" ")]
+    assert fed("b>.") == [Delta(reasoning="<b>.")]
     assert (
         fed("<|end|>")
         == fed("<|start|>")
@@ -370,17 +368,17 @@ def test_all_is_streamed_as_it_comes() -> None:
         == fed("commentary to=weather")
         == []
     )
-    assert fed("<|message|>") == [ToolDelta(index=0, name="weather")]
-    assert fed('{"ci') == [ToolDelta(index=0, arguments='{"ci')]
-    assert fed('ty": 1}') == [ToolDelta(index=0, arguments='ty": 1}')]
+    assert fed("<|message|>") == [Delta(index=0, name="weather")]
+    assert fed('{"ci') == [Delta(index=0, arguments='{"ci')]
+    assert fed('ty": 1}') == [Delta(index=0, arguments='ty": 1}')]
     assert fed("<|end|>") == fed(FINAL) == []
-    assert fed("Yes") == [ToolDelta(content="Yes")]
+    assert fed("Yes") == [Delta(content="Yes")]
     assert reader.finish() == []
     for call in (reader.finish, lambda: reader.feed("a")):
         with pytest.raises(FailedPrecondition, match="finished"):
             call()
     plain = HarmonyReader()
-    assert plain.feed("T") == [ToolDelta(content="T")]
+    assert plain.feed("T") == [Delta(content="T")]
 
 
 # -- which models --------------------------------------------------------------------------------------------

@@ -19,8 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from quire.errors import FailedPrecondition
-from quire.server.tool_reader import overlap
+from quire.server.tool_reader import Delta, MessageParser, overlap
 from quire.server.tools import architectures
 
 _MARKERS = (
@@ -30,14 +29,6 @@ _MARKERS = (
 )
 _ARCHITECTURES = ("Qwen3", "Qwen3Moe", "Qwen3Next", "Qwen3_5", "Qwen3_5Moe", "SmolLM3", "Glm4MoeLite")
 """Pairs of markers of models that think."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ReasoningDelta:
-    """The addition of a piece of text: reasoning or content."""
-
-    reasoning: str = ""
-    content: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,12 +51,13 @@ class ReasoningFormat:
         return StreamingReasoning(self, self.opened if opened is None else opened)
 
 
-class StreamingReasoning:
+class StreamingReasoning(MessageParser):
     """A parser of one message into reasoning and content, as its text arrives."""
 
     def __init__(self, format: ReasoningFormat, opened: bool) -> None:
+        super().__init__()
         self._format, self._opened = format, opened
-        self._state: Literal["start", "reasoning", "content", "finished"] = "start"
+        self._state: Literal["start", "reasoning", "content"] = "start"
         self._pending = ""
         """Text that may become a marker; shorter than one."""
         self._space: list[str] = []
@@ -73,21 +65,8 @@ class StreamingReasoning:
         self._begun = False
         """Whether there was anything but white space since the last marker."""
 
-    def feed(self, text: str) -> list[ReasoningDelta]:
-        """Return the deltas that ``text`` adds. Raise ``FailedPrecondition`` after ``finish``."""
-        return self._read(text, last=False)
-
-    def finish(self) -> list[ReasoningDelta]:
-        """Return deltas of the text held back. Raise ``FailedPrecondition`` at a second call."""
-        deltas = self._read("", last=True)
-        self._state = "finished"
-        return deltas
-
-    def _read(self, text: str, *, last: bool) -> list[ReasoningDelta]:
-        if self._state == "finished":
-            raise FailedPrecondition("this parser is finished; a message needs one of its own")
+    def _read(self, text: str, *, last: bool) -> None:
         text, self._pending = self._pending + text, ""
-        deltas: list[ReasoningDelta] = []
         if self._state == "start":
             text = self._start(text, last=last)
         if self._state == "reasoning":
@@ -95,7 +74,7 @@ class StreamingReasoning:
             if not closer and not last and (held := overlap(thought, (self._format.closer,))):
                 thought, self._pending = thought[:-held], thought[-held:]
             if trimmed := self._trimmed(thought):
-                deltas.append(ReasoningDelta(reasoning=trimmed))
+                self._deltas.append(Delta(reasoning=trimmed))
             text = ""
             if closer:
                 self._state, self._begun, self._space, text = "content", False, [], rest
@@ -104,8 +83,7 @@ class StreamingReasoning:
                 text = text.lstrip()
             if text:
                 self._begun = True
-                deltas.append(ReasoningDelta(content=text))
-        return deltas
+                self._deltas.append(Delta(content=text))
 
     def _start(self, text: str, *, last: bool) -> str:
         """Leave the start once the text tells where to go. Return the text to read there."""

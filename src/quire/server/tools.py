@@ -27,21 +27,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from quire.errors import FailedPrecondition, InvalidArgument, Unsupported
+from quire.errors import InvalidArgument, Unsupported
 from quire.server import tool_formats
 from quire.server.tool_formats import Offered, Schemas
-from quire.server.tool_reader import Malformed, Reader, Steps, ToolCall, overlap
-
-__all__ = [
-    "StreamingToolParser",
-    "ToolCall",
-    "ToolDelta",
-    "ToolFormat",
-    "forced_format",
-    "names_of",
-    "parser_for",
-    "schema_for",
-]
+from quire.server.tool_reader import Delta, Malformed, MessageParser, Reader, Steps, overlap
 
 Grammar = Callable[[Reader, str, Offered], Steps[None]]
 """A grammar that reads calls after a marker ("" without one)."""
@@ -51,19 +40,6 @@ Tools = Sequence[Mapping[str, Any]]
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _SCHEMA_MAPS = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
 _DATA = ("const", "enum", "default", "examples", "example")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ToolDelta:
-    """The addition of a piece of text: content, or a part of the call with this ``index``."""
-
-    content: str = ""
-    index: int | None = None
-    """Number of the call, from 0; None for content."""
-    name: str | None = None
-    """The call's name, in its first delta only."""
-    arguments: str = ""
-    """A piece of the arguments as they are written; "" in the first delta of a call."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,38 +66,29 @@ class ToolFormat:
         return replace(self, markers=(), bare=False) if self.wrappers else None
 
 
-class StreamingToolParser:
+class StreamingToolParser(MessageParser):
     """A parser of the calls of one message, as its text arrives."""
 
     def __init__(self, format: ToolFormat, tools: Tools | None = None) -> None:
+        super().__init__()
         self._format = format
         self._offered = Offered(None if tools is None else names_of(tools), _schemas(tools or ()))
         self._sought = (*format.markers, *format.wrappers)
         self._pattern = re.compile("|".join(map(re.escape, self._sought)) or "(?!)")
         self._reader = Reader(self._of_call)
-        self._deltas: list[ToolDelta] = []
         self._num_calls = 0
         self._space: list[str] = []
         self._steps = self._run()
 
-    def feed(self, text: str) -> list[ToolDelta]:
-        """Return the deltas that ``text`` adds. Raise ``FailedPrecondition`` after ``finish``."""
-        if self._reader.closed:
-            raise FailedPrecondition("this parser is finished; a message needs one of its own")
+    def _read(self, text: str, *, last: bool) -> None:
         self._reader.push(text)
-        next(self._steps)
-        return self._drain()
-
-    def finish(self) -> list[ToolDelta]:
-        """Return deltas of the text held back. Raise ``FailedPrecondition`` at a second call."""
-        if self._reader.closed:
-            raise FailedPrecondition("this parser is finished; a message needs one of its own")
-        self._reader.closed = True
-        for _ in self._steps:
+        self._reader.closed = last
+        waits = next(self._steps, False) is None
+        if last and waits:
             raise AssertionError("a grammar waits for text after the end")
-        if self._space and not self._num_calls:
-            self._deltas.append(ToolDelta(content="".join(self._space)))
-        return self._drain()
+        if last and self._space and not self._num_calls:
+            self._deltas.append(Delta(content="".join(self._space)))
+        self._deltas = _joined(self._deltas)
 
     def _run(self) -> Steps[None]:
         reader = self._reader
@@ -156,28 +123,28 @@ class StreamingToolParser:
     def _of_call(self, name: str | None, arguments: str) -> None:
         if name is not None:
             self._num_calls += 1
-        self._deltas.append(ToolDelta(index=self._num_calls - 1, name=name, arguments=arguments))
+        self._deltas.append(Delta(index=self._num_calls - 1, name=name, arguments=arguments))
 
     def _content(self, text: str) -> None:
         """Add content. White space waits for the text after it."""
         trimmed = text.rstrip()
         if trimmed:
-            self._deltas.append(ToolDelta(content="".join([*self._space, trimmed])))
+            self._deltas.append(Delta(content="".join([*self._space, trimmed])))
             self._space = []
         if len(trimmed) < len(text):
             self._space.append(text[len(trimmed) :])
 
-    def _drain(self) -> list[ToolDelta]:
-        """Return the new deltas, with adjacent pieces of content, or of one call, joined."""
-        drained: list[ToolDelta] = []
-        # Names are not joined. Neighbours with equal numbers belong to one call.
-        for (index, name), group in itertools.groupby(self._deltas, lambda delta: (delta.index, delta.name)):
-            deltas = list(group)
-            content = "".join(delta.content for delta in deltas)
-            arguments = "".join(delta.arguments for delta in deltas)
-            drained.append(ToolDelta(content=content, index=index, name=name, arguments=arguments))
-        self._deltas = []
-        return drained
+
+def _joined(deltas: Sequence[Delta]) -> list[Delta]:
+    """Join adjacent pieces of content, or of one call."""
+    joined: list[Delta] = []
+    # Names are not joined. Neighbours with equal numbers belong to one call.
+    for (index, name), group in itertools.groupby(deltas, lambda delta: (delta.index, delta.name)):
+        pieces = list(group)
+        content = "".join(piece.content for piece in pieces)
+        arguments = "".join(piece.arguments for piece in pieces)
+        joined.append(Delta(content=content, index=index, name=name, arguments=arguments))
+    return joined
 
 
 _FORMATS = {
