@@ -42,8 +42,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from quire.server.tool_formats import Tools, schemas_of
 from quire.server.tool_reader import Delta, MessageParser, overlap
-from quire.server.tools import Tools, architectures, names_of
+from quire.server.tools import architectures
 
 NAMES = ("harmony", "openai", "gpt_oss")
 """Names of the format, here and in other projects."""
@@ -101,7 +102,7 @@ class HarmonyReader(MessageParser):
     def __init__(self, tools: Tools | None = None, *, in_reasoning: bool = False) -> None:
         """Begin a turn, inside the reasoning with ``in_reasoning``. Without ``tools``, no calls."""
         super().__init__()
-        self._offered = None if tools is None else names_of(tools)
+        self._offered = None if tools is None else schemas_of(tools)
         self._message = _Message(kind="reasoning") if in_reasoning else _PLAIN
         self._place: Literal["first", "header", "body", "closed", "over"] = "body" if in_reasoning else "first"
         """``first``: so far only text that may continue the prompt's header. ``closed``: after the

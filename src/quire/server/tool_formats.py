@@ -37,24 +37,37 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn, TypeAlias
 
 from quire.server.tool_literals import closing, literal_json, python_call, python_calls, quoted, within_quotes
 from quire.server.tool_reader import Malformed, Reader, Steps, ToolCall, checked_name, checked_text
 
-Schemas: TypeAlias = Mapping[str, Mapping[str, Any]]
-"""For each tool: the JSON schemas of its parameters, by name."""
+Tools: TypeAlias = Sequence[Mapping[str, Any]]
+"""OpenAI's tools: ``{"type": "function", "function": {"name": str, "parameters": {...}, ...}}``."""
+
+
+def schemas_of(tools: Tools) -> dict[str, Mapping[str, Any]]:
+    """Return the JSON schemas of the parameters of each tool, by their names. Never raises."""
+    found: dict[str, Mapping[str, Any]] = {}
+    for tool in tools:
+        function = tool.get("function") if isinstance(tool, Mapping) else None
+        if isinstance(function, Mapping):
+            schema = function.get("parameters")
+            properties = schema.get("properties") if isinstance(schema, Mapping) else None
+            found[str(function.get("name"))] = properties if isinstance(properties, Mapping) else {}
+    return found
 
 
 class Offered:
     """The tools that a model may call."""
 
-    def __init__(self, names: frozenset[str] | None, schemas: Schemas) -> None:
-        """Take the tools' ``names``, None if they are unknown, and their schemas."""
-        self.names = names
-        self._schemas = schemas
+    def __init__(self, tools: Tools | None) -> None:
+        """Take the tools; None if they are unknown."""
+        self._schemas = schemas_of(tools or ())
+        self.names = None if tools is None else frozenset(self._schemas)
         self._types: dict[tuple[str, str], frozenset[str]] = {}
 
     def types(self, name: str, key: str) -> frozenset[str]:
@@ -93,6 +106,13 @@ class _Keys:
 _PLAIN = _Keys()
 _LLAMA = _Keys(needs_arguments=True)
 _COHERE = _Keys(name="tool_name", arguments=("parameters",))
+_ENDS = {
+    "<tool_call>": "</tool_call>",
+    "<|tool_call|>": "<|/tool_call|>",
+    "<|tool_call_start|>": "<|tool_call_end|>",
+    "<|START_ACTION|>": "<|END_ACTION|>",
+}
+"""The marks behind calls, by those before them."""
 
 
 def json_call(reader: Reader, keys: _Keys = _PLAIN, names: frozenset[str] | None = None) -> Steps[tuple[ToolCall, ...]]:
@@ -274,22 +294,19 @@ def _bare_value(reader: Reader, types: frozenset[str], before: str, *ends: str) 
     return end
 
 
-def hermes(reader: Reader, marker: str, offered: Offered) -> Steps[None]:
+def hermes(reader: Reader, marker: str, offered: Offered, keys: _Keys = _PLAIN) -> Steps[None]:
     """Read an object or a list of them between two tags."""
-    end = {"<tool_call>": "</tool_call>", "<|tool_call|>": "<|/tool_call|>"}[marker]
+    end = _ENDS[marker]
     reader.ends = (end,)
-    yield from _object_or_list(reader, _PLAIN, end)
+    yield from _object_or_list(reader, keys, end)
 
 
-def cohere(reader: Reader, marker: str, offered: Offered) -> Steps[None]:
-    """Read a list of objects between two markers."""
-    reader.ends = ("<|END_ACTION|>",)
-    yield from _object_or_list(reader, _COHERE, "<|END_ACTION|>")
+cohere = partial(hermes, keys=_COHERE)
 
 
 def lfm2(reader: Reader, marker: str, offered: Offered) -> Steps[None]:
     """Read calls as in Python, or JSON objects if the system prompt asks for them."""
-    end = "<|tool_call_end|>"
+    end = _ENDS[marker]
     reader.ends = (end,)
     yield from reader.space()
     if (yield from reader.peek()) == "{":

@@ -29,13 +29,11 @@ from typing import Any
 
 from quire.errors import InvalidArgument, Unsupported
 from quire.server import tool_formats
-from quire.server.tool_formats import Offered, Schemas
+from quire.server.tool_formats import Offered, Tools
 from quire.server.tool_reader import Delta, Malformed, MessageParser, Reader, Steps, overlap
 
 Grammar = Callable[[Reader, str, Offered], Steps[None]]
 """A grammar that reads calls after a marker ("" without one)."""
-Tools = Sequence[Mapping[str, Any]]
-"""OpenAI's tools: ``{"type": "function", "function": {"name": str, "parameters": {...}, ...}}``."""
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _SCHEMA_MAPS = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
@@ -72,7 +70,7 @@ class StreamingToolParser(MessageParser):
     def __init__(self, format: ToolFormat, tools: Tools | None = None) -> None:
         super().__init__()
         self._format = format
-        self._offered = Offered(None if tools is None else names_of(tools), _schemas(tools or ()))
+        self._offered = Offered(tools)
         self._sought = (*format.markers, *format.wrappers)
         self._pattern = re.compile("|".join(map(re.escape, self._sought)) or "(?!)")
         self._reader = Reader(self._of_call)
@@ -307,24 +305,6 @@ def _functions(tools: Tools) -> dict[str, dict[str, Any]]:
     if not functions:
         raise InvalidArgument("tools is empty; expected at least one tool to call", field="tools")
     return functions
-
-
-def names_of(tools: Tools) -> frozenset[str]:
-    """Return the names of the tools that have one. Never raises."""
-    functions = [tool.get("function") for tool in tools if isinstance(tool, Mapping)]
-    return frozenset(str(function.get("name")) for function in functions if isinstance(function, Mapping))
-
-
-def _schemas(tools: Tools) -> Schemas:
-    """Return the schemas of the parameters that have one, by tool. Never raises."""
-    found: dict[str, Mapping[str, Any]] = {}
-    for tool in tools:
-        function = tool.get("function") if isinstance(tool, Mapping) else None
-        schema = function.get("parameters") if isinstance(function, Mapping) else None
-        properties = schema.get("properties") if isinstance(schema, Mapping) else None
-        if isinstance(function, Mapping) and isinstance(properties, Mapping):
-            found[str(function.get("name"))] = properties
-    return found
 
 
 def _moved(schema: Any, place: str) -> Any:
