@@ -11,6 +11,7 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
 from starlette.requests import Request
@@ -34,6 +35,10 @@ def encode_json(value: Any) -> bytes:
     """Return JSON in ASCII. It has no line end of Unicode, at which some clients split events, and
     can hold half a surrogate pair."""
     return json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":")).encode("ascii")
+
+
+class ClientGone(Cancelled):
+    """The client has closed the connection."""
 
 
 class Closable(Protocol):
@@ -78,17 +83,14 @@ class EventStream(Response):
         del self.headers["content-length"]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        sender = asyncio.create_task(self._send(send, scope.get("state", {}).get("request_id")))
-        watcher = asyncio.create_task(_gone(receive))
+        request_id = scope.get("state", {}).get("request_id")
         try:
-            await asyncio.wait((sender, watcher), return_when=asyncio.FIRST_COMPLETED)
+            with suppress(ClientGone):
+                await unless_gone(Request(scope, receive), self._send(send, request_id))
         finally:
-            await _stop(sender, watcher)
             await self._chunks.aclose()
             for source in self._sources:
                 await source.aclose()
-        if not sender.cancelled():
-            sender.result()
 
     async def _send(self, send: Send, request_id: str | None) -> None:
         first = await anext(self._chunks, None)
@@ -114,25 +116,19 @@ async def _send_event(send: Send, chunk: Chunk) -> None:
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Await ``work``. If the client goes away, cancel it and raise ``Cancelled``."""
-    task = asyncio.create_task(work)
-    watcher = asyncio.create_task(_gone(request.receive))
+    """Await ``work``. If the client goes away, cancel it and raise ``ClientGone``."""
+
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    task, watcher = asyncio.create_task(work), asyncio.create_task(gone())
     try:
         await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
     finally:
-        await _stop(task, watcher)
-    raise Cancelled("the client closed the connection")
-
-
-async def _gone(receive: Receive) -> None:
-    """Return once the client has closed the connection."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-async def _stop(*tasks: asyncio.Task[Any]) -> None:
-    for task in tasks:
         task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+        watcher.cancel()
+        await asyncio.gather(task, watcher, return_exceptions=True)
+    raise ClientGone("the client closed the connection")

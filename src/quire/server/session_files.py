@@ -6,6 +6,7 @@ import asyncio
 import shutil
 import tempfile
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
 
 from starlette.requests import ClientDisconnect, Request
@@ -17,7 +18,7 @@ from quire.errors import Cancelled
 from quire.kv.atomic_file import os_errors
 from quire.server.context import Context
 from quire.server.errors import hiding
-from quire.server.events import unless_gone
+from quire.server.events import ClientGone, unless_gone
 from quire.server.stored_bytes import StoredBytes
 
 CHUNK = 1 << 20
@@ -102,9 +103,8 @@ class StateFileResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await unless_gone(Request(scope, receive), self._send(send))
-        except Cancelled:
-            pass  # the client has gone
+            with suppress(ClientGone):
+                await unless_gone(Request(scope, receive), self._send(send))
         finally:
             await self._place.__aexit__()
 
