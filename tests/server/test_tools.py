@@ -16,14 +16,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from quire.errors import FailedPrecondition, InvalidArgument, Unsupported
-from quire.server.tool_reader import MAX_DEPTH, Malformed, Reader
-from quire.server.tools import (
-    ToolCall,
-    ToolFormat,
-    forced_format,
-    parser_for,
-    schema_for,
-)
+from quire.server.tool_reader import MAX_DEPTH, Malformed, Reader, ToolCall
+from quire.server.tools import ToolFormat, forced_format, parser_for, schema_for
 
 NAMES = ("hermes", "granite", "llama3_json", "mistral", "deepseek_v3", "qwen3_coder", "glm45", "lfm2", "cohere")
 BLOCK, BLOCK_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"

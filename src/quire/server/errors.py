@@ -108,6 +108,12 @@ def bad_field(param: str, message: str, *, code: str | None = None) -> ApiError:
     return ApiError(400, message, param=param, code=code)
 
 
+def busy(status: int, message: str, code: str, seconds: int = RETRY_AFTER, **headers: str) -> ApiError:
+    """Return the answer to a request that is refused for momentary load. ``seconds``: when to try
+    again."""
+    return ApiError(status, message, code=code, headers={"Retry-After": str(seconds), **headers})
+
+
 def api_error(
     error: BaseException, fields: Mapping[str, str] = MappingProxyType({}), *, param: str | None = None
 ) -> ApiError:

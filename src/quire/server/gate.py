@@ -25,7 +25,7 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.server import logs
-from quire.server.errors import RETRY_AFTER, ApiError, api_error, error_response
+from quire.server.errors import ApiError, api_error, busy, error_response
 from quire.server.settings import ServerSettings
 
 MAX_DEPTH = 64
@@ -81,12 +81,8 @@ class Gate:
         if self.closing:
             raise _stopping()
         if len(self._tasks) >= self.limit:
-            raise ApiError(
-                429,
-                f"{len(self._tasks)} requests are under way, and this server takes {self.limit} at a time; try again later",
-                code="rate_limit_exceeded",
-                headers={"Retry-After": str(RETRY_AFTER)},
-            )
+            message = f"{len(self._tasks)} requests are under way, and this server takes {self.limit} at a time; try again later"
+            raise busy(429, message, "rate_limit_exceeded")
         task = asyncio.current_task()
         assert task is not None
         self._tasks[task] = None
@@ -152,12 +148,8 @@ class Arrival:
             if self.bytes + count > limit:
                 raise _too_large(f"{whose} may have {limit} bytes of bodies at a time")
             if used + count > limit:
-                raise ApiError(
-                    429,
-                    f"{whose} has {used} bytes of bodies under way, and may have {limit}; try again later",
-                    code="rate_limit_exceeded",
-                    headers={"Retry-After": str(RETRY_AFTER), "Connection": "close"},
-                )
+                message = f"{whose} has {used} bytes of bodies under way, and may have {limit}; try again later"
+                raise busy(429, message, "rate_limit_exceeded", Connection="close")
 
     def add(self, count: int) -> None:
         """Count received bytes. Raise ``ApiError`` as ``expect`` does."""
@@ -278,8 +270,7 @@ class GateMiddleware:
                 raise too_large
             if not upload:
                 arrival.expect(int(length))
-        receive = _in_time(receive, self._settings.upload_seconds if upload else math.inf)
-        receive = _limited(receive, limit, too_large)
+        receive = _in_time(receive, self._settings.upload_seconds if upload else math.inf, limit, too_large)
         if upload:
             return receive
         parts = []
@@ -355,16 +346,17 @@ def _replayed(body: bytes, receive: Receive) -> Receive:
     return replay
 
 
-def _in_time(receive: Receive, most: float) -> Receive:
-    """Return a ``receive`` that gives the parts of a body as they come. It raises ``ApiError`` 408
-    for a body that is too slow or takes longer than ``most`` seconds. Messages after its end are
-    never late."""
+def _in_time(receive: Receive, most: float, limit: int, too_large: ApiError) -> Receive:
+    """Return a ``receive`` that gives the parts of a body as they come. It raises ``too_large`` for
+    more than ``limit`` bytes, and ``ApiError`` 408 for a body that is too slow or takes longer than
+    ``most`` seconds. Messages after its end are never late."""
+    size = 0
     loop = asyncio.get_running_loop()
     end = loop.time() + most
     deadline: float | None = min(end, loop.time() + PATIENCE)
 
     async def timely() -> Message:
-        nonlocal deadline
+        nonlocal deadline, size
         try:
             async with asyncio.timeout_at(deadline):
                 message = await receive()
@@ -376,28 +368,18 @@ def _in_time(receive: Receive, most: float) -> Receive:
                 code="request_timeout",
                 headers={"Connection": "close"},
             ) from None
+        new = len(message.get("body", b""))
+        size += new
+        if size > limit:
+            raise too_large
         if deadline is not None:
             more = message["type"] == "http.request" and message.get("more_body", False)
             # A quick start does not allow for a long silence later.
-            later = min(deadline + len(message.get("body", b"")) / SLOWEST, loop.time() + PATIENCE, end)
+            later = min(deadline + new / SLOWEST, loop.time() + PATIENCE, end)
             deadline = later if more else None
         return message
 
     return timely
-
-
-def _limited(receive: Receive, limit: int, error: ApiError) -> Receive:
-    size = 0
-
-    async def limited() -> Message:
-        nonlocal size
-        message = await receive()
-        size += len(message.get("body", b""))
-        if size > limit:
-            raise error
-        return message
-
-    return limited
 
 
 def _headers(scope: Mapping[str, Any], name: bytes) -> Sequence[bytes]:

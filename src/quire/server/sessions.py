@@ -20,7 +20,7 @@ from typing import Any
 from quire.async_llm import AsyncSession
 from quire.engine.sequence_request import PinAccount
 from quire.errors import FailedPrecondition, NotFound
-from quire.server.errors import RETRY_AFTER, ApiError, bad_field
+from quire.server.errors import RETRY_AFTER, bad_field, busy
 from quire.server.settings import ServerSettings
 
 logger = logging.getLogger("quire.server")
@@ -83,19 +83,11 @@ class Sessions:
         more = f"{count} more session{'s' if count > 1 else ''} would be more than the"
         own = [held for held in self._held.values() if held.owner == owner]
         if len(own) + self._reserved[owner] + count > each:
-            raise ApiError(
-                429,
-                f"{more} {each} that this server holds{whose}; delete some",
-                code="session_limit",
-                headers=self._retry_after(own),
-            )
+            message = f"{more} {each} that this server holds{whose}; delete some"
+            raise busy(429, message, "session_limit", self._until_one_ends(own))
         if len(self._held) + self._reserved.total() + count > limit:
-            raise ApiError(
-                503,
-                f"{more} {limit} that this server holds; others have them, try again later",
-                code="session_limit",
-                headers=self._retry_after(self._held.values()),
-            )
+            message = f"{more} {limit} that this server holds; others have them, try again later"
+            raise busy(503, message, "session_limit", self._until_one_ends(self._held.values()))
         self._reserved[owner] += count
         try:
             yield
@@ -131,10 +123,9 @@ class Sessions:
             self._accounts[owner] = found
         return found
 
-    def _retry_after(self, held: Iterable[HeldSession]) -> dict[str, str]:
-        """Return a header with the seconds until the first of these expires, at most 60."""
-        soonest = min(map(self.time_left, held), default=0.0)
-        return {"Retry-After": str(max(RETRY_AFTER, min(60, math.ceil(soonest))))}
+    def _until_one_ends(self, held: Iterable[HeldSession]) -> int:
+        """Return the seconds until the first of these expires, at most 60."""
+        return max(RETRY_AFTER, min(60, math.ceil(min(map(self.time_left, held), default=0.0))))
 
     # -- using -------------------------------------------------------------------------------------
 
