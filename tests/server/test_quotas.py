@@ -12,7 +12,7 @@ import torch
 
 from quire import AsyncLLM, InvalidArgument
 from quire.server.errors import ApiError
-from quire.server.session_files import StoredBytes
+from quire.server.sessions import StoredBytes
 from quire.server.settings import ServerSettings
 
 from .conftest import OPTIONS, Served, pages_free, serving, wait_for

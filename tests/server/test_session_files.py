@@ -17,7 +17,8 @@ from engine.conftest import make_checkpoint
 from quire import LLM, AsyncLLM, SamplingParams
 from quire.errors import DataLoss
 from quire.server.errors import hiding
-from quire.server.session_files import StateFileResponse, StoredBytes, TemporaryFile
+from quire.server.session_files import StateFileResponse, TemporaryFile
+from quire.server.sessions import StoredBytes
 from quire.server.settings import ServerSettings
 from state_files import MISSING, NOT_A_NUMBER, changed, fields, metadata_of, of_metadata
 

@@ -59,12 +59,12 @@ class AsyncLLM:
     ) -> list[RequestOutput]:
         """Generate as ``LLM.generate`` does, also from sessions among the prompts. ``request_id``
         names the prompt for ``abort``. Of several, number i is called "name-i"."""
-        _check_name(request_id)
         given = unwrapped(prompts)
-        prepared = await self._background.call(
-            "generate", lambda: self._llm.prepare(given, sampling_params, adapter=adapter, cache_salt=cache_salt)
+        return await self._run(
+            "generate",
+            lambda: self._llm.prepare(given, sampling_params, adapter=adapter, cache_salt=cache_salt),
+            request_id,
         )
-        return await self._run(prepared, request_id)
 
     async def chat(
         self,
@@ -75,13 +75,13 @@ class AsyncLLM:
         **options: Unpack[ChatOptions],
     ) -> list[RequestOutput]:
         """Answer as ``LLM.chat`` does; ``request_id`` as in ``generate``."""
-        _check_name(request_id)
-        prepared = await self._background.call(
-            "chat", lambda: self._llm.prepare_chat(messages, sampling_params, **options)
-        )
-        return await self._run(prepared, request_id)
+        return await self._run("chat", lambda: self._llm.prepare_chat(messages, sampling_params, **options), request_id)
 
-    async def _run(self, prepared: PreparedPrompts, request_id: str | None) -> list[RequestOutput]:
+    async def _run(
+        self, verb: str, prepare: Callable[[], PreparedPrompts], request_id: str | None
+    ) -> list[RequestOutput]:
+        _check_name(request_id)
+        prepared = await self._background.call(verb, prepare)
         groups: list[list[SequenceRequest]] = []
 
         def submit() -> list[SequenceRequest]:
@@ -107,7 +107,6 @@ class AsyncLLM:
 
         The stream's ``output`` is the result that ``generate`` would return.
         """
-        _check_name(request_id)
         return self._stream(
             "stream",
             lambda: self._llm.prepare([prompt], sampling_params, adapter=adapter, cache_salt=cache_salt),
@@ -123,12 +122,13 @@ class AsyncLLM:
         **options: Unpack[ChatOptions],
     ) -> AsyncStream:
         """Answer one conversation, as a stream."""
-        _check_name(request_id)
         return self._stream(
             "stream_chat", lambda: self._llm.prepare_chat(messages, sampling_params, **options), request_id
         )
 
     def _stream(self, verb: str, prepare: Callable[[], PreparedPrompts], request_id: str | None) -> AsyncStream:
+        _check_name(request_id)
+
         async def prepared() -> PreparedJob:
             found = await self._background.call(verb, prepare)
             if len(found.ids) != 1:

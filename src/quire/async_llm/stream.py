@@ -62,9 +62,6 @@ class AsyncStream(AsyncIterator[SampleDelta]):
             raise FailedPrecondition("the stream has no output yet; ask for its first delta")
         return self._prepared.output()
 
-    def __aiter__(self) -> Self:
-        return self
-
     async def __anext__(self) -> SampleDelta:
         if self._busy:
             raise FailedPrecondition("another task awaits the next delta of this stream; a stream has one reader")

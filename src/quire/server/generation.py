@@ -7,10 +7,10 @@ take time, so they run on worker threads.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, aclosing
-from dataclasses import dataclass, field
-from typing import Any, Protocol, Self, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,13 +40,11 @@ Named: TypeAlias = AbstractContextManager[None]
 """A context of ``errors.naming``."""
 
 
-class Source(Protocol):
+class Source(AsyncIterator[SampleDelta], Protocol):
     """A stream of one prompt: an ``AsyncStream``, or a ``ClientSessionStream``."""
 
     @property
     def output(self) -> RequestOutput: ...
-    def __aiter__(self) -> Self: ...
-    async def __anext__(self) -> SampleDelta: ...
     async def aclose(self) -> None: ...
 
 
@@ -242,35 +240,27 @@ def ending(reason: FinishReason | None, stop_reason: str | int | None) -> dict[s
     return {"finish_reason": reason, "stop_reason": stop_reason if reason == "stop" else None}
 
 
-@dataclass(slots=True)
 class Usage:
     """The numbers of tokens of one request, over all of its prompts."""
 
-    tokens: dict[str, int] = field(default_factory=dict)
-    """The numbers for the log."""
-    prompt: int = 0
-    cached: int = 0
-    completion: int = 0
+    def __init__(self) -> None:
+        self.tokens: Counter[str] = Counter()
+        """The numbers by their names in the log: prompt, cached, completion."""
 
     def begin(self, output: RequestOutput) -> None:
         """Count a prompt."""
-        self.prompt += len(output.prompt_token_ids)
-        self.cached += output.num_cached_tokens
-        self._note()
+        self.tokens.update(prompt=len(output.prompt_token_ids), cached=output.num_cached_tokens, completion=0)
 
     def add(self, count: int) -> None:
         """Count generated tokens."""
-        self.completion += count
-        self._note()
-
-    def _note(self) -> None:
-        self.tokens.update(prompt=self.prompt, cached=self.cached, completion=self.completion)
+        self.tokens["completion"] += count
 
     def body(self) -> dict[str, Any]:
         """Return OpenAI's ``usage`` object."""
+        prompt, completion = self.tokens["prompt"], self.tokens["completion"]
         return {
-            "prompt_tokens": self.prompt,
-            "completion_tokens": self.completion,
-            "total_tokens": self.prompt + self.completion,
-            "prompt_tokens_details": {"cached_tokens": self.cached},
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": self.tokens["cached"]},
         }

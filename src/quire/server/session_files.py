@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import shutil
 import tempfile
-from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from pathlib import Path
@@ -18,46 +17,12 @@ from quire.async_llm import AsyncSession
 from quire.errors import Cancelled
 from quire.kv.atomic_file import os_errors
 from quire.server.context import Context
-from quire.server.errors import ApiError, busy, hiding
+from quire.server.errors import hiding
 from quire.server.events import ClientGone, unless_gone
-from quire.server.settings import ServerSettings
+from quire.server.sessions import StoredBytes
 
 CHUNK = 1 << 20
 """Bytes per read or write."""
-
-
-class StoredBytes:
-    """The count of bytes of a server's state files on the disk, in all and by key. It runs on the
-    server's event loop."""
-
-    def __init__(self, settings: ServerSettings) -> None:
-        self._limit, self._each = settings.stored_limit, settings.stored_per_key
-        self._held: Counter[str] = Counter()
-
-    def change(self, owner: str, old: int, new: int) -> None:
-        """Count ``new`` bytes instead of ``old`` ones for a file of ``owner``. Raise ``ApiError``,
-        and change nothing: 429 if the owner then has too many, 503 if all together have, 400 if the
-        file alone is too large for an owner."""
-        if new > old:
-            if new > self._each:
-                raise ApiError(
-                    400, f"a state file of {new} bytes; at most {self._each} bytes are stored", code="storage_limit"
-                )
-            more, beside = f"{new - old} more bytes of state files", "would be too many beside"
-            if (own := self._held[owner]) + new - old > self._each:
-                message = f"{more} {beside} {own} of yours; at most {self._each} are stored: wait for the others to end"
-                raise busy(429, message, "storage_limit")
-            if (held := self._held.total()) + new - old > self._limit:
-                message = f"{more} {beside} {held} of all; at most {self._limit} are stored: try again later"
-                raise busy(503, message, "storage_limit")
-        self._held[owner] += new - old
-        if not self._held[owner]:
-            del self._held[owner]
-
-    @property
-    def total(self) -> int:
-        """Bytes of all files."""
-        return self._held.total()
 
 
 class TemporaryFile:

@@ -46,19 +46,17 @@ from quire.server.tool_literals import closing, literal_json, python_call, pytho
 from quire.server.tool_reader import Malformed, Reader, Steps, ToolCall, checked_name, checked_text
 
 Tools: TypeAlias = Sequence[Mapping[str, Any]]
-"""OpenAI's tools: ``{"type": "function", "function": {"name": str, "parameters": {...}, ...}}``."""
+"""OpenAI's tools: ``{"type": "function", "function": {"name": str, "parameters": {...}, ...}}``, as
+the request's body was checked to be."""
 
 
 def schemas_of(tools: Tools) -> dict[str, Mapping[str, Any]]:
-    """Return the JSON schemas of the parameters of each tool, by their names. Never raises."""
-    found: dict[str, Mapping[str, Any]] = {}
+    """Return the JSON schemas of the parameters of each tool, by their names."""
+    schemas: dict[str, Mapping[str, Any]] = {}
     for tool in tools:
-        function = tool.get("function") if isinstance(tool, Mapping) else None
-        if isinstance(function, Mapping):
-            schema = function.get("parameters")
-            properties = schema.get("properties") if isinstance(schema, Mapping) else None
-            found[str(function.get("name"))] = properties if isinstance(properties, Mapping) else {}
-    return found
+        properties = (tool["function"].get("parameters") or {}).get("properties")
+        schemas[tool["function"]["name"]] = properties if isinstance(properties, Mapping) else {}
+    return schemas
 
 
 class Offered:
@@ -225,13 +223,7 @@ def _types(schema: object) -> set[str]:
     if not isinstance(schema, Mapping):
         return set()
     named = schema.get("type")
-    types = (
-        {named}
-        if isinstance(named, str)
-        else {each for each in named if isinstance(each, str)}
-        if isinstance(named, list)
-        else set()
-    )
+    types = {each for each in (named if isinstance(named, list) else [named]) if isinstance(each, str)}
     for word in ("anyOf", "oneOf", "allOf"):
         if isinstance(branches := schema.get(word), list):
             types.update(*map(_types, branches))

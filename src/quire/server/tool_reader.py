@@ -274,11 +274,9 @@ class Reader:
         yield from self.run(_SCALAR_RUN, taken.append)
         return "".join(taken)
 
-    def json(self, openers: str = "") -> Steps[str]:
-        """Return a JSON value as it is written: one that begins with one of ``openers``, or any."""
+    def json(self) -> Steps[str]:
+        """Return a JSON value as it is written."""
         taken: list[str] = []
-        if openers and (yield from self.peek()) not in tuple(openers):
-            raise Malformed
         yield from self.value(taken.append)
         return "".join(taken)
 

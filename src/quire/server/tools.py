@@ -244,11 +244,19 @@ def schema_for(tools: Tools, choice: str | Mapping[str, Any]) -> dict[str, Any]:
 
     For ``"required"`` it is an array of calls ``{"name": ..., "parameters": {...}}``, for
     ``{"type": "function", "function": {"name": ...}}`` the arguments of that function. Raise
-    ``InvalidArgument`` for another choice, an unknown function, and no or malformed tools.
+    ``InvalidArgument`` for another choice, an unknown function, and tools that cannot be forced.
     """
     functions = _functions(tools)
     if choice != "required":
-        return functions[_chosen(choice, functions)]
+        function = choice.get("function") if isinstance(choice, Mapping) and choice.get("type") == "function" else None
+        name = function.get("name") if isinstance(function, Mapping) else None
+        if not isinstance(name, str):
+            allowed = '"required" or {"type": "function", "function": {"name": ...}}'
+            raise InvalidArgument(field="tool_choice", given=choice, allowed=allowed)
+        if name not in functions:
+            known = ", ".join(functions)
+            raise InvalidArgument(f"tool_choice names {name!r}; the tools are {known}", field="tool_choice")
+        return functions[name]
     definitions = {str(index): _moved(schema, f"#/$defs/{index}") for index, schema in enumerate(functions.values())}
     calls = [
         {
@@ -263,44 +271,26 @@ def schema_for(tools: Tools, choice: str | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def forced_format(choice: str | Mapping[str, Any]) -> ToolFormat:
-    """Return the format of texts under ``schema_for``. Raise ``InvalidArgument`` as it does."""
-    if choice == "required":
-        return ToolFormat(name="required", markers=(), grammar=tool_formats.array_of_calls, bare=True)
-    name = _chosen(choice, None)
-    return ToolFormat(name="named", markers=(), grammar=tool_formats.one_object(name), bare=True)
-
-
-def _chosen(choice: str | Mapping[str, Any], functions: Mapping[str, Any] | None) -> str:
-    function = choice.get("function") if isinstance(choice, Mapping) and choice.get("type") == "function" else None
-    name = function.get("name") if isinstance(function, Mapping) else None
-    if not isinstance(name, str):
-        allowed = '"required" or {"type": "function", "function": {"name": ...}}'
-        raise InvalidArgument(field="tool_choice", given=choice, allowed=allowed)
-    if functions is not None and name not in functions:
-        raise InvalidArgument(f"tool_choice names {name!r}; the tools are {', '.join(functions)}", field="tool_choice")
-    return name
+    """Return the format of texts under ``schema_for``, which has checked the choice."""
+    if isinstance(choice, str):
+        return ToolFormat(name=choice, markers=(), grammar=tool_formats.array_of_calls, bare=True)
+    grammar = tool_formats.one_object(choice["function"]["name"])
+    return ToolFormat(name="named", markers=(), grammar=grammar, bare=True)
 
 
 def _functions(tools: Tools) -> dict[str, dict[str, Any]]:
     """Return the schema of each tool's arguments, by name."""
     functions: dict[str, dict[str, Any]] = {}
     for index, tool in enumerate(tools):
-        function = tool.get("function") if isinstance(tool, Mapping) and tool.get("type") == "function" else None
-        if not isinstance(function, Mapping):
-            allowed = '{"type": "function", "function": {...}}'
-            raise InvalidArgument(field=f"tools.{index}", given=tool, allowed=allowed)
-        name, schema = function.get("name"), function.get("parameters")
-        if not isinstance(name, str) or not _NAME.fullmatch(name):
+        name, schema, place = tool["function"]["name"], tool["function"].get("parameters"), f"tools.{index}.function"
+        if not _NAME.fullmatch(name):
             allowed = "1 to 64 letters, digits, dots, dashes and underscores"
-            raise InvalidArgument(field=f"tools.{index}.function.name", given=name, allowed=allowed)
+            raise InvalidArgument(field=f"{place}.name", given=name, allowed=allowed)
         if name in functions:
-            field = f"tools.{index}.function.name"
-            raise InvalidArgument(f"{field} is {name!r}, as that of another tool; expected each once", field=field)
-        if schema is not None and not isinstance(schema, Mapping):
-            raise InvalidArgument(field=f"tools.{index}.function.parameters", given=schema, allowed="a JSON schema")
+            message = f"{place}.name is {name!r}, as that of another tool; expected each once"
+            raise InvalidArgument(message, field=f"{place}.name")
         if schema and schema.get("type", "object") != "object":
-            field = f"tools.{index}.function.parameters.type"
-            raise InvalidArgument(field=field, given=schema["type"], allowed="'object'")
+            raise InvalidArgument(field=f"{place}.parameters.type", given=schema["type"], allowed="'object'")
         functions[name] = {"type": "object", **schema} if schema else {"type": "object", "properties": {}}
     if not functions:
         raise InvalidArgument("tools is empty; expected at least one tool to call", field="tools")
