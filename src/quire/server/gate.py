@@ -169,7 +169,7 @@ class GateMiddleware:
         self._app = app
         self._gate = gate
         self._settings = settings
-        self._bodies = Arrivals(BODIES * settings.body_limit, BODIES_PER_KEY * settings.body_limit)
+        self._bodies = Arrivals(BODIES * int(settings.max_body_bytes), BODIES_PER_KEY * int(settings.max_body_bytes))
         # Digests have one length, so the time of a comparison does not tell a key's length.
         self._keys = [hashlib.sha256(key.encode()).digest() for key in settings.api_key]
 
@@ -262,7 +262,7 @@ class GateMiddleware:
     async def _body(self, scope: Scope, receive: Receive, arrival: Arrival) -> Receive | None:
         """Return the body's ``receive``; None if the client has gone. Uploads are not buffered."""
         upload = scope["path"] in UPLOADS
-        limit = self._settings.upload_limit if upload else self._settings.body_limit
+        limit = int(self._settings.max_upload_bytes) if upload else int(self._settings.max_body_bytes)
         name = "max_upload_bytes" if upload else "max_body_bytes"
         too_large = _too_large(f"the body is larger than {limit} bytes ({name})")
         for length in _headers(scope, b"content-length"):

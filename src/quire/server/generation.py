@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, aclosing
 from typing import Any, Protocol, TypeAlias, TypeVar
 
@@ -40,7 +40,7 @@ Named: TypeAlias = AbstractContextManager[None]
 """A context of ``errors.naming``."""
 
 
-class Source(AsyncIterator[SampleDelta], Protocol):
+class Source(AsyncIterable[SampleDelta], Protocol):
     """A stream of one prompt: an ``AsyncStream``, or a ``ClientSessionStream``."""
 
     @property

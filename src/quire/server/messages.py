@@ -113,12 +113,9 @@ def message_of(deltas: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         content += delta.get("content", "")
         reasoning += delta.get("reasoning_content", "")
         for part in delta.get("tool_calls", ()):
-            known = calls.setdefault(part["index"], {"id": part.get("id"), "type": "function", "function": {}})
-            function = known["function"]
-            known["function"] = {
-                "name": function.get("name", part["function"].get("name")),
-                "arguments": function.get("arguments", "") + part["function"]["arguments"],
-            }
+            function = {"name": part["function"].get("name"), "arguments": ""}
+            call = calls.setdefault(part["index"], {"id": part.get("id"), "type": "function", "function": function})
+            call["function"]["arguments"] += part["function"]["arguments"]
     message: dict[str, Any] = {
         "role": "assistant",
         "content": content if content or not calls else None,

@@ -116,12 +116,10 @@ class Sessions:
 
     def account(self, owner: str) -> PinAccount:
         """Return the account in which an owner's pinned sessions count."""
-        found = self._accounts.get(owner)
-        if found is None:
-            settings = self._settings
-            found = PinAccount(share=settings.pinned_share_per_key, total=settings.max_pinned_share)
-            self._accounts[owner] = found
-        return found
+        if owner not in self._accounts:
+            share, total = self._settings.pinned_share_per_key, self._settings.max_pinned_share
+            self._accounts[owner] = PinAccount(share=share, total=total)
+        return self._accounts[owner]
 
     def _until_one_ends(self, held: Iterable[HeldSession]) -> int:
         """Return the seconds until the first of these expires, at most 60."""
@@ -227,7 +225,7 @@ class StoredBytes:
     server's event loop."""
 
     def __init__(self, settings: ServerSettings) -> None:
-        self._limit, self._each = settings.stored_limit, settings.stored_per_key
+        self._limit, self._each = int(settings.max_stored_bytes), settings.stored_per_key
         self._held: Counter[str] = Counter()
 
     def change(self, owner: str, old: int, new: int) -> None:

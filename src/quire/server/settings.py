@@ -97,7 +97,7 @@ class ServerSettings:
             if self._is_given(limit):
                 size = parse_bytes(getattr(self, limit), name=limit)
                 check_int(limit, size, 1)
-                object.__setattr__(self, limit, size)
+                object.__setattr__(self, limit, size)  # a number from here on
         for count in ("max_waiting", "max_sessions", "max_sessions_per_key"):
             if self._is_given(count):
                 check_int(count, getattr(self, count), 1)
@@ -113,16 +113,6 @@ class ServerSettings:
         return getattr(self, name) is not None or not name.endswith("_per_key")
 
     @property
-    def body_limit(self) -> int:
-        """``max_body_bytes`` as a number."""
-        return parse_bytes(self.max_body_bytes, name="max_body_bytes")
-
-    @property
-    def upload_limit(self) -> int:
-        """``max_upload_bytes`` as a number."""
-        return parse_bytes(self.max_upload_bytes, name="max_upload_bytes")
-
-    @property
     def sessions_per_key(self) -> int:
         """``max_sessions_per_key``, or its default."""
         return min(self.max_sessions, self.max_sessions_per_key or math.ceil(self.max_sessions * self._per_key))
@@ -133,17 +123,11 @@ class ServerSettings:
         return min(self.max_pinned_share, self.max_pinned_share_per_key or self.max_pinned_share * self._per_key)
 
     @property
-    def stored_limit(self) -> int:
-        """``max_stored_bytes`` as a number."""
-        return parse_bytes(self.max_stored_bytes, name="max_stored_bytes")
-
-    @property
     def stored_per_key(self) -> int:
-        """``max_stored_bytes_per_key`` as a number, or its default."""
+        """``max_stored_bytes_per_key``, or its default."""
         given = self.max_stored_bytes_per_key
-        if given is None:
-            return math.ceil(self.stored_limit * self._per_key)
-        return min(self.stored_limit, parse_bytes(given, name="max_stored_bytes_per_key"))
+        total = int(self.max_stored_bytes)
+        return math.ceil(total * self._per_key) if given is None else min(total, int(given))
 
     @property
     def _per_key(self) -> float:
