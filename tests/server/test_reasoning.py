@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.errors import FailedPrecondition
-from quire.server.reasoning import ReasoningFormat, reasoning_for
+from quire.server.reasoning import ReasoningFormat, StreamingReasoning, reasoning_for
 
 THINK = ReasoningFormat(name="think", opener="<think>", closer="</think>")
 BRACKETS = ReasoningFormat(name="mistral", opener="[THINK]", closer="[/THINK]")
@@ -50,7 +50,7 @@ def parsed(format: ReasoningFormat, text: str, opened: bool | None = None) -> tu
 
 
 def streamed(format: ReasoningFormat, pieces: list[str], opened: bool | None) -> tuple[str | None, str]:
-    parser = format.streaming(opened)
+    parser = StreamingReasoning(format, opened)
     deltas = [delta for piece in pieces for delta in parser.feed(piece)] + parser.finish()
     assert all(bool(delta.reasoning) != bool(delta.content) for delta in deltas)
     kinds = [bool(delta.reasoning) for delta in deltas]
@@ -90,7 +90,7 @@ def test_examples(text: str, opened: bool, reasoning: str | None, content: str) 
 
 
 def test_reasoning_is_streamed_as_it_comes() -> None:
-    parser = THINK.streaming()
+    parser = StreamingReasoning(THINK)
     assert parser.feed("<thi") == parser.feed("nk>\n") == []
     assert [delta.reasoning for delta in parser.feed("One ")] == ["One"]
     assert [delta.reasoning for delta in parser.feed("two")] == [" two"]
@@ -145,7 +145,7 @@ def test_time_is_linear(body: str) -> None:
         text = "<think>" + body * (size // len(body))
         best = float("inf")
         for _ in range(3):
-            parser = THINK.streaming()
+            parser = StreamingReasoning(THINK)
             begin = time.process_time()
             for char in text:
                 parser.feed(char)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from quire.errors import FailedPrecondition, InvalidArgument, Unsupported
 from quire.server.tool_reader import MAX_DEPTH, Malformed, Reader, ToolCall
-from quire.server.tools import ToolFormat, forced_format, parser_for, schema_for
+from quire.server.tools import StreamingToolParser, ToolFormat, forced_format, parser_for, schema_for
 
 NAMES = ("hermes", "granite", "llama3_json", "mistral", "deepseek_v3", "qwen3_coder", "glm45", "lfm2", "cohere")
 BLOCK, BLOCK_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
@@ -55,7 +55,7 @@ def parsed(format: ToolFormat, text: str, tools: Any = None) -> ParsedMessage:
 
 
 def streamed(format: ToolFormat, pieces: list[str], tools: Any = None) -> ParsedMessage:
-    parser = format.streaming(tools)
+    parser = StreamingToolParser(format, tools)
     deltas = [delta for piece in pieces for delta in parser.feed(piece)] + parser.finish()
     names: list[str] = []
     arguments: list[str] = []
@@ -598,7 +598,7 @@ def test_json_that_names_no_offered_tool_is_an_answer() -> None:
 
 
 def test_a_stream_gives_content_and_arguments_as_they_come() -> None:
-    parser = format_of("hermes").streaming()
+    parser = StreamingToolParser(format_of("hermes"))
 
     def feed(text: str) -> list[tuple[int | None, str | None, str]]:
         return [(delta.index, delta.name, delta.arguments) for delta in parser.feed(text)]
@@ -651,7 +651,7 @@ def test_time_is_linear(name: str, unit: str, begin: str) -> None:
     def seconds(size: int) -> float:
         text, best = begin + unit * (size // len(unit)), float("inf")
         for _ in range(3):
-            parser = format_of(name).streaming()
+            parser = StreamingToolParser(format_of(name))
             started = time.process_time()
             for char in text:
                 parser.feed(char)

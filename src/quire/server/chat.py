@@ -59,13 +59,15 @@ async def chat_completions(request: Request, body: ChatRequest) -> Response:
         with naming(fields, "session_id"):
             template = select_template(tokenizer.chat_templates)
             format, in_session = _reading(context, tokenizer, template, params, tools, None)
+            # The template writes the wrappers of an answer's text itself, or refuses them.
+            wrapped = format.harmony or (format.calls is not None and bool(format.calls.wrappers))
             source = ClientSessionStream(
                 context,
                 request.state.owner,
                 body.session_id,
                 in_session,
                 messages=body.messages,
-                answer=(lambda text: answer_of(text, format)) if _wraps_answers(format) else None,
+                answer=(lambda text: answer_of(text, format)) if wrapped else None,
                 model=body.model,
             )
             reply = ChatReply(request, context, body, params, tools, format)
@@ -246,11 +248,6 @@ def _message_format(
         one_call=tools.one_call,
         short_ids=own is not None and own.name == "mistral",
     )
-
-
-def _wraps_answers(format: MessageFormat) -> bool:
-    """Return whether an answer's text has wrappers that the template writes itself, or refuses."""
-    return format.harmony or (format.calls is not None and bool(format.calls.wrappers))
 
 
 def _unskipped(params: SamplingParams, format: MessageFormat, tokenizer: Tokenizer) -> SamplingParams:

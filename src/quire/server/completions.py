@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from starlette.responses import Response
 
 from quire.async_llm import SampleDelta
-from quire.engine.tokenizer import Tokenizer
 from quire.outputs import RequestOutput
 from quire.sampling_params import SamplingParams
 from quire.server.context import Context
@@ -178,7 +177,11 @@ class CompletionReply(Reply):
                 tokenizer, [] if self._echo else output.prompt_token_ids, skip_special_tokens=skips
             )
             if self._echo:
-                text = _echoed(self._prompts[number], tokenizer, skip_special_tokens=skips) + text
+                prompt = self._prompts[number]
+                assert tokenizer is not None  # checked before
+                text = (
+                    prompt if isinstance(prompt, str) else tokenizer.decode(prompt, skip_special_tokens=skips)
+                ) + text
                 ids = [*output.prompt_token_ids, *ids]
                 # The first token has no entry, so a prompt of one token has no others.
                 entries = [*(output.prompt_logprobs or [None] * len(output.prompt_token_ids)), *entries]
@@ -197,10 +200,3 @@ class CompletionReply(Reply):
         choice = self.choice(number, delta)
         # Text that could become a stop string or a character is held back.
         return [choice] if choice["text"] or choice["logprobs"] is not None or delta.finish_reason is not None else []
-
-
-def _echoed(prompt: str | list[int], tokenizer: Tokenizer | None, *, skip_special_tokens: bool) -> str:
-    if isinstance(prompt, str):
-        return prompt
-    assert tokenizer is not None  # checked before
-    return tokenizer.decode(prompt, skip_special_tokens=skip_special_tokens)

@@ -19,7 +19,7 @@ import re
 import secrets
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -76,8 +76,9 @@ class Gate:
     def under_way(self) -> int:
         return len(self._tasks)
 
-    def enter(self) -> None:
-        """Count the calling task. Raise ``ApiError`` 503 when closing, 429 when full."""
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Count the task until the block ends. Raise ``ApiError`` 503 when closing, 429 if full."""
         if self.closing:
             raise _stopping()
         if len(self._tasks) >= self.limit:
@@ -87,14 +88,12 @@ class Gate:
         assert task is not None
         self._tasks[task] = None
         self._idle.clear()
-
-    def leave(self) -> None:
-        """Stop counting the calling task."""
-        task = asyncio.current_task()
-        if task is not None:
-            self._tasks.pop(task, None)
-        if not self._tasks:
-            self._idle.set()
+        try:
+            yield
+        finally:
+            del self._tasks[task]
+            if not self._tasks:
+                self._idle.set()
 
     def close(self) -> None:
         """Refuse further requests."""
@@ -208,36 +207,32 @@ class GateMiddleware:
             logs.request(passage, state.get("tokens"))
 
     async def _pass(self, passage: logs.Passage, scope: Scope, receive: Receive, send: Send) -> None:
-        counted = False
-        try:
-            check_framing(scope)
-            owner = scope["state"]["owner"] = self._owner(scope)
-            if scope["path"] not in UNCOUNTED:
-                self._gate.enter()
-                counted = True
-            # The body is in memory until the answer is sent.
-            with self._bodies.of(owner) as arrival:
-                admitted = await self._body(scope, receive, arrival)
-                if admitted is not None:
-                    await self._app(scope, admitted, send)
-        except asyncio.CancelledError:
-            if not self._gate.cancelling:
-                raise
-            if passage.status is None:
-                await error_response(_stopping())(scope, receive, send)
-        except ReaderGone:
-            pass  # the server closes the connection after an incomplete answer
-        except Exception as error:
-            found = api_error(error)
-            if found.status == 500:
-                passage.error = error
-                logs.failure(passage, error)
-            # The answer has begun. The server closes the connection, so the client sees the break.
-            if passage.status is None and not passage.gone:
-                await error_response(found)(scope, receive, send)
-        finally:
-            if counted:
-                self._gate.leave()
+        with ExitStack() as counted:
+            try:
+                check_framing(scope)
+                owner = scope["state"]["owner"] = self._owner(scope)
+                if scope["path"] not in UNCOUNTED:
+                    counted.enter_context(self._gate.running())
+                # The body is in memory until the answer is sent.
+                with self._bodies.of(owner) as arrival:
+                    admitted = await self._body(scope, receive, arrival)
+                    if admitted is not None:
+                        await self._app(scope, admitted, send)
+            except asyncio.CancelledError:
+                if not self._gate.cancelling:
+                    raise
+                if passage.status is None:
+                    await error_response(_stopping())(scope, receive, send)
+            except ReaderGone:
+                pass  # the server closes the connection after an incomplete answer
+            except Exception as error:
+                found = api_error(error)
+                if found.status == 500:
+                    passage.error = error
+                    logs.failure(passage, error)
+                # Once an answer has begun, the server closes the connection: the client sees that.
+                if passage.status is None and not passage.gone:
+                    await error_response(found)(scope, receive, send)
 
     def _owner(self, scope: Scope) -> str:
         """Return a digest of the request's key, "" for a server without keys, or raise a 401."""

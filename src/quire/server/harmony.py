@@ -24,7 +24,6 @@ How messages are read:
 
 Rules for every text:
 
-- The deltas add up to the same however the text is cut.
 - Nothing is lost but headers, markers, white space between messages, and the text after the
   ``<|call|>`` of a message to a tool. The turn ends there; a model that goes on invents the tool's
   answer.
@@ -32,7 +31,6 @@ Rules for every text:
   no place for it: inside a JSON string of arguments; ``<|end|>`` with neither a header nor the end
   after it (after a call it ends the call); the beginning of a header that does not become one. A
   text that spells a whole header cannot be told from a header.
-- The time is linear in the length of the text, and nothing raises.
 """
 
 from __future__ import annotations

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.server.harmony import HarmonyReader
-from quire.server.reasoning import ReasoningFormat
+from quire.server.reasoning import ReasoningFormat, StreamingReasoning
 from quire.server.tool_formats import json_type
 from quire.server.tool_reader import Delta, MessageParser
-from quire.server.tools import ToolFormat
+from quire.server.tools import StreamingToolParser, ToolFormat
 
 _LETTERS = string.ascii_letters + string.digits
 _MISTRAL_ID = 9
@@ -56,8 +56,8 @@ class MessageReader:
         if format.harmony:
             self._first = HarmonyReader(format.tools, in_reasoning=bool(format.in_reasoning))
         elif format.reasoning is not None:
-            self._first = format.reasoning.streaming(format.in_reasoning)
-        self._calls = None if format.calls is None else format.calls.streaming(format.tools)
+            self._first = StreamingReasoning(format.reasoning, format.in_reasoning)
+        self._calls = None if format.calls is None else StreamingToolParser(format.calls, format.tools)
         self._arguments: dict[int, list[str]] = {}
         """The arguments so far, by call."""
 

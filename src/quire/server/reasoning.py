@@ -7,7 +7,6 @@ marker, and the message begins inside the reasoning (``ReasoningFormat.opened_by
 
 Rules for every text:
 
-- The deltas add up to the same however the text is cut.
 - Reasoning stands at the beginning only. Markers anywhere else are content.
 - Reasoning that was cut short is reasoning, with no content.
 - White space around the reasoning is dropped. A message without reasoning is unchanged content.
@@ -45,18 +44,15 @@ class ReasoningFormat:
         """Return whether a message after ``prompt``, with special tokens, begins in reasoning."""
         return prompt.rstrip().endswith(self.opener)
 
-    def streaming(self, opened: bool | None = None) -> StreamingReasoning:
-        """Return a parser for one message. ``opened``: whether the message begins inside the
-        reasoning; None: the template decides."""
-        return StreamingReasoning(self, self.opened if opened is None else opened)
-
 
 class StreamingReasoning(MessageParser):
     """A parser of one message into reasoning and content, as its text arrives."""
 
-    def __init__(self, format: ReasoningFormat, opened: bool) -> None:
+    def __init__(self, format: ReasoningFormat, opened: bool | None = None) -> None:
+        """Begin a message. ``opened``: whether that is inside the reasoning; None: the template
+        decides."""
         super().__init__()
-        self._format, self._opened = format, opened
+        self._format, self._opened = format, format.opened if opened is None else opened
         self._state: Literal["start", "reasoning", "content"] = "start"
         self._pending = ""
         """Text that may become a marker; shorter than one."""

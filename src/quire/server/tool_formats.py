@@ -4,13 +4,9 @@ A grammar is a generator over a ``Reader``. It yields where it needs more text, 
 place between the pieces of a stream and reads every character once, however the text is cut. It
 fails at the first character that its format does not allow.
 
-A call begins when its name is known and its arguments have opened. Every piece of the arguments is
-passed on as it is read; strings in them may be no JSON. If the arguments come before the name, or
-as a string, the call is given when it is whole. If a grammar fails in a call that has begun, the
-call gets the text up to the mark that ends it (``Reader.ends``), or to the next marker in formats
-without one. Text that belongs to no call is the model's, whether the grammar ended or failed, and
-the search for markers goes on at the character that did not fit. Only the few characters of a
-marker are read twice, so the time is linear.
+What a call gets of its text, also if its grammar fails, is in ``server.tools``. Text that belongs to
+no call is the model's, and the search for markers goes on at the character that did not fit. Only
+the few characters of a marker are read twice, so the time is linear.
 
 The formats are those in the chat templates of the families:
 

@@ -62,7 +62,8 @@ class Delta:
 
 
 class MessageParser(ABC):
-    """A parser of one message, as its text arrives."""
+    """A parser of one message, as its text arrives. However the text is cut, its deltas add up to
+    the same. No text raises, and the time is linear in its length."""
 
     def __init__(self) -> None:
         self._deltas: list[Delta] = []

@@ -2,7 +2,6 @@
 
 Rules for every format and every text:
 
-- The deltas add up to the same however the text is cut.
 - A call begins as soon as its name is known and its arguments have opened; if the name comes last,
   or the arguments are a string, when it is whole. From then on its arguments are given as they are
   written, and it stays a call, also if its text turns malformed or ends.
@@ -10,13 +9,10 @@ Rules for every format and every text:
   that JSON does not have. If the call turns malformed, its arguments get its whole text up to the
   mark that ends it (without one, up to the next marker or the end), so that they do not seem whole.
   If the text ends, they are the part that was written.
-- Other text is content, unchanged. Nothing is lost or doubled but the format's own parts, and
-  nothing raises. The mark that ends a call is the format's, also if the call is malformed.
+- Other text is content, unchanged. Nothing is lost or doubled but the format's own parts. The mark
+  that ends a call is the format's, also if the call is malformed.
 - A marker inside a JSON string is no marker.
 - White space after the last text is the format's if there are calls. Other white space is content.
-- The time is linear in the length of the text.
-
-No I/O, and nothing of HTTP.
 """
 
 from __future__ import annotations
@@ -53,11 +49,6 @@ class ToolFormat:
     wrappers: tuple[str, ...] = ()
     """Marks around the text of an answer; they are no content."""
 
-    def streaming(self, tools: Tools | None = None) -> StreamingToolParser:
-        """Return a parser for one message. ``tools`` tells the types of parameters, for the formats
-        that write values bare, and the names, for those whose calls look like an answer in JSON."""
-        return StreamingToolParser(self, tools)
-
     @property
     def without_calls(self) -> ToolFormat | None:
         """A format for messages without calls, which drops the wrappers; None without wrappers."""
@@ -68,6 +59,8 @@ class StreamingToolParser(MessageParser):
     """A parser of the calls of one message, as its text arrives."""
 
     def __init__(self, format: ToolFormat, tools: Tools | None = None) -> None:
+        """Begin a message. ``tools`` tells the types of parameters, for the formats that write
+        values bare, and the names, for those whose calls look like an answer in JSON."""
         super().__init__()
         self._format = format
         self._offered = Offered(tools)
