@@ -27,7 +27,6 @@ from quire.errors import (
 )
 from quire.sampling_params import BeamSearchParams
 from quire.server.errors import RETRY_AFTER, STATUSES, api_error
-from quire.server.events import ClientGone
 
 from .conftest import Served, pages_free, wait_for
 
@@ -44,7 +43,6 @@ EXPECTED: dict[type[QuireError], tuple[int, str, str]] = {
     GrammarsBusy: (429, "rate_limit_exceeded", "rate_limit_error"),
     Unsupported: (400, "unsupported", REFUSED),
     Cancelled: (499, "cancelled", REFUSED),
-    ClientGone: (499, "cancelled", REFUSED),
     DataLoss: (400, "data_loss", REFUSED),
     BlendLoadError: (400, "blend_load_error", REFUSED),
     CheckpointError: (400, "bad_checkpoint", REFUSED),

@@ -349,7 +349,7 @@ def strict(text: str) -> int | None:
 
 def read_json(text: str, pieces: list[str]) -> str | None:
     reader = Reader(lambda name, arguments: None)
-    steps = reader.json("{[")
+    steps = reader.json()
     try:
         for piece in pieces:
             reader.push(piece)

@@ -11,7 +11,6 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
-from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
 from starlette.requests import Request
@@ -35,10 +34,6 @@ def encode_json(value: Any) -> bytes:
     """Return JSON in ASCII. It has no line end of Unicode, at which some clients split events, and
     can hold half a surrogate pair."""
     return json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":")).encode("ascii")
-
-
-class ClientGone(Cancelled):
-    """The client has closed the connection."""
 
 
 class Closable(Protocol):
@@ -85,12 +80,13 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request_id = scope.get("state", {}).get("request_id")
         try:
-            with suppress(ClientGone):
-                await unless_gone(Request(scope, receive), self._send(send, request_id))
+            sender = await _done_unless_gone(receive, self._send(send, request_id))
         finally:
             await self._chunks.aclose()
             for source in self._sources:
                 await source.aclose()
+        if sender is not None:
+            sender.result()
 
     async def _send(self, send: Send, request_id: str | None) -> None:
         first = await anext(self._chunks, None)
@@ -116,19 +112,25 @@ async def _send_event(send: Send, chunk: Chunk) -> None:
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Await ``work``. If the client goes away, cancel it and raise ``ClientGone``."""
+    """Await ``work``. If the client goes away, cancel it and raise ``Cancelled``."""
+    task = await _done_unless_gone(request.receive, work)
+    if task is None:
+        raise Cancelled("the client closed the connection")
+    return task.result()
+
+
+async def _done_unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> asyncio.Task[T] | None:
+    """Return the task of ``work`` once it is done; None if the client goes away before."""
 
     async def gone() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
+        while (await receive())["type"] != "http.disconnect":
             pass
 
     task, watcher = asyncio.create_task(work), asyncio.create_task(gone())
     try:
         await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
+        return task if task.done() else None
     finally:
         task.cancel()
         watcher.cancel()
         await asyncio.gather(task, watcher, return_exceptions=True)
-    raise ClientGone("the client closed the connection")

@@ -6,7 +6,6 @@ import asyncio
 import shutil
 import tempfile
 from collections.abc import AsyncIterator
-from contextlib import suppress
 from pathlib import Path
 
 from starlette.requests import ClientDisconnect, Request
@@ -18,7 +17,7 @@ from quire.errors import Cancelled
 from quire.kv.atomic_file import os_errors
 from quire.server.context import Context
 from quire.server.errors import hiding
-from quire.server.events import ClientGone, unless_gone
+from quire.server.events import unless_gone
 from quire.server.sessions import StoredBytes
 
 CHUNK = 1 << 20
@@ -103,8 +102,9 @@ class StateFileResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            with suppress(ClientGone):
-                await unless_gone(Request(scope, receive), self._send(send))
+            await unless_gone(Request(scope, receive), self._send(send))
+        except Cancelled:
+            pass  # the client has gone
         finally:
             await self._place.__aexit__()
 

@@ -4,7 +4,7 @@ A grammar is a generator over a ``Reader``. It yields where it needs more text, 
 place between the pieces of a stream and reads every character once, however the text is cut. It
 fails at the first character that its format does not allow.
 
-What a call gets of its text, also if its grammar fails, is in ``server.tools``. Text that belongs to
+What a call gets of its text, if its grammar fails too, is in ``server.tools``. Text that belongs to
 no call is the model's, and the search for markers goes on at the character that did not fit. Only
 the few characters of a marker are read twice, so the time is linear.
 
