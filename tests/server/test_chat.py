@@ -349,7 +349,7 @@ def test_messages_read_in_pieces() -> None:
     """However the text is cut, the deltas make up the message of the whole text."""
     template = "<think></think><tool_call>"
     format = MessageFormat(
-        reasoning=reasoning_for({}, template), in_reasoning=False, calls=parser_for({}, template), tools=[WEATHER]
+        reasoning=reasoning_for(template), in_reasoning=False, calls=parser_for({}, template), tools=[WEATHER]
     )
     rng = random.Random(0)
     for text in (

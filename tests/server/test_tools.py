@@ -15,7 +15,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from quire.errors import FailedPrecondition, InvalidArgument, Unsupported
+from quire.errors import FailedPrecondition, InvalidArgument
 from quire.server.tool_reader import MAX_DEPTH, Malformed, Reader, ToolCall
 from quire.server.tools import StreamingToolParser, ToolFormat, forced_format, parser_for, schema_for
 
@@ -706,8 +706,6 @@ def test_formats_by_name() -> None:
     assert parser_for({}, None) is None
     with pytest.raises(InvalidArgument, match=r"'pythonic'.*hermes.*mistral"):
         parser_for({}, None, "pythonic")
-    with pytest.raises(Unsupported, match="gpt-oss"):
-        parser_for({}, None, "harmony")
 
 
 def tool(name: str, parameters: Any = None) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any, Self, TypedDict, Unpack
 from quire.async_llm.background import Background, awaited, shared
 from quire.async_llm.session import AsyncSession, unwrapped
 from quire.async_llm.stepper import BeamJob, Job
-from quire.async_llm.stream import AsyncStream, PreparedJob
+from quire.async_llm.stream import AsyncStream, Prepared
 from quire.engine.named_adapters import AdapterInfo
 from quire.engine.prompt_sessions import PreparedPrompts, PromptsOrSessions
 from quire.engine.prompts import Prompt, Prompts
@@ -129,12 +129,12 @@ class AsyncLLM:
     def _stream(self, verb: str, prepare: Callable[[], PreparedPrompts], request_id: str | None) -> AsyncStream:
         _check_name(request_id)
 
-        async def prepared() -> PreparedJob:
+        async def prepared() -> Prepared:
             found = await self._background.call(verb, prepare)
             if len(found.ids) != 1:
                 raise InvalidArgument(f"{verb} takes one prompt, got {len(found.ids)}; make a stream for each")
             job = Job(self.engine, lambda: self._llm.submit(found, request_id)[0], name=request_id, streams=True)
-            return PreparedJob(job=job, output=lambda: self._llm.outputs(found, [job.requests])[0])
+            return job, lambda: self._llm.outputs(found, [job.requests])[0]
 
         return AsyncStream(self._background, prepared)
 

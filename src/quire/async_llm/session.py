@@ -9,7 +9,7 @@ from torch import Tensor
 
 from quire.async_llm.background import Background, awaited, shared
 from quire.async_llm.stepper import Job
-from quire.async_llm.stream import AsyncStream, PreparedJob
+from quire.async_llm.stream import AsyncStream, Prepared
 from quire.engine.chat_turns import ReadAnswer
 from quire.engine.prompt_sessions import PromptsOrSessions
 from quire.engine.prompts import Prompt
@@ -84,7 +84,7 @@ class AsyncSession:
     def _stream(self, verb: str, prepare: Callable[[], PreparedTurn]) -> AsyncStream:
         engine = self._background.llm.engine
 
-        async def prepared() -> PreparedJob:
+        async def prepared() -> Prepared:
             start, on_end = await self._background.call(verb, prepare)
 
             def submit() -> list[SequenceRequest]:
@@ -94,7 +94,7 @@ class AsyncSession:
             job = Job(engine, submit, streams=True)
             if on_end is not None:
                 job.on_end = lambda: on_end(job.requests[0])
-            return PreparedJob(job=job, output=lambda: request_output(job.requests, engine.tokenizer))
+            return job, lambda: request_output(job.requests, engine.tokenizer)
 
         return AsyncStream(self._background, prepared)
 

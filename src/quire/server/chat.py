@@ -97,15 +97,8 @@ def _check_variables(body: ChatRequest) -> None:
 
 
 def _check_session(body: ChatRequest) -> None:
-    given = {
-        "tools": body.tools,
-        "cache_salt": body.cache_salt,
-        "reasoning_effort": body.reasoning_effort,
-        "documents": body.documents,
-        "chat_template_kwargs": body.chat_template_kwargs,
-    }
-    for name, value in given.items():
-        if value:
+    for name in ("tools", "cache_salt", "reasoning_effort", "documents", "chat_template_kwargs"):
+        if getattr(body, name):
             raise bad_field(name, f"{name} cannot be given with session_id; leave it out")
     if body.add_generation_prompt is False:
         raise bad_field("add_generation_prompt", "a session always answers; leave add_generation_prompt out")
@@ -187,10 +180,9 @@ def _rendered(
     with naming({}, "messages"):
         template = select_template(tokenizer.chat_templates, with_tools=tools.given is not None)
         variables: dict[str, Any] = {**tokenizer.special_tokens, **(body.chat_template_kwargs or {})}
-        if body.reasoning_effort is not None:
-            variables["reasoning_effort"] = body.reasoning_effort
-        if body.documents is not None:
-            variables["documents"] = body.documents
+        for name in ("reasoning_effort", "documents"):
+            if (value := getattr(body, name)) is not None:
+                variables[name] = value
         text = render_chat(
             template,
             body.messages,
@@ -217,7 +209,7 @@ def _message_format(
 ) -> MessageFormat:
     """Return how the answer is read. ``prompt``: the rendered prompt, None if it is unknown."""
     config, named = context.llm.model.config, context.settings.tool_call_parser
-    harmony = is_harmony(config, template, named)
+    harmony = is_harmony(template, named)
     # A grammar, as of forced calls, leaves no place for channels.
     if harmony and params.grammar is None:
         return MessageFormat(
@@ -239,7 +231,7 @@ def _message_format(
             'tool_choice "required", a named function and "none" work, and the server can be told with --tool-call-parser',
         )
     # A text of a given form has no place for reasoning.
-    reasoning = None if params.grammar is not None else reasoning_for(config, template)
+    reasoning = None if params.grammar is not None else reasoning_for(template)
     return MessageFormat(
         reasoning=reasoning,
         in_reasoning=None if reasoning is None or prompt is None else reasoning.opened_by(prompt),

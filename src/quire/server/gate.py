@@ -307,15 +307,9 @@ def check_json(body: bytes) -> None:
     containers = body.count(b"[") + body.count(b"{")
     if containers <= MAX_DEPTH and body.count(b",") < MAX_VALUES:
         return
-    if containers > MAX_CONTAINERS or containers + body.count(b",") >= MAX_VALUES:
-        bare = _STRINGS.sub(b"", body)
-        containers = bare.count(b"[") + bare.count(b"{")
-        if containers > MAX_CONTAINERS or containers + bare.count(b",") >= MAX_VALUES:
-            raise ApiError(
-                400,
-                f"the body holds more than {MAX_VALUES} values, or {MAX_CONTAINERS} arrays and objects",
-                code="invalid_json",
-            )
+    if _holds_too_much(body) and _holds_too_much(_STRINGS.sub(b"", body)):
+        message = f"the body holds more than {MAX_VALUES} values, or {MAX_CONTAINERS} arrays and objects"
+        raise ApiError(400, message, code="invalid_json")
     depth = 0
     for match in _NESTING.finditer(body):
         mark = match[0]
@@ -327,6 +321,11 @@ def check_json(body: bytes) -> None:
                 )
         elif mark in (b"]", b"}"):
             depth -= 1
+
+
+def _holds_too_much(text: bytes) -> bool:
+    containers = text.count(b"[") + text.count(b"{")
+    return containers > MAX_CONTAINERS or containers + text.count(b",") >= MAX_VALUES
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:

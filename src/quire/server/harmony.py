@@ -36,13 +36,11 @@ Rules for every text:
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from quire.server.tool_formats import Tools, schemas_of
 from quire.server.tool_reader import Delta, MessageParser, overlap
-from quire.server.tools import architectures
 
 NAMES = ("harmony", "openai", "gpt_oss")
 """Names of the format, here and in other projects."""
@@ -64,14 +62,11 @@ _CHANNELS = ("analysis", "commentary", "final")
 _JSON_SIGNS = re.compile(r'\\[\s\S]?|["\x00-\x1f]')
 
 
-def is_harmony(model_config: Mapping[str, Any], chat_template: str | None, name: str | None = None) -> bool:
-    """Return whether a model writes this format. The chat template has its markers; without a
-    template the architecture in config.json decides. ``name``: the format's name, where it is
-    configured."""
+def is_harmony(chat_template: str, name: str | None = None) -> bool:
+    """Return whether a model writes this format, whose markers are then in its chat template.
+    ``name``: the format's name, where it is configured."""
     if name is not None:
         return name in NAMES
-    if chat_template is None:
-        return "GptOss" in architectures(model_config)
     return "<|channel|>" in chat_template and "<|message|>" in chat_template
 
 

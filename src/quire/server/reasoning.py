@@ -14,19 +14,16 @@ Rules for every text:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from quire.server.tool_reader import Delta, MessageParser, overlap
-from quire.server.tools import architectures
 
 _MARKERS = (
     ("mistral", "[THINK]", "[/THINK]"),
     ("think", "<think>", "</think>"),
     ("cohere", "<|START_THINKING|>", "<|END_THINKING|>"),
 )
-_ARCHITECTURES = ("Qwen3", "Qwen3Moe", "Qwen3Next", "Qwen3_5", "Qwen3_5Moe", "SmolLM3", "Glm4MoeLite")
 """Pairs of markers of models that think."""
 
 
@@ -112,12 +109,8 @@ class StreamingReasoning(MessageParser):
         return whole
 
 
-def reasoning_for(model_config: Mapping[str, Any], chat_template: str | None) -> ReasoningFormat | None:
-    """Return a model's markers: those in its chat template, or without one its architecture's. None
-    if neither tells. The architecture is in config.json."""
-    if chat_template is None:
-        thinks = any(name in _ARCHITECTURES for name in architectures(model_config))
-        return ReasoningFormat(name="think", opener="<think>", closer="</think>") if thinks else None
+def reasoning_for(chat_template: str) -> ReasoningFormat | None:
+    """Return the markers of reasoning in a model's chat template; None if there are none."""
     # The template's text at the beginning of the model's turn.
     turn = chat_template.rpartition("add_generation_prompt")[2]
     for name, opener, closer in _MARKERS:

@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from quire.errors import InvalidArgument, Unsupported
+from quire.errors import InvalidArgument
 from quire.server import tool_formats
 from quire.server.tool_formats import Offered, Tools
 from quire.server.tool_reader import Delta, Malformed, MessageParser, Reader, Steps, overlap
@@ -164,7 +164,6 @@ _FORMATS = {
 _ALIASES = {"deepseek_v31": "deepseek_v3", "qwen3_xml": "qwen3_coder", "glm47": "glm45"}
 NAMES = (*_FORMATS, *_ALIASES)
 """Names of formats, for ``parser_for``."""
-_REFUSED = ("harmony", "openai", "gpt_oss")
 
 _SIGNS: tuple[tuple[tuple[str, ...], str | None], ...] = (
     # Formats whose templates also have the signs of another one come first.
@@ -205,31 +204,20 @@ def parser_for(
     """Return the format of a model's tool calls; None if it is unknown or not read here.
 
     It is the one called ``name``, or else the one with markers in the chat template, or else that
-    of the architecture in config.json. Raise ``InvalidArgument`` for an unknown name, and
-    ``Unsupported`` for gpt-oss's format, which is more than a format of calls.
+    of the architecture in config.json. Raise ``InvalidArgument`` for an unknown name.
     """
     if name is not None:
-        if name in _REFUSED:
-            raise Unsupported(
-                f"tool call format {name!r}: gpt-oss writes calls among its channels, which server.harmony reads; there are "
-                f"{', '.join(_FORMATS)}"
-            )
         if (known := _FORMATS.get(_ALIASES.get(name, name))) is None:
             raise InvalidArgument(f"tool call format is {name!r}; expected one of {', '.join(NAMES)}")
         return known
     for signs, meant in _SIGNS:
         if chat_template is not None and all(sign in chat_template for sign in signs):
             return None if meant is None else _FORMATS[meant]
-    for architecture in architectures(model_config):
-        if architecture in _ARCHITECTURES:
-            return _FORMATS[_ARCHITECTURES[architecture]]
-    return None
-
-
-def architectures(model_config: Mapping[str, Any]) -> list[str]:
-    """Return the names of architectures in config.json, without their suffixes."""
     names = model_config.get("architectures")
-    return [str(name).removesuffix("ForCausalLM") for name in names] if isinstance(names, (list, tuple)) else []
+    for architecture in names if isinstance(names, (list, tuple)) else ():
+        if (meant := _ARCHITECTURES.get(str(architecture).removesuffix("ForCausalLM"))) is not None:
+            return _FORMATS[meant]
+    return None
 
 
 def schema_for(tools: Tools, choice: str | Mapping[str, Any]) -> dict[str, Any]:
