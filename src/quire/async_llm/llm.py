@@ -139,12 +139,7 @@ class AsyncLLM:
         return AsyncStream(self._background, prepared)
 
     async def beam_search(
-        self,
-        prompts: Prompts,
-        params: BeamSearchParams,
-        *,
-        adapter: str | None = None,
-        cache_salt: str | None = None,
+        self, prompts: Prompts, params: BeamSearchParams, *, adapter: str | None = None, cache_salt: str | None = None
     ) -> list[BeamSearchOutput]:
         """Search as ``LLM.beam_search`` does."""
         searches, texts = await self._background.call(

@@ -14,7 +14,6 @@ from starlette.responses import Response
 from quire.async_llm import SampleDelta
 from quire.engine.chat_rendering import render_chat, select_template
 from quire.engine.tokenizer import Tokenizer
-from quire.outputs import RequestOutput
 from quire.sampling_params import SamplingParams
 from quire.server.context import Context
 from quire.server.errors import bad_field, naming
@@ -292,11 +291,7 @@ class ChatReply(Reply):
         self._named = isinstance(tools.forced, dict)
         self._top_logprobs = params.logprobs
         self._prompt_logprobs = params.prompt_logprobs
-        self._output: RequestOutput | None = None
         self._readers: dict[int, MessageReader] = {}
-
-    def prompt_done(self, number: int, output: RequestOutput) -> None:
-        self._output = output
 
     def choice(self, number: int, delta: SampleDelta) -> dict[str, Any]:
         reader = MessageReader(self._format)
@@ -342,6 +337,6 @@ class ChatReply(Reply):
         return {"logprobs": logprobs, **end}
 
     def _of_prompt(self) -> dict[str, Any]:
-        if self._prompt_logprobs is None or self._output is None:
+        if self._prompt_logprobs is None:
             return {}
-        return {"prompt_logprobs": prompt_logprobs(self._output.prompt_logprobs, self._prompt_logprobs)}
+        return {"prompt_logprobs": prompt_logprobs(self.outputs[0].prompt_logprobs, self._prompt_logprobs)}

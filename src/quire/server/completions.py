@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from starlette.responses import Response
 
 from quire.async_llm import SampleDelta
-from quire.outputs import RequestOutput
 from quire.sampling_params import SamplingParams
 from quire.server.context import Context
 from quire.server.errors import bad_field, naming
@@ -154,11 +153,7 @@ class CompletionReply(Reply):
         """Whether only the prompt is wanted."""
         self._logprobs = params.logprobs
         self._prompt_logprobs = given.get("prompt_logprobs")
-        self._outputs: dict[int, RequestOutput] = {}
         self._choices: dict[int, Offsets] = {}
-
-    def prompt_done(self, number: int, output: RequestOutput) -> None:
-        self._outputs[number] = output
 
     def count(self, delta: SampleDelta) -> int:
         return 0 if self._silent else len(delta.token_ids)
@@ -170,7 +165,7 @@ class CompletionReply(Reply):
         entries: list[Any] = [] if self._silent else delta.logprobs or []
         text = "" if self._silent else delta.text
         if first:
-            output = self._outputs[number]
+            output = self.outputs[number]
             tokenizer = self.tokenizer
             skips = self._params.skip_special_tokens
             self._choices[index] = Offsets(
@@ -193,7 +188,7 @@ class CompletionReply(Reply):
             logprobs = completion_logprobs(ids, entries, self._logprobs, self._choices[index], self.tokenizer)
         choice = {"index": index, "text": text, "logprobs": logprobs, **end}
         if first and self._prompt_logprobs is not None:
-            choice["prompt_logprobs"] = prompt_logprobs(self._outputs[number].prompt_logprobs, self._prompt_logprobs)
+            choice["prompt_logprobs"] = prompt_logprobs(self.outputs[number].prompt_logprobs, self._prompt_logprobs)
         return choice
 
     def chunk_choices(self, number: int, delta: SampleDelta) -> list[dict[str, Any]]:

@@ -41,6 +41,7 @@ class Reply(ABC):
     def __init__(self, request: Request, context: Context, body: GenerationBody | ContinueBody, **head: Any) -> None:
         """Begin the answer. ``head``: what it says of itself besides its id, kind and time."""
         self.tokenizer = context.llm.tokenizer
+        self.outputs: dict[int, RequestOutput] = {}
         self.usage = Usage()
         request.state.tokens = self.usage.tokens
         self.stream = bool(body.stream)
@@ -55,10 +56,6 @@ class Reply(ABC):
         }
 
     @abstractmethod
-    def prompt_done(self, number: int, output: RequestOutput) -> None:
-        """Take the output of prompt ``number`` after its prompt was run."""
-
-    @abstractmethod
     def choice(self, number: int, delta: SampleDelta) -> dict[str, Any]:
         """Return the choice of a sample's only delta, for an answer that is sent at once."""
 
@@ -71,9 +68,9 @@ class Reply(ABC):
         return len(delta.token_ids)
 
     def begin(self, number: int, output: RequestOutput) -> None:
-        """Count prompt ``number``, and take its output."""
+        """Count prompt ``number``, and take its output after the prompt was run."""
         self.usage.begin(output)
-        self.prompt_done(number, output)
+        self.outputs[number] = output
 
     def at_once(self, outputs: Sequence[RequestOutput]) -> Chunk:
         """Return the whole answer."""

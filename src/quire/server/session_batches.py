@@ -56,15 +56,14 @@ class SessionReply(Reply):
         self._params = params
         self._offsets: dict[int, Offsets] = {}
 
-    def prompt_done(self, number: int, output: RequestOutput) -> None:
-        skips = self._params[number].skip_special_tokens
-        self._offsets[number] = Offsets(self.tokenizer, output.prompt_token_ids, skip_special_tokens=skips)
-
     def choice(self, number: int, delta: SampleDelta) -> dict[str, Any]:
-        count, logprobs = self._params[number].logprobs, None
-        if count is not None and delta.logprobs is not None:
+        params, logprobs = self._params[number], None
+        if params.logprobs is not None and delta.logprobs is not None:
+            if number not in self._offsets:
+                before, skips = self.outputs[number].prompt_token_ids, params.skip_special_tokens
+                self._offsets[number] = Offsets(self.tokenizer, before, skip_special_tokens=skips)
             offsets = self._offsets[number]
-            logprobs = completion_logprobs(delta.token_ids, delta.logprobs, count, offsets, self.tokenizer)
+            logprobs = completion_logprobs(delta.token_ids, delta.logprobs, params.logprobs, offsets, self.tokenizer)
         return {
             "index": number,
             "text": delta.text,

@@ -280,13 +280,7 @@ async def generate(session_id: str, body: GenerateBody, request: Request) -> Res
     check_lists(context, body.sampling()[0])
     params = body.params(context.llm.default_params)
     stream = ClientSessionStream(
-        context,
-        _owner(request),
-        session_id,
-        params,
-        prompt=body.prompt,
-        messages=body.messages,
-        model=body.model,
+        context, _owner(request), session_id, params, prompt=body.prompt, messages=body.messages, model=body.model
     )
     with _about(
         None if body.prompt is None and body.messages is None else "messages" if body.prompt is None else "prompt"
