@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import Any, Self, TypedDict, Unpack
+from typing import Any, TypedDict, Unpack
 
 from quire.async_llm.background import Background, awaited, shared
 from quire.async_llm.session import AsyncSession, unwrapped
@@ -31,7 +32,7 @@ class ChatOptions(TypedDict, total=False):
     add_generation_prompt: bool
 
 
-class AsyncLLM:
+class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
     """An ``LLM`` whose verbs are awaited.
 
     Arguments and errors are those of ``LLM``. The constructor loads the model, so a running loop
@@ -103,10 +104,8 @@ class AsyncLLM:
         adapter: str | None = None,
         cache_salt: str | None = None,
     ) -> AsyncStream:
-        """Continue one prompt: ``async for delta in llm.stream("text")``.
-
-        The stream's ``output`` is the result that ``generate`` would return.
-        """
+        """Continue one prompt: ``async for delta in llm.stream("text")``. The stream's ``output``
+        is the result that ``generate`` would return."""
         return self._stream(
             "stream",
             lambda: self._llm.prepare([prompt], sampling_params, adapter=adapter, cache_salt=cache_salt),
@@ -193,9 +192,6 @@ class AsyncLLM:
         """Cancel running requests and free everything. Closing twice is harmless. Later calls raise
         ``FailedPrecondition``."""
         await self._background.close()
-
-    async def __aenter__(self) -> Self:
-        return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Any, Self, overload
 
 from torch import Tensor
@@ -20,7 +21,7 @@ from quire.engine.session_stream import PreparedTurn
 from quire.sampling_params import SamplingParams
 
 
-class AsyncSession:
+class AsyncSession(AbstractAsyncContextManager["AsyncSession"]):
     """A ``quire.Session`` whose verbs are awaited, made by ``AsyncLLM.session``. Values that take
     no lock are properties. Cancelling a task that awaits a verb cancels the verb: tokens generated
     by then stay, everything else is undone."""
@@ -146,9 +147,6 @@ class AsyncSession:
             self._session.close()
         else:
             await self._background.call("close", self._session.close)
-
-    async def __aenter__(self) -> Self:
-        return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Self, TypeAlias
+from typing import TypeAlias
 
 from quire.async_llm.background import Background, Listener
 from quire.async_llm.stepper import Job
@@ -30,7 +31,7 @@ Prepared: TypeAlias = tuple[Job, Callable[[], RequestOutput]]
 """A job that is ready to start, and what returns its output so far."""
 
 
-class AsyncStream(AsyncIterator[SampleDelta]):
+class AsyncStream(AsyncIterator[SampleDelta], AbstractAsyncContextManager["AsyncStream"]):
     """An iterator over deltas: ``async for delta in stream``.
 
     It starts when its first delta is asked for, and refuses then what ``generate`` refuses. Leaving
@@ -139,9 +140,6 @@ class AsyncStream(AsyncIterator[SampleDelta]):
         self._abandon()
         if self._job is not None:
             await self._background.abort(self._job)
-
-    async def __aenter__(self) -> Self:
-        return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()

@@ -198,9 +198,19 @@ def _rendered(
 def _reading(
     context: Context, tokenizer: Tokenizer, template: str, params: SamplingParams, tools: _Tools, prompt: str | None
 ) -> tuple[MessageFormat, SamplingParams]:
-    """Return how the answer is read, and parameters under which it can be read so."""
+    """Return how the answer is read, and parameters under which it can be read so. They keep special
+    tokens in the text if it is read by such tokens."""
     format = _message_format(context, template, params, tools, prompt)
-    return format, _unskipped(_stopping(params, format, tokenizer, context), format, tokenizer)
+    marks = [] if format.calls is None else [*format.calls.markers, *format.calls.wrappers]
+    if format.reasoning is not None:
+        marks += [format.reasoning.opener, format.reasoning.closer]
+    if format.harmony:
+        marks += MARKERS
+        params = _stopping(params, tokenizer, context)
+    special = tokenizer.token_bytes.special_ids
+    if any(tokenizer.token_id(mark) in special for mark in marks):
+        params = params.replace(skip_special_tokens=False)
+    return format, params
 
 
 def _message_format(
@@ -241,23 +251,10 @@ def _message_format(
     )
 
 
-def _unskipped(params: SamplingParams, format: MessageFormat, tokenizer: Tokenizer) -> SamplingParams:
-    """Return parameters that keep special tokens in the text if the text is read by such tokens."""
-    marks = [] if format.calls is None else [*format.calls.markers, *format.calls.wrappers]
-    if format.reasoning is not None:
-        marks += [format.reasoning.opener, format.reasoning.closer]
-    if format.harmony:
-        marks += MARKERS
-    special = tokenizer.token_bytes.special_ids
-    if any(tokenizer.token_id(mark) in special for mark in marks):
-        return params.replace(skip_special_tokens=False)
-    return params
-
-
-def _stopping(params: SamplingParams, format: MessageFormat, tokenizer: Tokenizer, context: Context) -> SamplingParams:
+def _stopping(params: SamplingParams, tokenizer: Tokenizer, context: Context) -> SamplingParams:
     """Return parameters that stop at tokens that end a turn and are no EOS of the model's. A
     request that ignores EOS ignores these too."""
-    if not format.harmony or params.ignore_eos:
+    if params.ignore_eos:
         return params
     engine = context.llm.engine
     found = {tokenizer.token_id(stop) for stop in STOPS} & tokenizer.token_bytes.special_ids
@@ -289,8 +286,7 @@ class ChatReply(Reply):
         super().__init__(request, context, body, **head_of(context, body))
         self._format = format
         self._named = isinstance(tools.forced, dict)
-        self._top_logprobs = params.logprobs
-        self._prompt_logprobs = params.prompt_logprobs
+        self._params = params
         self._readers: dict[int, MessageReader] = {}
 
     def choice(self, number: int, delta: SampleDelta) -> dict[str, Any]:
@@ -332,11 +328,11 @@ class ChatReply(Reply):
             # As at OpenAI, not for a call that the client named. Partial calls must not be made.
             end["finish_reason"] = "tool_calls"
         logprobs = None
-        if self._top_logprobs is not None:
-            logprobs = chat_logprobs(delta.token_ids, delta.logprobs or [], self._top_logprobs, self.tokenizer)
+        if (count := self._params.logprobs) is not None:
+            logprobs = chat_logprobs(delta.token_ids, delta.logprobs or [], count, self.tokenizer)
         return {"logprobs": logprobs, **end}
 
     def _of_prompt(self) -> dict[str, Any]:
-        if self._prompt_logprobs is None:
+        if (count := self._params.prompt_logprobs) is None:
             return {}
-        return {"prompt_logprobs": prompt_logprobs(self.outputs[0].prompt_logprobs, self._prompt_logprobs)}
+        return {"prompt_logprobs": prompt_logprobs(self.outputs[0].prompt_logprobs, count)}

@@ -33,8 +33,6 @@ router = APIRouter()
 
 T = TypeVar("T")
 
-IN_SESSION = "a session keeps the state of its own prompt; leave it out"
-
 
 @router.post("/v1/completions", tags=["OpenAI"])
 async def completions(request: Request, body: CompletionRequest) -> Response:
@@ -78,23 +76,27 @@ def _prompts(prompt: Any) -> list[str | list[int]]:
     """Return one prompt or many as a list. Raise ``ApiError`` 400 with the place of a bad one."""
     if prompt is None:
         raise bad_field("prompt", "prompt is missing: text, token ids, or a list of either is needed")
-    listed = [prompt] if isinstance(prompt, str) or (isinstance(prompt, list) and _are_ids(prompt)) else prompt
+    listed = [prompt] if _is_one(prompt) else prompt
     if not isinstance(listed, list) or not listed:
         raise bad_field("prompt", f"prompt must be text, token ids, or a list of either, got {prompt!r:.60}")
     for number, item in enumerate(listed):
-        if not isinstance(item, str) and not (isinstance(item, list) and _are_ids(item)):
+        if not _is_one(item):
             raise bad_field(f"prompt.{number}", f"prompt.{number} must be text or token ids, got {item!r:.60}")
     return listed
 
 
-def _are_ids(items: Sequence[Any]) -> bool:
-    return bool(items) and all(type(item) is int for item in items)
+def _is_one(prompt: Any) -> bool:
+    """Return whether a prompt is text or token ids."""
+    return isinstance(prompt, str) or (
+        isinstance(prompt, list) and bool(prompt) and all(type(item) is int for item in prompt)
+    )
 
 
 def _session_prompt(body: CompletionRequest) -> str | list[int] | None:
+    why = "a session keeps the state of its own prompt; leave it out"
     for name in ("echo", "cache_salt"):
         if getattr(body, name):
-            raise bad_field(name, f"{name} cannot be given with session_id: {IN_SESSION}")
+            raise bad_field(name, f"{name} cannot be given with session_id: {why}")
     if body.prompt is None or body.prompt in ("", []):
         return None
     prompts = _prompts(body.prompt)
@@ -132,8 +134,7 @@ class CompletionReply(Reply):
     """Choices with ``text``. Sample s of prompt p has the index p * n + s."""
 
     prefix = "cmpl"
-    object = "text_completion"
-    chunk_object = "text_completion"
+    object = chunk_object = "text_completion"
 
     def __init__(
         self,
@@ -151,7 +152,6 @@ class CompletionReply(Reply):
         self._echo = bool(body.echo)
         self._silent = self._echo and given.get("max_tokens") == 0
         """Whether only the prompt is wanted."""
-        self._logprobs = params.logprobs
         self._prompt_logprobs = given.get("prompt_logprobs")
         self._choices: dict[int, Offsets] = {}
 
@@ -184,8 +184,8 @@ class CompletionReply(Reply):
         if self._silent and delta.finish_reason is not None:
             end = {"finish_reason": "length", "stop_reason": None}
         logprobs = None
-        if self._logprobs is not None:
-            logprobs = completion_logprobs(ids, entries, self._logprobs, self._choices[index], self.tokenizer)
+        if (count := self._params.logprobs) is not None:
+            logprobs = completion_logprobs(ids, entries, count, self._choices[index], self.tokenizer)
         choice = {"index": index, "text": text, "logprobs": logprobs, **end}
         if first and self._prompt_logprobs is not None:
             choice["prompt_logprobs"] = prompt_logprobs(self.outputs[number].prompt_logprobs, self._prompt_logprobs)

@@ -23,7 +23,7 @@ from quire.sampling_params import SamplingParams
 from quire.server.context import Context
 from quire.server.events import Chunk, Chunks, EventStream, JsonAnswer, unless_gone
 from quire.server.generation import Source, Usage, deltas, finished, whole
-from quire.server.protocol import GenerationBody
+from quire.server.protocol import GenerationBody, StreamOptions
 from quire.server.session_bodies import ContinueBody
 from quire.server.session_streams import ClientSessionStream
 
@@ -45,9 +45,9 @@ class Reply(ABC):
         self.usage = Usage()
         request.state.tokens = self.usage.tokens
         self.stream = bool(body.stream)
-        options = body.stream_options
-        self._with_usage = options is not None and bool(options.include_usage)
-        self._running_usage = options is not None and bool(options.continuous_usage_stats)
+        options = body.stream_options or StreamOptions()
+        self._with_usage = bool(options.include_usage)
+        self._running_usage = bool(options.continuous_usage_stats)
         self._head = {
             "id": f"{self.prefix}-{request.state.request_id}",
             "object": self.object,

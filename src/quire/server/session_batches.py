@@ -94,9 +94,8 @@ class SessionBatch(SessionReply):
         if len(set(body.ids)) < len(body.ids):
             twice = Counter(body.ids).most_common(1)[0][0]
             raise bad_field("ids", f"ids: {twice[:60]!r} is given twice; a session goes on in one way at a time")
-        owner = request.state.owner
         streams = [
-            MemberStream(context, owner, name, one, model=body.model)
+            MemberStream(context, request.state.owner, name, one, model=body.model)
             for name, one in zip(body.ids, params, strict=True)
         ]
         super().__init__(request, context, body, streams, params, model=context.model_name)

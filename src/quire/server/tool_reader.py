@@ -188,11 +188,9 @@ class Reader:
 
     def peek(self) -> Steps[str]:
         """Return the next character, without taking it; "" at the end."""
-        while self.at == len(self.text):
-            if self.closed:
-                return ""
-            yield
-        return self.text[self.at]
+        if self.at == len(self.text):
+            yield from self.more()
+        return self.text[self.at : self.at + 1]
 
     def ahead(self, size: int) -> Steps[str]:
         """Return the next ``size`` characters without taking them. ``Malformed`` at the end."""
