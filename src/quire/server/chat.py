@@ -198,8 +198,8 @@ def _rendered(
 def _reading(
     context: Context, tokenizer: Tokenizer, template: str, params: SamplingParams, tools: _Tools, prompt: str | None
 ) -> tuple[MessageFormat, SamplingParams]:
-    """Return how the answer is read, and parameters under which it can be read so. They keep special
-    tokens in the text if it is read by such tokens."""
+    """Return how the answer is read, and parameters for that. They keep special tokens in the text
+    if it is read by such tokens."""
     format = _message_format(context, template, params, tools, prompt)
     marks = [] if format.calls is None else [*format.calls.markers, *format.calls.wrappers]
     if format.reasoning is not None:
