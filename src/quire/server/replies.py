@@ -92,12 +92,10 @@ class Reply(ABC):
     async def chunks(self, sources: Sequence[Source]) -> Chunks:
         """Yield the answer as it comes."""
         head = {**self._head, "object": self.chunk_object}
-        seen: set[int] = set()
         async with aclosing(deltas(sources)) as stream:
             async for number, delta in stream:
                 # A session of a batch may have failed before its prompt was run.
-                if number not in seen and delta.finish_reason != "error":
-                    seen.add(number)
+                if number not in self.outputs and delta.finish_reason != "error":
                     self.begin(number, sources[number].output)
                 self.usage.add(self.count(delta))
                 for choice in self.chunk_choices(number, delta):
