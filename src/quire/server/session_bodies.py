@@ -1,4 +1,4 @@
-"""Bodies of requests about sessions, and answers to generations in sessions."""
+"""Bodies of requests about sessions."""
 
 from __future__ import annotations
 

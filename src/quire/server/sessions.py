@@ -1,4 +1,4 @@
-"""The sessions that clients of a server hold: their owners, lifetimes, and present calls.
+"""What clients of a server hold: sessions with owners, lifetimes and present calls, stored bytes.
 
 Everything here runs on the server's event loop. Ids are 128 random bits. The id of another owner's
 session is answered as an unknown one, so that guessing tells nothing.
