@@ -440,11 +440,16 @@ def harmonic(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 @pytest.fixture
 def says(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """``says(text)``: the model answers with that text."""
-    unskipped = chat._unskipped
+    reading = chat._reading
 
     def say(text: str) -> None:
         form = {"structured_outputs": {"choice": [text]}}
-        monkeypatch.setattr(chat, "_unskipped", lambda params, *rest: unskipped(params, *rest).replace(**form))
+
+        def forced(*given: Any) -> Any:
+            format, params = reading(*given)
+            return format, params.replace(**form)
+
+        monkeypatch.setattr(chat, "_reading", forced)
 
     return say
 
