@@ -57,7 +57,7 @@ MUTANTS = (
     Mutant(
         name="two-lengths-of-one-body",
         file="server/gate.py",
-        old="            check_framing(scope)\n",
+        old="                check_framing(scope)\n",
         new="",
         tests=("server/test_framing.py::test_two_lengths_are_none",),
     ),

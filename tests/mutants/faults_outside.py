@@ -7,9 +7,9 @@ from tests.mutants.harness import Mutant
 MUTANTS = (
     Mutant(
         name="streams-of-the-server-without-their-salt",
-        file="server/generation.py",
-        old="self.llm.stream(prompt, self.params, adapter=self.adapter, cache_salt=self.cache_salt)",
-        new="self.llm.stream(prompt, self.params, adapter=self.adapter)",
+        file="server/replies.py",
+        old="llm.stream(prompt, params, adapter=adapter, cache_salt=cache_salt)",
+        new="llm.stream(prompt, params, adapter=adapter)",
         tests=("server/test_completions.py::test_cached_tokens",),
     ),
     Mutant(

@@ -262,7 +262,7 @@ ENGINE = (
     Mutant(
         name="answers-in-sessions-kept-with-the-markers-of-harmony",
         file="server/chat.py",
-        old="answer=(lambda text: answer_of(text, format)) if _wraps_answers(format) else None,",
+        old="answer=(lambda text: answer_of(text, format)) if wrapped else None,",
         new="answer=None,",
         tests=("server/test_harmony.py::test_a_session",),
     ),

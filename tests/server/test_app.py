@@ -181,7 +181,7 @@ def test_settings(tmp_path: Path) -> None:
         adapter_dir=[str(tmp_path)],
         drain_seconds=0,  # type: ignore[arg-type]
     )
-    assert (made.api_key, made.body_limit, made.upload_limit) == (("a", "b"), 1024, 4 << 30)
+    assert (made.api_key, made.max_body_bytes, made.max_upload_bytes) == (("a", "b"), 1024, 4 << 30)
     assert made.adapter_dir == (tmp_path,)
 
 

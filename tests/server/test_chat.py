@@ -197,11 +197,16 @@ def capable(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 def says(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """``says(text)``: the model answers with that text."""
 
-    unskipped = chat._unskipped
+    reading = chat._reading
 
     def say(text: str) -> None:
         form = {"structured_outputs": {"choice": [text]}}
-        monkeypatch.setattr(chat, "_unskipped", lambda params, *rest: unskipped(params, *rest).replace(**form))
+
+        def forced(*given: Any) -> Any:
+            format, params = reading(*given)
+            return format, params.replace(**form)
+
+        monkeypatch.setattr(chat, "_reading", forced)
 
     return say
 
@@ -347,7 +352,7 @@ def test_messages_read_in_pieces() -> None:
     """However the text is cut, the deltas make up the message of the whole text."""
     template = "<think></think><tool_call>"
     format = MessageFormat(
-        reasoning=reasoning_for({}, template), in_reasoning=False, calls=parser_for({}, template), tools=[WEATHER]
+        reasoning=reasoning_for(template), in_reasoning=False, calls=parser_for({}, template), tools=[WEATHER]
     )
     rng = random.Random(0)
     for text in (

@@ -193,7 +193,7 @@ def slowly(parts: list[bytes], monkeypatch: pytest.MonkeyPatch, most: float, pat
         return {"type": "http.request", "body": left.pop(0), "more_body": True}
 
     async def run() -> None:
-        timely = gate._in_time(receive, most)
+        timely = gate._in_time(receive, most, 1 << 30, ApiError(413, "too large"))
         while True:
             got.append(await timely())
 

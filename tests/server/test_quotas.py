@@ -12,8 +12,8 @@ import torch
 
 from quire import AsyncLLM, InvalidArgument
 from quire.server.errors import ApiError
+from quire.server.sessions import StoredBytes
 from quire.server.settings import ServerSettings
-from quire.server.stored_bytes import StoredBytes
 
 from .conftest import OPTIONS, Served, pages_free, serving, wait_for
 

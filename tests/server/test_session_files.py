@@ -18,8 +18,8 @@ from quire import LLM, AsyncLLM, SamplingParams
 from quire.errors import DataLoss
 from quire.server.errors import hiding
 from quire.server.session_files import StateFileResponse, TemporaryFile
+from quire.server.sessions import StoredBytes
 from quire.server.settings import ServerSettings
-from quire.server.stored_bytes import StoredBytes
 from state_files import MISSING, NOT_A_NUMBER, changed, fields, metadata_of, of_metadata
 
 from .conftest import OPTIONS, Served, pages_free, serving, wait_for

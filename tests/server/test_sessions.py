@@ -245,6 +245,10 @@ def test_a_stream_is_the_whole_in_pieces(client: httpx.Client) -> None:
     assert last["choices"] == []
     assert last["usage"]["completion_tokens"] == 12
     assert info(client, name)["tokens"] == info(client, other)["tokens"]
+    with streaming(client, name, stream_options={"continuous_usage_stats": True}, **GREEDY) as events:
+        running = [event["usage"]["completion_tokens"] for event in events if event != "[DONE]"]
+    assert running == sorted(running)
+    assert running[-1] == 12
 
 
 def test_sampling_parameters_arrive(client: httpx.Client, plain: LLM) -> None:

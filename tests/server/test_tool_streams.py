@@ -26,7 +26,7 @@ from tests.server.test_tools import (
 )
 
 from quire.server.messages import MessageFormat, MessageReader, message_of
-from quire.server.tools import ToolFormat, forced_format, parser_for
+from quire.server.tools import StreamingToolParser, ToolFormat, forced_format, parser_for
 
 STREAMED = [write for write in WRITERS if write not in TRANSLATED and write is not granite]
 """Whose arguments are passed on as they are written. What Granite writes has the name last."""
@@ -37,7 +37,7 @@ NAMED = {"type": "function", "function": {"name": "find"}}
 
 def emitted(format: ToolFormat, text: str, tools: Any = None) -> str:
     """The arguments of the first call that are known after ``text``, with more to come."""
-    deltas = format.streaming(tools).feed(text)
+    deltas = StreamingToolParser(format, tools).feed(text)
     return "".join(delta.arguments for delta in deltas if delta.index == 0)
 
 
@@ -106,7 +106,7 @@ def test_strings_are_given_as_they_are_written(write: Any, parts: list[str], pla
 
 def test_values_of_other_types_are_given_when_they_are_whole() -> None:
     tools = tools_of([("f", {"n": 12, "s": "", "m": 0})])
-    parser = format_of("qwen3_coder").streaming(tools)
+    parser = StreamingToolParser(format_of("qwen3_coder"), tools)
 
     def feed(text: str) -> list[tuple[str | None, str]]:
         return [(delta.name, delta.arguments) for delta in parser.feed(text)]
@@ -178,7 +178,7 @@ def test_a_prefix_of_the_text_is_a_prefix_of_the_calls(
     format, text, tools = format_of(WRITERS[write]), write(calls), tools_of(calls)
     whole = parsed(format, text, tools).calls
     size = place % (len(text) + 1)
-    parser = format.streaming(tools)
+    parser = StreamingToolParser(format, tools)
     known: list[str] = []
     for piece in cut(text[:size], places):
         for delta in parser.feed(piece):

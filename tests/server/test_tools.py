@@ -15,15 +15,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from quire.errors import FailedPrecondition, InvalidArgument, Unsupported
-from quire.server.tool_reader import MAX_DEPTH, Malformed, Reader
-from quire.server.tools import (
-    ToolCall,
-    ToolFormat,
-    forced_format,
-    parser_for,
-    schema_for,
-)
+from quire.errors import FailedPrecondition, InvalidArgument
+from quire.server.tool_reader import MAX_DEPTH, Malformed, Reader, ToolCall
+from quire.server.tools import StreamingToolParser, ToolFormat, forced_format, parser_for, schema_for
 
 NAMES = ("hermes", "granite", "llama3_json", "mistral", "deepseek_v3", "qwen3_coder", "glm45", "lfm2", "cohere")
 BLOCK, BLOCK_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
@@ -61,7 +55,7 @@ def parsed(format: ToolFormat, text: str, tools: Any = None) -> ParsedMessage:
 
 
 def streamed(format: ToolFormat, pieces: list[str], tools: Any = None) -> ParsedMessage:
-    parser = format.streaming(tools)
+    parser = StreamingToolParser(format, tools)
     deltas = [delta for piece in pieces for delta in parser.feed(piece)] + parser.finish()
     names: list[str] = []
     arguments: list[str] = []
@@ -355,7 +349,7 @@ def strict(text: str) -> int | None:
 
 def read_json(text: str, pieces: list[str]) -> str | None:
     reader = Reader(lambda name, arguments: None)
-    steps = reader.json("{[")
+    steps = reader.json()
     try:
         for piece in pieces:
             reader.push(piece)
@@ -604,7 +598,7 @@ def test_json_that_names_no_offered_tool_is_an_answer() -> None:
 
 
 def test_a_stream_gives_content_and_arguments_as_they_come() -> None:
-    parser = format_of("hermes").streaming()
+    parser = StreamingToolParser(format_of("hermes"))
 
     def feed(text: str) -> list[tuple[int | None, str | None, str]]:
         return [(delta.index, delta.name, delta.arguments) for delta in parser.feed(text)]
@@ -657,7 +651,7 @@ def test_time_is_linear(name: str, unit: str, begin: str) -> None:
     def seconds(size: int) -> float:
         text, best = begin + unit * (size // len(unit)), float("inf")
         for _ in range(3):
-            parser = format_of(name).streaming()
+            parser = StreamingToolParser(format_of(name))
             started = time.process_time()
             for char in text:
                 parser.feed(char)
@@ -712,8 +706,6 @@ def test_formats_by_name() -> None:
     assert parser_for({}, None) is None
     with pytest.raises(InvalidArgument, match=r"'pythonic'.*hermes.*mistral"):
         parser_for({}, None, "pythonic")
-    with pytest.raises(Unsupported, match="gpt-oss"):
-        parser_for({}, None, "harmony")
 
 
 def tool(name: str, parameters: Any = None) -> dict[str, Any]:
@@ -805,10 +797,8 @@ def test_a_named_function_is_its_arguments() -> None:
         (TOOLS, "auto", "tool_choice must be .*, got 'auto'"),
         (TOOLS, {"type": "function"}, "tool_choice must be .*, got {"),
         (TOOLS, {"type": "function", "function": {"name": "fly"}}, "'fly'.*now, walk, find"),
-        ([{"type": "retrieval"}], "required", r"tools\.0 must be .*, got {'type': 'retrieval'}"),
         ([tool("now"), tool("a b")], "required", r"tools\.1\.function\.name must be .*, got 'a b'"),
         ([tool("now"), tool("now")], "required", "another tool"),
-        ([tool("now", [1])], "required", r"tools\.0\.function\.parameters must be .*, got \[1\]"),
         ([tool("now", {"type": "string"})], "required", "parameters.type must be 'object', got 'string'"),
     ],
 )

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from functools import wraps
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast, overload
 
 from quire.async_llm.stepper import Call, Job, Stepper
 from quire.errors import FailedPrecondition
@@ -145,3 +145,14 @@ def awaited(verb: Callable[..., Any], made: Callable[[Background, Any], Any] | N
         return found if made is None else made(self._background, found)
 
     return call
+
+
+def shared(value: Callable[[Any], T]) -> T:
+    """Return the property ``value`` of the inner object as one of the outer object, with its
+    docstring. A setter sets the inner one."""
+    inner = cast(property, value)
+
+    def set_inner(self: Awaiting, new: T) -> None:
+        inner.__set__(self._inner, new)
+
+    return cast(T, property(lambda self: inner.__get__(self._inner), inner.fset and set_inner, doc=inner.__doc__))

@@ -5,24 +5,20 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import Any, Self, TypedDict, Unpack
+from typing import Any, TypedDict, Unpack
 
-from quire.async_llm.background import Background, awaited
+from quire.async_llm.background import Background, awaited, shared
 from quire.async_llm.session import AsyncSession, unwrapped
 from quire.async_llm.stepper import BeamJob, Job
-from quire.async_llm.stream import AsyncStream, PreparedJob
-from quire.config import EngineConfig
-from quire.engine.engine import Engine
+from quire.async_llm.stream import AsyncStream, Prepared
 from quire.engine.named_adapters import AdapterInfo
 from quire.engine.prompt_sessions import PreparedPrompts, PromptsOrSessions
 from quire.engine.prompts import Prompt, Prompts
 from quire.engine.sequence_request import SequenceRequest
-from quire.engine.tokenizer import Tokenizer
 from quire.errors import InvalidArgument
-from quire.executor.executor import Executor
 from quire.llm import LLM, Messages
-from quire.models.families import LoadedModel
 from quire.outputs import BeamSearchOutput, RequestOutput
 from quire.sampling_params import BeamSearchParams, SamplingParams
 
@@ -36,7 +32,7 @@ class ChatOptions(TypedDict, total=False):
     add_generation_prompt: bool
 
 
-class AsyncLLM:
+class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
     """An ``LLM`` whose verbs are awaited.
 
     Arguments and errors are those of ``LLM``. The constructor loads the model, so a running loop
@@ -64,12 +60,12 @@ class AsyncLLM:
     ) -> list[RequestOutput]:
         """Generate as ``LLM.generate`` does, also from sessions among the prompts. ``request_id``
         names the prompt for ``abort``. Of several, number i is called "name-i"."""
-        _check_name(request_id)
         given = unwrapped(prompts)
-        prepared = await self._background.call(
-            "generate", lambda: self._llm.prepare(given, sampling_params, adapter=adapter, cache_salt=cache_salt)
+        return await self._run(
+            "generate",
+            lambda: self._llm.prepare(given, sampling_params, adapter=adapter, cache_salt=cache_salt),
+            request_id,
         )
-        return await self._run(prepared, request_id)
 
     async def chat(
         self,
@@ -80,13 +76,13 @@ class AsyncLLM:
         **options: Unpack[ChatOptions],
     ) -> list[RequestOutput]:
         """Answer as ``LLM.chat`` does; ``request_id`` as in ``generate``."""
-        _check_name(request_id)
-        prepared = await self._background.call(
-            "chat", lambda: self._llm.prepare_chat(messages, sampling_params, **options)
-        )
-        return await self._run(prepared, request_id)
+        return await self._run("chat", lambda: self._llm.prepare_chat(messages, sampling_params, **options), request_id)
 
-    async def _run(self, prepared: PreparedPrompts, request_id: str | None) -> list[RequestOutput]:
+    async def _run(
+        self, verb: str, prepare: Callable[[], PreparedPrompts], request_id: str | None
+    ) -> list[RequestOutput]:
+        _check_name(request_id)
+        prepared = await self._background.call(verb, prepare)
         groups: list[list[SequenceRequest]] = []
 
         def submit() -> list[SequenceRequest]:
@@ -108,11 +104,8 @@ class AsyncLLM:
         adapter: str | None = None,
         cache_salt: str | None = None,
     ) -> AsyncStream:
-        """Continue one prompt: ``async for delta in llm.stream("text")``.
-
-        The stream's ``output`` is the result that ``generate`` would return.
-        """
-        _check_name(request_id)
+        """Continue one prompt: ``async for delta in llm.stream("text")``. The stream's ``output``
+        is the result that ``generate`` would return."""
         return self._stream(
             "stream",
             lambda: self._llm.prepare([prompt], sampling_params, adapter=adapter, cache_salt=cache_salt),
@@ -128,28 +121,24 @@ class AsyncLLM:
         **options: Unpack[ChatOptions],
     ) -> AsyncStream:
         """Answer one conversation, as a stream."""
-        _check_name(request_id)
         return self._stream(
             "stream_chat", lambda: self._llm.prepare_chat(messages, sampling_params, **options), request_id
         )
 
     def _stream(self, verb: str, prepare: Callable[[], PreparedPrompts], request_id: str | None) -> AsyncStream:
-        async def prepared() -> PreparedJob:
+        _check_name(request_id)
+
+        async def prepared() -> Prepared:
             found = await self._background.call(verb, prepare)
             if len(found.ids) != 1:
                 raise InvalidArgument(f"{verb} takes one prompt, got {len(found.ids)}; make a stream for each")
             job = Job(self.engine, lambda: self._llm.submit(found, request_id)[0], name=request_id, streams=True)
-            return PreparedJob(job=job, output=lambda: self._llm.outputs(found, [job.requests])[0])
+            return job, lambda: self._llm.outputs(found, [job.requests])[0]
 
         return AsyncStream(self._background, prepared)
 
     async def beam_search(
-        self,
-        prompts: Prompts,
-        params: BeamSearchParams,
-        *,
-        adapter: str | None = None,
-        cache_salt: str | None = None,
+        self, prompts: Prompts, params: BeamSearchParams, *, adapter: str | None = None, cache_salt: str | None = None
     ) -> list[BeamSearchOutput]:
         """Search as ``LLM.beam_search`` does."""
         searches, texts = await self._background.call(
@@ -188,39 +177,14 @@ class AsyncLLM:
     status = awaited(LLM.status)
     metrics = awaited(LLM.metrics)
 
-    @property
-    def tokenizer(self) -> Tokenizer | None:
-        """The model's tokenizer; None for a model without one, which takes token ids."""
-        return self._llm.tokenizer
-
-    @property
-    def executor(self) -> Executor:
-        """The executor contract over the same weights and pages. Its calls block."""
-        return self._llm.executor
-
-    @property
-    def model(self) -> LoadedModel:
-        """The weights."""
-        return self._llm.model
-
-    @property
-    def engine(self) -> Engine:
-        """The level below: requests and steps."""
-        return self._llm.engine
-
-    @property
-    def bytes_per_token(self) -> int:
-        """Bytes of KV state of one token, over all layers."""
-        return self._llm.bytes_per_token
-
-    @property
-    def config(self) -> EngineConfig:
-        return self._llm.config
-
-    @property
-    def default_params(self) -> SamplingParams:
-        """The parameters of requests without ``SamplingParams``."""
-        return self._llm.default_params
+    tokenizer = shared(LLM.tokenizer)
+    executor = shared(LLM.executor)
+    """Its calls block."""
+    model = shared(LLM.model)
+    engine = shared(LLM.engine)
+    bytes_per_token = shared(LLM.bytes_per_token)
+    config = shared(LLM.config)
+    default_params = shared(LLM.default_params)
 
     # -- closing -----------------------------------------------------------------------------------
 
@@ -228,9 +192,6 @@ class AsyncLLM:
         """Cancel running requests and free everything. Closing twice is harmless. Later calls raise
         ``FailedPrecondition``."""
         await self._background.close()
-
-    async def __aenter__(self) -> Self:
-        return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Any, Self, overload
 
 from torch import Tensor
 
-from quire.async_llm.background import Background, awaited
+from quire.async_llm.background import Background, awaited, shared
 from quire.async_llm.stepper import Job
-from quire.async_llm.stream import AsyncStream, PreparedJob
+from quire.async_llm.stream import AsyncStream, Prepared
 from quire.engine.chat_turns import ReadAnswer
 from quire.engine.prompt_sessions import PromptsOrSessions
 from quire.engine.prompts import Prompt
@@ -20,7 +21,7 @@ from quire.engine.session_stream import PreparedTurn
 from quire.sampling_params import SamplingParams
 
 
-class AsyncSession:
+class AsyncSession(AbstractAsyncContextManager["AsyncSession"]):
     """A ``quire.Session`` whose verbs are awaited, made by ``AsyncLLM.session``. Values that take
     no lock are properties. Cancelling a task that awaits a verb cancels the verb: tokens generated
     by then stay, everything else is undone."""
@@ -37,58 +38,17 @@ class AsyncSession:
     def __repr__(self) -> str:
         return repr(self._session).replace("Session", "AsyncSession", 1)
 
-    @property
-    def name(self) -> str | None:
-        """As ``Session.name``; it can be set."""
-        return self._session.name
-
-    @name.setter
-    def name(self, value: str | None) -> None:
-        self._session.name = value
-
-    @property
-    def labels(self) -> Mapping[str, str]:
-        """As ``Session.labels``; they can be set."""
-        return self._session.labels
-
-    @labels.setter
-    def labels(self, value: Mapping[str, str]) -> None:
-        self._session.labels = value
-
-    @property
-    def tokens(self) -> list[int]:
-        """All token ids."""
-        return self._session.tokens
-
-    @property
-    def text(self) -> str:
-        """The text of all tokens."""
-        return self._session.text
-
-    @property
-    def pinned(self) -> bool:
-        """Whether its state is kept even if the pool is short."""
-        return self._session.pinned
-
-    @property
-    def modified(self) -> bool:
-        """Whether ``set_kv`` wrote into its state."""
-        return self._session.modified
-
-    @property
-    def window(self) -> tuple[int, int] | None:
-        """As ``Session.window``."""
-        return self._session.window
-
-    @property
-    def adapter(self) -> str | None:
-        """As ``Session.adapter``."""
-        return self._session.adapter
-
-    @property
-    def num_computed(self) -> int:
-        """Tokens whose state is in the pool now."""
-        return self._session.num_computed
+    name = shared(Session.name)
+    """It can be set."""
+    labels = shared(Session.labels)
+    """They can be set."""
+    tokens = shared(Session.tokens)
+    text = shared(Session.text)
+    pinned = shared(Session.pinned)
+    modified = shared(Session.modified)
+    window = shared(Session.window)
+    adapter = shared(Session.adapter)
+    num_computed = shared(Session.num_computed)
 
     async def pages(self) -> tuple[int, int]:
         """Return the numbers of its pages and of the shared ones among them."""
@@ -125,7 +85,7 @@ class AsyncSession:
     def _stream(self, verb: str, prepare: Callable[[], PreparedTurn]) -> AsyncStream:
         engine = self._background.llm.engine
 
-        async def prepared() -> PreparedJob:
+        async def prepared() -> Prepared:
             start, on_end = await self._background.call(verb, prepare)
 
             def submit() -> list[SequenceRequest]:
@@ -135,7 +95,7 @@ class AsyncSession:
             job = Job(engine, submit, streams=True)
             if on_end is not None:
                 job.on_end = lambda: on_end(job.requests[0])
-            return PreparedJob(job=job, output=lambda: request_output(job.requests, engine.tokenizer))
+            return job, lambda: request_output(job.requests, engine.tokenizer)
 
         return AsyncStream(self._background, prepared)
 
@@ -187,9 +147,6 @@ class AsyncSession:
             self._session.close()
         else:
             await self._background.call("close", self._session.close)
-
-    async def __aenter__(self) -> Self:
-        return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()

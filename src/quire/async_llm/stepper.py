@@ -23,10 +23,8 @@ from quire.llm import LLM
 logger = logging.getLogger("quire.async")
 
 HAND_OVER = 1e-4
-"""Seconds between two steps while a worker may want the engine's lock.
-
-Without them the stepping thread would take the lock again at once.
-"""
+"""Seconds between two steps while a worker may want the engine's lock. Without them the stepping
+thread would take the lock again at once."""
 
 LAST_STEP = 10.0
 """Most seconds that the end of the process waits for a running step."""
@@ -87,9 +85,6 @@ class Job:
     def notify(self) -> None:
         for listener in tuple(self.listeners):
             listener()
-
-    def is_named(self, name: str) -> bool:
-        return self.name == name or any(request.request_id == name for request in self.requests)
 
 
 class BeamJob(Job):
@@ -170,7 +165,10 @@ class Stepper:
     def find(self, name: str) -> Job | None:
         """Return the job with a request of this name."""
         with self._changed:
-            return next((job for job in (*self._inbox, *self._jobs) if job.is_named(name)), None)
+            for job in (*self._inbox, *self._jobs):
+                if name in (job.name, *(request.request_id for request in job.requests)):
+                    return job
+            return None
 
     @uninterrupted
     def stop(self) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Self
+from typing import TypeAlias
 
 from quire.async_llm.background import Background, Listener
 from quire.async_llm.stepper import Job
@@ -26,15 +27,11 @@ class SampleDelta(StreamDelta):
     """Log-probabilities of this delta's tokens, if they were asked for."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PreparedJob:
-    """A job that is ready to start, and its output so far."""
-
-    job: Job
-    output: Callable[[], RequestOutput]
+Prepared: TypeAlias = tuple[Job, Callable[[], RequestOutput]]
+"""A job that is ready to start, and what returns its output so far."""
 
 
-class AsyncStream(AsyncIterator[SampleDelta]):
+class AsyncStream(AsyncIterator[SampleDelta], AbstractAsyncContextManager["AsyncStream"]):
     """An iterator over deltas: ``async for delta in stream``.
 
     It starts when its first delta is asked for, and refuses then what ``generate`` refuses. Leaving
@@ -42,10 +39,12 @@ class AsyncStream(AsyncIterator[SampleDelta]):
     which frees its pages within a step. A slow consumer gets several tokens in a delta.
     """
 
-    def __init__(self, background: Background, prepare: Callable[[], Awaitable[PreparedJob]]) -> None:
+    def __init__(self, background: Background, prepare: Callable[[], Awaitable[Prepared]]) -> None:
         self._background = background
         self._prepare = prepare
-        self._prepared: PreparedJob | None = None
+        self._job: Job | None = None
+        self._output: Callable[[], RequestOutput]
+        """What returns the output so far, once there is a job."""
         self._listener: Listener | None = None
         self._taken: list[tuple[bool, int, int]] = []
         """The part of ``Job.seen`` that has become deltas."""
@@ -58,12 +57,9 @@ class AsyncStream(AsyncIterator[SampleDelta]):
     @property
     def output(self) -> RequestOutput:
         """The output so far. ``FailedPrecondition`` before the first delta."""
-        if self._prepared is None or not self._prepared.job.requests:
+        if self._job is None or not self._job.requests:
             raise FailedPrecondition("the stream has no output yet; ask for its first delta")
-        return self._prepared.output()
-
-    def __aiter__(self) -> Self:
-        return self
+        return self._output()
 
     async def __anext__(self) -> SampleDelta:
         if self._busy:
@@ -92,16 +88,16 @@ class AsyncStream(AsyncIterator[SampleDelta]):
         return self._ready.popleft()
 
     async def _start(self) -> None:
-        prepared = await self._prepare()
-        self._listener = Listener(self._background.stepper, prepared.job)
-        self._background.stepper.submit(prepared.job)
-        self._prepared = prepared
+        job, output = await self._prepare()
+        self._listener = Listener(self._background.stepper, job)
+        self._background.stepper.submit(job)
+        self._job, self._output = job, output
 
     def _collect(self) -> None:
         """Turn what is new into deltas."""
-        if self._prepared is None:
+        job = self._job
+        if job is None:
             return
-        job = self._prepared.job
         # In this order: a job that is over has been seen in full.
         self._done, seen = job.over, job.seen
         if self._done and job.error is not None:
@@ -136,17 +132,14 @@ class AsyncStream(AsyncIterator[SampleDelta]):
     def _abandon(self) -> None:
         self._done = True
         self._ready.clear()
-        if self._prepared is not None and not self._prepared.job.over:
-            self._background.stepper.cancel(self._prepared.job)
+        if self._job is not None and not self._job.over:
+            self._background.stepper.cancel(self._job)
 
     async def aclose(self) -> None:
         """Cancel an unfinished request, and return when its pages are free."""
         self._abandon()
-        if self._prepared is not None:
-            await self._background.abort(self._prepared.job)
-
-    async def __aenter__(self) -> Self:
-        return self
+        if self._job is not None:
+            await self._background.abort(self._job)
 
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
@@ -154,5 +147,5 @@ class AsyncStream(AsyncIterator[SampleDelta]):
     @unless_exiting
     def __del__(self) -> None:
         # No reader is left.
-        if getattr(self, "_prepared", None) is not None:
+        if getattr(self, "_job", None) is not None:
             self._abandon()

@@ -22,17 +22,16 @@ MAX_NAME = 256
 """Most characters of an adapter's name."""
 
 
-class LoadAdapterRequest(BaseModel):
-    """A LoRA adapter to load."""
-
-    lora_name: StrictStr
-    lora_path: StrictStr
-
-
 class UnloadAdapterRequest(BaseModel):
     """A LoRA adapter to unload."""
 
     lora_name: StrictStr
+
+
+class LoadAdapterRequest(UnloadAdapterRequest):
+    """A LoRA adapter to load."""
+
+    lora_path: StrictStr
 
 
 class Unloaded(BaseModel):

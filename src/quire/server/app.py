@@ -14,9 +14,8 @@ from quire.async_llm import AsyncLLM
 from quire.server import adapter_routes, chat, completions, errors, session_routes, status, tokens
 from quire.server.context import Context, public_name
 from quire.server.gate import Gate, GateMiddleware
-from quire.server.sessions import Sessions
+from quire.server.sessions import Sessions, StoredBytes
 from quire.server.settings import ServerSettings
-from quire.server.stored_bytes import StoredBytes
 
 
 def create_app(llm: AsyncLLM, settings: ServerSettings | None = None) -> FastAPI:

@@ -14,27 +14,16 @@ from starlette.responses import Response
 from quire.async_llm import SampleDelta
 from quire.engine.chat_rendering import render_chat, select_template
 from quire.engine.tokenizer import Tokenizer
-from quire.outputs import RequestOutput
 from quire.sampling_params import SamplingParams
 from quire.server.context import Context
 from quire.server.errors import bad_field, naming
-from quire.server.generation import (
-    Work,
-    asked_by,
-    check,
-    check_number,
-    encode,
-    ending,
-    in_texts,
-    prepared,
-    sampling_params,
-)
+from quire.server.generation import asked_by, check_number, check_prompts, encode, ending, in_texts, sampling_params
 from quire.server.harmony import MARKERS, STOPS, in_reasoning, is_harmony
 from quire.server.logprobs import chat_logprobs, prompt_logprobs
 from quire.server.messages import MessageFormat, MessageReader, answer_of, message_of
 from quire.server.protocol import ChatRequest, refuse_unsupported
 from quire.server.reasoning import reasoning_for
-from quire.server.replies import Reply, answer, answer_in_session
+from quire.server.replies import Reply, answer, answer_in_session, head_of
 from quire.server.session_streams import ClientSessionStream
 from quire.server.tools import forced_format, parser_for, schema_for
 
@@ -62,36 +51,36 @@ async def chat_completions(request: Request, body: ChatRequest) -> Response:
     tokenizer = context.llm.tokenizer
     if tokenizer is None:
         raise bad_field("messages", "a chat needs a tokenizer with a chat template, and this model has none")
-    stream = bool(body.stream)
     tools = _Tools.of(body)
     params, fields = _params(context, body, tools)
     if body.session_id is not None:
         _check_session(body)
         with naming(fields, "session_id"):
-            format = _message_format(context, select_template(tokenizer.chat_templates), params, tools, None)
+            template = select_template(tokenizer.chat_templates)
+            format, in_session = _reading(context, tokenizer, template, params, tools, None)
+            # The template writes the wrappers of an answer's text itself, or refuses them.
+            wrapped = format.harmony or (format.calls is not None and bool(format.calls.wrappers))
             source = ClientSessionStream(
                 context,
                 request.state.owner,
                 body.session_id,
-                _unskipped(_stopping(params, format, tokenizer, context), format, tokenizer),
+                in_session,
                 messages=body.messages,
-                answer=(lambda text: answer_of(text, format)) if _wraps_answers(format) else None,
+                answer=(lambda text: answer_of(text, format)) if wrapped else None,
                 model=body.model,
             )
             reply = ChatReply(request, context, body, params, tools, format)
-            return await answer_in_session(request, reply, source, stream=stream)
+            return await answer_in_session(request, reply, source)
     adapter = context.adapter_of(body.model)
     check_number(context, 1, params.n)
-    salt = context.salt(request.state.owner, body.cache_salt)
     # The text is about as long as the body that it is made of.
-    rendered = await in_texts(
-        context, request, len(await request.body()), lambda: _rendered(context, body, tokenizer, tools)
+    tokens, format, params = await in_texts(
+        context, request, len(await request.body()), lambda: _rendered(context, body, tokenizer, tools, params)
     )
-    work, format = await prepared(
-        lambda: _work(context, body, rendered, tokenizer, tools, params, adapter, salt, fields), request
-    )
+    await check_prompts(context, request, [(tokens, naming(fields, "messages"))], params)
     reply = ChatReply(request, context, body, params, tools, format)
-    return await answer(request, reply, work, stream=stream)
+    salt = context.salt(request.state.owner, body.cache_salt)
+    return await answer(request, context, reply, [tokens], params, adapter=adapter, cache_salt=salt)
 
 
 # -- parameters ------------------------------------------------------------------------------------
@@ -107,15 +96,8 @@ def _check_variables(body: ChatRequest) -> None:
 
 
 def _check_session(body: ChatRequest) -> None:
-    given = {
-        "tools": body.tools,
-        "cache_salt": body.cache_salt,
-        "reasoning_effort": body.reasoning_effort,
-        "documents": body.documents,
-        "chat_template_kwargs": body.chat_template_kwargs,
-    }
-    for name, value in given.items():
-        if value:
+    for name in ("tools", "cache_salt", "reasoning_effort", "documents", "chat_template_kwargs"):
+        if getattr(body, name):
             raise bad_field(name, f"{name} cannot be given with session_id; leave it out")
     if body.add_generation_prompt is False:
         raise bad_field("add_generation_prompt", "a session always answers; leave add_generation_prompt out")
@@ -190,23 +172,16 @@ def _params(context: Context, body: ChatRequest, tools: _Tools) -> tuple[Samplin
 # -- the prompt ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Rendered:
-    """A conversation as a prompt."""
-
-    template: str
-    text: str
-    tokens: NDArray[np.int64]
-
-
-def _rendered(context: Context, body: ChatRequest, tokenizer: Tokenizer, tools: _Tools) -> _Rendered:
+def _rendered(
+    context: Context, body: ChatRequest, tokenizer: Tokenizer, tools: _Tools, params: SamplingParams
+) -> tuple[NDArray[np.int64], MessageFormat, SamplingParams]:
+    """Return the conversation as a prompt, how its answer is read, and the parameters for that."""
     with naming({}, "messages"):
         template = select_template(tokenizer.chat_templates, with_tools=tools.given is not None)
         variables: dict[str, Any] = {**tokenizer.special_tokens, **(body.chat_template_kwargs or {})}
-        if body.reasoning_effort is not None:
-            variables["reasoning_effort"] = body.reasoning_effort
-        if body.documents is not None:
-            variables["documents"] = body.documents
+        for name in ("reasoning_effort", "documents"):
+            if (value := getattr(body, name)) is not None:
+                variables[name] = value
         text = render_chat(
             template,
             body.messages,
@@ -216,26 +191,26 @@ def _rendered(context: Context, body: ChatRequest, tokenizer: Tokenizer, tools: 
             **variables,
         )
         # The text holds its special tokens.
-        return _Rendered(template=template, text=text, tokens=encode(tokenizer, text, add_special_tokens=False))
+        tokens = encode(tokenizer, text, add_special_tokens=False)
+        return tokens, *_reading(context, tokenizer, template, params, tools, text)
 
 
-def _work(
-    context: Context,
-    body: ChatRequest,
-    rendered: _Rendered,
-    tokenizer: Tokenizer,
-    tools: _Tools,
-    params: SamplingParams,
-    adapter: str | None,
-    salt: str | None,
-    fields: Mapping[str, str],
-) -> tuple[Work, MessageFormat]:
-    format = _message_format(context, rendered.template, params, tools, rendered.text)
-    params = _unskipped(_stopping(params, format, tokenizer, context), format, tokenizer)
-    with naming(fields, "messages"):
-        check(context, rendered.tokens, params)
-    work = Work(llm=context.llm, prompts=[rendered.tokens], params=params, adapter=adapter, cache_salt=salt)
-    return work, format
+def _reading(
+    context: Context, tokenizer: Tokenizer, template: str, params: SamplingParams, tools: _Tools, prompt: str | None
+) -> tuple[MessageFormat, SamplingParams]:
+    """Return how the answer is read, and parameters for that. They keep special tokens in the text
+    if it is read by such tokens."""
+    format = _message_format(context, template, params, tools, prompt)
+    marks = [] if format.calls is None else [*format.calls.markers, *format.calls.wrappers]
+    if format.reasoning is not None:
+        marks += [format.reasoning.opener, format.reasoning.closer]
+    if format.harmony:
+        marks += MARKERS
+        params = _stopping(params, tokenizer, context)
+    special = tokenizer.token_bytes.special_ids
+    if any(tokenizer.token_id(mark) in special for mark in marks):
+        params = params.replace(skip_special_tokens=False)
+    return format, params
 
 
 def _message_format(
@@ -243,7 +218,7 @@ def _message_format(
 ) -> MessageFormat:
     """Return how the answer is read. ``prompt``: the rendered prompt, None if it is unknown."""
     config, named = context.llm.model.config, context.settings.tool_call_parser
-    harmony = is_harmony(config, template, named)
+    harmony = is_harmony(template, named)
     # A grammar, as of forced calls, leaves no place for channels.
     if harmony and params.grammar is None:
         return MessageFormat(
@@ -265,7 +240,7 @@ def _message_format(
             'tool_choice "required", a named function and "none" work, and the server can be told with --tool-call-parser',
         )
     # A text of a given form has no place for reasoning.
-    reasoning = None if params.grammar is not None else reasoning_for(config, template)
+    reasoning = None if params.grammar is not None else reasoning_for(template)
     return MessageFormat(
         reasoning=reasoning,
         in_reasoning=None if reasoning is None or prompt is None else reasoning.opened_by(prompt),
@@ -276,28 +251,10 @@ def _message_format(
     )
 
 
-def _wraps_answers(format: MessageFormat) -> bool:
-    """Return whether an answer's text has wrappers that the template writes itself, or refuses."""
-    return format.harmony or (format.calls is not None and bool(format.calls.wrappers))
-
-
-def _unskipped(params: SamplingParams, format: MessageFormat, tokenizer: Tokenizer) -> SamplingParams:
-    """Return parameters that keep special tokens in the text if the text is read by such tokens."""
-    marks = [] if format.calls is None else [*format.calls.markers, *format.calls.wrappers]
-    if format.reasoning is not None:
-        marks += [format.reasoning.opener, format.reasoning.closer]
-    if format.harmony:
-        marks += MARKERS
-    special = tokenizer.token_bytes.special_ids
-    if any(tokenizer.token_id(mark) in special for mark in marks):
-        return params.replace(skip_special_tokens=False)
-    return params
-
-
-def _stopping(params: SamplingParams, format: MessageFormat, tokenizer: Tokenizer, context: Context) -> SamplingParams:
+def _stopping(params: SamplingParams, tokenizer: Tokenizer, context: Context) -> SamplingParams:
     """Return parameters that stop at tokens that end a turn and are no EOS of the model's. A
     request that ignores EOS ignores these too."""
-    if not format.harmony or params.ignore_eos:
+    if params.ignore_eos:
         return params
     engine = context.llm.engine
     found = {tokenizer.token_id(stop) for stop in STOPS} & tokenizer.token_bytes.special_ids
@@ -326,16 +283,11 @@ class ChatReply(Reply):
         tools: _Tools,
         format: MessageFormat,
     ) -> None:
-        super().__init__(request, context, body)
+        super().__init__(request, context, body, **head_of(context, body))
         self._format = format
         self._named = isinstance(tools.forced, dict)
-        self._top_logprobs = params.logprobs
-        self._prompt_logprobs = params.prompt_logprobs
-        self._output: RequestOutput | None = None
+        self._params = params
         self._readers: dict[int, MessageReader] = {}
-
-    def prompt_done(self, number: int, output: RequestOutput) -> None:
-        self._output = output
 
     def choice(self, number: int, delta: SampleDelta) -> dict[str, Any]:
         reader = MessageReader(self._format)
@@ -376,11 +328,11 @@ class ChatReply(Reply):
             # As at OpenAI, not for a call that the client named. Partial calls must not be made.
             end["finish_reason"] = "tool_calls"
         logprobs = None
-        if self._top_logprobs is not None:
-            logprobs = chat_logprobs(delta.token_ids, delta.logprobs or [], self._top_logprobs, self.tokenizer)
+        if (count := self._params.logprobs) is not None:
+            logprobs = chat_logprobs(delta.token_ids, delta.logprobs or [], count, self.tokenizer)
         return {"logprobs": logprobs, **end}
 
     def _of_prompt(self) -> dict[str, Any]:
-        if self._prompt_logprobs is None or self._output is None:
+        if (count := self._params.prompt_logprobs) is None:
             return {}
-        return {"prompt_logprobs": prompt_logprobs(self._output.prompt_logprobs, self._prompt_logprobs)}
+        return {"prompt_logprobs": prompt_logprobs(self.outputs[0].prompt_logprobs, count)}

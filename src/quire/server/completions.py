@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from fastapi import APIRouter, Request
@@ -12,30 +11,27 @@ from numpy.typing import NDArray
 from starlette.responses import Response
 
 from quire.async_llm import SampleDelta
-from quire.engine.tokenizer import Tokenizer
-from quire.outputs import RequestOutput
 from quire.sampling_params import SamplingParams
 from quire.server.context import Context
 from quire.server.errors import bad_field, naming
 from quire.server.generation import (
-    Work,
+    Named,
     asked_by,
-    check,
     check_number,
+    check_prompts,
     encode,
     ending,
     in_texts,
-    prepared,
     sampling_params,
 )
 from quire.server.logprobs import Offsets, completion_logprobs, prompt_logprobs
 from quire.server.protocol import CompletionRequest, refuse_unsupported
-from quire.server.replies import Reply, answer, answer_in_session
+from quire.server.replies import Reply, answer, answer_in_session, head_of
 from quire.server.session_streams import ClientSessionStream
 
 router = APIRouter()
 
-IN_SESSION = "a session keeps the state of its own prompt; leave it out"
+T = TypeVar("T")
 
 
 @router.post("/v1/completions", tags=["OpenAI"])
@@ -47,7 +43,6 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
         raise bad_field("echo", "echo needs a tokenizer, and this model has none")
     given, fields = asked_by(context, body)
     params = _params(context, body, given, fields)
-    stream = bool(body.stream)
     if body.session_id is not None:
         prompt = _session_prompt(body)
         with naming(fields, "session_id"):
@@ -55,15 +50,15 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
                 context, request.state.owner, body.session_id, params, prompt=prompt, model=body.model
             )
             reply = CompletionReply(request, context, body, given, params, [])
-            return await answer_in_session(request, reply, source, stream=stream)
+            return await answer_in_session(request, reply, source)
     adapter = context.adapter_of(body.model)
     prompts = _prompts(body.prompt)
     check_number(context, len(prompts), params.n)
     tokens = await _encoded(context, request, prompts, fields)
-    salt = context.salt(request.state.owner, body.cache_salt)
-    work = await prepared(lambda: _work(context, body, tokens, params, adapter, salt, fields), request)
+    await check_prompts(context, request, _named(tokens, fields), params)
     reply = CompletionReply(request, context, body, given, params, prompts)
-    return await answer(request, reply, work, stream=stream)
+    salt = context.salt(request.state.owner, body.cache_salt)
+    return await answer(request, context, reply, tokens, params, adapter=adapter, cache_salt=salt)
 
 
 def _params(
@@ -81,23 +76,27 @@ def _prompts(prompt: Any) -> list[str | list[int]]:
     """Return one prompt or many as a list. Raise ``ApiError`` 400 with the place of a bad one."""
     if prompt is None:
         raise bad_field("prompt", "prompt is missing: text, token ids, or a list of either is needed")
-    listed = [prompt] if isinstance(prompt, str) or (isinstance(prompt, list) and _are_ids(prompt)) else prompt
+    listed = [prompt] if _is_one(prompt) else prompt
     if not isinstance(listed, list) or not listed:
         raise bad_field("prompt", f"prompt must be text, token ids, or a list of either, got {prompt!r:.60}")
     for number, item in enumerate(listed):
-        if not isinstance(item, str) and not (isinstance(item, list) and _are_ids(item)):
+        if not _is_one(item):
             raise bad_field(f"prompt.{number}", f"prompt.{number} must be text or token ids, got {item!r:.60}")
     return listed
 
 
-def _are_ids(items: Sequence[Any]) -> bool:
-    return bool(items) and all(type(item) is int for item in items)
+def _is_one(prompt: Any) -> bool:
+    """Return whether a prompt is text or token ids."""
+    return isinstance(prompt, str) or (
+        isinstance(prompt, list) and bool(prompt) and all(type(item) is int for item in prompt)
+    )
 
 
 def _session_prompt(body: CompletionRequest) -> str | list[int] | None:
+    why = "a session keeps the state of its own prompt; leave it out"
     for name in ("echo", "cache_salt"):
         if getattr(body, name):
-            raise bad_field(name, f"{name} cannot be given with session_id: {IN_SESSION}")
+            raise bad_field(name, f"{name} cannot be given with session_id: {why}")
     if body.prompt is None or body.prompt in ("", []):
         return None
     prompts = _prompts(body.prompt)
@@ -106,7 +105,7 @@ def _session_prompt(body: CompletionRequest) -> str | list[int] | None:
     return prompts[0]
 
 
-def _named(prompts: Sequence[Any], fields: Mapping[str, str]) -> Iterator[tuple[Any, AbstractContextManager[None]]]:
+def _named(prompts: Sequence[T], fields: Mapping[str, str]) -> Iterator[tuple[T, Named]]:
     """Yield each prompt with a context that turns errors into answers about this prompt."""
     for number, prompt in enumerate(prompts):
         name = "prompt" if len(prompts) == 1 else f"prompt.{number}"
@@ -131,28 +130,11 @@ async def _encoded(
     return await in_texts(context, request, sum(map(len, prompts)), encode_all)
 
 
-def _work(
-    context: Context,
-    body: CompletionRequest,
-    prompts: Sequence[NDArray[np.int64]],
-    params: SamplingParams,
-    adapter: str | None,
-    salt: str | None,
-    fields: Mapping[str, str],
-) -> Work:
-    """Return the prompts, checked."""
-    for tokens, about in _named(prompts, fields):
-        with about:
-            check(context, tokens, params)
-    return Work(llm=context.llm, prompts=prompts, params=params, adapter=adapter, cache_salt=salt)
-
-
 class CompletionReply(Reply):
     """Choices with ``text``. Sample s of prompt p has the index p * n + s."""
 
     prefix = "cmpl"
-    object = "text_completion"
-    chunk_object = "text_completion"
+    object = chunk_object = "text_completion"
 
     def __init__(
         self,
@@ -164,19 +146,14 @@ class CompletionReply(Reply):
         prompts: Sequence[str | list[int]],
     ) -> None:
         """Begin the answer. ``given``: parameters of the body, before an echo changed them."""
-        super().__init__(request, context, body)
+        super().__init__(request, context, body, **head_of(context, body))
         self._params = params
         self._prompts = prompts
         self._echo = bool(body.echo)
         self._silent = self._echo and given.get("max_tokens") == 0
         """Whether only the prompt is wanted."""
-        self._logprobs = params.logprobs
         self._prompt_logprobs = given.get("prompt_logprobs")
-        self._outputs: dict[int, RequestOutput] = {}
         self._choices: dict[int, Offsets] = {}
-
-    def prompt_done(self, number: int, output: RequestOutput) -> None:
-        self._outputs[number] = output
 
     def count(self, delta: SampleDelta) -> int:
         return 0 if self._silent else len(delta.token_ids)
@@ -188,14 +165,18 @@ class CompletionReply(Reply):
         entries: list[Any] = [] if self._silent else delta.logprobs or []
         text = "" if self._silent else delta.text
         if first:
-            output = self._outputs[number]
+            output = self.outputs[number]
             tokenizer = self.tokenizer
             skips = self._params.skip_special_tokens
             self._choices[index] = Offsets(
                 tokenizer, [] if self._echo else output.prompt_token_ids, skip_special_tokens=skips
             )
             if self._echo:
-                text = _echoed(self._prompts[number], tokenizer, skip_special_tokens=skips) + text
+                prompt = self._prompts[number]
+                assert tokenizer is not None  # checked before
+                text = (
+                    prompt if isinstance(prompt, str) else tokenizer.decode(prompt, skip_special_tokens=skips)
+                ) + text
                 ids = [*output.prompt_token_ids, *ids]
                 # The first token has no entry, so a prompt of one token has no others.
                 entries = [*(output.prompt_logprobs or [None] * len(output.prompt_token_ids)), *entries]
@@ -203,21 +184,14 @@ class CompletionReply(Reply):
         if self._silent and delta.finish_reason is not None:
             end = {"finish_reason": "length", "stop_reason": None}
         logprobs = None
-        if self._logprobs is not None:
-            logprobs = completion_logprobs(ids, entries, self._logprobs, self._choices[index], self.tokenizer)
+        if (count := self._params.logprobs) is not None:
+            logprobs = completion_logprobs(ids, entries, count, self._choices[index], self.tokenizer)
         choice = {"index": index, "text": text, "logprobs": logprobs, **end}
         if first and self._prompt_logprobs is not None:
-            choice["prompt_logprobs"] = prompt_logprobs(self._outputs[number].prompt_logprobs, self._prompt_logprobs)
+            choice["prompt_logprobs"] = prompt_logprobs(self.outputs[number].prompt_logprobs, self._prompt_logprobs)
         return choice
 
     def chunk_choices(self, number: int, delta: SampleDelta) -> list[dict[str, Any]]:
         choice = self.choice(number, delta)
         # Text that could become a stop string or a character is held back.
         return [choice] if choice["text"] or choice["logprobs"] is not None or delta.finish_reason is not None else []
-
-
-def _echoed(prompt: str | list[int], tokenizer: Tokenizer | None, *, skip_special_tokens: bool) -> str:
-    if isinstance(prompt, str):
-        return prompt
-    assert tokenizer is not None  # checked before
-    return tokenizer.decode(prompt, skip_special_tokens=skip_special_tokens)

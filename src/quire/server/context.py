@@ -14,8 +14,7 @@ from quire.server.settings import ServerSettings
 from quire.server.text_threads import Texts
 
 if TYPE_CHECKING:
-    from quire.server.sessions import Sessions
-    from quire.server.stored_bytes import StoredBytes
+    from quire.server.sessions import Sessions, StoredBytes
 
 
 def public_name(model: str | Path) -> str:

@@ -108,6 +108,12 @@ def bad_field(param: str, message: str, *, code: str | None = None) -> ApiError:
     return ApiError(400, message, param=param, code=code)
 
 
+def busy(status: int, message: str, code: str, seconds: int = RETRY_AFTER, **headers: str) -> ApiError:
+    """Return the answer to a request that is refused for momentary load. ``seconds``: when to try
+    again."""
+    return ApiError(status, message, code=code, headers={"Retry-After": str(seconds), **headers})
+
+
 def api_error(
     error: BaseException, fields: Mapping[str, str] = MappingProxyType({}), *, param: str | None = None
 ) -> ApiError:
@@ -201,14 +207,9 @@ def install(app: FastAPI) -> None:
     """Answer all errors of routes in this shape. The gate logs internal ones."""
 
     async def from_route(request: Request, error: Exception) -> Response:
-        found = api_error(error)
+        found = validation_error(error.errors()) if isinstance(error, RequestValidationError) else api_error(error)
         if found.status == 500:
             raise error
-        count(request, found)
-        return error_response(found)
-
-    async def from_validation(request: Request, error: Exception) -> Response:
-        found = validation_error(error.errors() if isinstance(error, RequestValidationError) else ())
         count(request, found)
         return error_response(found)
 
@@ -224,7 +225,6 @@ def install(app: FastAPI) -> None:
             ApiError(error.status_code, message, code=codes.get(error.status_code), headers=error.headers)
         )
 
-    app.add_exception_handler(ApiError, from_route)
-    app.add_exception_handler(QuireError, from_route)
-    app.add_exception_handler(RequestValidationError, from_validation)
+    for kind in (ApiError, QuireError, RequestValidationError):
+        app.add_exception_handler(kind, from_route)
     app.add_exception_handler(HTTPException, from_framework)

@@ -78,16 +78,14 @@ class EventStream(Response):
         del self.headers["content-length"]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        sender = asyncio.create_task(self._send(send, scope.get("state", {}).get("request_id")))
-        watcher = asyncio.create_task(_gone(receive))
+        request_id = scope.get("state", {}).get("request_id")
         try:
-            await asyncio.wait((sender, watcher), return_when=asyncio.FIRST_COMPLETED)
+            sender = await _done_unless_gone(receive, self._send(send, request_id))
         finally:
-            await _stop(sender, watcher)
             await self._chunks.aclose()
             for source in self._sources:
                 await source.aclose()
-        if not sender.cancelled():
+        if sender is not None:
             sender.result()
 
     async def _send(self, send: Send, request_id: str | None) -> None:
@@ -115,24 +113,24 @@ async def _send_event(send: Send, chunk: Chunk) -> None:
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """Await ``work``. If the client goes away, cancel it and raise ``Cancelled``."""
-    task = asyncio.create_task(work)
-    watcher = asyncio.create_task(_gone(request.receive))
+    task = await _done_unless_gone(request.receive, work)
+    if task is None:
+        raise Cancelled("the client closed the connection")
+    return task.result()
+
+
+async def _done_unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> asyncio.Task[T] | None:
+    """Return the task of ``work`` once it is done; None if the client goes away before."""
+
+    async def gone() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    task, watcher = asyncio.create_task(work), asyncio.create_task(gone())
     try:
         await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
+        return task if task.done() else None
     finally:
-        await _stop(task, watcher)
-    raise Cancelled("the client closed the connection")
-
-
-async def _gone(receive: Receive) -> None:
-    """Return once the client has closed the connection."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-async def _stop(*tasks: asyncio.Task[Any]) -> None:
-    for task in tasks:
         task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+        watcher.cancel()
+        await asyncio.gather(task, watcher, return_exceptions=True)

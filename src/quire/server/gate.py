@@ -19,13 +19,13 @@ import re
 import secrets
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.server import logs
-from quire.server.errors import RETRY_AFTER, ApiError, api_error, error_response
+from quire.server.errors import ApiError, api_error, busy, error_response
 from quire.server.settings import ServerSettings
 
 MAX_DEPTH = 64
@@ -76,29 +76,24 @@ class Gate:
     def under_way(self) -> int:
         return len(self._tasks)
 
-    def enter(self) -> None:
-        """Count the calling task. Raise ``ApiError`` 503 when closing, 429 when full."""
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Count the task until the block ends. Raise ``ApiError`` 503 when closing, 429 if full."""
         if self.closing:
             raise _stopping()
         if len(self._tasks) >= self.limit:
-            raise ApiError(
-                429,
-                f"{len(self._tasks)} requests are under way, and this server takes {self.limit} at a time; try again later",
-                code="rate_limit_exceeded",
-                headers={"Retry-After": str(RETRY_AFTER)},
-            )
+            message = f"{len(self._tasks)} requests are under way, and this server takes {self.limit} at a time; try again later"
+            raise busy(429, message, "rate_limit_exceeded")
         task = asyncio.current_task()
         assert task is not None
         self._tasks[task] = None
         self._idle.clear()
-
-    def leave(self) -> None:
-        """Stop counting the calling task."""
-        task = asyncio.current_task()
-        if task is not None:
-            self._tasks.pop(task, None)
-        if not self._tasks:
-            self._idle.set()
+        try:
+            yield
+        finally:
+            del self._tasks[task]
+            if not self._tasks:
+                self._idle.set()
 
     def close(self) -> None:
         """Refuse further requests."""
@@ -152,12 +147,8 @@ class Arrival:
             if self.bytes + count > limit:
                 raise _too_large(f"{whose} may have {limit} bytes of bodies at a time")
             if used + count > limit:
-                raise ApiError(
-                    429,
-                    f"{whose} has {used} bytes of bodies under way, and may have {limit}; try again later",
-                    code="rate_limit_exceeded",
-                    headers={"Retry-After": str(RETRY_AFTER), "Connection": "close"},
-                )
+                message = f"{whose} has {used} bytes of bodies under way, and may have {limit}; try again later"
+                raise busy(429, message, "rate_limit_exceeded", Connection="close")
 
     def add(self, count: int) -> None:
         """Count received bytes. Raise ``ApiError`` as ``expect`` does."""
@@ -177,7 +168,7 @@ class GateMiddleware:
         self._app = app
         self._gate = gate
         self._settings = settings
-        self._bodies = Arrivals(BODIES * settings.body_limit, BODIES_PER_KEY * settings.body_limit)
+        self._bodies = Arrivals(BODIES * int(settings.max_body_bytes), BODIES_PER_KEY * int(settings.max_body_bytes))
         # Digests have one length, so the time of a comparison does not tell a key's length.
         self._keys = [hashlib.sha256(key.encode()).digest() for key in settings.api_key]
 
@@ -216,36 +207,32 @@ class GateMiddleware:
             logs.request(passage, state.get("tokens"))
 
     async def _pass(self, passage: logs.Passage, scope: Scope, receive: Receive, send: Send) -> None:
-        counted = False
-        try:
-            check_framing(scope)
-            owner = scope["state"]["owner"] = self._owner(scope)
-            if scope["path"] not in UNCOUNTED:
-                self._gate.enter()
-                counted = True
-            # The body is in memory until the answer is sent.
-            with self._bodies.of(owner) as arrival:
-                admitted = await self._body(scope, receive, arrival)
-                if admitted is not None:
-                    await self._app(scope, admitted, send)
-        except asyncio.CancelledError:
-            if not self._gate.cancelling:
-                raise
-            if passage.status is None:
-                await error_response(_stopping())(scope, receive, send)
-        except ReaderGone:
-            pass  # the server closes the connection after an incomplete answer
-        except Exception as error:
-            found = api_error(error)
-            if found.status == 500:
-                passage.error = error
-                logs.failure(passage, error)
-            # The answer has begun. The server closes the connection, so the client sees the break.
-            if passage.status is None and not passage.gone:
-                await error_response(found)(scope, receive, send)
-        finally:
-            if counted:
-                self._gate.leave()
+        with ExitStack() as counted:
+            try:
+                check_framing(scope)
+                owner = scope["state"]["owner"] = self._owner(scope)
+                if scope["path"] not in UNCOUNTED:
+                    counted.enter_context(self._gate.running())
+                # The body is in memory until the answer is sent.
+                with self._bodies.of(owner) as arrival:
+                    admitted = await self._body(scope, receive, arrival)
+                    if admitted is not None:
+                        await self._app(scope, admitted, send)
+            except asyncio.CancelledError:
+                if not self._gate.cancelling:
+                    raise
+                if passage.status is None:
+                    await error_response(_stopping())(scope, receive, send)
+            except ReaderGone:
+                pass  # the server closes the connection after an incomplete answer
+            except Exception as error:
+                found = api_error(error)
+                if found.status == 500:
+                    passage.error = error
+                    logs.failure(passage, error)
+                # Once an answer has begun, the server closes the connection: the client sees that.
+                if passage.status is None and not passage.gone:
+                    await error_response(found)(scope, receive, send)
 
     def _owner(self, scope: Scope) -> str:
         """Return a digest of the request's key, "" for a server without keys, or raise a 401."""
@@ -270,7 +257,7 @@ class GateMiddleware:
     async def _body(self, scope: Scope, receive: Receive, arrival: Arrival) -> Receive | None:
         """Return the body's ``receive``; None if the client has gone. Uploads are not buffered."""
         upload = scope["path"] in UPLOADS
-        limit = self._settings.upload_limit if upload else self._settings.body_limit
+        limit = int(self._settings.max_upload_bytes) if upload else int(self._settings.max_body_bytes)
         name = "max_upload_bytes" if upload else "max_body_bytes"
         too_large = _too_large(f"the body is larger than {limit} bytes ({name})")
         for length in _headers(scope, b"content-length"):
@@ -278,8 +265,7 @@ class GateMiddleware:
                 raise too_large
             if not upload:
                 arrival.expect(int(length))
-        receive = _in_time(receive, self._settings.upload_seconds if upload else math.inf)
-        receive = _limited(receive, limit, too_large)
+        receive = _in_time(receive, self._settings.upload_seconds if upload else math.inf, limit, too_large)
         if upload:
             return receive
         parts = []
@@ -321,15 +307,9 @@ def check_json(body: bytes) -> None:
     containers = body.count(b"[") + body.count(b"{")
     if containers <= MAX_DEPTH and body.count(b",") < MAX_VALUES:
         return
-    if containers > MAX_CONTAINERS or containers + body.count(b",") >= MAX_VALUES:
-        bare = _STRINGS.sub(b"", body)
-        containers = bare.count(b"[") + bare.count(b"{")
-        if containers > MAX_CONTAINERS or containers + bare.count(b",") >= MAX_VALUES:
-            raise ApiError(
-                400,
-                f"the body holds more than {MAX_VALUES} values, or {MAX_CONTAINERS} arrays and objects",
-                code="invalid_json",
-            )
+    if _holds_too_much(body) and _holds_too_much(_STRINGS.sub(b"", body)):
+        message = f"the body holds more than {MAX_VALUES} values, or {MAX_CONTAINERS} arrays and objects"
+        raise ApiError(400, message, code="invalid_json")
     depth = 0
     for match in _NESTING.finditer(body):
         mark = match[0]
@@ -341,6 +321,11 @@ def check_json(body: bytes) -> None:
                 )
         elif mark in (b"]", b"}"):
             depth -= 1
+
+
+def _holds_too_much(text: bytes) -> bool:
+    containers = text.count(b"[") + text.count(b"{")
+    return containers > MAX_CONTAINERS or containers + text.count(b",") >= MAX_VALUES
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:
@@ -355,16 +340,17 @@ def _replayed(body: bytes, receive: Receive) -> Receive:
     return replay
 
 
-def _in_time(receive: Receive, most: float) -> Receive:
-    """Return a ``receive`` that gives the parts of a body as they come. It raises ``ApiError`` 408
-    for a body that is too slow or takes longer than ``most`` seconds. Messages after its end are
-    never late."""
+def _in_time(receive: Receive, most: float, limit: int, too_large: ApiError) -> Receive:
+    """Return a ``receive`` that gives the parts of a body as they come. It raises ``too_large`` for
+    more than ``limit`` bytes, and ``ApiError`` 408 for a body that is too slow or takes longer than
+    ``most`` seconds. Messages after its end are never late."""
+    size = 0
     loop = asyncio.get_running_loop()
     end = loop.time() + most
     deadline: float | None = min(end, loop.time() + PATIENCE)
 
     async def timely() -> Message:
-        nonlocal deadline
+        nonlocal deadline, size
         try:
             async with asyncio.timeout_at(deadline):
                 message = await receive()
@@ -376,28 +362,18 @@ def _in_time(receive: Receive, most: float) -> Receive:
                 code="request_timeout",
                 headers={"Connection": "close"},
             ) from None
+        new = len(message.get("body", b""))
+        size += new
+        if size > limit:
+            raise too_large
         if deadline is not None:
             more = message["type"] == "http.request" and message.get("more_body", False)
             # A quick start does not allow for a long silence later.
-            later = min(deadline + len(message.get("body", b"")) / SLOWEST, loop.time() + PATIENCE, end)
+            later = min(deadline + new / SLOWEST, loop.time() + PATIENCE, end)
             deadline = later if more else None
         return message
 
     return timely
-
-
-def _limited(receive: Receive, limit: int, error: ApiError) -> Receive:
-    size = 0
-
-    async def limited() -> Message:
-        nonlocal size
-        message = await receive()
-        size += len(message.get("body", b""))
-        if size > limit:
-            raise error
-        return message
-
-    return limited
 
 
 def _headers(scope: Mapping[str, Any], name: bytes) -> Sequence[bytes]:

@@ -7,19 +7,19 @@ take time, so they run on worker threads.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import aclosing
-from dataclasses import dataclass, field
-from typing import Any, Protocol, Self, TypeVar
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, aclosing
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 from starlette.requests import Request
 
-from quire.async_llm import AsyncLLM, AsyncSession, SampleDelta
+from quire.async_llm import AsyncSession, SampleDelta
 from quire.engine.token_ids import as_token_ids
 from quire.engine.tokenizer import Tokenizer
-from quire.errors import Cancelled, InvalidArgument, QuireError
+from quire.errors import Cancelled, InvalidArgument
 from quire.outputs import CompletionOutput, FinishReason, RequestOutput
 from quire.sampling_params import SamplingParams
 from quire.server.context import Context
@@ -36,15 +36,15 @@ MAX_DIGITS = 20
 """Most digits of a key of ``logit_bias``; more than any token id has."""
 
 T = TypeVar("T")
+Named: TypeAlias = AbstractContextManager[None]
+"""A context of ``errors.naming``."""
 
 
-class Source(Protocol):
+class Source(AsyncIterable[SampleDelta], Protocol):
     """A stream of one prompt: an ``AsyncStream``, or a ``ClientSessionStream``."""
 
     @property
     def output(self) -> RequestOutput: ...
-    def __aiter__(self) -> Self: ...
-    async def __anext__(self) -> SampleDelta: ...
     async def aclose(self) -> None: ...
 
 
@@ -109,39 +109,6 @@ def asked_by(context: Context, body: GenerationBody) -> tuple[dict[str, Any], di
 # -- prompts ---------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Work:
-    """Prompts that have passed every check, with the arguments to run them."""
-
-    llm: AsyncLLM
-    prompts: Sequence[NDArray[np.int64]]
-    params: SamplingParams
-    adapter: str | None
-    cache_salt: str | None
-    """A salt from ``Context.salt``."""
-
-    def streams(self) -> list[Source]:
-        """Return a stream for each prompt. None of them has begun."""
-        return [
-            self.llm.stream(prompt, self.params, adapter=self.adapter, cache_salt=self.cache_salt)  # type: ignore[arg-type]
-            for prompt in self.prompts
-        ]
-
-    async def outputs(self) -> list[RequestOutput]:
-        """Return the results of all prompts."""
-        return await self.llm.generate(
-            list(self.prompts),  # type: ignore[arg-type]
-            self.params,
-            adapter=self.adapter,
-            cache_salt=self.cache_salt,
-        )
-
-
-async def prepared(function: Callable[[], T], request: Request) -> T:
-    """Call a slow function on a worker thread, unless the client goes away."""
-    return await unless_gone(request, asyncio.to_thread(function))
-
-
 async def in_texts(context: Context, request: Request, size: int, function: Callable[[], T]) -> T:
     """Render or tokenise ``size`` characters on a thread for texts, unless the client goes away."""
     return await unless_gone(request, context.texts.run(size, function))
@@ -176,12 +143,21 @@ def encode(
     return np.array(tokenizer.encode(prompt, add_special_tokens=add_special_tokens), dtype=np.int64)
 
 
-def check(context: Context, tokens: NDArray[np.int64], params: SamplingParams) -> None:
-    """Refuse what ``AsyncLLM.stream`` would refuse."""
-    checks = context.llm.engine.checks
-    checks.tokens(tokens)
-    checks.params(params)
-    checks.length(tokens.size, params)
+async def check_prompts(
+    context: Context, request: Request, prompts: Iterable[tuple[NDArray[np.int64], Named]], params: SamplingParams
+) -> None:
+    """Refuse what ``AsyncLLM.stream`` would refuse, on a worker thread: grammars take time. Beside
+    the tokens of each prompt stands a context that names it in errors."""
+
+    def check() -> None:
+        checks = context.llm.engine.checks
+        for tokens, about in prompts:
+            with about:
+                checks.tokens(tokens)
+                checks.params(params)
+                checks.length(tokens.size, params)
+
+    await unless_gone(request, asyncio.to_thread(check))
 
 
 def check_number(context: Context, prompts: int, n: int) -> None:
@@ -247,8 +223,6 @@ async def finished(source: Source) -> RequestOutput:
 
 def whole(output: CompletionOutput) -> SampleDelta:
     """Return a finished sample as the only delta of a stream."""
-    if output.finish_reason == "error":
-        raise output.failure or QuireError(output.error or "the request failed")
     return SampleDelta(
         index=output.index,
         text=output.text,
@@ -266,35 +240,27 @@ def ending(reason: FinishReason | None, stop_reason: str | int | None) -> dict[s
     return {"finish_reason": reason, "stop_reason": stop_reason if reason == "stop" else None}
 
 
-@dataclass(slots=True)
 class Usage:
     """The numbers of tokens of one request, over all of its prompts."""
 
-    tokens: dict[str, int] = field(default_factory=dict)
-    """The numbers for the log."""
-    prompt: int = 0
-    cached: int = 0
-    completion: int = 0
+    def __init__(self) -> None:
+        self.tokens: Counter[str] = Counter()
+        """The numbers by their names in the log: prompt, cached, completion."""
 
     def begin(self, output: RequestOutput) -> None:
         """Count a prompt."""
-        self.prompt += len(output.prompt_token_ids)
-        self.cached += output.num_cached_tokens
-        self._note()
+        self.tokens.update(prompt=len(output.prompt_token_ids), cached=output.num_cached_tokens, completion=0)
 
     def add(self, count: int) -> None:
         """Count generated tokens."""
-        self.completion += count
-        self._note()
-
-    def _note(self) -> None:
-        self.tokens.update(prompt=self.prompt, cached=self.cached, completion=self.completion)
+        self.tokens["completion"] += count
 
     def body(self) -> dict[str, Any]:
         """Return OpenAI's ``usage`` object."""
+        prompt, completion = self.tokens["prompt"], self.tokens["completion"]
         return {
-            "prompt_tokens": self.prompt,
-            "completion_tokens": self.completion,
-            "total_tokens": self.prompt + self.completion,
-            "prompt_tokens_details": {"cached_tokens": self.cached},
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": self.tokens["cached"]},
         }

@@ -24,7 +24,6 @@ How messages are read:
 
 Rules for every text:
 
-- The deltas add up to the same however the text is cut.
 - Nothing is lost but headers, markers, white space between messages, and the text after the
   ``<|call|>`` of a message to a tool. The turn ends there; a model that goes on invents the tool's
   answer.
@@ -32,23 +31,16 @@ Rules for every text:
   no place for it: inside a JSON string of arguments; ``<|end|>`` with neither a header nor the end
   after it (after a call it ends the call); the beginning of a header that does not become one. A
   text that spells a whole header cannot be told from a header.
-- The time is linear in the length of the text, and nothing raises.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Literal
 
-from quire.errors import FailedPrecondition
-from quire.server.reasoning import ReasoningDelta
-from quire.server.tool_reader import overlap
-from quire.server.tools import ToolDelta, Tools, architectures, names_of
-
-Delta: TypeAlias = ReasoningDelta | ToolDelta
-"""A ``ToolDelta`` for content and calls."""
+from quire.server.tool_formats import Tools, schemas_of
+from quire.server.tool_reader import Delta, MessageParser, overlap
 
 NAMES = ("harmony", "openai", "gpt_oss")
 """Names of the format, here and in other projects."""
@@ -70,14 +62,11 @@ _CHANNELS = ("analysis", "commentary", "final")
 _JSON_SIGNS = re.compile(r'\\[\s\S]?|["\x00-\x1f]')
 
 
-def is_harmony(model_config: Mapping[str, Any], chat_template: str | None, name: str | None = None) -> bool:
-    """Return whether a model writes this format. The chat template has its markers; without a
-    template the architecture in config.json decides. ``name``: the format's name, where it is
-    configured."""
+def is_harmony(chat_template: str, name: str | None = None) -> bool:
+    """Return whether a model writes this format, whose markers are then in its chat template.
+    ``name``: the format's name, where it is configured."""
     if name is not None:
         return name in NAMES
-    if chat_template is None:
-        return "GptOss" in architectures(model_config)
     return "<|channel|>" in chat_template and "<|message|>" in chat_template
 
 
@@ -100,17 +89,17 @@ class _Message:
 _PLAIN = _Message(kind="content")
 
 
-class HarmonyReader:
+class HarmonyReader(MessageParser):
     """A reader of one turn, as its text arrives."""
 
     def __init__(self, tools: Tools | None = None, *, in_reasoning: bool = False) -> None:
         """Begin a turn, inside the reasoning with ``in_reasoning``. Without ``tools``, no calls."""
-        self._offered = None if tools is None else names_of(tools)
+        super().__init__()
+        self._offered = None if tools is None else schemas_of(tools)
         self._message = _Message(kind="reasoning") if in_reasoning else _PLAIN
         self._place: Literal["first", "header", "body", "closed", "over"] = "body" if in_reasoning else "first"
         """``first``: so far only text that may continue the prompt's header. ``closed``: after the
         end of a message, if a header or the text's end follows. ``over``: nothing more is read."""
-        self._finished = False
         self._pending = ""
         """Text that may become a marker; shorter than one."""
         self._held: list[str] = []
@@ -128,26 +117,6 @@ class HarmonyReader:
         """Whether arguments are JSON; None: not known yet."""
         self._quoted = self._escaped = False
         """Whether the arguments end within a JSON string, and there after a backslash."""
-        self._deltas: list[Delta] = []
-
-    def feed(self, text: str) -> list[Delta]:
-        """Return the deltas that ``text`` adds. Raise ``FailedPrecondition`` after ``finish``."""
-        self._check()
-        self._read(text, last=False)
-        return self._drain()
-
-    def finish(self) -> list[Delta]:
-        """Return deltas of the text held back. Raise ``FailedPrecondition`` at a second call."""
-        self._check()
-        self._read("", last=True)
-        if self._place == "first" or (self._place == "header" and not _may_go_on("".join(self._held))):
-            self._give_back()
-        self._finished = True
-        return self._drain()
-
-    def _check(self) -> None:
-        if self._finished:
-            raise FailedPrecondition("this reader is finished; a message needs one of its own")
 
     def _read(self, text: str, *, last: bool) -> None:
         text, self._pending, at = self._pending + text, "", 0
@@ -158,6 +127,8 @@ class HarmonyReader:
         held = 0 if last else overlap(text[at:], MARKERS)
         self._text(text[at : len(text) - held])
         self._pending = text[len(text) - held :]
+        if last and (self._place == "first" or (self._place == "header" and not _may_go_on("".join(self._held)))):
+            self._give_back()
 
     # -- between messages --------------------------------------------------------------------------
 
@@ -251,7 +222,7 @@ class HarmonyReader:
         self._held, self._lead = [], ""
         self._json, self._quoted, self._escaped = None, False, False
         if message.kind == "call":
-            self._deltas.append(ToolDelta(index=self._num_calls, name=message.name))
+            self._deltas.append(Delta(index=self._num_calls, name=message.name))
             self._num_calls += 1
 
     def _write(self, text: str) -> None:
@@ -261,13 +232,13 @@ class HarmonyReader:
         kind = self._message.kind
         if kind == "call":
             self._follow(text)
-            self._deltas.append(ToolDelta(index=self._num_calls - 1, arguments=text))
+            self._deltas.append(Delta(index=self._num_calls - 1, arguments=text))
             return
         if self._begins and kind in self._written:
             text = "\n\n" + text
         self._begins = False
         self._written.add(kind)
-        self._deltas.append(ReasoningDelta(reasoning=text) if kind == "reasoning" else ToolDelta(content=text))
+        self._deltas.append(Delta(reasoning=text) if kind == "reasoning" else Delta(content=text))
 
     def _follow(self, text: str) -> None:
         """Track whether the arguments end within a JSON string."""
@@ -286,10 +257,6 @@ class HarmonyReader:
                 # This is no JSON. An unclosed string would take all that follows.
                 self._json = self._quoted = False
                 return
-
-    def _drain(self) -> list[Delta]:
-        deltas, self._deltas = self._deltas, []
-        return deltas
 
 
 def _may_go_on(header: str) -> bool:

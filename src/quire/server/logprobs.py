@@ -48,11 +48,7 @@ class Offsets:
 
 
 def completion_logprobs(
-    token_ids: Sequence[int],
-    entries: Sequence[Entry | None],
-    count: int,
-    offsets: Offsets,
-    tokenizer: Tokenizer | None,
+    token_ids: Sequence[int], entries: Sequence[Entry | None], count: int, offsets: Offsets, tokenizer: Tokenizer | None
 ) -> dict[str, Any]:
     """Return the four lists for the next tokens of ``offsets``. ``count``: most probable tokens
     beside each one. The entry None, of a prompt's first token, is null."""
@@ -104,11 +100,7 @@ def prompt_logprobs(entries: Sequence[Entry | None] | None, count: int) -> list[
         None
         if entry is None
         else {
-            str(token_id): {
-                "logprob": finite(found.logprob),
-                "rank": found.rank,
-                "decoded_token": found.decoded_token,
-            }
+            str(token_id): {"logprob": finite(found.logprob), "rank": found.rank, "decoded_token": found.decoded_token}
             for token_id, found in _kept(entry, count)
         }
         for entry in entries

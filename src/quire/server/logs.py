@@ -37,15 +37,12 @@ def request(passage: Passage, tokens: Mapping[str, Any] | None) -> None:
     """Log the end of a request, at INFO."""
     if not logger.isEnabledFor(logging.INFO):
         return
-    status = passage.status
-    if passage.gone and not passage.complete:
-        status = CLIENT_GONE
     event(
         "request",
         request_id=passage.request_id,
         method=passage.method,
         path=passage.path,
-        status=status,
+        status=CLIENT_GONE if passage.gone and not passage.complete else passage.status,
         complete=passage.complete,
         tokens=None if tokens is None else dict(tokens),
         seconds=round(time.monotonic() - passage.began, 6),

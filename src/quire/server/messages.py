@@ -12,10 +12,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from quire.server.harmony import Delta, HarmonyReader
-from quire.server.reasoning import ReasoningDelta, ReasoningFormat
+from quire.server.harmony import HarmonyReader
+from quire.server.reasoning import ReasoningFormat, StreamingReasoning
 from quire.server.tool_formats import json_type
-from quire.server.tools import ToolDelta, ToolFormat
+from quire.server.tool_reader import Delta, MessageParser
+from quire.server.tools import StreamingToolParser, ToolFormat
 
 _LETTERS = string.ascii_letters + string.digits
 _MISTRAL_ID = 9
@@ -27,7 +28,7 @@ class MessageFormat:
     """How messages of one request are read."""
 
     harmony: bool = False
-    """Whether they are in gpt-oss's format. ``reasoning`` and ``calls`` are then unused."""
+    """Whether they are in gpt-oss's format. There are then no ``reasoning`` and ``calls``."""
     reasoning: ReasoningFormat | None = None
     in_reasoning: bool | None = None
     """Whether the prompt ends, and so the text begins, within reasoning; None: see the template."""
@@ -50,9 +51,13 @@ class MessageReader:
 
     def __init__(self, format: MessageFormat) -> None:
         self._format = format
-        self._harmony = HarmonyReader(format.tools, in_reasoning=bool(format.in_reasoning)) if format.harmony else None
-        self._thoughts = None if format.reasoning is None else format.reasoning.streaming(format.in_reasoning)
-        self._parser = None if format.calls is None else format.calls.streaming(format.tools)
+        self._first: MessageParser | None = None
+        """The parser that takes out the reasoning. That of the harmony format does all."""
+        if format.harmony:
+            self._first = HarmonyReader(format.tools, in_reasoning=bool(format.in_reasoning))
+        elif format.reasoning is not None:
+            self._first = StreamingReasoning(format.reasoning, format.in_reasoning)
+        self._calls = None if format.calls is None else StreamingToolParser(format.calls, format.tools)
         self._arguments: dict[int, list[str]] = {}
         """The arguments so far, by call."""
 
@@ -64,37 +69,25 @@ class MessageReader:
 
     def feed(self, text: str) -> dict[str, Any]:
         """Return the delta of a piece of the text."""
-        if self._harmony is not None:
-            return self._parts(self._harmony.feed(text))
-        if self._thoughts is None:
-            return self._delta("", self._calls(text))
-        found = self._thoughts.feed(text)
-        return self._delta(_joined(d.reasoning for d in found), self._calls(_joined(d.content for d in found)))
+        return self._delta(self._with_calls([Delta(content=text)] if self._first is None else self._first.feed(text)))
 
     def finish(self) -> dict[str, Any]:
         """Return the delta of the text held back."""
-        if self._harmony is not None:
-            return self._parts(self._harmony.finish())
-        found = [] if self._thoughts is None else self._thoughts.finish()
-        left = self._calls(_joined(delta.content for delta in found))
-        if self._parser is not None:
-            left += self._parser.finish()
-        return self._delta(_joined(delta.reasoning for delta in found), left)
+        found = self._with_calls([] if self._first is None else self._first.finish())
+        return self._delta(found + ([] if self._calls is None else self._calls.finish()))
 
-    def _calls(self, text: str) -> list[ToolDelta]:
-        if not text:
-            return []
-        return [ToolDelta(content=text)] if self._parser is None else self._parser.feed(text)
+    def _with_calls(self, found: list[Delta]) -> list[Delta]:
+        """Take the calls out of the content."""
+        content = "".join(one.content for one in found)
+        if self._calls is None or not content:
+            return found
+        return [one for one in found if one.reasoning] + self._calls.feed(content)
 
-    def _parts(self, found: Sequence[Delta]) -> dict[str, Any]:
-        reasoning = _joined(one.reasoning for one in found if isinstance(one, ReasoningDelta))
-        return self._delta(reasoning, [one for one in found if isinstance(one, ToolDelta)])
-
-    def _delta(self, reasoning: str, found: Sequence[ToolDelta]) -> dict[str, Any]:
+    def _delta(self, found: Sequence[Delta]) -> dict[str, Any]:
         delta: dict[str, Any] = {}
-        if reasoning:
+        if reasoning := "".join(one.reasoning for one in found):
             delta["reasoning_content"] = reasoning
-        if content := _joined(one.content for one in found):
+        if content := "".join(one.content for one in found):
             delta["content"] = content
         calls: dict[int, dict[str, Any]] = {}
         for one in found:
@@ -120,12 +113,9 @@ def message_of(deltas: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         content += delta.get("content", "")
         reasoning += delta.get("reasoning_content", "")
         for part in delta.get("tool_calls", ()):
-            known = calls.setdefault(part["index"], {"id": part.get("id"), "type": "function", "function": {}})
-            function = known["function"]
-            known["function"] = {
-                "name": function.get("name", part["function"].get("name")),
-                "arguments": function.get("arguments", "") + part["function"]["arguments"],
-            }
+            function = {"name": part["function"].get("name"), "arguments": ""}
+            call = calls.setdefault(part["index"], {"id": part.get("id"), "type": "function", "function": function})
+            call["function"]["arguments"] += part["function"]["arguments"]
     message: dict[str, Any] = {
         "role": "assistant",
         "content": content if content or not calls else None,
@@ -143,7 +133,3 @@ def answer_of(text: str, format: MessageFormat) -> dict[str, Any]:
     reader = MessageReader(format)
     message = message_of([reader.feed(text), reader.finish()])
     return {"role": "assistant", "content": message["content"] or ""}
-
-
-def _joined(texts: Iterable[str]) -> str:
-    return "".join(texts)

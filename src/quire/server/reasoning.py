@@ -7,7 +7,6 @@ marker, and the message begins inside the reasoning (``ReasoningFormat.opened_by
 
 Rules for every text:
 
-- The deltas add up to the same however the text is cut.
 - Reasoning stands at the beginning only. Markers anywhere else are content.
 - Reasoning that was cut short is reasoning, with no content.
 - White space around the reasoning is dropped. A message without reasoning is unchanged content.
@@ -15,29 +14,17 @@ Rules for every text:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-from quire.errors import FailedPrecondition
-from quire.server.tool_reader import overlap
-from quire.server.tools import architectures
+from quire.server.tool_reader import Delta, MessageParser, overlap
 
 _MARKERS = (
     ("mistral", "[THINK]", "[/THINK]"),
     ("think", "<think>", "</think>"),
     ("cohere", "<|START_THINKING|>", "<|END_THINKING|>"),
 )
-_ARCHITECTURES = ("Qwen3", "Qwen3Moe", "Qwen3Next", "Qwen3_5", "Qwen3_5Moe", "SmolLM3", "Glm4MoeLite")
 """Pairs of markers of models that think."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ReasoningDelta:
-    """The addition of a piece of text: reasoning or content."""
-
-    reasoning: str = ""
-    content: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,18 +41,16 @@ class ReasoningFormat:
         """Return whether a message after ``prompt``, with special tokens, begins in reasoning."""
         return prompt.rstrip().endswith(self.opener)
 
-    def streaming(self, opened: bool | None = None) -> StreamingReasoning:
-        """Return a parser for one message. ``opened``: whether the message begins inside the
-        reasoning; None: the template decides."""
-        return StreamingReasoning(self, self.opened if opened is None else opened)
 
-
-class StreamingReasoning:
+class StreamingReasoning(MessageParser):
     """A parser of one message into reasoning and content, as its text arrives."""
 
-    def __init__(self, format: ReasoningFormat, opened: bool) -> None:
-        self._format, self._opened = format, opened
-        self._state: Literal["start", "reasoning", "content", "finished"] = "start"
+    def __init__(self, format: ReasoningFormat, opened: bool | None = None) -> None:
+        """Begin a message. ``opened``: whether that is inside the reasoning; None: the template
+        decides."""
+        super().__init__()
+        self._format, self._opened = format, format.opened if opened is None else opened
+        self._state: Literal["start", "reasoning", "content"] = "start"
         self._pending = ""
         """Text that may become a marker; shorter than one."""
         self._space: list[str] = []
@@ -73,21 +58,8 @@ class StreamingReasoning:
         self._begun = False
         """Whether there was anything but white space since the last marker."""
 
-    def feed(self, text: str) -> list[ReasoningDelta]:
-        """Return the deltas that ``text`` adds. Raise ``FailedPrecondition`` after ``finish``."""
-        return self._read(text, last=False)
-
-    def finish(self) -> list[ReasoningDelta]:
-        """Return deltas of the text held back. Raise ``FailedPrecondition`` at a second call."""
-        deltas = self._read("", last=True)
-        self._state = "finished"
-        return deltas
-
-    def _read(self, text: str, *, last: bool) -> list[ReasoningDelta]:
-        if self._state == "finished":
-            raise FailedPrecondition("this parser is finished; a message needs one of its own")
+    def _read(self, text: str, *, last: bool) -> None:
         text, self._pending = self._pending + text, ""
-        deltas: list[ReasoningDelta] = []
         if self._state == "start":
             text = self._start(text, last=last)
         if self._state == "reasoning":
@@ -95,7 +67,7 @@ class StreamingReasoning:
             if not closer and not last and (held := overlap(thought, (self._format.closer,))):
                 thought, self._pending = thought[:-held], thought[-held:]
             if trimmed := self._trimmed(thought):
-                deltas.append(ReasoningDelta(reasoning=trimmed))
+                self._deltas.append(Delta(reasoning=trimmed))
             text = ""
             if closer:
                 self._state, self._begun, self._space, text = "content", False, [], rest
@@ -104,8 +76,7 @@ class StreamingReasoning:
                 text = text.lstrip()
             if text:
                 self._begun = True
-                deltas.append(ReasoningDelta(content=text))
-        return deltas
+                self._deltas.append(Delta(content=text))
 
     def _start(self, text: str, *, last: bool) -> str:
         """Leave the start once the text tells where to go. Return the text to read there."""
@@ -138,12 +109,8 @@ class StreamingReasoning:
         return whole
 
 
-def reasoning_for(model_config: Mapping[str, Any], chat_template: str | None) -> ReasoningFormat | None:
-    """Return a model's markers: those in its chat template, or without one its architecture's. None
-    if neither tells. The architecture is in config.json."""
-    if chat_template is None:
-        thinks = any(name in _ARCHITECTURES for name in architectures(model_config))
-        return ReasoningFormat(name="think", opener="<think>", closer="</think>") if thinks else None
+def reasoning_for(chat_template: str) -> ReasoningFormat | None:
+    """Return the markers of reasoning in a model's chat template; None if there are none."""
     # The template's text at the beginning of the model's turn.
     turn = chat_template.rpartition("add_generation_prompt")[2]
     for name, opener, closer in _MARKERS:

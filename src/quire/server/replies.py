@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, ClassVar
 
@@ -17,11 +17,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.async_llm import SampleDelta
+from quire.errors import QuireError
 from quire.outputs import RequestOutput
+from quire.sampling_params import SamplingParams
 from quire.server.context import Context
 from quire.server.events import Chunk, Chunks, EventStream, JsonAnswer, unless_gone
-from quire.server.generation import Source, Usage, Work, deltas, finished, whole
-from quire.server.protocol import GenerationBody
+from quire.server.generation import Source, Usage, deltas, finished, whole
+from quire.server.protocol import GenerationBody, StreamOptions
+from quire.server.session_bodies import ContinueBody
 from quire.server.session_streams import ClientSessionStream
 
 LONG_ANSWER = 1024
@@ -35,23 +38,22 @@ class Reply(ABC):
     object: ClassVar[str]
     chunk_object: ClassVar[str]
 
-    def __init__(self, request: Request, context: Context, body: GenerationBody) -> None:
+    def __init__(self, request: Request, context: Context, body: GenerationBody | ContinueBody, **head: Any) -> None:
+        """Begin the answer. ``head``: what it says of itself besides its id, kind and time."""
         self.tokenizer = context.llm.tokenizer
+        self.outputs: dict[int, RequestOutput] = {}
         self.usage = Usage()
         request.state.tokens = self.usage.tokens
-        options = body.stream_options
-        self._with_usage = options is not None and bool(options.include_usage)
-        self._running_usage = options is not None and bool(options.continuous_usage_stats)
+        self.stream = bool(body.stream)
+        options = body.stream_options or StreamOptions()
+        self._with_usage = bool(options.include_usage)
+        self._running_usage = bool(options.continuous_usage_stats)
         self._head = {
             "id": f"{self.prefix}-{request.state.request_id}",
+            "object": self.object,
             "created": int(time.time()),
-            "model": body.model or context.model_name,
+            **head,
         }
-        self._session = {} if body.session_id is None else {"session_id": body.session_id}
-
-    @abstractmethod
-    def prompt_done(self, number: int, output: RequestOutput) -> None:
-        """Take the output of prompt ``number`` after its prompt was run."""
 
     @abstractmethod
     def choice(self, number: int, delta: SampleDelta) -> dict[str, Any]:
@@ -65,36 +67,36 @@ class Reply(ABC):
         """Return the number of a delta's tokens that were generated for the client."""
         return len(delta.token_ids)
 
+    def begin(self, number: int, output: RequestOutput) -> None:
+        """Count prompt ``number``, and take its output after the prompt was run."""
+        self.usage.begin(output)
+        self.outputs[number] = output
+
     def at_once(self, outputs: Sequence[RequestOutput]) -> Chunk:
         """Return the whole answer."""
         choices = []
         for number, output in enumerate(outputs):
-            self.usage.begin(output)
-            self.prompt_done(number, output)
+            self.begin(number, output)
             for sample in output.outputs:
+                if sample.finish_reason == "error":
+                    raise sample.failure or QuireError(sample.error or "the request failed")
                 delta = whole(sample)
                 self.usage.add(self.count(delta))
                 choices.append(self.choice(number, delta))
-        return {
-            **self._head,
-            "object": self.object,
-            **self._session,
-            "system_fingerprint": None,
-            "choices": choices,
-            "usage": self.usage.body(),
-        }
+        return self.body_of(choices)
+
+    def body_of(self, choices: Sequence[Mapping[str, Any]]) -> Chunk:
+        """Return the body of an answer that is sent at once."""
+        return {**self._head, "choices": choices, "usage": self.usage.body()}
 
     async def chunks(self, sources: Sequence[Source]) -> Chunks:
         """Yield the answer as it comes."""
-        head = {**self._head, "object": self.chunk_object, **self._session, "system_fingerprint": None}
-        seen: set[int] = set()
+        head = {**self._head, "object": self.chunk_object}
         async with aclosing(deltas(sources)) as stream:
             async for number, delta in stream:
-                if number not in seen:
-                    seen.add(number)
-                    output = sources[number].output
-                    self.usage.begin(output)
-                    self.prompt_done(number, output)
+                # A session of a batch may have failed before its prompt was run.
+                if number not in self.outputs and delta.finish_reason != "error":
+                    self.begin(number, sources[number].output)
                 self.usage.add(self.count(delta))
                 for choice in self.chunk_choices(number, delta):
                     yield {**head, "choices": [choice], **self._usage_of_chunk()}
@@ -107,17 +109,35 @@ class Reply(ABC):
         return {"usage": None} if self._with_usage else {}
 
 
-async def answer(request: Request, reply: Reply, work: Work, *, stream: bool) -> Response:
-    """Run prompts for a client that may go away."""
-    if stream:
-        sources = work.streams()
+def head_of(context: Context, body: GenerationBody) -> dict[str, Any]:
+    """Return what an answer in OpenAI's shape says of itself."""
+    session = {} if body.session_id is None else {"session_id": body.session_id}
+    return {"model": body.model or context.model_name, **session, "system_fingerprint": None}
+
+
+async def answer(
+    request: Request,
+    context: Context,
+    reply: Reply,
+    prompts: Sequence[Any],
+    params: SamplingParams,
+    *,
+    adapter: str | None,
+    cache_salt: str | None,
+) -> Response:
+    """Run checked prompts, each an array of token ids, for a client that may go away.
+    ``cache_salt`` is from ``Context.salt``."""
+    llm = context.llm
+    if reply.stream:
+        sources = [llm.stream(prompt, params, adapter=adapter, cache_salt=cache_salt) for prompt in prompts]
         return EventStream(reply.chunks(sources), sources)
-    return await _whole(reply, await unless_gone(request, work.outputs()))
+    outputs = llm.generate(list(prompts), params, adapter=adapter, cache_salt=cache_salt)
+    return await _whole(reply, await unless_gone(request, outputs))
 
 
-async def answer_in_session(request: Request, reply: Reply, source: ClientSessionStream, *, stream: bool) -> Response:
+async def answer_in_session(request: Request, reply: Reply, source: ClientSessionStream) -> Response:
     """Continue a session for such a client. The session refuses with its first delta."""
-    if stream:
+    if reply.stream:
         try:
             await unless_gone(request, source.begin())
         except BaseException:

@@ -1,23 +1,17 @@
-"""Bodies of requests about sessions, and answers to generations in sessions."""
+"""Bodies of requests about sessions."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field, WithJsonSchema
 
-from quire.async_llm import SampleDelta
-from quire.engine.tokenizer import Tokenizer
-from quire.outputs import Logprob
 from quire.sampling_fields import Surface
 from quire.sampling_params import SamplingParams
 from quire.server.errors import ApiError, bad_field
-from quire.server.generation import MAX_LOGPROBS, Usage, sampling_params
-from quire.server.logprobs import Offsets, completion_logprobs
+from quire.server.generation import MAX_LOGPROBS, sampling_params
 from quire.server.protocol import Body, ParamsBody, StreamOptions, refuse_fields, takes_sampling
-from quire.server.session_streams import ClientSessionStream
 
 TokenIds = list[int]
 Seconds = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
@@ -193,76 +187,3 @@ def labels_of(texts: Sequence[str] | None) -> dict[str, str]:
             raise bad_field("label", f"each label must be name=value, of a name of its own; got {text[:80]!r}")
         labels[name] = value
     return labels
-
-
-class Answer:
-    """A generation in the shape of a completion, with the session's id."""
-
-    def __init__(
-        self, stream: ClientSessionStream, body: ContinueBody, params: SamplingParams, *, model: str, request_id: str
-    ) -> None:
-        """Begin the answer after the stream's first delta."""
-        self._stream = stream
-        self._tokenizer: Tokenizer | None = stream.tokenizer
-        self._usage_wanted = body.stream_options is not None and bool(body.stream_options.include_usage)
-        self._logprobs = params.logprobs
-        self._offsets = Offsets(
-            self._tokenizer, stream.output.prompt_token_ids, skip_special_tokens=params.skip_special_tokens
-        )
-        self.usage = Usage()
-        self.usage.begin(stream.output)
-        self._head = {
-            "id": f"cmpl-{request_id}",
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": model,
-            "session_id": stream.session_id,
-        }
-
-    def whole(self) -> dict[str, Any]:
-        """Return the whole answer, after the last delta."""
-        output = self._stream.output.outputs[0]
-        self.usage.add(len(output.token_ids))
-        choice = self._choice(output.text, output.token_ids, output.logprobs, output.finish_reason, output.stop_reason)
-        return {
-            **self._head,
-            "num_tokens": len(self._stream.session),
-            "choices": [choice],
-            "usage": self.usage.body(),
-        }
-
-    async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
-        """Yield a chunk for each delta, and one with the usage if that is wanted."""
-        rest = {"usage": None} if self._usage_wanted else {}
-        try:
-            async for delta in self._stream:
-                yield {**self._head, "choices": [self.choice_of(delta)], **rest}
-            if self._usage_wanted:
-                yield {**self._head, "choices": [], "usage": self.usage.body()}
-        finally:
-            await self._stream.aclose()
-
-    def choice_of(self, delta: SampleDelta) -> dict[str, Any]:
-        """Return the choice of a delta, and count its tokens."""
-        self.usage.add(len(delta.token_ids))
-        return self._choice(delta.text, delta.token_ids, delta.logprobs, delta.finish_reason, delta.stop_reason)
-
-    def _choice(
-        self,
-        text: str,
-        token_ids: list[int],
-        entries: list[dict[int, Logprob]] | None,
-        finish_reason: str | None,
-        stop_reason: str | int | None,
-    ) -> dict[str, Any]:
-        logprobs = None
-        if self._logprobs is not None and entries is not None:
-            logprobs = completion_logprobs(token_ids, entries, self._logprobs, self._offsets, self._tokenizer)
-        return {
-            "index": 0,
-            "text": text,
-            "token_ids": token_ids,
-            "logprobs": logprobs,
-            "finish_reason": finish_reason,
-            "stop_reason": stop_reason,
-        }

@@ -18,7 +18,7 @@ from quire.kv.atomic_file import os_errors
 from quire.server.context import Context
 from quire.server.errors import hiding
 from quire.server.events import unless_gone
-from quire.server.stored_bytes import StoredBytes
+from quire.server.sessions import StoredBytes
 
 CHUNK = 1 << 20
 """Bytes per read or write."""
@@ -92,13 +92,13 @@ class StateFileResponse(Response):
 
     media_type = "application/octet-stream"
 
-    def __init__(self, place: TemporaryFile, path: Path, *, name: str, headers: dict[str, str] | None = None) -> None:
+    def __init__(self, place: TemporaryFile, path: Path, *, name: str) -> None:
         """Take ``path`` in the entered ``place``, to be left here. ``name`` is for browsers."""
         self.status_code = 200
         self.background = None
         self._place = place
         self._path = path
-        self.init_headers({"content-disposition": f'attachment; filename="{name}"', **(headers or {})})
+        self.init_headers({"content-disposition": f'attachment; filename="{name}"'})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:

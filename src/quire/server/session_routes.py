@@ -23,12 +23,12 @@ from quire.sampling_params import SamplingParams
 from quire.server.context import Context
 from quire.server.errors import ApiError, bad_field, naming
 from quire.server.events import EventStream, JsonAnswer, unless_gone
-from quire.server.generation import added, check_lists, encoded, finished
+from quire.server.generation import added, check_lists, encoded
 from quire.server.logprobs import finite
-from quire.server.session_batches import SessionBatch
+from quire.server.replies import answer_in_session
+from quire.server.session_batches import SessionBatch, SessionReply
 from quire.server.session_bodies import (
     AdapterBody,
-    Answer,
     CreateBody,
     ForkBody,
     GenerateBody,
@@ -66,50 +66,44 @@ async def create(body: CreateBody, request: Request) -> Response:
     context = _context(request)
     if body.prompt is not None and body.messages is not None:
         raise bad_field("messages", "prompt and messages are both given; give one of them")
-    adapter, owner = context.adapter_of(body.model), _owner(request)
+    adapter = context.adapter_of(body.model)
     context.sessions.lifetime(body.ttl, pinned=body.pin)
-    with context.sessions.room(owner):
-        with _about("prompt" if body.messages is None else "messages"):
-            prompt: Any = [] if body.prompt is None else body.prompt
-            if isinstance(prompt, str):
-                prompt = await unless_gone(request, encoded(context, prompt, endless=body.window is not None))
-            session = await unless_gone(request, _made(context, body, prompt, adapter, owner))
-        return await _held(request, session, ttl=body.ttl)
+    with context.sessions.room(_owner(request)), _about("prompt" if body.messages is None else "messages"):
+        prompt: Any = [] if body.prompt is None else body.prompt
+        if isinstance(prompt, str):
+            prompt = await unless_gone(request, encoded(context, prompt, endless=body.window is not None))
+        return await unless_gone(request, _made(request, body, prompt, adapter))
 
 
-async def _made(context: Context, body: CreateBody, prompt: Any, adapter: str | None, owner: str) -> AsyncSession:
+async def _made(request: Request, body: CreateBody, prompt: Any, adapter: str | None) -> Response:
+    context = _context(request)
     session = await context.llm.session(
         prompt,
         adapter=adapter,
-        cache_salt=context.salt(owner, body.cache_salt),
+        cache_salt=context.salt(_owner(request), body.cache_salt),
         window=body.window,
         sink=body.sink,
         name=body.name,
         labels=body.labels,
     )
+    return await _held(request, session, ttl=body.ttl, messages=body.messages, pin=body.pin)
+
+
+async def _held(
+    request: Request, session: AsyncSession, *, ttl: float | None, messages: Messages | None = None, pin: bool
+) -> Response:
+    """Answer with the id of a new session, after the first ``messages`` of a chat. If it cannot be
+    held it is closed."""
+    sessions, owner = _context(request).sessions, _owner(request)
     try:
-        if body.messages is not None:
-            await _begin_chat(session, body.messages)
-        if body.pin:
+        if messages is not None:
+            # The turns up to the answer. An answer of one token is taken back.
+            output = await session.chat(messages, SamplingParams(temperature=0, max_tokens=1, ignore_eos=True))
+            await session.rewind(to=len(output.prompt_token_ids))
+        if pin:
             # Pin last: until the size is known, the state can be given up and computed again.
-            await session.pin(context.sessions.account(owner))
-    except BaseException:
-        await asyncio.shield(session.close())
-        raise
-    return session
-
-
-async def _begin_chat(session: AsyncSession, messages: Messages) -> None:
-    """Add messages as turns of a chat, up to the answer. An answer of one token is taken back."""
-    output = await session.chat(messages, SamplingParams(temperature=0, max_tokens=1, ignore_eos=True))
-    await session.rewind(to=len(output.prompt_token_ids))
-
-
-async def _held(request: Request, session: AsyncSession, *, ttl: float | None) -> Response:
-    """Answer with the id of a new session."""
-    sessions = _context(request).sessions
-    try:
-        name = sessions.create(_owner(request), session, ttl=sessions.lifetime(ttl, pinned=session.pinned))
+            await session.pin(sessions.account(owner))
+        name = sessions.create(owner, session, ttl=sessions.lifetime(ttl, pinned=session.pinned))
     except BaseException:
         await asyncio.shield(session.close())
         raise
@@ -168,19 +162,14 @@ async def upload(
     label: Annotated[list[str] | None, Query(description="A label of the session, name=value.")] = None,
 ) -> Response:
     """Make a session of a state file, which is the body of the request."""
-    context, owner = _context(request), _owner(request)
+    context = _context(request)
     with _about("label"):
         called, labels = checked_name(name), checked_labels(labels_of(label))
-    with context.sessions.room(owner):
+    with context.sessions.room(_owner(request)):
         session = await receive_session(request, context, convert_dtype=convert_dtype)
-        try:
-            session.name, session.labels = called, labels
-            if session.pinned:  # its state was written into, so it cannot be computed again
-                await session.pin(context.sessions.account(owner))
-        except BaseException:
-            await asyncio.shield(session.close())
-            raise
-        return await _held(request, session, ttl=ttl)
+        session.name, session.labels = called, labels
+        # It is pinned if its state was written into, so that it cannot be computed again.
+        return await _held(request, session, ttl=ttl, pin=session.pinned)
 
 
 @router.post("/generate")
@@ -189,12 +178,11 @@ async def generate_many(body: GenerateManyBody, request: Request) -> Response:
     context = _context(request)
     for one in (body, *(body.each or ())):
         check_lists(context, one.sampling()[0])
-    batch = SessionBatch(context, _owner(request), body, request_id=request.state.request_id)
-    request.state.tokens = batch.usage.tokens
+    batch = SessionBatch(request, context, body)
     try:
         await unless_gone(request, batch.check())
         if body.stream:
-            return EventStream(batch.chunks(), [batch])
+            return EventStream(batch.chunks(batch.streams), [batch])
         return JsonAnswer(await unless_gone(request, batch.whole()))
     except BaseException:
         await asyncio.shield(batch.aclose())
@@ -208,44 +196,32 @@ async def describe(session_id: str, request: Request, rewind_to: RewindTo = None
     held = context.sessions.get(_owner(request), session_id)
     if rewind_to is not None and len(rewind_to) > MAX_POSITIONS:
         raise bad_field("rewind_to", f"rewind_to names {len(rewind_to)} positions; at most {MAX_POSITIONS} are told")
-    with _about("rewind_to"):
-        found = await _described(context, held, rewind_to, tokens)
-    if found is None:
-        context.sessions.get(_owner(request), session_id)  # it was deleted meanwhile
-        raise FailedPrecondition("the session is closed")
-    return JsonAnswer(found)
-
-
-async def _described(
-    context: Context, held: HeldSession, positions: list[int] | None, with_tokens: bool
-) -> dict[str, Any] | None:
-    """Return the description; None if the session is closed meanwhile."""
-    session = held.session
-    tokens = session.tokens
-    length = len(tokens)
+    session, ids = held.session, held.session.tokens
+    length = len(ids)
+    positions = rewind_to
     if positions is None:
         positions = sorted({*(int(length * share) for share in SHARES), max(0, length - 1)})
     summary = await _summary(context, held)
     if summary is None:
-        return None
+        context.sessions.get(_owner(request), session_id)  # it was deleted meanwhile
+        raise FailedPrecondition("the session is closed")
     costs = None
     if held.busy is None:
-        with suppress(FailedPrecondition):  # a call has begun meanwhile
+        with _about("rewind_to"), suppress(FailedPrecondition):  # a call has begun meanwhile
             costs = await asyncio.gather(*(session.rewind_cost(position) for position in positions))
-    tokenizer = context.llm.tokenizer
     content: dict[str, Any] = {}
-    if with_tokens:
-        content["tokens"] = tokens
-        content["text"] = (
-            None if tokenizer is None else await asyncio.to_thread(tokenizer.decode, tokens, skip_special_tokens=True)
-        )
-    return {
+    if tokens:
+        content = {"tokens": ids, "text": None}
+        if (tokenizer := context.llm.tokenizer) is not None:
+            content["text"] = await asyncio.to_thread(tokenizer.decode, ids, skip_special_tokens=True)
+    description: dict[str, Any] = {
         **summary,
         "num_tokens": length,
         **content,
         "state_kinds": dict(Counter(spec.kind for spec in context.llm.model.layer_specs)),
         "rewind_costs": costs and [{"to": to, "replayed": cost} for to, cost in zip(positions, costs, strict=True)],
     }
+    return JsonAnswer(description)
 
 
 async def _summary(context: Context, held: HeldSession) -> dict[str, Any] | None:
@@ -304,25 +280,15 @@ async def generate(session_id: str, body: GenerateBody, request: Request) -> Res
     check_lists(context, body.sampling()[0])
     params = body.params(context.llm.default_params)
     stream = ClientSessionStream(
-        context,
-        _owner(request),
-        session_id,
-        params,
-        prompt=body.prompt,
-        messages=body.messages,
-        model=body.model,
+        context, _owner(request), session_id, params, prompt=body.prompt, messages=body.messages, model=body.model
     )
     with _about(
         None if body.prompt is None and body.messages is None else "messages" if body.prompt is None else "prompt"
     ):
         await unless_gone(request, stream.begin())
     model = stream.session.adapter or context.model_name
-    answer = Answer(stream, body, params, model=model, request_id=request.state.request_id)
-    request.state.tokens = answer.usage.tokens
-    if body.stream:
-        return EventStream(answer.chunks(), [stream])
-    await unless_gone(request, finished(stream))
-    return JsonAnswer(answer.whole())
+    reply = SessionReply(request, context, body, [stream], [params], model=model, session_id=session_id)
+    return await answer_in_session(request, reply, stream)
 
 
 @router.post("/{session_id}/score")

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any, Self
+from typing import Any
 
 from quire.async_llm import AsyncSession, AsyncStream, SampleDelta
 from quire.engine.chat_turns import ReadAnswer
-from quire.engine.tokenizer import Tokenizer
 from quire.errors import FailedPrecondition, NotFound
 from quire.orphans import unless_exiting
 from quire.outputs import RequestOutput
@@ -78,17 +77,10 @@ class ClientSessionStream(AsyncIterator[SampleDelta]):
             raise FailedPrecondition("the stream has not begun; ask for its first delta")
         return self._session
 
-    @property
-    def tokenizer(self) -> Tokenizer | None:
-        """The model's tokenizer."""
-        return self._context.llm.tokenizer
-
-    def __aiter__(self) -> Self:
-        return self
-
     async def begin(self) -> None:
         """Wait for the first delta, by which the session has raised all its refusals."""
-        self._first = await anext(self)
+        if self._stream is None:
+            self._first = await anext(self)
 
     async def __anext__(self) -> SampleDelta:
         if self._ended is not None:
@@ -118,8 +110,15 @@ class ClientSessionStream(AsyncIterator[SampleDelta]):
                 self._held = self._context.sessions.take(self._owner, self.session_id, "generate")
             except NotFound as error:
                 raise api_error(error, param="session_id") from None
-            check_model(self._context, self._held.session, self._model)
-            self._session = self._held.session
+            session, model = self._held.session, self._model
+            if model is not None and self._context.adapter_of(model) != session.adapter:
+                present = session.adapter or self._context.model_name
+                raise bad_field(
+                    "model",
+                    f"the session goes on under {present!r}, not under {model[:60]!r}; leave model out or "
+                    "change the session with POST /v1/sessions/{id}/adapter",
+                )
+            self._session = session
         return self._session
 
     async def _begin(self) -> AsyncStream:
@@ -157,25 +156,9 @@ class ClientSessionStream(AsyncIterator[SampleDelta]):
         """Cancel an unfinished request, and return when the session is free."""
         await asyncio.shield(self._end())
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.aclose()
-
     @unless_exiting
     def __del__(self) -> None:
         # No reader is left. The stream inside ends by itself too.
         held = getattr(self, "_held", None)
         if held is not None:
             self._context.sessions.release(held)
-
-
-def check_model(context: Context, session: AsyncSession, model: str | None) -> None:
-    """Raise ``ApiError`` 400 if a request names another model than the session's."""
-    if model is not None and context.adapter_of(model) != session.adapter:
-        raise bad_field(
-            "model",
-            f"the session goes on under {session.adapter or context.model_name!r}, not under {model[:60]!r}; leave model out or "
-            "change the session with POST /v1/sessions/{id}/adapter",
-        )

@@ -1,4 +1,4 @@
-"""The sessions that clients of a server hold: their owners, lifetimes, and present calls.
+"""What clients of a server hold: sessions with owners, lifetimes and present calls, stored bytes.
 
 Everything here runs on the server's event loop. Ids are 128 random bits. The id of another owner's
 session is answered as an unknown one, so that guessing tells nothing.
@@ -20,7 +20,7 @@ from typing import Any
 from quire.async_llm import AsyncSession
 from quire.engine.sequence_request import PinAccount
 from quire.errors import FailedPrecondition, NotFound
-from quire.server.errors import RETRY_AFTER, ApiError, bad_field
+from quire.server.errors import RETRY_AFTER, ApiError, bad_field, busy
 from quire.server.settings import ServerSettings
 
 logger = logging.getLogger("quire.server")
@@ -83,19 +83,11 @@ class Sessions:
         more = f"{count} more session{'s' if count > 1 else ''} would be more than the"
         own = [held for held in self._held.values() if held.owner == owner]
         if len(own) + self._reserved[owner] + count > each:
-            raise ApiError(
-                429,
-                f"{more} {each} that this server holds{whose}; delete some",
-                code="session_limit",
-                headers=self._retry_after(own),
-            )
+            message = f"{more} {each} that this server holds{whose}; delete some"
+            raise busy(429, message, "session_limit", self._until_one_ends(own))
         if len(self._held) + self._reserved.total() + count > limit:
-            raise ApiError(
-                503,
-                f"{more} {limit} that this server holds; others have them, try again later",
-                code="session_limit",
-                headers=self._retry_after(self._held.values()),
-            )
+            message = f"{more} {limit} that this server holds; others have them, try again later"
+            raise busy(503, message, "session_limit", self._until_one_ends(self._held.values()))
         self._reserved[owner] += count
         try:
             yield
@@ -124,17 +116,14 @@ class Sessions:
 
     def account(self, owner: str) -> PinAccount:
         """Return the account in which an owner's pinned sessions count."""
-        found = self._accounts.get(owner)
-        if found is None:
-            settings = self._settings
-            found = PinAccount(share=settings.pinned_share_per_key, total=settings.max_pinned_share)
-            self._accounts[owner] = found
-        return found
+        if owner not in self._accounts:
+            share, total = self._settings.pinned_share_per_key, self._settings.max_pinned_share
+            self._accounts[owner] = PinAccount(share=share, total=total)
+        return self._accounts[owner]
 
-    def _retry_after(self, held: Iterable[HeldSession]) -> dict[str, str]:
-        """Return a header with the seconds until the first of these expires, at most 60."""
-        soonest = min(map(self.time_left, held), default=0.0)
-        return {"Retry-After": str(max(RETRY_AFTER, min(60, math.ceil(soonest))))}
+    def _until_one_ends(self, held: Iterable[HeldSession]) -> int:
+        """Return the seconds until the first of these expires, at most 60."""
+        return max(RETRY_AFTER, min(60, math.ceil(min(map(self.time_left, held), default=0.0))))
 
     # -- using -------------------------------------------------------------------------------------
 
@@ -229,3 +218,37 @@ async def _close(held: HeldSession) -> None:
     while held.busy is not None and await held.session.cancel():
         await asyncio.sleep(SHORTEST)
     await held.session.close()
+
+
+class StoredBytes:
+    """The count of bytes of a server's state files on the disk, in all and by key. It runs on the
+    server's event loop."""
+
+    def __init__(self, settings: ServerSettings) -> None:
+        self._limit, self._each = int(settings.max_stored_bytes), settings.stored_per_key
+        self._held: Counter[str] = Counter()
+
+    def change(self, owner: str, old: int, new: int) -> None:
+        """Count ``new`` bytes instead of ``old`` ones for a file of ``owner``. Raise ``ApiError``,
+        and change nothing: 429 if the owner then has too many, 503 if all together have, 400 if the
+        file alone is too large for an owner."""
+        if new > old:
+            if new > self._each:
+                raise ApiError(
+                    400, f"a state file of {new} bytes; at most {self._each} bytes are stored", code="storage_limit"
+                )
+            more, beside = f"{new - old} more bytes of state files", "would be too many beside"
+            if (own := self._held[owner]) + new - old > self._each:
+                message = f"{more} {beside} {own} of yours; at most {self._each} are stored: wait for the others to end"
+                raise busy(429, message, "storage_limit")
+            if (held := self._held.total()) + new - old > self._limit:
+                message = f"{more} {beside} {held} of all; at most {self._limit} are stored: try again later"
+                raise busy(503, message, "storage_limit")
+        self._held[owner] += new - old
+        if not self._held[owner]:
+            del self._held[owner]
+
+    @property
+    def total(self) -> int:
+        """Bytes of all files."""
+        return self._held.total()

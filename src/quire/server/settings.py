@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import os
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
-from quire.config import check_int, check_real, parse_bytes
+from quire.config import check_int, check_real, option, parse_bytes
 from quire.errors import InvalidArgument
 from quire.server import harmony, tools
 from quire.signatures import require_bool
@@ -25,74 +25,55 @@ _ORIGIN = re.compile(r"\*|https?://[^\s/?#,]+")
 class ServerSettings:
     """A server's address, keys and limits. Raises ``InvalidArgument`` for a bad value."""
 
-    host: str = field(default="127.0.0.1", metadata={"help": "Address to listen on; 0.0.0.0 for all."})
-    port: int = field(default=8000, metadata={"help": "Port to listen on; 0 takes a free one."})
-    api_key: tuple[str, ...] = field(
-        default=(),
-        metadata={"help": "Key that clients must send as a bearer token; may be repeated, each sees its own sessions."},
+    host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 for all.")
+    port: int = option(8000, "Port to listen on; 0 takes a free one.")
+    api_key: tuple[str, ...] = option(
+        (), "Key that clients must send as a bearer token; may be repeated, each sees its own sessions."
     )
-    served_model_name: str | None = field(
-        default=None, metadata={"help": "The model's name in requests and /v1/models; by default what was loaded."}
+    served_model_name: str | None = option(
+        None, "The model's name in requests and /v1/models; by default what was loaded."
     )
-    tool_call_parser: str | None = field(
-        default=None,
-        metadata={
-            "help": "How the model writes tool calls (hermes, llama3_json, ...); by default as its chat template tells."
-        },
+    tool_call_parser: str | None = option(
+        None, "How the model writes tool calls (hermes, llama3_json, ...); by default as its chat template tells."
     )
-    allowed_origin: tuple[str, ...] = field(
-        default=(), metadata={"help": "Origin that browsers may call from (CORS), * for all; may be repeated."}
+    allowed_origin: tuple[str, ...] = option(
+        (), "Origin that browsers may call from (CORS), * for all; may be repeated."
     )
-    adapter_dir: tuple[Path, ...] = field(
-        default=(), metadata={"help": "Directory from which adapters may be loaded over HTTP; may be repeated."}
+    adapter_dir: tuple[Path, ...] = option(
+        (), "Directory from which adapters may be loaded over HTTP; may be repeated."
     )
-    max_body_bytes: int | str = field(
-        default="16MiB", metadata={"help": "Largest body of a request but uploads of state files."}
+    max_body_bytes: int | str = option("16MiB", "Largest body of a request but uploads of state files.")
+    max_upload_bytes: int | str = option("4GiB", "Largest state file that is taken.")
+    upload_seconds: float = option(3600.0, "Seconds that one upload may take, if it is not too slow before.")
+    max_waiting: int = option(1024, "Requests under way or waiting, at most; further ones get 429.")
+    max_sessions: int = option(1024, "Open sessions at most; further ones are refused.")
+    max_sessions_per_key: int | None = option(None, f"Of one API key, at most. {_PER_KEY.format('max_sessions')}")
+    session_ttl: float = option(3600.0, "Seconds after which an unused session is closed.")
+    pinned_ttl: float = option(14400.0, "The same of a pinned session, for which no request may ask for more.")
+    max_pinned_share: float = option(0.75, "Part of the KV pool that pinned sessions may hold, in (0, 1].")
+    max_pinned_share_per_key: float | None = option(
+        None, f"Those of one API key, at most. {_PER_KEY.format('max_pinned_share')}"
     )
-    max_upload_bytes: int | str = field(default="4GiB", metadata={"help": "Largest state file that is taken."})
-    upload_seconds: float = field(
-        default=3600.0, metadata={"help": "Seconds that one upload may take, if it is not too slow before."}
+    max_stored_bytes: int | str = option(
+        "16GiB", "State files that lie on this machine's disk on their way in or out, at most."
     )
-    max_waiting: int = field(
-        default=1024, metadata={"help": "Requests under way or waiting, at most; further ones get 429."}
+    max_stored_bytes_per_key: int | str | None = option(
+        None, f"Those of one API key, at most. {_PER_KEY.format('max_stored_bytes')}"
     )
-    max_sessions: int = field(default=1024, metadata={"help": "Open sessions at most; further ones are refused."})
-    max_sessions_per_key: int | None = field(
-        default=None, metadata={"help": f"Of one API key, at most. {_PER_KEY.format('max_sessions')}"}
+    share_prefix_cache: bool = option(
+        False, "Let API keys find each other's prompts in the prefix cache, which tells a key what others have asked."
     )
-    session_ttl: float = field(default=3600.0, metadata={"help": "Seconds after which an unused session is closed."})
-    pinned_ttl: float = field(
-        default=14400.0, metadata={"help": "The same of a pinned session, for which no request may ask for more."}
-    )
-    max_pinned_share: float = field(
-        default=0.75, metadata={"help": "Part of the KV pool that pinned sessions may hold, in (0, 1]."}
-    )
-    max_pinned_share_per_key: float | None = field(
-        default=None, metadata={"help": f"Those of one API key, at most. {_PER_KEY.format('max_pinned_share')}"}
-    )
-    max_stored_bytes: int | str = field(
-        default="16GiB",
-        metadata={"help": "State files that lie on this machine's disk on their way in or out, at most."},
-    )
-    max_stored_bytes_per_key: int | str | None = field(
-        default=None, metadata={"help": f"Those of one API key, at most. {_PER_KEY.format('max_stored_bytes')}"}
-    )
-    share_prefix_cache: bool = field(
-        default=False,
-        metadata={
-            "help": "Let API keys find each other's prompts in the prefix cache, which tells a key what others have asked."
-        },
-    )
-    drain_seconds: float = field(
-        default=30.0, metadata={"help": "Seconds that requests have to finish when the server is told to stop."}
-    )
+    drain_seconds: float = option(30.0, "Seconds that requests have to finish when the server is told to stop.")
 
     def __post_init__(self) -> None:
         if not isinstance(self.host, str) or not self.host.strip():
             raise InvalidArgument(field="host", given=self.host, allowed="an address or a name")
         check_int("port", self.port, 0, 65535)
         for listed in ("api_key", "allowed_origin", "adapter_dir"):
-            _set_tuple(self, listed)
+            values = getattr(self, listed)
+            if not isinstance(values, (list, tuple)):
+                raise InvalidArgument(f"{listed} must be a list, got {type(values).__name__}", field=listed)
+            object.__setattr__(self, listed, tuple(values))
         for key in self.api_key:
             # Error messages end up in logs, so this one leaves the key out.
             if not isinstance(key, str) or not _KEY.fullmatch(key):
@@ -113,33 +94,23 @@ class ServerSettings:
                 raise InvalidArgument(field="adapter_dir", given=str(folder), allowed="a directory")
         object.__setattr__(self, "adapter_dir", tuple(map(Path, self.adapter_dir)))
         for limit in ("max_body_bytes", "max_upload_bytes", "max_stored_bytes", "max_stored_bytes_per_key"):
-            if limit.endswith("_per_key") and getattr(self, limit) is None:
-                continue
-            size = parse_bytes(getattr(self, limit), name=limit)
-            check_int(limit, size, 1)
-            object.__setattr__(self, limit, size)
-        for count in ("max_waiting", "max_sessions"):
-            check_int(count, getattr(self, count), 1)
+            if self._is_given(limit):
+                size = parse_bytes(getattr(self, limit), name=limit)
+                check_int(limit, size, 1)
+                object.__setattr__(self, limit, size)  # a number from here on
+        for count in ("max_waiting", "max_sessions", "max_sessions_per_key"):
+            if self._is_given(count):
+                check_int(count, getattr(self, count), 1)
         for share in ("max_pinned_share", "max_pinned_share_per_key"):
-            if getattr(self, share) is not None or not share.endswith("_per_key"):
+            if self._is_given(share):
                 check_real(share, getattr(self, share), above=0, up_to=1)
-        if self.max_sessions_per_key is not None:
-            check_int("max_sessions_per_key", self.max_sessions_per_key, 1)
         require_bool("share_prefix_cache", self.share_prefix_cache)
-        _check_seconds("session_ttl", self.session_ttl, positive=True)
-        _check_seconds("pinned_ttl", self.pinned_ttl, positive=True)
-        _check_seconds("upload_seconds", self.upload_seconds, positive=True)
-        _check_seconds("drain_seconds", self.drain_seconds, positive=False)
+        for seconds in ("session_ttl", "pinned_ttl", "upload_seconds", "drain_seconds"):
+            _check_seconds(seconds, getattr(self, seconds), positive=seconds != "drain_seconds")
 
-    @property
-    def body_limit(self) -> int:
-        """``max_body_bytes`` as a number."""
-        return parse_bytes(self.max_body_bytes, name="max_body_bytes")
-
-    @property
-    def upload_limit(self) -> int:
-        """``max_upload_bytes`` as a number."""
-        return parse_bytes(self.max_upload_bytes, name="max_upload_bytes")
+    def _is_given(self, name: str) -> bool:
+        """Return whether a limit is to be checked. Only those of one key may be None."""
+        return getattr(self, name) is not None or not name.endswith("_per_key")
 
     @property
     def sessions_per_key(self) -> int:
@@ -152,29 +123,16 @@ class ServerSettings:
         return min(self.max_pinned_share, self.max_pinned_share_per_key or self.max_pinned_share * self._per_key)
 
     @property
-    def stored_limit(self) -> int:
-        """``max_stored_bytes`` as a number."""
-        return parse_bytes(self.max_stored_bytes, name="max_stored_bytes")
-
-    @property
     def stored_per_key(self) -> int:
-        """``max_stored_bytes_per_key`` as a number, or its default."""
+        """``max_stored_bytes_per_key``, or its default."""
         given = self.max_stored_bytes_per_key
-        if given is None:
-            return math.ceil(self.stored_limit * self._per_key)
-        return min(self.stored_limit, parse_bytes(given, name="max_stored_bytes_per_key"))
+        total = int(self.max_stored_bytes)
+        return math.ceil(total * self._per_key) if given is None else min(total, int(given))
 
     @property
     def _per_key(self) -> float:
         """Share of one key in a total: half of it where there are other keys."""
         return 0.5 if len(set(self.api_key)) > 1 else 1.0
-
-
-def _set_tuple(settings: ServerSettings, name: str) -> None:
-    value = getattr(settings, name)
-    if not isinstance(value, (list, tuple)):
-        raise InvalidArgument(f"{name} must be a list, got {type(value).__name__}", field=name)
-    object.__setattr__(settings, name, tuple(value))
 
 
 def _check_seconds(name: str, value: object, *, positive: bool) -> None:

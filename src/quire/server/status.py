@@ -1,24 +1,35 @@
-"""``/health``, ``/version``, ``/metrics``, ``/v1/models``, and endpoints that no model supports."""
+"""``/health``, ``/version``, ``/metrics``, ``/v1/models``, and endpoints that no model supports.
+
+Metrics are in Prometheus' text format, under exactly the names of ``quire.metrics``.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable, Mapping
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from fastapi import APIRouter, Request
+from prometheus_client import generate_latest
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
 from pydantic import BaseModel, Field
 from starlette.responses import Response
 
 from quire.async_llm import AsyncLLM
 from quire.engine.named_adapters import AdapterInfo
 from quire.errors import QuireError
+from quire.executor import counters
+from quire.metrics import MetricFamily, Sample
 from quire.server.context import Context, public_name
 from quire.server.errors import ApiError, bad_field
-from quire.server.metrics_text import CONTENT_TYPE, metrics_text
 
 router = APIRouter()
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 HEALTH_SECONDS = 10.0
 """Seconds without an answer after which the engine counts as stuck. A slow step takes seconds."""
@@ -99,8 +110,14 @@ async def version() -> Version:
 async def metrics(request: Request) -> Response:
     """Send all metrics in Prometheus' text format."""
     context: Context = request.app.state.context
-    text = await metrics_text(context.llm, under_way=context.gate.under_way, sessions=len(context.sessions))
-    return Response(text, headers={"content-type": CONTENT_TYPE})
+    snapshot = await context.llm.metrics()
+    families = context.llm.engine.metrics.collect()
+    families += _rest(snapshot, families)
+    families += [
+        _gauge("quire:http_requests_under_way", "HTTP requests being answered.", context.gate.under_way),
+        _gauge("quire:sessions_open", "Sessions that clients hold.", len(context.sessions)),
+    ]
+    return Response(generate_latest(_Families(families)), headers={"content-type": CONTENT_TYPE})
 
 
 @router.get("/v1/models", tags=["models"])
@@ -132,21 +149,54 @@ async def model_cards(context: Context) -> list[ModelCard]:
     """Return the base model and the adapters, in order of loading."""
     loaded = await context.llm.adapters()
     context.adapters = set(loaded)
-    base = ModelCard(
-        id=context.model_name,
-        created=int(context.started),
-        root=public_name(context.llm.config.model),
-        max_model_len=context.longest,
-    )
+    base = _card(context, context.model_name, context.llm.config.model)
     return [base, *(adapter_card(context, info) for info in loaded.values() if info.name != base.id)]
 
 
 def adapter_card(context: Context, info: AdapterInfo) -> ModelCard:
     """Return an adapter as a model."""
-    return ModelCard(
-        id=info.name,
-        created=int(context.started),
-        root=public_name(info.path),
-        parent=context.model_name,
-        max_model_len=context.longest,
-    )
+    return _card(context, info.name, info.path, parent=context.model_name)
+
+
+def _card(context: Context, name: str, source: str | Path, parent: str | None = None) -> ModelCard:
+    root, longest = public_name(source), context.longest
+    return ModelCard(id=name, created=int(context.started), root=root, parent=parent, max_model_len=longest)
+
+
+# -- metrics ---------------------------------------------------------------------------------------
+
+
+class _Families(Collector):
+    """A collector that hands families to the library that writes them."""
+
+    def __init__(self, families: Iterable[MetricFamily]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        for family in self._families:
+            # The library adds "_total" to the names of counters.
+            name = family.name.removesuffix("_total") if family.type == "counter" else family.name
+            metric = Metric(name, family.help, family.type)
+            for sample in family.samples:
+                metric.add_sample(sample.name, dict(sample.labels), sample.value)
+            yield metric
+
+
+def _rest(snapshot: Mapping[str, float], families: Iterable[MetricFamily]) -> list[MetricFamily]:
+    """Return a family for each further number of a snapshot, of the host memory and the executor.
+    Names that end in ``_total`` are counters."""
+    known = {name for family in families for sample in family.samples for name in (sample.key, sample.name)}
+    return [
+        MetricFamily(
+            name=name,
+            type="counter" if name.endswith("_total") else "gauge",
+            help=counters.HELP.get(name, "See quire.metrics."),
+            samples=(Sample(name=name, value=value),),
+        )
+        for name, value in snapshot.items()
+        if name not in known
+    ]
+
+
+def _gauge(name: str, help: str, value: float) -> MetricFamily:
+    return MetricFamily(name=name, type="gauge", help=help, samples=(Sample(name=name, value=float(value)),))

@@ -4,13 +4,9 @@ A grammar is a generator over a ``Reader``. It yields where it needs more text, 
 place between the pieces of a stream and reads every character once, however the text is cut. It
 fails at the first character that its format does not allow.
 
-A call begins when its name is known and its arguments have opened. Every piece of the arguments is
-passed on as it is read; strings in them may be no JSON. If the arguments come before the name, or
-as a string, the call is given when it is whole. If a grammar fails in a call that has begun, the
-call gets the text up to the mark that ends it (``Reader.ends``), or to the next marker in formats
-without one. Text that belongs to no call is the model's, whether the grammar ended or failed, and
-the search for markers goes on at the character that did not fit. Only the few characters of a
-marker are read twice, so the time is linear.
+What a call gets of its text, if its grammar fails too, is in ``server.tools``. Text that belongs to
+no call is the model's, and the search for markers goes on at the character that did not fit. Only
+the few characters of a marker are read twice, so the time is linear.
 
 The formats are those in the chat templates of the families:
 
@@ -37,24 +33,35 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn, TypeAlias
 
 from quire.server.tool_literals import closing, literal_json, python_call, python_calls, quoted, within_quotes
 from quire.server.tool_reader import Malformed, Reader, Steps, ToolCall, checked_name, checked_text
 
-Schemas: TypeAlias = Mapping[str, Mapping[str, Any]]
-"""For each tool: the JSON schemas of its parameters, by name."""
+Tools: TypeAlias = Sequence[Mapping[str, Any]]
+"""OpenAI's tools: ``{"type": "function", "function": {"name": str, "parameters": {...}, ...}}``, as
+the request's body was checked to be."""
+
+
+def schemas_of(tools: Tools) -> dict[str, Mapping[str, Any]]:
+    """Return the JSON schemas of the parameters of each tool, by their names."""
+    schemas: dict[str, Mapping[str, Any]] = {}
+    for tool in tools:
+        properties = (tool["function"].get("parameters") or {}).get("properties")
+        schemas[tool["function"]["name"]] = properties if isinstance(properties, Mapping) else {}
+    return schemas
 
 
 class Offered:
     """The tools that a model may call."""
 
-    def __init__(self, names: frozenset[str] | None, schemas: Schemas) -> None:
-        """Take the tools' ``names``, None if they are unknown, and their schemas."""
-        self.names = names
-        self._schemas = schemas
+    def __init__(self, tools: Tools | None) -> None:
+        """Take the tools; None if they are unknown."""
+        self._schemas = schemas_of(tools or ())
+        self.names = None if tools is None else frozenset(self._schemas)
         self._types: dict[tuple[str, str], frozenset[str]] = {}
 
     def types(self, name: str, key: str) -> frozenset[str]:
@@ -93,6 +100,13 @@ class _Keys:
 _PLAIN = _Keys()
 _LLAMA = _Keys(needs_arguments=True)
 _COHERE = _Keys(name="tool_name", arguments=("parameters",))
+_ENDS = {
+    "<tool_call>": "</tool_call>",
+    "<|tool_call|>": "<|/tool_call|>",
+    "<|tool_call_start|>": "<|tool_call_end|>",
+    "<|START_ACTION|>": "<|END_ACTION|>",
+}
+"""The marks behind calls, by those before them."""
 
 
 def json_call(reader: Reader, keys: _Keys = _PLAIN, names: frozenset[str] | None = None) -> Steps[tuple[ToolCall, ...]]:
@@ -205,13 +219,7 @@ def _types(schema: object) -> set[str]:
     if not isinstance(schema, Mapping):
         return set()
     named = schema.get("type")
-    types = (
-        {named}
-        if isinstance(named, str)
-        else {each for each in named if isinstance(each, str)}
-        if isinstance(named, list)
-        else set()
-    )
+    types = {each for each in (named if isinstance(named, list) else [named]) if isinstance(each, str)}
     for word in ("anyOf", "oneOf", "allOf"):
         if isinstance(branches := schema.get(word), list):
             types.update(*map(_types, branches))
@@ -274,22 +282,19 @@ def _bare_value(reader: Reader, types: frozenset[str], before: str, *ends: str) 
     return end
 
 
-def hermes(reader: Reader, marker: str, offered: Offered) -> Steps[None]:
+def hermes(reader: Reader, marker: str, offered: Offered, keys: _Keys = _PLAIN) -> Steps[None]:
     """Read an object or a list of them between two tags."""
-    end = {"<tool_call>": "</tool_call>", "<|tool_call|>": "<|/tool_call|>"}[marker]
+    end = _ENDS[marker]
     reader.ends = (end,)
-    yield from _object_or_list(reader, _PLAIN, end)
+    yield from _object_or_list(reader, keys, end)
 
 
-def cohere(reader: Reader, marker: str, offered: Offered) -> Steps[None]:
-    """Read a list of objects between two markers."""
-    reader.ends = ("<|END_ACTION|>",)
-    yield from _object_or_list(reader, _COHERE, "<|END_ACTION|>")
+cohere = partial(hermes, keys=_COHERE)
 
 
 def lfm2(reader: Reader, marker: str, offered: Offered) -> Steps[None]:
     """Read calls as in Python, or JSON objects if the system prompt asks for them."""
-    end = "<|tool_call_end|>"
+    end = _ENDS[marker]
     reader.ends = (end,)
     yield from reader.space()
     if (yield from reader.peek()) == "{":

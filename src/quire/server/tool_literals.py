@@ -7,6 +7,7 @@ keys. Nothing is evaluated. Strings may hold line breaks, as the models' templat
 
 from __future__ import annotations
 
+import codecs
 import json
 import re
 
@@ -19,21 +20,9 @@ _POINT_FIRST = re.compile(r"^(-?)\.")
 _CLOSERS = {"[": "]", "(": ")", "(,": ")", "{": "}"}
 """``(,``: a tuple after a comma."""
 _LIST = {"(": "[", ")": "]"}
-_ESCAPED = {
-    "\n": "",
-    "\\": "\\",
-    "'": "'",
-    '"': '"',
-    "a": "\a",
-    "b": "\b",
-    "f": "\f",
-    "n": "\n",
-    "r": "\r",
-    "t": "\t",
-    "v": "\v",
-}
-_HEX = {"x": re.compile(r"[0-9a-fA-F]{2}"), "u": re.compile(r"[0-9a-fA-F]{4}"), "U": re.compile(r"[0-9a-fA-F]{8}")}
-_OCTAL = re.compile(r"[0-7]{1,3}")
+_ESCAPES = {"x": 4, "u": 6, "U": 10, **dict.fromkeys("01234567", 4), **dict.fromkeys("\n\\'\"abfnrtv", 2)}
+"""Characters of Python's escapes, by the first one behind the backslash."""
+_OCTAL = re.compile(r"\\[0-7]{1,3}")
 
 
 def quoted(text: str) -> str:
@@ -182,23 +171,18 @@ def _string(reader: Reader, quote: str, before: str) -> Steps[None]:
 def _escape(reader: Reader) -> Steps[None]:
     """Read an escape. A backslash before any character unknown to Python stands for itself."""
     kind = (yield from reader.ahead(2))[1]
-    if kind in _HEX:
-        digits = (yield from reader.ahead({"x": 4, "u": 6, "U": 10}[kind]))[2:]
-        if not _HEX[kind].fullmatch(digits):
-            raise Malformed
-        size, code = 2 + len(digits), int(digits, 16)
-    elif kind in "01234567":
-        # At least a quote, a bracket and another one follow.
-        digits = _OCTAL.match((yield from reader.ahead(4)), 1).group()  # type: ignore[union-attr]
-        size, code = 1 + len(digits), int(digits, 8)
-    elif kind == "N":
+    if kind == "N":
         raise Malformed  # a character by its name
-    else:
-        meant = within_quotes(_ESCAPED.get(kind, "\\" + kind))
-        reader.take(2, lambda text: reader.add(meant))
-        return
-    if code > 0x10FFFF:
-        raise Malformed
+    # Behind an octal number, at least a quote, a bracket and another one follow.
+    written = yield from reader.ahead(_ESCAPES.get(kind, 2))
+    try:
+        if octal := _OCTAL.match(written):
+            written = octal.group()
+            meant = chr(int(written[1:], 8))
+        else:
+            meant = codecs.decode(written, "unicode_escape") if kind in _ESCAPES else written
+    except UnicodeError:
+        raise Malformed from None
     # Half a surrogate pair is no character; JSON has an escape for it.
-    written = f"\\u{code:04x}" if 0xD800 <= code <= 0xDFFF else within_quotes(chr(code))
-    reader.take(size, lambda text: reader.add(written))
+    added = f"\\u{ord(meant):04x}" if "\ud800" <= meant <= "\udfff" else within_quotes(meant)
+    reader.take(len(written), lambda text: reader.add(added))

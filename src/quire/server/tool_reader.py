@@ -1,12 +1,15 @@
-"""A reader of text that arrives in pieces, once and in order, for the grammars of tool calls."""
+"""The base of parsers of text that arrives in pieces, and the reader for grammars of tool calls."""
 
 from __future__ import annotations
 
 import contextlib
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
+
+from quire.errors import FailedPrecondition
 
 T = TypeVar("T")
 Steps: TypeAlias = Generator[None, None, T]
@@ -42,6 +45,50 @@ class ToolCall:
     arguments: str
     """JSON text of an object, as the model wrote it. It is the beginning of one if the call was cut
     short, and no JSON if the model made a mistake."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Delta:
+    """The addition of a piece of text: content, reasoning, or a part of the call ``index``."""
+
+    content: str = ""
+    reasoning: str = ""
+    index: int | None = None
+    """Number of the call, from 0; None for content and reasoning."""
+    name: str | None = None
+    """The call's name, in its first delta only."""
+    arguments: str = ""
+    """A piece of the arguments as they are written; "" in the first delta of a call."""
+
+
+class MessageParser(ABC):
+    """A parser of one message, as its text arrives. However the text is cut, its deltas add up to
+    the same. No text raises, and the time is linear in its length."""
+
+    def __init__(self) -> None:
+        self._deltas: list[Delta] = []
+        """The deltas of the text that is being read."""
+        self._finished = False
+
+    def feed(self, text: str) -> list[Delta]:
+        """Return the deltas that ``text`` adds. Raise ``FailedPrecondition`` after ``finish``."""
+        return self._parse(text, last=False)
+
+    def finish(self) -> list[Delta]:
+        """Return deltas of the text held back. Raise ``FailedPrecondition`` at a second call."""
+        return self._parse("", last=True)
+
+    def _parse(self, text: str, *, last: bool) -> list[Delta]:
+        if self._finished:
+            raise FailedPrecondition("this parser is finished; a message needs one of its own")
+        self._finished = last
+        self._deltas = []
+        self._read(text, last=last)
+        return self._deltas
+
+    @abstractmethod
+    def _read(self, text: str, *, last: bool) -> None:
+        """Read text and add its deltas. ``last``: no text follows."""
 
 
 def overlap(text: str, markers: Iterable[str]) -> int:
@@ -141,11 +188,9 @@ class Reader:
 
     def peek(self) -> Steps[str]:
         """Return the next character, without taking it; "" at the end."""
-        while self.at == len(self.text):
-            if self.closed:
-                return ""
-            yield
-        return self.text[self.at]
+        if self.at == len(self.text):
+            yield from self.more()
+        return self.text[self.at : self.at + 1]
 
     def ahead(self, size: int) -> Steps[str]:
         """Return the next ``size`` characters without taking them. ``Malformed`` at the end."""
@@ -228,11 +273,9 @@ class Reader:
         yield from self.run(_SCALAR_RUN, taken.append)
         return "".join(taken)
 
-    def json(self, openers: str = "") -> Steps[str]:
-        """Return a JSON value as it is written: one that begins with one of ``openers``, or any."""
+    def json(self) -> Steps[str]:
+        """Return a JSON value as it is written."""
         taken: list[str] = []
-        if openers and (yield from self.peek()) not in tuple(openers):
-            raise Malformed
         yield from self.value(taken.append)
         return "".join(taken)
 

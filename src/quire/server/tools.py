@@ -2,7 +2,6 @@
 
 Rules for every format and every text:
 
-- The deltas add up to the same however the text is cut.
 - A call begins as soon as its name is known and its arguments have opened; if the name comes last,
   or the arguments are a string, when it is whole. From then on its arguments are given as they are
   written, and it stays a call, also if its text turns malformed or ends.
@@ -10,13 +9,10 @@ Rules for every format and every text:
   that JSON does not have. If the call turns malformed, its arguments get its whole text up to the
   mark that ends it (without one, up to the next marker or the end), so that they do not seem whole.
   If the text ends, they are the part that was written.
-- Other text is content, unchanged. Nothing is lost or doubled but the format's own parts, and
-  nothing raises. The mark that ends a call is the format's, also if the call is malformed.
+- Other text is content, unchanged. Nothing is lost or doubled but the format's own parts. The mark
+  that ends a call is the format's, also if the call is malformed.
 - A marker inside a JSON string is no marker.
 - White space after the last text is the format's if there are calls. Other white space is content.
-- The time is linear in the length of the text.
-
-No I/O, and nothing of HTTP.
 """
 
 from __future__ import annotations
@@ -27,43 +23,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from quire.errors import FailedPrecondition, InvalidArgument, Unsupported
+from quire.errors import InvalidArgument
 from quire.server import tool_formats
-from quire.server.tool_formats import Offered, Schemas
-from quire.server.tool_reader import Malformed, Reader, Steps, ToolCall, overlap
-
-__all__ = [
-    "StreamingToolParser",
-    "ToolCall",
-    "ToolDelta",
-    "ToolFormat",
-    "forced_format",
-    "names_of",
-    "parser_for",
-    "schema_for",
-]
+from quire.server.tool_formats import Offered, Tools
+from quire.server.tool_reader import Delta, Malformed, MessageParser, Reader, Steps, overlap
 
 Grammar = Callable[[Reader, str, Offered], Steps[None]]
 """A grammar that reads calls after a marker ("" without one)."""
-Tools = Sequence[Mapping[str, Any]]
-"""OpenAI's tools: ``{"type": "function", "function": {"name": str, "parameters": {...}, ...}}``."""
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _SCHEMA_MAPS = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
 _DATA = ("const", "enum", "default", "examples", "example")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ToolDelta:
-    """The addition of a piece of text: content, or a part of the call with this ``index``."""
-
-    content: str = ""
-    index: int | None = None
-    """Number of the call, from 0; None for content."""
-    name: str | None = None
-    """The call's name, in its first delta only."""
-    arguments: str = ""
-    """A piece of the arguments as they are written; "" in the first delta of a call."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,49 +49,37 @@ class ToolFormat:
     wrappers: tuple[str, ...] = ()
     """Marks around the text of an answer; they are no content."""
 
-    def streaming(self, tools: Tools | None = None) -> StreamingToolParser:
-        """Return a parser for one message. ``tools`` tells the types of parameters, for the formats
-        that write values bare, and the names, for those whose calls look like an answer in JSON."""
-        return StreamingToolParser(self, tools)
-
     @property
     def without_calls(self) -> ToolFormat | None:
         """A format for messages without calls, which drops the wrappers; None without wrappers."""
         return replace(self, markers=(), bare=False) if self.wrappers else None
 
 
-class StreamingToolParser:
+class StreamingToolParser(MessageParser):
     """A parser of the calls of one message, as its text arrives."""
 
     def __init__(self, format: ToolFormat, tools: Tools | None = None) -> None:
+        """Begin a message. ``tools`` tells the types of parameters, for the formats that write
+        values bare, and the names, for those whose calls look like an answer in JSON."""
+        super().__init__()
         self._format = format
-        self._offered = Offered(None if tools is None else names_of(tools), _schemas(tools or ()))
+        self._offered = Offered(tools)
         self._sought = (*format.markers, *format.wrappers)
         self._pattern = re.compile("|".join(map(re.escape, self._sought)) or "(?!)")
         self._reader = Reader(self._of_call)
-        self._deltas: list[ToolDelta] = []
         self._num_calls = 0
         self._space: list[str] = []
         self._steps = self._run()
 
-    def feed(self, text: str) -> list[ToolDelta]:
-        """Return the deltas that ``text`` adds. Raise ``FailedPrecondition`` after ``finish``."""
-        if self._reader.closed:
-            raise FailedPrecondition("this parser is finished; a message needs one of its own")
+    def _read(self, text: str, *, last: bool) -> None:
         self._reader.push(text)
-        next(self._steps)
-        return self._drain()
-
-    def finish(self) -> list[ToolDelta]:
-        """Return deltas of the text held back. Raise ``FailedPrecondition`` at a second call."""
-        if self._reader.closed:
-            raise FailedPrecondition("this parser is finished; a message needs one of its own")
-        self._reader.closed = True
-        for _ in self._steps:
+        self._reader.closed = last
+        waits = next(self._steps, False) is None
+        if last and waits:
             raise AssertionError("a grammar waits for text after the end")
-        if self._space and not self._num_calls:
-            self._deltas.append(ToolDelta(content="".join(self._space)))
-        return self._drain()
+        if last and self._space and not self._num_calls:
+            self._deltas.append(Delta(content="".join(self._space)))
+        self._deltas = _joined(self._deltas)
 
     def _run(self) -> Steps[None]:
         reader = self._reader
@@ -156,28 +114,28 @@ class StreamingToolParser:
     def _of_call(self, name: str | None, arguments: str) -> None:
         if name is not None:
             self._num_calls += 1
-        self._deltas.append(ToolDelta(index=self._num_calls - 1, name=name, arguments=arguments))
+        self._deltas.append(Delta(index=self._num_calls - 1, name=name, arguments=arguments))
 
     def _content(self, text: str) -> None:
         """Add content. White space waits for the text after it."""
         trimmed = text.rstrip()
         if trimmed:
-            self._deltas.append(ToolDelta(content="".join([*self._space, trimmed])))
+            self._deltas.append(Delta(content="".join([*self._space, trimmed])))
             self._space = []
         if len(trimmed) < len(text):
             self._space.append(text[len(trimmed) :])
 
-    def _drain(self) -> list[ToolDelta]:
-        """Return the new deltas, with adjacent pieces of content, or of one call, joined."""
-        drained: list[ToolDelta] = []
-        # Names are not joined. Neighbours with equal numbers belong to one call.
-        for (index, name), group in itertools.groupby(self._deltas, lambda delta: (delta.index, delta.name)):
-            deltas = list(group)
-            content = "".join(delta.content for delta in deltas)
-            arguments = "".join(delta.arguments for delta in deltas)
-            drained.append(ToolDelta(content=content, index=index, name=name, arguments=arguments))
-        self._deltas = []
-        return drained
+
+def _joined(deltas: Sequence[Delta]) -> list[Delta]:
+    """Join adjacent pieces of content, or of one call."""
+    joined: list[Delta] = []
+    # Names are not joined. Neighbours with equal numbers belong to one call.
+    for (index, name), group in itertools.groupby(deltas, lambda delta: (delta.index, delta.name)):
+        pieces = list(group)
+        content = "".join(piece.content for piece in pieces)
+        arguments = "".join(piece.arguments for piece in pieces)
+        joined.append(Delta(content=content, index=index, name=name, arguments=arguments))
+    return joined
 
 
 _FORMATS = {
@@ -206,7 +164,6 @@ _FORMATS = {
 _ALIASES = {"deepseek_v31": "deepseek_v3", "qwen3_xml": "qwen3_coder", "glm47": "glm45"}
 NAMES = (*_FORMATS, *_ALIASES)
 """Names of formats, for ``parser_for``."""
-_REFUSED = ("harmony", "openai", "gpt_oss")
 
 _SIGNS: tuple[tuple[tuple[str, ...], str | None], ...] = (
     # Formats whose templates also have the signs of another one come first.
@@ -247,31 +204,20 @@ def parser_for(
     """Return the format of a model's tool calls; None if it is unknown or not read here.
 
     It is the one called ``name``, or else the one with markers in the chat template, or else that
-    of the architecture in config.json. Raise ``InvalidArgument`` for an unknown name, and
-    ``Unsupported`` for gpt-oss's format, which is more than a format of calls.
+    of the architecture in config.json. Raise ``InvalidArgument`` for an unknown name.
     """
     if name is not None:
-        if name in _REFUSED:
-            raise Unsupported(
-                f"tool call format {name!r}: gpt-oss writes calls among its channels, which server.harmony reads; there are "
-                f"{', '.join(_FORMATS)}"
-            )
         if (known := _FORMATS.get(_ALIASES.get(name, name))) is None:
             raise InvalidArgument(f"tool call format is {name!r}; expected one of {', '.join(NAMES)}")
         return known
     for signs, meant in _SIGNS:
         if chat_template is not None and all(sign in chat_template for sign in signs):
             return None if meant is None else _FORMATS[meant]
-    for architecture in architectures(model_config):
-        if architecture in _ARCHITECTURES:
-            return _FORMATS[_ARCHITECTURES[architecture]]
-    return None
-
-
-def architectures(model_config: Mapping[str, Any]) -> list[str]:
-    """Return the names of architectures in config.json, without their suffixes."""
     names = model_config.get("architectures")
-    return [str(name).removesuffix("ForCausalLM") for name in names] if isinstance(names, (list, tuple)) else []
+    for architecture in names if isinstance(names, (list, tuple)) else ():
+        if (meant := _ARCHITECTURES.get(str(architecture).removesuffix("ForCausalLM"))) is not None:
+            return _FORMATS[meant]
+    return None
 
 
 def schema_for(tools: Tools, choice: str | Mapping[str, Any]) -> dict[str, Any]:
@@ -279,11 +225,19 @@ def schema_for(tools: Tools, choice: str | Mapping[str, Any]) -> dict[str, Any]:
 
     For ``"required"`` it is an array of calls ``{"name": ..., "parameters": {...}}``, for
     ``{"type": "function", "function": {"name": ...}}`` the arguments of that function. Raise
-    ``InvalidArgument`` for another choice, an unknown function, and no or malformed tools.
+    ``InvalidArgument`` for another choice, an unknown function, and tools that cannot be forced.
     """
     functions = _functions(tools)
     if choice != "required":
-        return functions[_chosen(choice, functions)]
+        function = choice.get("function") if isinstance(choice, Mapping) and choice.get("type") == "function" else None
+        name = function.get("name") if isinstance(function, Mapping) else None
+        if not isinstance(name, str):
+            allowed = '"required" or {"type": "function", "function": {"name": ...}}'
+            raise InvalidArgument(field="tool_choice", given=choice, allowed=allowed)
+        if name not in functions:
+            known = ", ".join(functions)
+            raise InvalidArgument(f"tool_choice names {name!r}; the tools are {known}", field="tool_choice")
+        return functions[name]
     definitions = {str(index): _moved(schema, f"#/$defs/{index}") for index, schema in enumerate(functions.values())}
     calls = [
         {
@@ -298,66 +252,30 @@ def schema_for(tools: Tools, choice: str | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def forced_format(choice: str | Mapping[str, Any]) -> ToolFormat:
-    """Return the format of texts under ``schema_for``. Raise ``InvalidArgument`` as it does."""
-    if choice == "required":
-        return ToolFormat(name="required", markers=(), grammar=tool_formats.array_of_calls, bare=True)
-    name = _chosen(choice, None)
-    return ToolFormat(name="named", markers=(), grammar=tool_formats.one_object(name), bare=True)
-
-
-def _chosen(choice: str | Mapping[str, Any], functions: Mapping[str, Any] | None) -> str:
-    function = choice.get("function") if isinstance(choice, Mapping) and choice.get("type") == "function" else None
-    name = function.get("name") if isinstance(function, Mapping) else None
-    if not isinstance(name, str):
-        allowed = '"required" or {"type": "function", "function": {"name": ...}}'
-        raise InvalidArgument(field="tool_choice", given=choice, allowed=allowed)
-    if functions is not None and name not in functions:
-        raise InvalidArgument(f"tool_choice names {name!r}; the tools are {', '.join(functions)}", field="tool_choice")
-    return name
+    """Return the format of texts under ``schema_for``, which has checked the choice."""
+    if isinstance(choice, str):
+        return ToolFormat(name=choice, markers=(), grammar=tool_formats.array_of_calls, bare=True)
+    grammar = tool_formats.one_object(choice["function"]["name"])
+    return ToolFormat(name="named", markers=(), grammar=grammar, bare=True)
 
 
 def _functions(tools: Tools) -> dict[str, dict[str, Any]]:
     """Return the schema of each tool's arguments, by name."""
     functions: dict[str, dict[str, Any]] = {}
     for index, tool in enumerate(tools):
-        function = tool.get("function") if isinstance(tool, Mapping) and tool.get("type") == "function" else None
-        if not isinstance(function, Mapping):
-            allowed = '{"type": "function", "function": {...}}'
-            raise InvalidArgument(field=f"tools.{index}", given=tool, allowed=allowed)
-        name, schema = function.get("name"), function.get("parameters")
-        if not isinstance(name, str) or not _NAME.fullmatch(name):
+        name, schema, place = tool["function"]["name"], tool["function"].get("parameters"), f"tools.{index}.function"
+        if not _NAME.fullmatch(name):
             allowed = "1 to 64 letters, digits, dots, dashes and underscores"
-            raise InvalidArgument(field=f"tools.{index}.function.name", given=name, allowed=allowed)
+            raise InvalidArgument(field=f"{place}.name", given=name, allowed=allowed)
         if name in functions:
-            field = f"tools.{index}.function.name"
-            raise InvalidArgument(f"{field} is {name!r}, as that of another tool; expected each once", field=field)
-        if schema is not None and not isinstance(schema, Mapping):
-            raise InvalidArgument(field=f"tools.{index}.function.parameters", given=schema, allowed="a JSON schema")
+            message = f"{place}.name is {name!r}, as that of another tool; expected each once"
+            raise InvalidArgument(message, field=f"{place}.name")
         if schema and schema.get("type", "object") != "object":
-            field = f"tools.{index}.function.parameters.type"
-            raise InvalidArgument(field=field, given=schema["type"], allowed="'object'")
+            raise InvalidArgument(field=f"{place}.parameters.type", given=schema["type"], allowed="'object'")
         functions[name] = {"type": "object", **schema} if schema else {"type": "object", "properties": {}}
     if not functions:
         raise InvalidArgument("tools is empty; expected at least one tool to call", field="tools")
     return functions
-
-
-def names_of(tools: Tools) -> frozenset[str]:
-    """Return the names of the tools that have one. Never raises."""
-    functions = [tool.get("function") for tool in tools if isinstance(tool, Mapping)]
-    return frozenset(str(function.get("name")) for function in functions if isinstance(function, Mapping))
-
-
-def _schemas(tools: Tools) -> Schemas:
-    """Return the schemas of the parameters that have one, by tool. Never raises."""
-    found: dict[str, Mapping[str, Any]] = {}
-    for tool in tools:
-        function = tool.get("function") if isinstance(tool, Mapping) else None
-        schema = function.get("parameters") if isinstance(function, Mapping) else None
-        properties = schema.get("properties") if isinstance(schema, Mapping) else None
-        if isinstance(function, Mapping) and isinstance(properties, Mapping):
-            found[str(function.get("name"))] = properties
-    return found
 
 
 def _moved(schema: Any, place: str) -> Any:
