@@ -22,6 +22,7 @@ import torch
 from tqdm import tqdm
 
 from quire.branches.history import TokenHistory
+from quire.branches.model_facts import checked_window
 from quire.build import Parts, build
 from quire.config import EngineConfig, check_int, parse_bytes
 from quire.contracts.executor import CacheLike, ExecutorInputs
@@ -32,7 +33,6 @@ from quire.engine.named_adapters import AdapterInfo
 from quire.engine.page_use import OWNERS
 from quire.engine.prompt_sessions import PreparedPrompts, PromptsOrSessions
 from quire.engine.prompts import Prompt, Prompts
-from quire.engine.request_checks import checked_window
 from quire.engine.request_preparation import Messages as Messages
 from quire.engine.request_preparation import RequestPreparation, cache_key
 from quire.engine.sequence_request import SequenceRequest, SessionBranch
@@ -283,7 +283,7 @@ class LLM(RequestPreparation):
         if row is not None:
             raise InvalidArgument(f"row {row!r} without a KV cache; give cache=, or leave row out", field="row")
         require_bool("pin", pin)
-        kept = checked_window(window, sink, self._engine.max_model_len, self.model.layer_specs)
+        kept = checked_window(window, sink, self.model.layer_specs, self._engine.max_model_len)
         key = cache_key(cache_salt)
         tokens, media = self._read(prompt, self._engine.checks if kept is None else None)
         self._engine.checks.tokens(tokens, media)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self, cast
 
 import torch
 
-from quire.contracts.layers import KeyValueAttention, LatentAttention, sink_refusal, window_refusal
+from quire.config import check_int
+from quire.contracts.layers import KeyValueAttention, LatentAttention, LayerSpec, sink_refusal, window_refusal
 from quire.errors import InvalidArgument, Unsupported
 from quire.kv.rule_table import POSITIONS_OF_WINDOWS, position_refusal
-from quire.kv.sequences import check_integer
 from quire.kv.windows import Window
 from quire.models.families import LoadedModel
 from quire.models.fingerprint import ModelIdentity
@@ -76,20 +77,9 @@ class ModelFacts:
         sink: int = 0,
         chunk_size: int = 0,
     ) -> Self:
-        """Collect the facts. Rows keep their last ``window - sink`` and first ``sink`` tokens.
-
-        None: all tokens. ``InvalidArgument``: no such window. ``Unsupported``: a layer cannot have
-        it.
-        """
+        """Collect the facts; ``window`` and ``sink`` of rows are as in ``checked_window``."""
         model, state, geometry = cast(LoadedModel, runner.model), runner.state, runner.state.geometry
-        kept = None if window is None else check_integer(window, "window", 1)
-        sink = check_integer(sink, "sink", 0)
-        if sink and (kept is None or sink >= kept):
-            raise InvalidArgument(f"sink {sink} with window {kept}; 0 <= sink < window is needed")
-        if kept is not None and (reason := window_refusal(model.layer_specs)):
-            raise Unsupported(f"window {kept}: {reason}")
-        if sink and (reason := sink_refusal(model.layer_specs)):
-            raise Unsupported(f"sink {sink}: {reason}")
+        kept = checked_window(window, sink, model.layer_specs)
         return cls(
             identity=identity,
             architecture=model.architecture,
@@ -113,7 +103,7 @@ class ModelFacts:
             fused=len(state.unfused_layers()) < len(geometry.specs),
             max_model_len=max_model_len,
             chunk_size=chunk_size,
-            row_window=None if kept is None else Window(kept, sink),
+            row_window=kept,
             is_windowed=kept is not None or any(one is not None for one in geometry.windows),
             position_refusal=position_refusal(model.layer_specs) or ("" if kept is None else POSITIONS_OF_WINDOWS),
             adapter_refusal=runner.adapters.refusal,
@@ -126,3 +116,25 @@ class ModelFacts:
     def logits(self, *shape: int) -> torch.Tensor:
         """Return a place for logits: zeros, float32 ``[*shape, V]``."""
         return torch.zeros(*shape, self.vocab_size, device=self.device)
+
+
+def checked_window(
+    window: int | None, sink: int, specs: Sequence[LayerSpec], longest: int | None = None
+) -> Window | None:
+    """Return a window of the last ``window - sink`` and the first ``sink`` tokens; None: of all.
+    ``InvalidArgument`` beyond ``longest`` tokens or for no such window; ``Unsupported`` for one
+    that a layer cannot have."""
+    check_int("window", 0 if window is None else window, None)
+    check_int("sink", sink, None)
+    if window is None:
+        if sink != 0:
+            raise InvalidArgument(f"sink is {sink} without a window; give a window, or sink=0", field="sink")
+        return None
+    if not 0 <= sink < window or window > (window if longest is None else longest):
+        most = "" if longest is None else f" <= {longest} (the context)"
+        raise InvalidArgument(f"window {window} with sink {sink}; 0 <= sink < window{most} is needed", field="window")
+    if reason := window_refusal(specs):
+        raise Unsupported(f"window {window}: {reason}", field="window")
+    if sink and (reason := sink_refusal(specs)):
+        raise Unsupported(f"window {window} with sink {sink}: {reason}", field="sink")
+    return Window(window, sink)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,10 +10,7 @@ from numpy.typing import NDArray
 
 from quire.branches.history import LAST_PLACEHOLDER
 from quire.branches.media import NO_MEDIA, Media
-from quire.config import check_int
-from quire.contracts.layers import LayerSpec, sink_refusal, window_refusal
 from quire.errors import CONTEXT_FULL, InvalidArgument, ResourceExhausted, Unsupported
-from quire.kv.windows import Window
 from quire.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -122,23 +118,3 @@ class RequestChecks:
             if self.grammars is None:
                 raise Unsupported("structured_outputs need a tokenizer, and there is none", field="structured_outputs")
             self.grammars.check(params.grammar)
-
-
-def checked_window(window: int | None, sink: int, longest: int, specs: Sequence[LayerSpec]) -> Window | None:
-    """Return a session's window; refuse what the context (``longest`` tokens) or a layer cannot
-    do."""
-    check_int("window", 0 if window is None else window, None)
-    check_int("sink", sink, None)
-    if window is None:
-        if sink != 0:
-            raise InvalidArgument(f"sink is {sink} without a window; give a window, or sink=0", field="sink")
-        return None
-    if not 0 <= sink < window or window > longest:
-        raise InvalidArgument(
-            f"window {window} with sink {sink}; 0 <= sink < window <= {longest} (the context) is needed", field="window"
-        )
-    if reason := window_refusal(specs):
-        raise Unsupported(f"window {window}: {reason}", field="window")
-    if sink and (reason := sink_refusal(specs)):
-        raise Unsupported(f"window {window} with sink {sink}: {reason}", field="sink")
-    return Window(window, sink)
