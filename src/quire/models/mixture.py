@@ -21,7 +21,7 @@ from quire.models.config_fields import ConfigFields
 from quire.models.decoder import DecoderConfig, Parameters, gated_mlp, linear
 from quire.models.tensor_names import mlp_names, trunk_names
 from quire.nn.experts import ActivatedGate, ExpertLinear, Experts, MixtureOfExperts, Router, SharedExpert
-from quire.nn.mlp import GatedMLP
+from quire.nn.mlp import ACTIVATIONS
 from quire.ops.experts import Routing
 
 MAX_EXPERTS = 4096
@@ -81,13 +81,11 @@ def mixture_mlp(config: MixtureConfig, layer: int, parameters: Parameters) -> Fe
     experts = Experts(
         expert_linear(config, parameters, f"{layer}.experts.gate_up", 2 * config.expert_size, config.hidden_size),
         expert_linear(config, parameters, f"{layer}.experts.down", config.hidden_size, config.expert_size),
-        ActivatedGate(config.activation),
+        ActivatedGate(ACTIVATIONS[config.activation]),
     )
     shared = None
     if config.shared_size:
-        mlp = GatedMLP(
-            linear(parameters, f"{layer}.shared.gate_up"), linear(parameters, f"{layer}.shared.down"), config.activation
-        )
+        mlp = gated_mlp(config, layer, parameters, f"{layer}.shared")
         shared = SharedExpert(mlp, linear(parameters, f"{layer}.shared_gate") if config.shared_gate else None)
     return MixtureOfExperts(router(config, layer, parameters), experts, shared)
 
