@@ -28,13 +28,13 @@ def read_bamba_config(fields: ConfigFields, max_model_len: int | None) -> MambaC
     geometry = read_geometry(fields, "BambaForCausalLM", "bamba", max_model_len, kv_heads_required=True)
     # Older configurations count the rotated columns; transformers rotates half in any case.
     fields.expect("attn_rotary_emb", geometry.head_dim // 2)
-    attending = tuple(sorted(read_layer_numbers(fields, "attn_layer_indices", geometry.num_layers)))
+    attending = read_layer_numbers(fields, "attn_layer_indices", geometry.num_layers)
     trunk = DecoderConfig(
         **geometry.usual(fields, 1e-5),
         layers=geometry.layers(rope_of(fields, geometry, partial_default=0.5)),
         mlp_bias=fields.flag("mlp_bias", False),
     )
-    return read_mamba_mixers(fields, trunk, attending)
+    return read_mamba_mixers(fields, trunk, [block in attending for block in range(geometry.num_layers)])
 
 
 def bamba_spellings(config: MambaConfig) -> Sequence[NameTable]:
@@ -45,14 +45,14 @@ def bamba_spellings(config: MambaConfig) -> Sequence[NameTable]:
     return (table,)
 
 
-def read_mamba_mixers(fields: ConfigFields, trunk: DecoderConfig, attending: tuple[int, ...]) -> MambaConfig:
+def read_mamba_mixers(fields: ConfigFields, trunk: DecoderConfig, attends: Sequence[bool]) -> MambaConfig:
     """Read the mixers of Bamba and Granite 4, which all other blocks have."""
     pass_over_generation(fields)
     bias = fields.flag("mamba_proj_bias", False)
     shape = read_mamba_shape(fields, int(fields.number("mamba_expand", 2) * trunk.hidden_size))
     return MambaConfig(
         trunk=trunk,
-        **split_blocks(trunk.num_layers, attending),
+        **split_blocks(attends),
         mixer=shape,
         activation=trunk.activation,
         project_bias=bias,

@@ -177,20 +177,20 @@ def read_activation(fields: ConfigFields, name: str = "hidden_act", default: str
     return ACTIVATION_NAMES[value]
 
 
-def read_layer_types(fields: ConfigFields, num_layers: int) -> tuple[bool, ...] | None:
-    """Return for each layer whether ``layer_types`` gives it a window; None without that field.
-    Raise ``Unsupported`` for a kind of layer other than full and sliding attention."""
+def read_layer_types(
+    fields: ConfigFields, num_layers: int, known: Mapping[str, bool] = WINDOW_KINDS
+) -> tuple[bool, ...] | None:
+    """Return for each layer what ``known`` says of its kind in ``layer_types``, by default whether
+    it has a window; None without that field. Raise ``Unsupported`` for an unknown kind."""
     kinds = fields.get("layer_types")
     if kinds is None:
         return None
     if not isinstance(kinds, list) or len(kinds) != num_layers:
         raise fields.error("layer_types", f"a list of {num_layers} strings")
     for layer, kind in enumerate(kinds):
-        if not isinstance(kind, str) or kind not in WINDOW_KINDS:
-            raise Unsupported(
-                f"{fields.source}: layer_types[{layer}] is {kind!r}; expected one of {list(WINDOW_KINDS)}"
-            )
-    return tuple(WINDOW_KINDS[kind] for kind in kinds)
+        if not isinstance(kind, str) or kind not in known:
+            raise Unsupported(f"{fields.source}: layer_types[{layer}] is {kind!r}; expected one of {list(known)}")
+    return tuple(known[kind] for kind in kinds)
 
 
 def expect_layer_types(fields: ConfigFields, windowed: Sequence[bool]) -> None:

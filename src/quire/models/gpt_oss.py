@@ -19,9 +19,9 @@ from quire.models.checkpoint import NameTable, Place
 from quire.models.config_fields import ConfigFields, config_reader
 from quire.models.decoder import Parameters
 from quire.models.geometry import read_geometry, read_layer_types, read_window, rope_of, windows_of
-from quire.models.mixture import MixtureConfig, expert_linear, pass_over_training, read_num_experts, router
+from quire.models.mixture import MixtureConfig, experts_of, pass_over_training, read_num_experts, router
 from quire.models.tensor_names import trunk_names
-from quire.nn.experts import ClampedGate, Experts, MixtureOfExperts
+from quire.nn.experts import ClampedGate, MixtureOfExperts
 from quire.ops.experts import Routing
 
 QUANTISATIONS = ("mxfp4",)
@@ -103,9 +103,5 @@ def _name_table(config: GptOssConfig, quantised: bool) -> dict[str, Place]:
 
 def gpt_oss_mlp(config: GptOssConfig, layer: int, parameters: Parameters) -> FeedForward:
     """Build the router and experts of a layer."""
-    experts = Experts(
-        expert_linear(config, parameters, f"{layer}.experts.gate_up", 2 * config.expert_size, config.hidden_size),
-        expert_linear(config, parameters, f"{layer}.experts.down", config.hidden_size, config.expert_size),
-        ClampedGate(config.swiglu_alpha, config.swiglu_limit),
-    )
+    experts = experts_of(config, layer, parameters, ClampedGate(config.swiglu_alpha, config.swiglu_limit))
     return MixtureOfExperts(router(config, layer, parameters), experts)

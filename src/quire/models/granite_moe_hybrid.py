@@ -15,8 +15,8 @@ from quire.models.checkpoint import NameTable, Place
 from quire.models.config_fields import ConfigFields, refuse_unsupported
 from quire.models.decoder import AttentionSpec, DecoderConfig
 from quire.models.dense_families import granite_multipliers
-from quire.models.geometry import DecoderGeometry, read_geometry, rope_of
-from quire.models.hybrid_decoder import only_attending, read_kinds, respelled
+from quire.models.geometry import DecoderGeometry, read_geometry, read_layer_types, rope_of
+from quire.models.hybrid_decoder import only_attending, respelled
 from quire.models.mamba2 import MambaConfig, mamba_names
 from quire.models.mixture import MixtureConfig, pass_over_training, read_num_experts
 from quire.models.tensor_names import LLAMA_NAMES, name_table, trunk_names
@@ -41,11 +41,9 @@ def read_granite_moe_hybrid_config(values: Mapping[str, Any], max_model_len: int
         values = {**values, "layer_types": values.get("layers_block_type")}
     fields = ConfigFields(values)
     geometry = read_geometry(fields, "GraniteMoeHybridForCausalLM", "granitemoehybrid", max_model_len)
-    attending: tuple[int, ...] = ()
-    if fields.get("layer_types") is not None:
-        attending = read_kinds(fields, geometry.num_layers, KINDS)
+    attends = read_layer_types(fields, geometry.num_layers, KINDS) or (False,) * geometry.num_layers
     pass_over_training(fields)
-    config = read_mamba_mixers(fields, _trunk(fields, geometry), attending)
+    config = read_mamba_mixers(fields, _trunk(fields, geometry), attends)
     refuse_unsupported(fields)
     return config
 

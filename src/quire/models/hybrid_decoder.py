@@ -13,7 +13,7 @@ Letters: T new tokens, R rows for the head, E model width, V vocabulary.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar, Generic, NamedTuple, TypeAlias, TypeVar
 
@@ -22,7 +22,6 @@ from torch import Tensor
 
 from quire.contracts.layers import LayerSpec
 from quire.contracts.model import Block
-from quire.errors import Unsupported
 from quire.models import decoder
 from quire.models.blocks import Mixer, Norm, PreNormBlock, ScaledBlock
 from quire.models.checkpoint import Place
@@ -178,21 +177,13 @@ def respelled(table: Mapping[str, Place], spellings: Mapping[str, str]) -> dict[
     return found
 
 
-def split_blocks(num_blocks: int, attending: Collection[int]) -> dict[str, Any]:
+def split_blocks(attends: Sequence[bool]) -> dict[str, Any]:
     """Return the fields of ``HybridConfig`` for blocks of attention or else of a mixer."""
-    recurrent = tuple(block for block in range(num_blocks) if block not in attending)
-    return {"num_blocks": num_blocks, "attending": tuple(attending), "recurrent": recurrent}
-
-
-def read_kinds(fields: ConfigFields, num_blocks: int, known: Mapping[str, bool]) -> tuple[int, ...]:
-    """Read the blocks with attention from ``layer_types``; unknown kinds are ``Unsupported``."""
-    kinds = fields.get("layer_types")
-    if not isinstance(kinds, list) or len(kinds) != num_blocks:
-        raise fields.error("layer_types", f"a list of {num_blocks} strings")
-    for block, kind in enumerate(kinds):
-        if not isinstance(kind, str) or kind not in known:
-            raise Unsupported(f"{fields.source}: layer_types[{block}] is {kind!r}; expected one of {list(known)}")
-    return tuple(block for block, kind in enumerate(kinds) if known[kind])
+    return {
+        "num_blocks": len(attends),
+        "attending": tuple(block for block, one in enumerate(attends) if one),
+        "recurrent": tuple(block for block, one in enumerate(attends) if not one),
+    }
 
 
 def read_taps(fields: ConfigFields, name: str, default: int) -> int:

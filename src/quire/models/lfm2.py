@@ -12,11 +12,10 @@ from typing import Any
 from quire.models.checkpoint import NameTable, Place
 from quire.models.config_fields import ConfigFields, refuse_unsupported
 from quire.models.decoder import DecoderConfig, Parameters, linear
-from quire.models.geometry import DecoderGeometry, read_geometry, rope_of
+from quire.models.geometry import DecoderGeometry, read_geometry, read_layer_types, rope_of
 from quire.models.hybrid_decoder import (
     HybridConfig,
     only_attending,
-    read_kinds,
     read_taps,
     respelled,
     split_blocks,
@@ -72,7 +71,7 @@ def read_lfm2_config(values: Mapping[str, Any], max_model_len: int | None = None
             head_norms="shared",
             tie_embeddings=fields.flag("tie_word_embeddings", True),
         ),
-        **split_blocks(geometry.num_layers, _attending(fields, geometry)),
+        **split_blocks(_attends(fields, geometry)),
         mixer=ShortConvShape(channels=geometry.hidden_size, taps=read_taps(fields, "conv_L_cache", 3)),
         conv_bias=fields.flag("conv_bias", False),
     )
@@ -80,12 +79,11 @@ def read_lfm2_config(values: Mapping[str, Any], max_model_len: int | None = None
     return config
 
 
-def _attending(fields: ConfigFields, geometry: DecoderGeometry) -> tuple[int, ...]:
+def _attends(fields: ConfigFields, geometry: DecoderGeometry) -> Sequence[bool]:
     listed = read_layer_numbers(fields, "full_attn_idxs", geometry.num_layers)
-    kinds = fields.get("layer_types")
-    if kinds is None:
-        return tuple(range(geometry.num_layers) if fields.get("full_attn_idxs") is None else sorted(listed))
-    return read_kinds(fields, geometry.num_layers, KINDS)
+    all_do = fields.get("full_attn_idxs") is None
+    by_number = [all_do or block in listed for block in range(geometry.num_layers)]
+    return read_layer_types(fields, geometry.num_layers, KINDS) or by_number
 
 
 def _inner_size(fields: ConfigFields, geometry: DecoderGeometry) -> int:

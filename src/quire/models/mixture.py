@@ -20,7 +20,7 @@ from quire.models.checkpoint import Place
 from quire.models.config_fields import ConfigFields
 from quire.models.decoder import DecoderConfig, Parameters, gated_mlp, linear
 from quire.models.tensor_names import mlp_names, trunk_names
-from quire.nn.experts import ActivatedGate, ExpertLinear, Experts, MixtureOfExperts, Router, SharedExpert
+from quire.nn.experts import ActivatedGate, ExpertLinear, Experts, Gate, MixtureOfExperts, Router, SharedExpert
 from quire.nn.mlp import ACTIVATIONS
 from quire.ops.experts import Routing
 
@@ -78,11 +78,7 @@ def mixture_mlp(config: MixtureConfig, layer: int, parameters: Parameters) -> Fe
     """Build the feed-forward part of a layer: experts, or a dense layer's plain MLP."""
     if layer in config.dense_layers:
         return gated_mlp(config, layer, parameters)
-    experts = Experts(
-        expert_linear(config, parameters, f"{layer}.experts.gate_up", 2 * config.expert_size, config.hidden_size),
-        expert_linear(config, parameters, f"{layer}.experts.down", config.hidden_size, config.expert_size),
-        ActivatedGate(ACTIVATIONS[config.activation]),
-    )
+    experts = experts_of(config, layer, parameters, ActivatedGate(ACTIVATIONS[config.activation]))
     shared = None
     if config.shared_size:
         mlp = gated_mlp(config, layer, parameters, f"{layer}.shared")
@@ -102,10 +98,18 @@ def router(config: MixtureConfig, layer: int, parameters: Parameters) -> Router:
     )
 
 
-def expert_linear(config: MixtureConfig, parameters: Parameters, name: str, outs: int, ins: int) -> ExpertLinear:
-    """Build X maps: ``{name}.weight``, viewed as ``[X, outs, ins]``, and ``.bias [X, outs]``."""
-    weight = parameters[f"{name}.weight"].view(config.num_experts, outs, ins)
-    return ExpertLinear(weight, parameters.get(f"{name}.bias"))
+def experts_of(config: MixtureConfig, layer: int, parameters: Parameters, gate: Gate) -> Experts:
+    """Build a layer's experts from ``{layer}.experts.gate_up.weight``, viewed as ``[X, 2F, E]``,
+    ``down.weight``, as ``[X, E, F]``, and their ``.bias [X, rows]``, if there are any."""
+    maps = []
+    for part, outs, ins in (
+        ("gate_up", 2 * config.expert_size, config.hidden_size),
+        ("down", config.hidden_size, config.expert_size),
+    ):
+        name = f"{layer}.experts.{part}"
+        weight = parameters[f"{name}.weight"].view(config.num_experts, outs, ins)
+        maps.append(ExpertLinear(weight, parameters.get(f"{name}.bias")))
+    return Experts(maps[0], maps[1], gate)
 
 
 def mixture_names(

@@ -20,8 +20,8 @@ from torch import Tensor
 from quire.models.checkpoint import NameTable, Place
 from quire.models.config_fields import ConfigFields, refuse_unsupported
 from quire.models.decoder import DecoderConfig, Parameters, linear
-from quire.models.geometry import DecoderGeometry, read_geometry, rope_of
-from quire.models.hybrid_decoder import HybridConfig, read_kinds, read_taps, split_blocks
+from quire.models.geometry import DecoderGeometry, read_geometry, read_layer_types, rope_of
+from quire.models.hybrid_decoder import HybridConfig, read_taps, split_blocks
 from quire.models.mixture import (
     MixtureConfig,
     mixture_names,
@@ -156,10 +156,8 @@ def _config(fields: ConfigFields, trunk: DecoderConfig, *, interleaved: bool) ->
     fields.expect("attn_output_gate", True)
     fields.expect("mamba_ssm_dtype", "float32")
     interval = fields.count("full_attention_interval", 4)
-    if fields.get("layer_types") is None:
-        attending = tuple(block for block in range(trunk.num_layers) if (block + 1) % interval == 0)
-    else:
-        attending = read_kinds(fields, trunk.num_layers, KINDS)
+    by_number = [(block + 1) % interval == 0 for block in range(trunk.num_layers)]
+    attends = read_layer_types(fields, trunk.num_layers, KINDS) or by_number
     shape = DeltaShape(
         num_key_heads=fields.count("linear_num_key_heads", 16),
         num_value_heads=fields.count("linear_num_value_heads", 32),
@@ -171,7 +169,7 @@ def _config(fields: ConfigFields, trunk: DecoderConfig, *, interleaved: bool) ->
         raise fields.error("linear_num_value_heads", f"a multiple of linear_num_key_heads ({shape.num_key_heads})")
     config = DeltaConfig(
         trunk=trunk,
-        **split_blocks(trunk.num_layers, attending),
+        **split_blocks(attends),
         mixer=shape,
         gated_attention=True,
         interleaved=interleaved,
