@@ -102,8 +102,8 @@ ROPE = (
     Mutant(
         name="longrope-by-the-context-of-the-model",
         file="models/rope_config.py",
-        old='"factors": long if context.length > original else short',
-        new='"factors": long if context.max_position > original else short',
+        old="factors=long if context.length > original else short",
+        new="factors=long if context.max_position > original else short",
         tests=("models/test_rope_config.py::test_longrope_is_fixed_by_the_longest_sequence",),
     ),
 )

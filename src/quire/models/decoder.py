@@ -195,7 +195,7 @@ class Trunk:
 
     def head(self, x_RE: Tensor) -> Tensor:
         """Map ``[R, E]`` to float32 logits ``[R, V]``; only the product is in the model's dtype."""
-        logits_RV = self.lm_head(self.norm(x_RE).to(self.dtype)).float()
+        logits_RV = self.lm_head(self.norm(x_RE)).float()
         if self._logit_scale != 1.0:
             logits_RV.mul_(self._logit_scale)
         if self._logit_softcap is not None:

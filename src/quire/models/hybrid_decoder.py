@@ -101,7 +101,9 @@ class HybridDecoder(Trunk, Generic[C]):
 
     def __init__(self, config: C, parameters: Parameters, values: Mapping[str, Any], block: BlockBuilder[C]) -> None:
         """Build the blocks by ``block``; see ``Trunk``."""
-        super().__init__(config.trunk, config.canonical(), parameters, values, norm_of(config, parameters, "norm"))
+        norm, dtype = norm_of(config, parameters, "norm"), parameters["embed.weight"].dtype
+        last = (lambda x: norm(x).to(dtype)) if config.wide_residual else norm
+        super().__init__(config.trunk, config.canonical(), parameters, values, last)
         ids = layer_ids(config)
         self.layer_specs = _specs(config, ids, self.dtype)
         self.blocks = [block(config, number, one, parameters) for number, one in enumerate(ids)]

@@ -10,7 +10,7 @@ import math
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, cast, get_args
+from typing import Any, get_args
 
 from quire.contracts.layers import RopeScaling, RopeSpec
 from quire.errors import CheckpointError, InvalidArgument, Unsupported
@@ -155,12 +155,12 @@ def _rope_spec(rope: ConfigFields, context: _Context) -> RopeSpec:
         raise Unsupported(f"{rope.source}: RoPE scaling {kind!r} is not supported; expected one of {expected}")
     theta = rope.number("rope_theta", context.theta_default)
     plain = RopeSpec(theta=theta, rotary_dim=_rotary_dim(rope, context, kind), interleaved=context.interleaved)
-    found = _READERS[kind](rope, plain, context)
+    spec = _READERS[kind](rope, plain, context)
     # Parameters that no reader asks for belong to an unknown rule.
     surplus = [name for name in rope.unread() if rope.values[name] is not None]
     if surplus:
         raise Unsupported(f"{rope.source}: {surplus} with RoPE scaling {kind!r}; expected none of them")
-    return replace(plain, scaling=cast(RopeScaling, kind), **found)
+    return spec
 
 
 def _rotary_dim(rope: ConfigFields, context: _Context, kind: str) -> int:
@@ -181,18 +181,19 @@ def _rotary_dim(rope: ConfigFields, context: _Context, kind: str) -> int:
     return columns
 
 
-def _read_default(rope: ConfigFields, plain: RopeSpec, context: _Context) -> dict[str, Any]:
-    # Tells how the model was trained (Phi-3 for 4,096), and decides nothing.
+def _read_default(rope: ConfigFields, plain: RopeSpec, context: _Context) -> RopeSpec:
+    rope.get(
+        "original_max_position_embeddings"
+    )  # Tells how the model was trained (Phi-3 for 4,096), and decides nothing.
+    return plain
+
+
+def _read_linear(rope: ConfigFields, plain: RopeSpec, context: _Context) -> RopeSpec:
     rope.get("original_max_position_embeddings")
-    return {}
+    return replace(plain, scaling="linear", factor=rope.number("factor"))
 
 
-def _read_linear(rope: ConfigFields, plain: RopeSpec, context: _Context) -> dict[str, Any]:
-    rope.get("original_max_position_embeddings")
-    return {"factor": rope.number("factor")}
-
-
-def _read_dynamic(rope: ConfigFields, plain: RopeSpec, context: _Context) -> dict[str, Any]:
+def _read_dynamic(rope: ConfigFields, plain: RopeSpec, context: _Context) -> RopeSpec:
     """Read the rule with the model's context as original length, the only one in transformers."""
     if rope.count("original_max_position_embeddings", context.max_position) != context.max_position:
         raise rope.error(
@@ -202,14 +203,16 @@ def _read_dynamic(rope: ConfigFields, plain: RopeSpec, context: _Context) -> dic
         raise CheckpointError(
             f"{rope.source}: dynamic RoPE of 2 columns; expected 4 or more, as the base does not act on the first pair"
         )
-    return {
-        "factor": rope.number("factor"),
-        "original_max_position": context.max_position,
-        "length": max(context.length, context.max_position),
-    }
+    return replace(
+        plain,
+        scaling="dynamic",
+        factor=rope.number("factor"),
+        original_max_position=context.max_position,
+        length=max(context.length, context.max_position),
+    )
 
 
-def _read_yarn(rope: ConfigFields, plain: RopeSpec, context: _Context) -> dict[str, Any]:
+def _read_yarn(rope: ConfigFields, plain: RopeSpec, context: _Context) -> RopeSpec:
     if plain.theta <= 1:
         raise rope.error("rope_theta", "more than 1 for yarn")
     stretched = rope.get("original_max_position_embeddings") is not None
@@ -218,14 +221,16 @@ def _read_yarn(rope: ConfigFields, plain: RopeSpec, context: _Context) -> dict[s
     beta_fast, beta_slow = rope.number("beta_fast", 32.0), rope.number("beta_slow", 1.0)
     if beta_fast < beta_slow:
         raise rope.error("beta_fast", f"at least beta_slow ({beta_slow})")
-    return {
-        "factor": factor,
-        "original_max_position": original,
-        "beta_fast": beta_fast,
-        "beta_slow": beta_slow,
-        "truncate": rope.flag("truncate", True),
-        "attention_factor": rope.number("attention_factor", _yarn_attention_factor(rope, factor)),
-    }
+    return replace(
+        plain,
+        scaling="yarn",
+        factor=factor,
+        original_max_position=original,
+        beta_fast=beta_fast,
+        beta_slow=beta_slow,
+        truncate=rope.flag("truncate", True),
+        attention_factor=rope.number("attention_factor", _yarn_attention_factor(rope, factor)),
+    )
 
 
 def yarn_magnitude(factor: float, weight: float = 1.0) -> float:
@@ -256,17 +261,19 @@ def _yarn_attention_factor(rope: ConfigFields, factor: float) -> float:
     return yarn_magnitude(factor)
 
 
-def _read_longrope(rope: ConfigFields, plain: RopeSpec, context: _Context) -> dict[str, Any]:
+def _read_longrope(rope: ConfigFields, plain: RopeSpec, context: _Context) -> RopeSpec:
     original = rope.count("original_max_position_embeddings")
     if original < 2:
         raise rope.error("original_max_position_embeddings", "an integer of 2 or more")
     factor = rope.number("factor", context.max_position / original)
     grown = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
     short, long = (_pair_factors(rope, name, plain.rotary_dim // 2) for name in ("short_factor", "long_factor"))
-    return {
-        "factors": long if context.length > original else short,
-        "attention_factor": rope.number("attention_factor", grown),
-    }
+    return replace(
+        plain,
+        scaling="longrope",
+        factors=long if context.length > original else short,
+        attention_factor=rope.number("attention_factor", grown),
+    )
 
 
 def _pair_factors(rope: ConfigFields, name: str, pairs: int) -> tuple[float, ...]:
@@ -280,26 +287,28 @@ def _pair_factors(rope: ConfigFields, name: str, pairs: int) -> tuple[float, ...
     return tuple(float(one) for one in numbers)
 
 
-def _read_llama3(rope: ConfigFields, plain: RopeSpec, context: _Context) -> dict[str, Any]:
+def _read_llama3(rope: ConfigFields, plain: RopeSpec, context: _Context) -> RopeSpec:
     low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
     if high <= low:
         raise rope.error("high_freq_factor", f"more than low_freq_factor ({low})")
-    return {
-        "factor": rope.number("factor"),
-        "low_freq_factor": low,
-        "high_freq_factor": high,
-        "original_max_position": rope.count("original_max_position_embeddings", context.max_position),
-    }
+    return replace(
+        plain,
+        scaling="llama3",
+        factor=rope.number("factor"),
+        low_freq_factor=low,
+        high_freq_factor=high,
+        original_max_position=rope.count("original_max_position_embeddings", context.max_position),
+    )
 
 
-def _read_proportional(rope: ConfigFields, plain: RopeSpec, context: _Context) -> dict[str, Any]:
+def _read_proportional(rope: ConfigFields, plain: RopeSpec, context: _Context) -> RopeSpec:
     rope.get("original_max_position_embeddings")
     fraction = rope.number("partial_rotary_factor", context.partial_default or 1.0)
     pairs = int(fraction * context.head_dim // 2)
-    return {"factor": rope.number("factor", 1.0), "turning_dim": 2 * pairs}
+    return replace(plain, scaling="proportional", factor=rope.number("factor", 1.0), turning_dim=2 * pairs)
 
 
-_READERS: Mapping[str, Callable[[ConfigFields, RopeSpec, _Context], dict[str, Any]]] = {
+_READERS: Mapping[str, Callable[[ConfigFields, RopeSpec, _Context], RopeSpec]] = {
     "default": _read_default,
     "linear": _read_linear,
     "dynamic": _read_dynamic,

@@ -90,14 +90,14 @@ def _check_forms(tensors: Mapping[str, Tensor], forms: Sequence[str]) -> None:
             raise InvalidArgument(f"{name} must be {form}, got the shape {list(tensor.shape)}")
 
 
-def _check_shape(name: str, tensor: Tensor, *accepted: Sequence[int]) -> None:
-    if not any(tuple(tensor.shape) == tuple(shape) for shape in accepted):
+def _check_shape(name: str, tensor: Tensor, *accepted: tuple[int, ...]) -> None:
+    if tensor.shape not in accepted:
         forms = " or ".join(str(list(shape)) for shape in accepted)
         raise InvalidArgument(f"{name} must have the shape {forms}, got {list(tensor.shape)}")
 
 
 def _check_together(plan: RecurrencePlan, tensors: Mapping[str, Tensor]) -> None:
-    device, given = tensors["states"].device, len(tensors["states"])
+    device, given = tensors["states"].device, tensors["states"].shape[0]
     for name, tensor in tensors.items():
         if not tensor.is_floating_point():
             raise InvalidArgument(f"{name} must be of a floating point type, got {tensor.dtype}")
