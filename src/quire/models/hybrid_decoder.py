@@ -36,6 +36,9 @@ from quire.nn.mixers import GatedAttention, MixerShape
 class HybridConfig:
     """The computation of a hybrid."""
 
+    OWN: ClassVar[tuple[str, ...]] = ()
+    """Fields that a family adds to ``canonical``, of JSON types."""
+
     trunk: DecoderConfig
     """All parts but the recurrent mixers. ``layers`` has a spec for every block, or none if no
     block has attention. Norms are root mean square."""
@@ -61,9 +64,6 @@ class HybridConfig:
             **{name: getattr(self, name) for name in self.OWN},
         }
         return json.dumps(plain, sort_keys=True, separators=(",", ":"))
-
-    OWN: ClassVar[tuple[str, ...]] = ()
-    """Fields that a family adds to ``canonical``, of JSON types."""
 
     @property
     def num_layers(self) -> int:
