@@ -124,6 +124,7 @@ def subjects(tinies: dict[str, Tiny], tmp_path_factory: pytest.TempPathFactory) 
         "make": lambda: ex.create_kv_cache,
         "num_steps": lambda: 1,
         "logits_RV": lambda: torch.zeros(1, 97),
+        "logits_1V": lambda: torch.zeros(1, 97),
         "drafted": lambda: (),
         "token": lambda: 1,
         "vocab_size": lambda: 97,

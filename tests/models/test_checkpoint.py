@@ -250,7 +250,7 @@ def test_float_tensors_of_several_types_become_one(single_file: Path) -> None:
         values = json.loads((single_file / "config.json").read_text())
         family = FAMILIES.require("LlamaForCausalLM")
         config = family.read_config(values)
-        places = expand(family.spellings(config)[0], family.num_layers(config))
+        places = expand(family.spellings(config)[0], config.num_layers)
         assert opened.dtype(places) == torch.bfloat16
     model = load_model(single_file, dtype="bfloat16")
     assert model.norm.weight.dtype == model.embedding.weight.dtype == torch.bfloat16

@@ -34,7 +34,7 @@ from quire.nn.experts import (
 )
 from quire.nn.linear import Linear
 from quire.nn.mlp import GatedMLP
-from quire.nn.packed import PackedLinear, can_pack
+from quire.nn.packed import PackedLinear, can_pack, pack_maps
 from quire.ops.experts import Routing, mix, route
 
 X, K, E, INNER = 6, 3, 64, 40
@@ -348,18 +348,18 @@ def test_packed_experts(num_tokens: int, form: str) -> None:
     exact_TE = by_token(experts, x_TE, *chosen)
     assert (experts(x_TE, *chosen) - exact_TE).abs().max() < bound(exact_TE, torch.bfloat16)
     stacks = [weakref.ref(stack.weight) for stack in (experts.gate_up, experts.down)]
-    experts.pack()
+    pack_maps(experts)
     assert all(isinstance(one, PackedLinear) for stack in (experts.gate_up, experts.down) for one in stack.maps)
     assert [stack() for stack in stacks] == [None, None], "the plain weights are still there"
     assert (experts(x_TE, *chosen) - exact_TE).abs().max() < bound(exact_TE, torch.bfloat16)
-    experts.pack()
+    pack_maps(experts)
     assert (experts(x_TE, *chosen) - exact_TE).abs().max() < bound(exact_TE, torch.bfloat16)
 
 
 def test_float32_is_not_packed() -> None:
     experts = make_experts()
     maps = list(experts.gate_up.maps)
-    experts.pack()
+    pack_maps(experts)
     assert experts.gate_up.maps == maps
     assert experts.gate_up.weight is not None
 
@@ -462,7 +462,7 @@ def test_layers_are_as_close_to_float64_as_those_of_transformers(kind: str, dtyp
     found_TE = run_peer(peer, x_TE)
     layer = ours(copy.deepcopy(peer), kind)
     if do_pack:
-        layer.pack()
+        pack_maps(layer)
     for chunk in (60, 7, 1):
         ours_TE = torch.cat([layer(part) for part in x_TE.split(chunk)])
         assert ours_TE.dtype == dtype

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,76 +26,18 @@ from torch import Tensor
 from quire.contracts.layers import FullAttention, LayerSpec, Recurrent
 from quire.contracts.recurrence import RecurrencePlan
 from quire.errors import CheckpointError, QuireError, Unsupported
-from quire.models import bamba, falcon_h1, granite_moe_hybrid, lfm2, mamba2, qwen3_next
+from quire.models import granite_moe_hybrid, lfm2, mamba2, qwen3_next
 from quire.models.checkpoint import SINGLE_FILE
-from quire.models.families import FAMILIES, Family, LoadedModel
+from quire.models.families import FAMILIES, LoadedModel
 from quire.models.loading import load_model
 from quire.models.mamba2 import UNBOUNDED
-from quire.models.tensor_names import ignorable_names
 from quire.ops.recurrence import ReferenceRecurrence
 
 from .conftest import GEOMETRY, Case, TinyCheckpoint
 from .conftest import make_checkpoint as make_any_checkpoint
 from .test_parity import CHUNKINGS, DensePass, error, tokens_for
 
-RECURRENT, HYBRID = ("recurrent",), ("full", "recurrent")
-
-
-def family(kinds: tuple[str, ...], read: Any, spellings: Any, build: Any, ignorable: Any = None) -> Family[Any]:
-    return Family(
-        state_kinds=kinds,
-        read_config=read,
-        num_layers=lambda config: config.num_blocks,
-        spellings=spellings,
-        ignorable_names=ignorable or (lambda config: ignorable_names(config.trunk)),
-        build=build,
-    )
-
-
-delta = partial(
-    family,
-    HYBRID,
-    spellings=qwen3_next.delta_spellings,
-    build=qwen3_next.DeltaModel,
-    ignorable=qwen3_next.delta_ignorable_names,
-)
-REGISTERED: dict[str, Family[Any]] = {
-    "Mamba2ForCausalLM": family(
-        RECURRENT,
-        mamba2.read_mamba2_config,
-        mamba2.mamba2_spellings,
-        mamba2.Mamba2Model,
-        mamba2.mamba2_ignorable_names,
-    ),
-    "BambaForCausalLM": family(HYBRID, bamba.read_bamba_config, bamba.bamba_spellings, bamba.Bamba),
-    "FalconH1ForCausalLM": family(
-        HYBRID, falcon_h1.read_falcon_h1_config, falcon_h1.falcon_h1_spellings, falcon_h1.FalconH1
-    ),
-    "GraniteMoeHybridForCausalLM": family(
-        HYBRID,
-        granite_moe_hybrid.read_granite_moe_hybrid_config,
-        granite_moe_hybrid.granite_moe_hybrid_spellings,
-        granite_moe_hybrid.GraniteMoeHybrid,
-    ),
-    "Lfm2ForCausalLM": family(HYBRID, lfm2.read_lfm2_config, lfm2.lfm2_spellings, lfm2.Lfm2),
-    "Qwen3NextForCausalLM": delta(read=qwen3_next.read_qwen3_next_config),
-    "Qwen3_5ForCausalLM": delta(read=qwen3_next.read_qwen3_5_config),
-    "Qwen3_5MoeForCausalLM": delta(read=qwen3_next.read_qwen3_5_moe_config),
-    "Qwen3_5ForConditionalGeneration": delta(read=qwen3_next.read_qwen3_5_with_vision_config),
-    "Qwen3_5MoeForConditionalGeneration": delta(read=qwen3_next.read_qwen3_5_moe_with_vision_config),
-}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _registered() -> Iterator[None]:
-    """The families, for these tests, where they are not registered."""
-    added = [name for name in REGISTERED if name not in FAMILIES]
-    for name in added:
-        FAMILIES.register(name, REGISTERED[name])
-    yield
-    for name in added:
-        FAMILIES.remove(name)
-
+REGISTERED = {name: FAMILIES.require(name) for name in FAMILIES if "recurrent" in FAMILIES.require(name).state_kinds}
 
 MAMBA = {
     "num_heads": 8,

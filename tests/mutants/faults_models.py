@@ -161,7 +161,7 @@ FAMILIES = (
     ),
     Mutant(
         name="gemma-windows-shifted-by-one",
-        file="models/gemma.py",
+        file="models/geometry.py",
         old="tuple(layer % 2 == 0 for layer",
         new="tuple(layer % 2 == 1 for layer",
         tests=("models/test_config.py::test_each_layer_has_the_rotation_and_the_window_of_its_kind",),
@@ -182,7 +182,7 @@ FAMILIES = (
     ),
     Mutant(
         name="layers-without-rotation-rotated",
-        file="models/smollm3.py",
+        file="models/dense_families.py",
         old="[rope if one else None for one in rotates]",
         new="rope",
         tests=(f"{PARITY}[smollm3]",),

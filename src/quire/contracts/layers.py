@@ -105,6 +105,11 @@ class KeyValueAttention:
     as the sink of a window requires. Storage and exchange are the same as without."""
 
     @property
+    def layer_window(self) -> int | None:
+        """None: no window."""
+        return None
+
+    @property
     def scale(self) -> float:
         return self.head_dim**-0.5 if self.sm_scale is None else self.sm_scale
 
@@ -114,11 +119,6 @@ class FullAttention(KeyValueAttention):
     """Every later token may see every token."""
 
     kind: Literal["full"] = field(default="full", init=False)
-
-    @property
-    def layer_window(self) -> int | None:
-        """None: no window."""
-        return None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

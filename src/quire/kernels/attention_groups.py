@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.contracts.attention import ForwardPlan
+from quire.kernels.lse_attention import is_head_of
 from quire.kernels.visibility import VisibleKeys
 
 MAX_WASTE = 1.25
@@ -39,12 +40,6 @@ class Pool(NamedTuple):
     k_SHD: Tensor
     v_SHD: Tensor
 
-    @property
-    def v_in_k(self) -> bool:
-        """Whether V is a view of K's first columns (latent attention) and needs no read."""
-        k, v = self.k_SHD, self.v_SHD
-        return k.data_ptr() == v.data_ptr() and k.stride() == v.stride() and k.shape[:2] == v.shape[:2]
-
 
 @dataclass(frozen=True, slots=True)
 class Keys:
@@ -61,7 +56,7 @@ class Keys:
     def gather(self, pool: Pool) -> tuple[Tensor, Tensor]:
         """Return K and V, ``[b, Hkv, m, D]`` (strided). V stays a view of K's first columns."""
         k = self._rows(pool.k_SHD)
-        if pool.v_in_k:
+        if is_head_of(pool.v_SHD, pool.k_SHD):
             return k, k[..., : pool.v_SHD.shape[-1]]
         return k, self._rows(pool.v_SHD)
 

@@ -50,13 +50,6 @@ class RowBlock:
     segments: list[Segment]
 
 
-class Mask(NamedTuple):
-    """``mask`` and ``blind`` of a segment."""
-
-    mask: Tensor | None
-    blind: Tensor | None
-
-
 class Span(NamedTuple):
     """A segment by addresses. ``columns``: a rule decides too."""
 
@@ -73,7 +66,7 @@ class BlockPlanner:
         self.plan = plan
         self.part = part
         self.dtype = dtype
-        self._masks: dict[tuple[bytes, bytes, int], Mask] = {}
+        self._masks: dict[tuple[bytes, bytes, int], tuple[Tensor, Tensor | None]] = {}
 
     def splits(self, entry: int) -> bool:
         """Return whether an entry's rule leaves many keys in front that all its rows see."""
@@ -142,21 +135,22 @@ class BlockPlanner:
             spans.append(Span(columns.first, columns.stop, True, columns))
         return spans
 
-    def _mask(self, span: Span, low: NDArray[np.int64], high: NDArray[np.int64]) -> Mask:
+    def _mask(self, span: Span, low: NDArray[np.int64], high: NDArray[np.int64]) -> tuple[Tensor | None, Tensor | None]:
+        """Return ``mask`` and ``blind`` of a segment."""
         if not span.masked:
-            return Mask(None, None)
+            return None, None
         m = span.stop - span.first
         low, high = np.clip(low - span.first, 0, m), np.clip(high - span.first, 0, m)
         if span.columns is not None:
             key = np.arange(m)
             visible = (key >= low[:, None]) & (key < high[:, None])
             visible[:, span.columns.first - span.first : span.columns.stop - span.first] |= span.columns.visible
-            return Mask(torch.from_numpy(visible).to(self.plan.device)[None, None], self._rows(~visible.any(1)))
+            return torch.from_numpy(visible).to(self.plan.device)[None, None], self._rows(~visible.any(1))
         name = (low.tobytes(), high.tobytes(), m)
         found = self._masks.get(name)
         if found is None:
             mask = range_mask(low, high, m, self.dtype, self.plan.device)[None, None]
-            found = self._masks[name] = Mask(mask, self._rows(low >= high))
+            found = self._masks[name] = mask, self._rows(low >= high)
         return found
 
     def _rows(self, which: Any) -> Tensor | None:

@@ -56,7 +56,7 @@ from quire.kernels.group_attention import (
 from quire.kernels.lse_attention import has_lse_kernel
 from quire.kernels.row_blocks import BlockPlanner, RowBlock
 from quire.kernels.visibility import VisibleKeys, chains, sink_part, window_part
-from quire.ops.attention import check_sink_query, merge
+from quire.ops.attention import check_sink_query, kind_refusal, merge
 
 SHORT_CHUNK = 16
 """Chunks up to this many tokens are padded together; longer ones run one by one."""
@@ -129,11 +129,7 @@ class SdpaAttention:
 
     def refusal(self, spec: LayerSpec, device: torch.device) -> str:
         del device
-        return (
-            ""
-            if spec.kind in ("full", "window")
-            else f"the torch attention has no layers of kind {spec.kind!r}, only 'full' and 'window'"
-        )
+        return kind_refusal(self.name, spec)
 
     def fuses(self, spec: LayerSpec, device: torch.device) -> bool:
         """Return whether kernels serve such a layer: they cap no scores; merges need the lse."""

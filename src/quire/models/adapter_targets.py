@@ -17,11 +17,10 @@ from quire.errors import QuireError
 from quire.models.families import LoadedModel
 from quire.nn.embedding import Embedding
 from quire.nn.linear import Linear
+from quire.nn.packed import LAYERS, parts_of
 
 EMBED, HEAD = "embed", "head"
 """The names of the embedding's table and of the head, in updates and tables of adapters."""
-WALKED = ("quire.nn.", "quire.models.")
-"""Packages that define the classes of a model's parts."""
 TRUNKS: tuple[tuple[str, str], ...] = (
     ("model.language_model.", "lm_head"),
     ("language_model.model.", "language_model.lm_head"),
@@ -131,10 +130,9 @@ def _walk(part: object) -> Iterator[Linear]:
     elif isinstance(part, list | tuple):
         for one in part:
             yield from _walk(one)
-    elif type(part).__module__.startswith(WALKED):
-        slots = [name for kind in type(part).__mro__ for name in getattr(kind, "__slots__", ())]
-        for name in (*slots, *getattr(part, "__dict__", ())):
-            yield from _walk(getattr(part, name, None))
+    elif type(part).__module__.startswith(LAYERS):
+        for _, one in parts_of(part):
+            yield from _walk(one)
 
 
 def targets_of(model: LoadedModel) -> AdapterTargets:

@@ -6,75 +6,35 @@ Half of each query and key head rotates. Source: transformers and the model's ca
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from quire.models.checkpoint import NameTable
-from quire.models.config_fields import ConfigFields, refuse_unsupported
-from quire.models.decoder import DecoderConfig, Parameters, gated_mlp
-from quire.models.geometry import read_activation, read_geometry, rope_of
-from quire.models.hybrid_decoder import (
-    HybridDecoder,
-    LayerIds,
-    MixedBlock,
-    attention_of,
-    norm_of,
-    only_attending,
-    read_taps,
-    respelled,
-)
-from quire.models.mamba2 import MambaConfig, check_heads, mamba_names, mamba_of, read_step_limit
+from quire.models.config_fields import ConfigFields, config_reader
+from quire.models.decoder import DecoderConfig
+from quire.models.geometry import read_geometry, rope_of
+from quire.models.hybrid_decoder import only_attending, read_taps, respelled, split_blocks
+from quire.models.mamba2 import MambaConfig, check_heads, mamba_names, read_step_limit
 from quire.models.mixture import read_layer_numbers
 from quire.models.tensor_names import Names, name_table
 from quire.nn.mamba import Mamba2Shape
-from quire.nn.mixers import Mixer
 
 NORMS: Mapping[str, str] = {"attention_norm": "input_layernorm", "mlp_norm": "pre_ff_layernorm"}
 SPELLINGS: Mapping[str, str] = {".mlp.": ".feed_forward.", "model.norm.": "model.final_layernorm."}
 """Names of modules in Bamba and Falcon-H1 for Llama's."""
 
 
-class Bamba(HybridDecoder[MambaConfig]):
-    """``BambaForCausalLM``."""
-
-    def __init__(self, config: MambaConfig, parameters: Parameters, values: Mapping[str, Any]) -> None:
-        super().__init__(config, parameters, values, _block)
-
-
-def read_bamba_config(values: Mapping[str, Any], max_model_len: int | None = None) -> MambaConfig:
+@config_reader
+def read_bamba_config(fields: ConfigFields, max_model_len: int | None) -> MambaConfig:
     """Read ``BambaForCausalLM``; without ``attn_layer_indices`` no block has attention."""
-    fields = ConfigFields(values)
     geometry = read_geometry(fields, "BambaForCausalLM", "bamba", max_model_len, kv_heads_required=True)
     # Older configurations count the rotated columns; transformers rotates half in any case.
     fields.expect("attn_rotary_emb", geometry.head_dim // 2)
-    attending = tuple(sorted(read_layer_numbers(fields, "attn_layer_indices", geometry.num_layers)))
-    bias = fields.flag("attention_bias", False)
-    activation = read_activation(fields)
-    pass_over_generation(fields)
-    proj_bias = fields.flag("mamba_proj_bias", False)
-    shape = read_mamba_shape(fields, int(fields.number("mamba_expand", 2) * geometry.hidden_size))
-    config = MambaConfig(
-        trunk=DecoderConfig(
-            **geometry.common(),
-            layers=geometry.layers(rope_of(fields, geometry, partial_default=0.5)),
-            norm_eps=fields.number("rms_norm_eps", 1e-5),
-            activation=activation,
-            tie_embeddings=fields.flag("tie_word_embeddings", False),
-            qkv_bias=bias,
-            out_bias=bias,
-            mlp_bias=fields.flag("mlp_bias", False),
-        ),
-        num_blocks=geometry.num_layers,
-        attending=attending,
-        recurrent=tuple(block for block in range(geometry.num_layers) if block not in attending),
-        mixer=shape,
-        activation=activation,
-        project_bias=proj_bias,
-        out_bias=proj_bias,
-        conv_bias=fields.flag("mamba_conv_bias", True),
-        norm_groups=shape.num_groups,
+    attending = read_layer_numbers(fields, "attn_layer_indices", geometry.num_layers)
+    trunk = DecoderConfig(
+        **geometry.usual(fields, 1e-5),
+        layers=geometry.layers(rope_of(fields, geometry, partial_default=0.5)),
+        mlp_bias=fields.flag("mlp_bias", False),
     )
-    refuse_unsupported(fields)
-    return config
+    return read_mamba_mixers(fields, trunk, [block in attending for block in range(geometry.num_layers)])
 
 
 def bamba_spellings(config: MambaConfig) -> Sequence[NameTable]:
@@ -85,15 +45,21 @@ def bamba_spellings(config: MambaConfig) -> Sequence[NameTable]:
     return (table,)
 
 
-def _block(config: MambaConfig, block: int, ids: LayerIds, parameters: Parameters) -> MixedBlock:
-    mixer: Mixer
-    if ids.attention is not None:
-        mixer = attention_of(config, block, ids.attention, parameters)
-    else:
-        assert ids.recurrent is not None
-        mixer = mamba_of(config, block, ids.recurrent, parameters)
-    norm, mlp_norm = (norm_of(config, parameters, f"{block}.{name}") for name in ("attention_norm", "mlp_norm"))
-    return MixedBlock(norm, mixer, mlp_norm, gated_mlp(config.trunk, block, parameters))
+def read_mamba_mixers(fields: ConfigFields, trunk: DecoderConfig, attends: Sequence[bool]) -> MambaConfig:
+    """Read the mixers of Bamba and Granite 4, which all other blocks have."""
+    pass_over_generation(fields)
+    bias = fields.flag("mamba_proj_bias", False)
+    shape = read_mamba_shape(fields, int(fields.number("mamba_expand", 2) * trunk.hidden_size))
+    return MambaConfig(
+        trunk=trunk,
+        **split_blocks(attends),
+        mixer=shape,
+        activation=trunk.activation,
+        project_bias=bias,
+        out_bias=bias,
+        conv_bias=fields.flag("mamba_conv_bias", True),
+        norm_groups=shape.num_groups,
+    )
 
 
 def read_mamba_shape(fields: ConfigFields, width: int) -> Mamba2Shape:

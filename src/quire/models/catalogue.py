@@ -28,18 +28,19 @@ HUB_NAME = re.compile(r"[A-Za-z0-9_][\w.-]*(/[A-Za-z0-9_][\w.-]*)?")
 
 def bundled_models() -> dict[str, Path]:
     """Map the name of each bundled model to its directory."""
-    data = resources.files("quire") / "data"
-    if not isinstance(data, Path) or not data.is_dir():  # Files inside a zip file cannot be memory-mapped.
-        return {}
-    return {entry.name: entry for entry in sorted(data.iterdir()) if (entry / "config.json").is_file()}
+    return _bundled("config.json")
 
 
 def bundled_adapters() -> dict[str, Path]:
     """Map the name of each bundled adapter to its directory."""
+    return _bundled(ADAPTER_FILE)
+
+
+def _bundled(file: str) -> dict[str, Path]:
     data = resources.files("quire") / "data"
-    if not isinstance(data, Path) or not data.is_dir():
+    if not isinstance(data, Path) or not data.is_dir():  # Files inside a zip file cannot be memory-mapped.
         return {}
-    return {entry.name: entry for entry in sorted(data.iterdir()) if (entry / ADAPTER_FILE).is_file()}
+    return {entry.name: entry for entry in sorted(data.iterdir()) if (entry / file).is_file()}
 
 
 def registered_architectures() -> dict[str, tuple[str, ...]]:

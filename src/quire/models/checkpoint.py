@@ -9,6 +9,7 @@ model. All faults of the files are found in their headers, before any weight is 
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -218,7 +219,7 @@ class Checkpoint:
         elements = dict.fromkeys(DTYPES, 0)
         for name, place in places.items():
             if not place.scales:
-                elements[self.tensors[name].dtype] += _numel(self.tensors[name].shape)
+                elements[self.tensors[name].dtype] += math.prod(self.tensors[name].shape)
         return DTYPES[max(elements, key=lambda name: elements[name])]
 
     def load(
@@ -276,16 +277,9 @@ def allocate(
             for name, shape in shapes.items()
         }
     except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
-        wanted = sum(_numel(tuple(shape)) for shape in shapes.values()) * dtype.itemsize
+        wanted = sum(math.prod(shape) for shape in shapes.values()) * dtype.itemsize
         raise ResourceExhausted(f"the model needs {wanted} bytes for its weights on {device}: {error}") from error
 
 
-def _numel(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
-
-
 def _nbytes(header: TensorHeader) -> int:
-    return _numel(header.shape) * (1 if header.dtype == BYTES else DTYPES[header.dtype].itemsize)
+    return math.prod(header.shape) * (1 if header.dtype == BYTES else DTYPES[header.dtype].itemsize)

@@ -12,13 +12,17 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from quire.errors import CheckpointError, Unsupported
 
 logger = logging.getLogger(__name__)
+
+C = TypeVar("C")
+C_co = TypeVar("C_co", covariant=True)
 
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
     # Activation, norms, biases.
@@ -174,20 +178,18 @@ class ConfigFields:
 
     def count(self, name: str, default: int | None = None) -> int:
         """Read an integer of 1 or more."""
-        value = self.get(name)
-        if value is None and default is not None:
-            return default
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self.error(name, "an integer of 1 or more")
-        return value
+        return self._integer(name, default, 1)
 
     def whole(self, name: str, default: int | None = None) -> int:
         """Read an integer of 0 or more."""
+        return self._integer(name, default, 0)
+
+    def _integer(self, name: str, default: int | None, least: int) -> int:
         value = self.get(name)
         if value is None and default is not None:
             return default
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise self.error(name, "an integer of 0 or more")
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise self.error(name, f"an integer of {least} or more")
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
@@ -233,6 +235,27 @@ class ConfigFields:
 
     def unread(self) -> Iterator[str]:
         return (name for name in sorted(self.values) if name not in self._read)
+
+
+class ConfigReader(Protocol[C_co]):
+    """A function from ``config.json`` to a family's configuration."""
+
+    def __call__(self, values: Mapping[str, Any], max_model_len: int | None = None) -> C_co:
+        """Read ``values``; a RoPE may depend on ``max_model_len`` (None: all positions)."""
+        ...
+
+
+def config_reader(read: Callable[[ConfigFields, int | None], C]) -> ConfigReader[C]:
+    """Make a reader of values out of one of fields, which refuses what it left unread."""
+
+    @wraps(read)
+    def reader(values: Mapping[str, Any], max_model_len: int | None = None) -> C:
+        fields = ConfigFields(values)
+        config = read(fields, max_model_len)
+        refuse_unsupported(fields)
+        return config
+
+    return reader
 
 
 def read_config_file(path: Path) -> dict[str, Any]:

@@ -34,9 +34,9 @@ from quire.models.checkpoint import NameTable
 from quire.nn.attention import Attention, NormedAttention, WidthNormedAttention
 from quire.nn.embedding import Embedding, ScaledEmbedding
 from quire.nn.linear import Linear
-from quire.nn.mlp import GatedMLP
+from quire.nn.mlp import ACTIVATIONS, GatedMLP
 from quire.nn.norm import LayerNorm, LayerNormPerHead, RMSNorm, WideRMSNorm
-from quire.nn.packed import can_pack, packed
+from quire.nn.packed import can_pack, pack_maps, packed
 
 AttentionSpec: TypeAlias = FullAttention | WindowedAttention
 NormKind: TypeAlias = Literal["rms", "offset_rms", "layer"]
@@ -139,42 +139,31 @@ def linear(parameters: Parameters, name: str) -> Linear:
     return Linear(parameters[f"{name}.weight"], parameters.get(f"{name}.bias"), name)
 
 
-def gated_mlp(config: DecoderConfig, layer: int, parameters: Parameters) -> FeedForward:
-    """Build a layer's dense MLP from ``{layer}.gate_up`` and ``{layer}.down``."""
-    return GatedMLP(
-        linear(parameters, f"{layer}.gate_up"), linear(parameters, f"{layer}.down"), activation=config.activation
-    )
+def gated_mlp(config: DecoderConfig, layer: int, parameters: Parameters, prefix: str = "") -> GatedMLP:
+    """Build an MLP from ``{prefix}.gate_up`` and ``{prefix}.down``; by default the layer's own."""
+    gate_up, down = (linear(parameters, f"{prefix or layer}.{name}") for name in ("gate_up", "down"))
+    return GatedMLP(gate_up, down, ACTIVATIONS[config.activation])
 
 
-class Decoder(Generic[C]):
-    """The weights of a decoder-only transformer; implements ``models.families.LoadedModel``."""
+class Trunk:
+    """The parts of a model around its blocks; with blocks a ``models.families.LoadedModel``."""
+
+    blocks: Sequence[Block]
+    layer_specs: Sequence[LayerSpec]
 
     def __init__(
-        self,
-        config: C,
-        parameters: Parameters,
-        values: Mapping[str, Any],
-        mlp: MlpBuilder[C] = gated_mlp,
+        self, config: DecoderConfig, canonical: str, parameters: Parameters, values: Mapping[str, Any], norm: Norm
     ) -> None:
-        """Build the layers from ``parameters``, those of the family's name table.
-
-        ``values`` is config.json as read. ``mlp`` builds the feed-forward part of each layer.
-        """
-        specs = tuple(_with_sinks(spec, parameters.get(f"{i}.sinks")) for i, spec in enumerate(config.layers))
+        """Take ``parameters`` of the family's name table, config.json as read, the last norm."""
         self.architecture = config.architecture
         self.vocab_size = config.vocab_size
         self.hidden_size = config.hidden_size
         self.max_position = config.context
         self.max_model_len = config.max_model_len
         self.config: dict[str, Any] = dict(values)
-        self.canonical_config = config.canonical()
+        self.canonical_config = canonical
         self.embedding = _embedding(config, parameters["embed.weight"])
-        self._decoder_blocks = [
-            _block(config, layer, spec, mlp(config, layer, parameters), parameters) for layer, spec in enumerate(specs)
-        ]
-        self.blocks: Sequence[Block] = self._decoder_blocks
-        self.layer_specs: Sequence[LayerSpec] = specs
-        self.norm = _norm(config, parameters, "norm")
+        self.norm = norm
         self.lm_head = Linear(parameters["embed.weight" if config.tie_embeddings else "head.weight"], name="head")
         self._logit_scale = config.logit_scale
         self._logit_softcap = config.logit_softcap
@@ -193,9 +182,8 @@ class Decoder(Generic[C]):
         """
         if not can_pack(self.dtype, self.device):
             return False
-        for block in self._decoder_blocks:
-            block.attention.pack()
-            block.mlp.pack()
+        for block in self.blocks:
+            pack_maps(block)
         if self.lm_head.weight is self.embedding.weight:
             self.parameter_bytes += self.embedding.weight.nbytes
         self.lm_head = packed(self.lm_head)
@@ -215,6 +203,22 @@ class Decoder(Generic[C]):
         return logits_RV
 
 
+class Decoder(Trunk, Generic[C]):
+    """The weights of a decoder-only transformer."""
+
+    def __init__(
+        self, config: C, parameters: Parameters, values: Mapping[str, Any], mlp: MlpBuilder[C] = gated_mlp
+    ) -> None:
+        """Build the layers; see ``Trunk``. ``mlp`` builds the feed-forward part of each."""
+        super().__init__(config, config.canonical(), parameters, values, _norm(config, parameters, "norm"))
+        specs = tuple(_with_sinks(spec, parameters.get(f"{i}.sinks")) for i, spec in enumerate(config.layers))
+        self.layer_specs = specs
+        self._decoder_blocks = [
+            _block(config, layer, spec, mlp(config, layer, parameters), parameters) for layer, spec in enumerate(specs)
+        ]
+        self.blocks = self._decoder_blocks
+
+
 def _with_sinks(spec: AttentionSpec, sinks_H: Tensor | None) -> AttentionSpec:
     return spec if sinks_H is None else replace(spec, sinks=tuple(sinks_H.tolist()))
 
@@ -226,10 +230,10 @@ def _embedding(config: DecoderConfig, weight_VE: Tensor) -> Embedding:
     return Embedding(weight_VE) if scale == 1.0 else ScaledEmbedding(weight_VE, scale)
 
 
-def _norm(config: DecoderConfig, parameters: Parameters, name: str) -> Norm:
-    weight = parameters[f"{name}.weight"]
+def norm_of(config: DecoderConfig, weight: Tensor, bias: Tensor | None = None) -> Norm:
+    """Build a norm over the model width or over each head."""
     if config.norm == "layer":
-        return LayerNorm(weight, parameters.get(f"{name}.bias"), config.norm_eps)
+        return LayerNorm(weight, bias, config.norm_eps)
     if config.norm == "rms":
         return RMSNorm(weight, config.norm_eps)
     one_more = weight.float() + 1.0
@@ -237,20 +241,34 @@ def _norm(config: DecoderConfig, parameters: Parameters, name: str) -> Norm:
     return norm(one_more, config.norm_eps)
 
 
-def _attention(config: DecoderConfig, layer: int, spec: AttentionSpec, parameters: Parameters) -> Attention:
+def _norm(config: DecoderConfig, parameters: Parameters, name: str) -> Norm:
+    return norm_of(config, parameters[f"{name}.weight"], parameters.get(f"{name}.bias"))
+
+
+def attention_of(
+    config: DecoderConfig,
+    layer: int,
+    spec: AttentionSpec,
+    parameters: Parameters,
+    *,
+    layer_id: int | None = None,
+    normed: type[NormedAttention] = NormedAttention,
+) -> Attention:
+    """Build attention from ``{layer}.qkv`` and ``.out``, for normed heads ``.q_norm``, ``.k_norm``.
+
+    ``layer_id``: None if the parameters have that of the layer. ``normed``: the class for norms by
+    head."""
+    number = layer if layer_id is None else layer_id
     qkv, out = linear(parameters, f"{layer}.qkv"), linear(parameters, f"{layer}.out")
     if config.head_norms == "none":
-        return Attention(layer, spec, qkv, out)
+        return Attention(number, spec, qkv, out)
+    names = [f"{layer}.q_norm", f"{layer}.k_norm"]
     if config.head_norms == "each":
-        q_norm, k_norm = (_norm_per_head(config, parameters, f"{layer}.{name}", spec) for name in ("q_norm", "k_norm"))
-        return NormedAttention(layer, spec, qkv, out, q_norm, k_norm)
-    normed = NormedAttention if config.head_norms == "shared" else WidthNormedAttention
-    q_norm, k_norm = (_norm(config, parameters, f"{layer}.{name}") for name in ("q_norm", "k_norm"))
-    return normed(layer, spec, qkv, out, q_norm, k_norm)
-
-
-def _norm_per_head(config: DecoderConfig, parameters: Parameters, name: str, spec: AttentionSpec) -> Norm:
-    return LayerNormPerHead(parameters[f"{name}.weight"].view(-1, spec.head_dim), config.norm_eps)
+        weights = [parameters[f"{name}.weight"].view(-1, spec.head_dim) for name in names]
+        q_norm, k_norm = (LayerNormPerHead(weight_HD, config.norm_eps) for weight_HD in weights)
+        return NormedAttention(number, spec, qkv, out, q_norm, k_norm)
+    kind = normed if config.head_norms == "shared" else WidthNormedAttention
+    return kind(number, spec, qkv, out, *(_norm(config, parameters, name) for name in names))
 
 
 def _block(
@@ -259,20 +277,14 @@ def _block(
     def norm(name: str) -> Norm:
         return _norm(config, parameters, f"{layer}.{name}")
 
-    attention = _attention(config, layer, spec, parameters)
+    attention = attention_of(config, layer, spec, parameters)
     if config.placement == "post":
         return PostNormBlock(attention, norm("attention_out_norm"), mlp, norm("mlp_out_norm"))
     if config.placement == "parallel":
         return ParallelBlock(norm("attention_norm"), attention, mlp)
     if config.placement == "sandwich":
-        return SandwichBlock(
-            norm("attention_norm"),
-            attention,
-            norm("attention_out_norm"),
-            norm("mlp_norm"),
-            mlp,
-            norm("mlp_out_norm"),
-        )
+        names = ("attention_out_norm", "mlp_out_norm")
+        return SandwichBlock(norm("attention_norm"), attention, norm("mlp_norm"), mlp, *map(norm, names))
     if config.residual_scale != 1.0:
         return ScaledBlock(norm("attention_norm"), attention, norm("mlp_norm"), mlp, config.residual_scale)
     return PreNormBlock(norm("attention_norm"), attention, norm("mlp_norm"), mlp)

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from quire.contracts.layers import FullAttention, LatentAttention
 from quire.models.checkpoint import NameTable, Place
-from quire.models.config_fields import ConfigFields, refuse_unsupported
+from quire.models.config_fields import ConfigFields, config_reader
 from quire.models.decoder import Decoder, DecoderConfig, MlpBuilder, Parameters, linear
-from quire.models.geometry import MAX_LAYERS, DecoderGeometry, read_activation, read_geometry, rope_of
+from quire.models.geometry import MAX_LAYERS, DecoderGeometry, read_geometry, rope_of
 from quire.models.mixture import MixtureConfig, mixture_names, pass_over_training, read_num_experts
 from quire.models.rope_config import yarn_magnitude
 from quire.models.tensor_names import IgnorableNames, ignorable_names, mlp_names, trunk_names
@@ -199,9 +199,9 @@ def latent_mixture_ignorable_names(config: LatentMixtureConfig) -> IgnorableName
 # Configurations.
 
 
-def read_deepseek_v2_config(values: Mapping[str, Any], max_model_len: int | None = None) -> LatentMixtureConfig:
+@config_reader
+def read_deepseek_v2_config(fields: ConfigFields, max_model_len: int | None) -> LatentMixtureConfig:
     """Read ``DeepseekV2ForCausalLM``; experts keep their softmax weights without renormalising."""
-    fields = ConfigFields(values)
     geometry, sizes = _read_sizes(fields, "DeepseekV2ForCausalLM", "deepseek_v2", max_model_len)
     fields.expect("rope_interleave", True)
     fields.expect("scoring_func", "softmax")
@@ -212,24 +212,20 @@ def read_deepseek_v2_config(values: Mapping[str, Any], max_model_len: int | None
     if fields.get("topk_method") == "group_limited_greedy":
         groups = _read_groups(fields, num_experts, top_k, least=1)
     routing = Routing(top_k=top_k, scale=fields.number("routed_scaling_factor", 1.0), in_float32=True, **groups)
-    config = _mixture(fields, geometry, sizes, num_experts, routing, _dense(fields, geometry, 0))
-    refuse_unsupported(fields)
-    return config
+    return _mixture(fields, geometry, sizes, num_experts, routing, _dense(fields, geometry, 0))
 
 
-def read_deepseek_v3_config(values: Mapping[str, Any], max_model_len: int | None = None) -> LatentMixtureConfig:
+@config_reader
+def read_deepseek_v3_config(fields: ConfigFields, max_model_len: int | None) -> LatentMixtureConfig:
     """Read ``DeepseekV3ForCausalLM``: sigmoids, groups by their best two experts, a correction."""
-    fields = ConfigFields(values)
     geometry, sizes = _read_sizes(fields, "DeepseekV3ForCausalLM", "deepseek_v3", max_model_len)
     dense = _dense(fields, geometry, 3)
-    config = _corrected_mixture(fields, geometry, sizes, dense, scale=2.5)
-    refuse_unsupported(fields)
-    return config
+    return _corrected_mixture(fields, geometry, sizes, dense, scale=2.5)
 
 
-def read_glm4_moe_lite_config(values: Mapping[str, Any], max_model_len: int | None = None) -> LatentMixtureConfig:
+@config_reader
+def read_glm4_moe_lite_config(fields: ConfigFields, max_model_len: int | None) -> LatentMixtureConfig:
     """Read ``Glm4MoeLiteForCausalLM``, DeepSeek-V3 with ``mlp_layer_types`` (first layer dense)."""
-    fields = ConfigFields(values)
     geometry, sizes = _read_sizes(fields, "Glm4MoeLiteForCausalLM", "glm4_moe_lite", max_model_len)
     kinds = fields.get("mlp_layer_types")
     if kinds is None:
@@ -240,18 +236,14 @@ def read_glm4_moe_lite_config(values: Mapping[str, Any], max_model_len: int | No
     dense = tuple(layer for layer, kind in enumerate(kinds) if kind == "dense")
     if fields.present("first_k_dense_replace") and _dense(fields, geometry, len(dense)) != dense:
         raise fields.error("first_k_dense_replace", f"the number of the dense layers, which are {list(dense)}")
-    config = _corrected_mixture(fields, geometry, sizes, dense, scale=1.8, eps=1e-5)
-    refuse_unsupported(fields)
-    return config
+    return _corrected_mixture(fields, geometry, sizes, dense, scale=1.8, eps=1e-5)
 
 
-def read_youtu_config(values: Mapping[str, Any], max_model_len: int | None = None) -> LatentConfig:
+@config_reader
+def read_youtu_config(fields: ConfigFields, max_model_len: int | None) -> LatentConfig:
     """Read ``YoutuForCausalLM``: latent attention, plain MLPs, tied embedding by default."""
-    fields = ConfigFields(values)
     geometry, sizes = _read_sizes(fields, "YoutuForCausalLM", "youtu", max_model_len)
-    config = LatentConfig(**_common(fields, geometry, sizes, tied=True, eps=1e-6))
-    refuse_unsupported(fields)
-    return config
+    return LatentConfig(**_common(fields, geometry, sizes, tied=True, eps=1e-6))
 
 
 def _read_sizes(
@@ -288,17 +280,8 @@ def _common(
         rope=rope,
         sm_scale=head_dim**-0.5 * _magnitude(fields, rope.factor) ** 2,
     )
-    bias = fields.flag("attention_bias", False)
-    return {
-        **geometry.common(),
-        "layers": (spec,) * geometry.num_layers,
-        "latent": sizes,
-        "norm_eps": fields.number("rms_norm_eps", eps),
-        "activation": read_activation(fields),
-        "tie_embeddings": fields.flag("tie_word_embeddings", tied),
-        "qkv_bias": bias,
-        "out_bias": bias,
-    }
+    layers = (spec,) * geometry.num_layers
+    return {**geometry.usual(fields, eps, tied=tied), "layers": layers, "latent": sizes}
 
 
 def _magnitude(fields: ConfigFields, factor: float) -> float:

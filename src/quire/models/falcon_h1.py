@@ -7,9 +7,9 @@ Letters: T tokens, E model width, F inner width of the MLP, Z columns of a mixer
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -18,15 +18,15 @@ from quire.contracts.model import Pass
 from quire.models.bamba import NORMS, SPELLINGS, pass_over_generation, read_mamba_shape
 from quire.models.blocks import FeedForward, Norm
 from quire.models.checkpoint import NameTable
-from quire.models.config_fields import ConfigFields, refuse_unsupported
+from quire.models.config_fields import ConfigFields, config_reader
 from quire.models.decoder import DecoderConfig, Parameters, linear
 from quire.models.geometry import read_activation, read_geometry, rope_of
-from quire.models.hybrid_decoder import HybridDecoder, LayerIds, attention_of, norm_of, read_numbers, respelled
+from quire.models.hybrid_decoder import LayerIds, attention_of, norm_of, read_numbers, respelled
 from quire.models.mamba2 import MambaConfig, mamba_names, mamba_of
 from quire.models.tensor_names import Names, name_table
 from quire.nn.attention import Attention
 from quire.nn.mamba import Mamba2Mixer
-from quire.nn.mlp import GatedMLP
+from quire.nn.mlp import ACTIVATIONS, GatedMLP
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,16 +42,15 @@ class FalconH1Config(MambaConfig):
     mlp_gate: float
     mlp_down: float
 
-    def own_fields(self) -> dict[str, Any]:
-        names = ("attention_in", "attention_out", "mixer_in", "mixer_out", "projections", "mlp_gate", "mlp_down")
-        # super() fails here: a class with slots replaces the one that super() was compiled for.
-        return {**MambaConfig.own_fields(self), **{name: getattr(self, name) for name in names}}
+    OWN: ClassVar[tuple[str, ...]] = (
+        *MambaConfig.OWN,
+        *("attention_in", "attention_out", "mixer_in", "mixer_out", "projections", "mlp_gate", "mlp_down"),
+    )
 
 
+@dataclass(slots=True, eq=False, kw_only=True)
 class MultipliedMLP(GatedMLP):
     """``down(act(gate(x) * g) * up(x)) * d``."""
-
-    __slots__ = ("down_multiplier", "gate_multiplier")
 
     gate_multiplier: float
     down_multiplier: float
@@ -63,26 +62,16 @@ class MultipliedMLP(GatedMLP):
         return y_TE.mul_(self.down_multiplier)
 
 
+@dataclass(slots=True, eq=False)
 class SideBySideBlock:
     """``h = x + m * mixer(i * n) + a * attention(j * n)``, ``h + mlp(norm(h))``; n: ``norm(x)``."""
 
-    __slots__ = ("attention", "config", "mixer", "mlp", "mlp_norm", "norm")
-
-    def __init__(
-        self,
-        config: FalconH1Config,
-        norm: Norm,
-        attention: Attention,
-        mixer: Mamba2Mixer,
-        mlp_norm: Norm,
-        mlp: FeedForward,
-    ) -> None:
-        self.config = config
-        self.norm = norm
-        self.attention = attention
-        self.mixer = mixer
-        self.mlp_norm = mlp_norm
-        self.mlp = mlp
+    config: FalconH1Config
+    norm: Norm
+    attention: Attention
+    mixer: Mamba2Mixer
+    mlp_norm: Norm
+    mlp: FeedForward
 
     def __call__(self, x_TE: Tensor, pass_: Pass) -> Tensor:
         """Map ``[T, E]`` to a fresh ``[T, E]``; leave ``x`` unchanged."""
@@ -91,23 +80,10 @@ class SideBySideBlock:
         h_TE.add_(self.attention(n_TE * config.attention_in, pass_), alpha=config.attention_out)
         return self.mlp(self.mlp_norm(h_TE)).add_(h_TE)
 
-    def pack(self) -> None:
-        """Replace each linear map by its packed form where it has one."""
-        self.attention.pack()
-        self.mixer.pack()
-        self.mlp.pack()
 
-
-class FalconH1(HybridDecoder[FalconH1Config]):
-    """``FalconH1ForCausalLM``."""
-
-    def __init__(self, config: FalconH1Config, parameters: Parameters, values: Mapping[str, Any]) -> None:
-        super().__init__(config, parameters, values, _block)
-
-
-def read_falcon_h1_config(values: Mapping[str, Any], max_model_len: int | None = None) -> FalconH1Config:
+@config_reader
+def read_falcon_h1_config(fields: ConfigFields, max_model_len: int | None) -> FalconH1Config:
     """Read ``FalconH1ForCausalLM``; a missing multiplier is 1."""
-    fields = ConfigFields(values)
     geometry = read_geometry(fields, "FalconH1ForCausalLM", "falcon_h1", max_model_len, kv_heads_required=True)
     # Every block has attention and an MLP; the fields may say nothing else.
     fields.expect("attn_layer_indices", list(range(geometry.num_layers)))
@@ -117,22 +93,15 @@ def read_falcon_h1_config(values: Mapping[str, Any], max_model_len: int | None =
     if not fields.present("mamba_d_ssm"):
         raise fields.error("mamba_d_ssm", "the mixer's width, or null for mamba_expand * hidden_size")
     shape = read_mamba_shape(fields, width)
-    bias = fields.flag("attention_bias", False)
     gated_norm = fields.flag("mamba_rms_norm", False)
     gate_first = not fields.flag("mamba_norm_before_gate", True)
     key = fields.number("key_multiplier", 1.0)
     mlp_gate, mlp_down = read_numbers(fields, "mlp_multipliers", (1.0, 1.0))
-    activation = read_activation(fields)
     blocks = tuple(range(geometry.num_layers))
-    config = FalconH1Config(
+    return FalconH1Config(
         trunk=DecoderConfig(
-            **geometry.common(),
+            **geometry.usual(fields, 1e-5),
             layers=geometry.layers(rope_of(fields, geometry), sm_scale=key * geometry.head_dim**-0.5),
-            norm_eps=fields.number("rms_norm_eps", 1e-5),
-            activation=activation,
-            tie_embeddings=fields.flag("tie_word_embeddings", False),
-            qkv_bias=bias,
-            out_bias=bias,
             mlp_bias=fields.flag("mlp_bias", False),
             embedding_scale=fields.number("embedding_multiplier", 1.0),
             logit_scale=fields.number("lm_head_multiplier", 1.0),
@@ -141,7 +110,7 @@ def read_falcon_h1_config(values: Mapping[str, Any], max_model_len: int | None =
         attending=blocks,
         recurrent=blocks,
         mixer=shape,
-        activation=activation,
+        activation=read_activation(fields),
         project_bias=fields.flag("mamba_proj_bias", False),
         out_bias=fields.flag("projectors_bias", False),
         conv_bias=fields.flag("mamba_conv_bias", True),
@@ -156,8 +125,6 @@ def read_falcon_h1_config(values: Mapping[str, Any], max_model_len: int | None =
         mlp_gate=mlp_gate,
         mlp_down=mlp_down,
     )
-    refuse_unsupported(fields)
-    return config
 
 
 def falcon_h1_spellings(config: FalconH1Config) -> Sequence[NameTable]:
@@ -166,13 +133,17 @@ def falcon_h1_spellings(config: FalconH1Config) -> Sequence[NameTable]:
     return ({**table, **mamba_names(config, "model.layers.{}.mamba", "{}")},)
 
 
-def _block(config: FalconH1Config, block: int, ids: LayerIds, parameters: Parameters) -> SideBySideBlock:
+def side_by_side_block(config: FalconH1Config, block: int, ids: LayerIds, parameters: Parameters) -> SideBySideBlock:
+    """Build a block of attention, a mixer and an MLP."""
     assert ids.attention is not None
     assert ids.recurrent is not None
     mlp = MultipliedMLP(
-        linear(parameters, f"{block}.gate_up"), linear(parameters, f"{block}.down"), config.trunk.activation
+        linear(parameters, f"{block}.gate_up"),
+        linear(parameters, f"{block}.down"),
+        ACTIVATIONS[config.trunk.activation],
+        gate_multiplier=config.mlp_gate,
+        down_multiplier=config.mlp_down,
     )
-    mlp.gate_multiplier, mlp.down_multiplier = config.mlp_gate, config.mlp_down
     return SideBySideBlock(
         config,
         norm_of(config, parameters, f"{block}.attention_norm"),

@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,27 +17,17 @@ from torch import Tensor
 from quire.contracts.model import Model
 from quire.errors import CheckpointError, Unsupported
 from quire.models import bamba, deepseek, falcon_h1, gemma, granite_moe_hybrid, lfm2, llama, mamba2, qwen3_next
+from quire.models import dense_families as dense
 from quire.models.checkpoint import NameTable
-from quire.models.cohere2 import COHERE2_NAMES, read_cohere2_config
-from quire.models.decoder import Decoder, DecoderConfig, MlpBuilder, gated_mlp
-from quire.models.glm4 import GLM4_NAMES, read_glm4_config
+from quire.models.config_fields import ConfigReader
+from quire.models.decoder import Decoder, DecoderConfig, gated_mlp
 from quire.models.gpt_oss import gpt_oss_mlp, gpt_oss_spellings, read_gpt_oss_config
-from quire.models.granite import read_granite_config
-from quire.models.hybrid_decoder import HybridConfig
+from quire.models.hybrid_decoder import BlockBuilder, HybridDecoder, mixed_block
 from quire.models.mixtral import mixtral_spellings, read_mixtral_config
-from quire.models.mixture import MixtureConfig, mixture_mlp
-from quire.models.olmo2 import OLMO2_NAMES, read_olmo2_config
-from quire.models.phi3 import PHI3_NAMES, read_phi3_config
+from quire.models.mixture import mixture_mlp
 from quire.models.qwen_moe import qwen_moe_spellings, read_qwen2_moe_config, read_qwen3_moe_config
-from quire.models.smollm3 import read_smollm3_config
-from quire.models.stablelm import STABLELM_NAMES, read_stablelm_config
 from quire.models.tensor_names import LLAMA_NAMES, Names, ignorable_names, name_table
 from quire.registry import Registry
-
-C = TypeVar("C")
-C_co = TypeVar("C_co", covariant=True)
-M = TypeVar("M", bound=MixtureConfig)
-
 
 VOLATILE = frozenset({"_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache"})
 """Fields of config.json that decide no logits in any architecture."""
@@ -69,164 +59,125 @@ class LoadedModel(Model, Protocol):
         ...
 
 
-class ConfigReader(Protocol[C_co]):
-    """A function from ``config.json`` to a family's configuration."""
-
-    def __call__(self, values: Mapping[str, Any], max_model_len: int | None = None) -> C_co:
-        """Read ``values``; a RoPE may depend on ``max_model_len`` (None: all positions)."""
-        ...
+Spellings: TypeAlias = Callable[[Any], Sequence[NameTable]]
+Ignorable: TypeAlias = Callable[[Any], Container[str]]
+Build: TypeAlias = Callable[[Any, Mapping[str, Tensor], Mapping[str, Any]], LoadedModel]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Family(Generic[C]):
-    """The way from checkpoints of one architecture to models; ``C`` is its configuration's type."""
+class Family:
+    """The way from checkpoints of one architecture to models. What ``read_config`` returns is the
+    configuration that the other functions take."""
 
     state_kinds: tuple[str, ...]
     """Kinds of layer state, as in ``LayerSpec.kind``."""
-    read_config: ConfigReader[C]
+    read_config: ConfigReader[Any]
     """Reads config.json. Bad values are ``CheckpointError``, missing features ``Unsupported``."""
-    num_layers: Callable[[C], int]
-    spellings: Callable[[C], Sequence[NameTable]]
+    spellings: Spellings
     """Name tables of all spellings in which checkpoints of the family occur; commonest first."""
-    ignorable_names: Callable[[C], Container[str]]
-    build: Callable[[C, Mapping[str, Tensor], Mapping[str, Any]], LoadedModel]
+    ignorable_names: Ignorable
+    build: Build
 
 
-FAMILIES: Registry[Family[Any]] = Registry("architecture")
+FAMILIES: Registry[Family] = Registry("architecture")
+FULL, WINDOWED, LATENT = ("full",), ("full", "window"), ("latent",)
+
+DENSE: Mapping[str, tuple[tuple[str, ...], ConfigReader[DecoderConfig], Names]] = {
+    "LlamaForCausalLM": (FULL, llama.read_llama_config, LLAMA_NAMES),
+    "MistralForCausalLM": (WINDOWED, llama.read_mistral_config, LLAMA_NAMES),
+    "Qwen2ForCausalLM": (WINDOWED, llama.read_qwen2_config, LLAMA_NAMES),
+    "Qwen3ForCausalLM": (WINDOWED, llama.read_qwen3_config, LLAMA_NAMES),
+    "Phi3ForCausalLM": (WINDOWED, dense.read_phi3_config, dense.PHI3_NAMES),
+    "Gemma2ForCausalLM": (WINDOWED, gemma.read_gemma2_config, gemma.GEMMA_NAMES),
+    "Gemma3ForCausalLM": (WINDOWED, gemma.read_gemma3_config, gemma.GEMMA_NAMES),
+    "Gemma3ForConditionalGeneration": (WINDOWED, gemma.read_gemma3_with_vision_config, gemma.GEMMA3_NAMES),
+    "Olmo2ForCausalLM": (FULL, dense.read_olmo2_config, dense.OLMO2_NAMES),
+    "Cohere2ForCausalLM": (WINDOWED, dense.read_cohere2_config, dense.COHERE2_NAMES),
+    "SmolLM3ForCausalLM": (WINDOWED, dense.read_smollm3_config, LLAMA_NAMES),
+    "StableLmForCausalLM": (FULL, dense.read_stablelm_config, dense.STABLELM_NAMES),
+    "GraniteForCausalLM": (FULL, dense.read_granite_config, LLAMA_NAMES),
+    "Glm4ForCausalLM": (FULL, dense.read_glm4_config, dense.GLM4_NAMES),
+}
 
 
-def dense(
-    read_config: ConfigReader[DecoderConfig], names: Names = LLAMA_NAMES, state_kinds: tuple[str, ...] = ("full",)
-) -> Family[DecoderConfig]:
-    """Return a family of decoders without experts."""
-    return Family(
-        state_kinds=state_kinds,
-        read_config=read_config,
-        num_layers=lambda config: config.num_layers,
-        spellings=lambda config: (name_table(config, names),),
-        ignorable_names=lambda config: ignorable_names(config, names),
-        build=Decoder,
+def _register(
+    architecture: str,
+    state_kinds: tuple[str, ...],
+    read: ConfigReader[Any],
+    spellings: Spellings,
+    ignorable: Ignorable = ignorable_names,
+    build: Build = Decoder,
+) -> None:
+    family = Family(
+        state_kinds=state_kinds, read_config=read, spellings=spellings, ignorable_names=ignorable, build=build
     )
+    FAMILIES.register(architecture, family)
 
 
-def mixture(
-    read_config: ConfigReader[M], spellings: Callable[[M], Sequence[NameTable]], mlp: MlpBuilder[M]
-) -> Family[M]:
-    """Return a family of decoders with experts; ``mlp`` builds a layer's feed-forward part."""
-    return Family(
-        state_kinds=WINDOWED,
-        read_config=read_config,
-        num_layers=lambda config: config.num_layers,
-        spellings=spellings,
-        ignorable_names=ignorable_names,
-        build=partial(Decoder, mlp=mlp),
-    )
-
-
-def latent_mixture(read_config: ConfigReader[deepseek.LatentMixtureConfig]) -> Family[deepseek.LatentMixtureConfig]:
-    """Return a family of decoders with latent attention and experts."""
-    return Family(
-        state_kinds=LATENT,
-        read_config=read_config,
-        num_layers=lambda config: config.num_layers,
-        spellings=deepseek.latent_mixture_spellings,
-        ignorable_names=deepseek.latent_mixture_ignorable_names,
-        build=partial(deepseek.LatentDecoder[deepseek.LatentMixtureConfig], mlp=mixture_mlp),
-    )
-
-
-def recurrent(
-    read_config: ConfigReader[HybridConfig],
-    spellings: Callable[[Any], Sequence[NameTable]],
-    build: Callable[[Any, Mapping[str, Tensor], Mapping[str, Any]], LoadedModel],
-    ignorable: Callable[[Any], Container[str]] = lambda config: ignorable_names(config.trunk),
+def _hybrid(
+    architecture: str,
+    read: ConfigReader[Any],
+    spellings: Spellings,
+    block: BlockBuilder[Any],
+    ignorable: Ignorable = lambda config: ignorable_names(config.trunk),
     state_kinds: tuple[str, ...] = ("full", "recurrent"),
-) -> Family[Any]:
-    """Return a family with recurrent layers, alone or beside attention."""
-    return Family(
-        state_kinds=state_kinds,
-        read_config=read_config,
-        num_layers=lambda config: config.num_blocks,
-        spellings=spellings,
-        ignorable_names=ignorable,
-        build=build,
-    )
+) -> None:
+    _register(architecture, state_kinds, read, spellings, ignorable, partial(HybridDecoder, block=block))
 
 
-WINDOWED = ("full", "window")
-LATENT = ("latent",)
+def _dense_tables(config: DecoderConfig, names: Names) -> Sequence[NameTable]:
+    return (name_table(config, names),)
 
-FAMILIES.register("LlamaForCausalLM", dense(llama.read_llama_config))
-FAMILIES.register("MistralForCausalLM", dense(llama.read_mistral_config, state_kinds=WINDOWED))
-FAMILIES.register("Qwen2ForCausalLM", dense(llama.read_qwen2_config, state_kinds=WINDOWED))
-FAMILIES.register("Qwen3ForCausalLM", dense(llama.read_qwen3_config, state_kinds=WINDOWED))
-FAMILIES.register("Phi3ForCausalLM", dense(read_phi3_config, PHI3_NAMES, state_kinds=WINDOWED))
-FAMILIES.register("Gemma2ForCausalLM", dense(gemma.read_gemma2_config, gemma.GEMMA_NAMES, state_kinds=WINDOWED))
-FAMILIES.register("Gemma3ForCausalLM", dense(gemma.read_gemma3_config, gemma.GEMMA_NAMES, state_kinds=WINDOWED))
-FAMILIES.register(
-    "Gemma3ForConditionalGeneration",
-    dense(gemma.read_gemma3_with_vision_config, gemma.GEMMA3_NAMES, state_kinds=WINDOWED),
-)
-FAMILIES.register("Olmo2ForCausalLM", dense(read_olmo2_config, OLMO2_NAMES))
-FAMILIES.register("Cohere2ForCausalLM", dense(read_cohere2_config, COHERE2_NAMES, state_kinds=WINDOWED))
-FAMILIES.register("SmolLM3ForCausalLM", dense(read_smollm3_config, state_kinds=WINDOWED))
-FAMILIES.register("StableLmForCausalLM", dense(read_stablelm_config, STABLELM_NAMES))
-FAMILIES.register("GraniteForCausalLM", dense(read_granite_config))
-FAMILIES.register("Glm4ForCausalLM", dense(read_glm4_config, GLM4_NAMES))
-FAMILIES.register("MixtralForCausalLM", mixture(read_mixtral_config, mixtral_spellings, mixture_mlp))
-FAMILIES.register("Qwen2MoeForCausalLM", mixture(read_qwen2_moe_config, qwen_moe_spellings, mixture_mlp))
-FAMILIES.register("Qwen3MoeForCausalLM", mixture(read_qwen3_moe_config, qwen_moe_spellings, mixture_mlp))
-FAMILIES.register("GptOssForCausalLM", mixture(read_gpt_oss_config, gpt_oss_spellings, gpt_oss_mlp))
-FAMILIES.register("DeepseekV2ForCausalLM", latent_mixture(deepseek.read_deepseek_v2_config))
-FAMILIES.register("DeepseekV3ForCausalLM", latent_mixture(deepseek.read_deepseek_v3_config))
-FAMILIES.register("Glm4MoeLiteForCausalLM", latent_mixture(deepseek.read_glm4_moe_lite_config))
-FAMILIES.register(
-    "YoutuForCausalLM",
-    Family(
-        state_kinds=LATENT,
-        read_config=deepseek.read_youtu_config,
-        num_layers=lambda config: config.num_layers,
-        spellings=deepseek.latent_spellings,
-        ignorable_names=ignorable_names,
-        build=partial(deepseek.LatentDecoder[deepseek.LatentConfig], mlp=gated_mlp),
-    ),
-)
 
-FAMILIES.register(
-    "Mamba2ForCausalLM",
-    recurrent(
-        mamba2.read_mamba2_config,
-        mamba2.mamba2_spellings,
-        mamba2.Mamba2Model,
-        mamba2.mamba2_ignorable_names,
-        state_kinds=("recurrent",),
-    ),
+for _name, (_kinds, _read, _names) in DENSE.items():
+    _register(_name, _kinds, _read, partial(_dense_tables, names=_names), partial(ignorable_names, names=_names))
+
+_mixture: Build = partial(Decoder[Any], mlp=mixture_mlp)
+_register("MixtralForCausalLM", WINDOWED, read_mixtral_config, mixtral_spellings, build=_mixture)
+_register("Qwen2MoeForCausalLM", WINDOWED, read_qwen2_moe_config, qwen_moe_spellings, build=_mixture)
+_register("Qwen3MoeForCausalLM", WINDOWED, read_qwen3_moe_config, qwen_moe_spellings, build=_mixture)
+_gpt_oss: Build = partial(Decoder[Any], mlp=gpt_oss_mlp)
+_register("GptOssForCausalLM", WINDOWED, read_gpt_oss_config, gpt_oss_spellings, build=_gpt_oss)
+
+for _name, _read_latent in (
+    ("DeepseekV2ForCausalLM", deepseek.read_deepseek_v2_config),
+    ("DeepseekV3ForCausalLM", deepseek.read_deepseek_v3_config),
+    ("Glm4MoeLiteForCausalLM", deepseek.read_glm4_moe_lite_config),
+):
+    _build: Build = partial(deepseek.LatentDecoder[Any], mlp=mixture_mlp)
+    _names_of = (deepseek.latent_mixture_spellings, deepseek.latent_mixture_ignorable_names)
+    _register(_name, LATENT, _read_latent, *_names_of, _build)
+_youtu: Build = partial(deepseek.LatentDecoder[Any], mlp=gated_mlp)
+_register("YoutuForCausalLM", LATENT, deepseek.read_youtu_config, deepseek.latent_spellings, build=_youtu)
+
+_hybrid("BambaForCausalLM", bamba.read_bamba_config, bamba.bamba_spellings, partial(mixed_block, mixer=mamba2.mamba_of))
+_hybrid(
+    "FalconH1ForCausalLM", falcon_h1.read_falcon_h1_config, falcon_h1.falcon_h1_spellings, falcon_h1.side_by_side_block
 )
-FAMILIES.register("BambaForCausalLM", recurrent(bamba.read_bamba_config, bamba.bamba_spellings, bamba.Bamba))
-FAMILIES.register(
-    "FalconH1ForCausalLM",
-    recurrent(falcon_h1.read_falcon_h1_config, falcon_h1.falcon_h1_spellings, falcon_h1.FalconH1),
-)
-FAMILIES.register(
+_hybrid(
     "GraniteMoeHybridForCausalLM",
-    recurrent(
-        granite_moe_hybrid.read_granite_moe_hybrid_config,
-        granite_moe_hybrid.granite_moe_hybrid_spellings,
-        granite_moe_hybrid.GraniteMoeHybrid,
-    ),
+    granite_moe_hybrid.read_granite_moe_hybrid_config,
+    granite_moe_hybrid.granite_moe_hybrid_spellings,
+    partial(mixed_block, mixer=mamba2.mamba_of),
 )
-FAMILIES.register("Lfm2ForCausalLM", recurrent(lfm2.read_lfm2_config, lfm2.lfm2_spellings, lfm2.Lfm2))
-for _name, _read in (
+_hybrid("Lfm2ForCausalLM", lfm2.read_lfm2_config, lfm2.lfm2_spellings, partial(mixed_block, mixer=lfm2.short_conv))
+_hybrid(
+    "Mamba2ForCausalLM",
+    mamba2.read_mamba2_config,
+    mamba2.mamba2_spellings,
+    mamba2.bare_block,
+    mamba2.mamba2_ignorable_names,
+    ("recurrent",),
+)
+for _name, _read_delta in (
     ("Qwen3NextForCausalLM", qwen3_next.read_qwen3_next_config),
     ("Qwen3_5ForCausalLM", qwen3_next.read_qwen3_5_config),
     ("Qwen3_5MoeForCausalLM", qwen3_next.read_qwen3_5_moe_config),
     ("Qwen3_5ForConditionalGeneration", qwen3_next.read_qwen3_5_with_vision_config),
     ("Qwen3_5MoeForConditionalGeneration", qwen3_next.read_qwen3_5_moe_with_vision_config),
 ):
-    FAMILIES.register(
-        _name,
-        recurrent(_read, qwen3_next.delta_spellings, qwen3_next.DeltaModel, qwen3_next.delta_ignorable_names),
-    )
+    _block = partial(mixed_block, mixer=qwen3_next.delta_net)
+    _hybrid(_name, _read_delta, qwen3_next.delta_spellings, _block, qwen3_next.delta_ignorable_names)
 
 
 def is_foreign(values: Mapping[str, Any]) -> bool:
@@ -243,7 +194,7 @@ def canonical_of(values: Mapping[str, Any], max_model_len: int | None) -> str:
     return str(family_of(values).read_config(values, max_model_len).canonical())
 
 
-def family_of(values: Mapping[str, Any]) -> Family[Any]:
+def family_of(values: Mapping[str, Any]) -> Family:
     """Return the family that ``architectures`` in config.json names. Raise ``CheckpointError``
     unless it is exactly one name, and ``Unsupported`` with the known names if it is unknown."""
     names = values.get("architectures")

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from quire.models.config_fields import ConfigFields, refuse_unsupported
+from quire.models.config_fields import ConfigFields, config_reader, refuse_unsupported
 from quire.models.decoder import DecoderConfig
 from quire.models.geometry import (
     DecoderGeometry,
@@ -54,14 +54,12 @@ GEMMA3_TEXT_DEFAULTS: Mapping[str, Any] = {
 """Defaults of ``text_config``: transformers wrote only values that differ from these."""
 
 
-def read_gemma2_config(values: Mapping[str, Any], max_model_len: int | None = None) -> DecoderConfig:
+@config_reader
+def read_gemma2_config(fields: ConfigFields, max_model_len: int | None) -> DecoderConfig:
     """Read ``Gemma2ForCausalLM``; every other layer has a window, beginning with the first."""
-    fields = ConfigFields(values)
     geometry = read_geometry(fields, "Gemma2ForCausalLM", "gemma2", max_model_len, kv_heads_required=True, head_dim=256)
-    windowed = read_layer_types(fields, geometry.num_layers)
-    if windowed is None:
-        windowed = tuple(layer % 2 == 0 for layer in range(geometry.num_layers))
-    config = DecoderConfig(
+    windowed = read_layer_types(fields, geometry.num_layers) or geometry.every_other()
+    return DecoderConfig(
         **_common(fields, geometry),
         layers=geometry.layers(
             rope_of(fields, geometry),
@@ -71,19 +69,18 @@ def read_gemma2_config(values: Mapping[str, Any], max_model_len: int | None = No
         ),
         logit_softcap=fields.optional_number("final_logit_softcapping", 30.0),
     )
-    refuse_unsupported(fields)
-    return config
 
 
-def read_gemma3_config(values: Mapping[str, Any], max_model_len: int | None = None) -> DecoderConfig:
+@config_reader
+def read_gemma3_config(fields: ConfigFields, max_model_len: int | None) -> DecoderConfig:
     """Read ``Gemma3ForCausalLM``; each ``sliding_window_pattern``-th layer (6) has no window."""
-    return _read_gemma3(ConfigFields(values), "Gemma3ForCausalLM", max_model_len)
+    return _read_gemma3(fields, "Gemma3ForCausalLM", max_model_len)
 
 
-def read_gemma3_with_vision_config(values: Mapping[str, Any], max_model_len: int | None = None) -> DecoderConfig:
+@config_reader
+def read_gemma3_with_vision_config(fields: ConfigFields, max_model_len: int | None) -> DecoderConfig:
     """Read ``text_config`` of ``Gemma3ForConditionalGeneration``. The image encoder is not loaded;
     its outputs can come as embeddings."""
-    fields = ConfigFields(values)
     if fields.get("model_type") not in (None, "gemma3"):
         raise fields.error("model_type", "'gemma3', which goes with Gemma3ForConditionalGeneration")
     fields.get("vision_config")
@@ -91,21 +88,19 @@ def read_gemma3_with_vision_config(values: Mapping[str, Any], max_model_len: int
     text.setdefault("tie_word_embeddings", fields.flag("tie_word_embeddings", True))
     if text["tie_word_embeddings"] != fields.flag("tie_word_embeddings", True):
         raise fields.error("tie_word_embeddings", f"that of text_config ({text['tie_word_embeddings']!r})")
-    source = f"{fields.source}, text_config"
-    config = _read_gemma3(ConfigFields(text, source), "Gemma3ForConditionalGeneration", max_model_len)
-    refuse_unsupported(fields)
+    text_fields = ConfigFields(text, f"{fields.source}, text_config")
+    config = _read_gemma3(text_fields, "Gemma3ForConditionalGeneration", max_model_len)
+    refuse_unsupported(text_fields)
     return config
 
 
 def _read_gemma3(fields: ConfigFields, architecture: str, max_model_len: int | None) -> DecoderConfig:
     geometry = read_geometry(fields, architecture, "gemma3_text", max_model_len, kv_heads_required=True, head_dim=256)
     pattern = fields.count("sliding_window_pattern", 6)
-    windowed = read_layer_types(fields, geometry.num_layers)
-    if windowed is None:
-        windowed = tuple((layer + 1) % pattern != 0 for layer in range(geometry.num_layers))
+    windowed = read_layer_types(fields, geometry.num_layers) or geometry.all_but_every(pattern)
     full = rope_of(fields, geometry, layer_type="full_attention", theta_default=1_000_000.0)
     sliding = rope_of(fields, geometry, layer_type="sliding_attention")
-    config = DecoderConfig(
+    return DecoderConfig(
         **_common(fields, geometry),
         layers=geometry.layers(
             [sliding if one else full for one in windowed],
@@ -115,8 +110,6 @@ def _read_gemma3(fields: ConfigFields, architecture: str, max_model_len: int | N
         head_norms="shared",
         logit_softcap=fields.optional_number("final_logit_softcapping", None),
     )
-    refuse_unsupported(fields)
-    return config
 
 
 def _common(fields: ConfigFields, geometry: DecoderGeometry) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """The parts that all decoders' configurations share: sizes, heads, windows, activations.
 
-A family's reader calls these, adds its own fields, and ends with ``refuse_unsupported``.
+A family's reader calls these, adds its own fields, and is a ``config_reader``.
 """
 
 from __future__ import annotations
@@ -47,14 +47,38 @@ class DecoderGeometry:
 
     def common(self) -> dict[str, Any]:
         """Return the fields that ``DecoderConfig`` has under the same name."""
+        names = ("architecture", "vocab_size", "hidden_size", "intermediate_size", "max_position", "max_model_len")
+        return {name: getattr(self, name) for name in names}
+
+    def usual(
+        self,
+        fields: ConfigFields,
+        eps: float = 1e-6,
+        *,
+        eps_field: str = "rms_norm_eps",
+        tied: bool = False,
+        qkv_bias: bool | None = None,
+    ) -> dict[str, Any]:
+        """Return ``common`` and what most families read alike: the norms' epsilon, the activation,
+        ``tie_word_embeddings``, and biases of q, k, v and o by ``attention_bias``. ``eps`` and
+        ``tied`` are defaults. With a given ``qkv_bias`` o has none, and no field is read."""
+        bias = fields.flag("attention_bias", False) if qkv_bias is None else False
         return {
-            "architecture": self.architecture,
-            "vocab_size": self.vocab_size,
-            "hidden_size": self.hidden_size,
-            "intermediate_size": self.intermediate_size,
-            "max_position": self.max_position,
-            "max_model_len": self.max_model_len,
+            **self.common(),
+            "norm_eps": fields.number(eps_field, eps),
+            "activation": read_activation(fields),
+            "tie_embeddings": fields.flag("tie_word_embeddings", tied),
+            "qkv_bias": qkv_bias or bias,
+            "out_bias": bias,
         }
+
+    def all_but_every(self, period: int) -> tuple[bool, ...]:
+        """Return for each layer whether it is none of the last ones of ``period`` layers."""
+        return tuple((layer + 1) % period != 0 for layer in range(self.num_layers))
+
+    def every_other(self) -> tuple[bool, ...]:
+        """Return for each layer whether its number is even."""
+        return tuple(layer % 2 == 0 for layer in range(self.num_layers))
 
     def layers(
         self,
@@ -153,20 +177,20 @@ def read_activation(fields: ConfigFields, name: str = "hidden_act", default: str
     return ACTIVATION_NAMES[value]
 
 
-def read_layer_types(fields: ConfigFields, num_layers: int) -> tuple[bool, ...] | None:
-    """Return for each layer whether ``layer_types`` gives it a window; None without that field.
-    Raise ``Unsupported`` for a kind of layer other than full and sliding attention."""
+def read_layer_types(
+    fields: ConfigFields, num_layers: int, known: Mapping[str, bool] = WINDOW_KINDS
+) -> tuple[bool, ...] | None:
+    """Return for each layer what ``known`` says of its kind in ``layer_types``, by default whether
+    it has a window; None without that field. Raise ``Unsupported`` for an unknown kind."""
     kinds = fields.get("layer_types")
     if kinds is None:
         return None
     if not isinstance(kinds, list) or len(kinds) != num_layers:
         raise fields.error("layer_types", f"a list of {num_layers} strings")
     for layer, kind in enumerate(kinds):
-        if not isinstance(kind, str) or kind not in WINDOW_KINDS:
-            raise Unsupported(
-                f"{fields.source}: layer_types[{layer}] is {kind!r}; expected one of {list(WINDOW_KINDS)}"
-            )
-    return tuple(WINDOW_KINDS[kind] for kind in kinds)
+        if not isinstance(kind, str) or kind not in known:
+            raise Unsupported(f"{fields.source}: layer_types[{layer}] is {kind!r}; expected one of {list(known)}")
+    return tuple(known[kind] for kind in kinds)
 
 
 def expect_layer_types(fields: ConfigFields, windowed: Sequence[bool]) -> None:

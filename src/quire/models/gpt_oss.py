@@ -10,20 +10,18 @@ Letters: X experts, E model width, F inner width of an expert, Hq query heads.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from quire.errors import Unsupported
 from quire.models import mxfp4
 from quire.models.blocks import FeedForward
 from quire.models.checkpoint import NameTable, Place
-from quire.models.config_fields import ConfigFields, refuse_unsupported
+from quire.models.config_fields import ConfigFields, config_reader
 from quire.models.decoder import Parameters
 from quire.models.geometry import read_geometry, read_layer_types, read_window, rope_of, windows_of
-from quire.models.mixture import MixtureConfig, expert_linear, pass_over_training, read_num_experts, router
+from quire.models.mixture import MixtureConfig, experts_of, pass_over_training, read_num_experts, router
 from quire.models.tensor_names import trunk_names
-from quire.nn.experts import ClampedGate, Experts, MixtureOfExperts
+from quire.nn.experts import ClampedGate, MixtureOfExperts
 from quire.ops.experts import Routing
 
 QUANTISATIONS = ("mxfp4",)
@@ -38,16 +36,14 @@ class GptOssConfig(MixtureConfig):
     swiglu_limit: float
 
 
-def read_gpt_oss_config(values: Mapping[str, Any], max_model_len: int | None = None) -> GptOssConfig:
+@config_reader
+def read_gpt_oss_config(fields: ConfigFields, max_model_len: int | None) -> GptOssConfig:
     """Read ``GptOssForCausalLM``. Without ``layer_types``, even layers have a window (default 128).
     RoPE's fields are required, because transformers has a YaRN of its own as their default."""
-    fields = ConfigFields(values)
     geometry = read_geometry(fields, "GptOssForCausalLM", "gpt_oss", max_model_len, kv_heads_required=True, head_dim=64)
     if fields.get("rope_parameters") is None and fields.get("rope_scaling") is None:
         raise fields.error("rope_parameters", "an object, or one in rope_scaling")
-    windowed = read_layer_types(fields, geometry.num_layers)
-    if windowed is None:
-        windowed = tuple(layer % 2 == 0 for layer in range(geometry.num_layers))
+    windowed = read_layer_types(fields, geometry.num_layers) or geometry.every_other()
     num_experts, top_k = read_num_experts(fields, "num_local_experts", "num_experts")
     if fields.get("experts_per_token") not in (None, top_k):
         raise fields.error("experts_per_token", f"the same as num_experts_per_tok ({top_k})")
@@ -59,7 +55,7 @@ def read_gpt_oss_config(values: Mapping[str, Any], max_model_len: int | None = N
             f"not supported; expected one of {list(QUANTISATIONS)}, or no quantization_config"
         )
     bias = fields.flag("attention_bias", True)
-    config = GptOssConfig(
+    return GptOssConfig(
         **geometry.common(),
         layers=geometry.layers(
             rope_of(fields, geometry, theta_default=150_000.0),
@@ -75,8 +71,6 @@ def read_gpt_oss_config(values: Mapping[str, Any], max_model_len: int | None = N
         swiglu_alpha=fields.number("swiglu_alpha", 1.702),
         swiglu_limit=fields.number("swiglu_limit", 7.0),
     )
-    refuse_unsupported(fields)
-    return config
 
 
 def gpt_oss_spellings(config: GptOssConfig) -> tuple[NameTable, ...]:
@@ -109,9 +103,5 @@ def _name_table(config: GptOssConfig, quantised: bool) -> dict[str, Place]:
 
 def gpt_oss_mlp(config: GptOssConfig, layer: int, parameters: Parameters) -> FeedForward:
     """Build the router and experts of a layer."""
-    experts = Experts(
-        expert_linear(config, parameters, f"{layer}.experts.gate_up", 2 * config.expert_size, config.hidden_size),
-        expert_linear(config, parameters, f"{layer}.experts.down", config.hidden_size, config.expert_size),
-        ClampedGate(config.swiglu_alpha, config.swiglu_limit),
-    )
+    experts = experts_of(config, layer, parameters, ClampedGate(config.swiglu_alpha, config.swiglu_limit))
     return MixtureOfExperts(router(config, layer, parameters), experts)

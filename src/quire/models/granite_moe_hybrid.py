@@ -2,8 +2,6 @@
 
 Each block has an MLP for all tokens, alone or beside experts. Embeddings, scores, residual branches
 and logits have multipliers. Source: transformers and the models' cards.
-
-Letters: T tokens, E model width.
 """
 
 from __future__ import annotations
@@ -12,30 +10,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from quire.contracts.model import Pass
-from quire.models.bamba import pass_over_generation, read_mamba_shape
-from quire.models.blocks import FeedForward, Norm
+from quire.models.bamba import read_mamba_mixers
 from quire.models.checkpoint import NameTable, Place
 from quire.models.config_fields import ConfigFields, refuse_unsupported
-from quire.models.decoder import AttentionSpec, DecoderConfig, Parameters, gated_mlp
-from quire.models.geometry import DecoderGeometry, read_activation, read_geometry, rope_of
-from quire.models.hybrid_decoder import (
-    HybridDecoder,
-    LayerIds,
-    MixedBlock,
-    attention_of,
-    norm_of,
-    only_attending,
-    read_kinds,
-    respelled,
-)
-from quire.models.mamba2 import MambaConfig, mamba_names, mamba_of
-from quire.models.mixture import MixtureConfig, mixture_mlp, pass_over_training, read_num_experts
+from quire.models.decoder import AttentionSpec, DecoderConfig
+from quire.models.dense_families import granite_multipliers
+from quire.models.geometry import DecoderGeometry, read_geometry, read_layer_types, rope_of
+from quire.models.hybrid_decoder import only_attending, respelled
+from quire.models.mamba2 import MambaConfig, mamba_names
+from quire.models.mixture import MixtureConfig, pass_over_training, read_num_experts
 from quire.models.tensor_names import LLAMA_NAMES, name_table, trunk_names
-from quire.nn.mixers import Mixer
 from quire.ops.experts import Routing
 
 KINDS: Mapping[str, bool] = {"full_attention": True, "attention": True, "linear_attention": False, "mamba": False}
@@ -48,28 +32,6 @@ MIXTURES: tuple[tuple[str, str, str], ...] = (
 """Names of router and stacked experts in ``block_sparse_moe``: published ones, transformers 5's."""
 
 
-class ScaledMixedBlock(MixedBlock):
-    """``h = x + s * mixer(norm(x))``, then ``h + s * mlp(norm(h))``."""
-
-    __slots__ = ("scale",)
-
-    def __init__(self, mixer_norm: Norm, mixer: Mixer, mlp_norm: Norm, mlp: FeedForward, scale: float) -> None:
-        super().__init__(mixer_norm, mixer, mlp_norm, mlp)
-        self.scale = scale
-
-    def __call__(self, x_TE: Tensor, pass_: Pass) -> Tensor:
-        """Map ``[T, E]`` to a fresh ``[T, E]``; leave ``x`` unchanged."""
-        h_TE = torch.add(x_TE, self.mixer(self.mixer_norm(x_TE), pass_), alpha=self.scale)
-        return torch.add(h_TE, self.mlp(self.mlp_norm(h_TE)), alpha=self.scale)
-
-
-class GraniteMoeHybrid(HybridDecoder[MambaConfig]):
-    """``GraniteMoeHybridForCausalLM``."""
-
-    def __init__(self, config: MambaConfig, parameters: Parameters, values: Mapping[str, Any]) -> None:
-        super().__init__(config, parameters, values, _block)
-
-
 def read_granite_moe_hybrid_config(values: Mapping[str, Any], max_model_len: int | None = None) -> MambaConfig:
     """Read ``GraniteMoeHybridForCausalLM``; a missing multiplier is 1, that of the scores too.
 
@@ -79,44 +41,20 @@ def read_granite_moe_hybrid_config(values: Mapping[str, Any], max_model_len: int
         values = {**values, "layer_types": values.get("layers_block_type")}
     fields = ConfigFields(values)
     geometry = read_geometry(fields, "GraniteMoeHybridForCausalLM", "granitemoehybrid", max_model_len)
-    attending: tuple[int, ...] = ()
-    if fields.get("layer_types") is not None:
-        attending = read_kinds(fields, geometry.num_layers, KINDS)
-    pass_over_generation(fields)
+    attends = read_layer_types(fields, geometry.num_layers, KINDS) or (False,) * geometry.num_layers
     pass_over_training(fields)
-    proj_bias = fields.flag("mamba_proj_bias", False)
-    shape = read_mamba_shape(fields, int(fields.number("mamba_expand", 2) * geometry.hidden_size))
-    config = MambaConfig(
-        trunk=_trunk(fields, geometry),
-        num_blocks=geometry.num_layers,
-        attending=attending,
-        recurrent=tuple(block for block in range(geometry.num_layers) if block not in attending),
-        mixer=shape,
-        activation=read_activation(fields),
-        project_bias=proj_bias,
-        out_bias=proj_bias,
-        conv_bias=fields.flag("mamba_conv_bias", True),
-        norm_groups=shape.num_groups,
-    )
+    config = read_mamba_mixers(fields, _trunk(fields, geometry), attends)
     refuse_unsupported(fields)
     return config
 
 
 def _trunk(fields: ConfigFields, geometry: DecoderGeometry) -> DecoderConfig:
-    bias = fields.flag("attention_bias", False)
     shared = fields.count("shared_intermediate_size", 1024)
     common: dict[str, Any] = {
-        **geometry.common(),
+        **geometry.usual(fields),
+        **granite_multipliers(fields),
         "intermediate_size": shared,
         "layers": _layers(fields, geometry),
-        "norm_eps": fields.number("rms_norm_eps", 1e-6),
-        "activation": read_activation(fields),
-        "tie_embeddings": fields.flag("tie_word_embeddings", False),
-        "qkv_bias": bias,
-        "out_bias": bias,
-        "embedding_scale": fields.number("embedding_multiplier", 1.0),
-        "residual_scale": fields.number("residual_multiplier", 1.0),
-        "logit_scale": 1.0 / fields.number("logits_scaling", 1.0),
     }
     if fields.whole("num_local_experts", 8) == 0:
         return DecoderConfig(**common)
@@ -167,20 +105,3 @@ def _mixture_names(trunk: MixtureConfig, names: tuple[str, str, str]) -> dict[st
         f"model.layers.{{}}.{theirs}": Place(parameter=f"{{}}.{ours}.weight", shape=shape)
         for theirs, (ours, shape) in sizes.items()
     }
-
-
-def _block(config: MambaConfig, block: int, ids: LayerIds, parameters: Parameters) -> ScaledMixedBlock:
-    trunk = config.trunk
-    mixer: Mixer
-    if ids.attention is not None:
-        mixer = attention_of(config, block, ids.attention, parameters)
-    else:
-        assert ids.recurrent is not None
-        mixer = mamba_of(config, block, ids.recurrent, parameters)
-    norm, mlp_norm = (norm_of(config, parameters, f"{block}.{name}") for name in ("attention_norm", "mlp_norm"))
-    mlp: FeedForward
-    if isinstance(trunk, MixtureConfig):
-        mlp = mixture_mlp(trunk, block, parameters)
-    else:
-        mlp = gated_mlp(trunk, block, parameters)
-    return ScaledMixedBlock(norm, mixer, mlp_norm, mlp, trunk.residual_scale)

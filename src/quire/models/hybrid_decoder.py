@@ -15,29 +15,29 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
 from quire.contracts.layers import LayerSpec
-from quire.contracts.model import Block, Pass
-from quire.errors import Unsupported
-from quire.models.blocks import FeedForward, Norm
-from quire.models.checkpoint import NameTable, Place
+from quire.contracts.model import Block
+from quire.models import decoder
+from quire.models.blocks import Mixer, Norm, PreNormBlock, ScaledBlock
+from quire.models.checkpoint import Place
 from quire.models.config_fields import ConfigFields
-from quire.models.decoder import DecoderConfig, Parameters, linear
+from quire.models.decoder import DecoderConfig, Parameters, Trunk, gated_mlp
+from quire.models.mixture import MixtureConfig, mixture_mlp
 from quire.nn.attention import Attention, NormedAttention
-from quire.nn.embedding import Embedding, ScaledEmbedding
-from quire.nn.linear import Linear
-from quire.nn.mixers import GatedAttention, Mixer, MixerShape
-from quire.nn.norm import RMSNorm, WideRMSNorm
-from quire.nn.packed import can_pack, packed
+from quire.nn.mixers import GatedAttention, MixerShape
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HybridConfig:
     """The computation of a hybrid."""
+
+    OWN: ClassVar[tuple[str, ...]] = ()
+    """Fields that a family adds to ``canonical``, of JSON types."""
 
     trunk: DecoderConfig
     """All parts but the recurrent mixers. ``layers`` has a spec for every block, or none if no
@@ -61,13 +61,14 @@ class HybridConfig:
             "mixer": asdict(self.mixer),  # type: ignore[call-overload]
             "gated_attention": self.gated_attention,
             "wide_residual": self.wide_residual,
-            **self.own_fields(),
+            **{name: getattr(self, name) for name in self.OWN},
         }
         return json.dumps(plain, sort_keys=True, separators=(",", ":"))
 
-    def own_fields(self) -> dict[str, Any]:
-        """Return the fields that a family adds to ``canonical``, in JSON types."""
-        return {}
+    @property
+    def num_layers(self) -> int:
+        """The number by which the name tables count: that of the blocks."""
+        return self.num_blocks
 
 
 class LayerIds(NamedTuple):
@@ -88,96 +89,50 @@ def layer_ids(config: HybridConfig) -> tuple[LayerIds, ...]:
     return tuple(found)
 
 
-class HybridBlock(Block, Protocol):
-    """One block of a hybrid."""
-
-    def pack(self) -> None:
-        """Replace each linear map by its packed form where it has one."""
-        ...
-
-
-class MixedBlock:
-    """``h = x + mixer(norm(x))``, then ``h + mlp(norm(h))``."""
-
-    __slots__ = ("mixer", "mixer_norm", "mlp", "mlp_norm")
-
-    def __init__(self, mixer_norm: Norm, mixer: Mixer, mlp_norm: Norm, mlp: FeedForward) -> None:
-        self.mixer_norm = mixer_norm
-        self.mixer = mixer
-        self.mlp_norm = mlp_norm
-        self.mlp = mlp
-
-    def __call__(self, x_TE: Tensor, pass_: Pass) -> Tensor:
-        """Map ``[T, E]`` to a fresh ``[T, E]``; leave ``x`` unchanged."""
-        h_TE = self.mixer(self.mixer_norm(x_TE), pass_).add_(x_TE)
-        return self.mlp(self.mlp_norm(h_TE)).add_(h_TE)
-
-    def pack(self) -> None:
-        """See ``HybridBlock``."""
-        self.mixer.pack()
-        self.mlp.pack()
-
-
 C = TypeVar("C", bound=HybridConfig)
-BlockBuilder: TypeAlias = Callable[[C, int, LayerIds, Parameters], HybridBlock]
+BlockBuilder: TypeAlias = Callable[[C, int, LayerIds, Parameters], Block]
 """Builder of a block from configuration, block number, layer ids and parameters."""
+MixerBuilder: TypeAlias = Callable[[C, int, int, Parameters], Mixer]
+"""Builder of a recurrent mixer from configuration, block number, layer id and parameters."""
 
 
-class HybridDecoder(Generic[C]):
-    """The weights of a decoder with recurrent layers; a ``models.families.LoadedModel``."""
+class HybridDecoder(Trunk, Generic[C]):
+    """The weights of a decoder with recurrent layers."""
 
     def __init__(self, config: C, parameters: Parameters, values: Mapping[str, Any], block: BlockBuilder[C]) -> None:
-        """Build the blocks from ``parameters`` of the name table; ``values`` is config.json."""
-        trunk = config.trunk
-        self.architecture = trunk.architecture
-        self.vocab_size = trunk.vocab_size
-        self.hidden_size = trunk.hidden_size
-        self.max_position = trunk.context
-        self.max_model_len = trunk.max_model_len
-        self.config: dict[str, Any] = dict(values)
-        self.canonical_config = config.canonical()
-        weight_VE = parameters["embed.weight"]
-        scale = trunk.embedding_scale
-        self.embedding = Embedding(weight_VE) if scale == 1.0 else ScaledEmbedding(weight_VE, scale)
-        self.dtype = weight_VE.dtype
-        self.device = weight_VE.device
+        """Build the blocks by ``block``; see ``Trunk``."""
+        norm, dtype = norm_of(config, parameters, "norm"), parameters["embed.weight"].dtype
+        last = (lambda x: norm(x).to(dtype)) if config.wide_residual else norm
+        super().__init__(config.trunk, config.canonical(), parameters, values, last)
         ids = layer_ids(config)
-        self.layer_specs: Sequence[LayerSpec] = _specs(config, ids, self.dtype)
-        self._hybrid_blocks = [block(config, number, one, parameters) for number, one in enumerate(ids)]
-        self.blocks: Sequence[Block] = self._hybrid_blocks
+        self.layer_specs = _specs(config, ids, self.dtype)
+        self.blocks = [block(config, number, one, parameters) for number, one in enumerate(ids)]
         self._wide = config.wide_residual
-        self.norm = norm_of(config, parameters, "norm")
-        self.tied = trunk.tie_embeddings
-        self.places: NameTable = {}
-        self.lm_head = Linear(parameters["embed.weight" if self.tied else "head.weight"], name="head")
-        self._logit_scale = trunk.logit_scale
-        self.num_parameters = sum(tensor.numel() for tensor in parameters.values())
-        """A tensor shared by embedding and head counts once."""
-        self.parameter_bytes = sum(tensor.nbytes for tensor in parameters.values())
-
-    def pack(self) -> bool:
-        """Lay the weights out for this machine's kernels where that helps; return whether it did.
-
-        The head of a tied model gets its own copy, since the embedding is read by rows.
-        """
-        if not can_pack(self.dtype, self.device):
-            return False
-        for block in self._hybrid_blocks:
-            block.pack()
-        if self.lm_head.weight is self.embedding.weight:
-            self.parameter_bytes += self.embedding.weight.nbytes
-        self.lm_head = packed(self.lm_head)
-        return True
 
     def embed(self, tokens_T: Tensor) -> Tensor:
         """Map int64 ``[T]`` to a fresh ``[T, E]`` in the residual stream's type."""
         x_TE = self.embedding(tokens_T)
         return x_TE.float() if self._wide else x_TE
 
-    def head(self, x_RE: Tensor) -> Tensor:
-        """Map ``[R, E]`` to float32 logits ``[R, V]``; only the product is in the model's dtype."""
-        logits_RV = self.lm_head(self.norm(x_RE).to(self.dtype)).float()
-        return logits_RV if self._logit_scale == 1.0 else logits_RV.mul_(self._logit_scale)
+
+def mixed_block(
+    config: C, block: int, ids: LayerIds, parameters: Parameters, *, mixer: MixerBuilder[C]
+) -> PreNormBlock:
+    """Build a block of attention or of ``mixer``, and an MLP, which is of experts in a mixture."""
+    trunk = config.trunk
+    if ids.attention is None:
+        assert ids.recurrent is not None
+        part = mixer(config, block, ids.recurrent, parameters)
+    else:
+        part = attention_of(config, block, ids.attention, parameters)
+    norm, mlp_norm = (norm_of(config, parameters, f"{block}.{name}") for name in ("attention_norm", "mlp_norm"))
+    if isinstance(trunk, MixtureConfig):
+        mlp = mixture_mlp(trunk, block, parameters)
+    else:
+        mlp = gated_mlp(trunk, block, parameters)
+    if trunk.residual_scale != 1.0:
+        return ScaledBlock(norm, part, mlp_norm, mlp, trunk.residual_scale)
+    return PreNormBlock(norm, part, mlp_norm, mlp)
 
 
 def _specs(config: HybridConfig, ids: Sequence[LayerIds], dtype: torch.dtype) -> tuple[LayerSpec, ...]:
@@ -191,26 +146,16 @@ def _specs(config: HybridConfig, ids: Sequence[LayerIds], dtype: torch.dtype) ->
 
 
 def norm_of(config: HybridConfig, parameters: Parameters, name: str) -> Norm:
-    """Return the norm ``{name}.weight``, over the model width or over each head."""
+    """Return the norm ``{name}.weight`` over the model width."""
     weight = parameters[f"{name}.weight"]
-    if config.wide_residual:
-        weight = weight.float()
-    if config.trunk.norm == "rms":
-        return RMSNorm(weight, config.trunk.norm_eps)
-    norm = RMSNorm if weight.dtype == torch.float32 else WideRMSNorm
-    return norm(weight.float() + 1.0, config.trunk.norm_eps)
+    return decoder.norm_of(config.trunk, weight.float() if config.wide_residual else weight)
 
 
 def attention_of(config: HybridConfig, block: int, layer_id: int, parameters: Parameters) -> Attention:
-    """Build a block's attention from ``{block}.qkv`` and ``{block}.out``, and for normed heads
-    ``{block}.q_norm`` and ``{block}.k_norm``."""
+    """Build a block's attention; see ``decoder.attention_of``."""
+    normed = GatedAttention if config.gated_attention else NormedAttention
     spec = config.trunk.layers[block]
-    qkv, out = linear(parameters, f"{block}.qkv"), linear(parameters, f"{block}.out")
-    if config.trunk.head_norms == "none":
-        return Attention(layer_id, spec, qkv, out)
-    q_norm, k_norm = (norm_of(config, parameters, f"{block}.{name}") for name in ("q_norm", "k_norm"))
-    attention = GatedAttention if config.gated_attention else NormedAttention
-    return attention(layer_id, spec, qkv, out, q_norm, k_norm)
+    return decoder.attention_of(config.trunk, block, spec, parameters, layer_id=layer_id, normed=normed)
 
 
 def only_attending(config: HybridConfig, table: Mapping[str, Place]) -> dict[str, Place]:
@@ -234,15 +179,13 @@ def respelled(table: Mapping[str, Place], spellings: Mapping[str, str]) -> dict[
     return found
 
 
-def read_kinds(fields: ConfigFields, num_blocks: int, known: Mapping[str, bool]) -> tuple[int, ...]:
-    """Read the blocks with attention from ``layer_types``; unknown kinds are ``Unsupported``."""
-    kinds = fields.get("layer_types")
-    if not isinstance(kinds, list) or len(kinds) != num_blocks:
-        raise fields.error("layer_types", f"a list of {num_blocks} strings")
-    for block, kind in enumerate(kinds):
-        if not isinstance(kind, str) or kind not in known:
-            raise Unsupported(f"{fields.source}: layer_types[{block}] is {kind!r}; expected one of {list(known)}")
-    return tuple(block for block, kind in enumerate(kinds) if known[kind])
+def split_blocks(attends: Sequence[bool]) -> dict[str, Any]:
+    """Return the fields of ``HybridConfig`` for blocks of attention or else of a mixer."""
+    return {
+        "num_blocks": len(attends),
+        "attending": tuple(block for block, one in enumerate(attends) if one),
+        "recurrent": tuple(block for block, one in enumerate(attends) if not one),
+    }
 
 
 def read_taps(fields: ConfigFields, name: str, default: int) -> int:

@@ -11,23 +11,17 @@ from typing import Any
 
 from quire.models.checkpoint import NameTable, Place
 from quire.models.config_fields import ConfigFields, refuse_unsupported
-from quire.models.decoder import DecoderConfig, Parameters, gated_mlp, linear
-from quire.models.geometry import DecoderGeometry, read_geometry, rope_of
+from quire.models.decoder import DecoderConfig, Parameters, linear
+from quire.models.geometry import DecoderGeometry, read_geometry, read_layer_types, rope_of
 from quire.models.hybrid_decoder import (
     HybridConfig,
-    HybridDecoder,
-    LayerIds,
-    MixedBlock,
-    attention_of,
-    norm_of,
     only_attending,
-    read_kinds,
     read_taps,
     respelled,
+    split_blocks,
 )
 from quire.models.mixture import read_layer_numbers
 from quire.models.tensor_names import Names, name_table
-from quire.nn.mixers import Mixer
 from quire.nn.short_conv import ShortConv, ShortConvShape
 
 KINDS: Mapping[str, bool] = {"full_attention": True, "conv": False}
@@ -51,15 +45,7 @@ class Lfm2Config(HybridConfig):
     conv_bias: bool = False
     """Biases of the convolutions and the projections around them."""
 
-    def own_fields(self) -> dict[str, Any]:
-        return {"conv_bias": self.conv_bias}
-
-
-class Lfm2(HybridDecoder[Lfm2Config]):
-    """``Lfm2ForCausalLM``."""
-
-    def __init__(self, config: Lfm2Config, parameters: Parameters, values: Mapping[str, Any]) -> None:
-        super().__init__(config, parameters, values, _block)
+    OWN = ("conv_bias",)
 
 
 def read_lfm2_config(values: Mapping[str, Any], max_model_len: int | None = None) -> Lfm2Config:
@@ -77,7 +63,6 @@ def read_lfm2_config(values: Mapping[str, Any], max_model_len: int | None = None
     fields.expect("use_pos_enc", True)
     for name in ("block_dim", "conv_dim", "conv_dim_out"):
         fields.expect(name, geometry.hidden_size)
-    attending = _attending(fields, geometry)
     config = Lfm2Config(
         trunk=DecoderConfig(
             **{**geometry.common(), "intermediate_size": _inner_size(fields, geometry)},
@@ -86,9 +71,7 @@ def read_lfm2_config(values: Mapping[str, Any], max_model_len: int | None = None
             head_norms="shared",
             tie_embeddings=fields.flag("tie_word_embeddings", True),
         ),
-        num_blocks=geometry.num_layers,
-        attending=attending,
-        recurrent=tuple(block for block in range(geometry.num_layers) if block not in attending),
+        **split_blocks(_attends(fields, geometry)),
         mixer=ShortConvShape(channels=geometry.hidden_size, taps=read_taps(fields, "conv_L_cache", 3)),
         conv_bias=fields.flag("conv_bias", False),
     )
@@ -96,12 +79,11 @@ def read_lfm2_config(values: Mapping[str, Any], max_model_len: int | None = None
     return config
 
 
-def _attending(fields: ConfigFields, geometry: DecoderGeometry) -> tuple[int, ...]:
+def _attends(fields: ConfigFields, geometry: DecoderGeometry) -> Sequence[bool]:
     listed = read_layer_numbers(fields, "full_attn_idxs", geometry.num_layers)
-    kinds = fields.get("layer_types")
-    if kinds is None:
-        return tuple(range(geometry.num_layers) if fields.get("full_attn_idxs") is None else sorted(listed))
-    return read_kinds(fields, geometry.num_layers, KINDS)
+    all_do = fields.get("full_attn_idxs") is None
+    by_number = [all_do or block in listed for block in range(geometry.num_layers)]
+    return read_layer_types(fields, geometry.num_layers, KINDS) or by_number
 
 
 def _inner_size(fields: ConfigFields, geometry: DecoderGeometry) -> int:
@@ -134,16 +116,9 @@ def lfm2_spellings(config: Lfm2Config) -> Sequence[NameTable]:
     return (table,)
 
 
-def _block(config: Lfm2Config, block: int, ids: LayerIds, parameters: Parameters) -> MixedBlock:
-    mixer: Mixer
-    if ids.attention is not None:
-        mixer = attention_of(config, block, ids.attention, parameters)
-    else:
-        assert ids.recurrent is not None
-        name = f"{block}.mixer"
-        conv_EW = parameters[f"{name}.conv.weight"].view(config.mixer.channels, config.mixer.taps)
-        bias_E = parameters.get(f"{name}.conv.bias")
-        project, out = linear(parameters, f"{name}.project"), linear(parameters, f"{name}.out")
-        mixer = ShortConv(ids.recurrent, project, conv_EW, bias_E, out)
-    norm, mlp_norm = (norm_of(config, parameters, f"{block}.{name}") for name in ("attention_norm", "mlp_norm"))
-    return MixedBlock(norm, mixer, mlp_norm, gated_mlp(config.trunk, block, parameters))
+def short_conv(config: Lfm2Config, block: int, layer_id: int, parameters: Parameters) -> ShortConv:
+    """Build a block's mixer."""
+    name = f"{block}.mixer"
+    conv_EW = parameters[f"{name}.conv.weight"].view(config.mixer.channels, config.mixer.taps)
+    project, out = linear(parameters, f"{name}.project"), linear(parameters, f"{name}.out")
+    return ShortConv(layer_id, project, conv_EW, parameters.get(f"{name}.conv.bias"), out)

@@ -7,16 +7,12 @@ transformers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from quire.errors import Unsupported
-from quire.models.config_fields import ConfigFields, refuse_unsupported
+from quire.models.config_fields import ConfigFields, config_reader
 from quire.models.decoder import DecoderConfig
 from quire.models.geometry import (
     DecoderGeometry,
     expect_layer_types,
-    read_activation,
     read_geometry,
     read_layer_types,
     read_window,
@@ -24,13 +20,10 @@ from quire.models.geometry import (
     windows_of,
 )
 
-DEFAULT_RMS_NORM_EPS = 1e-6
-"""The default of transformers in all four families."""
 
-
-def read_llama_config(values: Mapping[str, Any], max_model_len: int | None = None) -> DecoderConfig:
+@config_reader
+def read_llama_config(fields: ConfigFields, max_model_len: int | None) -> DecoderConfig:
     """Read ``LlamaForCausalLM``: biases by ``attention_bias`` (q, k, v and o) and ``mlp_bias``."""
-    fields = ConfigFields(values)
     geometry = read_geometry(fields, "LlamaForCausalLM", "llama", max_model_len)
     window = read_window(fields, None)
     if window is not None and window < geometry.max_position:
@@ -39,60 +32,38 @@ def read_llama_config(values: Mapping[str, Any], max_model_len: int | None = Non
             f"a window at least as long as max_position_embeddings ({geometry.max_position})"
         )
     expect_layer_types(fields, (False,) * geometry.num_layers)
-    bias = fields.flag("attention_bias", False)
-    config = DecoderConfig(
-        **_common(fields, geometry),
+    return DecoderConfig(
+        **geometry.usual(fields),
         layers=geometry.layers(rope_of(fields, geometry)),
-        qkv_bias=bias,
-        out_bias=bias,
         mlp_bias=fields.flag("mlp_bias", False),
     )
-    refuse_unsupported(fields)
-    return config
 
 
-def read_mistral_config(values: Mapping[str, Any], max_model_len: int | None = None) -> DecoderConfig:
+@config_reader
+def read_mistral_config(fields: ConfigFields, max_model_len: int | None) -> DecoderConfig:
     """Read ``MistralForCausalLM``: no biases; ``sliding_window`` 4,096 by default."""
-    fields = ConfigFields(values)
     geometry = read_geometry(fields, "MistralForCausalLM", "mistral", max_model_len, kv_heads_required=True)
     window = read_window(fields, 4096)
     expect_layer_types(fields, (window is not None,) * geometry.num_layers)
-    config = DecoderConfig(
-        **_common(fields, geometry),
-        layers=geometry.layers(rope_of(fields, geometry), window),
-    )
-    refuse_unsupported(fields)
-    return config
+    layers = geometry.layers(rope_of(fields, geometry), window)
+    return DecoderConfig(**geometry.usual(fields, qkv_bias=False), layers=layers)
 
 
-def read_qwen2_config(values: Mapping[str, Any], max_model_len: int | None = None) -> DecoderConfig:
+@config_reader
+def read_qwen2_config(fields: ConfigFields, max_model_len: int | None) -> DecoderConfig:
     """Read ``Qwen2ForCausalLM``: q, k and v have biases, o none, for any ``attention_bias``."""
-    fields = ConfigFields(values)
     fields.get("attention_bias")
     geometry = read_geometry(fields, "Qwen2ForCausalLM", "qwen2", max_model_len, kv_heads_required=True)
-    config = DecoderConfig(
-        **_common(fields, geometry),
-        layers=geometry.layers(rope_of(fields, geometry), qwen_windows(fields, geometry)),
-        qkv_bias=True,
-    )
-    refuse_unsupported(fields)
-    return config
+    layers = geometry.layers(rope_of(fields, geometry), qwen_windows(fields, geometry))
+    return DecoderConfig(**geometry.usual(fields, qkv_bias=True), layers=layers)
 
 
-def read_qwen3_config(values: Mapping[str, Any], max_model_len: int | None = None) -> DecoderConfig:
+@config_reader
+def read_qwen3_config(fields: ConfigFields, max_model_len: int | None) -> DecoderConfig:
     """Read ``Qwen3ForCausalLM``: head norms, ``attention_bias``, a default ``head_dim`` of 128."""
-    fields = ConfigFields(values)
     geometry = read_geometry(fields, "Qwen3ForCausalLM", "qwen3", max_model_len, kv_heads_required=True, head_dim=128)
-    bias = fields.flag("attention_bias", False)
-    config = DecoderConfig(
-        **_common(fields, geometry),
-        layers=geometry.layers(rope_of(fields, geometry), qwen_windows(fields, geometry)),
-        qkv_bias=bias,
-        out_bias=bias,
-        head_norms="shared",
-    )
-    refuse_unsupported(fields)
-    return config
+    layers = geometry.layers(rope_of(fields, geometry), qwen_windows(fields, geometry))
+    return DecoderConfig(**geometry.usual(fields), layers=layers, head_norms="shared")
 
 
 def qwen_windows(fields: ConfigFields, geometry: DecoderGeometry) -> tuple[int | None, ...]:
@@ -102,16 +73,6 @@ def qwen_windows(fields: ConfigFields, geometry: DecoderGeometry) -> tuple[int |
     first = fields.whole("max_window_layers", 28)
     if not fields.flag("use_sliding_window", False):
         window = None
-    windowed = read_layer_types(fields, geometry.num_layers)
-    if windowed is None:
-        windowed = tuple(window is not None and layer >= first for layer in range(geometry.num_layers))
+    later = tuple(window is not None and layer >= first for layer in range(geometry.num_layers))
+    windowed = read_layer_types(fields, geometry.num_layers) or later
     return windows_of(fields, windowed, window)
-
-
-def _common(fields: ConfigFields, geometry: DecoderGeometry) -> dict[str, Any]:
-    return {
-        **geometry.common(),
-        "norm_eps": fields.number("rms_norm_eps", DEFAULT_RMS_NORM_EPS),
-        "activation": read_activation(fields),
-        "tie_embeddings": fields.flag("tie_word_embeddings", False),
-    }

@@ -65,7 +65,7 @@ def load_model(
     family = family_of(values)
     config = family.read_config(values, max_model_len)
     with Checkpoint(path) as checkpoint:
-        num_layers = family.num_layers(config)
+        num_layers = config.num_layers
         if num_layers > len(checkpoint.tensors):  # Also bounds the table that a damaged config.json could ask for.
             raise CheckpointError(
                 f"{path}: config.json says {num_layers} layers, but there are {len(checkpoint.tensors)} tensors"

@@ -10,21 +10,23 @@ Letters: T tokens, E model width, Z columns of a mixer's projection.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from quire.contracts.model import Pass
 from quire.models.blocks import Norm
 from quire.models.checkpoint import NameTable, Place
-from quire.models.config_fields import ConfigFields, refuse_unsupported
+from quire.models.config_fields import ConfigFields, config_reader
 from quire.models.decoder import ActivationName, DecoderConfig, Parameters, linear
 from quire.models.geometry import MAX_LAYERS, read_activation
-from quire.models.hybrid_decoder import HybridConfig, HybridDecoder, LayerIds, norm_of, read_taps
+from quire.models.hybrid_decoder import HybridConfig, LayerIds, norm_of, read_taps
 from quire.models.tensor_names import IgnorableNames
-from quire.nn.mamba import Mamba2Mixer, Mamba2Shape, Mamba2Weights
+from quire.nn.mamba import Mamba2Mixer, Mamba2Shape
+from quire.nn.mlp import ACTIVATIONS
 from quire.nn.norm import GatedRMSNorm
 
 UNBOUNDED = 1 << 20
@@ -48,41 +50,34 @@ class MambaConfig(HybridConfig):
     norm_groups: int = 1
     """Groups of channels, each normed by itself."""
 
-    def own_fields(self) -> dict[str, Any]:
-        names = ("activation", "project_bias", "out_bias", "conv_bias", "gated_norm", "gate_first", "norm_groups")
-        return {name: getattr(self, name) for name in names}
+    OWN: ClassVar[tuple[str, ...]] = (
+        "activation",
+        "project_bias",
+        "out_bias",
+        "conv_bias",
+        "gated_norm",
+        "gate_first",
+        "norm_groups",
+    )
 
 
+@dataclass(slots=True, eq=False)
 class BareBlock:
-    """``x + mixer(norm(x))``."""
+    """``x + mixer(norm(x))``, over a residual stream of perhaps wider dtype than the mixer's."""
 
-    __slots__ = ("_dtype", "mixer", "norm")
-
-    def __init__(self, norm: Norm, mixer: Mamba2Mixer) -> None:
-        """Set the parts; ``norm`` may read a residual stream of wider dtype than the mixer's."""
-        self.norm = norm
-        self.mixer = mixer
-        self._dtype = mixer.conv_CW.dtype
+    norm: Norm
+    mixer: Mamba2Mixer
+    dtype: torch.dtype
+    """The mixer's."""
 
     def __call__(self, x_TE: Tensor, pass_: Pass) -> Tensor:
         """Map ``[T, E]`` to a fresh ``[T, E]``; leave ``x`` unchanged."""
-        return self.mixer(self.norm(x_TE).to(self._dtype), pass_) + x_TE
-
-    def pack(self) -> None:
-        """Replace each linear map by its packed form where it has one."""
-        self.mixer.pack()
+        return self.mixer(self.norm(x_TE).to(self.dtype), pass_) + x_TE
 
 
-class Mamba2Model(HybridDecoder[MambaConfig]):
-    """``Mamba2ForCausalLM``."""
-
-    def __init__(self, config: MambaConfig, parameters: Parameters, values: Mapping[str, Any]) -> None:
-        super().__init__(config, parameters, values, _block)
-
-
-def read_mamba2_config(values: Mapping[str, Any], max_model_len: int | None = None) -> MambaConfig:
+@config_reader
+def read_mamba2_config(fields: ConfigFields, max_model_len: int | None) -> MambaConfig:
     """Read ``Mamba2ForCausalLM`` with the defaults of transformers for missing sizes."""
-    fields = ConfigFields(values)
     if fields.get("model_type") not in (None, "mamba2"):
         raise fields.error("model_type", "'mamba2', which goes with Mamba2ForCausalLM")
     hidden_size, num_blocks = fields.count("hidden_size"), fields.count("num_hidden_layers")
@@ -105,7 +100,7 @@ def read_mamba2_config(values: Mapping[str, Any], max_model_len: int | None = No
     fields.get("chunk_size")
     bias = fields.flag("use_bias", False)
     activation = read_activation(fields)
-    config = MambaConfig(
+    return MambaConfig(
         trunk=DecoderConfig(
             architecture="Mamba2ForCausalLM",
             vocab_size=fields.count("vocab_size"),
@@ -128,8 +123,6 @@ def read_mamba2_config(values: Mapping[str, Any], max_model_len: int | None = No
         conv_bias=fields.flag("use_conv_bias", True),
         norm_groups=shape.num_groups,
     )
-    refuse_unsupported(fields)
-    return config
 
 
 def mamba2_spellings(config: MambaConfig) -> Sequence[NameTable]:
@@ -151,10 +144,11 @@ def mamba2_ignorable_names(config: MambaConfig) -> IgnorableNames:
     return IgnorableNames(names=frozenset({"lm_head.weight"} if config.trunk.tie_embeddings else ()))
 
 
-def _block(config: MambaConfig, block: int, ids: LayerIds, parameters: Parameters) -> BareBlock:
+def bare_block(config: MambaConfig, block: int, ids: LayerIds, parameters: Parameters) -> BareBlock:
+    """Build a block of a mixer alone."""
     assert ids.recurrent is not None
     mixer = mamba_of(config, block, ids.recurrent, parameters)
-    return BareBlock(norm_of(config, parameters, f"{block}.mixer_norm"), mixer)
+    return BareBlock(norm_of(config, parameters, f"{block}.mixer_norm"), mixer, mixer.conv_CW.dtype)
 
 
 def read_step_limit(fields: ConfigFields) -> tuple[float, float | None]:
@@ -215,17 +209,21 @@ def mamba_of(
 ) -> Mamba2Mixer:
     """Build a block's mixer; ``scale_Z`` holds factors of its projection's columns."""
     name, shape = f"{block}.mixer", config.mixer
-    weights = Mamba2Weights(
-        project=linear(parameters, f"{name}.project"),
-        conv_CW=parameters[f"{name}.conv.weight"].view(shape.channels, shape.taps),
-        conv_bias_C=parameters.get(f"{name}.conv.bias"),
-        step_bias_H=parameters[f"{name}.step_bias"],
-        log_a_H=parameters[f"{name}.log_a"],
-        skip_H=parameters[f"{name}.skip"],
-        out=linear(parameters, f"{name}.out"),
-    )
     norm = None
     if config.gated_norm:
         weight = parameters[f"{name}.norm.weight"]
         norm = GatedRMSNorm(weight, config.trunk.norm_eps, groups=config.norm_groups, gate_first=config.gate_first)
-    return Mamba2Mixer(layer_id, shape, weights, norm, activation=config.activation, scale_Z=scale_Z)
+    return Mamba2Mixer(
+        layer_id=layer_id,
+        shape=shape,
+        project=linear(parameters, f"{name}.project"),
+        scale_Z=scale_Z,
+        conv_CW=parameters[f"{name}.conv.weight"].view(shape.channels, shape.taps),
+        conv_bias_C=parameters.get(f"{name}.conv.bias"),
+        activation=ACTIVATIONS[config.activation],
+        step_bias_H=parameters[f"{name}.step_bias"],
+        log_a_H=parameters[f"{name}.log_a"],
+        skip_H=parameters[f"{name}.skip"],
+        norm=norm,
+        out=linear(parameters, f"{name}.out"),
+    )

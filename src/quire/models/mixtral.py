@@ -6,36 +6,28 @@ transformers writes them. transformers 5 can also stack them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from quire.models.checkpoint import NameTable
-from quire.models.config_fields import ConfigFields, refuse_unsupported
-from quire.models.geometry import expect_layer_types, read_activation, read_geometry, read_window, rope_of
+from quire.models.config_fields import ConfigFields, config_reader
+from quire.models.geometry import expect_layer_types, read_geometry, read_window, rope_of
 from quire.models.mixture import MixtureConfig, mixture_names, pass_over_training, read_num_experts
 from quire.ops.experts import Routing
 
 
-def read_mixtral_config(values: Mapping[str, Any], max_model_len: int | None = None) -> MixtureConfig:
+@config_reader
+def read_mixtral_config(fields: ConfigFields, max_model_len: int | None) -> MixtureConfig:
     """Read ``MixtralForCausalLM``: no biases; one window for all layers, off by default."""
-    fields = ConfigFields(values)
     geometry = read_geometry(fields, "MixtralForCausalLM", "mixtral", max_model_len, kv_heads_required=True)
     window = read_window(fields, None)
     expect_layer_types(fields, (window is not None,) * geometry.num_layers)
     num_experts, top_k = read_num_experts(fields, "num_local_experts", "num_experts")
     pass_over_training(fields)
-    config = MixtureConfig(
-        **geometry.common(),
+    return MixtureConfig(
+        **geometry.usual(fields, 1e-5, qkv_bias=False),
         layers=geometry.layers(rope_of(fields, geometry, theta_default=1_000_000.0), window),
-        norm_eps=fields.number("rms_norm_eps", 1e-5),
-        activation=read_activation(fields),
-        tie_embeddings=fields.flag("tie_word_embeddings", False),
         num_experts=num_experts,
         expert_size=geometry.intermediate_size,
         routing=Routing(top_k=top_k, renormalise=True),
     )
-    refuse_unsupported(fields)
-    return config
 
 
 def mixtral_spellings(config: MixtureConfig) -> tuple[NameTable, ...]:

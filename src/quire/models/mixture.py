@@ -20,8 +20,8 @@ from quire.models.checkpoint import Place
 from quire.models.config_fields import ConfigFields
 from quire.models.decoder import DecoderConfig, Parameters, gated_mlp, linear
 from quire.models.tensor_names import mlp_names, trunk_names
-from quire.nn.experts import ActivatedGate, ExpertLinear, Experts, MixtureOfExperts, Router, SharedExpert
-from quire.nn.mlp import GatedMLP
+from quire.nn.experts import ActivatedGate, ExpertLinear, Experts, Gate, MixtureOfExperts, Router, SharedExpert
+from quire.nn.mlp import ACTIVATIONS
 from quire.ops.experts import Routing
 
 MAX_EXPERTS = 4096
@@ -78,16 +78,10 @@ def mixture_mlp(config: MixtureConfig, layer: int, parameters: Parameters) -> Fe
     """Build the feed-forward part of a layer: experts, or a dense layer's plain MLP."""
     if layer in config.dense_layers:
         return gated_mlp(config, layer, parameters)
-    experts = Experts(
-        expert_linear(config, parameters, f"{layer}.experts.gate_up", 2 * config.expert_size, config.hidden_size),
-        expert_linear(config, parameters, f"{layer}.experts.down", config.hidden_size, config.expert_size),
-        ActivatedGate(config.activation),
-    )
+    experts = experts_of(config, layer, parameters, ActivatedGate(ACTIVATIONS[config.activation]))
     shared = None
     if config.shared_size:
-        mlp = GatedMLP(
-            linear(parameters, f"{layer}.shared.gate_up"), linear(parameters, f"{layer}.shared.down"), config.activation
-        )
+        mlp = gated_mlp(config, layer, parameters, f"{layer}.shared")
         shared = SharedExpert(mlp, linear(parameters, f"{layer}.shared_gate") if config.shared_gate else None)
     return MixtureOfExperts(router(config, layer, parameters), experts, shared)
 
@@ -104,10 +98,18 @@ def router(config: MixtureConfig, layer: int, parameters: Parameters) -> Router:
     )
 
 
-def expert_linear(config: MixtureConfig, parameters: Parameters, name: str, outs: int, ins: int) -> ExpertLinear:
-    """Build X maps: ``{name}.weight``, viewed as ``[X, outs, ins]``, and ``.bias [X, outs]``."""
-    weight = parameters[f"{name}.weight"].view(config.num_experts, outs, ins)
-    return ExpertLinear(weight, parameters.get(f"{name}.bias"))
+def experts_of(config: MixtureConfig, layer: int, parameters: Parameters, gate: Gate) -> Experts:
+    """Build a layer's experts from ``{layer}.experts.gate_up.weight``, viewed as ``[X, 2F, E]``,
+    ``down.weight``, as ``[X, E, F]``, and their ``.bias [X, rows]``, if there are any."""
+    maps = []
+    for part, outs, ins in (
+        ("gate_up", 2 * config.expert_size, config.hidden_size),
+        ("down", config.hidden_size, config.expert_size),
+    ):
+        name = f"{layer}.experts.{part}"
+        weight = parameters[f"{name}.weight"].view(config.num_experts, outs, ins)
+        maps.append(ExpertLinear(weight, parameters.get(f"{name}.bias")))
+    return Experts(maps[0], maps[1], gate)
 
 
 def mixture_names(

@@ -11,7 +11,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping, Sized
+from collections.abc import Callable, Mapping, Sized
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
@@ -74,6 +74,7 @@ SHOWN = 120
 """Characters of a file's names and values in messages."""
 
 Held = TypeVar("Held", bound=Sized)
+N = TypeVar("N", int, float)
 Names: TypeAlias = tuple[str, ...] | str
 """Endings of module names, or one regular expression for a whole name."""
 
@@ -232,8 +233,8 @@ def parse_lora_config(values: Mapping[str, Any], source: str = CONFIG_FILE) -> L
         excluded=fields.names("exclude_modules"),
         layers=layers,
         layer_lists=layer_lists,
-        ranks={key: fields.count_in("rank_pattern", key) for key in fields.patterns("rank_pattern")},
-        alphas={key: fields.finite_in("alpha_pattern", key) for key in fields.patterns("alpha_pattern")},
+        ranks=fields.by_pattern("rank_pattern", _LoraFields.count),
+        alphas=fields.by_pattern("alpha_pattern", _LoraFields.finite),
         whole=fields.strings("modules_to_save"),
     )
     fields.check_patterns(config)
@@ -288,23 +289,22 @@ class _LoraFields(ConfigFields):
             label = name if name.isidentifier() and len(name) < SHOWN else shown(name)
             raise Unsupported(f"{self.source}: {label} is {text}: {what}; expected null or false")
 
-    def finite(self, name: str, default: float) -> float:
+    def finite(self, name: str, default: float | None = None) -> float:
         """Read any finite number."""
-        return default if self.get(name) is None else self._finite(self.get(name), name)
-
-    def finite_in(self, name: str, key: str) -> float:
-        """Read a finite number of an object."""
-        return self._finite(self.mapping(name)[key], f"{name}[{shown(key)}]")
-
-    def count_in(self, name: str, key: str) -> int:
-        """Read an integer of 1 or more of an object."""
-        label = f"{name}[{shown(key)}]"
-        return _LoraFields({label: self.mapping(name)[key]}, self.source).count(label)
-
-    def _finite(self, value: object, name: str) -> float:
+        value = self.get(name)
+        if value is None and default is not None:
+            return default
         if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= 1e30:
-            raise CheckpointError(f"{self.source}: {name} is {shown(value)}; expected a finite number")
+            raise self.error(name, "a finite number")
         return float(value)
+
+    def by_pattern(self, name: str, read: Callable[[_LoraFields, str], N]) -> dict[str, N]:
+        """Read the values of an object whose keys are regular expressions."""
+        found = {}
+        for key, value in self._few(name, self.mapping(name)).items():
+            label = f"{name}[{shown(key)}]"
+            found[key] = read(_LoraFields({label: value}, self.source), label)
+        return found
 
     def strings(self, name: str, *, single: bool = False) -> tuple[str, ...]:
         """Read a list of nonempty strings (null: none), or with ``single`` perhaps one string."""
@@ -316,10 +316,6 @@ class _LoraFields(ConfigFields):
         if not isinstance(value, list) or not all(isinstance(one, str) and one for one in value):
             raise self.error(name, "a list of strings")
         return tuple(self._few(name, value))
-
-    def patterns(self, name: str) -> Mapping[str, Any]:
-        """Read an object whose keys are regular expressions."""
-        return self._few(name, self.mapping(name))
 
     def targets(self, name: str) -> Names:
         """Read names; raise ``Unsupported`` if there are none and PEFT would choose some."""

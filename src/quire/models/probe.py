@@ -20,7 +20,7 @@ from torch import Tensor
 
 from quire.contracts.attention import Scoring
 from quire.contracts.layers import FullAttention, WindowedAttention
-from quire.contracts.model import LatentExpansion, Model
+from quire.contracts.model import Model
 from quire.errors import CheckpointError, Unsupported
 from quire.ops.attention import masked_scores, weigh
 
@@ -254,13 +254,14 @@ class ProbeCache:
         self.k = [torch.empty(0, device=device)] * len(specs)
         self.v = [torch.empty(0, device=device)] * len(specs)
 
-    def open(self, start: int, stop: int, other: int) -> NaivePass:
-        """Open a pass: positions ``start..stop - 1`` of one, ``other`` tokens of a new sequence."""
+    def open(self, start: int, stop: int, other: int) -> Any:
+        """Open a pass: positions ``start..stop - 1`` of one, ``other`` tokens of a new sequence. It
+        has what ``attend_in_pass`` and ``FallbackModel`` use of a ``contracts.model.Pass``."""
         return NaivePass(self, start, stop, other)
 
 
 class NaivePass:
-    """A ``contracts.model.Pass`` over ``ProbeCache``."""
+    """The pass of ``ProbeCache.open``."""
 
     def __init__(self, rows: ProbeCache, start: int, stop: int, other: int) -> None:
         self.rows = rows
@@ -285,51 +286,6 @@ class NaivePass:
         a = naive(spec, q_THD[:count], k, v, self.first_T, keys)
         b = naive(spec, q_THD[count:], k_THD[count:], v_THD[count:], self.other_T, self.other_T)
         return torch.cat((a, b))
-
-    def attend_qkv(self, layer_id: int, qkv_TC: Tensor) -> Tensor:
-        """See ``contracts.model.Pass``."""
-        spec = self.rows.specs[layer_id]
-        sizes = [spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim, spec.num_kv_heads * spec.value_dim]
-        q_TC, k_TC, v_TC = torch.split(qkv_TC, sizes, -1)
-        return self.attend(
-            layer_id,
-            q_TC.view(-1, spec.num_heads, spec.head_dim),
-            k_TC.view(-1, spec.num_kv_heads, spec.head_dim),
-            v_TC.view(-1, spec.num_kv_heads, spec.value_dim),
-        )
-
-    def attend_shared(self, source_layer_id: int, q_THD: Tensor) -> Tensor:
-        """Raise ``Unsupported``; the probed models have no such layers."""
-        raise Unsupported(f"layer {source_layer_id} is shared; the fallback has no shared layers")
-
-    def attend_latent(self, layer_id: int, q_THD: Tensor, rows_TR: Tensor, expansion: LatentExpansion) -> Tensor:
-        """Raise ``Unsupported``; the probed models have no such layers."""
-        raise Unsupported(f"layer {layer_id} has latent rows; the fallback keeps K and V")
-
-    def attend_cross(self, layer_id: int, q_THD: Tensor) -> Tensor:
-        """Raise ``Unsupported``; the probed models have no such layers."""
-        raise Unsupported(f"layer {layer_id} reads an encoder; the fallback has decoders only")
-
-    def linear_attention(
-        self,
-        layer_id: int,
-        state_id: int,
-        q_THK: Tensor,
-        k_THK: Tensor,
-        v_THV: Tensor,
-        *,
-        scale: float = 1.0,
-        log_decay: Tensor | None = None,
-        beta_TH: Tensor | None = None,
-    ) -> Tensor:
-        """Raise ``Unsupported``; the probed models have no such layers."""
-        raise Unsupported(f"layer {layer_id} is recurrent; the fallback keeps K and V")
-
-    def convolve(
-        self, layer_id: int, state_id: int, x_TC: Tensor, weight_CW: Tensor, bias_C: Tensor | None = None
-    ) -> Tensor:
-        """Raise ``Unsupported``; the probed models have no such layers."""
-        raise Unsupported(f"layer {layer_id} is recurrent; the fallback keeps K and V")
 
 
 def watch(causal: Any, length: int, what: str) -> Probe:

@@ -17,32 +17,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quire.models.blocks import FeedForward
 from quire.models.checkpoint import NameTable, Place
 from quire.models.config_fields import ConfigFields, refuse_unsupported
-from quire.models.decoder import DecoderConfig, Parameters, gated_mlp, linear
-from quire.models.geometry import DecoderGeometry, read_activation, read_geometry, rope_of
-from quire.models.hybrid_decoder import (
-    HybridConfig,
-    HybridDecoder,
-    LayerIds,
-    MixedBlock,
-    attention_of,
-    norm_of,
-    read_kinds,
-    read_taps,
-)
+from quire.models.decoder import DecoderConfig, Parameters, linear
+from quire.models.geometry import DecoderGeometry, read_geometry, read_layer_types, rope_of
+from quire.models.hybrid_decoder import HybridConfig, read_taps, split_blocks
 from quire.models.mixture import (
     MixtureConfig,
-    mixture_mlp,
     mixture_names,
     pass_over_training,
     read_layer_numbers,
     read_num_experts,
 )
 from quire.models.tensor_names import LLAMA_NAMES, IgnorableNames, ignorable_names, name_table
-from quire.nn.delta import DeltaShape, DeltaWeights, GatedDeltaNet
-from quire.nn.mixers import Mixer
+from quire.nn.delta import DeltaShape, GatedDeltaNet
+from quire.nn.mlp import ACTIVATIONS
 from quire.nn.norm import GatedRMSNorm
 from quire.ops.experts import Routing
 
@@ -62,14 +51,6 @@ class DeltaConfig(HybridConfig):
     head (Qwen3-Next). Otherwise queries, keys and values, gates, and both rates have one each."""
     prefix: str = "model."
     """Prefix of the names of all tensors but the head's."""
-
-
-class DeltaModel(HybridDecoder[DeltaConfig]):
-    """``Qwen3NextForCausalLM``; ``Qwen3_5ForCausalLM``, ``Qwen3_5MoeForCausalLM`` and both
-    ``ForConditionalGeneration``."""
-
-    def __init__(self, config: DeltaConfig, parameters: Parameters, values: Mapping[str, Any]) -> None:
-        super().__init__(config, parameters, values, _block)
 
 
 def read_qwen3_next_config(values: Mapping[str, Any], max_model_len: int | None = None) -> DeltaConfig:
@@ -154,18 +135,8 @@ def _geometry(fields: ConfigFields, architecture: str, model_type: str, max_mode
 
 
 def _trunk(fields: ConfigFields, geometry: DecoderGeometry) -> dict[str, Any]:
-    bias = fields.flag("attention_bias", False)
-    return {
-        **geometry.common(),
-        "layers": geometry.layers(rope_of(fields, geometry, partial_default=0.25)),
-        "norm": "offset_rms",
-        "norm_eps": fields.number("rms_norm_eps", 1e-6),
-        "head_norms": "shared",
-        "activation": read_activation(fields),
-        "tie_embeddings": fields.flag("tie_word_embeddings", False),
-        "qkv_bias": bias,
-        "out_bias": bias,
-    }
+    layers = geometry.layers(rope_of(fields, geometry, partial_default=0.25))
+    return {**geometry.usual(fields), "layers": layers, "norm": "offset_rms", "head_norms": "shared"}
 
 
 def _experts(fields: ConfigFields, *, renormalise: bool) -> dict[str, Any]:
@@ -185,10 +156,8 @@ def _config(fields: ConfigFields, trunk: DecoderConfig, *, interleaved: bool) ->
     fields.expect("attn_output_gate", True)
     fields.expect("mamba_ssm_dtype", "float32")
     interval = fields.count("full_attention_interval", 4)
-    if fields.get("layer_types") is None:
-        attending = tuple(block for block in range(trunk.num_layers) if (block + 1) % interval == 0)
-    else:
-        attending = read_kinds(fields, trunk.num_layers, KINDS)
+    by_number = [(block + 1) % interval == 0 for block in range(trunk.num_layers)]
+    attends = read_layer_types(fields, trunk.num_layers, KINDS) or by_number
     shape = DeltaShape(
         num_key_heads=fields.count("linear_num_key_heads", 16),
         num_value_heads=fields.count("linear_num_value_heads", 32),
@@ -200,9 +169,7 @@ def _config(fields: ConfigFields, trunk: DecoderConfig, *, interleaved: bool) ->
         raise fields.error("linear_num_value_heads", f"a multiple of linear_num_key_heads ({shape.num_key_heads})")
     config = DeltaConfig(
         trunk=trunk,
-        num_blocks=trunk.num_layers,
-        attending=attending,
-        recurrent=tuple(block for block in range(trunk.num_layers) if block not in attending),
+        **split_blocks(attends),
         mixer=shape,
         gated_attention=True,
         interleaved=interleaved,
@@ -302,24 +269,8 @@ def _delta_names(config: DeltaConfig, block: int) -> dict[str, Place]:
     return table
 
 
-def _block(config: DeltaConfig, block: int, ids: LayerIds, parameters: Parameters) -> MixedBlock:
-    mixer: Mixer
-    if ids.attention is not None:
-        mixer = attention_of(config, block, ids.attention, parameters)
-    else:
-        assert ids.recurrent is not None
-        mixer = _delta_net(config, block, ids.recurrent, parameters)
-    norm, mlp_norm = (norm_of(config, parameters, f"{block}.{name}") for name in ("attention_norm", "mlp_norm"))
-    return MixedBlock(norm, mixer, mlp_norm, _mlp(config.trunk, block, parameters))
-
-
-def _mlp(trunk: DecoderConfig, block: int, parameters: Parameters) -> FeedForward:
-    if isinstance(trunk, MixtureConfig):
-        return mixture_mlp(trunk, block, parameters)
-    return gated_mlp(trunk, block, parameters)
-
-
-def _delta_net(config: DeltaConfig, block: int, layer_id: int, parameters: Parameters) -> GatedDeltaNet:
+def delta_net(config: DeltaConfig, block: int, layer_id: int, parameters: Parameters) -> GatedDeltaNet:
+    """Build a block's mixer."""
     name, shape = f"{block}.mixer", config.mixer
     project, rates = linear(parameters, f"{name}.project"), linear(parameters, f"{name}.rates")
     if config.interleaved:
@@ -329,16 +280,18 @@ def _delta_net(config: DeltaConfig, block: int, layer_id: int, parameters: Param
         values = served * shape.value_dim
         gather_parts_(project.weight, shape.num_key_heads, (shape.key_dim, shape.key_dim, values, values))
         gather_parts_(rates.weight, shape.num_key_heads, (served, served))
-    weights = DeltaWeights(
+    return GatedDeltaNet(
+        layer_id=layer_id,
+        shape=shape,
         project=project,
         rates=rates,
         conv_CW=parameters[f"{name}.conv.weight"].view(shape.channels, shape.taps),
+        activation=ACTIVATIONS[config.trunk.activation],
         step_bias_H=parameters[f"{name}.step_bias"],
         log_a_H=parameters[f"{name}.log_a"],
+        norm=GatedRMSNorm(parameters[f"{name}.norm.weight"], config.trunk.norm_eps, gate_first=False),
         out=linear(parameters, f"{name}.out"),
     )
-    norm = GatedRMSNorm(parameters[f"{name}.norm.weight"], config.trunk.norm_eps, gate_first=False)
-    return GatedDeltaNet(layer_id, shape, weights, norm, activation=config.trunk.activation)
 
 
 def gather_parts_(weight_RE: Tensor, heads: int, parts: Sequence[int]) -> None:

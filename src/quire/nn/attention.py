@@ -7,6 +7,7 @@ Letters: T tokens, E model width, Hq, Hkv query and KV heads, Dk, Dv head sizes,
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -14,56 +15,41 @@ from torch import Tensor
 from quire.contracts.layers import FullAttention, WindowedAttention
 from quire.contracts.model import Pass
 from quire.nn.linear import Linear
-from quire.nn.packed import packed
 
 
+@dataclass(slots=True, eq=False)
 class Attention:
     """Multi-head, grouped-query and multi-query attention.
 
     Rotation, windows, storage and the attention itself belong to the pass; ``spec`` tells it how.
     """
 
-    __slots__ = ("layer_id", "out", "qkv", "spec")
-
-    def __init__(self, layer_id: int, spec: FullAttention | WindowedAttention, qkv: Linear, out: Linear) -> None:
-        """Take maps ``qkv`` (E to C) and ``out`` (Hq*Dv to E)."""
-        self.layer_id = layer_id
-        self.spec = spec
-        self.qkv = qkv
-        self.out = out
+    layer_id: int
+    spec: FullAttention | WindowedAttention
+    qkv: Linear
+    """E to C"""
+    out: Linear
+    """Hq*Dv to E"""
 
     def __call__(self, x_TE: Tensor, pass_: Pass) -> Tensor:
         """Map ``[T, E]`` to a fresh ``[T, E]``; the pass stores K and V of these tokens."""
         return self.out(pass_.attend_qkv(self.layer_id, self.qkv(x_TE)).flatten(-2))
 
-    def pack(self) -> None:
-        """Replace each linear map by its packed form, where there is one."""
-        self.qkv, self.out = packed(self.qkv), packed(self.out)
 
-
+@dataclass(slots=True, eq=False)
 class NormedAttention(Attention):
     """Attention with normed query and key heads before rotation (Qwen3, Gemma 3, StableLM)."""
 
-    __slots__ = ("_sizes", "k_norm", "q_norm")
+    q_norm: Callable[[Tensor], Tensor]
+    """Maps ``[T, Hq, Dk]`` to a contiguous result."""
+    k_norm: Callable[[Tensor], Tensor]
+    """Maps ``[T, Hkv, Dk]`` to a contiguous result."""
+    _sizes: list[int] = field(init=False)
 
-    def __init__(
-        self,
-        layer_id: int,
-        spec: FullAttention | WindowedAttention,
-        qkv: Linear,
-        out: Linear,
-        q_norm: Callable[[Tensor], Tensor],
-        k_norm: Callable[[Tensor], Tensor],
-    ) -> None:
-        """Take norms of ``[T, Hq, Dk]`` and ``[T, Hkv, Dk]`` with contiguous results."""
-        super().__init__(layer_id, spec, qkv, out)
-        self.q_norm = q_norm
-        self.k_norm = k_norm
-        self._sizes = [
-            spec.num_heads * spec.head_dim,
-            spec.num_kv_heads * spec.head_dim,
-            spec.num_kv_heads * spec.value_dim,
-        ]
+    def __post_init__(self) -> None:
+        spec = self.spec
+        kv_heads = spec.num_kv_heads
+        self._sizes = [spec.num_heads * spec.head_dim, kv_heads * spec.head_dim, kv_heads * spec.value_dim]
 
     def __call__(self, x_TE: Tensor, pass_: Pass) -> Tensor:
         spec = self.spec

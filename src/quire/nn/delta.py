@@ -6,7 +6,8 @@ ones), K, V head sizes, W taps of the convolution, C = 2*J*K + H*V convolved cha
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import InitVar, dataclass, field
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -15,9 +16,7 @@ from torch import Tensor
 from quire.contracts.layers import Recurrent, StateTensor
 from quire.contracts.model import Pass
 from quire.nn.linear import Linear
-from quire.nn.mlp import ACTIVATIONS
 from quire.nn.norm import GatedRMSNorm
-from quire.nn.packed import packed
 
 UNIT_EPS = 1e-6
 """Added to the sum of squares before queries and keys are scaled to length 1."""
@@ -64,62 +63,33 @@ class DeltaShape:
         )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class DeltaWeights:
-    """The weights of a mixer, all in the model's dtype."""
-
-    project: Linear
-    """E to C + H*V: rows of all queries, all keys, all values, all gates."""
-    rates: Linear
-    """E to 2H: rows of all beta, then of all steps."""
-    conv_CW: Tensor
-    step_bias_H: Tensor
-    log_a_H: Tensor
-    """``A = -exp(log_a)``"""
-    out: Linear
-    """H*V to E"""
-
-
+@dataclass(kw_only=True, slots=True, eq=False)
 class GatedDeltaNet:
     """``out(norm(o) * silu(gate))``, with o read from a state that the delta rule writes.
 
     Queries and keys have length 1. The state decays by ``exp(A * softplus(a + bias))``, and the
     share ``sigmoid(b)`` of a key's error is corrected. All of it is in float32."""
 
-    __slots__ = (
-        "_a_H",
-        "_step_bias_H",
-        "activation",
-        "conv_CW",
-        "layer_id",
-        "norm",
-        "out",
-        "project",
-        "rates",
-        "shape",
-    )
+    layer_id: int
+    shape: DeltaShape
+    project: Linear
+    """E to C + H*V: rows of all queries, all keys, all values, all gates."""
+    rates: Linear
+    """E to 2H: rows of all beta, then of all steps."""
+    conv_CW: Tensor
+    activation: Callable[[Tensor], Tensor]
+    """Follows the convolution; returns a fresh tensor."""
+    step_bias_H: Tensor
+    log_a_H: InitVar[Tensor]
+    """``A = -exp(log_a)``"""
+    norm: GatedRMSNorm
+    """Of ``[T, H, V]``, by head."""
+    out: Linear
+    """H*V to E"""
+    _a_H: Tensor = field(init=False)
 
-    def __init__(
-        self,
-        layer_id: int,
-        shape: DeltaShape,
-        weights: DeltaWeights,
-        norm: GatedRMSNorm,
-        *,
-        activation: str = "silu",
-    ) -> None:
-        """Take a ``norm`` of ``[T, H, V]`` by head and one of ``nn.mlp.ACTIVATIONS`` to follow the
-        convolution."""
-        self.layer_id = layer_id
-        self.shape = shape
-        self.project = weights.project
-        self.rates = weights.rates
-        self.conv_CW = weights.conv_CW
-        self.out = weights.out
-        self.norm = norm
-        self.activation = ACTIVATIONS[activation]
-        self._a_H = -weights.log_a_H.float().exp()
-        self._step_bias_H = weights.step_bias_H.float()
+    def __post_init__(self, log_a_H: Tensor) -> None:
+        self._a_H, self.step_bias_H = -log_a_H.float().exp(), self.step_bias_H.float()
 
     def __call__(self, x_TE: Tensor, pass_: Pass) -> Tensor:
         """Map ``[T, E]`` to a fresh ``[T, E]``; the pass keeps the states."""
@@ -135,7 +105,7 @@ class GatedDeltaNet:
             self._units(k_TD),
             self._values(v_TD),
             scale=shape.key_dim**-0.5,
-            log_decay=F.softplus(a_TH + self._step_bias_H).mul_(self._a_H),
+            log_decay=F.softplus(a_TH + self.step_bias_H).mul_(self._a_H),
             beta_TH=torch.sigmoid(b_TH),
         )
         return self.out(self.norm(o_THV, self._values(gate_TD)).flatten(-2))
@@ -149,7 +119,3 @@ class GatedDeltaNet:
 
     def _values(self, x_TD: Tensor) -> Tensor:
         return x_TD.view(-1, self.shape.num_value_heads, self.shape.value_dim)
-
-    def pack(self) -> None:
-        """Replace each linear map by its packed form, where there is one."""
-        self.project, self.rates, self.out = packed(self.project), packed(self.rates), packed(self.out)

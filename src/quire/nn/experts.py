@@ -10,7 +10,8 @@ model width, F inner width of an expert, G = 2F, I input and O output features.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import torch
@@ -18,8 +19,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from quire.nn.linear import Linear
-from quire.nn.mlp import ACTIVATIONS, GatedMLP
-from quire.nn.packed import can_pack, packed
+from quire.nn.mlp import GatedMLP
+from quire.nn.packed import can_pack, pack_maps, packed
 from quire.ops.experts import Routing, route
 
 MAX_PAIRS = 1 << 15
@@ -31,14 +32,12 @@ GROUPED_ALIGNMENT = 16
 """Row alignment in bytes that this product needs."""
 
 
+@dataclass(slots=True, eq=False)
 class ActivatedGate:
     """``act(gate) * up`` (arXiv:2002.05202) of rows that hold gate first, then up."""
 
-    __slots__ = ("activation",)
-
-    def __init__(self, activation: str = "silu") -> None:
-        """Take one of ``quire.nn.mlp.ACTIVATIONS``."""
-        self.activation = ACTIVATIONS[activation]
+    activation: Callable[[Tensor], Tensor] = F.silu
+    """Returns a fresh tensor."""
 
     def __call__(self, h_PG: Tensor) -> Tensor:
         """Map ``[P, 2F]`` to a fresh ``[P, F]``."""
@@ -46,16 +45,14 @@ class ActivatedGate:
         return self.activation(gate_PF).mul_(up_PF)
 
 
+@dataclass(slots=True, eq=False)
 class ClampedGate:
     """``gate * sigmoid(alpha * gate) * (up + 1)`` of rows with alternating gate and up (gpt-oss).
 
     Gate is at most ``limit``, up in -``limit``..``limit``. Computed in float32, rounded once."""
 
-    __slots__ = ("alpha", "limit")
-
-    def __init__(self, alpha: float, limit: float) -> None:
-        self.alpha = alpha
-        self.limit = limit
+    alpha: float
+    limit: float
 
     def __call__(self, h_PG: Tensor) -> Tensor:
         """Map ``[P, 2F]`` to a fresh ``[P, F]``."""
@@ -135,17 +132,18 @@ class ExpertLinear:
         self.weight = None
 
 
+@dataclass(slots=True, eq=False)
 class Experts:
     """X gated feed-forward layers; each token goes through K of them."""
 
-    __slots__ = ("_can_group", "down", "gate", "gate_up")
+    gate_up: ExpertLinear
+    """E to 2F, in the order of ``gate``."""
+    down: ExpertLinear
+    gate: Gate
+    _can_group: bool = field(init=False)
 
-    def __init__(self, gate_up: ExpertLinear, down: ExpertLinear, gate: Gate) -> None:
-        """Take ``gate_up`` (E to 2F, in the order of ``gate``) and ``down`` (F to E)."""
-        self.gate_up = gate_up
-        self.down = down
-        self.gate = gate
-        self._can_group = gate_up.can_group() and down.can_group()
+    def __post_init__(self) -> None:
+        self._can_group = self.gate_up.can_group() and self.down.can_group()
 
     def __call__(self, x_TE: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
         """Map ``[T, E]``, float32 ``[T, K]`` and int64 ``[T, K]`` to a fresh ``[T, E]``:
@@ -196,45 +194,34 @@ class Experts:
         h_PF = self.gate(self.gate_up.grouped(x_PE, ends_X, expert_P))
         return self.down.grouped(h_PF, ends_X, expert_P)
 
-    def pack(self) -> None:
-        """Lay the weights out for this machine's kernels if that helps."""
-        self.gate_up.pack()
-        self.down.pack()
 
-
+@dataclass(slots=True, eq=False)
 class SharedExpert:
     """All tokens' expert: ``sigmoid(gate(x)) * mlp(x)`` (Qwen2-MoE) or ``mlp(x)`` (DeepSeek)."""
 
-    __slots__ = ("gate", "mlp")
-
-    def __init__(self, mlp: GatedMLP, gate: Linear | None = None) -> None:
-        """Take a ``gate`` (E to 1) or None."""
-        self.mlp = mlp
-        self.gate = gate
+    mlp: GatedMLP
+    gate: Linear | None = None
+    """E to 1"""
 
     def __call__(self, x_TE: Tensor) -> Tensor:
         """Map ``[T, E]`` to a fresh ``[T, E]``."""
         y_TE = self.mlp(x_TE)
         return y_TE if self.gate is None else y_TE.mul_(torch.sigmoid(self.gate(x_TE)))
 
+    def pack(self) -> None:
+        """Pack the MLP. The small gate stays."""
+        pack_maps(self.mlp)
 
+
+@dataclass(slots=True, eq=False)
 class MixtureOfExperts:
     """A router, its experts and, optionally, the expert that all tokens share."""
 
-    __slots__ = ("experts", "router", "shared")
-
-    def __init__(self, router: Router, experts: Experts, shared: SharedExpert | None = None) -> None:
-        self.router = router
-        self.experts = experts
-        self.shared = shared
+    router: Router
+    experts: Experts
+    shared: SharedExpert | None = None
 
     def __call__(self, x_TE: Tensor) -> Tensor:
         """Map ``[T, E]`` to a fresh ``[T, E]``."""
         out_TE = self.experts(x_TE, *self.router(x_TE))
         return out_TE if self.shared is None else out_TE.add_(self.shared(x_TE))
-
-    def pack(self) -> None:
-        """Lay the weights out for this machine's kernels if that helps. The small router stays."""
-        self.experts.pack()
-        if self.shared is not None:
-            self.shared.mlp.pack()

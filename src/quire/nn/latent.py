@@ -10,6 +10,8 @@ Hq*Dk without such a layer) + R + Dr.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -18,20 +20,16 @@ from quire.contracts.model import LatentExpansion, Pass
 from quire.nn.attention import Attention
 from quire.nn.linear import Linear
 from quire.nn.norm import RMSNorm
-from quire.nn.packed import packed
 
 
+@dataclass(slots=True, eq=False)
 class QueryUp:
     """Maps the latent of queries to queries: ``up(norm(x))``, ``[T, Q]`` to ``[T, Hq*Dk]``."""
 
-    __slots__ = ("norm", "up")
-
-    def __init__(self, norm: RMSNorm, up: Linear) -> None:
-        self.norm = norm
-        self.up = up
+    norm: RMSNorm
+    up: Linear
 
     def __call__(self, x_TQ: Tensor) -> Tensor:
-        """Map ``[T, Q]`` to a fresh ``[T, Hq*Dk]``."""
         return self.up(self.norm(x_TQ))
 
 
@@ -78,9 +76,3 @@ class MultiHeadLatentAttention(Attention):
         rows_TR = torch.cat((self.latent_norm(latent_TR), position_TD), -1)
         q_THD = q_TC.view(-1, spec.num_heads, spec.head_dim)
         return self.out(pass_.attend_latent(self.layer_id, q_THD, rows_TR, self.expansion).flatten(-2))
-
-    def pack(self) -> None:
-        """Pack each linear map that has a packed form. The expansion stays: the pass uses it."""
-        super().pack()
-        if self.query_up is not None:
-            self.query_up.up = packed(self.query_up.up)

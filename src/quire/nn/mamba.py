@@ -7,7 +7,8 @@ heads), N size of the state, W taps of the convolution, C = H*P + 2*G*N convolve
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import InitVar, dataclass, field
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -16,9 +17,7 @@ from torch import Tensor
 from quire.contracts.layers import Recurrent, StateTensor
 from quire.contracts.model import Pass
 from quire.nn.linear import Linear
-from quire.nn.mlp import ACTIVATIONS
 from quire.nn.norm import GatedRMSNorm
-from quire.nn.packed import packed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,71 +63,40 @@ class Mamba2Shape:
         )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Mamba2Weights:
-    """The weights of a mixer, all in the model's dtype."""
-
-    project: Linear
-    """E to Z: the rows of gate, x, B, C, time steps."""
-    conv_CW: Tensor
-    conv_bias_C: Tensor | None
-    step_bias_H: Tensor
-    log_a_H: Tensor
-    """``A = -exp(log_a)``"""
-    skip_H: Tensor
-    """D: factor of x that bypasses the state."""
-    out: Linear
-    """H*P to E"""
-
-
+@dataclass(kw_only=True, slots=True, eq=False)
 class Mamba2Mixer:
     """``out(norm(y, gate))``, with y the state space's reading of the convolved input.
 
     Per head and token: the state decays by ``exp(dt * A)``, ``dt * x`` is written at key B, C
     reads, and ``D * x`` is added. Time steps, states and readings are in float32."""
 
-    __slots__ = (
-        "_a_H",
-        "_clamped",
-        "_skip_H1",
-        "_step_bias_H",
-        "activation",
-        "conv_CW",
-        "conv_bias_C",
-        "layer_id",
-        "norm",
-        "out",
-        "project",
-        "scale_Z",
-        "shape",
-    )
+    layer_id: int
+    shape: Mamba2Shape
+    project: Linear
+    """E to Z: the rows of gate, x, B, C, time steps."""
+    scale_Z: Tensor | None = None
+    """Factors of these columns; None: 1."""
+    conv_CW: Tensor
+    conv_bias_C: Tensor | None
+    activation: Callable[[Tensor], Tensor]
+    """Follows the convolution; returns a fresh tensor."""
+    step_bias_H: Tensor
+    log_a_H: InitVar[Tensor]
+    """``A = -exp(log_a)``"""
+    skip_H: InitVar[Tensor]
+    """D: factor of x that bypasses the state."""
+    norm: GatedRMSNorm | None
+    """Of ``[T, H*P]``; None: plain ``y * silu(gate)``."""
+    out: Linear
+    """H*P to E"""
+    _a_H: Tensor = field(init=False)
+    _skip_H1: Tensor = field(init=False)
+    _clamped: bool = field(init=False)
 
-    def __init__(
-        self,
-        layer_id: int,
-        shape: Mamba2Shape,
-        weights: Mamba2Weights,
-        norm: GatedRMSNorm | None,
-        *,
-        activation: str = "silu",
-        scale_Z: Tensor | None = None,
-    ) -> None:
-        """Take a ``norm`` of ``[T, H*P]`` (None: plain ``y * silu(gate)``), one of
-        ``nn.mlp.ACTIVATIONS`` for after the convolution, and factors ``scale_Z`` of Z columns
-        (None: 1)."""
-        self.layer_id = layer_id
-        self.shape = shape
-        self.project = weights.project
-        self.conv_CW = weights.conv_CW
-        self.conv_bias_C = weights.conv_bias_C
-        self.out = weights.out
-        self.norm = norm
-        self.activation = ACTIVATIONS[activation]
-        self.scale_Z = scale_Z
-        self._a_H = -weights.log_a_H.float().exp()
-        self._step_bias_H = weights.step_bias_H.float()
-        self._skip_H1 = weights.skip_H.float()[:, None]
-        self._clamped = shape.least_step > 0 or shape.greatest_step is not None
+    def __post_init__(self, log_a_H: Tensor, skip_H: Tensor) -> None:
+        self._a_H, self.step_bias_H = -log_a_H.float().exp(), self.step_bias_H.float()
+        self._skip_H1 = skip_H.float()[:, None]
+        self._clamped = self.shape.least_step > 0 or self.shape.greatest_step is not None
 
     def __call__(self, x_TE: Tensor, pass_: Pass) -> Tensor:
         """Map ``[T, E]`` to a fresh ``[T, E]``; the pass keeps the states."""
@@ -141,7 +109,7 @@ class Mamba2Mixer:
         grouped = shape.num_groups * shape.state_size
         x_TD, b_TGN, c_TGN = torch.split(mixed_TC, [shape.width, grouped, grouped], dim=-1)
         x_THP = x_TD.view(-1, shape.num_heads, shape.head_dim)
-        dt_TH = F.softplus(step_TH.float() + self._step_bias_H)
+        dt_TH = F.softplus(step_TH.float() + self.step_bias_H)
         if self._clamped:
             dt_TH = dt_TH.clamp(min=shape.least_step, max=shape.greatest_step)
         y_THP = pass_.linear_attention(
@@ -162,7 +130,3 @@ class Mamba2Mixer:
         groups, heads = self.shape.num_groups, self.shape.num_heads
         x_TGN = x_TGN.view(-1, groups, self.shape.state_size)
         return x_TGN.expand(-1, heads, -1) if groups == 1 else x_TGN.repeat_interleave(heads // groups, dim=1)
-
-    def pack(self) -> None:
-        """Replace each linear map by its packed form, where there is one."""
-        self.project, self.out = packed(self.project), packed(self.out)

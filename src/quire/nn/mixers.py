@@ -1,35 +1,19 @@
-"""Layers that mix tokens, besides plain softmax attention.
-
-They are the mixers of ``nn.mamba``, ``nn.delta`` and ``nn.short_conv``, and attention with a gated
-output. A mixer is called like ``nn.attention.Attention``. Its shape gives the state of a layer.
+"""Layers that mix tokens, besides plain softmax attention: those of ``nn.mamba``, ``nn.delta`` and
+``nn.short_conv``, and attention with a gated output. A mixer's shape gives the state of a layer.
 
 Letters: T tokens, E model width, Hq, Hkv query and KV heads, D head size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from quire.contracts.layers import FullAttention, Recurrent, WindowedAttention
+from quire.contracts.layers import Recurrent
 from quire.contracts.model import Pass
 from quire.nn.attention import NormedAttention
-from quire.nn.linear import Linear
-
-
-class Mixer(Protocol):
-    """Attention, or a recurrent layer."""
-
-    def __call__(self, x_TE: Tensor, pass_: Pass) -> Tensor:
-        """Map ``[T, E]`` to a fresh ``[T, E]``."""
-        ...
-
-    def pack(self) -> None:
-        """Replace each linear map by its packed form (``quire.nn.packed``), if there is one."""
-        ...
 
 
 class MixerShape(Protocol):
@@ -42,21 +26,13 @@ class MixerShape(Protocol):
 
 class GatedAttention(NormedAttention):
     """Attention with normed query and key heads and a sigmoid gate (arXiv:2505.06708), as in
-    Qwen3-Next. In ``qkv`` each query head's D rows are followed by the D rows of its gate."""
+    Qwen3-Next. In ``qkv`` (E to 2*Hq*D + 2*Hkv*D) the D rows of each query head's gate follow its
+    own."""
 
     __slots__ = ()
 
-    def __init__(
-        self,
-        layer_id: int,
-        spec: FullAttention | WindowedAttention,
-        qkv: Linear,
-        out: Linear,
-        q_norm: Callable[[Tensor], Tensor],
-        k_norm: Callable[[Tensor], Tensor],
-    ) -> None:
-        """Take ``qkv`` (E to 2*Hq*D + 2*Hkv*D) and norms ``[T, H, D]`` with contiguous results."""
-        super().__init__(layer_id, spec, qkv, out, q_norm, k_norm)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._sizes[0] *= 2
 
     def __call__(self, x_TE: Tensor, pass_: Pass) -> Tensor:

@@ -6,13 +6,13 @@ Letters: T tokens, E model width, F inner width.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from quire.nn.linear import Linear
-from quire.nn.packed import packed
 
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -22,22 +22,16 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 """By name in ``quire.models.decoder.DecoderConfig``. Each returns a fresh tensor."""
 
 
+@dataclass(slots=True, eq=False)
 class GatedMLP:
     """``down(act(gate(x)) * up(x))`` (arXiv:2002.05202), with gate and up as one product."""
 
-    __slots__ = ("activation", "down", "gate_up")
-
-    def __init__(self, gate_up: Linear, down: Linear, activation: str = "silu") -> None:
-        """Take ``gate_up`` (E to 2F, gate first), ``down`` (F to E) and one of ``ACTIVATIONS``."""
-        self.gate_up = gate_up
-        self.down = down
-        self.activation = ACTIVATIONS[activation]
+    gate_up: Linear
+    """E to 2F, gate first."""
+    down: Linear
+    activation: Callable[[Tensor], Tensor] = F.silu
 
     def __call__(self, x_TE: Tensor) -> Tensor:
         """Map ``[T, E]`` to a fresh ``[T, E]``."""
         gate_TF, up_TF = self.gate_up(x_TE).chunk(2, dim=-1)
         return self.down(self.activation(gate_TF).mul_(up_TF))
-
-    def pack(self) -> None:
-        """Replace each linear map by its packed form, where there is one."""
-        self.gate_up, self.down = packed(self.gate_up), packed(self.down)

@@ -38,21 +38,14 @@ class RMSNorm:
         return y.mul_(scale).mul_(self.weight).to(x.dtype)
 
 
-class WideRMSNorm:
+class WideRMSNorm(RMSNorm):
     """``RMSNorm`` with a float32 weight for activations of any dtype, rounded once. For weights
     stored as their difference to 1 (Gemma): ``1 + w`` loses up to seven significant bits of ``w``,
     too many for bfloat16. A float32 model takes ``RMSNorm``, which is one call."""
 
-    __slots__ = ("_shape", "eps", "weight")
-
-    def __init__(self, weight: Tensor, eps: float) -> None:
-        """Take a float32 ``weight [E]``."""
-        self.weight = weight
-        self.eps = eps
-        self._shape = tuple(weight.shape)
+    __slots__ = ()
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Map ``[..., E]`` to a fresh contiguous ``[..., E]``."""
         return F.rms_norm(x.float(), self._shape, self.weight, self.eps).to(x.dtype)
 
 

@@ -9,11 +9,15 @@ Letters: T rows, I input features, O output features.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from quire.nn.linear import Linear
 
+LAYERS = ("quire.nn.", "quire.models.")
+"""Packages that define the classes of a model's layers."""
 ROWS_HINT = 16
 """Number of rows for oneDNN's choice of layout; any number runs."""
 
@@ -48,3 +52,22 @@ class PackedLinear(Linear):
 def packed(plain: Linear) -> Linear:
     """Return the packed form if there is one, else the given map."""
     return PackedLinear(plain) if can_pack(plain.weight.dtype, plain.weight.device) else plain
+
+
+def pack_maps(layer: object) -> None:
+    """Replace the linear maps of a layer, and of the layers in it, by their packed forms, if there
+    are any. A layer that keeps some of its maps as they are has a ``pack`` of its own."""
+    for name, part in parts_of(layer):
+        if isinstance(part, Linear):
+            setattr(layer, name, packed(part))
+        elif hasattr(part, "pack"):
+            part.pack()
+        elif type(part).__module__.startswith(LAYERS):
+            pack_maps(part)
+
+
+def parts_of(layer: object) -> Iterator[tuple[str, object]]:
+    """Yield the names and values of an object's attributes."""
+    slots = [name for kind in type(layer).__mro__ for name in getattr(kind, "__slots__", ())]
+    for name in (*slots, *getattr(layer, "__dict__", ())):
+        yield name, getattr(layer, name, None)

@@ -13,7 +13,6 @@ from torch import Tensor
 from quire.contracts.layers import Recurrent, StateTensor
 from quire.contracts.model import Pass
 from quire.nn.linear import Linear
-from quire.nn.packed import packed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,27 +31,19 @@ class ShortConvShape:
         return Recurrent(states=(StateTensor(shape=shape, dtype=str(dtype).removeprefix("torch.")),))
 
 
+@dataclass(slots=True, eq=False)
 class ShortConv:
     """``out(c * convolve(b * x))``, with b, c and x as projections of the input."""
 
-    __slots__ = ("conv_EW", "conv_bias_E", "layer_id", "out", "project")
-
-    def __init__(
-        self, layer_id: int, project: Linear, conv_EW: Tensor, conv_bias_E: Tensor | None, out: Linear
-    ) -> None:
-        """Take ``project`` (E to 3E, rows of b, c, x) and ``out`` (E to E)."""
-        self.layer_id = layer_id
-        self.project = project
-        self.conv_EW = conv_EW
-        self.conv_bias_E = conv_bias_E
-        self.out = out
+    layer_id: int
+    project: Linear
+    """E to 3E: rows of b, c, x."""
+    conv_EW: Tensor
+    conv_bias_E: Tensor | None
+    out: Linear
 
     def __call__(self, x_TE: Tensor, pass_: Pass) -> Tensor:
         """Map ``[T, E]`` to a fresh ``[T, E]``; the pass keeps the state."""
         b_TE, c_TE, x_TE = self.project(x_TE).chunk(3, dim=-1)
         y_TE = pass_.convolve(self.layer_id, 0, b_TE * x_TE, self.conv_EW, self.conv_bias_E)
         return self.out(y_TE.mul_(c_TE))
-
-    def pack(self) -> None:
-        """Replace each linear map by its packed form, where there is one."""
-        self.project, self.out = packed(self.project), packed(self.out)

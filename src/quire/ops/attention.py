@@ -86,6 +86,13 @@ def visible_keys(plan: ForwardPlan, entry: int) -> tuple[NDArray[np.bool_], NDAr
     return window, visible & (positions >= plan.sinks[rows, :1]) & (positions < plan.sinks[rows, 1:])
 
 
+def kind_refusal(backend: str, spec: LayerSpec) -> str:
+    """Return why a backend of full and windowed layers cannot run another; "" if it can."""
+    if spec.kind in ("full", "window"):
+        return ""
+    return f"the {backend} attention has no layers of kind {spec.kind!r}, only 'full' and 'window'"
+
+
 def check_sink_query(plan: ForwardPlan, q_sink_THD: Tensor | None) -> None:
     """Raise ``InvalidArgument`` unless sink query and sink parts are both there or both missing."""
     if (plan.sinks is None) != (q_sink_THD is None):
@@ -145,11 +152,7 @@ class ReferenceAttention:
 
     def refusal(self, spec: LayerSpec, device: torch.device) -> str:
         del device
-        return (
-            ""
-            if spec.kind in ("full", "window")
-            else f"the reference attention has no layers of kind {spec.kind!r}, only 'full' and 'window'"
-        )
+        return kind_refusal(self.name, spec)
 
     def fuses(self, spec: LayerSpec, device: torch.device) -> bool:
         """Return False: the weights are formed."""

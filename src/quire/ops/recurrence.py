@@ -10,7 +10,7 @@ taps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -46,16 +46,10 @@ def check_linear_attention(
     ``RecurrenceBackend.linear_attention``.
 
     Does not look at values: that would wait for the device."""
-    for name, tensor, form in (
-        ("q", q_THK, "[T, Hq, K]"),
-        ("k", k_THK, "[T, H, K]"),
-        ("v", v_THV, "[T, H, V]"),
-        ("states", states_GHKV, "[G, H, K, V]"),
-    ):
-        if tensor.dim() != form.count(",") + 1:
-            raise InvalidArgument(f"{name} must be {form}, got the shape {list(tensor.shape)}")
+    tensors = {"q": q_THK, "k": k_THK, "v": v_THV, "states": states_GHKV}
+    _check_forms(tensors, ("[T, Hq, K]", "[T, H, K]", "[T, H, V]", "[G, H, K, V]"))
     rows = plan.num_rows
-    given, heads, keys, values = states_GHKV.shape
+    _, heads, keys, values = states_GHKV.shape
     if heads == 0 or q_THK.shape[1] == 0 or q_THK.shape[1] % heads:
         raise InvalidArgument(
             f"the number of query heads must be a multiple of the {heads} heads of the states, got {q_THK.shape[1]}"
@@ -63,15 +57,13 @@ def check_linear_attention(
     _check_shape("q", q_THK, (rows, q_THK.shape[1], keys))
     _check_shape("k", k_THK, (rows, heads, keys))
     _check_shape("v", v_THV, (rows, heads, values))
-    tensors = {"q": q_THK, "k": k_THK, "v": v_THV, "states": states_GHKV}
     if log_decay is not None:
         _check_shape("log_decay", log_decay, (rows, heads), (rows, heads, keys))
         tensors["log_decay"] = log_decay
     if beta_TH is not None:
         _check_shape("beta", beta_TH, (rows, heads))
         tensors["beta"] = beta_TH
-    _check_together(tensors)
-    _check_given(plan, given)
+    _check_together(plan, tensors)
 
 
 def check_convolve(
@@ -79,42 +71,38 @@ def check_convolve(
 ) -> None:
     """Raise ``InvalidArgument`` if shapes, dtypes or devices break
     ``RecurrenceBackend.convolve``."""
-    for name, tensor, form in (
-        ("x", x_TC, "[T, C]"),
-        ("weight", weight_CW, "[C, W]"),
-        ("states", states_GWC, "[G, W - 1, C]"),
-    ):
-        if tensor.dim() != form.count(",") + 1:
-            raise InvalidArgument(f"{name} must be {form}, got the shape {list(tensor.shape)}")
+    tensors = {"x": x_TC, "weight": weight_CW, "states": states_GWC}
+    _check_forms(tensors, ("[T, C]", "[C, W]", "[G, W - 1, C]"))
     channels, taps = weight_CW.shape
     if taps == 0:
         raise InvalidArgument("weight must be [C, W] with at least one tap, got none")
     _check_shape("x", x_TC, (plan.num_rows, channels))
     _check_shape("states", states_GWC, (states_GWC.shape[0], taps - 1, channels))
-    tensors = {"x": x_TC, "weight": weight_CW, "states": states_GWC}
     if bias_C is not None:
         _check_shape("bias", bias_C, (channels,))
         tensors["bias"] = bias_C
-    _check_together(tensors)
-    _check_given(plan, states_GWC.shape[0])
+    _check_together(plan, tensors)
 
 
-def _check_shape(name: str, tensor: Tensor, *accepted: Sequence[int]) -> None:
-    if not any(tuple(tensor.shape) == tuple(shape) for shape in accepted):
+def _check_forms(tensors: Mapping[str, Tensor], forms: Sequence[str]) -> None:
+    for (name, tensor), form in zip(tensors.items(), forms, strict=True):
+        if tensor.dim() != form.count(",") + 1:
+            raise InvalidArgument(f"{name} must be {form}, got the shape {list(tensor.shape)}")
+
+
+def _check_shape(name: str, tensor: Tensor, *accepted: tuple[int, ...]) -> None:
+    if tensor.shape not in accepted:
         forms = " or ".join(str(list(shape)) for shape in accepted)
         raise InvalidArgument(f"{name} must have the shape {forms}, got {list(tensor.shape)}")
 
 
-def _check_together(tensors: dict[str, Tensor]) -> None:
-    device = tensors["states"].device
+def _check_together(plan: RecurrencePlan, tensors: Mapping[str, Tensor]) -> None:
+    device, given = tensors["states"].device, tensors["states"].shape[0]
     for name, tensor in tensors.items():
         if not tensor.is_floating_point():
             raise InvalidArgument(f"{name} must be of a floating point type, got {tensor.dtype}")
         if tensor.device != device:
             raise InvalidArgument(f"{name} must be on the device of the states, {device}; it is on {tensor.device}")
-
-
-def _check_given(plan: RecurrencePlan, given: int) -> None:
     last = int(plan.given.max(initial=-1))
     if last >= given:
         raise InvalidArgument(f"the plan reads the given state {last}; there are {given}")
