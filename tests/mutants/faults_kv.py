@@ -217,15 +217,15 @@ TREES = (
     Mutant(
         name="past-has-the-new-tokens",
         file="kv/plans.py",
-        old="return _plan(batch, cut, page_size, layer_window, batch.stored, tuple(rules))",
-        new="return _plan(batch, tuple(tables), page_size, layer_window, batch.stored + batch.counts, tuple(rules))",
+        old='    if keys == "past":\n        number = batch.stored\n',
+        new="    if not keys:\n        number = batch.stored\n",
         tests=("kv/test_states.py::test_self_and_past_are_the_whole",),
     ),
     Mutant(
         name="nodes-of-earlier-rounds-unseen",
         file="kv/plans.py",
-        old="rules.append(KeyRule(first=base, allowed=ancestry[-count:], positions=base + depths))",
-        new="rules.append(KeyRule(first=base, allowed=ancestry[-count:] & (np.arange(depths.size) >= depths.size - count), positions=base + depths))",
+        old="allowed=tree.ancestry[-count:, part], positions",
+        new="allowed=tree.ancestry[-count:, part] & (np.arange(tree.size)[part] >= tree.size - count), positions",
         tests=("kv/test_trees.py::test_second_rounds_of_chains_are_causal",),
     ),
     Mutant(

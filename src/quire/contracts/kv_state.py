@@ -359,4 +359,3 @@ class ModelState(AttentionKVCache, RNNState, PoolVerbs, Protocol):
 
     def open_pass(self) -> OpenPass:
         """Return the open forward; ``FailedPrecondition`` if there is none."""
-        ...

@@ -24,14 +24,12 @@ from quire.kv.forward_need import ForwardNeed
 from quire.kv.layer_classes import Layer, key_value_spec
 from quire.kv.pages import PageIds
 from quire.kv.parts import StateParts
-from quire.kv.plans import Batch, Masks, Prepared
+from quire.kv.plans import Batch, Keys, Masks, Prepared
 from quire.ops.attention import attention_weights, merge
 from quire.ops.rope import rotate, rotate_last
 
-Keys: TypeAlias = Literal["fused", "past", "own"]
-"""Which keys: all stored ones, those from before this forward, the new tokens only."""
 MaskedKeys: TypeAlias = Literal["masked past", "masked own"]
-"""The latter two under the mask of the forward."""
+"""The latter two of ``Keys`` under the mask of the forward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,13 +138,8 @@ class AttentionPass:
 
     def _plan(self, keys: Keys, class_index: int) -> ForwardPlan:
         state, tables = self._state, self._tables[class_index]
-        window = state.classes[class_index].window
-        if keys == "own":
-            return plans.own(self.batch, window)
-        if keys == "past":
-            return plans.past(self.batch, tables, state.page_size, window)
-        plan = plans.fused(self.batch, tables, state.page_size, window)
-        return plan if self._mask is None else plans.masked(plan, self._mask)
+        plan = plans.planned(self.batch, keys, tables, state.page_size, state.classes[class_index].window)
+        return plan if keys != "fused" or self._mask is None else plans.masked(plan, self._mask)
 
     def _prepare(self, plan: ForwardPlan) -> Prepared:
         return Prepared(plan, self._state.backend.plan(plan, self._state.dtype))
@@ -167,20 +160,16 @@ class AttentionPass:
         return past, own
 
     def use_mask(self, mask: Tensor) -> None:
-        """Use one mask for all layers of this forward (``attend``, ``attend_qkv``,
-        ``attend_latent``). As ``attention_with_fused_qkv`` takes it: flat bool, entry by entry
-        row-major ``[n, keys]``, columns by address. ``InvalidArgument`` for another."""
+        """Use one mask for all layers, laid out as for ``attention_with_fused_qkv``;
+        ``InvalidArgument`` for another."""
         plans.check_mask(mask, self._state.device)
         self._mask = plans.cut_mask(mask, self.batch)
         self._prepared = {key: value for key, value in self._prepared.items() if key[0] in ("past", "own")}
         self._raw.clear()
 
     def use_positions(self, positions: NDArray[np.int64]) -> None:
-        """Rotate the new tokens of this forward at these positions, ``[T]`` of 0 or more.
-
-        Their indices still decide what each token sees. Only for layers that ``position_refusal``
-        allows, and before the first layer runs. ``InvalidArgument`` for another number.
-        """
+        """Rotate the new tokens at these positions, ``[T]`` of 0 or more, else ``InvalidArgument``.
+        Their indices still decide what they see. For layers that ``position_refusal`` allows."""
         if positions.shape != (self.batch.num_tokens,) or positions.min() < 0:
             raise InvalidArgument(
                 f"{positions.size} positions, the least of which is {positions.min(initial=0)}; {self.batch.num_tokens} of 0 or more are "
