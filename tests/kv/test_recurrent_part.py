@@ -17,7 +17,7 @@ from torch import Tensor
 from quire.contracts.layers import Recurrent, StateTensor
 from quire.errors import FailedPrecondition, InvalidArgument, QuireError, ResourceExhausted
 from quire.kv.recurrent import RecurrentPart, RecurrentPass, StateStorage, bytes_per_state
-from quire.kv.state_slots import NULL
+from quire.kv.states import NULL
 from quire.ops.recurrence import ReferenceRecurrence
 
 CPU = torch.device("cpu")

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from quire.errors import FailedPrecondition, InvalidArgument, QuireError, ResourceExhausted
-from quire.kv.state_slots import NULL, rounds
 from quire.kv.state_table import StateTable
+from quire.kv.states import NULL, rounds
 
 
 def table(num_slots: int = 32, *, ring: int = 4, interval: int = 0, ids: tuple[int, ...] = (1,)) -> StateTable:

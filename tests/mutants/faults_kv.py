@@ -296,7 +296,7 @@ STATES = (
     ),
     Mutant(
         name="unset-state-of-a-tree-from-its-last-root",
-        file="kv/state_slots.py",
+        file="kv/states.py",
         old="rows[row] = rows[self.parents[row]]",
         new="rows[row] = self.parents[row]",
         tests=("kv/test_hybrid_machine.py::test_short",),

@@ -15,10 +15,11 @@ import numpy as np
 from quire.contracts.kv_state import TensorPlan
 from quire.errors import InvalidArgument
 from quire.kv.parts import StateParts
-from quire.kv.schema import MOST
 from quire.kv.windows import NO_HOLE, Hole, Window, describe_ranges, held, visibility
 
 FORMAT_VERSION = 2
+MOST = 2**53
+"""The largest count or position in a document. JSON readers take it exactly; sums fit an int64."""
 
 
 def hash_of(layout: Mapping[str, Any]) -> str:

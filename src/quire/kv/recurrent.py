@@ -22,8 +22,8 @@ from torch import Tensor
 from quire.contracts.layers import InitialValues, Recurrent, StateTensor
 from quire.contracts.recurrence import Recurred, RecurrenceBackend, RecurrencePlan
 from quire.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
-from quire.kv.state_slots import NULL, OpenStates, Slots, StateNeed
 from quire.kv.state_table import StateTable
+from quire.kv.states import NULL, OpenStates, Slots, StateNeed
 from quire.kv.storage import lazy_zeros
 from quire.types import SeqId
 

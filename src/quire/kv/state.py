@@ -27,7 +27,7 @@ from quire.kv.rules import RECURRENT_REFUSAL, RefusedVerbs
 from quire.kv.sequences import check_integer
 from quire.kv.state_pass import StatePass
 from quire.kv.state_room import StateRoom
-from quire.kv.state_slots import StateNeed
+from quire.kv.states import StateNeed
 from quire.kv.stored_rows import StateRows
 from quire.kv.trees import TokenTreeParents
 from quire.kv.windows import Window

@@ -13,8 +13,7 @@ import numpy as np
 
 from quire.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
 from quire.kv.pages import PageIds
-from quire.kv.state_slots import NULL, OpenStates, StateNeed, States, rounds
-from quire.kv.states import StateBooks
+from quire.kv.states import NULL, OpenStates, StateBooks, StateNeed, States, rounds
 from quire.types import SeqId
 
 
