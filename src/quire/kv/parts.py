@@ -25,7 +25,7 @@ from quire.kv.forward_need import pages_for
 from quire.kv.layer_classes import Layer, LayerClass, describe_ids, ids_of, supported
 from quire.kv.pages import PagePool
 from quire.kv.recurrent import RecurrentPart
-from quire.kv.rules import layer_refusal, refuse_layer
+from quire.kv.rules import RECURRENT_REFUSAL, layer_refusal, refuse_layer
 from quire.kv.sequence_table import SequenceTable
 from quire.kv.sequences import check_integer
 from quire.kv.storage import PagedSpec, PagedStorage, StoredSpec
@@ -47,7 +47,7 @@ class Import:
     done: set[int] = field(default_factory=set)
 
 
-@checks_arguments(but=("layer", "spec", "rotary_table"))  # which a forward calls for each layer
+@checks_arguments(but=("layer", "spec", "rotary_table", "recurrent_part"))  # which a forward calls for each layer
 class StateParts:
     """The sequences and the parts of a KV state. See ``State`` for what it is made of."""
 
@@ -163,6 +163,12 @@ class StateParts:
                 raise Unsupported(f"layer {layer_id} is of kind 'recurrent': {layer_refusal('append_kv', 'recurrent')}")
             raise InvalidArgument(f"layer {layer_id}; {describe_ids(sorted([*self.stored_specs, *recurrent]))}")
         return found
+
+    def recurrent_part(self, verb: str) -> RecurrentPart:
+        """Return the recurrent layers; ``Unsupported`` where there are none."""
+        if self.recurrent is None:
+            raise Unsupported(f"{verb}: {RECURRENT_REFUSAL}")
+        return self.recurrent
 
     @property
     def recurrent_ids(self) -> tuple[int, ...]:

@@ -291,7 +291,7 @@ class State(StateAttention, StateRecurrence, StateRows, StateExchange, StateRoom
     def _reserve_states(self, need: ForwardNeed, checkpoints: Sequence[Sequence[int]]) -> StateNeed:
         """Return what recurrent layers need for a forward; ``ResourceExhausted`` if slots lack."""
         states = self._state_need(need, checkpoints)
-        table = self.states_of("begin_forward")
+        table = self.recurrent_part("begin_forward").table
         if short := table.shortage(states):
             raise ResourceExhausted(
                 f"begin_forward: {short} states more than there are free of {table.pool.num_pages} are needed; remove sequences, "

@@ -13,8 +13,6 @@ from quire.errors import Unsupported
 from quire.kv.forward_need import ForwardNeed, pages_for
 from quire.kv.pages import PageIds, PagePool
 from quire.kv.parts import StateParts
-from quire.kv.rules import RECURRENT_REFUSAL
-from quire.kv.state_table import StateTable
 from quire.kv.states import StateNeed
 from quire.kv.trees import TokenTreeParents
 from quire.kv.windows import Window
@@ -270,22 +268,16 @@ class StateRoom(StatePools):
 
     def spare_states(self, seq_ids: Sequence[SeqId], append_lengths: Sequence[int]) -> int:
         need = self.table.plan_forward(seq_ids, append_lengths, verb="spare_states")
-        return self.states_of("spare_states").spare(self._state_need(need))
+        return self.recurrent_part("spare_states").table.spare(self._state_need(need))
 
     def loose_checkpoints(self) -> dict[int, list[tuple[SeqId, int]]]:
         return {} if self.recurrent is None else self.recurrent.table.loose_checkpoints()
-
-    def states_of(self, verb: str) -> StateTable:
-        """Return the table of recurrent states; ``Unsupported`` without recurrent layers."""
-        if self.recurrent is None:
-            raise Unsupported(f"{verb}: {RECURRENT_REFUSAL}")
-        return self.recurrent.table
 
     def _state_need(self, need: ForwardNeed, checkpoints: Sequence[Sequence[int]] = ()) -> StateNeed:
         trees = [
             None if tree is None else tree.parents[-count:] for tree, count in zip(need.trees, need.counts, strict=True)
         ]
-        return self.states_of("begin_forward").plan(need.seq_ids, need.counts, trees, checkpoints)
+        return self.recurrent_part("begin_forward").table.plan(need.seq_ids, need.counts, trees, checkpoints)
 
 
 def _count(pool: PagePool, named: Iterator[PageIds]) -> int:
