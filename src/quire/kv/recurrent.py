@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypedDict, Unpack
 
 import numpy as np
 import torch
@@ -21,10 +21,10 @@ from torch import Tensor
 
 from quire.contracts.layers import InitialValues, Recurrent, StateTensor
 from quire.contracts.recurrence import Recurred, RecurrenceBackend, RecurrencePlan
-from quire.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
+from quire.errors import FailedPrecondition, InvalidArgument
 from quire.kv.state_table import StateTable
 from quire.kv.states import NULL, OpenStates, Slots, StateNeed
-from quire.kv.storage import lazy_zeros
+from quire.kv.storage import allocate
 from quire.types import SeqId
 
 
@@ -43,6 +43,14 @@ def initial_of(tensor: StateTensor) -> Tensor:
     """Return the initial values of a state tensor, ``[*shape]``, fresh, on the CPU."""
     values = tensor.initial.array.copy() if isinstance(tensor.initial, InitialValues) else np.array(tensor.initial)
     return torch.from_numpy(values).to(dtype_of(tensor)).expand(tensor.shape).clone()
+
+
+class Gates(TypedDict, total=False):
+    """Keyword arguments of ``RecurrenceBackend.linear_attention``."""
+
+    scale: float
+    log_decay: Tensor | None
+    beta_TH: Tensor | None
 
 
 class SlotIndex(NamedTuple):
@@ -68,22 +76,12 @@ class StateStorage:
         self._groups: list[tuple[Tensor, Tensor]] = []
         self._rows: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         for tensor, members in groups.items():
-            tensor_LS = self._allocate((len(members), num_slots, *tensor.shape), dtype_of(tensor))
+            shape = (len(members), num_slots, *tensor.shape)
+            tensor_LS = allocate(shape, dtype_of(tensor), device, "the state slots need", "give fewer slots")
             initial = initial_of(tensor).to(device)
             self._groups.append((tensor_LS, initial))
             for index, member in enumerate(members):
                 self._rows[member] = (tensor_LS[index], initial)
-
-    def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        try:
-            if self.device.type == "cpu":
-                return lazy_zeros(shape, dtype)
-            return torch.zeros(shape, dtype=dtype, device=self.device)
-        except (RuntimeError, MemoryError) as error:
-            size = math.prod(shape) * dtype.itemsize
-            raise ResourceExhausted(
-                f"the state slots need {size / 2**30:.2f} GiB more on {self.device} than there is; give fewer slots"
-            ) from error
 
     @property
     def num_bytes(self) -> int:
@@ -333,16 +331,7 @@ class RecurrentPass:
     # -- recurrences -------------------------------------------------------------------------------
 
     def linear_attention(
-        self,
-        layer_id: int,
-        state_id: int,
-        q_THK: Tensor,
-        k_THK: Tensor,
-        v_THV: Tensor,
-        *,
-        scale: float = 1.0,
-        log_decay: Tensor | None = None,
-        beta_TH: Tensor | None = None,
+        self, layer_id: int, state_id: int, q_THK: Tensor, k_THK: Tensor, v_THV: Tensor, **options: Unpack[Gates]
     ) -> Tensor:
         """Run ``RecurrenceBackend.linear_attention`` from the state before this forward and store
         the new state. Returns ``[T, Hq, V]``.
@@ -359,9 +348,7 @@ class RecurrentPass:
             )
         self._check_rows("linear_attention", q_THK, k_THK, v_THV)
         states_GHKV = self._part.storage.read(layer, state_id, self._sources)
-        recurred = self._part.backend.linear_attention(
-            self.plan, q_THK, k_THK, v_THV, states_GHKV, scale=scale, log_decay=log_decay, beta_TH=beta_TH
-        )
+        recurred = self._part.backend.linear_attention(self.plan, q_THK, k_THK, v_THV, states_GHKV, **options)
         return self._take(layer, state_id, recurred)
 
     def convolve(

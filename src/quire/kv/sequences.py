@@ -16,10 +16,11 @@ from collections.abc import Sequence as Seq
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.contracts.pool_verbs import TokenTreeParents
 from quire.errors import FailedPrecondition, InvalidArgument, NotFound
 from quire.kv.forward_need import ForwardNeed, OpenForward, Sequence, SlotRange, class_need, pages_for, slots_of
 from quire.kv.pages import PagePool
-from quire.kv.trees import NO_TREE, TokenTreeParents, parents_of_entries
+from quire.kv.trees import NO_TREE, parents_of_entries
 from quire.kv.windows import Window, describe_ranges, held, intersection, reachable, window_pages
 from quire.types import SeqId
 
@@ -136,9 +137,7 @@ class SequenceBooks:
             raise InvalidArgument(
                 f"fork_sequence: position {pos} of sequence {parent_id} is outside of -1..{parent.length} (its length)"
             )
-        self.require_closed("fork_sequence")
-        self.require_ready(parent_id, parent, "fork_sequence")
-        self.require_committed(parent_id, parent, "fork_sequence")
+        self.require_settled(parent_id, "fork_sequence")
         length = parent.length if pos == -1 else pos
         self.require_reachable(parent_id, parent, length, "fork_sequence")
         return parent, length
@@ -151,9 +150,7 @@ class SequenceBooks:
             raise InvalidArgument(
                 f"popn: {count} tokens of sequence {seq_id}; 0..{sequence.length} (its length) can be taken back"
             )
-        self.require_closed("popn")
-        self.require_ready(seq_id, sequence, "popn")
-        self.require_committed(seq_id, sequence, "popn")
+        self.require_settled(seq_id, "popn")
         self.require_reachable(seq_id, sequence, sequence.length - count, "popn")
         return sequence
 
@@ -197,7 +194,12 @@ class SequenceBooks:
     # -- room --------------------------------------------------------------------------------------
 
     def plan_forward(
-        self, seq_ids: Seq[SeqId], counts: Seq[int], parents: TokenTreeParents = None, *, verb: str = "begin_forward"
+        self,
+        seq_ids: Seq[SeqId],
+        counts: Seq[int],
+        parents: TokenTreeParents | None = None,
+        *,
+        verb: str = "begin_forward",
     ) -> ForwardNeed:
         """Return what a forward needs; check all but the bracket and free pages, for ``verb``.
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from quire.contracts.layers import sink_refusal, window_refusal
-from quire.contracts.pool_verbs import Eviction
+from quire.contracts.pool_verbs import Eviction, TokenTreeParents
 from quire.errors import FailedPrecondition, InvalidArgument, ResourceExhausted, Unsupported
 from quire.interrupts import uninterrupted_verbs
 from quire.kv.attention_verbs import StateAttention
@@ -29,7 +29,6 @@ from quire.kv.state_pass import StatePass
 from quire.kv.state_room import StateRoom
 from quire.kv.states import StateNeed
 from quire.kv.stored_rows import StateRows
-from quire.kv.trees import TokenTreeParents
 from quire.kv.windows import Window
 from quire.signatures import checks_arguments
 from quire.types import SeqId
@@ -265,7 +264,7 @@ class State(StateAttention, StateRecurrence, StateRows, StateExchange, StateRoom
         self,
         seq_ids: Sequence[SeqId],
         append_lengths: Sequence[int],
-        token_tree_parents: TokenTreeParents = None,
+        token_tree_parents: TokenTreeParents | None = None,
         *,
         checkpoints: Sequence[Sequence[int]] = (),
     ) -> None:

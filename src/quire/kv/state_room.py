@@ -8,13 +8,12 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.contracts.pool_verbs import Holding, SequenceUse, Shortage, StateGeometry
+from quire.contracts.pool_verbs import Holding, SequenceUse, Shortage, StateGeometry, TokenTreeParents
 from quire.errors import Unsupported
 from quire.kv.forward_need import ForwardNeed, pages_for
 from quire.kv.pages import PageIds, PagePool
 from quire.kv.parts import StateParts
 from quire.kv.states import StateNeed
-from quire.kv.trees import TokenTreeParents
 from quire.kv.windows import Window
 from quire.signatures import checks_arguments
 from quire.types import SeqId
@@ -186,7 +185,10 @@ class StateRoom(StatePools):
         return min(pool.num_free for pool in keeping or self.table.pools)
 
     def missing_pages(
-        self, seq_ids: Sequence[SeqId], append_lengths: Sequence[int], token_tree_parents: TokenTreeParents = None
+        self,
+        seq_ids: Sequence[SeqId],
+        append_lengths: Sequence[int],
+        token_tree_parents: TokenTreeParents | None = None,
     ) -> int:
         """Return the missing pages and states of all classes; in an open forward as before it."""
         need = self.table.plan_forward(seq_ids, append_lengths, token_tree_parents, verb="missing_pages")
@@ -194,7 +196,10 @@ class StateRoom(StatePools):
         return self.table.shortage(need) + states
 
     def page_shortage(
-        self, seq_ids: Sequence[SeqId], append_lengths: Sequence[int], token_tree_parents: TokenTreeParents = None
+        self,
+        seq_ids: Sequence[SeqId],
+        append_lengths: Sequence[int],
+        token_tree_parents: TokenTreeParents | None = None,
     ) -> Shortage:
         need = self.table.plan_forward(seq_ids, append_lengths, token_tree_parents)
         if not (missing := self.table.shortage(need)):

@@ -310,24 +310,11 @@ class NaivePass:
         """Raise ``Unsupported``; the probed models have no such layers."""
         raise Unsupported(f"layer {layer_id} reads an encoder; the fallback has decoders only")
 
-    def linear_attention(
-        self,
-        layer_id: int,
-        state_id: int,
-        q_THK: Tensor,
-        k_THK: Tensor,
-        v_THV: Tensor,
-        *,
-        scale: float = 1.0,
-        log_decay: Tensor | None = None,
-        beta_TH: Tensor | None = None,
-    ) -> Tensor:
+    def linear_attention(self, layer_id: int, *given: Any, **options: Any) -> Tensor:
         """Raise ``Unsupported``; the probed models have no such layers."""
         raise Unsupported(f"layer {layer_id} is recurrent; the fallback keeps K and V")
 
-    def convolve(
-        self, layer_id: int, state_id: int, x_TC: Tensor, weight_CW: Tensor, bias_C: Tensor | None = None
-    ) -> Tensor:
+    def convolve(self, layer_id: int, *given: Any, **options: Any) -> Tensor:
         """Raise ``Unsupported``; the probed models have no such layers."""
         raise Unsupported(f"layer {layer_id} is recurrent; the fallback keeps K and V")
 
