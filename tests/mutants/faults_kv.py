@@ -78,8 +78,8 @@ WINDOWS = (
     Mutant(
         name="freed-pages-not-counted",
         file="kv/forward_need.py",
-        old="ClassNeed(splits, fresh, leaving, freed)",
-        new="ClassNeed(splits, fresh, leaving, 0)",
+        old="ClassNeed(splits, fresh, gone, freed)",
+        new="ClassNeed(splits, fresh, gone, 0)",
         tests=("kv/test_window_pages.py::test_released_pages_count_for_the_same_call",),
     ),
     Mutant(

@@ -64,19 +64,6 @@ if TYPE_CHECKING:
 
     from quire.contracts.model import OpenPass
 
-__all__ = [
-    "AttentionKVCache",
-    "AttentionVerbs",
-    "Eviction",
-    "KVState",
-    "ModelState",
-    "PoolVerbs",
-    "RNNState",
-    "RecurrentVerbs",
-    "TensorPlan",
-    "TokenTreeParents",
-]
-
 
 class TensorPlan(NamedTuple):
     """One tensor of an export."""
@@ -136,8 +123,7 @@ class KVState(Protocol):
         """
 
     def rewind_cost(self, seq_id: SeqId, pos: int) -> int:
-        """(ours) Return the result of ``popn(seq_id, length - pos)``, without a change; refuse as
-        it does."""
+        """(ours) Return or refuse as ``popn(seq_id, length - pos)`` does; change nothing."""
 
     def reachable(self, seq_id: SeqId) -> list[range]:
         """(ours) Return, as ascending ranges, the positions for ``popn`` and ``fork_sequence``.
@@ -176,9 +162,8 @@ class KVState(Protocol):
         """Return whether there is no sequence and every page is free."""
 
     def num_available_pages(self) -> int:
-        """Return how many more pages of P tokens, over all layers, can be taken.
-        ``ceil(capacity / P)`` after ``clear()``. It may be 0 while tail pages have room: ask
-        ``missing_pages``."""
+        """Return how many more pages of P tokens, over all layers, can be taken. It may be 0 while
+        tail pages have room: ask ``missing_pages``. ``ceil(capacity / P)`` after ``clear()``."""
 
     def missing_pages(
         self,
@@ -292,9 +277,8 @@ class KVState(Protocol):
         states. [] without recurrent layers."""
 
     def drop_checkpoint(self, seq_id: SeqId, position: int) -> None:
-        """(ours) Give up the checkpoint at ``position``; forks keep theirs. ``InvalidArgument``:
-        none is kept there. ``Unsupported``: no recurrent layer. ``FailedPrecondition``: as
-        ``checkpoint``. O(1)."""
+        """(ours) Give up the checkpoint at ``position``; forks keep theirs. Errors as of
+        ``checkpoint``, and ``InvalidArgument``: none is kept there. O(1)."""
 
     # -- export and import -------------------------------------------------------------------------
 

@@ -89,12 +89,10 @@ class OpenPass(Pass, Protocol):
         """Weights by layer, per entry float32 ``[Hq, n, keys]``, since ``capture_weights``."""
 
     def use_mask(self, mask: Tensor) -> None:
-        """Use one mask in all layers: flat bool, entry by entry ``[n, keys]``, columns by
-        address."""
+        """Use one mask in all layers: flat bool, per entry ``[n, keys]``, columns by address."""
 
     def use_positions(self, positions: NDArray[np.int64]) -> None:
-        """Rotate new tokens at positions ``[T]``, not their indices; call before the first
-        layer."""
+        """Rotate new tokens at positions ``[T]``, not their indices; call before any layer."""
 
     def capture_weights(self) -> None:
         """Keep the attention weights of every layer from now on."""

@@ -23,10 +23,11 @@ from quire.contracts.kv_state import TensorPlan
 from quire.contracts.layers import CrossAttention, LatentAttention
 from quire.errors import DataLoss, FailedPrecondition, InvalidArgument, ResourceExhausted
 from quire.kv.forward_need import SlotRange
-from quire.kv.metadata_checks import FORMAT_VERSION, hash_of, holes_of, promised_checksums, validate, window_of
+from quire.kv.metadata_checks import hash_of, holes_of, promised_checksums, validate, window_of
 from quire.kv.parts import Import, StateParts
 from quire.kv.recurrent import RecurrentPart, dtype_of
 from quire.kv.sequences import check_id
+from quire.kv.state_schema import FORMAT_VERSION
 from quire.kv.statefile import bytes_of
 from quire.kv.storage import LayerRows, StoredSpec
 from quire.signatures import checks_arguments

@@ -86,8 +86,7 @@ def describe_ids(ids: Sequence[int]) -> str:
 
 
 def supported(layer_id: int, spec: LayerSpec, backend: AttentionBackend, device: torch.device) -> StoredSpec:
-    """Return the spec of a layer that a state can have; ``InvalidArgument`` or ``Unsupported``,
-    with the reason, for others."""
+    """Return the spec; ``InvalidArgument`` or ``Unsupported``, if no state can have the layer."""
     if isinstance(spec, LatentAttention):
         fault = _latent_fault(spec)
         # Its rows are the key of all heads: to a backend it is attention with one KV head.

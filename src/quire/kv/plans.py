@@ -116,8 +116,7 @@ def new_slots(batch: Batch, tables: Sequence[PageIds], page_size: int) -> NDArra
 def planned(
     batch: Batch, keys: Keys, tables: Sequence[PageIds], page_size: int, layer_window: int | None
 ) -> ForwardPlan:
-    """Plan the new tokens over one set of keys. Of ``own`` the pool is the new rows, a page one
-    row."""
+    """Plan the new tokens over these keys. Of ``own`` the pool is the new rows, a page one row."""
     size, number, origins = page_size, batch.stored + batch.counts, np.zeros_like(batch.counts)
     if keys == "past":
         number = batch.stored

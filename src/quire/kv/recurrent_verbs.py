@@ -142,8 +142,7 @@ class StateRecurrence(OpenState):
 
 
 def state_tensor(state: OpenState, layer_id: int, state_id: int, verb: str, seq_id: SeqId | None = None) -> StateTensor:
-    """Return one state tensor of a layer, which must be recurrent. ``seq_id``: ``NotFound`` if
-    unknown, first."""
+    """Return a state tensor of a recurrent layer. ``seq_id``: ``NotFound``, if unknown, first."""
     state_id = check_integer(state_id, f"{verb}: state", 0)
     part = state.recurrent_part(verb)
     if layer_id not in part.layer_ids:

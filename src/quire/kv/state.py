@@ -19,7 +19,6 @@ from quire.contracts.pool_verbs import Eviction, TokenTreeParents
 from quire.errors import FailedPrecondition, InvalidArgument, ResourceExhausted, Unsupported
 from quire.interrupts import uninterrupted_verbs
 from quire.kv.attention_verbs import StateAttention
-from quire.kv.audit import audit
 from quire.kv.exchange import StateExchange
 from quire.kv.forward_need import ForwardNeed
 from quire.kv.recurrent_verbs import StateRecurrence
@@ -244,7 +243,7 @@ class State(StateAttention, StateRecurrence, StateRows, StateExchange, StateRoom
                 self.recurrent.table.commit(seq_id, path)
 
     def check(self) -> None:
-        audit(self.table)
+        self.table.check()
         if self.encoders is not None:
             self.encoders.table.check(self.table.ids)
         if self.recurrent is None:
@@ -337,8 +336,7 @@ class State(StateAttention, StateRecurrence, StateRows, StateExchange, StateRoom
 
 
 def check_checkpoints(need: ForwardNeed, checkpoints: Sequence[Sequence[int]]) -> None:
-    """Raise ``InvalidArgument`` unless there are none, or per entry ascending counts of new
-    tokens."""
+    """Raise ``InvalidArgument`` unless these are ascending counts of new tokens per entry."""
     if checkpoints and len(checkpoints) != len(need.counts):
         raise InvalidArgument(
             f"begin_forward: checkpoints for {len(checkpoints)} entries; there are {len(need.counts)}"

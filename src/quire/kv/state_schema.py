@@ -12,7 +12,11 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 from quire.errors import DataLoss, InvalidArgument
-from quire.kv.metadata_checks import FORMAT_VERSION, MOST
+
+FORMAT_VERSION = 2
+"""Of a sequence's metadata."""
+MOST = 2**53
+"""The largest count or position in a document. JSON readers take it exactly; sums fit an int64."""
 
 Check: TypeAlias = Callable[[object, str], None]
 
@@ -151,25 +155,27 @@ RECURRENT = record(
     {"layer": integer(), "states": list_of(record({"shape": integers(1), "dtype": text, "initial": anything}))}
 )
 
+EXTENT: Mapping[str, Check] = {
+    "length": integer(),
+    "held": list_of(record({"layers": integers(), "ranges": list_of(row(integer(), integer()))})),
+    "window": nullable(integer(1)),
+    "sink": integer(),
+    "eviction": one_of("token", "forward"),
+    "evicted": integer(),
+    "kept_recurrent_positions": integers(1),
+}
+"""What of a sequence is there. Cross layers may be missing."""
+CROSS = list_of(record({"layer": integer(), "rows": nullable(integer(1))}))
+
 SEQUENCE = record(
     {
         "format_version": integer(),
         "layout_hash": text,
         "first_layer": integer(),
         "layers": list_of(LAYER),
-        "length": integer(),
-        "held": list_of(record({"layers": integers(), "ranges": list_of(row(integer(), integer()))})),
-        "window": nullable(integer(1)),
-        "sink": integer(),
-        "eviction": one_of("token", "forward"),
-        "evicted": integer(),
-        "kept_recurrent_positions": integers(1),
+        **EXTENT,
     },
-    {
-        "layer_ids": integers(),
-        "recurrent": list_of(RECURRENT),
-        "cross": list_of(record({"layer": integer(), "rows": nullable(integer(1))})),
-    },
+    {"layer_ids": integers(), "recurrent": list_of(RECURRENT), "cross": CROSS},
 )
 
 

@@ -62,8 +62,7 @@ class StateTable(StateBooks):
         self._release(gone)
 
     def commit(self, seq_id: SeqId, path: Seq[int]) -> None:
-        """Take the states of the nodes on ``path`` (from a root on; empty: none) as those of a
-        chain; forget all others."""
+        """Take the states of the nodes on ``path`` (from a root on) as a chain's; forget others."""
         states = self._sequences[seq_id]
         on_path = [states.nodes[node] for node in path]
         stay = set(path)

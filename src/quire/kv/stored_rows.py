@@ -178,8 +178,7 @@ def gathered(
 
 
 def rows_to_set(state: StateParts, k: Tensor, v: Tensor | None, layer_id: int | None) -> tuple[list[Layer], int]:
-    """Return the layers for these rows, latent ones if ``v`` is None, and how many rows of each.
-    ``InvalidArgument``."""
+    """Return the layers for these rows and how many of each, else ``InvalidArgument``."""
     if layer_id is not None:
         latent = state.layer(layer_id).spec.kind == "latent"
     else:
@@ -255,8 +254,7 @@ def read_encoder(
     end: int | None,
     out: tuple[Tensor, Tensor] | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return ``k [n, Hkv, Dk]``, ``v [n, Hkv, Dv]`` of rows ``start..end - 1``
-    (``debug_get_kv``)."""
+    """Return rows of an encoder for ``debug_get_kv``: ``k [n, Hkv, Dk]``, ``v [n, Hkv, Dv]``."""
     verb = "debug_get_kv"
     start = check_integer(start, f"{verb}: start", 0)
     end = None if end is None else check_integer(end, f"{verb}: end", start)
