@@ -29,7 +29,7 @@ from quire.kv.recurrent import RecurrentPart, dtype_of
 from quire.kv.sequences import check_id
 from quire.kv.state_schema import FORMAT_VERSION
 from quire.kv.statefile import bytes_of
-from quire.kv.storage import LayerRows, StoredSpec
+from quire.kv.storage import LayerRows, StoredSpec, check_tensor
 from quire.signatures import checks_arguments
 from quire.types import SeqId
 
@@ -123,12 +123,7 @@ class StateExchange(StateParts):
             if set(out) != set(plan):
                 raise InvalidArgument(f"export_page_group: out has tensors {sorted(out)}; {sorted(plan)} are needed")
             for name, one in plan.items():
-                given = out[name]
-                if tuple(given.shape) != one.shape or given.dtype != one.dtype or given.device.type != self.device.type:
-                    raise InvalidArgument(
-                        f"export_page_group: out[{name!r}] is {given.dtype} {tuple(given.shape)} on {given.device}; "
-                        f"{one.dtype} {one.shape} on {self.device} is needed"
-                    )
+                check_tensor(f"export_page_group: out[{name!r}]", out[name], one.dtype, one.shape, self.device)
         self.table.require_ready(seq_id, sequence, "export_page_group")
         self.table.require_committed(seq_id, sequence, "export_page_group")
         if part is not None and recurrent:

@@ -104,8 +104,8 @@ class StateParts:
         _check_room("cross_capacity", cross_capacity, "encoder rows", missing if encoders else "", surplus)
         self._pages_of_tokens = pages_for(capacity or 1, page_size)
         self.classes: list[LayerClass] = []
+        self._layers: dict[int, Layer] = {}
         self.table = SequenceTable(self._make_pools(window_capacity), page_size, [one.window for one in self.classes])
-        self._layers = {layer_id: self._layer(index) for index, layer_id in enumerate(self.layer_ids)}
         self._rotary: dict[RopeSpec, RotaryTable] = {}
         self.encoders: EncoderPart | None = None
         """What cross layers read; None: there are no such layers."""
@@ -138,18 +138,17 @@ class StateParts:
             pools.append(PagePool(self._pages_of_tokens if full else pages_for(window_capacity or 1, self.page_size)))
             slots = pools[-1].num_pages * self.page_size
             storage = PagedStorage([self.specs[index] for index in layers], slots, self.dtype, self.device)
+            for place, (index, (k_SHD, v_SHD)) in enumerate(zip(layers, storage.layers, strict=True)):
+                spec, sinks_H = self.specs[index], None
+                scoring = Scoring(spec.scale)
+                if not isinstance(spec, LatentAttention):
+                    scoring = Scoring(spec.scale, spec.softcap)
+                    sinks_H = torch.tensor(spec.sinks, dtype=torch.float32, device=self.device) if spec.sinks else None
+                self._layers[self.layer_ids[index]] = Layer(
+                    spec, len(self.classes), place, k_SHD, v_SHD, scoring, sinks_H
+                )
             self.classes.append(LayerClass(window, tuple(layers), storage))
         return pools
-
-    def _layer(self, index: int) -> Layer:
-        spec = self.specs[index]
-        which = next(number for number, one in enumerate(self.classes) if index in one.layers)
-        place = self.classes[which].layers.index(index)
-        stored = self.classes[which].storage.layers[place]
-        if isinstance(spec, LatentAttention):
-            return Layer(spec, which, place, stored.k, stored.v, Scoring(spec.scale), None)
-        sinks_H = torch.tensor(spec.sinks, dtype=torch.float32, device=self.device) if spec.sinks else None
-        return Layer(spec, which, place, stored.k, stored.v, Scoring(spec.scale, spec.softcap), sinks_H)
 
     # -- layers ------------------------------------------------------------------------------------
 

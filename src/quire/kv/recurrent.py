@@ -24,7 +24,7 @@ from quire.contracts.recurrence import Recurred, RecurrenceBackend, RecurrencePl
 from quire.errors import FailedPrecondition, InvalidArgument
 from quire.kv.state_table import StateTable
 from quire.kv.states import NULL, OpenStates, Slots, StateNeed
-from quire.kv.storage import allocate
+from quire.kv.storage import allocate, check_tensor
 from quire.types import SeqId
 
 
@@ -243,11 +243,7 @@ class RecurrentPart:
     def check_data(self, verb: str, tensor: StateTensor, data: Tensor, lead: tuple[int, ...]) -> None:
         """Raise ``InvalidArgument`` unless ``data`` is ``[*lead, *shape]``, of the state tensor's
         dtype and on the part's device."""
-        wanted, dtype = (*lead, *tensor.shape), dtype_of(tensor)
-        if tuple(data.shape) != wanted or data.dtype != dtype or data.device.type != self.device.type:
-            raise InvalidArgument(
-                f"{verb}: data is {data.dtype} {tuple(data.shape)} on {data.device}; {dtype} {wanted} on {self.device} is needed"
-            )
+        check_tensor(f"{verb}: data", data, dtype_of(tensor), (*lead, *tensor.shape), self.device)
 
     # -- exchange ----------------------------------------------------------------------------------
 

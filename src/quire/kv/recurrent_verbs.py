@@ -14,6 +14,7 @@ from quire.kv.recurrent import dtype_of
 from quire.kv.rules import refuse_layer
 from quire.kv.sequences import check_integer
 from quire.kv.state_pass import OpenState
+from quire.kv.storage import check_tensor
 from quire.kv.tensor_checks import check_out, padded
 from quire.signatures import checks_arguments
 from quire.types import SeqId
@@ -28,11 +29,7 @@ class StateRecurrence(OpenState):
         opened = self.open_pass().recurrent("get")
         rows = self.open_tokens if per_token else len(opened.plan.starts) - 1
         if out is not None:
-            shape = (rows, *one.shape)
-            if tuple(out.shape) != shape or out.dtype != dtype_of(one) or out.device.type != self.device.type:
-                raise InvalidArgument(
-                    f"get: out is {out.dtype} {tuple(out.shape)} on {out.device}; {dtype_of(one)} {shape} on {self.device} is needed"
-                )
+            check_tensor("get: out", out, dtype_of(one), (rows, *one.shape), self.device)
         found = opened.get(layer_id, state_id, per_token=per_token)
         return found if out is None else out.copy_(found)
 

@@ -159,9 +159,7 @@ class SequenceBooks:
         verb = "commit_accepted_token_tree_nodes"
         if len(seq_ids) != len(leaves):
             raise InvalidArgument(f"{verb}: {len(seq_ids)} sequence ids but {len(leaves)} leaves; give one each")
-        if len(set(seq_ids)) != len(seq_ids):
-            twice = next(seq for seq in seq_ids if list(seq_ids).count(seq) > 1)
-            raise InvalidArgument(f"{verb}: sequence {twice} is given twice; give each sequence once")
+        require_different(seq_ids, f"{verb}: sequence {{}} is given twice")
         indices = [check_integer(leaf, f"{verb}: leaf", -1) for leaf in leaves]
         for seq_id, leaf in zip(seq_ids, indices, strict=True):
             if seq_id in self._sequences and leaf >= (nodes := self._sequences[seq_id].nodes):
@@ -185,9 +183,7 @@ class SequenceBooks:
             )
         if len(seq_ids) == 0:
             raise InvalidArgument(f"{verb}: the batch is empty; give at least one sequence")
-        if len(set(seq_ids)) != len(seq_ids):
-            twice = next(seq for seq in seq_ids if list(seq_ids).count(seq) > 1)
-            raise InvalidArgument(f"{verb}: sequence {twice} is in the batch twice; give each sequence once")
+        require_different(seq_ids, f"{verb}: sequence {{}} is in the batch twice")
         return [check_integer(count, f"{verb}: append length", 1) for count in counts]
 
     # -- room --------------------------------------------------------------------------------------
@@ -371,6 +367,13 @@ class SequenceBooks:
 def sink_of(sequence: Sequence) -> int:
     """Return how many tokens the sequence's window keeps at its beginning."""
     return sequence.window.sink if sequence.window else 0
+
+
+def require_different(seq_ids: Seq[SeqId], fault: str) -> None:
+    """Raise ``InvalidArgument`` if a sequence is named twice."""
+    if len(set(seq_ids)) != len(seq_ids):
+        twice = next(seq for seq in seq_ids if list(seq_ids).count(seq) > 1)
+        raise InvalidArgument(f"{fault.format(twice)}; give each sequence once")
 
 
 def check_integer(value: int, what: str, least: int) -> int:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.contracts.layers import CrossAttention, FullAttention, LatentAttention, WindowedAttention
-from quire.errors import ResourceExhausted
+from quire.errors import InvalidArgument, ResourceExhausted
 from quire.kv.forward_need import SlotCopy, SlotRange
 from quire.kv.sequences import slot_index
 
@@ -64,6 +64,14 @@ class LayerRows(NamedTuple):
 def bytes_per_token(specs: Sequence[PagedSpec], dtype: torch.dtype) -> int:
     """Return the bytes that these layers keep of one token."""
     return sum(geometry(spec).elements for spec in specs) * dtype.itemsize
+
+
+def check_tensor(what: str, given: Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> None:
+    """Raise ``InvalidArgument`` unless the tensor is of this type, shape and kind of device."""
+    if tuple(given.shape) != shape or given.dtype != dtype or given.device.type != device.type:
+        raise InvalidArgument(
+            f"{what} is {given.dtype} {tuple(given.shape)} on {given.device}; {dtype} {shape} on {device} is needed"
+        )
 
 
 def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -26,10 +26,7 @@ from quire.types import SeqId
 
 @checks_arguments()
 class StateRows(StateParts):
-    """Reading and overwriting what tokens and encoders have left in attention layers.
-
-    The contract's docstrings (``contracts.attention_state``) are not repeated here.
-    """
+    """What tokens and encoders have left in attention layers (``contracts.attention_state``)."""
 
     def set_cross_kv(self, layer_id: int, seq_id: SeqId, k: Tensor, v: Tensor) -> None:
         part, verb = self.encoders, "set_cross_kv"
