@@ -272,8 +272,8 @@ class KVState(Protocol):
         states. [] without recurrent layers."""
 
     def drop_checkpoint(self, seq_id: SeqId, position: int) -> None:
-        """(ours) Give up the checkpoint at ``position``; forks keep theirs. Errors as of
-        ``checkpoint``, and ``InvalidArgument``: none is kept there. O(1)."""
+        """(ours) Give up the checkpoint at ``position``; forks keep theirs. ``InvalidArgument``:
+        none is kept there. ``Unsupported``, ``FailedPrecondition``: as ``checkpoint``. O(1)."""
 
     # -- export and import -------------------------------------------------------------------------
 
