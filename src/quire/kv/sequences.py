@@ -137,7 +137,9 @@ class SequenceBooks:
             raise InvalidArgument(
                 f"fork_sequence: position {pos} of sequence {parent_id} is outside of -1..{parent.length} (its length)"
             )
-        self.require_settled(parent_id, "fork_sequence")
+        self.require_closed("fork_sequence")
+        self.require_ready(parent_id, parent, "fork_sequence")
+        self.require_committed(parent_id, parent, "fork_sequence")
         length = parent.length if pos == -1 else pos
         self.require_reachable(parent_id, parent, length, "fork_sequence")
         return parent, length
@@ -150,7 +152,9 @@ class SequenceBooks:
             raise InvalidArgument(
                 f"popn: {count} tokens of sequence {seq_id}; 0..{sequence.length} (its length) can be taken back"
             )
-        self.require_settled(seq_id, "popn")
+        self.require_closed("popn")
+        self.require_ready(seq_id, sequence, "popn")
+        self.require_committed(seq_id, sequence, "popn")
         self.require_reachable(seq_id, sequence, sequence.length - count, "popn")
         return sequence
 
