@@ -181,7 +181,7 @@ class StateExchange(StateParts):
         part = self.recurrent
         if part is not None and group in part.layer_ids:
             self.table.get(seq_id)
-            plan = state_plan(part, group, part.table.kept(seq_id))
+            plan = recurrent_plan(part, group, part.table.kept(seq_id))
             done = _check_group(self, seq_id, group, tensors, plan).done
             part.import_group(seq_id, group, {name: tensor.to(self.device) for name, tensor in tensors.items()})
             done.add(group)
@@ -256,7 +256,7 @@ def group_plan(spec: StoredSpec, rows: int, dtype: torch.dtype) -> dict[str, Ten
     return {name: TensorPlan((rows, spec.num_kv_heads, size), dtype) for name, size in sizes.items()}
 
 
-def state_plan(part: RecurrentPart, layer_id: int, kept: Iterable[int]) -> dict[str, TensorPlan]:
+def recurrent_plan(part: RecurrentPart, layer_id: int, kept: Iterable[int]) -> dict[str, TensorPlan]:
     """Return the tensors of a recurrent layer: the present state and the ``kept`` ones."""
     found = part.group_tensors(layer_id, kept)
     return {name: TensorPlan(one.shape, dtype_of(one)) for name, one in found.items()}
@@ -272,7 +272,7 @@ def groups_of(state: StateParts, rows: Mapping[int, int], kept: Iterable[int]) -
     if state.recurrent is not None:
         kept = list(kept)
         for layer in state.recurrent.layer_ids:
-            found[layer] = state_plan(state.recurrent, layer, kept)
+            found[layer] = recurrent_plan(state.recurrent, layer, kept)
     return dict(sorted(found.items()))
 
 

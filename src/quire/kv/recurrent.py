@@ -1,8 +1,8 @@
 """The recurrent part of a KV state: tensors of recurrent layers, and one open forward over them.
 
-Bookkeeping is in ``states``; the tensors are here. A *slot* holds the state tensors of all
-recurrent layers after one token. A forward reads the slots of earlier states and writes slots of
-its own, so published states never change, and an abort only gives slots back.
+Bookkeeping is in ``recurrent_states``; the tensors are here. A *slot* holds the state tensors of
+all recurrent layers after one token. A forward reads the slots of earlier states and writes slots
+of its own, so published states never change, and an abort only gives slots back.
 
 Letters: L layers and state tensors of one geometry; S slots; B entries of the batch; T new tokens;
 G given states; M rows whose states are wanted; n rows read or written; H heads, K, V key and value
@@ -22,8 +22,8 @@ from torch import Tensor
 from quire.contracts.layers import InitialValues, Recurrent, StateTensor
 from quire.contracts.recurrence import Recurred, RecurrenceBackend, RecurrencePlan
 from quire.errors import FailedPrecondition, InvalidArgument
-from quire.kv.state_table import StateTable
-from quire.kv.states import NULL, OpenStates, Slots, StateNeed
+from quire.kv.recurrent_states import NULL, OpenRecurrent, RecurrentNeed, Slots
+from quire.kv.recurrent_table import RecurrentTable
 from quire.kv.storage import allocate, check_tensor
 from quire.types import SeqId
 
@@ -62,7 +62,7 @@ class SlotIndex(NamedTuple):
     """bool: which are at the initial values; None: no slot is."""
 
 
-class StateStorage:
+class RecurrentStorage:
     """The state tensors of all layers. Those of equal shape, dtype and initial value share one
     ``[L, S, *shape]``, to be copied at once. ``ResourceExhausted`` if they do not fit in memory."""
 
@@ -125,8 +125,8 @@ class RecurrentPart:
     """Recurrent layers of a KV state: bookkeeping (``table``), slots (``storage``), open forward.
 
     ``specs``: the layers, with the global ids ``layer_ids``. ``num_slots``: states that fit in all,
-    of present ones, checkpoints and rings. ``ring``, ``interval``: see ``StateBooks``. The caller
-    checks sequence ids, lengths, tree parents and the bracket; layers and tensors are checked here.
+    of present ones, checkpoints and rings. ``ring``, ``interval``: see ``RecurrentBooks``. The
+    caller checks ids, lengths, tree parents and the bracket; layers and tensors are checked here.
     """
 
     def __init__(
@@ -156,8 +156,8 @@ class RecurrentPart:
         self.layer_ids = list(layer_ids)
         self.device = torch.device(device)
         self.backend = backend
-        self.storage = StateStorage(self.specs, num_slots, self.device)
-        self.table = StateTable(num_slots, ring=ring, interval=interval)
+        self.storage = RecurrentStorage(self.specs, num_slots, self.device)
+        self.table = RecurrentTable(num_slots, ring=ring, interval=interval)
         self.current_pass: RecurrentPass | None = None
         """The open forward."""
         self._indices = {layer_id: index for index, layer_id in enumerate(layer_ids)}
@@ -178,7 +178,7 @@ class RecurrentPart:
 
     # -- the bracket -------------------------------------------------------------------------------
 
-    def begin(self, need: StateNeed) -> RecurrentPass:
+    def begin(self, need: RecurrentNeed) -> RecurrentPass:
         """Take the slots and open the forward. ``ResourceExhausted`` before anything changes."""
         opened = self.table.open(need)
         try:
@@ -288,7 +288,7 @@ class RecurrentPart:
 class RecurrentPass:
     """The open forward of a ``RecurrentPart``: T rows, none padded, in the order of ``plan``."""
 
-    def __init__(self, part: RecurrentPart, opened: OpenStates) -> None:
+    def __init__(self, part: RecurrentPart, opened: OpenRecurrent) -> None:
         need = opened.need
         self._part = part
         self._opened = opened

@@ -21,12 +21,12 @@ from quire.interrupts import uninterrupted_verbs
 from quire.kv.attention_verbs import StateAttention
 from quire.kv.exchange import StateExchange
 from quire.kv.forward_need import ForwardNeed
+from quire.kv.recurrent_states import RecurrentNeed
 from quire.kv.recurrent_verbs import StateRecurrence
 from quire.kv.rules import RECURRENT_REFUSAL, RefusedVerbs
 from quire.kv.sequences import check_integer
 from quire.kv.state_pass import StatePass
 from quire.kv.state_room import StateRoom
-from quire.kv.states import StateNeed
 from quire.kv.stored_rows import StateRows
 from quire.kv.windows import Window
 from quire.signatures import checks_arguments
@@ -272,7 +272,7 @@ class State(StateAttention, StateRecurrence, StateRows, StateExchange, StateRoom
         if self.recurrent is None and any(checkpoints):
             raise Unsupported(f"begin_forward with checkpoints: {RECURRENT_REFUSAL}, whose states they keep")
         self.table.require_closed("begin_forward")
-        states = None if self.recurrent is None else self._reserve_states(need, checkpoints)
+        states = None if self.recurrent is None else self._reserve_recurrent(need, checkpoints)
         opened = self.table.open_forward(need)
         try:
             for one, copies, blanks in zip(self.classes, opened.copies, opened.blanks, strict=True):
@@ -286,9 +286,9 @@ class State(StateAttention, StateRecurrence, StateRows, StateExchange, StateRoom
             self.table.abort()
             raise
 
-    def _reserve_states(self, need: ForwardNeed, checkpoints: Sequence[Sequence[int]]) -> StateNeed:
+    def _reserve_recurrent(self, need: ForwardNeed, checkpoints: Sequence[Sequence[int]]) -> RecurrentNeed:
         """Return what recurrent layers need for a forward; ``ResourceExhausted`` if slots lack."""
-        states = self._state_need(need, checkpoints)
+        states = self._recurrent_need(need, checkpoints)
         table = self.recurrent_part("begin_forward").table
         if short := table.shortage(states):
             raise ResourceExhausted(

@@ -13,7 +13,7 @@ from quire.errors import Unsupported
 from quire.kv.forward_need import ForwardNeed, pages_for
 from quire.kv.pages import PageIds, PagePool
 from quire.kv.parts import StateParts
-from quire.kv.states import StateNeed
+from quire.kv.recurrent_states import RecurrentNeed
 from quire.kv.windows import Window
 from quire.signatures import checks_arguments
 from quire.types import SeqId
@@ -192,7 +192,7 @@ class StateRoom(StatePools):
     ) -> int:
         """Return the missing pages and states of all classes; in an open forward as before it."""
         need = self.table.plan_forward(seq_ids, append_lengths, token_tree_parents, verb="missing_pages")
-        states = 0 if self.recurrent is None else self.recurrent.table.shortage(self._state_need(need))
+        states = 0 if self.recurrent is None else self.recurrent.table.shortage(self._recurrent_need(need))
         return self.table.shortage(need) + states
 
     def page_shortage(
@@ -222,7 +222,7 @@ class StateRoom(StatePools):
         if self.recurrent is None:
             return short
         need = self.table.plan_forward(seq_ids, append_lengths, verb="shortage_in_steps")
-        return short + self.recurrent.table.shortage(self._state_need(need))
+        return short + self.recurrent.table.shortage(self._recurrent_need(need))
 
     def free_pages(self, without: Collection[SeqId] = ()) -> list[int]:
         states = [] if self.recurrent is None else [self.recurrent.table.num_available_without(without)]
@@ -273,12 +273,12 @@ class StateRoom(StatePools):
 
     def spare_states(self, seq_ids: Sequence[SeqId], append_lengths: Sequence[int]) -> int:
         need = self.table.plan_forward(seq_ids, append_lengths, verb="spare_states")
-        return self.recurrent_part("spare_states").table.spare(self._state_need(need))
+        return self.recurrent_part("spare_states").table.spare(self._recurrent_need(need))
 
     def loose_checkpoints(self) -> dict[int, list[tuple[SeqId, int]]]:
         return {} if self.recurrent is None else self.recurrent.table.loose_checkpoints()
 
-    def _state_need(self, need: ForwardNeed, checkpoints: Sequence[Sequence[int]] = ()) -> StateNeed:
+    def _recurrent_need(self, need: ForwardNeed, checkpoints: Sequence[Sequence[int]] = ()) -> RecurrentNeed:
         trees = [
             None if tree is None else tree.parents[-count:] for tree, count in zip(need.trees, need.counts, strict=True)
         ]

@@ -8,7 +8,7 @@ states published last before the present one. A checkpoint and the ring name the
 they keep the same state. If slots are needed, only those that rings alone name are given up, oldest
 first.
 
-This module only looks and counts; ``state_table.StateTable`` changes the states.
+This module only looks and counts; ``recurrent_table.RecurrentTable`` changes the states.
 
 Letters: B entries of a batch; T new tokens; G given states; M rows whose states are wanted.
 """
@@ -34,7 +34,7 @@ NULL = -1
 
 
 @dataclass(slots=True)
-class States:
+class RecurrentStates:
     """The states of one sequence. Each slot that is named here is one reference."""
 
     length: int = 0
@@ -50,7 +50,7 @@ class States:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class StateNeed:
+class RecurrentNeed:
     """The need of a forward: states before each row, wanted states. See ``RecurrencePlan``."""
 
     seq_ids: tuple[SeqId, ...]
@@ -98,17 +98,17 @@ class StateNeed:
 
 
 @dataclass(slots=True, eq=False)
-class OpenStates:
+class OpenRecurrent:
     """A forward with its slots."""
 
-    need: StateNeed
+    need: RecurrentNeed
     targets: Slots
     """``[M]``: where the state after each wanted row goes."""
     recent: list[tuple[int, int, int]] = field(default_factory=list)
-    """Entry, row and slot of more states for the ring (``StateTable.reserve_recent``), in order."""
+    """Entry, row and slot of states for the ring (``RecurrentTable.reserve_recent``), in order."""
 
 
-def check_states(seq_id: SeqId, states: States, ring: int) -> None:
+def check_recurrent_states(seq_id: SeqId, states: RecurrentStates, ring: int) -> None:
     """Raise ``QuireError`` unless the positions of this sequence's states are possible."""
     if len(states.ring) > ring:
         raise QuireError(f"the ring of sequence {seq_id} holds {len(states.ring)} states; its size is {ring}")
@@ -132,7 +132,7 @@ def rounds(slots: Iterable[int]) -> Iterable[PageIds]:
         rest = Counter({slot: count - 1 for slot, count in rest.items() if count > 1})
 
 
-class StateBooks:
+class RecurrentBooks:
     """The states of all sequences, looked up and counted. ``ring``: recent states that a sequence
     keeps; ``interval``: a checkpoint is kept at each multiple of it (0: at none)."""
 
@@ -140,8 +140,8 @@ class StateBooks:
         self.pool = PagePool(num_slots)
         self.ring = ring
         self.interval = interval
-        self.forward: OpenStates | None = None
-        self._sequences: dict[SeqId, States] = {}
+        self.forward: OpenRecurrent | None = None
+        self._sequences: dict[SeqId, RecurrentStates] = {}
         self._ringed: dict[int, set[SeqId]] = {}
         """The sequences whose rings name a slot, by slot. The slot longest in rings comes first."""
 
@@ -285,11 +285,11 @@ class StateBooks:
                 found.append(slot)
         return found
 
-    def spare(self, need: StateNeed) -> int:
+    def spare(self, need: RecurrentNeed) -> int:
         """Return the slots that a forward leaves, rings' ones too; below 0: it lacks so many."""
         return self.num_available - need.slots
 
-    def shortage(self, need: StateNeed) -> int:
+    def shortage(self, need: RecurrentNeed) -> int:
         """Return how many slots ``need`` is short of; 0 if there is room. Slots that only rings
         name count as free, and so do those of the open forward."""
         free = self.pool.num_free
@@ -300,7 +300,7 @@ class StateBooks:
 
     def plan(
         self, seq_ids: Seq[SeqId], counts: Seq[int], trees: Seq[Seq[int] | None], checkpoints: Seq[Seq[int]] = ()
-    ) -> StateNeed:
+    ) -> RecurrentNeed:
         """Return what a forward needs; change nothing. Cost O(B + T). ``trees``: per entry None (a
         chain), or the parents of its new nodes, as indices over all uncommitted nodes (-1: a root).
         ``checkpoints``: per entry, the counts of its new tokens after which a state is kept, in
@@ -338,7 +338,7 @@ class StateBooks:
                     given[row] = found[parent]
                 wanted += range(start, start + count)
             offsets.append(len(wanted))
-        return StateNeed(
+        return RecurrentNeed(
             tuple(seq_ids),
             tuple(states.length for states in sequences),
             tuple(counts),
@@ -368,7 +368,7 @@ class StateBooks:
             named.update([*states.kept.values(), *states.ring.values(), *states.nodes, states.present])
             for slot in states.ring.values():
                 ringed.setdefault(slot, set()).add(seq_id)
-            check_states(seq_id, states, self.ring)
+            check_recurrent_states(seq_id, states, self.ring)
         opened = self.forward
         written, recent = list[int](), list[int]()
         if opened is not None:
