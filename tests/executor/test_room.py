@@ -21,7 +21,7 @@ from quire.engine.engine import Engine
 from quire.engine.scheduler import Limits
 from quire.errors import Cancelled, FailedPrecondition, NotFound, QuireError, ResourceExhausted
 from quire.executor.executor import Executor
-from quire.kv.state_slots import NULL
+from quire.kv.recurrent_states import NULL
 from quire.runner.room import Rank
 from quire.sampling_params import SamplingParams
 from quire.types import SeqId

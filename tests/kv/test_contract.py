@@ -40,11 +40,9 @@ INTERNAL = {
     "sequences",
     "state",
     "state_pass",
-    "state_pools",
     "state_room",
-    "state_slots",
-    "state_table",
-    "states",
+    "recurrent_table",
+    "recurrent_states",
     "storage",
 }
 """Modules of ``quire.kv`` that hold what a state is made of; plain functions may be imported from them."""
@@ -122,11 +120,11 @@ def test_no_module_reaches_behind_the_contract() -> None:
         "layer = state.layer(3)",
         "size = kv._page_bytes",
         "from quire.kv.state import State",
-        "from quire.kv.state_table import StateTable",
+        "from quire.kv.recurrent_table import RecurrentTable",
         "from quire.kv.sequences import SequenceBooks, check_integer",
-        "from quire.kv.state_slots import NULL",
+        "from quire.kv.recurrent_states import NULL",
         "from quire.kv import exchange, state",
-        "import quire.kv.states",
+        "import quire.kv.recurrent_states",
     ],
 )
 def test_a_reach_is_found(line: str) -> None:

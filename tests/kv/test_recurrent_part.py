@@ -16,8 +16,8 @@ from torch import Tensor
 
 from quire.contracts.layers import Recurrent, StateTensor
 from quire.errors import FailedPrecondition, InvalidArgument, QuireError, ResourceExhausted
-from quire.kv.recurrent import RecurrentPart, RecurrentPass, StateStorage, bytes_per_state
-from quire.kv.state_slots import NULL
+from quire.kv.recurrent import RecurrentPart, RecurrentPass, RecurrentStorage, bytes_per_state
+from quire.kv.recurrent_states import NULL
 from quire.ops.recurrence import ReferenceRecurrence
 
 CPU = torch.device("cpu")
@@ -57,7 +57,7 @@ def end(state: RecurrentPart) -> None:
 
 
 def test_storage_reads_what_was_written_and_initial_values() -> None:
-    storage = StateStorage(SPECS, 4, CPU)
+    storage = RecurrentStorage(SPECS, 4, CPU)
     rows = torch.tensor([[1, 2], [3, 4]])
     storage.write(1, 0, torch.tensor([3, 0]), rows)
     found = storage.read(1, 0, np.array([0, NULL, 3, 0]))
@@ -70,7 +70,7 @@ def test_storage_reads_what_was_written_and_initial_values() -> None:
 def test_storage_copies_whole_slots_of_all_layers() -> None:
     """Three layers of one geometry are one tensor; one differs in its initial value."""
     wide = StateTensor(shape=(2,), dtype="int64", initial=-3.0)
-    storage = StateStorage([*SPECS, Recurrent(states=(HASH, wide)), Recurrent(states=(HASH,))], 5, CPU)
+    storage = RecurrentStorage([*SPECS, Recurrent(states=(HASH, wide)), Recurrent(states=(HASH,))], 5, CPU)
     every = [(0, 0), (0, 1), (1, 0), (2, 0), (2, 1), (3, 0)]
     assert len(storage._groups) == 4
     for number, (layer, state) in enumerate(every, start=1):

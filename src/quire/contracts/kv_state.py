@@ -64,19 +64,6 @@ if TYPE_CHECKING:
 
     from quire.contracts.model import OpenPass
 
-__all__ = [
-    "AttentionKVCache",
-    "AttentionVerbs",
-    "Eviction",
-    "KVState",
-    "ModelState",
-    "PoolVerbs",
-    "RNNState",
-    "RecurrentVerbs",
-    "TensorPlan",
-    "TokenTreeParents",
-]
-
 
 class TensorPlan(NamedTuple):
     """One tensor of an export."""
@@ -116,9 +103,8 @@ class KVState(Protocol):
         for attention; with recurrent layers the child stands at the nearest kept state (as
         ``popn``). (ours) ``exact=True`` goes to exactly that position with result 0, or is refused.
 
-        ``InvalidArgument``: the child exists, position outside -1..length. ``FailedPrecondition``:
-        uncommitted nodes of the parent; an unreachable position; with ``exact``, no state kept
-        there. O(pages) integers, no bytes.
+        ``FailedPrecondition``: also, with ``exact``, no state kept there. O(pages) integers, no
+        bytes.
         """
 
     def popn(self, seq_id: SeqId, n: int, *, exact: bool = False) -> int:
@@ -130,14 +116,12 @@ class KVState(Protocol):
         after c are dropped here, not on forks. Any continuation equals that of a fresh run. (ours)
         ``exact=True`` goes to exactly that position with result 0, or is refused.
 
-        ``InvalidArgument``: n out of range. ``FailedPrecondition``: uncommitted nodes; a target
-        below evicted positions (names the reachable ones); with ``exact``, no state kept at t
-        (names the kept ones). O(pages freed).
+        ``FailedPrecondition`` names the reachable positions; with ``exact`` also where no state is
+        kept at t (names the kept ones). O(pages freed).
         """
 
     def rewind_cost(self, seq_id: SeqId, pos: int) -> int:
-        """(ours) Return the result of ``popn(seq_id, length - pos)``, without a change; refuse as
-        it does."""
+        """(ours) Return or refuse as ``popn(seq_id, length - pos)`` does; change nothing."""
 
     def reachable(self, seq_id: SeqId) -> list[range]:
         """(ours) Return, as ascending ranges, the positions for ``popn`` and ``fork_sequence``.
@@ -165,9 +149,9 @@ class KVState(Protocol):
         evicted tokens; keys stay where they were written. Recurrent and cross layers ignore the
         window.
 
-        ``InvalidArgument``: window < 1, sink < 0, sink >= window. ``FailedPrecondition``: evicted
-        already, uncommitted nodes. ``Unsupported``: no layer that a window could concern; a sink
-        with layers that rotate by their own rule. O(1).
+        ``InvalidArgument`` unless 0 <= sink < window. ``FailedPrecondition``: also evicted already.
+        ``Unsupported``: no layer that a window could concern; a sink with layers that rotate by
+        their own rule. O(1).
         """
 
     # -- queries: legal at any time, change nothing, O(1) or O(sequences) --------------------------
@@ -176,9 +160,8 @@ class KVState(Protocol):
         """Return whether there is no sequence and every page is free."""
 
     def num_available_pages(self) -> int:
-        """Return how many more pages of P tokens, over all layers, can be taken.
-        ``ceil(capacity / P)`` after ``clear()``. It may be 0 while tail pages have room: ask
-        ``missing_pages``."""
+        """Return how many more pages of P tokens, over all layers, can be taken. It may be 0 while
+        tail pages have room: ask ``missing_pages``. ``ceil(capacity / P)`` after ``clear()``."""
 
     def missing_pages(
         self,
@@ -233,9 +216,7 @@ class KVState(Protocol):
         (ours) ``checkpoints``: for each entry, ascending counts of new tokens, 1..n_i, after which
         the recurrent state is kept, besides multiples of the interval. Each takes a slot.
 
-        ``InvalidArgument``: lists differ in length, empty batch, n_i < 1, duplicate id, a parent
-        not in -1..own index - 1, checkpoints of a tree. ``FailedPrecondition``: a forward is open;
-        ordinary tokens behind uncommitted nodes; a sequence that is being imported.
+        ``InvalidArgument``: also an empty batch, n_i < 1, checkpoints of a tree.
         ``ResourceExhausted``: also when kept recurrent states fill the pool. O(B + T + pages
         taken), plus one copy of at most P - 1 slots for each page that splits.
         """
@@ -272,9 +253,8 @@ class KVState(Protocol):
         Afterwards length = base + path length, no nodes are pending, and freed pages are back, as
         if the path had been ordinary tokens.
 
-        ``InvalidArgument``: lists differ in length, duplicate id, leaf outside -1..nodes - 1.
-        ``FailedPrecondition``: no uncommitted nodes (even for -1), or a forward is open. Copies at
-        most path length slots per layer; a path of the first nodes copies nothing.
+        ``FailedPrecondition``: also no uncommitted nodes (even for -1). Copies at most path length
+        slots per layer; a path of the first nodes copies nothing.
         """
 
     # -- kept recurrent states ---------------------------------------------------------------------
@@ -293,8 +273,7 @@ class KVState(Protocol):
 
     def drop_checkpoint(self, seq_id: SeqId, position: int) -> None:
         """(ours) Give up the checkpoint at ``position``; forks keep theirs. ``InvalidArgument``:
-        none is kept there. ``Unsupported``: no recurrent layer. ``FailedPrecondition``: as
-        ``checkpoint``. O(1)."""
+        none is kept there. ``Unsupported``, ``FailedPrecondition``: as ``checkpoint``. O(1)."""
 
     # -- export and import -------------------------------------------------------------------------
 
@@ -359,4 +338,3 @@ class ModelState(AttentionKVCache, RNNState, PoolVerbs, Protocol):
 
     def open_pass(self) -> OpenPass:
         """Return the open forward; ``FailedPrecondition`` if there is none."""
-        ...

@@ -26,7 +26,6 @@ class Pass(Protocol):
     @property
     def positions_T(self) -> Tensor:
         """int32 ``[T]``: the true position of each new token in its sequence."""
-        ...
 
     def attend(self, layer_id: int, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor) -> Tensor:
         """Store K and V of the new tokens, attend over all that each may see.
@@ -34,11 +33,9 @@ class Pass(Protocol):
         ``q [T, Hq, Dk]``, ``k [T, Hkv, Dk]``, ``v [T, Hkv, Dv]`` in the model's dtype, *before*
         RoPE: the state rotates by the layer's spec. Returns ``[T, Hq, Dv]``, contiguous, fresh.
         """
-        ...
 
     def attend_qkv(self, layer_id: int, qkv_TC: Tensor) -> Tensor:
         """Attend with a fused projection ``[T, Hq*Dk + Hkv*Dk + Hkv*Dv]``; cheaper."""
-        ...
 
     def attend_shared(self, source_layer_id: int, q_THD: Tensor) -> Tensor:
         """Attend over K and V of ``source_layer_id``, for a layer without its own; store nothing.
@@ -46,7 +43,6 @@ class Pass(Protocol):
         The source must have run in this forward; window and rotation are the source's.
         ``q [T, Hq, Dk]`` before RoPE, as in ``attend``. Returns ``[T, Hq, Dv]``, contiguous, fresh.
         """
-        ...
 
     def attend_latent(self, layer_id: int, q_THD: Tensor, rows_TR: Tensor, expansion: LatentExpansion) -> Tensor:
         """Store latent rows of the new tokens, attend over all they may see (MLA,
@@ -57,13 +53,11 @@ class Pass(Protocol):
         fresh. Tokens of one forward attend to each other in expanded form, to stored rows and in
         decodes in absorbed form.
         """
-        ...
 
     def attend_cross(self, layer_id: int, q_THD: Tensor) -> Tensor:
         """Attend over all encoder rows of each token's sequence; store nothing. The rows come from
         ``set_cross_kv``. Order, trees and windows do not matter. ``q [T, Hq, Dk]``. Returns
         ``[T, Hq, Dv]``, contiguous, fresh. ``FailedPrecondition``: no such rows."""
-        ...
 
     def linear_attention(
         self,
@@ -79,14 +73,12 @@ class Pass(Protocol):
     ) -> Tensor:
         """Run the recurrence from a state ``[H, K, V]`` over the new tokens, store the new state,
         return ``[T, Hq, V]``. See ``contracts.recurrence.RecurrenceBackend``."""
-        ...
 
     def convolve(
         self, layer_id: int, state_id: int, x_TC: Tensor, weight_CW: Tensor, bias_C: Tensor | None = None
     ) -> Tensor:
         """Run the causal depthwise convolution with a state ``[W - 1, C]`` of a recurrent layer:
         ``[T, C]``. See ``contracts.recurrence.RecurrenceBackend``."""
-        ...
 
 
 class OpenPass(Pass, Protocol):
@@ -95,21 +87,15 @@ class OpenPass(Pass, Protocol):
     @property
     def weights(self) -> Mapping[int, Sequence[Tensor]]:
         """Weights by layer, per entry float32 ``[Hq, n, keys]``, since ``capture_weights``."""
-        ...
 
     def use_mask(self, mask: Tensor) -> None:
-        """Use one mask in all layers: flat bool, entry by entry ``[n, keys]``, columns by
-        address."""
-        ...
+        """Use one mask in all layers: flat bool, per entry ``[n, keys]``, columns by address."""
 
     def use_positions(self, positions: NDArray[np.int64]) -> None:
-        """Rotate new tokens at positions ``[T]``, not their indices; call before the first
-        layer."""
-        ...
+        """Rotate new tokens at positions ``[T]``, not their indices; call before any layer."""
 
     def capture_weights(self) -> None:
         """Keep the attention weights of every layer from now on."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -143,8 +129,6 @@ class Model(Protocol):
 
     def embed(self, tokens_T: Tensor) -> Tensor:
         """Embed int64 ``[T]`` as ``[T, E]``."""
-        ...
 
     def head(self, x_RE: Tensor) -> Tensor:
         """Return float32 logits ``[R, V]`` of ``[R, E]``; includes the final norm."""
-        ...

@@ -231,8 +231,7 @@ class PoolVerbs(Protocol):
         ``window``: its size and sink; ``step``: tokens of one forward."""
 
     def largest_step(self, window: int, sink: int) -> int:
-        """Return how many tokens of one forward fit into empty pools with such a window; may be <
-        1."""
+        """Return the tokens of one forward that fit into empty pools with a window; may be < 1."""
 
     def shortage_in_steps(self, seq_ids: Sequence[SeqId], append_lengths: Sequence[int], most: int) -> int:
         """Bound the missing pages for these tokens in forwards of at most ``most``, from above."""

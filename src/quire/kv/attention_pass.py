@@ -24,14 +24,12 @@ from quire.kv.forward_need import ForwardNeed
 from quire.kv.layer_classes import Layer, key_value_spec
 from quire.kv.pages import PageIds
 from quire.kv.parts import StateParts
-from quire.kv.plans import Batch, Masks, Prepared
+from quire.kv.plans import Batch, Keys, Masks, Prepared
 from quire.ops.attention import attention_weights, merge
 from quire.ops.rope import rotate, rotate_last
 
-Keys: TypeAlias = Literal["fused", "past", "own"]
-"""Which keys: all stored ones, those from before this forward, the new tokens only."""
 MaskedKeys: TypeAlias = Literal["masked past", "masked own"]
-"""The latter two under the mask of the forward."""
+"""The latter two of ``Keys`` under the mask of the forward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +114,10 @@ class AttentionPass:
         cos, sin = self._rotation(spec, relative)
         return rotate_last(x_THD, cos, sin, interleaved=spec.interleaved)
 
-    def _sink_queries(self, layer: Layer, q_THD: Tensor) -> Tensor:
-        """Rotate queries for the sink part at relative positions. ``q`` is the verb's argument."""
+    def _sink_queries(self, prepared: Prepared, layer: Layer, q_THD: Tensor) -> Tensor | None:
+        """Rotate the verb's queries for the sink part, if there is one, at relative positions."""
+        if prepared.plan.sinks is None:
+            return None
         rope = layer.spec.rope
         if layer.turning is not None:
             return self._turn(q_THD, layer.turning, relative=True).to(self._state.dtype)
@@ -140,20 +140,16 @@ class AttentionPass:
 
     def _plan(self, keys: Keys, class_index: int) -> ForwardPlan:
         state, tables = self._state, self._tables[class_index]
-        window = state.classes[class_index].window
-        if keys == "own":
-            return plans.own(self.batch, window)
-        if keys == "past":
-            return plans.past(self.batch, tables, state.page_size, window)
-        plan = plans.fused(self.batch, tables, state.page_size, window)
-        return plan if self._mask is None else plans.masked(plan, self._mask)
+        plan = plans.planned(self.batch, keys, tables, state.page_size, state.classes[class_index].window)
+        return plan if keys != "fused" or self._mask is None else plans.masked(plan, self._mask)
 
     def _prepare(self, plan: ForwardPlan) -> Prepared:
         return Prepared(plan, self._state.backend.plan(plan, self._state.dtype))
 
-    def masked(self, keys: Keys, class_index: int, masks: Masks) -> Prepared:
-        """Return the plan of these keys under a mask, which replaces the causal and tree rule."""
-        return self._prepare(plans.masked(self.prepared(keys, class_index).plan, masks))
+    def masked(self, keys: Keys, class_index: int, masks: Masks | None) -> Prepared:
+        """Return the plan of these keys; masks replace the causal and tree rule."""
+        found = self.prepared(keys, class_index)
+        return found if masks is None else self._prepare(plans.masked(found.plan, masks))
 
     def parts(self, class_index: int) -> tuple[Prepared, Prepared]:
         """Return the plans over earlier rows and new tokens, under the forward's mask, if any."""
@@ -167,20 +163,16 @@ class AttentionPass:
         return past, own
 
     def use_mask(self, mask: Tensor) -> None:
-        """Use one mask for all layers of this forward (``attend``, ``attend_qkv``,
-        ``attend_latent``). As ``attention_with_fused_qkv`` takes it: flat bool, entry by entry
-        row-major ``[n, keys]``, columns by address. ``InvalidArgument`` for another."""
+        """Use one mask for all layers, laid out as for ``attention_with_fused_qkv``;
+        ``InvalidArgument`` for another."""
         plans.check_mask(mask, self._state.device)
         self._mask = plans.cut_mask(mask, self.batch)
         self._prepared = {key: value for key, value in self._prepared.items() if key[0] in ("past", "own")}
         self._raw.clear()
 
     def use_positions(self, positions: NDArray[np.int64]) -> None:
-        """Rotate the new tokens of this forward at these positions, ``[T]`` of 0 or more.
-
-        Their indices still decide what each token sees. Only for layers that ``position_refusal``
-        allows, and before the first layer runs. ``InvalidArgument`` for another number.
-        """
+        """Rotate the new tokens at these positions, ``[T]`` of 0 or more, else ``InvalidArgument``.
+        Their indices still decide what they see. For layers that ``position_refusal`` allows."""
         if positions.shape != (self.batch.num_tokens,) or positions.min() < 0:
             raise InvalidArgument(
                 f"{positions.size} positions, the least of which is {positions.min(initial=0)}; {self.batch.num_tokens} of 0 or more are "
@@ -252,11 +244,8 @@ class AttentionPass:
             # Attention reads stored rows, so that results do not depend on where a chunk began.
             q_turned_THD, k_THD, v_THD = (x_THD.to(state.dtype) for x_THD in (q_turned_THD, k_THD, v_THD))
         self.write(layer_id, layer, k_THD, v_THD)
-        if masks is None:
-            prepared = self.prepared("fused", layer.class_index)
-        else:
-            prepared = self.masked("fused", layer.class_index, masks)
-        q_sink = None if prepared.plan.sinks is None else self._sink_queries(layer, q_THD)
+        prepared = self.masked("fused", layer.class_index, masks)
+        q_sink = self._sink_queries(prepared, layer, q_THD)
         k_SHD, v_SHD, new = layer.k_SHD, layer.v_SHD, (k_THD, v_THD)
         if layer.spec.rope_mode == "inline" and layer.turning is not None:
             raw = self._compact("fused", layer.class_index) if masks is None else self._compacted(prepared.plan)
@@ -309,13 +298,8 @@ class AttentionPass:
     ) -> AttentionState:
         """Attend over new tokens of the same sequence; store nothing. ``coarse``: the backend's."""
         layer = self._state.layer(layer_id)
-        q_sink = None
-        if masks is None:
-            prepared = self.prepared("own", layer.class_index)
-        else:
-            prepared = self.masked("own", layer.class_index, masks)
-        if prepared.plan.sinks is not None:
-            q_sink = self._sink_queries(layer, q_THD)
+        prepared = self.masked("own", layer.class_index, masks)
+        q_sink = self._sink_queries(prepared, layer, q_THD)
         if layer.turning is not None:
             q_THD, k_THD = self._turn(q_THD, layer.turning), self._turn(k_THD, layer.turning)
         q_THD, k_THD, v_THD = (x_THD.to(self._state.dtype).contiguous() for x_THD in (q_THD, k_THD, v_THD))
@@ -326,11 +310,10 @@ class AttentionPass:
     def cross(
         self, layer_id: int, q_THD: Tensor, keys: Keys, scoring: Scoring, *, coarse: bool = False
     ) -> AttentionState:
-        """Attend over stored tokens (``past``: earlier, ``fused``: all). ``coarse``: see
-        ``own``."""
+        """Attend over stored tokens (``past`` or ``fused``). ``coarse``: see ``own``."""
         layer = self._state.layer(layer_id)
         prepared = self.prepared(keys, layer.class_index)
-        q_sink = None if prepared.plan.sinks is None else self._sink_queries(layer, q_THD)
+        q_sink = self._sink_queries(prepared, layer, q_THD)
         k_SHD, v_SHD = layer.k_SHD, layer.v_SHD
         if layer.turning is not None:
             if layer.spec.rope_mode == "inline":

@@ -14,15 +14,13 @@ from quire.contracts.attention import AttentionState, Scoring
 from quire.contracts.attention_state import AttentionScope
 from quire.contracts.layers import CrossAttention, LatentAttention
 from quire.errors import FailedPrecondition, InvalidArgument, Unsupported
-from quire.kv import encoder_verbs
 from quire.kv.layer_classes import key_value_spec
 from quire.kv.plans import Masks, check_mask, cut_mask
-from quire.kv.rules import refuse, refuse_layer
+from quire.kv.rules import refuse_layer
 from quire.kv.state_pass import OpenState
 from quire.kv.tensor_checks import check_out, check_state_out, check_states, check_type, padded, padded_state
 from quire.ops.attention import merge
 from quire.signatures import checks_arguments
-from quire.types import SeqId
 
 
 @checks_arguments()
@@ -189,11 +187,6 @@ class StateAttention(OpenState):
         o1.copy_(found.out)
         lse1.copy_(found.lse)
         return o1, lse1
-
-    def set_cross_kv(self, layer_id: int, seq_id: SeqId, k: Tensor, v: Tensor) -> None:
-        if self.encoders is None:
-            refuse("set_cross_kv")
-        encoder_verbs.put(self, self.encoders, layer_id, seq_id, k, v)
 
     def _scoring(self, layer_id: int, sm_scale: float | None) -> Scoring:
         scoring = self.layer(layer_id).scoring

@@ -20,14 +20,16 @@ import xxhash
 from torch import Tensor
 
 from quire.contracts.kv_state import TensorPlan
-from quire.contracts.layers import CrossAttention, LatentAttention, StateTensor
+from quire.contracts.layers import CrossAttention, LatentAttention
 from quire.errors import DataLoss, FailedPrecondition, InvalidArgument, ResourceExhausted
 from quire.kv.forward_need import SlotRange
-from quire.kv.metadata_checks import FORMAT_VERSION, hash_of, holes_of, promised_checksums, validate, window_of
+from quire.kv.metadata_checks import hash_of, holes_of, promised_checksums, validate, window_of
 from quire.kv.parts import Import, StateParts
-from quire.kv.recurrent import dtype_of
+from quire.kv.recurrent import RecurrentPart, dtype_of
 from quire.kv.sequences import check_id
-from quire.kv.storage import LayerRows, StoredSpec
+from quire.kv.state_schema import FORMAT_VERSION
+from quire.kv.statefile import bytes_of
+from quire.kv.storage import LayerRows, StoredSpec, check_tensor
 from quire.signatures import checks_arguments
 from quire.types import SeqId
 
@@ -37,16 +39,32 @@ class StateExchange(StateParts):
     """Export and import of sequences. ``contracts.kv_state`` documents the verbs."""
 
     def get_layout_hash(self) -> str:
-        return hash_of(layout_of(self))
+        return hash_of(self.get_layout())
 
     def get_layout(self) -> dict[str, Any]:
-        return layout_of(self)
+        ids = list(self.stored_specs)
+        found: dict[str, Any] = {"first_layer": self.first_layer}
+        if ids != list(range(self.first_layer, self.first_layer + len(ids))):
+            found["layer_ids"] = ids
+        if self.recurrent is not None:
+            found["recurrent"] = [
+                {
+                    "layer": layer,
+                    "states": [
+                        {"shape": list(one.shape), "dtype": one.dtype, "initial": one.initial_as_json()}
+                        for one in spec.states
+                    ],
+                }
+                for layer, spec in zip(self.recurrent.layer_ids, self.recurrent.specs, strict=True)
+            ]
+        found["layers"] = [layer_metadata(spec, self.dtype) for spec in self.stored_specs.values()]
+        return found
 
     def get_checkpoint_metadata(self, seq_id: SeqId, *, checksums: bool = True) -> dict[str, Any]:
         sequence = self.table.get(seq_id)
         self.table.require_ready(seq_id, sequence, "get_checkpoint_metadata")
         self.table.require_committed(seq_id, sequence, "get_checkpoint_metadata")
-        window, layout, kept = sequence.window, layout_of(self), self.checkpoints(seq_id)
+        window, layout, kept = sequence.window, self.get_layout(), self.checkpoints(seq_id)
         groups: list[dict[str, Any]] = []
         for group, plan in groups_of(self, rows_of(self, seq_id), kept).items():
             tensors = self.export_page_group(seq_id, group) if checksums else {}
@@ -105,12 +123,7 @@ class StateExchange(StateParts):
             if set(out) != set(plan):
                 raise InvalidArgument(f"export_page_group: out has tensors {sorted(out)}; {sorted(plan)} are needed")
             for name, one in plan.items():
-                given = out[name]
-                if tuple(given.shape) != one.shape or given.dtype != one.dtype or given.device.type != self.device.type:
-                    raise InvalidArgument(
-                        f"export_page_group: out[{name!r}] is {given.dtype} {tuple(given.shape)} on {given.device}; "
-                        f"{one.dtype} {one.shape} on {self.device} is needed"
-                    )
+                check_tensor(f"export_page_group: out[{name!r}]", out[name], one.dtype, one.shape, self.device)
         self.table.require_ready(seq_id, sequence, "export_page_group")
         self.table.require_committed(seq_id, sequence, "export_page_group")
         if part is not None and recurrent:
@@ -133,14 +146,14 @@ class StateExchange(StateParts):
         return out
 
     def plan_import(self, metadata: Mapping[str, Any]) -> dict[int, dict[str, TensorPlan]]:
-        validate(self, layout_of(self), metadata)
+        validate(self, self.get_layout(), metadata)
         return groups_of(self, rows_by_layer(metadata), metadata["kept_recurrent_positions"])
 
     def prepare_import(self, seq_id: SeqId, metadata: Mapping[str, Any]) -> None:
         check_id(seq_id)
         if seq_id in self.table:
             raise InvalidArgument(f"prepare_import: sequence {seq_id} exists already; a new id is needed")
-        validate(self, layout_of(self), metadata)
+        validate(self, self.get_layout(), metadata)
         rows, kept = rows_by_layer(metadata), list(metadata["kept_recurrent_positions"])
         started = Import(rows, promised_checksums(groups_of(self, rows, kept), metadata.get("groups")))
         length, window, holes = int(metadata["length"]), window_of(metadata), holes_of(metadata)
@@ -168,8 +181,7 @@ class StateExchange(StateParts):
         part = self.recurrent
         if part is not None and group in part.layer_ids:
             self.table.get(seq_id)
-            states = part.group_tensors(group, part.table.kept(seq_id))
-            plan = {name: _plan_of(one) for name, one in states.items()}
+            plan = recurrent_plan(part, group, part.table.kept(seq_id))
             done = _check_group(self, seq_id, group, tensors, plan).done
             part.import_group(seq_id, group, {name: tensor.to(self.device) for name, tensor in tensors.items()})
             done.add(group)
@@ -236,28 +248,6 @@ def layer_metadata(spec: StoredSpec, dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-def layout_of(state: StateParts) -> dict[str, Any]:
-    """Return what states that exchange sequences have in common, in JSON types. ``layer_ids`` is
-    there if attention layers are not a range, ``recurrent`` if there are such layers."""
-    ids = list(state.stored_specs)
-    found: dict[str, Any] = {"first_layer": state.first_layer}
-    if ids != list(range(state.first_layer, state.first_layer + len(ids))):
-        found["layer_ids"] = ids
-    if state.recurrent is not None:
-        found["recurrent"] = [
-            {
-                "layer": layer,
-                "states": [
-                    {"shape": list(one.shape), "dtype": one.dtype, "initial": one.initial_as_json()}
-                    for one in spec.states
-                ],
-            }
-            for layer, spec in zip(state.recurrent.layer_ids, state.recurrent.specs, strict=True)
-        ]
-    found["layers"] = [layer_metadata(spec, state.dtype) for spec in state.stored_specs.values()]
-    return found
-
-
 def group_plan(spec: StoredSpec, rows: int, dtype: torch.dtype) -> dict[str, TensorPlan]:
     """Return the tensors of a layer for ``rows`` tokens, or rows of an encoder."""
     if isinstance(spec, LatentAttention):
@@ -266,8 +256,10 @@ def group_plan(spec: StoredSpec, rows: int, dtype: torch.dtype) -> dict[str, Ten
     return {name: TensorPlan((rows, spec.num_kv_heads, size), dtype) for name, size in sizes.items()}
 
 
-def _plan_of(tensor: StateTensor) -> TensorPlan:
-    return TensorPlan(tensor.shape, dtype_of(tensor))
+def recurrent_plan(part: RecurrentPart, layer_id: int, kept: Iterable[int]) -> dict[str, TensorPlan]:
+    """Return the tensors of a recurrent layer: the present state and the ``kept`` ones."""
+    found = part.group_tensors(layer_id, kept)
+    return {name: TensorPlan(one.shape, dtype_of(one)) for name, one in found.items()}
 
 
 def groups_of(state: StateParts, rows: Mapping[int, int], kept: Iterable[int]) -> dict[int, dict[str, TensorPlan]]:
@@ -280,8 +272,7 @@ def groups_of(state: StateParts, rows: Mapping[int, int], kept: Iterable[int]) -
     if state.recurrent is not None:
         kept = list(kept)
         for layer in state.recurrent.layer_ids:
-            tensors = state.recurrent.group_tensors(layer, kept)
-            found[layer] = {name: _plan_of(one) for name, one in tensors.items()}
+            found[layer] = recurrent_plan(state.recurrent, layer, kept)
     return dict(sorted(found.items()))
 
 
@@ -294,11 +285,7 @@ def group_tensors(spec: StoredSpec, rows: LayerRows) -> dict[str, Tensor]:
 
 def checksum(tensor: Tensor) -> str:
     """Return the xxh3-64 of a tensor's bytes in row-major order."""
-    dense = tensor.detach().cpu().contiguous()
-    # Not view(-1): a contiguous tensor of one element may have any stride, and a view of bytes
-    # needs stride 1.
-    flat = dense.as_strided((dense.numel(),), (1,))
-    return str(xxhash.xxh3_64_hexdigest(flat.view(torch.uint8).numpy().data if flat.numel() else b""))
+    return str(xxhash.xxh3_64_hexdigest(bytes_of(tensor)))
 
 
 def rows_of(state: StateParts, seq_id: SeqId) -> dict[int, int]:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from quire.kv.pages import PageIds, PagePool, PageTable
 from quire.kv.trees import Tree
-from quire.kv.windows import Hole, Window, floors, leaving_sink, leaving_window, sink_pages
+from quire.kv.windows import Hole, Window, floors, leaving, sink_pages
 from quire.types import SeqId
 
 
@@ -155,21 +155,19 @@ def class_need(
 ) -> ClassNeed:
     """Return what class ``index`` needs. ``split_before``: shared tail pages that an open forward
     has split, by sequence; the need is that before it."""
-    leaving: list[Leaving] = []
+    gone: list[Leaving] = []
     for entry, sequence in enumerate(sequences):
         if sequence.window is None and layer_window is None:
             continue
         floor = floors(sequence.length, sequence.window, layer_window)
         first_page = sink_pages(sequence.window, page_size)
-        hole = sequence.holes[index]
-        sink = leaving_sink(hole, floor, first_page, page_size)
-        window = leaving_window(hole, floor, first_page, page_size)
+        sink, window = leaving(sequence.holes[index], floor, first_page, page_size)
         if sink or window:
-            leaving.append(Leaving(entry, sink, window, floor.layer))
+            gone.append(Leaving(entry, sink, window, floor.layer))
     references = pool.references
     # Holders of a page by the time when it is written: less those that let go of it in this call.
     holders = Counter(split_before.values())
-    left = Counter(left_pages(index, sequences, leaving))
+    left = Counter(left_pages(index, sequences, gone))
     holders.subtract(left)
     fresh: list[int] = []
     owners: dict[int, list[Split]] = {}
@@ -189,7 +187,7 @@ def class_need(
             found.remove(max(found, key=lambda split: split.valid))
         splits.extend(found)
     freed = sum(int(references[page]) == count for page, count in left.items())
-    return ClassNeed(splits, fresh, leaving, freed)
+    return ClassNeed(splits, fresh, gone, freed)
 
 
 def left_pages(index: int, sequences: Seq[Sequence], leaving: Seq[Leaving]) -> list[int]:

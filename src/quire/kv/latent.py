@@ -24,7 +24,6 @@ from quire.contracts.layers import LatentAttention
 from quire.contracts.model import LatentExpansion
 from quire.errors import InvalidArgument, Unsupported
 from quire.kv.attention_pass import AttentionPass
-from quire.kv.layer_classes import Layer
 from quire.kv.parts import StateParts
 from quire.kv.plans import Prepared
 from quire.ops.attention import attention_weights, merge
@@ -39,16 +38,27 @@ def attend(
     spec = layer.spec
     if not isinstance(spec, LatentAttention):
         raise Unsupported(f"attend_latent: layer {layer_id} is of kind {spec.kind!r}; call attend")
-    _check_shapes(pass_, layer_id, spec, q_THD, rows_TR, expansion)
+    _check_shapes(pass_.batch.num_tokens, layer_id, spec, q_THD, rows_TR, expansion)
     rows_T1R = pass_.turn_last(rows_TR.unsqueeze(1), spec.rope).to(state.dtype)
     pass_.write(layer_id, layer, rows_T1R)
     turned_THD = pass_.turn_last(q_THD, spec.rope)
     batch = pass_.batch
+
+    def absorbed(keys: Prepared) -> tuple[Tensor, Tensor | None]:
+        """Return the queries of these keys, and those of their sink part if they have one."""
+        q = _absorb(turned_THD, expansion, state.dtype)
+        if keys.plan.sinks is None:
+            return q, None
+        return q, _absorb(pass_.turn_last(q_THD, spec.rope, relative=True), expansion, state.dtype)
+
     if pass_.capturing:
-        _capture(pass_, state, layer_id, layer, q_THD, turned_THD, expansion)
+        # From absorbed scores over all rows.
+        keys = pass_.prepared("fused", layer.class_index)
+        q, q_sink = absorbed(keys)
+        pass_.weights[layer_id] = attention_weights(keys.plan, q, layer.k_SHD, layer.scoring, q_sink_THD=q_sink)
     if (batch.counts == 1).all():
         everything = pass_.prepared("fused", layer.class_index)
-        q, q_sink = _absorbed_queries(pass_, state, spec, everything, q_THD, turned_THD, expansion)
+        q, q_sink = absorbed(everything)
         out_THR = state.backend.run(
             everything.made, q, (rows_T1R, rows_T1R[..., : spec.value_dim]), layer.k_SHD, layer.v_SHD, layer.scoring,
             q_sink_THD=q_sink,
@@ -67,7 +77,7 @@ def attend(
     mine = state.backend.run_state(
         own.made, q, (k_THD, v_THD), k_THD, v_THD, layer.scoring, q_sink_THD=q_sink, coarse=True
     )
-    q, q_sink = _absorbed_queries(pass_, state, spec, past, q_THD, turned_THD, expansion)
+    q, q_sink = absorbed(past)
     before = state.backend.run_state(
         past.made, q, None, layer.k_SHD, layer.v_SHD, layer.scoring, q_sink_THD=q_sink, coarse=True
     )
@@ -76,14 +86,9 @@ def attend(
 
 
 def _check_shapes(
-    pass_: AttentionPass,
-    layer_id: int,
-    spec: LatentAttention,
-    q_THD: Tensor,
-    rows_TR: Tensor,
-    expansion: LatentExpansion,
+    tokens: int, layer_id: int, spec: LatentAttention, q_THD: Tensor, rows_TR: Tensor, expansion: LatentExpansion
 ) -> None:
-    tokens, rotary = pass_.batch.num_tokens, spec.row_dim - spec.value_dim
+    rotary = spec.row_dim - spec.value_dim
     if rows_TR.shape != (tokens, spec.row_dim):
         raise InvalidArgument(
             f"attend_latent: rows of layer {layer_id} have shape {tuple(rows_TR.shape)}; {(tokens, spec.row_dim)} is needed"
@@ -121,35 +126,3 @@ def _absorb(q_THD: Tensor, expansion: LatentExpansion, dtype: torch.dtype) -> Te
     nope = expansion.key_HDR.shape[1]
     q_THR = torch.bmm(q_THD[..., :nope].transpose(0, 1), expansion.key_HDR).transpose(0, 1)
     return torch.cat((q_THR, q_THD[..., nope:]), -1).to(dtype)
-
-
-def _absorbed_queries(
-    pass_: AttentionPass,
-    state: StateParts,
-    spec: LatentAttention,
-    keys: Prepared,
-    q_THD: Tensor,
-    turned_THD: Tensor,
-    expansion: LatentExpansion,
-) -> tuple[Tensor, Tensor | None]:
-    """Return the queries of these keys, and those of their sink part if they have one."""
-    q = _absorb(turned_THD, expansion, state.dtype)
-    if keys.plan.sinks is None:
-        return q, None
-    return q, _absorb(pass_.turn_last(q_THD, spec.rope, relative=True), expansion, state.dtype)
-
-
-def _capture(
-    pass_: AttentionPass,
-    state: StateParts,
-    layer_id: int,
-    layer: Layer,
-    q_THD: Tensor,
-    turned_THD: Tensor,
-    expansion: LatentExpansion,
-) -> None:
-    """Keep the attention weights, from absorbed scores over all rows."""
-    assert isinstance(layer.spec, LatentAttention)
-    keys = pass_.prepared("fused", layer.class_index)
-    q, q_sink = _absorbed_queries(pass_, state, layer.spec, keys, q_THD, turned_THD, expansion)
-    pass_.weights[layer_id] = attention_weights(keys.plan, q, layer.k_SHD, layer.scoring, q_sink_THD=q_sink)

@@ -86,67 +86,59 @@ def describe_ids(ids: Sequence[int]) -> str:
 
 
 def supported(layer_id: int, spec: LayerSpec, backend: AttentionBackend, device: torch.device) -> StoredSpec:
-    """Return the spec of a layer that a state can have; ``InvalidArgument`` or ``Unsupported``,
-    with the reason, for others."""
+    """Return the spec; ``InvalidArgument`` or ``Unsupported``, if no state can have the layer."""
     if isinstance(spec, LatentAttention):
-        _check_latent(layer_id, spec)
+        fault = _latent_fault(spec)
         # Its rows are the key of all heads: to a backend it is attention with one KV head.
         asked: LayerSpec = FullAttention(
             num_heads=spec.num_heads, num_kv_heads=1, head_dim=spec.row_dim, value_dim=spec.value_dim
         )
     elif isinstance(spec, CrossAttention):
-        _check_heads(layer_id, spec)
+        fault = _heads_fault(spec)
         # To a backend its rows are keys from before the forward.
         asked = FullAttention(
             num_heads=spec.num_heads, num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, value_dim=spec.value_dim
         )
     elif isinstance(spec, (FullAttention, WindowedAttention)):
-        _check_key_value(layer_id, spec)
-        asked = spec
+        fault, asked = _heads_fault(spec) or _key_value_fault(spec), spec
     else:
         raise Unsupported(
             f"layer {layer_id} is of kind {spec.kind!r}; kinds are 'full', 'window', 'latent', 'cross' and 'recurrent'"
         )
-    reason = backend.refusal(asked, device)
-    if reason:
+    if fault:
+        raise InvalidArgument(f"layer {layer_id}: {fault}")
+    if reason := backend.refusal(asked, device):
         raise Unsupported(f"layer {layer_id}: {reason}")
     return spec
 
 
-def _check_heads(layer_id: int, spec: KeyValueSpec | CrossAttention) -> None:
+def _heads_fault(spec: KeyValueSpec | CrossAttention) -> str:
+    """Return what is wrong with the numbers of heads; empty: nothing is."""
     if spec.num_kv_heads < 1 or spec.num_heads % spec.num_kv_heads:
-        raise InvalidArgument(
-            f"layer {layer_id}: {spec.num_heads} query heads cannot share {spec.num_kv_heads} KV heads; give a divisor"
-        )
+        return f"{spec.num_heads} query heads cannot share {spec.num_kv_heads} KV heads; give a divisor"
+    return ""
 
 
-def _check_key_value(layer_id: int, spec: KeyValueSpec) -> None:
-    _check_heads(layer_id, spec)
+def _key_value_fault(spec: KeyValueSpec) -> str:
     if isinstance(spec, WindowedAttention) and spec.window < 1:
-        raise InvalidArgument(f"layer {layer_id}: window {spec.window}; at least 1 is needed")
+        return f"window {spec.window}; at least 1 is needed"
     if spec.softcap is not None and not spec.softcap > 0:
-        raise InvalidArgument(f"layer {layer_id}: softcap {spec.softcap}; a number above 0, or None, is needed")
+        return f"softcap {spec.softcap}; a number above 0, or None, is needed"
     if spec.sinks and len(spec.sinks) != spec.num_heads:
-        raise InvalidArgument(
-            f"layer {layer_id}: {len(spec.sinks)} learned sinks for {spec.num_heads} query heads; one each is needed"
-        )
+        return f"{len(spec.sinks)} learned sinks for {spec.num_heads} query heads; one each is needed"
     if spec.rope_mode != "none" and spec.rope is None:
-        raise InvalidArgument(f"layer {layer_id}: RoPE mode {spec.rope_mode!r} needs frequencies (rope=)")
+        return f"RoPE mode {spec.rope_mode!r} needs frequencies (rope=)"
     if spec.rope and (spec.rope.rotary_dim > spec.head_dim or spec.rope.rotary_dim % 2):
-        raise InvalidArgument(
-            f"layer {layer_id}: {spec.rope.rotary_dim} rotary columns in heads of {spec.head_dim}; an even number that fits is needed"
-        )
+        return f"{spec.rope.rotary_dim} rotary columns in heads of {spec.head_dim}; an even number that fits is needed"
+    return ""
 
 
-def _check_latent(layer_id: int, spec: LatentAttention) -> None:
+def _latent_fault(spec: LatentAttention) -> str:
+    rest, columns = spec.row_dim - spec.value_dim, f"rows of {spec.row_dim}"
     if spec.num_heads < 1 or not 1 <= spec.value_dim <= spec.row_dim:
-        raise InvalidArgument(
-            f"layer {layer_id}: {spec.num_heads} heads over rows of {spec.row_dim} columns with a value of {spec.value_dim}; "
-            "at least one head and 1 <= value_dim <= row_dim are needed"
-        )
-    rest = spec.row_dim - spec.value_dim
+        needed = "at least one head and 1 <= value_dim <= row_dim are needed"
+        return f"{spec.num_heads} heads over {columns} columns with a value of {spec.value_dim}; {needed}"
     if spec.rope and (spec.rope.rotary_dim > rest or spec.rope.rotary_dim % 2):
-        raise InvalidArgument(
-            f"layer {layer_id}: {spec.rope.rotary_dim} rotary columns behind a value of {spec.value_dim} in rows of {spec.row_dim}; "
-            f"an even number of {rest} at most is needed"
-        )
+        turning = f"{spec.rope.rotary_dim} rotary columns behind a value of {spec.value_dim} in {columns}"
+        return f"{turning}; an even number of {rest} at most is needed"
+    return ""

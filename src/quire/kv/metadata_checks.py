@@ -15,10 +15,8 @@ import numpy as np
 from quire.contracts.kv_state import TensorPlan
 from quire.errors import InvalidArgument
 from quire.kv.parts import StateParts
-from quire.kv.schema import MOST
+from quire.kv.state_schema import CROSS, EXTENT, FORMAT_VERSION, Fault, nullable
 from quire.kv.windows import NO_HOLE, Hole, Window, describe_ranges, held, visibility
-
-FORMAT_VERSION = 2
 
 
 def hash_of(layout: Mapping[str, Any]) -> str:
@@ -28,41 +26,22 @@ def hash_of(layout: Mapping[str, Any]) -> str:
 
 
 def window_of(given: Mapping[str, Any]) -> Window | None:
-    """Return the sequence's window; ``InvalidArgument`` for a malformed one."""
-    size, sink, eviction = given.get("window"), given.get("sink"), given.get("eviction")
+    """Return the sequence's window; ``InvalidArgument`` for an impossible one."""
+    size, sink, eviction = given.get("window"), given["sink"], given["eviction"]
     if size is None:
         if sink != 0 or eviction != "token":
             raise InvalidArgument(
                 f"import: sink {sink!r} and eviction {eviction!r} without a window found, 0 and 'token' expected"
             )
         return None
-    if (
-        not isinstance(size, int)
-        or not isinstance(sink, int)
-        or not is_count(size)
-        or not is_count(sink)
-        or not sink < size
-        or eviction not in ("token", "forward")
-    ):
-        raise InvalidArgument(
-            f"import: window {size!r}, sink {sink!r}, eviction {eviction!r} found; 0 <= sink < window and 'token' or 'forward' expected"
-        )
+    if sink >= size:
+        raise InvalidArgument(f"import: window {size!r}, sink {sink!r} found; 0 <= sink < window expected")
     return Window(size, sink, eviction)
 
 
-def is_count(value: object) -> bool:
-    """Return whether it is a count of tokens, or a position, that int64 arithmetic can take."""
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST
-
-
-def ranges_of(one: object) -> list[range]:
-    """Return the ``ranges`` of one item of ``held``; ``InvalidArgument`` for malformed ones."""
-    ranges = one.get("ranges") if isinstance(one, dict) else None
-    if not isinstance(ranges, list) or not all(
-        isinstance(part, (list, tuple)) and len(part) == 2 and all(map(is_count, part)) for part in ranges
-    ):
-        raise InvalidArgument(f"import: held {one!r} found; layers and ranges [[start, stop], ...] expected")
-    return [range(start, stop) for start, stop in ranges]
+def ranges_of(one: Mapping[str, Any]) -> list[range]:
+    """Return the ``ranges`` of one item of ``held``."""
+    return [range(start, stop) for start, stop in one["ranges"]]
 
 
 def holes_of(given: Mapping[str, Any]) -> list[Hole]:
@@ -114,15 +93,15 @@ def validate(state: StateParts, layout: Mapping[str, Any], given: Mapping[str, A
     agree = all(given.get(name) == layout.get(name) for name in ("first_layer", "layer_ids", "recurrent"))
     if not agree or given.get("layout_hash") != hash_of(layout):
         raise InvalidArgument(f"import: layout {given.get('layout_hash')!r} found, {hash_of(layout)!r} expected")
-    length = given.get("length")
-    if not isinstance(length, int) or not is_count(length):
-        raise InvalidArgument(f"import: length {length!r} found, a number of tokens expected")
+    for name, check in {**EXTENT, "cross": nullable(CROSS)}.items():
+        try:
+            check(given.get(name), name)
+        except Fault as fault:
+            raise InvalidArgument(f"import: {name} {given.get(name)!r} found; {fault}") from None
+    length, kept = given["length"], given["kept_recurrent_positions"]
     _validate_windows(state, given, length)
-    kept = given.get("kept_recurrent_positions")
     expected = "[]" if state.recurrent is None else f"ascending positions in 1..{length}"
-    ascends = isinstance(kept, list) and all(
-        is_count(high) and low < high for low, high in zip([0, *kept], [*kept, length + 1], strict=True)
-    )
+    ascends = all(low < high for low, high in zip([0, *kept], [*kept, length + 1], strict=True))
     if not ascends or (kept and state.recurrent is None):
         raise InvalidArgument(f"import: kept_recurrent_positions {kept!r} found, {expected} expected")
     _validate_encoders(state, given)
@@ -136,12 +115,7 @@ def _validate_encoders(state: StateParts, given: Mapping[str, Any]) -> None:
             raise InvalidArgument(f"import: cross {found!r} found, and this state has no cross layers")
         return
     layers = list(state.encoders.specs)
-    items = found if isinstance(found, list) else []
-    fits = [one.get("layer") if isinstance(one, dict) else None for one in items] == layers and all(
-        set(one) == {"layer", "rows"} and (one["rows"] is None or (is_count(one["rows"]) and one["rows"] > 0))
-        for one in items
-    )
-    if not fits:
+    if [one["layer"] for one in found or ()] != layers:
         raise InvalidArgument(
             f"import: cross {found!r} found; layer and rows, a number above 0 or null, of each of the layers {layers} expected"
         )
@@ -149,13 +123,12 @@ def _validate_encoders(state: StateParts, given: Mapping[str, Any]) -> None:
 
 def _validate_windows(state: StateParts, given: Mapping[str, Any], length: int) -> None:
     """Check that all positions are held that a continuation needs."""
-    window = window_of(given)
-    evicted = given.get("evicted")
+    window, evicted = window_of(given), given["evicted"]
     accepted = [0] if window is None else [0, max(0, length - window.size)]
-    if evicted not in accepted or isinstance(evicted, bool):
+    if evicted not in accepted:
         raise InvalidArgument(f"import: evicted {evicted!r} found, one of {accepted} expected")
-    items, mine = given.get("held"), [[state.layer_ids[layer] for layer in one.layers] for one in state.classes]
-    if not isinstance(items, list) or [one.get("layers") if isinstance(one, dict) else None for one in items] != mine:
+    items, mine = given["held"], [[state.layer_ids[layer] for layer in one.layers] for one in state.classes]
+    if [one["layers"] for one in items] != mine:
         raise InvalidArgument(f"import: held {items!r} found; one item for each of the layers {mine} expected")
     sink = window.sink if window else 0
     for one, item in zip(state.classes, items, strict=True):

@@ -25,7 +25,7 @@ from quire.kv.forward_need import pages_for
 from quire.kv.layer_classes import Layer, LayerClass, describe_ids, ids_of, supported
 from quire.kv.pages import PagePool
 from quire.kv.recurrent import RecurrentPart
-from quire.kv.rules import layer_refusal, refuse_layer
+from quire.kv.rules import RECURRENT_REFUSAL, layer_refusal, refuse_layer
 from quire.kv.sequence_table import SequenceTable
 from quire.kv.sequences import check_integer
 from quire.kv.storage import PagedSpec, PagedStorage, StoredSpec
@@ -47,7 +47,7 @@ class Import:
     done: set[int] = field(default_factory=set)
 
 
-@checks_arguments(but=("layer", "spec", "rotary_table"))  # which a forward calls for each layer
+@checks_arguments(but=("layer", "spec", "rotary_table", "recurrent_part"))  # which a forward calls for each layer
 class StateParts:
     """The sequences and the parts of a KV state. See ``State`` for what it is made of."""
 
@@ -75,7 +75,13 @@ class StateParts:
         attention = {layer: spec for layer, spec in zip(ids, specs, strict=True) if layer not in recurrent}
         if not specs:
             raise InvalidArgument("a KV state needs at least one layer")
-        _check_pages(page_size, dtype, needed=bool(attention), capacity=capacity, window_capacity=window_capacity)
+        check_integer(page_size, "page_size", 1)
+        missing = "capacity is missing; give the tokens that attention layers have room for" if attention else ""
+        surplus = "" if attention else "there is no attention layer that would keep any"
+        _check_room("capacity", capacity, "tokens", missing, surplus)
+        _check_room("window_capacity", window_capacity, "tokens", "", surplus)
+        if dtype not in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
+            raise InvalidArgument(f"KV dtype {dtype}; float32, float16, bfloat16 or float64 are stored")
         _check_slots(list(recurrent), num_states, ring, checkpoint_interval, page_size)
         self.backend = ReferenceAttention() if backend is None else backend
         self.device = torch.device(device)
@@ -93,11 +99,13 @@ class StateParts:
         """Those that keep rows of tokens."""
         self.layer_ids = tuple(tokens_of)
         """Global ids of ``specs``, ascending."""
-        _check_encoders(list(encoders), cross_capacity)
+        missing = f"layers {list(encoders)} are cross layers and cross_capacity is missing; give the encoder rows of all sequences"
+        surplus = "" if encoders else "there is no cross layer"
+        _check_room("cross_capacity", cross_capacity, "encoder rows", missing if encoders else "", surplus)
         self._pages_of_tokens = pages_for(capacity or 1, page_size)
         self.classes: list[LayerClass] = []
+        self._layers: dict[int, Layer] = {}
         self.table = SequenceTable(self._make_pools(window_capacity), page_size, [one.window for one in self.classes])
-        self._layers = {layer_id: self._layer(index) for index, layer_id in enumerate(self.layer_ids)}
         self._rotary: dict[RopeSpec, RotaryTable] = {}
         self.encoders: EncoderPart | None = None
         """What cross layers read; None: there are no such layers."""
@@ -130,18 +138,17 @@ class StateParts:
             pools.append(PagePool(self._pages_of_tokens if full else pages_for(window_capacity or 1, self.page_size)))
             slots = pools[-1].num_pages * self.page_size
             storage = PagedStorage([self.specs[index] for index in layers], slots, self.dtype, self.device)
+            for place, (index, (k_SHD, v_SHD)) in enumerate(zip(layers, storage.layers, strict=True)):
+                spec, sinks_H = self.specs[index], None
+                scoring = Scoring(spec.scale)
+                if not isinstance(spec, LatentAttention):
+                    scoring = Scoring(spec.scale, spec.softcap)
+                    sinks_H = torch.tensor(spec.sinks, dtype=torch.float32, device=self.device) if spec.sinks else None
+                self._layers[self.layer_ids[index]] = Layer(
+                    spec, len(self.classes), place, k_SHD, v_SHD, scoring, sinks_H
+                )
             self.classes.append(LayerClass(window, tuple(layers), storage))
         return pools
-
-    def _layer(self, index: int) -> Layer:
-        spec = self.specs[index]
-        which = next(number for number, one in enumerate(self.classes) if index in one.layers)
-        place = self.classes[which].layers.index(index)
-        stored = self.classes[which].storage.layers[place]
-        if isinstance(spec, LatentAttention):
-            return Layer(spec, which, place, stored.k, stored.v, Scoring(spec.scale), None)
-        sinks_H = torch.tensor(spec.sinks, dtype=torch.float32, device=self.device) if spec.sinks else None
-        return Layer(spec, which, place, stored.k, stored.v, Scoring(spec.scale, spec.softcap), sinks_H)
 
     # -- layers ------------------------------------------------------------------------------------
 
@@ -163,6 +170,12 @@ class StateParts:
                 raise Unsupported(f"layer {layer_id} is of kind 'recurrent': {layer_refusal('append_kv', 'recurrent')}")
             raise InvalidArgument(f"layer {layer_id}; {describe_ids(sorted([*self.stored_specs, *recurrent]))}")
         return found
+
+    def recurrent_part(self, verb: str) -> RecurrentPart:
+        """Return the recurrent layers; ``Unsupported`` where there are none."""
+        if self.recurrent is None:
+            raise Unsupported(f"{verb}: {RECURRENT_REFUSAL}")
+        return self.recurrent
 
     @property
     def recurrent_ids(self) -> tuple[int, ...]:
@@ -196,33 +209,16 @@ class StateParts:
         return sorted({0, length}) if self.recurrent is None else list(self.recurrent.table.slots(seq_id))
 
 
-def _check_pages(
-    page_size: int, dtype: torch.dtype, *, needed: bool, capacity: int | None, window_capacity: int | None
-) -> None:
-    """Raise ``InvalidArgument`` unless these are sizes of pools of pages."""
-    if page_size < 1:
-        raise InvalidArgument(f"page_size {page_size}; at least 1 is needed")
-    if needed and capacity is None:
-        raise InvalidArgument("capacity is missing; give the tokens that attention layers have room for")
-    for name, tokens in (("capacity", capacity), ("window_capacity", window_capacity)):
-        if tokens is not None and tokens < 1:
-            raise InvalidArgument(f"{name} {tokens} tokens; at least 1 is needed")
-        if tokens is not None and not needed:
-            raise InvalidArgument(f"{name} {tokens} tokens, and there is no attention layer that would keep any")
-    if dtype not in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
-        raise InvalidArgument(f"KV dtype {dtype}; float32, float16, bfloat16 or float64 are stored")
-
-
-def _check_encoders(layers: Sequence[int], capacity: int | None) -> None:
-    """Raise ``InvalidArgument`` unless there is a capacity exactly if there are cross layers."""
-    if capacity is not None and capacity < 1:
-        raise InvalidArgument(f"cross_capacity {capacity} encoder rows; at least 1 is needed")
-    if layers and capacity is None:
-        raise InvalidArgument(
-            f"layers {list(layers)} are cross layers and cross_capacity is missing; give the encoder rows of all sequences"
-        )
-    if capacity is not None and not layers:
-        raise InvalidArgument(f"cross_capacity {capacity} encoder rows, and there is no cross layer")
+def _check_room(name: str, given: int | None, unit: str, missing: str, surplus: str) -> None:
+    """Raise ``InvalidArgument`` for the size of a pool. ``missing``: why it must be given, or
+    empty; ``surplus``: why it must not, or empty."""
+    if given is None:
+        if missing:
+            raise InvalidArgument(missing)
+    elif given < 1:
+        raise InvalidArgument(f"{name} {given} {unit}; at least 1 is needed")
+    elif surplus:
+        raise InvalidArgument(f"{name} {given} {unit}, and {surplus}")
 
 
 def _check_slots(layers: Sequence[int], num_states: int | None, ring: int, interval: int, page_size: int) -> None:

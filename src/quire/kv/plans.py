@@ -1,7 +1,6 @@
 """From the bookkeeping of a forward to what attention backends plan with.
 
-``Batch`` is what all layer classes have in common; ``fused``, ``past`` and ``own`` are the three
-sets of keys that the contract's verbs attend over: all stored keys, earlier ones, new ones only.
+``Batch`` is what all layer classes have in common.
 
 Letters: B entries; T new tokens of all entries; n new tokens of one entry; P page size.
 """
@@ -11,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -22,8 +21,11 @@ from quire.contracts.attention import ForwardPlan, KeyRule
 from quire.errors import InvalidArgument
 from quire.kv.forward_need import ForwardNeed, pages_for, slots_of
 from quire.kv.pages import PageIds
+from quire.kv.trees import Tree
 from quire.kv.windows import Window, visibility
 
+Keys: TypeAlias = Literal["fused", "past", "own"]
+"""Which keys: all stored ones, those from before this forward, the new tokens only."""
 Masks = tuple[NDArray[np.bool_], ...]
 """One ``[n, keys]`` per entry."""
 
@@ -51,9 +53,8 @@ class Batch:
     """``[T]``"""
     evicted: NDArray[np.int64] | None
     """``[T]``: e of each query; None: nothing is evicted"""
-    depths: tuple[NDArray[np.int64] | None, ...]
-    """Depths of all nodes of each entry, the new ones last; None for ordinary tokens"""
-    ancestries: tuple[NDArray[np.bool_] | None, ...]
+    trees: tuple[Tree | None, ...]
+    """All nodes of each entry, the new ones last; None for ordinary tokens"""
     windows: tuple[Window | None, ...]
     device: torch.device
     positions_T: Tensor
@@ -92,8 +93,7 @@ def batch_of(need: ForwardNeed, device: torch.device) -> Batch:
         starts,
         positions,
         evicted,
-        tuple(None if tree is None else tree.depths for tree in need.trees),
-        tuple(None if tree is None else tree.ancestry for tree in need.trees),
+        need.trees,
         need.windows,
         device,
         torch.from_numpy(positions).to(device),
@@ -113,47 +113,42 @@ def new_slots(batch: Batch, tables: Sequence[PageIds], page_size: int) -> NDArra
     return np.concatenate(parts)
 
 
-def fused(batch: Batch, tables: Sequence[PageIds], page_size: int, layer_window: int | None) -> ForwardPlan:
-    """Plan the new tokens over all stored keys, themselves included."""
-    rules: list[KeyRule | None] = []
-    for entry, (depths, ancestry) in enumerate(zip(batch.depths, batch.ancestries, strict=True)):
-        if depths is None or ancestry is None:
-            rules.append(None)
+def planned(
+    batch: Batch, keys: Keys, tables: Sequence[PageIds], page_size: int, layer_window: int | None
+) -> ForwardPlan:
+    """Plan the new tokens over these keys. Of ``own`` the pool is the new rows, a page one row."""
+    size, number, origins = page_size, batch.stored + batch.counts, np.zeros_like(batch.counts)
+    if keys == "past":
+        number = batch.stored
+        tables = [table[: pages_for(old, size)] for table, old in zip(tables, number.tolist(), strict=True)]
+    elif keys == "own":
+        size, number, origins = 1, batch.counts, batch.bases
+        rows = itertools.pairwise(batch.starts.tolist())
+        tables = [np.arange(start, stop, dtype=np.int32) for start, stop in rows]
+    rules: list[KeyRule | None] = [None] * len(batch.trees)
+    for entry, tree in enumerate(batch.trees):
+        if tree is None:
             continue
         base, count = int(batch.bases[entry]), int(batch.counts[entry])
-        rules.append(KeyRule(first=base, allowed=ancestry[-count:], positions=base + depths))
-    return _plan(batch, tuple(tables), page_size, layer_window, batch.stored + batch.counts, tuple(rules))
-
-
-def past(batch: Batch, tables: Sequence[PageIds], page_size: int, layer_window: int | None) -> ForwardPlan:
-    """Plan the new tokens over what was stored before this forward."""
-    rules: list[KeyRule | None] = []
-    for entry, (depths, ancestry) in enumerate(zip(batch.depths, batch.ancestries, strict=True)):
-        base, count = int(batch.bases[entry]), int(batch.counts[entry])
-        old = int(batch.stored[entry]) - base
-        if depths is None or ancestry is None or not old:
-            rules.append(None)
+        if keys == "past" and tree.size == count:
             continue
-        rules.append(KeyRule(first=base, allowed=ancestry[-count:, :old], positions=base + depths[:old]))
-    cut = tuple(
-        table[: pages_for(stored, page_size)] for table, stored in zip(tables, batch.stored.tolist(), strict=True)
+        part = {"fused": slice(None), "past": slice(-count), "own": slice(-count, None)}[keys]
+        first = 0 if keys == "own" else base
+        rules[entry] = KeyRule(first=first, allowed=tree.ancestry[-count:, part], positions=base + tree.depths[part])
+    lows, sinks = _windows(batch, layer_window)
+    return ForwardPlan(
+        page_size=size,
+        counts=batch.counts,
+        keys=number,
+        origins=origins,
+        starts=batch.starts,
+        tables=tuple(tables),
+        positions=batch.positions,
+        rules=tuple(rules),
+        lows=lows,
+        sinks=sinks,
+        device=batch.device,
     )
-    return _plan(batch, cut, page_size, layer_window, batch.stored, tuple(rules))
-
-
-def own(batch: Batch, layer_window: int | None) -> ForwardPlan:
-    """Plan the new tokens over those of their entry: the pool is the new rows, a page one row."""
-    rules: list[KeyRule | None] = []
-    for entry, (depths, ancestry) in enumerate(zip(batch.depths, batch.ancestries, strict=True)):
-        if depths is None or ancestry is None:
-            rules.append(None)
-            continue
-        base, count = int(batch.bases[entry]), int(batch.counts[entry])
-        rules.append(KeyRule(first=0, allowed=ancestry[-count:, -count:], positions=base + depths[-count:]))
-    starts = batch.starts.tolist()
-    tables = tuple(np.arange(start, stop, dtype=np.int32) for start, stop in itertools.pairwise(starts))
-    plan = _plan(batch, tables, 1, layer_window, batch.counts, tuple(rules))
-    return replace(plan, origins=batch.bases)
 
 
 def encoded(batch: Batch, tables: Sequence[PageIds], page_size: int, rows_B: NDArray[np.int64]) -> ForwardPlan:
@@ -223,30 +218,6 @@ def cut_mask(mask: Tensor, batch: Batch, *, own: bool = False) -> Masks:
     return tuple(
         flat[end - size : end].reshape(count, width)
         for end, size, count, width in zip(ends, sizes, counts, keys, strict=True)
-    )
-
-
-def _plan(
-    batch: Batch,
-    tables: tuple[PageIds, ...],
-    page_size: int,
-    layer_window: int | None,
-    keys: NDArray[np.int64],
-    rules: tuple[KeyRule | None, ...],
-) -> ForwardPlan:
-    lows, sinks = _windows(batch, layer_window)
-    return ForwardPlan(
-        page_size=page_size,
-        counts=batch.counts,
-        keys=keys,
-        origins=np.zeros_like(batch.counts),
-        starts=batch.starts,
-        tables=tables,
-        positions=batch.positions,
-        rules=rules,
-        lows=lows,
-        sinks=sinks,
-        device=batch.device,
     )
 
 

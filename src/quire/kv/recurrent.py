@@ -1,8 +1,8 @@
 """The recurrent part of a KV state: tensors of recurrent layers, and one open forward over them.
 
-Bookkeeping is in ``states``; the tensors are here. A *slot* holds the state tensors of all
-recurrent layers after one token. A forward reads the slots of earlier states and writes slots of
-its own, so published states never change, and an abort only gives slots back.
+Bookkeeping is in ``recurrent_states``; the tensors are here. A *slot* holds the state tensors of
+all recurrent layers after one token. A forward reads the slots of earlier states and writes slots
+of its own, so published states never change, and an abort only gives slots back.
 
 Letters: L layers and state tensors of one geometry; S slots; B entries of the batch; T new tokens;
 G given states; M rows whose states are wanted; n rows read or written; H heads, K, V key and value
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypedDict, Unpack
 
 import numpy as np
 import torch
@@ -21,10 +21,10 @@ from torch import Tensor
 
 from quire.contracts.layers import InitialValues, Recurrent, StateTensor
 from quire.contracts.recurrence import Recurred, RecurrenceBackend, RecurrencePlan
-from quire.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
-from quire.kv.state_slots import NULL, OpenStates, Slots, StateNeed
-from quire.kv.state_table import StateTable
-from quire.kv.storage import lazy_zeros
+from quire.errors import FailedPrecondition, InvalidArgument
+from quire.kv.recurrent_states import NULL, OpenRecurrent, RecurrentNeed, Slots
+from quire.kv.recurrent_table import RecurrentTable
+from quire.kv.storage import allocate, check_tensor
 from quire.types import SeqId
 
 
@@ -45,6 +45,14 @@ def initial_of(tensor: StateTensor) -> Tensor:
     return torch.from_numpy(values).to(dtype_of(tensor)).expand(tensor.shape).clone()
 
 
+class Gates(TypedDict, total=False):
+    """Keyword arguments of ``RecurrenceBackend.linear_attention``."""
+
+    scale: float
+    log_decay: Tensor | None
+    beta_TH: Tensor | None
+
+
 class SlotIndex(NamedTuple):
     """Slots to read, as tensors on the device."""
 
@@ -54,7 +62,7 @@ class SlotIndex(NamedTuple):
     """bool: which are at the initial values; None: no slot is."""
 
 
-class StateStorage:
+class RecurrentStorage:
     """The state tensors of all layers. Those of equal shape, dtype and initial value share one
     ``[L, S, *shape]``, to be copied at once. ``ResourceExhausted`` if they do not fit in memory."""
 
@@ -68,22 +76,12 @@ class StateStorage:
         self._groups: list[tuple[Tensor, Tensor]] = []
         self._rows: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         for tensor, members in groups.items():
-            tensor_LS = self._allocate((len(members), num_slots, *tensor.shape), dtype_of(tensor))
+            shape = (len(members), num_slots, *tensor.shape)
+            tensor_LS = allocate(shape, dtype_of(tensor), device, "the state slots need", "give fewer slots")
             initial = initial_of(tensor).to(device)
             self._groups.append((tensor_LS, initial))
             for index, member in enumerate(members):
                 self._rows[member] = (tensor_LS[index], initial)
-
-    def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        try:
-            if self.device.type == "cpu":
-                return lazy_zeros(shape, dtype)
-            return torch.zeros(shape, dtype=dtype, device=self.device)
-        except (RuntimeError, MemoryError) as error:
-            size = math.prod(shape) * dtype.itemsize
-            raise ResourceExhausted(
-                f"the state slots need {size / 2**30:.2f} GiB more on {self.device} than there is; give fewer slots"
-            ) from error
 
     @property
     def num_bytes(self) -> int:
@@ -127,8 +125,8 @@ class RecurrentPart:
     """Recurrent layers of a KV state: bookkeeping (``table``), slots (``storage``), open forward.
 
     ``specs``: the layers, with the global ids ``layer_ids``. ``num_slots``: states that fit in all,
-    of present ones, checkpoints and rings. ``ring``, ``interval``: see ``StateBooks``. The caller
-    checks sequence ids, lengths, tree parents and the bracket; layers and tensors are checked here.
+    of present ones, checkpoints and rings. ``ring``, ``interval``: see ``RecurrentBooks``. The
+    caller checks ids, lengths, tree parents and the bracket; layers and tensors are checked here.
     """
 
     def __init__(
@@ -158,8 +156,8 @@ class RecurrentPart:
         self.layer_ids = list(layer_ids)
         self.device = torch.device(device)
         self.backend = backend
-        self.storage = StateStorage(self.specs, num_slots, self.device)
-        self.table = StateTable(num_slots, ring=ring, interval=interval)
+        self.storage = RecurrentStorage(self.specs, num_slots, self.device)
+        self.table = RecurrentTable(num_slots, ring=ring, interval=interval)
         self.current_pass: RecurrentPass | None = None
         """The open forward."""
         self._indices = {layer_id: index for index, layer_id in enumerate(layer_ids)}
@@ -180,7 +178,7 @@ class RecurrentPart:
 
     # -- the bracket -------------------------------------------------------------------------------
 
-    def begin(self, need: StateNeed) -> RecurrentPass:
+    def begin(self, need: RecurrentNeed) -> RecurrentPass:
         """Take the slots and open the forward. ``ResourceExhausted`` before anything changes."""
         opened = self.table.open(need)
         try:
@@ -245,11 +243,7 @@ class RecurrentPart:
     def check_data(self, verb: str, tensor: StateTensor, data: Tensor, lead: tuple[int, ...]) -> None:
         """Raise ``InvalidArgument`` unless ``data`` is ``[*lead, *shape]``, of the state tensor's
         dtype and on the part's device."""
-        wanted, dtype = (*lead, *tensor.shape), dtype_of(tensor)
-        if tuple(data.shape) != wanted or data.dtype != dtype or data.device.type != self.device.type:
-            raise InvalidArgument(
-                f"{verb}: data is {data.dtype} {tuple(data.shape)} on {data.device}; {dtype} {wanted} on {self.device} is needed"
-            )
+        check_tensor(f"{verb}: data", data, dtype_of(tensor), (*lead, *tensor.shape), self.device)
 
     # -- exchange ----------------------------------------------------------------------------------
 
@@ -294,7 +288,7 @@ class RecurrentPart:
 class RecurrentPass:
     """The open forward of a ``RecurrentPart``: T rows, none padded, in the order of ``plan``."""
 
-    def __init__(self, part: RecurrentPart, opened: OpenStates) -> None:
+    def __init__(self, part: RecurrentPart, opened: OpenRecurrent) -> None:
         need = opened.need
         self._part = part
         self._opened = opened
@@ -333,16 +327,7 @@ class RecurrentPass:
     # -- recurrences -------------------------------------------------------------------------------
 
     def linear_attention(
-        self,
-        layer_id: int,
-        state_id: int,
-        q_THK: Tensor,
-        k_THK: Tensor,
-        v_THV: Tensor,
-        *,
-        scale: float = 1.0,
-        log_decay: Tensor | None = None,
-        beta_TH: Tensor | None = None,
+        self, layer_id: int, state_id: int, q_THK: Tensor, k_THK: Tensor, v_THV: Tensor, **options: Unpack[Gates]
     ) -> Tensor:
         """Run ``RecurrenceBackend.linear_attention`` from the state before this forward and store
         the new state. Returns ``[T, Hq, V]``.
@@ -359,9 +344,7 @@ class RecurrentPass:
             )
         self._check_rows("linear_attention", q_THK, k_THK, v_THV)
         states_GHKV = self._part.storage.read(layer, state_id, self._sources)
-        recurred = self._part.backend.linear_attention(
-            self.plan, q_THK, k_THK, v_THV, states_GHKV, scale=scale, log_decay=log_decay, beta_TH=beta_TH
-        )
+        recurred = self._part.backend.linear_attention(self.plan, q_THK, k_THK, v_THV, states_GHKV, **options)
         return self._take(layer, state_id, recurred)
 
     def convolve(

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from quire.contracts.layers import Recurrent, StateTensor
+from quire.contracts.layers import StateTensor
 from quire.errors import FailedPrecondition, InvalidArgument, Unsupported
-from quire.kv.parts import StateParts
-from quire.kv.recurrent import RecurrentPart, dtype_of
-from quire.kv.rules import layer_refusal, refuse
+from quire.kv.recurrent import dtype_of
+from quire.kv.rules import refuse_layer
 from quire.kv.sequences import check_integer
 from quire.kv.state_pass import OpenState
+from quire.kv.storage import check_tensor
 from quire.kv.tensor_checks import check_out, padded
 from quire.signatures import checks_arguments
 from quire.types import SeqId
@@ -29,11 +29,7 @@ class StateRecurrence(OpenState):
         opened = self.open_pass().recurrent("get")
         rows = self.open_tokens if per_token else len(opened.plan.starts) - 1
         if out is not None:
-            shape = (rows, *one.shape)
-            if tuple(out.shape) != shape or out.dtype != dtype_of(one) or out.device.type != self.device.type:
-                raise InvalidArgument(
-                    f"get: out is {out.dtype} {tuple(out.shape)} on {out.device}; {dtype_of(one)} {shape} on {self.device} is needed"
-                )
+            check_tensor("get: out", out, dtype_of(one), (rows, *one.shape), self.device)
         found = opened.get(layer_id, state_id, per_token=per_token)
         return found if out is None else out.copy_(found)
 
@@ -110,7 +106,7 @@ class StateRecurrence(OpenState):
             position = check_integer(position, "debug_get: position", 0)
         state_tensor(self, layer_id, state_id, "debug_get", seq_id)
         self.table.require_ready(seq_id, self.table.get(seq_id), "debug_get")
-        part = recurrent_part(self, "debug_get")
+        part = self.recurrent_part("debug_get")
         if position is not None and part.table.slot_at(seq_id, position) is None:
             raise FailedPrecondition(
                 f"debug_get: no state of sequence {seq_id} is kept at {position}; there are {self.kept_positions(seq_id)}"
@@ -124,15 +120,15 @@ class StateRecurrence(OpenState):
                 f"debug_set: data is {data.dtype} {tuple(data.shape)}; {dtype_of(one)} {one.shape} is needed"
             )
         self.table.require_settled(seq_id, "debug_set")
-        recurrent_part(self, "debug_set").debug_set(layer_id, state_id, seq_id, data.to(self.device))
+        self.recurrent_part("debug_set").debug_set(layer_id, state_id, seq_id, data.to(self.device))
 
     def checkpoint(self, seq_id: SeqId) -> None:
-        part = recurrent_part(self, "checkpoint")
+        part = self.recurrent_part("checkpoint")
         self.table.require_settled(seq_id, "checkpoint")
         part.table.keep(seq_id)
 
     def drop_checkpoint(self, seq_id: SeqId, position: int) -> None:
-        table = recurrent_part(self, "drop_checkpoint").table
+        table = self.recurrent_part("drop_checkpoint").table
         position = check_integer(position, "drop_checkpoint: position", 0)
         if seq_id in self.table and position not in table.kept(seq_id):
             raise InvalidArgument(
@@ -142,28 +138,16 @@ class StateRecurrence(OpenState):
         table.drop(seq_id, position)
 
 
-def recurrent_part(state: StateParts, verb: str) -> RecurrentPart:
-    """Return the recurrent layers; ``Unsupported`` where there are none."""
-    if state.recurrent is None:
-        refuse(verb)
-    return state.recurrent
-
-
-def recurrent_spec(state: OpenState, layer_id: int, verb: str, seq_id: SeqId | None = None) -> Recurrent:
-    """Return the layer, which must be recurrent. ``seq_id``: ``NotFound`` if unknown, first."""
-    part = recurrent_part(state, verb)
-    if layer_id in part.layer_ids:
-        return part.specs[part.layer(layer_id)]
-    spec = state.spec(layer_id)  # InvalidArgument for an unknown one
-    if seq_id is not None:
-        state.table.get(seq_id)
-    raise Unsupported(f"{verb}: layer {layer_id} is of kind {spec.kind!r}: {layer_refusal(verb, spec.kind)}")
-
-
 def state_tensor(state: OpenState, layer_id: int, state_id: int, verb: str, seq_id: SeqId | None = None) -> StateTensor:
-    """Return one state tensor of a layer. ``seq_id``: see ``recurrent_spec``."""
+    """Return a state tensor of a recurrent layer. ``seq_id``: ``NotFound``, if unknown, first."""
     state_id = check_integer(state_id, f"{verb}: state", 0)
-    spec = recurrent_spec(state, layer_id, verb, seq_id)
+    part = state.recurrent_part(verb)
+    if layer_id not in part.layer_ids:
+        kind = state.spec(layer_id).kind  # InvalidArgument for an unknown one
+        if seq_id is not None:
+            state.table.get(seq_id)
+        refuse_layer(verb, layer_id, kind)
+    spec = part.specs[part.layer(layer_id)]
     if state_id >= len(spec.states):
         raise InvalidArgument(f"{verb}: layer {layer_id} has states 0..{len(spec.states) - 1}, got {state_id}")
     return spec.states[state_id]

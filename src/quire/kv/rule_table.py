@@ -239,10 +239,6 @@ def _mask(found: Combination) -> Cell:
     return Cell(MASK_OF_RECURRENT if found.has("recurrent") else "")
 
 
-def _hidden_states(found: Combination) -> Cell:
-    return Cell(note="one tensor, behind the last norm, since all layers are one block" if found.own_rotation else "")
-
-
 def _positions(found: Combination) -> Cell:
     if found.has("recurrent"):
         return Cell(POSITIONS_OF_RECURRENT)
@@ -251,21 +247,9 @@ def _positions(found: Combination) -> Cell:
     return Cell(POSITIONS_OF_OWN_ROTATION if found.own_rotation else "")
 
 
-def _weights(found: Combination) -> Cell:
-    return Cell("" if found.every_block_attends else WEIGHTS_OF_BLOCKS)
-
-
 def _layer_memory(found: Combination) -> Cell:
     """Looking into what layers remember."""
     return Cell(note="of recurrent layers the states before the last token" if found.has("recurrent") else "")
-
-
-def _gathered_rows(found: Combination) -> Cell:
-    return Cell(note=_others_note(found, "debug_get_kv")) if found.keeps_kv else Cell(NO_KV)
-
-
-def _block_table(found: Combination) -> Cell:
-    return Cell("" if found.keeps_rows else NO_PAGES)
 
 
 def _prefix(found: Combination) -> Cell:
@@ -309,8 +293,10 @@ USES: dict[str, Callable[[Combination], Cell]] = {
     "verify and rewind": _session_rewind,
     "masks": _mask,
     "embeddings in place of tokens": _always(),
-    "hidden states": _hidden_states,
-    "attention weights": _weights,
+    "hidden states": lambda found: Cell(
+        note="one tensor, behind the last norm, since all layers are one block" if found.own_rotation else ""
+    ),
+    "attention weights": lambda found: Cell("" if found.every_block_attends else WEIGHTS_OF_BLOCKS),
     "executor: prefill and decode": _always(),
     "executor: batches": _always(),
     "executor: position_ids": _positions,
@@ -320,8 +306,10 @@ USES: dict[str, Callable[[Combination], Cell]] = {
     "executor: speculative_decode": _always(),
     "executor: select, broadcast and copy": _always(),
     "executor: serialize and load": _always(),
-    "executor: key_cache and value_cache": _gathered_rows,
-    "executor: block_table": _block_table,
+    "executor: key_cache and value_cache": lambda found: (
+        Cell(note=_others_note(found, "debug_get_kv")) if found.keeps_kv else Cell(NO_KV)
+    ),
+    "executor: block_table": lambda found: Cell("" if found.keeps_rows else NO_PAGES),
     "executor: images that see each other": _mask,
     "executor: clear, resize and release": _always(),
     "executor: cancel": _always(),

@@ -8,138 +8,75 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
+from quire.contracts.attention_state import AttentionVerbs
+from quire.contracts.kv_state import KVState
 from quire.contracts.layers import Recurrent, window_refusal
 from quire.errors import Unsupported
-
-PAGED_VERBS: tuple[str, ...] = (
-    "clear",
-    "add_sequence",
-    "remove_sequence",
-    "fork_sequence",
-    "popn",
-    "begin_forward",
-    "end_forward",
-    "abort_forward",
-    "get_query_positions",
-    "enable_sliding_window_for_seq",
-    "commit_accepted_token_tree_nodes",
-    "attention_with_fused_qkv",
-    "append_kv",
-    "append_mla_kv",
-    "self_attention",
-    "cross_attention",
-    "attention_with_shared_kv",
-    "merge",
-    "merge_attn_output_inplace",
-    "debug_get_kv",
-    "debug_get_kv_mla",
-    "debug_set_kv",
-    "get_checkpoint_metadata",
-    "get_layout",
-    "get_layout_hash",
-    "export_page_group",
-    "plan_import",
-    "prepare_import",
-    "import_page_group",
-    "finish_import",
-    "reachable",
-    "rewind_cost",
-    "checkpoints",
-    "empty",
-    "num_available_pages",
-    "missing_pages",
-    "sequence_length",
-    "cached_length",
-    "pending_nodes",
-    "total_sequence_length",
-    "check",
-)
-"""What paged attention does, exactly."""
 
 _NOT_BUILT = "this release of Quire does not have it"
 RECURRENT_REFUSAL = "the state has no recurrent layers"
 """Why a state without such layers has not their verbs."""
-
-PAGED_REFUSALS: dict[str, str] = {
-    "set_cross_kv": "the state has no cross layers, which no model of this release has",
-    "linear_attention": RECURRENT_REFUSAL,
-    "get": RECURRENT_REFUSAL,
-    "set": RECURRENT_REFUSAL,
-    "debug_get": RECURRENT_REFUSAL,
-    "debug_set": RECURRENT_REFUSAL,
-    "checkpoint": RECURRENT_REFUSAL,
-    "drop_checkpoint": RECURRENT_REFUSAL,
-    "disagg_prepare_recv": f"moving a state to another process while it is computed: {_NOT_BUILT}; export and import it",
-    "disagg_mark_send": f"moving a state to another process while it is computed: {_NOT_BUILT}; export and import it",
-    "disagg_wait": f"moving a state to another process while it is computed: {_NOT_BUILT}",
-    "disagg_cancel": f"moving a state to another process while it is computed: {_NOT_BUILT}",
-}
-"""What it refuses, with the reason."""
-
-_KEYS_AND_VALUES = ("full", "window")
-_LATENT_FUSED = (
-    "its query is absorbed or expanded by the model; call append_mla_kv, then self_attention or cross_attention"
-)
-
-LAYER_VERBS: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
-    "attention_with_fused_qkv": (
-        _KEYS_AND_VALUES,
-        {
-            "latent": _LATENT_FUSED,
-            "cross": "its keys are the encoder's; call set_cross_kv once for each sequence, then cross_attention",
-        },
-    ),
-    "append_kv": (
-        _KEYS_AND_VALUES,
-        {
-            "latent": "it keeps one row per token and no K and V; call append_mla_kv",
-            "cross": "its rows are the encoder's, and tokens add none; call set_cross_kv",
-        },
-    ),
-    "append_mla_kv": (
-        ("latent",),
-        dict.fromkeys(_KEYS_AND_VALUES, "it keeps K and V; call append_kv")
-        | {"cross": "its rows are the encoder's, and tokens add none; call set_cross_kv"},
-    ),
-    "self_attention": (
-        (*_KEYS_AND_VALUES, "latent"),
-        {"cross": "its keys are the encoder's, and none of them is a new token's; call cross_attention"},
-    ),
-    "cross_attention": ((*_KEYS_AND_VALUES, "latent", "cross"), {}),
-    "attention_with_shared_kv": (
-        _KEYS_AND_VALUES,
-        {
-            "latent": "only the model that made its rows can read them; call cross_attention with an absorbed query",
-            "cross": "its keys are the encoder's and follow no token; call cross_attention",
-        },
-    ),
-    "debug_get_kv": (
-        (*_KEYS_AND_VALUES, "cross"),
-        {"latent": "it keeps one row per token and no K and V; call debug_get_kv_mla"},
-    ),
-    "debug_get_kv_mla": (
-        ("latent",),
-        dict.fromkeys((*_KEYS_AND_VALUES, "cross"), "it keeps K and V; call debug_get_kv"),
-    ),
-    "debug_set_kv": ((*_KEYS_AND_VALUES, "latent", "cross"), {}),
-}
-"""Verbs that are about one layer: the kinds of layer that have them, and why others do not."""
-
-CROSS_VERBS: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
-    "set_cross_kv": (
-        ("cross",),
-        dict.fromkeys(_KEYS_AND_VALUES, "its rows are those of tokens; call append_kv")
-        | {"latent": "its rows are those of tokens; call append_mla_kv"},
-    ),
-}
-"""As ``LAYER_VERBS``: what a state with cross layers does besides."""
-
 
 RECURRENT_LAYER_VERBS = ("linear_attention", "get", "set", "debug_get", "debug_set")
 """Verbs that are about one recurrent layer."""
 
 RECURRENT_VERBS = (*RECURRENT_LAYER_VERBS, "checkpoint", "drop_checkpoint")
 """What a state with recurrent layers does besides."""
+
+PAGED_REFUSALS: dict[str, str] = {
+    "set_cross_kv": "the state has no cross layers, which no model of this release has",
+    **dict.fromkeys(RECURRENT_VERBS, RECURRENT_REFUSAL),
+    "disagg_prepare_recv": f"moving a state to another process while it is computed: {_NOT_BUILT}; export and import it",
+    "disagg_mark_send": f"moving a state to another process while it is computed: {_NOT_BUILT}; export and import it",
+    "disagg_wait": f"moving a state to another process while it is computed: {_NOT_BUILT}",
+    "disagg_cancel": f"moving a state to another process while it is computed: {_NOT_BUILT}",
+}
+"""What paged attention refuses, with the reason."""
+
+PAGED_VERBS = tuple(
+    verb
+    for protocol in (KVState, AttentionVerbs)
+    for verb in vars(protocol)
+    if not verb.startswith("_") and verb not in PAGED_REFUSALS
+)
+"""What paged attention does, exactly."""
+
+_KEYS_AND_VALUES = ("full", "window")
+_NO_KV = "it keeps one row per token and no K and V"
+_ROWS_OF_ENCODERS = "its rows are the encoder's, and tokens add none; call set_cross_kv"
+_LATENT_FUSED = (
+    "its query is absorbed or expanded by the model; call append_mla_kv, then self_attention or cross_attention"
+)
+
+LAYER_VERBS: dict[str, dict[str, str]] = {
+    "attention_with_fused_qkv": {
+        "latent": _LATENT_FUSED,
+        "cross": "its keys are the encoder's; call set_cross_kv once for each sequence, then cross_attention",
+    },
+    "append_kv": {"latent": f"{_NO_KV}; call append_mla_kv", "cross": _ROWS_OF_ENCODERS},
+    "append_mla_kv": {
+        **dict.fromkeys(_KEYS_AND_VALUES, "it keeps K and V; call append_kv"),
+        "cross": _ROWS_OF_ENCODERS,
+    },
+    "self_attention": {"cross": "its keys are the encoder's, and none of them is a new token's; call cross_attention"},
+    "cross_attention": {},
+    "attention_with_shared_kv": {
+        "latent": "only the model that made its rows can read them; call cross_attention with an absorbed query",
+        "cross": "its keys are the encoder's and follow no token; call cross_attention",
+    },
+    "debug_get_kv": {"latent": f"{_NO_KV}; call debug_get_kv_mla"},
+    "debug_get_kv_mla": dict.fromkeys((*_KEYS_AND_VALUES, "cross"), "it keeps K and V; call debug_get_kv"),
+    "debug_set_kv": {},
+}
+"""Verbs that are about one attention layer: the kinds of layer that lack them, and why."""
+
+CROSS_VERBS: dict[str, dict[str, str]] = {
+    "set_cross_kv": {
+        **dict.fromkeys(_KEYS_AND_VALUES, "its rows are those of tokens; call append_kv"),
+        "latent": "its rows are those of tokens; call append_mla_kv",
+    },
+}
+"""As ``LAYER_VERBS``: what a state with cross layers does besides."""
 
 LAYER_KINDS = ("full", "window", "latent", "cross", "recurrent")
 """Every kind of layer."""
@@ -152,8 +89,7 @@ def layer_refusal(verb: str, kind: str) -> str:
         return "" if kind == "recurrent" else "it keeps rows of tokens and no state of fixed size"
     if kind == "recurrent":
         return "it keeps a state of fixed size and no rows of tokens; recurrent verbs are linear_attention, get, set, debug_get"
-    kinds, reasons = (LAYER_VERBS | CROSS_VERBS)[verb]
-    return "" if kind in kinds else reasons[kind]
+    return (LAYER_VERBS | CROSS_VERBS)[verb].get(kind, "")
 
 
 def refuse_layer(verb: str, layer_id: int, kind: str) -> NoReturn:

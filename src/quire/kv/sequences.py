@@ -16,11 +16,12 @@ from collections.abc import Sequence as Seq
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.errors import FailedPrecondition, InvalidArgument, NotFound
+from quire.contracts.pool_verbs import TokenTreeParents
+from quire.errors import FailedPrecondition, InvalidArgument, NotFound, QuireError
 from quire.kv.forward_need import ForwardNeed, OpenForward, Sequence, SlotRange, class_need, pages_for, slots_of
 from quire.kv.pages import PagePool
-from quire.kv.trees import NO_TREE, TokenTreeParents, parents_of_entries
-from quire.kv.windows import Window, describe_ranges, held, intersection, reachable, window_pages
+from quire.kv.trees import NO_TREE, parents_of_entries
+from quire.kv.windows import Window, describe_ranges, held, intersection, reachable, visibility, window_pages
 from quire.types import SeqId
 
 
@@ -162,9 +163,7 @@ class SequenceBooks:
         verb = "commit_accepted_token_tree_nodes"
         if len(seq_ids) != len(leaves):
             raise InvalidArgument(f"{verb}: {len(seq_ids)} sequence ids but {len(leaves)} leaves; give one each")
-        if len(set(seq_ids)) != len(seq_ids):
-            twice = next(seq for seq in seq_ids if list(seq_ids).count(seq) > 1)
-            raise InvalidArgument(f"{verb}: sequence {twice} is given twice; give each sequence once")
+        require_different(seq_ids, f"{verb}: sequence {{}} is given twice")
         indices = [check_integer(leaf, f"{verb}: leaf", -1) for leaf in leaves]
         for seq_id, leaf in zip(seq_ids, indices, strict=True):
             if seq_id in self._sequences and leaf >= (nodes := self._sequences[seq_id].nodes):
@@ -181,23 +180,25 @@ class SequenceBooks:
 
     @staticmethod
     def check_batch(seq_ids: Seq[SeqId], counts: Seq[int], verb: str) -> list[int]:
-        """Return the append lengths as plain integers; ``InvalidArgument`` for a malformed
-        batch."""
+        """Return append lengths as plain integers; ``InvalidArgument`` for a malformed batch."""
         if len(seq_ids) != len(counts):
             raise InvalidArgument(
                 f"{verb}: {len(seq_ids)} sequence ids but {len(counts)} append lengths; give one each"
             )
         if len(seq_ids) == 0:
             raise InvalidArgument(f"{verb}: the batch is empty; give at least one sequence")
-        if len(set(seq_ids)) != len(seq_ids):
-            twice = next(seq for seq in seq_ids if list(seq_ids).count(seq) > 1)
-            raise InvalidArgument(f"{verb}: sequence {twice} is in the batch twice; give each sequence once")
+        require_different(seq_ids, f"{verb}: sequence {{}} is in the batch twice")
         return [check_integer(count, f"{verb}: append length", 1) for count in counts]
 
     # -- room --------------------------------------------------------------------------------------
 
     def plan_forward(
-        self, seq_ids: Seq[SeqId], counts: Seq[int], parents: TokenTreeParents = None, *, verb: str = "begin_forward"
+        self,
+        seq_ids: Seq[SeqId],
+        counts: Seq[int],
+        parents: TokenTreeParents | None = None,
+        *,
+        verb: str = "begin_forward",
     ) -> ForwardNeed:
         """Return what a forward needs; check all but the bracket and free pages, for ``verb``.
 
@@ -295,10 +296,88 @@ class SequenceBooks:
         tables = self.get(seq_id).tables
         return sum(int((pool.references[table.held] > 1).sum()) for pool, table in zip(self.pools, tables, strict=True))
 
+    # -- for tests ---------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Recount everything; ``QuireError`` names the first broken thing. Visits all pages."""
+        opened = self.forward
+        growing = dict(zip(opened.need.seq_ids, opened.need.counts, strict=True)) if opened else {}
+        for index, pool in enumerate(self.pools):
+            expected = np.zeros(pool.num_pages, dtype=np.int32)
+            for seq_id in self.ids:
+                sequence = self.get(seq_id)
+                table = sequence.tables[index]
+                tokens = (sequence.stored if sequence.reserved is None else sequence.reserved) + growing.get(seq_id, 0)
+                pages = table.held
+                if sequence.reserved is not None and (pool.references[pages] != 1).any():
+                    raise QuireError(f"sequence {seq_id} is being imported and shares a page")
+                if table.size != pages_for(tokens, self.page_size):
+                    raise QuireError(
+                        f"sequence {seq_id} of {tokens} tokens has {table.size} pages instead of {pages_for(tokens, self.page_size)}"
+                    )
+                if np.unique(pages).size != pages.size:
+                    raise QuireError(f"sequence {seq_id} names a page twice")
+                self._check_null_pages(seq_id, sequence, index)
+                np.add.at(expected, pages, 1)
+            pool.check(expected)
+            if opened:
+                self._check_writes(opened, index)
+        for seq_id in self.ids:
+            self._check_sequence(seq_id, self.get(seq_id))
+
+    def _check_null_pages(self, seq_id: SeqId, sequence: Sequence, index: int) -> None:
+        """Check that null entries are pages that hold nothing, and that visible rows are held."""
+        size, table = self.page_size, sequence.tables[index]
+        length = sequence.length if sequence.reserved is None else sequence.reserved
+        rows = np.zeros(table.size * size, bool)
+        for part in self.held(seq_id, index):
+            rows[part.start : part.stop] = True
+        rows[length:] = True
+        if ((table.pages < 0) != ~rows.reshape(-1, size).any(1)).any():
+            raise QuireError(f"the null pages of sequence {seq_id} are not those of which nothing is held")
+        seen = visibility(np.array([length]), length, sequence.window, self.layer_windows[index])
+        visible = np.zeros(length, bool)
+        visible[int(seen.lows_T[0]) :] = True
+        if seen.sinks_T2 is not None:
+            visible[seen.sinks_T2[0, 0] : seen.sinks_T2[0, 1]] = True
+        if (visible & ~rows[:length]).any():
+            raise QuireError(f"sequence {seq_id} lacks positions that its next query sees")
+
+    def _check_writes(self, opened: OpenForward, index: int) -> None:
+        """Check that no page that the open forward writes has more than one holder."""
+        written = [
+            self.get(seq_id).tables[index].pages[stored // self.page_size :]
+            for seq_id, stored in zip(opened.need.seq_ids, opened.need.stored, strict=True)
+        ]
+        pages = np.concatenate(written)
+        if (self.pools[index].references[pages] != 1).any() or np.unique(pages).size != pages.size:
+            raise QuireError("a page that the open forward writes has more than one holder")
+
+    def _check_sequence(self, seq_id: SeqId, sequence: Sequence) -> None:
+        """Check a sequence's tree and window, and that positions 0 and its length are reachable."""
+        if sequence.tree is not None and (sequence.tree.size == 0 or sequence.tree.check()):
+            raise QuireError(f"the tree of sequence {seq_id}: {sequence.tree.check() or 'no nodes'}")
+        window = sequence.window
+        if window is not None and not 0 <= window.sink < window.size:
+            raise QuireError(f"sequence {seq_id} has window {window.size} with sink {window.sink}")
+        if sequence.reserved is None:
+            found = self.reachable(sequence)
+            if not all(any(position in part for part in found) for position in (0, sequence.length)):
+                raise QuireError(
+                    f"sequence {seq_id} of length {sequence.length} can reach {describe_ranges(found)} only"
+                )
+
 
 def sink_of(sequence: Sequence) -> int:
     """Return how many tokens the sequence's window keeps at its beginning."""
     return sequence.window.sink if sequence.window else 0
+
+
+def require_different(seq_ids: Seq[SeqId], fault: str) -> None:
+    """Raise ``InvalidArgument`` if a sequence is named twice."""
+    if len(set(seq_ids)) != len(seq_ids):
+        twice = next(seq for seq in seq_ids if list(seq_ids).count(seq) > 1)
+        raise InvalidArgument(f"{fault.format(twice)}; give each sequence once")
 
 
 def check_integer(value: int, what: str, least: int) -> int:

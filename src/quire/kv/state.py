@@ -15,21 +15,19 @@ import torch
 from torch import Tensor
 
 from quire.contracts.layers import sink_refusal, window_refusal
-from quire.contracts.pool_verbs import Eviction
+from quire.contracts.pool_verbs import Eviction, TokenTreeParents
 from quire.errors import FailedPrecondition, InvalidArgument, ResourceExhausted, Unsupported
 from quire.interrupts import uninterrupted_verbs
 from quire.kv.attention_verbs import StateAttention
-from quire.kv.audit import audit
 from quire.kv.exchange import StateExchange
 from quire.kv.forward_need import ForwardNeed
+from quire.kv.recurrent_states import RecurrentNeed
 from quire.kv.recurrent_verbs import StateRecurrence
 from quire.kv.rules import RECURRENT_REFUSAL, RefusedVerbs
 from quire.kv.sequences import check_integer
 from quire.kv.state_pass import StatePass
 from quire.kv.state_room import StateRoom
-from quire.kv.state_slots import StateNeed
 from quire.kv.stored_rows import StateRows
-from quire.kv.trees import TokenTreeParents
 from quire.kv.windows import Window
 from quire.signatures import checks_arguments
 from quire.types import SeqId
@@ -245,7 +243,7 @@ class State(StateAttention, StateRecurrence, StateRows, StateExchange, StateRoom
                 self.recurrent.table.commit(seq_id, path)
 
     def check(self) -> None:
-        audit(self.table)
+        self.table.check()
         if self.encoders is not None:
             self.encoders.table.check(self.table.ids)
         if self.recurrent is None:
@@ -265,7 +263,7 @@ class State(StateAttention, StateRecurrence, StateRows, StateExchange, StateRoom
         self,
         seq_ids: Sequence[SeqId],
         append_lengths: Sequence[int],
-        token_tree_parents: TokenTreeParents = None,
+        token_tree_parents: TokenTreeParents | None = None,
         *,
         checkpoints: Sequence[Sequence[int]] = (),
     ) -> None:
@@ -274,7 +272,7 @@ class State(StateAttention, StateRecurrence, StateRows, StateExchange, StateRoom
         if self.recurrent is None and any(checkpoints):
             raise Unsupported(f"begin_forward with checkpoints: {RECURRENT_REFUSAL}, whose states they keep")
         self.table.require_closed("begin_forward")
-        states = None if self.recurrent is None else self._reserve_states(need, checkpoints)
+        states = None if self.recurrent is None else self._reserve_recurrent(need, checkpoints)
         opened = self.table.open_forward(need)
         try:
             for one, copies, blanks in zip(self.classes, opened.copies, opened.blanks, strict=True):
@@ -288,10 +286,10 @@ class State(StateAttention, StateRecurrence, StateRows, StateExchange, StateRoom
             self.table.abort()
             raise
 
-    def _reserve_states(self, need: ForwardNeed, checkpoints: Sequence[Sequence[int]]) -> StateNeed:
+    def _reserve_recurrent(self, need: ForwardNeed, checkpoints: Sequence[Sequence[int]]) -> RecurrentNeed:
         """Return what recurrent layers need for a forward; ``ResourceExhausted`` if slots lack."""
-        states = self._state_need(need, checkpoints)
-        table = self.states_of("begin_forward")
+        states = self._recurrent_need(need, checkpoints)
+        table = self.recurrent_part("begin_forward").table
         if short := table.shortage(states):
             raise ResourceExhausted(
                 f"begin_forward: {short} states more than there are free of {table.pool.num_pages} are needed; remove sequences, "
@@ -338,8 +336,7 @@ class State(StateAttention, StateRecurrence, StateRows, StateExchange, StateRoom
 
 
 def check_checkpoints(need: ForwardNeed, checkpoints: Sequence[Sequence[int]]) -> None:
-    """Raise ``InvalidArgument`` unless there are none, or per entry ascending counts of new
-    tokens."""
+    """Raise ``InvalidArgument`` unless these are ascending counts of new tokens per entry."""
     if checkpoints and len(checkpoints) != len(need.counts):
         raise InvalidArgument(
             f"begin_forward: checkpoints for {len(checkpoints)} entries; there are {len(need.counts)}"

@@ -5,6 +5,8 @@ Letters: T new tokens; Hq, Hkv heads; K, V sizes of keys and values; C channels;
 
 from __future__ import annotations
 
+from typing import Unpack
+
 from torch import Tensor
 
 from quire.contracts.model import LatentExpansion
@@ -14,7 +16,7 @@ from quire.kv.attention_pass import AttentionPass
 from quire.kv.encoders import EncoderPass
 from quire.kv.forward_need import ForwardNeed
 from quire.kv.parts import StateParts
-from quire.kv.recurrent import RecurrentPass
+from quire.kv.recurrent import Gates, RecurrentPass
 from quire.kv.rules import RECURRENT_REFUSAL, layer_refusal
 
 
@@ -57,23 +59,12 @@ class StatePass(AttentionPass):
         return self._recurrent
 
     def linear_attention(
-        self,
-        layer_id: int,
-        state_id: int,
-        q_THK: Tensor,
-        k_THK: Tensor,
-        v_THV: Tensor,
-        *,
-        scale: float = 1.0,
-        log_decay: Tensor | None = None,
-        beta_TH: Tensor | None = None,
+        self, layer_id: int, state_id: int, q_THK: Tensor, k_THK: Tensor, v_THV: Tensor, **options: Unpack[Gates]
     ) -> Tensor:
         """See ``contracts.model.Pass``."""
         recurrent = self.recurrent(f"linear_attention of layer {layer_id}")
         self.require_open()
-        return recurrent.linear_attention(
-            layer_id, state_id, q_THK, k_THK, v_THV, scale=scale, log_decay=log_decay, beta_TH=beta_TH
-        )
+        return recurrent.linear_attention(layer_id, state_id, q_THK, k_THK, v_THV, **options)
 
     def convolve(
         self, layer_id: int, state_id: int, x_TC: Tensor, weight_CW: Tensor, bias_C: Tensor | None = None

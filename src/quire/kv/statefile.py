@@ -19,7 +19,6 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import BinaryIO, TypeAlias
 
 import numpy as np
@@ -144,14 +143,14 @@ def _check_tensor(name: str, tensor: Tensor, draft: HeaderDraft, written: Mappin
 
 
 def _put(sink: BinaryIO, offset: int, tensor: Tensor, label: str) -> str:
-    data = _bytes_of(tensor)
+    data = bytes_of(tensor)
     with os_errors(label):
         sink.seek(offset)
         _write_all(sink, data)
     return checksum(data)
 
 
-def _bytes_of(tensor: Tensor) -> memoryview:
+def bytes_of(tensor: Tensor) -> memoryview:
     """Return the elements in row-major order in host memory; copy only those in another layout."""
     dense = tensor.detach().resolve_neg().cpu().contiguous()
     # Not reshape(-1): a contiguous tensor of one element may have any stride; a byte view needs 1.
@@ -286,9 +285,7 @@ class StateFile:
     def __enter__(self) -> StateFile:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
 

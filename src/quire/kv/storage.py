@@ -8,6 +8,7 @@ Letters: S slots of the pool; H KV heads; Dk, Dv head sizes of K and V; N rows.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.contracts.layers import CrossAttention, FullAttention, LatentAttention, WindowedAttention
-from quire.errors import ResourceExhausted
+from quire.errors import InvalidArgument, ResourceExhausted
 from quire.kv.forward_need import SlotCopy, SlotRange
 from quire.kv.sequences import slot_index
 
@@ -65,6 +66,14 @@ def bytes_per_token(specs: Sequence[PagedSpec], dtype: torch.dtype) -> int:
     return sum(geometry(spec).elements for spec in specs) * dtype.itemsize
 
 
+def check_tensor(what: str, given: Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> None:
+    """Raise ``InvalidArgument`` unless the tensor is of this type, shape and kind of device."""
+    if tuple(given.shape) != shape or given.dtype != dtype or given.device.type != device.type:
+        raise InvalidArgument(
+            f"{what} is {given.dtype} {tuple(given.shape)} on {given.device}; {dtype} {shape} on {device} is needed"
+        )
+
+
 def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Return zeros in host memory that the operating system maps when they are first touched.
     ``torch.zeros`` touches all at once: seconds, and gigabytes that may never be needed."""
@@ -72,6 +81,15 @@ def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     raw = np.zeros(size + 64, dtype=np.uint8)
     aligned = -raw.ctypes.data % 64
     return torch.from_numpy(raw[aligned : aligned + size]).view(dtype).view(shape)
+
+
+def allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, what: str, advice: str) -> Tensor:
+    """Return zeros on the device; ``ResourceExhausted`` (``what`` .. ``advice``) without memory."""
+    try:
+        return lazy_zeros(shape, dtype) if device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device)
+    except (RuntimeError, MemoryError) as error:
+        size = math.prod(shape) * dtype.itemsize / 2**30
+        raise ResourceExhausted(f"{what} {size:.2f} GiB more on {device} than there is; {advice}") from error
 
 
 class PagedStorage:
@@ -90,29 +108,16 @@ class PagedStorage:
         for shape, layers in groups.items():
             # Zeros: a kernel may give a row that was never written the weight 0, and 0 * NaN is
             # NaN.
-            k = self._allocate(len(layers), num_slots, shape.kv_heads, shape.key_dim)
-            self._tensors.append(k)
-            if shape.latent:
-                v = k[..., : shape.value_dim]
-            else:
-                v = self._allocate(len(layers), num_slots, shape.kv_heads, shape.value_dim)
-                self._tensors.append(v)
+            widths = [shape.key_dim] if shape.latent else [shape.key_dim, shape.value_dim]
+            for width in widths:
+                whole = (len(layers), num_slots, shape.kv_heads, width)
+                advice = "give a smaller kv_cache_memory"
+                self._tensors.append(allocate(whole, dtype, device, "the KV pool needs", advice))
+            k, v = self._tensors[-len(widths)], self._tensors[-1][..., : shape.value_dim]
             for index, layer in enumerate(layers):
                 rows[layer] = LayerRows(k[index], v[index])
         self._latent = [geometry(spec).latent for spec in specs]
         self.layers = [rows[layer] for layer in range(len(specs))]
-
-    def _allocate(self, layers: int, slots: int, heads: int, dim: int) -> Tensor:
-        shape = (layers, slots, heads, dim)
-        try:
-            if self.device.type == "cpu":
-                return lazy_zeros(shape, self.dtype)
-            return torch.zeros(shape, dtype=self.dtype, device=self.device)
-        except (RuntimeError, MemoryError) as error:
-            size = layers * slots * heads * dim * self.dtype.itemsize
-            raise ResourceExhausted(
-                f"the KV pool needs {size / 2**30:.2f} GiB more on {self.device} than there is; give a smaller kv_cache_memory"
-            ) from error
 
     @property
     def num_bytes(self) -> int:

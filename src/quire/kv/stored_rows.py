@@ -1,6 +1,7 @@
-"""Reading and overwriting stored rows (the debug verbs of the contract).
+"""Stored rows: those of encoders, and reading and overwriting any (the debug verbs).
 
-Letters: L layers; n rows; Hkv heads; Dk, Dv head sizes; row columns of a latent row.
+Letters: L layers; n rows; S rows of the encoder in one layer; Hkv heads; Dk, Dv head sizes; row
+columns of a latent row.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ import torch
 from torch import Tensor
 
 from quire.errors import FailedPrecondition, InvalidArgument, Unsupported
-from quire.kv import encoder_verbs
+from quire.kv.encoders import EncoderPart
 from quire.kv.layer_classes import Layer
 from quire.kv.parts import StateParts
-from quire.kv.rules import layer_refusal, refuse_layer
+from quire.kv.rules import layer_refusal, refuse, refuse_layer
 from quire.kv.sequences import check_integer
 from quire.kv.storage import LayerRows, geometry
-from quire.kv.tensor_checks import check_apart, check_out
+from quire.kv.tensor_checks import check_out, check_type, filled
 from quire.kv.windows import describe_ranges
 from quire.signatures import checks_arguments
 from quire.types import SeqId
@@ -25,10 +26,27 @@ from quire.types import SeqId
 
 @checks_arguments()
 class StateRows(StateParts):
-    """Reading and overwriting what tokens and encoders have left in attention layers.
+    """What tokens and encoders have left in attention layers (``contracts.attention_state``)."""
 
-    The contract's docstrings (``contracts.attention_state``) are not repeated here.
-    """
+    def set_cross_kv(self, layer_id: int, seq_id: SeqId, k: Tensor, v: Tensor) -> None:
+        part, verb = self.encoders, "set_cross_kv"
+        if part is None:
+            refuse(verb)
+        if layer_id not in part.specs:
+            refuse_layer(verb, layer_id, self.spec(layer_id).kind)
+        count = _count_rows(self, part, layer_id, k, v, verb)
+        if count < 1:
+            raise InvalidArgument(f"{verb}: no rows for layer {layer_id}; at least 1 is needed")
+        self.table.require_ready(seq_id, self.table.get(seq_id), verb)
+        if rows := part.table.rows(seq_id, layer_id):
+            raise FailedPrecondition(
+                f"{verb}: layer {layer_id} of sequence {seq_id} has its {rows} encoder rows already; they are written once, and a "
+                "fork holds those of its parent"
+            )
+        part.table.require_room(seq_id, count, verb)
+        part.storage.copy(part.table.own(seq_id, count))
+        part.table.note(seq_id, layer_id, count)
+        part.fill(seq_id, layer_id, k, v)
 
     def debug_get_kv(
         self,
@@ -41,19 +59,12 @@ class StateRows(StateParts):
         out: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
         if self.encoders is not None and layer in self.encoders.specs:
-            return encoder_verbs.read(self, self.encoders, layer, seq_id, start, end, out)
+            return read_encoder(self, self.encoders, layer, seq_id, start, end, out)
         self._require_token_rows(seq_id, layer, "debug_get_kv")
         found = gathered(self, seq_id, start, end, layer, relative, out, "debug_get_kv")
         k = found[0].k if layer is not None else torch.stack([row.k for row in found])
         v = found[0].v if layer is not None else torch.stack([row.v for row in found])
-        if out is None:
-            return k, v
-        for given, value in zip(out, (k, v), strict=True):
-            check_out(given, tuple(value.shape), self.dtype, value)
-        check_apart(out[0], out[1])
-        out[0].copy_(k)
-        out[1].copy_(v)
-        return out
+        return (k, v) if out is None else filled(out, (k, v), self.dtype)
 
     def debug_get_kv_mla(
         self,
@@ -78,7 +89,7 @@ class StateRows(StateParts):
         self, seq_id: SeqId, start: int, k: Tensor, v: Tensor | None = None, *, layer: int | None = None
     ) -> None:
         if self.encoders is not None and layer in self.encoders.specs:
-            encoder_verbs.overwrite(self, self.encoders, layer, seq_id, start, k, v)
+            overwrite_encoder(self, self.encoders, layer, seq_id, start, k, v)
             return
         self._require_token_rows(seq_id, layer, "debug_set_kv")
         recurrent = not has_rows(self, layer)
@@ -164,8 +175,7 @@ def gathered(
 
 
 def rows_to_set(state: StateParts, k: Tensor, v: Tensor | None, layer_id: int | None) -> tuple[list[Layer], int]:
-    """Return the layers for these rows, latent ones if ``v`` is None, and how many rows of each.
-    ``InvalidArgument``."""
+    """Return the layers for these rows and how many of each, else ``InvalidArgument``."""
     if layer_id is not None:
         latent = state.layer(layer_id).spec.kind == "latent"
     else:
@@ -230,3 +240,74 @@ def refuse_layers(state: StateParts, layer_id: int | None, verb: str) -> NoRetur
         raise Unsupported(f"{verb}: the state has no attention layers")
     kind = state.layer(ids[0]).spec.kind if has_rows(state, layer_id) else "recurrent"
     refuse_layer(verb, ids[0], kind)
+
+
+def read_encoder(
+    state: StateParts,
+    part: EncoderPart,
+    layer_id: int,
+    seq_id: SeqId,
+    start: int,
+    end: int | None,
+    out: tuple[Tensor, Tensor] | None,
+) -> tuple[Tensor, Tensor]:
+    """Return rows of an encoder for ``debug_get_kv``: ``k [n, Hkv, Dk]``, ``v [n, Hkv, Dv]``."""
+    verb = "debug_get_kv"
+    start = check_integer(start, f"{verb}: start", 0)
+    end = None if end is None else check_integer(end, f"{verb}: end", start)
+    if out is not None and len(out) != 2:
+        raise InvalidArgument(f"{verb}: out has {len(out)} tensors; a pair for K and V is needed")
+    total = _require_set(state, part, layer_id, seq_id, start, end, verb)
+    found = part.read(seq_id, layer_id, range(start, total if end is None else end))
+    return (found.k, found.v) if out is None else filled(out, (found.k, found.v), state.dtype)
+
+
+def overwrite_encoder(
+    state: StateParts, part: EncoderPart, layer_id: int, seq_id: SeqId, start: int, k: Tensor, v: Tensor | None
+) -> None:
+    """Overwrite rows (``debug_set_kv``), in a split encoding, so no other sequence changes."""
+    verb = "debug_set_kv"
+    if v is None:
+        raise InvalidArgument(f"{verb}: v is missing; cross layers have K and V")
+    count = _count_rows(state, part, layer_id, k, v, verb)
+    start = check_integer(start, f"{verb}: start", 0)
+    total = _require_set(state, part, layer_id, seq_id, start, start + count, verb)
+    state.table.require_closed(verb)
+    if not count:
+        return
+    part.table.require_room(seq_id, total, verb)
+    part.storage.copy(part.table.own(seq_id, total))
+    part.write(seq_id, layer_id, start, k, v)
+
+
+def _require_set(
+    state: StateParts, part: EncoderPart, layer_id: int, seq_id: SeqId, start: int, end: int | None, verb: str
+) -> int:
+    """Return S of a layer that is set and has these rows."""
+    sequence, total = state.table.get(seq_id), part.table.rows(seq_id, layer_id)
+    if total and not start <= (total if end is None else end) <= total:
+        raise InvalidArgument(
+            f"{verb}: rows {start}..{total if end is None else end} of layer {layer_id}, whose encoder rows of sequence "
+            f"{seq_id} are 0..{total}"
+        )
+    state.table.require_ready(seq_id, sequence, verb)
+    if not total:
+        raise FailedPrecondition(
+            f"{verb}: layer {layer_id} has no encoder rows of sequence {seq_id}; call set_cross_kv"
+        )
+    return total
+
+
+def _count_rows(state: StateParts, part: EncoderPart, layer_id: int, k: Tensor, v: Tensor, verb: str) -> int:
+    """Return the number of rows of K and V. ``InvalidArgument`` unless both have the layer's
+    geometry, equally many rows, and the state's type."""
+    spec = part.specs[layer_id]
+    count = k.shape[0] if k.dim() else 0
+    for name, given, dim in (("k", k, spec.head_dim), ("v", v, spec.value_dim)):
+        if tuple(given.shape) != (count, spec.num_kv_heads, dim):
+            raise InvalidArgument(
+                f"{verb}: {name} of layer {layer_id} has shape {tuple(given.shape)}; [rows, {spec.num_kv_heads}, {dim}] is needed, "
+                "with as many rows in k and v"
+            )
+        check_type(state, f"{verb}: {name} of layer {layer_id}", given)
+    return count

@@ -69,6 +69,16 @@ def check_state_out(
     check_apart(out[0], out[1])
 
 
+def filled(out: tuple[Tensor, Tensor], found: tuple[Tensor, Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return ``out``, which takes what was found; ``InvalidArgument`` before if it cannot."""
+    for given, value in zip(out, found, strict=True):
+        check_out(given, tuple(value.shape), dtype, value)
+    check_apart(out[0], out[1])
+    for given, value in zip(out, found, strict=True):
+        given.copy_(value)
+    return out
+
+
 def check_out(out: Tensor, shape: tuple[int, ...], dtype: torch.dtype, source: Tensor) -> None:
     """Raise ``InvalidArgument`` unless ``out`` can take a result of this shape and type."""
     if tuple(out.shape) != shape or out.dtype != dtype or out.device != source.device:

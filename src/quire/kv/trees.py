@@ -11,14 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.contracts.pool_verbs import TokenTreeParents
 from quire.errors import InvalidArgument
-
-TokenTreeParents: TypeAlias = Sequence[int] | Sequence[Sequence[int] | None] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +69,7 @@ NO_TREE = Tree((), np.empty(0, dtype=np.int64), np.empty((0, 0), dtype=np.bool_)
 
 
 def parents_of_entries(
-    parents: TokenTreeParents, counts: Sequence[int], pending: Sequence[int]
+    parents: TokenTreeParents | None, counts: Sequence[int], pending: Sequence[int]
 ) -> list[list[int] | None]:
     """Return the parents of each entry's new nodes, None for an entry of ordinary tokens.
 

@@ -120,18 +120,14 @@ def sink_pages(window: Window | None, page_size: int) -> int:
     return -(-window.sink // page_size) if window else 0
 
 
-def leaving_sink(hole: Hole, floor: Floors, first_page: int, page_size: int) -> range:
-    """Return the pages of the sink that are in the table and that no query can see from now on.
+def leaving(hole: Hole, floor: Floors, first_page: int, page_size: int) -> tuple[range, range]:
+    """Return the pages in the table that no query can see from now on: of the sink, and behind it.
 
     ``first_page``: number of pages that hold some of the sink. A page leaves when no token is in
     sight.
     """
-    return range(hole.sink // page_size, min(floor.sink // page_size, first_page))
-
-
-def leaving_window(hole: Hole, floor: Floors, first_page: int, page_size: int) -> range:
-    """Return the same for the pages behind the sink."""
-    return range(max(hole.window // page_size, first_page), floor.window // page_size)
+    sink = range(hole.sink // page_size, min(floor.sink // page_size, first_page))
+    return sink, range(max(hole.window // page_size, first_page), floor.window // page_size)
 
 
 def reachable(length: int, window: Window | None, layer_window: int | None, hole: Hole) -> list[range]:

@@ -8,7 +8,7 @@ states published last before the present one. A checkpoint and the ring name the
 they keep the same state. If slots are needed, only those that rings alone name are given up, oldest
 first.
 
-This module only looks and counts; ``state_table.StateTable`` changes the states.
+This module only looks and counts; ``recurrent_table.RecurrentTable`` changes the states.
 
 Letters: B entries of a batch; T new tokens; G given states; M rows whose states are wanted.
 """
@@ -18,16 +18,121 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from quire.errors import FailedPrecondition, QuireError
 from quire.kv.pages import PageIds, PagePool
-from quire.kv.state_slots import NULL, OpenStates, StateNeed, States, check_states
 from quire.types import SeqId
 
+Slots = NDArray[np.int64]
 
-class StateBooks:
+NULL = -1
+"""The slot of the initial values: never written, nobody's."""
+
+
+@dataclass(slots=True)
+class RecurrentStates:
+    """The states of one sequence. Each slot that is named here is one reference."""
+
+    length: int = 0
+    present: int = NULL
+    kept: dict[int, int] = field(default_factory=dict)
+    """Checkpoints: slot by position, ascending, without 0."""
+    ring: dict[int, int] = field(default_factory=dict)
+    """Slot by position, ascending, all before ``length``."""
+    nodes: list[int] = field(default_factory=list)
+    """The slot of each uncommitted node."""
+    importing: bool = False
+    """Whether an import is still writing the slots, which are the sequence's alone until then."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RecurrentNeed:
+    """The need of a forward: states before each row, wanted states. See ``RecurrencePlan``."""
+
+    seq_ids: tuple[SeqId, ...]
+    lengths: tuple[int, ...]
+    counts: tuple[int, ...]
+    trees: tuple[bool, ...]
+    """Whether the entry adds nodes; otherwise it is a chain."""
+    starts: Slots
+    """``[B + 1]``"""
+    parents: Slots
+    """``[T]``: the row of this forward that comes before each row; -1: a given state does."""
+    given: Slots
+    """``[T]``: which of the given states comes before; -1 where ``parents`` is not."""
+    sources: Slots
+    """``[G]``: the slots of the given states."""
+    wanted: Slots
+    """``[M]``: rows with wanted states, ascending: multiples of the interval, ends, all nodes."""
+    offsets: Slots
+    """``[B + 1]``: the wanted rows of entry i are ``wanted[offsets[i]:offsets[i + 1]]``."""
+    present: Slots
+    """``[B]``: the slot of each entry's present state."""
+    kept: tuple[tuple[int, ...], ...]
+    """Per entry, ascending: the positions reached or passed whose states become checkpoints."""
+
+    @property
+    def chains(self) -> bool:
+        """Whether every entry is a chain."""
+        return not any(self.trees)
+
+    @property
+    def slots(self) -> int:
+        """M: how many slots the forward takes."""
+        return self.wanted.size
+
+    def origins(self) -> Slots:
+        """Return ``[M]``: the slot of the last earlier state on the way to each wanted row."""
+        first = np.where(self.given >= 0, self.sources[np.maximum(self.given, 0)], NULL)
+        if self.chains:
+            rows = np.repeat(self.starts[:-1], np.diff(self.starts))
+        else:
+            rows = np.arange(self.parents.size)
+            for row in np.flatnonzero(self.parents >= 0).tolist():
+                rows[row] = rows[self.parents[row]]
+        return first[rows[self.wanted]]
+
+
+@dataclass(slots=True, eq=False)
+class OpenRecurrent:
+    """A forward with its slots."""
+
+    need: RecurrentNeed
+    targets: Slots
+    """``[M]``: where the state after each wanted row goes."""
+    recent: list[tuple[int, int, int]] = field(default_factory=list)
+    """Entry, row and slot of states for the ring (``RecurrentTable.reserve_recent``), in order."""
+
+
+def check_recurrent_states(seq_id: SeqId, states: RecurrentStates, ring: int) -> None:
+    """Raise ``QuireError`` unless the positions of this sequence's states are possible."""
+    if len(states.ring) > ring:
+        raise QuireError(f"the ring of sequence {seq_id} holds {len(states.ring)} states; its size is {ring}")
+    for what, positions, last in (
+        ("checkpoints", list(states.kept), states.length),
+        ("ring", list(states.ring), max(0, states.length - 1)),
+    ):
+        if any(low >= high for low, high in zip([0, *positions], [*positions, last + 1], strict=True)):
+            raise QuireError(f"the {what} of sequence {seq_id} of length {states.length} stand at {positions}")
+    if states.length and states.present == NULL:
+        raise QuireError(f"sequence {seq_id} of length {states.length} is at the initial values")
+    if NULL in (*states.kept.values(), *states.ring.values(), *states.nodes):
+        raise QuireError(f"sequence {seq_id} keeps a state in no slot")
+
+
+def rounds(slots: Iterable[int]) -> Iterable[PageIds]:
+    """Yield the slots that are not ``NULL``, in parts that name none twice."""
+    rest = Counter(slot for slot in slots if slot != NULL)
+    while rest:
+        yield np.fromiter(rest, dtype=np.int32, count=len(rest))
+        rest = Counter({slot: count - 1 for slot, count in rest.items() if count > 1})
+
+
+class RecurrentBooks:
     """The states of all sequences, looked up and counted. ``ring``: recent states that a sequence
     keeps; ``interval``: a checkpoint is kept at each multiple of it (0: at none)."""
 
@@ -35,8 +140,8 @@ class StateBooks:
         self.pool = PagePool(num_slots)
         self.ring = ring
         self.interval = interval
-        self.forward: OpenStates | None = None
-        self._sequences: dict[SeqId, States] = {}
+        self.forward: OpenRecurrent | None = None
+        self._sequences: dict[SeqId, RecurrentStates] = {}
         self._ringed: dict[int, set[SeqId]] = {}
         """The sequences whose rings name a slot, by slot. The slot longest in rings comes first."""
 
@@ -180,11 +285,11 @@ class StateBooks:
                 found.append(slot)
         return found
 
-    def spare(self, need: StateNeed) -> int:
+    def spare(self, need: RecurrentNeed) -> int:
         """Return the slots that a forward leaves, rings' ones too; below 0: it lacks so many."""
         return self.num_available - need.slots
 
-    def shortage(self, need: StateNeed) -> int:
+    def shortage(self, need: RecurrentNeed) -> int:
         """Return how many slots ``need`` is short of; 0 if there is room. Slots that only rings
         name count as free, and so do those of the open forward."""
         free = self.pool.num_free
@@ -195,7 +300,7 @@ class StateBooks:
 
     def plan(
         self, seq_ids: Seq[SeqId], counts: Seq[int], trees: Seq[Seq[int] | None], checkpoints: Seq[Seq[int]] = ()
-    ) -> StateNeed:
+    ) -> RecurrentNeed:
         """Return what a forward needs; change nothing. Cost O(B + T). ``trees``: per entry None (a
         chain), or the parents of its new nodes, as indices over all uncommitted nodes (-1: a root).
         ``checkpoints``: per entry, the counts of its new tokens after which a state is kept, in
@@ -233,7 +338,7 @@ class StateBooks:
                     given[row] = found[parent]
                 wanted += range(start, start + count)
             offsets.append(len(wanted))
-        return StateNeed(
+        return RecurrentNeed(
             tuple(seq_ids),
             tuple(states.length for states in sequences),
             tuple(counts),
@@ -263,7 +368,7 @@ class StateBooks:
             named.update([*states.kept.values(), *states.ring.values(), *states.nodes, states.present])
             for slot in states.ring.values():
                 ringed.setdefault(slot, set()).add(seq_id)
-            check_states(seq_id, states, self.ring)
+            check_recurrent_states(seq_id, states, self.ring)
         opened = self.forward
         written, recent = list[int](), list[int]()
         if opened is not None:

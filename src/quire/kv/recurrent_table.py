@@ -13,18 +13,17 @@ import numpy as np
 
 from quire.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
 from quire.kv.pages import PageIds
-from quire.kv.state_slots import NULL, OpenStates, StateNeed, States, rounds
-from quire.kv.states import StateBooks
+from quire.kv.recurrent_states import NULL, OpenRecurrent, RecurrentBooks, RecurrentNeed, RecurrentStates, rounds
 from quire.types import SeqId
 
 
-class StateTable(StateBooks):
+class RecurrentTable(RecurrentBooks):
     """The states of all sequences, and what changes them."""
 
     # -- edits -------------------------------------------------------------------------------------
 
     def add(self, seq_id: SeqId) -> None:
-        self._sequences[int(seq_id)] = States()
+        self._sequences[int(seq_id)] = RecurrentStates()
 
     def remove(self, seq_id: SeqId) -> None:
         states = self._sequences.pop(seq_id)
@@ -41,7 +40,7 @@ class StateTable(StateBooks):
         """Share the parent's state at ``position``, and all that is kept before it, with a new
         child; copy nothing. ``FailedPrecondition`` if there is no state at ``position``."""
         parent = self._sequences[parent_id]
-        child = States(position, self._stood_at(parent_id, position))
+        child = RecurrentStates(position, self._stood_at(parent_id, position))
         child.kept = {held: slot for held, slot in parent.kept.items() if held <= position}
         child.ring = {held: slot for held, slot in parent.ring.items() if held < position}
         self._share([child.present, *child.kept.values(), *child.ring.values()])
@@ -63,8 +62,7 @@ class StateTable(StateBooks):
         self._release(gone)
 
     def commit(self, seq_id: SeqId, path: Seq[int]) -> None:
-        """Take the states of the nodes on ``path`` (from a root on; empty: none) as those of a
-        chain; forget all others."""
+        """Take the states of the nodes on ``path`` (from a root on) as a chain's; forget others."""
         states = self._sequences[seq_id]
         on_path = [states.nodes[node] for node in path]
         stay = set(path)
@@ -94,13 +92,13 @@ class StateTable(StateBooks):
             )
         self._release([states.kept.pop(position)])
 
-    def _keep(self, states: States, position: int, slot: int) -> None:
+    def _keep(self, states: RecurrentStates, position: int, slot: int) -> None:
         self._share([slot])
         old = states.kept.get(position, NULL)
         states.kept[position] = slot
         self._release([old])
 
-    def _keep_multiples(self, states: States, passed: dict[int, int]) -> None:
+    def _keep_multiples(self, states: RecurrentStates, passed: dict[int, int]) -> None:
         """Keep those of these states (slot by position) that are at a multiple of the interval."""
         if self.interval:
             for position, slot in passed.items():
@@ -109,7 +107,7 @@ class StateTable(StateBooks):
 
     # -- the ring ----------------------------------------------------------------------------------
 
-    def _advance(self, seq_id: SeqId, states: States, passed: dict[int, int]) -> list[int]:
+    def _advance(self, seq_id: SeqId, states: RecurrentStates, passed: dict[int, int]) -> list[int]:
         """Make the last of ``passed`` (slot by ascending position) the present state; put the one
         before and the others into the ring. Takes over the references; returns slots to release."""
         *earlier, (length, present) = passed.items()
@@ -125,7 +123,7 @@ class StateTable(StateBooks):
         states.length, states.present = length, present
         return gone
 
-    def _leave_ring(self, seq_id: SeqId, states: States, positions: Iterable[int]) -> list[int]:
+    def _leave_ring(self, seq_id: SeqId, states: RecurrentStates, positions: Iterable[int]) -> list[int]:
         """Take these positions out of the ring; returns their slots, still to be released."""
         gone: list[int] = []
         for position in positions:
@@ -154,10 +152,10 @@ class StateTable(StateBooks):
 
     # -- the bracket -------------------------------------------------------------------------------
 
-    def open(self, need: StateNeed) -> OpenStates:
+    def open(self, need: RecurrentNeed) -> OpenRecurrent:
         """Take the slots, those of the oldest states of rings too as far as needed.
         ``ResourceExhausted`` before any change."""
-        opened = OpenStates(need, self._take(need.slots, "begin_forward").astype(np.int64))
+        opened = OpenRecurrent(need, self._take(need.slots, "begin_forward").astype(np.int64))
         self.forward = opened
         return opened
 
@@ -221,7 +219,7 @@ class StateTable(StateBooks):
         self._release([*opened.targets.tolist(), *(slot for _, _, slot in opened.recent)])
         self.forward = None
 
-    def _require_open(self) -> OpenStates:
+    def _require_open(self) -> OpenRecurrent:
         if self.forward is None:
             raise FailedPrecondition("no forward is open; call begin_forward first")
         return self.forward
@@ -257,7 +255,7 @@ class StateTable(StateBooks):
             )
         present, *slots = self._take(1 + len(positions), "prepare_import").tolist()
         kept_slots = dict(zip(positions, slots, strict=True))
-        self._sequences[int(seq_id)] = States(length, present, kept_slots, importing=True)
+        self._sequences[int(seq_id)] = RecurrentStates(length, present, kept_slots, importing=True)
 
     def finish_import(self, seq_id: SeqId) -> None:
         """End an import; its slots have been written. ``FailedPrecondition`` if there is none."""

@@ -8,18 +8,18 @@ import numpy as np
 import pytest
 
 from quire.errors import FailedPrecondition, InvalidArgument, QuireError, ResourceExhausted
-from quire.kv.state_slots import NULL, rounds
-from quire.kv.state_table import StateTable
+from quire.kv.recurrent_states import NULL, rounds
+from quire.kv.recurrent_table import RecurrentTable
 
 
-def table(num_slots: int = 32, *, ring: int = 4, interval: int = 0, ids: tuple[int, ...] = (1,)) -> StateTable:
-    made = StateTable(num_slots, ring=ring, interval=interval)
+def table(num_slots: int = 32, *, ring: int = 4, interval: int = 0, ids: tuple[int, ...] = (1,)) -> RecurrentTable:
+    made = RecurrentTable(num_slots, ring=ring, interval=interval)
     for seq_id in ids:
         made.add(seq_id)
     return made
 
 
-def run(books: StateTable, *chunks: int, seq_id: int = 1) -> None:
+def run(books: RecurrentTable, *chunks: int, seq_id: int = 1) -> None:
     """Ordinary tokens, a forward for each count."""
     for count in chunks:
         books.open(books.plan([seq_id], [count], [None]))
@@ -28,13 +28,13 @@ def run(books: StateTable, *chunks: int, seq_id: int = 1) -> None:
         books.check()
 
 
-def grow(books: StateTable, parents: list[int], seq_id: int = 1) -> None:
+def grow(books: RecurrentTable, parents: list[int], seq_id: int = 1) -> None:
     books.open(books.plan([seq_id], [len(parents)], [parents]))
     books.publish()
     books.check()
 
 
-def view(books: StateTable) -> Any:
+def view(books: RecurrentTable) -> Any:
     """All that can be told about it."""
     ids = list(books._sequences)
     return (
@@ -46,7 +46,7 @@ def view(books: StateTable) -> Any:
     )
 
 
-def refused(books: StateTable, error: type[QuireError], match: str, call: Any, *args: Any) -> None:
+def refused(books: RecurrentTable, error: type[QuireError], match: str, call: Any, *args: Any) -> None:
     before = view(books)
     with pytest.raises(error, match=match):
         call(*args)
@@ -54,7 +54,7 @@ def refused(books: StateTable, error: type[QuireError], match: str, call: Any, *
     books.check()
 
 
-def example() -> StateTable:
+def example() -> RecurrentTable:
     """Interval 16, ring 4: chunks of 16, 16, 5 and three decodes."""
     books = table(interval=16)
     run(books, 16, 16, 5, 1, 1, 1)
@@ -432,23 +432,23 @@ def test_forward_verbs_without_a_forward() -> None:
 # -- the recount -----------------------------------------------------------------------------------------------------
 
 
-def lose_reference(books: StateTable) -> None:
+def lose_reference(books: RecurrentTable) -> None:
     books.pool.references[books.slots(1)[40]] = 2
 
 
-def forget_ring(books: StateTable) -> None:
+def forget_ring(books: RecurrentTable) -> None:
     next(iter(books._ringed.values())).clear()
 
 
-def move_back(books: StateTable) -> None:
+def move_back(books: RecurrentTable) -> None:
     books._sequences[1].length = 37
 
 
-def lengthen_ring(books: StateTable) -> None:
+def lengthen_ring(books: RecurrentTable) -> None:
     books.ring = 3
 
 
-def unwritten(books: StateTable) -> None:
+def unwritten(books: RecurrentTable) -> None:
     books.pop(1, 0)
     books._sequences[1].length = 3
 
