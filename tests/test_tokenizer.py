@@ -190,7 +190,8 @@ def test_bundled_tokenizer() -> None:
     assert tokenizer.encode(text) == oracle.encode(text)
     assert tokenizer.decode(tokenizer.encode(text), skip_special_tokens=False) == text
     assert (tokenizer.eos_ids, tokenizer.pad_id, tokenizer.bos_id) == ((0,), 1, 0)
-    assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.adds_bos) == (None, "<|end|>", False)
+    assert (tokenizer.special_tokens.get("bos_token"), tokenizer.adds_bos) == (None, False)
+    assert tokenizer.special_tokens["eos_token"] == "<|end|>"
     tokenizer.check_fits(json.loads((BUNDLED / "config.json").read_text())["vocab_size"])
 
 

@@ -69,6 +69,7 @@ INTERNAL = {
     "Executor": {"operation", "record_decode", "record_prefill"},
     "State": {"rotary_table", "layer", "spec", "recurrent_part", "close_pass", "open_pass"},
     "KVCache": {"record", "set_pending", "keep_path", "cut_chain", "mark", "mark_cut", "replace_content"},
+    "ParamsSampling": {"draw"},
 }
 """What other parts of the package call with values of their own."""
 

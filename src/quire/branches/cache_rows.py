@@ -83,17 +83,14 @@ class CacheRows:
         return len(self.rows)
 
     @property
+    @locked
     def lengths(self) -> tuple[int, ...]:
-        return self._lengths()
+        return tuple(row.computed for row in self.rows)
 
     def require_live(self) -> None:
         """Raise ``NotFound`` if it was released."""
         if self.released:
             raise NotFound(f"KV cache {self.cache_id} was released; make a new one")
-
-    @locked
-    def _lengths(self) -> tuple[int, ...]:
-        return tuple(row.computed for row in self.rows)
 
     @locked
     def truncate(self, lengths: Sequence[int]) -> None:

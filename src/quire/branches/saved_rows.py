@@ -244,11 +244,6 @@ def _of_row(found: Mapping[str, Any], name: str, row: int, otherwise: Any) -> An
     return _listed(found, name, found["batch_size"])[row] if found.get(name) else otherwise
 
 
-def state_slots(rows: Sequence[SavedRow]) -> int:
-    """Return how many recurrent states these rows have."""
-    return sum(1 + len(row.sequence["kept_recurrent_positions"]) for row in rows if row.sequence is not None)
-
-
 def load_row(state: ModelState, seq: int, file: StateFile, row: SavedRow) -> None:
     """Make ``seq`` of a row with state. ``ResourceExhausted`` without room."""
     assert row.sequence is not None

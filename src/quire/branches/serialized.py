@@ -25,7 +25,6 @@ from quire.branches.saved_rows import (
     load_row,
     read_rows,
     row_prefix,
-    state_slots,
 )
 from quire.errors import InvalidArgument, NotFound, ResourceExhausted, Unsupported
 from quire.kv import exchange, sequencefile
@@ -131,7 +130,8 @@ def _import_rows(cache: CacheRows, file: StateFile, saved: Sequence[SavedRow]) -
     """Return a file's rows as new sequences, without what they are owed; all rows, or none."""
     pool = cache.pool
     pages = sum(pages_for(row.length, pool.page_size) for row in saved)
-    pool.require_free(pages, state_slots(saved), "load (beside the content that it replaces)")
+    states = sum(1 + len(row.sequence["kept_recurrent_positions"]) for row in saved if row.sequence is not None)
+    pool.require_free(pages, states, "load (beside the content that it replaces)")
     fresh: list[Row] = []
     try:
         for row in saved:

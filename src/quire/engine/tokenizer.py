@@ -141,14 +141,6 @@ class Tokenizer:
         return bool(self._prefix)
 
     @property
-    def bos_token(self) -> str | None:
-        return self.special_tokens.get("bos_token")
-
-    @property
-    def eos_token(self) -> str | None:
-        return self.special_tokens.get("eos_token")
-
-    @property
     def chat_template(self) -> str | None:
         """The default chat template."""
         return self.chat_templates.get("default")
