@@ -1,4 +1,6 @@
-"""What holds for every test: which examples Hypothesis tries, and that Ctrl-C reaches the tests that send it."""
+"""What holds for every test: which examples Hypothesis tries, and that Ctrl-C reaches the tests
+that send it.
+"""
 
 from __future__ import annotations
 
@@ -9,22 +11,26 @@ from collections.abc import Generator
 import pytest
 from hypothesis import settings
 
-# The same examples in every run, 40 unless a test says otherwise, so that a change is red or green for everybody. How long one takes says how busy the machine is.
+# The same examples in every run, 40 unless a test says otherwise, so that a change is red or green
+# for everybody. How long one takes says how busy the machine is.
 settings.register_profile("ci", derandomize=True, deadline=None, max_examples=40)
 # Others in every run, for `make test-all`.
 settings.register_profile("random", deadline=None)
 settings.load_profile("ci")
 
-# A shell that runs its jobs in the background lets them ignore SIGINT, and so would all that the tests start.
+# A shell that runs its jobs in the background lets them ignore SIGINT, and so would all that the
+# tests start.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of the cases of ``product(n)`` one of n is quick: of two parameters and more each value is among them.
+    """Of the cases of ``product(n)`` one of n is quick: of two parameters and more each value is
+    among them.
 
-    A value counts by its place among those of its parameter: ``callspec.indices`` numbers cases, not values, since pytest 9.
+    A value counts by its place among those of its parameter: ``callspec.indices`` numbers cases,
+    not values, since pytest 9.
     """
     places: dict[tuple[str, tuple[str, ...]], dict[tuple[int, ...], int]] = {}
     for item in items:
@@ -45,7 +51,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Collect no garbage meanwhile: syntax trees of all tests would be looked through again and again, which takes 7 s."""
+    """Collect no garbage meanwhile: syntax trees of all tests would be looked through again and
+    again, which takes 7 s.
+    """
     gc.disable()
     try:
         return (yield)
@@ -54,6 +62,8 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_finish() -> None:
-    """Leave libraries and collected tests out of garbage collection: they stay, and looking through them takes 0.2 s and more."""
+    """Leave libraries and collected tests out of garbage collection: they stay, and looking through
+    them takes 0.2 s and more.
+    """
     gc.collect()
     gc.freeze()

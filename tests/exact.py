@@ -1,7 +1,7 @@
 """transformers in float64, as the measure of float32 runs, ours and its own.
 
-Nothing here may depend on the CPU at hand: in which order a product adds up is the library's choice, and differs between
-CPUs, shapes, and even the rows of one weight.
+Nothing here may depend on the CPU at hand: in which order a product adds up is the library's
+choice, and differs between CPUs, shapes, and even the rows of one weight.
 
 Letters: T tokens, V vocabulary, O output and I input features.
 """
@@ -20,14 +20,18 @@ from torch.overrides import TorchFunctionMode
 ORDERS = 32
 """In how many orders of its sums transformers runs to show how far off float32 may be."""
 TINY_PYTHON = 2 * 8 * 256**0.5 * torch.finfo(torch.float32).eps * 16
-"""How far apart log-probabilities of the bundled model may be that two float32 runs computed in other batches.
+"""How far apart log-probabilities of the bundled model may be that two float32 runs computed in
+other batches.
 
-The rounding of a layer grows like the root of its width (256), that of the 8 layers adds up; logits are below 16 in size.
+The rounding of a layer grows like the root of its width (256), that of the 8 layers adds up; logits
+are below 16 in size.
 """
 
 
 class Float64(TorchFunctionMode):
-    """Every conversion to float32 that a model asks for is one to float64: norms, rotations, softmax, logits."""
+    """Every conversion to float32 that a model asks for is one to float64: norms, rotations,
+    softmax, logits.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         def wider(one: Any) -> Any:
@@ -38,7 +42,9 @@ class Float64(TorchFunctionMode):
 
 
 class ReorderedSums(TorchFunctionMode):
-    """Every matrix product adds up in an order of its own, drawn anew each time: what another CPU does, on this one."""
+    """Every matrix product adds up in an order of its own, drawn anew each time: what another CPU
+    does, on this one.
+    """
 
     PRODUCTS = (torch.matmul, torch.bmm, Tensor.matmul, Tensor.bmm, Tensor.__matmul__)
 
@@ -65,9 +71,11 @@ class ReorderedSums(TorchFunctionMode):
 
 
 class EqualSums(TorchFunctionMode):
-    """Equal rows of a weight (and of its bias) give equal results, as in exact arithmetic: each has that of the first.
+    """Equal rows of a weight (and of its bias) give equal results, as in exact arithmetic: each has
+    that of the first.
 
-    Kernels need not do so: one row may be added up in full vectors, the next one in the rest of a block.
+    Kernels need not do so: one row may be added up in full vectors, the next one in the rest of a
+    block.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -90,25 +98,31 @@ def run_transformers(model: Any, tokens_T: Tensor, attention: str = "eager") -> 
 
 
 def run_exactly(model: Any, tokens_T: Tensor) -> Tensor:
-    """Logits ``[T, V]`` in float64 throughout, but for the inverse frequencies, which transformers makes in float32."""
+    """Logits ``[T, V]`` in float64 throughout, but for the inverse frequencies, which transformers
+    makes in float32.
+    """
     with Float64():
         return run_transformers(copy.deepcopy(model).double(), tokens_T)
 
 
 class Float32Bound:
-    """How far off a float32 run may be: what float32 itself explains, as an absolute error of logits.
+    """How far off a float32 run may be: what float32 itself explains, as an absolute error of
+    logits.
 
-    Twice what transformers' own float32 runs are off, over its kinds of attention and ``ORDERS`` orders of its sums; and that
-    the inverse frequencies of ``exact_TV`` are off by a rounding, which turns position p by up to p * eps, and that each layer
-    rounds the residual stream once or twice.
+    Twice what transformers' own float32 runs are off, over its kinds of attention and ``ORDERS``
+    orders of its sums; and that the inverse frequencies of ``exact_TV`` are off by a rounding,
+    which turns position p by up to p * eps, and that each layer rounds the residual stream once or
+    twice.
 
-    One run says little. It is one draw, by the CPU at hand, of an error that some models multiply on the way: the gated norm
-    behind a delta rule makes rows of 7e-5 a thousand times as large, and what was rounded in them too. Of forty runs of
-    Qwen3-Next in other orders, six times in ten one is more than twice as far off as a given run, but in less than one of
-    200 cases more than twice as far as the worst of 32.
+    One run says little. It is one draw, by the CPU at hand, of an error that some models multiply
+    on the way: the gated norm behind a delta rule makes rows of 7e-5 a thousand times as large, and
+    what was rounded in them too. Of forty runs of Qwen3-Next in other orders, six times in ten one
+    is more than twice as far off as a given run, but in less than one of 200 cases more than twice
+    as far as the worst of 32.
 
-    ``error <= bound`` runs as many orders as it takes to decide: the bound only grows with them, so an error below that of
-    the first ones is below that of all. ``float(bound)`` runs them all. The model must stay as it is until then.
+    ``error <= bound`` runs as many orders as it takes to decide: the bound only grows with them, so
+    an error below that of the first ones is below that of all. ``float(bound)`` runs them all. The
+    model must stay as it is until then.
     """
 
     def __init__(self, model: Any, tokens_T: Tensor, exact_TV: Tensor) -> None:

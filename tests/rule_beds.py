@@ -1,4 +1,5 @@
-"""A tiny random model of each combination of layers, here and in transformers, for the checks of the rule table.
+"""A tiny random model of each combination of layers, here and in transformers, for the checks of
+the rule table.
 
 Letters: T tokens; V vocabulary.
 """
@@ -121,7 +122,9 @@ OPTIONS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "kv_cache_memory
 
 
 def refused(bed: Bed, call: Callable[[], object], reason: str) -> None:
-    """``Unsupported`` with the reason, before a forward; sequences, lengths and pages are as before."""
+    """``Unsupported`` with the reason, before a forward; sequences, lengths and pages are as
+    before.
+    """
 
     def books() -> object:
         state = bed.state

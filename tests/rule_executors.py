@@ -1,4 +1,6 @@
-"""What tries everything that users call on an executor and its KV caches, on a model of each combination of layers (``rule_uses``)."""
+"""What tries everything that users call on an executor and its KV caches, on a model of each
+combination of layers (``rule_uses``).
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ def executor_samples(bed: Bed) -> None:
 
 
 def executor_positions(bed: Bed) -> None:
-    """Anywhere: what transformers gives there, prompt and decode; a mask keeps it from taking jumps for borders of texts."""
+    """Anywhere: what transformers gives there, prompt and decode; a mask keeps it from taking jumps
+    for borders of texts.
+    """
     executor, ids, checkpoint = bed.llm.executor, [*PROMPT, 5], bed.checkpoint
     checkpoint.exact_logits(ids)
     places = torch.tensor([[*range(9), *range(100, 100 + len(PROMPT) - 9), 50]])
@@ -109,7 +113,9 @@ def executor_speculates(bed: Bed) -> None:
 
 
 def executor_copies(bed: Bed) -> None:
-    """Candidates: a prompt for two rows, each goes its way, one is taken back; copies go on by themselves."""
+    """Candidates: a prompt for two rows, each goes its way, one is taken back; copies go on by
+    themselves.
+    """
     executor = bed.llm.executor
     handle = executor.prefill(prompt(PROMPT)).kv_cache
     two = executor.create_kv_cache(batch_size=2, capacity=handle.cache.num_entries)
@@ -225,12 +231,16 @@ def executor_reports(bed: Bed) -> None:
 
 
 def adding(a_RI: torch.Tensor, b_OR: torch.Tensor) -> Callable[..., torch.Tensor]:
-    """A hook that adds an adapter's term to a map's result, as PEFT does: merged weights are rounded at other places."""
+    """A hook that adds an adapter's term to a map's result, as PEFT does: merged weights are
+    rounded at other places.
+    """
     return lambda module, given, found: found + 2.0 * (given[0] @ a_RI.T) @ b_OR.T
 
 
 def executor_adapters(bed: Bed) -> None:
-    """One adapter, loaded, used beside the base model, and forgotten; the oracle is transformers with the terms added."""
+    """One adapter, loaded, used beside the base model, and forgotten; the oracle is transformers
+    with the terms added.
+    """
     executor, peer = bed.llm.executor, bed.checkpoint.model
     named = {
         name: module

@@ -1,6 +1,8 @@
-"""What tries everything that users call on a model, but for executors, on each combination of layers.
+"""What tries everything that users call on a model, but for executors, on each combination of
+layers.
 
-Each check is given a ``Bed``: a tiny random model here and in transformers. Letters: T tokens; V vocabulary.
+Each check is given a ``Bed``: a tiny random model here and in transformers. Letters: T tokens; V
+vocabulary.
 """
 
 from __future__ import annotations
@@ -116,7 +118,9 @@ def prefix(bed: Bed) -> None:
 
 
 def _preempted(bed: Bed) -> None:
-    """Of two requests one is preempted when most of its text is its own and no prompt that the prefix cache knows."""
+    """Of two requests one is preempted when most of its text is its own and no prompt that the
+    prefix cache knows.
+    """
     engine = engine_of(bed.llm)
     engine.reset_prefix_cache()
     prompts = (random_tokens(3), random_tokens(5, seed=1))
@@ -291,7 +295,8 @@ def verify(bed: Bed) -> None:
 
 
 def mask(bed: Bed) -> None:
-    """The mask of the causal rule gives what that gives; a token that nobody sees can be any token."""
+    """The mask of the causal rule gives what that gives; a token that nobody sees can be
+    any token."""
     seq, other, third = bed.new(), bed.new(), bed.new()
     bed.rows(bed.run(seq, PROMPT, mask=causal_mask(30)).logits_RV, PROMPT, 0)
     hidden = causal_mask(30).view(30, 30).clone()
@@ -335,7 +340,8 @@ def hidden_states(bed: Bed) -> None:
     found = bed.run(seq, PROMPT, hidden_states=True).hidden_states[0]
     bed.drop(seq)
     wanted = _by_transformers(bed, "hidden_states", output_hidden_states=True)
-    # The last one of transformers is behind the norm, the first one is what layers begin with, except in Mamba-2.
+    # The last one of transformers is behind the norm, the first one is what layers begin with,
+    # except in Mamba-2.
     inner = wanted[:-1] if bed.checkpoint.model.config.model_type == "mamba2" else wanted[1:-1]
     if bed.combination.own_rotation:
         assert len(found) == 1
@@ -348,7 +354,9 @@ def hidden_states(bed: Bed) -> None:
 
 
 def _near(mine: Tensor, exact: Tensor, theirs: Tensor) -> None:
-    """As near to float64 as twice transformers' own float32 run, and what a sum of another order adds."""
+    """As near to float64 as twice transformers' own float32 run, and what a sum of another order
+    adds.
+    """
     bound = 2 * float((theirs - exact).abs().max()) + 64 * torch.finfo(torch.float32).eps * float(exact.abs().max())
     assert mine.shape == exact.shape
     assert float((mine - exact).abs().max()) <= bound

@@ -1,4 +1,6 @@
-"""Source files as text and as syntax trees, read and parsed once for all tests of a module that look into them."""
+"""Source files as text and as syntax trees, read and parsed once for all tests of a module that
+look into them.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ def tree_of(path: Path) -> ast.Module:
 
 @pytest.fixture(scope="module", autouse=True)
 def forget_sources() -> Iterator[None]:
-    """Let the trees go with the module: they are half a million objects, which each garbage collection would visit."""
+    """Let the trees go with the module: they are half a million objects, which each garbage
+    collection would visit.
+    """
     yield
     text_of.cache_clear()
     tree_of.cache_clear()

@@ -39,7 +39,9 @@ Path = tuple[str | int, ...]
 
 
 def fields(value: Any, path: Path = ()) -> Iterator[Path]:
-    """The paths of all fields; of lists of plain numbers the first item, of other lists the first and the last one."""
+    """The paths of all fields; of lists of plain numbers the first item, of other lists the first
+    and the last one.
+    """
     if path:
         yield path
     if isinstance(value, dict):
@@ -74,7 +76,9 @@ def resealed(data: bytes, old: bytes, new: bytes) -> bytes:
 
 
 def sealed(text: bytes, rest: bytes = b"") -> bytes:
-    """A file of this header, whose digits at bytes 36 to 67 become the checksum, and of these tensors."""
+    """A file of this header, whose digits at bytes 36 to 67 become the checksum, and of these
+    tensors.
+    """
     head = len(text).to_bytes(8, "little")
     digest = xxhash.xxh3_128_hexdigest(head + text[:36] + b"0" * 32 + text[68:])
     return head + text[:36] + digest.encode() + text[68:] + rest

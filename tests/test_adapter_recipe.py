@@ -180,7 +180,9 @@ def made_up(count: int) -> list[Function]:
 
 class TestSequences:
     def test_labels_are_what_follows_heads(self, tokenizer: Tokenizer) -> None:
-        """Taken apart at the heads, a sequence is texts of the functions, whole but for the last one."""
+        """Taken apart at the heads, a sequence is texts of the functions, whole but for the last
+        one.
+        """
         functions = made_up(9)
         texts = {one.ids: one for f in functions for way in (False, True) for one in [example(f, tokenizer, split=way)]}
         between = tokenizer.encode("\n\n\n").ids
@@ -229,7 +231,9 @@ class TestSequences:
 
 
 class Parrot:
-    """Writes the docstring of each function that it knows, and stops; gives the next token a probability of 1."""
+    """Writes the docstring of each function that it knows, and stops; gives the next token a
+    probability of 1.
+    """
 
     device = torch.device("cpu")
 
@@ -372,7 +376,8 @@ class TestTraining:
         assert figures["base"]["loss"] == pytest.approx(loss, rel=1e-4)  # float32 in batches of other lengths
         adapted = PeftModel.from_pretrained(base, output).eval()
         adapted_loss = evaluation.docstring_loss(adapted, tokenizer, heldout)
-        # The same sums over the same weights: had it not been rounded before it was measured, 1e-5 would be seen.
+        # The same sums over the same weights: had it not been rounded before it was measured, 1e-5
+        # would be seen.
         assert figures["adapter"]["loss"] == pytest.approx(adapted_loss, rel=1e-7)
         assert adapted_loss < loss - 0.05
         readme = (output / "README.md").read_text()
@@ -463,9 +468,12 @@ class TestShipped:
             assert tensor.any(), key
 
     def test_writes_docstrings_where_the_base_model_does_not(self, tokenizer: Tokenizer) -> None:
-        """Measured over the twelve heads, in float32: the base model opens 0 docstrings after a newline, and 6 after newline
-        and indentation, none of which it closes within 32 tokens; with the adapter all twelve, of both kinds, are opened
-        and closed. The bounds leave room for near ties that another processor decides differently."""
+        """Measured over the twelve heads, in float32: the base model opens 0 docstrings after a
+        newline, and 6 after newline and indentation, none of which it closes within 32 tokens; with
+        the adapter all twelve, of both kinds, are opened and closed.
+
+        The bounds leave room for near ties that another processor decides differently.
+        """
         peft = pytest.importorskip("peft", reason="the oracle is PEFT, which is not installed")
         from transformers import AutoModelForCausalLM
 
@@ -491,7 +499,9 @@ class TestShipped:
         assert min(counts()) >= 11, counts()
 
     def test_quire_writes_what_peft_writes(self, tokenizer: Tokenizer) -> None:
-        """Greedy in float32, without and with the adapter; the text of each is that of transformers and PEFT."""
+        """Greedy in float32, without and with the adapter; the text of each is that of transformers
+        and PEFT.
+        """
         peft = pytest.importorskip("peft", reason="the oracle is PEFT, which is not installed")
         from transformers import AutoModelForCausalLM
 

@@ -1,7 +1,9 @@
-"""The attention backends over plans made by hand, against a definition in float64 by loops over keys.
+"""The attention backends over plans made by hand, against a definition in float64 by loops over
+keys.
 
-The definition decides what a row sees from the words of ``ForwardPlan``, key by key, and shares no code with the
-backends. Bounds say how far a right answer may be from the exact one; they are derived from the precision.
+The definition decides what a row sees from the words of ``ForwardPlan``, key by key, and shares no
+code with the backends. Bounds say how far a right answer may be from the exact one; they are
+derived from the precision.
 
 Letters: T rows of the batch; Hq, Hkv heads; Dk, Dv head sizes; P page size; S slots.
 """
@@ -36,8 +38,9 @@ GROUPS = ((1, 1), (4, 1), (2, 2), (2, 4), (1, 8))
 SIZES = ((8, 8), (5, 5), (16, 6), (3, 7))
 """(Dk, Dv)"""
 Kind = Literal["chain", "own", "late", "past", "any", "tree", "tree own", "tree past", "mask"]
-"""What the keys are: all tokens, the new ones, only the last of these, those before; ``any``: all, for queries at any
-positions in any order; by token tree, by mask."""
+"""What the keys are: all tokens, the new ones, only the last of these, those before; ``any``: all,
+for queries at any positions in any order; by token tree, by mask.
+"""
 KINDS: tuple[Kind, ...] = ("chain", "own", "late", "past", "any", "tree", "tree own", "tree past", "mask")
 
 
@@ -113,7 +116,8 @@ def make_entry(entry: Entry, rng: random.Random) -> Made:
         if entry.layer_window:
             low = max(0, q - entry.layer_window + 1)
         if entry.window and q - (entry.window - entry.sink) + 1 > entry.sink:
-            # The sink is cut off from the window: it is a part of its own, of which the layer's window leaves some.
+            # The sink is cut off from the window: it is a part of its own, of which the layer's
+            # window leaves some.
             sink = (low, entry.sink) if low < entry.sink else (0, 0)
             low = max(low, q - (entry.window - entry.sink) + 1)
         lows.append(low)
@@ -167,8 +171,9 @@ class Case:
             sinks=np.array([sink for made in self.made for sink in made.sinks]) if sunk else None,
             device=torch.device("cpu"),
         )
-        # Pages of nobody, and null pages, hold NaN: whoever reads them shows it. Rows that a row of the entry sees are
-        # numbers; others of the same pages are large, but finite: that much a state promises.
+        # Pages of nobody, and null pages, hold NaN: whoever reads them shows it. Rows that a row of
+        # the entry sees are numbers; others of the same pages are large, but finite: that much a
+        # state promises.
         shape = ((sum(widths) + 2) * page_size, kv_heads)
         self.k_SHD, self.v_SHD = (torch.full((*shape, dim), math.nan, dtype=dtype) for dim in sizes)
         for number, made in enumerate(self.made):
@@ -197,7 +202,9 @@ class Case:
             self.new = self.k_SHD[slots], self.v_SHD[slots]
 
     def sight(self, number: int, row: int) -> tuple[list[int], list[int]]:
-        """Addresses that a row of an entry sees in its window part and in its sink part, key by key."""
+        """Addresses that a row of an entry sees in its window part and in its sink part, key by
+        key.
+        """
         made = self.made[number]
         query, low, (sink, end) = made.positions[row], made.lows[row], made.sinks[row]
         parts: tuple[list[int], list[int]] = ([], [])
@@ -217,7 +224,9 @@ class Case:
     def exact(
         self, learned: bool
     ) -> tuple[NDArray[np.float64], NDArray[np.float64], list[NDArray[np.float64]], Tensor]:
-        """``out [T, Hq, Dv]``, ``lse [T, Hq]``, weights ``[Hq, n, keys]`` of each entry; bounds ``[3, T]`` of these three."""
+        """``out [T, Hq, Dv]``, ``lse [T, Hq]``, weights ``[Hq, n, keys]`` of each entry; bounds
+        ``[3, T]`` of these three.
+        """
         q, k, v = (x.double().numpy() for x in (self.q_THD, self.k_SHD, self.v_SHD))
         q_sink = None if self.q_sink_THD is None else self.q_sink_THD.double().numpy()
         tokens, heads, _ = q.shape
@@ -265,13 +274,16 @@ class Case:
         return out, lse, weights, bounds
 
     def bounds(self, product: float, v_size: float, keys: int, lse: float) -> list[float]:
-        """How far out, the lse inside, weights, and the lse of a state of one row may be from the exact ones.
+        """How far out, the lse inside, weights, and the lse of a state of one row may be from the
+        exact ones.
 
-        A score is off by at most d = scale |q| |k| (6 u + (Dk + 12) u32): q, k, both times the root of the scale and
-        the score may be rounded, and Dk terms are summed; a soft cap has a quotient, a tanh and a product more, of size
-        8 u32 cap. A log-sum-exp is off by d, by the sum of m terms (of which each may be rounded to the type), and by a
-        few roundings of its own size; each merge (three at most, of segments, sink and learned logit) adds as much.
-        Weights are off by the factor of both; products, partial results and the result are rounded once each.
+        A score is off by at most d = scale |q| |k| (6 u + (Dk + 12) u32): q, k, both times the root
+        of the scale and the score may be rounded, and Dk terms are summed; a soft cap has a
+        quotient, a tanh and a product more, of size 8 u32 cap. A log-sum-exp is off by d, by the
+        sum of m terms (of which each may be rounded to the type), and by a few roundings of its own
+        size; each merge (three at most, of segments, sink and learned logit) adds as much. Weights
+        are off by the factor of both; products, partial results and the result are rounded once
+        each.
 
         For a state nothing is rounded to less than float32 before its lse.
         """
@@ -400,7 +412,9 @@ def use_small_blocks(monkeypatch: pytest.MonkeyPatch, smallest: int, largest: in
 
 @pytest.mark.parametrize("examples", [120, pytest.param(1500, marks=pytest.mark.slow)])
 def test_random_plans(examples: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everything with everything: kinds of entries, windows, sinks, soft caps, learned logits, types, sizes."""
+    """Everything with everything: kinds of entries, windows, sinks, soft caps, learned logits,
+    types, sizes.
+    """
     seen: Counter[str] = Counter()
     for seed in range(examples):
         rng = random.Random(seed)
@@ -516,7 +530,8 @@ POOLS: list[Pool] = [((8, 8), 1, True), ((16, 6), 5, False), ((8, 8), 16, True)]
 
 
 def features_by_type_and_way() -> Iterator[Any]:
-    """Each feature in each type and each feature in each way, and all three together among the slow ones.
+    """Each feature in each type and each feature in each way, and all three together among the slow
+    ones.
 
     In float32 a feature runs in every way; the other types go round with the features and the ways.
     """
@@ -571,7 +586,9 @@ def check_feature(
 
 @pytest.mark.parametrize("name", BACKENDS)
 def test_rows_that_see_nothing(name: str) -> None:
-    """A past that is empty, a mask without a key, a window that ends before the keys: 0 and -inf, learned logit or not."""
+    """A past that is empty, a mask without a key, a window that ends before the keys: 0 and -inf,
+    learned logit or not.
+    """
     entries = [
         Entry(kind="past", past=0, count=3),
         Entry(kind="past", past=0, count=1),
@@ -600,7 +617,8 @@ def test_new_rows_from_the_pool(name: str) -> None:
 
 @pytest.mark.parametrize("name", BACKENDS)
 def test_sequences_do_not_reach_each_other(name: str) -> None:
-    """NaN in the rows of one sequence changes no bit of another, however they are padded together."""
+    """NaN in the rows of one sequence changes no bit of another, however they are padded
+    together."""
     for feature, (entries, softcap, learned) in FEATURES.items():
         for victim in range(len(entries)):
             case = Case(entries, seed=victim, scoring=Scoring(0.5, softcap), learned=learned)
@@ -619,7 +637,9 @@ def test_sequences_do_not_reach_each_other(name: str) -> None:
 @pytest.mark.parametrize("count", [1, 3, 20])
 @pytest.mark.parametrize("kind", ["chain", "tree"])
 def test_rows_behind_the_sink_are_not_read(name: str, count: int, kind: Kind) -> None:
-    """NaN that left the window and only shares a page with the sink changes nothing, whoever is in the batch."""
+    """NaN that left the window and only shares a page with the sink changes nothing, whoever is in
+    the batch.
+    """
     for seed in range(4):
         sinks = [1, 2, 3, 5][: 1 + seed]
         entries = [Entry(kind=kind, past=30, count=count, window=8, sink=sink) for sink in sinks]
@@ -661,14 +681,16 @@ def test_kinds_of_layers(name: str) -> None:
     assert "latent" in backend.refusal(LatentAttention(num_heads=2, row_dim=8, value_dim=6), cpu)
 
 
-# -- how the torch backend does it ---------------------------------------------------------------------------------
+# -- how the torch backend does it -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("count", [1, 3, 16, 17, 40])
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("window", [0, 12])
 def test_rows_of_any_stride(count: int, groups: int, window: int) -> None:
-    """A projection whose columns are not neighbours in memory, as the transpose of one; new rows as the pool itself."""
+    """A projection whose columns are not neighbours in memory, as the transpose of one; new rows as
+    the pool itself.
+    """
     for past in (0, 21):
         case = Case([Entry(kind="chain", past=past, count=count, layer_window=window)], heads=(2, groups))
         case.q_THD = case.q_THD.permute(1, 2, 0).contiguous().permute(2, 0, 1)
@@ -684,7 +706,9 @@ def test_rows_of_any_stride(count: int, groups: int, window: int) -> None:
 @pytest.mark.parametrize("scores", [1, 100, 1 << 12, 1 << 26])
 @pytest.mark.parametrize("groups", [1, 3])
 def test_no_more_scores_than_allowed(scores: int, groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Soft caps have no kernel with a log-sum-exp: scores exist, some entries, rows and keys at a time."""
+    """Soft caps have no kernel with a log-sum-exp: scores exist, some entries, rows and keys at a
+    time.
+    """
     monkeypatch.setattr(lse_attention, "MAX_SCORES", scores)
     sizes: list[int] = []
     explicit = lse_attention.explicit
@@ -702,7 +726,9 @@ def test_no_more_scores_than_allowed(scores: int, groups: int, monkeypatch: pyte
 
 
 def windowed_decodes(length: int, batch: int, *, fragmented: bool) -> ForwardPlan:
-    """Decodes at the end of long sequences with a window of 128 and a sink of 4, that share one long page table."""
+    """Decodes at the end of long sequences with a window of 128 and a sink of 4, that share one
+    long page table.
+    """
     size = length // 16 + 1
     pages = np.arange(size, dtype=np.int32)
     if fragmented:
@@ -768,7 +794,8 @@ def test_long_windowed_chunks_cost_their_windows(window: int, past: int) -> None
     )
     prepared: SdpaPlan = SdpaAttention().plan(plan, torch.float32)
     needed = int(np.minimum(positions + 1, window).sum())
-    # A block of at most 64 rows, or of a quarter of the window, reads so many keys more than each of its rows sees.
+    # A block of at most 64 rows, or of a quarter of the window, reads so many keys more than each
+    # of its rows sees.
     assert needed <= computed(prepared) <= needed * (1 + max(64, window // 4) / window) + row_blocks.LARGEST_BLOCK**2
     masks = {id(s.mask): s.mask.numel() for b in prepared.window.blocks for s in b.segments if s.mask is not None}
     assert sum(masks.values()) <= 16 * row_blocks.LARGEST_BLOCK * (row_blocks.UNMASKED_KEYS + row_blocks.LARGEST_BLOCK)

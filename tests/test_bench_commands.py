@@ -1,4 +1,6 @@
-"""``quire bench throughput`` and ``quire bench state``, apart from time itself, and the scripts that do the same."""
+"""``quire bench throughput`` and ``quire bench state``, apart from time itself, and the scripts
+that do the same.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +85,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def ragged() -> Workload:
-    """Prompts shorter and longer than what decides the text, and texts of all lengths, in no order."""
+    """Prompts shorter and longer than what decides the text, and texts of all lengths,
+    in no order."""
     work = make_workload(7, 0.05, QUICK.vocab_size, seed=3)
     assert min(map(len, work.prompts)) < LAG < max(map(len, work.prompts))
     assert list(work.lengths) != sorted(work.lengths)
@@ -226,7 +229,9 @@ class TestChoosing:
         assert round_scale(0.0001, 4096) == 0.01
 
     def test_scale_fits_the_budget(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """10 ms a token of Quire and 20 of a peer, 100 requests of 562 tokens, two rounds and one for the trials."""
+        """10 ms a token of Quire and 20 of a peer, 100 requests of 562 tokens, two rounds and one
+        for the trials.
+        """
         monkeypatch.setattr(throughput, "BUDGET_SECONDS", 300.0)
         monkeypatch.setattr(QuireSubject, "serve", lambda _, work: Outcome(tokens=(), seconds=0.01 * work.new_tokens))
 
@@ -252,7 +257,9 @@ class TestOperations:
             assert visible_pairs(length, window) == sum(seen)
 
     def test_operations_are_those_of_the_shape(self, path: Path, windowed: Path) -> None:
-        """Counted by torch: with one new token the head runs once; attention is counted by its full square."""
+        """Counted by torch: with one new token the head runs once; attention is counted by its full
+        square.
+        """
         from torch.utils.flop_counter import FlopCounterMode
         from transformers import AutoModelForCausalLM
 
@@ -274,7 +281,8 @@ class TestOperations:
 
 @pytest.mark.usefixtures("quick")
 class TestThroughput:
-    # The dtype by name: "auto" is float32 where the CPU would emulate bfloat16, and pages are twice as large then.
+    # The dtype by name: "auto" is float32 where the CPU would emulate bfloat16, and pages are twice
+    # as large then.
     OPTIONS: ClassVar[dict[str, Any]] = {"device": "cpu", "dtype": "bfloat16", "kv_cache_memory": "4MiB"}
 
     @pytest.mark.slow
@@ -422,7 +430,9 @@ class TestState:
         assert rows["second turn"]["note"] == "not measured: the context ends at 40"
 
     def test_rewinds_stay_within_the_windows(self, windowed: Path) -> None:
-        """The last forward runs one token, and pages of one token leave nothing more than what the windows need."""
+        """The last forward runs one token, and pages of one token leave nothing more than what the
+        windows need.
+        """
         options = {**self.OPTIONS, "page_size": 1, "max_num_batched_tokens": 32}
         rows = self.rows(state.run_state(str(windowed), engine_options=options, tokens=98, rounds=1))
         for what in (*self.VERBS, "popn of 1", "Session.rewind by 2"):
@@ -476,7 +486,7 @@ class TestState:
             state.run_state(str(path), engine_options=self.OPTIONS, **changes)
 
 
-# -- the command line and the scripts ------------------------------------------------------------------------------
+# -- the command line and the scripts --------------------------------------------------------------
 
 
 def command(*arguments: str, monkeypatch: pytest.MonkeyPatch) -> int:

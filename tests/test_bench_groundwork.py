@@ -1,4 +1,6 @@
-"""The benchmarks' groundwork, apart from time itself: made-up checkpoints, the peer, comparisons, sizes."""
+"""The benchmarks' groundwork, apart from time itself: made-up checkpoints, the peer, comparisons,
+sizes.
+"""
 
 from __future__ import annotations
 
@@ -154,7 +156,9 @@ class TestPeer:
         assert peer.decode(2, 30, 5, seed=1).tokens != made.tokens
 
     def test_end_token_does_not_end_or_get_suppressed(self, peer: TransformersPeer) -> None:
-        """The configuration's end token, 0, is an ordinary token of the cycle; a prompt is made that leads to it."""
+        """The configuration's end token, 0, is an ordinary token of the cycle; a prompt is made
+        that leads to it.
+        """
         before_end = int((after(QUICK, seed=0) == 0).nonzero())
         prompt = random_prompts(1, 40, peer.vocab_size)
         prompt[0, -1 - LAG + 2] = before_end  # makes the third new token the end token

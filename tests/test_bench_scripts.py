@@ -1,5 +1,6 @@
-"""The scripts about windows, overheads, recurrences, states and latent attention, apart from time itself: they run, and print what they
-promise."""
+"""The scripts about windows, overheads, recurrences, states and latent attention, apart from time
+itself: they run, and print what they promise.
+"""
 
 from __future__ import annotations
 
@@ -155,7 +156,8 @@ class TestWindows:
             assert row["to_young"]["least"] <= row["to_young"]["median"] <= row["to_young"]["most"]
             assert row["to_full"]["median"] > 0
             pages.setdefault(row["model"], []).append(row["pages"])
-        # Pages of 16 tokens, the last token of a session not among them; 6 tokens more were timed at the first length.
+        # Pages of 16 tokens, the last token of a session not among them; 6 tokens more were timed
+        # at the first length.
         assert pages["full"] == [5, 9]
         assert all(count <= window // 16 + 2 for count in pages["window"])
         assert all(
@@ -171,7 +173,9 @@ class TestWindows:
             assert one["seconds_ratio"] > 0
 
     def test_texts_are_those_of_transformers(self, directory: Path) -> None:
-        """The configurations that the script makes, with a window that cuts off what decides the text."""
+        """The configurations that the script makes, with a window that cuts off what decides the
+        text.
+        """
         from quire import LLM, SamplingParams
 
         prompts = random_prompts(1, 40, QUICK.vocab_size, seed=3)
@@ -378,7 +382,8 @@ class TestStates:
             size = {"bamba": "mamba_d_state", "mamba2": "state_size"}[kind]
             mixers = values["num_hidden_layers"] - len(values.get("attn_layer_indices", ()))
             width = values[heads] * values[head]
-            # A matrix for each head, and three inputs of the convolution over x, B and C, in float32.
+            # A matrix for each head, and three inputs of the convolution over x, B and C, in
+            # float32.
             assert model["state_bytes"] == mixers * 4 * (width * values[size] + 3 * (width + 2 * values[size]))
             assert (model["token_bytes"] > 0) == (kind == "bamba")
             assert model["file_bytes"] > model["state_bytes"] + 199 * model["token_bytes"]
@@ -401,7 +406,8 @@ class TestStates:
                 assert one["equal"]["same"] == one["equal"]["of"] >= 4
                 assert one["equal"]["difference"] < 1e-5
             for row in model["rewinds"]:
-                # The logits of the token after a position need the one before it run, from a state that stands before that.
+                # The logits of the token after a position need the one before it run, from a state
+                # that stands before that.
                 before, interval = row["position"] - 1, row["interval"]
                 kept = before - before % interval if interval else 0
                 assert 1 <= row["run_again"] <= row["position"] - kept, row

@@ -1,4 +1,6 @@
-"""The load generator: its client against answers in awkward pieces, plans and traces, what it measures, what it prints."""
+"""The load generator: its client against answers in awkward pieces, plans and traces, what it
+measures, what it prints.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,10 @@ class Request:
 
 @contextmanager
 def stub(handler: Handler) -> Iterator[str]:
-    """A server on a free port, in a thread of its own: the handler writes the bytes of each answer. Its address."""
+    """A server on a free port, in a thread of its own: the handler writes the bytes of each answer.
+
+    Its address.
+    """
     loop = asyncio.new_event_loop()
     ready = threading.Event()
     port: list[int] = []
@@ -126,7 +131,7 @@ async def collect(client: ServeClient, path: str = "/v1/completions") -> list[di
     return [found async for found in client.events(path, {})]
 
 
-# -- the client ----------------------------------------------------------------------------------------------------
+# -- the client ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -303,7 +308,7 @@ def test_a_silent_server_is_a_timeout_and_the_callers_own_time_is_none() -> None
         run(url, work, timeout=0.15)
 
 
-# -- plans and traces ----------------------------------------------------------------------------------------------
+# -- plans and traces ------------------------------------------------------------------------------
 
 
 def test_random_requests_keep_their_ranges_and_their_seed() -> None:
@@ -315,7 +320,8 @@ def test_random_requests_keep_their_ranges_and_their_seed() -> None:
     assert {one.output_tokens for one in plan} == set(range(1, 5))
     assert {token for one in plan for token in one.prompt} <= set(range(LEAST_ID, 300))
     gaps = np.diff([one.at for one in plan])
-    # An exponential distribution's mean and deviation are both 1/rate; 399 draws come within 5 standard errors.
+    # An exponential distribution's mean and deviation are both 1/rate; 399 draws come within 5
+    # standard errors.
     assert abs(gaps.mean() * 50 - 1) < 5 / math.sqrt(399)
     assert abs(gaps.std() * 50 - 1) < 5 * math.sqrt(2 / 399)
     at_once = random_requests(400, rate=math.inf, seed=1, **options)
@@ -428,7 +434,7 @@ def test_bad_lines_of_a_trace_are_named(tmp_path: Path, line: str, message: str)
         read_trace(path)
 
 
-# -- measuring -----------------------------------------------------------------------------------------------------
+# -- measuring -------------------------------------------------------------------------------------
 
 
 def test_percentiles_are_numpys() -> None:

@@ -42,7 +42,9 @@ def test_attention_backends_agree() -> None:
 
 
 def test_pool_respects_the_limit_of_the_control_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a container what the host has free says nothing: the pool is a quarter of what loading may use, too."""
+    """In a container what the host has free says nothing: the pool is a quarter of what loading may
+    use, too.
+    """
     import torch
 
     from quire import build

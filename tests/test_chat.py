@@ -1,4 +1,6 @@
-"""Chat templates render what ``transformers`` renders, on templates in the style of the well-known models."""
+"""Chat templates render what ``transformers`` renders, on templates in the style of the well-known
+models.
+"""
 
 from __future__ import annotations
 

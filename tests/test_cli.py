@@ -349,7 +349,9 @@ def commands(app: typer.Typer, *path: str) -> dict[tuple[str, ...], Any]:
 
 @pytest.mark.parametrize("width", [60, 80, 119])
 def test_help_is_never_cut(width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """All of each text is there, at any width of the terminal; in the lists of commands their first paragraphs."""
+    """All of each text is there, at any width of the terminal; in the lists of commands their first
+    paragraphs.
+    """
     monkeypatch.setenv("COLUMNS", str(width))
     known = commands(cli.app)
     assert len(known) > 12

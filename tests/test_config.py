@@ -201,7 +201,8 @@ def cases(table: dict[str, tuple[list[Any], str]]) -> list[Any]:
 
 
 def expect(error: type[QuireError], name: str, value: Any, accepted: str, config: type[Any], **others: Any) -> None:
-    """Exactly this class of error, and its message has the field, the value and what is accepted."""
+    """Exactly this class of error, and its message has the field, the value and what is
+    accepted."""
     with pytest.raises(error) as caught:
         config(**{**others, name: value})
     message = str(caught.value)

@@ -1,4 +1,6 @@
-"""The published contracts: every verb is there, with its signature, its types and its documentation."""
+"""The published contracts: every verb is there, with its signature, its types and its
+documentation.
+"""
 
 from __future__ import annotations
 
@@ -170,7 +172,8 @@ VERBS_BY_SYSTEM: dict[type, str] = {
     executor.ExecutorFactory: "create_executor create_batch_executor validate_config supported_types",
     executor.ExecutorRegistry: "register get remove list_names get_metrics",
 }
-"""What a reader who knows the original system looks for, on the Protocol on which they look for it."""
+"""What a reader who knows the original system looks for, on the Protocol on which they look for it.
+"""
 
 
 def own_members(protocol: type) -> dict[str, Any]:

@@ -1,4 +1,6 @@
-"""Incremental detokenisation against decoding everything at once, and stop strings against reading every character."""
+"""Incremental detokenisation against decoding everything at once, and stop strings against reading
+every character.
+"""
 
 from __future__ import annotations
 
@@ -129,7 +131,9 @@ def test_output_completes_the_character_that_the_prompt_began() -> None:
 
 
 def first_match(text: str, stops: list[str], after: int = 0) -> tuple[int, int, str] | None:
-    """The match that ends first, beyond ``after`` characters, the longest of those: start, end, stop string."""
+    """The match that ends first, beyond ``after`` characters, the longest of those: start, end,
+    stop string.
+    """
     for end in range(after + 1, len(text) + 1):
         for stop in sorted(stops, key=len, reverse=True):
             if text[:end].endswith(stop):

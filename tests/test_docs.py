@@ -1,4 +1,6 @@
-"""Every Python example in README, the concept pages, the executors' page and the examples runs as pasted."""
+"""Every Python example in README, the concept pages, the executors' page and the examples runs as
+pasted.
+"""
 
 from __future__ import annotations
 

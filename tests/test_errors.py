@@ -1,4 +1,5 @@
-"""Errors carry the field that they are about, what was given and what is allowed, wherever they go."""
+"""Errors carry the field that they are about, what was given and what is allowed,
+wherever they go."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class Carried(CacheHandle):
 HANDLE: Any = Carried()  # type: ignore[abstract]
 
 
-# -- LiteRT-LM inputs ------------------------------------------------------------------------------------------------
+# -- LiteRT-LM inputs ------------------------------------------------------------------------------
 
 
 def text(*rows: list[int], lengths: tuple[int, ...] | None = None) -> TextData:
@@ -172,7 +172,7 @@ def test_model_assets_are_exactly_one() -> None:
             ModelAssets(**bad)
 
 
-# -- ferrum inputs and outputs ---------------------------------------------------------------------------------------
+# -- ferrum inputs and outputs ---------------------------------------------------------------------
 
 
 @given(
@@ -325,7 +325,7 @@ def test_speculative_output() -> None:
             replace(out, **change)
 
 
-# -- reports ---------------------------------------------------------------------------------------------------------
+# -- reports ---------------------------------------------------------------------------------------
 
 
 SIZES = st.integers(0, 10**12)

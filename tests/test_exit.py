@@ -1,4 +1,6 @@
-"""What lives when a program ends is let go without a word, in whatever order the interpreter empties its modules."""
+"""What lives when a program ends is let go without a word, in whatever order the interpreter
+empties its modules.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,8 @@ ROOT = Path(quire.__file__).parent
 
 KEPT_MAIN = """
 import sys
-# What `import __main__` in a module does that nothing empties before the end (dill's does): the program's
-# objects are let go after all modules that they need.
+# What `import __main__` in a module does that nothing empties before the end (dill's does): the
+# program's objects are let go after all modules that they need.
 sys.kept_main = sys.modules["__main__"]
 """
 
@@ -82,7 +84,9 @@ def test_alive_at_exit(program: str) -> None:
 
 
 def test_the_emulation_lets_objects_go_last() -> None:
-    """A finaliser that is not guarded finds its function's module empty, and not without the emulation."""
+    """A finaliser that is not guarded finds its function's module empty, and not without the
+    emulation.
+    """
     program = "import json\nclass Late:\n    dumps = staticmethod(json.dumps)\n    def __del__(self): self.dumps([])\nlate = Late()\n"
     assert ended(program) == (0, "")
     status, said = ended(KEPT_MAIN + program)

@@ -15,7 +15,9 @@ from quire.branches.prefix_cache import RadixCache
 
 @pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0], [1, 0, 2]])
 def test_owners_of_a_page_that_hold_different_parts_of_it_write_and_abort(order: list[int]) -> None:
-    """The one that stays on the page must be the longest: what another wrote there would be in its rows after the abort."""
+    """The one that stays on the page must be the longest: what another wrote there would be in its
+    rows after the abort.
+    """
     pair = Pair(page_size=8)
     pair.add(0)
     pair.append(0, 6)
@@ -97,7 +99,9 @@ def test_under_windows_a_match_is_where_some_sequence_can_be_forked() -> None:
 @pytest.mark.parametrize("kept", [False, True])
 @pytest.mark.parametrize("after", [0, 1, 7])
 def test_a_session_with_a_window_that_is_preempted_keeps_its_window(tmp_path: Path, after: int, kept: bool) -> None:
-    """What is computed again, or comes back from host memory, is under the window, and goes on as if nothing had been."""
+    """What is computed again, or comes back from host memory, is under the window, and goes on as
+    if nothing had been.
+    """
     checkpoint = make_checkpoint("llama", tmp_path)
     prompt, found = random_tokens(45), []
     for preempted in (False, True):

@@ -1,4 +1,6 @@
-"""Imports inside of ``quire`` point down only, what runs without torch imports none, and ``import quire`` is quick."""
+"""Imports inside of ``quire`` point down only, what runs without torch imports none, and ``import
+quire`` is quick.
+"""
 
 from __future__ import annotations
 
@@ -85,7 +87,9 @@ MODULES = {name.removesuffix(".__init__"): path for name, path in PATHS.items()}
 
 @cache
 def imports(module: str) -> dict[str, bool]:
-    """Names of modules that a module imports, wherever it does so: whether it happens when the module is loaded."""
+    """Names of modules that a module imports, wherever it does so: whether it happens when the
+    module is loaded.
+    """
     found: dict[str, bool] = {}
 
     def visit(node: ast.AST, loaded: bool) -> None:
@@ -201,7 +205,9 @@ def test_a_circle_is_found() -> None:
 
 
 def named_twice(names: Mapping[str, Collection[str]]) -> dict[str, list[str]]:
-    """Return the modules by each name that several of them have, ``names`` being what each one gives."""
+    """Return the modules by each name that several of them have, ``names`` being what each one
+    gives.
+    """
     found: dict[str, list[str]] = {}
     for module, given in names.items():
         for name in given:
@@ -216,7 +222,10 @@ def classes(module: str) -> list[str]:
 
 
 def test_one_word_means_one_thing() -> None:
-    """No two modules have one name, and no two public classes. Benchmarks are no part of the runtime."""
+    """No two modules have one name, and no two public classes.
+
+    Benchmarks are no part of the runtime.
+    """
     plain = [name for name, path in MODULES.items() if path.stem[0] != "_" and not name.startswith("quire.bench.")]
     found = named_twice({module: [MODULES[module].stem, *classes(module)] for module in plain})
     assert found.keys() == SAME_THING.keys(), f"call each what it is: {found}"
@@ -294,7 +303,8 @@ def test_awaited_verbs_use_no_private_of_what_they_wrap() -> None:
 
 
 def test_files_and_classes_fit_in_a_head() -> None:
-    """At most 500 lines and 30 public methods; Protocols of contracts name all that they promise."""
+    """At most 500 lines and 30 public methods; Protocols of contracts name all that they
+    promise."""
     assert {name: _lines(path) for name, path in MODULES.items() if _lines(path) > 500} == {}
     crowded = {}
     for name, path in MODULES.items():
@@ -312,7 +322,10 @@ def _lines(path: Path) -> int:
 
 
 def test_function_docstrings_begin_with_a_verb() -> None:
-    """Not with an article, a question word or a number of things. Properties are named by what they are."""
+    """Not with an article, a question word or a number of things.
+
+    Properties are named by what they are.
+    """
     nouns = {
         "the",
         "a",

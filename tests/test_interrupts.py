@@ -19,7 +19,10 @@ class Heard(BaseException):
 
 @pytest.fixture(autouse=True)
 def heard() -> Iterator[list[int]]:
-    """Numbers of the signals whose handlers have run. That of SIGINT raises, that of SIGUSR1 does not."""
+    """Numbers of the signals whose handlers have run.
+
+    That of SIGINT raises, that of SIGUSR1 does not.
+    """
     numbers: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:
@@ -175,7 +178,9 @@ def test_the_holder_of_a_lock_is_shielded_and_lets_it_go() -> None:
 
 @pytest.mark.parametrize("nested", [False, True])
 def test_who_waits_for_a_lock_can_be_interrupted(nested: bool) -> None:
-    """Outside of other blocks always, inside of one with ``interruptible``; the lock is not had then."""
+    """Outside of other blocks always, inside of one with ``interruptible``; the lock is not had
+    then.
+    """
     lock, holding, leave = Lock(), threading.Event(), threading.Event()
 
     def hold() -> None:

@@ -1,4 +1,6 @@
-"""Lines that are typed: edited, recalled and completed on a terminal; as they are out of a pipe or without readline."""
+"""Lines that are typed: edited, recalled and completed on a terminal; as they are out of a pipe or
+without readline.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ WITHOUT = "sys.modules['readline'] = None"
 
 
 def typed(keys: str, home: Path, *, before: str = "", **environment: str) -> list[str]:
-    """What the script says of keys that are typed on a terminal, which ends each time it asks for a line."""
+    """What the script says of keys that are typed on a terminal, which ends each time it asks for a
+    line.
+    """
     main, side = pty.openpty()
     env = {name: value for name, value in os.environ.items() if name != "QUIRE_HISTORY"}
     env |= {"XDG_STATE_HOME": str(home), "TERM": "dumb", **environment}
@@ -57,7 +61,8 @@ def typed(keys: str, home: Path, *, before: str = "", **environment: str) -> lis
         start = len(shown)
         while mark not in shown[start:]:
             if not select.select([main], [], [], PATIENCE)[0]:
-                # CPython's readline misses a control key that comes before it begins to wait for one.
+                # CPython's readline misses a control key that comes before it begins to wait for
+                # one.
                 assert sent[-1:] in ("\x03", "\x04"), f"no {mark!r} after {sent!r}: {shown!r}"
                 os.write(main, sent[-1:].encode())
                 continue

@@ -1,4 +1,6 @@
-"""``LocalRunner``: a step that is refused, K and V in another type than the model's, and what a forward has besides tokens."""
+"""``LocalRunner``: a step that is refused, K and V in another type than the model's, and what a
+forward has besides tokens.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,9 @@ def test_a_refused_chunk_leaves_the_edits_undone(kind: type[QuireError], fields:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("chunks", [(40,), (1,) * 20, (3, 30, 1), (17, 17)])
 def test_kv_in_another_type(dtype: torch.dtype, chunks: Sequence[int]) -> None:
-    """Attention is that over q, K and V rounded to the storage type; its result comes in the model's."""
+    """Attention is that over q, K and V rounded to the storage type; its result comes in the
+    model's.
+    """
     runner = make_runner(dtype)
     model = runner.model
     assert isinstance(model, OneLayer)

@@ -1,4 +1,6 @@
-"""The mutants fit the code that they break, and the harness says what it should about those that live."""
+"""The mutants fit the code that they break, and the harness says what it should about those that
+live.
+"""
 
 from __future__ import annotations
 
@@ -130,7 +132,9 @@ def test_hangs_are_deaths(project: Path) -> None:
 
 @pytest.mark.slow
 def test_one_after_the_other_on_one_copy(project: Path) -> None:
-    """Texts of one size that follow within a second are told apart, and the copy is mended in between."""
+    """Texts of one size that follow within a second are told apart, and the copy is mended in
+    between.
+    """
     wrong, harmless = fault("wrong", "x + x", "x - x"), fault("harmless", "x + x", "x * 2")
     with Harness(project) as harness:
         verdicts = [outcome.verdict for outcome in harness.run([harmless, wrong, harmless])]

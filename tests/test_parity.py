@@ -1,8 +1,9 @@
-"""Logits of every family against ``transformers``, through the runner and the state: whole and chunked prefill, decode,
-ragged batches, verify, fork and rewind at every position, save and load into another page size.
+"""Logits of every family against ``transformers``, through the runner and the state: whole and
+chunked prefill, decode, ragged batches, verify, fork and rewind at every position, save and load
+into another page size.
 
-Windows are shorter than the sequences by far, so most positions of a decoded sequence cannot be gone back to: there the
-state must refuse, and leave everything as it is.
+Windows are shorter than the sequences by far, so most positions of a decoded sequence cannot be
+gone back to: there the state must refuse, and leave everything as it is.
 """
 
 from __future__ import annotations
@@ -224,8 +225,9 @@ STATES = {
     "lfm2",
     "qwen3-next",
 }
-"""Families that between them have every kind of state: K and V, windows in all layers and in some, learned sinks, latent
-rows, recurrent layers alone, beside and between attention."""
+"""Families that between them have every kind of state: K and V, windows in all layers and in some,
+learned sinks, latent rows, recurrent layers alone, beside and between attention.
+"""
 OF_THE_FAMILY = {
     "test_prefill_in_chunks_and_decode",
     "test_ragged_batch_of_prompts_chunks_and_decodes",
@@ -234,9 +236,11 @@ OF_THE_FAMILY = {
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Each family with each test of what it computes, each kind of state with all tests; everything together is slow.
+    """Each family with each test of what it computes, each kind of state with all tests; everything
+    together is slow.
 
-    The page size that a family has in a test that is not slow goes round with the families, the tests and the chunks.
+    The page size that a family has in a test that is not slow goes round with the families, the
+    tests and the chunks.
     """
     if "model" not in metafunc.fixturenames:
         return
@@ -362,7 +366,8 @@ def test_after_fork_at_every_position(llm: LLM, model: Model) -> None:
 
 
 def test_after_rewind_to_every_position(llm: LLM, model: Model) -> None:
-    """Each rewind lies before the forward of the one before it: with windows, much is gone by then."""
+    """Each rewind lies before the forward of the one before it: with windows, much is
+    gone by then."""
     state, seq = llm.engine.runner.state, new(llm)
     run(llm, seq, model.tokens)
     refused = 0
@@ -402,7 +407,9 @@ def test_rewinds_of_a_decoded_sequence_are_exact_or_refused(llm: LLM, model: Mod
 
 
 def test_verify_then_truncate(llm: LLM, model: Model) -> None:
-    """Drafts, most of them wrong, run in one forward; the state after taking them back goes on rightly."""
+    """Drafts, most of them wrong, run in one forward; the state after taking them back goes on
+    rightly.
+    """
     seq = new(llm)
     run(llm, seq, model.tokens[:8])
     for position in range(8, LENGTH - 4):
@@ -416,7 +423,9 @@ def test_verify_then_truncate(llm: LLM, model: Model) -> None:
 
 
 def test_verify_trees_then_commit(llm: LLM, model: Model) -> None:
-    """A tree with the right tokens on one path; what follows a commit is as if they had come one by one."""
+    """A tree with the right tokens on one path; what follows a commit is as if they had come one by
+    one.
+    """
     seq = new(llm)
     run(llm, seq, model.tokens[:8])
     position = 8

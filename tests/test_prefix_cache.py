@@ -465,7 +465,9 @@ def test_peek_says_what_match_would_and_changes_nothing() -> None:
 
 
 def test_what_saves_next_to_nothing_is_evicted_first() -> None:
-    """With states that forget: an end near which another sequence can be forked goes before older ones that save much."""
+    """With states that forget: an end near which another sequence can be forked goes before older
+    ones that save much.
+    """
     kept = {1: [100], 2: [300], 3: [310], 4: [280, 400]}
 
     def reach(seq: int, position: int) -> int:

@@ -1,4 +1,6 @@
-"""The recipe of the bundled model in miniature: its stages, its promises about truth, order and resumption."""
+"""The recipe of the bundled model in miniature: its stages, its promises about truth, order and
+resumption.
+"""
 
 from __future__ import annotations
 

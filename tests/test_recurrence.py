@@ -1,9 +1,12 @@
-"""The recurrence backends against a definition in float64 by loops, over chains, trees, pieces and every kind of decay.
+"""The recurrence backends against a definition in float64 by loops, over chains, trees, pieces and
+every kind of decay.
 
-The definition follows the words of ``RecurrenceBackend`` number by number and shares no code with the backends. How far a float32 run
-may be off is derived from what the reference itself is off at that precision; float64 runs are held to float64's own.
+The definition follows the words of ``RecurrenceBackend`` number by number and shares no code with
+the backends. How far a float32 run may be off is derived from what the reference itself is off at
+that precision; float64 runs are held to float64's own.
 
-Letters: T rows; B entries; G given states; M wanted rows; Hq, H heads; K, V sizes of keys and values; C channels; W taps.
+Letters: T rows; B entries; G given states; M wanted rows; Hq, H heads; K, V sizes of keys and
+values; C channels; W taps.
 """
 
 from __future__ import annotations
@@ -46,7 +49,7 @@ def _needs_its_device(request: pytest.FixtureRequest) -> None:
         pytest.skip("needs a CUDA device")
 
 
-# -- plans -------------------------------------------------------------------------------------------------------
+# -- plans -----------------------------------------------------------------------------------------
 
 
 def chain_plan(lengths: Sequence[int], wanted: Sequence[int] | None = None) -> RecurrencePlan:
@@ -61,7 +64,10 @@ def chain_plan(lengths: Sequence[int], wanted: Sequence[int] | None = None) -> R
 
 
 def tree_plan(trees: Sequence[Sequence[int]], wanted: Sequence[int] | None = None) -> RecurrencePlan:
-    """Trees by the parents within each: j is its node j, ``-1 - g`` the given state g of the batch. All rows wanted by default."""
+    """Trees by the parents within each: j is its node j, ``-1 - g`` the given state g of the batch.
+
+    All rows wanted by default.
+    """
     starts = np.concatenate([[0], np.cumsum([len(tree) for tree in trees])]).astype(np.int64)
     parents, states = [], []
     for start, tree in zip(starts.tolist(), trees, strict=False):
@@ -82,7 +88,7 @@ def number_given(plan: RecurrencePlan) -> int:
     return int(plan.given.max(initial=-1)) + 1
 
 
-# -- the definition ----------------------------------------------------------------------------------------------
+# -- the definition --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -162,7 +168,9 @@ def make(
     seed: int = 0,
     log_decay: Tensor | None = None,
 ) -> Inputs:
-    """Random inputs as models have them: with the delta rule the keys have length 1, or the states would explode."""
+    """Random inputs as models have them: with the delta rule the keys have length 1, or the states
+    would explode.
+    """
     generator = torch.Generator().manual_seed(seed)
     total, (keys, values) = plan.num_rows, sizes
 
@@ -187,7 +195,8 @@ def make(
 
 
 def assert_close(found: Recurred, plan: RecurrencePlan, inputs: Inputs, reference: Recurred | None = None) -> None:
-    """Within twice what the reference is off at this precision, and a rounding of the largest number for each row and each term.
+    """Within twice what the reference is off at this precision, and a rounding of the largest
+    number for each row and each term.
 
     Outputs in a narrow dtype may be off by half of its spacing beside that.
     """
@@ -208,7 +217,7 @@ def assert_close(found: Recurred, plan: RecurrencePlan, inputs: Inputs, referenc
         assert error <= bound, f"{name}: error {error:.2e}, expected at most {bound:.2e}"
 
 
-# -- examples ----------------------------------------------------------------------------------------------------
+# -- examples --------------------------------------------------------------------------------------
 
 
 def column(*numbers: float) -> Tensor:
@@ -250,7 +259,7 @@ def test_example_of_the_convolution(backend: RecurrenceBackend) -> None:
     assert state.flatten().tolist() == [1, 2]
 
 
-# -- chains ------------------------------------------------------------------------------------------------------
+# -- chains ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.product(4)
@@ -285,7 +294,9 @@ def test_decodes(backend: RecurrenceBackend, entries: int, decay: str, delta: bo
 
 @pytest.mark.parametrize("decay", ["head", "column"])
 def test_keys_that_are_alike(decay: str) -> None:
-    """The delta rule where its triangular system is least like the identity: one key, and a beta near or at 1."""
+    """The delta rule where its triangular system is least like the identity: one key, and a beta
+    near or at 1.
+    """
     plan = chain_plan([150])
     inputs = make(plan, decay, True, log_decay=torch.full((150, 1, 1) if decay == "column" else (150, 1), -1e-3))
     assert inputs.beta is not None
@@ -299,8 +310,9 @@ def test_keys_that_are_alike(decay: str) -> None:
 def test_columns_that_fade_up_to_the_limit_of_quotients(
     share: float, delta: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where at least so much is left of a chunk's columns they are divided by it, else weights are products only; on both sides of
-    the limit the results are those of the definition."""
+    """Where at least so much is left of a chunk's columns they are divided by it, else weights are
+    products only; on both sides of the limit the results are those of the definition.
+    """
     taken: list[str] = []
     for name in ("_by_quotients", "_by_column"):
         way = getattr(decays, name)
@@ -317,7 +329,9 @@ def test_columns_that_fade_up_to_the_limit_of_quotients(
 @pytest.mark.parametrize("size", [64, 256, 300])
 @pytest.mark.parametrize("rate", [-0.5, -2.0, -5.0])
 def test_no_subnormal_numbers_in_products(size: int, rate: float) -> None:
-    """What fades by column is 0 before it is subnormal: such numbers take a CPU up to a hundred times as long."""
+    """What fades by column is 0 before it is subnormal: such numbers take a CPU up to a hundred
+    times as long.
+    """
     q, k = torch.ones(1, 1, 1, 1, 32, 4), torch.ones(1, 1, 1, 32, 4)
     log_decay = (rate * torch.linspace(0.5, 2, 4)).expand(1, 1, 1, 32, 4)
     (weighed,) = weigh([q * size], k, log_decay, 1)
@@ -330,7 +344,9 @@ def test_no_subnormal_numbers_in_products(size: int, rate: float) -> None:
 @pytest.mark.parametrize("delta", [False, True])
 @pytest.mark.parametrize("decay", DECAYS)
 def test_wanted_rows(backend: RecurrenceBackend, decay: str, delta: bool) -> None:
-    """Anywhere: at chunk boundaries, next to each other, at the ends, none of an entry, none at all."""
+    """Anywhere: at chunk boundaries, next to each other, at the ends, none of an entry, none at
+    all.
+    """
     lengths = [150, 4, 66, 1, 9]
     for wanted in (
         [0, 1, 62, 63, 64, 100, 149, 150, 153, 219],
@@ -364,7 +380,9 @@ def test_in_pieces_with_the_state_carried(pieces: tuple[int, ...], decay: str, d
 @pytest.mark.parametrize("decay", ["head", "column"])
 @pytest.mark.parametrize("kind", ["zero", "strong", "huge", "forget", "mixed", "all"])
 def test_extreme_decays(backend: RecurrenceBackend, kind: str, decay: str, delta: bool, dtype: torch.dtype) -> None:
-    """-inf is complete forgetting, exactly; nothing overflows or is not a number, whatever else is in the chunk."""
+    """-inf is complete forgetting, exactly; nothing overflows or is not a number, whatever else is
+    in the chunk.
+    """
     plan = chain_plan([100, 7, 1], [49, 50, 51, 99, 106, 107])
     rates = torch.full((plan.num_rows, 1, 1) if decay == "column" else (plan.num_rows, 1), -0.02, dtype=torch.float64)
     if kind == "zero":
@@ -410,7 +428,7 @@ def test_nothing_is_left_of_what_is_forgotten(backend: RecurrenceBackend, decay:
     assert not torch.equal(found.out[:70], others.out[:70])
 
 
-# -- trees -------------------------------------------------------------------------------------------------------
+# -- trees -----------------------------------------------------------------------------------------
 
 TREES: dict[str, list[list[int]]] = {
     "chain": [[-1, 0, 1, 2, 3]],
@@ -468,7 +486,7 @@ def test_equal_to_paths_run_as_chains() -> None:
         assert_close(Recurred(found.out[path], found.states[path[-1:]]), chain, alone, part)
 
 
-# -- dtypes, layouts, devices ------------------------------------------------------------------------------------
+# -- dtypes, layouts, devices ----------------------------------------------------------------------
 
 
 @pytest.mark.product(2)
@@ -521,7 +539,8 @@ def test_views_of_any_layout(backend: RecurrenceBackend, lengths: tuple[int, ...
     inputs = make(plan, decay, delta, heads=4)
     found, other = run(backend, plan, inputs), run(backend, plan, inputs.mapped(scattered))
     assert_close(other, plan, inputs, found)
-    # One q and k for all heads, as Mamba-2 has them for a single group; and one k for all with queries of their own.
+    # One q and k for all heads, as Mamba-2 has them for a single group; and one k for all with
+    # queries of their own.
     shared = replace(inputs, k=inputs.k[:, :1].expand_as(inputs.k))
     for q in (inputs.q[:, :1].expand_as(inputs.q), inputs.q):
         expanded = replace(shared, q=q)
@@ -575,7 +594,7 @@ def test_on_a_device(backend: RecurrenceBackend, decay: str, delta: bool, device
         check_convolution(Recurred(found.out.cpu(), found.states.cpu()), plan, x, weight, bias, given_states)
 
 
-# -- convolution -------------------------------------------------------------------------------------------------
+# -- convolution -----------------------------------------------------------------------------------
 
 
 def make_convolution(
@@ -591,7 +610,10 @@ def make_convolution(
 def check_convolution(
     found: Recurred, plan: RecurrencePlan, x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor
 ) -> None:
-    """Against loops in float64. Of a sum of W products and a bias, each step rounds no more than all terms together."""
+    """Against loops in float64.
+
+    Of a sum of W products and a bias, each step rounds no more than all terms together.
+    """
     taps = weight.shape[1]
     for row in range(plan.num_rows):
         inputs, at = [], row
@@ -661,7 +683,7 @@ def test_convolution_leaves_its_inputs_and_takes_states_of_another_dtype(backend
         check_convolution(backend.convolve(plan, x, weight, bias, wide), plan, x, weight, bias, wide)
 
 
-# -- refusals ----------------------------------------------------------------------------------------------------
+# -- refusals --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -714,7 +736,7 @@ def test_wrong_arguments_of_the_convolution(
         backend.convolve(plan, *arguments)
 
 
-# -- random ------------------------------------------------------------------------------------------------------
+# -- random ----------------------------------------------------------------------------------------
 
 
 @st.composite

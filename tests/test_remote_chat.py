@@ -1,4 +1,6 @@
-"""The terminal chat against a server: what it says and keeps is what the chat with the model itself says and keeps."""
+"""The terminal chat against a server: what it says and keeps is what the chat with the model itself
+says and keeps.
+"""
 
 from __future__ import annotations
 

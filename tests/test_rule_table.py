@@ -1,7 +1,9 @@
-"""The rule table as users meet it, cell by cell: what they call on every combination of layers, devices, text and documents.
+"""The rule table as users meet it, cell by cell: what they call on every combination of layers,
+devices, text and documents.
 
-Verbs of the KV state are tried in ``tests/kv/test_rules.py``. What works is what transformers computes, what is refused raises
-``Unsupported`` with the table's reason before anything is computed (``rule_uses``, ``rule_executors``).
+Verbs of the KV state are tried in ``tests/kv/test_rules.py``. What works is what transformers
+computes, what is refused raises ``Unsupported`` with the table's reason before anything is computed
+(``rule_uses``, ``rule_executors``).
 """
 
 from __future__ import annotations
@@ -118,7 +120,10 @@ def test_every_cell_is_tried() -> None:
 
 
 def test_every_verb_of_executors_is_in_a_row() -> None:
-    """So a new verb cannot be forgotten. What kinds of executors there are, and their registry, is no matter of layers."""
+    """So a new verb cannot be forgotten.
+
+    What kinds of executors there are, and their registry, is no matter of layers.
+    """
     verbs = {
         name
         for contract in (LlmExecutorInterface, ModelExecutor, KVCacheInterface, CacheHandle)
@@ -130,7 +135,7 @@ def test_every_verb_of_executors_is_in_a_row() -> None:
     assert set(EXECUTOR_VERBS) <= set(USE_ROWS)
 
 
-# -- devices ---------------------------------------------------------------------------------------------------------
+# -- devices ---------------------------------------------------------------------------------------
 
 
 def test_devices() -> None:
@@ -149,7 +154,9 @@ def test_devices() -> None:
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_device_cells(device: str, dtype: str, tmp_path: Path) -> None:
-    """Greedy tokens of one device and type are those of a fresh run of them there, after fork, rewind, save and load."""
+    """Greedy tokens of one device and type are those of a fresh run of them there, after fork,
+    rewind, save and load.
+    """
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("PyTorch sees no CUDA device")
     assert f"weights in {dtype}" in DEVICE_ROWS
@@ -171,7 +178,7 @@ def test_device_cells(device: str, dtype: str, tmp_path: Path) -> None:
     assert_empty(llm)
 
 
-# -- text ------------------------------------------------------------------------------------------------------------
+# -- text ------------------------------------------------------------------------------------------
 
 
 def test_the_page_is_the_table() -> None:

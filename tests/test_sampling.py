@@ -1,4 +1,6 @@
-"""The sampler against naive float64 code, transformers' processors, the chi-square test, and itself in other batches."""
+"""The sampler against naive float64 code, transformers' processors, the chi-square test, and itself
+in other batches.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ def logits(*shape: int, seed: int = 0, spread: float = 3.0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * spread
 
 
-# ---- A naive definition ---------------------------------------------------------------------------------------------
+# ---- A naive definition --------------------------------------------------------------------------
 
 
 def naive_edits(
@@ -59,7 +61,9 @@ def naive_edits(
 
 
 def naive_probabilities(z: list[float], p: SamplingParams, decided: Callable[[bool], object] = bool) -> list[float]:
-    """Filters one after the other over sorted Python lists; ``decided`` hears whether rounding had no say."""
+    """Filters one after the other over sorted Python lists; ``decided`` hears whether rounding had
+    no say.
+    """
     order = sorted(range(len(z)), key=lambda i: (-z[i], i))
     if p.temperature == 0:
         return [float(i == order[0]) for i in range(len(z))]
@@ -80,7 +84,9 @@ def naive_probabilities(z: list[float], p: SamplingParams, decided: Callable[[bo
 
 
 def close(p: Tensor, want: list[float] | Tensor, relative: float = 0.0) -> None:
-    """Weights are rounded to 2**-44 of the largest at worst; ``relative`` is what the inputs were off by."""
+    """Weights are rounded to 2**-44 of the largest at worst; ``relative`` is what the inputs were
+    off by.
+    """
     want_V = torch.as_tensor(want, dtype=torch.float64)
     torch.testing.assert_close(p, want_V, rtol=relative + 2.0**-40, atol=2.0**-44)
 
@@ -135,7 +141,8 @@ def test_edits_are_the_naive_ones(
     }
     s = sampler(10, prompt, output, logit_bias=bias, **fields)
     want = naive_probabilities(naive_edits(z, s.params, prompt, output, banned), s.params)
-    # Five float32 operations on numbers below (10 + 100) * 2 + 2 * 12 + 2, each rounding its inputs too; p = exp(z).
+    # Five float32 operations on numbers below (10 + 100) * 2 + 2 * 12 + 2, each rounding its inputs
+    # too; p = exp(z).
     close(probabilities(torch.tensor([z]), [s], [banned])[0], want, relative=2 * 5 * 2 * 250 * F32)
 
 
@@ -173,11 +180,14 @@ def test_agrees_with_transformers(fields: dict[str, Any]) -> None:
     assert torch.equal(got > 0, want > 0)
 
 
-# ---- The draw -------------------------------------------------------------------------------------------------------
+# ---- The draw ------------------------------------------------------------------------------------
 
 
 def assert_drawn_from(counts: Tensor, p: Tensor) -> None:
-    """Chi-square; the quantile at one in a million by Wilson and Hilferty (PNAS 1931). Expectations below 5 are pooled."""
+    """Chi-square; the quantile at one in a million by Wilson and Hilferty (PNAS 1931).
+
+    Expectations below 5 are pooled.
+    """
     total = int(counts.sum())
     assert int(counts[p == 0].sum()) == 0
     rare = p * total < 5
@@ -254,7 +264,8 @@ def test_weights_are_integers_that_sum_exactly() -> None:
 
 
 def test_top_p_that_is_off_drops_nothing_by_rounding() -> None:
-    # Weights 2**52 three times and 1: the total needs 54 bits and float64 rounds it down to what comes before the 1.
+    # Weights 2**52 three times and 1: the total needs 54 bits and float64 rounds it down to what
+    # comes before the 1.
     z = torch.tensor([[0.0, 0.0, 0.0, -52 * math.log(2), -math.inf]])
     assert probabilities(z, [sampler(5, top_k=4)])[0, 3] > 0
 
@@ -271,7 +282,7 @@ def test_ties_go_to_the_first() -> None:
     assert sample(torch.full((1, 70_001), 3.0), [sampler(70_001, temperature=0)]).token_ids == [0]
 
 
-# ---- Independence ---------------------------------------------------------------------------------------------------
+# ---- Independence --------------------------------------------------------------------------------
 
 MIX: list[dict[str, Any]] = [
     {},
@@ -351,7 +362,7 @@ def test_no_rows() -> None:
     assert probabilities(torch.empty(0, 5), []).shape == (0, 5)
 
 
-# ---- Seeds ----------------------------------------------------------------------------------------------------------
+# ---- Seeds ---------------------------------------------------------------------------------------
 
 
 def state(s: RequestSampler) -> Tensor:
@@ -412,7 +423,7 @@ def test_greedy_requests_have_no_stream() -> None:
         sampler(4, temperature=0).uniform()
 
 
-# ---- Rows that fail -------------------------------------------------------------------------------------------------
+# ---- Rows that fail ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bad", [[0.0, math.nan, 1.0], [-math.inf] * 3, [0.0, math.inf, 1.0]])
@@ -454,7 +465,7 @@ def test_large_logits_do_not_overflow() -> None:
         assert probabilities(z_RV, [sampler(3, [0, 2], [0, 2], **fields)])[0].tolist() == [0.5, 0, 0.5]
 
 
-# ---- Masks and processors -------------------------------------------------------------------------------------------
+# ---- Masks and processors ------------------------------------------------------------------------
 
 
 def words(vocab_size: int, allowed: list[int] | set[int]) -> Words:
@@ -483,7 +494,9 @@ def test_masks_are_bits(vocab_size: int) -> None:
 
 @pytest.mark.parametrize("vocab_size", [1, 31, 33, 100])
 def test_greedy_rows_under_a_mask_take_the_short_way(vocab_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The token is the first maximum of what the mask leaves, as the long way has it: with ties, infinities and empty masks."""
+    """The token is the first maximum of what the mask leaves, as the long way has it: with ties,
+    infinities and empty masks.
+    """
     rng = np.random.default_rng(vocab_size)
     z_RV = logits(9, vocab_size).round(decimals=0)
     z_RV[rng.random(z_RV.shape) < 0.2] = -math.inf
@@ -507,7 +520,9 @@ def test_greedy_rows_under_a_mask_take_the_short_way(vocab_size: int, monkeypatc
 
 
 def test_masks_are_made_where_they_matter() -> None:
-    """Only rows that draw by chance, whose logits are edited, which have bans, or whose best token is not allowed ask."""
+    """Only rows that draw by chance, whose logits are edited, which have bans, or whose best token
+    is not allowed ask.
+    """
     asked: list[int] = []
 
     class Recorded:
@@ -552,8 +567,11 @@ def test_masks_on_a_gpu() -> None:
 @settings(max_examples=100, deadline=None)
 @given(st.lists(filter_params, min_size=1, max_size=5), st.integers(0, 2**31), st.data())
 def test_a_masked_row_is_one_of_a_smaller_vocabulary(params: list[SamplingParams], seed: int, data: Any) -> None:
-    """A mask leaves the distribution that the allowed tokens alone would have, whatever edits there are, and concerns no
-    other row. Rows without work, with a mask, and with a ban beside it are mixed."""
+    """A mask leaves the distribution that the allowed tokens alone would have, whatever edits there
+    are, and concerns no other row.
+
+    Rows without work, with a mask, and with a ban beside it are mixed.
+    """
     z_RV = logits(len(params), 40, seed=seed).round(decimals=1)
     edits = {"logit_bias": {3: 2.0, 9: -1.0}, "repetition_penalty": 1.4, "presence_penalty": 0.3}
     params = [p.replace(**edits) if i % 2 else p for i, p in enumerate(params)]
@@ -642,7 +660,7 @@ def test_a_processor_that_fails_draws_nothing() -> None:
     assert not probabilities(z_RV, [good, bad, other])[1].any()
 
 
-# ---- Log-probabilities ----------------------------------------------------------------------------------------------
+# ---- Log-probabilities ---------------------------------------------------------------------------
 
 
 def test_logprobs_are_raw_and_ranked() -> None:
@@ -666,7 +684,8 @@ def test_logprobs_are_raw_and_ranked() -> None:
         assert [entry.token_id for entry in got.top] == order[:n]
         assert [entry.rank for entry in got.top] == list(range(1, n + 1))
         for entry in (got.chosen, *got.top):
-            # A sum of 50 positive float32 numbers, its log, two subtractions of numbers of the size of max |z|.
+            # A sum of 50 positive float32 numbers, its log, two subtractions of numbers of the size
+            # of max |z|.
             bound = (50 + 4 * float(z_RV.abs().max())) * F32
             assert entry.logprob == pytest.approx(float(exact[row, entry.token_id]), abs=bound, rel=0)
         assert got.chosen not in got.top or got.chosen.rank <= n
@@ -680,7 +699,7 @@ def test_logprobs_refuse() -> None:
     assert logprobs_of(z_RV, [FAILED, 1], [3, None]) == [None, None]
 
 
-# ---- Refusals -------------------------------------------------------------------------------------------------------
+# ---- Refusals ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""A sampling field is declared in one place: checks, HTTP bodies, options and model defaults follow."""
+"""A sampling field is declared in one place: checks, HTTP bodies, options and model defaults
+follow.
+"""
 
 from __future__ import annotations
 

@@ -169,7 +169,7 @@ def test_choices_are_as_many_as_can_be_compiled() -> None:
         StructuredOutputs(choice=[*most, "x"])
 
 
-# -- schemas of classes ----------------------------------------------------------------------------------------
+# -- schemas of classes ----------------------------------------------------------------------------
 
 
 def test_a_schema_of_a_pydantic_class() -> None:

@@ -1,4 +1,6 @@
-"""The script that runs other people's clients: a server that is right passes, and wrong answers are found."""
+"""The script that runs other people's clients: a server that is right passes, and wrong answers are
+found.
+"""
 
 from __future__ import annotations
 
@@ -156,7 +158,9 @@ def test_likelihoods_are_those_of_transformers(clients: Any, reference: Any) -> 
 
 
 def test_plausible_bodies_run(clients: Any, served: Served) -> None:
-    """What the fuzzer offers beside the server's own description: fields that this server takes, and takes together."""
+    """What the fuzzer offers beside the server's own description: fields that this server takes,
+    and takes together.
+    """
     fuzz = importlib.import_module("fuzz")
     description = served.client.get("/openapi.json").json()
     found = fuzz.plausible(description, "tested", ["session-1"])

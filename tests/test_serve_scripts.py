@@ -1,4 +1,6 @@
-"""The scripts that strain and measure a server: they find what they are to find, and a server that is right passes them."""
+"""The scripts that strain and measure a server: they find what they are to find, and a server that
+is right passes them.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,7 @@ def narrow(oracle: soak.Oracle, tokens: int, **options: Any) -> Iterator[str]:
         asyncio.run(llm.close())
 
 
-# -- the soak --------------------------------------------------------------------------------------------------------
+# -- the soak --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("caching", [pytest.param(False, marks=pytest.mark.slow), True])
@@ -119,7 +121,7 @@ def test_growing_memory_is_found(oracle: soak.Oracle, monkeypatch: pytest.Monkey
     assert found["complaints"] == ["memory grew from 160 MiB at half of the requests to 240 MiB at the end"]
 
 
-# -- the server's process --------------------------------------------------------------------------------------------
+# -- the server's process --------------------------------------------------------------------------
 
 
 def fake(code: str) -> tuple[str, ...]:
@@ -166,7 +168,7 @@ def test_a_process_that_ends_by_itself_is_told() -> None:
         os.waitid(os.P_PID, found.pid, os.WEXITED | os.WNOWAIT)
 
 
-# -- the path's cost -------------------------------------------------------------------------------------------------
+# -- the path's cost -------------------------------------------------------------------------------
 
 
 def test_the_path_is_measured_against_the_engine(
@@ -210,7 +212,7 @@ def test_the_path_is_measured_against_the_engine(
     assert json.loads(out.splitlines()[-1])["benchmark"] == "serve_path"
 
 
-# -- the fuzzer ------------------------------------------------------------------------------------------------------
+# -- the fuzzer ------------------------------------------------------------------------------------
 
 
 def test_operations_are_counted() -> None:
@@ -262,7 +264,7 @@ def test_what_schemathesis_saw_is_judged(
         assert wanted in told
 
 
-# -- slow grammars ---------------------------------------------------------------------------------------------------
+# -- slow grammars ---------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

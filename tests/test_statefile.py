@@ -1,7 +1,7 @@
 """The container of the state file: what goes in comes out, and nothing damaged is ever accepted.
 
-Oracles: safetensors' own reader, the reference reader of docs/statefile.md (its code is run), and an independent
-``seal`` here that gives any header, right or wrong, its right checksum.
+Oracles: safetensors' own reader, the reference reader of docs/statefile.md (its code is run), and
+an independent ``seal`` here that gives any header, right or wrong, its right checksum.
 """
 
 from __future__ import annotations
@@ -57,7 +57,9 @@ def save(path: Path, metadata: dict[str, Any], tensors: dict[str, Tensor]) -> in
 
 
 def raw(tensor: Tensor) -> bytes:
-    """Bytes by a way of its own: element by element would be slow, untyped storage is not used by the writer."""
+    """Bytes by a way of its own: element by element would be slow, untyped storage is not used by
+    the writer.
+    """
     return bytes(tensor.clone(memory_format=torch.contiguous_format).untyped_storage())
 
 
@@ -71,7 +73,9 @@ SMALL_BYTES = pack({"tokens": [5, 6], "text": 'a "quoted" é'}, SMALL)
 
 
 def seal(table: str, data: bytes = b"", *, size: int | None = None) -> bytes:
-    """A file with this text as header, with the right checksum in it: damage that only validation can find."""
+    """A file with this text as header, with the right checksum in it: damage that only validation
+    can find.
+    """
     header = table.encode("utf-8", "surrogatepass")
     head = (len(header) if size is None else size).to_bytes(8, "little") + header
     at = 8 + len(PREFIX)

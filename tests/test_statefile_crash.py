@@ -1,7 +1,8 @@
-"""``kill -9`` at any moment of a save: the final name holds a complete state, the old or the new one, or nothing.
+"""``kill -9`` at any moment of a save: the final name holds a complete state, the old or the new
+one, or nothing.
 
-A launcher imports torch once and forks writers; each saves over and over until it is killed. The test asserts
-that some kills came in the middle of a save, so that it has seen what it claims.
+A launcher imports torch once and forks writers; each saves over and over until it is killed. The
+test asserts that some kills came in the middle of a save, so that it has seen what it claims.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Rules for the tests themselves: each can fail, says why it tolerates what it tolerates, and tries the same examples again."""
+"""Rules for the tests themselves: each can fail, says why it tolerates what it tolerates, and tries
+the same examples again.
+"""
 
 from __future__ import annotations
 

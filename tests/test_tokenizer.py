@@ -1,4 +1,6 @@
-"""Tokenizer files, encode and decode; the oracles are the ``tokenizers`` library and ``transformers``."""
+"""Tokenizer files, encode and decode; the oracles are the ``tokenizers`` library and
+``transformers``.
+"""
 
 from __future__ import annotations
 

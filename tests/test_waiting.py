@@ -1,4 +1,6 @@
-"""How OpenMP's threads wait: what Quire asks for where it still can, what the user says, and what ``quire doctor`` tells."""
+"""How OpenMP's threads wait: what Quire asks for where it still can, what the user says, and what
+``quire doctor`` tells.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="GNU's OpenMP co
 
 
 def told(program: str, **given: str) -> tuple[str, str]:
-    """What the runtime says of its settings while it is loaded, and what ``doctor`` makes of them."""
+    """What the runtime says of its settings while it is loaded, and what ``doctor``
+    makes of them."""
     kept = {name: value for name, value in os.environ.items() if name not in waiting.VARIABLES}
     done = subprocess.run(
         [sys.executable, "-c", f"{program}\nfrom quire.doctor import _waiting; import torch; print(_waiting())"],

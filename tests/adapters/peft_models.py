@@ -1,4 +1,5 @@
-"""Small random checkpoints, and adapters for them: made by PEFT, or written by hand beside the merged weights.
+"""Small random checkpoints, and adapters for them: made by PEFT, or written by hand beside the
+merged weights.
 
 Letters: T tokens, V vocabulary, R rank, I input, O output features.
 """
@@ -68,7 +69,9 @@ def make_base(name: str, path: Path, **changes: Any) -> Any:
 
 
 def linear_names(peer: Any) -> dict[str, tuple[int, int]]:
-    """The linear maps of a model of transformers without its encoder of images: ``[O, I]`` by name, head included."""
+    """The linear maps of a model of transformers without its encoder of images: ``[O, I]`` by name,
+    head included.
+    """
     return {
         name: tuple(module.weight.shape)
         for name, module in peer.named_modules()
@@ -81,7 +84,8 @@ def embedding_name(peer: Any) -> str:
 
 
 def make_adapter(base: Path, path: Path, peer: Any, change: Callable[[Any], None] | None = None, **config: Any) -> Any:
-    """A random adapter that PEFT makes for ``peer``, saves to ``path`` and reads from there into a fresh model.
+    """A random adapter that PEFT makes for ``peer``, saves to ``path`` and reads from there into a
+    fresh model.
 
     ``change``: what else is done with PEFT's model before it is saved.
     """
@@ -112,8 +116,10 @@ def make_adapter(base: Path, path: Path, peer: Any, change: Callable[[Any], None
 def write_adapter(
     path: Path, sites: Mapping[str, tuple[int, int]], embedding: str = "", **config: Any
 ) -> dict[str, Tensor]:
-    """An adapter for modules ``[O, I]`` by hand, as PEFT would save it; returns its tensors. ``embedding``: which of the modules
-    is the table ``[V, E]``."""
+    """An adapter for modules ``[O, I]`` by hand, as PEFT would save it; returns its tensors.
+
+    ``embedding``: which of the modules is the table ``[V, E]``.
+    """
     generator = torch.Generator().manual_seed(13)
     tensors: dict[str, Tensor] = {}
 
@@ -143,7 +149,8 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def merged(peer: Any, tensors: Mapping[str, Tensor], scale: float = ALPHA / RANK) -> Any:
-    """A copy of ``peer`` in float64 whose weights are ``W + scale B A``; a tied head has its own."""
+    """A copy of ``peer`` in float64 whose weights are ``W + scale B A``; a tied head has
+    its own."""
     other = copy.deepcopy(peer).double()
     head = other.get_output_embeddings()
     head.weight = torch.nn.Parameter(head.weight.detach().clone())

@@ -51,7 +51,7 @@ def bare(the: Bed) -> bool:
     return all(linear.low_rank is None for linear in the.linears.values()) and the.embedding.low_rank is None
 
 
-# -- ids and refusals ---------------------------------------------------------------------------------------------
+# -- ids and refusals ------------------------------------------------------------------------------
 
 
 def test_ids_are_never_given_twice() -> None:
@@ -208,7 +208,7 @@ def test_a_wrong_activation_leaves_the_base_model() -> None:
     assert torch.equal(the.linears["0.out"](x), base)
 
 
-# -- the two tiers ------------------------------------------------------------------------------------------------
+# -- the two tiers ---------------------------------------------------------------------------------
 
 
 def test_the_one_used_longest_ago_gives_way() -> None:
@@ -341,7 +341,9 @@ def test_loading_during_a_forward_changes_nothing_of_it() -> None:
 
 
 def test_pools_work_inside_and_outside_of_inference_mode() -> None:
-    """Whoever loads, and whoever runs, may be in inference mode or not; the head runs outside of it."""
+    """Whoever loads, and whoever runs, may be in inference mode or not; the head runs outside of
+    it.
+    """
     the = bed()
     head = adapter(name="head", seed=3)
     with torch.inference_mode():
@@ -362,7 +364,7 @@ def test_pools_work_inside_and_outside_of_inference_mode() -> None:
     assert torch.equal(the.linears["head"](x)[2:], first[2:])
 
 
-# -- nothing left behind ------------------------------------------------------------------------------------------
+# -- nothing left behind ---------------------------------------------------------------------------
 
 
 def test_a_thousand_random_calls_leave_nothing() -> None:

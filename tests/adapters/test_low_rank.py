@@ -1,7 +1,9 @@
-"""Low-rank products: the reference against loops over numbers in float64, the fast ones against the reference.
+"""Low-rank products: the reference against loops over numbers in float64, the fast ones against the
+reference.
 
-How far off a fast result may be is derived: ``n`` products of numbers of precision u, summed in any order, are off by no
-more than n * u of the sum of their magnitudes; a result is rounded once to the model's dtype.
+How far off a fast result may be is derived: ``n`` products of numbers of precision u, summed in any
+order, are off by no more than n * u of the sum of their magnitudes; a result is rounded once to the
+model's dtype.
 
 Letters: T rows, I input, O output features, R rank, V vocabulary, E model width.
 """
@@ -41,7 +43,7 @@ def _needs_its_device(request: pytest.FixtureRequest) -> None:
         pytest.skip("needs a CUDA device")
 
 
-# -- the reference ------------------------------------------------------------------------------------------------
+# -- the reference ---------------------------------------------------------------------------------
 
 
 def update_of(
@@ -53,7 +55,9 @@ def update_of(
 
 
 ORDERS = 30 * 10 * torch.finfo(torch.float64).eps
-"""Two orders of a sum of at most 30 products of normal numbers, of which none is above 10, in float64."""
+"""Two orders of a sum of at most 30 products of normal numbers, of which none is above 10, in
+float64.
+"""
 
 
 def test_the_reference_is_the_definition() -> None:
@@ -94,7 +98,7 @@ def test_the_reference_of_embeddings_is_the_definition() -> None:
     torch.testing.assert_close(found[2], expected, rtol=0, atol=ORDERS)
 
 
-# -- the fast products --------------------------------------------------------------------------------------------
+# -- the fast products -----------------------------------------------------------------------------
 
 
 @dataclass
@@ -264,7 +268,9 @@ def test_rows_of_another_number_are_refused() -> None:
 
 @pytest.mark.parametrize("native", [True, False], ids=["native", "torch"])
 def test_a_bad_row_stays_alone(native: bool) -> None:
-    """NaN and infinity in one row reach no other, whether under the same adapter or another one of the same product."""
+    """NaN and infinity in one row reach no other, whether under the same adapter or another one of
+    the same product.
+    """
     the = bed(native=native)
     draw = [update_of("0.out", 0, 4, 20, WIDTH, torch.Generator().manual_seed(i), torch.float32) for i in range(4)]
     ids = [the.pool.load(Adapter(fingerprint=str(i), updates=(one,))) for i, one in enumerate(draw)]
@@ -279,7 +285,7 @@ def test_a_bad_row_stays_alone(native: bool) -> None:
     assert not dirty[[2, 5]].isfinite().any()
 
 
-# -- plans --------------------------------------------------------------------------------------------------------
+# -- plans -----------------------------------------------------------------------------------------
 
 
 def test_neighbours_of_one_rank_are_one_product() -> None:

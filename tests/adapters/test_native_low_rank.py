@@ -1,4 +1,5 @@
-"""The C++ products: against the reference in float64, rows to the bit whatever the batch, and builds that are missing or old.
+"""The C++ products: against the reference in float64, rows to the bit whatever the batch, and
+builds that are missing or old.
 
 Letters: T rows, I input, O output features, R rank, S rank rows.
 """
@@ -195,7 +196,9 @@ def test_blocks_hold_all_rows_once(kernel: NativeLowRank) -> None:
 
 
 def test_bfloat16_is_rounded_to_the_nearest_even(kernel: NativeLowRank) -> None:
-    """Every kind of number, with terms that reach ties, overflow and infinity, as PyTorch rounds it."""
+    """Every kind of number, with terms that reach ties, overflow and infinity, as PyTorch rounds
+    it.
+    """
     torch.manual_seed(0)
     y_TO = torch.randint(-(1 << 15), 1 << 15, (8, 8192 + 3), dtype=torch.int16).view(torch.bfloat16)
     b_SO = torch.randint(-(1 << 15), 1 << 15, (1, 8192 + 3), dtype=torch.int16).view(torch.bfloat16)

@@ -1,4 +1,6 @@
-"""``adapter_config.json``: every field, matching as PEFT matches, and expressions that would take too long."""
+"""``adapter_config.json``: every field, matching as PEFT matches, and expressions that would take
+too long.
+"""
 
 from __future__ import annotations
 
@@ -168,7 +170,8 @@ def test_usual_expressions_are_matched(pattern: str) -> None:
 
 
 def test_many_expressions() -> None:
-    """One for each module of a large model is usual; what all of them ask for together is limited."""
+    """One for each module of a large model is usual; what all of them ask for together
+    is limited."""
     values = {"peft_type": "LORA", "target_modules": ["q_proj"]}
     names = {f"model.layers.{layer}.mlp.{part}_proj": layer + 1 for layer in range(200) for part in ("up", "down")}
     assert parse_lora_config({**values, "rank_pattern": names}).rank_of("model.layers.150.mlp.up_proj") == 151
@@ -207,7 +210,9 @@ def ways_of_item(kind: str, given: Any, text: str, at: int) -> list[int]:
 
 
 def test_the_bound_of_ways_is_one() -> None:
-    """Random expressions over two letters against counting their ways on a name of one letter and on a mixed one."""
+    """Random expressions over two letters against counting their ways on a name of one letter and
+    on a mixed one.
+    """
     draw = random.Random(5)
 
     def expression(depth: int) -> str:

@@ -1,7 +1,9 @@
-"""Logits under adapters against PEFT, for every family: whole prompts, chunks, decode, and base rows in the same batch.
+"""Logits under adapters against PEFT, for every family: whole prompts, chunks, decode, and base
+rows in the same batch.
 
-The measure is PEFT on transformers in float64, reading the same files; where PEFT has no way to adapt a module (it takes the
-names of experts for those of a shared one, and refuses some of Mamba's), weights that the update was added to.
+The measure is PEFT on transformers in float64, reading the same files; where PEFT has no way to
+adapt a module (it takes the names of experts for those of a shared one, and refuses some of
+Mamba's), weights that the update was added to.
 """
 
 from __future__ import annotations
@@ -64,8 +66,11 @@ SPELLINGS = (
     "qwen3-next",
     *WITH_VISION,
 )
-"""Families that between them have every way in which modules are named, fused, scaled and left out. What PEFT writes for the
-others is spelled like that of one of these; that each of their modules is adapted, ``test_every_module_...`` tells."""
+"""Families that between them have every way in which modules are named, fused, scaled and left out.
+
+What PEFT writes for the others is spelled like that of one of these; that each of their modules is
+adapted, ``test_every_module_...`` tells.
+"""
 
 
 def assert_same(found_TV: Tensor, expected_TV: Tensor, bound: Float32Bound) -> None:
@@ -75,7 +80,9 @@ def assert_same(found_TV: Tensor, expected_TV: Tensor, bound: Float32Bound) -> N
 
 
 def check(bed: Bed, adapter: Path, peer: Any, adapted: Any) -> None:
-    """The logits under an adapter are those of ``adapted``, however they are computed, and those beside it the base's."""
+    """The logits under an adapter are those of ``adapted``, however they are computed, and those
+    beside it the base's.
+    """
     exact_TV = run_exactly(adapted, TOKENS_T)
     bound = Float32Bound(adapted.float(), TOKENS_T, exact_TV)
     base_TV = bed.in_chunks(LENGTH, None)
@@ -133,7 +140,9 @@ def test_every_family_is_as_peft_has_it(name: str, tmp_path: Path) -> None:
     "name", [pytest.param(one, marks=() if one in SPELLINGS else pytest.mark.slow) for one in NAMES]
 )
 def test_every_module_is_as_if_the_update_were_merged(name: str, tmp_path: Path) -> None:
-    """All linear maps of transformers but those that are named above: none is forgotten, none is another one's."""
+    """All linear maps of transformers but those that are named above: none is forgotten, none is
+    another one's.
+    """
     peer = make_base(name, tmp_path / "base")
     bed = Bed(tmp_path / "base")
     linears = linear_names(peer)

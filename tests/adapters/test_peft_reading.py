@@ -1,4 +1,6 @@
-"""Reading what PEFT saved: which rows get what, what makes two adapters the same, and everything that is refused."""
+"""Reading what PEFT saved: which rows get what, what makes two adapters the same, and everything
+that is refused.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,10 @@ from quire.models.peft import PREFIX, read_adapter
 from quire.nn.packed import PackedLinear, can_pack
 
 FAMILY = "llama-mqa"
-"""Six query heads of 8, one of keys: q has the rows 0 to 47 of "qkv", k 48 to 55, v 56 to 63. Head and embedding are two."""
+"""Six query heads of 8, one of keys: q has the rows 0 to 47 of "qkv", k 48 to 55, v 56 to 63.
+
+Head and embedding are two.
+"""
 Q, K, V = (f"model.layers.1.self_attn.{name}_proj" for name in "qkv")
 UP, DOWN = "model.layers.2.mlp.up_proj", "model.layers.2.mlp.down_proj"
 SHAPES = {Q: (48, 48), K: (8, 48), V: (8, 48), UP: (64, 48), DOWN: (48, 64), "lm_head": (VOCAB, WIDTH)}
@@ -208,7 +213,10 @@ def test_a_tensor_whose_module_is_called_otherwise(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", ["llama", "llama-mqa"])
 def test_copies_of_the_base_models_tables(family: str, dtype: str, tmp_path: Path) -> None:
-    """PEFT saves them beside an update. They are no part of the adapter, but they say which model it belongs to."""
+    """PEFT saves them beside an update.
+
+    They are no part of the adapter, but they say which model it belongs to.
+    """
     pytest.importorskip("peft")
     peer = make_base(family, tmp_path / "base")
     model = load_model(tmp_path / "base", dtype=dtype)
@@ -811,7 +819,9 @@ def test_models_without_adapters(adapter: Path, model: Any) -> None:
 @pytest.mark.parametrize("family", ["llama", "llama-mqa", "qwen2-moe", "falcon-h1", "deepseek-v2"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_linear_maps_by_name(family: str, dtype: str, tmp_path: Path) -> None:
-    """Each target is rows of one map that the model really calls, packed or not, and no two overlap."""
+    """Each target is rows of one map that the model really calls, packed or not, and no two
+    overlap.
+    """
     peer = make_base(family, tmp_path)
     model = load_model(tmp_path, dtype=dtype)
     linears = linears_of(model)

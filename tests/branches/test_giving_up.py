@@ -1,4 +1,7 @@
-"""``Room``: the order in which things are given up. ``Orphans``: what ends when an object is gone."""
+"""``Room``: the order in which things are given up.
+
+``Orphans``: what ends when an object is gone.
+"""
 
 from __future__ import annotations
 

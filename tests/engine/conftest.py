@@ -53,8 +53,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 """Without windows, with one in some layers, with one in all."""
 
 TOLERANCE = 2 * math.sqrt(32) * torch.finfo(torch.float32).eps
-"""Relative to the largest value: the rounding errors of a layer's sums grow like the root of their length, and those of
-the two layers add up."""
+"""Relative to the largest value: the rounding errors of a layer's sums grow like the root of their
+length, and those of the two layers add up.
+"""
 
 
 def assert_near(found: torch.Tensor, expected: torch.Tensor, tolerance: float = TOLERANCE) -> None:
@@ -109,8 +110,9 @@ class Checkpoint:
 
     @torch.inference_mode()
     def exact_logits(self, tokens: Sequence[int]) -> tuple[torch.Tensor, float]:
-        """float64 ``[T, V]``, and how far float32 may be from them: as far as transformers is, which tells how the model
-        magnifies rounding, and what a sum of another order adds."""
+        """float64 ``[T, V]``, and how far float32 may be from them: as far as transformers is,
+        which tells how the model magnifies rounding, and what a sum of another order adds.
+        """
         if self.exact is None:
             self.exact = copy.deepcopy(self.model).double()
         exact_TV = self.exact(torch.tensor([list(tokens)])).logits[0].double()
@@ -118,8 +120,9 @@ class Checkpoint:
         return exact_TV, error + self.tolerance * float(exact_TV.abs().max())
 
     def assert_same_memory(self, found: torch.Tensor, wanted: torch.Tensor, tokens: Sequence[int]) -> None:
-        """Two float32 computations of what a layer remembers of these tokens: each as far from the exact values, relative to
-        the largest, as the logits may be."""
+        """Two float32 computations of what a layer remembers of these tokens: each as far from the
+        exact values, relative to the largest, as the logits may be.
+        """
         exact_TV, bound = self.exact_logits(tokens)
         assert_near(found, wanted, 2 * bound / float(exact_TV.abs().max()))
 
@@ -185,7 +188,9 @@ MakeLLM = Callable[..., LLM]
 
 @pytest.fixture
 def make_llm() -> Iterator[MakeLLM]:
-    """Builds LLMs, by default with a pool of 4096 tokens, and looks for leaks at the end of the test."""
+    """Builds LLMs, by default with a pool of 4096 tokens, and looks for leaks at the end of the
+    test.
+    """
     made: list[LLM] = []
 
     def make(path: str | Path | Checkpoint, *, pool: int = 4096, **options: Any) -> LLM:

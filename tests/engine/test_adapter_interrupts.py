@@ -1,5 +1,6 @@
-"""An interrupt at any line of loading, unloading and running leaves adapters whole: nothing runs under the wrong one, ids stay
-unique, and what was broken off can be done again."""
+"""An interrupt at any line of loading, unloading and running leaves adapters whole: nothing runs
+under the wrong one, ids stay unique, and what was broken off can be done again.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ PROMPT = random_tokens(19)
 
 @contextmanager
 def interrupted_at(line: int, names: tuple[str, ...]) -> Iterator[list[int]]:
-    """``KeyboardInterrupt`` before the ``line``-th line that runs in functions of these names of the pool; yields how many ran."""
+    """``KeyboardInterrupt`` before the ``line``-th line that runs in functions of these names of
+    the pool; yields how many ran.
+    """
     seen = [0]
 
     def within(frame: FrameType, event: str, argument: Any) -> Any:
@@ -73,7 +76,10 @@ def logits(llm: LLM, adapter: int | None) -> torch.Tensor:
 
 
 def each_line(act: Callable[[int], bool]) -> int:
-    """Call ``act`` with 1, 2, ... until it says that it was not interrupted; how many lines there are."""
+    """Call ``act`` with 1, 2, ...
+
+    until it says that it was not interrupted; how many lines there are.
+    """
     line = 1
     while act(line):
         line += 1

@@ -1,7 +1,8 @@
-"""Adapters in the engine: whatever is batched, forked, rewound, switched, dropped or saved, each token runs under its own.
+"""Adapters in the engine: whatever is batched, forked, rewound, switched, dropped or saved, each
+token runs under its own.
 
-The oracle is transformers with the adapters added to its weights, in float64: one forward for each run of a history, with
-its own cache in between.
+The oracle is transformers with the adapters added to its weights, in float64: one forward for each
+run of a history, with its own cache in between.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ PARTS = {
     "mlp.up_proj": ("gate_up", WIDE),
     "mlp.down_proj": ("down", 0),
 }
-"""Where the modules of a Llama are: the linear map of the layer, and the row at which they begin."""
+"""Where the modules of a Llama are: the linear map of the layer, and the row at which they begin.
+"""
 
 
 def factors(ins: int, outs: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -77,7 +79,9 @@ def adding(a_RI: Tensor, b_RO: Tensor) -> Callable[[Any, tuple[Tensor, ...], Ten
 
 
 class Merged:
-    """The oracle of a Llama checkpoint: exact with merged weights, and in float32 as adapters are run."""
+    """The oracle of a Llama checkpoint: exact with merged weights, and in float32 as adapters are
+    run.
+    """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
@@ -122,7 +126,9 @@ class Merged:
 
 
 class Stepwise:
-    """The oracle of any model: its own runner, one forward for each run, nothing kept between calls."""
+    """The oracle of any model: its own runner, one forward for each run, nothing kept between
+    calls.
+    """
 
     def __init__(self, checkpoint: Checkpoint, make_llm: MakeLLM) -> None:
         self.llm = make_llm(checkpoint, kv_cache_memory="4MiB", enable_prefix_caching=False)
@@ -154,7 +160,8 @@ class Stepwise:
             at += count
         runner.execute(Step(edits=(Remove(seq),)))
         logits_TV = torch.cat(rows)
-        # Two computations in other orders, each a rounding error of every layer off, which recurrences carry on.
+        # Two computations in other orders, each a rounding error of every layer off, which
+        # recurrences carry on.
         return logits_TV, 16 * self.checkpoint.tolerance * float(logits_TV.abs().max())
 
 
@@ -253,7 +260,7 @@ def world(make_llm: MakeLLM, llama: Checkpoint, merged: Merged) -> World:
 PROMPT = random_tokens(40)
 
 
-# -- keys ----------------------------------------------------------------------------------------------------
+# -- keys ------------------------------------------------------------------------------------------
 
 
 def test_keys() -> None:
@@ -301,7 +308,7 @@ def test_users_in_words() -> None:
     assert users(2, 1) == "2 requests and 1 session use it"
 
 
-# -- requests ------------------------------------------------------------------------------------------------
+# -- requests --------------------------------------------------------------------------------------
 
 
 def test_a_mixed_batch_is_what_each_gives_alone(world: World) -> None:
@@ -427,7 +434,9 @@ def test_more_adapters_than_fit_take_turns(make_llm: MakeLLM, llama: Checkpoint,
 def test_nobody_waits_for_adapters_of_those_who_came_later(
     make_llm: MakeLLM, llama: Checkpoint, merged: Merged
 ) -> None:
-    """A session that has to run its beginning under the base model again, and a younger request under another adapter."""
+    """A session that has to run its beginning under the base model again, and a younger request
+    under another adapter.
+    """
     world = World.of(make_llm(llama), merged, capacity=RANK)
     session = world.session(random_tokens(40), None)
     session.use_adapter("one")
@@ -479,13 +488,14 @@ def test_beams(world: World, make_llm: MakeLLM, llama: Checkpoint, merged: Merge
         assert world.generate(prompt, "three", 2).work.num_cached == 0
 
 
-# -- sessions ------------------------------------------------------------------------------------------------
+# -- sessions --------------------------------------------------------------------------------------
 
 
 @dataclass
 class Told:
-    """A session, and beside it its tokens and what each was run under, by the rule alone: new tokens run under the present
-    adapter, and the last one always does."""
+    """A session, and beside it its tokens and what each was run under, by the rule alone: new
+    tokens run under the present adapter, and the last one always does.
+    """
 
     world: World
     session: Session
@@ -707,7 +717,8 @@ def test_failed_and_cancelled_requests_leave_the_history(
     one.generate(2)
     one.switch("one")
     one.append(random_tokens(10))
-    # A run over other tokens, from the middle of the base model's on, which is preempted and cancelled.
+    # A run over other tokens, from the middle of the base model's on, which is preempted and
+    # cancelled.
     tokens = np.array([*one.tokens[:30], *random_tokens(12, seed=4)], dtype=np.int32)
     world.engine.scheduler.limits = type(world.engine.scheduler.limits)(max_num_seqs=4, max_num_batched_tokens=4)
     for preempted in (False, True):
@@ -809,7 +820,9 @@ def test_pinned_and_windowed_sessions_switch(world: World) -> None:
 
 
 def test_a_rewind_looks_for_states_of_its_own_history(make_llm: MakeLLM, hybrid: Checkpoint) -> None:
-    """Where recurrent layers kept no state, the prefix cache may have one: of the same adapter, not of the same tokens."""
+    """Where recurrent layers kept no state, the prefix cache may have one: of the same adapter, not
+    of the same tokens.
+    """
     world = World.of(make_llm(hybrid, kv_cache_memory="4MiB"), Stepwise(hybrid, make_llm))
     world.generate(PROMPT[:20], None, 2)
     one = Told(world, world.session([], "one"), adapter="one")
@@ -825,7 +838,7 @@ def test_a_rewind_looks_for_states_of_its_own_history(make_llm: MakeLLM, hybrid:
     one.check_logits()
 
 
-# -- saved files ---------------------------------------------------------------------------------------------
+# -- saved files -----------------------------------------------------------------------------------
 
 
 def saved_adapters(session: Session) -> object:
@@ -895,7 +908,7 @@ def test_malformed_histories(world: World, adapters: object) -> None:
     check(world.llm)
 
 
-# -- long use ------------------------------------------------------------------------------------------------
+# -- long use --------------------------------------------------------------------------------------
 
 
 class Conversations:

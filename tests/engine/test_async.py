@@ -87,7 +87,8 @@ def ids_of(deltas: Sequence[Any]) -> list[int]:
 
 
 def hold_until(llm: AsyncLLM, count: int) -> None:
-    """Let the first forward wait until so many jobs, or calls that are about to be some, are there."""
+    """Let the first forward wait until so many jobs, or calls that are about to be some,
+    are there."""
     stepper, execute = llm._background.stepper, llm.engine.runner.execute
 
     def holding(step: Any) -> Any:
@@ -109,7 +110,7 @@ async def eventually(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.001)
 
 
-# -- generating ----------------------------------------------------------------------------------------------
+# -- generating ------------------------------------------------------------------------------------
 
 
 def test_generate_is_that_of_llm(llm: AsyncLLM, llama: Checkpoint) -> None:
@@ -163,7 +164,8 @@ def test_sessions_share_steps(llm: AsyncLLM, llama: Checkpoint) -> None:
     hold_until(llm, 12)
     asyncio.run(use())
     assert max(len(step.chunks) for step in recorder.forwards) > 1
-    # Alone each would take a step for its prompt, and in each turn eight for the answer and one for what is added.
+    # Alone each would take a step for its prompt, and in each turn eight for the answer and one for
+    # what is added.
     assert len(recorder.forwards) < 12 * (1 + 3 * (8 + 1)) / 2
     assert pages_free(llm)
 
@@ -322,7 +324,7 @@ def test_salts_are_those_of_their_verbs(llm: AsyncLLM, verb: str) -> None:
     asyncio.run(use())
 
 
-# -- streams -------------------------------------------------------------------------------------------------
+# -- streams ---------------------------------------------------------------------------------------
 
 
 def test_stream(llm: AsyncLLM, llama: Checkpoint) -> None:
@@ -465,7 +467,7 @@ def test_a_stream_has_one_reader(llm: AsyncLLM) -> None:
     asyncio.run(use())
 
 
-# -- cancelling ----------------------------------------------------------------------------------------------
+# -- cancelling ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("wait", [0.0, 0.001, 0.01, 0.05])
@@ -570,7 +572,7 @@ def test_abort(llm: AsyncLLM, llama: Checkpoint) -> None:
     assert pages_free(llm)
 
 
-# -- sessions ------------------------------------------------------------------------------------------------
+# -- sessions --------------------------------------------------------------------------------------
 
 
 def test_every_verb_of_a_session(llm: AsyncLLM, llama: Checkpoint, tmp_path: Any) -> None:
@@ -673,7 +675,7 @@ def test_chats(tmp_path: Path) -> None:
     asyncio.run(use())
 
 
-# -- what goes wrong -----------------------------------------------------------------------------------------
+# -- what goes wrong -------------------------------------------------------------------------------
 
 
 def test_errors_reach_only_their_awaiter(llm: AsyncLLM, llama: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -776,7 +778,7 @@ def test_requests_that_can_never_fit(make: MakeAsync) -> None:
     asyncio.run(use())
 
 
-# -- threads, loops, closing ---------------------------------------------------------------------------------
+# -- threads, loops, closing -----------------------------------------------------------------------
 
 
 def test_several_event_loops(llm: AsyncLLM, llama: Checkpoint) -> None:

@@ -1,4 +1,6 @@
-"""What cannot be served is one clear error before any compute, and the engine goes on serving everything else."""
+"""What cannot be served is one clear error before any compute, and the engine goes on serving
+everything else.
+"""
 
 from __future__ import annotations
 

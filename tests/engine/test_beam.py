@@ -43,7 +43,9 @@ def found(output: BeamSearchOutput) -> Found:
 
 
 def logprobs_after(llama: Checkpoint, prompt: Sequence[int]) -> Callable[[tuple[int, ...]], torch.Tensor]:
-    """Log-probabilities of the next token, float64 [V], after the prompt and some tokens; each asked for once."""
+    """Log-probabilities of the next token, float64 [V], after the prompt and some tokens; each
+    asked for once.
+    """
     known: dict[tuple[int, ...], torch.Tensor] = {}
 
     def after(tokens: tuple[int, ...]) -> torch.Tensor:
@@ -57,7 +59,9 @@ def logprobs_after(llama: Checkpoint, prompt: Sequence[int]) -> Callable[[tuple[
 def naive_search(
     after: Callable[[tuple[int, ...]], torch.Tensor], width: int, count: int, ends: set[int], penalty: float
 ) -> Found:
-    """Every continuation of every beam, in lists, until ``count`` tokens: no hypothesis is ever given up early."""
+    """Every continuation of every beam, in lists, until ``count`` tokens: no hypothesis is ever
+    given up early.
+    """
     live: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
     done: list[tuple[float, float, tuple[int, ...]]] = []
     while live:
@@ -97,7 +101,8 @@ def test_equals_brute_force(small: LLM, llama: Checkpoint, width: int, penalty: 
         )
         (output,) = small.beam_search(PROMPT, params)
         expected = naive_search(after, width, 5, ends, penalty)
-        # A search that ends once nothing can get better finds the same, unless short ones gain: then it is the best that is.
+        # A search that ends once nothing can get better finds the same, unless short ones gain:
+        # then it is the best that is.
         if penalty >= 0:
             assert_same(found(output), expected)
         else:
@@ -110,7 +115,9 @@ def test_equals_brute_force(small: LLM, llama: Checkpoint, width: int, penalty: 
 
 
 def test_every_family(llm: LLM, checkpoint: Checkpoint) -> None:
-    """Also where windows let go of the prompt; what is kept of it for the prefix cache serves the next search."""
+    """Also where windows let go of the prompt; what is kept of it for the prefix cache serves the
+    next search.
+    """
     prompt = random_tokens(60)
     expected = naive_search(logprobs_after(checkpoint, prompt), 3, 6, {EOS}, 1.0)
     for cached in (0, 59):
@@ -144,7 +151,9 @@ def test_many_beams(small: LLM, llama: Checkpoint, width: int) -> None:
 
 @pytest.mark.parametrize("distinct", [2, 5, 1000])
 def test_continuations_equal_a_sort_of_all(distinct: int) -> None:
-    """Sums descending, then the lower row, then the better rank, which is the lower token among equal logits."""
+    """Sums descending, then the lower row, then the better rank, which is the lower token among
+    equal logits.
+    """
     rng = np.random.default_rng(distinct)
     for rows, count in ((1, 4), (3, 4), (7, 20), (7, 97), (64, 128), (5, 500)):
         logits_RV = torch.from_numpy(rng.integers(0, distinct, (rows, VOCAB)).astype(np.float32)) / 100
@@ -226,7 +235,9 @@ def test_beams_run_together(make_llm: MakeLLM, llama: Checkpoint) -> None:
 
 
 def test_among_other_requests(make_llm: MakeLLM, llama: Checkpoint) -> None:
-    """Neither waits for the other: a long prompt does not hold up the beams, and nothing changes what is found."""
+    """Neither waits for the other: a long prompt does not hold up the beams, and nothing changes
+    what is found.
+    """
     alone = found(make_llm(llama).beam_search(PROMPT, beams(3, 8))[0])
     llm = make_llm(llama, max_num_batched_tokens=8)
     engine = engine_of(llm)
@@ -254,7 +265,9 @@ def test_among_other_requests(make_llm: MakeLLM, llama: Checkpoint) -> None:
 
 @pytest.mark.parametrize(("pool", "options"), [(64, {}), (48, {"page_size": 4}), (4096, {"max_num_seqs": 5})])
 def test_when_not_all_beams_fit(make_llm: MakeLLM, llama: Checkpoint, pool: int, options: dict[str, Any]) -> None:
-    """Beams whose state is given up are computed again; more beams of several prompts than may run take several steps."""
+    """Beams whose state is given up are computed again; more beams of several prompts than may run
+    take several steps.
+    """
     prompts = [random_tokens(25), random_tokens(22)]
     expected = make_llm(llama).beam_search(prompts, beams(5, 14))
     llm = make_llm(llama, pool=pool, **options)
@@ -345,7 +358,7 @@ def test_the_token_that_ends_is_not_in_the_text(python_llm: LLM) -> None:
     assert sequence.output_text == tokenizer.decode(sequence.token_ids)
 
 
-# -- what goes wrong ---------------------------------------------------------------------------------------------
+# -- what goes wrong -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("at", [1, 3])

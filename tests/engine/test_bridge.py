@@ -1,4 +1,6 @@
-"""Sessions as KV caches of the executor and back: whatever was done to either, each goes on as an undisturbed run of its tokens."""
+"""Sessions as KV caches of the executor and back: whatever was done to either, each goes on as an
+undisturbed run of its tokens.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,10 @@ def inputs(*tokens: int, **options: Any) -> ExecutorInputs:
 
 
 def next_tokens(llm: LLM, cache: KVCache, count: int) -> list[int]:
-    """The greedy tokens behind the one row of a cache, whose last token runs once more. The cache is as before."""
+    """The greedy tokens behind the one row of a cache, whose last token runs once more.
+
+    The cache is as before.
+    """
     copy = cache.deep_copy()
     last = copy.token_ids(0)[-1]
     found = LlmExecutor(llm.executor).sample_tokens(count, inputs(last, next_position=copy.length - 1), copy)
@@ -42,7 +47,7 @@ def free_pages(llm: LLM) -> int:
     return engine_of(llm).runner.state.num_available_pages()
 
 
-# -- no bytes copied -------------------------------------------------------------------------------------------
+# -- no bytes copied -------------------------------------------------------------------------------
 
 
 def test_a_cache_shares_all_pages_of_the_session(small: LLM, llama: Checkpoint) -> None:
@@ -130,7 +135,7 @@ def test_a_handle_is_what_it_covers(small: LLM, llama: Checkpoint) -> None:
         small.session(cache=early)
 
 
-# -- random operations -----------------------------------------------------------------------------------------
+# -- random operations -----------------------------------------------------------------------------
 
 
 BEDS = ("llama", "gemma3", "mistral", "deepseek-v2-lite", "qwen3-next", "mamba2")
@@ -268,7 +273,8 @@ def run(make_llm: MakeLLM, bed: Checkpoint, seed: int, window: tuple[int, int] |
         try:
             machine.step()
         except FailedPrecondition:
-            # A cache in which a window has let go of what the position needs says so, and is as it was.
+            # A cache in which a window has let go of what the position needs says so, and is as it
+            # was.
             if window is None and bed.path.name not in FORGETFUL:
                 raise
             refused += 1
@@ -280,7 +286,7 @@ def run(make_llm: MakeLLM, bed: Checkpoint, seed: int, window: tuple[int, int] |
         machine.drop(one, tokens)
 
 
-# -- what goes along -------------------------------------------------------------------------------------------
+# -- what goes along -------------------------------------------------------------------------------
 
 
 def test_adapters_of_each_token(python_llm: LLM) -> None:
@@ -441,7 +447,7 @@ def test_empty_sessions_and_caches(small: LLM, llama: Checkpoint) -> None:
     assert session.append(PROMPT).generate(greedy(3)).outputs[0].token_ids == llama.greedy(PROMPT, 3)
 
 
-# -- files -----------------------------------------------------------------------------------------------------
+# -- files -----------------------------------------------------------------------------------------
 
 
 def test_files_of_both_are_read_by_both(make_llm: MakeLLM, bed: Checkpoint, tmp_path: Path) -> None:
@@ -551,7 +557,7 @@ def test_files_of_caches_that_are_no_sessions(
     assert (free_pages(small), len(engine_of(small).branches.sessions)) == before
 
 
-# -- refusals --------------------------------------------------------------------------------------------------
+# -- refusals --------------------------------------------------------------------------------------
 
 
 def test_what_is_refused_leaves_no_trace(small: LLM, make_llm: MakeLLM, llama: Checkpoint) -> None:
@@ -612,7 +618,9 @@ def test_a_session_beyond_the_context_is_no_cache(make_llm: MakeLLM, llama: Chec
 
 
 def test_an_executor_of_its_own_over_the_same_pages(small: LLM, llama: Checkpoint) -> None:
-    """Whose runner it is counts, not which executor made the cache; one with a window gives windowed sessions."""
+    """Whose runner it is counts, not which executor made the cache; one with a window gives
+    windowed sessions.
+    """
     engine = engine_of(small)
     own = Executor(engine.runner, identity=small.executor.pool.identity, lock=engine.lock, window=20, sink=3)
     output = own.prefill(PrefillInput(input_ids=torch.tensor([PROMPT])))
@@ -626,7 +634,8 @@ def test_an_executor_of_its_own_over_the_same_pages(small: LLM, llama: Checkpoin
 
 
 def test_rows_at_positions_of_their_own_are_no_sessions(small: LLM, llama: Checkpoint) -> None:
-    """A session's tokens stand at their indices: another row is refused, as far as it is another."""
+    """A session's tokens stand at their indices: another row is refused, as far as it is
+    another."""
     places = torch.tensor([[*range(30), *range(50, 60)]])
     output = small.executor.prefill(PrefillInput(input_ids=torch.tensor([PROMPT]), position_ids=places))
     cache = output.kv_cache.cache

@@ -1,4 +1,6 @@
-"""Recurrent states that are kept on the way: at an interval, where prompts branch, and which of them give way."""
+"""Recurrent states that are kept on the way: at an interval, where prompts branch, and which of
+them give way.
+"""
 
 from __future__ import annotations
 
@@ -44,11 +46,13 @@ def states(llm: LLM) -> State:
     return state
 
 
-# -- hits ----------------------------------------------------------------------------------------------------
+# -- hits ------------------------------------------------------------------------------------------
 
 
 def test_a_hit_in_the_middle_of_a_prompt(make_llm: MakeLLM, hybrid: Checkpoint) -> None:
-    """It goes on from the nearest kept state, and the output says what was reused, what was not, and why."""
+    """It goes on from the nearest kept state, and the output says what was reused, what was not,
+    and why.
+    """
     llm = make_llm(hybrid, kv_cache_memory="4MiB", checkpoint_interval=INTERVAL)
     prompt = random_tokens(100)
     llm.generate(prompt, greedy(4))
@@ -64,7 +68,9 @@ def test_a_hit_in_the_middle_of_a_prompt(make_llm: MakeLLM, hybrid: Checkpoint) 
 
 
 def test_where_prompts_part_a_state_is_kept(make_llm: MakeLLM, hybrid: Checkpoint) -> None:
-    """The second prompt with a common beginning finds out where it ends; the third finds a state there."""
+    """The second prompt with a common beginning finds out where it ends; the third finds a state
+    there.
+    """
     llm = make_llm(hybrid, kv_cache_memory="4MiB", checkpoint_interval=0)
     common = random_tokens(50)
     found = []
@@ -218,7 +224,7 @@ def test_sessions_that_were_written_into_keep_their_states(make_llm: MakeLLM, hy
     assert kept(llm, session._state.seq) == before
 
 
-# -- what is given and refused -------------------------------------------------------------------------------
+# -- what is given and refused ---------------------------------------------------------------------
 
 
 def test_an_interval_for_a_model_without_recurrent_layers(make_llm: MakeLLM, llama: Checkpoint) -> None:
@@ -264,7 +270,7 @@ def test_checkpoints_of_a_chunk_are_checked(
     runner.state.remove_sequence(seq)
 
 
-# -- the policy alone ----------------------------------------------------------------------------------------
+# -- the policy alone ------------------------------------------------------------------------------
 
 
 class Slots:
@@ -304,7 +310,8 @@ def test_what_saves_least_goes_first_and_of_equals_the_oldest() -> None:
     made, dropped = policy(slots, 64, {1: 1, 2: 0, 3: 2})
     while made.give_up():
         pass
-    # 2 tokens; 10 tokens; then 64 each, of the sequence used longest ago first, where the second now saves 128.
+    # 2 tokens; 10 tokens; then 64 each, of the sequence used longest ago first, where the second
+    # now saves 128.
     assert dropped == [(1, 130), (3, 10), (2, 64), (1, 64), (2, 128), (1, 128)]
 
 
@@ -345,11 +352,13 @@ def test_wishes_take_what_is_left_and_displace_what_saves_no_more() -> None:
     assert dropped == [(1, 8)]
 
 
-# -- what a review found -------------------------------------------------------------------------------------
+# -- what a review found ---------------------------------------------------------------------------
 
 
 def test_a_written_state_is_what_one_comes_back_to(make_llm: MakeLLM, hybrid: Checkpoint) -> None:
-    """A checkpoint of before the write does not bring the old state back, by rewind, fork, or a cancelled run."""
+    """A checkpoint of before the write does not bring the old state back, by rewind, fork, or a
+    cancelled run.
+    """
     llm = make_llm(hybrid, kv_cache_memory="4MiB", checkpoint_interval=INTERVAL)
     tokens = random_tokens(33)  # what comes before the last token ends on a multiple of the interval
     layer = next(layer for layer, spec in enumerate(llm.model.layer_specs) if spec.kind == "recurrent")

@@ -1,4 +1,6 @@
-"""Long random use of many sessions at once in a small pool: whatever happened, a session continues as a fresh run would."""
+"""Long random use of many sessions at once in a small pool: whatever happened, a session continues
+as a fresh run would.
+"""
 
 from __future__ import annotations
 
@@ -85,7 +87,8 @@ class Conversations:
         logits, bound = self.checkpoint.exact_logits(tokens + new)
         wanted = logits[len(tokens) - 1 : -1].log_softmax(-1)[range(len(new)), new]
         found = torch.tensor(session.score(new), dtype=torch.float64)
-        # A score is the difference of two values, of which each is off by the bound of a logit at most.
+        # A score is the difference of two values, of which each is off by the bound of a logit at
+        # most.
         assert float((found - wanted).abs().max()) <= 2 * bound
 
     def logits(self) -> None:

@@ -1,4 +1,6 @@
-"""Greedy tokens are those of transformers, and depend on nothing but the prompt; seeded ones on nothing but the seed."""
+"""Greedy tokens are those of transformers, and depend on nothing but the prompt; seeded ones on
+nothing but the seed.
+"""
 
 from __future__ import annotations
 

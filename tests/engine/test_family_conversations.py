@@ -1,8 +1,9 @@
-"""The conversation suite: every family through long random use of many sessions at once, in a pool that is too small.
+"""The conversation suite: every family through long random use of many sessions at once, in a pool
+that is too small.
 
-Fork, rewind, append, generate, sample, stream, cancel, score, save, load, close, and others served in between: each session
-must continue as a fresh run of its tokens by transformers would. A new kind of state joins by an entry in the table of
-families of ``tests.test_parity``, or here.
+Fork, rewind, append, generate, sample, stream, cancel, score, save, load, close, and others served
+in between: each session must continue as a fresh run of its tokens by transformers would. A new
+kind of state joins by an entry in the table of families of ``tests.test_parity``, or here.
 """
 
 from __future__ import annotations
@@ -83,7 +84,9 @@ def test_long_conversations(make_llm: MakeLLM, family: Checkpoint, seed: int, tm
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(300, 302))
 def test_long_conversations_with_little_room(make_llm: MakeLLM, family: Checkpoint, seed: int, tmp_path: Path) -> None:
-    """Pages for little more than one session, states for a few; what is given up waits in host memory, or is computed again."""
+    """Pages for little more than one session, states for a few; what is given up waits in host
+    memory, or is computed again.
+    """
     rng = random.Random(seed)
     known = sizes(family, make_llm)
     state_bytes = known["state_bytes"]

@@ -1,4 +1,5 @@
-"""``LLM.generate``: when it ends, what it returns, what a cancelled or broken step leaves behind."""
+"""``LLM.generate``: when it ends, what it returns, what a cancelled or broken step
+leaves behind."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ def ids(tokens: list[int]) -> np.ndarray:
     return np.array(tokens, dtype=np.int64)
 
 
-# -- when it ends --------------------------------------------------------------------------------------------
+# -- when it ends ----------------------------------------------------------------------------------
 
 
 def test_length(llm: LLM, checkpoint: Checkpoint) -> None:
@@ -92,7 +93,7 @@ def test_special_tokens_and_the_text_of_a_stop_token(python_llm: LLM) -> None:
     assert len(python_llm.generate("x =", params)[0].outputs[0].text) > len(without.text)
 
 
-# -- what it returns -----------------------------------------------------------------------------------------
+# -- what it returns -------------------------------------------------------------------------------
 
 
 def test_logprobs_are_of_the_raw_distribution(llm: LLM, checkpoint: Checkpoint) -> None:
@@ -146,7 +147,7 @@ def test_no_leak_over_many_requests(make_llm: MakeLLM, llama: Checkpoint) -> Non
         check(llm)
 
 
-# -- cancel --------------------------------------------------------------------------------------------------
+# -- cancel ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 5, 9])
@@ -236,7 +237,7 @@ def test_interrupt(make_llm: MakeLLM, llama: Checkpoint, monkeypatch: pytest.Mon
     check(llm)
 
 
-# -- broken steps --------------------------------------------------------------------------------------------
+# -- broken steps ----------------------------------------------------------------------------------
 
 
 def test_a_step_that_raises_ends_only_its_requests(make_llm: MakeLLM, llama: Checkpoint) -> None:

@@ -176,7 +176,8 @@ def test_an_interrupt_leaves_what_a_single_one_does(small: LLM, monkeypatch: pyt
 
 
 def test_async(make: MakeAsync) -> None:  # noqa: F811
-    """Awaited: a list of sessions, and many ``session.generate`` at once, are one batch either way."""
+    """Awaited: a list of sessions, and many ``session.generate`` at once, are one batch
+    either way."""
     llm = make()
 
     async def use(llm: AsyncLLM) -> None:

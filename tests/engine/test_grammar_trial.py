@@ -1,4 +1,6 @@
-"""Large grammars, which are tried in a child process: what they may not do to the process, and to each other."""
+"""Large grammars, which are tried in a child process: what they may not do to the process, and to
+each other.
+"""
 
 from __future__ import annotations
 
@@ -119,7 +121,7 @@ def is_gone(pid: int) -> bool:
     return not state or state.startswith("Z")
 
 
-# -- what is refused ---------------------------------------------------------------------------------------------
+# -- what is refused -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", DEEP)
@@ -254,7 +256,7 @@ def test_refusals_are_remembered(
     assert len(asked) == 6
 
 
-# -- what is compiled --------------------------------------------------------------------------------------------
+# -- what is compiled ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", LARGE)
@@ -351,7 +353,7 @@ def _environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(Path(quire.__file__).parents[1])}
 
 
-# -- the child ---------------------------------------------------------------------------------------------------
+# -- the child -------------------------------------------------------------------------------------
 
 
 def test_one_child_for_many(trial: GrammarTrial) -> None:
@@ -548,7 +550,7 @@ def test_an_interrupt_is_for_the_parent(parent: subprocess.Popen[str]) -> None:
     assert parent.communicate()[1] == ""
 
 
-# -- many at a time ----------------------------------------------------------------------------------------------
+# -- many at a time --------------------------------------------------------------------------------
 
 
 class Gate:
@@ -780,7 +782,9 @@ def test_large_ones_are_kept_up_to_a_sum(grammars: Grammars, monkeypatch: pytest
 def test_what_was_checked_is_there_while_it_is_asked_for(
     grammars: Grammars, asked: list[StructuredOutputs], monkeypatch: pytest.MonkeyPatch, wanted: StructuredOutputs
 ) -> None:
-    """The engine's thread compiles nothing large, whatever others ask for between the check and the beginning."""
+    """The engine's thread compiles nothing large, whatever others ask for between the check and the
+    beginning.
+    """
     monkeypatch.setattr("quire.engine.grammars.MAX_COMPILED", 1)
     first, second = copy_of(wanted), copy_of(wanted)
     grammars.check(first)
@@ -798,7 +802,9 @@ def test_what_was_checked_is_there_while_it_is_asked_for(
 
 
 def test_what_is_held_has_a_limit(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Large grammars of requests under way; each counts once, and what is known is not compiled again."""
+    """Large grammars of requests under way; each counts once, and what is known is not compiled
+    again.
+    """
     text, tried = GrammarTrial.text, list[str | None]()
 
     def heavy(trial: GrammarTrial, wanted: StructuredOutputs) -> str:

@@ -1,5 +1,6 @@
-"""State that waits in host memory: preempted requests and idle sessions come back to the bit, within a budget, or are
-computed again."""
+"""State that waits in host memory: preempted requests and idle sessions come back to the bit,
+within a budget, or are computed again.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +84,7 @@ def parked(llm: LLM, request: Any) -> Iterator[None]:
     waiting.append(request.work)
 
 
-# -- preempted requests --------------------------------------------------------------------------------------
+# -- preempted requests ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("caching", [True, False])
@@ -159,7 +160,9 @@ def test_without_a_budget_nothing_is_kept(make_llm: MakeLLM, llama: Checkpoint) 
 
 @pytest.mark.parametrize("tokens", [1, 30, 45, 70])
 def test_the_budget_is_kept(make_llm: MakeLLM, llama: Checkpoint, tokens: int) -> None:
-    """Room for so many tokens: none, one or some of the preempted fit; the others are computed again."""
+    """Room for so many tokens: none, one or some of the preempted fit; the others are computed
+    again.
+    """
     llm = make_llm(llama, **{**TIGHT, "pool": 72})
     store = force(llm, capacity=tokens * BYTES_PER_TOKEN)
     engine = engine_of(llm)
@@ -275,7 +278,9 @@ def test_a_waiting_request_of_a_session_is_moved(make_llm: MakeLLM, llama: Check
 
 
 def test_what_is_shared_is_not_moved(make_llm: MakeLLM, llama: Checkpoint) -> None:
-    """The samples of one prompt hold its pages together; copies would come back as pages of their own."""
+    """The samples of one prompt hold its pages together; copies would come back as pages of their
+    own.
+    """
     llm = make_llm(llama, page_size=4)
     force(llm)
     engine = engine_of(llm)
@@ -289,7 +294,7 @@ def test_what_is_shared_is_not_moved(make_llm: MakeLLM, llama: Checkpoint) -> No
     assert [sample.output_ids for sample in samples] == [sample.token_ids for sample in alone[0].outputs]
 
 
-# -- idle sessions -------------------------------------------------------------------------------------------
+# -- idle sessions ---------------------------------------------------------------------------------
 
 
 def test_an_idle_session_comes_back_by_itself(make_llm: MakeLLM, llama: Checkpoint) -> None:
@@ -450,7 +455,7 @@ def test_only_the_tokens_that_are_asked_for_come_back(make_llm: MakeLLM, llama: 
     assert session.generate(greedy(5)).outputs[0].token_ids == llama.greedy(random_tokens(50), 5)
 
 
-# -- what goes wrong -----------------------------------------------------------------------------------------
+# -- what goes wrong -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("verb", ["prepare_import", "import_page_group", "finish_import", "export_page_group"])
@@ -586,7 +591,9 @@ def test_close_while_moved(make_llm: MakeLLM, llama: Checkpoint) -> None:
 
 
 def test_random_conversations_in_a_tight_pool(make_llm: MakeLLM, llama: Checkpoint) -> None:
-    """Every verb on several sessions while requests take their pages; moves are made, refused and broken at random."""
+    """Every verb on several sessions while requests take their pages; moves are made, refused and
+    broken at random.
+    """
     rng = np.random.default_rng(0)
     llm = make_llm(llama, pool=160, page_size=4, max_num_batched_tokens=24)
     store = force(llm, capacity=150 * BYTES_PER_TOKEN, decide=lambda *_, **__: rng.random() < 0.8)
@@ -638,7 +645,7 @@ def test_random_conversations_in_a_tight_pool(make_llm: MakeLLM, llama: Checkpoi
     logging.getLogger("quire.engine").setLevel(logging.NOTSET)
 
 
-# -- what it costs -------------------------------------------------------------------------------------------
+# -- what it costs ---------------------------------------------------------------------------------
 
 
 def test_rates_are_of_the_last_measurements() -> None:

@@ -1,5 +1,6 @@
-"""Recurrent and hybrid states that wait in host memory: they come back to the bit with the states that they keep, and can be cut
-at those only; what cannot is computed again."""
+"""Recurrent and hybrid states that wait in host memory: they come back to the bit with the states
+that they keep, and can be cut at those only; what cannot is computed again.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +84,9 @@ def test_preempted_requests_come_back(make_llm: MakeLLM, hybrid: Checkpoint) -> 
 @pytest.mark.product(2)
 @pytest.mark.parametrize("to", [49, 48, 33, 32, 20, 9, 0])
 def test_what_was_moved_is_cut_at_kept_states(make_llm: MakeLLM, hybrid: Checkpoint, to: int) -> None:
-    """Rewind and fork of a session in host memory: as much comes back as a kept state allows, and no more is claimed."""
+    """Rewind and fork of a session in host memory: as much comes back as a kept state allows, and
+    no more is claimed.
+    """
     llm = make_llm(hybrid, **ROOM, enable_prefix_caching=False)
     store = force(llm)
     tokens = random_tokens(50)
@@ -130,7 +133,9 @@ def test_what_was_moved_is_cut_at_kept_states(make_llm: MakeLLM, hybrid: Checkpo
 
 
 def test_states_for_which_there_is_no_room_stay_behind(make_llm: MakeLLM, hybrid: Checkpoint) -> None:
-    """What comes back takes no slots that the next forward needs; checkpoints give way, the earliest first."""
+    """What comes back takes no slots that the next forward needs; checkpoints give way, the
+    earliest first.
+    """
     llm = few_states(make_llm, hybrid, 6, 64, enable_prefix_caching=False)
     store = force(llm)
     tokens = random_tokens(24)
@@ -173,7 +178,9 @@ def test_states_for_which_there_is_no_room_stay_behind(make_llm: MakeLLM, hybrid
 
 
 def conversations(make_llm: MakeLLM, hybrid: Checkpoint, seed: int, turns: int) -> tuple[int, int]:
-    """Every verb on several sessions while requests take their pages and states; moves are made and refused at random."""
+    """Every verb on several sessions while requests take their pages and states; moves are made and
+    refused at random.
+    """
     rng = np.random.default_rng(seed)
     llm = few_states(
         make_llm,

@@ -1,7 +1,9 @@
-"""Ctrl-C at any line of any verb, and at any moment: what was interrupted is done, or undone, and everything goes on.
+"""Ctrl-C at any line of any verb, and at any moment: what was interrupted is done, or undone, and
+everything goes on.
 
-The sweep sends a signal at one line after the other of the packages that hold state. ``make test`` takes a sample of the lines,
-``make test-all`` all of them. After each, books are checked and the model's tokens compared with those of transformers.
+The sweep sends a signal at one line after the other of the packages that hold state. ``make test``
+takes a sample of the lines, ``make test-all`` all of them. After each, books are checked and the
+model's tokens compared with those of transformers.
 """
 
 from __future__ import annotations
@@ -53,9 +55,11 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture(autouse=True)
 def keyboard(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """SIGINT raises ``KeyboardInterrupt``, also where these tests run in the background of a shell, which ignores it.
+    """SIGINT raises ``KeyboardInterrupt``, also where these tests run in the background of a shell,
+    which ignores it.
 
-    Python drops the exception of a signal that comes in a finaliser, and says so; pytest would then keep the object.
+    Python drops the exception of a signal that comes in a finaliser, and says so; pytest would then
+    keep the object.
     """
     monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -65,7 +69,9 @@ def keyboard(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @dataclass
 class Bed:
-    """What verbs are tried on: a session with some history, in an LLM whose prefix cache holds other things."""
+    """What verbs are tried on: a session with some history, in an LLM whose prefix cache holds
+    other things.
+    """
 
     llm: LLM
     model: Checkpoint
@@ -147,7 +153,9 @@ VERBS = (*VERBS, execute)
 
 
 def code_of(frame: FrameType) -> CodeType | None:
-    """None outside of the packages, and for finalisers: Python drops the exceptions of signals that come in those."""
+    """None outside of the packages, and for finalisers: Python drops the exceptions of signals that
+    come in those.
+    """
     code = frame.f_code
     return code if code.co_filename.startswith(SWEPT) and code.co_name != "__del__" else None
 
@@ -237,9 +245,13 @@ def bed(make_llm: MakeLLM, model: Checkpoint, tmp_path: Path) -> Bed:
 def sweep(
     bed: Bed, verb: Callable[[Bed], None], stride: int, closer: tuple[str, ...] = (), *, first_time: bool = False
 ) -> int:
-    """Interrupt a verb at every ``stride``-th of its lines, and at every eighth of the files ``closer``; how often that took
-    effect. Which lines these are differs from verb to verb. A line that runs several times is interrupted at one of them, at
-    random or with ``first_time`` at the first, which may be before the verb has its lock."""
+    """Interrupt a verb at every ``stride``-th of its lines, and at every eighth of the files
+    ``closer``; how often that took effect.
+
+    Which lines these are differs from verb to verb. A line that runs several times is interrupted
+    at one of them, at random or with ``first_time`` at the first, which may be before the verb has
+    its lock.
+    """
     if verb is look_and_write and not hasattr(bed.llm._engine.runner.state, "layer_ids"):
         pytest.skip("no attention layer to write into")
     for _ in range(2):  # once for what is made at the first use only
@@ -272,7 +284,9 @@ def test_a_sample_of_all_lines(bed: Bed, verb: Callable[[Bed], None]) -> None:
 
 
 def test_a_session_stays_held_whenever_it_is_looked_up(bed: Bed) -> None:
-    """At every one of the times that these lines run, also before the parameters of a call are checked."""
+    """At every one of the times that these lines run, also before the parameters of a call are
+    checked.
+    """
     fresh(bed)
     counts = {line: count for line, count in lines_of(lambda: go_on(bed)).items() if line[0].co_name == "hold"}
     assert sum(counts.values()) >= 6
@@ -321,7 +335,8 @@ def interrupted_at_random(bed: Bed, rounds: int, seed: int) -> int:
                 rung += 1
             except QuireError as error:
                 raise AssertionError(f"round {number}, {verb.__name__}: {error}") from error
-            # What belongs to nobody any more goes with the next step or call, if its finaliser was interrupted.
+            # What belongs to nobody any more goes with the next step or call, if its finaliser was
+            # interrupted.
             engine_of(bed.llm).orphans.bury()
             bed.llm.executor.pool.sweep()
             check(bed.llm)
@@ -389,7 +404,9 @@ def test_verbs_of_a_state_by_hand(make_llm: MakeLLM, checkpoints: dict[str, Chec
 
 
 def test_a_logits_processor_is_interrupted_where_it_is(bed: Bed) -> None:
-    """Code of the user is no change of ours: Ctrl-C reaches it at once, and its request ends as cancelled."""
+    """Code of the user is no change of ours: Ctrl-C reaches it at once, and its request ends as
+    cancelled.
+    """
     fresh(bed)
     ended = []
 
@@ -438,8 +455,9 @@ def test_an_interrupt_takes_effect_after_the_step(bed: Bed, monkeypatch: pytest.
 def test_what_nobody_holds_any_more_is_ended_by_the_next_step(
     bed: Bed, interrupted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the garbage collector comes in the middle of something, which leaves it no lock; and where a signal comes into its
-    finaliser before that has done anything."""
+    """Where the garbage collector comes in the middle of something, which leaves it no lock; and
+    where a signal comes into its finaliser before that has done anything.
+    """
     fresh(bed)
     if interrupted:
         for kind in (Session, SessionStream):

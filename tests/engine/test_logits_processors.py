@@ -1,4 +1,6 @@
-"""Logits processors: what they are given, when, and that one that fails concerns its own request only."""
+"""Logits processors: what they are given, when, and that one that fails concerns its own request
+only.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ def test_what_they_are_given(llm: LLM, checkpoint: Checkpoint) -> None:
 
 
 def test_order(small: LLM, llama: Checkpoint) -> None:
-    """After bias, penalties and the ban of end tokens; before temperature and the filters; one after the other."""
+    """After bias, penalties and the ban of end tokens; before temperature and the filters; one
+    after the other.
+    """
     seen: list[Tensor] = []
 
     def look(_: list[int], logits: Tensor) -> Tensor:
@@ -112,7 +116,9 @@ def test_the_same_as_logit_bias(small: LLM) -> None:
 
 
 def test_samples_and_preemption(make_llm: MakeLLM, llama: Checkpoint) -> None:
-    """Each sample shows its own tokens, and a request that is computed again is not shown them twice."""
+    """Each sample shows its own tokens, and a request that is computed again is not shown them
+    twice.
+    """
 
     def alternate(token_ids: list[int], logits: Tensor) -> Tensor:
         # A token may not be drawn a second time.
@@ -174,7 +180,9 @@ def test_one_that_fails_ends_its_request(small: LLM, llama: Checkpoint, processo
 
 
 def test_what_is_left_is_for_the_last(small: LLM) -> None:
-    """One may take every token away if a later one gives some back; the first that does is named if none does."""
+    """One may take every token away if a later one gives some back; the first that does is named if
+    none does.
+    """
 
     def nothing(_: list[int], logits: Tensor) -> Tensor:
         return logits.fill_(-torch.inf)
@@ -202,7 +210,8 @@ def test_interrupt_goes_through(small: LLM, llama: Checkpoint) -> None:
 
 
 def test_they_cannot_run_the_engine(small: LLM, llama: Checkpoint) -> None:
-    """A step within a step would run tokens twice; it is refused, and the refusal ends the request."""
+    """A step within a step would run tokens twice; it is refused, and the refusal ends
+    the request."""
 
     def nested(_: list[int], logits: Tensor) -> Tensor:
         small.generate([1, 2, 3], greedy(1))

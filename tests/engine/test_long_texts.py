@@ -28,7 +28,7 @@ BOUNDED = ("byte_level", "sentencepiece", "gemma")
 """Kinds of which every token stands for a bounded part of a text."""
 USER = {"role": "user", "content": "hello"}
 
-# -- how much a token stands for -----------------------------------------------------------------------------
+# -- how much a token stands for -------------------------------------------------------------------
 
 
 def test_which_tokenizers_have_a_bound() -> None:
@@ -73,7 +73,7 @@ def test_what_drops_text_has_no_bound() -> None:
         assert longest_token(backend) is None
 
 
-# -- refused before they are tokenised -----------------------------------------------------------------------
+# -- refused before they are tokenised -------------------------------------------------------------
 
 
 @pytest.fixture
@@ -125,7 +125,7 @@ def test_behind_a_window_any_text_fits(python_llm: LLM) -> None:
         assert session._encode(text)[0].size > 512
 
 
-# -- templates -----------------------------------------------------------------------------------------------
+# -- templates -------------------------------------------------------------------------------------
 
 LOOPS = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
@@ -152,7 +152,7 @@ def test_templates_end_with_their_call() -> None:
     assert next(looks, None) is None
 
 
-# -- turns ---------------------------------------------------------------------------------------------------
+# -- turns -----------------------------------------------------------------------------------------
 
 
 def test_one_long_text_at_a_time() -> None:
@@ -215,7 +215,7 @@ def test_a_call_that_was_given_up_does_not_tokenise() -> None:
     asyncio.run(run())
 
 
-# -- sessions ------------------------------------------------------------------------------------------------
+# -- sessions --------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -1,4 +1,6 @@
-"""Prompts with embeddings at placeholders, in ``generate`` and in sessions, against transformers with ``inputs_embeds``."""
+"""Prompts with embeddings at placeholders, in ``generate`` and in sessions, against transformers
+with ``inputs_embeds``.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,9 @@ IDS = [*random_tokens(9), -1, -1, -1, *random_tokens(5, seed=1)]
 
 @pytest.mark.parametrize("budget", [3, 64])
 def test_mixed_batches(make_llm: MakeLLM, bed: Checkpoint, budget: int) -> None:
-    """Beside plain prompts, in chunks that divide an image, with other images at the same placeholders."""
+    """Beside plain prompts, in chunks that divide an image, with other images at the same
+    placeholders.
+    """
     llm = make_llm(bed, kv_cache_memory="4MiB", page_size=4, max_num_batched_tokens=budget, max_num_seqs=3)
     width = width_of(bed)
     first, second = rows_of(3, 1, width), rows_of(3, 2, width)
@@ -139,12 +143,13 @@ def test_preempted_and_computed_again(make_llm: MakeLLM, llama: Checkpoint) -> N
         assert continues(llama, IDS, one, found)
 
 
-# -- sessions --------------------------------------------------------------------------------------------------
+# -- sessions --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", range(2))
 def test_sessions_at_random(make_llm: MakeLLM, bed: Checkpoint, seed: int) -> None:
-    """Append text and images, generate, fork, rewind, lose the state: each goes on as a fresh run."""
+    """Append text and images, generate, fork, rewind, lose the state: each goes on as a
+    fresh run."""
     llm = make_llm(bed, kv_cache_memory="4MiB", page_size=4, max_num_batched_tokens=7, max_num_seqs=3)
     dice, width = random.Random(seed), width_of(bed)
     held: list[tuple[Any, list[int], list[Tensor]]] = [(llm.session(), [], [])]
@@ -253,7 +258,7 @@ def test_windowed_sessions(small: LLM) -> None:
     assert session.generate(greedy(6)).outputs[0].token_ids == found
 
 
-# -- refusals --------------------------------------------------------------------------------------------------
+# -- refusals --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

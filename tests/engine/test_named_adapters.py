@@ -1,4 +1,6 @@
-"""Adapters by name: loaded, used, unloaded and loaded again, while others run, from good directories and bad ones."""
+"""Adapters by name: loaded, used, unloaded and loaded again, while others run, from good
+directories and bad ones.
+"""
 
 from __future__ import annotations
 
@@ -152,7 +154,9 @@ def test_every_verb_takes_a_name(
 
 
 def test_a_twin_without_a_name(make_llm: MakeLLM, llama: Checkpoint, directories: dict[str, Path]) -> None:
-    """The same adapter was loaded into the executor first: files open under the one that users know by name."""
+    """The same adapter was loaded into the executor first: files open under the one that users know
+    by name.
+    """
     llm = make_llm(llama)
     nameless = llm.executor.load_lora(ModelAssets(path=directories["one"]))
     llm.load_adapter("x", directories["one"])
@@ -233,7 +237,7 @@ def test_a_thousand_loads_leave_nothing_behind(
     assert engine_of(llm).runner.state.empty()
 
 
-# -- wrong input -----------------------------------------------------------------------------------------------------
+# -- wrong input -----------------------------------------------------------------------------------
 
 
 def test_names(make_llm: MakeLLM, llama: Checkpoint, directories: dict[str, Path]) -> None:
@@ -301,7 +305,9 @@ def test_a_bad_adapter_at_the_start_gives_everything_back(
 
 
 def test_a_model_that_cannot(tmp_path: Path, directories: dict[str, Path]) -> None:
-    """A model that runs through transformers' layers refuses all; it never answers as the base model."""
+    """A model that runs through transformers' layers refuses all; it never answers as the base
+    model.
+    """
     from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
     torch.manual_seed(0)
@@ -316,7 +322,7 @@ def test_a_model_that_cannot(tmp_path: Path, directories: dict[str, Path]) -> No
             llm.generate([1, 2], greedy(1), adapter="one")
 
 
-# -- AsyncLLM --------------------------------------------------------------------------------------------------------
+# -- AsyncLLM --------------------------------------------------------------------------------------
 
 
 def test_async(llama: Checkpoint, directories: dict[str, Path], texts: dict[str | None, list[int]]) -> None:

@@ -1,4 +1,6 @@
-"""Who has the pages: free, evictable, held, pinned, against a naive count and against giving up all that can be."""
+"""Who has the pages: free, evictable, held, pinned, against a naive count and against giving up all
+that can be.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ def naive(llm: LLM) -> PageUse:
 
 
 class Traffic:
-    """Random use of an LLM: requests half way and finished, sessions of all kinds, on prompts with common beginnings."""
+    """Random use of an LLM: requests half way and finished, sessions of all kinds, on prompts with
+    common beginnings.
+    """
 
     def __init__(self, llm: LLM, seed: int) -> None:
         self.llm, self.engine, self.draw = llm, engine_of(llm), random.Random(seed)
@@ -143,7 +147,9 @@ class Traffic:
 
 
 def checked(llm: LLM, seed: int, steps: int) -> None:
-    """Count after each of ``steps`` random operations, then give up all that can be and see what is left."""
+    """Count after each of ``steps`` random operations, then give up all that can be and see what is
+    left.
+    """
     traffic, engine = Traffic(llm, seed), engine_of(llm)
     traffic.session(pin=True)
     seen: set[str] = set()

@@ -1,5 +1,6 @@
-"""Pinned sessions of an account never hold more than its share, nor all together more than theirs, at any step; and what is refused
-changes nothing."""
+"""Pinned sessions of an account never hold more than its share, nor all together more than theirs,
+at any step; and what is refused changes nothing.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ from .conftest import Checkpoint, MakeLLM, check, engine_of, greedy, random_toke
 
 
 def pages_of(llm: LLM, sessions: Iterable[Session]) -> list[int]:
-    """Different pages of each pool that sessions hold now, counted page by page; of recurrent states the present ones."""
+    """Different pages of each pool that sessions hold now, counted page by page; of recurrent
+    states the present ones.
+    """
     engine = engine_of(llm)
     state = engine.runner.state
     seqs = []
@@ -149,7 +152,9 @@ def test_no_step_passes_a_share_of_states(make_llm: MakeLLM, hybrid: Checkpoint)
 
 
 def test_windows_count_what_they_keep(make_llm: MakeLLM, llama: Checkpoint) -> None:
-    """A session that runs on for ever holds no more than its window, and that is what its account is asked for."""
+    """A session that runs on for ever holds no more than its window, and that is what its account
+    is asked for.
+    """
     llm = make_llm(llama, pool=480, page_size=4, max_num_batched_tokens=24)
     account = PinAccount(share=0.2, total=1.0)
     with llm.session(random_tokens(40), window=32, sink=4) as session:

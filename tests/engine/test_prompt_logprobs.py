@@ -69,7 +69,9 @@ def test_what_is_cached_runs_again(make_llm: MakeLLM, llama: Checkpoint) -> None
 
 
 def test_equal_prompts_at_once(make_llm: MakeLLM, llama: Checkpoint) -> None:
-    """Those that want log-probabilities do not wait for another's prompt, since they could not use it."""
+    """Those that want log-probabilities do not wait for another's prompt, since they could not use
+    it.
+    """
     llm = make_llm(llama)
     recorder = record(llm)
     params = [greedy(2), greedy(2, prompt_logprobs=1), greedy(2, prompt_logprobs=3), greedy(2)]
@@ -94,7 +96,9 @@ def test_in_chunks(make_llm: MakeLLM, llama: Checkpoint, budget: int) -> None:
 
 
 def test_rows_of_a_step_are_bounded(make_llm: MakeLLM, llama: Checkpoint) -> None:
-    """Logits of prompts are rows of the whole vocabulary: never more than a chunk of them at a time, and nobody waits for ever."""
+    """Logits of prompts are rows of the whole vocabulary: never more than a chunk of them at a
+    time, and nobody waits for ever.
+    """
     llm = make_llm(llama)
     recorder = record(llm)
     prompts = [random_tokens(length, seed=length) for length in (200, 180, 90, 50, 201)]

@@ -1,4 +1,6 @@
-"""Models with recurrent layers in the engine: what a turn runs again, what is refused, what is said about it."""
+"""Models with recurrent layers in the engine: what a turn runs again, what is refused, what is said
+about it.
+"""
 
 from __future__ import annotations
 
@@ -166,7 +168,7 @@ def test_inspection_shows_states(make_llm: MakeLLM, hybrid: Checkpoint, tmp_path
     assert "recurrent, states of " in printed
 
 
-# -- what layers remember, read and written ------------------------------------------------------------------
+# -- what layers remember, read and written --------------------------------------------------------
 
 
 def recurrent_layers(llm: LLM) -> list[int]:
@@ -194,7 +196,9 @@ def test_states_of_a_session_are_those_before_its_last_token(make_llm: MakeLLM, 
 
 
 def test_states_of_another_session_take_their_place(make_llm: MakeLLM, hybrid: Checkpoint) -> None:
-    """A session with all that another remembers continues as that one does, and its forks with it; others do not change."""
+    """A session with all that another remembers continues as that one does, and its forks with it;
+    others do not change.
+    """
     llm = make_llm(hybrid, kv_cache_memory="4MiB")
     mine, theirs, last = random_tokens(30), random_tokens(30, seed=5), [7]
     one, other, bystander = llm.session([*mine, *last]), llm.session([*theirs, *last]), llm.session([*mine, *last])

@@ -94,7 +94,8 @@ def test_dtype(make_llm: MakeLLM, llama: Checkpoint) -> None:
     refused(exact, data, InvalidArgument, "bfloat16.*float32.*convert_dtype")
     loaded = exact.session_from_bytes(data, convert_dtype=True)
     assert loaded.tokens == PROMPT
-    # V of the first layer depends on nothing that was stored, so one rounding to the nearest bfloat16 is all.
+    # V of the first layer depends on nothing that was stored, so one rounding to the nearest
+    # bfloat16 is all.
     rounding = torch.finfo(torch.bfloat16).eps / 2 + 8 * torch.finfo(torch.float32).eps
     torch.testing.assert_close(loaded.kv(0)["v"][:39], exact.session(PROMPT).kv(0)["v"][:39], rtol=rounding, atol=0)
     # What went through bfloat16 is nobody's prefix.

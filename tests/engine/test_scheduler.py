@@ -78,7 +78,9 @@ class Pages:
 
 
 class World:
-    """A scheduler with its state, a cache, and a loop that appends a token to whatever has run completely."""
+    """A scheduler with its state, a cache, and a loop that appends a token to whatever has run
+    completely.
+    """
 
     def __init__(
         self,
@@ -334,7 +336,7 @@ def test_random_load_finishes() -> None:
         assert all(request.status is Status.FINISHED for request in targets)
 
 
-# -- adapters ------------------------------------------------------------------------------------------------
+# -- adapters --------------------------------------------------------------------------------------
 
 
 def under(*runs: tuple[int, int | None]) -> AdapterRuns:

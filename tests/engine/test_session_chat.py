@@ -1,4 +1,6 @@
-"""Chats in a session: its tokens are those of a stateless chat of all turns, and only new ones are run."""
+"""Chats in a session: its tokens are those of a stateless chat of all turns, and only new ones are
+run.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,9 @@ def test_turns(chatty: LLM) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_the_text_of_an_answer_says_can_be_told(chatty: LLM, stream: bool) -> None:
-    """The next turn's template gets the message, and what comes behind the answer joins its content."""
+    """The next turn's template gets the message, and what comes behind the answer joins its
+    content.
+    """
 
     def read(text: str) -> dict[str, str]:
         texts.append(text)

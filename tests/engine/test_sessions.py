@@ -290,7 +290,7 @@ def test_stop_tokens_stay_out(llm: LLM, checkpoint: Checkpoint) -> None:
     assert session.generate(greedy(3)).outputs[0].token_ids == checkpoint.greedy(prompt + tokens[:count], 3)
 
 
-# -- kv ------------------------------------------------------------------------------------------------------
+# -- kv --------------------------------------------------------------------------------------------
 
 
 def test_kv_is_that_of_transformers(llm: LLM, checkpoint: Checkpoint) -> None:
@@ -367,7 +367,7 @@ def test_written_state_is_never_computed_again(make_llm: MakeLLM, llama: Checkpo
     assert answers[0] == answers[1] != llama.greedy(prompt, 10)
 
 
-# -- memory --------------------------------------------------------------------------------------------------
+# -- memory ----------------------------------------------------------------------------------------
 
 
 def test_idle_sessions_are_dropped_and_come_back(make_llm: MakeLLM, checkpoint: Checkpoint) -> None:
@@ -514,7 +514,7 @@ def test_after_the_llm_is_closed(make_llm: MakeLLM, llama: Checkpoint) -> None:
     session.close()
 
 
-# -- threads -------------------------------------------------------------------------------------------------
+# -- threads ---------------------------------------------------------------------------------------
 
 
 def test_many_threads(llm: LLM, checkpoint: Checkpoint) -> None:
@@ -600,7 +600,7 @@ def test_cancel_from_another_thread(small: LLM, monkeypatch: pytest.MonkeyPatch)
     check(small)
 
 
-# -- text and chat -------------------------------------------------------------------------------------------
+# -- text and chat ---------------------------------------------------------------------------------
 
 
 def test_text(python_llm: LLM) -> None:
@@ -630,7 +630,7 @@ def test_a_stop_string_stays_out_of_the_session(python_llm: LLM) -> None:
     check(python_llm)
 
 
-# -- how they look ---------------------------------------------------------------------------------------------
+# -- how they look ---------------------------------------------------------------------------------
 
 
 def test_repr(python_llm: LLM) -> None:
@@ -656,7 +656,9 @@ def test_repr(python_llm: LLM) -> None:
 
 
 def test_repr_never_waits_and_never_raises(small: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another thread is in the middle of a step; a model without tokenizer; a tokenizer that fails; a closed LLM."""
+    """Another thread is in the middle of a step; a model without tokenizer; a tokenizer that fails;
+    a closed LLM.
+    """
     session = small.session(random_tokens(5))
     assert repr(session) == "<Session of 5 tokens, 1 pages (0 shared)>"
     held, go = threading.Event(), threading.Event()

@@ -1,4 +1,6 @@
-"""Slow grammars: their masks are made beside the engine, others go on meanwhile, and every text is what it is without."""
+"""Slow grammars: their masks are made beside the engine, others go on meanwhile, and every text is
+what it is without.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,7 @@ def begun(engine: Engine, *requests: SequenceRequest) -> None:
     raise AssertionError("a prompt of 20 tokens takes no 4 steps")
 
 
-# -- what is generated ---------------------------------------------------------------------------------------------
+# -- what is generated -----------------------------------------------------------------------------
 
 
 def test_the_same_whether_slow_or_not(make_llm: MakeLLM, model: Spelled, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,7 +158,7 @@ def test_slow_is_what_takes_long(make_llm: MakeLLM, model: Spelled, monkeypatch:
     assert matcher.slow, "a look at a token counts as well"
 
 
-# -- others --------------------------------------------------------------------------------------------------------
+# -- others ----------------------------------------------------------------------------------------
 
 
 def test_others_go_on_while_a_mask_is_made(
@@ -230,7 +232,9 @@ def test_it_may_end_while_its_mask_is_made(
 def test_with_nothing_else_to_do_it_waits(
     make_llm: MakeLLM, model: Spelled, all_slow: None, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The engine does not turn in circles: each step that ran nothing has waited, without the engine's lock."""
+    """The engine does not turn in circles: each step that ran nothing has waited, without the
+    engine's lock.
+    """
     llm = make_llm(model.checkpoint)
     engine = engine_of(llm)
     slow = submit(engine, greedy(4, structured_outputs={"regex": "[ab]+"}))
@@ -283,7 +287,7 @@ def test_who_waits_for_a_mask_takes_no_seat(
     check(llm)
 
 
-# -- the share -----------------------------------------------------------------------------------------------------
+# -- the share -------------------------------------------------------------------------------------
 
 
 def test_slow_grammars_rest_for_others() -> None:

@@ -1,4 +1,6 @@
-"""Metadata of state files that strangers wrote: what is malformed is refused, with its field, before it costs anything."""
+"""Metadata of state files that strangers wrote: what is malformed is refused, with its field,
+before it costs anything.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ def the_field(path: tuple[str | int, ...]) -> str:
 
 
 def loads(llm: LLM, data: bytes, where: str) -> None:
-    """It is refused with one of the two errors, or it is a session whose next token needs no others."""
+    """It is refused with one of the two errors, or it is a session whose next token needs no
+    others.
+    """
     try:
         session = llm.session_from_bytes(data)
     except (InvalidArgument, DataLoss):
@@ -104,7 +108,9 @@ def test_any_value_anywhere(python_llm: LLM, windowed: bytes, data: st.DataObjec
 
 
 def test_a_state_shorter_than_its_tokens_is_refused(python_llm: LLM, windowed: bytes) -> None:
-    """A window hides how many tokens there are; whoever loaded such a file would have to run all of them."""
+    """A window hides how many tokens there are; whoever loaded such a file would have to run all of
+    them.
+    """
     tokens = metadata_of(windowed)["tokens"] * 5000
     given = changed(changed(windowed, ("tokens",), tokens), ("positions",), [0, len(tokens)])
     with pytest.raises(DataLoss, match=rf"the state of \d+ tokens and names {len(tokens)}"):
@@ -138,7 +144,9 @@ def test_headers_of_containers_are_refused_before_they_are_parsed(python_llm: LL
 
 
 def test_headers_are_as_large_as_the_model_needs(python_llm: LLM, plain: bytes) -> None:
-    """Limits are those of the layers, not of the format: the format allows a million arrays and 100 MB."""
+    """Limits are those of the layers, not of the format: the format allows a million arrays and 100
+    MB.
+    """
     for bomb, what in (
         ("[" + "[]," * 20_000 + "0]", "arrays and objects"),
         ("[" + "1," * (saved_sessions.LONGEST + 100_000) + "0]", "values"),

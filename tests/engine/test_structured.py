@@ -1,4 +1,6 @@
-"""Structured outputs against masks by brute force: every token of the vocabulary is tried on every beginning of every text."""
+"""Structured outputs against masks by brute force: every token of the vocabulary is tried on every
+beginning of every text.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,7 @@ def spelled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Spelled
     return get
 
 
-# -- languages ---------------------------------------------------------------------------------------------------
+# -- languages -------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -330,7 +332,7 @@ def test_white_space_has_an_end(make_llm: MakeLLM, spelled: Callable[[str], Spel
         assert any(c.isspace() for c in output.outputs[0].text) == (wanted is schema)
 
 
-# -- nothing else changes it ---------------------------------------------------------------------------------------
+# -- nothing else changes it -----------------------------------------------------------------------
 
 
 def mixed(seed: int) -> list[SamplingParams]:
@@ -433,7 +435,7 @@ def test_a_special_token_that_the_grammar_names(make_llm: MakeLLM, spelled: Call
     assert llm.generate("x", params)[0].outputs[0].text == "<|im_start|>"
 
 
-# -- what goes wrong -----------------------------------------------------------------------------------------------
+# -- what goes wrong -------------------------------------------------------------------------------
 
 LONE = "\ud800"
 CIRCULAR: dict[str, Any] = {}
@@ -543,7 +545,9 @@ def test_a_dead_end_ends_one_request(make_llm: MakeLLM, spelled: Callable[[str],
 
 
 def test_what_cannot_be_spelled_cannot_be_added(make_llm: MakeLLM, spelled: Callable[[str], Spelled]) -> None:
-    """The text is whole, more is allowed but cannot be said: EOS ends it, and without EOS it ends by itself."""
+    """The text is whole, more is allowed but cannot be said: EOS ends it, and without EOS it ends
+    by itself.
+    """
     model = spelled("metaspace")
     llm = make_llm(model.checkpoint)
     params = greedy(9, ignore_eos=False, structured_outputs={"regex": "lazy(€)?"})
@@ -630,7 +634,9 @@ def test_masks_of_many_are_those_of_each(spelled: Callable[[str], Spelled], thre
 
 @pytest.mark.parametrize("spelling", ["byte_level", "gemma"])
 def test_what_is_accepted_is_what_masks_allow(spelled: Callable[[str], Spelled], spelling: str) -> None:
-    """Token by token, at every point of random texts; only where a text may end the mask knows more."""
+    """Token by token, at every point of random texts; only where a text may end the mask knows
+    more.
+    """
     model = spelled(spelling)
     from quire.engine.tokenizer import Tokenizer
 
@@ -660,7 +666,9 @@ def test_what_is_accepted_is_what_masks_allow(spelled: Callable[[str], Spelled],
     ids=["numbers", "items", "signs"],
 )
 def test_all_choices_can_be_written(spelled: Callable[[str], Spelled], choices: list[str]) -> None:
-    """Many that begin alike, and signs that a grammar's strings do not have; masks against a search among all."""
+    """Many that begin alike, and signs that a grammar's strings do not have; masks against a search
+    among all.
+    """
     model = spelled("byte_level")
     from quire.engine.tokenizer import Tokenizer
 

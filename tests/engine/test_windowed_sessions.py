@@ -1,4 +1,6 @@
-"""Sessions with a window and a sink of their own: against StreamingLLM as it is defined, and endless."""
+"""Sessions with a window and a sink of their own: against StreamingLLM as it is defined, and
+endless.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ WINDOW, SINK = 20, 3
 
 
 class StreamingPass:
-    """Each query attends to the sink and the last tokens, all keys rotated anew at their place in that cache."""
+    """Each query attends to the sink and the last tokens, all keys rotated anew at their place in
+    that cache.
+    """
 
     def __init__(self, llm: LLM, length: int) -> None:
         self.specs = engine_of(llm).runner.model.layer_specs
@@ -94,7 +98,8 @@ def test_rewind_within_and_behind_the_window(make_llm: MakeLLM, llama: Checkpoin
         child = session.fork()
         cost = child.rewind_cost(to)
         assert child.rewind(to=to) == cost
-        # The last forward began at 78, its window at 62, in the page of 60; behind 60 + 16 all is held. In the sink, too.
+        # The last forward began at 78, its window at 62, in the page of 60; behind 60 + 16 all is
+        # held. In the sink, too.
         assert (cost == 0) == (to >= 76 or to <= SINK)
         found = child.generate(greedy(6)).outputs[0].token_ids
         assert continues(llm, session.tokens[:to], found)

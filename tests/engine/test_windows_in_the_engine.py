@@ -16,7 +16,9 @@ from .conftest import EOS, Checkpoint, MakeLLM, assert_near, check, engine_of, g
 @pytest.mark.parametrize("family", ["mistral", "gemma3"])
 @pytest.mark.parametrize("seed", range(3))
 def test_tight_pools_fail_nobody(make_llm: MakeLLM, checkpoints: dict[str, Checkpoint], family: str, seed: int) -> None:
-    """A request that finds no room leaves a fork of a running one behind; that must not cost the running one its page."""
+    """A request that finds no room leaves a fork of a running one behind; that must not cost the
+    running one its page.
+    """
     checkpoint, rng = checkpoints[family], random.Random(seed)
     llm = make_llm(checkpoint, pool=rng.choice([96, 110, 140]), page_size=rng.choice([1, 4, 32]), max_num_seqs=4)
     base = random_tokens(60, seed=seed)
@@ -59,7 +61,9 @@ def test_a_refused_turn_leaves_a_written_session_usable(make_llm: MakeLLM, check
 
 
 def test_a_stop_string_that_a_window_cannot_take_back(make_llm: MakeLLM, checkpoints: dict[str, Checkpoint]) -> None:
-    """A written session goes back to where the generation began, and computes what stays of it again."""
+    """A written session goes back to where the generation began, and computes what stays of it
+    again.
+    """
     llm = make_llm(checkpoints["mistral"], page_size=1)
     session = llm.session(random_tokens(60))
     session.set_kv(0, v=torch.zeros(5, 2, 16), start=50)
@@ -123,7 +127,9 @@ def test_a_window_longer_than_the_context_needs_no_room(
 def test_a_rewind_from_which_a_written_session_could_not_go_on_is_refused(
     make_llm: MakeLLM, checkpoints: dict[str, Checkpoint]
 ) -> None:
-    """The last token runs again for whatever comes; where windows have let go of what that needs, nothing can follow."""
+    """The last token runs again for whatever comes; where windows have let go of what that needs,
+    nothing can follow.
+    """
     llm = make_llm(checkpoints["gemma3"], page_size=4)
     refused = 0
     for to in range(1, 44):

@@ -1,7 +1,8 @@
 """Tiny random models, executors over small pools, and what a refused call must leave alone.
 
-Tolerances: both sides compute in float32, so they may differ by rounding that grows with the length of the sums. With
-L layers of width E and H hidden units, logits of magnitude A agree within ``A * eps * L * (E + H)``.
+Tolerances: both sides compute in float32, so they may differ by rounding that grows with the length
+of the sums. With L layers of width E and H hidden units, logits of magnitude A agree within ``A *
+eps * L * (E + H)``.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ from quire.runner.local import LocalRunner
 VOCAB, LAYERS, WIDTH, HIDDEN, CONTEXT, PAGE = 97, 3, 32, 56, 128, 4
 FAMILIES = ("Llama", "Qwen3")
 RECURRENT_KINDS = ("mamba2", "qwen3-next", "lfm2", "falcon-h1")
-"""Recurrent layers alone; gated delta rule and attention; short convolutions and attention; both in each block."""
+"""Recurrent layers alone; gated delta rule and attention; short convolutions and attention; both in
+each block.
+"""
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,9 @@ def assert_close(found: Tensor, expected: Tensor) -> None:
 
 
 def make_tiny(family: str, path: Path, **fields: Any) -> Tiny:
-    """A random model of ``family``, saved to ``path``; ``fields`` are further ones of its configuration."""
+    """A random model of ``family``, saved to ``path``; ``fields`` are further ones of its
+    configuration.
+    """
     sizes: dict[str, Any] = {
         "vocab_size": VOCAB,
         "hidden_size": WIDTH,
@@ -112,7 +117,9 @@ def llama(tinies: dict[str, Tiny]) -> Tiny:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long sweeps run over the first two kinds, and over the others among the slow ones; random calls meet all of them."""
+    """Long sweeps run over the first two kinds, and over the others among the slow ones; random
+    calls meet all of them.
+    """
     for item in items:
         if item.get_closest_marker("sweep") and item.callspec.params["hybrid"] in RECURRENT_KINDS[2:]:  # type: ignore[attr-defined]
             item.add_marker(pytest.mark.slow)

@@ -1,7 +1,8 @@
-"""Tiny models with recurrent layers, their executors, and what every verb must agree with: a fresh run of the same tokens.
+"""Tiny models with recurrent layers, their executors, and what every verb must agree with: a fresh
+run of the same tokens.
 
-Tolerance: what float32 itself explains, measured on transformers' own run (``tests.exact.Float32Bound``), twice, since two runs
-are compared.
+Tolerance: what float32 itself explains, measured on transformers' own run
+(``tests.exact.Float32Bound``), twice, since two runs are compared.
 """
 
 from __future__ import annotations

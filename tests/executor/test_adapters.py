@@ -1,7 +1,8 @@
-"""Adapters through every verb: the executor against the definition, which is one token after the other with merged weights.
+"""Adapters through every verb: the executor against the definition, which is one token after the
+other with merged weights.
 
-Tolerances: of the plain model those of ``conftest``, of recurrent ones those of ``recurrent``. Adding a term of low rank to a
-result rounds no more than the model's own sums do.
+Tolerances: of the plain model those of ``conftest``, of recurrent ones those of ``recurrent``.
+Adding a term of low rank to a result rounds no more than the model's own sums do.
 
 Letters: R rank; I input, O output features; V vocabulary.
 """
@@ -67,7 +68,9 @@ RANK = 4
 
 
 def random_adapter(model: LoadedModel, seed: int, name: str = "", rank: int = RANK) -> Adapter:
-    """It changes every linear map of the model, the lower half of its outputs and the upper half apart."""
+    """It changes every linear map of the model, the lower half of its outputs and the upper half
+    apart.
+    """
     generator = torch.Generator().manual_seed(seed)
     updates = []
     for linear, found in sorted(linears_of(model).items()):
@@ -154,7 +157,7 @@ def two(llama: Tiny) -> tuple[Adapter, Adapter]:
 IDS = some_ids(11, 5)
 
 
-# -- every verb ----------------------------------------------------------------------------------------------------------
+# -- every verb ------------------------------------------------------------------------------------
 
 
 def test_prefill_and_decode_are_the_merged_model(llama: Tiny, ex: Executor, two: tuple[Adapter, Adapter]) -> None:
@@ -197,7 +200,9 @@ def test_the_other_face(llama: Tiny, ex: Executor, two: tuple[Adapter, Adapter])
 def test_padded_prompts_under_an_adapter_that_changes_the_head(
     llama: Tiny, ex: Executor, two: tuple[Adapter, Adapter], chunk: int
 ) -> None:
-    """Their logits are written to their places, and the head's terms belong to the rows of the whole forward."""
+    """Their logits are written to their places, and the head's terms belong to the rows of the
+    whole forward.
+    """
     ex.prefill_chunk_size = chunk
     a = load(ex, two[0])
     mask = torch.tensor([[1] * 6, [0] * 4 + [1] * 2])
@@ -301,7 +306,7 @@ def test_a_cache_goes_on_under_another_adapter(llama: Tiny, ex: Executor, two: t
         assert cache.adapters == {name for _, name in pieces if name is not None}
 
 
-# -- refusals --------------------------------------------------------------------------------------------------------------
+# -- refusals --------------------------------------------------------------------------------------
 
 
 def every_verb(ex: Executor, cache: KVCache, name: Any) -> list[Callable[[], object]]:
@@ -436,7 +441,7 @@ def test_after_shutdown(llama: Tiny, two: tuple[Adapter, Adapter]) -> None:
     assert "load_lora" not in dict(ex.capabilities().refusals)
 
 
-# -- the record --------------------------------------------------------------------------------------------------------------
+# -- the record ------------------------------------------------------------------------------------
 
 
 def mixed(ex: Executor, a: int, b: int) -> KVCache:
@@ -533,7 +538,7 @@ def executor_of_plain(ex: Executor, ids: Sequence[int]) -> Tensor:
     return output.logits
 
 
-# -- bytes -------------------------------------------------------------------------------------------------------------------
+# -- bytes -----------------------------------------------------------------------------------------
 
 
 def test_round_trip(llama: Tiny, ex: Executor, two: tuple[Adapter, Adapter]) -> None:
@@ -640,7 +645,7 @@ def test_a_tree_outlives_its_adapter(ex: Executor, two: tuple[Adapter, Adapter])
         assert file.metadata["adapters"] == [[[0, None], [len(IDS), two[0].fingerprint]]]
 
 
-# -- recurrent rows ------------------------------------------------------------------------------------------------------------
+# -- recurrent rows --------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -758,7 +763,9 @@ def test_states_that_nobody_could_make_again_are_kept(hybrid: Hybrid, pair: tupl
 
 
 def test_speculation_that_runs_again(hybrid: Hybrid, pair: tuple[Adapter, Adapter]) -> None:
-    """With no slot for the state behind each draft, the accepted tokens run once more by themselves."""
+    """With no slot for the state behind each draft, the accepted tokens run once more by
+    themselves.
+    """
     ex = executor_of(hybrid.model, states=5)
     a = load(ex, pair[0])
     ids = hybrid.tokens[:6]
@@ -772,7 +779,7 @@ def test_speculation_that_runs_again(hybrid: Hybrid, pair: tuple[Adapter, Adapte
     assert found.kv_cache.cache.rows[0].runs == AdapterRuns(((0, a), (7, None)))  # type: ignore[attr-defined]
 
 
-# -- random calls ------------------------------------------------------------------------------------------------------------
+# -- random calls ----------------------------------------------------------------------------------
 
 
 class Machine:
@@ -892,7 +899,7 @@ def test_random_calls_on_recurrent_rows(hybrid: Hybrid, given: dict[str, Any]) -
     assert machine.ex.metrics().replayed_tokens > 0
 
 
-# -- files -------------------------------------------------------------------------------------------------------------------
+# -- files -----------------------------------------------------------------------------------------
 
 
 def test_load_lora_refuses_what_is_no_adapter(ex: Executor, tmp_path: Path) -> None:

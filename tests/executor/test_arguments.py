@@ -1,7 +1,9 @@
-"""Every public verb refuses arguments of wrong types with an error that names the argument, and changes nothing.
+"""Every public verb refuses arguments of wrong types with an error that names the argument, and
+changes nothing.
 
-The calls are generated: each verb of each class below, each of its parameters, each wrong value. What a parameter takes is
-read from the text of its annotation here, and not by the code that checks it.
+The calls are generated: each verb of each class below, each of its parameters, each wrong value.
+What a parameter takes is read from the text of its annotation here, and not by the code that checks
+it.
 """
 
 from __future__ import annotations
@@ -61,7 +63,9 @@ TAKEN = {
     "Tensor": ("Tensor",),
     "object": (),
 }
-"""Words of an annotation that mean that a value of this kind is taken, or refused for other reasons than its type."""
+"""Words of an annotation that mean that a value of this kind is taken, or refused for other reasons
+than its type.
+"""
 LATENT = LatentAttention(num_heads=2, row_dim=4, value_dim=2)
 ATTENTION = FullAttention(num_heads=2, num_kv_heads=1, head_dim=4, value_dim=4)
 RECURRENT = Recurrent(states=(StateTensor(shape=(1, 2, 2), dtype="float32"),))

@@ -16,7 +16,9 @@ from quire.executor.llm_executor import LlmExecutor
 
 
 class Pausing:
-    """A model that stops before its n-th embed call until it is let go, so that a test can act in the middle."""
+    """A model that stops before its n-th embed call until it is let go, so that a test can act in
+    the middle.
+    """
 
     def __init__(self, executor: Executor, at: int) -> None:
         self.model = executor.pool.runner.model

@@ -54,7 +54,7 @@ def config_of(tiny: Tiny, **fields: Any) -> ExecutorConfig:
     return ExecutorConfig(**base | fields)
 
 
-# -- what a configuration becomes --------------------------------------------------------------------------------------
+# -- what a configuration becomes ------------------------------------------------------------------
 
 
 def test_an_executor_is_what_was_asked_for(tiny: Tiny) -> None:
@@ -130,7 +130,7 @@ def test_attention_types(llama: Tiny) -> None:
     assert windowed.pool.state.cached_length(found.kv_cache.cache.rows[0].seq) == 8
 
 
-# -- levels ------------------------------------------------------------------------------------------------------------
+# -- levels ----------------------------------------------------------------------------------------
 
 
 def test_levels_give_the_same_greedy_tokens(tiny: Tiny) -> None:
@@ -209,7 +209,7 @@ def test_no_fused_attention_is_claimed_where_none_runs(tmp_path: Path) -> None:
                 FACTORY.create_executor(demanding)
 
 
-# -- types -------------------------------------------------------------------------------------------------------------
+# -- types -----------------------------------------------------------------------------------------
 
 
 def test_exactly_the_supported_types_can_be_made(llama: Tiny) -> None:
@@ -281,7 +281,7 @@ def test_a_batch_executor_runs_a_batch_to_its_end(llama: Tiny) -> None:
     ex.decode(token(own, 1))
 
 
-# -- sharing -----------------------------------------------------------------------------------------------------------
+# -- sharing ---------------------------------------------------------------------------------------
 
 
 def test_equal_beginnings_share_pages(tiny: Tiny) -> None:
@@ -342,7 +342,7 @@ def test_the_configuration_turns_sharing_off(llama: Tiny) -> None:
         assert len(held) == 2
 
 
-# -- refusals ----------------------------------------------------------------------------------------------------------
+# -- refusals --------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -397,7 +397,7 @@ def test_an_executor_refuses_a_type_that_it_is_not(llama: Tiny) -> None:
         make_executor(llama, executor_type=ExecutorType.SPECULATIVE)
 
 
-# -- names -------------------------------------------------------------------------------------------------------------
+# -- names -----------------------------------------------------------------------------------------
 
 
 def test_executors_by_name(llama: Tiny, ex: Executor) -> None:

@@ -37,7 +37,7 @@ def greedy(tiny: Tiny, ids: list[int], steps: int) -> list[int]:
     return ids[len(ids) - steps :]
 
 
-# -- the four tests of LiteRT-LM's stateless executor ------------------------------------------------------------------
+# -- the four tests of LiteRT-LM's stateless executor ----------------------------------------------
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -81,7 +81,7 @@ def test_internal_sampler_and_multi_step(tiny: Tiny, executor: Executor) -> None
     assert llm.sample_tokens(1, inputs([expected[2]]), many) == expected[3:]
 
 
-# -- rewinds and positions ---------------------------------------------------------------------------------------------
+# -- rewinds and positions -------------------------------------------------------------------------
 
 
 def test_next_position_rewinds(llama: Tiny, ex: Executor, llm: LlmExecutor) -> None:
@@ -126,7 +126,7 @@ def test_interleaved_caches_and_both_faces(llama: Tiny, ex: Executor, llm: LlmEx
     assert_close(llm.step(inputs([6]), mine)[0], llama.logits([*a, 5, 6])[-1:])
 
 
-# -- growth ------------------------------------------------------------------------------------------------------------
+# -- growth ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("increment", "after"), [(0, 6), (1, 6), (10, 15)])
@@ -159,7 +159,7 @@ def test_static_cache_is_full(ex: Executor, llm: LlmExecutor) -> None:
     llm.step(inputs([1], at=4), cache)
 
 
-# -- refusals ----------------------------------------------------------------------------------------------------------
+# -- refusals --------------------------------------------------------------------------------------
 
 
 def test_refusals(llama: Tiny, ex: Executor, llm: LlmExecutor) -> None:
@@ -215,7 +215,7 @@ def test_refusals(llama: Tiny, ex: Executor, llm: LlmExecutor) -> None:
     assert cache.lengths == before
 
 
-# -- sampling ----------------------------------------------------------------------------------------------------------
+# -- sampling --------------------------------------------------------------------------------------
 
 
 class Uniforms:

@@ -55,7 +55,9 @@ def given_inputs(
 
 
 def oracle(tiny: Tiny, ids: list[int], embeddings: Tensor, seen: Tensor | None = None) -> Tensor:
-    """Logits ``[S, V]`` where the negative ids are the rows of ``embeddings``; ``seen``: bool ``[S, S]``."""
+    """Logits ``[S, V]`` where the negative ids are the rows of ``embeddings``; ``seen``: bool ``[S,
+    S]``.
+    """
     x_SE = tiny.model.embed(torch.tensor(ids).clamp_min(0)).clone()
     x_SE[torch.tensor(ids) < 0] = embeddings
     mask = None if seen is None else seen[None, None].float().log()

@@ -1,4 +1,5 @@
-"""The estimate of memory is a bound of the measured peak, with vocabularies of real size and with small ones.
+"""The estimate of memory is a bound of the measured peak, with vocabularies of real size and with
+small ones.
 
 Peaks are the allocator's own events (``peak_bytes``) and what weights and pages take.
 """
@@ -64,7 +65,9 @@ def few_rows(vocab: int) -> int:
 
 @pytest.mark.parametrize(("rows", "tokens"), [(1, 1), (1, 96), (2, 40), (4, 32), (8, 16), (32, 1)])
 def test_prompts_of_one_length(wide: Tiny, rows: int, tokens: int) -> None:
-    """Nothing is copied: the estimate is within 10 % of the peak, the few rows aside, and not below it."""
+    """Nothing is copied: the estimate is within 10 % of the peak, the few rows aside, and not below
+    it.
+    """
     ex = make_executor(wide, tokens=4096)
     limit, held = estimate(ex, rows, tokens), list[Any]()
     peak = peak_of(ex, lambda: held.append(ex.prefill(prompt(*[some_ids(tokens, row) for row in range(rows)]))))
@@ -102,7 +105,8 @@ CALLS: dict[str, Callable[[Executor], object]] = {
 def test_other_calls_stay_below(wide: Tiny, call: str) -> None:
     ex = make_executor(wide, tokens=4096, prefill_chunk_size=20 if "pieces" in call else 2048)
     limit = estimate(ex, 4, 32)
-    # Where lengths differ, a mask and the like lie beside the logits: the 1 % that the contract speaks of.
+    # Where lengths differ, a mask and the like lie beside the logits: the 1 % that the contract
+    # speaks of.
     assert 0.99 * peak_of(ex, lambda: CALLS[call](ex)) <= limit
 
 
@@ -125,7 +129,9 @@ def test_decodes_stay_below(wide: Tiny) -> None:
 
 
 def test_logits_in_places_are_those_of_one_forward(wide: Tiny) -> None:
-    """More rows than go through the head at a time, padding between them, in pieces and at once; what is padding is 0."""
+    """More rows than go through the head at a time, padding between them, in pieces and at once;
+    what is padding is 0.
+    """
     rows, tokens = 3, 50
     given = ragged(rows, tokens)
     for chunk in (2048, 37):

@@ -35,7 +35,7 @@ from quire.errors import (
 from quire.executor.executor import Executor
 from quire.runner.room import Rank
 
-# -- equalities --------------------------------------------------------------------------------------------------------
+# -- equalities ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("length", [1, 3, 4, 17, CONTEXT])
@@ -128,7 +128,9 @@ def test_batches_equal_their_members(tiny: Tiny) -> None:
 @settings(deadline=None, max_examples=15)
 @given(data=st.data())
 def test_random_rewinds_and_forks(tinies: dict[str, Tiny], data: st.DataObject) -> None:
-    """Branches of one conversation, extended, cut and forked in any order: each equals a fresh run of its tokens."""
+    """Branches of one conversation, extended, cut and forked in any order: each equals a fresh run
+    of its tokens.
+    """
     tiny = tinies["Llama"]
     executor = make_executor(tiny)
     branches = [(executor.prefill(prompt([1, 2, 3])).kv_cache, [1, 2, 3])]
@@ -168,7 +170,7 @@ def test_results_belong_to_the_caller(ex: Executor) -> None:
     assert torch.equal(other[1].logits, kept)
 
 
-# -- handles -----------------------------------------------------------------------------------------------------------
+# -- handles ---------------------------------------------------------------------------------------
 
 
 def test_older_handle_rewinds_and_newer_one_is_stale(llama: Tiny, ex: Executor) -> None:
@@ -183,7 +185,8 @@ def test_older_handle_rewinds_and_newer_one_is_stale(llama: Tiny, ex: Executor) 
         ex.decode(token(left, 3))
     with pytest.raises(InvalidArgument, match="stale"):
         left.key_cache(0)
-    # A shorter handle from before stays good, also after the cache has grown past the stale one's length.
+    # A shorter handle from before stays good, also after the cache has grown past the stale one's
+    # length.
     grown = ex.prefill(prompt([5, 6, 7], kv_cache=right.kv_cache)).kv_cache
     assert not left.is_valid
     assert start.is_valid
@@ -255,7 +258,7 @@ def test_clone_is_a_fork(llama: Tiny, ex: Executor) -> None:
     assert clone.is_valid
 
 
-# -- refusals ----------------------------------------------------------------------------------------------------------
+# -- refusals --------------------------------------------------------------------------------------
 
 
 def test_prefill_refusals(llama: Tiny, ex: Executor) -> None:
@@ -386,7 +389,7 @@ def test_reclaim_is_asked_before_refusing(llama: Tiny) -> None:
     assert handle.is_valid
 
 
-# -- errors while computing --------------------------------------------------------------------------------------------
+# -- errors while computing ------------------------------------------------------------------------
 
 
 class Breaking:
@@ -454,7 +457,7 @@ def test_lost_device_is_an_error_state(llama: Tiny) -> None:
     assert ex.status().state is ExecutorState.SHUTDOWN
 
 
-# -- life --------------------------------------------------------------------------------------------------------------
+# -- life ------------------------------------------------------------------------------------------
 
 
 def test_no_leak_over_100_cycles(llama: Tiny) -> None:

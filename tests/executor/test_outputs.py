@@ -38,7 +38,9 @@ def eager(tiny: Tiny) -> Iterator[None]:
 
 
 def expected_of(tiny: Tiny, ids: list[int]) -> tuple[list[Tensor], list[Tensor]]:
-    """Per layer what it returned ``[S, E]`` (the last one after the final norm) and weights ``[Hq, S, S]``."""
+    """Per layer what it returned ``[S, E]`` (the last one after the final norm) and weights ``[Hq,
+    S, S]``.
+    """
     with eager(tiny), torch.no_grad():
         out = tiny.reference(torch.tensor([ids]), **BOTH)
     return [x[0] for x in out.hidden_states[1:]], [w[0] for w in out.attentions]

@@ -1,4 +1,6 @@
-"""Adapters in one piece: by path, open file, bytes and stream they are what the directory is; whatever else they hold is refused."""
+"""Adapters in one piece: by path, open file, bytes and stream they are what the directory is;
+whatever else they hold is refused.
+"""
 
 from __future__ import annotations
 

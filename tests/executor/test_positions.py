@@ -1,8 +1,8 @@
-"""Positions that callers give: exact against transformers, kept with the row by every verb, never mixed with others, refused by name
-where something else than a rotation depends on them.
+"""Positions that callers give: exact against transformers, kept with the row by every verb, never
+mixed with others, refused by name where something else than a rotation depends on them.
 
-Tolerances are those of ``conftest``. transformers takes jumps in ``position_ids`` for the borders of packed sequences where it is given
-no mask and no cache, so the oracle is given a mask of ones.
+Tolerances are those of ``conftest``. transformers takes jumps in ``position_ids`` for the borders
+of packed sequences where it is given no mask and no cache, so the oracle is given a mask of ones.
 
 Letters: S tokens; V vocabulary.
 """
@@ -66,7 +66,7 @@ def logits(output: Any) -> Tensor:
     return output.logits[0]
 
 
-# -- exactness ---------------------------------------------------------------------------------------------------------------
+# -- exactness -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("positions", [JUMPS, ANYWHERE, REPEATED, SHIFTED], ids=["jumps", "any", "repeated", "shifted"])
@@ -156,7 +156,8 @@ def test_verify_tree_and_speculation(llama: Tiny, ex: Executor) -> None:
             assert_close(output.logits[0], expected[-1])
         assert start.cache.positions(0).tolist() == [*JUMPS, *stand]
         start = ex.truncate_kv(outputs[-1].kv_cache, 17)
-    # A tree: two nodes behind the row, one behind each; one node of the second level says where it stands.
+    # A tree: two nodes behind the row, one behind each; one node of the second level says where it
+    # stands.
     parents = [-1, -1, 0, 1]
     outputs = ex.forward_verify(
         [token(start, one, **(at([70]) if index == 3 else {})) for index, one in enumerate(drafts)], parents=parents
@@ -169,7 +170,8 @@ def test_verify_tree_and_speculation(llama: Tiny, ex: Executor) -> None:
     assert kept.cache.positions(0).tolist() == [*JUMPS, 15, 70]
     run, places = [*IDS, 6, 8, 9], [*JUMPS, 15, 70, 71]
     assert_close(ex.decode(token(kept, 9)).logits[0], oracle(llama, run, places)[-1])
-    # Speculation: the target's favourites behind a given position are accepted, and stand behind it.
+    # Speculation: the target's favourites behind a given position are accepted, and stand behind
+    # it.
     start = ex.truncate_kv(kept.cache, 17)
     run, places = [*IDS, 9], [*JUMPS, 50]
     for _ in range(3):
@@ -190,7 +192,7 @@ def test_tree_positions_that_look_like_indices_are_not_taken_for_defaults(llama:
     assert kept.cache.positions(0).tolist() == [*range(5), 6]
 
 
-# -- kept with the row -------------------------------------------------------------------------------------------------------
+# -- kept with the row -----------------------------------------------------------------------------
 
 
 def test_every_copy_of_a_row_goes_on_where_it_stands(llama: Tiny, ex: Executor) -> None:
@@ -230,7 +232,8 @@ def test_going_back_takes_positions_back(llama: Tiny, ex: Executor) -> None:
     assert cache.positions(0).tolist() == JUMPS[:8]
     found = ex.decode(token(cut, 8))
     assert_close(found.logits[0], oracle(llama, [*IDS[:8], 8], [*JUMPS[:8], JUMPS[7] + 1])[-1])
-    # An older handle: a rewind. Then to where the row's positions are its indices: nothing is kept of the others.
+    # An older handle: a rewind. Then to where the row's positions are its indices: nothing is kept
+    # of the others.
     again = ex.decode(token(cut, 9, **at([3])))
     assert cache.positions(0).tolist() == [*JUMPS[:8], 3]
     assert_close(again.logits[0], oracle(llama, [*IDS[:8], 9], [*JUMPS[:8], 3])[-1])
@@ -274,7 +277,7 @@ def test_prefixes_are_shared_as_far_as_tokens_stand_alike(llama: Tiny) -> None:
     assert len(held) == 2
 
 
-# -- state files -------------------------------------------------------------------------------------------------------------
+# -- state files -----------------------------------------------------------------------------------
 
 
 def test_files_say_where_tokens_stand_and_old_readers_refuse_them(ex: Executor, monkeypatch: Any) -> None:
@@ -315,7 +318,7 @@ def test_files_say_where_tokens_stand_and_old_readers_refuse_them(ex: Executor, 
         other.load(data)
 
 
-# -- refusals ----------------------------------------------------------------------------------------------------------------
+# -- refusals --------------------------------------------------------------------------------------
 
 
 def test_limits(ex: Executor) -> None:

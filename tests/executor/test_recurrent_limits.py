@@ -1,4 +1,6 @@
-"""Models with recurrent layers where room is short, where calls fail in the middle, and what an executor says about them."""
+"""Models with recurrent layers where room is short, where calls fail in the middle, and what an
+executor says about them.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,7 @@ def untouched(executor: Executor, *caches: KVCache) -> Iterator[None]:
     check(executor)
 
 
-# -- room for states ---------------------------------------------------------------------------------------------
+# -- room for states -------------------------------------------------------------------------------
 
 
 CALLS: dict[str, Callable[[Executor, Handle, list[int]], Any]] = {
@@ -221,7 +223,7 @@ def test_without_a_ring_calls_can_be_undone_as_well(hybrid: Hybrid) -> None:
     check(executor)
 
 
-# -- room for pages ----------------------------------------------------------------------------------------------
+# -- room for pages --------------------------------------------------------------------------------
 
 
 def test_a_cut_in_a_full_pool_gives_up_the_old_version(hybrid: Hybrid) -> None:
@@ -255,7 +257,7 @@ def test_pages_that_others_hold_are_no_room(hybrid: Hybrid) -> None:
     hybrid.close(executor.decode(token(executor.truncate_kv(handle, 9), ids[9])).logits, 9)
 
 
-# -- failures ----------------------------------------------------------------------------------------------------
+# -- failures --------------------------------------------------------------------------------------
 
 
 class Broken(Exception):
@@ -263,7 +265,10 @@ class Broken(Exception):
 
 
 def failing(executor: Executor, after: int) -> Callable[[], None]:
-    """The forward number ``after`` from now on, and all behind it, break in the last block. Returns what mends it."""
+    """The forward number ``after`` from now on, and all behind it, break in the last block.
+
+    Returns what mends it.
+    """
     blocks = executor.pool.runner.model.blocks
     last, count = blocks[-1], [0]
 
@@ -317,7 +322,9 @@ def fail_in(hybrid: Hybrid, name: str, start: int, after: int, ring: int) -> boo
 
 @pytest.mark.parametrize(("ring", "count", "after"), [(0, 1, 0), (0, 3, 0), (0, 5, 1), (1, 5, 0), (1, 5, 1), (1, 5, 2)])
 def test_a_failing_call_keeps_no_state_of_where_it_began(hybrid: Hybrid, ring: int, count: int, after: int) -> None:
-    """The state that it would come back to was kept for it, behind a token that nobody else keeps one for."""
+    """The state that it would come back to was kept for it, behind a token that nobody else keeps
+    one for.
+    """
     ids = hybrid.tokens
     executor = make_executor(hybrid, ring=ring, prefill_chunk_size=2)
     handle = executor.prefill(prompt(ids[:8], logits="none")).kv_cache
@@ -421,7 +428,7 @@ def test_shutdown_and_threads(hybrid: Hybrid) -> None:
     assert executor.metrics().replayed_tokens > 0
 
 
-# -- what is refused by name -------------------------------------------------------------------------------------
+# -- what is refused by name -----------------------------------------------------------------------
 
 
 def test_what_recurrent_layers_cannot_do_is_refused_before_compute(hybrid: Hybrid) -> None:
@@ -517,7 +524,7 @@ def test_hidden_states(hybrid: Hybrid) -> None:
         assert float((one.hidden_state[0] - last[9 + index]).abs().max()) <= apart
 
 
-# -- reports -----------------------------------------------------------------------------------------------------
+# -- reports ---------------------------------------------------------------------------------------
 
 
 def test_states_are_counted_as_memory(hybrid: Hybrid) -> None:
@@ -571,7 +578,7 @@ def test_warmup_with_few_slots(hybrid: Hybrid) -> None:
     check(full)
 
 
-# -- beside an engine --------------------------------------------------------------------------------------------
+# -- beside an engine ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", RECURRENT_KINDS)

@@ -1,4 +1,6 @@
-"""Random calls on random caches of models with recurrent layers: whatever was done, a cache goes on as a fresh run of its tokens."""
+"""Random calls on random caches of models with recurrent layers: whatever was done, a cache goes on
+as a fresh run of its tokens.
+"""
 
 from __future__ import annotations
 

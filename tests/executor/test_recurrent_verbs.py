@@ -1,4 +1,6 @@
-"""Every verb of the executors over models with recurrent layers, at every position, against transformers on the same tokens."""
+"""Every verb of the executors over models with recurrent layers, at every position, against
+transformers on the same tokens.
+"""
 
 from __future__ import annotations
 

@@ -95,7 +95,8 @@ def test_every_refusal_of_the_table_is_true(ex: Executor) -> None:
 
 def make_like(ex: Executor, **kwargs: Any) -> Executor:
     """Another executor over the same runner."""
-    # One lock for one runner: what is collected while somebody looks at the pool is let go of later.
+    # One lock for one runner: what is collected while somebody looks at the pool is let go of
+    # later.
     return Executor(ex.pool.runner, identity=ex.pool.facts.identity, lock=ex.pool.lock, **kwargs)
 
 
@@ -177,7 +178,9 @@ def test_batch_sizes(llama: Tiny) -> None:
 @pytest.mark.parametrize("given", [{}, {"window": 8, "sink": 2, "prefill_chunk_size": 8}])
 @pytest.mark.parametrize("length", [0, 1, 4, 5, 9, 24, 25, CONTEXT, CONTEXT + 1])
 def test_a_supported_batch_runs(llama: Tiny, given: dict[str, int], length: int) -> None:
-    """So many rows of that length fit, and one row more does not, unless windows let go of more than they must."""
+    """So many rows of that length fit, and one row more does not, unless windows let go of more
+    than they must.
+    """
     ex = make_executor(llama, tokens=6 * PAGE, max_batch_size=5, **given)
     rows = [n for n in range(1, 6) if ex.supports_batch_size(n, length)]
     assert rows == list(range(1, len(rows) + 1))
@@ -196,7 +199,9 @@ def test_a_supported_batch_runs(llama: Tiny, given: dict[str, int], length: int)
 
 
 def test_what_would_be_given_back_is_room(llama: Tiny) -> None:
-    """Finished requests and idle sessions of the engine hold every page, and a batch is run beside them at their cost."""
+    """Finished requests and idle sessions of the engine hold every page, and a batch is run beside
+    them at their cost.
+    """
     page_bytes = LAYERS * 2 * (8 + 8) * 4 * 16
     with LLM(llama.path, device="cpu", dtype="float32", kv_cache_memory=6 * page_bytes) as llm:
         params = SamplingParams(max_tokens=1, temperature=0.0)

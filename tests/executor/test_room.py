@@ -1,4 +1,6 @@
-"""Who gives room to whom where a runner is short: caches of an executor, a serving engine beside it, calls that can never fit."""
+"""Who gives room to whom where a runner is short: caches of an executor, a serving engine beside
+it, calls that can never fit.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,7 @@ def num_cached(engine: Engine) -> int:
     return len(engine.cache.ages())
 
 
-# -- an engine beside --------------------------------------------------------------------------------------------
+# -- an engine beside ------------------------------------------------------------------------------
 
 
 def test_an_engine_gets_the_states_that_caches_hold_to_save_work(hybrid: Hybrid) -> None:
@@ -166,7 +168,7 @@ def test_a_call_that_asks_for_room_keeps_the_states_that_it_goes_back_to(hybrid:
     assert pool.state.checkpoints(handle.cache.rows[0].seq) == [6]
 
 
-# -- calls that can never fit ------------------------------------------------------------------------------------
+# -- calls that can never fit ----------------------------------------------------------------------
 
 
 def test_what_can_never_fit_in_pages_costs_nobody_anything(hybrid: Hybrid) -> None:
@@ -227,7 +229,7 @@ def test_each_cache_is_asked_once_for_its_states(hybrid: Hybrid, monkeypatch: py
     assert asked == [handle.cache_id for handle in handles]
 
 
-# -- going back --------------------------------------------------------------------------------------------------
+# -- going back ------------------------------------------------------------------------------------
 
 
 def test_a_cut_of_several_rows_is_refused_as_a_whole(hybrid: Hybrid) -> None:
@@ -338,7 +340,7 @@ def test_clearing_an_empty_cache_drops_the_tree_beside_it(hybrid: Hybrid) -> Non
     check(executor)
 
 
-# -- clones and warmup -------------------------------------------------------------------------------------------
+# -- clones and warmup -----------------------------------------------------------------------------
 
 
 def test_a_clone_that_runs_tokens_again_is_a_running_call(hybrid: Hybrid) -> None:

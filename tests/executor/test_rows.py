@@ -12,7 +12,9 @@ from .conftest import Tiny, check_pages, forget_tokens, inputs, make_executor, r
 
 
 def test_refused_sampling_keeps_the_tokens_of_a_rewound_row(llama: Tiny) -> None:
-    """In a full pool a rewind gives up the old tokens, which must not happen for a call that is then refused."""
+    """In a full pool a rewind gives up the old tokens, which must not happen for a call that is
+    then refused.
+    """
     executor = make_executor(llama, tokens=16)
     llm = LlmExecutor(executor)
     cache = llm.create_kv_cache()
@@ -29,7 +31,9 @@ def test_refused_sampling_keeps_the_tokens_of_a_rewound_row(llama: Tiny) -> None
 
 @pytest.mark.parametrize("verb", ["prefill", "sample"])
 def test_rows_that_share_their_last_page_run_in_a_pool_that_just_holds_them(llama: Tiny, verb: str) -> None:
-    """Two rows of five tokens on two common pages of four; the third page is for the first row that writes."""
+    """Two rows of five tokens on two common pages of four; the third page is for the first row that
+    writes.
+    """
     executor = make_executor(llama, tokens=12)
     llm = LlmExecutor(executor)
     one, both = llm.create_kv_cache(), llm.create_kv_cache(batch_size=2)

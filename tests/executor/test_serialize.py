@@ -93,7 +93,8 @@ def test_damaged_bytes_leave_the_target_intact(ex: Executor) -> None:
         target.load(data + b"\0")
     before = content(target)
     generator = torch.Generator().manual_seed(0)
-    # Every offset of the header's beginning and of some everywhere; the container's own suite tries all.
+    # Every offset of the header's beginning and of some everywhere; the container's own suite tries
+    # all.
     offsets = {*range(64), *torch.randint(len(data), (60,), generator=generator).tolist(), len(data) - 1}
     for offset in sorted(offsets):
         with pytest.raises(DataLoss):

@@ -68,7 +68,9 @@ class Given:
 
 
 def test_exact_mode_has_the_target_distribution() -> None:
-    """The first emitted token, over many rounds, against the target: chi-square at the 1 in 10**6 level."""
+    """The first emitted token, over many rounds, against the target: chi-square at the 1 in 10**6
+    level.
+    """
     target = torch.tensor([[0.4, 0.0, 0.35, 0.25], [0.1, 0.2, 0.3, 0.4]])
     draft = torch.tensor([[0.2, 0.5, 0.1, 0.2]], dtype=torch.float64)
     rounds, counts, accepted = 20_000, [0] * 4, 0
@@ -160,7 +162,9 @@ def test_refusals(ex: Executor) -> None:
 
 
 def test_parameters_are_no_sampling_of_a_request(ex: Executor) -> None:
-    """Their generator would begin anew with each call; the error says what to make of them, and that works."""
+    """Their generator would begin anew with each call; the error says what to make of them, and
+    that works.
+    """
     handle = ex.prefill(prompt([1, 2])).kv_cache
     given = {"draft_probabilities": torch.full((1, VOCAB), 1 / VOCAB, dtype=torch.float64)}
     with refused(InvalidArgument, ex, handle.cache, match=r"RequestSampling, whose generator.*ParamsSampling\(params"):

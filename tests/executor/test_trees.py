@@ -1,4 +1,6 @@
-"""Token trees: each root-to-leaf path equals that path run alone, and a committed one equals having been decoded."""
+"""Token trees: each root-to-leaf path equals that path run alone, and a committed one equals having
+been decoded.
+"""
 
 from __future__ import annotations
 
@@ -111,7 +113,8 @@ def test_what_drops_a_tree(llama: Tiny, ex: Executor) -> None:
         assert not leaf.is_valid
         with pytest.raises(InvalidArgument, match="committed or dropped"):
             ex.commit_path(leaf)
-    # What changes nothing leaves it: reading, copies, a refused call, a truncate to the same length.
+    # What changes nothing leaves it: reading, copies, a refused call, a truncate to the same
+    # length.
     start, outputs = fresh()
     copy = start.clone_handle()
     start.key_cache(0)
@@ -255,14 +258,15 @@ def test_a_tree_counts_one_decode(ex: Executor) -> None:
     assert (metrics.prefill_operations, metrics.decode_operations) == (1, 1)
 
 
-# -- speculation over a tree -------------------------------------------------------------------------------------------
+# -- speculation over a tree -----------------------------------------------------------------------
 
 
 def test_the_greedy_path_of_a_draft_tree_is_kept(tiny: Tiny, executor: Executor) -> None:
     ids = some_ids(6)
     best = greedy(tiny, [*ids, 5], 3)
     wrong = (best[0] + 1) % VOCAB
-    # The right drafts hang among wrong ones: 0 wrong, 1 right, 2 below 0, 3 wrong below 1, 4 right below 1, 5 right below 4.
+    # The right drafts hang among wrong ones: 0 wrong, 1 right, 2 below 0, 3 wrong below 1, 4 right
+    # below 1, 5 right below 4.
     drafts = [wrong, best[0], best[1], (best[1] + 1) % VOCAB, best[1], best[2]]
     parents = [-1, -1, 0, 1, 1, 4]
     handle = executor.prefill(prompt(ids)).kv_cache

@@ -274,12 +274,15 @@ def test_serialised_caches_go_on(tiny: Tiny) -> None:
     assert_close(other.decode(token(single, 5)).logits[0], last(tiny, [*ids, 4, 5]))
 
 
-# -- windows of sequences ----------------------------------------------------------------------------------------------
+# -- windows of sequences --------------------------------------------------------------------------
 
 
 def test_sequences_with_a_window(tinies: dict[str, Tiny]) -> None:
-    """What a token sees: the sink and the window, at relative positions. In the first layer, whose keys depend on token and
-    position only, its weights are those of a short sequence of the kept tokens."""
+    """What a token sees: the sink and the window, at relative positions.
+
+    In the first layer, whose keys depend on token and position only, its weights are those of a
+    short sequence of the kept tokens.
+    """
     tiny = tinies["Llama"]
     ex = make_executor(tiny, window=8, sink=2, prefill_chunk_size=5)
     ids = some_ids(30)

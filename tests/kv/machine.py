@@ -1,8 +1,10 @@
-"""What the random machine is built of: geometries, ids, and a call that goes to the state and to the oracle.
+"""What the random machine is built of: geometries, ids, and a call that goes to the state and to
+the oracle.
 
-A step makes one call on ``State`` and on the oracle. If the oracle refuses, the state must refuse with the
-same class and without a trace; otherwise results agree: stored rows to the bit, attention within a derived bound,
-lengths, pages, nodes and reachable positions exactly. ``check()`` runs after every step.
+A step makes one call on ``State`` and on the oracle. If the oracle refuses, the state must refuse
+with the same class and without a trace; otherwise results agree: stored rows to the bit, attention
+within a derived bound, lengths, pages, nodes and reachable positions exactly. ``check()`` runs
+after every step.
 """
 
 from __future__ import annotations
@@ -84,7 +86,7 @@ class Machine(RuleBasedStateMachine):
     state: State
     oracle: Oracle
 
-    # -- calls -----------------------------------------------------------------------------------------------------
+    # -- calls -------------------------------------------------------------------------------------
 
     def call(self, verb: str, *args: Any, **more: Any) -> bool:
         """The same call on both; whether it went through."""
@@ -99,7 +101,9 @@ class Machine(RuleBasedStateMachine):
         return True
 
     def compute(self, verb: str, expect: Callable[[], Any], act: Callable[[], Any]) -> tuple[Any, Any] | None:
-        """A call that returns tensors: what the oracle returned, and the state; None if both refused."""
+        """A call that returns tensors: what the oracle returned, and the state; None if both
+        refused.
+        """
         Machine.operations += 1
         try:
             expected = expect()
@@ -123,7 +127,7 @@ class Machine(RuleBasedStateMachine):
     def count_refusal(verb: str, kind: type[QuireError]) -> None:
         Machine.refusals[verb, kind] = Machine.refusals.get((verb, kind), 0) + 1
 
-    # -- edits that many steps make --------------------------------------------------------------------------------
+    # -- edits that many steps make ----------------------------------------------------------------
 
     def set_window(self, rng: random.Random, seq_id: int) -> bool:
         size = rng.choice([1, 2, 3, 4, 5, 6, 8, 11, 14])
@@ -148,7 +152,7 @@ class Machine(RuleBasedStateMachine):
                 leaves[-1] = rng.choice([-2, nodes])
         return self.call("commit_accepted_token_tree_nodes", ids, leaves)
 
-    # -- ids and values --------------------------------------------------------------------------------------------
+    # -- ids and values ----------------------------------------------------------------------------
 
     def any_id(self, rng: random.Random) -> int:
         """Mostly an id that exists."""
@@ -175,7 +179,7 @@ class Machine(RuleBasedStateMachine):
         generator = torch.Generator().manual_seed(rng.getrandbits(40))
         return (torch.randn(shape, generator=generator) * rng.choice([0.25, 1.0, 4.0])).to(self.dtype)
 
-    # -- always ----------------------------------------------------------------------------------------------------
+    # -- always ------------------------------------------------------------------------------------
 
     @invariant()
     def books_agree(self) -> None:

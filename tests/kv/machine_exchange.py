@@ -1,4 +1,6 @@
-"""Steps of the random machine that move sequences: out of the state, into another, and back into it."""
+"""Steps of the random machine that move sequences: out of the state, into another, and back into
+it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Steps of the random machine inside of a forward: batches of chains and trees, masks, attention and its parts."""
+"""Steps of the random machine inside of a forward: batches of chains and trees, masks, attention
+and its parts.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,7 @@ class ForwardSteps(Machine):
                 self.set_window(rng, seq_id)
         self.whole_forward(rng, *self.batch(rng))
 
-    # -- the bracket -------------------------------------------------------------------------------------------------
+    # -- the bracket -------------------------------------------------------------------------------
 
     def settle(self, rng: random.Random) -> None:
         """Before an edit: mostly close the forward, for edits inside of one are all refused."""
@@ -207,7 +209,7 @@ class ForwardSteps(Machine):
         if self.call("abort_forward"):
             self.compare_all()
 
-    # -- attention ---------------------------------------------------------------------------------------------------
+    # -- attention ---------------------------------------------------------------------------------
 
     @rule(rng=st.randoms(use_true_random=True))
     def layer(self, rng: random.Random) -> None:
@@ -325,7 +327,8 @@ class ForwardSteps(Machine):
     def own(self, rng: random.Random, layer: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
         out, mask, n = self.out_of(rng, q, v.shape[-1]), None, self.tokens()
         if rng.random() < 0.1 and self.oracle.forward is not None:
-            # (The caller merges this with the past, which is all that there is if the mask hides nothing.)
+            # (The caller merges this with the past, which is all that there is if the mask hides
+            # nothing.)
             mask = self.oracle_order()
         found = self.compute(
             "self_attention",
@@ -356,7 +359,9 @@ class ForwardSteps(Machine):
             assert (found[1][n:] == 0.0).all()
 
     def refused_attention(self, rng: random.Random, layer: int) -> None:
-        """A call with something wrong; the first class in the order of the contract, forward or not."""
+        """A call with something wrong; the first class in the order of the contract, forward or
+        not.
+        """
         spec, tokens, rows = self.specs[layer], self.tokens(), self.num_rows(rng)
         qkv = self.values(rng, rows, num_columns(spec))
         q, k, v = split_columns(spec, qkv)

@@ -1,8 +1,11 @@
-"""Steps of the random machine over states with recurrent layers: those for attention, and more of them.
+"""Steps of the random machine over states with recurrent layers: those for attention, and more of
+them.
 
-Slots for states are few, so rings give way and forwards are refused, exactly when the oracle says so.
+Slots for states are few, so rings give way and forwards are refused, exactly when the oracle says
+so.
 
-Letters: T new tokens, N >= T rows of a padded tensor; Hq, H heads of queries and of a state; K, V sizes of keys and values; C channels.
+Letters: T new tokens, N >= T rows of a padded tensor; Hq, H heads of queries and of a state; K, V
+sizes of keys and values; C channels.
 """
 
 from __future__ import annotations
@@ -88,7 +91,7 @@ class HybridSteps(ExchangeSteps):
         self.compare_all()
         return True
 
-    # -- recurrent layers in a forward -------------------------------------------------------------------------
+    # -- recurrent layers in a forward -------------------------------------------------------------
 
     def end(self, skipped: list[int]) -> None:
         """Recurrent layers may set their states at any time before; mostly they do now."""
@@ -101,7 +104,9 @@ class HybridSteps(ExchangeSteps):
         super().end(skipped)
 
     def mix(self, rng: random.Random, layer: int, mood: str) -> None:
-        """One recurrent layer as models run it, or its states set from outside, or some of them left as they are."""
+        """One recurrent layer as models run it, or its states set from outside, or some of them
+        left as they are.
+        """
         for index, one in enumerate(self.oracle.recurrent[layer].states):
             if mood == "any" and rng.random() < 0.3:
                 continue
@@ -241,7 +246,7 @@ class HybridSteps(ExchangeSteps):
         kind, verb, args, more = rng.choice(wrong)
         self.fail(verb, kind, lambda: getattr(self.state, verb)(*args, **more))
 
-    # -- kept states -------------------------------------------------------------------------------------------
+    # -- kept states -------------------------------------------------------------------------------
 
     def settled_id(self, rng: random.Random) -> int:
         self.settle(rng)
@@ -301,7 +306,7 @@ class HybridSteps(ExchangeSteps):
         kind, act = rng.choice(wrong)
         self.fail(fused, kind, act)
 
-    # -- exchange ----------------------------------------------------------------------------------------------
+    # -- exchange ----------------------------------------------------------------------------------
 
     @rule(rng=st.randoms(use_true_random=True))
     def export(self, rng: random.Random) -> None:

@@ -51,7 +51,9 @@ class SequenceSteps(ForwardSteps):
 
     @rule(rng=st.randoms(use_true_random=True))
     def branch(self, rng: random.Random) -> None:
-        """A fork of something long, and one token or two for parent, child and some others: pages split."""
+        """A fork of something long, and one token or two for parent, child and some others: pages
+        split.
+        """
         self.settle(rng)
         usable = [
             seq_id
@@ -89,7 +91,7 @@ class SequenceSteps(ForwardSteps):
         self.call("clear")
         assert self.state.empty()
 
-    # -- windows and trees -------------------------------------------------------------------------------------------
+    # -- windows and trees -------------------------------------------------------------------------
 
     @rule(rng=st.randoms(use_true_random=True))
     def window(self, rng: random.Random) -> None:
@@ -116,7 +118,7 @@ class SequenceSteps(ForwardSteps):
         if self.commit_some(rng, ids):
             self.compare_all()
 
-    # -- rows --------------------------------------------------------------------------------------------------------
+    # -- rows --------------------------------------------------------------------------------------
 
     @rule(rng=st.randoms(use_true_random=True))
     def debug_get(self, rng: random.Random) -> None:

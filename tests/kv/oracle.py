@@ -1,13 +1,14 @@
-"""A naive KV state that decides what is right: every token's K and V in Python lists, attention query by query, no
-pages in the values. Pages exist as a count of holders only, so that the oracle knows when a refusal for lack of them is
-due and which tokens are still held.
+"""A naive KV state that decides what is right: every token's K and V in Python lists, attention
+query by query, no pages in the values. Pages exist as a count of holders only, so that the oracle
+knows when a refusal for lack of them is due and which tokens are still held.
 
-Each verb works out every reason there is to refuse the call and raises the first class in the order of the
-contract; otherwise it changes the model. Values are float64; stored rows have been rounded to the type of the state.
-``oracle_attention`` has the verbs of an open forward, ``oracle_exchange`` export and import.
+Each verb works out every reason there is to refuse the call and raises the first class in the order
+of the contract; otherwise it changes the model. Values are float64; stored rows have been rounded
+to the type of the state. ``oracle_attention`` has the verbs of an open forward, ``oracle_exchange``
+export and import.
 
-Letters: T new tokens; Hq, Hkv heads; Dk, Dv head sizes; P page size; L layers. An *address* is a position, or the
-committed length plus the index of a tree node.
+Letters: T new tokens; Hq, Hkv heads; Dk, Dv head sizes; P page size; L layers. An *address* is a
+position, or the committed length plus the index of a tree node.
 """
 
 from __future__ import annotations
@@ -63,14 +64,17 @@ class ModelSequence:
     tables: list[Table]
     """By class."""
     absent: list[set[int]]
-    """By class: positions that are gone though their page has others: what an import did not bring, and what only
-    shares a page with the sink."""
+    """By class: positions that are gone though their page has others: what an import did not bring,
+    and what only shares a page with the sink.
+    """
     length: int = 0
     parents: list[int] = field(default_factory=list)
     """Of the uncommitted nodes."""
     window: Window | None = None
     slid: bool = False
-    """Whether a forward has run since the window was set: from then on what lies outside of it counts as evicted."""
+    """Whether a forward has run since the window was set: from then on what lies outside of it
+    counts as evicted.
+    """
     importing: Export | None = None
     imported: set[int] = field(default_factory=set)
 
@@ -122,19 +126,23 @@ class Oracle(ForwardVerbs, ExchangeVerbs):
         self.sequences: dict[int, ModelSequence] = {}
         self.forward: ModelForward | None = None
 
-    # -- pages -------------------------------------------------------------------------------------------------
+    # -- pages -------------------------------------------------------------------------------------
 
     @property
     def free(self) -> int:
-        """The fewest free pages over the classes that keep all tokens, or over all if there is none such."""
+        """The fewest free pages over the classes that keep all tokens, or over all if there is none
+        such.
+        """
         full = [pool.free for pool, found in zip(self.pools, self.classes, strict=True) if found.window is None]
         return min(full or [pool.free for pool in self.pools])
 
     def _release(
         self, pools: list[Pages], tables: list[Table], absent: list[set[int]], sequence: ModelSequence
     ) -> None:
-        """Give up the pages of which no query at the committed length or later can see a token. Rows between them and
-        the sink do not count any more, whatever page they are on."""
+        """Give up the pages of which no query at the committed length or later can see a token.
+
+        Rows between them and the sink do not count any more, whatever page they are on.
+        """
         for index, found in enumerate(self.classes):
             table = tables[index]
             # The page of the next token, and those behind it, are needed as they are.
@@ -154,7 +162,9 @@ class Oracle(ForwardVerbs, ExchangeVerbs):
                 grow(pool, tables[seq_id][index], self.sequences[seq_id].stored, count, self.page_size)
 
     def missing(self, ids: Sequence[int], counts: Sequence[int]) -> int:
-        """Pages that a forward is short of, over all classes; while one is open, as if it were aborted."""
+        """Pages that a forward is short of, over all classes; while one is open, as if it were
+        aborted.
+        """
         tables, pools = self.forward.before if self.forward else (self._tables(), self.pools)
         tables = {seq_id: [list(table) for table in tables[seq_id]] for seq_id in ids}
         pools = [pool.copy() for pool in pools]
@@ -186,7 +196,7 @@ class Oracle(ForwardVerbs, ExchangeVerbs):
         ]
         return len(held), sum(pool.shared(page) for pool, page in held)
 
-    # -- sequences ---------------------------------------------------------------------------------------------
+    # -- sequences ---------------------------------------------------------------------------------
 
     def _faults(
         self, *, needs: Iterable[int] = (), new: Iterable[int] = (), ready: bool = True, closed: bool = True
@@ -331,7 +341,7 @@ class Oracle(ForwardVerbs, ExchangeVerbs):
     def total_length(self) -> int:
         return sum(sequence.cached + sequence.nodes for sequence in self.sequences.values())
 
-    # -- trees -------------------------------------------------------------------------------------------------
+    # -- trees -------------------------------------------------------------------------------------
 
     def commit_accepted_token_tree_nodes(self, ids: Sequence[int], leaves: Sequence[int]) -> None:
         faults = self._faults(needs=ids)
@@ -354,7 +364,7 @@ class Oracle(ForwardVerbs, ExchangeVerbs):
                 rows[sequence.length :] = [rows[sequence.length + node] for node in path]
             self._cut(sequence, sequence.length + len(path))
 
-    # -- rows --------------------------------------------------------------------------------------------------
+    # -- rows --------------------------------------------------------------------------------------
 
     def stack(self, layer: int, rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
         spec = self.specs[layer]
@@ -370,12 +380,16 @@ class Oracle(ForwardVerbs, ExchangeVerbs):
         return [a for a in range(self.sequences[seq_id].stored) if self.held(seq_id, self.class_of[layer], a)]
 
     def stored(self, seq_id: int, layer: int) -> tuple[Tensor, Tensor]:
-        """K ``[n, Hkv, Dk]`` and V ``[n, Hkv, Dv]`` of what a layer holds of a sequence, nodes included."""
+        """K ``[n, Hkv, Dk]`` and V ``[n, Hkv, Dv]`` of what a layer holds of a sequence, nodes
+        included.
+        """
         rows = self.sequences[seq_id].rows[layer]
         return self.stack(layer, [rows[address] for address in self.held_addresses(seq_id, layer)])
 
     def adopt(self, seq_id: int, layer: int, start: int, k: Tensor, v: Tensor) -> None:
-        """Take the bits of rotated keys as they were stored, once they have been found close enough."""
+        """Take the bits of rotated keys as they were stored, once they have been found close
+        enough.
+        """
         rows = self.sequences[seq_id].rows[layer]
         for index in range(len(k)):
             rows[start + index] = (k[index].clone(), v[index].clone())

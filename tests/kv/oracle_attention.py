@@ -1,6 +1,8 @@
-"""The verbs of the naive KV state that belong to an open forward: what each query sees, key by key, and what comes out.
+"""The verbs of the naive KV state that belong to an open forward: what each query sees, key by key,
+and what comes out.
 
-Letters: T new tokens; M keys; Hq, Hkv heads; Dk, Dv head sizes; n committed length when the forward began.
+Letters: T new tokens; M keys; Hq, Hkv heads; Dk, Dv head sizes; n committed length when the forward
+began.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ class ForwardVerbs:
         def missing(self, ids: Sequence[int], counts: Sequence[int]) -> int: ...
         def held(self, seq_id: int, index: int, address: int) -> bool: ...
 
-    # -- the bracket -------------------------------------------------------------------------------------------
+    # -- the bracket -------------------------------------------------------------------------------
 
     def _batch_faults(
         self, ids: Sequence[int], counts: Sequence[int], parents: Parents, *, closed: bool = True
@@ -150,7 +152,7 @@ class ForwardVerbs:
                 found.append(q - entry.window.evicted(q, entry.n) if relative and entry.window else q)
         return found
 
-    # -- what is seen ------------------------------------------------------------------------------------------
+    # -- what is seen ------------------------------------------------------------------------------
 
     def _views(self, index: int, scope: Scope) -> list[list[tuple[int, Part]]]:
         """For each new token, in a layer class: the addresses that it sees without a mask."""
@@ -178,7 +180,9 @@ class ForwardVerbs:
         return found
 
     def _masked(self, index: int, mask: Tensor, scope: Scope) -> list[list[tuple[int, Part]]]:
-        """The same under a mask, which takes the place of the order: flat, entry by entry, row by row."""
+        """The same under a mask, which takes the place of the order: flat, entry by entry, row by
+        row.
+        """
         values = iter(mask.tolist())
         return [
             self._seen(entry, index, query, [a for a in addresses(entry, scope) if next(values)])
@@ -189,7 +193,7 @@ class ForwardVerbs:
     def mask_size(self, scope: Scope = "all") -> int:
         return sum(len(addresses(entry, scope)) * entry.count for entry in self.open_forward().entries)
 
-    # -- attention ---------------------------------------------------------------------------------------------
+    # -- attention ---------------------------------------------------------------------------------
 
     def _attend(
         self,
@@ -202,8 +206,11 @@ class ForwardVerbs:
         *,
         past: bool = True,
     ) -> States:
-        """Each query over what it sees. ``new``: rows of the new tokens by entry, as they would be stored; ``past``:
-        whether stored rows are read at all."""
+        """Each query over what it sees.
+
+        ``new``: rows of the new tokens by entry, as they would be stored; ``past``: whether stored
+        rows are read at all.
+        """
         spec = self.specs[layer]
         scale = spec.scale if scale is None else scale
         value_dim = new[0][0][1].shape[-1]
@@ -216,7 +223,8 @@ class ForwardVerbs:
             all_rows = [*(stored[a] for a in held), *rows]
             k_MHD, v_MHD = (torch.stack([row[i] for row in all_rows]).double().numpy() for i in (0, 1))
             finite = bool(np.isfinite(k_MHD).all() and np.isfinite(v_MHD).all())
-            # Pages are read whole: rows that this entry wrote in this forward already may reach it (and nobody else).
+            # Pages are read whole: rows that this entry wrote in this forward already may reach it
+            # (and nobody else).
             mine = self.open_forward().written.get(layer)
             if mine is not None:
                 finite &= all(bool(x.isfinite().all()) for row in mine[number] for x in row)

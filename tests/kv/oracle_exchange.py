@@ -1,4 +1,5 @@
-"""Export and import of one sequence of the naive KV state: what an exporter holds is what an importer gets.
+"""Export and import of one sequence of the naive KV state: what an exporter holds is what an
+importer gets.
 
 Letters: n rows; Hkv heads; Dk, Dv head sizes; P page size.
 """

@@ -1,7 +1,7 @@
 """An open forward of the naive KV state: its entries, their trees, and what comes out of it.
 
-Letters: T new tokens; Hq heads; Dv head size; n committed length when the forward began. An *address* is a position, or the
-committed length plus the index of a tree node.
+Letters: T new tokens; Hq heads; Dv head size; n committed length when the forward began. An
+*address* is a position, or the committed length plus the index of a tree node.
 """
 
 from __future__ import annotations
@@ -67,7 +67,9 @@ class Entry:
 class ModelForward:
     entries: list[Entry]
     before: tuple[dict[int, list[Table]], list[Pages]]
-    """Page tables and holders as an abort leaves them: without the pages that had left every window."""
+    """Page tables and holders as an abort leaves them: without the pages that had left every
+    window.
+    """
     written: dict[int, list[list[Row]]] = field(default_factory=dict)
     """By layer, by entry: the new rows."""
     views: dict[tuple[int, Scope], list[list[tuple[int, Part]]]] = field(default_factory=dict)
@@ -88,8 +90,9 @@ class ModelForward:
 
 @dataclass
 class States:
-    """Exact attention states of the new tokens, and how far right ones may be from them; infinitely far where a row of
-    the entry is not finite, for then anything may come out."""
+    """Exact attention states of the new tokens, and how far right ones may be from them; infinitely
+    far where a row of the entry is not finite, for then anything may come out.
+    """
 
     out: Tensor
     """``[T, Hq, Dv]``"""

@@ -1,9 +1,11 @@
-"""A latent layer, naively: every raw row in a list, every query by itself, in float64, in expanded form.
+"""A latent layer, naively: every raw row in a list, every query by itself, in float64, in expanded
+form.
 
-It rotates each row at its position and each query at the position from which it looks, so it knows nothing of absorbed queries, pages,
-merges or queries that are turned back.
+It rotates each row at its position and each query at the position from which it looks, so it knows
+nothing of absorbed queries, pages, merges or queries that are turned back.
 
-Letters: T new tokens; M keys; H heads; R columns of ``c_kv``; Dn, Dr columns of a head without and with positions; Dv value size.
+Letters: T new tokens; M keys; H heads; R columns of ``c_kv``; Dn, Dr columns of a head without and
+with positions; Dv value size.
 """
 
 from __future__ import annotations
@@ -105,8 +107,10 @@ class NaiveLatent:
         within: range | None = None,
         allowed: Sequence[bool] | None = None,
     ) -> Answer:
-        """One new token at ``address``; ``base``: the committed length before the forward. ``within``: only these keys.
-        ``allowed``: which addresses a mask lets it see."""
+        """One new token at ``address``; ``base``: the committed length before the forward.
+
+        ``within``: only these keys. ``allowed``: which addresses a mask lets it see.
+        """
         sequence = self.sequences[seq_id]
         q = sequence.position(address)
         if allowed is not None:
@@ -154,8 +158,8 @@ class NaiveLatent:
         weights_MH = (scores_MH - lse_H).exp()
         out_HV = torch.einsum("mh,mhv->hv", weights_MH, torch.stack(value))
         size_HV = torch.einsum("mh,mhv->hv", weights_MH, torch.stack(value_sizes))
-        # A sum of n products is off by n * eps of its absolute terms (Higham, Accuracy and Stability, 3.1); 16 more for
-        # rotations, the softmax and a merge.
+        # A sum of n products is off by n * eps of its absolute terms (Higham, Accuracy and
+        # Stability, 3.1); 16 more for rotations, the softmax and a merge.
         score_error_H = self.eps * (nope + query_HD.shape[-1] + rank + 16) * torch.stack(sizes).amax(0)
         sums = self.eps * (rank + len(seen) + 16)
         bound_HV = (torch.expm1(2 * score_error_H) + sums).unsqueeze(-1) * size_HV

@@ -1,7 +1,8 @@
-"""Pages of the naive KV state: who holds which, by number of holders. Their ids are the oracle's own.
+"""Pages of the naive KV state: who holds which, by number of holders. Their ids are the oracle's
+own.
 
-A table names the pages of one sequence in one layer class in order of address; None is a page that was given up
-because no query can see it any more.
+A table names the pages of one sequence in one layer class in order of address; None is a page that
+was given up because no query can see it any more.
 """
 
 from __future__ import annotations
@@ -14,7 +15,10 @@ Table = list[int | None]
 
 @dataclass
 class Pages:
-    """The pool of one layer class. It may be overdrawn: then ``free`` is negative, and says how many are missing."""
+    """The pool of one layer class.
+
+    It may be overdrawn: then ``free`` is negative, and says how many are missing.
+    """
 
     total: int
     holders: Counter[int] = field(default_factory=Counter)
@@ -61,8 +65,9 @@ def page_count(tokens: int, page_size: int) -> int:
 
 
 def grow(pages: Pages, table: Table, stored: int, count: int, page_size: int) -> None:
-    """Room for ``count`` rows behind ``stored`` ones: whoever writes into a shared page gets its own, the last owner
-    writes in place."""
+    """Room for ``count`` rows behind ``stored`` ones: whoever writes into a shared page gets its
+    own, the last owner writes in place.
+    """
     if stored % page_size and pages.shared(table[-1]):
         pages.own(table, len(table) - 1)
     while len(table) < page_count(stored + count, page_size):

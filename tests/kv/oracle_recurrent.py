@@ -1,8 +1,8 @@
 """A naive KV state with recurrent layers: every state is an object of its own.
 
-What the real state counts as slots and references is found here by looking at who names which object. ``HybridOracle`` is the naive
-attention state and this; its attention layers come first, so their ids are those of ``Oracle``. What a forward computes is in
-``oracle_recurrent_forward``.
+What the real state counts as slots and references is found here by looking at who names which
+object. ``HybridOracle`` is the naive attention state and this; its attention layers come first, so
+their ids are those of ``Oracle``. What a forward computes is in ``oracle_recurrent_forward``.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class HybridOracle(RecurrentVerbs, Oracle):
         self.aging: list[State] = []
         """States in rings, by when they entered one."""
 
-    # -- slots -------------------------------------------------------------------------------------------------
+    # -- slots -------------------------------------------------------------------------------------
 
     def _strong(self) -> set[int]:
         found = {id(one) for part in self.parts.values() for one in part.strong}
@@ -103,7 +103,7 @@ class HybridOracle(RecurrentVerbs, Oracle):
         ringed = {id(one) for part in self.parts.values() for one in part.ring.values()}
         self.aging = [one for one in self.aging if id(one) in ringed]
 
-    # -- positions ---------------------------------------------------------------------------------------------
+    # -- positions ---------------------------------------------------------------------------------
 
     def stands(self, seq_id: int) -> int:
         sequence = self.sequences[seq_id]
@@ -135,7 +135,7 @@ class HybridOracle(RecurrentVerbs, Oracle):
                 return held[position]
         return None
 
-    # -- sequences ---------------------------------------------------------------------------------------------
+    # -- sequences ---------------------------------------------------------------------------------
 
     def clear(self) -> None:
         super().clear()
@@ -159,7 +159,9 @@ class HybridOracle(RecurrentVerbs, Oracle):
         return {m for m in range(self.sequences[seq_id].length + 1) if self.nearest(seq_id, m) in attention}
 
     def _target(self, seq_id: int, position: int) -> tuple[int, int]:
-        """Where a way back to ``position`` ends, and what is left to run; a position that there is not stays as it is."""
+        """Where a way back to ``position`` ends, and what is left to run; a position that there is
+        not stays as it is.
+        """
         if seq_id not in self.sequences or not 0 <= position <= self.sequences[seq_id].length:
             return position, 0
         kept = self.nearest(seq_id, position)
@@ -219,7 +221,9 @@ class HybridOracle(RecurrentVerbs, Oracle):
         return self.interval > 0 and position % self.interval == 0
 
     def _advance(self, seq_id: int, start: int, passed: dict[int, State], kept: dict[int, State]) -> None:
-        """From length ``start`` to the last position of ``passed``, the others of which go into the ring."""
+        """From length ``start`` to the last position of ``passed``, the others of which go into the
+        ring.
+        """
         part = self.parts[seq_id]
         part.kept |= kept
         *earlier, end = sorted(passed)
@@ -232,7 +236,7 @@ class HybridOracle(RecurrentVerbs, Oracle):
         part.present = passed[end]
         self._forget_aged()
 
-    # -- checkpoints -------------------------------------------------------------------------------------------
+    # -- checkpoints -------------------------------------------------------------------------------
 
     def _settled_faults(self, seq_id: int) -> Faults:
         faults = self._faults(needs=[seq_id])
@@ -257,7 +261,7 @@ class HybridOracle(RecurrentVerbs, Oracle):
         del self.parts[seq_id].kept[position]
         self._forget_aged()
 
-    # -- the bracket -------------------------------------------------------------------------------------------
+    # -- the bracket -------------------------------------------------------------------------------
 
     def _kept_rows(self, ids: Sequence[int], counts: Sequence[int], trees: Sequence[Any], asked: Asked) -> list[int]:
         """Rows of chains whose states become checkpoints."""
@@ -351,8 +355,9 @@ class HybridOracle(RecurrentVerbs, Oracle):
                     row.values[member], row.bounds[member] = before.values[member], before.bounds[member]
 
     def _recent(self, opened: OpenStates) -> set[int]:
-        """Rows that go into the ring besides the ends of chains: the last of each chain, as far as there is room, if all that was set
-        was set after every token."""
+        """Rows that go into the ring besides the ends of chains: the last of each chain, as far as
+        there is room, if all that was set was set after every token.
+        """
         found: set[int] = set()
         if not opened.known or any(known != "token" for known in opened.known.values()):
             return found
@@ -369,7 +374,7 @@ class HybridOracle(RecurrentVerbs, Oracle):
                     free -= 1
         return found
 
-    # -- from outside ------------------------------------------------------------------------------------------
+    # -- from outside ------------------------------------------------------------------------------
 
     def debug_get(self, layer: int, index: int, seq_id: int, position: int | None) -> State:
         faults = self.member_faults(layer, index) | self._faults(needs=[seq_id], closed=False)
@@ -398,7 +403,7 @@ class HybridOracle(RecurrentVerbs, Oracle):
         own.values[layer, index], own.bounds[layer, index] = data.clone(), 0.0
         self.parts[seq_id].present = own
 
-    # -- export and import -------------------------------------------------------------------------------------
+    # -- export and import -------------------------------------------------------------------------
 
     def prepare_import(self, seq_id: int, export: Export, kept: Sequence[int] = ()) -> None:
         if not self._faults(new=[seq_id]) and self.short_of(1 + len(kept)):
@@ -408,7 +413,11 @@ class HybridOracle(RecurrentVerbs, Oracle):
         self.parts[seq_id] = Held(State(), {position: State() for position in kept})
 
     def import_states(self, seq_id: int, layer: int, tensors: dict[str, Tensor], *, fits: bool, intact: bool) -> None:
-        """One recurrent layer. ``fits``: the tensors are those of the sequence's checkpoints; ``intact``: their checksums agree."""
+        """One recurrent layer.
+
+        ``fits``: the tensors are those of the sequence's checkpoints; ``intact``: their checksums
+        agree.
+        """
         faults = self._faults(needs=[seq_id], ready=False)
         if seq_id in self.sequences:
             sequence = self.sequences[seq_id]

@@ -1,7 +1,8 @@
-"""Recurrent layers in an open forward of the naive KV state: recurrences run row by row, in float64.
+"""Recurrent layers in an open forward of the naive KV state: recurrences run row by row, in
+float64.
 
-Letters: T new tokens; Hq, H heads of queries and of a state; K, V sizes of keys and values; C channels; W taps. A *member* is one state
-tensor of one recurrent layer: (layer id, index).
+Letters: T new tokens; Hq, H heads of queries and of a state; K, V sizes of keys and values; C
+channels; W taps. A *member* is one state tensor of one recurrent layer: (layer id, index).
 """
 
 from __future__ import annotations
@@ -144,7 +145,9 @@ class RecurrentVerbs:
         log_decay: Tensor | None,
         beta_TH: Tensor | None,
     ) -> list[tuple[Tensor, float]]:
-        """Linear attention, gated or not, by the delta rule or not: each row ``[Hq, V]``, and how far it may be off."""
+        """Linear attention, gated or not, by the delta rule or not: each row ``[Hq, V]``, and how
+        far it may be off.
+        """
         raise_first(self._open_faults(layer, index))
         assert self.opened is not None
         heads, keys = k_THK.shape[1:]
@@ -161,7 +164,8 @@ class RecurrentVerbs:
                     s_HKV[head] *= decay if decay.dim() == 0 else decay[:, None]
                 u = v if beta_TH is None else float(beta_TH[row, head]) * (v - s_HKV[head].T @ k)
                 s_HKV[head] += torch.outer(k, u)
-            # Keys have norm 1, so a step makes no earlier error larger, and sums of some K + 8 terms of this size are rounded.
+            # Keys have norm 1, so a step makes no earlier error larger, and sums of some K + 8
+            # terms of this size are rounded.
             size = max(1.0, float(s_HKV.abs().max()), float(before.values[layer, index].abs().max())) + float(
                 v_THV[row].abs().max()
             )

@@ -1,7 +1,8 @@
-"""Numbers of the naive KV state: rotations, scores and attention one query at a time in float64, and how far a right
-answer in some precision may be from them.
+"""Numbers of the naive KV state: rotations, scores and attention one query at a time in float64,
+and how far a right answer in some precision may be from them.
 
-Letters: Hq, Hkv heads; Dk, Dv head sizes; M keys; u, u32 unit roundoffs of the stored type and of float32.
+Letters: Hq, Hkv heads; Dk, Dv head sizes; M keys; u, u32 unit roundoffs of the stored type and of
+float32.
 """
 
 from __future__ import annotations
@@ -73,15 +74,16 @@ def unit(dtype: torch.dtype) -> float:
 def rotation_bound(x_HD: Tensor, dtype: torch.dtype) -> float:
     """How far a rotation in float32, rounded to ``dtype``, may be from the exact one.
 
-    Each of two products has a rounded factor and one rounding, their sum one more: 3 u32 (|a| + |b|), at most
-    3 sqrt(2) u32 times the norm of the pair; then one rounding to the type, or to its smallest subnormal.
+    Each of two products has a rounded factor and one rounding, their sum one more: 3 u32 (|a| +
+    |b|), at most 3 sqrt(2) u32 times the norm of the pair; then one rounding to the type, or to its
+    smallest subnormal.
     """
     info = torch.finfo(dtype)
     size = float(x_HD.double().norm(dim=-1).max()) if x_HD.numel() else 0.0
     return 2 * size * (3 * math.sqrt(2) * unit(torch.float32) + unit(dtype)) + info.tiny * info.eps
 
 
-# -- one query ---------------------------------------------------------------------------------------------------
+# -- one query -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,9 @@ def scores_of(q_HD: Float, k_MHD: Float, scale: float, softcap: float | None = N
 
 
 def softmax_state(scores_HM: Float, v_MHD: Float, sinks: Sequence[float] = ()) -> tuple[Float, Float]:
-    """``(out [Hq, Dv], lse [Hq])`` of one query; a learned sink takes part in the sum and has no value."""
+    """``(out [Hq, Dv], lse [Hq])`` of one query; a learned sink takes part in the sum and has no
+    value.
+    """
     heads = scores_HM.shape[0]
     if sinks:
         scores_HM = np.concatenate([scores_HM, np.array(sinks)[:, None]], 1)
@@ -131,19 +135,23 @@ def attend_one(q_HD: Float, keys: Sequence[Row], scale: float) -> Float:
 
 
 def _out_bound(score: float, size: float, dim: int, keys: int, dtype: torch.dtype) -> tuple[float, float]:
-    """Error of a result and of its scores, for scores of at most ``score`` over ``dim`` columns, values of at most ``size``."""
+    """Error of a result and of its scores, for scores of at most ``score`` over ``dim`` columns,
+    values of at most ``size``.
+    """
     u, u32 = unit(dtype), unit(torch.float32)
     d = score * (6 * u + (dim + 12) * u32)
     return size * (math.expm1(2 * d) + (keys + 8) * u32 + 4 * u) + torch.finfo(dtype).tiny, d
 
 
 def attention_bound(q_HD: Tensor, keys: Sequence[Row], scale: float, dtype: torch.dtype) -> float:
-    """How far one query's attention, computed in ``dtype`` with sums in float32, may be from the exact one.
+    """How far one query's attention, computed in ``dtype`` with sums in float32, may be from the
+    exact one.
 
-    A score is off by at most d = scale |q| |k| (c u + (Dk + 12) u32): q, k, both times the root of the scale and the
-    score itself may be rounded (c = 6, with the rotation of q and k), and the sum over Dk terms and the float32
-    rotations have float32 errors. Weights are then off by a factor e^(2d); weights, products and the result are rounded once each,
-    and m terms are summed in float32.
+    A score is off by at most d = scale |q| |k| (c u + (Dk + 12) u32): q, k, both times the root of
+    the scale and the score itself may be rounded (c = 6, with the rotation of q and k), and the sum
+    over Dk terms and the float32 rotations have float32 errors. Weights are then off by a factor
+    e^(2d); weights, products and the result are rounded once each, and m terms are summed in
+    float32.
     """
     k_norm = float(torch.stack([k for k, _ in keys]).double().norm(dim=-1).max())
     v_size = float(torch.stack([v for _, v in keys]).double().abs().max())
@@ -154,12 +162,13 @@ def attention_bound(q_HD: Tensor, keys: Sequence[Row], scale: float, dtype: torc
 def state_bounds(
     q_HD: Float, k_MHD: Float, v_MHD: Float, lse_H: Float, scale: float, capped: bool, dtype: torch.dtype
 ) -> tuple[float, float]:
-    """``attention_bound`` for a result that may be merged from several parts, and the same for its lse.
+    """``attention_bound`` for a result that may be merged from several parts, and the same for its
+    lse.
 
-    A soft cap has a slope of at most 1, but its quotient, tanh and product are rounded once each: half as much again.
-    Each part's result is rounded to the type before it is merged in float32, and its lse is a float32, so that the
-    weight of a part is off by 2 u32 |lse| more. The lse itself is off by d, by the sum of m terms, and by its own
-    rounding.
+    A soft cap has a slope of at most 1, but its quotient, tanh and product are rounded once each:
+    half as much again. Each part's result is rounded to the type before it is merged in float32,
+    and its lse is a float32, so that the weight of a part is off by 2 u32 |lse| more. The lse
+    itself is off by d, by the sum of m terms, and by its own rounding.
     """
     if not len(k_MHD):
         return 0.0, 0.0

@@ -1,7 +1,8 @@
-"""What windows let a query see, position by position, and what may be forgotten: the rules as they are written down.
+"""What windows let a query see, position by position, and what may be forgotten: the rules as they
+are written down.
 
-Letters: q position of a query; i position of a key; n committed length when a forward begins; W, s window and sink
-of a sequence; W_l window of a layer; e evicted tokens of a query; P page size.
+Letters: q position of a query; i position of a key; n committed length when a forward begins; W, s
+window and sink of a sequence; W_l window of a layer; e evicted tokens of a query; P page size.
 """
 
 from __future__ import annotations
@@ -27,8 +28,11 @@ class Window:
 
 
 def seen(q: int, i: int, n: int, window: Window | None, layer_window: int | None) -> Part | None:
-    """Whether windows let a query see a key, and whether it sees it at its relative position (where the sink is cut
-    off from the rest). Order and trees are somebody else's business."""
+    """Whether windows let a query see a key, and whether it sees it at its relative position (where
+    the sink is cut off from the rest).
+
+    Order and trees are somebody else's business.
+    """
     if layer_window is not None and not i > q - layer_window:
         return None
     if window is None:
@@ -40,16 +44,20 @@ def seen(q: int, i: int, n: int, window: Window | None, layer_window: int | None
 
 
 def wanted(i: int, n: int, window: Window | None, layer_window: int | None) -> bool:
-    """Whether some query at n or later may see the committed token i. (Later ones see no more of it than the first.)"""
+    """Whether some query at n or later may see the committed token i.
+
+    (Later ones see no more of it than the first.)
+    """
     return seen(n, i, n, window, layer_window) is not None
 
 
 def reachable(length: int, held: Callable[[int], bool], window: Window | None, layer_window: int | None) -> set[int]:
     """Positions that one layer class can go back to.
 
-    p is the lowest position >= s from which on all tokens are held: 0..s, and m >= p + (W - s) - 1 (one more for
-    ``forward``), and everything if p = s. A layer window is the same with s = 0, and where there are both, both apply:
-    what is seen is the intersection, so the shorter one counts, and a token of the sink is needed only within W_l.
+    p is the lowest position >= s from which on all tokens are held: 0..s, and m >= p + (W - s) - 1
+    (one more for ``forward``), and everything if p = s. A layer window is the same with s = 0, and
+    where there are both, both apply: what is seen is the intersection, so the shorter one counts,
+    and a token of the sink is needed only within W_l.
     """
     sink = window.sink if window else 0
     sizes = [] if layer_window is None else [layer_window]

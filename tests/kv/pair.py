@@ -1,4 +1,6 @@
-"""A state and the oracle side by side, for tests that tell a story: each verb goes to both, and they are compared."""
+"""A state and the oracle side by side, for tests that tell a story: each verb goes to both, and
+they are compared.
+"""
 
 from __future__ import annotations
 
@@ -138,10 +140,12 @@ class Pair:
         q, k, v = split_columns(self.specs[layer], self.random(layer, rows))
         return q, k, v
 
-    # -- verbs, on both ----------------------------------------------------------------------------------------
+    # -- verbs, on both ----------------------------------------------------------------------------
 
     def both(self, verb: str, *args: Any, **more: Any) -> Any:
-        """Both return the same, or both refuse with the same class (which is raised), the state without a trace."""
+        """Both return the same, or both refuse with the same class (which is raised), the state
+        without a trace.
+        """
         try:
             expected = getattr(self.oracle, verb)(*args, **more)
         except ORDER as refusal:
@@ -219,7 +223,7 @@ class Pair:
     def append(self, seq_id: int, count: int = 1) -> None:
         self.forward([seq_id], [count])
 
-    # -- comparison --------------------------------------------------------------------------------------------
+    # -- comparison --------------------------------------------------------------------------------
 
     def adopt(self, seq_id: int, start: int, stop: int) -> None:
         """New rotated keys: right up to rounding, and to the bit from here on."""

@@ -1,4 +1,5 @@
-"""What tries each verb of the KV state contract where the rule table says that it works, against what is computed from scratch.
+"""What tries each verb of the KV state contract where the rule table says that it works, against
+what is computed from scratch.
 
 Each check is given a story whose sequence 0 holds ten tokens, and these tokens.
 """

@@ -1,7 +1,9 @@
-"""States of every combination of layers with tokens in them, and what their layers must return, by loops over all tokens.
+"""States of every combination of layers with tokens in them, and what their layers must return, by
+loops over all tokens.
 
-Each layer gives a token a query, a key and a value that depend on the token alone; an encoder's rows are fixed. So what a layer
-returns for a token follows from the tokens before it, computed here from scratch in float64.
+Each layer gives a token a query, a key and a value that depend on the token alone; an encoder's
+rows are fixed. So what a layer returns for a token follows from the tokens before it, computed here
+from scratch in float64.
 
 Letters: T new tokens; Hq, H heads of queries and keys; D head size; R columns of a latent row.
 """
@@ -88,7 +90,10 @@ def recurrent_state(tokens: Sequence[int]) -> Tensor:
 
 
 def expected(kind: str, tokens: Sequence[int], window: tuple[int, int] | None = None) -> Tensor:
-    """What the layer returns for the last of these tokens: ``[Hq, D]``. ``window``: size and sink of the sequence."""
+    """What the layer returns for the last of these tokens: ``[Hq, D]``.
+
+    ``window``: size and sink of the sequence.
+    """
     x, last = given(kind, tokens), len(tokens) - 1
     if kind == "recurrent":
         S_HDD = recurrent_state(tokens)
@@ -209,7 +214,9 @@ class Story:
         return found
 
     def attend(self, layer: int, kind: str, tokens: Sequence[int], *, parts: bool = False) -> Tensor:
-        """What one layer does in a forward; in ``parts``: new tokens and stored ones by verbs of their own, merged."""
+        """What one layer does in a forward; in ``parts``: new tokens and stored ones by verbs of
+        their own, merged.
+        """
         state, x = self.state, given(kind, tokens)
         if kind == "recurrent":
             return state.linear_attention(layer, x["q"], x["k"], x["v"], log_decay=x["log_decay"], beta=x["beta"])

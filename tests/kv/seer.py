@@ -1,4 +1,6 @@
-"""A state of which one can read off what each query sees: all keys are equal, and each token's value is a column of its own."""
+"""A state of which one can read off what each query sees: all keys are equal, and each token's
+value is a column of its own.
+"""
 
 from __future__ import annotations
 
@@ -42,8 +44,11 @@ class Seer:
     def append(
         self, ids: Sequence[int], counts: Sequence[int], parents: Any = None, *, mask: Tensor | None = None
     ) -> list[list[int]]:
-        """One forward: what each new token sees, by name. A token's name is its address: its position, or the committed
-        length plus the index of its node."""
+        """One forward: what each new token sees, by name.
+
+        A token's name is its address: its position, or the committed length plus the index of its
+        node.
+        """
         names: list[int] = []
         for seq_id, count in zip(ids, counts, strict=True):
             first = self.state.sequence_length(seq_id) + self.state.pending_nodes(seq_id)

@@ -1,4 +1,6 @@
-"""Everything that a refused call must leave as it is, taken from the object itself, whatever it is made of."""
+"""Everything that a refused call must leave as it is, taken from the object itself, whatever it is
+made of.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +12,17 @@ import torch
 from torch import Tensor
 
 CACHES = {"backend", "_rotary", "_rotations", "_prepared", "_raw", "_layers", "_relative_T"}
-"""Attributes that may be filled at any time, because they say nothing that is not known otherwise."""
+"""Attributes that may be filled at any time, because they say nothing that is not known otherwise.
+"""
 
 
 PLAIN = (int, float, str, bytes, bool, type(None), range, Enum, torch.dtype, torch.device)
 
 
 def snapshot(thing: object) -> list[Any]:
-    """A value that is equal for two snapshots if and only if nothing has changed: books, brackets, imports and bytes."""
+    """A value that is equal for two snapshots if and only if nothing has changed: books, brackets,
+    imports and bytes.
+    """
     found: list[Any] = []
     _walk(thing, {}, found)
     return found

@@ -1,7 +1,8 @@
 """Attention kernels against the reference, and the reference against a definition by loops.
 
-Tolerances: ``attention_bound`` says how far a right answer may be from the exact one, row by row; and over a whole
-batch a kernel's error against float64 is held against that of the reference at the same precision.
+Tolerances: ``attention_bound`` says how far a right answer may be from the exact one, row by row;
+and over a whole batch a kernel's error against float64 is held against that of the reference at the
+same precision.
 """
 
 from __future__ import annotations
@@ -113,7 +114,8 @@ class Case:
             device=torch.device(device),
         )
         shape = (num_pages * page_size, kv_heads)
-        # What lies in rows that nobody has written is large, but finite: that much a state promises.
+        # What lies in rows that nobody has written is large, but finite: that much a state
+        # promises.
         self.k_SHD, self.v_SHD = (torch.full((*shape, dim), 50.0, dtype=dtype, device=device) for dim in sizes)
         written = np.concatenate(
             [slots_of(table, length, page_size) for table, length in zip(tables, pasts + counts, strict=True)]
@@ -146,8 +148,9 @@ class Case:
         bound = self.bounds().to(error.device)
         assert (error.amax((1, 2)) <= bound).all()
         assert (yardstick.amax((1, 2)) <= bound).all()
-        # Weights, two parts and their merge may be rounded to the storage type where the reference rounds once, and
-        # float32 sums go in another order: a few times the yardstick, and never less than one rounding.
+        # Weights, two parts and their merge may be rounded to the storage type where the reference
+        # rounds once, and float32 sums go in another order: a few times the yardstick, and never
+        # less than one rounding.
         floor = unit(self.q_THD.dtype) * exact.square().mean().sqrt()
         assert error.square().mean().sqrt() <= 4 * torch.maximum(yardstick.square().mean().sqrt(), floor)
 
@@ -438,7 +441,8 @@ class TestMerge:
         u = unit(torch.float32)
         size = max(float(state.out.abs().max()) for state in (a, b, c))
         largest = max([1.0, *(float(x) for state in (a, b, c) for x in state.lse.flatten() if x.isfinite())])
-        # Each merge: an exponent off by u |lse|, two roundings of weights and products, a sum, a quotient.
+        # Each merge: an exponent off by u |lse|, two roundings of weights and products, a sum, a
+        # quotient.
         assert (one.out - two.out).abs().max() <= 2 * size * (8 * u + 4 * u * (30 + largest))
         finite = one.lse.isfinite()
         assert torch.equal(finite, two.lse.isfinite())
@@ -475,14 +479,17 @@ class TestMerge:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_the_exponential_of_16_bits(dtype: torch.dtype) -> None:
-    """What ``coarse`` allows holds for every weight: 31 equal keys at each of many scores below the one of a 32nd."""
+    """What ``coarse`` allows holds for every weight: 31 equal keys at each of many scores below the
+    one of a 32nd.
+    """
     coarse = 2.0**-13
     below = (torch.arange(0, 512, dtype=torch.float64) / 512 * 6 * math.log(2)).to(dtype)
     q = torch.ones(len(below), 1, 1, 1, dtype=dtype)
     k = torch.zeros(len(below), 1, 32, 1, dtype=dtype)
     k[:, 0, 1:, 0] = -below[:, None]
     exact = torch.exp(-below.double())
-    # The key on top has a weight of 1 that is off as much, and sums of 32 terms are rounded in float32.
+    # The key on top has a weight of 1 that is off as much, and sums of 32 terms are rounded in
+    # float32.
     for queries, allowed in ((q, coarse), (q.float(), 0.0)):
         lse = lse_attention(queries, k, k, Scoring(scale=1.0)).lse[:, 0].double()
         rounding = 40 * unit(torch.float32) * torch.exp(lse) / 31

@@ -1,7 +1,8 @@
 """``State`` is what the contracts promise, and no module beside it uses more than that.
 
-mypy compares the signatures; here every name must be there. Whoever holds a state is typed by the contract, so mypy
-refuses what the contract does not have; here the names are looked for in the text, also where a type is ``Any``.
+mypy compares the signatures; here every name must be there. Whoever holds a state is typed by the
+contract, so mypy refuses what the contract does not have; here the names are looked for in the
+text, also where a type is ``Any``.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ OUTSIDE = sorted(
     for path in ROOT.rglob("*.py")
     if not path.is_relative_to(ROOT / "kv") and not path.is_relative_to(ROOT / "models")
 )
-"""All modules but the state's own. Models may not import ``quire.kv`` at all (``tests/test_imports.py``)."""
+"""All modules but the state's own.
+
+Models may not import ``quire.kv`` at all (``tests/test_imports.py``).
+"""
 BOOKS = {"table", "recurrent", "classes"}
 """Parts of a state: nothing else outside has attributes of these names."""
 INTERNAL = {
@@ -45,7 +49,9 @@ INTERNAL = {
     "recurrent_states",
     "storage",
 }
-"""Modules of ``quire.kv`` that hold what a state is made of; plain functions may be imported from them."""
+"""Modules of ``quire.kv`` that hold what a state is made of; plain functions may be imported from
+them.
+"""
 MAKER = ("build.py", "State")
 """The one module that may import the class, and makes states."""
 

@@ -1,4 +1,5 @@
-"""Cross layers: encoder rows beside sequences, against lists of rows and attention by loops in float64.
+"""Cross layers: encoder rows beside sequences, against lists of rows and attention by loops in
+float64.
 
 Letters: S rows of an encoder; T new tokens; Hq, Hkv heads; Dk, Dv head sizes; P page size.
 """
@@ -242,7 +243,7 @@ def refused(state: State, kind: type[QuireError], act: Callable[[], object]) -> 
     return str(raised.value)
 
 
-# -- what is computed --------------------------------------------------------------------------------------------
+# -- what is computed ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -267,7 +268,8 @@ def test_prompts_decodes_and_trees_in_one_batch(layout: str, dtype: torch.dtype,
 @pytest.mark.parametrize("backend", [SdpaAttention(), ReferenceAttention()])
 @pytest.mark.parametrize("page_size", [1, 2, 5, 16])
 def test_many_rows(page_size: int, backend: Any) -> None:
-    """Beyond every size at which kernels choose another way; new tokens more and fewer than rows."""
+    """Beyond every size at which kernels choose another way; new tokens more and fewer
+    than rows."""
     story = Story("alone", page_size=page_size, cross_capacity=3000, backend=backend)
     story.add(0, 1, 2)
     for layer in story.layers:
@@ -396,7 +398,7 @@ def test_pass_of_a_state_without_cross_layers() -> None:
     assert "no cross layers" in message
 
 
-# -- who holds what ----------------------------------------------------------------------------------------------
+# -- who holds what --------------------------------------------------------------------------------
 
 
 def test_forks_share_and_the_last_one_frees() -> None:
@@ -589,7 +591,7 @@ def test_debug_set_changes_one_sequence() -> None:
     assert "0 of 6" in message
 
 
-# -- a random run ------------------------------------------------------------------------------------------------
+# -- a random run ----------------------------------------------------------------------------------
 
 
 def random_run(layout: str, seed: int, steps: int) -> None:
@@ -680,11 +682,13 @@ def test_random_run_for_long(layout: str, seed: int) -> None:
     random_run(layout, seed, 250)
 
 
-# -- export and import -------------------------------------------------------------------------------------------
+# -- export and import -----------------------------------------------------------------------------
 
 
 def told(layout: str, **more: Any) -> Story:
-    """A story with sequences 0, of which both layers are set, and its fork 1, at a page that is full in part."""
+    """A story with sequences 0, of which both layers are set, and its fork 1, at a page that is
+    full in part.
+    """
     story = Story(layout, **more)
     story.add(0)
     for layer, size in zip(story.layers, (9, 6), strict=True):
@@ -854,7 +858,7 @@ def test_state_file(layout: str, dtype: torch.dtype) -> None:
     target.forward([1, 7], [2, 1])
 
 
-# -- what is refused ---------------------------------------------------------------------------------------------
+# -- what is refused -------------------------------------------------------------------------------
 
 
 def test_construction() -> None:

@@ -1,4 +1,6 @@
-"""Examples and lists of the KV state specification about sequences: fork, removal, pop, exhaustion, debug verbs."""
+"""Examples and lists of the KV state specification about sequences: fork, removal, pop, exhaustion,
+debug verbs.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from .pair import Pair, attention, refused, same_bits, split_columns, zeros
 PAGE_SIZES = (1, 2, 4, 5, 16)
 
 
-# -- fork --------------------------------------------------------------------------------------------------------
+# -- fork ------------------------------------------------------------------------------------------
 
 
 def test_fork_example_of_the_specification() -> None:
@@ -137,7 +139,7 @@ def test_plan_after_forks_that_are_gone_is_that_of_a_sequence_never_forked() -> 
     assert forked.copies == []
 
 
-# -- removal and pop ---------------------------------------------------------------------------------------------
+# -- removal and pop -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(4))))
@@ -212,7 +214,7 @@ def test_pop_of_more_than_there_is() -> None:
     pair.pop(0, 0)
 
 
-# -- exhaustion --------------------------------------------------------------------------------------------------
+# -- exhaustion ------------------------------------------------------------------------------------
 
 
 def exhausted(pair: Pair, ids: list[int], counts: list[int], short: int) -> None:
@@ -268,7 +270,7 @@ def test_a_fork_needs_no_page() -> None:
     pair.finish()
 
 
-# -- debug verbs -------------------------------------------------------------------------------------------------
+# -- debug verbs -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("page_size", PAGE_SIZES)

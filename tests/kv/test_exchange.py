@@ -1,4 +1,6 @@
-"""Export and import: every sequence comes back to the bit, and whatever does not fit is refused by name."""
+"""Export and import: every sequence comes back to the bit, and whatever does not fit is refused by
+name.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Export and import of sequences that hold only some of their positions: windows of sequences and of layers."""
+"""Export and import of sequences that hold only some of their positions: windows of sequences and
+of layers.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,8 @@ def sender(
     ("window", "sink", "eviction"), [(7, 2, "token"), (9, 0, "forward"), (6, 5, "token"), (None, 0, "token")]
 )
 def test_round_trip(window: int | None, sink: int, eviction: Eviction, page_size: int, other: int) -> None:
-    # Whether pages lie side by side decides about sums of kernels, and is another matter in the receiver.
+    # Whether pages lie side by side decides about sums of kernels, and is another matter in the
+    # receiver.
     backend = ReferenceAttention() if page_size == other else None
     source = sender(page_size, window, sink, eviction, backend)
     receiver = Pair(SPECS, page_size=other, seed=9, backend=backend)
@@ -85,7 +88,8 @@ def test_metadata_of_windows() -> None:
     metadata, _ = export(pair, 0)
     assert (metadata["window"], metadata["sink"], metadata["eviction"]) == (7, 2, "token")
     assert (metadata["length"], metadata["evicted"]) == (24, 17)
-    # The last forward began at 23: windows begin at 19 (W - s = 5), and at 15 for the layer that has its own.
+    # The last forward began at 23: windows begin at 19 (W - s = 5), and at 15 for the layer that
+    # has its own.
     assert metadata["held"] == [
         {"layers": [0, 2], "ranges": [[0, 2], [16, 24]]},
         {"layers": [1], "ranges": [[16, 24]]},
@@ -235,7 +239,9 @@ def test_an_export_into_given_tensors_has_the_held_rows() -> None:
 
 
 def test_what_layers_gave_up_is_no_matter_of_the_sequence() -> None:
-    """Its window may be set, replaced and dropped, here and where it is imported, until it has evicted something itself."""
+    """Its window may be set, replaced and dropped, here and where it is imported, until it has
+    evicted something itself.
+    """
     source, receiver = Pair(SPECS, page_size=4), Pair(SPECS, page_size=5)
     source.add(0)
     source.append(0, 20)

@@ -1,4 +1,6 @@
-"""Forwards of the KV state specification, one by one: pieces, chunkings, padding, order of layers, abort, queries."""
+"""Forwards of the KV state specification, one by one: pieces, chunkings, padding, order of layers,
+abort, queries.
+"""
 
 from __future__ import annotations
 
@@ -164,7 +166,9 @@ def test_padding_rows_and_out() -> None:
 
 
 def test_scale_of_the_call_or_of_the_spec() -> None:
-    """``sm_scale`` of the call, else of the spec, else Dk ** -0.5: scaling the queries does the same."""
+    """``sm_scale`` of the call, else of the spec, else Dk ** -0.5: scaling the queries does the
+    same.
+    """
     plain = attention(rotary_dim=0)
     results: list[Tensor] = []
     for spec, scale, factor in (

@@ -1,7 +1,9 @@
-"""``State``: every verb on attention and recurrent layers at once, against outputs computed from scratch.
+"""``State``: every verb on attention and recurrent layers at once, against outputs computed from
+scratch.
 
-A toy model gives each token of each layer a query, key, value, decay and convolution input that depend on the token alone. What
-every layer must return for a token is computed by loops over all tokens before it (its ancestors, in a tree), in float64.
+A toy model gives each token of each layer a query, key, value, decay and convolution input that
+depend on the token alone. What every layer must return for a token is computed by loops over all
+tokens before it (its ancestors, in a tree), in float64.
 
 Letters: T new tokens; Hq, H heads; D head size; C channels; W taps.
 """
@@ -170,7 +172,10 @@ def outputs(state: State, kind: str, tokens: list[int]) -> list[list[Tensor]]:
 
 
 def check_row(found: list[list[Tensor]], row: int, kind: str, tokens: list[int]) -> None:
-    """The outputs of one row are those of the last of these tokens. Tolerance: rounding of float64 sums of as many terms."""
+    """The outputs of one row are those of the last of these tokens.
+
+    Tolerance: rounding of float64 sums of as many terms.
+    """
     for layer, spec in enumerate(KINDS[kind]):
         for part, want in zip(found[layer], expected(layer, spec, tokens), strict=True):
             bound = 64 * (len(tokens) + DIM) * torch.finfo(F64).eps * max(1.0, float(want.abs().max()))
@@ -396,7 +401,8 @@ def test_fork_and_pop_to_every_position(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["full", "mixed", "recurrent"])
 @pytest.mark.parametrize("accepted", range(9))
 def test_verify_then_go_back(kind: str, accepted: int) -> None:
-    """Eight drafts as a chain: by commit with nothing to run again, by pop with what is not kept."""
+    """Eight drafts as a chain: by commit with nothing to run again, by pop with what is
+    not kept."""
     tokens, drafts = [1, 2, 3, 4, 5], [11, 12, 13, 14, 15, 16, 17, 18]
     kept = tokens + drafts[:accepted]
     state = make(kind)
@@ -414,7 +420,7 @@ def test_verify_then_go_back(kind: str, accepted: int) -> None:
     check_row(run(state, kind, {1: rest}), again, kind, [*kept, 30])
 
 
-# ---- Refusals -------------------------------------------------------------------------------------------------------
+# ---- Refusals ------------------------------------------------------------------------------------
 
 
 def snapshot(state: State) -> Any:
@@ -482,7 +488,9 @@ def test_a_refused_first_forward_leaves_no_trace() -> None:
 
 
 def test_a_window_that_cannot_follow_the_states() -> None:
-    """The nearest kept state lies behind what the window has let go of: refused, both parts as before."""
+    """The nearest kept state lies behind what the window has let go of: refused, both parts as
+    before.
+    """
     state = make("windowed", ring=0, page_size=4)
     state.add_sequence(0)
     tokens = list(range(40))
@@ -524,7 +532,7 @@ def test_what_no_state_can_be(given: dict[str, int], message: str) -> None:
         make("full", **given)
 
 
-# ---- The examples of the specification ------------------------------------------------------------------------------
+# ---- The examples of the specification -----------------------------------------------------------
 
 
 def test_get_set_and_publish() -> None:
@@ -617,13 +625,14 @@ def test_checkpoints_and_ring_of_the_specification() -> None:
     state.check()
 
 
-# ---- Export and import ----------------------------------------------------------------------------------------------
+# ---- Export and import ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
 @pytest.mark.parametrize("length", [0, 1, 13])
 def test_export_and_import_into_another_page_size(kind: str, length: int) -> None:
-    """Kept states travel along; a continuation, and one from each of them, is that of the original."""
+    """Kept states travel along; a continuation, and one from each of them, is that of
+    the original."""
     tokens = [(3 * n + 1) % VOCAB for n in range(length)]
     state = make(kind, checkpoint_interval=4)
     state.add_sequence(0)
@@ -694,7 +703,7 @@ def test_imports_that_do_not_fit_leave_no_trace() -> None:
     assert target.empty()
 
 
-# ---- The rule table -------------------------------------------------------------------------------------------------
+# ---- The rule table ------------------------------------------------------------------------------
 
 
 def test_the_rule_table_of_recurrent_layers() -> None:

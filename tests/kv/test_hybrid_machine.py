@@ -1,4 +1,6 @@
-"""All verbs of ``State`` in random order against the oracle, refusals included (see ``machine_hybrid``)."""
+"""All verbs of ``State`` in random order against the oracle, refusals included (see
+``machine_hybrid``).
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,8 @@ def reset() -> None:
 
 def test_short() -> None:
     reset()
-    # Hypothesis also draws constants of the modules that are loaded, so what is met depends on the tests beside this one.
+    # Hypothesis also draws constants of the modules that are loaded, so what is met depends on the
+    # tests beside this one.
     for steps in (40, 44, 48):
         run_machine(40, steps, derandomize=True)
         done, refused = met()

@@ -1,4 +1,6 @@
-"""Ids, lengths and positions of a KV state may be any integers; what is none is refused by name before anything changes."""
+"""Ids, lengths and positions of a KV state may be any integers; what is none is refused by name
+before anything changes.
+"""
 
 from __future__ import annotations
 

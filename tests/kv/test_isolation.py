@@ -16,8 +16,10 @@ from .pair import attention, num_columns, same_bits, windowed
 
 
 class Twins:
-    """Two states with the same history, but that one of them stores NaN or infinity in a sequence. All results but those
-    of this sequence (0, or ``excluded``) are equal to the bit, and finite."""
+    """Two states with the same history, but that one of them stores NaN or infinity in a sequence.
+
+    All results but those of this sequence (0, or ``excluded``) are equal to the bit, and finite.
+    """
 
     def __init__(self, bad: float, page_size: int, spec: Spec | None = None) -> None:
         spec = spec or attention(rotary_dim=0)
@@ -229,14 +231,17 @@ class TestIsolation:
 
     @pytest.mark.parametrize("node", [0, 1, 3])
     def test_nodes_that_were_rejected(self, bad: float, page_size: int, node: int) -> None:
-        """The path that stays was computed in a forward of its own, and lies where the bad node has been."""
+        """The path that stays was computed in a forward of its own, and lies where the bad node has
+        been.
+        """
         twins = Twins(bad, page_size)
         twins.add(0, 1)
         twins.forward([0, 1], [6, 20])
         twins.forward([1, 0], [4, 4], bad_row=4 + node, parents=[[-1, 0, 0, 1], [-1, -1, -1, -1]])
         twins.forward([0, 1], [3, 2], parents=[[-1, 4, 5], [2, 3]])
         twins.each(lambda state: state.commit_accepted_token_tree_nodes([1, 0], [4, 6]))
-        # (While it was a neighbour in the tree anything may have come out; from here on it is gone.)
+        # (While it was a neighbour in the tree anything may have come out; from here on it is
+        # gone.)
         twins.excluded = None
         twins.forward([1, 0], [1, 1])
         twins.forward([0, 1], [18, 1])
@@ -264,7 +269,9 @@ class TestIsolation:
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("count", [1, 2, 9])
 def test_the_past_is_read_before_new_rows_are_written(bad: float, count: int) -> None:
-    """What an aborted forward, or an earlier owner of the page, left where new rows will lie is not read as the past."""
+    """What an aborted forward, or an earlier owner of the page, left where new rows will lie is not
+    read as the past.
+    """
     spec = attention(rotary_dim=0)
     state = State([spec], capacity=64, page_size=4, backend=SdpaAttention())
     generator = torch.Generator().manual_seed(2)

@@ -1,6 +1,8 @@
-"""Latent attention: both forms against the naive one, through everything that a sequence can go through.
+"""Latent attention: both forms against the naive one, through everything that a sequence can go
+through.
 
-Letters: T new tokens; H heads; R columns of ``c_kv``; D columns of a head, Dn without positions; V value size.
+Letters: T new tokens; H heads; R columns of ``c_kv``; D columns of a head, Dn without positions; V
+value size.
 """
 
 from __future__ import annotations
@@ -79,7 +81,7 @@ class Story:
     def draw(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self.generator)
 
-    # -- sequences ---------------------------------------------------------------------------------------------
+    # -- sequences ---------------------------------------------------------------------------------
 
     def add(self, *ids: int) -> None:
         for seq_id in ids:
@@ -108,7 +110,7 @@ class Story:
         self.state.remove_sequence(seq_id)
         del self.naive.sequences[seq_id]
 
-    # -- forwards ----------------------------------------------------------------------------------------------
+    # -- forwards ----------------------------------------------------------------------------------
 
     def forward(
         self,
@@ -120,7 +122,10 @@ class Story:
         mask: Callable[[int, int], Tensor] | None = None,
         rows: Tensor | None = None,
     ) -> Tensor:
-        """One forward of random tokens, checked; ``mask(n, keys)``: of each entry. Returns the output ``[T, H, V]``."""
+        """One forward of random tokens, checked; ``mask(n, keys)``: of each entry.
+
+        Returns the output ``[T, H, V]``.
+        """
         state, spec, total = self.state, self.spec, sum(counts)
         q_THD = self.draw(total, spec.num_heads, self.nope + spec.row_dim - spec.value_dim)
         rows_TR = self.draw(total, spec.row_dim) if rows is None else rows
@@ -222,7 +227,7 @@ class Story:
                 row += 1
 
 
-# -- forwards ----------------------------------------------------------------------------------------------------
+# -- forwards --------------------------------------------------------------------------------------
 
 
 @pytest.mark.product(2)
@@ -257,7 +262,9 @@ def test_every_chunking_of_twelve_tokens(backend: AttentionBackend, interleaved:
 
 
 def test_form_of_each_batch() -> None:
-    """Expanded are new tokens among themselves; absorbed is what was stored before, and every decode."""
+    """Expanded are new tokens among themselves; absorbed is what was stored before, and every
+    decode.
+    """
     columns: list[tuple[str, int, int]] = []
 
     class Spy(SdpaAttention):
@@ -320,7 +327,9 @@ def test_large_geometry(heads: int, form: Form) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_rows_of_less_precision(dtype: torch.dtype) -> None:
-    """A model of float32 over stored rows of less: what was rounded when it was stored is read so by both forms."""
+    """A model of float32 over stored rows of less: what was rounded when it was stored is read so
+    by both forms.
+    """
     story = Story(dtype=dtype, page_size=5)
     story.add(0)
     for count in (6, 1, 3, 1):
@@ -330,7 +339,7 @@ def test_rows_of_less_precision(dtype: torch.dtype) -> None:
     assert rows.dtype == dtype
 
 
-# -- sequences ---------------------------------------------------------------------------------------------------
+# -- sequences -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -423,7 +432,7 @@ def test_windows_far_out() -> None:
     again.forward([1], [2])
 
 
-# -- masks and weights -------------------------------------------------------------------------------------------
+# -- masks and weights -----------------------------------------------------------------------------
 
 
 def test_masks() -> None:
@@ -490,7 +499,7 @@ def test_captured_weights(counts: list[int]) -> None:
         start += count
 
 
-# -- rows --------------------------------------------------------------------------------------------------------
+# -- rows ------------------------------------------------------------------------------------------
 
 
 def test_append_stores_what_is_given() -> None:
@@ -567,7 +576,7 @@ def test_nan_of_another_sequence_stays_there() -> None:
         story.forward([1, 2], [count, 1])
 
 
-# -- export and import -------------------------------------------------------------------------------------------
+# -- export and import -----------------------------------------------------------------------------
 
 
 def moved(source: Story, target: Story, seq_id: int, new_id: int) -> None:
@@ -622,7 +631,7 @@ def test_state_file_round_trip() -> None:
     target.forward([3], [2])
 
 
-# -- what is refused ---------------------------------------------------------------------------------------------
+# -- what is refused -------------------------------------------------------------------------------
 
 
 def refused(state: State, kind: type[QuireError], act: Callable[[], object], *words: str) -> None:
@@ -712,7 +721,9 @@ def test_exhaustion() -> None:
 
 
 def test_every_cell_of_the_table() -> None:
-    """What the table says a kind of layer has runs; what it says it has not is refused with its sentence."""
+    """What the table says a kind of layer has runs; what it says it has not is refused with its
+    sentence.
+    """
     story = Story()
     story.add(0)
     story.forward([0], [5])
@@ -778,7 +789,7 @@ def test_what_a_latent_layer_cannot_be() -> None:
             State([spec], capacity=8, backend=SdpaAttention())
 
 
-# -- which layers there are --------------------------------------------------------------------------------------
+# -- which layers there are ------------------------------------------------------------------------
 
 
 def test_layer_ids_that_are_no_range() -> None:
@@ -863,7 +874,7 @@ def test_a_state_without_attention_layers() -> None:
     assert state.empty()
 
 
-# -- anything at all ---------------------------------------------------------------------------------------------
+# -- anything at all -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 12))])

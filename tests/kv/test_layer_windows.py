@@ -1,4 +1,6 @@
-"""Layers with a window of their own: what is seen, which pages are freed and in which class only, where one can go back."""
+"""Layers with a window of their own: what is seen, which pages are freed and in which class only,
+where one can go back.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ def held(pair: Pair, seq_id: int, index: int) -> list[int]:
     return [int(one) for one in expected]
 
 
-# -- what is seen ------------------------------------------------------------------------------------------------
+# -- what is seen ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
@@ -81,7 +83,8 @@ def test_every_chunking_gives_the_same_rows(window: int) -> None:
 
 
 def test_forked_prefixes() -> None:
-    """A window that reaches into a prefix that others share, at every position that is reachable."""
+    """A window that reaches into a prefix that others share, at every position that is
+    reachable."""
     for page_size in PAGE_SIZES:
         pair = Pair([windowed(5), attention()], page_size=page_size, capacity=900)
         pair.add(0)
@@ -133,7 +136,7 @@ def test_with_a_window_of_the_sequence_both_apply(page_size: int) -> None:
     pair.finish()
 
 
-# -- pages -------------------------------------------------------------------------------------------------------
+# -- pages -----------------------------------------------------------------------------------------
 
 
 def test_pages_are_freed_in_their_class_only() -> None:
@@ -211,7 +214,8 @@ def test_available_pages_are_those_of_the_classes_that_keep_everything() -> None
 def test_missing_pages_are_counted_over_all_classes() -> None:
     pair = Pair([attention(), windowed(3), windowed(5)], page_size=2, capacity=20, window_capacity=10)
     pair.add(0, 1)
-    # 10 pages for the full layers, 5 for each of the windowed ones, which hold a whole chunk while it runs.
+    # 10 pages for the full layers, 5 for each of the windowed ones, which hold a whole chunk while
+    # it runs.
     assert pair.both("missing_pages", [0], [10]) == 0
     assert pair.both("missing_pages", [0], [12]) == 2
     assert pair.both("missing_pages", [0], [22]) == 1 + 6 + 6
@@ -275,11 +279,13 @@ def test_abort_gives_back_the_pages_of_every_class() -> None:
     pair.finish()
 
 
-# -- specifications ----------------------------------------------------------------------------------------------
+# -- specifications --------------------------------------------------------------------------------
 
 
 def test_layers_differ_in_everything() -> None:
-    """Head counts, sizes, RoPE and scale are each layer's own; layers of one window share a table all the same."""
+    """Head counts, sizes, RoPE and scale are each layer's own; layers of one window share a table
+    all the same.
+    """
     rope = RopeSpec(theta=50.0, rotary_dim=2, interleaved=True)
     specs: list[Spec] = [
         attention(4, 4, 6, 5),
@@ -329,7 +335,8 @@ def test_the_layout_says_windows() -> None:
 
 
 def test_rows_behind_a_null_page_are_never_read() -> None:
-    """NaN that has left the window of a layer, in a page that somebody else gets, reaches nobody."""
+    """NaN that has left the window of a layer, in a page that somebody else gets,
+    reaches nobody."""
     spec = windowed(3, rotary_dim=0)
     state = State([spec], capacity=16, page_size=2, backend=SdpaAttention())
     generator = torch.Generator().manual_seed(1)
@@ -349,8 +356,9 @@ def test_rows_behind_a_null_page_are_never_read() -> None:
 
 @pytest.mark.parametrize("how", ["pop", "fork"])
 def test_back_to_where_only_a_narrower_window_of_the_sequence_has_all_it_needs(how: str) -> None:
-    """A sequence whose window was enabled late goes back within it, behind what the layer's own window has let go of; without its
-    window it would lack rows there, so it cannot be given up."""
+    """A sequence whose window was enabled late goes back within it, behind what the layer's own
+    window has let go of; without its window it would lack rows there, so it cannot be given up.
+    """
     pair = Pair([attention(), windowed(7)], page_size=1)
     pair.add(0)
     for count in (10, 5, 5, 1):

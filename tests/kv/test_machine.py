@@ -1,4 +1,6 @@
-"""All verbs of the KV state in random order against the oracle, refusals included (see ``machine``)."""
+"""All verbs of the KV state in random order against the oracle, refusals included (see
+``machine``).
+"""
 
 from __future__ import annotations
 
@@ -78,7 +80,8 @@ def refused_classes() -> set[type[QuireError]]:
 
 def test_short() -> None:
     reset()
-    # Hypothesis also draws constants of the modules that are loaded, so what is met depends on the tests beside this one.
+    # Hypothesis also draws constants of the modules that are loaded, so what is met depends on the
+    # tests beside this one.
     for number in range(9):
         run_machine(8, 45, derandomize=False, machine=seed(number)(type("Seeded", (ExchangeSteps,), {})))
         if (
@@ -100,7 +103,8 @@ def test_long() -> None:
         run_machine(100, 100, derandomize=False)
     assert set(Machine.verbs) >= DONE_IN_EVERY_RUN
     assert refused_classes() >= REFUSED_IN_EVERY_RUN | {DataLoss}
-    # What is refused for lack of room, and what a window has given up, is met by each verb that can meet it.
+    # What is refused for lack of room, and what a window has given up, is met by each verb that can
+    # meet it.
     assert {verb for verb, kind in Machine.refusals if kind is ResourceExhausted} >= {
         "begin_forward",
         "debug_set_kv",

@@ -16,7 +16,8 @@ from .test_states import TREE, own
 
 
 def test_a_mask_takes_the_place_of_the_order() -> None:
-    """An image of four tokens sees itself in both directions; the other entry is a chain as ever."""
+    """An image of four tokens sees itself in both directions; the other entry is a chain
+    as ever."""
     seer = Seer()
     seer.add(3, 2)
     image = torch.ones(4, 7, dtype=torch.bool)
@@ -48,7 +49,9 @@ def test_windows_still_apply_under_a_mask(page_size: int) -> None:
 
 
 def test_a_mask_over_a_tree() -> None:
-    """Columns are positions, then nodes in order of appending; a node may be made to see its sibling."""
+    """Columns are positions, then nodes in order of appending; a node may be made to see its
+    sibling.
+    """
     seer = Seer()
     seer.add(2)
     seer.append([0], [3], [[-1, 0, 0]])

@@ -55,7 +55,8 @@ def test_merge_of_random_parts(dtype: torch.dtype) -> None:
     total = sum(weights, torch.zeros(()))
     exact = torch.where(total > 0, (weights[0] * o1.double() + weights[1] * o2.double()) / total, torch.zeros(()))
     unit, unit32 = torch.finfo(dtype).eps / 2, torch.finfo(torch.float32).eps / 2
-    # A weight is e to a difference of float32 numbers; the result is rounded to float32 or better, then to its type.
+    # A weight is e to a difference of float32 numbers; the result is rounded to float32 or better,
+    # then to its type.
     bound = o1.double().abs().amax() * (unit + 8 * unit32 * (1 + l1[l1.isfinite()].abs().amax()))
     assert ((out.double() - exact).abs() <= bound).all()
     assert (out[4] == 0).all()

@@ -1,4 +1,6 @@
-"""The naive model by itself: the examples of the specification, and its short formulas against their definitions."""
+"""The naive model by itself: the examples of the specification, and its short formulas against
+their definitions.
+"""
 
 from __future__ import annotations
 
@@ -236,7 +238,10 @@ def test_two_scores() -> None:
 @pytest.mark.parametrize("eviction", ["token", "forward"])
 @pytest.mark.parametrize("mode", ["inline", "normal", "none"])
 def test_relative_positions_are_those_of_keys_that_are_rotated_anew(mode: str, eviction: str) -> None:
-    """Against a cache that numbers its tokens 0, 1, 2, ... at each query and rotates raw keys there."""
+    """Against a cache that numbers its tokens 0, 1, 2, ...
+
+    at each query and rotates raw keys there.
+    """
     spec = FullAttention(num_heads=2, num_kv_heads=1, head_dim=4, value_dim=3, rope=ROPE, rope_mode=mode)  # type: ignore[arg-type]
     story = Story(spec)
     oracle = story.oracle
@@ -270,8 +275,9 @@ def test_relative_positions_are_those_of_keys_that_are_rotated_anew(mode: str, e
 @settings(max_examples=300, deadline=None)
 @given(rng=st.randoms(use_true_random=False))
 def test_reachable_formula_against_its_definition(rng: random.Random) -> None:
-    """m is reachable if all that a query at m or later may see of the tokens before m is held; rows that only share a
-    page with the sink do not count."""
+    """m is reachable if all that a query at m or later may see of the tokens before m is held; rows
+    that only share a page with the sink do not count.
+    """
     page_size = rng.choice([1, 2, 3, 4, 7])
     sink = rng.choice([0, 0, 1, 2, 5])
     window = Window(sink + rng.randint(1, 7), sink, rng.choice(["token", "forward"])) if rng.random() < 0.7 else None
@@ -292,7 +298,8 @@ def test_reachable_formula_against_its_definition(rng: random.Random) -> None:
         needed = {i for i in range(m) for q in later if seen(q, i, m, window, layer_window)}
         definition = all(counted[i] for i in needed)
         shortest = min(layer_window or 99, window.size - sink + (window.eviction == "forward") if window else 99)
-        # (With a window of one token nothing before m is needed, and the formula asks for the last token all the same.)
+        # (With a window of one token nothing before m is needed, and the formula asks for the last
+        # token all the same.)
         assert (m in found) == definition or (shortest == 1 and definition), m
     assert {0, length} <= found
     assert [i for run in ranges(found) for i in run] == sorted(found)

@@ -307,7 +307,7 @@ def test_check_finds_an_import_that_shares() -> None:
         pair.state.check()
 
 
-# -- storage -----------------------------------------------------------------------------------------------------
+# -- storage ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

@@ -1,4 +1,5 @@
-"""What a state says about its sizes and its room (``contracts.pool_verbs``) is what then happens."""
+"""What a state says about its sizes and its room (``contracts.pool_verbs``) is what then
+happens."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ def run(state: State, seqs: Sequence[int], counts: Sequence[int]) -> None:
 
 
 def branched(kind: str, seed: int, **given: Any) -> State:
-    """A state after some forks, forwards and checkpoints, and a window of a sequence now and then."""
+    """A state after some forks, forwards and checkpoints, and a window of a sequence now
+    and then."""
     state, rng = make(kind, **given), random.Random(seed)
     state.add_sequence(0)
     if kind != "recurrent" and rng.random() < 0.3:
@@ -137,7 +139,9 @@ def test_the_tail_is_shared_until_one_writes() -> None:
 
 @pytest.mark.parametrize("kind", ["full", "both", "hybrid"])
 def test_page_shortage(kind: str) -> None:
-    """The missing pages are those of ``missing_pages`` but for states; ``never`` is what an empty state refuses too."""
+    """The missing pages are those of ``missing_pages`` but for states; ``never`` is what an empty
+    state refuses too.
+    """
     for count in (1, 3, 40, 60, 80, 95, 96, 97, 200):
         state = make(kind)
         for seq in (0, 1):
@@ -283,7 +287,9 @@ def test_windows_and_ids() -> None:
 
 
 def test_layers_without_fused_attention() -> None:
-    """The reference forms the weights of every layer, PyTorch's kernels those of layers that they do not have."""
+    """The reference forms the weights of every layer, PyTorch's kernels those of layers that they
+    do not have.
+    """
     assert make("both").unfused_layers() == [0, 1, 2]
     state = make("both", backend=SdpaAttention())
     fuses = state.backend.fuses

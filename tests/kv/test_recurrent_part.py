@@ -1,4 +1,6 @@
-"""Recurrent layers of a KV state: slots, one forward, and a random run of all verbs against lists of states by position."""
+"""Recurrent layers of a KV state: slots, one forward, and a random run of all verbs against lists
+of states by position.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,7 @@ def end(state: RecurrentPart) -> None:
     state.publish()
 
 
-# -- storage -------------------------------------------------------------------------------------------------------
+# -- storage ---------------------------------------------------------------------------------------
 
 
 def test_storage_reads_what_was_written_and_initial_values() -> None:
@@ -114,7 +116,7 @@ def test_arguments_of_a_part() -> None:
             make()
 
 
-# -- get and set ---------------------------------------------------------------------------------------------------
+# -- get and set -----------------------------------------------------------------------------------
 
 
 def test_example_of_get_and_set() -> None:
@@ -227,7 +229,9 @@ def test_states_inside_a_chunk_are_kept_only_if_they_are_known() -> None:
 
 
 def test_a_completed_forward_may_go_on() -> None:
-    """What was set after ``complete`` counts, and the slots that it took for the ring go back if they are not known any more."""
+    """What was set after ``complete`` counts, and the slots that it took for the ring go back if
+    they are not known any more.
+    """
     state = part(ring=2)
     state.table.add(1)
     opened = begin(state, [1], [3])
@@ -290,7 +294,7 @@ def test_refused_arguments_of_a_forward() -> None:
     assert state.debug_get(HASHED, 0, 1).tolist() == [7, 7]
 
 
-# -- recurrences ---------------------------------------------------------------------------------------------------
+# -- recurrences -----------------------------------------------------------------------------------
 
 
 def test_example_of_linear_attention() -> None:
@@ -358,7 +362,7 @@ def test_forks_share_and_never_see_each_other() -> None:
     assert values_of(state, 2) == values_of(state, 3)
 
 
-# -- looking in ----------------------------------------------------------------------------------------------------
+# -- looking in ------------------------------------------------------------------------------------
 
 
 def test_debug_set_changes_this_sequence_only() -> None:
@@ -429,14 +433,17 @@ def test_export_and_import() -> None:
         assert values_of(other, 9, position) == values_of(state, 1, position)
 
 
-# -- random runs -----------------------------------------------------------------------------------------------------
+# -- random runs -----------------------------------------------------------------------------------
 
 Mode = Literal["run", "token", "end", "unset"]
 PRIME = 1_000_003
 
 
 class Values(NamedTuple):
-    """One state of the three tensors, as plain numbers. Small integers, so that float32 holds them exactly."""
+    """One state of the three tensors, as plain numbers.
+
+    Small integers, so that float32 holds them exactly.
+    """
 
     conv: tuple[float, float] = (0.0, 0.0)
     matrix: tuple[float, float, float, float] = (1.0, 1.0, 1.0, 1.0)
@@ -482,7 +489,9 @@ def run_mixer(opened: RecurrentPass, tokens_T: Tensor) -> None:
 
 
 def run_all(opened: RecurrentPass, tokens_T: Tensor, mode: Mode) -> None:
-    """All layers over one entry, a chain of tokens or of nodes; ``token``: by the states after every token."""
+    """All layers over one entry, a chain of tokens or of nodes; ``token``: by the states after
+    every token.
+    """
     before = (opened.get(layer, index)[0].flatten().tolist() for layer, index in ((MIXER, 0), (MIXER, 1), (HASHED, 0)))
     values = Values(*map(tuple, before))  # type: ignore[arg-type]
     rows: list[Values] = []
@@ -505,7 +514,10 @@ def run(state: RecurrentPart, seq_id: int, tokens_T: Tensor, mode: Mode = "run")
 
 @dataclass(eq=False)
 class Held:
-    """One state that is held: a slot, as the oracle counts them. ``ringed``: when it entered a ring; 0: it is in none."""
+    """One state that is held: a slot, as the oracle counts them.
+
+    ``ringed``: when it entered a ring; 0: it is in none.
+    """
 
     values: Values
     ringed: int = 0
@@ -576,7 +588,7 @@ class Machine(RuleBasedStateMachine):
     def did(self, name: str) -> None:
         Machine.done[name] = Machine.done.get(name, 0) + 1
 
-    # -- the oracle's slots ------------------------------------------------------------------------------------
+    # -- the oracle's slots ------------------------------------------------------------------------
 
     def used(self) -> set[Held]:
         return {held for one in self.sequences.values() for held in (*one.others(), *one.ring.values())}
@@ -608,7 +620,7 @@ class Machine(RuleBasedStateMachine):
         while len(sequence.ring) > self.ring:
             del sequence.ring[min(sequence.ring)]
 
-    # -- sequences ---------------------------------------------------------------------------------------------
+    # -- sequences ---------------------------------------------------------------------------------
 
     @precondition(lambda self: len(self.sequences) < 5)
     @rule()
@@ -714,7 +726,7 @@ class Machine(RuleBasedStateMachine):
         one.present = changed
         self.did("debug_set")
 
-    # -- forwards ----------------------------------------------------------------------------------------------
+    # -- forwards ----------------------------------------------------------------------------------
 
     @precondition(lambda self: self.sequences)
     @rule(data=st.data())
@@ -881,7 +893,7 @@ class Machine(RuleBasedStateMachine):
         self.advance(one, passed)
         self.did("commit")
 
-    # -- after every step ----------------------------------------------------------------------------------------
+    # -- after every step --------------------------------------------------------------------------
 
     def refused(self, error: type[QuireError], call: Callable[[], object]) -> None:
         table = self.state.table

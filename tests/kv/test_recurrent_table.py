@@ -1,4 +1,6 @@
-"""Books of recurrent state slots: the examples of going back, sharing, exhaustion, what a ring gives up."""
+"""Books of recurrent state slots: the examples of going back, sharing, exhaustion, what a ring
+gives up.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,7 @@ def example() -> RecurrentTable:
     return books
 
 
-# -- going back ----------------------------------------------------------------------------------------------------
+# -- going back ------------------------------------------------------------------------------------
 
 
 def test_checkpoints_and_ring_of_the_example() -> None:
@@ -158,7 +160,7 @@ def test_without_a_ring() -> None:
     assert books.nearest(1, 2) == 0
 
 
-# -- checkpoints -----------------------------------------------------------------------------------------------------
+# -- checkpoints -----------------------------------------------------------------------------------
 
 
 def test_keep_and_drop() -> None:
@@ -207,7 +209,7 @@ def test_multiples_that_were_not_computed() -> None:
     assert (books.kept(1), books.pool.num_used) == ([8], 1)
 
 
-# -- trees -----------------------------------------------------------------------------------------------------------
+# -- trees -----------------------------------------------------------------------------------------
 
 
 def test_a_tree_over_two_forwards() -> None:
@@ -269,7 +271,7 @@ def test_a_mixed_batch() -> None:
     assert need.origins().tolist() == [books.slot_at(2), NULL, NULL, NULL]
 
 
-# -- room ------------------------------------------------------------------------------------------------------------
+# -- room ------------------------------------------------------------------------------------------
 
 
 def test_the_ring_gives_way_oldest_first() -> None:
@@ -363,7 +365,7 @@ def test_recent_states_take_free_slots_only() -> None:
     assert books.pool.num_used == 0
 
 
-# -- from outside ----------------------------------------------------------------------------------------------------
+# -- from outside ----------------------------------------------------------------------------------
 
 
 def test_own() -> None:
@@ -379,7 +381,8 @@ def test_own() -> None:
     assert moved is not None
     assert moved[0] == old
     assert moved[1] == books.slot_at(1) != old
-    # What is kept at this position is what was kept; going back to it later gives what the sequence had.
+    # What is kept at this position is what was kept; going back to it later gives what the sequence
+    # had.
     assert books.slot_at(1, 1) == old
     run(books, 1)
     assert books.slot_at(1, 1) == old
@@ -429,7 +432,7 @@ def test_forward_verbs_without_a_forward() -> None:
         refused(books, FailedPrecondition, "no forward is open", call)
 
 
-# -- the recount -----------------------------------------------------------------------------------------------------
+# -- the recount -----------------------------------------------------------------------------------
 
 
 def lose_reference(books: RecurrentTable) -> None:

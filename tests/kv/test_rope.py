@@ -1,4 +1,6 @@
-"""Rotary embeddings against transformers' modules, against exact arithmetic at far positions, and as they are stored."""
+"""Rotary embeddings against transformers' modules, against exact arithmetic at far positions, and
+as they are stored.
+"""
 
 from __future__ import annotations
 
@@ -107,9 +109,10 @@ def turn(spec: RopeSpec, x_THD: Tensor, positions_T: Tensor) -> Tensor:
 def float32_angle_bound(spec: RopeSpec, x_THD: Tensor, positions_T: Tensor) -> Tensor:
     """How far an implementation with float32 angles may be from the exact rotation, ``[T, 1, 1]``.
 
-    The frequency takes a power, a quotient and at most five operations more, the product with the position one:
-    the angle is off by 8 u times itself; then the rotation in float32, as ``rotation_bound`` has it. A ramp over the
-    pairs has an error of R u, and an exponent that is no binary fraction counts ln(theta) times.
+    The frequency takes a power, a quotient and at most five operations more, the product with the
+    position one: the angle is off by 8 u times itself; then the rotation in float32, as
+    ``rotation_bound`` has it. A ramp over the pairs has an error of R u, and an exponent that is no
+    binary fraction counts ln(theta) times.
     """
     size = x_THD.double().norm(dim=-1).amax(-1) * spec.attention_factor
     fastest = max(frequencies(spec))
@@ -399,8 +402,8 @@ def test_far_positions_against_exact_arithmetic(position: int, spec: RopeSpec) -
     for pair, freq in enumerate(exact_frequencies(spec)):
         angle = position * freq
         first, second = (2 * pair, 2 * pair + 1) if spec.interleaved else (pair, pair + half)
-        # The frequency in float64 is off by a few roundings (of the plain one, where a ramp blends), and so is the
-        # product.
+        # The frequency in float64 is off by a few roundings (of the plain one, where a ramp
+        # blends), and so is the product.
         plain = spec.theta ** (-2 * pair / spec.rotary_dim)
         bound = spec.attention_factor * (2 * U32 + (16 if spec.scaling == "default" else 64) * U64 * position * plain)
         for column, sign in ((first, -1), (second, 1)):
@@ -424,7 +427,9 @@ def test_columns_that_stand_still_pass_to_the_bit(rows: int, interleaved: bool) 
 @pytest.mark.parametrize("spec", [FAR[0], FAR[1], *SCALED], ids=lambda spec: f"{spec.scaling}-{spec.interleaved}")
 @pytest.mark.parametrize("rows", [3, 80])
 def test_rotations_compose_and_turn_back(spec: RopeSpec, rows: int) -> None:
-    """The query at its position, turned back by a count, is the query at the difference, and counts one factor."""
+    """The query at its position, turned back by a count, is the query at the difference, and counts
+    one factor.
+    """
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(rows, 2, 16, generator=generator)
     table = RotaryTable(spec, CPU)
@@ -444,7 +449,9 @@ def test_rotations_compose_and_turn_back(spec: RopeSpec, rows: int) -> None:
 
 
 def test_rows_of_any_order_and_a_generous_maximum() -> None:
-    """Queries at relative positions and stored keys ask for rows that are not in order, under a common maximum."""
+    """Queries at relative positions and stored keys ask for rows that are not in order, under a
+    common maximum.
+    """
     spec = SCALED[3]
     positions = torch.tensor([900, 3, 3, 0, 1023])
     cos, sin = RotaryTable(spec, CPU).rows(positions, 1023)
@@ -518,7 +525,9 @@ def test_scores_depend_on_differences_only() -> None:
 
 
 def test_table_grows_and_ends() -> None:
-    """Rows are the same whether they were made early, late, or one by one behind the end of the table."""
+    """Rows are the same whether they were made early, late, or one by one behind the end of the
+    table.
+    """
     spec = RopeSpec(theta=10000.0, rotary_dim=6)
     table = RotaryTable(spec, CPU)
     early = table.rows(torch.tensor([0, 5]), 5)
@@ -531,7 +540,8 @@ def test_table_grows_and_ends() -> None:
     inside = table.rows(positions, end - 1)
     beyond = table.rows(torch.cat((positions, torch.tensor([end, 3 * end]))), 3 * end)
     for a, b in zip(inside, beyond, strict=True):
-        # float64 angles, rounded once: the last bit at most, where vectors of other lengths are computed.
+        # float64 angles, rounded once: the last bit at most, where vectors of other lengths are
+        # computed.
         assert ((a - b[:3]).abs() <= 2 * U32).all()
     assert torch.equal(early[0], kept)
     assert len(table._rows) <= end
@@ -551,7 +561,8 @@ def test_table_grows_and_ends() -> None:
     ],
 )
 def test_stored_keys_by_mode(rope: RopeSpec, dtype: torch.dtype) -> None:
-    """``normal``: rotated at the true position, over all chunks, and in a fork; ``none``: as given."""
+    """``normal``: rotated at the true position, over all chunks, and in a fork;
+    ``none``: as given."""
     specs = [
         FullAttention(num_heads=2, num_kv_heads=2, head_dim=8, value_dim=8, rope=rope, rope_mode=mode)
         for mode in ("normal", "none")

@@ -1,7 +1,8 @@
-"""The rule table, cell by cell: verbs on kinds of layers and on states of every combination of them.
+"""The rule table, cell by cell: verbs on kinds of layers and on states of every combination of
+them.
 
-What works gives what a computation from scratch gives (``rule_stories``); what is refused raises ``Unsupported`` with the table's
-reason, computes nothing and changes nothing.
+What works gives what a computation from scratch gives (``rule_stories``); what is refused raises
+``Unsupported`` with the table's reason, computes nothing and changes nothing.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ def tried(check: Callable[[Story, list[int]], None], name: str) -> None:
 
 
 def calls(state: State, layer: int) -> dict[str, Callable[[], object]]:
-    """A call of each verb about a layer that is in order but for the kind of the layer, with one new token."""
+    """A call of each verb about a layer that is in order but for the kind of the layer, with one
+    new token.
+    """
     q, kv, row = torch.zeros(1, HQ, D).double(), torch.zeros(1, H, D).double(), torch.zeros(1, R).double()
     return {
         "attention_with_fused_qkv": lambda: state.attention_with_fused_qkv(layer, torch.cat((q, kv, kv), 1)),

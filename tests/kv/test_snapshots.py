@@ -1,4 +1,6 @@
-"""What the tests of refusals rest on: a snapshot differs after every change, and reading changes nothing."""
+"""What the tests of refusals rest on: a snapshot differs after every change, and reading changes
+nothing.
+"""
 
 from __future__ import annotations
 

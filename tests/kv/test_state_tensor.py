@@ -1,4 +1,6 @@
-"""``StateTensor``: initial values that are tensors, and what is refused when one is built; how many slots states need."""
+"""``StateTensor``: initial values that are tensors, and what is refused when one is built; how many
+slots states need.
+"""
 
 from __future__ import annotations
 
@@ -91,7 +93,7 @@ def test_infinity_is_a_value() -> None:
     assert tensor(torch.tensor([0, 0, 0, -float("inf")])).initial.tolist() == [0, 0, 0, -float("inf")]  # type: ignore[union-attr]
 
 
-# -- going back exactly, and how many slots that takes --------------------------------------------------------------------
+# -- going back exactly, and how many slots that takes ---------------------------------------------
 
 
 def hybrid(**given: Any) -> State:
@@ -134,7 +136,9 @@ def test_exact_is_exact_or_refused() -> None:
 
 @pytest.mark.parametrize(("interval", "ring", "nodes"), [(0, 0, 0), (0, 3, 0), (8, 0, 0), (8, 2, 3), (4, 1, 0)])
 def test_as_many_slots_as_said_and_no_fewer(interval: int, ring: int, nodes: int) -> None:
-    """With them nothing kept gives way at any length; with one fewer a forward is refused, or the ring is shorter."""
+    """With them nothing kept gives way at any length; with one fewer a forward is refused, or the
+    ring is shorter.
+    """
     seqs, longest = [0, 1], 32  # of which the last token is only begun
 
     def story(num_states: int) -> bool:

@@ -23,7 +23,7 @@ TREE = [-1, 0, 0, 1, 1]
 Scope = Literal["past", "all"]
 
 
-# -- self, past, all ---------------------------------------------------------------------------------------------
+# -- self, past, all -------------------------------------------------------------------------------
 
 
 def part(pair: Pair, layer: int, q: Tensor, scope: Scope, **more: Any) -> tuple[Tensor, Tensor]:
@@ -50,7 +50,9 @@ def append(pair: Pair, layer: int, k: Tensor, v: Tensor) -> None:
 
 
 def in_parts(pair: Pair, ids: Sequence[int], counts: Sequence[int], parents: Any = None) -> None:
-    """A forward in which each layer is computed in all ways, which must agree with the oracle's single one."""
+    """A forward in which each layer is computed in all ways, which must agree with the oracle's
+    single one.
+    """
     pair.begin(ids, counts, parents)
     for layer, spec in enumerate(pair.specs):
         q, k, v = pair.parts(layer, sum(counts))
@@ -216,7 +218,7 @@ def test_learned_sinks_belong_to_the_fused_verb() -> None:
     assert not torch.allclose(fused, other_fused, atol=1e-3)  # a thousand times as much
 
 
-# -- the K and V of another layer --------------------------------------------------------------------------------
+# -- the K and V of another layer ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("window", [None, 3])
@@ -234,7 +236,8 @@ def test_shared_kv(window: int | None, mode: Any) -> None:
         refused(pair, FailedPrecondition, partial(pair.state.attention_with_shared_kv, 0, q), "layer 0", "stored")
         given = pair.state.attention_with_shared_kv(0, q, k, v)
         pair.oracle.attention_with_shared_kv(0, q, k, v).check(given)
-        # What was given is used also if the source has stored something else, and nothing of it is stored.
+        # What was given is used also if the source has stored something else, and nothing of it is
+        # stored.
         fused = pair.layer(0, pair.random(0, tokens))
         rows = [pair.state.debug_get_kv(seq_id, layer=0)[0] for seq_id in (0, 1)] if count == 3 else []
         pair.oracle.attention_with_shared_kv(0, q, k, v).check(pair.state.attention_with_shared_kv(0, q, k, v))
@@ -257,7 +260,7 @@ def test_shared_kv_of_a_layer_with_learned_sinks() -> None:
     refused(pair, Unsupported, lambda: pair.state.attention_with_shared_kv(0, q), "sink")
 
 
-# -- refusals ----------------------------------------------------------------------------------------------------
+# -- refusals --------------------------------------------------------------------------------------
 
 
 def test_parts_that_are_refused() -> None:

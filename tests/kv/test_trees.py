@@ -1,4 +1,6 @@
-"""Token trees as the specification tells them: what a node sees, what a commit keeps, and that it equals chains."""
+"""Token trees as the specification tells them: what a node sees, what a commit keeps, and that it
+equals chains.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,7 @@ def four(page_size: int, specs: Any = None) -> Pair:
     return pair
 
 
-# -- the examples ------------------------------------------------------------------------------------------------
+# -- the examples ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
@@ -120,7 +122,9 @@ def test_rounds_of_one_two_and_four() -> None:
 
 @pytest.mark.parametrize("tree_first", [True, False])
 def test_a_tree_beside_a_chain(tree_first: bool) -> None:
-    """Of the tree -1, 0, 0, 1, 1, 2, 2 the path to node 4 is kept, of the chain of drafts the first three."""
+    """Of the tree -1, 0, 0, 1, 1, 2, 2 the path to node 4 is kept, of the chain of drafts the first
+    three.
+    """
     seer = Seer(columns=512)
     seer.add(0, 0, 0)
     ids = [0, 1] if tree_first else [1, 0]
@@ -145,7 +149,7 @@ def test_second_rounds_of_chains_are_causal() -> None:
     assert seer.stored(0) == [0, 1, 2, 3, 8, 9]
 
 
-# -- commit ------------------------------------------------------------------------------------------------------
+# -- commit ----------------------------------------------------------------------------------------
 
 
 def test_commit_goes_by_ids() -> None:
@@ -166,7 +170,9 @@ def test_commit_goes_by_ids() -> None:
 
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 def test_every_node_of_a_tree(page_size: int) -> None:
-    """Leaves and inner nodes, over a prefix that is shared; the rows of the path move and are not turned again."""
+    """Leaves and inner nodes, over a prefix that is shared; the rows of the path move and are not
+    turned again.
+    """
     pair = Pair(page_size=page_size, capacity=900)
     pair.add(0)
     pair.append(0, 7)
@@ -196,7 +202,9 @@ def test_every_node_of_a_tree(page_size: int) -> None:
 @pytest.mark.parametrize("geometry", sorted(GEOMETRIES))
 @pytest.mark.parametrize("window", [None, (6, 2, "token"), (5, 0, "forward"), (3, 2, "token")])
 def test_a_tree_is_all_its_paths(geometry: str, window: tuple[int, int, Any] | None) -> None:
-    """Each path from a root to a leaf gives what it gives alone, as ordinary tokens of a fork; and so does what follows."""
+    """Each path from a root to a leaf gives what it gives alone, as ordinary tokens of a fork; and
+    so does what follows.
+    """
     specs = GEOMETRIES[geometry]
     pair = Pair(specs, page_size=2, capacity=600)
     rng = random.Random(geometry)

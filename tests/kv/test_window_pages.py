@@ -73,7 +73,8 @@ def test_released_pages_of_a_fork_are_not_free() -> None:
     pair.append(0, 20)
     pair.fork(0, 1)
     assert pair.free == 5
-    # Both hold all pages; what one of them gives up is the other's, and only what both give up is free.
+    # Both hold all pages; what one of them gives up is the other's, and only what both give up is
+    # free.
     assert pair.both("missing_pages", [0, 2], [1, 17]) == 1
     assert pair.both("missing_pages", [0, 1, 2], [1, 1, 17]) == 0
     refused(pair, ResourceExhausted, lambda: pair.state.begin_forward([0, 2], [1, 17]))
@@ -89,7 +90,8 @@ def test_a_page_that_one_owner_releases_is_written_in_place_by_the_other() -> No
     pair.append(0, 12)
     pair.fork(0, 1, 6)
     pair.fork(0, 2, 5)
-    # At 12 sequence 0 sees 9 and more: page 4-7 belongs to 1 and 2 alone, and of those the longer one stays on it.
+    # At 12 sequence 0 sees 9 and more: page 4-7 belongs to 1 and 2 alone, and of those the longer
+    # one stays on it.
     assert pair.free == 1
     assert pair.both("missing_pages", [1], [1]) == 0
     assert pair.both("missing_pages", [2, 1, 0], [1, 1, 1]) == 1

@@ -1,4 +1,6 @@
-"""Values of windowed attention: against a cache that rotates its keys anew, in each RoPE mode, far out."""
+"""Values of windowed attention: against a cache that rotates its keys anew, in each RoPE mode, far
+out.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,10 @@ EVICTIONS: tuple[Eviction, ...] = ("token", "forward")
 @pytest.mark.parametrize("eviction", EVICTIONS)
 @pytest.mark.parametrize("mode", ["none", "normal", "inline"])
 def test_against_a_cache_that_rotates_its_keys_anew(mode: RopeMode, eviction: Eviction) -> None:
-    """StreamingLLM as its authors run it: raw keys are kept, and rotated at 0, 1, 2, ... in the cache at each query."""
+    """StreamingLLM as its authors run it: raw keys are kept, and rotated at 0, 1, 2, ...
+
+    in the cache at each query.
+    """
     rope = RopeSpec(theta=100.0, rotary_dim=6)
     spec = FullAttention(num_heads=4, num_kv_heads=2, head_dim=8, value_dim=5, rope=rope, rope_mode=mode)
     state = State([spec], capacity=200, page_size=4, backend=SdpaAttention())
@@ -54,7 +59,8 @@ def test_against_a_cache_that_rotates_its_keys_anew(mode: RopeMode, eviction: Ev
 
 
 def test_modes_are_equal() -> None:
-    """Raw q and k in ``normal`` and ``inline``, rotated ones in ``none``, with and without windows."""
+    """Raw q and k in ``normal`` and ``inline``, rotated ones in ``none``, with and
+    without windows."""
     rope = RopeSpec(theta=100.0, rotary_dim=4, interleaved=True)
     generator = torch.Generator().manual_seed(2)
     results: dict[str, list[Tensor]] = {}

@@ -1,4 +1,6 @@
-"""Windows of sequences with sinks, as the specification tells them: what is seen, what is evicted, where one can go back."""
+"""Windows of sequences with sinks, as the specification tells them: what is seen, what is evicted,
+where one can go back.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 WINDOWS = ((20, 6), (25, 4), (30, 8), (35, 3), (40, 7))
 
 
-# -- the examples ------------------------------------------------------------------------------------------------
+# -- the examples ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("eviction", EVICTIONS)
@@ -104,7 +106,7 @@ def test_what_slides_by_forwards_keeps_one_more() -> None:
     pair.finish()
 
 
-# -- chunks, lengths, forks --------------------------------------------------------------------------------------
+# -- chunks, lengths, forks ------------------------------------------------------------------------
 
 
 @pytest.mark.product(2)
@@ -275,7 +277,8 @@ def test_a_refused_or_aborted_forward_evicts_nothing_that_is_needed() -> None:
     pair.append(1, 4)
     refused(pair, ResourceExhausted, lambda: pair.state.begin_forward([0, 1], [1, 30]))
     assert pair.state.reachable(0) == [range(21)]
-    # The cut is made in ``begin_forward``, and what an abort gives back is nothing that had left the window.
+    # The cut is made in ``begin_forward``, and what an abort gives back is nothing that had left
+    # the window.
     pair.begin([0], [1])
     pair.abort()
     assert pair.state.sequence_length(0) == 20

@@ -201,7 +201,9 @@ class TinyCheckpoint:
 
 
 def make_checkpoint(case: Case, path: Path) -> TinyCheckpoint:
-    """Every weight random, also those that transformers starts at 0 or 1 and that a test would not notice."""
+    """Every weight random, also those that transformers starts at 0 or 1 and that a test would not
+    notice.
+    """
     if case.family == "Gemma3WithVision":
         text = transformers.Gemma3TextConfig(**{**GEOMETRY, **case.changes})
         kind = transformers.Gemma3ForConditionalGeneration

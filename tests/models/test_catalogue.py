@@ -157,7 +157,8 @@ def test_the_hub_library_is_not_imported_for_local_names() -> None:
 
 @pytest.fixture
 def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """A repository of the Hub with these files, of which a snapshot holds what its patterns allow."""
+    """A repository of the Hub with these files, of which a snapshot holds what its
+    patterns allow."""
 
     def make(*files: str, error: Exception | None = None) -> None:
         def snapshot_download(name: str, **kwargs: Any) -> str:

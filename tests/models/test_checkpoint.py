@@ -210,7 +210,8 @@ def test_failed_allocation_is_resource_exhausted() -> None:
 
 
 def test_parameters_are_the_checkpoints_rows_in_order(tiny: Any) -> None:
-    """Each slice of each parameter is the tensor that the name table says, whatever file it was in."""
+    """Each slice of each parameter is the tensor that the name table says, whatever file
+    it was in."""
     model = load_model(tiny.path, dtype="float32")
     given = {name.replace("language_model.", ""): weight for name, weight in tiny.model.named_parameters()}
     for layer, block in enumerate(model.blocks):

@@ -1,4 +1,6 @@
-"""config.json: both spellings, and everything that changes the computation is either read or refused by name."""
+"""config.json: both spellings, and everything that changes the computation is either read or
+refused by name.
+"""
 
 from __future__ import annotations
 
@@ -121,7 +123,9 @@ def test_unknown_fields_are_passed_over_with_a_line_in_the_debug_log(caplog: pyt
 
 @pytest.mark.parametrize("architecture", READS)
 def test_each_layer_has_the_rotation_and_the_window_of_its_kind(architecture: str) -> None:
-    """Every family's own: which layers have windows, which rotate, how much of a head and which pairs."""
+    """Every family's own: which layers have windows, which rotate, how much of a head and which
+    pairs.
+    """
     windows, rotations = WINDOWS.get(architecture, (None, None)), ROTATIONS.get(architecture, {})
     config = read(architecture, num_hidden_layers=8, sliding_window=windows[0] and 6, rope_theta=500.0)
     found = [spec.layer_window for spec in config.layers]
@@ -236,7 +240,8 @@ def test_multipliers_of_granite_and_cohere() -> None:
     )
     assert (found.embedding_scale, found.layers[0].sm_scale) == (12.0, 0.015625)
     assert (found.residual_scale, found.logit_scale) == (0.22, 0.125)
-    # As transformers has it, a missing multiplier of the scores is 1, and not the root of the head size.
+    # As transformers has it, a missing multiplier of the scores is 1, and not the root of the head
+    # size.
     assert read("GraniteForCausalLM").layers[0].sm_scale == 1.0
     assert read("Cohere2ForCausalLM").logit_scale == 0.0625
     assert read("Cohere2ForCausalLM", logit_scale=0.25).logit_scale == 0.25
@@ -304,7 +309,9 @@ def test_the_language_model_inside_of_gemma_3_with_vision() -> None:
 
 @pytest.mark.parametrize("architecture", READS)
 def test_the_longest_sequence_reaches_the_rotation(architecture: str) -> None:
-    """Layers for which a scaling is said have the base for that length; it is recorded, and no part of the context."""
+    """Layers for which a scaling is said have the base for that length; it is recorded, and no part
+    of the context.
+    """
     scaling = {"rope_type": "dynamic", "factor": 2.0}
     if architecture == "Phi3ForCausalLM":
         with pytest.raises(Unsupported, match=r"RoPE scaling 'dynamic'.*\['default', 'longrope'\]"):

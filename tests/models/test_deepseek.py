@@ -1,10 +1,12 @@
-"""DeepSeek-V2 and V3, GLM-4-MoE-Lite, Youtu: logits against transformers in every chunking, the routers by groups and with a
-correction, spellings of their checkpoints, and what their configurations may not ask for.
+"""DeepSeek-V2 and V3, GLM-4-MoE-Lite, Youtu: logits against transformers in every chunking, the
+routers by groups and with a correction, spellings of their checkpoints, and what their
+configurations may not ask for.
 
-Attention is written out here over rows in lists, so what is tested is the model and the specs of its layers;
-``tests/test_parity.py`` runs the families through the KV state.
+Attention is written out here over rows in lists, so what is tested is the model and the specs of
+its layers; ``tests/test_parity.py`` runs the families through the KV state.
 
-Letters: T tokens, S stored tokens, Hq heads, D head size, R columns of a latent, V vocabulary, X experts, K experts of a token, E width.
+Letters: T tokens, S stored tokens, Hq heads, D head size, R columns of a latent, V vocabulary, X
+experts, K experts of a token, E width.
 """
 
 from __future__ import annotations
@@ -106,7 +108,8 @@ ALL_CHOSEN = (
 
 
 class LatentPass(DensePass):
-    """One sequence whose latent rows are kept in lists; absorbed for single tokens, else expanded."""
+    """One sequence whose latent rows are kept in lists; absorbed for single tokens, else
+    expanded."""
 
     def attend_latent(self, layer_id: int, q_THD: Tensor, rows_TR: Tensor, expansion: LatentExpansion) -> Tensor:
         spec = self.specs[layer_id]
@@ -215,7 +218,9 @@ def test_the_model_says_what_it_is(tiny: TinyCheckpoint) -> None:
 
 
 def test_yarn_weighs_all_columns(make_tiny: Callable[[Case], TinyCheckpoint]) -> None:
-    """The scale of the scores by the square of one weight's magnitude, the rotated columns by what the other has beyond it."""
+    """The scale of the scores by the square of one weight's magnitude, the rotated columns by what
+    the other has beyond it.
+    """
 
     def spec(name: str) -> Any:
         return load_model(make_tiny(named(name)).path, dtype="float32").layer_specs[0]
@@ -377,7 +382,9 @@ def test_a_routing_that_makes_no_sense(changes: dict[str, Any]) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @torch.inference_mode()
 def test_routers_with_duplicated_rows_choose_as_those_of_transformers(name: str, dtype: torch.dtype) -> None:
-    """Equal rows in several groups and within one, with equal corrections: ties between experts and between groups."""
+    """Equal rows in several groups and within one, with equal corrections: ties between experts and
+    between groups.
+    """
     routing, width = ROUTINGS[name], 64
     generator = torch.Generator().manual_seed(5)
     sizes = {
@@ -422,8 +429,11 @@ def test_routers_with_duplicated_rows_choose_as_those_of_transformers(name: str,
 
 @pytest.mark.parametrize("name", ["v2-groups-sharded", "v3"])
 def test_ties_in_the_router(tmp_path: Path, name: str) -> None:
-    """Router rows are the same, and their experts are not. Whatever the chunks, each token goes to the experts that it has
-    in transformers where the sums of equal rows are equal; one other choice would be far outside of the bound."""
+    """Router rows are the same, and their experts are not.
+
+    Whatever the chunks, each token goes to the experts that it has in transformers where the sums
+    of equal rows are equal; one other choice would be far outside of the bound.
+    """
     peer = make_checkpoint(named(name), tmp_path / "untied").model
     with torch.no_grad():
         for layer in peer.model.layers[1:]:
@@ -469,7 +479,8 @@ def edit_tensors(path: Path, edit: Callable[[dict[str, Tensor]], object]) -> Non
 def test_every_spelling_is_the_same_model(
     make_tiny: Callable[[Case], TinyCheckpoint], tmp_path: Path, name: str
 ) -> None:
-    """What transformers writes by default (as on the hub), and its own form with stacked experts."""
+    """What transformers writes by default (as on the hub), and its own form with stacked
+    experts."""
     tiny = make_tiny(named(name))
     tiny.model.save_pretrained(tmp_path, save_original_format=False)
     stacked, usual = load_file(tmp_path / SINGLE_FILE), load_file(tiny.path / SINGLE_FILE)
@@ -482,7 +493,10 @@ def test_every_spelling_is_the_same_model(
 
 @pytest.mark.parametrize("count", [None, 0])
 def test_without_shared_experts(make_tiny: Callable[[Case], TinyCheckpoint], tmp_path: Path, count: int | None) -> None:
-    """As a shared expert that adds nothing. transformers writes tensors without elements for one of width 0."""
+    """As a shared expert that adds nothing.
+
+    transformers writes tensors without elements for one of width 0.
+    """
     path = Path(shutil.copytree(make_tiny(named("v2")).path, tmp_path / "none"))
     edit_tensors(path, lambda t: [t[name].zero_() for name in t if "shared_experts.down_proj" in name])
     expected = run(load_model(path, dtype="float32"), tokens_for(97), [40])
@@ -647,7 +661,9 @@ def test_fields_that_are_missing_are_as_in_transformers(family: str) -> None:
 
 
 def test_published_fields_are_read() -> None:
-    """As in the configurations of the published models: fields that transformers does not know, and older spellings."""
+    """As in the configurations of the published models: fields that transformers does not know, and
+    older spellings.
+    """
     rope = {"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 0.707, "mscale_all_dim": 0.707, "type": "yarn"}
     rope["original_max_position_embeddings"] = 4096
     beside = {"rope_theta": 10000, "rope_scaling": rope, "moe_layer_freq": 1, "ep_size": 1, "seq_aux": True}

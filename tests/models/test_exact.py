@@ -1,4 +1,6 @@
-"""The measure itself: sums in other orders are other float32 runs of the same function, and equal rows have equal sums."""
+"""The measure itself: sums in other orders are other float32 runs of the same function, and equal
+rows have equal sums.
+"""
 
 from __future__ import annotations
 

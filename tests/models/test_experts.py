@@ -1,6 +1,8 @@
-"""Mixtures of experts: the choice, ties included, and the grouped run against the reference and ``transformers``.
+"""Mixtures of experts: the choice, ties included, and the grouped run against the reference and
+``transformers``.
 
-Letters: T tokens, X experts, K experts of a token, E model width, F inner width of an expert, O outputs, I inputs.
+Letters: T tokens, X experts, K experts of a token, E model width, F inner width of an expert, O
+outputs, I inputs.
 """
 
 from __future__ import annotations
@@ -62,8 +64,11 @@ def tied(rows: Tensor) -> Tensor:
 
 
 def eighths(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Multiples of 1/8 below 2. A sum of E products of two of them is at most 64 * 15 * 15 units of 1/64, so it is exact in
-    float32 in whatever order a kernel adds up, and sums that tie do so on every CPU."""
+    """Multiples of 1/8 below 2.
+
+    A sum of E products of two of them is at most 64 * 15 * 15 units of 1/64, so it is exact in
+    float32 in whatever order a kernel adds up, and sums that tie do so on every CPU.
+    """
     return torch.randint(-15, 16, shape, generator=torch.Generator().manual_seed(seed)).to(dtype) / 8
 
 
@@ -111,9 +116,11 @@ def exact_gate(gate: Gate, h_RG: Tensor) -> Tensor:
 
 
 def bound(exact_TE: Tensor, dtype: torch.dtype = torch.float32) -> float:
-    """Two products in a row and a gate round like the root of their lengths; half types round each result besides.
+    """Two products in a row and a gate round like the root of their lengths; half types round each
+    result besides.
 
-    Values are of the size of their largest; the constant counts the roundings between x and the sum.
+    Values are of the size of their largest; the constant counts the roundings between x and the
+    sum.
     """
     eps = torch.finfo(dtype).eps
     return float(exact_TE.abs().max()) * 4 * (math.sqrt(E) * EPS + (eps if eps > EPS else 0.0))
@@ -193,7 +200,9 @@ def test_duplicated_router_rows_lead_to_the_experts_of_transformers(kind: str, d
 @pytest.mark.parametrize("kind", sorted(ROUTINGS))
 @torch.inference_mode()
 def test_the_choice_does_not_depend_on_the_batch(kind: str) -> None:
-    """Rows that tie get one logit however many tokens run; a plain product does not always give them one."""
+    """Rows that tie get one logit however many tokens run; a plain product does not always give
+    them one.
+    """
     plain_differs = False
     for seed in range(30):
         weight_XE, x_TE = tied(random(X, E, seed=seed) / math.sqrt(E)), random(17, E, seed=100 + seed)
@@ -369,7 +378,9 @@ def test_float32_is_not_packed() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_clamped_gate(dtype: torch.dtype) -> None:
-    """Beyond the limit on every side: a large gate is cut, a very negative one is not, up is cut on both sides."""
+    """Beyond the limit on every side: a large gate is cut, a very negative one is not, up is cut on
+    both sides.
+    """
     gate = ClampedGate(1.702, 7.0)
     values = torch.tensor([-30.0, -7.5, -1.0, 0.0, 0.3, 6.9, 7.0, 7.5, 30.0])
     h_PG = torch.cartesian_prod(values, values).to(dtype)
@@ -387,7 +398,10 @@ def test_clamped_gate(dtype: torch.dtype) -> None:
 
 
 def peer_layer(kind: str) -> Any:
-    """A layer of transformers with random weights, tied router rows among them. Its logits of ``eighths`` are exact."""
+    """A layer of transformers with random weights, tied router rows among them.
+
+    Its logits of ``eighths`` are exact.
+    """
     sizes = {"hidden_size": E, "num_experts_per_tok": K, "num_hidden_layers": 1}
     if kind == "mixtral":
         layer = mixtral.MixtralSparseMoeBlock(
@@ -466,7 +480,8 @@ def test_layers_are_as_close_to_float64_as_those_of_transformers(kind: str, dtyp
     for chunk in (60, 7, 1):
         ours_TE = torch.cat([layer(part) for part in x_TE.split(chunk)])
         assert ours_TE.dtype == dtype
-        # In half precision the logits are rounded before they are compared, so the exact run may choose otherwise.
+        # In half precision the logits are rounded before they are compared, so the exact run may
+        # choose otherwise.
         same_T = same_choice(peer, kind, x_TE)
         assert same_T.double().mean() > 0.8
         errors = [((one - exact_TE) * same_T[:, None]).abs().square().mean().sqrt() for one in (ours_TE, found_TE)]

@@ -1,4 +1,6 @@
-"""Models that are not native, through transformers' layers: the same logits as transformers, or a refusal at load."""
+"""Models that are not native, through transformers' layers: the same logits as transformers, or a
+refusal at load.
+"""
 
 from __future__ import annotations
 
@@ -134,7 +136,9 @@ def test_sizes_of_k_and_v_may_differ(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("which", ["olmo", "gpt2"])
 def test_a_sink_is_refused_before_anything_runs(which: str, tmp_path: Path) -> None:
-    """Positions are in q and k already, by a rule that is not known: the query cannot be moved next to the sink."""
+    """Positions are in q and k already, by a rule that is not known: the query cannot be moved next
+    to the sink.
+    """
     peer = make(*MODELS[which], tmp_path)
     llm = LLM(tmp_path, dtype="float32", page_size=3, kv_cache_memory="4MiB")
     state = llm.engine.runner.state
@@ -253,7 +257,9 @@ def test_a_rule_that_is_no_window_is_refused(tmp_path: Path) -> None:
 def test_a_model_whose_logits_depend_on_something_else_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The comparison at load is not for show: a layer that looks at its neighbours in the batch is caught by it."""
+    """The comparison at load is not for show: a layer that looks at its neighbours in the batch is
+    caught by it.
+    """
     make(*MODELS["olmo"], tmp_path)
     layer = transformers.models.olmo.modeling_olmo.OlmoMLP
     own = layer.forward

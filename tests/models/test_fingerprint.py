@@ -1,4 +1,5 @@
-"""Fingerprints: equal for the same model, different in the right field, and their cache may fail."""
+"""Fingerprints: equal for the same model, different in the right field, and their cache
+may fail."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Mixtral, Qwen2-MoE, Qwen3-MoE and gpt-oss: the suite of all families on their own cases, ties in the router, every
-spelling of their checkpoints, and what their configurations may not ask for.
+"""Mixtral, Qwen2-MoE, Qwen3-MoE and gpt-oss: the suite of all families on their own cases, ties in
+the router, every spelling of their checkpoints, and what their configurations may not ask for.
 
 Letters: T tokens, V vocabulary, X experts.
 """
@@ -141,8 +141,11 @@ def test_half_precision(make_tiny: Callable[[Case], TinyCheckpoint], case: Case,
 
 @pytest.mark.parametrize("name", TIED)
 def test_ties_in_the_router(tmp_path: Path, name: str) -> None:
-    """Router rows are the same, and their experts are not. Whatever the chunks, each token goes to the experts that it has
-    in transformers where the sums of equal rows are equal; one other choice would be far outside of the bound."""
+    """Router rows are the same, and their experts are not.
+
+    Whatever the chunks, each token goes to the experts that it has in transformers where the sums
+    of equal rows are equal; one other choice would be far outside of the bound.
+    """
     peer = make_checkpoint(named(name), tmp_path / "untied").model
     routers = [layer.mlp.router if name == "gpt-oss" else layer.mlp.gate for layer in peer.model.layers]
     with torch.no_grad():
@@ -226,7 +229,8 @@ def test_bfloat16_experts_are_packed_and_take_no_second_place(
 def test_every_spelling_is_the_same_model(
     make_tiny: Callable[[Case], TinyCheckpoint], tmp_path: Path, name: str
 ) -> None:
-    """What transformers writes by default (as on the hub), and its own form with stacked experts."""
+    """What transformers writes by default (as on the hub), and its own form with stacked
+    experts."""
     tiny = make_tiny(named(name))
     tiny.model.save_pretrained(tmp_path, save_original_format=False)
     stacked, usual = load_file(tmp_path / SINGLE_FILE), load_file(tiny.path / SINGLE_FILE)
@@ -359,7 +363,9 @@ def test_damaged_mxfp4(
 
 @pytest.mark.parametrize("scale", [0, 1, 100, 127, 252])
 def test_mxfp4_values(scale: int) -> None:
-    """All sixteen numbers in both halves of a byte, also where they are the smallest and the largest that there are."""
+    """All sixteen numbers in both halves of a byte, also where they are the smallest and the
+    largest that there are.
+    """
     numbers = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]
     blocks = torch.arange(256, dtype=torch.uint8).view(1, 2, 8, 16)
     expected = [n * 2.0 ** (scale - 127) for byte in range(256) for n in (numbers[byte % 16], numbers[byte // 16])]
@@ -443,7 +449,8 @@ def test_what_is_refused(name: str, changes: dict[str, Any], kind: type[QuireErr
 
 
 def test_published_fields_are_read() -> None:
-    """As in the configurations of the published models, which older versions of transformers wrote."""
+    """As in the configurations of the published models, which older versions of
+    transformers wrote."""
     values = config_of("qwen3-moe")
     del values["num_local_experts"]
     config = read({**values, "num_experts": 6, "sliding_window": None, "max_window_layers": 48, "rope_scaling": None})

@@ -9,7 +9,9 @@ from torch import Tensor
 from quire.nn.norm import MANY_ELEMENTS, LayerNorm, LayerNormPerHead, RMSNorm, WideRMSNorm
 
 EPS, WIDTH = 0.25, 64
-"""An eps that shows in every row: 1e-5 beside a mean square of 10 is less than a rounding of bfloat16."""
+"""An eps that shows in every row: 1e-5 beside a mean square of 10 is less than a rounding of
+bfloat16.
+"""
 ROWS = [1, 7, MANY_ELEMENTS // WIDTH + 1]
 
 

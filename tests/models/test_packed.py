@@ -24,7 +24,9 @@ needs_packing = pytest.mark.skipif(
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(("outs", "ins"), [(96, 64), (257, 31), (1, 8), (64, 4096)])
 def test_packed_equals_plain_within_one_rounding(rows: int, bias: bool, outs: int, ins: int) -> None:
-    """Both round one float32 sum to bfloat16, so against float64 neither may be off by more than rounding explains."""
+    """Both round one float32 sum to bfloat16, so against float64 neither may be off by more than
+    rounding explains.
+    """
     torch.manual_seed(rows)
     plain = Linear(torch.randn(outs, ins).bfloat16(), torch.randn(outs).bfloat16() if bias else None)
     x_TI = torch.randn(rows, ins).bfloat16()

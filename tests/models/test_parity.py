@@ -1,7 +1,8 @@
 """Logits against transformers, for every family, whole and in chunks.
 
-The measure is a float64 run of transformers (``tests.exact``). Attention is written out here, so what is tested is the
-model and the specs of its layers; ``tests/test_parity.py`` runs the families through the KV state.
+The measure is a float64 run of transformers (``tests.exact``). Attention is written out here, so
+what is tested is the model and the specs of its layers; ``tests/test_parity.py`` runs the families
+through the KV state.
 
 Letters: T tokens, S stored tokens, Hq, Hkv heads, D head size, V vocabulary.
 """
@@ -30,7 +31,10 @@ CHUNKINGS = {"whole": [NUM_TOKENS], "chunks": [1, 7, 16, 2, 14], "tokens": [1] *
 
 
 class DensePass:
-    """A ``Pass`` for one sequence: K and V in lists, attention written out. Keep it from chunk to chunk."""
+    """A ``Pass`` for one sequence: K and V in lists, attention written out.
+
+    Keep it from chunk to chunk.
+    """
 
     def __init__(self, specs: Sequence[LayerSpec]) -> None:
         self.specs = specs
@@ -121,7 +125,9 @@ def test_float32_logits_are_as_close_to_float64_as_those_of_transformers(tiny: A
 def test_longrope_takes_the_factors_that_the_longest_sequence_needs(
     make_tiny: Any, name: str, tokens: int, length: int | None
 ) -> None:
-    """transformers takes those of the sequence at hand: the same where both are on one side of the original length."""
+    """transformers takes those of the sequence at hand: the same where both are on one side of the
+    original length.
+    """
     tiny = make_tiny(next(case for case in CASES if case.name == name))
     model = load_model(tiny.path, dtype="float32", max_model_len=length)
     tokens_T = tokens_for(model.vocab_size)[:tokens]
@@ -144,7 +150,9 @@ def test_longrope_with_a_longer_length_is_another_model(make_tiny: Any) -> None:
 
 
 def test_dynamic_rope_beyond_the_context(make_tiny: Any) -> None:
-    """The base that transformers takes for a sequence of the longest length, in every chunking and for short ones too."""
+    """The base that transformers takes for a sequence of the longest length, in every chunking and
+    for short ones too.
+    """
     rope = {"rope_type": "dynamic", "rope_theta": 200.0, "factor": 2.0}
     tiny = make_tiny(
         Case("llama-rope-dynamic", "Llama", {"rope_parameters": rope, "head_dim": 16, "max_position_embeddings": 16})
@@ -171,7 +179,8 @@ def test_half_precision_is_no_worse_than_in_transformers(tiny: Any, dtype: str) 
     theirs = run_transformers(theirs_model, tokens_T)
     ours = run(model, tokens_T, CHUNKINGS["chunks"])
     rms = [float((logits.double() - exact).square().mean().sqrt()) for logits in (ours, theirs)]
-    # The mean over thousands of logits is a stable measure; half as much again is beyond its scatter.
+    # The mean over thousands of logits is a stable measure; half as much again is beyond its
+    # scatter.
     assert rms[0] <= 1.5 * rms[1]
 
 

@@ -1,8 +1,8 @@
-"""Families with recurrent layers: logits against transformers, whole, in chunks and token by token; what their
-configurations may ask for.
+"""Families with recurrent layers: logits against transformers, whole, in chunks and token by token;
+what their configurations may ask for.
 
-The pass keeps one sequence: K and V in lists, states in a dictionary, recurrences step by step. ``tests/test_parity.py``
-runs the families through the KV state.
+The pass keeps one sequence: K and V in lists, states in a dictionary, recurrences step by step.
+``tests/test_parity.py`` runs the families through the KV state.
 
 Letters: T tokens, V vocabulary, E model width.
 """

@@ -1,4 +1,6 @@
-"""RoPE as config.json has it: both spellings of real models, every scaling against transformers, every refusal."""
+"""RoPE as config.json has it: both spellings of real models, every scaling against transformers,
+every refusal.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +33,10 @@ CPU = torch.device("cpu")
 def frequency_bound(spec: RopeSpec) -> Tensor:
     """How far frequencies with float32 steps may be from ours, for each pair.
 
-    The exponent is rounded, which counts ln(theta) times in the power; a few operations follow. A ramp has an error of
-    a few roundings of an index below R or a number of turns, over a width of at least 1, and blends between the plain
-    frequency and a smaller one. Longrope divides by a rounded number, which the relative terms cover.
+    The exponent is rounded, which counts ln(theta) times in the power; a few operations follow. A
+    ramp has an error of a few roundings of an index below R or a number of turns, over a width of
+    at least 1, and blends between the plain frequency and a smaller one. Longrope divides by a
+    rounded number, which the relative terms cover.
     """
     exponent_P = torch.arange(0, spec.rotary_dim, 2, dtype=torch.float64) / spec.rotary_dim
     plain_P = spec.theta**-exponent_P / (torch.tensor(spec.factors, dtype=torch.float64) if spec.factors else 1.0)
@@ -52,7 +55,9 @@ def check_frequencies(spec: RopeSpec, theirs: Tensor, attention_factor: float) -
 
 @dataclass(frozen=True)
 class Case:
-    """What config.json of a model says about RoPE, the class in transformers, and how its family reads it."""
+    """What config.json of a model says about RoPE, the class in transformers, and how its family
+    reads it.
+    """
 
     name: str
     family: str
@@ -408,7 +413,8 @@ def test_configurations_of_real_models(case: Case) -> None:
     check_frequencies(spec, getattr(module, f"{prefix}inv_freq"), scaling)
     table = RotaryTable(spec, CPU)
     ours = table.rows(positions, int(positions.max()))
-    # The angle in float32 is a rounded frequency times the position, rounded; then come cos, the factor and ours.
+    # The angle in float32 is a rounded frequency times the position, rounded; then come cos, the
+    # factor and ours.
     angle_P = positions[:, None] * (frequency_bound(spec) + 2 * U32 * inverse_frequencies(spec))
     bound = spec.attention_factor * (angle_P + 6 * U32)
     pairs = spec.rotary_dim // 2
@@ -601,7 +607,9 @@ def test_weights_that_say_nothing_are_yarns_own(weights: dict[str, Any]) -> None
 
 
 def test_a_spec_fits_into_a_header() -> None:
-    """What a state file keeps of each layer: short for plain layers, and equal to what JSON gives back."""
+    """What a state file keeps of each layer: short for plain layers, and equal to what JSON gives
+    back.
+    """
     for case in CASES:
         spec = read(case.values, case.head_dim, layer_type=case.layer_type, **case.reading)
         found = json.loads(json.dumps(spec.as_json()))

@@ -1,7 +1,8 @@
 """Runs the tests that are named with each mutant on a copy of the package that has its fault.
 
-A mutant is *killed* if one of its tests fails, the tests do not end, or the interpreter dies. It *survived* if all of them
-pass: then a test is missing. Before anything is changed the same tests must pass on the copy.
+A mutant is *killed* if one of its tests fails, the tests do not end, or the interpreter dies. It
+*survived* if all of them pass: then a test is missing. Before anything is changed the same tests
+must pass on the copy.
 """
 
 from __future__ import annotations
@@ -239,7 +240,8 @@ class Harness:
         files: dict[str, list[str]] = {}
         for test in dict.fromkeys(test for mutant in mutants for test in mutant.tests):
             files.setdefault(test.partition("::")[0], []).append(test)
-        # A file is begun once, for its fixtures; a file that is named as a whole needs no further names.
+        # A file is begun once, for its fixtures; a file that is named as a whole needs no further
+        # names.
         groups = [[file] if file in tests else tests for file, tests in files.items()]
         shares = [groups[job :: len(self._copies)] for job in range(len(self._copies))]
 

@@ -1,4 +1,6 @@
-"""A plugin of the pytest that runs on a copy: it sees to it that the copy is what is tested, and notes what fails."""
+"""A plugin of the pytest that runs on a copy: it sees to it that the copy is what is tested, and
+notes what fails.
+"""
 
 from __future__ import annotations
 

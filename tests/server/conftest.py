@@ -1,7 +1,10 @@
-"""Servers to test against: real ones, on a free port of this machine, over the bundled model in float32.
+"""Servers to test against: real ones, on a free port of this machine, over the bundled model in
+float32.
 
-``llm``, ``chat_llm`` and ``plain_llm`` (its first layers with another chat template, and with none) live as long as a module. ``served`` and ``chat_served`` are servers
-over them with the default settings, ``client`` and ``chat_client`` what talks to them; ``serving(llm, settings)`` makes others.
+``llm``, ``chat_llm`` and ``plain_llm`` (its first layers with another chat template, and with none)
+live as long as a module. ``served`` and ``chat_served`` are servers over them with the default
+settings, ``client`` and ``chat_client`` what talks to them; ``serving(llm, settings)`` makes
+others.
 """
 
 from __future__ import annotations
@@ -56,8 +59,10 @@ class Served:
 def serving(
     llm: AsyncLLM, settings: ServerSettings | None = None, *, send_buffer: int = 0, **headers: str
 ) -> Iterator[Served]:
-    """A real server over ``llm``; ``headers`` go with every request of its ``client``. ``send_buffer``: bytes that the system
-    may hold of an answer (0: as many as it likes)."""
+    """A real server over ``llm``; ``headers`` go with every request of its ``client``.
+
+    ``send_buffer``: bytes that the system may hold of an answer (0: as many as it likes).
+    """
     app = create_app(llm, settings)
     sockets = bind("127.0.0.1", 0)
     for one in sockets if send_buffer else ():
@@ -93,9 +98,11 @@ def pages_free(llm: AsyncLLM) -> bool:
 
 
 def shallow_copy(folder: Path, *left_out: str) -> None:
-    """Copy the bundled model, of its layers the first two, without the files whose names match ``left_out``.
+    """Copy the bundled model, of its layers the first two, without the files whose names match
+    ``left_out``.
 
-    A step is more than twice as quick, and what a server does with tokens does not depend on what they are.
+    A step is more than twice as quick, and what a server does with tokens does not depend on what
+    they are.
     """
     bundled = bundled_models()["tiny-python"]
     shutil.copytree(bundled, folder, ignore=shutil.ignore_patterns("model.safetensors", *left_out))

@@ -26,7 +26,9 @@ PARAMS = SamplingParams(temperature=0, max_tokens=8)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An allowed directory: good/, deep/er/good, a damaged one, links in and out, and beside it a forbidden adapter."""
+    """An allowed directory: good/, deep/er/good, a damaged one, links in and out, and beside it a
+    forbidden adapter.
+    """
     root = tmp_path_factory.mktemp("adapters")
     allowed, source = root / "allowed", bundled_adapters()[NAME]
     shutil.copytree(source, allowed / "good")
@@ -72,7 +74,7 @@ def names(client: httpx.Client) -> list[str]:
     return [card["id"] for card in client.get("/v1/models").json()["data"]]
 
 
-# -- where from ------------------------------------------------------------------------------------------
+# -- where from ------------------------------------------------------------------------------------
 
 
 def test_what_is_allowed(served: Served, folder: Path) -> None:
@@ -152,7 +154,7 @@ def test_a_directory_that_is_a_link_itself(folder: Path, tmp_path: Path) -> None
     )
 
 
-# -- names -----------------------------------------------------------------------------------------------
+# -- names -----------------------------------------------------------------------------------------
 
 
 def test_an_adapter_is_a_model(served: Served, folder: Path) -> None:

@@ -1,4 +1,5 @@
-"""The application as a whole: the shape of errors, bodies that are none, its description, settings."""
+"""The application as a whole: the shape of errors, bodies that are none, its
+description, settings."""
 
 from __future__ import annotations
 
@@ -140,7 +141,7 @@ def test_errors_of_routes_that_are_ours() -> None:
     asyncio.run(run())
 
 
-# -- settings --------------------------------------------------------------------------------------------
+# -- settings --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,7 @@
-"""Clients that mean no good: slow, silent, greedy. What they cost, and that they cost it nobody else."""
+"""Clients that mean no good: slow, silent, greedy.
+
+What they cost, and that they cost it nobody else.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Bodies of completions and chats that are refused: status, ``param``, the shape of the error, streamed or not; nothing runs."""
+"""Bodies of completions and chats that are refused: status, ``param``, the shape of the error,
+streamed or not; nothing runs.
+"""
 
 from __future__ import annotations
 

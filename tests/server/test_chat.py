@@ -1,4 +1,6 @@
-"""``/v1/chat/completions`` against ``LLM.chat`` on the same messages; tool calls, reasoning, sessions."""
+"""``/v1/chat/completions`` against ``LLM.chat`` on the same messages; tool calls, reasoning,
+sessions.
+"""
 
 from __future__ import annotations
 
@@ -174,12 +176,14 @@ def test_response_format(chat_client: httpx.Client) -> None:
     assert free.startswith("{")
 
 
-# -- tools ---------------------------------------------------------------------------------------------------
+# -- tools -----------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def capable(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """A model whose template writes tools, calls and reasoning, and which has a special token <tool_call>."""
+    """A model whose template writes tools, calls and reasoning, and which has a special token
+    <tool_call>.
+    """
     folder = tmp_path_factory.mktemp("models") / "capable"
     shallow_copy(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -296,7 +300,10 @@ def test_tools_reach_the_template(capable: Served) -> None:
 
 
 def test_marks_that_are_special_tokens_are_seen(capable: Served) -> None:
-    """Where they are looked for, and nowhere else. The end of the message, which is one too, is never in its text."""
+    """Where they are looked for, and nowhere else.
+
+    The end of the message, which is one too, is never in its text.
+    """
     body = {"logit_bias": {"1": 100}, "temperature": 0, "max_tokens": 1}
     assert ask(capable.client, **body, tools=[WEATHER])["choices"][0]["message"]["content"] == "<tool_call>"
     assert ask(capable.client, **body)["choices"][0]["message"]["content"] == ""
@@ -391,7 +398,9 @@ def test_ids_that_templates_of_mistral_accept(capable: Served, monkeypatch: pyte
 
 
 def test_a_call_that_is_not_whole_is_no_reason_to_call(capable: Served, says: Callable[[str], None]) -> None:
-    """Cut by a stop string or the end of the text: the client sees what there is, and that it is not to be carried out."""
+    """Cut by a stop string or the end of the text: the client sees what there is, and that it is
+    not to be carried out.
+    """
     says("Hm." + CALL)
     body = {"tools": [WEATHER], "max_tokens": 300, "stop": ["Rome"]}
     (found,) = ask(capable.client, **body)["choices"]
@@ -426,7 +435,7 @@ def test_what_stands_around_an_answer_stays_out_of_the_next_turn(
     capable.client.delete(f"/v1/sessions/{session}")
 
 
-# -- sessions and clients that go away -----------------------------------------------------------------------
+# -- sessions and clients that go away -------------------------------------------------------------
 
 
 def test_a_session_goes_on(chat_client: httpx.Client, chat_served: Served) -> None:

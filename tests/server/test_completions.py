@@ -1,4 +1,6 @@
-"""``/v1/completions`` against the engine on the same prompts: equal tokens, texts, log-probabilities and ends."""
+"""``/v1/completions`` against the engine on the same prompts: equal tokens, texts,
+log-probabilities and ends.
+"""
 
 from __future__ import annotations
 
@@ -253,7 +255,9 @@ def test_echo(client: httpx.Client, served: Served) -> None:
 
 @pytest.mark.parametrize("max_tokens", [0, 1])
 def test_scores_as_lm_eval_asks_for_them(client: httpx.Client, served: Served, max_tokens: int) -> None:
-    """``local-completions``: token ids of context and continuation, and the log-probabilities of what is behind the context."""
+    """``local-completions``: token ids of context and continuation, and the log-probabilities of
+    what is behind the context.
+    """
     tokenizer = served.llm.tokenizer
     assert tokenizer is not None
     contexts = [tokenizer.encode("def add(a, b):\n"), tokenizer.encode("import ")]

@@ -1,4 +1,6 @@
-"""Clients that go away, that read slowly, and what breaks on the way: pages come back at once, and nobody else notices."""
+"""Clients that go away, that read slowly, and what breaks on the way: pages come back at once, and
+nobody else notices.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Whatever fails in the engine reaches the client as what it was: every class of error, on every road to a client."""
+"""Whatever fails in the engine reaches the client as what it was: every class of error, on every
+road to a client.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +78,9 @@ STREAMS = {f"streamed {name}": (path, {**body, "stream": True}) for name, (path,
 
 
 def classes(kind: type[QuireError] = QuireError) -> Iterator[type[QuireError]]:
-    """All classes of errors that an engine or a server may raise; clients have their own, and tests may have."""
+    """All classes of errors that an engine or a server may raise; clients have their own, and tests
+    may have.
+    """
     if kind.__module__.startswith("quire.") and kind.__module__ != "quire.client":
         yield kind
     for one in kind.__subclasses__():

@@ -1,4 +1,6 @@
-"""Requests of which two readers may see different ends, and bodies that come: how many bytes, how fast, and whose."""
+"""Requests of which two readers may see different ends, and bodies that come: how many bytes, how
+fast, and whose.
+"""
 
 from __future__ import annotations
 
@@ -93,7 +95,7 @@ def test_bodies_may_have_any_lines(served: Served) -> None:
     assert answers(served, head + b"Content-Length: %d\r\n\r\n" % len(body) + body) == [b"HTTP/1.1 200 OK"]
 
 
-# -- bytes under way -----------------------------------------------------------------------------------------
+# -- bytes under way -------------------------------------------------------------------------------
 
 
 def test_bytes_are_counted_until_they_are_done_with() -> None:
@@ -179,7 +181,7 @@ def test_bodies_in_memory_have_a_limit_too() -> None:
     asyncio.run(run())
 
 
-# -- time ----------------------------------------------------------------------------------------------------
+# -- time ------------------------------------------------------------------------------------------
 
 
 def slowly(parts: list[bytes], monkeypatch: pytest.MonkeyPatch, most: float, patience: float = 0.05) -> list[Message]:

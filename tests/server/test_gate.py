@@ -1,4 +1,6 @@
-"""The gate: keys, ids, limits, nesting, closing; with an application of a few lines behind it, and with the real one."""
+"""The gate: keys, ids, limits, nesting, closing; with an application of a few lines behind it, and
+with the real one.
+"""
 
 from __future__ import annotations
 
@@ -101,7 +103,7 @@ class Call:
         return found["error"]
 
 
-# -- bodies ----------------------------------------------------------------------------------------------
+# -- bodies ----------------------------------------------------------------------------------------
 
 
 def test_a_body_arrives_in_one_piece() -> None:
@@ -186,7 +188,7 @@ def test_looking_takes_time_in_proportion(body: bytes) -> None:
     assert time.perf_counter() - began < 10
 
 
-# -- who -------------------------------------------------------------------------------------------------
+# -- who -------------------------------------------------------------------------------------------
 
 KEYS = ("first-key", "second-key")
 
@@ -234,7 +236,7 @@ def test_without_keys_everybody_is_the_same() -> None:
     assert (call.status, call.scope["state"]["owner"]) == (200, "")
 
 
-# -- ids -------------------------------------------------------------------------------------------------
+# -- ids -------------------------------------------------------------------------------------------
 
 
 def test_request_ids() -> None:
@@ -252,7 +254,7 @@ def test_request_ids() -> None:
     assert (call.status, call.headers["x-request-id"]) == (401, "mine-2")
 
 
-# -- how many --------------------------------------------------------------------------------------------
+# -- how many --------------------------------------------------------------------------------------
 
 
 def test_the_limit_of_requests() -> None:
@@ -332,7 +334,7 @@ def test_other_cancels_go_on() -> None:
     asyncio.run(run())
 
 
-# -- what goes wrong inside ------------------------------------------------------------------------------
+# -- what goes wrong inside ------------------------------------------------------------------------
 
 
 def test_what_nobody_expected(caplog: pytest.LogCaptureFixture) -> None:
@@ -394,7 +396,7 @@ def test_lines(caplog: pytest.LogCaptureFixture) -> None:
     }
 
 
-# -- over the wire ---------------------------------------------------------------------------------------
+# -- over the wire ---------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,6 @@
-"""gpt-oss's turns: against the messages that they were written from, against a reading of the whole text, and streams against both."""
+"""gpt-oss's turns: against the messages that they were written from, against a reading of the whole
+text, and streams against both.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,7 @@ def cut(text: str, places: list[int]) -> list[str]:
     return [text[begin:end] for begin, end in pairwise(edges)]
 
 
-# -- turns that are written by the book ----------------------------------------------------------------------
+# -- turns that are written by the book ------------------------------------------------------------
 
 TEMPLATE = """
 {%- for message in messages -%}
@@ -256,7 +258,7 @@ def test_a_prompt_that_ends_inside_of_the_reasoning() -> None:
     assert read(["Hm.<|end|>" + FINAL + "4"], inside=True) == ("Hm.", "4", [])
 
 
-# -- any text ------------------------------------------------------------------------------------------------
+# -- any text --------------------------------------------------------------------------------------
 
 FRAGMENTS = (
     *MARKERS, *MARKERS, "<|start|>assistant", "<|channel|>analysis", "<|channel|>commentary", "<|channel|>final", " to=python",
@@ -270,7 +272,9 @@ BETWEEN = re.compile(rf"(?:{END}*(?P<header>{HEADER})|{END}+)<\|message\|>")
 
 
 def naive(text: str) -> Read:
-    """All at once, of a text that begins with reasoning, without calls, and does not end between messages."""
+    """All at once, of a text that begins with reasoning, without calls, and does not end between
+    messages.
+    """
     texts: dict[str, list[str]] = {"analysis": [], "final": []}
     kind, at = "analysis", 0
     for found in BETWEEN.finditer(text):
@@ -379,7 +383,7 @@ def test_all_is_streamed_as_it_comes() -> None:
     assert plain.feed("T") == [Delta(content="T")]
 
 
-# -- which models --------------------------------------------------------------------------------------------
+# -- which models ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -402,12 +406,14 @@ def test_messages() -> None:
         assert call["function"] == {"name": "weather", "arguments": '{"city": "Rome"}'}
 
 
-# -- over HTTP -----------------------------------------------------------------------------------------------
+# -- over HTTP -------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def harmonic(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """A model with gpt-oss's format, of whose special tokens three are in the format, and EOS is another."""
+    """A model with gpt-oss's format, of whose special tokens three are in the format, and EOS is
+    another.
+    """
     folder: Path = tmp_path_factory.mktemp("models") / "harmonic"
     shallow_copy(folder)
     names = {
@@ -494,7 +500,8 @@ def test_a_session(harmonic: Served, says: Callable[[str], None]) -> None:
     name = harmonic.client.post("/v1/sessions", json={}).json()["id"]
     message = ask(harmonic.client, session_id=name, max_tokens=300)["choices"][0]["message"]
     assert (message["reasoning_content"], message["content"]) == ("Hm.", "Yes.")
-    # The next turn's template gets the answer alone: that of gpt-oss refuses messages that hold markers.
+    # The next turn's template gets the answer alone: that of gpt-oss refuses messages that hold
+    # markers.
     says(FINAL + "No.")
     message = ask(harmonic.client, session_id=name, max_tokens=300)["choices"][0]["message"]
     assert message["content"] == "No."
@@ -505,7 +512,9 @@ def test_a_session(harmonic: Served, says: Callable[[str], None]) -> None:
 
 
 def test_special_tokens_are_seen_and_end_the_turn(harmonic: Served) -> None:
-    """``<|channel|>`` is in the text, and begins a header; ``<|call|>`` and ``<|return|>`` end it, though they are no EOS."""
+    """``<|channel|>`` is in the text, and begins a header; ``<|call|>`` and ``<|return|>`` end it,
+    though they are no EOS.
+    """
     client: httpx.Client = harmonic.client
     greedy = {"temperature": 0, "max_tokens": 9}
     (found,) = ask(client, temperature=0, max_tokens=60, logit_bias={"1": 100})["choices"]

@@ -218,7 +218,9 @@ def test_closing_a_stream(api: Any, served: Served) -> None:
 
 
 def test_async_client(chat_served: Served, served: Served) -> None:
-    """Many at a time, streamed and not, each with the text that it has alone; one of them is cancelled."""
+    """Many at a time, streamed and not, each with the text that it has alone; one of them is
+    cancelled.
+    """
 
     async def run() -> None:
         async with openai.AsyncOpenAI(

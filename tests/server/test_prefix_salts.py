@@ -1,4 +1,6 @@
-"""No API key learns from the prefix cache what another one has asked, on any road; unless the server was told to share."""
+"""No API key learns from the prefix cache what another one has asked, on any road; unless the
+server was told to share.
+"""
 
 from __future__ import annotations
 
@@ -95,7 +97,8 @@ ROADS: dict[str, Any] = {
 
 @pytest.fixture
 def looks(chat_llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The salts under which the prefix cache is asked, told or searched, in the order of the calls."""
+    """The salts under which the prefix cache is asked, told or searched, in the order of
+    the calls."""
     cache, seen = chat_llm.engine.cache, []
     assert cache is not None
 
@@ -139,7 +142,8 @@ def test_cached_tokens_tell_a_key_what_it_asked_itself(
     assert known > 10
     assert cached(apart, "second") == 0
     assert cached(apart, "second") == known
-    # The salt of a request divides what a key has, and cannot be chosen so that it becomes another key's.
+    # The salt of a request divides what a key has, and cannot be chosen so that it becomes another
+    # key's.
     assert cached(apart, "first", cache_salt="x") == 0
     assert cached(apart, "first", cache_salt="x") == known
     assert cached(apart, "second", cache_salt="x") == 0

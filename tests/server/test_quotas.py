@@ -85,7 +85,7 @@ def tokens(seed: int, count: int) -> list[int]:
     return torch.randint(10, 400, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-# -- pinned pages --------------------------------------------------------------------------------------------
+# -- pinned pages ----------------------------------------------------------------------------------
 
 
 def test_no_key_pins_what_others_need(small: AsyncLLM) -> None:
@@ -215,7 +215,7 @@ def test_how_long_a_pinned_session_lives(small: AsyncLLM) -> None:
         client.leave()
 
 
-# -- sessions ------------------------------------------------------------------------------------------------
+# -- sessions --------------------------------------------------------------------------------------
 
 
 def test_a_key_has_its_share_of_the_sessions(small: AsyncLLM) -> None:
@@ -241,7 +241,7 @@ def test_a_key_has_its_share_of_the_sessions(small: AsyncLLM) -> None:
             client.leave()
 
 
-# -- bytes of state files ------------------------------------------------------------------------------------
+# -- bytes of state files --------------------------------------------------------------------------
 
 
 def test_bytes_are_counted_and_given_back() -> None:
@@ -294,7 +294,7 @@ def test_files_on_their_way_count(small: AsyncLLM) -> None:
         client.leave()
 
 
-# -- settings ------------------------------------------------------------------------------------------------
+# -- settings --------------------------------------------------------------------------------------
 
 
 def test_what_a_key_may_have_by_default() -> None:

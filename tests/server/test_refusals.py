@@ -1,4 +1,6 @@
-"""What is refused is counted; what is misspelt is refused where nobody else's clients call; what only generating shows."""
+"""What is refused is counted; what is misspelt is refused where nobody else's clients call; what
+only generating shows.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Which field an answer calls wrong (``param``), with status and code, for many bad bodies: whatever messages say.
+"""Which field an answer calls wrong (``param``), with status and code, for many bad bodies:
+whatever messages say.
 
 And that no module of the server decides anything by what a message says.
 """
@@ -434,7 +435,7 @@ def test_other_fields(chat_served: Served, names: Names) -> None:
     assert not wrong, "\n".join(map(str, wrong))
 
 
-# -- and no module of the server looks into messages -----------------------------------------------------------
+# -- and no module of the server looks into messages -----------------------------------------------
 
 
 def readings(text: str) -> list[int]:

@@ -54,7 +54,7 @@ def stop(served: Served) -> None:
     loop.call_soon_threadsafe(served.server.stop)
 
 
-# -- stopping --------------------------------------------------------------------------------------------
+# -- stopping --------------------------------------------------------------------------------------
 
 
 def test_what_is_under_way_finishes(llm: AsyncLLM) -> None:
@@ -163,7 +163,7 @@ def test_signals(number: signal.Signals) -> None:
     assert any(found.get("request_id") == "seen" and found["status"] == 200 for found in lines)
 
 
-# -- addresses -------------------------------------------------------------------------------------------
+# -- addresses -------------------------------------------------------------------------------------
 
 
 def test_addresses_that_cannot_be_had() -> None:
@@ -198,7 +198,7 @@ def test_answers_do_not_wait_for_acknowledgements(served: Served) -> None:
         assert wire.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) != 0
 
 
-# -- log lines -------------------------------------------------------------------------------------------
+# -- log lines -------------------------------------------------------------------------------------
 
 
 def test_the_load_between_two_looks() -> None:
@@ -230,7 +230,9 @@ def test_load_lines(llm: AsyncLLM, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "quire.server")
 
     def lines() -> list[dict[str, Any]]:
-        """What was logged, apart from requests: a server of another test may still be asked how it is."""
+        """What was logged, apart from requests: a server of another test may still be asked how it
+        is.
+        """
         found = [json.loads(record.getMessage()) for record in caplog.records]
         return [one for one in found if one["event"] != "request"]
 

@@ -1,4 +1,6 @@
-"""State files over HTTP: down and up again, files that are wrong, clients that go away; no file is left anywhere."""
+"""State files over HTTP: down and up again, files that are wrong, clients that go away; no file is
+left anywhere.
+"""
 
 from __future__ import annotations
 
@@ -202,7 +204,7 @@ def test_no_download_of_a_busy_or_empty_session(client: httpx.Client) -> None:
     assert info(client, ok(upload(client, found.content))["id"])["num_tokens"] == 0
 
 
-# -- headers that mean no good -------------------------------------------------------------------------------
+# -- headers that mean no good ---------------------------------------------------------------------
 
 
 def test_every_malformed_field_is_the_clients_fault(client: httpx.Client, state: bytes) -> None:
@@ -226,7 +228,7 @@ def test_headers_of_containers_are_not_parsed(client: httpx.Client) -> None:
     assert "arrays and objects" in refused(upload(client, bomb), 400)
 
 
-# -- where files lie -----------------------------------------------------------------------------------------
+# -- where files lie -------------------------------------------------------------------------------
 
 
 def test_a_disk_that_is_full(

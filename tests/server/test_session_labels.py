@@ -42,7 +42,7 @@ def listed(client: httpx.Client, **params: Any) -> list[str]:
     return [one["id"] for one in answer.json()["data"]]
 
 
-# -- in Python -----------------------------------------------------------------------------------------------
+# -- in Python -------------------------------------------------------------------------------------
 
 
 def test_a_session_has_a_name_and_labels(llm: AsyncLLM) -> None:
@@ -102,7 +102,7 @@ def test_limits() -> None:
             checked_labels(bad)
 
 
-# -- over HTTP -----------------------------------------------------------------------------------------------
+# -- over HTTP -------------------------------------------------------------------------------------
 
 
 def test_sessions_are_found_by_name_and_labels(client: httpx.Client) -> None:

@@ -1,4 +1,6 @@
-"""Sessions over HTTP: each call against ``quire.Session``, whose they are, how long they live, what ends them."""
+"""Sessions over HTTP: each call against ``quire.Session``, whose they are, how long they live, what
+ends them.
+"""
 
 from __future__ import annotations
 
@@ -96,7 +98,7 @@ def streaming(client: httpx.Client, session: str, **body: Any) -> Iterator[Itera
         yield events()
 
 
-# -- the verbs -----------------------------------------------------------------------------------------------
+# -- the verbs -------------------------------------------------------------------------------------
 
 
 def test_every_verb_does_what_a_session_does(client: httpx.Client, plain: LLM) -> None:
@@ -313,7 +315,7 @@ def test_adapters_are_models(plain: LLM) -> None:
         asyncio.run(llm.close())
 
 
-# -- chats ---------------------------------------------------------------------------------------------------
+# -- chats -----------------------------------------------------------------------------------------
 
 
 def user(text: str) -> dict[str, str]:
@@ -349,7 +351,7 @@ def test_messages_that_cannot_be_rendered(plain_client: httpx.Client, chat_clien
     assert ok(chat_client.get("/v1/sessions"))["data"] == []
 
 
-# -- whose they are ------------------------------------------------------------------------------------------
+# -- whose they are --------------------------------------------------------------------------------
 
 
 def calls(session: str) -> list[tuple[str, str, dict[str, Any] | None]]:
@@ -407,7 +409,7 @@ def test_ids_that_nobody_has(client: httpx.Client, name: str) -> None:
         assert len(answer.text) < 7000
 
 
-# -- how long they live --------------------------------------------------------------------------------------
+# -- how long they live ----------------------------------------------------------------------------
 
 
 class Closing:
@@ -544,7 +546,7 @@ def test_the_limit_of_sessions(llm: AsyncLLM) -> None:
         made(client)
 
 
-# -- what ends them ------------------------------------------------------------------------------------------
+# -- what ends them --------------------------------------------------------------------------------
 
 
 def test_a_second_call_is_refused(client: httpx.Client) -> None:
@@ -617,7 +619,7 @@ def test_the_server_ends_while_one_streams(llm: AsyncLLM) -> None:
         assert pages_free(llm)
 
 
-# -- bad input -----------------------------------------------------------------------------------------------
+# -- bad input -------------------------------------------------------------------------------------
 
 BAD: list[tuple[str, dict[str, Any], str | None]] = [
     ("append", {}, "text"),

@@ -27,7 +27,7 @@ def error_of(response: httpx.Response) -> dict[str, object]:
     return found["error"]  # type: ignore[no-any-return]
 
 
-# -- health ----------------------------------------------------------------------------------------------
+# -- health ----------------------------------------------------------------------------------------
 
 
 def test_health(client: httpx.Client) -> None:
@@ -65,7 +65,7 @@ def test_health_of_an_engine_that_is_stuck(served: Served, monkeypatch: pytest.M
     assert served.client.get("/health").status_code == 200
 
 
-# -- metrics ---------------------------------------------------------------------------------------------
+# -- metrics ---------------------------------------------------------------------------------------
 
 
 def numbers(client: httpx.Client) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
@@ -113,7 +113,7 @@ def test_metrics_count(served: Served) -> None:
     assert value("num_requests_running") == 0
 
 
-# -- models ----------------------------------------------------------------------------------------------
+# -- models ----------------------------------------------------------------------------------------
 
 
 def test_models(served: Served) -> None:
@@ -149,7 +149,7 @@ def test_embeddings_are_refused(client: httpx.Client) -> None:
     assert "embeddings" in str(error_of(found)["message"])
 
 
-# -- tokens ----------------------------------------------------------------------------------------------
+# -- tokens ----------------------------------------------------------------------------------------
 
 TEXTS = ("def fib(n):\n    return n\n", "", "naïve 你好 👩‍👩‍👧‍👦\x00", "<|user|>x<|end|>", "a" * 3000)
 

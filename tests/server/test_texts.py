@@ -100,12 +100,15 @@ def test_short_texts_have_threads_of_their_own() -> None:
     asyncio.run(run())
 
 
-# -- over HTTP -----------------------------------------------------------------------------------------------
+# -- over HTTP -------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def stuck(served: Served, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Long texts take for ever, until their requests end: the sizes of those that were begun. None is refused by its size."""
+    """Long texts take for ever, until their requests end: the sizes of those that were begun.
+
+    None is refused by its size.
+    """
     assert served.llm.tokenizer is not None
     monkeypatch.setitem(served.llm.tokenizer.__dict__, "longest_token", None)
     begun: list[int] = []

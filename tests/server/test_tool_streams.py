@@ -1,4 +1,6 @@
-"""Tool calls that arrive piece by piece: how soon, how they end where their text breaks, and those written as in Python."""
+"""Tool calls that arrive piece by piece: how soon, how they end where their text breaks, and those
+written as in Python.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,7 @@ def written(write: Any, value: str) -> str:
     return str(write([("find", {"q": value})]))
 
 
-# -- how soon ------------------------------------------------------------------------------------------------
+# -- how soon --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("write", STREAMED, ids=lambda write: write.__name__)
@@ -141,7 +143,7 @@ def test_messages_show_calls_being_written() -> None:
     assert "id" not in deltas[1]["tool_calls"][0]
 
 
-# -- where the text breaks -----------------------------------------------------------------------------------
+# -- where the text breaks -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("write", STREAMED, ids=lambda write: write.__name__)
@@ -152,7 +154,9 @@ def test_messages_show_calls_being_written() -> None:
     places=st.lists(st.integers(0, 2000), max_size=6),
 )
 def test_a_malformed_call_gets_all_of_it(write: Any, values: dict[str, Any], place: int, places: list[int]) -> None:
-    """A control character in a string passes; anywhere else the arguments are the call as it is written, up to its end."""
+    """A control character in a string passes; anywhere else the arguments are the call as it is
+    written, up to its end.
+    """
     format, text = format_of(WRITERS[write]), write([("find", values)])
     (whole,) = parsed(format, text).calls
     assume(not any(end in whole.arguments for end in ENDS))
@@ -195,7 +199,7 @@ def test_a_prefix_of_the_text_is_a_prefix_of_the_calls(
     assert all(call.arguments.startswith(start) for call, start in zip(ended, known, strict=False))
 
 
-# -- calls as in Python --------------------------------------------------------------------------------------
+# -- calls as in Python ----------------------------------------------------------------------------
 
 
 def read(source: str) -> Any:
@@ -281,7 +285,7 @@ def test_what_is_no_literal(source: str) -> None:
         read(source)
 
 
-# -- Command R7B ---------------------------------------------------------------------------------------------
+# -- Command R7B -----------------------------------------------------------------------------------
 
 
 def test_the_markers_of_an_answer_are_no_content() -> None:

@@ -1,4 +1,6 @@
-"""Tool calls in texts: against messages written by other code, against Python's JSON, and streams against ``parse``."""
+"""Tool calls in texts: against messages written by other code, against Python's JSON, and streams
+against ``parse``.
+"""
 
 from __future__ import annotations
 
@@ -185,7 +187,8 @@ MARKERS = (
     "\\",
     "\n",
 )
-# Values that are bare text must not hold the tags that end them; that is all that their formats cannot write.
+# Values that are bare text must not hold the tags that end them; that is all that their formats
+# cannot write.
 STRINGS = st.lists(st.sampled_from([*MARKERS, "a", "é", "😀", " ", "1"]) | st.text(max_size=3), max_size=4).map("".join)
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | STRINGS,
@@ -319,7 +322,8 @@ def test_any_text_however_it_is_cut(text: str, places: list[int]) -> None:
             assert call.name
             if format.name in ("hermes", "granite", "llama3_json", "mistral", "cohere", "required", "named"):
                 assert call.arguments == "{}" or call.arguments in text, "as they are written"
-            # In every format: the beginning of an object, and of a call that turned malformed the rest as it is written.
+            # In every format: the beginning of an object, and of a call that turned malformed the
+            # rest as it is written.
             written = next(k for k in range(len(call.arguments) + 1) if call.arguments[k:] in text)
             assert begins_an_object(call.arguments[:written])
 
