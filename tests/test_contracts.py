@@ -229,15 +229,3 @@ def test_every_member_and_return_is_documented_and_typed(protocol: type) -> None
 def test_a_scheduler_may_import_state_contracts_without_torch() -> None:
     code = "import sys, quire.contracts.kv_state, quire.contracts.kv_cache; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-@pytest.mark.parametrize("module", [kv_state], ids=lambda m: m.__name__)
-def test_all_is_complete(module: Any) -> None:
-    assert sorted(set(module.__all__)) == sorted(module.__all__)
-    defined = {
-        name
-        for name, value in vars(module).items()
-        if isinstance(value, type) and value.__module__.startswith("quire.contracts") and not name.startswith("_")
-    }
-    assert defined - set(module.__all__) <= {"CacheHandle", "KVCacheInterface"}
-    assert all(hasattr(module, name) for name in module.__all__)

@@ -133,7 +133,7 @@ def held_tokens(chat: TerminalChat, served: Served) -> list[int]:
 @pytest.mark.parametrize("folder", [pytest.param("plain_folder", marks=pytest.mark.slow), "chat_folder"])
 def test_a_full_context_and_the_ways_on(folder: str, request: pytest.FixtureRequest) -> None:
     """The refusal names them, and each of them works; with a window the context never fills."""
-    path, short = request.getfixturevalue(folder), {**OPTIONS, "max_model_len": 64}
+    path, short = request.getfixturevalue(folder), {**OPTIONS, "max_model_len": 52}
     served_llm = AsyncLLM(path, **short)
     with LLM(path, **short) as local, serving(served_llm) as served:
         model = RemoteModel(Link(served.url))
