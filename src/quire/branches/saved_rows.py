@@ -204,10 +204,10 @@ def _ids(listed: list[int] | None, length: int, vocab_size: int, *, owed: bool) 
         raise DataLoss(
             f"the state file has the state of {length} tokens and names {len(listed)}; as many ids are expected"
         )
-    for token in listed:
-        if not (0 <= token < vocab_size or -(2**63) <= token < LAST_PLACEHOLDER):
-            raise DataLoss(f"the state names token {token!r}; ids in 0..{vocab_size - 1} are expected")
     ids = np.array(listed, dtype=np.int64)
+    bad = ids[(ids >= vocab_size) | ((ids < 0) & (ids >= LAST_PLACEHOLDER))]
+    if bad.size:
+        raise DataLoss(f"the state names token {int(bad[0])}; ids in 0..{vocab_size - 1} are expected")
     if (ids[length:] < 0).any():
         raise DataLoss("the state has no state of tokens that stand for embeddings, which are not in it")
     return ids

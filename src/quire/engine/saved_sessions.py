@@ -123,7 +123,6 @@ def load(
     # A key of its own: state from a file, perhaps of another dtype, is no other prompt's prefix.
     state = SessionBranch(key=("loaded", engine.runner.new_seq()), adapter=saved.runs.runs[-1][1])
     saved.fill(state, saved.total)
-    engine.checks.history(state.tokens.ids)
     if saved.total:
         engine.checks_of(state).length(saved.total, None)
     # The embeddings are not in the file, so that what stands for them cannot be computed again.
