@@ -841,8 +841,8 @@ def test_state_file(layout: str, dtype: torch.dtype) -> None:
     late = list(source.layers)[1]
     source.set(late, 7, 2)
     for seq_id in (1, 7):
-        metadata, plan = sequencefile.describe(source.state, seq_id)
-        data = to_bytes({"sequence": metadata}, plan, sequencefile.tensors(source.state, seq_id))
+        metadata, plan, tensors = sequencefile.describe(source.state, seq_id)
+        data = to_bytes({"sequence": metadata}, plan, tensors)
         with read_state(data) as file:
             given: Any = file.metadata["sequence"]
             convert = dtype != torch.float32

@@ -620,9 +620,9 @@ def test_state_file_round_trip() -> None:
     source, target = Story(page_size=4), Story(page_size=5)
     source.add(0)
     source.forward([0], [11])
-    metadata, plan = sequencefile.describe(source.state, 0)
+    metadata, plan, tensors = sequencefile.describe(source.state, 0)
     assert [one.name for one in plan] == ["layer.0.k", "layer.0.v", "layer.1.latent", "layer.2.k", "layer.2.v"]
-    data = to_bytes({"sequence": metadata}, plan, sequencefile.tensors(source.state, 0))
+    data = to_bytes({"sequence": metadata}, plan, tensors)
     with read_state(data) as file:
         checked = sequencefile.check(target.state, file, file.metadata["sequence"], "", False)  # type: ignore[arg-type]
         sequencefile.load(target.state, 3, file, checked)
@@ -832,8 +832,7 @@ def test_layer_ids_that_are_no_range() -> None:
             make(odd)
     data = to_bytes(
         {"sequence": sequencefile.describe(state, 0)[0]},
-        sequencefile.describe(state, 0)[1],
-        sequencefile.tensors(state, 0),
+        *sequencefile.describe(state, 0)[1:],
     )
     with read_state(data) as file:
         checked = sequencefile.check(other, file, file.metadata["sequence"], "", False)  # type: ignore[arg-type]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from itertools import chain
 from typing import Any
 
 from torch import Tensor
@@ -40,14 +41,16 @@ def dump(cache: CacheRows) -> bytes:
     state = cache.pool.state
     rows: list[dict[str, Any]] = []
     plan: list[TensorSpec] = []
+    tensors: list[Iterator[tuple[str, Tensor]]] = []
     for index, row in enumerate(cache.rows):
-        metadata, specs = sequencefile.describe(state, row.seq, row_prefix(index))
-        rows.append(metadata)
+        sequence, specs, found = sequencefile.describe(state, row.seq, row_prefix(index))
+        rows.append(sequence)
         plan += specs
+        tensors.append(found)
     histories = [written(row.runs, cache.pool.fingerprint_of) for row in cache.rows]
     positions = [None if row.positions is None else row.positions.ids.tolist() for row in cache.rows]
     is_placed = any(one is not None for one in positions)
-    metadata = {
+    metadata: dict[str, Any] = {
         "kind": KV_CACHE_WITH_POSITIONS if is_placed else KV_CACHE,
         "model": dict(cache.pool.identity.fields()),
         "adapters": histories if any(histories) else [],
@@ -63,12 +66,7 @@ def dump(cache: CacheRows) -> bytes:
         "modified": [row.origin.modified for row in cache.rows],
         "rows": rows,
     }
-
-    def tensors() -> Iterator[tuple[str, Tensor]]:
-        for index, row in enumerate(cache.rows):
-            yield from sequencefile.tensors(state, row.seq, row_prefix(index))
-
-    return to_bytes(metadata, plan, tensors())
+    return to_bytes(metadata, plan, chain.from_iterable(tensors))
 
 
 def load(cache: CacheRows, data: bytes | bytearray | memoryview, *, convert_dtype: bool, operation: Operation) -> None:

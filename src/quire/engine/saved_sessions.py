@@ -70,9 +70,8 @@ def parts(
     }
     if state.seq is None:
         return metadata, [], iter(())
-    sequence, plan = sequencefile.describe(engine.runner.state, state.seq)
-    metadata["sequence"] = sequence
-    return metadata, plan, sequencefile.tensors(engine.runner.state, state.seq)
+    metadata["sequence"], plan, tensors = sequencefile.describe(engine.runner.state, state.seq)
+    return metadata, plan, tensors
 
 
 def opened(engine: Engine, source: str | Path | bytes | bytearray | memoryview) -> StateFile:

@@ -25,16 +25,25 @@ from quire.kv.statefile import StateFile, TensorSpec
 from quire.types import SeqId
 
 
-def describe(state: ModelState, seq: SeqId, prefix: str = "") -> tuple[dict[str, Any], list[TensorSpec]]:
-    """Return a sequence's metadata and the plan of its tensors, ``{prefix}layer.{i}.k`` etc."""
+def describe(
+    state: ModelState, seq: SeqId, prefix: str = ""
+) -> tuple[dict[str, Any], list[TensorSpec], Iterator[tuple[str, Tensor]]]:
+    """Return a sequence's metadata, the plan of its tensors (``{prefix}layer.{i}.k`` etc.), and the
+    tensors, each layer gathered when it is asked for."""
     metadata = state.get_checkpoint_metadata(seq, checksums=False)
+    groups = state.plan_import(metadata)
     plan = [
         TensorSpec(name=f"{prefix}layer.{layer}.{name}", dtype=one.dtype, shape=one.shape)
-        for layer, group in state.plan_import(metadata).items()
+        for layer, group in groups.items()
         for name, one in group.items()
     ]
     del metadata["groups"]  # the container has names, shapes and checksums
-    return metadata, plan
+    tensors = (
+        (f"{prefix}layer.{layer}.{name}", tensor)
+        for layer in groups
+        for name, tensor in state.export_page_group(seq, layer).items()
+    )
+    return metadata, plan, tensors
 
 
 def header_limits(state: ModelState, tokens: int, runs: int, rows: int, size: int) -> HeaderLimits:
@@ -63,14 +72,6 @@ def is_exact(state: ModelState, metadata: Mapping[str, Any]) -> bool:
     """Return whether attention rows are in this state's dtype; recurrent states keep their own."""
     mine = exchange.dtype_name(state.dtype)
     return all(layer["dtype"] == mine for layer in metadata["layers"])
-
-
-def tensors(state: ModelState, seq: SeqId, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of the plan, gathered layer by layer."""
-    groups = state.get_checkpoint_metadata(seq, checksums=False)["groups"]
-    for layer in [one["group"] for one in groups]:
-        for name, tensor in state.export_page_group(seq, layer).items():
-            yield f"{prefix}layer.{layer}.{name}", tensor
 
 
 def check(
