@@ -36,6 +36,7 @@ LAYERS = (
     {"contracts"},
     {"ops"},
     {"kernels", "kv", "nn"},
+    {"store"},
     {"models"},
     {"runner"},
     {"branches"},

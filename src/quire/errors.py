@@ -105,6 +105,11 @@ class BlendLoadError(DataLoss):
     """Loading failed for a layer that a blend retriever had promised."""
 
 
+class TierError(QuireError, OSError):
+    """A tier of a store cannot be reached or written: no route, a full or read-only disk. The store
+    goes on without it and counts that."""
+
+
 class CheckpointError(QuireError, ValueError):
     """A model checkpoint with missing, misshapen, surplus or damaged tensors or files."""
 
