@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.contracts.store import KEY_BYTES, ObjectKind, ObjectKey
+from quire.contracts.store import KEY_BYTES, ObjectKey, ObjectKind
 
 CHUNK = 256
 """Tokens of a run that is one object, unless a page is larger."""
