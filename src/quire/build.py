@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from quire.branches.stored_state import StoredState
 from quire.config import ATTENTION_CLASSES, EngineConfig, ExecutorConfig, parse_bytes
 from quire.contracts.attention import AttentionBackend
 from quire.contracts.layers import FullAttention, LatentAttention, LayerSpec, Recurrent, WindowedAttention
@@ -40,6 +41,9 @@ from quire.models.peft import read_adapter
 from quire.runner.adapter_pool import AdapterPool
 from quire.runner.local import LocalRunner
 from quire.sampling_params import SamplingParams
+from quire.store.memory import MemoryTier
+from quire.store.stack import Store
+from quire.store.urls import open_tier
 
 logger = logging.getLogger("quire")
 
@@ -99,6 +103,7 @@ def build(config: EngineConfig, *, progress: bool = False) -> Parts:
     interval = checkpoint_interval(config, model.layer_specs, kv_dtype)
     runner = LocalRunner(model, state, device, make_adapters(model, config.adapter_ranks, config.adapter_memory))
     generation = read_json(path / "generation_config.json")
+    identity = Identity(path, model)
     engine = Engine(
         runner,
         limits=Limits(max_num_seqs=config.max_num_seqs, max_num_batched_tokens=sizes.step_tokens),
@@ -108,6 +113,7 @@ def build(config: EngineConfig, *, progress: bool = False) -> Parts:
         enable_prefix_caching=config.enable_prefix_caching,
         checkpoint_interval=interval,
         seed=config.seed,
+        stored=StoredState(runner, make_store(config), identity),
     )
     held: list[str] = []
     if state.geometry.specs:
@@ -123,9 +129,23 @@ def build(config: EngineConfig, *, progress: bool = False) -> Parts:
     )
     for note in notes:
         logger.info(note)
-    identity, defaults = Identity(path, model), SamplingParams.from_generation_config(generation)
+    defaults = SamplingParams.from_generation_config(generation)
     adapters = NamedAdapters(engine, lambda directory: read_adapter(directory, model, admit=runner.adapters.admit))
     return Parts(config, path, engine, model, runner, tokenizer, identity, adapters, defaults, notes)
+
+
+HOST_SHARE = 0.125
+"""Part of the free host memory to which state may move, without ``host_memory``."""
+
+
+def make_store(config: EngineConfig) -> Store | None:
+    """Return the store of a configuration: host memory, and what it names; None: nothing."""
+    tiers = [open_tier(url) for url in config.store]
+    if not any(tier.kind == "memory" for tier in tiers):
+        free = int((free_memory(torch.device("cpu")) or 0) * HOST_SHARE)
+        if capacity := free if config.host_memory is None else parse_bytes(config.host_memory):
+            tiers.insert(0, MemoryTier(capacity))
+    return Store(tiers) if tiers else None
 
 
 ADAPTER_SHARE = 0.125

@@ -138,10 +138,14 @@ class EngineConfig:
     seed: int = option(0, "Seed of requests that bring none, in [0, 2^63).")
     host_memory: int | str | None = option(
         None,
-        "Host memory for the state of preempted requests and idle sessions, in bytes or like 4GiB; 0 is off; "
-        "by default an eighth of what is free.",
+        "Host memory for state that the pool gives up, in bytes or like 4GiB; 0 is off; by default an eighth of what "
+        "is free. memory:// in store says the same.",
     )
-
+    store: tuple[str, ...] = option(
+        (),
+        "Where state is kept outside of the pool, nearest first: memory://4GiB, file:///var/quire?size=200GiB, "
+        "redis://HOST/0, s3://BUCKET; may be repeated.",
+    )
     adapter_ranks: int = option(
         512, "Most ranks of adapters that one step uses together, as in 32 adapters of rank 16."
     )
@@ -164,6 +168,9 @@ class EngineConfig:
         _set(self, _bytes, "kv_cache_memory", least=1)
         _set(self, _bytes, "host_memory", "adapter_memory", least=0)
         _set(self, check_real, "gpu_memory_utilization", above=0, up_to=1)
+        _set(self, _urls, "store")
+        if self.host_memory is not None and any(url.startswith("memory:") for url in self.store):
+            raise InvalidArgument(field="host_memory", given=self.host_memory, allowed="None beside memory:// in store")
         _set(self, require_bool, "enable_prefix_caching", "trust_remote_code")
         _set(self, _name, "revision", "attention_backend")
         _set(self, check_int, "seed", low=0, high=2**63 - 1)
@@ -391,6 +398,12 @@ def _name(name: str, value: Any) -> str:
     if not isinstance(value, str) or not value.strip():
         raise InvalidArgument(field=name, given=value, allowed="a non-empty string")
     return value
+
+
+def _urls(name: str, value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list | tuple) or any(not isinstance(url, str) or "://" not in url for url in value):
+        raise InvalidArgument(field=name, given=value, allowed="a list of URLs such as 'file:///var/quire?size=200GiB'")
+    return tuple(value)
 
 
 def _path(name: str, value: Any) -> str:

@@ -24,7 +24,7 @@ from tqdm import tqdm
 from quire.branches.history import TokenHistory
 from quire.branches.model_facts import checked_window
 from quire.build import Parts, build
-from quire.config import EngineConfig, check_int, parse_bytes
+from quire.config import EngineConfig, check_int
 from quire.contracts.executor import CacheLike, ExecutorInputs
 from quire.engine import row_sessions, saved_sessions
 from quire.engine.beam import search
@@ -43,7 +43,6 @@ from quire.interrupts import uninterrupted
 from quire.kv.rules import verbs_of
 from quire.models.catalogue import resolve_adapter
 from quire.models.families import LoadedModel
-from quire.models.loading import free_memory
 from quire.outputs import BeamSearchOutput, RequestOutput
 from quire.progress import GenerationBar
 from quire.sampling_params import BeamSearchParams, SamplingParams
@@ -76,9 +75,6 @@ ENGINE_VERBS: dict[str, str] = dict.fromkeys(
     "",
 )
 """Abilities beyond plain generation, with empty reasons against them, for ``capabilities``."""
-
-HOST_SHARE = 0.125
-"""Part of the free host memory to which state may move, unless ``host_memory`` says otherwise."""
 
 
 class LLM(RequestPreparation):
@@ -118,6 +114,7 @@ class LLM(RequestPreparation):
         trust_remote_code: bool = False,
         seed: int = 0,
         host_memory: int | str | None = None,
+        store: Sequence[str] = (),
         adapter_ranks: int = 512,
         adapter_memory: int | str | None = None,
     ) -> None:
@@ -126,10 +123,6 @@ class LLM(RequestPreparation):
         config = EngineConfig.from_mapping(given)
         self._parts: Parts = build(config, progress=sys.stderr.isatty())
         super().__init__(self._parts.engine, self._parts.adapters, self._parts.default_params)
-        if config.host_memory is None:
-            self._engine.host.capacity = int((free_memory(torch.device("cpu")) or 0) * HOST_SHARE)
-        else:
-            self._engine.host.capacity = parse_bytes(config.host_memory)
         self._executor: Executor | None = None
         try:
             for name, path in (config.adapters or {}).items():

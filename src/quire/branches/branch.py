@@ -6,6 +6,7 @@ be given up. What is left to run is ``len(tokens) - computed``; preempting is ``
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from quire.branches.history import TokenHistory
@@ -55,6 +56,11 @@ class Branch:
     def remaining(self) -> int:
         """Tokens that are not computed yet."""
         return len(self.tokens) - self.computed
+
+    @property
+    def salt(self) -> Hashable:
+        """What may share state with it, beside the adapters."""
+        return None
 
     @property
     def modified(self) -> bool:

@@ -198,17 +198,29 @@ class RadixCache:
         self._forget(self._entry(seq))
 
     def evict(self) -> SeqId | None:
-        """Forget and return the least recently used cached sequence, to be removed; None: none.
+        """Forget and return the ``oldest`` cached sequence, to be removed; None: none."""
+        if (seq := self.oldest()) is not None:
+            self._forget(self._entries[seq])
+            self.num_evictions += 1
+        return seq
+
+    def oldest(self) -> SeqId | None:
+        """Return the least recently used cached sequence; None: none.
 
         With ``reach``, prefer one of the oldest few near the end of which another can be forked.
         """
         if not self._cached:
             return None
-        oldest = list(islice(self._cached.items(), 1 if self._reach is None else LOOKED_AT))
-        seq, entry = next((one for one in oldest if len(oldest) > 1 and self._loss(one[1]) < LITTLE), oldest[0])
-        self._forget(entry)
-        self.num_evictions += 1
-        return seq
+        found = list(islice(self._cached.items(), 1 if self._reach is None else LOOKED_AT))
+        return next((seq for seq, entry in found if len(found) > 1 and self._loss(entry) < LITTLE), found[0][0])
+
+    def tokens_of(self, seq: SeqId) -> NDArray[np.int64]:
+        """Return the tokens of a sequence, ``[T]``."""
+        edges, node = [], self._entry(seq).node
+        while node.parent is not None:
+            edges.append(node.edge)
+            node = node.parent
+        return np.concatenate(edges[::-1]) if edges else np.empty(0, dtype=np.int64)
 
     def _loss(self, entry: HeldPrefix) -> int:
         """Return how many tokens a request for all of them would compute again without it."""

@@ -1,64 +1,75 @@
-"""``Tier``: where the state of a branch may wait outside of the pool. No torch."""
+"""``Tier``: where the state of branches may be outside of the pool. No torch.
+
+State is found by tokens, so nothing belongs to a branch there: what is gone is run again. The
+caller has the runner's lock. ``quire.branches.stored_state`` is the tier over a store.
+"""
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Collection, Hashable
+from typing import Any, Protocol
 
 from quire.branches.branch import Branch
+from quire.branches.history import Ids
+from quire.runner.adapter_history import FingerprintRuns
+from quire.types import SeqId
 
 
 class Tier(Protocol):
-    """A keeper of copies of states, by their branches. Tokens suffice: a lost copy is run again.
-    The caller has the runner's lock. ``quire.branches.host_store`` is the tier in host memory."""
+    """Keeps copies of states, and brings them back."""
 
-    def save(self, branch: Branch, *, waiting: bool) -> bool:
-        """Keep a copy of the state that a branch is about to lose, if that is worth it and fits.
-        ``waiting``: a request waits for it, so it stays until the request runs again."""
+    def save(self, branch: Branch) -> bool:
+        """Copy out the state that a branch is about to lose, if that is worth it and fits. Return
+        whether it can be had again."""
         ...
 
-    def restore(self, branch: Branch, limit: int) -> None:
-        """Put a copy, at most its first ``limit`` tokens, in place of a branch's empty sequence.
-
-        Import it under a new id, set ``seq`` and ``computed`` of the branch, and remove the empty
-        sequence through the runner. The copy is kept no longer. If it does not come back, the
-        branch stays as it is.
-        """
+    def save_prefix(self, seq: SeqId, ids_T: Ids, runs: FingerprintRuns, salt: Hashable) -> bool:
+        """Do what ``save`` does for a sequence of the prefix cache."""
         ...
 
-    def holds(self, branch: Branch) -> int:
-        """Return the number of tokens whose state is kept for a branch."""
+    def keep(self, branch: Branch, *, again: bool = False) -> None:
+        """Write a branch's state to durable tiers, if there are any, in the background. ``again``:
+        the same tokens may be asked for, so that the last one runs again."""
+        ...
+
+    def ask(self, branch: Branch) -> Any:
+        """Ask what is kept of a branch's tokens; return the question, or None if there is none."""
+        ...
+
+    def bring(self, branch: Branch, question: Any, limit: int) -> bool:
+        """Begin to bring back at most ``limit`` tokens, if more are kept than are computed and that
+        beats running them. Return whether it did: then ``seq`` is another one, of ``computed``
+        tokens, behind whose last one a forward may run if it waits for each layer."""
+        ...
+
+    def is_coming(self, seq: SeqId) -> bool:
+        """Return whether some of a sequence's state has still to come."""
+        ...
+
+    def wait(self, seqs: Collection[SeqId], layer: int) -> None:
+        """Wait until a layer of these sequences has come. ``LoadFailed`` if it did not."""
+        ...
+
+    def settle(self, branch: Branch) -> bool:
+        """End what came for a branch. Return False if it did not come whole: its sequence is then
+        gone, and nothing of it is computed."""
+        ...
+
+    def drop(self, seq: SeqId) -> None:
+        """Let nothing more come for a sequence that is about to be removed."""
         ...
 
     def reach(self, branch: Branch, length: int) -> int:
-        """Return what ``holds`` would after ``truncate`` to ``length``."""
+        """Return how many of a branch's first ``length`` tokens could be brought back."""
         ...
 
-    def beats(self, branch: Branch, cached: int, limit: int) -> bool:
-        """Return whether restoring ``limit`` tokens beats running those behind ``cached``."""
-        ...
-
-    def truncate(self, branch: Branch, length: int) -> None:
-        """Let only the first ``length`` tokens still be the branch's. Fewer are kept where windows
-        and recurrent states do not let the copy be cut there."""
-        ...
-
-    def move(self, source: Branch, target: Branch, *, waiting: bool) -> None:
-        """Let what was kept for one branch be kept for another."""
-        ...
-
-    def share(self, source: Branch, target: Branch, length: int) -> None:
-        """Keep the first ``length`` tokens for a fork, too."""
-        ...
-
-    def discard(self, branch: Branch) -> None:
-        """Keep nothing for a branch any more."""
+    def relieve(self) -> bool:
+        """Give back pages that wait to be written; return whether there were any."""
         ...
 
     def ran(self, num_tokens: int, num_chunks: int, seconds: float, *, waited: bool) -> None:
-        """Note what a step took, by which ``save`` and ``beats`` decide.
-
-        ``waited``: its results were waited for, so that a device is not still busy with it.
-        """
+        """Note what a step took, by which ``save`` and ``bring`` decide. ``waited``: its results
+        were waited for, so that a device is not still busy with it."""
         ...
 
     def snapshot(self) -> dict[str, float]:

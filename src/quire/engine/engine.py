@@ -12,10 +12,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import torch
 
 from quire.branches.adapter_keys import AdapterKey, users
+from quire.branches.loading import LoadFailed
 from quire.engine.page_use import OWNERS, PageUse, page_use
 from quire.engine.prompts import embeddings_of
 from quire.engine.request_book import RequestBook
@@ -26,6 +28,9 @@ from quire.interrupts import check, uninterrupted
 from quire.runner.local import Extras, StepOutput
 
 logger = logging.getLogger("quire.engine")
+
+ANSWER_SECONDS = 0.02
+"""The longest wait for tiers' answers while nothing can run. Then the engine looks around again."""
 
 
 class Engine(RequestBook):
@@ -92,13 +97,24 @@ class Engine(RequestBook):
             self.grammars.slow.shared = any(work.is_ready is None for work in scheduled.requests)
             if not scheduled.step.chunks and not changed and (held_up := self.scheduler.held_up):
                 self.grammars.slow.wait(lambda: any(work.ready for work in held_up))
+        if not scheduled.step.chunks and not changed:
+            # Tiers are asked; they answer, or their time is over.
+            self.scheduler.wait_for_answers(ANSWER_SECONDS)
         return changed
 
     def _execute(self, scheduled: Scheduled) -> list[SequenceRequest]:
         """Run a step and take in its results. If that fails, its requests end and others go on."""
         try:
-            output = self._run(scheduled)
+            try:
+                output = self._run(scheduled)
+            except LoadFailed:
+                # Nothing has run. The request whose state did not come begins again, others go on.
+                for work in scheduled.requests:
+                    self.scheduler.settle(work)
+                return []
             self.scheduler.computed(scheduled)
+            for work in scheduled.requests:
+                self.scheduler.settle(work)
             return self._sample_step(scheduled, output)
         except Exception as error:
             logger.exception("a step of %d tokens failed; its requests end", scheduled.step.num_tokens)
@@ -114,9 +130,11 @@ class Engine(RequestBook):
             work.tokens.media.embeddings(chunk.tokens)
             for work, chunk in zip(scheduled.requests, scheduled.step.chunks, strict=True)
         )
-        if embeddings is None:
+        coming = [chunk.seq for chunk in scheduled.step.chunks if self.stored.is_coming(chunk.seq)]
+        if embeddings is None and not coming:
             return self.runner.execute(scheduled.step)
-        return self.runner.execute(scheduled.step, Extras(embeddings=embeddings))
+        follow = partial(self.stored.wait, coming) if coming else None
+        return self.runner.execute(scheduled.step, Extras(embeddings=embeddings, await_layer=follow))
 
     def _repair(self) -> None:
         """Correct what requests count as computed, after an interrupted step."""
@@ -183,6 +201,7 @@ class Engine(RequestBook):
             held = work.tokens.ids[: work.computed]
             self.branches.remove_all(self.cache.insert(work.seq, held, work.key, live=True))
             self.branches.keep(work.seq, held, work.key)
+            self.stored.keep(work, again=True)
 
     def _fork_sample(self, leader: SequenceRequest, sibling: SequenceRequest) -> SequenceRequest:
         if leader.work.seq is None:
@@ -257,3 +276,4 @@ class Engine(RequestBook):
             for session in list(self.branches.sessions.values()):
                 self.forget(session)
             self.reset_prefix_cache()
+        self.stored.close()

@@ -12,9 +12,9 @@ import torch
 from numpy.typing import NDArray
 
 from quire.branches.history import TokenHistory
-from quire.branches.host_store import HostStore
 from quire.branches.media import NO_MEDIA, Media
 from quire.branches.prefix_cache import RadixCache
+from quire.branches.stored_state import StoredState
 from quire.engine.checkpoints import Checkpoints
 from quire.engine.detokenizer import IncrementalDetokenizer
 from quire.engine.grammars import Grammars
@@ -59,6 +59,7 @@ class RequestBook:
         enable_prefix_caching: bool = True,
         checkpoint_interval: int = 0,
         seed: int = 0,
+        stored: StoredState | None = None,
     ) -> None:
         self.runner = runner
         self.tokenizer = tokenizer
@@ -82,12 +83,12 @@ class RequestBook:
         if enable_prefix_caching:
             self.cache = RadixCache(runner.state.nearest_reachable if runner.state.forgets else None)
         self.metrics = EngineMetrics()
-        self.host = HostStore(runner)
-        """State of preempted requests and idle sessions; none until its capacity is set."""
+        self.stored = StoredState(runner) if stored is None else stored
+        """State outside of the pool."""
         self.sampling = SamplingStep(
             eos_ids=self.eos_ids, grammars=self.grammars, metrics=self.metrics, finish=self._finish, fail=self._fail
         )
-        self.branches = SessionBranches(runner, cache=self.cache, tier=self.host, metrics=self.metrics)
+        self.branches = SessionBranches(runner, cache=self.cache, tier=self.stored, metrics=self.metrics)
         self.pins = Pins(runner.state, self.branches.sessions, limits.max_num_batched_tokens)
         self.checkpoints = None
         if runner.state.recurrent_ids:
@@ -120,7 +121,7 @@ class RequestBook:
             reclaim=runner.room.make,
             new_seq=runner.new_seq,
             cache=self.cache,
-            tier=self.host,
+            tier=self.stored,
             checkpoints=self.checkpoints,
             fits=lambda adapters: runner.adapters.fits(adapters),
         )
@@ -341,6 +342,8 @@ class RequestBook:
         # Other threads read these without the lock: unfinished, or with all of the above.
         request.stop_reason, request.finish_reason = stop, reason
         self.scheduler.finish(request.work)
+        # What has not come by now is computed when it is needed.
+        self.stored.settle(request.work)
         self._requests.pop(request.work, None)
         if request.params is not None:
             self.metrics.request_success.inc(reason)
@@ -349,7 +352,6 @@ class RequestBook:
             self.branches.settle(request.session, request)
         else:
             self._release(request)
-        self.branches.tier.discard(request.work)
         if all(sample.finished for sample in self._by_id.get(request.request_id, ())):
             self._by_id.pop(request.request_id, None)
 
@@ -361,6 +363,7 @@ class RequestBook:
         if self.cache is None or not work.cacheable or not work.computed:
             self.branches.remove(work.seq)
         else:
+            self.stored.keep(work)
             self.branches.remove_all(self.cache.insert(work.seq, work.tokens.ids[: work.computed], work.key))
         work.seq = None
 
@@ -372,6 +375,8 @@ class RequestBook:
                 return self.orphans.bury()
             case Rank.SCARCE_STATES:
                 return kept is not None and not self.runner.state.num_available_states and kept.give_up()
+            case Rank.WRITING:
+                return self.stored.relieve()
             case Rank.PREFIXES:
                 return self.branches.evict()
             case Rank.IDLE:
@@ -392,4 +397,4 @@ class RequestBook:
         ages |= {work.seq: in_use for work in works if work.seq is not None}
         for seq in self.branches.written():
             ages.pop(seq, None)
-        return ages
+        return {seq: age for seq, age in ages.items() if not self.stored.is_coming(seq)}

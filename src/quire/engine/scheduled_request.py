@@ -8,7 +8,9 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from typing import Any
 
+from quire.branches.adapter_keys import AdapterKey
 from quire.branches.branch import Branch
 from quire.types import BASE, LogitsWanted
 
@@ -53,10 +55,17 @@ class ScheduledRequest(Branch):
     is_ready: Callable[[], bool] | None = None
     """Tells whether it can take part in a step while something is made for it; None: always."""
 
+    question: Any = None
+    """The question what tiers have of its tokens; None: it was not asked, or is of no use."""
+
+    @property
+    def salt(self) -> Hashable:
+        return self.key.salt if isinstance(self.key, AdapterKey) else self.key
+
     @property
     def ready(self) -> bool:
         """Whether it can take part in a step."""
-        return self.is_ready is None or self.is_ready()
+        return (self.is_ready is None or self.is_ready()) and (self.question is None or self.question.is_answered)
 
     @property
     def next_adapter(self) -> int | None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Collection, Hashable, Sequence
+from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, TypeAlias
@@ -149,6 +150,7 @@ class Scheduler:
             priority = self._arrivals
             self._arrivals += 1
         request.priority = priority
+        self._ask(request)
         if self._checkpoints is not None:
             self._note_branches(request)
         bisect.insort(self.waiting, request, key=lambda waiting: waiting.priority)
@@ -208,6 +210,7 @@ class Scheduler:
 
     def schedule(self) -> Scheduled:
         """Return the next step; without chunks if nothing can run."""
+        self._settle()
         # Some decodes return to the queue after each token (beams). They must not wait for prompts
         # either.
         coming = sum(request.seq is not None and request.remaining == 1 for request in self.waiting)
@@ -227,10 +230,16 @@ class Scheduler:
             if batch.budget < 1 or len(batch.requests) >= self.limits.max_num_seqs:
                 break
             adapter = request.next_adapter
-            if not request.ready or not (adapter is None or adapter in batch.adapters):
+            if not request.ready or not (adapter is None or adapter in batch.adapters) or self._is_coming(request):
                 continue
             if count := self._count(request, batch):
                 batch.add(request, count)
+        if not batch.requests:
+            # With nothing else to do, a forward follows its state, layer by layer.
+            for request in filter(self._is_coming, self.running):
+                if count := self._count(request, batch):
+                    batch.add(request, count)
+                    break
         preempted = self._make_room(batch, failed)
         if not preempted:
             self._admit(batch, failed)
@@ -303,9 +312,10 @@ class Scheduler:
 
     def _set_aside(self, request: ScheduledRequest) -> None:
         """Release its state, a copy of which may be kept."""
-        if self._tier is not None:
-            self._tier.save(request, waiting=True)
+        if self._tier is not None and not request.pinned:
+            self._tier.save(request)
         self._release(request)
+        self._ask(request)
 
     def _release(self, request: ScheduledRequest) -> None:
         if request.pinned:
@@ -321,7 +331,7 @@ class Scheduler:
         index, seated = 0, self._seated
         while index < len(self.waiting) and batch.budget > 0 and seated < self.limits.max_num_seqs:
             request = self.waiting[index]
-            duplicates = request.seq is None and not self._is_saved(request) and self._duplicates(request)
+            duplicates = request.seq is None and self._duplicates(request)
             held_up = duplicates or not request.ready
             if held_up or not self._count(request, batch) or self._waits_for_adapter(request, batch):
                 index += 1
@@ -342,8 +352,10 @@ class Scheduler:
                 if attached:
                     self._detach(request)
                 return
-            if self._tier is not None:
-                self._tier.restore(request, self._limit(request))
+            if self._tier is not None and request.question is not None:
+                if attached:
+                    self._tier.bring(request, request.question, self._limit(request))
+                request.question = None
                 self._note_reuse(request)
             del self.waiting[index]
             request.status = Status.RUNNING
@@ -352,9 +364,9 @@ class Scheduler:
             bisect.insort(self.running, request, key=lambda running: running.priority)
             if request.remaining == 1:
                 batch.kept = max(0, batch.kept - 1)
-            # State from host memory may end within another adapter's run: then it has its pages,
-            # and waits.
-            if self._has_adapter(request, batch):
+            # Stored state may end within another adapter's run, or have to come first: then it has
+            # its pages, and waits.
+            if self._has_adapter(request, batch) and not (batch.requests and self._is_coming(request)):
                 batch.add(request, self._count(request, batch))
 
     def _has_adapter(self, request: ScheduledRequest, batch: StepDraft) -> bool:
@@ -418,8 +430,6 @@ class Scheduler:
         found = None
         if self._cache is not None and request.cacheable and limit > 0:
             found = self._cache.match(request.tokens.ids[:limit], request.key)
-        if self._tier is not None and self._tier.beats(request, 0 if found is None else found[1], limit):
-            found = None  # what is kept comes back once there is room for all of it
         if self._cache is not None and request.cacheable and limit > 0:
             known = self._cache.held(request.tokens.ids[:limit], request.key)
             request.known = max(request.known, known)
@@ -453,8 +463,34 @@ class Scheduler:
         limit = len(request.tokens) - 1
         return limit if request.fresh_from is None else min(limit, request.fresh_from)
 
-    def _is_saved(self, request: ScheduledRequest) -> bool:
-        return self._tier is not None and self._tier.holds(request) > 0
+    def _ask(self, request: ScheduledRequest) -> None:
+        """Ask what tiers have of a request that holds no state."""
+        if self._tier is not None and request.seq is None:
+            request.question = self._tier.ask(request)
+
+    def wait_for_answers(self, seconds: float) -> None:
+        """Wait until tiers have answered some question, at most ``seconds``. Needs no lock."""
+        asked = [one.question.answer for one in list(self.waiting) if one.question is not None]
+        if asked:
+            wait(asked, timeout=seconds, return_when=FIRST_COMPLETED)
+
+    def _is_coming(self, request: ScheduledRequest) -> bool:
+        """Return whether some of its state has still to come from a tier."""
+        return self._tier is not None and request.seq is not None and self._tier.is_coming(request.seq)
+
+    def _settle(self) -> None:
+        """End loads that are over. A request whose state did not come waits again, to compute."""
+        for request in [one for one in self.running if self._tier is not None and not self._is_coming(one)]:
+            self.settle(request)
+
+    def settle(self, request: ScheduledRequest) -> bool:
+        """End the load of a running request, at once. Return whether its state is there."""
+        if self._tier is None or self._tier.settle(request):
+            return True
+        self.running.remove(request)
+        request.status = Status.WAITING
+        bisect.insort(self.waiting, request, key=lambda waiting: waiting.priority)
+        return False
 
     def _detach(self, request: ScheduledRequest) -> None:
         """Take back ``_attach``: a waiting request holds no pages that others cannot take."""

@@ -123,6 +123,10 @@ class SessionBranch(Branch):
         self.runs = BASE.then(0, self.adapter)
 
     @property
+    def salt(self) -> Hashable:
+        return self.key
+
+    @property
     def busy(self) -> bool:
         return self.request is not None
 

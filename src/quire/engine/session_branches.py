@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.branches import spare_states
-from quire.branches.adapter_keys import prefix_key, runs_of_session
+from quire.branches.adapter_keys import AdapterKey, prefix_key, runs_of_session
 from quire.branches.branch import COMPUTED
 from quire.branches.going_back import nearest
 from quire.branches.history import common_prefix
@@ -55,6 +55,8 @@ class SessionBranches:
     def apply(self, edit: Edit) -> None:
         """Execute an edit now."""
         state = self.runner.state
+        if isinstance(edit, Remove):
+            self.tier.drop(edit.seq)
         if state.recurrent_ids and isinstance(edit, (Fork, Pop)):
             seq = edit.parent if isinstance(edit, Fork) else edit.seq
             length = state.sequence_length(seq)
@@ -128,8 +130,6 @@ class SessionBranches:
         child.become(parent, length, None)
         child.runs = runs_of_session(parent.runs, length, parent.adapter)
         agreed = parent.runs.agreed(child.runs, length)
-        if parent.seq is None:
-            self.tier.share(parent, child, agreed)
         held = self.reach(parent, agreed)
         if parent.seq is not None and held:
             child.seq, child.computed = self.fork_of(parent.seq, held), held
@@ -170,7 +170,6 @@ class SessionBranches:
     def rewind(self, session: SessionBranch, length: int) -> None:
         """Take back a session's state from token ``length`` on, or from the nearest position
         before."""
-        self.tier.truncate(session, length)
         if session.seq is None or session.computed <= length:
             return
         kept, found = self.reach(session, length), self.found(session, length)
@@ -233,10 +232,6 @@ class SessionBranches:
 
     def drop(self, session: SessionBranch) -> None:
         """Give a session's pages back; its tokens stay, to be computed again when needed."""
-        self.tier.discard(session)
-        self._let_go(session)
-
-    def _let_go(self, session: SessionBranch) -> None:
         if session.seq is not None:
             self.remove(session.seq)
         session.seq, session.computed = None, 0
@@ -262,8 +257,6 @@ class SessionBranches:
         request.session, session.request = session, request
         if session.modified and session.seq is not None and (self.runner.state.forgets or session.window is not None):
             request.way_back = self.fork_of(session.seq)
-        if session.seq is None:
-            self.tier.move(session, work, waiting=True)
         work.seq, work.computed = session.seq, session.computed
         work.admitted = session.seq is not None
         work.num_cached = session.computed
@@ -278,8 +271,6 @@ class SessionBranches:
         """Give the sequence back to its session; after success the tokens join it."""
         work = request.work
         session.request = None
-        if work.seq is None:
-            self.tier.move(work, session, waiting=False)
         session.seq, work.seq = work.seq, None
         session.computed = work.computed if session.seq is not None else 0
         if request.succeeded:
@@ -311,6 +302,7 @@ class SessionBranches:
             self.remove_all(self.cache.insert(session.seq, held, key, live=True))
             if request.params is not None or len(work.tokens) - work.num_cached >= KEEP_TOKENS:
                 self.keep(session.seq, held, key)
+                self.tier.keep(session)
 
     def _return_to(self, session: SessionBranch, request: SequenceRequest, length: int) -> None:
         """Take back what is computed after ``length``. If a window has let go of what that needs,
@@ -327,10 +319,14 @@ class SessionBranches:
 
     def evict(self) -> bool:
         """Give up the cached sequence that was used longest ago; return whether there was any."""
-        seq = None if self.cache is None else self.cache.evict()
-        if seq is not None:
-            self.apply(Remove(seq))
-        return seq is not None
+        if self.cache is None or (seq := self.cache.oldest()) is None:
+            return False
+        key = self.cache.key_of(seq)
+        salt, runs = (key.salt, key.runs) if isinstance(key, AdapterKey) else (key, ())
+        self.tier.save_prefix(seq, self.cache.tokens_of(seq), runs, salt)
+        self.cache.evict()
+        self.apply(Remove(seq))
+        return True
 
     def drop_idle(self) -> bool:
         """Give up the least recently used idle session's state; return whether there was any."""
@@ -339,8 +335,8 @@ class SessionBranches:
             return False
         # What went through another dtype becomes exact if it is computed again.
         if idle.origin.exact:
-            self.tier.save(idle, waiting=False)
-        self._let_go(idle)
+            self.tier.save(idle)
+        self.drop(idle)
         return True
 
     def loose(self) -> set[SeqId]:

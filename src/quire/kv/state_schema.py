@@ -8,7 +8,7 @@ the path, the value and what is expected. Checks are made of checks, one for a w
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeAlias
 
 from quire.errors import DataLoss, InvalidArgument
@@ -71,6 +71,12 @@ def flag(value: object, path: str) -> None:
 
 def anything(value: object, path: str) -> None:
     """Accept everything, for what is only ever compared with something known."""
+
+
+def mapping(value: object, path: str) -> None:
+    """Check for an object, whatever is in it."""
+    if not isinstance(value, Mapping):
+        raise Fault(path, _shown(value), "an object")
 
 
 def one_of(*accepted: str) -> Check:
@@ -223,22 +229,32 @@ ORIGINS: Mapping[str, Check] = {"exact": list_of(flag), "modified": list_of(flag
 POSITIONS = integers(0, 2**31 - 1)
 """Positions at which the tokens of a row were rotated."""
 
+OBJECT = record(
+    {"kind": text, "name": text, "model": MODEL, "layout_hash": text, "tokens": TOKENS, "adapters": RUNS},
+    {"sequence": _sequence},
+)
+RECORD = record({"kind": text, "name": text, "document": mapping})
+
 KINDS: Mapping[str, Check] = {
     "session": SESSION,
     "kv_cache": record(CACHE, ORIGINS),
     "kv_cache_with_positions": record({**CACHE, "positions": list_of(nullable(POSITIONS))}, ORIGINS),
+    "object": OBJECT,
+    "record": RECORD,
 }
 """By the ``kind`` of the file."""
+OF_SEQUENCES = ("session", "kv_cache", "kv_cache_with_positions")
+"""Kinds of files that hold whole sequences."""
 
 
-def check_metadata(metadata: Mapping[str, Any], *expected: str) -> None:
-    """Refuse metadata that do not fit the schema of their kind, one of ``expected`` (default: any).
+def check_metadata(metadata: Mapping[str, Any], expected: Collection[str] = OF_SEQUENCES) -> None:
+    """Refuse metadata that do not fit the schema of their kind, one of ``expected``.
 
     ``InvalidArgument`` for another kind, ``DataLoss`` with the field for everything else.
     """
-    kind, accepted = metadata.get("kind"), expected or tuple(KINDS)
-    if not isinstance(kind, str) or kind not in accepted:
-        raise InvalidArgument(f"the state file holds kind {kind!r:.60}; {' or '.join(map(repr, accepted))} is expected")
+    kind = metadata.get("kind")
+    if not isinstance(kind, str) or kind not in expected:
+        raise InvalidArgument(f"the state file holds kind {kind!r:.60}; {' or '.join(map(repr, expected))} is expected")
     try:
         KINDS[kind](metadata, "metadata")
     except Fault as fault:

@@ -15,6 +15,7 @@ class Rank(enum.Enum):
 
     ORPHANS = "what belongs to an object that is gone"
     SCARCE_STATES = "recurrent states that only save work, while states are what is short"
+    WRITING = "forks from which state is written to a store"
     PREFIXES = "finished sequences that are kept for prompts to begin with"
     IDLE = "the state of idle sessions, which may be copied to host memory"
     STATES = "recurrent states that only save work"

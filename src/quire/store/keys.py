@@ -84,6 +84,11 @@ class Chain:
         """Return the key of the rows of tokens ``start..stop - 1``; ``start`` is a boundary."""
         return ObjectKey(self.boundaries[start // self.chunk], ObjectKind.ROWS, stop - start, self.digest(stop))
 
+    def between(self, start: int, stop: int) -> tuple[list[int], list[list[Any]]]:
+        """Return the tokens ``start..stop - 1`` and the adapters that they ran under, counted from
+        ``start``; [] for the base model alone."""
+        return self.ids[start:stop].tolist(), _within(self.runs, start, stop)
+
     def stop(self, length: int) -> ObjectKey:
         """Return the key of what else a continuation at ``length`` needs. It stands under the last
         boundary before ``length``, so that whoever has the tokens finds it."""

@@ -1,0 +1,235 @@
+"""``Loading``: state on its way from a store into a sequence, layer by layer, on a thread.
+
+The sequence counts from the start, so that a forward may run behind it: before each block it waits
+for that layer. So reading the next layers overlaps with computing. Whatever does not
+come, or does not fit, ends the load; the tokens are computed then.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from quire.branches.object_layout import ObjectLayout
+from quire.contracts.kv_state import ModelState, TensorPlan
+from quire.contracts.store import ObjectKey
+from quire.errors import QuireError
+from quire.kv.statefile import StateFile
+from quire.store.objects import Contents, Unfit, read_tensors, unpack
+from quire.store.stack import Store
+from quire.types import SeqId
+
+logger = logging.getLogger("quire.engine")
+
+GET_SECONDS = 30.0
+"""How long an object may take to come."""
+
+
+class LoadFailed(QuireError):
+    """State did not come back from a store. The tokens are computed again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """An object of a history: rows ``start..stop - 1``, or a stop at ``start == stop``."""
+
+    key: ObjectKey
+    start: int
+    stop: int
+
+
+class Loading:
+    """One sequence that is filled. ``Loader`` runs it."""
+
+    def __init__(
+        self,
+        state: ModelState,
+        layout: ObjectLayout,
+        store: Store,
+        seq: SeqId,
+        *,
+        length: int,
+        shared: int,
+        rows: Sequence[Piece],
+        stops: Sequence[Piece],
+        contents: Callable[[Piece], Contents],
+    ) -> None:
+        """Describe the load of ``rows`` behind the first ``shared`` of ``length`` tokens, and of
+        ``stops``, the last of which is at ``length``. ``seq`` is being imported, and published."""
+        self.seq = seq
+        self.shared = shared
+        self.tokens: dict[str, int] = {}
+        """Tokens that came from each tier, once it has ended."""
+        self.nbytes: dict[str, int] = {}
+        self.seconds = 0.0
+        self.error: QuireError | None = None
+        self.reason = ""
+        """Why it failed: ``damaged``, ``other``, ``evicted``, ``unreachable``."""
+        self._state, self._layout, self._store = state, layout, store
+        self._rows, self._stops, self._contents = rows, stops, contents
+        self._length = length
+        self._arrived: set[int] = set()
+        """Layers that are there."""
+        self._changed = threading.Condition()
+        self._started = self._stopped = self._ended = False
+
+    @property
+    def ended(self) -> bool:
+        """Whether all is there, or it has failed."""
+        return self._ended
+
+    def wait(self, layer: int) -> None:
+        """Wait until a layer is there. Raise ``LoadFailed``."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._ended or layer in self._arrived)
+            if self.error is not None:
+                raise LoadFailed(str(self.error))
+
+    def end(self) -> None:
+        """End the load, at once unless all layers are there, and wait until nothing is written into
+        the sequence any more."""
+        with self._changed:
+            self._stopped = True
+            if not self._started:
+                self._ended, self.error = True, LoadFailed("the load was ended before it began")
+            self._changed.wait_for(lambda: self._ended)
+
+    def run(self) -> None:
+        """Read the objects and write the layers, on the loader's thread."""
+        with self._changed:
+            if self._ended:
+                return
+            self._started = True
+        started = time.perf_counter()
+        try:
+            self._fill()
+        except QuireError as error:
+            self.error = error
+        except BaseException as error:
+            logger.exception("a load failed")
+            self.error = LoadFailed(f"{type(error).__name__}: {error}")
+        with self._changed:
+            self.seconds = time.perf_counter() - started
+            self._ended = True
+            self._changed.notify_all()
+
+    def _fill(self) -> None:
+        pieces = [*self._rows, *self._stops]
+        files: dict[ObjectKey, StateFile] = {}
+        for piece, answer in zip(pieces, self._store.get([one.key for one in pieces]), strict=True):
+            self._check()
+            try:
+                found = answer.result(timeout=GET_SECONDS)
+            except TimeoutError:
+                found = None
+            if found is None:
+                self.reason = "evicted"
+                raise LoadFailed(f"object {piece.key.name} is not there any more")
+            try:
+                files[piece.key] = unpack(piece.key, self._contents(piece), found.blob)
+            except Unfit as error:
+                self._drop(piece.key, found.tier, error)
+                raise
+            count = piece.stop - max(piece.start, self.shared) if piece.stop > piece.start else 0
+            self.tokens[found.tier] = self.tokens.get(found.tier, 0) + min(
+                count, self._length - max(piece.start, self.shared)
+            )
+            self.nbytes[found.tier] = self.nbytes.get(found.tier, 0) + files[piece.key].nbytes
+        for layer in self._layout.layers:
+            self._check()
+            self._put(layer, files)
+            with self._changed:
+                self._arrived.add(layer)
+                self._changed.notify_all()
+
+    def _check(self) -> None:
+        if self._stopped:
+            raise LoadFailed("the load was stopped")
+
+    def _drop(self, key: ObjectKey, tier: str, error: QuireError) -> None:
+        self.reason = error.code or "damaged"
+        logger.warning("%s; it is dropped", error)
+        self._store.damaged(key, tier, self.reason)
+
+    def _tensors(self, layer: int, piece: Piece, file: StateFile) -> dict[str, Tensor]:
+        count = piece.stop - piece.start or piece.stop
+        return self._verified(piece, file, layer, self._layout.plan(piece.key.kind, count, layer))
+
+    def _verified(self, piece: Piece, file: StateFile, layer: int, plan: Mapping[str, TensorPlan]) -> dict[str, Tensor]:
+        try:
+            return read_tensors(piece.key, file, layer, plan)
+        except Unfit as error:
+            for tier in self.nbytes:
+                self._drop(piece.key, tier, error)
+            raise
+
+    def _put(self, layer: int, files: Mapping[ObjectKey, StateFile]) -> None:
+        """Write a layer."""
+        if layer in self._layout.row_layers:
+            for piece in self._rows:
+                self._put_rows(layer, piece, files[piece.key])
+        elif layer in self._layout.window_layers:
+            self._put_window(layer, files[self._stops[-1].key])
+        else:
+            self._put_states(layer, files)
+
+    def _put_rows(self, layer: int, piece: Piece, file: StateFile) -> None:
+        begin, end = max(piece.start, self.shared), min(piece.stop, self._length)
+        if begin < end:
+            tensors = self._tensors(layer, piece, file)
+            cut = {name: one[begin - piece.start : end - piece.start] for name, one in tensors.items()}
+            self._state.import_rows(self.seq, layer, begin, cut)
+
+    def _put_window(self, layer: int, file: StateFile) -> None:
+        tensors = self._tensors(layer, self._stops[-1], file)
+        self._state.import_rows(self.seq, layer, self._layout.window_start(layer, self._length), tensors)
+
+    def _put_states(self, layer: int, files: Mapping[ObjectKey, StateFile]) -> None:
+        found: dict[str, Tensor] = {}
+        for index, piece in enumerate(self._stops):
+            is_last = index == len(self._stops) - 1
+            for name, tensor in self._tensors(layer, piece, files[piece.key]).items():
+                found[name if is_last else f"{name}@{piece.stop}"] = tensor
+        self._state.import_page_group(self.seq, layer, found)
+
+
+class WholeLoading(Loading):
+    """The load of one object that holds all of a sequence with a window."""
+
+    def __init__(self, *given: Any, plans: Mapping[int, Mapping[str, TensorPlan]], **named: Any) -> None:
+        super().__init__(*given, shared=0, rows=(), **named)
+        self._plans = plans
+
+    def _put(self, layer: int, files: Mapping[ObjectKey, StateFile]) -> None:
+        (piece,) = self._stops
+        tensors = self._verified(piece, files[piece.key], layer, self._plans[layer])
+        self._state.import_page_group(self.seq, layer, tensors)
+
+
+class Loader:
+    """The thread that runs loads, one after the other."""
+
+    def __init__(self) -> None:
+        self._waiting: queue.SimpleQueue[Loading | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="quire-load", daemon=True)
+        self._thread.start()
+
+    def add(self, loading: Loading) -> None:
+        """Run a load when those before it have ended."""
+        self._waiting.put(loading)
+
+    def close(self) -> None:
+        """End when those that wait have been run."""
+        self._waiting.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (loading := self._waiting.get()) is not None:
+            loading.run()

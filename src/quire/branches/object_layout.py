@@ -1,0 +1,102 @@
+"""``ObjectLayout``: which tensors of a KV state make an object of rows, and which one of a stop.
+
+Letters: n tokens of a run; p the position of a stop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from quire.contracts.kv_state import Export, ModelState, TensorPlan
+from quire.contracts.layers import CrossAttention
+from quire.contracts.store import ObjectKind
+from quire.kv.storage import bytes_per_token
+from quire.store.keys import CHUNK
+from quire.store.objects import tensor_name
+from quire.types import SeqId
+
+
+class ObjectLayout:
+    """The parts of one KV state."""
+
+    def __init__(self, state: ModelState) -> None:
+        self._state = state
+        geometry = state.geometry
+        self.chunk = max(CHUNK, state.page_size)
+        """Tokens of a full run."""
+        self.chunk -= self.chunk % state.page_size
+        windows = {layer: state.layer_spec(layer).layer_window for layer in geometry.layer_ids}  # type: ignore[union-attr]
+        self.row_layers = tuple(layer for layer, window in windows.items() if window is None)
+        """Layers that keep all tokens."""
+        self.window_layers = tuple(layer for layer, window in windows.items() if window is not None)
+        self.recurrent = state.recurrent_ids
+        self.has_stops = bool(self.window_layers or self.recurrent)
+        """Whether a continuation needs more than rows."""
+        self.layers = tuple(sorted({*windows, *self.recurrent}))
+        specs = dict(zip(geometry.layer_ids, geometry.specs, strict=True))
+        self.row_bytes = bytes_per_token([specs[layer] for layer in self.row_layers], state.dtype)
+        """Bytes of one token in all layers that keep all tokens."""
+        self._window_bytes = {layer: bytes_per_token([specs[layer]], state.dtype) for layer in self.window_layers}
+        self._one = state.plan_import(state.import_metadata(1))
+        """Tensors of one token."""
+        self._seen = {layer: window - 1 for layer, window in windows.items() if window is not None}
+        """Tokens before a position that a window sees from there on."""
+
+    @property
+    def refusal(self) -> str:
+        """Why the state is no function of tokens; empty: it is one."""
+        kinds = [self._state.layer_spec(layer) for layer in self.layers]
+        if any(isinstance(spec, CrossAttention) for spec in kinds) or len(kinds) < len(
+            self._state.get_layout()["layers"]
+        ):
+            return "cross layers keep what an encoder read, which tokens do not tell"
+        return ""
+
+    def plan(self, kind: ObjectKind, n: int, layer: int) -> dict[str, TensorPlan]:
+        """Return a layer's tensors in a run of ``n`` tokens, or in a stop at ``n``."""
+        one = self._one[layer]
+        if layer in self.recurrent:
+            return one
+        rows = n - self.window_start(layer, n) if kind is ObjectKind.STOP else n
+        return {name: TensorPlan((rows, *plan.shape[1:]), plan.dtype) for name, plan in one.items()}
+
+    def layers_of(self, kind: ObjectKind) -> tuple[int, ...]:
+        """Return the layers of a run, or of a stop."""
+        return self.row_layers if kind is ObjectKind.ROWS else (*self.window_layers, *self.recurrent)
+
+    def window_start(self, layer: int, p: int) -> int:
+        """Return the first token that a stop at ``p`` has of a layer with a window."""
+        return max(0, p - self._seen[layer])
+
+    def stops(self, seq: SeqId, *, again: bool = False) -> list[int]:
+        """Return the positions of a sequence of which a stop can be made, ascending. ``again``:
+        also before its last token, where no state is recurrent."""
+        state, length = self._state, self._state.sequence_length(seq)
+        wanted = {*state.checkpoints(seq), length} if self.recurrent else {length - again, length}
+        return sorted(p for p in wanted if p and state.nearest_reachable(seq, p) == p)
+
+    def nbytes(self, start: int, stop: int) -> int:
+        """Return the bytes of a run, or of a stop at ``start == stop``."""
+        if start < stop:
+            return (stop - start) * self.row_bytes
+        windows = sum(
+            self._window_bytes[layer] * (stop - self.window_start(layer, stop)) for layer in self.window_layers
+        )
+        return self._state.geometry.state_bytes + windows
+
+    def rows(self, export: Export, start: int, stop: int) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors of the rows of tokens ``start..stop - 1``, as they are read."""
+        for layer in self.row_layers:
+            for name, tensor in export.rows(layer, start, stop).items():
+                yield tensor_name(layer, name), tensor
+
+    def stop(self, export: Export, p: int) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors of a stop at ``p``, as they are read."""
+        for layer in self.window_layers:
+            for name, tensor in export.rows(layer, self.window_start(layer, p), p).items():
+                yield tensor_name(layer, name), tensor
+        for layer in self.recurrent:
+            for name, tensor in export.states(layer, p).items():
+                yield tensor_name(layer, name), tensor

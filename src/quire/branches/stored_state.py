@@ -1,0 +1,482 @@
+"""``StoredState``: the tier over a store. State is found there by tokens (``docs/store.md``).
+
+A branch's objects are the rows of its runs of tokens and the stops on the way. ``save`` copies out
+what the pool is about to lose, ``keep`` lets a thread write what durable tiers lack, ``ask`` and
+``bring`` find how much of a history is somewhere and load it. The caller has the engine's lock.
+
+Letters: T tokens of a history.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from quire.branches.branch import Branch
+from quire.branches.history import UNKNOWN, Ids
+from quire.branches.loading import GET_SECONDS, Loader, LoadFailed, Loading, Piece, WholeLoading
+from quire.branches.move_costs import TO_MEMORY, MoveCosts
+from quire.branches.object_layout import ObjectLayout
+from quire.branches.object_writer import ObjectWriter, WriteJob
+from quire.contracts.kv_state import Export
+from quire.contracts.store import ObjectKey, ObjectKind
+from quire.errors import DataLoss, InvalidArgument, ResourceExhausted
+from quire.metrics import Counter
+from quire.models.fingerprint import ModelIdentity
+from quire.runner.adapter_history import FingerprintRuns, fingerprint_runs
+from quire.runner.local import Runner
+from quire.store.keys import Chain, root_key
+from quire.store.objects import Contents, Unfit, pack, tensor_name, unpack
+from quire.store.stack import Store
+from quire.types import Fork, Remove, SeqId, Step
+
+logger = logging.getLogger("quire.engine")
+
+LOOK_SECONDS = 0.25
+"""How long a prompt waits for the tiers to say what they have."""
+LEAST = 32
+"""Tokens that tiers must have beyond the pool to be worth a load."""
+ROOTS = 1024
+"""Salts whose root keys are remembered."""
+
+Listing = Sequence[Mapping[ObjectKey, str]]
+"""The objects under each boundary of a chain, and the nearest tier of each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """The question what tiers have of a history."""
+
+    chain: Chain
+    answer: Future[list[dict[ObjectKey, str]]]
+
+    @property
+    def is_answered(self) -> bool:
+        return self.answer.done()
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """What tiers have of a history."""
+
+    length: int
+    """Tokens at which a sequence can go on."""
+    rows: tuple[Piece, ...]
+    """Runs, adjacent from 0 on."""
+    stops: tuple[Piece, ...]
+    """Stops before ``length``, and last the one there; none where the model needs none."""
+    tiers: Mapping[ObjectKey, str]
+
+    def nbytes(self, layout: ObjectLayout, computed: int) -> dict[str, int]:
+        """Return the bytes of what lies behind the first ``computed`` tokens, by tier."""
+        found: dict[str, int] = {}
+        for piece in (*(one for one in self.rows if one.stop > computed), *self.stops[-1:]):
+            found[self.tiers[piece.key]] = found.get(self.tiers[piece.key], 0) + layout.nbytes(piece.start, piece.stop)
+        return found
+
+
+class StoredState:
+    """See the module. ``store`` None: nothing is kept outside of the pool."""
+
+    def __init__(self, runner: Runner, store: Store | None = None, identity: ModelIdentity | None = None) -> None:
+        """Make a tier; ``identity`` None: what is kept serves this process only."""
+        self.runner = runner
+        self.store = store
+        self.costs = MoveCosts()
+        self.least = LEAST
+        self.is_worth: Callable[[float, Mapping[str, int]], bool] = self.costs.is_worth
+        self._identity = identity
+        self._layout: ObjectLayout | None = None
+        self._layout_hash = ""
+        self._model: Mapping[str, str] = {}
+        self._roots: OrderedDict[str, bytes] = OrderedDict()
+        self._writer: ObjectWriter | None = None
+        self._loader: Loader | None = None
+        self._loads: dict[SeqId, Loading] = {}
+        """Those that have not been settled."""
+        self._saved = Counter("quire:store_tokens_saved_total", "Tokens whose state went from the pool to memory.")
+        self._loaded = Counter("quire:store_tokens_loaded_total", "Tokens whose state came back from a tier.")
+        self._declined = Counter("quire:store_loads_declined_total", "Loads that were dearer than computing.")
+        self._failed = Counter("quire:store_loads_failed_total", "Loads that did not come back whole.")
+        self._seconds = Counter("quire:store_load_seconds_total", "Seconds of loads.")
+
+    # -- keys --------------------------------------------------------------------------------------
+
+    @property
+    def layout(self) -> ObjectLayout:
+        """The objects of this state."""
+        if self._layout is None:
+            # The digest of the weights reads all of them: only what outlives the process needs it.
+            durable = self.store is not None and self.store.is_durable and self._identity is not None
+            own = {"architecture": "", "config": "", "weights": secrets.token_hex(16)}
+            self._model = self._identity.fields() if durable and self._identity is not None else own
+            self._layout_hash = self.runner.state.get_layout_hash()
+            self._layout = ObjectLayout(self.runner.state)
+        return self._layout
+
+    def chain(self, ids_T: Ids, runs: FingerprintRuns, salt: Hashable) -> Chain:
+        """Return the keys of a history."""
+        layout, name = self.layout, repr(salt)
+        if name not in self._roots:
+            if len(self._roots) >= ROOTS:
+                self._roots.popitem(last=False)
+            dtype = str(getattr(self.runner.model, "dtype", ""))
+            self._roots[name] = root_key(self._model, self._layout_hash, dtype, salt, layout.chunk)
+        return Chain.of(self._roots[name], ids_T, runs, layout.chunk)
+
+    def _chain_of(self, branch: Branch, length: int) -> Chain:
+        runs = fingerprint_runs(branch.runs, lambda one: self.runner.adapters.get(one).fingerprint)
+        # What a session's window has let go of makes its state another one.
+        salt = branch.salt if branch.window is None else (branch.salt, branch.window.size, branch.window.sink)
+        return self.chain(branch.tokens.ids[:length].copy(), runs, salt)
+
+    def _contents(self, chain: Chain, piece: Piece) -> Contents:
+        """Return what an object must be of."""
+        tokens, adapters = chain.between(piece.stop - piece.key.count, piece.stop)
+        return Contents(self._model, self._layout_hash, tokens, adapters)
+
+    def _is_kept(self, branch: Branch) -> bool:
+        """Return whether a branch's state may be found by its tokens."""
+        return self.store is not None and branch.origin.exact and not branch.modified and not self.layout.refusal
+
+    # -- writing -----------------------------------------------------------------------------------
+
+    def save(self, branch: Branch) -> bool:
+        """See ``Tier``."""
+        if branch.seq is None or self.is_coming(branch.seq) or not self._is_kept(branch):
+            return False
+        if (branch.tokens.ids[: branch.computed] == UNKNOWN).any():
+            return False
+        return self._save(branch.seq, self._chain_of(branch, branch.computed), whole=branch.window is not None)
+
+    def save_prefix(self, seq: SeqId, ids_T: Ids, runs: FingerprintRuns, salt: Hashable) -> bool:
+        """See ``Tier``."""
+        if self.store is None or self.layout.refusal:
+            return False
+        return self._save(seq, self.chain(ids_T, runs, salt))
+
+    def _save(self, seq: SeqId, chain: Chain, *, whole: bool = False) -> bool:
+        store, length = self.store, len(chain.ids)
+        if store is None or length < self.least:
+            return False
+        try:
+            started = time.perf_counter()
+            wanted = self._missing(seq, chain, whole=whole)
+            if not wanted:
+                return True
+            nbytes = sum(self.layout.nbytes(one.start, one.stop) for one in wanted)
+            tokens = sum(one.stop - one.start for one in wanted) or length
+            # It goes out and comes back.
+            if not self.is_worth(tokens, {TO_MEMORY: 2 * nbytes}):
+                self._declined.inc()
+                return False
+            export = self.runner.state.open_export(seq)
+            for one in wanted:
+                blob = self._pack_whole(chain, one, seq) if whole else self._pack(chain, one, export)
+                if not store.put(one.key, blob, durable=store.memory is None):
+                    return False
+            self.costs.moved(TO_MEMORY, nbytes, time.perf_counter() - started)
+            self._saved.inc(tokens)
+        except Exception:
+            logger.exception("the state of %d tokens could not be kept; it will be computed again", length)
+            return False
+        return True
+
+    def _missing(self, seq: SeqId, chain: Chain, *, again: bool = False, whole: bool = False) -> list[Piece]:
+        """Return the objects of a sequence that no tier is known to have. ``whole``: it is one."""
+        layout, length = self.layout, len(chain.ids)
+        found = [Piece(chain.stop(length), length, length)] if whole else []
+        if layout.row_layers and not whole:
+            for start in range(0, length, chain.chunk):
+                end = min(start + chain.chunk, length)
+                found.append(Piece(chain.rows(start, end), start, end))
+        if layout.has_stops and not whole:
+            found += [Piece(chain.stop(p), p, p) for p in layout.stops(seq, again=again)]
+        assert self.store is not None
+        return [one for one in found if not self.store.known(one.key)]
+
+    def _pack(self, chain: Chain, piece: Piece, export: Export) -> bytes:
+        """Return the bytes of an object of a sequence. Any thread may call."""
+        layout, kind = self.layout, piece.key.kind
+        n = piece.stop - piece.start or piece.stop
+        plan = {layer: layout.plan(kind, n, layer) for layer in layout.layers_of(kind)}
+        rows = kind is ObjectKind.ROWS
+        tensors = layout.rows(export, piece.start, piece.stop) if rows else layout.stop(export, n)
+        return pack(piece.key, self._contents(chain, piece), plan, tensors)
+
+    def _pack_whole(self, chain: Chain, piece: Piece, seq: SeqId) -> bytes:
+        """Return the bytes of all that a sequence with a window holds."""
+        state = self.runner.state
+        sequence = state.get_checkpoint_metadata(seq, checksums=False)
+        del sequence["groups"]
+        plan = state.plan_import(sequence)
+        tensors = (
+            (tensor_name(layer, name), tensor)
+            for layer in plan
+            for name, tensor in state.export_page_group(seq, layer).items()
+        )
+        return pack(piece.key, self._contents(chain, piece), plan, tensors, sequence=sequence)
+
+    def keep(self, branch: Branch, *, again: bool = False) -> None:
+        """See ``Tier``."""
+        store, seq = self.store, branch.seq
+        if (
+            store is None
+            or not store.is_durable
+            or seq is None
+            or branch.computed < self.least
+            or not self._is_kept(branch)
+        ):
+            return
+        if branch.origin.private or (branch.tokens.ids[: branch.computed] == UNKNOWN).any():
+            return
+        try:
+            self._bury()
+            chain = self._chain_of(branch, branch.computed)
+            wanted = self._missing(seq, chain, again=again, whole=branch.window is not None)
+            if not wanted:
+                return
+            if branch.window is not None:
+                store.put(wanted[0].key, self._pack_whole(chain, wanted[0], seq), durable=True)
+                return
+            fork = self.runner.new_seq()
+            self.runner.execute(Step(edits=(Fork(seq, fork, -1),)))
+            export = self.runner.state.open_export(fork)
+            if self._writer is None:
+                self._writer = ObjectWriter(store)
+            self._writer.add(WriteJob(fork, [(one.key, partial(self._pack, chain, one, export)) for one in wanted]))
+        except Exception:
+            logger.exception("the state of %d tokens is not written", branch.computed)
+
+    def _bury(self, *, cancel: bool = False) -> bool:
+        """Remove the forks of what was written; ``cancel``: of what waits, too."""
+        done = [] if self._writer is None else self._writer.collect(cancel=cancel)
+        for seq in done:
+            self.runner.execute(Step(edits=(Remove(seq),)))
+        return bool(done)
+
+    def relieve(self) -> bool:
+        """See ``Tier``."""
+        return self._bury() or self._bury(cancel=True)
+
+    # -- finding -----------------------------------------------------------------------------------
+
+    def ask(self, branch: Branch) -> Question | None:
+        """See ``Tier``."""
+        if not self._is_kept(branch) or len(branch.tokens) <= self.least or (branch.tokens.ids == UNKNOWN).any():
+            return None
+        assert self.store is not None
+        chain = self._chain_of(branch, len(branch.tokens))
+        return Question(chain, self.store.children(chain.boundaries, timeout=LOOK_SECONDS))
+
+    def match(self, question: Question, limit: int, *, whole: bool = False) -> Match | None:
+        """Return the longest stored beginning of at most ``limit`` tokens; None: there is none.
+        ``whole``: of a sequence with a window."""
+        assert self.store is not None
+        chain, layout = question.chain, self.layout
+        listing = [dict(one) for one in question.answer.result()]
+        # What was given up since then is in memory.
+        for there, now in zip(listing, self.store.in_memory(chain.boundaries), strict=True):
+            there |= now
+        with_rows = bool(layout.row_layers) and not whole
+        rows = _rows(chain, listing) if with_rows else []
+        length = min(limit, rows[-1].stop if rows else 0) if with_rows else limit
+        stops: list[Piece] = []
+        if layout.has_stops or whole:
+            stops = _stops(chain, listing, length)
+            length = stops[-1].stop if stops else 0
+        if length < 1:
+            return None
+        tiers = {key: tier for under in listing for key, tier in under.items()}
+        return Match(length, tuple(one for one in rows if one.start < length), tuple(stops), tiers)
+
+    def reach(self, branch: Branch, length: int) -> int:
+        """See ``Tier``."""
+        if not self._is_kept(branch) or length < self.least:
+            return 0
+        assert self.store is not None
+        chain = self._chain_of(branch, length)
+        question = Question(chain, self.store.children(chain.boundaries, timeout=LOOK_SECONDS))
+        match = self.match(question, length, whole=branch.window is not None)
+        return 0 if match is None else match.length
+
+    # -- loading -----------------------------------------------------------------------------------
+
+    def bring(self, branch: Branch, question: Question, limit: int) -> bool:
+        """See ``Tier``."""
+        match = self.match(question, limit, whole=branch.window is not None) if limit > 0 else None
+        if match is None or match.length < branch.computed + self.least:
+            return False
+        if not self.is_worth(match.length - branch.computed, match.nbytes(self.layout, branch.computed)):
+            self._declined.inc()
+            return False
+        try:
+            begin = self._begin if branch.window is None else self._begin_whole
+            loading = begin(branch, match, question.chain)
+        except ResourceExhausted:
+            # Stored state takes more pages than a part of it.
+            return False
+        except (LoadFailed, Unfit) as error:
+            logger.info("%s", error)
+            self._failed.inc()
+            return False
+        old, branch.seq, branch.computed = branch.seq, loading.seq, match.length
+        if old is not None:
+            self.runner.execute(Step(edits=(Remove(old),)))
+        self._loads[loading.seq] = loading
+        if self._loader is None:
+            self._loader = Loader()
+        self._loader.add(loading)
+        return True
+
+    def _begin(self, branch: Branch, match: Match, chain: Chain) -> Loading:
+        """Make a sequence that waits for its rows. It shares the pages of what is computed."""
+        state, layout = self.runner.state, self.layout
+        shared = (
+            branch.computed - branch.computed % state.page_size if layout.row_layers and branch.seq is not None else 0
+        )
+        # The present state and the next forward take a slot each.
+        room = max(0, state.num_available_states - 2) if layout.recurrent else 0
+        earlier = match.stops[:-1][-room:] if room else ()
+        stops = (*earlier, *match.stops[-1:])
+        metadata = state.import_metadata(match.length, kept=[one.stop for one in earlier])
+        seq = self.runner.new_seq()
+        state.prepare_import(seq, metadata, parent=branch.seq if shared else None, shared=shared)
+        state.publish_import(seq)
+        assert self.store is not None
+        return Loading(
+            state,
+            layout,
+            self.store,
+            seq,
+            length=match.length,
+            shared=shared,
+            rows=[one for one in match.rows if one.stop > shared],
+            stops=stops,
+            contents=partial(self._contents, chain),
+        )
+
+    def _begin_whole(self, branch: Branch, match: Match, chain: Chain) -> Loading:
+        """Do the same for a sequence with a window, which its object describes."""
+        state, piece, store = self.runner.state, match.stops[-1], self.store
+        assert store is not None
+        try:
+            found = store.get([piece.key])[0].result(timeout=GET_SECONDS)
+        except TimeoutError:
+            found = None
+        if found is None:
+            raise LoadFailed(f"object {piece.key.name} is not there any more")
+        try:
+            sequence: Any = unpack(piece.key, self._contents(chain, piece), found.blob).metadata.get("sequence")
+            seq = self.runner.new_seq()
+            state.prepare_import(seq, sequence)
+        except (Unfit, InvalidArgument, DataLoss) as error:
+            store.damaged(piece.key, found.tier, error.code or "damaged")
+            raise LoadFailed(str(error)) from None
+        state.publish_import(seq)
+        contents = partial(self._contents, chain)
+        plans = state.plan_import(sequence)
+        return WholeLoading(
+            state, self.layout, store, seq, length=match.length, stops=match.stops[-1:], contents=contents, plans=plans
+        )
+
+    def is_coming(self, seq: SeqId) -> bool:
+        """See ``Tier``."""
+        loading = self._loads.get(seq)
+        return loading is not None and not loading.ended
+
+    def wait(self, seqs: Collection[SeqId], layer: int) -> None:
+        """See ``Tier``."""
+        for seq in seqs:
+            if (loading := self._loads.get(seq)) is not None:
+                loading.wait(layer)
+
+    def settle(self, branch: Branch) -> bool:
+        """See ``Tier``."""
+        loading = self._loads.pop(branch.seq, None) if branch.seq is not None else None
+        if loading is None:
+            return True
+        loading.end()
+        if loading.error is None:
+            self.runner.state.finish_import(loading.seq)
+            self._loaded.inc(sum(loading.tokens.values()))
+            self._seconds.inc(loading.seconds)
+            for tier, nbytes in loading.nbytes.items():
+                self.costs.moved(tier, nbytes, loading.seconds * nbytes / max(1, sum(loading.nbytes.values())))
+            return True
+        self._failed.inc()
+        self.runner.execute(Step(edits=(Remove(loading.seq),)))
+        branch.seq, branch.computed = None, 0
+        return False
+
+    def drop(self, seq: SeqId) -> None:
+        """See ``Tier``."""
+        if (loading := self._loads.pop(seq, None)) is not None:
+            loading.end()
+
+    # -- reports and the end -----------------------------------------------------------------------
+
+    def ran(self, num_tokens: int, num_chunks: int, seconds: float, *, waited: bool) -> None:
+        """See ``Tier``."""
+        self.costs.ran(num_tokens, num_chunks, seconds, waited=waited)
+
+    def snapshot(self) -> dict[str, float]:
+        """See ``Tier``."""
+        counted = (self._saved, self._loaded, self._declined, self._failed, self._seconds)
+        own = {metric.name: metric.value for metric in counted}
+        return own if self.store is None else own | self.store.snapshot()
+
+    def flush(self, timeout: float) -> bool:
+        """Wait until what was to be kept is durable; return whether it is. Call it without the
+        lock."""
+        until = time.monotonic() + timeout
+        if self.store is None:
+            return True
+        return (self._writer is None or self._writer.wait(timeout)) and self.store.flush(
+            max(0.0, until - time.monotonic())
+        )
+
+    def close(self) -> None:
+        """End the threads. What has not been written is lost."""
+        for seq in list(self._loads):
+            self.drop(seq)
+        if self._loader is not None:
+            self._loader.close()
+        if self._writer is not None:
+            self._writer.close()
+        if self.store is not None:
+            self.store.close()
+
+
+def _rows(chain: Chain, listing: Listing) -> list[Piece]:
+    """Return the longest row of adjacent runs from 0 on."""
+    found: list[Piece] = []
+    for index, under in enumerate(listing):
+        start = index * chain.chunk
+        counts = {key.count for key in under if key.kind is ObjectKind.ROWS and start + key.count <= len(chain.ids)}
+        ends = (start + count for count in sorted(counts, reverse=True))
+        piece = next((Piece(key, start, end) for end in ends if (key := chain.rows(start, end)) in under), None)
+        if piece is None:
+            break
+        found.append(piece)
+        if piece.stop - start < chain.chunk:
+            break
+    return found
+
+
+def _stops(chain: Chain, listing: Listing, most: int) -> list[Piece]:
+    """Return the stops at up to ``most`` tokens, ascending."""
+    found: list[Piece] = []
+    for index, under in enumerate(listing):
+        start = index * chain.chunk
+        counts = {key.count for key in under if key.kind is ObjectKind.STOP and start + key.count <= most}
+        ends = (start + count for count in sorted(counts))
+        found += [Piece(key, end, end) for end in ends if (key := chain.stop(end)) in under]
+    return found

@@ -1,0 +1,121 @@
+"""Objects: state as bytes, with all that says whether it fits, and back.
+
+An object is a state file of kind ``object`` (tensors of a run, or of a stop) or ``record`` (a
+document). Who reads one checks its name, layout, adapters and tokens, then the checksum of each
+tensor when that is read. Everything that does not fit is ``Unfit`` with a reason, which callers
+count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from quire.contracts.kv_state import TensorPlan
+from quire.contracts.store import Blob, ObjectKey, ObjectKind
+from quire.errors import QuireError
+from quire.kv.state_schema import check_metadata
+from quire.kv.statefile import StateFile, TensorSpec, read_state, to_bytes
+
+
+class Unfit(QuireError):
+    """An object that is damaged, or another one than its key says. ``code`` is the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What an object must be of."""
+
+    model: Mapping[str, str]
+    """Fields of the model's fingerprint."""
+    layout_hash: str
+    tokens: Sequence[int]
+    """The ids behind the key's parent that the object depends on."""
+    adapters: Sequence[Sequence[Any]]
+    """``[from position, fingerprint]`` among these tokens; [] for the base model alone."""
+
+    def metadata(self, key: ObjectKey) -> dict[str, Any]:
+        """Return the metadata of the object."""
+        return {
+            "kind": "object",
+            "name": key.name,
+            "model": dict(self.model),
+            "layout_hash": self.layout_hash,
+            "tokens": list(self.tokens),
+            "adapters": [list(run) for run in self.adapters],
+        }
+
+
+def tensor_name(layer: int, name: str) -> str:
+    """Return the name of a layer's tensor in an object."""
+    return f"layer.{layer}.{name}"
+
+
+def pack(
+    key: ObjectKey,
+    contents: Contents,
+    plan: Mapping[int, Mapping[str, TensorPlan]],
+    tensors: Iterable[tuple[str, Tensor]],
+    *,
+    sequence: Mapping[str, Any] | None = None,
+) -> bytes:
+    """Return the bytes of an object. ``plan``: its tensors by layer and name; ``tensors``: those by
+    ``tensor_name``, each let go before the next comes. ``sequence``: what an import needs to know
+    of a sequence whose tokens do not tell it."""
+    specs = [
+        TensorSpec(name=tensor_name(layer, name), dtype=one.dtype, shape=one.shape)
+        for layer, group in plan.items()
+        for name, one in group.items()
+    ]
+    own = {} if sequence is None else {"sequence": dict(sequence)}
+    return to_bytes(contents.metadata(key) | own, specs, tensors)
+
+
+def unpack(key: ObjectKey, contents: Contents, blob: Blob) -> StateFile:
+    """Open an object whose tensors are not read yet. Raise ``Unfit``."""
+    try:
+        file = read_state(blob, verify=False)
+        check_metadata(file.metadata, ("object",))
+    except QuireError as error:
+        raise Unfit(f"object {key.name}: {error}", code="damaged") from None
+    if {name: value for name, value in file.metadata.items() if name != "sequence"} != contents.metadata(key):
+        raise Unfit(f"object {key.name} holds the state of other tokens, or of another model", code="other")
+    return file
+
+
+def read_tensors(key: ObjectKey, file: StateFile, layer: int, plan: Mapping[str, TensorPlan]) -> dict[str, Tensor]:
+    """Return a layer's tensors, verified. Raise ``Unfit``."""
+    found: dict[str, Tensor] = {}
+    for name, one in plan.items():
+        full = tensor_name(layer, name)
+        spec = file.specs.get(full)
+        if spec is None or spec.shape != one.shape or spec.dtype != one.dtype:
+            raise Unfit(f"object {key.name} has no {full} of {one.dtype} {list(one.shape)}", code="other")
+        try:
+            file.verify(full)
+        except QuireError as error:
+            raise Unfit(f"object {key.name}: {error}", code="damaged") from None
+        found[name] = file.tensor(full)
+    return found
+
+
+def pack_record(key: ObjectKey, document: Mapping[str, Any]) -> bytes:
+    """Return the bytes of a record."""
+    return to_bytes({"kind": "record", "name": key.name, "document": dict(document)}, [], ())
+
+
+def unpack_record(key: ObjectKey, blob: Blob) -> dict[str, Any]:
+    """Return the document of a record. Raise ``Unfit``."""
+    assert key.kind is ObjectKind.RECORD
+    try:
+        with read_state(blob) as file:
+            check_metadata(file.metadata, ("record",))
+            metadata: Mapping[str, Any] = file.metadata
+    except QuireError as error:
+        raise Unfit(f"record {key.name}: {error}", code="damaged") from None
+    if metadata["name"] != key.name:
+        raise Unfit(f"record {key.name} is another one, {metadata['name']:.100}", code="other")
+    return dict(metadata["document"])
