@@ -114,7 +114,7 @@ WINDOWS = (
         name="evicted-rows-exported",
         file="kv/exchange.py",
         old="slots = self.table.slots(layer.class_index, seq_id, self.table.held(seq_id, layer.class_index))",
-        new="slots = self.table.slots(layer.class_index, seq_id, [range(sequence.length)])",
+        new="slots = self.table.slots(layer.class_index, seq_id, [range(self.sequence_length(seq_id))])",
         tests=("kv/test_exchange_windows.py::test_round_trip",),
     ),
 )

@@ -28,7 +28,7 @@ MUTANTS = (
     ),
     Mutant(
         name="pages-of-an-import-not-blanked",
-        file="kv/exchange.py",
+        file="kv/import_verbs.py",
         old="one.storage.blank(_rows_between(self, seq_id, index, length))",
         new="pass",
         tests=("kv/test_isolation.py::TestIsolation::test_pages_of_an_import_that_are_written_in_part",),
@@ -36,8 +36,8 @@ MUTANTS = (
     Mutant(
         name="imports-outlive-their-sequence",
         file="kv/state.py",
-        old="        self.imports.pop(seq_id, None)\n",
-        new="",
+        old="        self._end_import(seq_id)\n        self.table.remove(seq_id)\n",
+        new="        self.table.remove(seq_id)\n",
         tests=("kv/test_exchange.py::test_giving_up_gives_back_the_pages",),
     ),
     Mutant(

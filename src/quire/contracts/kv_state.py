@@ -29,7 +29,8 @@ Rules for every verb:
   forward. A failed compute (device out of memory) leaves the forward open for ``abort_forward``.
 * **Cost.** Bookkeeping is on the host, O(1) per sequence or O(pages touched), never proportional to
   bytes. Past forks, pops, removals and trees make no verb more expensive.
-* **Threads.** A state is used by one thread at a time.
+* **Threads.** A state is used by one thread at a time. Other threads may besides read an
+  ``Export``, and write an import that is published.
 
 Errors common to all verbs; if several apply, the first in this order is raised:
 
@@ -70,6 +71,36 @@ class TensorPlan(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+
+class Export(Protocol):
+    """What a sequence held when it was opened, independent of pages.
+
+    Any thread may read it, at any time and while forwards run, as long as the sequence is not
+    removed, run, popped or overwritten. A fork that nothing else uses is such a sequence: who
+    writes into shared pages or states copies them. Reading looks at no books.
+    """
+
+    @property
+    def length(self) -> int:
+        """Committed tokens of the sequence."""
+
+    @property
+    def positions(self) -> list[int]:
+        """Positions for ``states``: checkpoints and the length, ascending. [] without recurrent
+        layers."""
+
+    def held(self, layer: int) -> list[range]:
+        """Return the positions for ``rows`` of a layer, ascending. Errors: as ``rows``."""
+
+    def rows(self, layer: int, start: int, stop: int) -> dict[str, Tensor]:
+        """Return the rows of tokens ``start..stop - 1``, at least one, named and laid out as those
+        of ``export_page_group``; fresh. ``InvalidArgument``: not all are held. ``Unsupported``: a
+        cross or recurrent layer. Cost: the bytes."""
+
+    def states(self, layer: int, position: int) -> dict[str, Tensor]:
+        """Return ``state.i`` of a recurrent layer at one of ``positions``; fresh.
+        ``InvalidArgument``: another position. ``Unsupported``: another kind of layer."""
 
 
 class KVState(Protocol):
@@ -303,26 +334,84 @@ class KVState(Protocol):
         metadata has no such group). Cost: the bytes of the group.
         """
 
+    def open_export(self, seq_id: SeqId) -> Export:
+        """(ours) Return what the sequence holds now, to be read in pieces by any thread.
+        ``FailedPrecondition``: uncommitted nodes, importing. Legal in an open forward. O(pages)."""
+
     def plan_import(self, metadata: Mapping[str, object]) -> dict[int, dict[str, TensorPlan]]:
         """(ours) Return the tensors that an import takes, by layer and name, without reading
         checksums. Changes nothing, and refuses metadata as ``prepare_import`` does."""
 
-    def prepare_import(self, seq_id: SeqId, metadata: Mapping[str, object]) -> None:
+    def import_metadata(self, length: int, *, kept: Sequence[int] = ()) -> dict[str, Any]:
+        """(ours) Describe a sequence of ``length`` tokens that exists nowhere yet, for an import.
+
+        It has no window of its own, no checksums, and cross layers that are not set. Layers that
+        keep all tokens hold 0..length - 1. Those with a window W hold what a query at ``length`` or
+        later sees, the last W - 1 tokens. Recurrent layers have the state at ``length`` and
+        checkpoints at ``kept``. ``InvalidArgument`` unless ``kept`` ascends in 1..length; without
+        recurrent layers it is empty.
+        """
+
+    def import_need(self, metadata: Mapping[str, object], *, shared: int = 0) -> list[int]:
+        """(ours) Return what ``prepare_import`` takes of each pool, in the order of ``free_pages``.
+        Changes nothing, and refuses metadata as ``prepare_import`` does."""
+
+    def prepare_import(
+        self, seq_id: SeqId, metadata: Mapping[str, object], *, parent: SeqId | None = None, shared: int = 0
+    ) -> None:
         """Make the new sequence ``seq_id``, *importing*, with its pages; touch no other. Until
-        ``finish_import`` it serves nothing else; ``remove_sequence`` gives up. ``InvalidArgument``:
-        the id exists; version or layout. ``ResourceExhausted``."""
+        ``finish_import`` it serves nothing else; ``remove_sequence`` gives up.
+
+        (ours) In layers that keep all tokens, the first ``shared`` tokens are those of ``parent``,
+        whose pages are shared as a fork's are, and only later rows are expected. The caller knows
+        that both sequences begin with the same tokens. Layers with a window and recurrent layers
+        take all that the metadata name from the import.
+
+        ``InvalidArgument``: the id exists; version or layout; ``shared`` is no multiple of P, is
+        above either length, is given without a parent, or the metadata do not hold these tokens or
+        have checksums over them. ``FailedPrecondition``: also a parent with uncommitted nodes, that
+        is importing, or of which a window has evicted some of them. ``ResourceExhausted``.
+        O(pages).
+        """
 
     def import_page_group(self, seq_id: SeqId, group: int, tensors: Mapping[str, Tensor]) -> None:
         """Write one layer of an import, as ``export_page_group`` gave it; any order, once each.
 
-        ``InvalidArgument``: group, names, shapes or dtypes (expected and found).
-        ``FailedPrecondition``: not prepared, or imported already. ``DataLoss``: checksum. Cost: the
-        bytes of the group.
+        These are all of its rows less those that are shared. ``InvalidArgument``: group, names,
+        shapes or dtypes (expected and found). ``FailedPrecondition``: not prepared, or imported
+        already, at least in part. ``DataLoss``: checksum. Cost: the bytes of the group.
+        """
+
+    def import_rows(self, seq_id: SeqId, group: int, start: int, tensors: Mapping[str, Tensor]) -> None:
+        """(ours) Write rows of tokens of one layer of an import, from position ``start`` on; in any
+        pieces and order, each row once.
+
+        A piece is one row or more, all of them expected, without a gap. ``InvalidArgument``: else;
+        names, shapes or dtypes. ``Unsupported``: a cross or recurrent layer, which comes whole.
+        ``FailedPrecondition``: not prepared; a row that has come; a layer with a checksum, which
+        only all of its rows have. Cost: the bytes.
+        """
+
+    def pending_layers(self, seq_id: SeqId) -> list[int]:
+        """(ours) Return the layers of which an import has not brought all, ascending. A layer of
+        which nothing is expected is none of them; [] for a sequence that is not importing."""
+
+    def publish_import(self, seq_id: SeqId) -> None:
+        """(ours) Let the tokens of an import count before all layers have come.
+
+        From then on the sequence takes part in forwards, and ``import_rows`` and
+        ``import_page_group`` are legal while one is open, from another thread too. A forward that
+        reaches a layer before all of it has come raises ``FailedPrecondition``; it can wait instead
+        (``OpenPass.wait_for_layers``). So does ``end_forward`` for a recurrent layer. Other verbs
+        refuse the sequence as importing until ``finish_import``, ``remove_sequence`` and commits
+        excepted. Windows let go of nothing until then. ``FailedPrecondition``: not prepared, or
+        published already. O(1).
         """
 
     def finish_import(self, seq_id: SeqId) -> None:
-        """Publish an import; stored values equal those of the exported sequence to the bit.
-        ``FailedPrecondition``: not prepared, or a group is missing (names it). O(pages)."""
+        """Publish an import, if it is not, and end it. Stored values equal those of the exported
+        sequence to the bit. ``FailedPrecondition``: not prepared, or a layer is missing (names it).
+        O(1)."""
 
 
 class AttentionKVCache(KVState, AttentionVerbs, Protocol):

@@ -9,7 +9,7 @@ V vocabulary, Hq, Hkv query and KV heads, D, Dk, Dv head sizes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -96,6 +96,10 @@ class OpenPass(Pass, Protocol):
 
     def capture_weights(self) -> None:
         """Keep the attention weights of every layer from now on."""
+
+    def wait_for_layers(self, wait: Callable[[int], None]) -> None:
+        """Call ``wait`` with the id of each layer that is reached before an import has brought all
+        of it (``KVState.publish_import``). It returns once the layer has come, or raises."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -47,6 +47,18 @@ class StateGeometry:
     ring: int
     """Most recent recurrent states that each sequence keeps while there is room."""
 
+    @property
+    def keeping_layers(self) -> tuple[int, ...]:
+        """Global ids of the layers that keep the rows of all tokens, ascending."""
+        layers = zip(self.layer_ids, self.specs, strict=True)
+        return tuple(layer for layer, spec in layers if spec.layer_window is None)
+
+    @property
+    def window_layers(self) -> tuple[int, ...]:
+        """Global ids of the layers that keep the rows of a window, ascending."""
+        keeping = self.keeping_layers
+        return tuple(layer for layer in self.layer_ids if layer not in keeping)
+
 
 class SequenceWindow(NamedTuple):
     """The window of one sequence; ``0 <= sink < size``."""

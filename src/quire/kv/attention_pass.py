@@ -8,6 +8,7 @@ Letters: T new tokens; S slots of a pool; Hq, Hkv heads; Dk, Dv head sizes; P pa
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
@@ -21,12 +22,14 @@ from quire.contracts.layers import LatentAttention, RopeSpec
 from quire.errors import FailedPrecondition, InvalidArgument
 from quire.kv import plans
 from quire.kv.forward_need import ForwardNeed
+from quire.kv.imports import Import
 from quire.kv.layer_classes import Layer, key_value_spec
 from quire.kv.pages import PageIds
 from quire.kv.parts import StateParts
 from quire.kv.plans import Batch, Keys, Masks, Prepared
 from quire.ops.attention import attention_weights, merge
 from quire.ops.rope import rotate, rotate_last
+from quire.types import SeqId
 
 MaskedKeys: TypeAlias = Literal["masked past", "masked own"]
 """The latter two of ``Keys`` under the mask of the forward."""
@@ -65,6 +68,11 @@ class AttentionPass:
         self._max_place = self.batch.max_position
         self._mask: Masks | None = None
         self._relative_T: Tensor | None = None
+        self.awaited: dict[SeqId, Import] = {}
+        """The imports of its sequences of which something may not have come."""
+        if state.imports:
+            self.awaited = {seq: state.imports[seq] for seq in need.seq_ids if seq in state.imports}
+        self._wait: Callable[[int], None] | None = None
         self.is_open = True
         """Whether its forward is still the open one."""
         self.written: set[int] = set()
@@ -238,7 +246,7 @@ class AttentionPass:
         masks: Masks | None,
     ) -> Tensor:
         state = self._state
-        self.require_open()
+        self.require_open(layer_id)
         dtype = q_THD.dtype
         if dtype != state.dtype or k_THD.dtype != state.dtype:
             # Attention reads stored rows, so that results do not depend on where a chunk began.
@@ -260,10 +268,28 @@ class AttentionPass:
             )
         return out_THD if dtype == state.dtype else out_THD.to(dtype)
 
-    def require_open(self) -> None:
+    def require_open(self, layer_id: int) -> None:
+        """Raise ``FailedPrecondition`` if the forward is over, or the layer has not come."""
         if not self.is_open:
             # Its slots may belong to somebody else by now.
             raise FailedPrecondition("this forward is over; take the pass of the open one")
+        if self.awaited:
+            self.require_come(layer_id)
+
+    def require_come(self, layer_id: int) -> None:
+        """Wait for what imports have not brought yet of a layer; ``FailedPrecondition`` if it has
+        not come then."""
+        for seq_id, started in self.awaited.items():
+            if layer_id in started.missing and self._wait is not None:
+                self._wait(layer_id)
+            if layer_id in started.missing:
+                raise FailedPrecondition(
+                    f"layer {layer_id} of sequence {seq_id}, which is being imported, has not come; write it, or wait for it"
+                )
+
+    def wait_for_layers(self, wait: Callable[[int], None]) -> None:
+        """See ``contracts.model.OpenPass``."""
+        self._wait = wait
 
     def write(self, layer_id: int, layer: Layer, k_THD: Tensor, v_THD: Tensor | None = None) -> None:
         """Store the rows of the new tokens as they are; a latent layer has no ``v``."""
@@ -275,14 +301,14 @@ class AttentionPass:
     def append(self, layer_id: int, k_THD: Tensor, v_THD: Tensor) -> None:
         """Store the rows of the new tokens, rotated as the layer's mode says."""
         layer = self._state.layer(layer_id)
-        self.require_open()
+        self.require_open(layer_id)
         if layer.turning is not None and layer.spec.rope_mode == "normal":
             k_THD = self._turn(k_THD, layer.turning)
         self.write(layer_id, layer, k_THD.to(self._state.dtype), v_THD.to(self._state.dtype))
 
     def append_rows(self, layer_id: int, rows_TR: Tensor) -> None:
         """Store the latent rows of the new tokens as they are given."""
-        self.require_open()
+        self.require_open(layer_id)
         self.write(layer_id, self._state.layer(layer_id), rows_TR.to(self._state.dtype).unsqueeze(1))
 
     def own(
@@ -312,6 +338,7 @@ class AttentionPass:
     ) -> AttentionState:
         """Attend over stored tokens (``past`` or ``fused``). ``coarse``: see ``own``."""
         layer = self._state.layer(layer_id)
+        self.require_open(layer_id)
         prepared = self.prepared(keys, layer.class_index)
         q_sink = self._sink_queries(prepared, layer, q_THD)
         k_SHD, v_SHD = layer.k_SHD, layer.v_SHD

@@ -1,4 +1,4 @@
-"""Export and import of one sequence: metadata, and tensors by layer, independent of pages.
+"""Export of one sequence: metadata, and tensors by layer, independent of pages.
 
 A *group* is one layer. The layout hash covers what writer and reader must have in common: kinds,
 geometry, dtype, RoPE and windows of the layers. Page size, capacity and device may differ.
@@ -14,29 +14,28 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 import xxhash
 from torch import Tensor
 
 from quire.contracts.kv_state import TensorPlan
 from quire.contracts.layers import CrossAttention, LatentAttention
-from quire.errors import DataLoss, FailedPrecondition, InvalidArgument, ResourceExhausted
-from quire.kv.forward_need import SlotRange
-from quire.kv.metadata_checks import hash_of, holes_of, promised_checksums, validate, window_of
-from quire.kv.parts import Import, StateParts
+from quire.errors import FailedPrecondition, InvalidArgument
+from quire.kv.exports import SequenceExport, group_tensors
+from quire.kv.forward_need import Sequence
+from quire.kv.metadata_checks import hash_of, ranges_of
+from quire.kv.parts import StateParts
 from quire.kv.recurrent import RecurrentPart, dtype_of
-from quire.kv.sequences import check_id
 from quire.kv.state_schema import FORMAT_VERSION
 from quire.kv.statefile import bytes_of
-from quire.kv.storage import LayerRows, StoredSpec, check_tensor
+from quire.kv.storage import StoredSpec, check_tensor
 from quire.signatures import checks_arguments
 from quire.types import SeqId
 
 
 @checks_arguments()
 class StateExchange(StateParts):
-    """Export and import of sequences. ``contracts.kv_state`` documents the verbs."""
+    """Export of sequences. ``contracts.kv_state`` documents the verbs."""
 
     def get_layout_hash(self) -> str:
         return hash_of(self.get_layout())
@@ -61,52 +60,76 @@ class StateExchange(StateParts):
         return found
 
     def get_checkpoint_metadata(self, seq_id: SeqId, *, checksums: bool = True) -> dict[str, Any]:
+        sequence = self._require_whole(seq_id, "get_checkpoint_metadata")
+        window = sequence.window
+        found = self._metadata(
+            sequence.length,
+            [self.table.held(seq_id, index) for index in range(len(self.classes))],
+            self.checkpoints(seq_id),
+            {}
+            if self.encoders is None
+            else {one: self.encoders.table.rows(seq_id, one) for one in self.encoders.specs},
+        )
+        if window is not None:
+            found |= {"window": window.size, "sink": window.sink, "eviction": window.eviction}
+            found["evicted"] = sequence.evicted
+        for entry in found["groups"] if checksums else ():
+            for name, tensor in self.export_page_group(seq_id, entry["group"]).items():
+                entry["tensors"][name]["checksum"] = checksum(tensor)
+        return found
+
+    def _require_whole(self, seq_id: SeqId, verb: str) -> Sequence:
+        """Return the sequence; ``FailedPrecondition`` with uncommitted nodes, or importing."""
         sequence = self.table.get(seq_id)
-        self.table.require_ready(seq_id, sequence, "get_checkpoint_metadata")
-        self.table.require_committed(seq_id, sequence, "get_checkpoint_metadata")
-        window, layout, kept = sequence.window, self.get_layout(), self.checkpoints(seq_id)
-        groups: list[dict[str, Any]] = []
-        for group, plan in groups_of(self, rows_of(self, seq_id), kept).items():
-            tensors = self.export_page_group(seq_id, group) if checksums else {}
-            groups.append(
-                {
-                    "group": group,
-                    "tensors": {
-                        name: {
-                            "shape": list(one.shape),
-                            "bytes": math.prod(one.shape) * one.dtype.itemsize,
-                            "checksum": checksum(tensors[name]) if checksums else "",
-                        }
-                        for name, one in plan.items()
-                    },
-                }
-            )
-        encoders: dict[str, Any] = {}
-        if self.encoders is not None:
-            table = self.encoders.table
-            encoders["cross"] = [
-                {"layer": layer, "rows": table.rows(seq_id, layer) or None} for layer in self.encoders.specs
-            ]
-        return {
+        self.table.require_ready(seq_id, sequence, verb)
+        self.table.require_committed(seq_id, sequence, verb)
+        return sequence
+
+    def _metadata(
+        self, length: int, held: list[list[range]], kept: list[int], encoders: Mapping[int, int]
+    ) -> dict[str, Any]:
+        """Describe a sequence without a window and without checksums. ``held``: by layer class;
+        ``encoders``: rows of each cross layer, 0 if it is not set."""
+        layout = self.get_layout()
+        found: dict[str, Any] = {
             "format_version": FORMAT_VERSION,
             "layout_hash": hash_of(layout),
             **layout,
-            "length": sequence.length,
+            "length": length,
             "held": [
                 {
                     "layers": [self.layer_ids[layer] for layer in one.layers],
-                    "ranges": [[part.start, part.stop] for part in self.table.held(seq_id, index)],
+                    "ranges": [[part.start, part.stop] for part in parts],
                 }
-                for index, one in enumerate(self.classes)
+                for one, parts in zip(self.classes, held, strict=True)
             ],
-            "window": window.size if window else None,
-            "sink": window.sink if window else 0,
-            "eviction": window.eviction if window else "token",
-            "evicted": sequence.evicted,
+            "window": None,
+            "sink": 0,
+            "eviction": "token",
+            "evicted": 0,
             "kept_recurrent_positions": kept,
-            **encoders,
-            "groups": groups,
         }
+        if self.encoders is not None:
+            found["cross"] = [{"layer": layer, "rows": rows or None} for layer, rows in encoders.items()]
+        found["groups"] = [
+            {
+                "group": group,
+                "tensors": {
+                    name: {
+                        "shape": list(one.shape),
+                        "bytes": math.prod(one.shape) * one.dtype.itemsize,
+                        "checksum": "",
+                    }
+                    for name, one in plan.items()
+                },
+            }
+            for group, plan in groups_of(self, counts_of(rows_by_layer(found)), kept).items()
+        ]
+        return found
+
+    def open_export(self, seq_id: SeqId) -> SequenceExport:
+        self._require_whole(seq_id, "open_export")
+        return SequenceExport.of(self, seq_id)
 
     def export_page_group(self, seq_id: SeqId, group: int, out: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
         """Return the held rows of one layer, by position, or the states of a recurrent layer. Rows
@@ -116,7 +139,7 @@ class StateExchange(StateParts):
         recurrent = part is not None and group in part.layer_ids
         if not recurrent:
             self.spec(group)
-        sequence = self.table.get(seq_id)
+        self.table.get(seq_id)
         rows = rows_of(self, seq_id)
         if out is not None and (recurrent or group in rows):
             plan = groups_of(self, rows, self.checkpoints(seq_id))[group]
@@ -124,8 +147,7 @@ class StateExchange(StateParts):
                 raise InvalidArgument(f"export_page_group: out has tensors {sorted(out)}; {sorted(plan)} are needed")
             for name, one in plan.items():
                 check_tensor(f"export_page_group: out[{name!r}]", out[name], one.dtype, one.shape, self.device)
-        self.table.require_ready(seq_id, sequence, "export_page_group")
-        self.table.require_committed(seq_id, sequence, "export_page_group")
+        self._require_whole(seq_id, "export_page_group")
         if part is not None and recurrent:
             tensors = part.export(seq_id, group)
         elif self.encoders is not None and group in self.encoders.specs:
@@ -144,85 +166,6 @@ class StateExchange(StateParts):
         for name, tensor in tensors.items():
             out[name].copy_(tensor)
         return out
-
-    def plan_import(self, metadata: Mapping[str, Any]) -> dict[int, dict[str, TensorPlan]]:
-        validate(self, self.get_layout(), metadata)
-        return groups_of(self, rows_by_layer(metadata), metadata["kept_recurrent_positions"])
-
-    def prepare_import(self, seq_id: SeqId, metadata: Mapping[str, Any]) -> None:
-        check_id(seq_id)
-        if seq_id in self.table:
-            raise InvalidArgument(f"prepare_import: sequence {seq_id} exists already; a new id is needed")
-        validate(self, self.get_layout(), metadata)
-        rows, kept = rows_by_layer(metadata), list(metadata["kept_recurrent_positions"])
-        started = Import(rows, promised_checksums(groups_of(self, rows, kept), metadata.get("groups")))
-        length, window, holes = int(metadata["length"]), window_of(metadata), holes_of(metadata)
-        encoders = (
-            {} if self.encoders is None else {layer: rows[layer] for layer in self.encoders.specs if layer in rows}
-        )
-        self.table.require_closed("prepare_import")
-        if self.encoders is not None:
-            self.encoders.table.require_room(seq_id, max(encoders.values(), default=0), "prepare_import")
-        if self.recurrent is not None and (needed := 1 + len(kept)) > (free := self.recurrent.table.num_available):
-            raise ResourceExhausted(f"prepare_import: needs {needed} states, {free} free")
-        self.table.reserve_import(seq_id, length, holes, window, slid=bool(metadata["evicted"]))
-        if self.recurrent is not None:
-            self.recurrent.table.import_states(seq_id, length, kept)
-        if self.encoders is not None and encoders:
-            self.encoders.table.own(seq_id, max(encoders.values()))
-            for layer, count in encoders.items():
-                self.encoders.table.note(seq_id, layer, count)
-        for index, one in enumerate(self.classes):
-            # The rest of a page held in part is never written, and a kernel reads whole pages.
-            one.storage.blank(_rows_between(self, seq_id, index, length))
-        self.imports[seq_id] = started
-
-    def import_page_group(self, seq_id: SeqId, group: int, tensors: Mapping[str, Tensor]) -> None:
-        part = self.recurrent
-        if part is not None and group in part.layer_ids:
-            self.table.get(seq_id)
-            plan = recurrent_plan(part, group, part.table.kept(seq_id))
-            done = _check_group(self, seq_id, group, tensors, plan).done
-            part.import_group(seq_id, group, {name: tensor.to(self.device) for name, tensor in tensors.items()})
-            done.add(group)
-            return
-        spec = self.spec(group)
-        self.table.get(seq_id)
-        started = self.imports.get(seq_id)
-        if started and group not in started.rows:
-            raise InvalidArgument(
-                f"import_page_group: tensors {sorted(tensors)} of layer {group} found, none expected: the metadata says that its "
-                "encoder rows are not set"
-            )
-        # Only an import says how many rows there must be; without one the given number is taken.
-        given = next((tensor.shape[0] for tensor in tensors.values() if tensor.dim()), 0)
-        plan = group_plan(spec, started.rows[group] if started else given, self.dtype)
-        done = _check_group(self, seq_id, group, tensors, plan).done
-        if self.encoders is not None and group in self.encoders.specs:
-            self.encoders.fill(seq_id, group, tensors["k"], tensors["v"])
-        else:
-            layer = self.layer(group)
-            kept = self.table.held(seq_id, layer.class_index)
-            slots = torch.from_numpy(self.table.slots(layer.class_index, seq_id, kept)).to(self.device)
-            storage = self.classes[layer.class_index].storage
-            if isinstance(spec, LatentAttention):
-                storage.write(layer.index, slots, tensors["latent"].to(self.device).unsqueeze(1))
-            else:
-                storage.write(layer.index, slots, tensors["k"].to(self.device), tensors["v"].to(self.device))
-        done.add(group)
-
-    def finish_import(self, seq_id: SeqId) -> None:
-        self.table.get(seq_id)
-        self.table.require_closed("finish_import")
-        started = _started(self, seq_id, "finish_import")
-        layers = [*started.rows, *(self.recurrent.layer_ids if self.recurrent is not None else ())]
-        missing = [layer for layer in sorted(layers) if layer not in started.done]
-        if missing:
-            raise FailedPrecondition(f"finish_import: layers {missing} of sequence {seq_id} are missing")
-        self.table.publish_import(seq_id)
-        if self.recurrent is not None:
-            self.recurrent.table.finish_import(seq_id)
-        del self.imports[seq_id]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -276,13 +219,6 @@ def groups_of(state: StateParts, rows: Mapping[int, int], kept: Iterable[int]) -
     return dict(sorted(found.items()))
 
 
-def group_tensors(spec: StoredSpec, rows: LayerRows) -> dict[str, Tensor]:
-    """Return the rows that were read of a layer, by the names of ``group_plan``."""
-    if isinstance(spec, LatentAttention):
-        return {"latent": rows.k.squeeze(1)}
-    return {"k": rows.k, "v": rows.v}
-
-
 def checksum(tensor: Tensor) -> str:
     """Return the xxh3-64 of a tensor's bytes in row-major order."""
     return str(xxhash.xxh3_64_hexdigest(bytes_of(tensor)))
@@ -299,52 +235,17 @@ def rows_of(state: StateParts, seq_id: SeqId) -> dict[int, int]:
     return found
 
 
-def rows_by_layer(given: Mapping[str, Any]) -> dict[int, int]:
-    """Return the number of rows by layer according to metadata that were validated."""
-    tokens = {
-        layer: sum(stop - start for start, stop in one["ranges"]) for one in given["held"] for layer in one["layers"]
-    }
-    return tokens | {one["layer"]: one["rows"] for one in given.get("cross", []) if one["rows"] is not None}
+def rows_by_layer(given: Mapping[str, Any], shared: Mapping[int, int] | None = None) -> dict[int, list[range]]:
+    """Return the rows of each layer according to metadata that were validated: positions, and those
+    of encoders. ``shared``: how many of the first ones come from elsewhere, by layer."""
+    found: dict[int, list[range]] = {}
+    for one in given["held"]:
+        for layer in one["layers"]:
+            low = shared.get(layer, 0) if shared else 0
+            found[layer] = [range(max(part.start, low), part.stop) for part in ranges_of(one) if part.stop > low]
+    return found | {one["layer"]: [range(one["rows"])] for one in given.get("cross", []) if one["rows"] is not None}
 
 
-def _rows_between(state: StateParts, seq_id: SeqId, index: int, length: int) -> list[SlotRange]:
-    """Return the pages, in one class, in which an import leaves rows below the length unwritten."""
-    size, pages = state.page_size, state.table.get(seq_id).tables[index].pages
-    lacking = np.zeros(pages.size * size, dtype=np.bool_)
-    lacking[:length] = True
-    for part in state.table.held(seq_id, index):
-        lacking[part.start : part.stop] = False
-    partly = np.flatnonzero(lacking.reshape(-1, size).any(1) & (pages >= 0))
-    return [SlotRange(int(pages[page]) * size, size) for page in partly]
-
-
-def _started(state: StateParts, seq_id: SeqId, verb: str) -> Import:
-    """Return the import that is under way; ``FailedPrecondition`` if none is."""
-    if (started := state.imports.get(seq_id)) is None:
-        raise FailedPrecondition(f"{verb}: sequence {seq_id} is not being imported; call prepare_import first")
-    return started
-
-
-def _check_group(
-    state: StateParts, seq_id: SeqId, group: int, tensors: Mapping[str, Tensor], plan: Mapping[str, TensorPlan]
-) -> Import:
-    """Return the import that waits for this group; refuse tensors not as planned and promised."""
-    if set(tensors) != set(plan):
-        raise InvalidArgument(
-            f"import_page_group: tensors {sorted(tensors)} of layer {group} found, {sorted(plan)} expected"
-        )
-    for name, one in plan.items():
-        given = tensors[name]
-        if tuple(given.shape) != one.shape or given.dtype != one.dtype:
-            raise InvalidArgument(
-                f"import_page_group: {name} of layer {group} is {given.dtype} {tuple(given.shape)}, expected {one.dtype} {one.shape}"
-            )
-    state.table.require_closed("import_page_group")
-    started = _started(state, seq_id, "import_page_group")
-    if group in started.done:
-        raise FailedPrecondition(f"import_page_group: layer {group} was imported already")
-    for name, tensor in tensors.items():
-        expected = started.checksums.get((group, name), "")
-        if expected and (found := checksum(tensor)) != expected:
-            raise DataLoss(f"import_page_group: {name} of layer {group} has checksum {found}, expected {expected}")
-    return started
+def counts_of(rows: Mapping[int, list[range]]) -> dict[int, int]:
+    """Return how many rows these are, by layer."""
+    return {layer: sum(map(len, parts)) for layer, parts in rows.items()}

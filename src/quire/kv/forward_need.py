@@ -55,6 +55,8 @@ class Sequence:
     """Whether the window has taken pages that the layers' own windows would have left."""
     reserved: int | None = None
     """Tokens that an import will publish, whose pages it holds; None: an ordinary sequence."""
+    loading: bool = False
+    """Whether the tokens of an import count already, though it has not ended."""
     stale_tail: bool = False
     """Whether old values may follow the last row in its page (pop, fork, split, import)."""
 
@@ -157,8 +159,8 @@ def class_need(
     has split, by sequence; the need is that before it."""
     gone: list[Leaving] = []
     for entry, sequence in enumerate(sequences):
-        if sequence.window is None and layer_window is None:
-            continue
+        if (sequence.window is None and layer_window is None) or sequence.loading:
+            continue  # Rows of an import that has not ended may still be written, into any of its pages.
         floor = floors(sequence.length, sequence.window, layer_window)
         first_page = sink_pages(sequence.window, page_size)
         sink, window = leaving(sequence.holes[index], floor, first_page, page_size)

@@ -12,7 +12,6 @@ This module makes the parts and looks them up. The verbs are mixed into ``state.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import torch
 
@@ -22,6 +21,7 @@ from quire.contracts.recurrence import RecurrenceBackend
 from quire.errors import InvalidArgument, Unsupported
 from quire.kv.encoders import EncoderPart
 from quire.kv.forward_need import pages_for
+from quire.kv.imports import Import
 from quire.kv.layer_classes import Layer, LayerClass, describe_ids, ids_of, supported
 from quire.kv.pages import PagePool
 from quire.kv.recurrent import RecurrentPart
@@ -36,18 +36,9 @@ from quire.signatures import checks_arguments
 from quire.types import SeqId
 
 
-@dataclass(slots=True)
-class Import:
-    """An import under way: what was promised and which groups have come."""
-
-    rows: dict[int, int]
-    """Rows of each layer with pages; of cross layers only those with exported encoder rows."""
-    checksums: dict[tuple[int, str], str]
-    """By layer and name; empty where the writer made none."""
-    done: set[int] = field(default_factory=set)
-
-
-@checks_arguments(but=("layer", "spec", "rotary_table", "recurrent_part"))  # which a forward calls for each layer
+@checks_arguments(
+    but=("layer", "rows_layer", "spec", "rotary_table", "recurrent_part")
+)  # which a forward calls for each layer
 class StateParts:
     """The sequences and the parts of a KV state. See ``State`` for what it is made of."""
 
@@ -158,6 +149,14 @@ class StateParts:
         found = self._layers.get(layer_id)
         if found is None:
             refuse_layer(verb, layer_id, self.spec(layer_id).kind)
+        return found
+
+    def rows_layer(self, layer_id: int, verb: str) -> Layer:
+        """Return a layer that keeps rows of tokens. ``InvalidArgument`` for an unknown id;
+        ``Unsupported`` for a cross or recurrent layer, which verbs about pieces leave out."""
+        if (found := self._layers.get(layer_id)) is None:
+            kind = self.layer_spec(layer_id).kind
+            raise Unsupported(f"{verb}: layer {layer_id} is of kind {kind!r} and keeps no rows of tokens")
         return found
 
     def spec(self, layer_id: int) -> StoredSpec:

@@ -384,8 +384,10 @@ class RecurrentBooks:
         self.pool.check(expected)
         if ringed != self._ringed:
             raise QuireError("the slots that rings name are not those that are noted")
-        imported = [one for one in self._sequences.values() if one.importing]
-        alone = [slot for one in imported for slot in (one.present, *one.kept.values())]
-        for slot in [*alone, *(slot for slot in written if slot not in recent)]:
+        for states in self._sequences.values():
+            own = Counter([states.present, *states.kept.values(), *states.ring.values(), *states.nodes])
+            if states.importing and any(self.pool.references[slot] != own[slot] for slot in own if slot != NULL):
+                raise QuireError("a sequence that is being imported shares a state slot")
+        for slot in (slot for slot in written if slot not in recent):
             if self.pool.references[slot] != 1:
                 raise QuireError(f"state slot {slot} is being written and has {self.pool.references[slot]} holders")

@@ -27,6 +27,7 @@ class StateRecurrence(OpenState):
     def get(self, layer_id: int, state_id: int, *, per_token: bool = False, out: Tensor | None = None) -> Tensor:
         one = state_tensor(self, layer_id, state_id, "get")
         opened = self.open_pass().recurrent("get")
+        self.open_pass().require_open(layer_id)
         rows = self.open_tokens if per_token else len(opened.plan.starts) - 1
         if out is not None:
             check_tensor("get: out", out, dtype_of(one), (rows, *one.shape), self.device)

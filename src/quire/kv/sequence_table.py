@@ -24,7 +24,7 @@ from quire.kv.forward_need import (
 )
 from quire.kv.pages import NULL_PAGE, PageTable
 from quire.kv.sequences import SequenceBooks, check_id, sink_of
-from quire.kv.windows import NO_HOLE, Hole, Window, floors, held
+from quire.kv.windows import NO_HOLE, Hole, Window, floors
 from quire.types import SeqId
 
 
@@ -283,26 +283,35 @@ class SequenceTable(SequenceBooks):
             sequence.stale_tail |= which.size > 0
         return copies
 
-    def reserve_import(self, seq_id: SeqId, length: int, holes: Seq[Hole], window: Window | None, slid: bool) -> None:
-        """Add an unpublished sequence with pages for what it holds of ``length`` tokens.
+    def reserve_import(
+        self,
+        seq_id: SeqId,
+        length: int,
+        holes: Seq[Hole],
+        window: Window | None,
+        *,
+        slid: bool,
+        parent_id: SeqId | None = None,
+        shared: int = 0,
+    ) -> None:
+        """Add an unpublished sequence with pages for what it holds of ``length`` tokens. Classes
+        that keep all tokens share the pages of the parent's first ``shared`` tokens.
 
-        The caller has checked that the id is new and that no forward is open.
+        The caller has checked that the id is new, that no forward is open, and what is shared.
         """
-        size = pages_for(length, self.page_size)
         sink = window.sink if window else 0
-        wanted: list[NDArray[np.int64]] = []
-        for pool, hole in zip(self.pools, holes, strict=True):
-            kept = held(length, sink, hole)
-            if length % self.page_size:
-                # The next token goes into the last page, whatever is held of it.
-                kept = [*kept, range(length - 1, length)]
-            rows = [np.arange(part.start, part.stop) // self.page_size for part in kept]
-            wanted.append(np.unique(np.concatenate(rows)) if rows else np.empty(0, dtype=np.int64))
-            if wanted[-1].size > pool.num_free:
-                raise ResourceExhausted(f"prepare_import: needs {wanted[-1].size} pages, {pool.num_free} free")
-        tables: list[PageTable] = []
+        wanted = self.import_pages(length, holes, sink, shared)
         for pool, indices in zip(self.pools, wanted, strict=True):
-            pages = np.full(size, NULL_PAGE, dtype=np.int32)
+            if indices.size > pool.num_free:
+                raise ResourceExhausted(f"prepare_import: needs {indices.size} pages, {pool.num_free} free")
+        parent = None if parent_id is None else self.get(parent_id)
+        tables: list[PageTable] = []
+        for index, (pool, indices, layer_window) in enumerate(zip(self.pools, wanted, self.layer_windows, strict=True)):
+            pages = np.full(pages_for(length, self.page_size), NULL_PAGE, dtype=np.int32)
+            if parent is not None and layer_window is None:
+                before = parent.tables[index].pages[: shared // self.page_size]
+                pool.share(before)
+                pages[: before.size] = before
             pages[indices] = pool.take(indices.size)
             tables.append(PageTable(pages))
         self._sequences[int(seq_id)] = Sequence(
@@ -323,4 +332,10 @@ class SequenceTable(SequenceBooks):
     def publish_import(self, seq_id: SeqId) -> None:
         """Make the reserved tokens count."""
         sequence = self.get(seq_id)
-        sequence.length, sequence.reserved = sequence.reserved or 0, None
+        if sequence.reserved is not None:
+            sequence.length, sequence.reserved, sequence.loading = sequence.reserved, None, True
+
+    def finish_import(self, seq_id: SeqId) -> None:
+        """Make the sequence an ordinary one, all of whose rows have come."""
+        self.publish_import(seq_id)
+        self.get(seq_id).loading = False

@@ -21,7 +21,7 @@ from quire.errors import FailedPrecondition, InvalidArgument, NotFound, QuireErr
 from quire.kv.forward_need import ForwardNeed, OpenForward, Sequence, SlotRange, class_need, pages_for, slots_of
 from quire.kv.pages import PagePool
 from quire.kv.trees import NO_TREE, parents_of_entries
-from quire.kv.windows import Window, describe_ranges, held, intersection, reachable, visibility, window_pages
+from quire.kv.windows import Hole, Window, describe_ranges, held, intersection, reachable, visibility, window_pages
 from quire.types import SeqId
 
 
@@ -100,9 +100,10 @@ class SequenceBooks:
             )
 
     @staticmethod
-    def require_ready(seq_id: SeqId, sequence: Sequence, verb: str) -> None:
-        """Raise ``FailedPrecondition`` for a sequence that is being imported."""
-        if sequence.reserved is not None:
+    def require_ready(seq_id: SeqId, sequence: Sequence, verb: str, *, loading: bool = False) -> None:
+        """Raise ``FailedPrecondition`` for a sequence that is being imported. ``loading``: not for
+        one whose tokens count already."""
+        if sequence.reserved is not None or (sequence.loading and not loading):
             raise FailedPrecondition(
                 f"{verb}: sequence {seq_id} is being imported; call finish_import or remove_sequence"
             )
@@ -209,7 +210,7 @@ class SequenceBooks:
         entries = parents_of_entries(parents, counts, pending)
         sequences = [self.get(seq_id) for seq_id in seq_ids]
         for seq_id, sequence, entry in zip(seq_ids, sequences, entries, strict=True):
-            self.require_ready(seq_id, sequence, verb)
+            self.require_ready(seq_id, sequence, verb, loading=True)
             if entry is None:
                 self.require_committed(seq_id, sequence, f"{verb} with ordinary tokens")
         split = [self._split_tails(index) for index in range(len(self.pools))]
@@ -296,6 +297,21 @@ class SequenceBooks:
         tables = self.get(seq_id).tables
         return sum(int((pool.references[table.held] > 1).sum()) for pool, table in zip(self.pools, tables, strict=True))
 
+    def import_pages(self, length: int, holes: Seq[Hole], sink: int, shared: int = 0) -> list[NDArray[np.int64]]:
+        """Return, for each class, the indices in the page table of an import's own pages: those
+        with held rows of ``length`` tokens, and the one of the next token. In classes that keep all
+        tokens those of the first ``shared`` tokens belong to another sequence."""
+        found: list[NDArray[np.int64]] = []
+        for layer_window, hole in zip(self.layer_windows, holes, strict=True):
+            kept = held(length, sink, hole)
+            if length % self.page_size:
+                # The next token goes into the last page, whatever is held of it.
+                kept = [*kept, range(length - 1, length)]
+            parts = [np.arange(part.start // self.page_size, pages_for(part.stop, self.page_size)) for part in kept]
+            pages = np.unique(np.concatenate(parts)) if parts else np.empty(0, dtype=np.int64)
+            found.append(pages[pages >= shared // self.page_size] if layer_window is None else pages)
+        return found
+
     # -- for tests ---------------------------------------------------------------------------------
 
     def check(self) -> None:
@@ -309,8 +325,6 @@ class SequenceBooks:
                 table = sequence.tables[index]
                 tokens = (sequence.stored if sequence.reserved is None else sequence.reserved) + growing.get(seq_id, 0)
                 pages = table.held
-                if sequence.reserved is not None and (pool.references[pages] != 1).any():
-                    raise QuireError(f"sequence {seq_id} is being imported and shares a page")
                 if table.size != pages_for(tokens, self.page_size):
                     raise QuireError(
                         f"sequence {seq_id} of {tokens} tokens has {table.size} pages instead of {pages_for(tokens, self.page_size)}"

@@ -2,7 +2,8 @@
 
 It consists of sequences and parts (``parts``). **All parts or none**: a verb asks each part whether
 it can, then each changes. Verbs are in ``attention_verbs``, ``recurrent_verbs``, ``stored_rows``,
-``exchange`` (files and transfers) and ``state_room``; those of the parts are here.
+``exchange`` and ``import_verbs`` (files, transfers) and ``state_room``; those of the parts are
+here.
 
 Letters: T new tokens.
 """
@@ -19,8 +20,8 @@ from quire.contracts.pool_verbs import Eviction, TokenTreeParents
 from quire.errors import FailedPrecondition, InvalidArgument, ResourceExhausted, Unsupported
 from quire.interrupts import uninterrupted_verbs
 from quire.kv.attention_verbs import StateAttention
-from quire.kv.exchange import StateExchange
 from quire.kv.forward_need import ForwardNeed
+from quire.kv.import_verbs import StateImports
 from quire.kv.recurrent_states import RecurrentNeed
 from quire.kv.recurrent_verbs import StateRecurrence
 from quire.kv.rules import RECURRENT_REFUSAL, RefusedVerbs
@@ -51,6 +52,8 @@ CHANGES = (
     "set",
     "prepare_import",
     "import_page_group",
+    "import_rows",
+    "publish_import",
     "finish_import",
 )
 """Verbs that change a state. An interrupt takes effect before or after one."""
@@ -58,7 +61,7 @@ CHANGES = (
 
 @checks_arguments()
 @uninterrupted_verbs(*CHANGES)
-class State(StateAttention, StateRecurrence, StateRows, StateExchange, StateRoom, RefusedVerbs):
+class State(StateAttention, StateRecurrence, StateRows, StateImports, StateRoom, RefusedVerbs):
     """The KV state of a model of any layers. The contract's docstrings are not repeated here.
 
     ``specs``: the layers, of which ``first_layer`` is the global id of the first (a pipeline stage
@@ -110,13 +113,14 @@ class State(StateAttention, StateRecurrence, StateRows, StateExchange, StateRoom
     # -- sequences ---------------------------------------------------------------------------------
 
     def clear(self) -> None:
+        for seq_id in list(self.imports):
+            self._end_import(seq_id)
         self.table.clear()
         if self.encoders is not None:
             self.encoders.table.clear()
         if self.recurrent is not None:
             self.recurrent.clear()
         self.close_pass()
-        self.imports.clear()
 
     def add_sequence(self, seq_id: SeqId) -> None:
         self.table.add(seq_id)
@@ -124,12 +128,14 @@ class State(StateAttention, StateRecurrence, StateRows, StateExchange, StateRoom
             self.recurrent.table.add(seq_id)
 
     def remove_sequence(self, seq_id: SeqId) -> None:
+        self.table.get(seq_id)
+        self.table.require_closed("remove_sequence")
+        self._end_import(seq_id)
         self.table.remove(seq_id)
         if self.encoders is not None:
             self.encoders.table.remove(seq_id)
         if self.recurrent is not None:
             self.recurrent.table.remove(seq_id)
-        self.imports.pop(seq_id, None)
 
     def fork_sequence(self, parent_id: SeqId, child_id: SeqId, fork_pos: int = -1, *, exact: bool = False) -> int:
         target = stop = check_integer(fork_pos, "fork_sequence: position", -1)
@@ -244,6 +250,7 @@ class State(StateAttention, StateRecurrence, StateRows, StateExchange, StateRoom
 
     def check(self) -> None:
         self.table.check()
+        self.check_imports()
         if self.encoders is not None:
             self.encoders.table.check(self.table.ids)
         if self.recurrent is None:
@@ -317,6 +324,9 @@ class State(StateAttention, StateRecurrence, StateRows, StateExchange, StateRoom
         for layer_id in skipped:
             self.spec(layer_id)
         opened = self.open_pass()
+        if opened.awaited:
+            for layer_id in self.recurrent_ids:  # One that no layer has set is copied.
+                opened.require_come(layer_id)
         missing = [layer for layer in self.layer_ids if layer not in opened.written and layer not in skipped]
         if missing:
             raise FailedPrecondition(

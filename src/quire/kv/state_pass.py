@@ -33,13 +33,12 @@ class StatePass(AttentionPass):
     def attend_latent(self, layer_id: int, q_THD: Tensor, rows_TR: Tensor, expansion: LatentExpansion) -> Tensor:
         """See ``contracts.model.Pass``."""
         self._state.layer(layer_id, "append_mla_kv")
-        self.require_open()
+        self.require_open(layer_id)
         return latent.attend(self, self._state, layer_id, q_THD, rows_TR, expansion)
 
     def attend_cross(self, layer_id: int, q_THD: Tensor) -> Tensor:
         """See ``contracts.model.Pass``."""
         encoders = self.encoder_rows(layer_id, "attend_cross")
-        self.require_open()
         out_THD = encoders.attend(layer_id, q_THD)
         if self.capturing:
             self.weights[layer_id] = encoders.weights(layer_id, q_THD)
@@ -50,6 +49,7 @@ class StatePass(AttentionPass):
         kind = self._state.spec(layer_id).kind
         if self._encoders is None or kind != "cross":
             raise Unsupported(f"{verb}: layer {layer_id} is of kind {kind!r}: {layer_refusal('set_cross_kv', kind)}")
+        self.require_open(layer_id)
         return self._encoders
 
     def recurrent(self, verb: str) -> RecurrentPass:
@@ -63,7 +63,7 @@ class StatePass(AttentionPass):
     ) -> Tensor:
         """See ``contracts.model.Pass``."""
         recurrent = self.recurrent(f"linear_attention of layer {layer_id}")
-        self.require_open()
+        self.require_open(layer_id)
         return recurrent.linear_attention(layer_id, state_id, q_THK, k_THK, v_THV, **options)
 
     def convolve(
@@ -71,7 +71,7 @@ class StatePass(AttentionPass):
     ) -> Tensor:
         """See ``contracts.model.Pass``."""
         recurrent = self.recurrent(f"convolve of layer {layer_id}")
-        self.require_open()
+        self.require_open(layer_id)
         return recurrent.convolve(layer_id, state_id, x_TC, weight_CW, bias_C)
 
 

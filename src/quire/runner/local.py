@@ -63,6 +63,10 @@ class Extras:
     They are written a few rows at a time (all at once where a chunk names an adapter), and
     ``StepOutput`` has none then. It is called when the blocks have run.
     """
+    await_layer: Callable[[int], None] | None = None
+    """Called with the id of each layer that the step reaches before an import has brought all of
+    it (``KVState.publish_import``). It returns once the layer has come. What it raises undoes the
+    forward; None, or a layer that has not come then: ``FailedPrecondition`` does."""
 
 
 NO_EXTRAS = Extras()
@@ -214,6 +218,8 @@ class LocalRunner:
             pass_.use_positions(extras.positions)
         if extras.attention_weights:
             pass_.capture_weights()
+        if extras.await_layer is not None:
+            pass_.wait_for_layers(extras.await_layer)
         return pass_
 
     def _embed(self, tokens: Ids, placeholders: Ids | None, extras: Extras) -> Tensor:

@@ -1,0 +1,88 @@
+"""What a sequence held when it was asked: rows and states that any thread may read.
+
+Letters: n rows (tokens); Hkv heads; Dk, Dv head sizes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from quire.contracts.layers import LatentAttention
+from quire.errors import InvalidArgument, Unsupported
+from quire.kv.forward_need import slots_of
+from quire.kv.pages import PageIds
+from quire.kv.parts import StateParts
+from quire.kv.storage import LayerRows, StoredSpec
+from quire.kv.windows import describe_ranges
+from quire.signatures import checks_arguments
+from quire.types import SeqId
+
+
+@checks_arguments()
+@dataclass(frozen=True, slots=True, eq=False)
+class SequenceExport:
+    """``contracts.kv_state.Export``: copies of page tables, and the tensors that they are of."""
+
+    state: StateParts
+    """Only its layers and storages are read here, never its books."""
+    length: int
+    pages: list[PageIds]
+    """By layer class."""
+    ranges: list[list[range]]
+    """By layer class: held positions."""
+    slots: dict[int, int]
+    """Of the present recurrent state and of checkpoints, by position."""
+
+    @classmethod
+    def of(cls, state: StateParts, seq_id: SeqId) -> SequenceExport:
+        """Describe what a sequence holds now."""
+        sequence, slots = state.table.get(seq_id), dict[int, int]()
+        if state.recurrent is not None:
+            states = state.recurrent.table.slots(seq_id)
+            slots = {position: states[position] for position in (*state.recurrent.table.kept(seq_id), sequence.length)}
+        return cls(
+            state,
+            sequence.length,
+            [table.pages.copy() for table in sequence.tables],
+            [state.table.held(seq_id, index) for index in range(len(state.classes))],
+            slots,
+        )
+
+    @property
+    def positions(self) -> list[int]:
+        return sorted(self.slots)
+
+    def held(self, layer: int) -> list[range]:
+        return list(self.ranges[self.state.rows_layer(layer, "held").class_index])
+
+    def rows(self, layer: int, start: int, stop: int) -> dict[str, Tensor]:
+        found = self.state.rows_layer(layer, "rows")
+        kept = self.ranges[found.class_index]
+        if not any(part.start <= start < stop <= part.stop for part in kept):
+            raise InvalidArgument(
+                f"rows: positions {start}..{stop - 1} of layer {layer}; one or more of a range of {describe_ranges(kept)} are needed"
+            )
+        slots = slots_of(self.pages[found.class_index], start, stop, self.state.page_size)
+        return group_tensors(found.spec, self.state.classes[found.class_index].storage.read(found.index, slots))
+
+    def states(self, layer: int, position: int) -> dict[str, Tensor]:
+        if layer in self.state.stored_specs:
+            raise Unsupported(f"states: layer {layer} keeps rows and no state of fixed size; call rows")
+        part = self.state.recurrent_part("states")
+        index = part.layer(layer)
+        if position not in self.slots:
+            raise InvalidArgument(f"states: position {position}; there are states at {self.positions}")
+        slot = np.array([self.slots[position]], dtype=np.int64)
+        return {
+            f"state.{state}": part.storage.read(index, state, slot)[0] for state in range(len(part.specs[index].states))
+        }
+
+
+def group_tensors(spec: StoredSpec, rows: LayerRows) -> dict[str, Tensor]:
+    """Return the rows that were read of a layer, by name."""
+    if isinstance(spec, LatentAttention):
+        return {"latent": rows.k.squeeze(1)}
+    return {"k": rows.k, "v": rows.v}

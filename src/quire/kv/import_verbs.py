@@ -1,0 +1,297 @@
+"""The import verbs of the contract (``contracts.kv_state``): whole layers, or pieces of their rows.
+
+An importing sequence has all of its pages. Those that it shares with another one are full and never
+written; the others are its own until the import ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Sequence as Seq
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.contracts.kv_state import TensorPlan
+from quire.contracts.layers import LatentAttention
+from quire.errors import DataLoss, FailedPrecondition, InvalidArgument, QuireError, ResourceExhausted
+from quire.kv.exchange import StateExchange, checksum, counts_of, group_plan, groups_of, recurrent_plan, rows_by_layer
+from quire.kv.forward_need import SlotRange, pages_for, slots_of
+from quire.kv.imports import Import
+from quire.kv.metadata_checks import holes_of, promised_checksums, ranges_of, validate, window_of
+from quire.kv.parts import StateParts
+from quire.kv.sequences import check_id, check_integer
+from quire.kv.stored_rows import require_held
+from quire.kv.windows import describe_ranges
+from quire.signatures import checks_arguments
+from quire.types import SeqId
+
+
+@checks_arguments()
+class StateImports(StateExchange):
+    """Import of sequences. ``contracts.kv_state`` documents the verbs."""
+
+    def plan_import(self, metadata: Mapping[str, Any]) -> dict[int, dict[str, TensorPlan]]:
+        validate(self, self.get_layout(), metadata)
+        return groups_of(self, counts_of(rows_by_layer(metadata)), metadata["kept_recurrent_positions"])
+
+    def import_metadata(self, length: int, *, kept: Seq[int] = ()) -> dict[str, Any]:
+        length = check_integer(length, "import_metadata: length", 0)
+        lows = [0 if one.window is None else max(0, length + 1 - one.window) for one in self.classes]
+        held = [[range(low, length)] if low < length else [] for low in lows]
+        found = self._metadata(
+            length, held, list(kept), {} if self.encoders is None else dict.fromkeys(self.encoders.specs, 0)
+        )
+        validate(self, self.get_layout(), found)
+        return found
+
+    def import_need(self, metadata: Mapping[str, Any], *, shared: int = 0) -> list[int]:
+        validate(self, self.get_layout(), metadata)
+        self._check_shared(metadata, shared, "import_need")
+        window, kept = window_of(metadata), metadata["kept_recurrent_positions"]
+        sink = window.sink if window else 0
+        pages = self.table.import_pages(metadata["length"], holes_of(metadata), sink, shared)
+        return [*(found.size for found in pages), *([] if self.recurrent is None else [1 + len(kept)])]
+
+    def prepare_import(
+        self, seq_id: SeqId, metadata: Mapping[str, Any], *, parent: SeqId | None = None, shared: int = 0
+    ) -> None:
+        check_id(seq_id)
+        if seq_id in self.table:
+            raise InvalidArgument(f"prepare_import: sequence {seq_id} exists already; a new id is needed")
+        validate(self, self.get_layout(), metadata)
+        whole, kept = counts_of(rows_by_layer(metadata)), list(metadata["kept_recurrent_positions"])
+        checksums = promised_checksums(groups_of(self, whole, kept), metadata.get("groups"))
+        keeping = self._check_shared(metadata, shared, "prepare_import")
+        if summed := [layer for layer, _ in checksums if shared and layer in keeping]:
+            raise InvalidArgument(
+                f"prepare_import: the metadata has checksums of all rows of layers {sorted(set(summed))}, of which {shared} are "
+                "shared; give it without"
+            )
+        rows = rows_by_layer(metadata, dict.fromkeys(keeping, shared))
+        missing = {layer: list(parts) for layer, parts in rows.items() if parts}
+        started = Import(rows, checksums, missing | {layer: [] for layer in self.recurrent_ids})
+        length, window, holes = int(metadata["length"]), window_of(metadata), holes_of(metadata)
+        encoders = (
+            {} if self.encoders is None else {layer: whole[layer] for layer in self.encoders.specs if layer in whole}
+        )
+        self.table.require_closed("prepare_import")
+        if shared:
+            self._check_parent(parent, shared)
+        if self.encoders is not None:
+            self.encoders.table.require_room(seq_id, max(encoders.values(), default=0), "prepare_import")
+        if self.recurrent is not None and (needed := 1 + len(kept)) > (free := self.recurrent.table.num_available):
+            raise ResourceExhausted(f"prepare_import: needs {needed} states, {free} free")
+        slid = bool(metadata["evicted"])
+        self.table.reserve_import(seq_id, length, holes, window, slid=slid, parent_id=parent, shared=shared)
+        if self.recurrent is not None:
+            self.recurrent.table.import_states(seq_id, length, kept)
+        if self.encoders is not None and encoders:
+            self.encoders.table.own(seq_id, max(encoders.values()))
+            for layer, count in encoders.items():
+                self.encoders.table.note(seq_id, layer, count)
+        for index, one in enumerate(self.classes):
+            # The rest of a page held in part is never written, and a kernel reads whole pages.
+            one.storage.blank(_rows_between(self, seq_id, index, length))
+        started.pages += [table.pages.copy() for table in self.table.get(seq_id).tables]
+        self.imports[seq_id] = started
+
+    def _check_shared(self, metadata: Mapping[str, Any], shared: int, verb: str) -> list[int]:
+        """Return the layers that keep all tokens; ``InvalidArgument`` unless such metadata, which
+        were validated, let their first ``shared`` tokens be another sequence's."""
+        length, size = metadata["length"], self.page_size
+        if not 0 <= shared <= length or shared % size:
+            raise InvalidArgument(f"{verb}: {shared} shared tokens; a multiple of {size} in 0..{length} is needed")
+        keeping: list[int] = []
+        for one, item in zip(self.classes, metadata["held"], strict=True):
+            if one.window is None:
+                keeping += item["layers"]
+                ranges = ranges_of(item)
+                if shared and not (ranges[0].start == 0 and shared <= ranges[0].stop):
+                    raise InvalidArgument(
+                        f"{verb}: {shared} shared tokens, and the metadata hold positions {describe_ranges(ranges)} of layers {item['layers']}"
+                    )
+        return keeping
+
+    def _check_parent(self, parent: SeqId | None, shared: int) -> None:
+        """Raise each refusal of sharing the first ``shared`` tokens of a sequence."""
+        verb = "prepare_import"
+        if parent is None:
+            raise InvalidArgument(f"{verb}: {shared} shared tokens and no parent; give the sequence that has them")
+        if shared > (length := self.table.get(parent).length):
+            raise InvalidArgument(f"{verb}: {shared} shared tokens of sequence {parent}, whose length is {length}")
+        self._require_whole(parent, verb)
+        for index, one in enumerate(self.classes):
+            if one.window is None:
+                require_held(self, parent, index, [range(shared)], verb)
+
+    def import_page_group(self, seq_id: SeqId, group: int, tensors: Mapping[str, Tensor]) -> None:
+        part, verb = self.recurrent, "import_page_group"
+        started = self.imports.get(seq_id)
+        if part is not None and group in part.layer_ids:
+            self.table.get(seq_id)
+            plan = recurrent_plan(part, group, part.table.kept(seq_id))
+        else:
+            spec = self.spec(group)
+            self.table.get(seq_id)
+            if started and group not in started.rows:
+                raise InvalidArgument(
+                    f"import_page_group: tensors {sorted(tensors)} of layer {group} found, none expected: the metadata says that its "
+                    "encoder rows are not set"
+                )
+            # Only an import says how many rows there must be; else the given number is taken.
+            given = next((tensor.shape[0] for tensor in tensors.values() if tensor.dim()), 0)
+            plan = group_plan(spec, sum(map(len, started.rows[group])) if started else given, self.dtype)
+        _check_tensors(verb, group, tensors, plan)
+        with self._written(seq_id, verb) as found:
+            expected = found.rows.get(group)
+            if found.missing.get(group, []) != (expected or []) or (group not in found.missing and expected != []):
+                raise FailedPrecondition(f"import_page_group: layer {group} was imported already, at least in part")
+            for name, tensor in tensors.items():
+                promised = found.checksums.get((group, name), "")
+                if promised and (sum_ := checksum(tensor)) != promised:
+                    raise DataLoss(
+                        f"import_page_group: {name} of layer {group} has checksum {sum_}, expected {promised}"
+                    )
+            if part is not None and expected is None:
+                part.import_group(seq_id, group, {name: tensor.to(self.device) for name, tensor in tensors.items()})
+            elif self.encoders is not None and group in self.encoders.specs:
+                self.encoders.fill(seq_id, group, tensors["k"], tensors["v"])
+            else:
+                self._write(found, group, expected or [], tensors)
+            found.missing.pop(group, None)
+
+    def import_rows(self, seq_id: SeqId, group: int, start: int, tensors: Mapping[str, Tensor]) -> None:
+        verb = "import_rows"
+        start = check_integer(start, f"{verb}: start", 0)
+        spec = self.rows_layer(group, verb).spec
+        count = next((tensor.shape[0] for tensor in tensors.values() if tensor.dim()), 0)
+        part = range(start, start + count)
+        _check_tensors(verb, group, tensors, group_plan(spec, count, self.dtype))
+        self.table.get(seq_id)
+        expected = started.rows[group] if (started := self.imports.get(seq_id)) else [part]
+        if not part or not _holds(expected, part):
+            raise InvalidArgument(
+                f"{verb}: rows {describe_ranges([part])} of layer {group}; one or more of a range of {describe_ranges(expected)} "
+                "are expected"
+            )
+        with self._written(seq_id, verb) as found:
+            if any(layer == group for layer, _ in found.checksums):
+                raise FailedPrecondition(
+                    f"{verb}: the metadata has checksums of all rows of layer {group}; give them at once, by import_page_group"
+                )
+            if not _holds(found.missing.get(group, []), part):
+                raise FailedPrecondition(
+                    f"{verb}: rows {describe_ranges([part])} of layer {group} were imported already, at least in part; missing: "
+                    f"{describe_ranges(found.missing.get(group, []))}"
+                )
+            self._write(found, group, [part], tensors)
+            found.has_come(group, part)
+
+    @contextmanager
+    def _written(self, seq_id: SeqId, verb: str) -> Iterator[Import]:
+        """Lock the import that is under way, whose pages stay while it is written.
+        ``FailedPrecondition`` if none is, or if it may not be written while a forward is open."""
+        if not self.table.get(seq_id).loading:
+            self.table.require_closed(verb)
+        started = _started(self, seq_id, verb)
+        with started.lock:
+            if self.imports.get(seq_id) is not started:
+                _started(self, seq_id, verb)
+                raise FailedPrecondition(f"{verb}: sequence {seq_id} was removed meanwhile")
+            yield started
+
+    def _write(self, started: Import, group: int, parts: list[range], tensors: Mapping[str, Tensor]) -> None:
+        layer = self.layer(group)
+        pages = started.pages[layer.class_index]
+        slots = [slots_of(pages, part.start, part.stop, self.page_size) for part in parts]
+        slots_N = torch.from_numpy(np.concatenate([*slots, np.empty(0, dtype=np.int64)])).to(self.device)
+        storage = self.classes[layer.class_index].storage
+        if isinstance(layer.spec, LatentAttention):
+            storage.write(layer.index, slots_N, tensors["latent"].to(self.device).unsqueeze(1))
+        else:
+            storage.write(layer.index, slots_N, tensors["k"].to(self.device), tensors["v"].to(self.device))
+
+    def pending_layers(self, seq_id: SeqId) -> list[int]:
+        self.table.get(seq_id)
+        return sorted(started.missing) if (started := self.imports.get(seq_id)) else []
+
+    def publish_import(self, seq_id: SeqId) -> None:
+        sequence = self.table.get(seq_id)
+        self.table.require_closed("publish_import")
+        _started(self, seq_id, "publish_import")
+        if sequence.loading:
+            raise FailedPrecondition(f"publish_import: the tokens of sequence {seq_id} count already")
+        self.table.publish_import(seq_id)
+
+    def finish_import(self, seq_id: SeqId) -> None:
+        self.table.get(seq_id)
+        self.table.require_closed("finish_import")
+        _started(self, seq_id, "finish_import")
+        if missing := self.pending_layers(seq_id):
+            raise FailedPrecondition(f"finish_import: layers {missing} of sequence {seq_id} are missing")
+        self.table.finish_import(seq_id)
+        if self.recurrent is not None:
+            self.recurrent.table.finish_import(seq_id)
+        del self.imports[seq_id]
+
+    def check_imports(self) -> None:
+        """Check that rows which have not come go to pages that nothing else holds."""
+        importing = {seq for seq in self.table.ids if (one := self.table.get(seq)).loading or one.reserved is not None}
+        if importing != set(self.imports):
+            raise QuireError(
+                f"sequences {sorted(importing)} are importing, and imports of {sorted(self.imports)} noted"
+            )
+        for seq_id, started in self.imports.items():
+            for layer in set(started.missing).intersection(self.layer_ids):
+                index = self.layer(layer).class_index
+                own, pool = started.pages[index], self.table.pools[index]
+                table = self.table.get(seq_id).tables[index].pages[: own.size]
+                for part in started.missing[layer]:
+                    pages = slice(part.start // self.page_size, pages_for(part.stop, self.page_size))
+                    if (own[pages] != table[pages]).any() or (pool.references[own[pages]] != 1).any():
+                        raise QuireError(f"rows {describe_ranges([part])} of sequence {seq_id} go to pages of others")
+
+    def _end_import(self, seq_id: SeqId) -> None:
+        """Forget an import, once what is being written is done: its pages may go."""
+        if (started := self.imports.pop(seq_id, None)) is not None:
+            with started.lock:
+                pass
+
+
+def _rows_between(state: StateParts, seq_id: SeqId, index: int, length: int) -> list[SlotRange]:
+    """Return the pages, in one class, in which an import leaves rows below the length unwritten."""
+    size, pages = state.page_size, state.table.get(seq_id).tables[index].pages
+    lacking = np.zeros(pages.size * size, dtype=np.bool_)
+    lacking[:length] = True
+    for part in state.table.held(seq_id, index):
+        lacking[part.start : part.stop] = False
+    partly = np.flatnonzero(lacking.reshape(-1, size).any(1) & (pages >= 0))
+    return [SlotRange(int(pages[page]) * size, size) for page in partly]
+
+
+def _started(state: StateParts, seq_id: SeqId, verb: str) -> Import:
+    """Return the import that is under way; ``FailedPrecondition`` if none is."""
+    if (started := state.imports.get(seq_id)) is None:
+        raise FailedPrecondition(f"{verb}: sequence {seq_id} is not being imported; call prepare_import first")
+    return started
+
+
+def _check_tensors(verb: str, group: int, tensors: Mapping[str, Tensor], plan: Mapping[str, TensorPlan]) -> None:
+    """Raise ``InvalidArgument`` unless the tensors of a layer are as planned."""
+    if set(tensors) != set(plan):
+        raise InvalidArgument(f"{verb}: tensors {sorted(tensors)} of layer {group} found, {sorted(plan)} expected")
+    for name, one in plan.items():
+        given = tensors[name]
+        if tuple(given.shape) != one.shape or given.dtype != one.dtype:
+            raise InvalidArgument(
+                f"{verb}: {name} of layer {group} is {given.dtype} {tuple(given.shape)}, expected {one.dtype} {one.shape}"
+            )
+
+
+def _holds(parts: Iterable[range], wanted: range) -> bool:
+    """Return whether one of these ranges contains another one."""
+    return any(part.start <= wanted.start and wanted.stop <= part.stop for part in parts)

@@ -1,0 +1,37 @@
+"""An import under way: what was promised, and what has not come yet. No torch."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+
+from quire.kv.pages import PageIds
+
+
+@dataclass(slots=True, eq=False)
+class Import:
+    """The import of one sequence.
+
+    Its rows may be written by another thread while a forward is open. So the pages are a copy, and
+    whoever writes holds the lock; whoever gives the pages up waits for it.
+    """
+
+    rows: dict[int, list[range]]
+    """Expected positions of each layer with pages; of cross layers that are set, encoder rows."""
+    checksums: dict[tuple[int, str], str]
+    """By layer and name, of whole groups; none where the writer made none."""
+    missing: dict[int, list[range]]
+    """Those of ``rows`` that have not come, by layer; [] for a recurrent layer. A layer that has
+    come is not in it."""
+    pages: list[PageIds] = field(default_factory=list)
+    """The page table of each layer class."""
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def has_come(self, layer: int, part: range) -> None:
+        """Note rows that were missing."""
+        left: list[range] = []
+        for one in self.missing[layer]:
+            left += [range(one.start, min(one.stop, part.start)), range(max(one.start, part.stop), one.stop)]
+        self.missing[layer] = [piece for piece in left if piece]
+        if not self.missing[layer]:
+            del self.missing[layer]
