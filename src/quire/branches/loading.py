@@ -137,10 +137,11 @@ class Loading:
             except Unfit as error:
                 self._drop(piece.key, found.tier, error)
                 raise
-            count = piece.stop - max(piece.start, self.shared) if piece.stop > piece.start else 0
-            self.tokens[found.tier] = self.tokens.get(found.tier, 0) + min(
-                count, self._length - max(piece.start, self.shared)
-            )
+            # A model without layers that keep all tokens has all of them from its stop.
+            is_whole = piece is pieces[-1] and not self._rows
+            begin, end = (self.shared, self._length) if is_whole else (max(piece.start, self.shared), piece.stop)
+            count = max(0, min(end, self._length) - begin)
+            self.tokens[found.tier] = self.tokens.get(found.tier, 0) + count
             self.nbytes[found.tier] = self.nbytes.get(found.tier, 0) + files[piece.key].nbytes
         for layer in self._layout.layers:
             self._check()

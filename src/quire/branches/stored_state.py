@@ -28,6 +28,7 @@ from quire.branches.object_writer import ObjectWriter, WriteJob
 from quire.contracts.kv_state import Export
 from quire.contracts.store import ObjectKey, ObjectKind
 from quire.errors import DataLoss, InvalidArgument, ResourceExhausted
+from quire.kv.sequencefile import with_groups
 from quire.metrics import Counter
 from quire.models.fingerprint import ModelIdentity
 from quire.runner.adapter_history import FingerprintRuns, fingerprint_runs
@@ -91,7 +92,7 @@ class StoredState:
         self.store = store
         self.costs = MoveCosts()
         self.least = LEAST
-        self.is_worth: Callable[[float, Mapping[str, int]], bool] = self.costs.is_worth
+        self.is_worth: Callable[[float, dict[str, int]], bool] = self.costs.is_worth
         self._identity = identity
         self._layout: ObjectLayout | None = None
         self._layout_hash = ""
@@ -160,15 +161,15 @@ class StoredState:
         """See ``Tier``."""
         if self.store is None or self.layout.refusal:
             return False
-        return self._save(seq, self.chain(ids_T, runs, salt))
+        return self._save(seq, self.chain(ids_T, runs, salt), again=True)
 
-    def _save(self, seq: SeqId, chain: Chain, *, whole: bool = False) -> bool:
+    def _save(self, seq: SeqId, chain: Chain, *, again: bool = False, whole: bool = False) -> bool:
         store, length = self.store, len(chain.ids)
         if store is None or length < self.least:
             return False
         try:
             started = time.perf_counter()
-            wanted = self._missing(seq, chain, whole=whole)
+            wanted = self._missing(seq, chain, again=again, whole=whole)
             if not wanted:
                 return True
             nbytes = sum(self.layout.nbytes(one.start, one.stop) for one in wanted)
@@ -375,14 +376,14 @@ class StoredState:
             raise LoadFailed(f"object {piece.key.name} is not there any more")
         try:
             sequence: Any = unpack(piece.key, self._contents(chain, piece), found.blob).metadata.get("sequence")
+            plans = state.plan_import(sequence)
             seq = self.runner.new_seq()
-            state.prepare_import(seq, sequence)
+            state.prepare_import(seq, with_groups(sequence, plans))
         except (Unfit, InvalidArgument, DataLoss) as error:
             store.damaged(piece.key, found.tier, error.code or "damaged")
             raise LoadFailed(str(error)) from None
         state.publish_import(seq)
         contents = partial(self._contents, chain)
-        plans = state.plan_import(sequence)
         return WholeLoading(
             state, self.layout, store, seq, length=match.length, stops=match.stops[-1:], contents=contents, plans=plans
         )

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.contracts.kv_state import ModelState
+from quire.contracts.kv_state import ModelState, TensorPlan
 from quire.contracts.layers import Recurrent
 from quire.errors import DataLoss, InvalidArgument
 from quire.interrupts import check as check_interrupts
@@ -111,11 +111,16 @@ def check(
             if exchange.dtype_name(stored.dtype) != expected:
                 raise InvalidArgument(f"tensor {full!r} is {stored.dtype}, and the metadata says {expected}")
     # The container has verified its own checksums.
-    wanted["groups"] = [
+    return with_groups(wanted, groups)
+
+
+def with_groups(metadata: Mapping[str, Any], plan: Mapping[int, Mapping[str, TensorPlan]]) -> dict[str, Any]:
+    """Return metadata for an import of these tensors, whose checksums others check."""
+    groups = [
         {"group": layer, "tensors": {name: {"shape": list(one.shape)} for name, one in group.items()}}
-        for layer, group in groups.items()
+        for layer, group in plan.items()
     ]
-    return wanted
+    return {**metadata, "groups": groups}
 
 
 def check_model(found: Mapping[str, str], expected: Mapping[str, str]) -> None:
