@@ -25,7 +25,7 @@ from quire.kv import state as kv_state
 from quire.kv.exchange import checksum
 
 from .machine import BACKENDS, DTYPES, GEOMETRIES, IDS, PAGES
-from .machine_exchange import ExchangeSteps
+from .machine_exchange import ExchangeSteps, Opened
 from .machine_forwards import Parents
 from .oracle_exchange import Export
 from .oracle_recurrent import HybridOracle
@@ -107,6 +107,7 @@ class HybridSteps(ExchangeSteps):
         """One recurrent layer as models run it, or its states set from outside, or some of them
         left as they are.
         """
+        self.bring(rng, layer)
         for index, one in enumerate(self.oracle.recurrent[layer].states):
             if mood == "any" and rng.random() < 0.3:
                 continue
@@ -340,7 +341,7 @@ class HybridSteps(ExchangeSteps):
             dtype=self.dtype,
         )
         other.state.prepare_import(5, metadata)
-        other.oracle.prepare_import(5, Export.read(metadata), kept)
+        other.oracle.prepare_import(5, Export.read(metadata), kept=kept)
         for layer in reversed(range(len(groups))):
             other.state.import_page_group(5, layer, groups[layer])
             if layer in self.oracle.recurrent:
@@ -360,53 +361,43 @@ class HybridSteps(ExchangeSteps):
         assert other.state.get_layout_hash() == self.state.get_layout_hash() == metadata["layout_hash"]
         self.exports = [*self.exports[-3:], (metadata, groups)]
 
-    @rule(rng=st.randoms(use_true_random=True))
-    def start_import(self, rng: random.Random) -> None:
-        self.settle(rng)
-        if not self.exports:
-            self.export(rng)
-        if not self.exports:
-            return
-        metadata, groups = rng.choice(self.exports)
-        seq_id = self.new_id(rng)
-        found = self.compute(
-            "prepare_import",
-            lambda: self.oracle.prepare_import(seq_id, Export.read(metadata), metadata["kept_recurrent_positions"]),
-            lambda: self.state.prepare_import(seq_id, metadata),
-        )
-        if found:
-            self.sources[seq_id] = (metadata, groups)
-            for _ in range(rng.choice([0, 1, 3, *[2 * len(groups)] * 3])):
-                self.go_on_importing(rng, seq_id)
-            if rng.random() < 0.7:
-                self.finish(seq_id)
-
-    def go_on_importing(self, rng: random.Random, seq_id: int) -> None:
+    def bring_layer(self, rng: random.Random, seq_id: int, layer: int) -> None:
         """A group that is still missing, or one too many, or another one's, or damaged."""
+        if layer not in self.oracle.recurrent:
+            super().bring_layer(rng, seq_id, layer)
+            return
         source, groups = self.sources.get(seq_id, rng.choice(self.exports))
-        if rng.random() < 0.1:
-            groups = rng.choice(self.exports)[1]
-        done = self.oracle.sequences[seq_id].imported if seq_id in self.oracle.sequences else set()
-        missing = [layer for layer in range(len(groups)) if layer not in done]
-        layer = rng.choice(missing) if missing and rng.random() < 0.9 else rng.randrange(len(groups))
-        group = dict(groups[layer])
+        group = dict(rng.choice(self.exports)[1][layer] if rng.random() < 0.1 else groups[layer])
+        summed = self.is_summed(seq_id)
         damaged = rng.choice(sorted(group))
-        if rng.random() < 0.2 and group[damaged].numel():
+        if rng.random() < 0.2 and group[damaged].numel() and summed:
             group[damaged] = group[damaged].clone()
             group[damaged].view(torch.uint8).view(-1)[0] ^= 1
-        importing = self.oracle.is_importing(seq_id)
-        promised = source["groups"][layer]["tensors"] if importing else {}
-
-        def intact() -> bool:
-            return not importing or all(checksum(group[name]) == promised[name]["checksum"] for name in promised)
+        promised = source["groups"][layer]["tensors"] if summed else {}
 
         def expect() -> None:
-            if layer in self.oracle.recurrent:
-                kept = self.oracle.parts[seq_id].kept if seq_id in self.oracle.parts else {}
-                names = [f"state.{index}" for index in range(len(self.oracle.recurrent[layer].states))]
-                fits = set(group) == {name + suffix for name in names for suffix in ("", *(f"@{p}" for p in kept))}
-                self.oracle.import_states(seq_id, layer, group, fits=fits, intact=not fits or intact())
-            else:
-                self.oracle.import_group(seq_id, layer, group["k"], group["v"], intact)
+            kept = self.oracle.parts[seq_id].kept if seq_id in self.oracle.parts else {}
+            names = [f"state.{index}" for index in range(len(self.oracle.recurrent[layer].states))]
+            fits = set(group) == {name + suffix for name in names for suffix in ("", *(f"@{p}" for p in kept))}
+            intact = not fits or all(checksum(group[name]) == promised[name]["checksum"] for name in promised)
+            self.oracle.import_states(seq_id, layer, group, fits=fits, intact=intact)
 
         self.compute("import_page_group", expect, lambda: self.state.import_page_group(seq_id, layer, group))
+        if rng.random() < 0.1:
+            self.fail("import_rows", Unsupported, lambda: self.state.import_rows(seq_id, layer, 0, group))
+
+    def frozen(self, seq_id: int) -> list[Any]:
+        part = self.oracle.parts[seq_id]
+        return [*super().frozen(seq_id), id(part.present), {p: id(one) for p, one in part.kept.items()}]
+
+    def read(self, rng: random.Random, one: Opened) -> None:
+        super().read(rng, one)
+        part = self.oracle.parts[one.seq_id]
+        found = part.kept | {one.told.length: part.present}
+        assert one.given.positions == sorted(found)
+        for layer, spec in self.oracle.recurrent.items():
+            for position, right in found.items():
+                states = one.given.states(layer, position)
+                assert list(states) == [f"state.{index}" for index in range(len(spec.states))]
+                for index, tensor in enumerate(states.values()):
+                    right.check((layer, index), tensor)

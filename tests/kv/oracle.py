@@ -76,7 +76,14 @@ class ModelSequence:
     counts as evicted.
     """
     importing: Export | None = None
+    loading: bool = False
+    """Whether its tokens count though it is still being imported."""
+    shared: int = 0
+    """Tokens whose rows an import does not bring, in the classes that keep all."""
+    come: dict[int, set[int]] = field(default_factory=dict)
+    """By layer: positions whose rows an import has brought."""
     imported: set[int] = field(default_factory=set)
+    """Recurrent layers that an import has brought."""
 
     @property
     def nodes(self) -> int:
@@ -145,6 +152,8 @@ class Oracle(ForwardVerbs, ExchangeVerbs):
         """
         for index, found in enumerate(self.classes):
             table = tables[index]
+            if sequence.loading:
+                continue
             # The page of the next token, and those behind it, are needed as they are.
             for page in range(sequence.length // self.page_size):
                 tokens = range(page * self.page_size, (page + 1) * self.page_size)
@@ -199,7 +208,13 @@ class Oracle(ForwardVerbs, ExchangeVerbs):
     # -- sequences ---------------------------------------------------------------------------------
 
     def _faults(
-        self, *, needs: Iterable[int] = (), new: Iterable[int] = (), ready: bool = True, closed: bool = True
+        self,
+        *,
+        needs: Iterable[int] = (),
+        new: Iterable[int] = (),
+        ready: bool = True,
+        closed: bool = True,
+        loading: bool = False,
     ) -> Faults:
         """Refusals that every verb which edits has in common."""
         faults: Faults = set()
@@ -211,7 +226,7 @@ class Oracle(ForwardVerbs, ExchangeVerbs):
         for seq_id in needs:
             if seq_id not in self.sequences:
                 faults.add(NotFound)
-            elif ready and self.sequences[seq_id].importing is not None:
+            elif ready and self.is_importing(seq_id) and not (loading and self.sequences[seq_id].loading):
                 faults.add(FailedPrecondition)
         return faults
 
@@ -220,6 +235,10 @@ class Oracle(ForwardVerbs, ExchangeVerbs):
 
     def is_importing(self, seq_id: int) -> bool:
         return seq_id in self.sequences and self.sequences[seq_id].importing is not None
+
+    def is_prepared(self, seq_id: int) -> bool:
+        """Whether it is being imported and counts for nothing yet."""
+        return self.is_importing(seq_id) and not self.sequences[seq_id].loading
 
     def clear(self) -> None:
         self.sequences.clear()
@@ -241,7 +260,7 @@ class Oracle(ForwardVerbs, ExchangeVerbs):
     def reachable_set(self, seq_id: int) -> set[int]:
         sequence = self.sequences[seq_id]
         found = set(range(sequence.length + 1))
-        if sequence.importing is not None:
+        if self.is_prepared(seq_id):
             return found
         for index, part in enumerate(self.classes):
             if None not in sequence.tables[index] and not sequence.absent[index]:
@@ -344,7 +363,7 @@ class Oracle(ForwardVerbs, ExchangeVerbs):
     # -- trees -------------------------------------------------------------------------------------
 
     def commit_accepted_token_tree_nodes(self, ids: Sequence[int], leaves: Sequence[int]) -> None:
-        faults = self._faults(needs=ids)
+        faults = self._faults(needs=ids, loading=True)
         if len(ids) != len(leaves) or len(set(ids)) != len(ids) or any(leaf < -1 for leaf in leaves):
             faults.add(InvalidArgument)
         for seq_id, leaf in zip(ids, leaves, strict=False):

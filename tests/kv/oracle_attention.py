@@ -39,8 +39,15 @@ class ForwardVerbs:
         forward: ModelForward | None
 
         def _faults(
-            self, *, needs: Iterable[int] = (), new: Iterable[int] = (), ready: bool = True, closed: bool = True
+            self,
+            *,
+            needs: Iterable[int] = (),
+            new: Iterable[int] = (),
+            ready: bool = True,
+            closed: bool = True,
+            loading: bool = False,
         ) -> Faults: ...
+        def pending_layers(self, seq_id: int) -> list[int]: ...
         def _pending(self, seq_id: int) -> bool: ...
         def _release(
             self, pools: list[Pages], tables: list[Table], absent: list[set[int]], sequence: ModelSequence
@@ -58,7 +65,7 @@ class ForwardVerbs:
         self, ids: Sequence[int], counts: Sequence[int], parents: Parents, *, closed: bool = True
     ) -> tuple[Faults, list[list[int] | None]]:
         """Everything but the room, and the parents by entry."""
-        faults = self._faults(needs=ids, closed=closed)
+        faults = self._faults(needs=ids, closed=closed, loading=True)
         trees: list[list[int] | None] = [None] * len(ids)
         if len(ids) != len(counts) or not ids or len(set(ids)) != len(ids) or any(count < 1 for count in counts):
             return faults | {InvalidArgument}, trees
@@ -143,6 +150,11 @@ class ForwardVerbs:
         if self.forward is None:
             raise FailedPrecondition("the oracle refuses")
         return self.forward
+
+    def reach(self, layer: int) -> None:
+        """Refuse a layer of which an import has not brought all."""
+        if any(layer in self.pending_layers(seq_id) for seq_id in self.open_forward().ids):
+            raise FailedPrecondition("the oracle refuses")
 
     def positions(self, relative: bool = False) -> list[int]:
         found = []
@@ -296,6 +308,7 @@ class ForwardVerbs:
         scale: float | None = None,
         mask: Tensor | None = None,
     ) -> States:
+        self.reach(layer)
         rows = self._new_rows(layer, k_THD, v_THD)
         index = self.class_of[layer]
         views = self._views(index, "all") if mask is None else self._masked(index, mask, "all")
@@ -304,6 +317,7 @@ class ForwardVerbs:
         return result
 
     def append_kv(self, layer: int, k_THD: Tensor, v_THD: Tensor) -> None:
+        self.reach(layer)
         rows = self._new_rows(layer, k_THD, v_THD)
         self.open_forward().written[layer] = rows
 
@@ -323,6 +337,7 @@ class ForwardVerbs:
 
     def cross_attention(self, layer: int, q_THD: Tensor, scope: Scope = "past", scale: float | None = None) -> States:
         forward = self.open_forward()
+        self.reach(layer)
         rows = forward.written.get(layer)
         if rows is None:
             if scope == "all":
@@ -353,6 +368,7 @@ class ForwardVerbs:
         if self.forward is None or (k_THD is None and layer not in self.forward.written):
             faults.add(FailedPrecondition)
         raise_first(faults)
+        self.reach(layer)
         if k_THD is None or v_THD is None:
             rows = self.open_forward().written[layer]
         else:

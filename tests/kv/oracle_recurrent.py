@@ -107,7 +107,9 @@ class HybridOracle(RecurrentVerbs, Oracle):
 
     def stands(self, seq_id: int) -> int:
         sequence = self.sequences[seq_id]
-        return sequence.length if sequence.importing is None else sequence.importing.length
+        if sequence.importing is not None and not sequence.loading:
+            return sequence.importing.length
+        return sequence.length
 
     def kept_positions(self, seq_id: int) -> list[int]:
         part = self.parts[seq_id]
@@ -154,7 +156,7 @@ class HybridOracle(RecurrentVerbs, Oracle):
 
     def reachable_set(self, seq_id: int) -> set[int]:
         attention = super().reachable_set(seq_id)
-        if self.is_importing(seq_id):
+        if self.is_prepared(seq_id):
             return attention
         return {m for m in range(self.sequences[seq_id].length + 1) if self.nearest(seq_id, m) in attention}
 
@@ -330,6 +332,12 @@ class HybridOracle(RecurrentVerbs, Oracle):
 
     def end_forward(self, skipped: Iterable[int] = ()) -> None:
         forward, opened = self.forward, self.opened
+        waiting = (
+            {layer for entry in forward.entries for layer in self.pending_layers(entry.seq_id)} if forward else set()
+        )
+        if waiting.intersection(self.recurrent):
+            known = [*range(len(self.specs)), *self.recurrent]
+            raise_first({FailedPrecondition} | ({InvalidArgument} if set(skipped) - set(known) else set()))
         super().end_forward([layer for layer in skipped if layer not in self.recurrent])
         assert forward is not None
         assert opened is not None
@@ -405,10 +413,19 @@ class HybridOracle(RecurrentVerbs, Oracle):
 
     # -- export and import -------------------------------------------------------------------------
 
-    def prepare_import(self, seq_id: int, export: Export, kept: Sequence[int] = ()) -> None:
-        if not self._faults(new=[seq_id]) and self.short_of(1 + len(kept)):
+    def prepare_import(
+        self,
+        seq_id: int,
+        export: Export,
+        parent: int | None = None,
+        shared: int = 0,
+        *,
+        summed: bool = False,
+        kept: Sequence[int] = (),
+    ) -> None:
+        if not self._import_faults(seq_id, export, parent, shared, summed) and self.short_of(1 + len(kept)):
             raise ResourceExhausted("the oracle refuses")
-        super().prepare_import(seq_id, export)
+        super().prepare_import(seq_id, export, parent, shared, summed=summed)
         self._make_room(1 + len(kept))
         self.parts[seq_id] = Held(State(), {position: State() for position in kept})
 
@@ -418,10 +435,9 @@ class HybridOracle(RecurrentVerbs, Oracle):
         ``fits``: the tensors are those of the sequence's checkpoints; ``intact``: their checksums
         agree.
         """
-        faults = self._faults(needs=[seq_id], ready=False)
+        faults = self._written_faults(seq_id)
         if seq_id in self.sequences:
-            sequence = self.sequences[seq_id]
-            if sequence.importing is None or layer in sequence.imported:
+            if layer in self.sequences[seq_id].imported:
                 faults.add(FailedPrecondition)
             if not fits:
                 faults.add(InvalidArgument)
@@ -435,14 +451,11 @@ class HybridOracle(RecurrentVerbs, Oracle):
                 one.bounds[layer, index] = 0.0
         self.sequences[seq_id].imported.add(layer)
 
-    def finish_import(self, seq_id: int) -> None:
-        faults = self._faults(needs=[seq_id], ready=False)
-        if seq_id in self.sequences:
-            missing = {*range(len(self.specs)), *self.recurrent} - self.sequences[seq_id].imported
-            if missing:
-                faults.add(FailedPrecondition)
-        raise_first(faults)
-        super().finish_import(seq_id)
+    def pending_layers(self, seq_id: int) -> list[int]:
+        found = super().pending_layers(seq_id)
+        if self.is_importing(seq_id):
+            found += [layer for layer in self.recurrent if layer not in self.sequences[seq_id].imported]
+        return found
 
     def _layer_faults(self, layer: int | None) -> Faults:
         return {Unsupported} if layer in self.recurrent else super()._layer_faults(layer)

@@ -81,6 +81,7 @@ class RecurrentVerbs:
         opened: OpenStates | None
 
         def open_forward(self) -> ModelForward: ...
+        def reach(self, layer: int) -> None: ...
 
     def member_faults(self, layer: int, index: int) -> Faults:
         if layer not in self.recurrent:
@@ -94,6 +95,7 @@ class RecurrentVerbs:
     def get(self, layer: int, index: int, per_token: bool) -> list[State | None]:
         """The states before each entry or row; None: the row before is of this forward."""
         raise_first(self._open_faults(layer, index))
+        self.reach(layer)
         assert self.opened is not None
         if not per_token:
             return [self.parts[entry.seq_id].present for entry in self.open_forward().entries]
@@ -120,6 +122,7 @@ class RecurrentVerbs:
     ) -> list[tuple[Tensor, float]]:
         """Each row ``[C]``, and how far it may be off; in float64."""
         raise_first(self._open_faults(layer, index))
+        self.reach(layer)
         assert self.opened is not None
         taps, eps = weight_CW.shape[1], torch.finfo(x_TC.dtype).eps
         outs: list[tuple[Tensor, float]] = []
@@ -149,6 +152,7 @@ class RecurrentVerbs:
         far it may be off.
         """
         raise_first(self._open_faults(layer, index))
+        self.reach(layer)
         assert self.opened is not None
         heads, keys = k_THK.shape[1:]
         group = q_THK.shape[1] // heads

@@ -43,6 +43,10 @@ DONE = {
     "prepare_import",
     "import_page_group",
     "finish_import",
+    "import_need",
+    "import_rows",
+    "publish_import",
+    "open_export",
 }
 
 

@@ -51,6 +51,10 @@ DONE_IN_EVERY_RUN = {
     "prepare_import",
     "import_page_group",
     "finish_import",
+    "import_need",
+    "import_rows",
+    "publish_import",
+    "open_export",
 }
 
 

@@ -78,9 +78,9 @@ class StateImports(StateExchange):
         encoders = (
             {} if self.encoders is None else {layer: whole[layer] for layer in self.encoders.specs if layer in whole}
         )
-        self.table.require_closed("prepare_import")
-        if shared:
+        if parent is not None or shared:
             self._check_parent(parent, shared)
+        self.table.require_closed("prepare_import")
         if self.encoders is not None:
             self.encoders.table.require_room(seq_id, max(encoders.values(), default=0), "prepare_import")
         if self.recurrent is not None and (needed := 1 + len(kept)) > (free := self.recurrent.table.num_available):
