@@ -100,29 +100,49 @@ class Counter(Metric):
             self._value += amount
 
 
-class LabelledCounter(Metric):
-    """A counter for each value of one label. The values are known beforehand and start at 0."""
-
-    type = "counter"
+class _Labelled(Metric):
+    """A number for each value of one label. The values are known beforehand and start at 0."""
 
     def __init__(self, name: str, help: str, label: str, values: Sequence[str]) -> None:
         super().__init__(name, help)
         self.label, self._values = label, dict.fromkeys(values, 0.0)
 
-    def inc(self, label_value: str, amount: float = 1.0) -> None:
-        """Add ``amount`` >= 0 to a known label value; raise ``InvalidArgument`` for others."""
-        if label_value not in self._values:
+    def _check_label(self, value: str) -> None:
+        if value not in self._values:
             raise InvalidArgument(
-                f"{self.name} has no {self.label} {label_value!r}; known: {', '.join(map(repr, self._values))}"
+                f"{self.name} has no {self.label} {value!r}; known: {', '.join(map(repr, self._values))}"
             )
-        _check_number(self.name, "amount", amount, non_negative=True)
-        with self._lock:
-            self._values[label_value] += amount
 
     def _samples(self) -> tuple[Sample, ...]:
         return tuple(
             Sample(name=self.name, labels=((self.label, name),), value=value) for name, value in self._values.items()
         )
+
+
+class LabelledCounter(_Labelled):
+    """A counter for each value of one label."""
+
+    type = "counter"
+
+    def inc(self, label_value: str, amount: float = 1.0) -> None:
+        """Add ``amount`` >= 0 to a known label value; raise ``InvalidArgument`` for others."""
+        self._check_label(label_value)
+        _check_number(self.name, "amount", amount, non_negative=True)
+        with self._lock:
+            self._values[label_value] += amount
+
+
+class LabelledGauge(_Labelled):
+    """A gauge for each value of one label."""
+
+    type = "gauge"
+
+    def set(self, label_value: str, value: float) -> None:
+        """Replace the number of a known label value; raise ``InvalidArgument`` for others."""
+        self._check_label(label_value)
+        _check_number(self.name, "value", value)
+        with self._lock:
+            self._values[label_value] = float(value)
 
 
 class Gauge(Metric):
@@ -166,8 +186,43 @@ class Histogram(Metric):
         return tuple(samples)
 
 
-class EngineMetrics:
-    """All metrics of an engine by their names without prefix and unit: ``metrics.forks.inc()``."""
+class MetricGroup:
+    """Metrics by their names without prefix and unit: ``metrics.forks.inc()``."""
+
+    def _share_lock(self) -> None:
+        """Find the metrics and give them one lock, so that ``collect`` sees one moment."""
+        self._metrics = [metric for metric in vars(self).values() if isinstance(metric, Metric)]
+        self._lock = threading.Lock()
+        for metric in self._metrics:
+            metric._lock = self._lock
+
+    def collect(self) -> list[MetricFamily]:
+        """Return all metrics at one moment, histograms with Prometheus' cumulative buckets."""
+        with self._lock:
+            return [
+                MetricFamily(name=metric.name, type=metric.type, help=metric.help, samples=metric._samples())
+                for metric in self._metrics
+            ]
+
+    def snapshot(self) -> dict[str, float]:
+        """Return all numbers at one moment by full name.
+
+        A labelled counter has its sum under the plain name beside ``name{label="value"}``; a
+        histogram has ``name_sum`` and ``name_count``. Buckets are only in ``collect``.
+        """
+        values: dict[str, float] = {}
+        for family in self.collect():
+            for sample in family.samples:
+                if sample.name.endswith("_bucket"):
+                    continue
+                if sample.labels:
+                    values[sample.name] = values.get(sample.name, 0.0) + sample.value
+                values[sample.key] = sample.value
+        return values
+
+
+class EngineMetrics(MetricGroup):
+    """All metrics of an engine."""
 
     def __init__(self) -> None:
         # What vLLM has too.
@@ -232,34 +287,7 @@ class EngineMetrics:
         self.refusals = LabelledCounter(
             "quire:refusals_total", "Requests to the server that were refused, by error.", "error", REFUSAL_ERRORS
         )
-        self._metrics = [metric for metric in vars(self).values() if isinstance(metric, Metric)]
-        self._lock = threading.Lock()
-        for metric in self._metrics:
-            metric._lock = self._lock  # one for all, so that ``collect`` sees one moment
-
-    def collect(self) -> list[MetricFamily]:
-        """Return all metrics at one moment, histograms with Prometheus' cumulative buckets."""
-        with self._lock:
-            return [
-                MetricFamily(name=metric.name, type=metric.type, help=metric.help, samples=metric._samples())
-                for metric in self._metrics
-            ]
-
-    def snapshot(self) -> dict[str, float]:
-        """Return all numbers at one moment by full name.
-
-        A labelled counter has its sum under the plain name beside ``name{label="value"}``; a
-        histogram has ``name_sum`` and ``name_count``. Buckets are only in ``collect``.
-        """
-        values: dict[str, float] = {}
-        for family in self.collect():
-            for sample in family.samples:
-                if sample.name.endswith("_bucket"):
-                    continue
-                if sample.labels:
-                    values[sample.name] = values.get(sample.name, 0.0) + sample.value
-                values[sample.key] = sample.value
-        return values
+        self._share_lock()
 
 
 # ---------------------------------------------------------------------- an executor's operations

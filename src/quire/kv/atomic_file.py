@@ -60,7 +60,7 @@ def replacing(path: Path, label: str) -> Iterator[BinaryIO]:
     directory, ``InvalidArgument`` also for a path that is no regular file.
     """
     check_regular(path, label, may_be_missing=True)
-    _remove_stale(path)
+    remove_stale(path.parent, path.name)
     with contextlib.ExitStack() as cleanup:
         with os_errors(label):
             sink, temporary = _open_temporary(path, cleanup)
@@ -69,7 +69,7 @@ def replacing(path: Path, label: str) -> Iterator[BinaryIO]:
             os.fsync(sink.fileno())
             # Before the file is closed: without its lock it would be taken for stale.
             os.replace(temporary, path)
-            _sync_directory(path.parent)
+            sync_directory(path.parent)
 
 
 def check_regular(path: Path, label: str, *, may_be_missing: bool = False) -> None:
@@ -85,19 +85,19 @@ def check_regular(path: Path, label: str, *, may_be_missing: bool = False) -> No
             raise InvalidArgument(f"{label} is {kind}; give the name of a file")
 
 
-def _temporary_prefix(path: Path) -> str:
+def _temporary_prefix(name: str) -> str:
     # A digest of the name, since the name itself may be as long as the file system allows.
-    return f".quire-{xxhash.xxh3_64_hexdigest(os.fsencode(path.name))}"
+    return f".quire-{xxhash.xxh3_64_hexdigest(os.fsencode(name))}"
 
 
 def _open_temporary(path: Path, cleanup: contextlib.ExitStack) -> tuple[BinaryIO, Path]:
     """Open a new, locked file beside ``path``; ``cleanup`` closes it and removes it by this name.
 
-    The lock tells ``_remove_stale`` of other processes that the writer lives. The kernel knows
+    The lock tells ``remove_stale`` of other processes that the writer lives. The kernel knows
     locks; a process id is reused, and means nothing in another container.
     """
     while True:
-        temporary = path.with_name(f"{_temporary_prefix(path)}-{os.getpid()}-{secrets.token_hex(8)}.tmp")
+        temporary = path.with_name(f"{_temporary_prefix(path.name)}-{os.getpid()}-{secrets.token_hex(8)}.tmp")
         # Before the file exists, so that no interrupt can come between its creation and this line.
         cleanup.callback(_unlink, temporary)
         sink = open(temporary, "xb", buffering=0)  # noqa: SIM115 - closed by cleanup
@@ -109,11 +109,13 @@ def _open_temporary(path: Path, cleanup: contextlib.ExitStack) -> tuple[BinaryIO
         # Another process took it for stale before it was locked: once more.
 
 
-def _remove_stale(path: Path) -> None:
-    """Remove temporary files of dead writers for the same name. A failure to do so is ignored."""
-    pattern = re.compile(re.escape(_temporary_prefix(path)) + r"-\d+-[0-9a-f]{16}\.tmp")
+def remove_stale(directory: Path, name: str | None = None) -> None:
+    """Remove temporary files of dead writers in a directory: those for the file ``name``, or for
+    any. A failure to do so is ignored."""
+    prefix = ".quire-[0-9a-f]{16}" if name is None else re.escape(_temporary_prefix(name))
+    pattern = re.compile(prefix + r"-\d+-[0-9a-f]{16}\.tmp")
     with contextlib.suppress(OSError):
-        for entry in path.parent.iterdir():
+        for entry in directory.iterdir():
             if pattern.fullmatch(entry.name):
                 with contextlib.suppress(OSError), open(entry, "rb+") as file:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # refused while its writer lives
@@ -130,7 +132,7 @@ def _close(sink: BinaryIO) -> None:
         sink.close()
 
 
-def _sync_directory(directory: Path) -> None:
+def sync_directory(directory: Path) -> None:
     """Make the new name itself survive a loss of power."""
     try:
         fd = os.open(directory, os.O_RDONLY)

@@ -114,3 +114,9 @@ def _within(runs: Runs, start: int, stop: int) -> list[list[Any]]:
     first = max(0, bisect_right([begin for begin, _ in runs], start) - 1)
     found = [[max(begin, start) - start, name] for begin, name in runs[first:] if begin < stop]
     return [] if all(name is None for _, name in found) else found
+
+
+def checked_name(key: ObjectKey) -> str:
+    """Return the name of a key; ``InvalidArgument`` for one that names no object, whatever its
+    fields are made of."""
+    return ObjectKey.parse(key.name).name

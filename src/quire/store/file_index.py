@@ -1,0 +1,217 @@
+"""The index of a directory of objects: which there are, how large, in which order they were used.
+
+SQLite keeps it, so several processes may change it. All of it but the order of uses follows from
+the files, so an index that is missing, damaged or of another version is made anew. A new one has a
+new name: a process that still holds the old one finds that its file is gone, and SQLite's own files
+of the two never meet.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import sqlite3
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Self
+
+from quire.contracts.store import ObjectKey, TierStat
+
+VERSION = 1
+BUSY_SECONDS = 10.0
+"""For which a change waits while another process makes one."""
+
+_SCHEMA = f"""
+BEGIN;
+CREATE TABLE objects (
+    name TEXT PRIMARY KEY, parent BLOB NOT NULL, digest BLOB NOT NULL,
+    bytes INTEGER NOT NULL, use INTEGER NOT NULL, pinned INTEGER NOT NULL DEFAULT 0,
+    children INTEGER NOT NULL DEFAULT 0
+) WITHOUT ROWID;
+CREATE INDEX by_parent ON objects (parent);
+CREATE INDEX by_digest ON objects (digest);
+CREATE INDEX may_go ON objects (use, name) WHERE pinned = 0 AND children = 0;
+CREATE TABLE totals (objects INTEGER, bytes INTEGER, pinned INTEGER, uses INTEGER);
+INSERT INTO totals VALUES (0, 0, 0, 0);
+CREATE TRIGGER added AFTER INSERT ON objects BEGIN
+    UPDATE totals SET objects = objects + 1, bytes = bytes + NEW.bytes, pinned = pinned + NEW.bytes * NEW.pinned;
+    UPDATE objects SET children = children + 1 WHERE digest = NEW.parent;
+    UPDATE objects SET children = (SELECT count(*) FROM objects WHERE parent = NEW.digest) WHERE name = NEW.name;
+END;
+CREATE TRIGGER dropped AFTER DELETE ON objects BEGIN
+    UPDATE totals SET objects = objects - 1, bytes = bytes - OLD.bytes, pinned = pinned - OLD.bytes * OLD.pinned;
+    UPDATE objects SET children = children - 1, use = max(use, OLD.use) WHERE digest = OLD.parent;
+END;
+CREATE TRIGGER changed AFTER UPDATE OF bytes, pinned ON objects BEGIN
+    UPDATE totals SET bytes = bytes + NEW.bytes - OLD.bytes,
+        pinned = pinned + NEW.bytes * NEW.pinned - OLD.bytes * OLD.pinned;
+END;
+PRAGMA user_version = {VERSION};
+COMMIT;
+"""
+# What a damaged index does not answer: another process is at work, the disk is full or read-only.
+_OUTSIDE = {
+    sqlite3.SQLITE_BUSY,
+    sqlite3.SQLITE_LOCKED,
+    sqlite3.SQLITE_FULL,
+    sqlite3.SQLITE_READONLY,
+    sqlite3.SQLITE_IOERR,
+    sqlite3.SQLITE_CANTOPEN,
+    sqlite3.SQLITE_PERM,
+    sqlite3.SQLITE_NOMEM,
+}
+
+
+def is_damage(error: sqlite3.Error) -> bool:
+    """Return whether an error says that an index is damaged, and not what is around it."""
+    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT)
+    return code & 0xFF not in _OUTSIDE or code == sqlite3.SQLITE_IOERR_SHORT_READ
+
+
+class FileIndex:
+    """An open index. One thread at a time makes changes; others may read meanwhile."""
+
+    def __init__(self, path: Path | None, *, fresh: bool) -> None:
+        """Open the index at ``path``, ``fresh``: make it there. None: in memory, for a directory
+        that cannot be written. ``sqlite3.Error`` for one that is damaged or of another version."""
+        self.path = path
+        self._writer = self._reader = self._connect()
+        self._writing = self._reading = threading.RLock()
+        try:
+            if fresh:
+                self._writer.executescript(_SCHEMA)
+            elif self._number("PRAGMA user_version") != VERSION or self._text("PRAGMA quick_check(1)") != "ok":
+                raise sqlite3.DatabaseError(f"{path} is damaged, or no index of version {VERSION}")
+            if path is not None:
+                self._reader, self._reading = self._connect(), threading.RLock()
+        except BaseException:
+            self.close()
+            raise
+
+    @classmethod
+    def find(cls, directory: Path) -> Self:
+        """Open the index of a directory, or make one. The caller holds the directory's lock."""
+        opened: Self | None = None
+        for path in sorted(directory.glob(f"index-{VERSION}-*.sqlite")):
+            if opened is None:
+                try:
+                    opened = cls(path, fresh=False)
+                    continue
+                except sqlite3.Error as error:
+                    if not is_damage(error):
+                        raise
+            for suffix in ("-wal", "-shm", ""):
+                path.with_name(path.name + suffix).unlink(missing_ok=True)
+        return opened or cls(directory / f"index-{VERSION}-{secrets.token_hex(8)}.sqlite", fresh=True)
+
+    def is_current(self) -> bool:
+        """Return whether the index is still that of its directory."""
+        return self.path is None or self.path.exists()
+
+    def sizes(self, names: Sequence[str]) -> list[int | None]:
+        """Return the bytes of objects, None where one is unknown."""
+        with self._reading:
+            rows = [
+                self._reader.execute("SELECT bytes FROM objects WHERE name = ?", (one,)).fetchone() for one in names
+            ]
+        return [row and row[0] for row in rows]
+
+    def under(self, parent: bytes) -> list[str]:
+        """Return the names under a parent."""
+        with self._reading:
+            return [name for (name,) in self._reader.execute("SELECT name FROM objects WHERE parent = ?", (parent,))]
+
+    def names(self) -> set[str]:
+        """Return all names."""
+        with self._reading:
+            return {name for (name,) in self._reader.execute("SELECT name FROM objects")}
+
+    def pinned(self) -> set[str]:
+        """Return the names of pinned objects."""
+        with self._reading:
+            return {name for (name,) in self._reader.execute("SELECT name FROM objects WHERE pinned = 1")}
+
+    def stat(self, capacity: int | None) -> TierStat:
+        """Return the totals."""
+        with self._reading:
+            objects, size, pinned = self._reader.execute("SELECT objects, bytes, pinned FROM totals").fetchone()
+        return TierStat(objects=objects, bytes=size, capacity=capacity, pinned=pinned)
+
+    @contextlib.contextmanager
+    def change(self) -> Iterator[None]:
+        """Make the changes of a block happen all or not at all, and after those of others."""
+        with self._writing:
+            self._writer.execute("BEGIN IMMEDIATE")
+            try:
+                yield
+                self._writer.execute("COMMIT")
+            except BaseException:
+                if self._writer.in_transaction:
+                    self._writer.execute("ROLLBACK")
+                raise
+
+    # ---------------------------------------------------------------- inside of ``change``
+
+    def use(self, names: Sequence[str]) -> None:
+        """Note uses of objects, the last one last."""
+        uses = self._number("SELECT uses FROM totals")
+        rows = [(uses + index, name) for index, name in enumerate(names, 1)]
+        self._writer.executemany("UPDATE objects SET use = ? WHERE name = ?", rows)
+        self._writer.execute("UPDATE totals SET uses = uses + ?", (len(names),))
+
+    def add(self, key: ObjectKey, size: int) -> None:
+        """Enter an object, or its new size; without a use."""
+        self._writer.execute(
+            "INSERT INTO objects (name, parent, digest, bytes, use) VALUES (?, ?, ?, ?, 0)"
+            " ON CONFLICT (name) DO UPDATE SET bytes = excluded.bytes",
+            (key.name, key.parent, key.digest, size),
+        )
+
+    def drop(self, name: str) -> bool:
+        """Forget an object; return whether it was known."""
+        return self._writer.execute("DELETE FROM objects WHERE name = ?", (name,)).rowcount > 0
+
+    def pin(self, name: str, pinned: bool) -> bool:
+        """Pin an object or not; return whether it is known."""
+        return self._writer.execute("UPDATE objects SET pinned = ? WHERE name = ?", (pinned, name)).rowcount > 0
+
+    def shrink(self, capacity: int, spared: str | None = None) -> tuple[list[str], bool]:
+        """Forget, until all fits, of what nothing stands under what was used longest ago. Return
+        the names, and whether it fits without giving up ``spared`` and what is pinned."""
+        gone: list[str] = []
+        while self._number("SELECT bytes FROM totals") > capacity:
+            row = self._writer.execute(
+                "SELECT name FROM objects WHERE pinned = 0 AND children = 0 AND name IS NOT ? ORDER BY use, name LIMIT 1",
+                (spared,),
+            ).fetchone()
+            if row is None:
+                return gone, False
+            self.drop(row[0])
+            gone.append(row[0])
+        return gone, True
+
+    def close(self) -> None:
+        """Close the files, once nothing uses them."""
+        with self._writing, self._reading:
+            for connection in {self._reader, self._writer}:
+                with contextlib.suppress(sqlite3.Error):
+                    connection.close()
+
+    def _connect(self) -> sqlite3.Connection:
+        path = ":memory:" if self.path is None else str(self.path)
+        connection = sqlite3.connect(path, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False)
+        try:
+            connection.execute("PRAGMA journal_mode = WAL")
+            # What a loss of power takes of the last changes, the files give back.
+            connection.execute("PRAGMA synchronous = NORMAL")
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def _number(self, query: str) -> int:
+        return int(self._writer.execute(query).fetchone()[0])
+
+    def _text(self, query: str) -> str:
+        return str(self._writer.execute(query).fetchone()[0])

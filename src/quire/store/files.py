@@ -1,0 +1,366 @@
+"""``FileTier``: objects as files of a directory that several processes may use at once.
+
+``objects/ab/NAME.quire`` are the objects, ``ab`` the first digits of their digests, and ``pins/``
+has an empty file for each pinned one. These are the truth; ``index-*.sqlite`` follows from them
+(``quire.store.file_index``). A file gets its name, complete and synced, in the same transaction
+that enters it into the index, so that only a killed process leaves a file without an entry. The
+next one to open the directory finds it.
+
+Objects are read by mapping their files: nobody changes a file in place. What is given up meanwhile
+stays readable to whoever has it mapped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import fcntl
+import functools
+import mmap
+import os
+import sqlite3
+import stat
+import threading
+import time
+import weakref
+from collections.abc import Callable, Collection, Iterator, Sequence
+from pathlib import Path
+from typing import BinaryIO, Concatenate, ParamSpec, TypeVar
+
+from quire.contracts.store import Blob, ObjectKey, ObjectKind, TierStat
+from quire.errors import InvalidArgument, QuireError, TierError
+from quire.kv.atomic_file import remove_stale, replacing, sync_directory
+from quire.store.file_index import FileIndex, is_damage
+from quire.store.keys import checked_name
+from quire.store.threads import DaemonThreads
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+THREADS = 8
+SUFFIX = ".quire"
+USES_KEPT = 256
+"""Uses that are noted in memory before the index gets them."""
+MAPPED = 256
+"""Objects that are mapped at once. Each holds a file descriptor, so further ones are read."""
+OPEN_SECONDS = 30.0
+"""For which a directory may be locked by another process that opens it."""
+
+# What opening a file answers if there is no file of that name.
+_NO_FILE = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO}
+
+
+class _NoRoom(Exception):
+    """An object does not fit, whatever is given up."""
+
+
+class FileTier:
+    """Objects in a directory, at most ``capacity`` bytes of them; None: no limit."""
+
+    kind = "disk"
+    is_durable = True
+
+    def __init__(self, directory: str | os.PathLike[str], capacity: int | None) -> None:
+        self.directory, self.capacity = Path(directory).absolute(), capacity
+        self.label = f"directory {str(self.directory)!r}"
+        self._threads = DaemonThreads(THREADS, "quire-files")
+        self._lock = threading.Lock()
+        """Of the three below."""
+        self._opened: FileIndex | None = None
+        self._closed = False
+        self._used: dict[str, None] = {}
+        """Names that were used since the index was told, the last one last."""
+        self._maps: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
+
+    async def get(self, keys: Sequence[ObjectKey]) -> list[Blob | None]:
+        return await self._call(self._get, _names(keys))
+
+    async def put(self, key: ObjectKey, blob: Blob) -> bool:
+        return await self._call(self._put, key, checked_name(key), blob)
+
+    async def contains(self, keys: Sequence[ObjectKey]) -> list[bool]:
+        return await self._call(self._contains, _names(keys))
+
+    async def children(self, parents: Sequence[bytes]) -> list[list[ObjectKey]]:
+        found = await self._call(lambda index: [index.under(parent) for parent in parents])
+        return [[ObjectKey.parse(name) for name in names] for names in found]
+
+    async def remove(self, keys: Collection[ObjectKey]) -> int:
+        return await self._call(self._remove, _names(keys))
+
+    async def pin(self, keys: Collection[ObjectKey], pinned: bool) -> None:
+        await self._call(self._pin, _names(keys), pinned)
+
+    async def stat(self) -> TierStat:
+        return await self._call(lambda index: index.stat(self.capacity))
+
+    async def close(self) -> None:
+        """Tell the index of the last uses and close it."""
+        await asyncio.get_running_loop().run_in_executor(self._threads, self._close)
+        self._threads.shutdown(wait=False)
+
+    async def _call(self, function: Callable[Concatenate[FileIndex, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
+        if self._closed:
+            raise TierError(f"{self.label} is closed")
+        call = functools.partial(self._with_index, function, *args, **kwargs)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+
+    # ------------------------------------------------------------ on threads of the tier
+
+    def _with_index(self, function: Callable[Concatenate[FileIndex, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Call with the index, again with a new one if it turns out to be damaged."""
+        for attempt in range(2):
+            index = None
+            try:
+                index = self._index()
+                return function(index, *args, **kwargs)
+            except sqlite3.Error as error:
+                if attempt or not is_damage(error):
+                    raise TierError(f"the index of {self.label}: {error}") from error
+                if index is not None:
+                    self._discard(index)
+            except TierError:
+                raise
+            except (OSError, QuireError) as error:
+                raise TierError(str(error) if self.label in str(error) else f"{self.label}: {error}") from error
+        raise AssertionError("the second attempt returns or raises")
+
+    def _index(self) -> FileIndex:
+        """Return the open index; open the directory if there is none, or if its file is gone."""
+        with self._lock:
+            if self._closed:
+                raise TierError(f"{self.label} is closed")
+            if self._opened is None or not self._opened.is_current():
+                if self._opened is not None:
+                    self._opened.close()
+                    self._opened = None
+                self._opened = self._open()
+            return self._opened
+
+    def _open(self) -> FileIndex:
+        try:
+            for folder in (self.directory, self.directory / "objects", self.directory / "pins"):
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with self._alone():
+                return self._agreed(FileIndex.find(self.directory))
+        except TierError:
+            raise
+        except (OSError, sqlite3.OperationalError) as error:
+            if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_BUSY or not self._objects.is_dir():
+                raise
+            # A disk that is full or read-only can still be read.
+            return self._agreed(FileIndex(None, fresh=True))
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Keep other processes from opening the directory meanwhile."""
+        fd = os.open(self.directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            deadline = time.monotonic() + OPEN_SECONDS
+            while True:
+                try:
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > deadline:
+                        raise TierError(f"{self.label} is being opened by another process") from None
+                    time.sleep(0.01)
+            yield
+        finally:
+            os.close(fd)
+
+    def _agreed(self, index: FileIndex) -> FileIndex:
+        """Return an index in which the files are, and nothing else."""
+        try:
+            with index.change():
+                known, there = index.names(), set[str]()
+                for folder in os.scandir(self._objects):
+                    if not folder.is_dir(follow_symlinks=False):
+                        continue
+                    remove_stale(Path(folder.path))
+                    for entry in os.scandir(folder):
+                        name = entry.name.removesuffix(SUFFIX)
+                        if name in known:
+                            there.add(name)
+                        elif entry.path == str(self._path(name)) and entry.is_file(follow_symlinks=False):
+                            with contextlib.suppress(InvalidArgument):  # another file, which stays
+                                index.add(ObjectKey.parse(name), entry.stat(follow_symlinks=False).st_size)
+                for name in known - there:
+                    index.drop(name)
+                pins = {entry.name for entry in os.scandir(self.directory / "pins")}
+                for name in pins ^ index.pinned():
+                    index.pin(name, name in pins)
+                if index.path is not None and self.capacity is not None:
+                    for name in index.shrink(self.capacity)[0]:
+                        self._unlink(name)
+            return index
+        except BaseException:
+            index.close()
+            raise
+
+    def _discard(self, index: FileIndex) -> None:
+        """Remove a damaged index. Other processes see that its file is gone."""
+        index.close()
+        with self._lock:
+            if self._opened is index:
+                self._opened = None
+        if index.path is not None:
+            index.path.unlink(missing_ok=True)
+
+    def _get(self, index: FileIndex, names: Sequence[str]) -> list[Blob | None]:
+        found: list[Blob | None] = []
+        for name, size in zip(names, index.sizes(names), strict=True):
+            blob = None if size is None else self._read(self._path(name), size)
+            if size is not None and blob is None:
+                self._heal(index, name)
+            found.append(blob)
+        self._note_uses(index, [name for name, blob in zip(names, found, strict=True) if blob is not None])
+        return found
+
+    def _read(self, path: Path, size: int) -> Blob | None:
+        """Return what a file holds; None: there is none of this size."""
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError as error:
+            if error.errno in _NO_FILE:
+                return None
+            raise
+        with open(fd, "rb", buffering=0) as file:
+            found = os.fstat(fd)
+            if not stat.S_ISREG(found.st_mode) or found.st_size != size:
+                return None
+            if not size or len(self._maps) >= MAPPED:
+                data = file.read(size)
+                return data if data is not None and len(data) == size else None
+            mapped = mmap.mmap(fd, size, access=mmap.ACCESS_READ)
+        with self._lock:
+            self._maps.add(mapped)
+        return memoryview(mapped)
+
+    def _put(self, index: FileIndex, key: ObjectKey, name: str, blob: Blob) -> bool:
+        if key.kind is not ObjectKind.RECORD and self._contains(index, [name])[0]:
+            self._note_uses(index, [name])
+            return True
+        size = memoryview(blob).nbytes
+        if self.capacity is not None and size > self.capacity:
+            return False
+        if index.path is None:  # perhaps the directory can be written by now
+            self._discard(index)
+            index = self._index()
+            if index.path is None:
+                raise TierError(f"{self.label} cannot be written: its disk is full or read-only")
+        self._write_uses(index)
+        path, gone = self._path(name), list[str]()
+        if not path.parent.is_dir():
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            sync_directory(path.parent.parent)
+        try:
+            with contextlib.ExitStack() as change:
+                with replacing(path, self.label) as sink:
+                    os.fchmod(sink.fileno(), 0o600)
+                    _write(sink, blob)
+                    os.fsync(sink.fileno())
+                    change.enter_context(index.change())
+                    index.add(key, size)
+                    index.use([name])
+                    if self.capacity is not None:
+                        gone, fits = index.shrink(self.capacity, spared=name)
+                        if not fits:
+                            raise _NoRoom
+                for name in gone:
+                    self._unlink(name)
+        except _NoRoom:
+            return False
+        return True
+
+    def _contains(self, index: FileIndex, names: Sequence[str]) -> list[bool]:
+        found = []
+        for name, size in zip(names, index.sizes(names), strict=True):
+            there = size is not None and self._has(name, size)
+            if size is not None and not there:
+                self._heal(index, name)
+            found.append(there)
+        return found
+
+    def _remove(self, index: FileIndex, names: Collection[str]) -> int:
+        with index.change():
+            for name in names:
+                self._unlink(name)
+            return sum(index.drop(name) for name in names)
+
+    def _pin(self, index: FileIndex, names: Collection[str], pinned: bool) -> None:
+        folder = self.directory / "pins"
+        with index.change():
+            for name in names:
+                if index.pin(name, pinned):
+                    if pinned:
+                        os.close(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
+                    else:
+                        (folder / name).unlink(missing_ok=True)
+            sync_directory(folder)
+
+    def _heal(self, index: FileIndex, name: str) -> None:
+        """Remove an object whose file is not what the index says."""
+        with index.change():
+            (size,) = index.sizes([name])
+            if size is not None and not self._has(name, size):
+                with contextlib.suppress(OSError):
+                    self._unlink(name)
+                index.drop(name)
+
+    def _note_uses(self, index: FileIndex, names: Sequence[str]) -> None:
+        with self._lock:
+            for name in names:
+                self._used.pop(name, None)
+                self._used[name] = None
+            many = len(self._used) >= USES_KEPT
+        if many:
+            self._write_uses(index)
+
+    def _write_uses(self, index: FileIndex) -> None:
+        with self._lock:
+            names, self._used = list(self._used), {}
+        if names:
+            # Lost, they make the order of uses a little older than it is.
+            with contextlib.suppress(sqlite3.OperationalError), index.change():
+                index.use(names)
+
+    def _close(self) -> None:
+        index = self._opened
+        if index is not None and index.is_current():
+            with contextlib.suppress(sqlite3.Error):
+                self._write_uses(index)
+        with self._lock:
+            self._closed = True
+            if self._opened is not None:
+                self._opened.close()
+                self._opened = None
+
+    @property
+    def _objects(self) -> Path:
+        return self.directory / "objects"
+
+    def _path(self, name: str) -> Path:
+        return self._objects / name.rpartition("-")[2][:2] / f"{name}{SUFFIX}"
+
+    def _has(self, name: str, size: int) -> bool:
+        try:
+            found = self._path(name).lstat()
+        except FileNotFoundError:
+            return False
+        return stat.S_ISREG(found.st_mode) and found.st_size == size
+
+    def _unlink(self, name: str) -> None:
+        self._path(name).unlink(missing_ok=True)
+        (self.directory / "pins" / name).unlink(missing_ok=True)
+
+
+def _names(keys: Collection[ObjectKey]) -> list[str]:
+    return [checked_name(key) for key in keys]
+
+
+def _write(sink: BinaryIO, blob: Blob) -> None:
+    rest = memoryview(blob).cast("B")
+    while rest:
+        rest = rest[sink.write(rest) :]

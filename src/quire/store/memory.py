@@ -1,0 +1,196 @@
+"""``MemoryTier``: objects in this process's memory, the nearest tier.
+
+What has something under it is never given up before that, and counts as used when that is: of the
+objects that nothing stands under, the one that was used longest ago goes first. Giving up an object
+hands the time of its use to what it stood under, so that no use has to walk up its chain.
+"""
+
+from __future__ import annotations
+
+import heapq
+import threading
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from quire.contracts.store import Blob, ObjectKey, ObjectKind, TierStat
+
+
+@dataclass(slots=True)
+class _Kept:
+    """An object of the tier."""
+
+    key: ObjectKey
+    blob: Blob
+    size: int
+    use: int
+    """Of the uses of all objects, the number of this object's last one."""
+    pinned: bool = False
+    queued: bool = False
+    """Whether the queue has an entry for it."""
+
+
+class MemoryTier:
+    """Objects in memory. The verbs that end in ``_now`` are for any thread; each holds a lock for
+    microseconds."""
+
+    kind = "memory"
+    label = "memory"
+    is_durable = False
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._lock = threading.Lock()
+        self._kept: dict[ObjectKey, _Kept] = {}
+        self._under: dict[bytes, dict[ObjectKey, None]] = {}
+        """The keys under each parent, in the order in which they came."""
+        self._ends: dict[bytes, dict[ObjectKey, None]] = {}
+        """The keys by their digests: what the objects under a digest stand under."""
+        self._queue: list[tuple[int, ObjectKey]] = []
+        """A heap of what may be given up, by last use. An entry may be out of date: it is looked at
+        when it comes up."""
+        self._bytes = self._pinned_bytes = self._uses = 0
+
+    def get_now(self, keys: Sequence[ObjectKey]) -> list[Blob | None]:
+        """Do as ``get`` does, at once."""
+        found: list[Blob | None] = []
+        with self._lock:
+            for key in keys:
+                if kept := self._kept.get(key):
+                    kept.use = self._next_use()
+                found.append(kept.blob if kept else None)
+        return found
+
+    def put_now(self, key: ObjectKey, blob: Blob) -> bool:
+        """Do as ``put`` does, at once."""
+        size = memoryview(blob).nbytes
+        with self._lock:
+            old = self._kept.get(key)
+            if old and key.kind is not ObjectKind.RECORD:
+                old.use = self._next_use()
+                return True
+            if size > self.capacity:
+                return False
+            if old:
+                self._drop(old)
+            new = _Kept(key, blob, size, self._next_use(), pinned=old is not None and old.pinned)
+            self._add(new)
+            gone = [old] if old else []
+            while self._bytes > self.capacity:
+                oldest = self._oldest()
+                if oldest is None or oldest is new:
+                    new.use = 0  # a refused object is no use of what it would stand under
+                    self._drop(new)
+                    for one in gone:
+                        self._add(one)
+                    return False
+                self._drop(oldest)
+                gone.append(oldest)
+        return True
+
+    def contains_now(self, keys: Sequence[ObjectKey]) -> list[bool]:
+        """Do as ``contains`` does, at once."""
+        with self._lock:
+            return [key in self._kept for key in keys]
+
+    def children_now(self, parents: Sequence[bytes]) -> list[list[ObjectKey]]:
+        """Do as ``children`` does, at once."""
+        with self._lock:
+            return [list(self._under.get(parent, ())) for parent in parents]
+
+    def remove_now(self, keys: Collection[ObjectKey]) -> int:
+        """Do as ``remove`` does, at once."""
+        with self._lock:
+            found = [kept for key in dict.fromkeys(keys) if (kept := self._kept.get(key))]
+            for kept in found:
+                self._drop(kept)
+        return len(found)
+
+    def pin_now(self, keys: Collection[ObjectKey], pinned: bool) -> None:
+        """Do as ``pin`` does, at once."""
+        with self._lock:
+            for kept in (kept for key in keys if (kept := self._kept.get(key))):
+                self._pinned_bytes += (pinned - kept.pinned) * kept.size
+                kept.pinned = pinned
+                self._offer(kept)
+
+    def stat_now(self) -> TierStat:
+        """Do as ``stat`` does, at once."""
+        with self._lock:
+            return TierStat(
+                objects=len(self._kept), bytes=self._bytes, capacity=self.capacity, pinned=self._pinned_bytes
+            )
+
+    async def get(self, keys: Sequence[ObjectKey]) -> list[Blob | None]:
+        return self.get_now(keys)
+
+    async def put(self, key: ObjectKey, blob: Blob) -> bool:
+        return self.put_now(key, blob)
+
+    async def contains(self, keys: Sequence[ObjectKey]) -> list[bool]:
+        return self.contains_now(keys)
+
+    async def children(self, parents: Sequence[bytes]) -> list[list[ObjectKey]]:
+        return self.children_now(parents)
+
+    async def remove(self, keys: Collection[ObjectKey]) -> int:
+        return self.remove_now(keys)
+
+    async def pin(self, keys: Collection[ObjectKey], pinned: bool) -> None:
+        self.pin_now(keys, pinned)
+
+    async def stat(self) -> TierStat:
+        return self.stat_now()
+
+    async def close(self) -> None:
+        self.remove_now(list(self._kept))
+
+    # -------------------------------------------------------- with the lock held
+
+    def _next_use(self) -> int:
+        self._uses += 1
+        return self._uses
+
+    def _add(self, one: _Kept) -> None:
+        self._kept[one.key] = one
+        self._under.setdefault(one.key.parent, {})[one.key] = None
+        self._ends.setdefault(one.key.digest, {})[one.key] = None
+        self._bytes += one.size
+        self._pinned_bytes += one.size * one.pinned
+        one.queued = False
+        self._offer(one)
+
+    def _drop(self, one: _Kept) -> None:
+        del self._kept[one.key]
+        self._bytes -= one.size
+        self._pinned_bytes -= one.size * one.pinned
+        for index, digest in ((self._under, one.key.parent), (self._ends, one.key.digest)):
+            del index[digest][one.key]
+            if not index[digest]:
+                del index[digest]
+        for key in self._ends.get(one.key.parent, ()):
+            above = self._kept[key]
+            above.use = max(above.use, one.use)
+            self._offer(above)
+
+    def _offer(self, one: _Kept) -> None:
+        """Enter an object into the queue if it may be given up and is not there."""
+        if one.queued or one.pinned or one.key.digest in self._under:
+            return
+        if len(self._queue) > 2 * len(self._kept) + 64:  # mostly of removed objects
+            self._queue = [(kept.use, key) for key, kept in self._kept.items() if kept.queued]
+            heapq.heapify(self._queue)
+        one.queued = True
+        heapq.heappush(self._queue, (one.use, one.key))
+
+    def _oldest(self) -> _Kept | None:
+        """Return the object to give up next, which is in the queue no more; None: there is none."""
+        while self._queue:
+            use, key = heapq.heappop(self._queue)
+            one = self._kept.get(key)
+            if one is None:
+                continue
+            one.queued = False
+            if one.use == use and not one.pinned and one.key.digest not in self._under:
+                return one
+            self._offer(one)
+        return None

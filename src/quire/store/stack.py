@@ -1,0 +1,373 @@
+"""``Store``: tiers, nearest first, as one place that the engine asks from any thread.
+
+Memory answers at once, in the caller's thread. All others are asked on one event loop, on a thread
+that starts when it is first needed. Nothing that happens to a tier is an error here: it is a miss,
+or an object that was not written, and it is counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from typing import TypeVar
+
+from quire.contracts.store import Blob, ObjectKey, ObjectKind, StoreTier, TierStat
+from quire.errors import InvalidArgument
+from quire.store.memory import MemoryTier
+from quire.store.store_metrics import DAMAGE, StoreMetrics
+from quire.store.tier_guard import TierGuard
+
+R = TypeVar("R")
+
+LOG = logging.getLogger("quire.store")
+QUEUE_BYTES = 256 << 20
+REMOTE = {"redis", "object"}
+"""Kinds of tiers from which objects are copied to memory when they are read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """An object and the kind of the tier that had it."""
+
+    blob: Blob
+    tier: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierReport:
+    """What is known of one tier."""
+
+    kind: str
+    label: str
+    is_durable: bool
+    stat: TierStat | None
+    """None: it does not say, or rests."""
+    rest_of_reads: float = 0.0
+    """Seconds for which it is not read, since that failed."""
+    rest_of_writes: float = 0.0
+
+
+class Store:
+    """Tiers, nearest first. A memory tier is the first one."""
+
+    def __init__(
+        self,
+        tiers: Sequence[StoreTier],
+        *,
+        queue_bytes: int = QUEUE_BYTES,
+        seconds: float = 10.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``queue_bytes`` may wait to be written; ``seconds`` is what one operation of a tier may
+        take."""
+        if any(isinstance(tier, MemoryTier) for tier in tiers[1:]):
+            raise InvalidArgument("a store has at most one memory tier, and it stands first", field="store")
+        self.metrics = StoreMetrics(list(dict.fromkeys(tier.kind for tier in tiers)))
+        self._memory = tiers[0] if tiers and isinstance(tiers[0], MemoryTier) else None
+        self._far = [TierGuard(tier, self.metrics, seconds, clock) for tier in tiers if tier is not self._memory]
+        self._durable = [one for one in self._far if one.tier.is_durable]
+        self._queue_bytes = queue_bytes
+        self._room = threading.Condition()
+        """Guards all below, and is told when bytes leave the queue."""
+        self._queued = 0
+        self._flights: dict[ObjectKey, Future[Found | None]] = {}
+        """Reads under way."""
+        self._changes: dict[ObjectKey, Future[bool]] = {}
+        """The last change under way of each object; the next one waits for it."""
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._closed = False
+        self._tasks: set[asyncio.Task[object]] = set()
+        """Of the loop: it keeps only weak references."""
+
+    @property
+    def is_durable(self) -> bool:
+        """Whether there is a durable tier."""
+        return bool(self._durable)
+
+    def children(self, parents: Sequence[bytes], timeout: float = 1.0) -> Future[list[dict[ObjectKey, str]]]:
+        """Find, for each parent, the keys under it and the kind of the nearest tier that has each.
+        A tier that takes longer than ``timeout`` seconds has none."""
+        near: list[dict[ObjectKey, str]] = [{} for _ in parents]
+        if self._memory:
+            for found, keys in zip(near, self._memory.children_now(parents), strict=True):
+                found.update(dict.fromkeys(keys, self._memory.kind))
+        if not self._far:
+            return _done(near)
+        return self._ask(lambda: self._children(list(parents), near, timeout), near)
+
+    def get(self, keys: Sequence[ObjectKey]) -> list[Future[Found | None]]:
+        """Read objects, each from the nearest tier that has it. What is being read already is not
+        read again, and what is being written is read after that."""
+        answers: list[Future[Found | None]] = []
+        near = self._memory.get_now(keys) if self._memory else [None] * len(keys)
+        for key, blob in zip(keys, near, strict=True):
+            if blob is not None:
+                self.metrics.hits.inc("memory")
+                self.metrics.read.inc("memory", memoryview(blob).nbytes)
+                answers.append(_done(Found(blob, "memory")))
+            elif not self._far:
+                self.metrics.misses.inc()
+                answers.append(_done(None))
+            else:
+                answers.append(self._flight(key))
+        return answers
+
+    def put(self, key: ObjectKey, blob: Blob, *, durable: bool, wait: bool = False) -> bool:
+        """Keep an object: in memory at once, or ``durable``, written behind to all durable tiers.
+        Return False if there is no room: in memory, or in the queue, which ``wait`` waits for.
+        ``known`` tells later whether a durable tier has it."""
+        size = memoryview(blob).nbytes
+        if not durable:
+            if self._memory is None or self._closed or not self._memory.put_now(key, blob):
+                return False
+            self.metrics.written.inc("memory", size)
+            return True
+        if not self._durable:
+            return False
+        with self._room:
+            while self._queued and self._queued + size > self._queue_bytes and not self._closed:
+                if not wait:
+                    self.metrics.dropped.inc()
+                    return False
+                self._room.wait()
+            if self._closed:
+                return False
+            if self._memory and key.kind is ObjectKind.RECORD:
+                self._memory.remove_now([key])  # the one before
+            self._queued += size
+            self._change([key], lambda: self._write(key, blob), freed=size)
+        return True
+
+    def known(self, key: ObjectKey) -> bool:
+        """Return whether a durable tier has the object, as far as this process has seen lately, and
+        all others that do not rest have it, too."""
+        have = [one.knows(key) for one in self._durable]
+        return any(have) and all(has or one.writes.is_broken for has, one in zip(have, self._durable, strict=True))
+
+    def damaged(self, key: ObjectKey, tier_kind: str, reason: str) -> None:
+        """Count an object that a tier gave and that is of no use, and remove it there. Reasons are
+        those of ``store_metrics.DAMAGE``; any other one is ``other``."""
+        self.metrics.damaged.inc(reason if reason in DAMAGE else "other")
+        LOG.warning("%s of the %s tier is damaged or does not fit (%s) and is removed", key.name, tier_kind, reason)
+        if self._memory and tier_kind == self._memory.kind:
+            self._memory.remove_now([key])
+        if tiers := [one for one in self._far if one.kind == tier_kind]:
+            self._change([key], lambda: _all(one.remove([key]) for one in tiers))
+
+    def contains(self, keys: Sequence[ObjectKey]) -> Future[list[bool]]:
+        """Find which objects a tier has."""
+        near = self._memory.contains_now(keys) if self._memory else [False for _ in keys]
+        return self._ask(lambda: self._contains(list(keys), near), near) if self._far else _done(near)
+
+    def remove(self, keys: Collection[ObjectKey]) -> Future[bool]:
+        """Forget objects, pinned ones too; the result says whether all tiers did."""
+        if self._memory:
+            self._memory.remove_now(keys)
+        return self._change(keys, lambda: _all(one.remove(keys) for one in self._far))
+
+    def pin(self, keys: Collection[ObjectKey], pinned: bool) -> Future[bool]:
+        """Pin objects in all tiers that have them, or let them go; the result says whether all
+        tiers did."""
+        if self._memory:
+            self._memory.pin_now(keys, pinned)
+        return self._change(keys, lambda: _all(one.pin(keys, pinned) for one in self._far))
+
+    def flush(self, timeout: float) -> bool:
+        """Wait until all changes asked for before are made, or have failed; return whether they
+        were within ``timeout`` seconds."""
+        with self._room:
+            changes = set(self._changes.values())
+        return not wait(changes, timeout).not_done
+
+    def stat(self, timeout: float = 2.0) -> list[TierReport]:
+        """Return what is known of each tier."""
+        silent: list[TierStat | None] = [None for _ in self._far]
+        answer = self._ask(self._stat, silent) if self._far else _done(silent)
+        stats = silent if wait([answer], timeout).not_done else answer.result()
+        reports = [
+            TierReport(
+                kind=one.kind,
+                label=one.tier.label,
+                is_durable=one.tier.is_durable,
+                stat=stat,
+                rest_of_reads=one.reads.seconds,
+                rest_of_writes=one.writes.seconds,
+            )
+            for one, stat in zip(self._far, stats, strict=True)
+        ]
+        if near := self._memory:
+            reports.insert(0, TierReport(kind=near.kind, label=near.label, is_durable=False, stat=near.stat_now()))
+        return reports
+
+    def snapshot(self) -> dict[str, float]:
+        """Return all metrics by their full names."""
+        for kind in {one.kind for one in self._far}:
+            broken = [one.reads.is_broken or one.writes.is_broken for one in self._far if one.kind == kind]
+            self.metrics.resting.set(kind, any(broken))
+        self.metrics.queued.set(self._queued)
+        return self.metrics.snapshot()
+
+    def close(self, timeout: float = 10.0) -> None:
+        """Write what waits for at most ``timeout`` seconds and close the tiers. From here on all is
+        a miss."""
+        with self._room:
+            if self._closed:
+                return
+        self.flush(timeout)
+        with self._room:
+            if self._closed:
+                return
+            self._closed = True
+            self._room.notify_all()
+            loop, thread = self._loop, self._thread
+            if loop is not None:
+                loop.call_soon_threadsafe(lambda: self._keep(loop.create_task(self._end(loop))))
+        if thread is not None:
+            thread.join()
+
+    # ------------------------------------------------------------------ any thread
+
+    def _flight(self, key: ObjectKey) -> Future[Found | None]:
+        with self._room:
+            if flight := self._flights.get(key):
+                return flight
+            before = self._changes.get(key)
+            flight = self._ask(lambda: self._fetch(key, before), None)
+            if not flight.done():
+                self._flights[key] = flight
+        flight.add_done_callback(lambda _: self._landed(key, flight))
+        return flight
+
+    def _landed(self, key: ObjectKey, flight: Future[Found | None]) -> None:
+        with self._room:
+            if self._flights.get(key) is flight:
+                del self._flights[key]
+
+    def _change(
+        self, keys: Collection[ObjectKey], function: Callable[[], Awaitable[bool]], freed: int = 0
+    ) -> Future[bool]:
+        """Run a change after those of the same objects that were asked for before."""
+        with self._room:
+            before = {change for key in keys if (change := self._changes.get(key))}
+            for key in keys:  # a read that began before this is none for those who ask after it
+                self._flights.pop(key, None)
+
+            async def run() -> bool:
+                for change in before:
+                    await asyncio.wrap_future(change)
+                return await function()
+
+            future = self._ask(run, False)
+            if not future.done():
+                self._changes.update(dict.fromkeys(keys, future))
+        future.add_done_callback(lambda _: self._changed(keys, future, freed))
+        return future
+
+    def _changed(self, keys: Collection[ObjectKey], future: Future[bool], freed: int) -> None:
+        with self._room:
+            for key in keys:
+                if self._changes.get(key) is future:
+                    del self._changes[key]
+            self._queued -= freed
+            self._room.notify_all()
+
+    def _ask(self, function: Callable[[], Awaitable[R]], otherwise: R) -> Future[R]:
+        """Run a coroutine on the loop. The result is ``otherwise`` if it does not come to an end.
+        Nobody can cancel it: others may wait for the same."""
+        future: Future[R] = Future()
+        future.set_running_or_notify_cancel()
+
+        async def answer() -> None:
+            future.set_result(await function())
+
+        def ended(task: asyncio.Task[object]) -> None:
+            if not task.cancelled() and (error := task.exception()):
+                LOG.error("a defect of the store", exc_info=error)
+            if not future.done():
+                future.set_result(otherwise)
+
+        def start(loop: asyncio.AbstractEventLoop) -> None:
+            task = loop.create_task(answer())
+            self._keep(task)
+            task.add_done_callback(ended)
+
+        with self._room:
+            if self._closed:
+                future.set_result(otherwise)
+                return future
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                self._thread = threading.Thread(target=self._run, args=(self._loop,), name="quire-store", daemon=True)
+                self._thread.start()
+            self._loop.call_soon_threadsafe(start, self._loop)
+        return future
+
+    # ------------------------------------------------------------------ the loop's thread
+
+    def _run(self, loop: asyncio.AbstractEventLoop) -> None:
+        try:
+            loop.run_forever()
+        finally:
+            loop.close()
+
+    def _keep(self, task: asyncio.Task[object]) -> None:
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _end(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Cancel what runs, close the tiers and stop the loop."""
+        others = self._tasks - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        await asyncio.gather(*(one.close() for one in self._far))
+        loop.stop()
+
+    async def _children(
+        self, parents: list[bytes], near: list[dict[ObjectKey, str]], seconds: float
+    ) -> list[dict[ObjectKey, str]]:
+        answers = await asyncio.gather(*(one.children(parents, seconds) for one in self._far))
+        merged = [dict(found) for found in near]
+        for tier, answer in zip(self._far, answers, strict=True):
+            for found, keys in zip(merged, answer, strict=True):
+                for key in keys:
+                    found.setdefault(key, tier.kind)
+        return merged
+
+    async def _fetch(self, key: ObjectKey, before: Future[bool] | None) -> Found | None:
+        if before is not None:
+            await asyncio.wrap_future(before)
+        for tier in self._far:
+            if (blob := await tier.get(key)) is not None:
+                # A record may be replaced, by another process too; state under a key never is.
+                if self._memory and tier.kind in REMOTE and key.kind is not ObjectKind.RECORD:
+                    self._memory.put_now(key, blob)
+                return Found(blob, tier.kind)
+        self.metrics.misses.inc()
+        return None
+
+    async def _write(self, key: ObjectKey, blob: Blob) -> bool:
+        return any(await asyncio.gather(*(one.put(key, blob) for one in self._durable)))
+
+    async def _contains(self, keys: list[ObjectKey], near: list[bool]) -> list[bool]:
+        answers = await asyncio.gather(*(one.contains(keys) for one in self._far))
+        return [any(there) for there in zip(near, *answers, strict=True)]
+
+    async def _stat(self) -> list[TierStat | None]:
+        return list(await asyncio.gather(*(one.stat() for one in self._far)))
+
+
+async def _all(calls: Iterable[Awaitable[bool]]) -> bool:
+    return all(await asyncio.gather(*calls))
+
+
+def _done(result: R) -> Future[R]:
+    future: Future[R] = Future()
+    future.set_result(result)
+    return future

@@ -1,0 +1,192 @@
+"""A tier as the store sees it: its verbs end in time, raise nothing, and rest after a failure."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from typing import TypeVar
+
+from quire.contracts.store import Blob, ObjectKey, StoreTier, TierStat
+from quire.errors import TierError
+from quire.store.store_metrics import StoreMetrics
+
+R = TypeVar("R")
+
+LOG = logging.getLogger("quire.store")
+FIRST_REST, LONGEST_REST = 1.0, 30.0
+"""Seconds after the first failure, and after many in a row; each is twice the one before."""
+READS, WRITES = 16, 4
+"""Objects that are read from one tier at a time, and written."""
+PARENTS_KNOWN = 16384
+
+
+class Breaker:
+    """What decides whether a tier is asked. A failure makes it rest; after that one call tries, and
+    the others rest on until it has ended."""
+
+    def __init__(self, what: str, clock: Callable[[], float]) -> None:
+        self._what, self._clock = what, clock
+        self._rest = self._until = 0.0
+        self._turns = 0
+        """How often it changed. A call that began before the last change decides nothing."""
+
+    @property
+    def seconds(self) -> float:
+        """What is left of the rest; 0 while all works."""
+        return max(0.0, self._until - self._clock()) if self._rest else 0.0
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether the last thing known is a failure."""
+        return self._rest > 0
+
+    def enter(self) -> int | None:
+        """Return a ticket for one call; None while the tier rests."""
+        if self._rest:
+            if self.seconds:
+                return None
+            self._until = self._clock() + self._rest
+        return self._turns
+
+    def failed(self, ticket: int, reason: str) -> None:
+        """Let the tier rest."""
+        if ticket == self._turns:
+            if not self._rest:
+                LOG.warning("%s: %s; the store goes on without it", self._what, reason)
+            self._turns += 1
+            self._rest = min(LONGEST_REST, max(FIRST_REST, 2 * self._rest))
+            self._until = self._clock() + self._rest
+
+    def worked(self, ticket: int) -> None:
+        """End the rest."""
+        if ticket == self._turns and self._rest:
+            LOG.info("%s: works again", self._what)
+            self._turns += 1
+            self._rest = 0.0
+
+
+class TierGuard:
+    """A tier behind breakers: one for what reads and one for what writes, since a full disk can
+    still be read. All but ``knows`` runs on the store's loop."""
+
+    def __init__(self, tier: StoreTier, metrics: StoreMetrics, seconds: float, clock: Callable[[], float]) -> None:
+        self.tier, self.kind = tier, tier.kind
+        self._metrics, self._seconds = metrics, seconds
+        self.reads = Breaker(f"reading from {tier.label}", clock)
+        self.writes = Breaker(f"writing to {tier.label}", clock)
+        self._reading, self._writing = asyncio.Semaphore(READS), asyncio.Semaphore(WRITES)
+        self._known: OrderedDict[bytes, set[ObjectKey]] = OrderedDict()
+        """What the tier is known to have, by parent."""
+
+    def knows(self, key: ObjectKey) -> bool:
+        """Return whether the tier had the object when last seen."""
+        return key in self._known.get(key.parent, ())
+
+    async def get(self, key: ObjectKey) -> Blob | None:
+        """Return an object."""
+        async with self._reading:
+            answer = await self._try(self.reads, lambda: self.tier.get([key]))
+        if answer is None:
+            return None
+        if (blob := answer[0]) is None:
+            self._forget(key)
+            return None
+        self._learn(key)
+        self._metrics.hits.inc(self.kind)
+        self._metrics.read.inc(self.kind, memoryview(blob).nbytes)
+        return blob
+
+    async def put(self, key: ObjectKey, blob: Blob) -> bool:
+        """Keep an object; return whether the tier has it."""
+        async with self._writing:
+            answer = await self._try(self.writes, lambda: self.tier.put(key, blob))
+        if answer:
+            self._learn(key)
+            self._metrics.written.inc(self.kind, memoryview(blob).nbytes)
+        elif answer is False:
+            self._metrics.refused.inc(self.kind)
+        return bool(answer)
+
+    async def children(self, parents: Sequence[bytes], seconds: float) -> list[list[ObjectKey]]:
+        """Return the keys under each parent; none if the tier fails."""
+        answer = await self._try(self.reads, lambda: self.tier.children(parents), seconds)
+        if answer is None:
+            return [[] for _ in parents]
+        for parent, keys in zip(parents, answer, strict=True):
+            self._known[parent] = set(keys)
+            self._bound(parent)
+        return answer
+
+    async def contains(self, keys: Sequence[ObjectKey]) -> list[bool]:
+        """Return which objects are there; none if the tier fails."""
+        answer = await self._try(self.reads, lambda: self.tier.contains(keys))
+        if answer is None:
+            return [False for _ in keys]
+        for key, there in zip(keys, answer, strict=True):
+            (self._learn if there else self._forget)(key)
+        return answer
+
+    async def remove(self, keys: Collection[ObjectKey]) -> bool:
+        """Forget objects; return whether that worked."""
+        for key in keys:
+            self._forget(key)
+        return await self._try(self.writes, lambda: self.tier.remove(keys)) is not None
+
+    async def pin(self, keys: Collection[ObjectKey], pinned: bool) -> bool:
+        """Pin objects or let them go; return whether that worked."""
+
+        async def pin() -> bool:
+            await self.tier.pin(keys, pinned)
+            return True
+
+        return bool(await self._try(self.writes, pin))
+
+    async def stat(self) -> TierStat | None:
+        """Return what the tier holds; None if it does not say."""
+        return await self._try(self.reads, self.tier.stat)
+
+    async def close(self) -> None:
+        """Close the tier."""
+        try:
+            async with asyncio.timeout(self._seconds):
+                await self.tier.close()
+        except Exception as error:
+            LOG.warning("closing %s: %s", self.tier.label, _told(error))
+
+    async def _try(self, breaker: Breaker, call: Callable[[], Awaitable[R]], seconds: float | None = None) -> R | None:
+        """Return what a verb returns; None if the tier rests, or the verb fails or is late."""
+        if (ticket := breaker.enter()) is None:
+            self._metrics.skipped.inc(self.kind)
+            return None
+        seconds = self._seconds if seconds is None else seconds
+        try:
+            async with asyncio.timeout(seconds) as limit:
+                answer = await call()
+        except Exception as error:
+            late = isinstance(error, TimeoutError) and limit.expired()
+            if not late and not isinstance(error, TierError):
+                LOG.error("a defect of the tier of %s", self.tier.label, exc_info=error)
+            self._metrics.failures.inc(self.kind)
+            breaker.failed(ticket, f"no answer within {seconds:g} s" if late else _told(error))
+            return None
+        breaker.worked(ticket)
+        return answer
+
+    def _learn(self, key: ObjectKey) -> None:
+        self._known.setdefault(key.parent, set()).add(key)
+        self._bound(key.parent)
+
+    def _forget(self, key: ObjectKey) -> None:
+        if known := self._known.get(key.parent):
+            known.discard(key)
+
+    def _bound(self, used: bytes) -> None:
+        self._known.move_to_end(used)
+        if len(self._known) > PARENTS_KNOWN:
+            self._known.popitem(last=False)
+
+
+def _told(error: Exception) -> str:
+    return str(error) or type(error).__name__

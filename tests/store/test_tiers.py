@@ -1,0 +1,114 @@
+"""Every tier does what ``StoreTier`` says: random operations against a dict, with evictions."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+import pytest
+from hypothesis import given, note
+from hypothesis import strategies as st
+from tests.store.oracle import KEYS, PARENTS, Oracle, shown
+
+from quire.contracts.store import StoreTier
+from quire.store.files import FileTier
+from quire.store.memory import MemoryTier
+
+CAPACITY = 700
+SIZES = (100, 100, 100, 200, 300, 0, 1001)
+STEPS = 60
+SHM = Path("/dev/shm")
+
+
+@dataclass
+class Bed:
+    """A place for a tier; ``make`` opens it."""
+
+    make: Callable[[], StoreTier]
+    capacity: int | None
+    checks: int = 1
+    """Operations between two looks at all of the content."""
+
+
+@contextmanager
+def memory() -> Iterator[Bed]:
+    yield Bed(lambda: MemoryTier(CAPACITY), CAPACITY)
+
+
+@contextmanager
+def files(capacity: int | None = CAPACITY) -> Iterator[Bed]:
+    # In memory where there is such a file system: nothing here is about syncing.
+    directory = tempfile.mkdtemp(dir=SHM if SHM.is_dir() else None)
+    try:
+        yield Bed(lambda: FileTier(directory, capacity), capacity, checks=6)
+    finally:
+        shutil.rmtree(directory)
+
+
+@contextmanager
+def endless_files() -> Iterator[Bed]:
+    with files(None) as bed:
+        yield bed
+
+
+BEDS = {"memory": memory, "files": files, "endless_files": endless_files}
+
+
+async def check(tier: StoreTier, oracle: Oracle) -> None:
+    """The whole content, without a use."""
+    assert await tier.contains(KEYS) == [key in oracle.held for key in KEYS]
+    assert [set(keys) for keys in await tier.children(PARENTS)] == [oracle.children(one) for one in PARENTS]
+    stat = await tier.stat()
+    assert (stat.objects, stat.bytes) == (len(oracle.held), sum(len(one.blob) for one in oracle.held.values()))
+    assert stat.pinned == sum(len(one.blob) for one in oracle.held.values() if one.pinned)
+
+
+async def step(tier: StoreTier, oracle: Oracle, random: Random, blob: bytes) -> None:
+    """One operation of both: mostly puts and gets, so that evictions follow long chains of uses."""
+    key, keys = random.choice(KEYS), random.choices(KEYS, k=random.randrange(4))
+    match random.choices(("put", "get", "pin", "remove", "contains"), (50, 40, 4, 4, 2))[0]:
+        case "put":
+            note(f"put {shown(key)} {len(blob)}")
+            assert await tier.put(key, blob) == oracle.put(key, blob)
+        case "get":
+            note(f"get {[*map(shown, keys)]}")
+            assert [one if one is None else bytes(one) for one in await tier.get(keys)] == oracle.get(keys)
+        case "pin":
+            pinned = random.random() < 0.5
+            note(f"pin {[*map(shown, keys)]} {pinned}")
+            await tier.pin(keys, pinned)
+            oracle.pin(keys, pinned)
+        case "remove":
+            note(f"remove {[*map(shown, keys)]}")
+            assert await tier.remove(keys) == oracle.remove(keys)
+            # Of uses below an object that is taken out of a chain, what it stood under need not
+            # know. All are used again, for the order to be the same.
+            assert [one is not None for one in await tier.get(KEYS)] == [one is not None for one in oracle.get(KEYS)]
+        case "contains":
+            assert await tier.contains(keys) == [key in oracle.held for key in keys]
+
+
+@pytest.mark.parametrize("name", BEDS)
+@given(random=st.randoms(use_true_random=True))
+def test_operations(name: str, random: Random) -> None:
+    async def run(bed: Bed) -> None:
+        tier, oracle = bed.make(), Oracle(bed.capacity)
+        for number in range(STEPS):
+            await step(tier, oracle, random, bytes([number]) * random.choice(SIZES))
+            if tier.is_durable and random.random() < 0.03:
+                note("reopen")
+                await tier.close()
+                tier = bed.make()
+            if number % bed.checks == 0:
+                await check(tier, oracle)
+        await check(tier, oracle)
+        await tier.close()
+
+    with BEDS[name]() as bed:
+        asyncio.run(run(bed))
