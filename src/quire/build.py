@@ -17,6 +17,7 @@ from quire.branches.stored_state import StoredState
 from quire.config import ATTENTION_CLASSES, EngineConfig, ExecutorConfig, parse_bytes
 from quire.contracts.attention import AttentionBackend
 from quire.contracts.layers import FullAttention, LatentAttention, LayerSpec, Recurrent, WindowedAttention
+from quire.contracts.store import StoreTier
 from quire.engine.chat_templates import with_chosen_template
 from quire.engine.engine import Engine
 from quire.engine.named_adapters import NamedAdapters
@@ -43,7 +44,6 @@ from quire.runner.local import LocalRunner
 from quire.sampling_params import SamplingParams
 from quire.store.memory import MemoryTier
 from quire.store.stack import Store
-from quire.store.urls import open_tier
 
 logger = logging.getLogger("quire")
 
@@ -140,7 +140,11 @@ HOST_SHARE = 0.125
 
 def make_store(config: EngineConfig) -> Store | None:
     """Return the store of a configuration: host memory, and what it names; None: nothing."""
-    tiers = [open_tier(url) for url in config.store]
+    tiers: list[StoreTier] = []
+    if config.store:
+        from quire.store.urls import open_tiers
+
+        tiers = open_tiers(config.store)
     if not any(tier.kind == "memory" for tier in tiers):
         free = int((free_memory(torch.device("cpu")) or 0) * HOST_SHARE)
         if capacity := free if config.host_memory is None else parse_bytes(config.host_memory):

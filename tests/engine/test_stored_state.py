@@ -1,5 +1,5 @@
-"""State that leaves the pool and is found again by its tokens: preempted requests, idle sessions and
-evicted prefixes come back to the bit, or are computed again. Here the store is host memory.
+"""State that leaves the pool and is found again by its tokens: preempted requests, idle sessions
+and evicted prefixes come back to the bit, or are computed again. Here the store is host memory.
 """
 
 from __future__ import annotations
@@ -307,7 +307,7 @@ def test_what_is_kept_waits_for_no_equal_prompt(make_llm: MakeLLM, llama: Checkp
         stored_of(llm).store = Store([memory])
     assert second.work.computed == 64
     engine.step()
-    assert len(first.output_ids) == 2
+    assert first.work in engine.scheduler.running
     engine.run([first, second])
     assert first.output_ids == second.output_ids == llama.greedy(prompt, 5)
 
@@ -379,7 +379,7 @@ def test_salts_find_only_their_own(make_llm: MakeLLM, llama: Checkpoint, salt: s
     prompt = random_tokens(70)
     llm.generate(prompt, greedy(2), cache_salt="mine")
     squeeze(llm)
-    assert kept(llm, prompt, cache_key("mine")) == 70
+    assert kept(llm, prompt, cache_key("mine")) == 64, "whole runs, for another token followed"
     assert kept(llm, prompt, cache_key(salt)) == 0
     assert llm.generate(prompt, greedy(2), cache_salt=salt)[0].num_cached_tokens == 0
     squeeze(llm)
@@ -496,11 +496,14 @@ def test_hybrids_are_cut_at_kept_states(make_llm: MakeLLM, hybrid: Checkpoint, t
     assert {20, 32} <= set(positions)
     squeeze(llm)
     rows = bool(stored_of(llm).layout.row_layers)
-    whole = {one for one in positions if not rows or one % CHUNK == 0 or one == positions[-1]}
+
+    def comes(position: int) -> bool:
+        return not rows or -(-position // CHUNK) * CHUNK <= to or position == positions[-1]
+
     if to:
         branch = session.fork(at=to)
         # A token of it is run for logits in any case, so what comes back ends before.
-        back = max((one for one in whole if one < to), default=0)
+        back = max((one for one in positions if one < to and comes(one)), default=0)
         recorder = record(llm)
         found = branch.generate(greedy(3)).outputs[0].token_ids
         assert hybrid.continues(tokens[:to], found)
@@ -612,9 +615,7 @@ class Gate:
         monkeypatch.setattr(loading.Loading, "_put", put)
 
 
-def test_others_run_while_state_comes(
-    make_llm: MakeLLM, llama: Checkpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_others_run_while_state_comes(make_llm: MakeLLM, llama: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = make_llm(llama, page_size=4)
     force(llm)
     engine = engine_of(llm)
@@ -945,9 +946,7 @@ def test_random_conversations_with_few_states(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(1, 9))
-def test_long_conversations(
-    make_llm: MakeLLM, hybrid: Checkpoint, monkeypatch: pytest.MonkeyPatch, seed: int
-) -> None:
+def test_long_conversations(make_llm: MakeLLM, hybrid: Checkpoint, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     quiet(monkeypatch)
     out, back = hybrid_conversations(make_llm, hybrid, seed, 500)
     assert out > 100

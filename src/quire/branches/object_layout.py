@@ -5,6 +5,7 @@ Letters: n tokens of a run; p the position of a stop.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from torch import Tensor
@@ -12,7 +13,6 @@ from torch import Tensor
 from quire.contracts.kv_state import Export, ModelState, TensorPlan
 from quire.contracts.layers import CrossAttention
 from quire.contracts.store import ObjectKind
-from quire.kv.storage import bytes_per_token
 from quire.store.keys import CHUNK
 from quire.store.objects import tensor_name
 from quire.types import SeqId
@@ -35,12 +35,15 @@ class ObjectLayout:
         self.has_stops = bool(self.window_layers or self.recurrent)
         """Whether a continuation needs more than rows."""
         self.layers = tuple(sorted({*windows, *self.recurrent}))
-        specs = dict(zip(geometry.layer_ids, geometry.specs, strict=True))
-        self.row_bytes = bytes_per_token([specs[layer] for layer in self.row_layers], state.dtype)
-        """Bytes of one token in all layers that keep all tokens."""
-        self._window_bytes = {layer: bytes_per_token([specs[layer]], state.dtype) for layer in self.window_layers}
         self._one = state.plan_import(state.import_metadata(1))
         """Tensors of one token."""
+        row_bytes = {
+            layer: sum(math.prod(one.shape[1:]) * one.dtype.itemsize for one in self._one[layer].values())
+            for layer in windows
+        }
+        self.row_bytes = sum(row_bytes[layer] for layer in self.row_layers)
+        """Bytes of one token in all layers that keep all tokens."""
+        self._window_bytes = {layer: row_bytes[layer] for layer in self.window_layers}
         self._seen = {layer: window - 1 for layer, window in windows.items() if window is not None}
         """Tokens before a position that a window sees from there on."""
 

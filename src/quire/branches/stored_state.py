@@ -190,8 +190,11 @@ class StoredState:
             return False
         return True
 
-    def _missing(self, seq: SeqId, chain: Chain, *, again: bool = False, whole: bool = False) -> list[Piece]:
-        """Return the objects of a sequence that no tier is known to have. ``whole``: it is one."""
+    def _missing(
+        self, seq: SeqId, chain: Chain, *, again: bool = False, whole: bool = False, durable: bool = False
+    ) -> list[Piece]:
+        """Return the objects of a sequence that no tier, or no ``durable`` one, is known to have.
+        ``whole``: it is one object."""
         layout, length = self.layout, len(chain.ids)
         found = [Piece(chain.stop(length), length, length)] if whole else []
         if layout.row_layers and not whole:
@@ -200,8 +203,13 @@ class StoredState:
                 found.append(Piece(chain.rows(start, end), start, end))
         if layout.has_stops and not whole:
             found += [Piece(chain.stop(p), p, p) for p in layout.stops(seq, again=again)]
-        assert self.store is not None
-        return [one for one in found if not self.store.known(one.key)]
+        store = self.store
+        assert store is not None
+        found = [one for one in found if not store.known(one.key)]
+        if durable or store.memory is None:
+            return found
+        there = store.memory.contains_now([one.key for one in found])
+        return [one for one, is_there in zip(found, there, strict=True) if not is_there]
 
     def _pack(self, chain: Chain, piece: Piece, export: Export) -> bytes:
         """Return the bytes of an object of a sequence. Any thread may call."""
@@ -241,7 +249,7 @@ class StoredState:
         try:
             self._bury()
             chain = self._chain_of(branch, branch.computed)
-            wanted = self._missing(seq, chain, again=again, whole=branch.window is not None)
+            wanted = self._missing(seq, chain, again=again, whole=branch.window is not None, durable=True)
             if not wanted:
                 return
             if branch.window is not None:
@@ -283,9 +291,10 @@ class StoredState:
         assert self.store is not None
         chain, layout = question.chain, self.layout
         listing = [dict(one) for one in question.answer.result()]
-        # What was given up since then is in memory.
-        for there, now in zip(listing, self.store.in_memory(chain.boundaries), strict=True):
-            there |= now
+        if (memory := self.store.memory) is not None:
+            # What was given up since then.
+            for there, now in zip(listing, memory.children_now(chain.boundaries), strict=True):
+                there |= dict.fromkeys(now, memory.kind)
         with_rows = bool(layout.row_layers) and not whole
         rows = _rows(chain, listing) if with_rows else []
         length = min(limit, rows[-1].stop if rows else 0) if with_rows else limit
@@ -324,8 +333,8 @@ class StoredState:
         except ResourceExhausted:
             # Stored state takes more pages than a part of it.
             return False
-        except (LoadFailed, Unfit) as error:
-            logger.info("%s", error)
+        except Exception as error:
+            logger.warning("stored state of %d tokens is not used: %s", match.length, error)
             self._failed.inc()
             return False
         old, branch.seq, branch.computed = branch.seq, loading.seq, match.length
@@ -350,7 +359,7 @@ class StoredState:
         metadata = state.import_metadata(match.length, kept=[one.stop for one in earlier])
         seq = self.runner.new_seq()
         state.prepare_import(seq, metadata, parent=branch.seq if shared else None, shared=shared)
-        state.publish_import(seq)
+        self._publish(seq)
         assert self.store is not None
         return Loading(
             state,
@@ -363,6 +372,14 @@ class StoredState:
             stops=stops,
             contents=partial(self._contents, chain),
         )
+
+    def _publish(self, seq: SeqId) -> None:
+        state = self.runner.state
+        try:
+            state.publish_import(seq)
+        except BaseException:
+            state.remove_sequence(seq)
+            raise
 
     def _begin_whole(self, branch: Branch, match: Match, chain: Chain) -> Loading:
         """Do the same for a sequence with a window, which its object describes."""
@@ -382,7 +399,7 @@ class StoredState:
         except (Unfit, InvalidArgument, DataLoss) as error:
             store.damaged(piece.key, found.tier, error.code or "damaged")
             raise LoadFailed(str(error)) from None
-        state.publish_import(seq)
+        self._publish(seq)
         contents = partial(self._contents, chain)
         return WholeLoading(
             state, self.layout, store, seq, length=match.length, stops=match.stops[-1:], contents=contents, plans=plans
@@ -392,6 +409,10 @@ class StoredState:
         """See ``Tier``."""
         loading = self._loads.get(seq)
         return loading is not None and not loading.ended
+
+    def is_open(self, seq: SeqId) -> bool:
+        """Return whether a sequence has a load that was not settled, be it over."""
+        return seq in self._loads
 
     def wait(self, seqs: Collection[SeqId], layer: int) -> None:
         """See ``Tier``."""
@@ -405,17 +426,24 @@ class StoredState:
         if loading is None:
             return True
         loading.end()
-        if loading.error is None:
-            self.runner.state.finish_import(loading.seq)
-            self._loaded.inc(sum(loading.tokens.values()))
-            self._seconds.inc(loading.seconds)
-            for tier, nbytes in loading.nbytes.items():
-                self.costs.moved(tier, nbytes, loading.seconds * nbytes / max(1, sum(loading.nbytes.values())))
-            return True
-        self._failed.inc()
-        self.runner.execute(Step(edits=(Remove(loading.seq),)))
-        branch.seq, branch.computed = None, 0
-        return False
+        length, branch.seq, branch.computed = branch.computed, None, 0
+        try:
+            if loading.error is None:
+                self.runner.state.finish_import(loading.seq)
+                branch.seq, branch.computed = loading.seq, length
+        except Exception:
+            logger.exception("state of %d tokens did not come back; they are computed again", length)
+        finally:
+            if branch.seq is None:
+                self._failed.inc()
+                self.runner.execute(Step(edits=(Remove(loading.seq),)))
+        if branch.seq is None:
+            return False
+        self._loaded.inc(sum(loading.tokens.values()))
+        self._seconds.inc(loading.seconds)
+        for tier, nbytes in loading.nbytes.items():
+            self.costs.moved(tier, nbytes, loading.seconds * nbytes / max(1, sum(loading.nbytes.values())))
+        return True
 
     def drop(self, seq: SeqId) -> None:
         """See ``Tier``."""

@@ -112,9 +112,9 @@ class Engine(RequestBook):
                 for work in scheduled.requests:
                     self.scheduler.settle(work)
                 return []
-            self.scheduler.computed(scheduled)
             for work in scheduled.requests:
                 self.scheduler.settle(work)
+            self.scheduler.computed(scheduled)
             return self._sample_step(scheduled, output)
         except Exception as error:
             logger.exception("a step of %d tokens failed; its requests end", scheduled.step.num_tokens)
@@ -130,7 +130,7 @@ class Engine(RequestBook):
             work.tokens.media.embeddings(chunk.tokens)
             for work, chunk in zip(scheduled.requests, scheduled.step.chunks, strict=True)
         )
-        coming = [chunk.seq for chunk in scheduled.step.chunks if self.stored.is_coming(chunk.seq)]
+        coming = [chunk.seq for chunk in scheduled.step.chunks if self.stored.is_open(chunk.seq)]
         if embeddings is None and not coming:
             return self.runner.execute(scheduled.step)
         follow = partial(self.stored.wait, coming) if coming else None
@@ -159,6 +159,8 @@ class Engine(RequestBook):
         changed: list[SequenceRequest] = []
         for index, work in enumerate(scheduled.requests):
             request = self._requests[work]
+            if work.seq is None:
+                continue  # what it ran behind did not come
             if request.on_logits is not None and output.starts[index] < output.starts[index + 1]:
                 rows_RV = output.rows(index)
                 try:

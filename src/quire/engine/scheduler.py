@@ -255,7 +255,8 @@ class Scheduler:
     def computed(self, scheduled: Scheduled) -> None:
         """Note that the step has run."""
         for request, chunk in zip(scheduled.requests, scheduled.step.chunks, strict=True):
-            request.computed += len(chunk.tokens)
+            if request.seq is not None:
+                request.computed += len(chunk.tokens)
 
     @staticmethod
     def _chunk(request: ScheduledRequest, count: int, checkpoints: tuple[int, ...]) -> Chunk:
@@ -519,6 +520,8 @@ class Scheduler:
                 continue
             if held < 0:
                 held = self._cache.peek(ids, request.key)
+                if self._tier is not None:
+                    held = max(held, self._tier.reach(request, ids.size))
             if common >= held + DUPLICATE_PREFIX:
                 return True
         return False

@@ -90,6 +90,11 @@ class Store:
         """Whether there is a durable tier."""
         return bool(self._durable)
 
+    @property
+    def memory(self) -> MemoryTier | None:
+        """The tier in memory; None: there is none."""
+        return self._memory
+
     def children(self, parents: Sequence[bytes], timeout: float = 1.0) -> Future[list[dict[ObjectKey, str]]]:
         """Find, for each parent, the keys under it and the kind of the nearest tier that has each.
         A tier that takes longer than ``timeout`` seconds has none."""
