@@ -10,6 +10,8 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
 from quire.branches.branch import Branch
+from quire.engine.reuse_note import ReuseNote
+from quire.errors import PoolExhausted, ResourceExhausted
 from quire.types import BASE, LogitsWanted
 
 
@@ -39,6 +41,8 @@ class ScheduledRequest(Branch):
     """Tokens whose state the prefix cache, or its session, has or had."""
     num_replayed: int = 0
     """Those of them that were not there at the first admission, and ran again."""
+    reuse_note: ReuseNote = field(default_factory=ReuseNote)
+    """Where its state came from, and why no more was found."""
     partings: set[int] = field(default_factory=set)
     """Positions where other prompts part from this one, or where this one parted from others."""
     reusable: bool = False
@@ -53,6 +57,19 @@ class ScheduledRequest(Branch):
     is_ready: Callable[[], bool] | None = None
     """Tells whether it can take part in a step while something is made for it; None: always."""
 
+    def note_reuse(self) -> None:
+        """Count what was found of it, until it is admitted."""
+        if not self.admitted:
+            self.num_cached = self.computed
+            self.num_replayed = max(0, self.known - self.computed)
+
+    @property
+    def cached_by_tier(self) -> dict[str, int]:
+        """Tokens of ``num_cached`` by tier; only tiers that had some."""
+        outside = self.reuse_note.by_tier
+        found = {"pool": self.num_cached - sum(outside.values()), **outside}
+        return {tier: count for tier, count in found.items() if count}
+
     @property
     def ready(self) -> bool:
         """Whether it can take part in a step."""
@@ -62,3 +79,15 @@ class ScheduledRequest(Branch):
     def next_adapter(self) -> int | None:
         """Under which adapter its next token runs."""
         return None if self.runs is BASE else self.runs.at(self.computed)
+
+
+def no_room(request: ScheduledRequest, missing: int, *, alone: bool) -> ResourceExhausted:
+    """Return the error of a request that cannot run; ``alone``: even in an empty pool."""
+    short = (
+        f"a sequence of {len(request.tokens)} tokens is short of {missing} pages (of tokens, or of recurrent states)"
+    )
+    if alone:
+        return ResourceExhausted(f"{short} of an empty pool; give fewer tokens, or a larger kv_cache_memory")
+    return PoolExhausted(
+        f"{short} with nothing left to give up; close or unpin sessions, release KV caches, or give a larger kv_cache_memory"
+    )

@@ -24,8 +24,9 @@ from typing import TYPE_CHECKING, TypeAlias
 from quire.branches.history import common_prefix
 from quire.branches.prefix_cache import RadixCache
 from quire.engine.checkpoints import Checkpoints
-from quire.engine.scheduled_request import ScheduledRequest, Status
-from quire.errors import PoolExhausted, QuireError, ResourceExhausted
+from quire.engine.miss_search import MissSearch
+from quire.engine.scheduled_request import ScheduledRequest, Status, no_room
+from quire.errors import QuireError
 from quire.types import Add, Chunk, Edit, Fork, LogitsWanted, Remove, SeqId, SetWindow, Step
 
 if TYPE_CHECKING:
@@ -123,6 +124,7 @@ class Scheduler:
         tier: Tier | None = None,
         checkpoints: Checkpoints | None = None,
         fits: Callable[[Collection[int]], bool] | None = None,
+        misses: MissSearch | None = None,
     ) -> None:
         self._state = state
         self.limits = limits
@@ -133,6 +135,7 @@ class Scheduler:
         self._tier = tier
         self._checkpoints = checkpoints
         self._adapters_fit = fits
+        self._misses = misses
         self._arrivals = 0
         self._alike: dict[tuple[Hashable, bytes], dict[ScheduledRequest, None]] = {}
         """Requests under way by key and first tokens, in order of arrival."""
@@ -342,9 +345,7 @@ class Scheduler:
                 if attached:
                     self._detach(request)
                 return
-            if self._tier is not None:
-                self._tier.restore(request, self._limit(request))
-                self._note_reuse(request)
+            self._note_found(request)
             del self.waiting[index]
             request.status = Status.RUNNING
             request.admitted = True
@@ -437,14 +438,18 @@ class Scheduler:
             # state.
             request.partings.add(request.known)
         request.seq = seq
-        self._note_reuse(request)
+        request.note_reuse()
 
-    @staticmethod
-    def _note_reuse(request: ScheduledRequest) -> None:
-        """Count what it found, until it is admitted."""
-        if not request.admitted:
-            request.num_cached = request.computed
-            request.num_replayed = max(0, request.known - request.computed)
+    def _note_found(self, request: ScheduledRequest) -> None:
+        """Bring back what the tier keeps of it; note what it found, and why not more."""
+        limit, found = self._limit(request), request.computed
+        if self._tier is not None:
+            self._tier.restore(request, limit)
+            if request.computed > found and not request.admitted:
+                request.reuse_note.by_tier["memory"] = request.computed - found
+            request.note_reuse()
+        if self._misses is not None:
+            self._misses.explain(request, limit)
 
     @staticmethod
     def _limit(request: ScheduledRequest) -> int:
@@ -466,7 +471,7 @@ class Scheduler:
             request.seq, request.computed = None, 0
         else:
             self._release(request)
-        self._note_reuse(request)
+        request.note_reuse()
 
     def _duplicates(self, request: ScheduledRequest) -> bool:
         """Return whether a running prompt is computing a prefix that this request could fork
@@ -486,15 +491,3 @@ class Scheduler:
             if common >= held + DUPLICATE_PREFIX:
                 return True
         return False
-
-
-def no_room(request: ScheduledRequest, missing: int, *, alone: bool) -> ResourceExhausted:
-    """Return the error of a request that cannot run; ``alone``: even in an empty pool."""
-    short = (
-        f"a sequence of {len(request.tokens)} tokens is short of {missing} pages (of tokens, or of recurrent states)"
-    )
-    if alone:
-        return ResourceExhausted(f"{short} of an empty pool; give fewer tokens, or a larger kv_cache_memory")
-    return PoolExhausted(
-        f"{short} with nothing left to give up; close or unpin sessions, release KV caches, or give a larger kv_cache_memory"
-    )
