@@ -37,8 +37,9 @@ class PastPrefixes:
         if not LEAST <= tokens_T.size <= self._most_tokens:
             return
         self._tree.insert(next(self._numbers), tokens_T, key)
-        while self._tree.num_tokens > self._most_tokens or self._tree.num_cached > self._most_prefixes:
-            self._tree.evict()
+        tree = self._tree
+        while tree.num_cached and (tree.num_tokens > self._most_tokens or tree.num_cached > self._most_prefixes):
+            tree.evict()
 
     def ahead(self, tokens_T: Ids, key: Hashable, count: int) -> tuple[int, Ids]:
         """Return how many of these tokens were there, and at most ``count`` that came after."""

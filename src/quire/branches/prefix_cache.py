@@ -30,7 +30,7 @@ from quire.types import SeqId
 Reach: TypeAlias = Callable[[SeqId, int], int]
 """From a sequence and a position to the last position, at most that one, where it can be forked."""
 Lost: TypeAlias = Callable[[Ids, Hashable], None]
-"""Takes tokens, not all of which any sequence holds any more, and their key."""
+"""Takes tokens and their key, after which no sequence holds all of these tokens any more."""
 
 LOOKED_AT = 8
 """Least recently used sequences among which an eviction looks for one that saves little."""
@@ -292,7 +292,7 @@ class RadixCache:
     def _lose(self, entry: HeldPrefix) -> None:
         """Forget ``entry``, of which no other sequence may hold all tokens."""
         node = entry.node
-        if self._lost is not None and not node.children and len(node.sequences) == 1:
+        if self._lost is not None and node.end and not node.children and len(node.sequences) == 1:
             self._lost(entry.tokens, entry.key)
         self._forget(entry)
 

@@ -113,11 +113,12 @@ class HeldPrefix:
     @property
     def tokens(self) -> Ids:
         """The tokens, copied."""
-        edges, node = list[Ids](), self.node
-        while node.parent is not None:
+        edges: list[Ids] = []
+        node: PrefixNode | None = self.node
+        while node is not None:
             edges.append(node.edge)
             node = node.parent
-        return np.concatenate(edges[::-1]) if edges else node.edge.copy()
+        return np.concatenate(edges[::-1])
 
     def require_extended(self, key: Hashable, node: PrefixNode | None, matched: int, length: int) -> None:
         """Raise ``AlreadyExists`` unless ``matched`` tokens on the way to ``node`` begin with those
