@@ -62,6 +62,13 @@ MUTANTS = (
         tests=("engine/test_reuse.py::test_an_idle_session_comes_back_from_host_memory",),
     ),
     Mutant(
+        name="explained-again-after-a-preemption",
+        file="engine/miss_search.py",
+        old="if request.admitted or limit < LEAST or",
+        new="if limit < LEAST or",
+        tests=("engine/test_reuse.py::test_a_preempted_request_says_what_its_first_admission_found",),
+    ),
+    Mutant(
         name="text-that-a-session-replaces-not-noted",
         file="engine/session_branches.py",
         old="if LEAST <= common < min(session.computed, len(work.tokens)):",

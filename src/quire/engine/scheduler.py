@@ -471,6 +471,8 @@ class Scheduler:
             request.seq, request.computed = None, 0
         else:
             self._release(request)
+        if not request.admitted:
+            request.reuse_note.by_tier.clear()
         request.note_reuse()
 
     def _duplicates(self, request: ScheduledRequest) -> bool:
