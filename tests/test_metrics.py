@@ -63,6 +63,8 @@ FIXED_NAMES = {
     "pages_evictable": "gauge",
     "pages_held": "gauge",
     "pages_pinned": "gauge",
+    "prompt_tokens_reused_total": "counter",
+    "reuse_misses_total": "counter",
 }
 
 

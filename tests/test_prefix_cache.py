@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -74,12 +75,14 @@ class Oracle:
         self.held[seq].used = self.tick()
         return set()
 
-    def evict(self) -> int | None:
+    def oldest(self) -> int | None:
         cached = {seq: h.used for seq, h in self.held.items() if not h.live}
-        if not cached:
-            return None
-        seq = min(cached, key=cached.__getitem__)
-        del self.held[seq]
+        return min(cached, key=cached.__getitem__) if cached else None
+
+    def evict(self) -> int | None:
+        seq = self.oldest()
+        if seq is not None:
+            del self.held[seq]
         return seq
 
 
@@ -87,7 +90,17 @@ class Pair:
     """The cache and its oracle, driven together; every answer is compared."""
 
     def __init__(self) -> None:
-        self.cache, self.oracle = RadixCache(), Oracle()
+        self.lost: list[tuple[list[int], Hashable]] = []
+        self.cache = RadixCache(lost=lambda tokens_T, key: self.lost.append((tokens_T.tolist(), key)))
+        self.oracle = Oracle()
+
+    @contextmanager
+    def losing(self, seq: int | None) -> Iterator[None]:
+        """What is forgotten meanwhile is told, unless others hold all of it."""
+        held = None if seq is None or self.oracle.covered(seq) else self.oracle.held[seq]
+        yield
+        assert self.lost == ([] if held is None else [(held.tokens, held.key)])
+        self.lost.clear()
 
     def seqs(self, live: bool | None = None) -> list[int]:
         return [seq for seq, h in self.oracle.held.items() if live is None or h.live == live]
@@ -100,7 +113,15 @@ class Pair:
         assert set(redundant) == self.oracle.insert(seq, tokens, key, live)
 
     def match(self, tokens: list[int], key: Hashable) -> None:
-        found, longest = self.cache.match(tokens, key), self.oracle.longest(tokens, key)
+        longest = self.oracle.longest(tokens, key)
+        ahead, following = self.cache.ahead(np.array(tokens, dtype=np.int64), key, 2)
+        assert ahead == longest
+        assert following.size <= 2
+        begun = tokens[:longest] + following.tolist()
+        like = [h.tokens for h in self.oracle.held.values() if h.key == key and h.tokens[:longest] == tokens[:longest]]
+        assert not like or any(one[: len(begun)] == begun for one in like)
+        assert bool(following.size) == any(len(one) > longest for one in like)
+        found = self.cache.match(tokens, key)
         if longest == 0:
             assert found is None
             return
@@ -121,11 +142,14 @@ class Pair:
         del self.oracle.held[seq].tokens[length:]
 
     def remove(self, seq: int) -> None:
-        self.cache.remove(seq)
+        with self.losing(seq):
+            self.cache.remove(seq)
         del self.oracle.held[seq]
 
     def evict(self) -> None:
-        assert self.cache.evict() == self.oracle.evict()
+        with self.losing(self.oracle.oldest()):
+            seq = self.cache.evict()
+        assert seq == self.oracle.evict()
 
     def clear(self) -> None:
         in_order = sorted(self.seqs(live=False), key=lambda seq: self.oracle.held[seq].used)
@@ -137,6 +161,9 @@ class Pair:
         held = self.oracle.held
         assert len(self.cache) == len(held)
         assert self.cache.num_cached == len(self.seqs(live=False))
+        prefixes = {(h.key, *h.tokens[:end]) for h in held.values() for end in range(1, len(h.tokens) + 1)}
+        assert self.cache.num_tokens == len(prefixes)
+        assert self.lost == []
         for seq, h in held.items():
             assert seq in self.cache
             assert self.cache.length(seq) == len(h.tokens)

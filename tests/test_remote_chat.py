@@ -115,6 +115,7 @@ def test_every_command_does_what_it_does_without_a_server(
     wanted = seconds_out(here.err).replace("here/", "there/").splitlines()
     found = seconds_out(there.err).splitlines()[1:]
     unequal = [(one, other) for one, other in zip(wanted, found, strict=True) if one != other]
+    assert re.search(r"last turn: tokens 0\.\.\d+ are reused; .* \(\d+ from pool\)$", here.err, re.MULTILINE)
     # Only the message about what does not exist is the server's own.
     assert len(unequal) == 1, unequal
     assert "nothing-of-that-name" in unequal[0][1]

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from quire.executor.executor import Executor
     from quire.executor.llm_executor import LlmExecutor
     from quire.llm import LLM
-    from quire.outputs import BeamSearchOutput, CompletionOutput, RequestOutput
+    from quire.outputs import BeamSearchOutput, CompletionOutput, RequestOutput, Reuse
 
 try:
     __version__ = version("quire")
@@ -49,6 +49,7 @@ _LAZY = {
     "RequestOutput": "quire.outputs",
     "BeamSearchOutput": "quire.outputs",
     "CompletionOutput": "quire.outputs",
+    "Reuse": "quire.outputs",
 }
 
 __all__ = [
@@ -71,6 +72,7 @@ __all__ = [
     "QuireError",
     "RequestOutput",
     "ResourceExhausted",
+    "Reuse",
     "SampleDelta",
     "SamplingParams",
     "Session",

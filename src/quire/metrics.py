@@ -20,6 +20,7 @@ import numpy as np
 
 from quire import errors
 from quire.errors import InvalidArgument
+from quire.outputs import TIERS, Miss
 
 MetricType: TypeAlias = Literal["counter", "gauge", "histogram"]
 
@@ -234,6 +235,15 @@ class EngineMetrics(MetricGroup):
         self.prompt_tokens = Counter("quire:prompt_tokens_total", "Prompt tokens, computed or cached.")
         self.prompt_tokens_cached = Counter(
             "quire:prompt_tokens_cached_total", "Prompt tokens whose state was found in the prefix cache."
+        )
+        self.prompt_tokens_reused = LabelledCounter(
+            "quire:prompt_tokens_reused_total", "Prompt tokens with reused state, by where it was.", "tier", TIERS
+        )
+        self.reuse_misses = LabelledCounter(
+            "quire:reuse_misses_total",
+            "Prompts of which a longer match was known, by why it was not reused.",
+            "reason",
+            [str(miss) for miss in Miss if miss is not Miss.NONE],
         )
         self.generation_tokens = Counter("quire:generation_tokens_total", "Tokens generated.")
         self.num_preemptions = Counter(

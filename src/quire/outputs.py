@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import enum
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from quire.errors import QuireError
 
@@ -58,6 +60,75 @@ class RequestMetrics:
         return None if self.finished_time is None else self.finished_time - self.arrival_time
 
 
+TIERS = ("pool", "memory", "disk", "redis", "object")
+"""Where reused state comes from: the pool, then kinds of ``contracts.store.StoreTier``."""
+
+
+class Miss(enum.StrEnum):
+    """Why the state of no more tokens was reused."""
+
+    NONE = "none"
+    OTHER_TEXT = "other_text"
+    OTHER_ADAPTER = "other_adapter"
+    OTHER_SALT = "other_salt"
+    EVICTED = "evicted"
+    WINDOW = "window"
+    NO_CHECKPOINT = "no_checkpoint"
+    TOO_EXPENSIVE = "too_expensive"
+    DAMAGED = "damaged"
+    UNREACHABLE = "unreachable"
+
+
+MISSES: Mapping[Miss, str] = {
+    Miss.NONE: "no longer beginning of this prompt was known",
+    Miss.OTHER_TEXT: "token {at} differs from a text that was computed before",
+    Miss.OTHER_ADAPTER: "the first {at} tokens were computed under another adapter, which gives another state",
+    Miss.OTHER_SALT: "the first {at} tokens were computed under another cache_salt, which nothing is shared with",
+    Miss.EVICTED: "the state of the first {at} tokens was there and has been given up",
+    Miss.WINDOW: "windows have let go of what a continuation at {at} needs",
+    Miss.NO_CHECKPOINT: "{at} tokens were known, and recurrent layers kept no state there",
+    Miss.TOO_EXPENSIVE: "to load the state of the first {at} tokens takes longer than to compute it",
+    Miss.DAMAGED: "what a tier has of the state of the first {at} tokens is damaged",
+    Miss.UNREACHABLE: "a tier that may have more did not answer",
+}
+"""A sentence for each; ``at`` is ``Reuse.missed_at``."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reuse:
+    """How much of a prompt's state was there at its first admission, and why it was not more."""
+
+    cached: int = 0
+    """Tokens with reused state: ``RequestOutput.num_cached_tokens``."""
+    by_tier: Mapping[str, int] = field(default_factory=dict)
+    """Those of each tier that had some; one of ``TIERS`` each."""
+    replayed: int = 0
+    """Tokens computed again: ``RequestOutput.num_replayed_tokens``."""
+    miss: Miss = Miss.NONE
+    missed_at: int | None = None
+    """The length of the longest match that was missed. For another text that is the position of the
+    first token that differs. None: no longer one is known."""
+    quote: str = ""
+    """The tokens from ``missed_at`` on, in this prompt and in the other text."""
+
+    @property
+    def reason(self) -> str:
+        """Why no more was reused, in a sentence."""
+        begin = f"tokens 0..{self.cached - 1} are reused" if self.cached else "no token is reused"
+        return f"{begin}; {MISSES[self.miss].format(at=self.missed_at)}{self.quote}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it as HTTP replies have it."""
+        return {
+            "cached": self.cached,
+            "by_tier": dict(self.by_tier),
+            "replayed": self.replayed,
+            "miss": str(self.miss),
+            "missed_at": self.missed_at,
+            "reason": self.reason,
+        }
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestOutput:
     """A prompt and its continuations."""
@@ -77,6 +148,8 @@ class RequestOutput:
     """Prompt tokens computed again, because their former state was not kept everywhere."""
     cache_note: str = ""
     """The reason for replayed tokens in a sentence; empty if there are none."""
+    reuse: Reuse = field(default_factory=Reuse)
+    """Which tokens' state was reused, from where, and why it was not more."""
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
 
 

@@ -263,6 +263,7 @@ class RemoteChat(TerminalChat):
         turn = {"messages": [{"role": "user", "content": line}]} if self._templated else {"prompt": line + "\n"}
         with closing(cast(Any, cast(RemoteSession, session).stream(turn, cast(Any, self._params)))) as chunks:
             for chunk in chunks:
+                self._branch.reuse = (chunk.get("quire") or {}).get("reuse", self._branch.reuse)
                 text = "".join(str(choice["text"]) for choice in chunk.get("choices") or ())
                 yield text, int((chunk.get("usage") or {}).get("completion_tokens", 0))
 

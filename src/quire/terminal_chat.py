@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -27,7 +27,8 @@ HELP = """\
 /save FILE     write the conversation's state to a file
 /load FILE     go on from a state file, under the file's name
 /adapter NAME  go on under an adapter; without a name under the base model
-/stats         tokens, pages, what is shared; who has the pool's pages (evictable: kept to be used again)
+/stats         tokens, pages, what is shared and what the last turn reused; who has the pool's pages (evictable: kept
+               to be used again)
 /help          this text
 /exit          leave (also Ctrl-D)
 Ctrl-C stops an answer. Arrow up brings earlier lines back, Tab completes commands, names and files."""
@@ -67,6 +68,8 @@ class ChatBranch:
     rebuilt: bool = False
     """Whether it was computed anew since the last answer. It then ends where an answer could
     begin, and the next turn replaces that end."""
+    reuse: Mapping[str, Any] | None = None
+    """What the last whole turn reused, as ``Reuse.as_dict`` has it."""
 
 
 class TerminalChat:
@@ -188,6 +191,7 @@ class TerminalChat:
         with deltas:
             for delta in deltas:
                 yield delta.text, len(delta.token_ids)
+        self._branch.reuse = None if deltas.reuse is None else deltas.reuse.as_dict()
 
     def _is_undone(self, session: Session, before: int, error: BaseException) -> bool:
         """Return whether a turn that ended with ``error`` has left the session as it was."""
@@ -284,6 +288,9 @@ class TerminalChat:
             mark = "*" if name == self._name else " "
             under = f", adapter {session.adapter}" if session.adapter is not None else ""
             self._say(f"{mark} {name}: {len(session)} tokens, {held} pages, {shared} of them shared{under}")
+            if (reuse := branch.reuse) is not None:
+                tiers = ", ".join(f"{count} from {tier}" for tier, count in reuse["by_tier"].items())
+                self._say(f"    last turn: {reuse['reason']}" + f" ({tiers})" * bool(tiers))
         kinds = ("free", "evictable", "held", "pinned")
         use = self._llm.status()
         self._say("of all pages " + ", ".join(f"{use[f'num_pages_{kind}']} {kind}" for kind in kinds))

@@ -362,9 +362,9 @@ CHECKPOINTS = (
     ),
     Mutant(
         name="replayed-tokens-not-counted",
-        file="engine/scheduler.py",
-        old="request.num_replayed = max(0, request.known - request.computed)",
-        new="request.num_replayed = 0",
+        file="engine/scheduled_request.py",
+        old="self.num_replayed = max(0, self.known - self.computed)",
+        new="self.num_replayed = 0",
         tests=("engine/test_checkpoints.py::test_a_hit_in_the_middle_of_a_prompt",),
     ),
     Mutant(

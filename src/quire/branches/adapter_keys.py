@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, Self
 
 from quire.errors import NotFound
 from quire.runner.adapter_history import FingerprintRuns, fingerprint_runs
@@ -17,6 +17,18 @@ from quire.types import AdapterRuns
 
 NO_SALT = ("", None)
 """The salt of prompts and sessions without ``cache_salt``, which share prefixes with each other."""
+
+
+class OwnedSalt(str):
+    """The ``cache_salt`` of a server's client. All salts of one API key have one owner, who may be
+    told what it asked under another of its salts."""
+
+    owner: str
+
+    def __new__(cls, salt: str, owner: str) -> Self:
+        made = super().__new__(cls, salt)
+        made.owner = owner
+        return made
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +46,17 @@ class AdapterKey:
 def prefix_key(salt: Hashable, runs: AdapterRuns, fingerprint_of: Callable[[int], str]) -> Hashable:
     """Return a prefix's key: equal keys, equal K and V of equal tokens; no adapters: ``salt``."""
     return AdapterKey(salt, fingerprint_runs(runs, fingerprint_of)) if runs.ids else salt
+
+
+def salt_of(key: Hashable) -> Hashable:
+    """Return the salt of a prefix's key, its owner included."""
+    return key.salt if isinstance(key, AdapterKey) else key
+
+
+def owner_of(key: Hashable) -> Hashable:
+    """Return whose prefixes have this key: an API key's digest, or "" without one."""
+    salt = salt_of(key)
+    return salt[0] if isinstance(salt, tuple) else salt
 
 
 def runs_of_session(runs: AdapterRuns, length: int, adapter: int | None) -> AdapterRuns:

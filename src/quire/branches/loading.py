@@ -22,6 +22,7 @@ from quire.contracts.kv_state import ModelState, TensorPlan
 from quire.contracts.store import ObjectKey
 from quire.errors import QuireError
 from quire.kv.statefile import StateFile
+from quire.outputs import Miss
 from quire.store.objects import Contents, Unfit, read_tensors, unpack
 from quire.store.stack import Store
 from quire.types import SeqId
@@ -65,13 +66,14 @@ class Loading:
         ``stops``, the last of which is at ``length``. ``seq`` is being imported, and published."""
         self.seq = seq
         self.shared = shared
-        self.tokens: dict[str, int] = {}
-        """Tokens that came from each tier, once it has ended."""
+        self.count = length - shared
+        """Tokens that come."""
         self.nbytes: dict[str, int] = {}
+        """Bytes by tier, once it has ended."""
         self.seconds = 0.0
         self.error: QuireError | None = None
-        self.reason = ""
-        """Why it failed: ``damaged``, ``other``, ``evicted``, ``unreachable``."""
+        self.miss = Miss.DAMAGED
+        """Why it failed, if it did."""
         self._state, self._layout, self._store = state, layout, store
         self._rows, self._stops, self._contents = rows, stops, contents
         self._length = length
@@ -130,18 +132,13 @@ class Loading:
             except TimeoutError:
                 found = None
             if found is None:
-                self.reason = "evicted"
+                self.miss = Miss.EVICTED
                 raise LoadFailed(f"object {piece.key.name} is not there any more")
             try:
                 files[piece.key] = unpack(piece.key, self._contents(piece), found.blob)
             except Unfit as error:
                 self._drop(piece.key, found.tier, error)
                 raise
-            # A model without layers that keep all tokens has all of them from its stop.
-            is_whole = piece is pieces[-1] and not self._rows
-            begin, end = (self.shared, self._length) if is_whole else (max(piece.start, self.shared), piece.stop)
-            count = max(0, min(end, self._length) - begin)
-            self.tokens[found.tier] = self.tokens.get(found.tier, 0) + count
             self.nbytes[found.tier] = self.nbytes.get(found.tier, 0) + files[piece.key].nbytes
         for layer in self._layout.layers:
             self._check()
@@ -155,9 +152,8 @@ class Loading:
             raise LoadFailed("the load was stopped")
 
     def _drop(self, key: ObjectKey, tier: str, error: QuireError) -> None:
-        self.reason = error.code or "damaged"
         logger.warning("%s; it is dropped", error)
-        self._store.damaged(key, tier, self.reason)
+        self._store.damaged(key, tier, error.code or "damaged")
 
     def _tensors(self, layer: int, piece: Piece, file: StateFile) -> dict[str, Tensor]:
         count = piece.stop - piece.start or piece.stop

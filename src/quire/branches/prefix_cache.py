@@ -22,13 +22,15 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.branches.history import checked_ids
+from quire.branches.history import Ids, checked_ids
 from quire.branches.prefix_tree import HeldPrefix, PrefixNode, expect
 from quire.errors import FailedPrecondition, InvalidArgument, NotFound
 from quire.types import SeqId
 
 Reach: TypeAlias = Callable[[SeqId, int], int]
 """From a sequence and a position to the last position, at most that one, where it can be forked."""
+Lost: TypeAlias = Callable[[Ids, Hashable], None]
+"""Takes tokens and their key, after which no sequence holds all of these tokens any more."""
 
 LOOKED_AT = 8
 """Least recently used sequences among which an eviction looks for one that saves little."""
@@ -51,16 +53,21 @@ class RadixCache:
     for the other may have let go of what it holds: to keep a position, keep a fork there. Without
     ``reach`` every position of every sequence can be forked.
 
+    ``lost`` is told what is forgotten, unless by ``clear``.
+
     A match or an insertion compares T tokens once, vectorised, with Python work for each node on
     the path only (and with ``reach`` for each sequence that holds the matched prefix).
     """
 
-    def __init__(self, reach: Reach | None = None) -> None:
+    def __init__(self, reach: Reach | None = None, lost: Lost | None = None) -> None:
         self._reach = reach
+        self._lost = lost
         self._roots: dict[Hashable, PrefixNode] = {}
         self._entries: dict[SeqId, HeldPrefix] = {}
         self._cached: OrderedDict[SeqId, HeldPrefix] = OrderedDict()  # least recently used first
         self.num_evictions = 0
+        self.num_tokens = 0
+        """Tokens on all edges: each distinct one of a key once."""
 
     def __len__(self) -> int:
         """Return the number of sequences, live and cached."""
@@ -120,6 +127,18 @@ class RadixCache:
         root = self._roots.get(key)
         return 0 if root is None else root.walk(checked_ids(tokens))[1]
 
+    def ahead(self, tokens_T: Ids, key: Hashable, count: int) -> tuple[int, Ids]:
+        """Return what ``held`` does, and the next at most ``count`` tokens of one of the sequences
+        that hold so much: none if all of them end there. Counts as no use."""
+        root = self._roots.get(key)
+        if root is None:
+            return 0, tokens_T[:0]
+        node, length = root.walk(tokens_T)
+        inside = length - node.start
+        if length == node.end and node.children:
+            node, inside = next(reversed(node.children.values())), 0
+        return length, node.edge[inside : inside + count].copy()
+
     def ages(self) -> dict[SeqId, int]:
         """Return the cached sequences, numbered from the least recently used on."""
         return {seq: age for age, seq in enumerate(self._cached)}
@@ -165,6 +184,7 @@ class RadixCache:
         if matched < tokens_T.size:
             leaf = PrefixNode(tokens_T[matched:].copy(), tokens_T.size, node)
             node.children[int(leaf.edge[0])] = leaf
+            self.num_tokens += leaf.edge.size
             node = leaf
         if entry is None:
             entry = self._entries[seq] = HeldPrefix(seq, key, node)
@@ -195,12 +215,12 @@ class RadixCache:
 
     def remove(self, seq: SeqId) -> None:
         """Forget ``seq``, which left the KV state. ``NotFound`` if it is not in the cache."""
-        self._forget(self._entry(seq))
+        self._lose(self._entry(seq))
 
     def evict(self) -> SeqId | None:
         """Forget and return the ``oldest`` cached sequence, to be removed; None: none."""
         if (seq := self.oldest()) is not None:
-            self._forget(self._entries[seq])
+            self._lose(self._entries[seq])
             self.num_evictions += 1
         return seq
 
@@ -231,7 +251,7 @@ class RadixCache:
         """Forget the cached sequences of keys that are ``gone``; return them, to be removed."""
         found = [entry for entry in self._cached.values() if gone(entry.key)]
         for entry in found:
-            self._forget(entry)
+            self._lose(entry)
         return [entry.seq for entry in found]
 
     def clear(self) -> list[SeqId]:
@@ -240,6 +260,7 @@ class RadixCache:
         self._roots.clear()
         self._entries.clear()
         self._cached.clear()
+        self.num_tokens = 0
         return cached
 
     def _entry(self, seq: SeqId) -> HeldPrefix:
@@ -280,6 +301,13 @@ class RadixCache:
         entry.node = node
         self._prune(old, entry.key)
 
+    def _lose(self, entry: HeldPrefix) -> None:
+        """Forget ``entry``, of which no other sequence may hold all tokens."""
+        node = entry.node
+        if self._lost is not None and node.end and not node.children and len(node.sequences) == 1:
+            self._lost(entry.tokens, entry.key)
+        self._forget(entry)
+
     def _forget(self, entry: HeldPrefix) -> None:
         del self._entries[entry.seq]
         self._cached.pop(entry.seq, None)
@@ -291,6 +319,7 @@ class RadixCache:
         if node.parent is not None and not node.sequences and not node.children:
             parent = node.parent
             del parent.children[int(node.edge[0])]
+            self.num_tokens -= node.edge.size
             node = parent
         if node.sequences:
             return
@@ -315,6 +344,8 @@ class RadixCache:
                     expect(entry.node is node and entry.seq == seq and entry.key == key, "entries point to their node")
                     expect(seq not in seen, "a sequence ends once")
                     seen[seq] = entry
+        edges = [node.edge.size for root in self._roots.values() for node in root.below()]
+        expect(sum(edges) == self.num_tokens, "the tokens on all edges are counted")
         expect(seen == self._entries, "the trees hold exactly the known sequences")
         cached = {seq: entry for seq, entry in seen.items() if not entry.live}
         expect(cached == dict(self._cached), "the eviction order holds exactly the cached sequences")

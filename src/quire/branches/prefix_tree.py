@@ -110,6 +110,16 @@ class HeldPrefix:
         self.node = node
         self.live = True
 
+    @property
+    def tokens(self) -> Ids:
+        """The tokens, copied."""
+        edges: list[Ids] = []
+        node: PrefixNode | None = self.node
+        while node is not None:
+            edges.append(node.edge)
+            node = node.parent
+        return np.concatenate(edges[::-1])
+
     def require_extended(self, key: Hashable, node: PrefixNode | None, matched: int, length: int) -> None:
         """Raise ``AlreadyExists`` unless ``matched`` tokens on the way to ``node`` begin with those
         held here. ``length``: how many tokens are given in all."""

@@ -25,12 +25,14 @@ from quire.branches.loading import GET_SECONDS, Loader, LoadFailed, Loading, Pie
 from quire.branches.move_costs import TO_MEMORY, MoveCosts
 from quire.branches.object_layout import ObjectLayout
 from quire.branches.object_writer import ObjectWriter, WriteJob
+from quire.branches.tiers import Brought
 from quire.contracts.kv_state import Export
 from quire.contracts.store import ObjectKey, ObjectKind
 from quire.errors import DataLoss, InvalidArgument, ResourceExhausted
 from quire.kv.sequencefile import with_groups
 from quire.metrics import Counter
 from quire.models.fingerprint import ModelIdentity
+from quire.outputs import Miss
 from quire.runner.adapter_history import FingerprintRuns, fingerprint_runs
 from quire.runner.local import Runner
 from quire.store.keys import Chain, root_key
@@ -74,6 +76,16 @@ class Match:
     stops: tuple[Piece, ...]
     """Stops before ``length``, and last the one there; none where the model needs none."""
     tiers: Mapping[ObjectKey, str]
+
+    def tokens(self, computed: int) -> dict[str, int]:
+        """Return the tokens behind the first ``computed``, by tier."""
+        if not self.rows:
+            return {self.tiers[self.stops[-1].key]: self.length - computed}
+        found: dict[str, int] = {}
+        for piece in self.rows:
+            if count := max(0, min(piece.stop, self.length) - max(piece.start, computed)):
+                found[self.tiers[piece.key]] = found.get(self.tiers[piece.key], 0) + count
+        return found
 
     def nbytes(self, layout: ObjectLayout, computed: int) -> dict[str, int]:
         """Return the bytes of what lies behind the first ``computed`` tokens, by tier."""
@@ -319,24 +331,25 @@ class StoredState:
 
     # -- loading -----------------------------------------------------------------------------------
 
-    def bring(self, branch: Branch, question: Question, limit: int) -> bool:
+    def bring(self, branch: Branch, question: Question, limit: int) -> Brought:
         """See ``Tier``."""
         match = self.match(question, limit, whole=branch.window is not None) if limit > 0 else None
-        if match is None or match.length < branch.computed + self.least:
-            return False
-        if not self.is_worth(match.length - branch.computed, match.nbytes(self.layout, branch.computed)):
+        computed = branch.computed
+        if match is None or match.length < computed + self.least:
+            return Brought()
+        if not self.is_worth(match.length - computed, match.nbytes(self.layout, computed)):
             self._declined.inc()
-            return False
+            return Brought(miss=Miss.TOO_EXPENSIVE, length=match.length)
         try:
             begin = self._begin if branch.window is None else self._begin_whole
             loading = begin(branch, match, question.chain)
         except ResourceExhausted:
             # Stored state takes more pages than a part of it.
-            return False
+            return Brought()
         except Exception as error:
             logger.warning("stored state of %d tokens is not used: %s", match.length, error)
             self._failed.inc()
-            return False
+            return Brought(miss=Miss.DAMAGED, length=match.length)
         old, branch.seq, branch.computed = branch.seq, loading.seq, match.length
         if old is not None:
             self.runner.execute(Step(edits=(Remove(old),)))
@@ -344,7 +357,7 @@ class StoredState:
         if self._loader is None:
             self._loader = Loader()
         self._loader.add(loading)
-        return True
+        return Brought(match.tokens(loading.shared))
 
     def _begin(self, branch: Branch, match: Match, chain: Chain) -> Loading:
         """Make a sequence that waits for its rows. It shares the pages of what is computed."""
@@ -420,11 +433,11 @@ class StoredState:
             if (loading := self._loads.get(seq)) is not None:
                 loading.wait(layer)
 
-    def settle(self, branch: Branch) -> bool:
+    def settle(self, branch: Branch) -> Miss:
         """See ``Tier``."""
         loading = self._loads.pop(branch.seq, None) if branch.seq is not None else None
         if loading is None:
-            return True
+            return Miss.NONE
         loading.end()
         length, branch.seq, branch.computed = branch.computed, None, 0
         try:
@@ -438,12 +451,12 @@ class StoredState:
                 self._failed.inc()
                 self.runner.execute(Step(edits=(Remove(loading.seq),)))
         if branch.seq is None:
-            return False
-        self._loaded.inc(sum(loading.tokens.values()))
+            return loading.miss
         self._seconds.inc(loading.seconds)
         for tier, nbytes in loading.nbytes.items():
             self.costs.moved(tier, nbytes, loading.seconds * nbytes / max(1, sum(loading.nbytes.values())))
-        return True
+        self._loaded.inc(loading.count)
+        return Miss.NONE
 
     def drop(self, seq: SeqId) -> None:
         """See ``Tier``."""

@@ -6,13 +6,26 @@ caller has the runner's lock. ``quire.branches.stored_state`` is the tier over a
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable
+from collections.abc import Collection, Hashable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from quire.branches.branch import Branch
 from quire.branches.history import Ids
+from quire.outputs import Miss
 from quire.runner.adapter_history import FingerprintRuns
 from quire.types import SeqId
+
+
+@dataclass(frozen=True, slots=True)
+class Brought:
+    """What a tier brings."""
+
+    by_tier: Mapping[str, int] = field(default_factory=dict)
+    """Tokens by the kind of tier that they come from."""
+    miss: Miss = Miss.NONE
+    """Why it brings none of the ``length`` tokens that are kept."""
+    length: int = 0
 
 
 class Tier(Protocol):
@@ -36,10 +49,10 @@ class Tier(Protocol):
         """Ask what is kept of a branch's tokens; return the question, or None if there is none."""
         ...
 
-    def bring(self, branch: Branch, question: Any, limit: int) -> bool:
+    def bring(self, branch: Branch, question: Any, limit: int) -> Brought:
         """Begin to bring back at most ``limit`` tokens, if more are kept than are computed and that
-        beats running them. Return whether it did: then ``seq`` is another one, of ``computed``
-        tokens, behind whose last one a forward may run if it waits for each layer."""
+        beats running them. Then ``seq`` is another one, of ``computed`` tokens, behind whose last
+        one a forward may run if it waits for each layer."""
         ...
 
     def is_coming(self, seq: SeqId) -> bool:
@@ -50,8 +63,8 @@ class Tier(Protocol):
         """Wait until a layer of these sequences has come. ``LoadFailed`` if it did not."""
         ...
 
-    def settle(self, branch: Branch) -> bool:
-        """End what came for a branch. Return False if it did not come whole: its sequence is then
+    def settle(self, branch: Branch) -> Miss:
+        """End what came for a branch. Return why it did not come whole, if so: its sequence is then
         gone, and nothing of it is computed."""
         ...
 

@@ -25,6 +25,7 @@ from quire.engine.scheduler import Scheduled
 from quire.engine.sequence_request import SequenceRequest
 from quire.errors import FailedPrecondition, QuireError
 from quire.interrupts import check, uninterrupted
+from quire.outputs import Miss
 from quire.runner.local import Extras, StepOutput
 
 logger = logging.getLogger("quire.engine")
@@ -199,6 +200,10 @@ class Engine(RequestBook):
         work = request.work
         self.metrics.prompt_tokens_cached.inc(work.num_cached)
         self.metrics.tokens_replayed.inc(work.num_replayed)
+        for tier, count in work.cached_by_tier.items():
+            self.metrics.prompt_tokens_reused.inc(tier, count)
+        if work.reuse_note.missed is not Miss.NONE:
+            self.metrics.reuse_misses.inc(work.reuse_note.missed)
         if self.cache is not None and work.cacheable and work.seq is not None:
             held = work.tokens.ids[: work.computed]
             self.branches.remove_all(self.cache.insert(work.seq, held, work.key, live=True))
@@ -210,6 +215,7 @@ class Engine(RequestBook):
             raise QuireError("a prompt was computed without a sequence")
         sibling.work.seq, sibling.work.computed = self.branches.fork_of(leader.work.seq), leader.work.computed
         sibling.work.num_cached, sibling.work.num_replayed = leader.work.num_cached, leader.work.num_replayed
+        sibling.work.reuse_note = leader.work.reuse_note
         self._requests[sibling.work] = sibling
         self.scheduler.join(sibling.work)
         return sibling
@@ -235,9 +241,10 @@ class Engine(RequestBook):
                 self.branches.remove_all(gone)
 
     def reset_prefix_cache(self) -> None:
-        """Forget all finished sequences."""
+        """Forget all finished sequences, and what there was before."""
         with self.lock:
             self.branches.clear_cache()
+            self.past.clear()
 
     def page_use(self) -> PageUse:
         """Count the pages by their kinds of owners, now."""

@@ -13,11 +13,13 @@ from numpy.typing import NDArray
 
 from quire.branches.history import TokenHistory
 from quire.branches.media import NO_MEDIA, Media
+from quire.branches.past_prefixes import PastPrefixes
 from quire.branches.prefix_cache import RadixCache
 from quire.branches.stored_state import StoredState
 from quire.engine.checkpoints import Checkpoints
 from quire.engine.detokenizer import IncrementalDetokenizer
 from quire.engine.grammars import Grammars
+from quire.engine.miss_search import MissSearch
 from quire.engine.pins import Pins, final_length
 from quire.engine.prompt_logprobs import PromptLogprobs
 from quire.engine.request_checks import RequestChecks
@@ -79,9 +81,12 @@ class RequestBook:
         self._endless = replace(self.checks, max_model_len=ENDLESS, pool_tokens=ENDLESS)
         self.lock = Lock()
         """Its holder is not interrupted: signals take effect between steps."""
+        self.past = PastPrefixes()
+        """What the prefix cache had, to tell what prompts missed."""
         self.cache: RadixCache | None = None
         if enable_prefix_caching:
-            self.cache = RadixCache(runner.state.nearest_reachable if runner.state.forgets else None)
+            reach = runner.state.nearest_reachable if runner.state.forgets else None
+            self.cache = RadixCache(reach, self.past.note)
         self.metrics = EngineMetrics()
         self.stored = StoredState(runner) if stored is None else stored
         """State outside of the pool."""
@@ -124,6 +129,7 @@ class RequestBook:
             tier=self.stored,
             checkpoints=self.checkpoints,
             fits=lambda adapters: runner.adapters.fits(adapters),
+            misses=None if self.cache is None else MissSearch(self.cache, self.past, self.branches.forgets),
         )
         runner.room.join(self)
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from quire.branches.history import Ids
+from quire.engine.scheduled_request import ScheduledRequest
 from quire.engine.sequence_request import SequenceRequest
 from quire.engine.tokenizer import Tokenizer
 from quire.ops.sampling import TokenLogprobs
-from quire.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from quire.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, Reuse
 
 
 def request_output(
@@ -30,6 +32,7 @@ def request_output(
         num_cached_tokens=first.work.num_cached,
         num_replayed_tokens=first.work.num_replayed,
         cache_note=cache_note(first),
+        reuse=reuse_of(first.work, tokenizer),
         metrics=RequestMetrics(
             arrival_time=first.arrival,
             first_token_time=min(stamps, default=None),
@@ -46,6 +49,28 @@ def cache_note(request: SequenceRequest) -> str:
         return ""
     known, kept = work.num_cached + work.num_replayed, work.num_cached
     return f"{known} tokens of the prompt were known and the first {kept} reused: {request.forgets.format(known, kept)}"
+
+
+def reuse_of(work: ScheduledRequest, tokenizer: Tokenizer | None) -> Reuse:
+    """Return what was reused at a request's first admission, and what was missed."""
+    note = work.reuse_note
+    quote = ""
+    if note.there is not None and note.missed_at is not None:
+        here = work.tokens.ids[note.missed_at : note.missed_at + note.there.size]
+        quote = f" ({_quoted(here, tokenizer)} here, {_quoted(note.there, tokenizer)} there)"
+    return Reuse(
+        cached=work.num_cached,
+        by_tier=work.cached_by_tier,
+        replayed=work.num_replayed,
+        miss=note.missed,
+        missed_at=note.missed_at,
+        quote=quote,
+    )
+
+
+def _quoted(ids: Ids, tokenizer: Tokenizer | None) -> str:
+    spoken = ids[ids >= 0].tolist()  # an image has no text
+    return str(spoken) if tokenizer is None else repr(tokenizer.decode(spoken, skip_special_tokens=False))
 
 
 def completion(request: SequenceRequest, tokenizer: Tokenizer | None) -> CompletionOutput:

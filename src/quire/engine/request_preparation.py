@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.branches.adapter_keys import OwnedSalt
 from quire.branches.media import NO_MEDIA, Media
 from quire.contracts.executor import ExecutorInputs
 from quire.engine.beam import BeamSearch
@@ -224,10 +225,11 @@ class RequestPreparation:
 
 
 def cache_key(salt: str | None) -> Hashable:
-    """Return the key under which requests share cached state, beside adapters: the salt."""
+    """Return the key under which requests share cached state, beside adapters: the salt's owner, ""
+    for a plain text, and the salt."""
     if salt is not None and not isinstance(salt, str):
         raise InvalidArgument(field="cache_salt", given=salt, allowed="a string")
-    return ("", salt)
+    return (salt.owner if isinstance(salt, OwnedSalt) else "", salt)
 
 
 def texts_of(prompts: Sequence[Prompt]) -> list[str | None]:

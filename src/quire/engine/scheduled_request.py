@@ -10,8 +10,10 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
-from quire.branches.adapter_keys import AdapterKey
+from quire.branches.adapter_keys import salt_of
 from quire.branches.branch import Branch
+from quire.engine.reuse_note import ReuseNote
+from quire.errors import PoolExhausted, ResourceExhausted
 from quire.types import BASE, LogitsWanted
 
 
@@ -41,6 +43,8 @@ class ScheduledRequest(Branch):
     """Tokens whose state the prefix cache, or its session, has or had."""
     num_replayed: int = 0
     """Those of them that were not there at the first admission, and ran again."""
+    reuse_note: ReuseNote = field(default_factory=ReuseNote)
+    """Where its state came from, and why no more was found."""
     partings: set[int] = field(default_factory=set)
     """Positions where other prompts part from this one, or where this one parted from others."""
     reusable: bool = False
@@ -60,7 +64,20 @@ class ScheduledRequest(Branch):
 
     @property
     def salt(self) -> Hashable:
-        return self.key.salt if isinstance(self.key, AdapterKey) else self.key
+        return salt_of(self.key)
+
+    def note_reuse(self) -> None:
+        """Count what was found of it, until it is admitted."""
+        if not self.admitted:
+            self.num_cached = self.computed
+            self.num_replayed = max(0, self.known - self.computed)
+
+    @property
+    def cached_by_tier(self) -> dict[str, int]:
+        """Tokens of ``num_cached`` by tier; only tiers that had some."""
+        outside = self.reuse_note.by_tier
+        found = {"pool": self.num_cached - sum(outside.values()), **outside}
+        return {tier: count for tier, count in found.items() if count}
 
     @property
     def ready(self) -> bool:
@@ -71,3 +88,15 @@ class ScheduledRequest(Branch):
     def next_adapter(self) -> int | None:
         """Under which adapter its next token runs."""
         return None if self.runs is BASE else self.runs.at(self.computed)
+
+
+def no_room(request: ScheduledRequest, missing: int, *, alone: bool) -> ResourceExhausted:
+    """Return the error of a request that cannot run; ``alone``: even in an empty pool."""
+    short = (
+        f"a sequence of {len(request.tokens)} tokens is short of {missing} pages (of tokens, or of recurrent states)"
+    )
+    if alone:
+        return ResourceExhausted(f"{short} of an empty pool; give fewer tokens, or a larger kv_cache_memory")
+    return PoolExhausted(
+        f"{short} with nothing left to give up; close or unpin sessions, release KV caches, or give a larger kv_cache_memory"
+    )

@@ -25,8 +25,10 @@ from typing import TYPE_CHECKING, TypeAlias
 from quire.branches.history import common_prefix
 from quire.branches.prefix_cache import RadixCache
 from quire.engine.checkpoints import Checkpoints
-from quire.engine.scheduled_request import ScheduledRequest, Status
-from quire.errors import PoolExhausted, QuireError, ResourceExhausted
+from quire.engine.miss_search import MissSearch
+from quire.engine.scheduled_request import ScheduledRequest, Status, no_room
+from quire.errors import QuireError
+from quire.outputs import Miss
 from quire.types import Add, Chunk, Edit, Fork, LogitsWanted, Remove, SeqId, SetWindow, Step
 
 if TYPE_CHECKING:
@@ -124,6 +126,7 @@ class Scheduler:
         tier: Tier | None = None,
         checkpoints: Checkpoints | None = None,
         fits: Callable[[Collection[int]], bool] | None = None,
+        misses: MissSearch | None = None,
     ) -> None:
         self._state = state
         self.limits = limits
@@ -134,6 +137,7 @@ class Scheduler:
         self._tier = tier
         self._checkpoints = checkpoints
         self._adapters_fit = fits
+        self._misses = misses
         self._arrivals = 0
         self._alike: dict[tuple[Hashable, bytes], dict[ScheduledRequest, None]] = {}
         """Requests under way by key and first tokens, in order of arrival."""
@@ -353,11 +357,7 @@ class Scheduler:
                 if attached:
                     self._detach(request)
                 return
-            if self._tier is not None and request.question is not None:
-                if attached:
-                    self._tier.bring(request, request.question, self._limit(request))
-                request.question = None
-                self._note_reuse(request)
+            self._bring(request, attached)
             del self.waiting[index]
             request.status = Status.RUNNING
             request.admitted = True
@@ -448,14 +448,23 @@ class Scheduler:
             # state.
             request.partings.add(request.known)
         request.seq = seq
-        self._note_reuse(request)
+        request.note_reuse()
 
-    @staticmethod
-    def _note_reuse(request: ScheduledRequest) -> None:
-        """Count what it found, until it is admitted."""
-        if not request.admitted:
-            request.num_cached = request.computed
-            request.num_replayed = max(0, request.known - request.computed)
+    def _bring(self, request: ScheduledRequest, attached: bool) -> None:
+        """Bring back what tiers have of it, if it was just ``attached``; note what was found, and
+        why not more."""
+        limit = self._limit(request)
+        if self._tier is not None and request.question is not None:
+            if attached:
+                found = self._tier.bring(request, request.question, limit)
+                if not request.admitted:
+                    request.reuse_note.by_tier |= found.by_tier
+                    if found.miss is not Miss.NONE:
+                        request.reuse_note.miss(found.miss, found.length)
+            request.question = None
+            request.note_reuse()
+        if self._misses is not None:
+            self._misses.explain(request, limit)
 
     @staticmethod
     def _limit(request: ScheduledRequest) -> int:
@@ -486,10 +495,16 @@ class Scheduler:
 
     def settle(self, request: ScheduledRequest) -> bool:
         """End the load of a running request, at once. Return whether its state is there."""
-        if self._tier is None or self._tier.settle(request):
+        length = request.computed
+        if self._tier is None or (miss := self._tier.settle(request)) is Miss.NONE:
             return True
         self.running.remove(request)
         request.status = Status.WAITING
+        if request.reuse_note.by_tier:
+            request.reuse_note.by_tier.clear()
+            request.admitted = False
+            request.reuse_note.miss(miss, length)
+            request.note_reuse()
         bisect.insort(self.waiting, request, key=lambda waiting: waiting.priority)
         return False
 
@@ -503,7 +518,9 @@ class Scheduler:
             request.seq, request.computed = None, 0
         else:
             self._release(request)
-        self._note_reuse(request)
+        if not request.admitted:
+            request.reuse_note.by_tier.clear()
+        request.note_reuse()
 
     def _duplicates(self, request: ScheduledRequest) -> bool:
         """Return whether a running prompt is computing a prefix that this request could fork
@@ -525,15 +542,3 @@ class Scheduler:
             if common >= held + DUPLICATE_PREFIX:
                 return True
         return False
-
-
-def no_room(request: ScheduledRequest, missing: int, *, alone: bool) -> ResourceExhausted:
-    """Return the error of a request that cannot run; ``alone``: even in an empty pool."""
-    short = (
-        f"a sequence of {len(request.tokens)} tokens is short of {missing} pages (of tokens, or of recurrent states)"
-    )
-    if alone:
-        return ResourceExhausted(f"{short} of an empty pool; give fewer tokens, or a larger kv_cache_memory")
-    return PoolExhausted(
-        f"{short} with nothing left to give up; close or unpin sessions, release KV caches, or give a larger kv_cache_memory"
-    )

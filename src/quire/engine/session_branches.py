@@ -20,12 +20,15 @@ from quire.branches.branch import COMPUTED
 from quire.branches.going_back import nearest
 from quire.branches.history import common_prefix
 from quire.branches.media import Media
+from quire.branches.past_prefixes import LEAST
 from quire.branches.prefix_cache import RadixCache
 from quire.branches.tiers import Tier
 from quire.engine import layer_memory
+from quire.engine.miss_search import QUOTED
 from quire.engine.sequence_request import SequenceRequest, SessionBranch
 from quire.errors import QuireError, ResourceExhausted
 from quire.metrics import EngineMetrics
+from quire.outputs import Miss
 from quire.runner.local import Runner
 from quire.types import AdapterRuns, DropCheckpoint, Edit, Fork, Pop, Remove, SeqId, Step
 
@@ -49,6 +52,8 @@ class SessionBranches:
         self.cache = cache
         self.tier = tier
         self.metrics = metrics
+        self.forgets = Miss.NO_CHECKPOINT if runner.state.recurrent_ids else Miss.WINDOW
+        """Why a sequence cannot be forked at each of its positions, if it cannot."""
         self.sessions: dict[int, SessionBranch] = {}
         """By identity, least recently used first."""
 
@@ -249,6 +254,8 @@ class SessionBranches:
         shared = session.runs.agreed(work.runs, common)
         wanted = min(shared, len(work.tokens) - 1)
         work.known = min(wanted, session.computed)
+        if LEAST <= common < min(session.computed, len(work.tokens)):
+            work.reuse_note.miss(Miss.OTHER_TEXT, common, session.tokens.ids[common : common + QUOTED].copy())
         self.rewind(session, wanted)
         self._leave_other_key(session, work.key)
         if session.modified:
@@ -261,6 +268,8 @@ class SessionBranches:
         work.admitted = session.seq is not None
         work.num_cached = session.computed
         work.num_replayed = max(0, work.known - session.computed)
+        if work.num_replayed and work.admitted:
+            work.reuse_note.miss(self.forgets, work.known)
         work.reusable = True
         # A state that forgets is no prefix for others.
         work.cacheable = not session.modified and session.window is None

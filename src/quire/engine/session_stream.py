@@ -7,10 +7,11 @@ from functools import partial
 from typing import NamedTuple, Self
 
 from quire.engine.engine import Engine
+from quire.engine.request_outputs import reuse_of
 from quire.engine.sequence_request import SequenceRequest
 from quire.interrupts import SHIELD, check
 from quire.orphans import unless_exiting
-from quire.outputs import StreamDelta
+from quire.outputs import Reuse, StreamDelta
 
 Start = Callable[[], SequenceRequest]
 OnEnd = Callable[[SequenceRequest], None]
@@ -45,6 +46,8 @@ class SessionStream(Iterator[StreamDelta]):
         self._end = partial(_end, engine, self._requests, on_end)
         engine.orphans.watch(self, self._end)
         self._over = False
+        self.reuse: Reuse | None = None
+        """What was reused of the prompt; None before the last delta."""
 
     def __next__(self) -> StreamDelta:
         if self._over:
@@ -79,6 +82,7 @@ class SessionStream(Iterator[StreamDelta]):
                 )
                 self._pieces, self._tokens = pieces, tokens
                 if ended:
+                    self.reuse = reuse_of(request.work, self._engine.tokenizer)
                     self.close()
                 return delta
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quire.async_llm import AsyncLLM
+from quire.branches.adapter_keys import OwnedSalt
 from quire.server.errors import ApiError
 from quire.server.gate import Gate
 from quire.server.settings import ServerSettings
@@ -59,7 +60,7 @@ class Context:
         two pairs give the same salt."""
         if not owner or self.settings.share_prefix_cache:
             return given
-        return owner if given is None else f"{owner} {given}"
+        return OwnedSalt(owner if given is None else f"{owner} {given}", owner)
 
     def adapter_of(self, model: str | None) -> str | None:
         """Return the adapter that a request's ``model`` names; None for the base model or no name.

@@ -10,6 +10,7 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, aclosing
+from dataclasses import replace
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 import numpy as np
@@ -20,7 +21,7 @@ from quire.async_llm import AsyncSession, SampleDelta
 from quire.engine.token_ids import as_token_ids
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import Cancelled, InvalidArgument
-from quire.outputs import CompletionOutput, FinishReason, RequestOutput
+from quire.outputs import CompletionOutput, FinishReason, Miss, RequestOutput, Reuse
 from quire.sampling_params import SamplingParams
 from quire.server.context import Context
 from quire.server.errors import bad_field, naming
@@ -238,6 +239,32 @@ def ending(reason: FinishReason | None, stop_reason: str | int | None) -> dict[s
     if reason == "cancelled":
         raise Cancelled("the request was cancelled")
     return {"finish_reason": reason, "stop_reason": stop_reason if reason == "stop" else None}
+
+
+def reuse_body(outputs: Iterable[RequestOutput], *, alone: bool) -> dict[str, Any]:
+    """Return what was reused of each prompt; of several the numbers of all, and each under
+    ``prompts``. Without ``alone``, other clients share the cache: what is theirs is not told."""
+    found = [output.reuse if alone else of_shared(output.reuse) for output in outputs]
+    bodies = [reuse.as_dict() for reuse in found]
+    if len(bodies) == 1:
+        return bodies[0]
+    by_tier: Counter[str] = Counter()
+    for reuse in found:
+        by_tier.update(reuse.by_tier)
+    return {
+        "cached": sum(reuse.cached for reuse in found),
+        "by_tier": dict(by_tier),
+        "replayed": sum(reuse.replayed for reuse in found),
+        "prompts": bodies,
+    }
+
+
+def of_shared(reuse: Reuse) -> Reuse:
+    """Return what a client may know if others share its cache: neither their texts nor what is
+    under their salts."""
+    if reuse.miss is Miss.OTHER_SALT:
+        return replace(reuse, miss=Miss.NONE, missed_at=None)
+    return replace(reuse, quote="")
 
 
 class Usage:

@@ -22,7 +22,7 @@ from quire.outputs import RequestOutput
 from quire.sampling_params import SamplingParams
 from quire.server.context import Context
 from quire.server.events import Chunk, Chunks, EventStream, JsonAnswer, unless_gone
-from quire.server.generation import Source, Usage, deltas, finished, whole
+from quire.server.generation import Source, Usage, deltas, finished, reuse_body, whole
 from quire.server.protocol import GenerationBody, StreamOptions
 from quire.server.session_bodies import ContinueBody
 from quire.server.session_streams import ClientSessionStream
@@ -43,6 +43,8 @@ class Reply(ABC):
         self.tokenizer = context.llm.tokenizer
         self.outputs: dict[int, RequestOutput] = {}
         self.usage = Usage()
+        self._alone = not (context.settings.share_prefix_cache and request.state.owner)
+        """Whether no other client has a part in the prefix cache that its prompts see."""
         request.state.tokens = self.usage.tokens
         self.stream = bool(body.stream)
         options = body.stream_options or StreamOptions()
@@ -87,21 +89,32 @@ class Reply(ABC):
 
     def body_of(self, choices: Sequence[Mapping[str, Any]]) -> Chunk:
         """Return the body of an answer that is sent at once."""
-        return {**self._head, "choices": choices, "usage": self.usage.body()}
+        return {**self._head, "choices": choices, "usage": self.usage.body(), **self._reuse()}
 
     async def chunks(self, sources: Sequence[Source]) -> Chunks:
         """Yield the answer as it comes."""
         head = {**self._head, "object": self.chunk_object}
+        ended = 0
         async with aclosing(deltas(sources)) as stream:
             async for number, delta in stream:
                 # A session of a batch may have failed before its prompt was run.
                 if number not in self.outputs and delta.finish_reason != "error":
                     self.begin(number, sources[number].output)
                 self.usage.add(self.count(delta))
-                for choice in self.chunk_choices(number, delta):
-                    yield {**head, "choices": [choice], **self._usage_of_chunk()}
+                ended += delta.finish_reason is not None
+                samples = max((len(output.outputs) for output in self.outputs.values()), default=1)
+                is_last = ended == len(sources) * samples and not self._with_usage
+                choices = self.chunk_choices(number, delta)
+                for place, choice in enumerate(choices, 1):
+                    reuse = self._reuse() if is_last and place == len(choices) else {}
+                    yield {**head, "choices": [choice], **self._usage_of_chunk(), **reuse}
         if self._with_usage:
-            yield {**head, "choices": [], "usage": self.usage.body()}
+            yield {**head, "choices": [], "usage": self.usage.body(), **self._reuse()}
+
+    def _reuse(self) -> dict[str, Any]:
+        """Return what was reused of the prompts that ran; nothing if none did."""
+        outputs = [self.outputs[number] for number in sorted(self.outputs)]
+        return {"quire": {"reuse": reuse_body(outputs, alone=self._alone)}} if outputs else {}
 
     def _usage_of_chunk(self) -> dict[str, Any]:
         if self._running_usage:

@@ -1,0 +1,75 @@
+"""The search for what a prompt missed: longer matches under its own key and its owner's others.
+
+What is found is only said, in ``RequestOutput.reuse``. No torch.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable
+
+from quire.branches.adapter_keys import owner_of, salt_of
+from quire.branches.past_prefixes import LEAST, PastPrefixes
+from quire.branches.prefix_cache import RadixCache
+from quire.engine.scheduled_request import ScheduledRequest
+from quire.outputs import Miss
+
+KEYS = 16
+"""Keys of an owner in which a longer match is looked for, those used last."""
+OWNERS = 4096
+"""Owners whose keys are remembered."""
+QUOTED = 4
+"""Tokens of another text that are quoted."""
+
+
+class MissSearch:
+    """What was there (``past``) beside what is (``cache``). ``forgets``: why a match ends early
+    where all of the tokens are held: windows, or recurrent states that were not kept."""
+
+    def __init__(self, cache: RadixCache, past: PastPrefixes, forgets: Miss) -> None:
+        self._cache = cache
+        self._past = past
+        self.forgets = forgets
+        self._keys: OrderedDict[Hashable, OrderedDict[Hashable, None]] = OrderedDict()
+        """The last keys by owner; both in the order of use."""
+
+    def explain(self, request: ScheduledRequest, limit: int) -> None:
+        """Note at the first admission of a request which longer match it missed in its first
+        ``limit`` tokens, of which ``computed`` were found."""
+        if not request.cacheable:
+            return
+        keys = self._used(request.key)
+        if request.admitted or limit < LEAST or request.computed >= limit:
+            return
+        note, ids_T, key = request.reuse_note, request.tokens.ids[:limit], request.key
+        if request.known > request.computed:
+            note.miss(self.forgets, request.known)
+        held, next_held = self._cache.ahead(ids_T, key, QUOTED)
+        past, next_past = self._past.ahead(ids_T, key, QUOTED)
+        own = max(held, past, request.known)
+        if past >= max(LEAST, request.computed + 1):
+            note.miss(Miss.EVICTED, past)
+        salt = salt_of(key)
+        # Of equals another adapter comes before another salt: that is what its client may mean.
+        for other in sorted(keys, key=lambda one: salt_of(one) != salt):
+            if other == key:
+                continue
+            found = max(self._cache.ahead(ids_T, other, 0)[0], self._past.ahead(ids_T, other, 0)[0])
+            if found > own and found >= LEAST:
+                note.miss(Miss.OTHER_ADAPTER if salt_of(other) == salt else Miss.OTHER_SALT, found)
+        for length, there in ((held, next_held), (past, next_past)):
+            if length == own and LEAST <= length < limit and there.size:
+                note.miss(Miss.OTHER_TEXT, length, there)
+
+    def _used(self, key: Hashable) -> OrderedDict[Hashable, None]:
+        """Note the use of a key; return those that its owner used last."""
+        owner = owner_of(key)
+        keys = self._keys.setdefault(owner, OrderedDict())
+        keys[key] = None
+        keys.move_to_end(key)
+        self._keys.move_to_end(owner)
+        if len(keys) > KEYS:
+            keys.popitem(last=False)
+        if len(self._keys) > OWNERS:
+            self._keys.popitem(last=False)
+        return keys
