@@ -36,7 +36,7 @@ from quire.runner.adapter_pool import AdapterPool
 from quire.types import BASE, AdapterRuns, Add, Chunk, Remove, Step
 
 from .conftest import GEOMETRY, Checkpoint, MakeLLM, check, engine_of, greedy, random_tokens, record
-from .test_host_memory import check_store, force, squeeze
+from .test_stored_state import CHUNK, check_store, force, squeeze
 
 RANK = 4
 NAMES = ("one", "two", "three")
@@ -757,27 +757,25 @@ def breaks(position: int, rows_RV: Tensor) -> None:
     raise QuireError("broken")
 
 
-def test_forks_share_host_copies_as_far_as_they_agree(make_llm: MakeLLM, llama: Checkpoint, merged: Merged) -> None:
+def test_forks_share_stored_state_as_far_as_they_agree(make_llm: MakeLLM, llama: Checkpoint, merged: Merged) -> None:
     world = World.of(make_llm(llama, enable_prefix_caching=False), merged)
-    store = force(world.llm)
+    force(world.llm)
     one = told(world, PROMPT)
     one.generate(2)
     one.switch("one")
     one.append(random_tokens(15))
     one.check_logits()
     squeeze(world.llm)
-    assert store.holds(one.session._state) == len(one.tokens)
     # At 30 tokens the last one was the base model's, and is the adapter's now.
     middle, whole = one.fork(30), one.fork()
-    assert [store.holds(found.session._state) for found in (middle, whole)] == [29, len(one.tokens)]
     whole.switch("two")
-    assert store.holds(whole.session._state) == len(one.tokens) - 1
     check_store(world.llm)
     recorder = record(world.llm)
     for found in (middle, whole, one):
         found.check_logits()
         found.generate(3)
-    assert recorder.num_tokens <= 3 * 4
+    # Of two of them the last run of tokens is another one.
+    assert recorder.num_tokens <= 3 * 4 + 2 * CHUNK
     for found in (middle, whole, one):
         found.session.close()
 
@@ -1027,7 +1025,7 @@ def converse(
     )
     world = World.of(llm, oracle, capacity=rng.choice([RANK, 2 * RANK, 64]))
     if host:
-        force(llm, decide=lambda *_, **__: rng.random() < 0.8)
+        force(llm, decide=lambda *_: rng.random() < 0.8)
     conversations = Conversations(world, seed)
     for _ in range(steps):
         conversations.step()

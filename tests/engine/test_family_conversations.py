@@ -21,7 +21,7 @@ from quire.kv.recurrent import bytes_per_state
 
 from .conftest import CONTEXT, VOCAB, Checkpoint, MakeLLM, engine_of
 from .test_conversations import Conversations, run
-from .test_host_memory import check_store, force, squeeze
+from .test_stored_state import check_store, force, squeeze
 
 NOT_NATIVE: dict[str, tuple[str, dict[str, Any]]] = {
     "fallback-olmo": ("Olmo", {}),
@@ -98,8 +98,9 @@ def test_long_conversations_with_little_room(make_llm: MakeLLM, family: Checkpoi
         enable_prefix_caching=rng.random() < 0.75,
         **({"checkpoint_interval": rng.choice([0, 8, 20])} if state_bytes else {}),
     )
-    store = force(llm, decide=lambda *_, **__: rng.random() < 0.8)
-    store.capacity = rng.choice([2, 5]) * (60 * known["bytes_per_token"] + 3 * state_bytes)
+    # An object has a header of some 4 KiB beside its state.
+    room = rng.choice([2, 5]) * (60 * known["bytes_per_token"] + 3 * state_bytes + 20 * 4096)
+    force(llm, room, lambda *_: rng.random() < 0.8)
     conversations = Conversations(llm, family, seed, tmp_path)
     for _ in range(300):
         conversations.step()
@@ -107,4 +108,3 @@ def test_long_conversations_with_little_room(make_llm: MakeLLM, family: Checkpoi
         if rng.random() < 0.1:
             squeeze(llm)
     conversations.finish()
-    assert store.used == 0

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.engine.test_host_memory import force, squeeze
+from tests.engine.test_stored_state import force, squeeze
 from tests.engine.test_named_adapters import directories
 from tests.engine.test_session_chat import folder, user
 
@@ -337,7 +337,7 @@ def test_a_preempted_request_comes_back_without_another_word(make_llm: MakeLLM, 
     llm = make_llm(llama, pool=96, page_size=4, max_num_batched_tokens=16)
     force(llm)
     outputs = llm.generate([random_tokens(length) for length in (20, 11, 17, 5)], greedy(40))
-    assert llm.metrics()["quire:swaps_in_total"] > 0
+    assert llm.metrics()["quire:store_tokens_loaded_total"] > 0
     assert [agrees(output) for output in outputs] == [Reuse()] * 4
 
 

@@ -323,11 +323,11 @@ ENGINE = (
         tests=("engine/test_beam.py::test_equals_brute_force",),
     ),
     Mutant(
-        name="swapped-state-of-the-whole-copy",
-        file="branches/host_store.py",
-        old="            if length < copy.length:\n",
-        new="            if length > copy.length:\n",
-        tests=("engine/test_host_memory.py::test_rewind_and_fork_of_a_session_that_was_moved",),
+        name="stored-rows-beyond-the-limit",
+        file="branches/stored_match.py",
+        old="length = min(limit, rows[-1].stop if rows else 0) if with_rows else limit",
+        new="length = (rows[-1].stop if rows else 0) if with_rows else limit",
+        tests=("engine/test_stored_state.py::test_evicted_prompts_come_back",),
     ),
 )
 

@@ -86,7 +86,7 @@ def test_metrics_have_exactly_these_names(served: Served) -> None:
     families = EngineMetrics().collect()
     wanted = {(sample.name, tuple(sorted(sample.labels))) for family in families for sample in family.samples}
     own = {"quire:http_requests_under_way", "quire:sessions_open"}
-    host = set(served.llm.engine.host.snapshot())
+    host = set(served.llm.engine.stored.snapshot())
     assert set(found) == wanted | {(name, ()) for name in own | host | set(HELP)}
     text = served.client.get("/metrics").text
     for name, help in HELP.items():

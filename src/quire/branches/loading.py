@@ -12,12 +12,12 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from quire.branches.object_layout import ObjectLayout
+from quire.branches.stored_match import Piece
 from quire.contracts.kv_state import ModelState, TensorPlan
 from quire.contracts.store import ObjectKey
 from quire.errors import QuireError
@@ -35,15 +35,6 @@ GET_SECONDS = 30.0
 
 class LoadFailed(QuireError):
     """State did not come back from a store. The tokens are computed again."""
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """An object of a history: rows ``start..stop - 1``, or a stop at ``start == stop``."""
-
-    key: ObjectKey
-    start: int
-    stop: int
 
 
 class Loading:

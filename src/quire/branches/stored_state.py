@@ -13,21 +13,20 @@ import logging
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Hashable, Mapping
 from functools import partial
 from typing import Any
 
 from quire.branches.branch import Branch
 from quire.branches.history import UNKNOWN, Ids
-from quire.branches.loading import GET_SECONDS, Loader, LoadFailed, Loading, Piece, WholeLoading
+from quire.branches.loading import GET_SECONDS, Loader, LoadFailed, Loading, WholeLoading
 from quire.branches.move_costs import TO_MEMORY, MoveCosts
 from quire.branches.object_layout import ObjectLayout
 from quire.branches.object_writer import ObjectWriter, WriteJob
+from quire.branches.stored_match import Match, Piece, Question, find_match
 from quire.branches.tiers import Brought
 from quire.contracts.kv_state import Export
-from quire.contracts.store import ObjectKey, ObjectKind
+from quire.contracts.store import ObjectKind
 from quire.errors import DataLoss, InvalidArgument, ResourceExhausted
 from quire.kv.sequencefile import with_groups
 from quire.metrics import Counter
@@ -48,51 +47,6 @@ LEAST = 32
 """Tokens that tiers must have beyond the pool to be worth a load."""
 ROOTS = 1024
 """Salts whose root keys are remembered."""
-
-Listing = Sequence[Mapping[ObjectKey, str]]
-"""The objects under each boundary of a chain, and the nearest tier of each."""
-
-
-@dataclass(frozen=True, slots=True)
-class Question:
-    """The question what tiers have of a history."""
-
-    chain: Chain
-    answer: Future[list[dict[ObjectKey, str]]]
-
-    @property
-    def is_answered(self) -> bool:
-        return self.answer.done()
-
-
-@dataclass(frozen=True, slots=True)
-class Match:
-    """What tiers have of a history."""
-
-    length: int
-    """Tokens at which a sequence can go on."""
-    rows: tuple[Piece, ...]
-    """Runs, adjacent from 0 on."""
-    stops: tuple[Piece, ...]
-    """Stops before ``length``, and last the one there; none where the model needs none."""
-    tiers: Mapping[ObjectKey, str]
-
-    def tokens(self, computed: int) -> dict[str, int]:
-        """Return the tokens behind the first ``computed``, by tier."""
-        if not self.rows:
-            return {self.tiers[self.stops[-1].key]: self.length - computed}
-        found: dict[str, int] = {}
-        for piece in self.rows:
-            if count := max(0, min(piece.stop, self.length) - max(piece.start, computed)):
-                found[self.tiers[piece.key]] = found.get(self.tiers[piece.key], 0) + count
-        return found
-
-    def nbytes(self, layout: ObjectLayout, computed: int) -> dict[str, int]:
-        """Return the bytes of what lies behind the first ``computed`` tokens, by tier."""
-        found: dict[str, int] = {}
-        for piece in (*(one for one in self.rows if one.stop > computed), *self.stops[-1:]):
-            found[self.tiers[piece.key]] = found.get(self.tiers[piece.key], 0) + layout.nbytes(piece.start, piece.stop)
-        return found
 
 
 class StoredState:
@@ -297,27 +251,9 @@ class StoredState:
         chain = self._chain_of(branch, len(branch.tokens))
         return Question(chain, self.store.children(chain.boundaries, timeout=LOOK_SECONDS))
 
-    def match(self, question: Question, limit: int, *, whole: bool = False) -> Match | None:
-        """Return the longest stored beginning of at most ``limit`` tokens; None: there is none.
-        ``whole``: of a sequence with a window."""
-        assert self.store is not None
-        chain, layout = question.chain, self.layout
-        listing = [dict(one) for one in question.answer.result()]
-        if (memory := self.store.memory) is not None:
-            # What was given up since then.
-            for there, now in zip(listing, memory.children_now(chain.boundaries), strict=True):
-                there |= dict.fromkeys(now, memory.kind)
-        with_rows = bool(layout.row_layers) and not whole
-        rows = _rows(chain, listing) if with_rows else []
-        length = min(limit, rows[-1].stop if rows else 0) if with_rows else limit
-        stops: list[Piece] = []
-        if layout.has_stops or whole:
-            stops = _stops(chain, listing, length)
-            length = stops[-1].stop if stops else 0
-        if length < 1:
-            return None
-        tiers = {key: tier for under in listing for key, tier in under.items()}
-        return Match(length, tuple(one for one in rows if one.start < length), tuple(stops), tiers)
+    def _match(self, question: Question, branch: Branch, limit: int) -> Match | None:
+        memory = None if self.store is None else self.store.memory
+        return find_match(question, self.layout, memory, limit, whole=branch.window is not None)
 
     def reach(self, branch: Branch, length: int) -> int:
         """See ``Tier``."""
@@ -326,14 +262,14 @@ class StoredState:
         assert self.store is not None
         chain = self._chain_of(branch, length)
         question = Question(chain, self.store.children(chain.boundaries, timeout=LOOK_SECONDS))
-        match = self.match(question, length, whole=branch.window is not None)
+        match = self._match(question, branch, length)
         return 0 if match is None else match.length
 
     # -- loading -----------------------------------------------------------------------------------
 
     def bring(self, branch: Branch, question: Question, limit: int) -> Brought:
         """See ``Tier``."""
-        match = self.match(question, limit, whole=branch.window is not None) if limit > 0 else None
+        match = self._match(question, branch, limit) if limit > 0 else None
         computed = branch.computed
         if match is None or match.length < computed + self.least:
             return Brought()
@@ -495,30 +431,3 @@ class StoredState:
             self._writer.close()
         if self.store is not None:
             self.store.close()
-
-
-def _rows(chain: Chain, listing: Listing) -> list[Piece]:
-    """Return the longest row of adjacent runs from 0 on."""
-    found: list[Piece] = []
-    for index, under in enumerate(listing):
-        start = index * chain.chunk
-        counts = {key.count for key in under if key.kind is ObjectKind.ROWS and start + key.count <= len(chain.ids)}
-        ends = (start + count for count in sorted(counts, reverse=True))
-        piece = next((Piece(key, start, end) for end in ends if (key := chain.rows(start, end)) in under), None)
-        if piece is None:
-            break
-        found.append(piece)
-        if piece.stop - start < chain.chunk:
-            break
-    return found
-
-
-def _stops(chain: Chain, listing: Listing, most: int) -> list[Piece]:
-    """Return the stops at up to ``most`` tokens, ascending."""
-    found: list[Piece] = []
-    for index, under in enumerate(listing):
-        start = index * chain.chunk
-        counts = {key.count for key in under if key.kind is ObjectKind.STOP and start + key.count <= most}
-        ends = (start + count for count in sorted(counts))
-        found += [Piece(key, end, end) for end in ends if (key := chain.stop(end)) in under]
-    return found
