@@ -60,7 +60,7 @@ class Store:
         tiers: Sequence[StoreTier],
         *,
         queue_bytes: int = QUEUE_BYTES,
-        seconds: float = 10.0,
+        seconds: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``queue_bytes`` may wait to be written; ``seconds`` is what one operation of a tier may
