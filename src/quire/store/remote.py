@@ -55,7 +55,7 @@ class ObjectTier:
         self._turns = asyncio.Semaphore(PARALLEL)
 
     async def get(self, keys: Sequence[ObjectKey]) -> list[Blob | None]:
-        return await self._all(self._read(_path(key)) for key in keys)
+        return await self._all(map(self._read, _paths(keys)))
 
     async def put(self, key: ObjectKey, blob: Blob) -> bool:
         path = _path(key)
@@ -65,22 +65,21 @@ class ObjectTier:
         return True
 
     async def contains(self, keys: Sequence[ObjectKey]) -> list[bool]:
-        return [size is not None for size in await self._all(self._size(_path(key)) for key in keys)]
+        return [size is not None for size in await self._all(map(self._size, _paths(keys)))]
 
     async def children(self, parents: Sequence[bytes]) -> list[list[ObjectKey]]:
-        listed = await self._all(self._list(f"{parent.hex()}/") for parent in parents)
-        return [list(found) for found in listed]
+        return [list(found) for found in await self._all(self._list(f"{one.hex()}/") for one in parents)]
 
     async def remove(self, keys: Collection[ObjectKey]) -> int:
-        return sum(await self._all(self._delete(key) for key in dict.fromkeys(keys)))
+        return sum(await self._all(map(self._delete, dict.fromkeys(_paths(keys)))))
 
     async def pin(self, keys: Collection[ObjectKey], pinned: bool) -> None:
         there = await self.contains(list(keys))
-        names = [checked_name(key) for key, one in zip(keys, there, strict=True) if one]
+        pins = [_pin_of(path) for path, one in zip(_paths(keys), there, strict=True) if one]
         if pinned:
-            await self._all(self._store.put_async(_pin(name), b"") for name in names)
+            await self._all(self._store.put_async(pin, b"") for pin in pins)
         else:
-            await self._all(self._gone(_pin(name)) for name in names)
+            await self._all(map(self._gone, pins))
 
     async def stat(self) -> TierStat:
         """Return what it holds, after a listing of all of it."""
@@ -129,11 +128,10 @@ class ObjectTier:
                         found[key] = entry["size"]
         return found
 
-    async def _delete(self, key: ObjectKey) -> bool:
-        path = _path(key)
+    async def _delete(self, path: str) -> bool:
         there = await self._size(path) is not None
         await self._gone(path)
-        await self._gone(_pin(key.name))
+        await self._gone(_pin_of(path))
         return there
 
     async def _gone(self, path: str) -> None:
@@ -154,8 +152,12 @@ def _path(key: ObjectKey) -> str:
     return f"{key.parent.hex()}/{checked_name(key)}"
 
 
-def _pin(name: str) -> str:
-    return f"pins/{name}"
+def _paths(keys: Collection[ObjectKey]) -> list[str]:
+    return [_path(key) for key in keys]
+
+
+def _pin_of(path: str) -> str:
+    return f"pins/{path.rpartition('/')[2]}"
 
 
 def _brief(error: Exception) -> str:
