@@ -15,10 +15,13 @@ import pytest
 from hypothesis import given, note
 from hypothesis import strategies as st
 from tests.store.oracle import KEYS, PARENTS, Oracle, shown
+from tests.store.servers import RedisServer
 
 from quire.contracts.store import StoreTier
 from quire.store.files import FileTier
 from quire.store.memory import MemoryTier
+from quire.store.redis import RedisTier
+from quire.store.remote import ObjectTier
 
 CAPACITY = 700
 SIZES = (100, 100, 100, 200, 300, 0, 1001)
@@ -57,7 +60,29 @@ def endless_files() -> Iterator[Bed]:
         yield bed
 
 
-BEDS = {"memory": memory, "files": files, "endless_files": endless_files}
+@contextmanager
+def bucket() -> Iterator[Bed]:
+    directory = tempfile.mkdtemp(dir=SHM if SHM.is_dir() else None)
+    try:
+        yield Bed(lambda: ObjectTier(f"file://{directory}"), None, checks=6)
+    finally:
+        shutil.rmtree(directory)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RedisServer]:
+    server = RedisServer()
+    yield server
+    server.kill()
+
+
+@contextmanager
+def on(server: RedisServer, capacity: int | None) -> Iterator[Bed]:
+    server.command("FLUSHALL")
+    yield Bed(lambda: RedisTier(server.url, capacity), capacity, checks=3)
+
+
+BEDS = {"memory": memory, "files": files, "endless_files": endless_files, "bucket": bucket}
 
 
 async def check(tier: StoreTier, oracle: Oracle) -> None:
@@ -94,21 +119,29 @@ async def step(tier: StoreTier, oracle: Oracle, random: Random, blob: bytes) -> 
             assert await tier.contains(keys) == [key in oracle.held for key in keys]
 
 
+async def run(bed: Bed, random: Random) -> None:
+    tier, oracle = bed.make(), Oracle(bed.capacity)
+    for number in range(STEPS):
+        await step(tier, oracle, random, bytes([number]) * random.choice(SIZES))
+        if tier.is_durable and random.random() < 0.03:
+            note("reopen")
+            await tier.close()
+            tier = bed.make()
+        if number % bed.checks == 0:
+            await check(tier, oracle)
+    await check(tier, oracle)
+    await tier.close()
+
+
 @pytest.mark.parametrize("name", BEDS)
 @given(random=st.randoms(use_true_random=True))
 def test_operations(name: str, random: Random) -> None:
-    async def run(bed: Bed) -> None:
-        tier, oracle = bed.make(), Oracle(bed.capacity)
-        for number in range(STEPS):
-            await step(tier, oracle, random, bytes([number]) * random.choice(SIZES))
-            if tier.is_durable and random.random() < 0.03:
-                note("reopen")
-                await tier.close()
-                tier = bed.make()
-            if number % bed.checks == 0:
-                await check(tier, oracle)
-        await check(tier, oracle)
-        await tier.close()
-
     with BEDS[name]() as bed:
-        asyncio.run(run(bed))
+        asyncio.run(run(bed, random))
+
+
+@pytest.mark.parametrize("capacity", [CAPACITY, None])
+@given(random=st.randoms(use_true_random=True))
+def test_operations_on_redis(server: RedisServer, capacity: int | None, random: Random) -> None:
+    with on(server, capacity) as bed:
+        asyncio.run(run(bed, random))

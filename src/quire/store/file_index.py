@@ -122,10 +122,10 @@ class FileIndex:
         with self._reading:
             return [name for (name,) in self._reader.execute("SELECT name FROM objects WHERE parent = ?", (parent,))]
 
-    def names(self) -> set[str]:
-        """Return all names."""
+    def all_sizes(self) -> dict[str, int]:
+        """Return the bytes of all objects by their names."""
         with self._reading:
-            return {name for (name,) in self._reader.execute("SELECT name FROM objects")}
+            return dict(self._reader.execute("SELECT name, bytes FROM objects"))
 
     def pinned(self) -> set[str]:
         """Return the names of pinned objects."""

@@ -12,11 +12,9 @@ stays readable to whoever has it mapped.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import errno
 import fcntl
-import functools
 import mmap
 import os
 import sqlite3
@@ -97,14 +95,13 @@ class FileTier:
 
     async def close(self) -> None:
         """Tell the index of the last uses and close it."""
-        await asyncio.get_running_loop().run_in_executor(self._threads, self._close)
-        self._threads.shutdown(wait=False)
+        await self._threads.run(self._close)
+        self._threads.end()
 
     async def _call(self, function: Callable[Concatenate[FileIndex, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
         if self._closed:
             raise TierError(f"{self.label} is closed")
-        call = functools.partial(self._with_index, function, *args, **kwargs)
-        return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+        return await self._threads.run(lambda: self._with_index(function, *args, **kwargs))
 
     # ------------------------------------------------------------ on threads of the tier
 
@@ -174,19 +171,20 @@ class FileTier:
         """Return an index in which the files are, and nothing else."""
         try:
             with index.change():
-                known, there = index.names(), set[str]()
+                known, there = index.all_sizes(), set[str]()
                 for folder in os.scandir(self._objects):
                     if not folder.is_dir(follow_symlinks=False):
                         continue
                     remove_stale(Path(folder.path))
                     for entry in os.scandir(folder):
                         name = entry.name.removesuffix(SUFFIX)
-                        if name in known:
+                        if name in known and not _is_record(name):
                             there.add(name)
                         elif entry.path == str(self._path(name)) and entry.is_file(follow_symlinks=False):
                             with contextlib.suppress(InvalidArgument):  # another file, which stays
                                 index.add(ObjectKey.parse(name), entry.stat(follow_symlinks=False).st_size)
-                for name in known - there:
+                                there.add(name)
+                for name in known.keys() - there:
                     index.drop(name)
                 pins = {entry.name for entry in os.scandir(self.directory / "pins")}
                 for name in pins ^ index.pinned():
@@ -212,8 +210,8 @@ class FileTier:
         found: list[Blob | None] = []
         for name, size in zip(names, index.sizes(names), strict=True):
             blob = None if size is None else self._read(self._path(name), size)
-            if size is not None and blob is None:
-                self._heal(index, name)
+            if size is not None and blob is None and (size := self._healed(index, name)) is not None:
+                blob = self._read(self._path(name), size)
             found.append(blob)
         self._note_uses(index, [name for name, blob in zip(names, found, strict=True) if blob is not None])
         return found
@@ -226,14 +224,17 @@ class FileTier:
             if error.errno in _NO_FILE:
                 return None
             raise
-        with open(fd, "rb", buffering=0) as file:
+        try:
             found = os.fstat(fd)
             if not stat.S_ISREG(found.st_mode) or found.st_size != size:
                 return None
             if not size or len(self._maps) >= MAPPED:
-                data = file.read(size)
-                return data if data is not None and len(data) == size else None
+                with open(fd, "rb", closefd=False) as file:
+                    data = file.read(size)
+                return data if len(data) == size else None
             mapped = mmap.mmap(fd, size, access=mmap.ACCESS_READ)
+        finally:
+            os.close(fd)
         with self._lock:
             self._maps.add(mapped)
         return memoryview(mapped)
@@ -277,10 +278,9 @@ class FileTier:
     def _contains(self, index: FileIndex, names: Sequence[str]) -> list[bool]:
         found = []
         for name, size in zip(names, index.sizes(names), strict=True):
-            there = size is not None and self._has(name, size)
-            if size is not None and not there:
-                self._heal(index, name)
-            found.append(there)
+            if size is not None and self._size(name) != size:
+                size = self._healed(index, name)
+            found.append(size is not None)
         return found
 
     def _remove(self, index: FileIndex, names: Collection[str]) -> int:
@@ -300,14 +300,21 @@ class FileTier:
                         (folder / name).unlink(missing_ok=True)
             sync_directory(folder)
 
-    def _heal(self, index: FileIndex, name: str) -> None:
-        """Remove an object whose file is not what the index says."""
+    def _healed(self, index: FileIndex, name: str) -> int | None:
+        """Return the size that file and index agree on, by now or from now on; None: there is no
+        such object. A file of another size is removed. Of a record, which is replaced, the file is
+        right: its writer was killed before it could tell the index."""
         with index.change():
             (size,) = index.sizes([name])
-            if size is not None and not self._has(name, size):
-                with contextlib.suppress(OSError):
-                    self._unlink(name)
-                index.drop(name)
+            if size is None or (found := self._size(name)) == size:
+                return size
+            if found is not None and _is_record(name):
+                index.add(ObjectKey.parse(name), found)
+                return found
+            with contextlib.suppress(OSError):
+                self._unlink(name)
+            index.drop(name)
+            return None
 
     def _note_uses(self, index: FileIndex, names: Sequence[str]) -> None:
         with self._lock:
@@ -344,12 +351,14 @@ class FileTier:
     def _path(self, name: str) -> Path:
         return self._objects / name.rpartition("-")[2][:2] / f"{name}{SUFFIX}"
 
-    def _has(self, name: str, size: int) -> bool:
+    def _size(self, name: str) -> int | None:
         try:
             found = self._path(name).lstat()
-        except FileNotFoundError:
-            return False
-        return stat.S_ISREG(found.st_mode) and found.st_size == size
+        except OSError as error:
+            if error.errno in _NO_FILE:
+                return None
+            raise
+        return found.st_size if stat.S_ISREG(found.st_mode) else None
 
     def _unlink(self, name: str) -> None:
         self._path(name).unlink(missing_ok=True)
@@ -358,6 +367,10 @@ class FileTier:
 
 def _names(keys: Collection[ObjectKey]) -> list[str]:
     return [checked_name(key) for key in keys]
+
+
+def _is_record(name: str) -> bool:
+    return f"-{ObjectKind.RECORD}-" in name
 
 
 def _write(sink: BinaryIO, blob: Blob) -> None:

@@ -60,7 +60,7 @@ class Store:
         tiers: Sequence[StoreTier],
         *,
         queue_bytes: int = QUEUE_BYTES,
-        seconds: float = 10.0,
+        seconds: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``queue_bytes`` may wait to be written; ``seconds`` is what one operation of a tier may
@@ -246,7 +246,8 @@ class Store:
             flight = self._ask(lambda: self._fetch(key, before), None)
             if not flight.done():
                 self._flights[key] = flight
-        flight.add_done_callback(lambda _: self._landed(key, flight))
+        # The callback does not name the future: a circle would keep the object for a while.
+        flight.add_done_callback(lambda ended: self._landed(key, ended))
         return flight
 
     def _landed(self, key: ObjectKey, flight: Future[Found | None]) -> None:
