@@ -274,6 +274,12 @@ class Engine(RequestBook):
                 counter.inc(value - counter.value)
             return metrics.snapshot() | self.branches.tier.snapshot()
 
+    def flush(self, timeout: float) -> bool:
+        """Write what only this process has of its state to where it outlives the process, for at
+        most ``timeout`` seconds; return whether nothing is left. Any thread may call."""
+        del timeout  # nothing outlives the process yet
+        return True
+
     def shutdown(self) -> None:
         """Cancel what runs, give all pages back, and accept nothing from now on."""
         self.closed = True
