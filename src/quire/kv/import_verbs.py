@@ -110,7 +110,7 @@ class StateImports(StateExchange):
             if one.window is None:
                 keeping += item["layers"]
                 ranges = ranges_of(item)
-                if shared and not (ranges[0].start == 0 and shared <= ranges[0].stop):
+                if shared and not _holds(ranges, range(shared)):
                     raise InvalidArgument(
                         f"{verb}: {shared} shared tokens, and the metadata hold positions {describe_ranges(ranges)} of layers {item['layers']}"
                     )
