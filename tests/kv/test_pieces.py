@@ -535,7 +535,7 @@ def test_pages_stay_while_a_row_is_written(
     rows = {"k": torch.ones(2, 2, 8), "v": torch.ones(2, 2, 8)}
     writing, go_on, removed = threading.Event(), threading.Event(), threading.Event()
     storage, order = state.classes[0].storage, list[str]()
-    write = type(storage).write
+    write = type(storage).write_run
 
     def slowly(*args: Any) -> None:
         writing.set()
@@ -543,7 +543,7 @@ def test_pages_stay_while_a_row_is_written(
         write(storage, *args)
         order.append("written")
 
-    monkeypatch.setattr(storage, "write", slowly)
+    monkeypatch.setattr(storage, "write_run", slowly)
 
     def remove() -> None:
         state.remove_sequence(1)
