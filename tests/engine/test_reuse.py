@@ -121,7 +121,7 @@ def test_salts_that_were_used_long_ago_are_not_looked_through(small: LLM) -> Non
 
 
 def test_evicted(make_llm: MakeLLM, checkpoint: Checkpoint) -> None:
-    llm = make_llm(checkpoint)
+    llm = make_llm(checkpoint, host_memory=0)
     ask(llm, PROMPT)
     squeeze(llm)
     found = ask(llm, [*PROMPT[:50], *OTHER])

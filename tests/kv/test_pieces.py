@@ -296,6 +296,14 @@ def test_what_cannot_be_shared() -> None:
     # And what a window has let go of is not in the metadata.
     lacking = state.get_checkpoint_metadata(0, checksums=False)
     refused(state, InvalidArgument, partial(state.import_need, lacking, shared=4), "hold positions")
+    story.add(1)
+    state.enable_sliding_window_for_seq(1, 1)
+    story.forward({1: TOKENS[:8]})
+    story.begin(1, [1])
+    state.abort_forward()
+    nothing = state.get_checkpoint_metadata(1, checksums=False)
+    assert nothing["held"][0]["ranges"] == []
+    refused(state, InvalidArgument, partial(state.import_need, nothing, shared=8), "hold positions nothing")
 
 
 def test_room_is_looked_for_before_anything_is_taken() -> None:
@@ -416,6 +424,44 @@ def test_old_values_of_pages_are_not_read(bad: float) -> None:
         assert same_bits(one, other)
 
 
+def test_an_export_names_the_pages_of_its_time() -> None:
+    """A page that splits is still where it was, as long as a sequence holds it."""
+    state, specs = State([attention()], capacity=32, page_size=4, backend=SdpaAttention()), [attention()]
+    state.add_sequence(0)
+    append(state, specs, 0, 6)
+    state.fork_sequence(0, 1)
+    export, before = state.open_export(0), state.export_page_group(0, 0)
+    append(state, specs, 0, 1)
+    state.debug_set_kv(0, 0, torch.ones(6, 2, 8), torch.ones(6, 2, 8), layer=0)
+    append(state, specs, 0, 9)
+    assert same_groups(export.rows(0, 0, 6), before)
+    assert (export.length, export.held(0), export.positions) == (6, [range(6)], [])
+    for start, stop in ((0, 7), (-1, 2), (3, 3), (4, 3)):
+        refused(state, InvalidArgument, partial(export.rows, 0, start, stop), "a range of 0..5")
+    refused(state, InvalidArgument, lambda: export.rows(3, 0, 1), "layer 3")
+    refused(state, Unsupported, lambda: export.states(0, 6), "layer 0")
+
+
+def test_an_export_has_checkpoints_and_no_rings() -> None:
+    """The ring may be given up, and may have another state at the position of a checkpoint."""
+    story = Story(Combination(name="recurrent", kinds=("recurrent",)))
+    story.begun()
+    state = story.state
+    state.checkpoint(0)
+    kept = state.debug_get(0, 1, 0)
+    state.debug_set(0, 1, 0, kept + 1)
+    story.run(0, TOKENS, [7])
+    story.run(0, [*TOKENS, 7], [8])
+    export = state.open_export(0)
+    assert export.positions == [10, 12]
+    assert state.kept_positions(0) == [0, 10, 11, 12]
+    assert torch.equal(export.states(0, 10)["state.1"], kept)
+    refused(state, InvalidArgument, lambda: export.states(0, 11), "[10, 12]")
+    refused(state, InvalidArgument, lambda: export.states(1, 10), "layer 1")
+    refused(state, Unsupported, lambda: export.rows(0, 0, 1), "'recurrent'")
+    refused(state, Unsupported, lambda: export.held(0), "'recurrent'")
+
+
 # -- threads ---------------------------------------------------------------------------------------
 
 
@@ -489,7 +535,7 @@ def test_pages_stay_while_a_row_is_written(
     rows = {"k": torch.ones(2, 2, 8), "v": torch.ones(2, 2, 8)}
     writing, go_on, removed = threading.Event(), threading.Event(), threading.Event()
     storage, order = state.classes[0].storage, list[str]()
-    write = type(storage).write
+    write = type(storage).write_run
 
     def slowly(*args: Any) -> None:
         writing.set()
@@ -497,7 +543,7 @@ def test_pages_stay_while_a_row_is_written(
         write(storage, *args)
         order.append("written")
 
-    monkeypatch.setattr(storage, "write", slowly)
+    monkeypatch.setattr(storage, "write_run", slowly)
 
     def remove() -> None:
         state.remove_sequence(1)

@@ -376,4 +376,63 @@ STATES = (
     ),
 )
 
-MUTANTS = (*WINDOWS, *PAGES, *TREES, *STATES)
+PIECES = (
+    Mutant(
+        name="layers-that-have-not-come-are-read",
+        file="kv/attention_pass.py",
+        old="        if self.awaited:\n            self.require_come(layer_id)\n",
+        new="",
+        tests=("kv/test_pieces.py::test_a_forward_waits_for_layers_or_refuses_them",),
+    ),
+    Mutant(
+        name="states-that-have-not-come-are-copied",
+        file="kv/state.py",
+        old="                opened.require_come(layer_id)\n",
+        new="                pass\n",
+        tests=("kv/test_pieces.py::test_a_forward_waits_for_layers_or_refuses_them",),
+    ),
+    Mutant(
+        name="windows-let-go-of-pages-that-are-written",
+        file="kv/forward_need.py",
+        old="or sequence.loading:",
+        new="or False:",
+        tests=("kv/test_pieces.py::test_windows_keep_pages_that_are_still_written",),
+    ),
+    Mutant(
+        name="pages-go-while-a-row-is-written",
+        file="kv/import_verbs.py",
+        old="            with started.lock:\n                pass\n",
+        new="            pass\n",
+        tests=("kv/test_pieces.py::test_pages_stay_while_a_row_is_written",),
+    ),
+    Mutant(
+        name="shared-pages-have-one-holder",
+        file="kv/sequence_table.py",
+        old="                pool.share(before)\n",
+        new="",
+        tests=("kv/test_pieces.py::test_pieces_make_what_an_import_makes",),
+    ),
+    Mutant(
+        name="rows-that-have-come-are-written-again",
+        file="kv/import_verbs.py",
+        old="            if not _holds(found.missing.get(group, []), part):",
+        new="            if group not in found.missing:",
+        tests=("kv/test_pieces.py::test_what_an_import_under_way_refuses",),
+    ),
+    Mutant(
+        name="export-follows-the-page-table",
+        file="kv/exports.py",
+        old="[table.pages.copy() for table in sequence.tables]",
+        new="[table.pages for table in sequence.tables]",
+        tests=("kv/test_pieces.py::test_an_export_names_the_pages_of_its_time",),
+    ),
+    Mutant(
+        name="checksums-of-whole-layers-go-unchecked-in-pieces",
+        file="kv/import_verbs.py",
+        old="            if any(layer == group for layer, _ in found.checksums):",
+        new="            if False:",
+        tests=("kv/test_pieces.py::test_what_cannot_be_shared",),
+    ),
+)
+
+MUTANTS = (*WINDOWS, *PAGES, *TREES, *STATES, *PIECES)

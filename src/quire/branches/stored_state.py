@@ -411,6 +411,11 @@ class StoredState:
         own = {metric.name: metric.value for metric in counted}
         return own if self.store is None else own | self.store.snapshot()
 
+    def forget(self) -> None:
+        """Forget what memory keeps. Durable tiers keep theirs."""
+        if self.store is not None and self.store.memory is not None:
+            self.store.memory.clear_now()
+
     def flush(self, timeout: float) -> bool:
         """Wait until what was to be kept is durable; return whether it is. Call it without the
         lock."""

@@ -41,8 +41,7 @@ class SequenceExport:
         """Describe what a sequence holds now."""
         sequence, slots = state.table.get(seq_id), dict[int, int]()
         if state.recurrent is not None:
-            states = state.recurrent.table.slots(seq_id)
-            slots = {position: states[position] for position in (*state.recurrent.table.kept(seq_id), sequence.length)}
+            slots = state.recurrent.table.firm_slots(seq_id)
         return cls(
             state,
             sequence.length,

@@ -110,7 +110,7 @@ class StateImports(StateExchange):
             if one.window is None:
                 keeping += item["layers"]
                 ranges = ranges_of(item)
-                if shared and not (ranges[0].start == 0 and shared <= ranges[0].stop):
+                if shared and not _holds(ranges, range(shared)):
                     raise InvalidArgument(
                         f"{verb}: {shared} shared tokens, and the metadata hold positions {describe_ranges(ranges)} of layers {item['layers']}"
                     )
@@ -208,12 +208,17 @@ class StateImports(StateExchange):
         layer = self.layer(group)
         pages = started.pages[layer.class_index]
         slots = [slots_of(pages, part.start, part.stop, self.page_size) for part in parts]
-        slots_N = torch.from_numpy(np.concatenate([*slots, np.empty(0, dtype=np.int64)])).to(self.device)
-        storage = self.classes[layer.class_index].storage
-        if isinstance(layer.spec, LatentAttention):
-            storage.write(layer.index, slots_N, tensors["latent"].to(self.device).unsqueeze(1))
+        slots_N, storage = (
+            np.concatenate([*slots, np.empty(0, dtype=np.int64)]),
+            self.classes[layer.class_index].storage,
+        )
+        latent = isinstance(layer.spec, LatentAttention)
+        k, v = (tensors["latent"].unsqueeze(1), None) if latent else (tensors["k"], tensors["v"])
+        if slots_N.size and (np.diff(slots_N) == 1).all():
+            storage.write_run(layer.index, int(slots_N[0]), k, v)
         else:
-            storage.write(layer.index, slots_N, tensors["k"].to(self.device), tensors["v"].to(self.device))
+            index_N = torch.from_numpy(slots_N).to(self.device)
+            storage.write(layer.index, index_N, k.to(self.device), None if v is None else v.to(self.device))
 
     def pending_layers(self, seq_id: SeqId) -> list[int]:
         self.table.get(seq_id)
@@ -253,7 +258,9 @@ class StateImports(StateExchange):
                 for part in started.missing[layer]:
                     pages = slice(part.start // self.page_size, pages_for(part.stop, self.page_size))
                     if (own[pages] != table[pages]).any() or (pool.references[own[pages]] != 1).any():
-                        raise QuireError(f"rows {describe_ranges([part])} of sequence {seq_id} go to pages of others")
+                        raise QuireError(
+                            f"rows {describe_ranges([part])} of sequence {seq_id}, which is being imported, go to pages of others"
+                        )
 
     def _end_import(self, seq_id: SeqId) -> None:
         """Forget an import, once what is being written is done: its pages may go."""

@@ -187,6 +187,12 @@ class RecurrentBooks:
         found = {0: NULL, **states.kept, **states.ring, states.length: states.present}
         return dict(sorted(found.items()))
 
+    def firm_slots(self, seq_id: SeqId) -> dict[int, int]:
+        """Return the slots of checkpoints and, last, of the present state, by position. Rings are
+        left out: they may be given up for others."""
+        states = self._sequences[seq_id]
+        return {**states.kept, states.length: states.present}
+
     def slot_at(self, seq_id: SeqId, position: int | None = None) -> int | None:
         """Return the slot of the state kept at ``position``, or of the present state (no position).
         ``NULL``: the initial values; None: no state is kept there. A checkpoint at the present

@@ -130,6 +130,13 @@ class PagedStorage:
         if v_NHD is not None:
             rows.v.index_copy_(0, slots_N, v_NHD)
 
+    def write_run(self, layer: int, start: int, k_NHD: Tensor, v_NHD: Tensor | None = None) -> None:
+        """Write rows, on any device, to slots in a row; several times faster than ``write``."""
+        rows = self.layers[layer]
+        rows.k[start : start + len(k_NHD)].copy_(k_NHD)
+        if v_NHD is not None:
+            rows.v[start : start + len(v_NHD)].copy_(v_NHD)
+
     def read(self, layer: int, slots: NDArray[np.int64]) -> LayerRows:
         """Return fresh tensors ``[N, H, D]`` of these slots."""
         index = torch.from_numpy(slots).to(self.device)

@@ -97,6 +97,12 @@ class MemoryTier:
         with self._lock:
             return [list(self._under.get(parent, ())) for parent in parents]
 
+    def clear_now(self) -> None:
+        """Forget all objects."""
+        with self._lock:
+            for kept in list(self._kept.values()):
+                self._drop(kept)
+
     def remove_now(self, keys: Collection[ObjectKey]) -> int:
         """Do as ``remove`` does, at once."""
         with self._lock:
