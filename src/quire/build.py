@@ -141,10 +141,12 @@ HOST_SHARE = 0.125
 def make_store(config: EngineConfig) -> Store | None:
     """Return the store of a configuration: host memory, and what it names; None: nothing."""
     tiers: list[StoreTier] = []
-    if config.store:
-        from quire.store.urls import open_tiers
+    if config.store or config.state_dir is not None:
+        from quire.store.urls import open_tiers, state_tier
 
         tiers = open_tiers(config.store)
+    if config.state_dir is not None and not any(tier.is_durable for tier in tiers):
+        tiers.append(state_tier(config.state_dir))
     if not any(tier.kind == "memory" for tier in tiers):
         free = int((free_memory(torch.device("cpu")) or 0) * HOST_SHARE)
         if capacity := free if config.host_memory is None else parse_bytes(config.host_memory):

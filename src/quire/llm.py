@@ -31,7 +31,7 @@ from quire.engine.prompt_sessions import PreparedPrompts, PromptsOrSessions
 from quire.engine.prompts import Prompts
 from quire.engine.request_preparation import Messages as Messages
 from quire.engine.sequence_request import SequenceRequest
-from quire.engine.session_sources import SessionSources
+from quire.engine.session_history import SessionHistory
 from quire.errors import InvalidArgument
 from quire.interrupts import uninterrupted
 from quire.kv.rules import verbs_of
@@ -71,7 +71,7 @@ ENGINE_VERBS: dict[str, str] = dict.fromkeys(
 """Abilities beyond plain generation, with empty reasons against them, for ``capabilities``."""
 
 
-class LLM(SessionSources):
+class LLM(SessionHistory):
     """A loaded model that generates, and whose state sessions can hold.
 
     ``model`` is the name of a bundled model, a directory, or a Hugging Face id.

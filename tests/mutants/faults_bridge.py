@@ -50,7 +50,7 @@ MUTANTS = (
     Mutant(
         name="sessions-of-caches-feed-the-prefix-cache",
         file="engine/row_sessions.py",
-        old='("cache", engine.runner.new_seq())',
+        old='("cache", secrets.token_hex(8))',
         new='("", None)',
         tests=("engine/test_bridge.py::test_a_session_of_a_cache_is_no_prefix_for_others",),
     ),

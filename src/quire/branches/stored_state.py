@@ -14,6 +14,7 @@ import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -26,7 +27,7 @@ from quire.branches.object_writer import ObjectWriter, WriteJob
 from quire.branches.stored_match import Match, Piece, Question, find_match
 from quire.branches.tiers import Brought
 from quire.contracts.kv_state import Export
-from quire.contracts.store import ObjectKind
+from quire.contracts.store import ObjectKey, ObjectKind
 from quire.errors import DataLoss, InvalidArgument, ResourceExhausted
 from quire.kv.sequencefile import with_groups
 from quire.metrics import Counter
@@ -34,6 +35,7 @@ from quire.models.fingerprint import ModelIdentity
 from quire.outputs import Miss
 from quire.runner.adapter_history import FingerprintRuns, fingerprint_runs
 from quire.runner.local import Runner
+from quire.store.commits import StateNames
 from quire.store.keys import Chain, root_key
 from quire.store.objects import Contents, Unfit, pack, tensor_name, unpack
 from quire.store.stack import Store
@@ -159,8 +161,17 @@ class StoredState:
     def _missing(
         self, seq: SeqId, chain: Chain, *, again: bool = False, whole: bool = False, durable: bool = False
     ) -> list[Piece]:
-        """Return the objects of a sequence that no tier, or no ``durable`` one, is known to have.
-        ``whole``: it is one object."""
+        """Return the objects of a sequence that no tier is known to have, or no ``durable`` one."""
+        found, store = self._pieces(seq, chain, again=again, whole=whole), self.store
+        assert store is not None
+        found = [one for one in found if not store.known(one.key)]
+        if durable or store.memory is None:
+            return found
+        there = store.memory.contains_now([one.key for one in found])
+        return [one for one, is_there in zip(found, there, strict=True) if not is_there]
+
+    def _pieces(self, seq: SeqId, chain: Chain, *, again: bool, whole: bool) -> list[Piece]:
+        """Return the objects of a sequence; ``whole``: it is one."""
         layout, length = self.layout, len(chain.ids)
         found = [Piece(chain.stop(length), length, length)] if whole else []
         if layout.row_layers and not whole:
@@ -169,13 +180,7 @@ class StoredState:
                 found.append(Piece(chain.rows(start, end), start, end))
         if layout.has_stops and not whole:
             found += [Piece(chain.stop(p), p, p) for p in layout.stops(seq, again=again)]
-        store = self.store
-        assert store is not None
-        found = [one for one in found if not store.known(one.key)]
-        if durable or store.memory is None:
-            return found
-        there = store.memory.contains_now([one.key for one in found])
-        return [one for one, is_there in zip(found, there, strict=True) if not is_there]
+        return found
 
     def _pack(self, chain: Chain, piece: Piece, export: Export) -> bytes:
         """Return the bytes of an object of a sequence. Any thread may call."""
@@ -221,14 +226,36 @@ class StoredState:
             if branch.window is not None:
                 store.put(wanted[0].key, self._pack_whole(chain, wanted[0], seq), durable=True)
                 return
-            fork = self.runner.new_seq()
-            self.runner.execute(Step(edits=(Fork(seq, fork, -1),)))
-            export = self.runner.state.open_export(fork)
+            fork, export = self._exported(seq)
             if self._writer is None:
                 self._writer = ObjectWriter(store)
             self._writer.add(WriteJob(fork, [(one.key, partial(self._pack, chain, one, export)) for one in wanted]))
         except Exception:
             logger.exception("the state of %d tokens is not written", branch.computed)
+
+    def described(self, branch: Branch) -> tuple[StateNames, Mapping[ObjectKey, Callable[[], bytes]], SeqId | None]:
+        """Return the names of the objects of what a branch has computed, what makes each in any
+        thread, and the fork that they are made from, which the caller removes. The branch's tokens
+        give its state, and ``store`` is durable."""
+        seq, layout, chain = branch.seq, self.layout, self._chain_of(branch, branch.computed)
+        names = StateNames(root=chain.boundaries[0].hex(), chunk=chain.chunk, length=branch.computed)
+        if seq is None or branch.computed < self.least:
+            return replace(names, length=0), {}, None
+        if branch.window is not None:
+            (piece,) = self._pieces(seq, chain, again=False, whole=True)
+            blob = self._pack_whole(chain, piece, seq)
+            return replace(names, stops=((piece.stop, len(blob)),)), {piece.key: lambda: blob}, None
+        pieces = self._pieces(seq, chain, again=branch.computed == len(branch.tokens), whole=False)
+        stops = tuple((one.stop, layout.nbytes(one.stop, one.stop)) for one in pieces if one.start == one.stop)
+        fork, export = self._exported(seq)
+        makers = {one.key: partial(self._pack, chain, one, export) for one in pieces}
+        return replace(names, row_bytes=layout.row_bytes, stops=stops), makers, fork
+
+    def _exported(self, seq: SeqId) -> tuple[SeqId, Export]:
+        """Return a fork of a sequence, which nothing gives up, and how it is read."""
+        fork = self.runner.new_seq()
+        self.runner.execute(Step(edits=(Fork(seq, fork, -1),)))
+        return fork, self.runner.state.open_export(fork)
 
     def _bury(self, *, cancel: bool = False) -> bool:
         """Remove the forks of what was written; ``cancel``: of what waits, too."""

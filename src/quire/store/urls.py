@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from pathlib import Path
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 from quire.config import parse_bytes
@@ -29,6 +31,11 @@ def open_tiers(urls: str | Sequence[str]) -> list[StoreTier]:
     """Return the tiers of URLs in their order; ``InvalidArgument`` for a URL that is none of
     ``ACCEPTED``. Nothing is opened or connected before its first use."""
     return [_tier(url) for url in ([urls] if isinstance(urls, str) else urls)]
+
+
+def state_tier(directory: str | os.PathLike[str]) -> FileTier:
+    """Return the tier of a ``state_dir``, for a store that has no other durable one."""
+    return FileTier(Path(directory) / "store", None)
 
 
 def _tier(url: str) -> StoreTier:
