@@ -9,12 +9,12 @@ from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
 from quire.branches.adapter_keys import read_key
-from quire.contracts.store import KEY_BYTES, Blob, ObjectKey, StoreTier
+from quire.contracts.store import KEY_BYTES, Blob, ObjectKey
 from quire.engine import saved_sessions, session_commits
 from quire.engine.chat_turns import ChatTurns
 from quire.engine.session import Session
 from quire.engine.session_sources import SessionSources
-from quire.errors import DataLoss, InvalidArgument, QuireError
+from quire.errors import DataLoss, QuireError
 from quire.interrupts import uninterrupted
 from quire.kv.sequencefile import check_model
 from quire.signatures import require_bool
@@ -22,7 +22,7 @@ from quire.store.collection import Collected, collect
 from quire.store.commits import Commit, checked_branch, space_of
 from quire.store.history import Difference, History
 from quire.store.transfer import Transferred, transfer
-from quire.store.urls import open_tiers
+from quire.store.urls import durable_tier
 
 R = TypeVar("R")
 
@@ -126,7 +126,7 @@ class SessionHistory(SessionSources):
         require_bool("force", force)
         checked_branch(name)
         show = sys.stderr.isatty() if use_tqdm is None else use_tqdm
-        other = other_tier(url)
+        other = durable_tier(url)
 
         async def run(history: History) -> Transferred:
             there = History(other, history.space)
@@ -159,16 +159,6 @@ class SessionHistory(SessionSources):
     ) -> R:
         self._require_open(verb)
         return session_commits.ask(self._engine, space_of(owner), function, whole=whole)
-
-
-def other_tier(url: str) -> StoreTier:
-    """Return the tier of a URL; ``InvalidArgument`` unless it names one that outlives processes."""
-    if not isinstance(url, str):
-        raise InvalidArgument(field="url", given=url, allowed='one URL, as "file:///DIRECTORY"')
-    (tier,) = open_tiers(url)
-    if not tier.is_durable:
-        raise InvalidArgument(field="url", given=url, allowed="a store that outlives the process, not memory://")
-    return tier
 
 
 def _verified(commit: Commit, blob: Blob | None) -> memoryview:

@@ -16,7 +16,7 @@ from quire.contracts.store import ObjectKey, StoreTier
 from quire.errors import DataLoss
 from quire.store.commits import SPACES, Commit, Space
 from quire.store.history import AT_ONCE, History
-from quire.store.objects import Unfit, unpack_record
+from quire.store.records import Unfit, unpack_record
 
 SPARED_SECONDS = 3600.0
 """Commits that are younger stay."""
@@ -43,7 +43,7 @@ async def collect(
     """Remove what no branch of any space reaches; ``dry_run``: only say what that is. ``DataLoss``
     if a record that is needed to tell is damaged: then nothing is removed."""
     now = time.time() if now is None else now
-    spaces = [_Marked(History(tier, space)) for space in await _spaces(tier)]
+    spaces = [_Marked(History(tier, space)) for space in await spaces_of(tier)]
     for one in spaces:
         await one.mark(now, spared_seconds)
     kept = {key for one in spaces for key in one.kept}
@@ -72,7 +72,8 @@ async def collect(
     )
 
 
-async def _spaces(tier: StoreTier) -> list[Space]:
+async def spaces_of(tier: StoreTier) -> list[Space]:
+    """Return all spaces, that of programs first. ``DataLoss``: a record is damaged."""
     (keys,) = await tier.children([SPACES])
     found = {""}
     for key, blob in zip(keys, await tier.get(keys), strict=True):
@@ -80,7 +81,7 @@ async def _spaces(tier: StoreTier) -> list[Space]:
             if blob is not None:
                 found.add(unpack_record(key, blob)["name"])
         except Unfit as error:
-            raise DataLoss(f"{error}; nothing is collected") from None
+            raise DataLoss(str(error)) from None
     return [Space(name) for name in sorted(found)]
 
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from quire.contracts.store import ObjectKey, StoreTier
 from quire.errors import AlreadyExists, DataLoss, NotFound, ResourceExhausted
 from quire.store.commits import Commit, Space, checked_branch, checked_piece, is_id, space_key
-from quire.store.objects import Unfit, pack_record, unpack_record
+from quire.store.records import Unfit, pack_record, unpack_record
 
 SHOWN = 8
 """Branches that an error names."""

@@ -15,7 +15,6 @@ from tqdm import tqdm
 
 from quire.contracts.store import KEY_BYTES, Blob, ObjectKey, StoreTier
 from quire.errors import DataLoss, NotFound, QuireError, ResourceExhausted
-from quire.kv.statefile import read_state
 from quire.store.commits import Commit, checked_branch
 from quire.store.history import AT_ONCE, History
 
@@ -139,6 +138,8 @@ def _is_whole(key: ObjectKey, blob: Blob, *, file: bool) -> bool:
     """Return whether an object is what its key says, with all checksums."""
     if file:
         return hashlib.blake2b(blob, digest_size=KEY_BYTES).digest() == key.digest
+    from quire.kv.statefile import read_state  # with torch
+
     try:
         with read_state(blob) as found:
             return bool(found.metadata.get("name") == key.name)

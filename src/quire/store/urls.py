@@ -33,6 +33,16 @@ def open_tiers(urls: str | Sequence[str]) -> list[StoreTier]:
     return [_tier(url) for url in ([urls] if isinstance(urls, str) else urls)]
 
 
+def durable_tier(url: str) -> StoreTier:
+    """Return the tier of a URL; ``InvalidArgument`` unless it names one that outlives processes."""
+    if not isinstance(url, str):
+        raise InvalidArgument(field="url", given=url, allowed="one URL, as file:///DIRECTORY")
+    (tier,) = open_tiers(url)
+    if not tier.is_durable:
+        raise InvalidArgument(field="url", given=url, allowed="a store that outlives the process, not memory://")
+    return tier
+
+
 def state_tier(directory: str | os.PathLike[str]) -> FileTier:
     """Return the tier of a ``state_dir``, for a store that has no other durable one."""
     return FileTier(Path(directory) / "store", None)
