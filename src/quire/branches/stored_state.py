@@ -461,5 +461,6 @@ class StoredState:
             self._loader.close()
         if self._writer is not None:
             self._writer.close()
+            self._bury()
         if self.store is not None:
             self.store.close()
