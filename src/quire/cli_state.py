@@ -17,8 +17,8 @@ from quire.errors import InvalidArgument, NotFound
 
 if TYPE_CHECKING:
     from quire.contracts.store import StoreTier
-    from quire.store.commits import Commit
-    from quire.store.history import History
+    from quire.store.commit_history import History
+    from quire.store.commits import SessionCommit
 
 R = TypeVar("R")
 
@@ -50,10 +50,10 @@ def list_branches(
 ) -> None:
     """List branches: name, commit, tokens, bytes of state, time, message."""
 
-    async def branches(tier: StoreTier) -> dict[str, Mapping[str, Commit]]:
+    async def branches(tier: StoreTier) -> dict[str, Mapping[str, SessionCommit]]:
         from quire.store.collection import spaces_of
+        from quire.store.commit_history import History
         from quire.store.commits import Space
-        from quire.store.history import History
 
         spaces = await spaces_of(tier) if everything else [Space(space)]
         return {one.name: await History(tier, one).branches() for one in spaces}
@@ -78,7 +78,7 @@ def log(
 ) -> None:
     """List a commit and all before it, the latest first."""
 
-    async def chain(history: History) -> list[Commit]:
+    async def chain(history: History) -> list[SessionCommit]:
         return await history.log(await history.find(name))
 
     found = _run(store, state_dir, _within(space, chain))
@@ -98,7 +98,7 @@ def diff(
     as_json: JsonOption = False,
 ) -> None:
     """Tell where two commits part, what each adds, and which bytes of state they share."""
-    from quire.store.history import Difference
+    from quire.store.commit_history import Difference
 
     async def compare(history: History) -> Difference:
         return await history.diff(await history.find(a), await history.find(b))
@@ -130,7 +130,7 @@ def show(
 ) -> None:
     """Show what a commit holds, and how many of its objects are there."""
 
-    async def look(history: History) -> tuple[Commit, list[int], dict[Any, bool]]:
+    async def look(history: History) -> tuple[SessionCommit, list[int], dict[Any, bool]]:
         found = await history.find(name)
         return found, (await history.tokens(found)).tolist(), await history.there(list(await history.objects(found)))
 
@@ -209,8 +209,8 @@ def collect_garbage(
 def _within(
     space: str, function: Callable[[History], Coroutine[Any, Any, R]]
 ) -> Callable[[StoreTier], Coroutine[Any, Any, R]]:
+    from quire.store.commit_history import History
     from quire.store.commits import Space
-    from quire.store.history import History
 
     return lambda tier: function(History(tier, Space(space)))
 
@@ -251,8 +251,8 @@ def _existing(tier: StoreTier) -> StoreTier:
 
 
 def _transfer(name: str, space: str, force: bool, source: StoreTier, target: StoreTier) -> None:
+    from quire.store.commit_history import History
     from quire.store.commits import Space
-    from quire.store.history import History
     from quire.store.transfer import Transferred, transfer
 
     async def run() -> Transferred:
@@ -276,7 +276,7 @@ def _transfer(name: str, space: str, force: bool, source: StoreTier, target: Sto
 COLUMNS = ["commit", "tokens", "bytes", "time", "message"]
 
 
-def _row(commit: Commit) -> tuple[object, ...]:
+def _row(commit: SessionCommit) -> tuple[object, ...]:
     return (
         commit.id[:SHOWN],
         commit.num_tokens,
@@ -286,7 +286,7 @@ def _row(commit: Commit) -> tuple[object, ...]:
     )
 
 
-def _facts(commit: Commit) -> dict[str, Any]:
+def _facts(commit: SessionCommit) -> dict[str, Any]:
     return {
         "commit": commit.id,
         "parent": commit.parent,
@@ -303,7 +303,7 @@ def _facts(commit: Commit) -> dict[str, Any]:
     }
 
 
-def _time(commit: Commit) -> str:
+def _time(commit: SessionCommit) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(commit.time))
 
 

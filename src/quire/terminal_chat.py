@@ -17,7 +17,7 @@ from quire.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from quire.engine.session import Session
     from quire.llm import LLM
-    from quire.store.commits import Commit
+    from quire.store.commits import SessionCommit
 
 HELP = """\
 /fork NAME     copy the conversation under a name and go on in the copy
@@ -333,7 +333,7 @@ class TerminalChat:
         print(text, file=sys.stderr, flush=True)
 
 
-def commit_line(commit: Commit) -> str:
+def commit_line(commit: SessionCommit) -> str:
     """Return a commit in a line."""
     when = time.strftime("%Y-%m-%d %H:%M", time.localtime(commit.time))
     return f"{commit.id[:12]}  {when}  {commit.num_tokens} tokens  {commit.message}".rstrip()

@@ -22,9 +22,9 @@ from quire.contracts.store import ObjectKey, ObjectKind, StoreTier
 from quire.errors import DataLoss, FailedPrecondition, QuireError, ResourceExhausted, TierError
 from quire.models.catalogue import bundled_adapters
 from quire.store import collection
+from quire.store.commit_history import History
 from quire.store.commits import space_of
 from quire.store.files import FileTier
-from quire.store.history import History
 from small_tokenizers import saved
 
 from .conftest import (

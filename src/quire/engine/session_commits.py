@@ -21,8 +21,8 @@ from quire.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
 from quire.interrupts import POLL_SECONDS, check
 from quire.models.fingerprint import ModelIdentity
 from quire.runner.adapter_history import written
-from quire.store.commits import TOKENS_IN_PIECE, TURNS_IN_PIECE, Commit, Space, StateNames, split
-from quire.store.history import History
+from quire.store.commit_history import History
+from quire.store.commits import TOKENS_IN_PIECE, TURNS_IN_PIECE, SessionCommit, Space, StateNames, split
 from quire.store.keys import records_of
 from quire.types import Remove, SeqId, Step
 
@@ -33,7 +33,7 @@ R = TypeVar("R")
 class CommitDraft:
     """A commit whose objects are not written yet."""
 
-    commit: Commit
+    commit: SessionCommit
     pieces: Mapping[str, list[Any]]
     objects: Mapping[ObjectKey, Callable[[], bytes]]
     """What makes each object, until ``release``."""
@@ -102,7 +102,7 @@ def draft(
     tokens = split(state.tokens.ids.tolist(), TOKENS_IN_PIECE)
     spoken = split([] if chat is None else chat.pop("turns"), TURNS_IN_PIECE)
     key_of_session: Any = state.key
-    commit = Commit(
+    commit = SessionCommit(
         parent=parent,
         time=time.time(),
         message=message,

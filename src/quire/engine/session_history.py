@@ -19,8 +19,8 @@ from quire.interrupts import uninterrupted
 from quire.kv.sequencefile import check_model
 from quire.signatures import require_bool
 from quire.store.collection import Collected, collect
-from quire.store.commits import Commit, checked_branch, space_of
-from quire.store.history import Difference, History
+from quire.store.commit_history import Difference, History
+from quire.store.commits import SessionCommit, checked_branch, space_of
 from quire.store.transfer import Transferred, transfer
 from quire.store.urls import durable_tier
 
@@ -45,7 +45,7 @@ class SessionHistory(SessionSources):
         """
         engine = self._engine
 
-        async def read(history: History) -> tuple[Commit, Any, list[Any], Blob | None]:
+        async def read(history: History) -> tuple[SessionCommit, Any, list[Any], Blob | None]:
             found = await history.find(name)
             blob = None
             if found.state.file is not None:
@@ -76,14 +76,14 @@ class SessionHistory(SessionSources):
         session.labels, session._kept = commit.labels, self._kept
         return session
 
-    def branches(self, *, owner: str = "") -> Mapping[str, Commit]:
+    def branches(self, *, owner: str = "") -> Mapping[str, SessionCommit]:
         """Return the commit at which each branch stands, by name in order."""
         return self._ask("branches", owner, History.branches)
 
-    def log(self, name: str, *, owner: str = "") -> list[Commit]:
+    def log(self, name: str, *, owner: str = "") -> list[SessionCommit]:
         """Return a commit and all before it, the latest first. ``NotFound``."""
 
-        async def log(history: History) -> list[Commit]:
+        async def log(history: History) -> list[SessionCommit]:
             return await history.log(await history.find(name))
 
         return self._ask("log", owner, log)
@@ -161,7 +161,7 @@ class SessionHistory(SessionSources):
         return session_commits.ask(self._engine, space_of(owner), function, whole=whole)
 
 
-def _verified(commit: Commit, blob: Blob | None) -> memoryview:
+def _verified(commit: SessionCommit, blob: Blob | None) -> memoryview:
     """Return a state file, as it was written; ``DataLoss``."""
     assert commit.state.file is not None
     lost = "tokens do not give its state, so it cannot be computed again"

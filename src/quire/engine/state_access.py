@@ -18,8 +18,8 @@ from quire.engine.token_ids import is_integer
 from quire.errors import AlreadyExists, FailedPrecondition, InvalidArgument, ResourceExhausted
 from quire.interrupts import uninterrupted
 from quire.signatures import require_bool
-from quire.store.commits import Commit, checked_branch, checked_message, space_of
-from quire.store.history import History
+from quire.store.commit_history import History
+from quire.store.commits import SessionCommit, checked_branch, checked_message, space_of
 
 if TYPE_CHECKING:
     from quire.executor.cache import KVCache
@@ -47,7 +47,7 @@ class StateAccess(LiveSequence):
 
     @uninterrupted
     @kept
-    def commit(self, name: str, message: str | None = None, *, force: bool = False, owner: str = "") -> Commit:
+    def commit(self, name: str, message: str | None = None, *, force: bool = False, owner: str = "") -> SessionCommit:
         """Keep the session as it is now in the store's first durable tier, as the next commit of
         the branch ``name``. Only what the tier lacks is written; tokens that are not computed yet
         are computed first.

@@ -16,14 +16,14 @@ from quire.errors import InvalidArgument, NotFound
 from quire.server.context import Context
 from quire.server.errors import bad_field, naming
 from quire.server.events import JsonAnswer
-from quire.store.commits import Commit
+from quire.store.commits import SessionCommit
 
 router = APIRouter(prefix="/v1/branches", tags=["branches"])
 
 Side = Annotated[str | None, Query(description="A branch, or 8 digits or more of a commit's id.")]
 
 
-def commit_object(commit: Commit) -> dict[str, Any]:
+def commit_object(commit: SessionCommit) -> dict[str, Any]:
     """Return a commit as clients see it."""
     return {
         "id": commit.id,

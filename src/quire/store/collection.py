@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from quire.contracts.store import ObjectKey, StoreTier
 from quire.errors import DataLoss
-from quire.store.commits import SPACES, Commit, Space
-from quire.store.history import AT_ONCE, History
+from quire.store.commit_history import AT_ONCE, History
+from quire.store.commits import SPACES, SessionCommit, Space
 from quire.store.records import Unfit, unpack_record
 
 SPARED_SECONDS = 3600.0
@@ -150,14 +150,14 @@ class _Marked:
         late = [await self._commit(key) for key in keys if key not in self._seen]
         return [key for one in late for key in await self._objects(one)]
 
-    async def _commit(self, key: ObjectKey) -> Commit | None:
+    async def _commit(self, key: ObjectKey) -> SessionCommit | None:
         """Return a commit; None for one that is damaged."""
         try:
             return await self.history.commit(key.digest.hex())
         except DataLoss:
             return None
 
-    async def _objects(self, commit: Commit | None) -> dict[ObjectKey, int]:
+    async def _objects(self, commit: SessionCommit | None) -> dict[ObjectKey, int]:
         """Return the objects of a commit, none if they cannot be told: what has no pieces was never
         complete, and has pinned nothing."""
         try:

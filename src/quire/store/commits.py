@@ -74,7 +74,7 @@ class StateNames:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Commit:
+class SessionCommit:
     """A session as it was. ``id`` follows from all the rest."""
 
     id: str = ""

@@ -15,8 +15,8 @@ from tqdm import tqdm
 
 from quire.contracts.store import KEY_BYTES, Blob, ObjectKey, StoreTier
 from quire.errors import DataLoss, NotFound, QuireError, ResourceExhausted
-from quire.store.commits import Commit, checked_branch
-from quire.store.history import AT_ONCE, History
+from quire.store.commit_history import AT_ONCE, History
+from quire.store.commits import SessionCommit, checked_branch
 
 PARALLEL = 4
 """Objects that are sent at once."""
@@ -72,7 +72,7 @@ async def transfer(source: History, target: History, name: str, *, force: bool, 
     )
 
 
-async def _require_way(target: History, name: str, log: list[Commit]) -> None:
+async def _require_way(target: History, name: str, log: list[SessionCommit]) -> None:
     head = await target.head(name)
     if head is not None and head not in {one.id for one in log}:
         await target.require_way(name, None)

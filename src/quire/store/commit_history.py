@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from quire.contracts.store import ObjectKey, StoreTier
 from quire.errors import AlreadyExists, DataLoss, NotFound, ResourceExhausted
-from quire.store.commits import Commit, Space, checked_branch, checked_piece, is_id, space_key
+from quire.store.commits import SessionCommit, Space, checked_branch, checked_piece, is_id, space_key
 from quire.store.records import Unfit, pack_record, unpack_record
 
 SHOWN = 8
@@ -30,8 +30,8 @@ AT_ONCE = 256
 class Difference:
     """What two commits have in common, and what each adds."""
 
-    a: Commit
-    b: Commit
+    a: SessionCommit
+    b: SessionCommit
     base: str | None
     """The last commit of which both are continuations; None: there is none."""
     common: int
@@ -54,7 +54,7 @@ class History:
 
     # -- reading -----------------------------------------------------------------------------------
 
-    async def branches(self) -> dict[str, Commit]:
+    async def branches(self) -> dict[str, SessionCommit]:
         """Return the commit that each branch stands at, by name in order."""
         (keys,) = await self.tier.children([self.space.branches])
         heads = sorted((found["name"], found["commit"]) for found in await self._records(keys) if found is not None)
@@ -65,7 +65,7 @@ class History:
         (found,) = await self._records([self.space.branch(name)])
         return None if found is None else str(found["commit"])
 
-    async def find(self, name: str) -> Commit:
+    async def find(self, name: str) -> SessionCommit:
         """Return the commit of a branch, or of an id of which 8 digits suffice. ``NotFound``."""
         if (head := await self.head(checked_branch(name))) is not None:
             return await self.commit(head)
@@ -78,21 +78,21 @@ class History:
                 raise NotFound(f"{len(ids)} commits begin with {name}: {', '.join(sorted(ids)[:SHOWN])}")
         raise NotFound(f"there is no branch {name!r}; there are: {await self._known()}", field="name", given=name)
 
-    async def commit(self, name: str) -> Commit:
+    async def commit(self, name: str) -> SessionCommit:
         """Return the commit of an id. ``DataLoss``: it is damaged, or gone."""
         (found,) = await self._records([self.space.commit(name)])
         if found is None:
             raise DataLoss(f"commit {name} is not there any more")
-        return Commit.read(found, name)
+        return SessionCommit.read(found, name)
 
-    async def log(self, head: Commit) -> list[Commit]:
+    async def log(self, head: SessionCommit) -> list[SessionCommit]:
         """Return a commit and all before it, the latest first."""
         found = [head]
         while (parent := found[-1].parent) is not None:
             found.append(await self.commit(parent))
         return found
 
-    async def tokens(self, commit: Commit) -> NDArray[np.int64]:
+    async def tokens(self, commit: SessionCommit) -> NDArray[np.int64]:
         """Return the token ids of a commit."""
         ids = np.array(await self.items(commit.tokens), dtype=np.int64)
         if ids.size != commit.num_tokens:
@@ -103,16 +103,16 @@ class History:
         """Return the items of pieces, joined. ``DataLoss``: one is damaged, or gone."""
         return [item for piece in await self._pieces(names) for item in piece]
 
-    async def pieces(self, commit: Commit) -> dict[str, list[Any]]:
+    async def pieces(self, commit: SessionCommit) -> dict[str, list[Any]]:
         """Return all pieces of a commit, by name."""
         found = [*await self._pieces(commit.tokens), *await self._pieces(commit.turns)]
         return dict(zip(commit.pieces, found, strict=True))
 
-    async def objects(self, commit: Commit) -> dict[ObjectKey, int]:
+    async def objects(self, commit: SessionCommit) -> dict[ObjectKey, int]:
         """Return the keys of a commit's objects, and their bytes of state."""
         return commit.state.objects(await self.tokens(commit), commit.adapters)
 
-    async def diff(self, a: Commit, b: Commit) -> Difference:
+    async def diff(self, a: SessionCommit, b: SessionCommit) -> Difference:
         """Compare two commits."""
         before = {one.id for one in await self.log(a)}
         base = next((one.id for one in await self.log(b) if one.id in before), None)
@@ -154,7 +154,9 @@ class History:
             except DataLoss:
                 at = None
 
-    async def add(self, commit: Commit, pieces: Mapping[str, Sequence[Any]], objects: Collection[ObjectKey]) -> None:
+    async def add(
+        self, commit: SessionCommit, pieces: Mapping[str, Sequence[Any]], objects: Collection[ObjectKey]
+    ) -> None:
         """Write a commit and its pieces, and pin these and its objects, which are there.
         ``ResourceExhausted``: the tier has no room."""
         # The commit first: what it names is spared by a collection from then on.
