@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from quire.errors import QuireError
+from quire.hints import HintResult
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
@@ -77,6 +78,8 @@ class RequestOutput:
     """Prompt tokens computed again, because their former state was not kept everywhere."""
     cache_note: str = ""
     """The reason for replayed tokens in a sentence; empty if there are none."""
+    hints: tuple[HintResult, ...] = ()
+    """What was done with each hint of the request, once it has ended."""
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
 
 

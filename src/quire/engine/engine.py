@@ -71,6 +71,7 @@ class Engine(RequestBook):
                     "a step is under way; a logits processor cannot run anything on its own engine"
                 )
             self.orphans.bury()
+            self.prefix_pins.expire()
             changed = self._cancel_pending()
             try:
                 scheduled = self.scheduler.schedule()
@@ -99,6 +100,9 @@ class Engine(RequestBook):
         try:
             output = self._run(scheduled)
             self.scheduler.computed(scheduled)
+            for request in map(self._requests.__getitem__, scheduled.requests):
+                if request.hints is not None:
+                    request.hints.ran(request.work, self.prefix_pins.pin)
             return self._sample_step(scheduled, output)
         except Exception as error:
             logger.exception("a step of %d tokens failed; its requests end", scheduled.step.num_tokens)
@@ -210,12 +214,14 @@ class Engine(RequestBook):
         again, could find them. It has no user, so host memory holds no state of it."""
         if self.cache is not None:
             with self.lock:
+                self.prefix_pins.clear(lambda key: isinstance(key, AdapterKey) and key.names(fingerprint))
                 gone = self.cache.forget_keys(lambda key: isinstance(key, AdapterKey) and key.names(fingerprint))
                 self.branches.remove_all(gone)
 
     def reset_prefix_cache(self) -> None:
-        """Forget all finished sequences."""
+        """Forget all finished sequences, the pinned ones too."""
         with self.lock:
+            self.prefix_pins.clear()
             self.branches.clear_cache()
 
     def page_use(self) -> PageUse:
@@ -254,6 +260,7 @@ class Engine(RequestBook):
         with self.lock:
             for samples in list(self._by_id.values()):
                 self.end(samples)
+            self.prefix_pins.clear()
             for session in list(self.branches.sessions.values()):
                 self.forget(session)
             self.reset_prefix_cache()

@@ -22,7 +22,7 @@ def request_output(
         request_id=first.request_id,
         prompt=prompt,
         prompt_token_ids=first.work.tokens.media.as_given(first.work.tokens.ids[: first.num_prompt]),
-        outputs=[completion(sample, tokenizer) for sample in samples],
+        outputs=[completion(sample, tokenizer) for sample in samples if sample.params is not None],
         prompt_logprobs=[None, *(by_token(entry, tokenizer) for entry in scored.entries)]
         if scored is not None and scored.complete
         else None,
@@ -30,6 +30,7 @@ def request_output(
         num_cached_tokens=first.work.num_cached,
         num_replayed_tokens=first.work.num_replayed,
         cache_note=cache_note(first),
+        hints=() if first.hints is None else tuple(first.hints.results),
         metrics=RequestMetrics(
             arrival_time=first.arrival,
             first_token_time=min(stamps, default=None),

@@ -12,6 +12,9 @@ from dataclasses import dataclass, field
 from quire.branches.branch import Branch
 from quire.types import BASE, LogitsWanted
 
+BACKGROUND = 2**31 - 1
+"""The priority of what runs only if nothing else does: lower than any other."""
+
 
 class Status(enum.Enum):
     WAITING = "waiting"
@@ -32,7 +35,12 @@ class ScheduledRequest(Branch):
     fresh_from: int | None = None
     """Tokens from here on must run, even if cached: their logits are wanted. None: the last one."""
     priority: int = 0
-    """Order of arrival; the latest is preempted first."""
+    """Lower values are admitted earlier, and preempted later."""
+    arrival: int = 0
+    """Order of arrival, which decides among equal priorities."""
+    stops: tuple[int, ...] = ()
+    """Positions, ascending, at which a step ends, so that a state that forgets can be kept
+    there."""
     num_cached: int = 0
     """Tokens of the prompt whose state was there at the first admission."""
     known: int = 0
@@ -57,6 +65,11 @@ class ScheduledRequest(Branch):
     def ready(self) -> bool:
         """Whether it can take part in a step."""
         return self.is_ready is None or self.is_ready()
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """What requests are sorted by, the next one to run first."""
+        return self.priority, self.arrival
 
     @property
     def next_adapter(self) -> int | None:
